@@ -1,0 +1,74 @@
+"""lce, the long-context engine: language models read texts far longer than they were trained for.
+
+    import lce
+    engine = lce.load("path/to/model", method="longheads")
+    print(engine.generate("long prompt ...", max_tokens=64).text)
+
+Nothing heavy is imported before it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from lce import methods
+    from lce.engine.context import Context
+    from lce.engine.decode import Generation, Stats, Stream
+    from lce.engine.engine import Engine, Trace, load
+    from lce.engine.sampling import Sampling
+    from lce.errors import CapacityError, DataError, LceError, ModelError, UsageError
+    from lce.methods.base import Method, SelectiveMethod
+
+_HOMES = {
+    "CapacityError": "lce.errors",
+    "Context": "lce.engine.context",
+    "DataError": "lce.errors",
+    "Engine": "lce.engine.engine",
+    "Generation": "lce.engine.decode",
+    "LceError": "lce.errors",
+    "Method": "lce.methods.base",
+    "ModelError": "lce.errors",
+    "Sampling": "lce.engine.sampling",
+    "SelectiveMethod": "lce.methods.base",
+    "Stats": "lce.engine.decode",
+    "Stream": "lce.engine.decode",
+    "Trace": "lce.engine.engine",
+    "UsageError": "lce.errors",
+    "load": "lce.engine.engine",
+}
+
+__all__ = [
+    "CapacityError",
+    "Context",
+    "DataError",
+    "Engine",
+    "Generation",
+    "LceError",
+    "Method",
+    "ModelError",
+    "Sampling",
+    "SelectiveMethod",
+    "Stats",
+    "Stream",
+    "Trace",
+    "UsageError",
+    "__version__",
+    "load",
+    "methods",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "methods":
+        return importlib.import_module("lce.methods")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'lce' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

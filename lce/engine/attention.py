@@ -1,0 +1,87 @@
+"""Attention as a merge of parts: the one door to the kernels.
+
+A method composes three functions. `dense`: all queries of a head see the same keys. `routed`: every query of every
+head has its own list of chunks. `merge`: the parts become one softmax over all of their keys, by their log-sum-exps.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lce.engine.backends import Backend, Flash, Part, Reference, Torch, combine
+from lce.errors import UsageError, nearest
+
+BACKENDS: dict[str, type[Backend]] = {"flash": Flash, "torch": Torch, "reference": Reference}
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The three functions over one backend."""
+
+    backend: Backend
+
+    @classmethod
+    def choose(cls, name: str = "auto") -> Attention:
+        """`auto` is flash where the flash-attn package and CUDA are, else torch. Raises `UsageError`."""
+        installed = importlib.util.find_spec("flash_attn") is not None
+        if name == "auto":
+            name = "flash" if installed and torch.cuda.is_available() else "torch"
+        if name not in BACKENDS:
+            raise UsageError(f"unknown attention backend {name!r}; {nearest(name, ['auto', *BACKENDS])}")
+        if name == "flash" and not installed:
+            raise UsageError("attention backend 'flash' needs the flash-attn package: pip install 'lce[flash]'")
+        return cls(BACKENDS[name]())
+
+    def dense(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None) -> Part:
+        """All T queries of a head see the same keys.
+
+        `q [H, T, D]`, `k v [G, N, D]` to `out [H, T, D]`, `lse [H, T]`. Causal: the last query sees the last key, and
+        with `window` no query sees a key that many or more behind it. Time: O(H · T · N · D); keys are never repeated
+        for the query heads that share them.
+        """
+        if k.shape[1] == 0:
+            return torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
+        grouped = q.unflatten(0, (k.shape[0], -1))  # [G, R, T, D]
+        out, lse = self.backend.attend(grouped, k, v, causal=causal, window=window)
+        return out.flatten(0, 1), lse.flatten(0, 1)
+
+    def routed(self, q: Tensor, chunk_ids: Tensor, chunks: tuple[Tensor, Tensor]) -> Part:
+        """Every query of every head attends its own list of whole chunks.
+
+        `q [H, T, D]`, or `[H, T, K, D]` with one placed copy a choice; `chunk_ids [H, T, K]`, -1 for none; `chunks`
+        the keys and values `[G, M, L, D]`. Returns `out [H, T, D]`, `lse [H, T]`.
+
+        A mixture-of-experts dispatch: an expert is a (KV head, chunk) pair; the queries that chose it are gathered and
+        attended in one go, so its keys are read once however many chose it. Time: O(H · T · K · L · D) and a sort of
+        H·T·K numbers; bytes: H·T·K·D for the gathered queries and as much for their partial results.
+        """
+        k, v = chunks
+        n_heads, n_queries, n_choices = chunk_ids.shape
+        n_kv_heads, n_chunks = k.shape[:2]
+        placed = q[:, :, None].expand(-1, -1, n_choices, -1) if q.ndim == 3 else q
+        rows = placed.reshape(-1, q.shape[-1])  # [A, D], A = H * T * K
+        kv_head = torch.arange(n_heads, device=q.device) // (n_heads // n_kv_heads)
+        expert = (kv_head[:, None, None] * n_chunks + chunk_ids).masked_fill(chunk_ids < 0, n_kv_heads * n_chunks)
+        sorted_experts, order = expert.reshape(-1).sort()
+        counts = torch.zeros(n_kv_heads * n_chunks + 1, dtype=torch.int64, device=q.device)
+        counts = counts.scatter_add_(0, sorted_experts, torch.ones_like(sorted_experts))[:-1]
+        out, lse = self.backend.grouped(rows, counts, order, k, v)
+        shape = (n_heads, n_queries, n_choices)
+        return _merge_choices(out.view(*shape, -1), lse.view(shape))
+
+
+def merge(parts: Sequence[Part]) -> Tensor:
+    """One softmax over the keys of all parts, exactly: `out [H, T, D]`. Every query must have seen some key."""
+    return combine(list(parts))[0] if len(parts) > 1 else parts[0][0]
+
+
+def _merge_choices(out: Tensor, lse: Tensor) -> Part:
+    """`out [H, T, K, D]`, `lse [H, T, K]` merged over K by one small matrix product a query."""
+    total = lse.logsumexp(-1)
+    weights = (lse - total.masked_fill(total == -torch.inf, 0.0)[..., None]).exp()
+    return (weights[..., None, :].to(out.dtype) @ out).squeeze(-2), total

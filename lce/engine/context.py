@@ -1,0 +1,58 @@
+"""A context: a sequence that an engine has read, and may go on reading."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from lce.cache.kv import KVCache
+from lce.errors import UsageError
+from lce.models.rope import Rope
+
+
+class Context:
+    """A prefilled sequence that can be asked and forked.
+
+    `token_ids` is everything said so far; the cache may lag behind it by the tokens that were drawn last and not read
+    yet. Asking a context adds the question and the answer to it: ask a `fork` to keep it as it is. A context is used by
+    one call at a time; different contexts of one engine may be used from different threads.
+    """
+
+    def __init__(self, cache: KVCache, rope: Rope) -> None:
+        self.cache = cache
+        self.rope = rope
+        self.token_ids: list[int] = []
+        self.logits: Tensor | None = None  # [vocab], after the last token that was read
+        self._busy = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __repr__(self) -> str:
+        return f"Context({len(self)} tokens, {self.cache.bytes_by_tier['device']} bytes)"
+
+    @property
+    def unread(self) -> list[int]:
+        """Tokens said but not yet in the cache."""
+        return self.token_ids[self.cache.length :]
+
+    def fork(self) -> Context:
+        """A context of its own that starts as this one. Bytes: one copy of its cache."""
+        with self.in_use():
+            context = Context(self.cache.copy(), self.rope)
+            context.token_ids = list(self.token_ids)
+            context.logits = self.logits
+            return context
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Hold the context for one call. Raises `UsageError` if another call holds it."""
+        if not self._busy.acquire(blocking=False):
+            raise UsageError("this context is being asked already: wait for that answer, or ask a fork() of it")
+        try:
+            yield
+        finally:
+            self._busy.release()

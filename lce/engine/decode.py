@@ -1,0 +1,137 @@
+"""The decode loop: one token after another, as text that is certain."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from lce.engine.context import Context
+from lce.engine.sampling import Sampler, Sampling
+from lce.weights.tokenizer import Tokenizer
+
+
+@dataclass
+class Stats:
+    """The figures of one generation; times in seconds, memory in bytes by tier."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefill_s: float = 0.0
+    first_token_s: float = 0.0
+    decode_s: float = 0.0  # after the first token
+    memory: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return self.prompt_tokens / self.prefill_s if self.prefill_s else 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        return max(0, self.generated_tokens - 1) / self.decode_s if self.decode_s else 0.0
+
+
+@dataclass
+class Generation:
+    """What was generated: `text`, its `token_ids`, why it ended (`stop`, `length`), and the figures."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = "length"
+    stats: Stats = field(default_factory=Stats)
+
+
+class Stream:
+    """The pieces of a generation as they become certain; `result` grows with them and is whole at the end."""
+
+    def __init__(self, pieces: Iterator[str], result: Generation) -> None:
+        self._pieces = pieces
+        self.result = result
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """End the generation early; its context stays usable."""
+        self._pieces.close()  # type: ignore[attr-defined]
+
+
+def decode(
+    context: Context,
+    tokenizer: Tokenizer,
+    sampling: Sampling,
+    max_tokens: int,
+    eos_ids: frozenset[int],
+    result: Generation,
+    advance: Callable[[Context], None],
+) -> Iterator[str]:
+    """Draw up to `max_tokens` tokens and yield their text; `advance` reads what the context has not read yet.
+
+    An end token ends the text and is not kept. A stop string ends it too; the text before it is all that is yielded.
+    """
+    sampler, detokenizer, watch = Sampler(sampling), tokenizer.stream(), StopWatch(sampling.stop)
+    started = time.perf_counter()
+    for _ in range(max_tokens):
+        advance(context)
+        assert context.logits is not None
+        token_id = sampler.pick(context.logits)
+        now = time.perf_counter()
+        if not result.token_ids:
+            result.stats.first_token_s = result.stats.prefill_s + now - started
+            started = now
+        result.stats.decode_s = now - started
+        if token_id in eos_ids:
+            result.finish_reason = "stop"
+            break
+        context.token_ids.append(token_id)
+        result.token_ids.append(token_id)
+        result.stats.generated_tokens += 1
+        piece = watch.push(detokenizer.push(token_id))
+        result.text += piece
+        if piece:
+            yield piece
+        if watch.stopped:
+            result.finish_reason = "stop"
+            return
+    piece = watch.push(detokenizer.finish())
+    piece += watch.finish()
+    if watch.stopped:
+        result.finish_reason = "stop"
+    result.text += piece
+    if piece:
+        yield piece
+
+
+class StopWatch:
+    """Holds back text that could be the beginning of a stop string, and ends at the first whole one."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self.stops = stops
+        self.stopped = False
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """The text that is certain to stay."""
+        if self.stopped:
+            return ""
+        self._held += text
+        found = [at for at in (self._held.find(stop) for stop in self.stops) if at >= 0]
+        if found:
+            self.stopped = True
+            return self._held[: min(found)]
+        keep = max((_overlap(self._held, stop) for stop in self.stops), default=0)
+        certain, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return certain
+
+    def finish(self) -> str:
+        """What was held back for a stop string that never came."""
+        return "" if self.stopped else self._held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
+

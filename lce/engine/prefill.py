@@ -1,0 +1,67 @@
+"""Chunked prefill: a sequence is read in blocks, each through all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from lce.engine.attention import Attention
+from lce.engine.context import Context
+from lce.methods.base import Method, Step
+from lce.models.llama import Llama
+
+Progress = Callable[[int, int], None]  # tokens read, tokens to read
+
+
+class Reader:
+    """Runs blocks through a model with a method behind its hook; holds no state of its own."""
+
+    def __init__(self, model: Llama, method: Method, attention: Attention, device: torch.device, window: int) -> None:
+        self.model = model
+        self.method = method
+        self.attention = attention
+        self.device = device
+        self.window = window
+
+    def read(
+        self, context: Context, ids: Sequence[int], note: Callable[[int, Tensor], None] | None = None
+    ) -> Tensor:
+        """One block: append tokens `ids` `[T]` to the context's cache; their hidden states `[T, hidden]`.
+
+        Whatever interrupts the pass, the cache is as it was before it.
+        """
+        cache = context.cache
+        config = self.model.config
+        step = Step(
+            start=cache.length,
+            stop=cache.length + len(ids),
+            rope=context.rope,
+            attention=self.attention,
+            window=self.window,
+            n_kv_heads=config.n_kv_heads,
+            sliding_window=config.sliding_window,
+            note=note,
+        )
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            cache.layers[layer].write(self.method.place_keys(k, step), v)
+            return self.method.attend(q, cache.layers[layer], step)
+
+        try:
+            hidden = self.model(torch.tensor(ids, device=self.device), attend)
+        except BaseException:
+            cache.discard()
+            raise
+        cache.commit()
+        return hidden
+
+
+def blocks(ids: Sequence[int], block: int, progress: Progress | None = None) -> Iterator[Sequence[int]]:
+    """`ids` in runs of `block`, telling `progress` after each."""
+    for start in range(0, len(ids), block):
+        part = ids[start : start + block]
+        yield part
+        if progress:
+            progress(start + len(part), len(ids))

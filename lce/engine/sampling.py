@@ -1,0 +1,79 @@
+"""From logits to the next token."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lce.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn. The defaults are greedy: always the likeliest.
+
+    With `temperature` above 0 the logits are divided by it, and then cut in this order: `top_k` keeps the k likeliest,
+    `top_p` the fewest whose probability adds up to p, `min_p` those at least that share of the likeliest one.
+    0, 1 and 0 switch the cuts off. The same `seed` draws the same tokens; None draws anew each time.
+    `stop` strings end the text before them.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        checks = {
+            f"temperature is {self.temperature}; expected 0 or more": 0 <= self.temperature < math.inf,
+            f"top_k is {self.top_k}; expected 0 (off) or more": self.top_k >= 0,
+            f"top_p is {self.top_p}; expected more than 0 and at most 1": 0 < self.top_p <= 1,
+            f"min_p is {self.min_p}; expected 0 (off) to 1": 0 <= self.min_p <= 1,
+            f"seed is {self.seed}; expected a whole number from 0 to 2**63 - 1": (
+                self.seed is None or 0 <= self.seed < 2**63
+            ),
+            "a stop string is empty; expected some text": all(self.stop),
+        }
+        for message, holds in checks.items():
+            if not holds:
+                raise UsageError(message)
+
+
+class Sampler:
+    """Draws tokens by one `Sampling`; keeps the state of its random numbers."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self.sampling = sampling
+        self._random = torch.Generator()
+        if sampling.seed is None:
+            self._random.seed()
+        else:
+            self._random.manual_seed(sampling.seed)
+
+    def pick(self, logits: Tensor) -> int:
+        """The next token for logits `[vocab]`. Time: O(vocab log vocab) when sampling, O(vocab) when greedy."""
+        if self.sampling.temperature == 0:
+            return int(logits.argmax())
+        probabilities = probabilities_of(logits.float().cpu(), self.sampling)
+        return int(torch.multinomial(probabilities, 1, generator=self._random))
+
+
+def probabilities_of(logits: Tensor, sampling: Sampling) -> Tensor:
+    """The distribution `[vocab]` that a token is drawn from, the cuts applied in order."""
+    scaled = (logits - logits.max()) / sampling.temperature
+    if 0 < sampling.top_k < len(scaled):
+        scaled = scaled.masked_fill(scaled < scaled.topk(sampling.top_k).values[-1], -torch.inf)
+    probabilities = scaled.softmax(-1)
+    if sampling.top_p < 1:
+        ranked, order = probabilities.sort(descending=True)
+        beyond = ranked.cumsum(0) - ranked >= sampling.top_p  # the mass before it suffices
+        probabilities[order[beyond]] = 0
+    if sampling.min_p > 0:
+        probabilities[probabilities < sampling.min_p * probabilities.max()] = 0
+    return probabilities / probabilities.sum()

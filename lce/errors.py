@@ -1,0 +1,54 @@
+"""Every error that lce raises on purpose.
+
+    LceError                 1   something failed
+    ├── UsageError           2   an option, name or value that cannot be used
+    ├── ModelError           3   a checkpoint, config or tokenizer that cannot be trusted
+    ├── DataError            3   a text, context or map file that cannot be used
+    └── CapacityError        4   not enough memory or disk
+
+The number is the exit code of the command line. A message is one line: what was wrong, what was expected, what to
+do. Ctrl-C stays Python's own KeyboardInterrupt and exits with 130.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class LceError(Exception):
+    """Base of all: catch this to catch whatever lce refuses."""
+
+    exit_code = 1
+
+
+class UsageError(LceError):
+    """An option, name or value that cannot be used."""
+
+    exit_code = 2
+
+
+class ModelError(LceError):
+    """A checkpoint, config or tokenizer that cannot be trusted."""
+
+    exit_code = 3
+
+
+class DataError(LceError):
+    """A text, context or map file that cannot be used."""
+
+    exit_code = 3
+
+
+class CapacityError(LceError):
+    """Not enough memory or disk for what was asked."""
+
+    exit_code = 4
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """The end of a message about an unknown name: `did you mean 'x'? valid: a, b, x`."""
+    names = sorted(valid)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}valid: {', '.join(names)}"

@@ -1,0 +1,128 @@
+"""The passkey task (Mohtashami and Jaggi, 2023): a fact hidden in a long text, then asked for.
+
+A sample of length N is a text of at most N tokens: filler, the needle at some depth in it, more filler, the question.
+The depths of a run are spread evenly over the text. An answer is right when the text that the model writes, greedily,
+begins with the hidden one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import cycle
+from random import Random
+from typing import TYPE_CHECKING
+
+from lce.errors import UsageError, nearest
+from lce.eval.needles import NEEDLES, Needle
+from lce.eval.prose import sentences
+
+if TYPE_CHECKING:
+    from lce.engine.engine import Engine
+
+# The filler of the published task, said over and over.
+NOISE = (
+    "The grass is green.",
+    "The sky is blue.",
+    "The sun is yellow.",
+    "Here we go.",
+    "There and back again.",
+)
+FILLERS = ("prose", "noise")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt and the answer that it hides."""
+
+    prompt: str
+    answer: str
+    depth: float  # 0 is the text's beginning, 1 its end
+
+
+@dataclass(frozen=True)
+class Score:
+    """The share of right answers, with its 95% Wilson interval."""
+
+    method: str
+    task: str
+    length: int
+    samples: int
+    accuracy: float
+    low: float
+    high: float
+
+    def as_dict(self) -> dict[str, str | int | float]:
+        return asdict(self)
+
+
+def make_sample(needle: Needle, length: int, depth: float, filler: Iterator[str], count: Callable[[str], int]) -> Sample:
+    """A text of at most `length` tokens, as `count` counts them. Raises `UsageError` where the needle does not fit."""
+    left = length - count(needle.statement) - count(needle.question) - 1  # 1 for the beginning token
+    if left < 0:
+        raise UsageError(f"length is {length}; expected at least {length - left} tokens for the fact and the question")
+    body: list[str] = []
+    for sentence in filler:
+        left -= count(sentence)
+        if left < 0:
+            break
+        body.append(sentence)
+    body.insert(round(depth * len(body)), needle.statement)
+    return Sample(" ".join([*body, needle.question]), needle.answer, depth)
+
+
+def samples(task: str, filler: str, length: int, n: int, seed: int, count: Callable[[str], int]) -> Iterator[Sample]:
+    """`n` samples of one task and length; the same seed gives the same ones."""
+    if task not in NEEDLES:
+        raise UsageError(f"unknown task {task!r}; {nearest(task, NEEDLES)}")
+    if filler not in FILLERS:
+        raise UsageError(f"unknown filler {filler!r}; {nearest(filler, FILLERS)}")
+    counts: dict[str, int] = {}
+
+    def counted(text: str) -> int:
+        if text not in counts:
+            counts[text] = count(" " + text)
+        return counts[text]
+
+    for index in range(n):
+        rng = Random(f"{seed}/{task}/{length}/{index}")
+        text = sentences(rng) if filler == "prose" else cycle(NOISE)
+        depth = (index + rng.random()) / n
+        yield make_sample(NEEDLES[task](rng), length, depth, text, counted)
+
+
+def evaluate(
+    engine: Engine,
+    *,
+    length: int,
+    n: int = 50,
+    seed: int = 0,
+    task: str = "passkey",
+    filler: str = "prose",
+    progress: Callable[[int, int], None] | None = None,
+) -> Score:
+    """Ask `n` samples of one length and score the answers."""
+    if n < 1:
+        raise UsageError(f"samples is {n}; expected 1 or more")
+
+    def count(text: str) -> int:
+        return len(engine.tokenizer.encode(text, bos=False))
+
+    right = 0
+    for done, sample in enumerate(samples(task, filler, length, n, seed, count), 1):
+        answer_tokens = count(" " + sample.answer) + 2
+        text = engine.generate(sample.prompt, max_tokens=answer_tokens).text
+        right += text.strip().startswith(sample.answer)
+        if progress:
+            progress(done, n)
+    return Score(engine.method.name, task, length, n, right / n, *wilson(right, n))
+
+
+def wilson(right: int, n: int, z: float = 1.96) -> tuple[float, float]:
+    """The Wilson score interval of `right` successes in `n` trials; z = 1.96 is 95%."""
+    share = right / n
+    centre = share + z * z / (2 * n)
+    spread = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    scale = 1 + z * z / n
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)

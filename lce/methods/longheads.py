@@ -1,0 +1,94 @@
+"""LongHeads: every head of every query reads a few chunks, chosen for it, within the window it was trained on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+from lce.cache.kv import LayerCache
+from lce.errors import UsageError
+from lce.methods.base import SelectiveMethod, Step, fold_chunks, unfold_chunks
+from lce.methods.registry import register
+
+
+@register("longheads")
+@dataclass(frozen=True)
+class LongHeads(SelectiveMethod):
+    """LongHeads (Lu et al., 2024, "Multi-Head Attention is Secretly a Long Context Processor").
+
+    Keeps of a complete chunk, for each query head, everything rotated at offsets 0..L-1:
+    `O = softmax(Q Kᵀ/√D) V` without a causal mask, `q^c = mean(O)`, `c = softmax(q^c Kᵀ/√D) K` (Eq. 1-2).
+    Scores a chunk by the unrotated query: `q · c` (Eq. 3). Selects chunk 0, the `chunks - 3` best of those between,
+    the last complete chunk, and the query's own. Places them side by side from position 0; while everything fits,
+    that is full attention.
+
+    `share` says whose scores are summed to choose together: nobody's (`head`, the paper), the query heads of one KV
+    head (`group`), all heads (`layer`). The paper's ablations: `rank` takes the best, the worst or random chunks;
+    `keep_first=False` lets chunk 0 compete; `fix_head` makes all heads follow the first, `fix_layer` all layers the
+    first.
+
+    Cost: a token is scored against M summaries, O(H · M · D), and attends at most `chunks · L` keys; a summary is
+    H · D numbers a chunk.
+    """
+
+    share: Literal["head", "group", "layer"] = "head"
+    rank: Literal["top", "last", "random"] = "top"
+    keep_first: bool = True
+    fix_head: bool = False
+    fix_layer: bool = False
+
+    def resolve(self, window: int) -> Self:
+        if self.fix_head and self.share != "head":
+            raise UsageError(
+                f"longheads: fix_head follows one head and share={self.share!r} sums several: drop one of them"
+            )
+        return super().resolve(window)
+
+    def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        n_kv_heads, n_chunks = k.shape[:2]
+        keys, values = k.flatten(0, 1), v.flatten(0, 1)  # [G * m, L, D]
+        out, _ = step.attention.dense(fold_chunks(q, n_kv_heads), keys, values, causal=False)
+        query = out.mean(dim=1, keepdim=True)  # [G * m * R, 1, D]
+        representation, _ = step.attention.dense(query, keys, keys, causal=False)
+        return unfold_chunks(representation.squeeze(1), n_kv_heads, n_chunks)
+
+    def score(self, q: Tensor, summary: Tensor, step: Step, layer: int) -> Tensor:
+        choosers = slice(0, 1) if self.fix_head else slice(None)
+        scores = (q[choosers] @ summary[choosers].transpose(1, 2)).float()  # [H, T, M]
+        if self.rank == "random":
+            scores = _random_scores(scores, step, layer)
+        elif self.rank == "last":
+            scores = -scores
+        if self.share == "layer":
+            return scores.sum(0, keepdim=True)
+        if self.share == "group":
+            return scores.unflatten(0, (step.n_kv_heads, -1)).sum(1)
+        return scores
+
+    def forced(self, chunk_ids: Tensor, own: Tensor) -> Tensor:
+        return super().forced(chunk_ids, own) if self.keep_first else chunk_ids == own - 1
+
+    def choose(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
+        if not self.fix_layer:
+            return super().choose(q, cache, step)
+        chosen: Tensor | None = step.once("choice of the first layer", lambda: super(LongHeads, self).choose(q, cache, step))
+        return chosen
+
+
+def _random_scores(scores: Tensor, step: Step, layer: int) -> Tensor:
+    """Scores that depend on nothing but layer, head, query index and chunk, so that no block size changes them."""
+    n_heads, _, n_chunks = scores.shape
+    heads = torch.arange(n_heads, device=scores.device)[:, None, None]
+    chunks = torch.arange(n_chunks, device=scores.device)
+    return mix((layer * 1_000_003 + heads) * 1_000_033 + step.positions(scores.device)[:, None], chunks)
+
+
+def mix(x: Tensor, y: Tensor) -> Tensor:
+    """A hash of two integer tensors to floats in [0, 1), with 24 good bits (the multiply-and-shift of Murmur3)."""
+    bits = (x * 0x9E3779B1 + y * 0x85EBCA77) & 0xFFFFFFFF
+    for factor in (0x85EBCA6B, 0xC2B2AE35):
+        bits = ((bits ^ (bits >> 15)) * factor) & 0xFFFFFFFF
+    return ((bits ^ (bits >> 16)) >> 8).float() / 2**24

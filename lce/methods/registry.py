@@ -1,0 +1,113 @@
+"""The methods by name, and their knobs from text.
+
+A method registers itself with a decorator. A package that is not ours names its class in the entry-point group
+`lce.methods`; it is found when its name is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from typing import Any, Literal, TypeVar
+
+from lce.errors import UsageError, nearest
+from lce.methods.base import Method
+
+ENTRY_POINTS = "lce.methods"
+_REGISTRY: dict[str, type[Method]] = {}
+M = TypeVar("M", bound=type[Method])
+
+
+def register(name: str) -> Callable[[M], M]:
+    """Class decorator: make a method known as `name`."""
+
+    def enter(cls: M) -> M:
+        known = _REGISTRY.get(name)
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise UsageError(f"two methods are called {name!r}: {known.__qualname__} and {cls.__qualname__}; rename one")
+        cls.name = name
+        _REGISTRY[name] = cls
+        return cls
+
+    return enter
+
+
+def available() -> list[str]:
+    """The names of all methods, those of installed packages included."""
+    return sorted({*_REGISTRY, *(point.name for point in entry_points(group=ENTRY_POINTS))})
+
+
+def find(name: str) -> type[Method]:
+    """The class called `name`. Raises `UsageError` with the nearest name."""
+    if name not in _REGISTRY:
+        for point in entry_points(group=ENTRY_POINTS, name=name):
+            register(name)(_loaded(point))
+    if name not in _REGISTRY:
+        raise UsageError(f"unknown method {name!r}; {nearest(name, available())}")
+    return _REGISTRY[name]
+
+
+def _loaded(point: Any) -> type[Method]:
+    """The class that an installed package offers; whatever its import raises is reported as that package's fault."""
+    try:
+        cls = point.load()
+    except Exception as error:
+        raise UsageError(f"method {point.name!r} of {point.value} cannot be imported: {error}") from error
+    if not (isinstance(cls, type) and issubclass(cls, Method)):
+        raise UsageError(f"method {point.name!r} of {point.value} is {cls!r}; expected a subclass of lce.Method")
+    return cls
+
+
+def make(name: str, options: Mapping[str, Any] | None = None) -> Method:
+    """The method `name` with its knobs set; values may be text, as on a command line. Raises `UsageError`."""
+    cls = find(name)
+    kinds = typing.get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    values = {}
+    for key, value in (options or {}).items():
+        if key not in fields:
+            valid = ", ".join(f"{f.name}={f.default}" for f in fields.values()) or "(none)"
+            raise UsageError(f"method {name!r} has no option {key!r}; valid, with defaults: {valid}")
+        try:
+            values[key] = convert(value, kinds[key])
+        except ValueError as error:
+            raise UsageError(
+                f"method {name!r}: {key}={value} is not {error}; default {key}={fields[key].default}"
+            ) from None
+    return cls(**values)
+
+
+def convert(value: Any, kind: Any) -> Any:
+    """`value` as `kind`: int, float, bool, str, a Literal, or an optional one of these. ValueError says what it is not."""
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        inner = [arm for arm in typing.get_args(kind) if arm is not type(None)]
+        return None if value is None or value == "none" else convert(value, inner[0])
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        if value not in choices:
+            raise ValueError("one of " + ", ".join(map(str, choices)))
+        return value
+    if kind is bool:
+        words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+        if isinstance(value, bool):
+            return value
+        if str(value).lower() not in words:
+            raise ValueError("true or false")
+        return words[str(value).lower()]
+    if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+        return _parsed(float, value, "a number")
+    if kind is int and isinstance(value, int | str) and not isinstance(value, bool):
+        return _parsed(int, value, "a whole number")
+    if kind is str and isinstance(value, str):
+        return value
+    raise ValueError(f"a value of type {getattr(kind, '__name__', kind)}")
+
+
+def _parsed(kind: Callable[[Any], Any], value: Any, what: str) -> Any:
+    try:
+        return kind(value)
+    except ValueError:
+        raise ValueError(what) from None

@@ -1,0 +1,147 @@
+"""The header of a safetensors file, read from its raw bytes and believed in nothing.
+
+A file is eight bytes of header length, the header (a JSON object: name -> dtype, shape, data_offsets), and the data,
+which the tensors must tile exactly: no overlap, no hole, nothing left over. What passes here can be mapped blindly.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import reprlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from lce.errors import ModelError
+
+LARGEST_HEADER = 100_000_000  # bytes: the format's own limit
+
+ITEM_SIZES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
+    **dict.fromkeys(("I32", "U32", "F32"), 4),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 8),
+}
+_LARGEST_SIZE = 2**48  # of one dimension
+_MOST_DIMENSIONS = 64
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies: bytes `start` to `stop` of `file`, counted from the beginning of the file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Every tensor of the file, in its header's order. Reads the header alone. ModelError where anything is amiss."""
+    raw, file_size = _header_bytes(path)
+    entries = parse_object(raw, path)
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise damaged(path, "__metadata__ is not an object of strings")
+    data_start = 8 + len(raw)
+    tensors = {name: _tensor(path, name, entry, data_start) for name, entry in entries.items()}
+    reached = data_start
+    for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if info.start != reached:
+            fault = "overlaps the one before it" if info.start < reached else "leaves a hole before it"
+            raise damaged(path, f"tensor {shown(name)} {fault}")
+        reached = info.stop
+    if reached != file_size:
+        fault = "is cut short" if reached > file_size else "has bytes that belong to no tensor"
+        raise damaged(path, f"the file {fault}: {file_size} bytes, expected {reached}")
+    return tensors
+
+
+def parse_object(raw: bytes, path: Path) -> dict[str, object]:
+    """The JSON object in `raw`, in which no name may appear twice."""
+
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a name appears twice")
+        return found
+
+    try:
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, f"no valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise damaged(path, f"a JSON {type(value).__name__} where an object is expected")
+    return value
+
+
+def read_bytes(path: Path, count: int, offset: int = 0) -> bytes:
+    """Up to `count` bytes of the file; ModelError where the system refuses."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(offset)
+            return file.read(count)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def damaged(path: Path, what: str) -> ModelError:
+    """The error for a file that is not what it should be."""
+    return ModelError(f"{path}: {what}; the file is damaged or incomplete: download it again")
+
+
+def shown(value: object) -> str:
+    """A value of the file as a message shows it: on one line, and not without end."""
+    short = reprlib.Repr()
+    short.maxstring = 120
+    return short.repr(value)
+
+
+def _unreadable(path: Path, error: OSError) -> ModelError:
+    return ModelError(f"{path} cannot be read ({error.strerror}); check the file and its permissions")
+
+
+def _header_bytes(path: Path) -> tuple[bytes, int]:
+    """The header's JSON and the size of the file."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise damaged(path, "not a regular file")
+    try:
+        with path.open("rb", buffering=0) as file:
+            file_size, prefix = os.fstat(file.fileno()).st_size, file.read(8)
+            length = int.from_bytes(prefix, "little")
+            if prefix == b"version ":
+                raise ModelError(f"{path} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`")
+            if len(prefix) < 8 or length + 8 > file_size:
+                raise damaged(path, f"a header of {length} bytes does not fit in a file of {file_size}")
+            if length > LARGEST_HEADER:
+                raise damaged(path, f"a header of {length} bytes; expected at most {LARGEST_HEADER}")
+            raw = file.read(length)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    if len(raw) != length or raw[:1] != b"{":
+        raise damaged(path, "the header does not begin with '{'")
+    return raw, file_size
+
+
+def _tensor(path: Path, name: str, entry: object, data_start: int) -> TensorInfo:
+    where = f"tensor {shown(name)}"
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise damaged(path, f"{where} is not described by dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
+        raise damaged(path, f"{where} has the unknown dtype {shown(dtype)}")
+    if not _are_sizes(shape) or len(shape) > _MOST_DIMENSIONS:
+        raise damaged(path, f"{where} has the impossible shape {shown(shape)}")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise damaged(path, f"{where} has the impossible data_offsets {shown(offsets)}")
+    start, stop = offsets
+    expected = math.prod(shape) * ITEM_SIZES[dtype]
+    if stop - start != expected:
+        raise damaged(path, f"{where} has {stop - start} bytes; its shape and dtype take {expected}")
+    return TensorInfo(path, dtype, tuple(shape), data_start + start, data_start + stop)
+
+
+def _are_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(type(size) is int and 0 <= size < _LARGEST_SIZE for size in value)

@@ -1,0 +1,121 @@
+"""How tokens are written as bytes, one token at a time.
+
+A tokenizer describes its decoder as a chain of steps over a whole list of tokens. Every chain that Llama- and
+Mistral-family models use comes down to four facts: the bytes each token stands for, what the first token loses, what
+is stripped from the front of the text, and how bytes that are not UTF-8 are shown. A `Spelling` holds these four, so
+that a text can grow token by token without ever being decoded again.
+
+    Replace("▁" -> " "), ByteFallback, Fuse, Strip(" ", 1)        Llama 2, Mistral
+    ByteLevel                                                     Llama 3, Mistral Nemo, Qwen
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from lce.errors import ModelError
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The byte behind each character of a byte-level vocabulary: GPT-2's table, in which `Ġ` is a space.
+
+    Bytes that print stand for themselves; the others take the characters from U+0100 on, in order.
+    """
+    printing = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in printing]
+    return {chr(byte): byte for byte in printing} | {chr(0x100 + n): byte for n, byte in enumerate(hidden)}
+
+
+_BYTE_LEVEL = _byte_level_alphabet()
+
+
+def _one_mark_a_byte(error: UnicodeError) -> tuple[str, int]:
+    """Decoding's answer to bytes that are not UTF-8: U+FFFD for each one (Python's own answer joins some)."""
+    if not isinstance(error, UnicodeDecodeError):
+        raise error
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+codecs.register_error("lce.one_mark_a_byte", _one_mark_a_byte)
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """What a decoder does to a list of tokens, said for one token.
+
+    Bytes that are not UTF-8 become U+FFFD. Byte-level decoders show one for each longest broken character, as the
+    tokenizers library does. Byte-fallback decoders show one for each broken byte, as sentencepiece does: the tokenizers
+    library would also give up the sound characters beside it, back to the last token that is not a byte, so that no
+    byte could be shown before its whole run had ended. On valid UTF-8 all of them agree.
+    """
+
+    replacements: tuple[tuple[str, str], ...] = ()
+    first_drops: str = ""  # a character that the first token loses wherever it stands
+    separator: str = ""  # stands between tokens
+    form: Literal["text", "byte_fallback", "byte_level"] = "text"
+    strip: str = ""  # the character stripped from the front of the whole text, at most strip_count times
+    strip_count: int = 0
+    fused: bool = False  # the steps so far have joined the tokens into one text
+
+    @classmethod
+    def of_decoder(cls, decoder: Mapping[str, Any] | None) -> Spelling:
+        """The spelling of a decoder as tokenizer.json describes it; ModelError for one that has none."""
+        if decoder is None:
+            return cls(separator=" ")
+        spelling = cls()
+        for step in _steps(decoder):
+            spelling = spelling._then(step)
+        return spelling
+
+    def _then(self, step: Mapping[str, Any]) -> Spelling:
+        match step, self.fused:
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}, False:
+                return replace(self, replacements=(*self.replacements, (old, new)))
+            case {"type": "Metaspace", "replacement": str(mark), "prepend_scheme": scheme}, False:
+                drops = "" if scheme == "never" else mark
+                return replace(self, replacements=(*self.replacements, (mark, " ")), first_drops=drops)
+            case {"type": "ByteFallback"}, False if self.form == "text":
+                return replace(self, form="byte_fallback")
+            case {"type": "ByteLevel"}, False if self.form == "text":
+                return replace(self, form="byte_level", fused=True)
+            case {"type": "Fuse"}, _:
+                return replace(self, fused=True)
+            case {"type": "Strip", "content": str(char), "start": int(count), "stop": 0}, True if not self.strip:
+                return replace(self, strip=char, strip_count=count)
+        raise ModelError(
+            f"the tokenizer's decoder has a step that cannot be read token by token: {str(dict(step))[:120]}; "
+            "expected ByteLevel, or Replace, ByteFallback, Metaspace, Fuse and Strip in the order Llama uses them"
+        )
+
+    @property
+    def errors(self) -> str:
+        """The name of the codec error handler that shows broken bytes as this decoder does."""
+        return "replace" if self.form == "byte_level" else "lce.one_mark_a_byte"
+
+    def bytes_of(self, token: str, first: bool) -> bytes:
+        """The bytes that `token` adds to the text: `Ġé` of a byte-level vocabulary is b' \\xe9'."""
+        if first:
+            token = token.replace(self.first_drops, "") if self.first_drops else token
+        else:
+            token = self.separator + token
+        for old, new in self.replacements:
+            token = token.replace(old, new)
+        if self.form == "byte_fallback" and (byte := _BYTE_TOKEN.fullmatch(token)):
+            return bytes.fromhex(byte[1])
+        if self.form == "byte_level" and all(char in _BYTE_LEVEL for char in token):
+            return bytes(_BYTE_LEVEL[char] for char in token)
+        return token.encode()
+
+
+def _steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    if decoder.get("type") == "Sequence":
+        for step in decoder["decoders"]:
+            yield from _steps(step)
+    else:
+        yield decoder

@@ -1,0 +1,206 @@
+"""Text to token ids and back, in one piece or as a stream.
+
+A `Tokenizer` reads a checkpoint's tokenizer.json, or its tokenizer.model where there is no JSON, and the small files
+beside it that name the special tokens. Decoding has one definition, the `Detokenizer`: `decode` runs one over all ids,
+so a stream's pieces joined are `decode` of the same ids by construction. Each push costs the one token, whatever came
+before: a token is a run of bytes (see spelling.py), and the only state is the unfinished character, at most three
+bytes. Bytes that can no longer become a character are shown as U+FFFD as soon as that is known.
+
+    ids         <0xF0>  <0x9F>  <0x98>  <0x80>  ▁Hi             the JSON or sentencepiece vocabulary of Llama 2
+    push        ''      ''      ''      '😀'    ' Hi'
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Mapping, Sequence
+from operator import index
+from pathlib import Path
+
+from lce.errors import DataError, ModelError, UsageError
+from lce.weights.chat import render_chat
+from lce.weights.spelling import Spelling
+from lce.weights.tokenizer_files import TokenizerConfig, read_config, read_file
+from lce.weights.vocabulary import JsonVocabulary, SentencePieceVocabulary, Vocabulary
+
+
+class Detokenizer:
+    """The text of a growing list of ids; made by `Tokenizer.stream`."""
+
+    def __init__(self, spell: Callable[[int, bool], bytes | None], spelling: Spelling) -> None:
+        self._spell = spell
+        self._first = True
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(spelling.errors)
+        self._strip, self._strip_left = spelling.strip, spelling.strip_count
+
+    def push(self, token_id: int) -> str:
+        """The new text that is certain; '' inside a character and for a special token."""
+        spelled = self._spell(token_id, self._first)
+        if spelled is None:
+            return ""
+        self._first = False
+        return self._stripped(self._utf8.decode(spelled))
+
+    def finish(self) -> str:
+        """What is left: U+FFFD for a character that was never completed, else ''."""
+        return self._stripped(self._utf8.decode(b"", final=True))
+
+    def _stripped(self, text: str) -> str:
+        while text and self._strip_left:
+            if not text.startswith(self._strip):
+                self._strip_left = 0
+            else:
+                self._strip_left -= 1
+                text = text[len(self._strip) :]
+        return text
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer, made by `from_folder`. It never changes and may be shared between threads.
+
+    `vocab_size` is the highest id + 1 (the model's embedding may be padded beyond it), `bos_token` and `eos_token` are
+    the strings of `bos_id` and of the first of `eos_ids`, which are all the ids that end a generation.
+    """
+
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+    chat_template: str | None
+
+    def __init__(self, vocabulary: Vocabulary, config: TokenizerConfig, where: Path, vocab_size: int | None) -> None:
+        self.vocab_size = vocabulary.size
+        if vocab_size is not None and vocabulary.size > vocab_size:
+            raise ModelError(
+                f"{where} has {vocabulary.size} tokens (ids up to {vocabulary.size - 1}) but the model's embedding has "
+                f"{vocab_size} rows; use the tokenizer files that came with this checkpoint"
+            )
+        self._vocabulary = vocabulary
+        self._where = where
+        self._id_limit = max(vocabulary.size, vocab_size or 0)
+        self._spelled: dict[int, bytes] = {}  # the bytes of ids seen so far, where they are not first
+        self.bos_token, self.bos_id = self._find("bos_token", config.bos_token, vocabulary.bos_id)
+        self.eos_token, eos_id = self._find("eos_token", config.eos_token, vocabulary.eos_id)
+        own = () if eos_id is None else (eos_id,)
+        self.eos_ids = tuple(dict.fromkeys((*own, *(i for i in config.eos_ids if 0 <= i < self._id_limit))))
+        self._special = vocabulary.special | {i for i in (self.bos_id, eos_id) if i is not None}
+        self._prefix = _with_or_without(vocabulary.prefix, self.bos_id, config.add_bos, at_end=False)
+        self._suffix = _with_or_without(vocabulary.suffix, eos_id, config.add_eos, at_end=True)
+        self.chat_template = config.chat_template
+
+    @classmethod
+    def from_folder(cls, folder: Path, vocab_size: int | None = None) -> Tokenizer:
+        """Read a checkpoint folder's tokenizer. `vocab_size` is the number of rows of the model's embedding.
+
+        Raises ModelError for files that are missing, broken, larger than 256 MiB, or at odds with each other.
+        """
+        folder = Path(folder)
+        config = read_config(folder)
+        vocabulary: Vocabulary
+        if (raw := read_file(where := folder / "tokenizer.json")) is not None:
+            vocabulary = JsonVocabulary(raw, where, config.special_names)
+        elif (raw := read_file(where := folder / "tokenizer.model")) is not None:
+            vocabulary = SentencePieceVocabulary(
+                raw, where, config.special_names, config.added, config.space_before_all
+            )
+        else:
+            raise ModelError(
+                f"no tokenizer in {folder}: expected tokenizer.json or tokenizer.model; "
+                "copy the checkpoint's tokenizer files there"
+            )
+        return cls(vocabulary, config, where, vocab_size)
+
+    def _find(self, key: str, name: str | None, default: int | None) -> tuple[str | None, int | None]:
+        """A special token's string and id: by the name that the config gives it, else the vocabulary's own."""
+        if name is None:
+            return (None if default is None else self._vocabulary.token(default)), default
+        token_id = self._vocabulary.id_of(name)
+        if token_id is None:
+            raise ModelError(
+                f"the {key} {name!r} of tokenizer_config.json or special_tokens_map.json is not in {self._where}; "
+                "use the tokenizer files of one and the same checkpoint"
+            )
+        return name, token_id
+
+    def encode(self, text: str, *, bos: bool | None = None) -> list[int]:
+        """The ids of `text`; special tokens written out in it are recognised.
+
+        `bos=None` puts a BOS first where the tokenizer's own rule does; True and False force it. A text that already
+        begins with the BOS token, as a rendered chat does, never gets a second one.
+        """
+        if not isinstance(text, str):
+            raise DataError(f"a text to encode is a str, not {type(text).__name__}; decode bytes as UTF-8 first")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"the text has half a surrogate pair, U+{ord(text[error.start]):04X}, at character {error.start}; "
+                "expected Unicode text, as decoding with errors='replace' gives"
+            ) from error
+        if bos and self.bos_id is None:
+            raise UsageError(f"{self._where} has no BOS token to add; leave bos at None or False")
+        content = self._vocabulary.encode(text)
+        if self.bos_id is not None and content[:1] == [self.bos_id]:
+            bos = False
+        return _with_or_without(self._prefix, self.bos_id, bos, at_end=False) + content + self._suffix
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text of `ids`. Ids that only pad the embedding have none; others out of range are a UsageError."""
+        stream = self.stream(skip_special=skip_special)
+        return "".join([stream.push(token_id) for token_id in ids]) + stream.finish()
+
+    def stream(self, *, skip_special: bool = True) -> Detokenizer:
+        """A fresh stream; its pieces joined are exactly `decode` of the same ids."""
+
+        def spell(token_id: int, first: bool) -> bytes | None:
+            token_id = self._checked(token_id)
+            return None if skip_special and token_id in self._special else self._bytes_of(token_id, first)
+
+        return Detokenizer(spell, self._vocabulary.spelling)
+
+    def _checked(self, token_id: int) -> int:
+        try:
+            token_id = index(token_id)
+        except TypeError:
+            raise UsageError(
+                f"a token id is an int, not {type(token_id).__name__}; decode takes a list of ids"
+            ) from None
+        if not 0 <= token_id < self._id_limit:
+            raise UsageError(
+                f"token id {token_id} is out of range: {self._where} and its model have ids 0 to {self._id_limit - 1}; "
+                "decode ids with the tokenizer that made them"
+            )
+        return token_id
+
+    def _bytes_of(self, token_id: int, first: bool) -> bytes | None:
+        """What a token adds to the text; None for an id that no token has."""
+        if not first and token_id in self._spelled:
+            return self._spelled[token_id]
+        token = self._vocabulary.token(token_id)
+        if token is None:
+            return None
+        spelled = self._vocabulary.spelling.bytes_of(token, first)
+        if not first:
+            self._spelled[token_id] = spelled
+        return spelled
+
+    def chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
+        """The text of a conversation in this model's chat format, ready for `encode`; DataError if it has none."""
+        if self.chat_template is None:
+            raise DataError(
+                f"{self._where} comes without a chat template; use a chat model, or write the prompt out as plain text"
+            )
+        return render_chat(
+            self.chat_template,
+            messages,
+            bos_token=self.bos_token or "",
+            eos_token=self.eos_token or "",
+            add_generation_prompt=add_generation_prompt,
+        )
+
+
+def _with_or_without(ids: Sequence[int], token_id: int | None, wanted: bool | None, *, at_end: bool) -> list[int]:
+    """`ids` with `token_id` at the end that faces away from the text, or without it; as they are for None."""
+    if wanted is None or token_id is None or wanted == (token_id in ids):
+        return list(ids)
+    if not wanted:
+        return [i for i in ids if i != token_id]
+    return [*ids, token_id] if at_end else [token_id, *ids]

@@ -1,0 +1,150 @@
+"""The small files beside a vocabulary, read into one `TokenizerConfig`.
+
+tokenizer_config.json comes first and special_tokens_map.json fills what it leaves open; added_tokens.json is the older
+place for added tokens; generation_config.json knows further ids that end a generation (Llama 3 has three); a chat
+template may be a file of its own. All may be absent. Whatever is there but broken is a ModelError that names the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lce.errors import ModelError
+from lce.weights.chat import choose_template
+
+MAX_FILE_BYTES = 256 << 20  # the largest vocabularies in use are below 40 MiB
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_LISTED = ("additional_special_tokens", "extra_special_tokens")
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """What the files say; None where they say nothing."""
+
+    bos_token: str | None
+    eos_token: str | None
+    add_bos: bool | None
+    add_eos: bool | None
+    space_before_all: bool  # a sentencepiece model's space before every stretch between special tokens
+    special_names: tuple[str, ...]  # every token the files call special
+    added: dict[str, int]  # tokens laid over those of the vocabulary
+    eos_ids: tuple[int, ...]  # generation's own
+    chat_template: str | None
+
+
+def read_config(folder: Path) -> TokenizerConfig:
+    """All that the files of a checkpoint folder say about its tokenizer, the vocabulary aside."""
+    config = {key: value for key, value in _read_json(folder / "tokenizer_config.json").items() if value is not None}
+    config = _read_json(folder / "special_tokens_map.json") | config
+    added, special_names = _added_tokens(config, _read_json(folder / "added_tokens.json"))
+    special_names += _special_names(config)
+    eos_ids = _read_json(folder / "generation_config.json").get("eos_token_id")
+    return TokenizerConfig(
+        bos_token=_content(config.get("bos_token"), "bos_token"),
+        eos_token=_content(config.get("eos_token"), "eos_token"),
+        add_bos=_flag(config, "add_bos_token"),
+        add_eos=_flag(config, "add_eos_token"),
+        space_before_all=_flag(config, "legacy") is not False,
+        special_names=tuple(dict.fromkeys(special_names)),
+        added=added,
+        eos_ids=tuple(i for i in (eos_ids if isinstance(eos_ids, list) else [eos_ids]) if type(i) is int),
+        chat_template=_chat_template(folder, config),
+    )
+
+
+def read_file(path: Path) -> bytes | None:
+    """The bytes of a file, None if there is none. ModelError beyond 256 MiB, before anything is read."""
+    try:
+        if not path.is_file():
+            return None
+        size = path.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise ModelError(
+                f"{path} has {size} bytes, a tokenizer's file has at most {MAX_FILE_BYTES}; is it another file's copy?"
+            )
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelError(
+            f"cannot read {path}: {error.strerror or error}; check the file and its permissions"
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no such file."""
+    raw = read_file(path)
+    if raw is None:
+        return {}
+    try:
+        content = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(f"{path} is not valid JSON: {reason}; download the file again") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds a JSON {type(content).__name__}, expected an object; download the file again")
+    return content
+
+
+def _content(value: object, key: str) -> str | None:
+    """A special token's string, which the files write as a str or as {"content": str, ...}."""
+    content = value.get("content") if isinstance(value, dict) else value
+    if value is None:
+        return None
+    if isinstance(content, str) and content:
+        return content
+    raise ModelError(f'{key} of the tokenizer is {_short(value)}; expected a string or {{"content": a string}}')
+
+
+def _flag(config: dict[str, Any], key: str) -> bool | None:
+    value = config.get(key)
+    if value is None or isinstance(value, bool):
+        return value
+    raise ModelError(f"{key} of the tokenizer is {_short(value)}; expected true or false")
+
+
+def _special_names(config: dict[str, Any]) -> Iterator[str]:
+    named = [(key, config.get(key)) for key in _NAMED]
+    for key in _LISTED:
+        listed = config.get(key, [])
+        if not isinstance(listed, list | dict):
+            raise ModelError(f"{key} of the tokenizer is {_short(listed)}; expected a list of tokens")
+        named += [(key, value) for value in (listed.values() if isinstance(listed, dict) else listed)]
+    return (name for key, value in named if (name := _content(value, key)) is not None)
+
+
+def _added_tokens(config: dict[str, Any], older: dict[str, Any]) -> tuple[dict[str, int], list[str]]:
+    """The added tokens with their ids, and which of them are special."""
+    added, special_names = dict(older), []
+    decoder = config.get("added_tokens_decoder", {})
+    for token_id, entry in decoder.items() if isinstance(decoder, dict) else [("", decoder)]:
+        token = _content(entry, "an entry of added_tokens_decoder")
+        if token is None or not token_id.isdecimal():
+            raise ModelError(f"added_tokens_decoder has {_short({token_id: entry})}; expected an id and its token")
+        added[token] = int(token_id)
+        if isinstance(entry, dict) and entry.get("special") is True:
+            special_names.append(token)
+    for token, token_id in added.items():
+        if type(token_id) is not int or token_id < 0 or not token:
+            raise ModelError(f"added_tokens.json has {_short({token: token_id})}; expected a token and its id")
+    return added, special_names
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    """The default chat template: of chat_template.jinja, else chat_template.json, else tokenizer_config.json."""
+    raw = read_file(path := folder / "chat_template.jinja")
+    if raw is None:
+        return choose_template(
+            _read_json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
+        )
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path} is not UTF-8 text: {error}; download the file again") from error
+
+
+def _short(value: object) -> str:
+    return repr(value)[:80]

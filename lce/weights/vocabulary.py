@@ -1,0 +1,159 @@
+"""The two kinds of tokenizer file, behind one face.
+
+`JsonVocabulary` is tokenizer.json, read by the tokenizers library; `SentencePieceVocabulary` is tokenizer.model, read
+by sentencepiece. Both turn text into ids and ids into token strings; `Tokenizer` does the rest, the same for both.
+Whatever the libraries raise comes out as a ModelError of one line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import sentencepiece
+import tokenizers
+
+from lce.errors import ModelError
+from lce.weights.spelling import Spelling
+
+# A field written after a protobuf message overrides the one in it. This one says normalizer_spec.add_dummy_prefix = 0.
+_NO_SPACE_BEFORE = b"\x1a\x02\x18\x00"
+
+
+class Vocabulary(Protocol):
+    """What a tokenizer file knows."""
+
+    size: int  # the highest id + 1
+    special: set[int]  # the ids that decoding leaves out
+    spelling: Spelling
+    prefix: list[int]  # what the file itself wants put before every text
+    suffix: list[int]  # and after it
+    bos_id: int | None
+    eos_id: int | None
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text` alone, special tokens inside it recognised."""
+
+    def token(self, token_id: int) -> str | None:
+        """The token string of an id; None in a gap of the vocabulary."""
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token string; None where there is none."""
+
+
+@contextmanager
+def _refusals(what: str, remedy: str) -> Iterator[None]:
+    """Turn whatever a library raises, a Rust panic (no Exception) included, into a ModelError of one line."""
+    try:
+        yield
+    except (ModelError, KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(f"{what}: {reason}; {remedy}") from error
+
+
+class JsonVocabulary:
+    """tokenizer.json. `special_names` are added to the special tokens it lists itself, where it has them at all."""
+
+    def __init__(self, raw: bytes, where: Path, special_names: Iterable[str]) -> None:
+        self._where = where
+        with _refusals(f"{where} is not a tokenizer the tokenizers library accepts", "download the file again"):
+            self._library = tokenizers.Tokenizer.from_buffer(raw)
+            self._library.no_truncation()  # a file may ask for either; a long text must come through whole
+            self._library.no_padding()
+            self._library.add_special_tokens([name for name in special_names if self.id_of(name) is not None])
+            self.size = max(self._library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+            added = self._library.get_added_tokens_decoder()
+            self.special = {token_id for token_id, token in added.items() if token.special}
+            decoder = self._library.decoder
+            self.spelling = Spelling.of_decoder(json.loads(decoder.__getstate__()) if decoder else None)
+            self.prefix, self.suffix = self._around(next((token.content for token in added.values()), "a"))
+        self.bos_id = self.prefix[0] if self.prefix else None
+        self.eos_id = self.suffix[-1] if self.suffix else None
+
+    def _around(self, probe: str) -> tuple[list[int], list[int]]:
+        """What the post-processor puts before and after a text, seen on a text of one token."""
+        if self._library.post_processor is None:
+            return [], []
+        encoding = self._library.encode(probe)
+        inside = [index for index, added in enumerate(encoding.special_tokens_mask) if not added]
+        if not inside:
+            return encoding.ids, []
+        return encoding.ids[: inside[0]], encoding.ids[inside[-1] + 1 :]
+
+    def encode(self, text: str) -> list[int]:
+        with _refusals(f"{self._where} cannot encode this text", "its vocabulary lacks an unknown token or bytes"):
+            ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def token(self, token_id: int) -> str | None:
+        token: str | None = self._library.id_to_token(token_id)
+        return token
+
+    def id_of(self, token: str) -> int | None:
+        token_id: int | None = self._library.token_to_id(token)
+        return token_id
+
+
+class SentencePieceVocabulary:
+    """tokenizer.model, with `added` tokens of other files laid over it.
+
+    Sentencepiece never finds a control token such as `<s>` in a text, so the text is split at special and added tokens
+    first and each stretch between is encoded alone. Llama 2 puts a space before every stretch; `space_before_all=False`
+    (transformers' `legacy: false`) puts it before a stretch only where the text begins.
+    """
+
+    def __init__(
+        self,
+        raw: bytes,
+        where: Path,
+        special_names: Iterable[str],
+        added: Mapping[str, int],
+        space_before_all: bool,
+    ) -> None:
+        self._where = where
+        remedy = "expected a sentencepiece model (Llama 3's own tokenizer.model is none: use its tokenizer.json)"
+        with _refusals(f"{where} cannot be read", remedy):
+            if not raw:
+                raise ModelError(f"{where} is empty; {remedy}")
+            self._opening = sentencepiece.SentencePieceProcessor(model_proto=raw)
+            bare = sentencepiece.SentencePieceProcessor(model_proto=raw + _NO_SPACE_BEFORE)
+            ids = list(range(len(self._opening)))
+            pieces: list[str] = self._opening.id_to_piece(ids)
+            controls = {i for i, control in enumerate(self._opening.is_control(ids)) if control}
+            spaced = self._opening.encode("a") != bare.encode("a")
+        controls.add(self._opening.unk_id())
+        self._inner = self._opening if space_before_all else bare
+        self._tokens = dict(enumerate(pieces)) | {token_id: token for token, token_id in added.items()}
+        self._ids = {token: token_id for token_id, token in self._tokens.items()}
+        self.size = max(self._tokens) + 1
+        self.special = controls | {self._ids[name] for name in special_names if name in self._ids}
+        whole = {self._tokens[token_id] for token_id in self.special} | set(added)
+        self._split = re.compile("(" + "|".join(map(re.escape, sorted(whole, key=len, reverse=True))) + ")")
+        self.spelling = Spelling((("▁", " "),), form="byte_fallback", strip=" ", strip_count=int(spaced))
+        bos_id, eos_id = self._opening.bos_id(), self._opening.eos_id()
+        self.bos_id = bos_id if bos_id >= 0 else None
+        self.eos_id = eos_id if eos_id >= 0 else None
+        self.prefix = [] if self.bos_id is None else [self.bos_id]
+        self.suffix: list[int] = []
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        with _refusals(f"{self._where} cannot encode this text", "please report it with the text"):
+            for index, stretch in enumerate(self._split.split(text)):
+                if index % 2:
+                    ids.append(self._ids[stretch])
+                else:
+                    ids += (self._inner if index else self._opening).encode(stretch)
+        return ids
+
+    def token(self, token_id: int) -> str | None:
+        return self._tokens.get(token_id)
+
+    def id_of(self, token: str) -> int | None:
+        return self._ids.get(token)
