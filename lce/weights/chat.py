@@ -22,11 +22,12 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import MAX_RANGE, ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from lce.errors import DataError, ModelError
 
-MAX_STEPS = 1_000_000  # on top of the length of the messages
+MAX_STEPS = 300_000  # on top of the length of the messages
 MAX_CHARS = 1 << 20  # on top of eight times the length of the messages
 MAX_BITS = 4096  # of a whole number
 
@@ -121,10 +122,6 @@ class _Bounds(NodeTransformer):
         node.iter = _through("lce_counted", cast(nodes.Expr, node.iter))
         return node
 
-    def visit_NSRef(self, node: nodes.NSRef) -> nodes.NSRef:
-        _public(node.attr)
-        return node
-
     def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:
         self.generic_visit(node)
         return _through("lce_bounded", node)
@@ -137,13 +134,22 @@ class _Bounds(NodeTransformer):
         return node
 
 
-def _public(name: str) -> None:
-    if name.startswith("_"):
-        raise SecurityError(f"the name {name!r} is not allowed")
-
-
 def _through(name: str, node: nodes.Expr) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+class _PlainNamespace(Namespace):
+    """`namespace()` of a template, without names like `__call__` that Jinja itself would look up and trust."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if not isinstance(name, str) or name.startswith("_"):
+            raise SecurityError(f"the name {name!r} is not allowed in a namespace")
+        super().__setitem__(name, value)
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -159,6 +165,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self._max_chars = chars
         self.filters |= {"tojson": _to_json, "lce_counted": self._counted, "lce_bounded": self._bounded}
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        self.globals["namespace"] = _PlainNamespace
         del self.globals["lipsum"]
 
     def render(self, template: str, given: Mapping[str, Any]) -> str:
@@ -174,8 +181,6 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         self._spend(1)
-        for name in kwargs:
-            _public(name)
         for argument in (*args, *kwargs.values()):
             self._bounded(argument)
         return super().call(context, obj, *args, **kwargs)

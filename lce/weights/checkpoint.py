@@ -159,8 +159,8 @@ class Checkpoint:
 
 
 def _few(names: Sequence[str], quoted: bool = True) -> str:
-    shown = ", ".join(shown(name) if quoted else name for name in names[:3])
-    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    first = ", ".join(shown(name) if quoted else name for name in names[:3])
+    return first + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _only_file(folder: Path) -> Path:

@@ -1,0 +1,415 @@
+"""ModelConfig.from_folder: published layouts read as transformers reads them, everything else refused in one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig
+
+from lce.errors import ModelError
+from lce.models.config import ModelConfig, RopeConfig
+
+LLAMA_2: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pretraining_tp": 2,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "vocab_size": 32000,
+}
+LLAMA_3 = LLAMA_2 | {
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+MISTRAL = LLAMA_2 | {
+    "architectures": ["MistralForCausalLM"],
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_key_value_heads": 8,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "torch_dtype": "bfloat16",
+}
+NEMO = MISTRAL | {
+    "head_dim": 128,
+    "hidden_size": 5120,
+    "max_position_embeddings": 1024000,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "vocab_size": 131072,
+}
+
+
+def read(folder: Path, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return ModelConfig.from_folder(folder)
+
+
+def without(config: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+def test_llama_2(tmp_path: Path) -> None:
+    assert read(tmp_path, LLAMA_2) == ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=11008,
+        n_layers=32,
+        n_heads=32,
+        n_kv_heads=32,
+        head_dim=128,
+        window=4096,
+        norm_eps=1e-5,
+        dtype="float16",
+        bos_id=1,
+        eos_ids=(2,),
+    )
+
+
+def test_llama_3_1(tmp_path: Path) -> None:
+    config = read(tmp_path, LLAMA_3)
+    rope = RopeConfig("llama3", theta=500000.0, factor=8.0, original_window=8192)
+    assert (config.rope, config.window, config.n_kv_heads) == (rope, 131072, 8)
+    assert (config.bos_id, config.eos_ids) == (128000, (128001, 128008, 128009))
+
+
+def test_llama_3_2_ties_its_embeddings(tmp_path: Path) -> None:
+    sizes = {"head_dim": 64, "hidden_size": 2048, "num_hidden_layers": 16, "tie_word_embeddings": True}
+    config = read(tmp_path, LLAMA_3 | sizes)
+    assert (config.tied, config.head_dim, config.n_layers) == (True, 64, 16)
+
+
+def test_mistral_and_its_sliding_window(tmp_path: Path) -> None:
+    assert read(tmp_path, MISTRAL).sliding_window == 4096
+    assert read(tmp_path, MISTRAL | {"sliding_window": None}).sliding_window is None
+    assert read(tmp_path, without(MISTRAL, "sliding_window")).sliding_window == 4096  # the published class's default
+    assert read(tmp_path, LLAMA_2 | {"sliding_window": 4096}).sliding_window is None
+
+
+def test_nemo_has_narrow_heads(tmp_path: Path) -> None:
+    config = read(tmp_path, NEMO)
+    assert (config.head_dim, config.n_heads * config.head_dim, config.hidden_size) == (128, 4096, 5120)
+    assert (config.rope.theta, config.window) == (1e6, 1024000)
+
+
+OPTIONAL = (
+    *("architectures", "max_position_embeddings", "rms_norm_eps", "num_key_value_heads", "rope_theta", "hidden_act"),
+    *("sliding_window", "bos_token_id", "eos_token_id", "torch_dtype", "tie_word_embeddings", "rope_scaling"),
+)
+
+
+@pytest.mark.parametrize(("published", "theirs"), [(LLAMA_2, LlamaConfig), (MISTRAL, MistralConfig)])
+def test_missing_keys_take_the_defaults_of_transformers(tmp_path: Path, published: Any, theirs: Any) -> None:
+    least = without(published, *OPTIONAL)
+    config, expected = read(tmp_path, least), theirs(**least)
+    assert config.n_kv_heads == expected.num_key_value_heads
+    assert config.head_dim == expected.head_dim
+    assert config.window == expected.max_position_embeddings
+    assert config.norm_eps == expected.rms_norm_eps
+    assert config.rope == RopeConfig(theta=expected.rope_parameters["rope_theta"])
+    assert config.sliding_window == getattr(expected, "sliding_window", None)
+    assert (config.bos_id, config.eos_ids) == (expected.bos_token_id, (expected.eos_token_id,))
+    assert (config.tied, config.dtype) == (expected.tie_word_embeddings, None)
+
+
+def test_null_key_value_heads_are_as_many_as_heads(tmp_path: Path) -> None:
+    assert read(tmp_path, MISTRAL | {"num_key_value_heads": None}).n_kv_heads == 32
+
+
+TINY: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+}
+SCALINGS: list[tuple[dict[str, Any], RopeConfig]] = [
+    ({"rope_type": "default", "rope_theta": 5e5}, RopeConfig(theta=5e5)),
+    ({"rope_type": "linear", "factor": 4.0}, RopeConfig("linear", factor=4.0)),
+    ({"rope_type": "dynamic", "factor": 2.0}, RopeConfig("dynamic", factor=2.0)),
+    (
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 512,
+            "beta_fast": 16,
+            "truncate": False,
+        },
+        RopeConfig("yarn", factor=4.0, original_window=512, beta_fast=16.0, truncate=False),
+    ),
+    (
+        {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.2, "mscale": 1.0, "mscale_all_dim": 0.7},
+        RopeConfig("yarn", factor=4.0, original_window=2048, attention_factor=1.2, mscale=1.0, mscale_all_dim=0.7),
+    ),
+    (
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 2.0,
+            "original_max_position_embeddings": 256,
+        },
+        RopeConfig("llama3", factor=8.0, original_window=256, high_freq_factor=2.0),
+    ),
+]
+
+
+@pytest.mark.parametrize(("scaling", "expected"), SCALINGS)
+def test_both_layouts_of_every_scaling(tmp_path: Path, scaling: dict[str, Any], expected: RopeConfig) -> None:
+    LlamaConfig(**TINY, max_position_embeddings=2048, rope_parameters=dict(scaling)).save_pretrained(tmp_path)
+    assert ModelConfig.from_folder(tmp_path).rope == expected  # transformers fills in original_window
+
+    older = {"type": scaling["rope_type"]} | without(scaling, "rope_type", "rope_theta")
+    older |= {} if expected.original_window is None else {"original_max_position_embeddings": expected.original_window}
+    theta = scaling.get("rope_theta", 10000)
+    assert read(tmp_path, LLAMA_2 | {"rope_scaling": older, "rope_theta": theta}).rope == expected
+
+
+def test_ntk_is_read(tmp_path: Path) -> None:
+    config = read(tmp_path, LLAMA_2 | {"rope_scaling": {"type": "ntk", "factor": 8, "rope_theta": 1e6}})
+    assert config.rope == RopeConfig("ntk", theta=1e6, factor=8.0)
+
+
+def test_yarn_without_a_factor_takes_the_ratio_of_the_windows(tmp_path: Path) -> None:
+    scaling = {"rope_type": "yarn", "original_max_position_embeddings": 1024}
+    assert read(tmp_path, LLAMA_2 | {"rope_scaling": scaling}).rope.factor == 4.0
+
+
+def test_a_model_that_transformers_saved(tmp_path: Path) -> None:
+    model = LlamaForCausalLM(LlamaConfig(**TINY, num_key_value_heads=2, head_dim=16, attention_bias=True))
+    model.generation_config.eos_token_id = [5, 2]
+    model.save_pretrained(tmp_path)
+    config = ModelConfig.from_folder(tmp_path)
+    assert (config.n_kv_heads, config.head_dim, config.attention_bias, config.mlp_bias) == (2, 16, True, False)
+    assert (config.dtype, config.eos_ids) == ("float32", (5, 2))
+
+
+def test_the_ends_of_text_of_both_files(tmp_path: Path) -> None:
+    config = read(tmp_path, LLAMA_2, {"eos_token_id": [7, 9], "bos_token_id": 3})
+    assert (config.bos_id, config.eos_ids) == (1, (7, 9, 2))
+    config = read(tmp_path, LLAMA_2 | {"eos_token_id": None, "bos_token_id": None}, {"eos_token_id": 7})
+    assert (config.bos_id, config.eos_ids) == (None, (7,))
+    config = read(tmp_path, without(LLAMA_2, "eos_token_id"), {"eos_token_id": 7})
+    assert config.eos_ids == (7,)
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("name", ["bfloat16", "torch.bfloat16"])
+def test_dtype(tmp_path: Path, key: str, name: str) -> None:
+    assert read(tmp_path, without(LLAMA_2, "torch_dtype") | {key: name}).dtype == "bfloat16"
+
+
+def test_importing_it_does_not_import_torch() -> None:
+    code = "import sys, lce.models.config; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+NUMBERS = [0, -1, 1.5, 4096.0, True, "4096", [4096], float("nan"), float("inf"), 10**400, 2**40]
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window"),
+)
+
+
+@pytest.mark.parametrize("key", SIZES)
+@pytest.mark.parametrize("value", NUMBERS)
+def test_bad_sizes_are_refused(tmp_path: Path, key: str, value: object) -> None:
+    with pytest.raises(
+        ModelError, match=rf"config\.json: {key} is .*; expected a whole number from 1 to \d+; "
+    ) as caught:
+        read(tmp_path, MISTRAL | {key: value})
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("key", SIZES[:5])
+def test_missing_sizes_are_refused(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ModelError, match=f"{key} is missing; expected"):
+        read(tmp_path, without(LLAMA_2, key))
+    with pytest.raises(ModelError, match=f"{key} is None; expected"):
+        read(tmp_path, LLAMA_2 | {key: None})
+
+
+def scaled(**scaling: object) -> dict[str, Any]:
+    return {"rope_scaling": scaling}
+
+
+LLAMA_3_ROPE: dict[str, Any] = LLAMA_3["rope_scaling"]
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"num_key_value_heads": 5}, "num_key_value_heads is 5; expected a divisor of num_attention_heads, which is 32"),
+    ({"hidden_size": 4100}, "hidden_size is 4100; expected a multiple of num_attention_heads, 32"),
+    ({"head_dim": 127}, "head_dim is 127; expected an even number"),
+    ({"hidden_size": 96}, "head_dim is missing; expected an even number"),
+    ({"rms_norm_eps": 0}, "rms_norm_eps is 0; expected a number"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; expected a number"),
+    ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'; expected a number"),
+    ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1; expected true or false"),
+    ({"attention_bias": "no"}, "attention_bias is 'no'; expected true or false"),
+    ({"architectures": ["LlamaForCausalML"]}, "did you mean 'LlamaForCausalLM'.*valid: LlamaForCausalLM, MistralFor"),
+    ({"architectures": "LlamaForCausalLM"}, "architectures is .*; expected a list of names"),
+    ({"architectures": [7]}, "expected a list of names"),
+    ({"architectures": ["MistralForCausalLM"]}, "model_type is 'llama'; expected 'mistral'"),
+    ({"architectures": None, "model_type": None}, "expected one of LlamaForCausalLM, MistralForCausalLM"),
+    ({"architectures": None, "model_type": "llama4"}, "model_type is 'llama4'.*did you mean 'llama'"),
+    ({"model_type": "gpt2"}, "model_type is 'gpt2'; expected a supported one .*valid: llama, mistral"),
+    ({"model_type": 3}, "model_type is 3; expected a string"),
+    ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; expected 'silu'"),
+    ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is .*gptq.*before its quantization"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "expected one kind of attention in all layers"),
+    ({"torch_dtype": "float64"}, "torch_dtype is 'float64'; expected one of float32, bfloat16, float16"),
+    ({"dtype": 16}, "dtype is 16; expected a string"),
+    ({"bos_token_id": 32000}, "bos_token_id is 32000; expected token ids below the vocab_size of 32000"),
+    ({"eos_token_id": [2, -1]}, r"eos_token_id is \[2, -1\]; expected token ids"),
+    ({"eos_token_id": True}, "eos_token_id is True; expected token ids"),
+    ({"eos_token_id": "2"}, "eos_token_id is '2'; expected token ids"),
+    ({"rope_theta": 0}, "rope_theta is 0; expected a number from 2"),
+    ({"rope_theta": -1e4}, "rope_theta is -10000.0; expected a number"),
+    ({"rope_theta": float("nan")}, "rope_theta is nan; expected a number"),
+    ({"rope_theta": 10**400}, "rope_theta is 1000.*; expected a number"),
+    ({"rope_parameters": {"rope_theta": 0.0}}, "rope_parameters: rope_theta is 0.0; expected a number"),
+    ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; expected null or one flat object"),
+    (
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        "expected null or one flat object for all layers",
+    ),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; expected 1.0"),
+    (scaled(type="linear", factor=0), "rope_scaling: factor is 0; expected a number from 1"),
+    (scaled(type="linear", factor=0.5), "factor is 0.5; expected a number from 1"),
+    (scaled(type="linear", factor=float("nan")), "factor is nan; expected a number from 1"),
+    (scaled(type="linear"), "factor is missing; expected a number from 1"),
+    (scaled(factor=2.0), "rope_type is missing; expected the kind of scaling"),
+    (scaled(type="linear", rope_type="yarn", factor=2.0), "rope_type is 'yarn'; expected the same as type"),
+    (
+        scaled(rope_type="longrope", factor=2.0),
+        "rope_type is 'longrope'; expected a supported scaling .*valid: dynamic",
+    ),
+    (scaled(type="proportional", factor=2.0), "type is 'proportional'; expected a supported scaling"),
+    (scaled(rope_type="linaer", factor=2.0), "did you mean 'linear'"),
+    (scaled(rope_type=["yarn"], factor=2.0), "rope_type is .*; expected a string"),
+    (scaled(**LLAMA_3_ROPE | {"high_freq_factor": 1.0}), "high_freq_factor is 1.0; expected more than low_freq_factor"),
+    (scaled(**LLAMA_3_ROPE | {"low_freq_factor": 0}), "low_freq_factor is 0; expected a number"),
+    (
+        scaled(**LLAMA_3_ROPE | {"original_max_position_embeddings": 0}),
+        "original_max_position_embeddings is 0; expected",
+    ),
+    (scaled(rope_type="yarn", factor=2, beta_fast=0.5), "beta_fast is 0.5; expected at least beta_slow"),
+    (scaled(rope_type="yarn", factor=2, truncate=0), "truncate is 0; expected true or false"),
+    (scaled(rope_type="yarn"), "factor is missing; expected a number"),
+    (scaled(rope_type="dynamic", factor=2.0) | {"head_dim": 2}, "head_dim is 2; expected 4 or more"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED)
+def test_what_lce_cannot_run_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        read(tmp_path, LLAMA_2 | change)
+    assert str(caught.value).startswith(str(tmp_path / "config.json"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"", "is not JSON in UTF-8"),
+        (b"{", "is not JSON in UTF-8"),
+        (b"[1, 2]", "holds a list; expected a JSON object"),
+        (b"null", "holds a NoneType; expected a JSON object"),
+        (b'{"model_type": "\xff"}', r"is not JSON in UTF-8 \(UnicodeDecodeError\)"),
+        (b"[" * 200_000, r"is not JSON in UTF-8 \(RecursionError\)"),
+        (b'{"vocab_size": ' + b"9" * 5000 + b"}", "is not JSON in UTF-8"),
+        (b" " * (5 << 20), "is larger than 4194304 bytes"),
+    ],
+)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_files_that_are_no_json_objects(tmp_path: Path, name: str, raw: bytes, message: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_2))
+    (tmp_path / name).write_bytes(raw)
+    with pytest.raises(ModelError, match=f"{name} {message}"):
+        ModelConfig.from_folder(tmp_path)
+
+
+def test_folders_without_a_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="does not exist; expected a checkpoint's folder"):
+        ModelConfig.from_folder(tmp_path / "missing")
+    (tmp_path / "weights.bin").touch()
+    with pytest.raises(ModelError, match="is not a folder; expected a checkpoint's folder"):
+        ModelConfig.from_folder(tmp_path / "weights.bin")
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        ModelConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        ModelConfig.from_folder(tmp_path)
+    with pytest.raises(ModelError, match="does not exist"):
+        ModelConfig.from_folder(tmp_path / ("long" * 1000))
+
+
+def test_bad_ends_of_text_in_the_generation_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"generation_config\.json: eos_token_id is 99999; expected token ids"):
+        read(tmp_path, LLAMA_2, {"eos_token_id": 99999})
+
+
+TEXT = st.text(alphabet='a"\\\n\ud800é', max_size=4)
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=5,
+)
+SCALING_KEYS = ("rope_type", "type", "factor", "original_max_position_embeddings", "beta_fast", "low_freq_factor")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("any")
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    change=st.dictionaries(st.sampled_from(sorted({*NEMO, "rope_parameters", "layer_types"})), ANYTHING, max_size=3),
+    scaling=st.dictionaries(st.sampled_from(SCALING_KEYS), ANYTHING | st.sampled_from(["yarn", "llama3", "ntk", 2.0])),
+)
+def test_any_value_is_read_or_refused(folder: Path, change: dict[str, Any], scaling: dict[str, Any]) -> None:
+    message = ""
+    try:
+        config = read(folder, NEMO | {"rope_scaling": scaling} | change)
+        assert config.n_heads % config.n_kv_heads == 0
+        assert config.rope.factor >= 1
+    except ModelError as error:
+        message = str(error)
+    assert "\n" not in message
+    message.encode()

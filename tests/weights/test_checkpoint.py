@@ -1,0 +1,459 @@
+"""Checkpoint: what safetensors and transformers write is loaded bit for bit; whatever is damaged is refused."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import re
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lce.errors import ModelError
+from lce.weights.checkpoint import Checkpoint, TensorInfo, WeightSpec
+
+CPU = torch.device("cpu")
+TENSORS = {
+    "embed": torch.arange(12, dtype=torch.float32).view(4, 3),
+    "norm": torch.tensor([1.5, -2.0], dtype=torch.float32),
+    "proj": torch.full((2, 2, 2), 0.25),
+}
+
+
+def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, WeightSpec]:
+    return {f"own.{name}": WeightSpec(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def load(folder: Path, tensors: Mapping[str, Tensor] = TENSORS, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    return Checkpoint.open(folder).load(specs_of(tensors), dtype=dtype, device=CPU)
+
+
+def assert_loads(folder: Path, tensors: Mapping[str, Tensor] = TENSORS) -> None:
+    loaded = load(folder, tensors)
+    assert list(loaded) == [f"own.{name}" for name in tensors]
+    for name, tensor in tensors.items():
+        assert loaded[f"own.{name}"].dtype == tensor.dtype
+        assert torch.equal(loaded[f"own.{name}"], tensor)
+
+
+def entry(dtype: object, shape: object, start: object, stop: object) -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+def raw_file(header: object, data: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def mapped(file: Path) -> list[range]:
+    """The address ranges at which this process has the file mapped, from /proc."""
+    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(file))]
+    bounds = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
+    return [range(start, stop) for start, stop in bounds]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+# Finding and reading
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_loads_what_safetensors_saved(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {name: tensor.to(dtype) for name, tensor in TENSORS.items()} | {"empty": torch.empty(0, 3, dtype=dtype)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert_loads(tmp_path, tensors)
+    assert Checkpoint.open(tmp_path).dtype() == dtype
+
+
+def test_tensor_info(folder: Path) -> None:
+    info = Checkpoint.open(folder).tensors["norm"]
+    assert (info.file, info.dtype, info.shape, info.stop - info.start) == (folder / "model.safetensors", "F32", (2,), 8)
+    assert isinstance(info, TensorInfo)
+
+
+@pytest.mark.parametrize("max_shard_size", ["1GB", "20KB"])
+def test_loads_what_transformers_saved(tmp_path: Path, max_shard_size: str) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
+    model.save_pretrained(tmp_path, max_shard_size=max_shard_size)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (max_shard_size == "20KB")
+    assert_loads(tmp_path, model.state_dict())
+
+
+def test_model_safetensors_goes_before_all_others(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("not even JSON")
+    save_file({"other": torch.zeros(1)}, folder / "consolidated.safetensors")
+    assert_loads(folder)
+
+
+@pytest.mark.parametrize(
+    "names", [["weights"], ["consolidated"], ["model.fp16", "consolidated"], ["demo", "adapter_model"]]
+)
+def test_a_single_other_file_serves(folder: Path, names: list[str]) -> None:
+    (folder / "model.safetensors").rename(folder / f"{names[0]}.safetensors")
+    for name in names[1:]:
+        save_file({"other": torch.zeros(1)}, folder / f"{name}.safetensors")
+    assert_loads(folder)
+
+
+def test_links_are_followed_as_in_the_cache_of_the_hub(folder: Path) -> None:
+    blobs, snapshot = folder / "blobs", folder / "snapshots"
+    blobs.mkdir()
+    snapshot.mkdir()
+    (folder / "model.safetensors").rename(blobs / "0123abc")
+    (snapshot / "model.safetensors").symlink_to("../blobs/0123abc")
+    assert_loads(snapshot)
+    (blobs / "0123abc").unlink()
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be read \(No such file"):
+        Checkpoint.open(snapshot)
+
+
+def test_mixed_dtypes_stay_as_stored(tmp_path: Path) -> None:
+    tensors = {"norm": torch.ones(3), "proj": torch.ones(4, 4, dtype=torch.bfloat16)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert_loads(tmp_path, tensors)
+    assert Checkpoint.open(tmp_path).dtype() == torch.bfloat16
+
+
+# Placing
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="needs /proc")
+def test_weights_as_stored_are_views_that_never_reach_the_file(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    before = file.read_bytes()
+    loaded = load(folder)
+    ranges = mapped(file)
+    assert len(ranges) == 1
+    assert all(tensor.data_ptr() in ranges[0] for tensor in loaded.values())
+    for tensor in loaded.values():
+        tensor.zero_()
+    assert file.read_bytes() == before
+    assert_loads(folder)
+    del loaded, tensor
+    assert mapped(file) == []
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="needs /proc")
+def test_converted_weights_leave_no_mapping(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load(folder, dtype=torch.bfloat16)
+    assert mapped(folder / "model.safetensors") == []
+    for name, tensor in TENSORS.items():
+        assert loaded[f"own.{name}"].dtype == torch.bfloat16
+        assert torch.equal(loaded[f"own.{name}"], tensor.to(torch.bfloat16))
+    monkeypatch.delattr(mmap, "MADV_DONTNEED", raising=False)
+    assert torch.equal(load(folder, dtype=torch.bfloat16)["own.embed"], loaded["own.embed"])
+
+
+def test_giving_pages_back_spares_the_views_beside_them(tmp_path: Path) -> None:
+    tensors = {f"{i}": torch.full((700,), float(i), dtype=(torch.float32, torch.bfloat16)[i % 2]) for i in range(8)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    loaded = load(tmp_path, tensors, dtype=torch.bfloat16)
+    assert all(torch.equal(loaded[f"own.{name}"], tensor.to(torch.bfloat16)) for name, tensor in tensors.items())
+
+
+def test_tensors_at_odd_places_are_copied(tmp_path: Path) -> None:
+    data = torch.arange(5, dtype=torch.float32)
+    text = json.dumps({"a": entry("F32", [5], 0, 20)}).encode()
+    text += b" " * ((1 - len(text)) % 4)
+    (tmp_path / "model.safetensors").write_bytes(raw_file(text, data.numpy().tobytes()))
+    assert Checkpoint.open(tmp_path).tensors["a"].start % 4 == 1
+    loaded = load(tmp_path, {"a": data})["own.a"]
+    assert torch.equal(loaded, data)
+    assert loaded.data_ptr() % 4 == 0
+
+
+def test_two_specs_of_one_name_share_one_tensor(folder: Path) -> None:
+    tied = {"embed": WeightSpec("embed", (4, 3)), "head": WeightSpec("embed", (4, 3))}
+    for dtype in (None, torch.float16):
+        loaded = Checkpoint.open(folder).load(tied, dtype=dtype, device=CPU, ignore=["norm", "pr*"])
+        assert loaded["head"].data_ptr() == loaded["embed"].data_ptr()
+
+
+# Names, shapes, dtypes
+
+
+def test_names_are_checked_before_reading(folder: Path) -> None:
+    checkpoint = Checkpoint.open(folder)
+    (folder / "model.safetensors").unlink()
+    specs = specs_of({f"layer.{i}": torch.ones(1) for i in range(9)} | {"embed": TENSORS["embed"]})
+    names = r"9 missing \('layer.0', 'layer.1', 'layer.2' and 6 more\) and 2 unexpected \('norm', 'proj'\)"
+    with pytest.raises(ModelError, match=names):
+        checkpoint.load(specs, dtype=None, device=CPU)
+    with pytest.raises(ModelError, match=r"1 unexpected \('proj'\)"):
+        checkpoint.load(specs_of({"embed": TENSORS["embed"]}), dtype=None, device=CPU, ignore=["no*"])
+    with pytest.raises(ModelError, match=r"wrong shapes: 'norm' is \[2\], expected \[3\]; "):
+        checkpoint.load(specs_of(TENSORS | {"norm": torch.ones(3)}), dtype=None, device=CPU)
+
+
+def test_unread_dtypes_are_refused_where_they_are_wanted(tmp_path: Path) -> None:
+    tensors = {"weight": torch.ones(3), "position_ids": torch.arange(3)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint.open(tmp_path)
+    with pytest.raises(ModelError, match=r"expected weights in F32, BF16, F16, got 'position_ids \(I64\)'"):
+        checkpoint.load(specs_of(tensors), dtype=None, device=CPU)
+    wanted = specs_of({"weight": tensors["weight"]})
+    assert list(checkpoint.load(wanted, dtype=None, device=CPU, ignore=["*_ids"])) == ["own.weight"]
+
+
+def test_a_checkpoint_of_integers_has_no_dtype(tmp_path: Path) -> None:
+    save_file({"a": torch.arange(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="has no weights in F32, BF16, F16"):
+        Checkpoint.open(tmp_path).dtype()
+
+
+def test_a_file_that_changed_after_opening(folder: Path) -> None:
+    checkpoint = Checkpoint.open(folder)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(ModelError, match="the file changed since it was opened"):
+        checkpoint.load(specs_of(TENSORS), dtype=None, device=CPU)
+    with pytest.raises(ModelError, match="the file was cut short since it was opened"):
+        checkpoint.fingerprint()
+    file.unlink()
+    with pytest.raises(ModelError, match="cannot be mapped"):
+        checkpoint.load(specs_of(TENSORS), dtype=None, device=CPU)
+
+
+# Fingerprint
+
+
+def test_fingerprint_follows_the_weights_and_not_their_files(tmp_path: Path) -> None:
+    tensors = {"a": torch.arange(9000.0), "b": torch.ones(3), "c": torch.ones(3)}
+
+    def fingerprint(tensors: Mapping[str, Tensor], *shards: list[str]) -> str:
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(shards):
+            save_file({name: tensors[name] for name in names}, tmp_path / f"{number}.safetensors")
+            weight_map |= dict.fromkeys(names, f"{number}.safetensors")
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        return Checkpoint.open(tmp_path).fingerprint()
+
+    whole = fingerprint(tensors, ["a", "b", "c"])
+    assert re.fullmatch("[0-9a-f]{64}", whole)
+    assert fingerprint(tensors, ["c", "b"], ["a"]) == whole
+    last = tensors["a"].clone()
+    last[-1] = 0
+    changed = [
+        tensors | {"a": last},
+        tensors | {"b": torch.ones(3) * 2},
+        tensors | {"b": torch.ones(3, 1)},
+        tensors | {"b": torch.ones(6, dtype=torch.float16)},
+        {"a": tensors["a"], "b": tensors["b"], "d": tensors["c"]},
+    ]
+    assert len({whole, *(fingerprint(other, list(other)) for other in changed)}) == 6
+
+
+# Folders
+
+
+def test_folders_without_weights(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="is not a folder"):
+        Checkpoint.open(tmp_path / "missing")
+    with pytest.raises(ModelError, match=r"has no weights; expected model\.safetensors"):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "last.ckpt", "consolidated.00.pth"])
+def test_pickles_are_never_read(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"\x80\x04cos\nsystem\n.")
+    with pytest.raises(ModelError, match=f"only as '{name}'; lce reads safetensors alone; convert .*save_pretrained"):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "names", [["a", "b"], ["model-00001-of-00002"], ["model-00001-of-00002", "model-00002-of-00002"]]
+)
+def test_shards_without_an_index(tmp_path: Path, names: list[str]) -> None:
+    for name in names:
+        save_file(TENSORS, tmp_path / f"{name}.safetensors")
+    with pytest.raises(ModelError, match=f"has '{names[0]}.*but no index"):
+        Checkpoint.open(tmp_path)
+
+
+def test_something_that_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(ModelError, match="not a regular file"):
+        Checkpoint.open(tmp_path)
+
+
+# Indexes
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    save_file({"embed": TENSORS["embed"]}, tmp_path / "a.safetensors")
+    save_file({"norm": TENSORS["norm"], "proj": TENSORS["proj"]}, tmp_path / "b.safetensors")
+    return tmp_path
+
+
+def open_index(folder: Path, **weight_map: object) -> Checkpoint:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return Checkpoint.open(folder)
+
+
+GOOD_MAP = {"embed": "a.safetensors", "norm": "b.safetensors", "proj": "b.safetensors"}
+
+
+def test_an_index(sharded: Path) -> None:
+    open_index(sharded, **GOOD_MAP)
+    assert_loads(sharded)
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [
+        *("../a.safetensors", "/etc/a.safetensors", "x/a.safetensors", "x\\a.safetensors", "c:a.safetensors"),
+        *("..", "", ".", "a.bin", "a\0.safetensors", "\ud800/.safetensors"),
+    ],
+)
+def test_a_shard_must_be_a_plain_name(sharded: Path, shard: str) -> None:
+    with pytest.raises(ModelError, match=r"no plain \*\.safetensors name"):
+        open_index(sharded, **GOOD_MAP | {"embed": shard})
+
+
+def test_indexes_that_do_not_fit_their_shards(sharded: Path) -> None:
+    with pytest.raises(ModelError, match=r"lacks 1 of the index's shards \('c\.safetensors'\)"):
+        open_index(sharded, **GOOD_MAP | {"embed": "c.safetensors"})
+    with pytest.raises(ModelError, match=r"lack 1 of the tensors that it lists \('more'\)"):
+        open_index(sharded, **GOOD_MAP, more="b.safetensors")
+    with pytest.raises(ModelError, match=r"tensor 'embed' is in a\.safetensors and in another shard"):
+        open_index(sharded, **GOOD_MAP | {"embed": "b.safetensors", "x": "a.safetensors"})
+    save_file(TENSORS, sharded / "b.safetensors")
+    with pytest.raises(ModelError, match=r"tensor 'embed' is in b\.safetensors and in another shard"):
+        open_index(sharded, **GOOD_MAP)
+
+
+def test_tensors_that_the_index_does_not_know(sharded: Path) -> None:
+    checkpoint = open_index(sharded, embed="a.safetensors", norm="b.safetensors")
+    assert checkpoint.unindexed == {"proj"}
+    with pytest.raises(ModelError, match=r"1 unexpected \('proj'\)"):
+        checkpoint.load(specs_of(TENSORS), dtype=None, device=CPU)
+    wanted = {"norm": WeightSpec("norm", (2,)), "embed": WeightSpec("embed", (4, 3))}
+    assert list(checkpoint.load(wanted, dtype=None, device=CPU, ignore=["proj"])) == ["norm", "embed"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"", "no valid JSON"),
+        (b"[]", "a JSON list where an object"),
+        (b"{}", "weight_map is not an object"),
+        (b'{"weight_map": {}}', "weight_map is not an object"),
+        (b'{"weight_map": {"embed": 3}}', "weight_map is not an object"),
+        (b'{"weight_map": ["a.safetensors"]}', "weight_map is not an object"),
+        (b'{"weight_map": {"a": "a.safetensors", "a": "b.safetensors"}}', "no valid JSON: a name appears twice"),
+    ],
+)
+def test_indexes_that_are_no_indexes(sharded: Path, raw: bytes, message: str) -> None:
+    (sharded / "model.safetensors.index.json").write_bytes(raw)
+    with pytest.raises(ModelError, match=rf"index\.json: {message}"):
+        Checkpoint.open(sharded)
+
+
+# Headers
+
+PAIR = {"a": entry("F32", [2], 0, 8), "b": entry("F32", [2], 8, 16)}
+DAMAGED: list[tuple[bytes, str]] = [
+    (b"", "a header of 0 bytes does not fit in a file of 0"),
+    (b"\x02\0\0", "does not fit in a file of 3"),
+    (struct.pack("<Q", 2**64 - 1) + b"{}", "a header of 18446744073709551615 bytes does not fit"),
+    (struct.pack("<Q", 3) + b"{}", "a header of 3 bytes does not fit"),
+    (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is a Git LFS pointer.*git lfs pull"),
+    (raw_file(b""), "does not begin with '{'"),
+    (raw_file(b" {}"), "does not begin with '{'"),
+    (raw_file([]), "does not begin with '{'"),
+    (raw_file(b"{]"), "no valid JSON"),
+    (raw_file(b'{"\xff": 1}'), "no valid JSON"),
+    (raw_file(b'{"a":' * 100_000), "no valid JSON"),
+    (raw_file(b'{"a": {"dtype": "F32", "shape": [' + b"9" * 5000 + b"]}}"), "no valid JSON"),
+    (raw_file(b'{"a": 1, "a": 2}'), "a name appears twice"),
+    (raw_file(b'{"__metadata__": {"x": "1", "x": "2"}}'), "a name appears twice"),
+    (raw_file({"__metadata__": {"format": 1}}), "__metadata__ is not an object of strings"),
+    (raw_file({"__metadata__": "pt"}), "__metadata__ is not an object of strings"),
+    (raw_file({"a": [1]}), "tensor 'a' is not described by"),
+    (raw_file({"a": {"dtype": "F32", "shape": [0]}}), "tensor 'a' is not described by"),
+    (raw_file({"a": entry("F32", [0], 0, 0) | {"more": 1}}), "tensor 'a' is not described by"),
+    (raw_file({"a": entry("F33", [0], 0, 0)}), "unknown dtype 'F33'"),
+    (raw_file({"a": entry(32, [0], 0, 0)}), "unknown dtype 32"),
+    (raw_file({"a": entry(["F32"], [0], 0, 0)}), r"unknown dtype \['F32'\]"),
+    (raw_file({"a": entry("F32", 2, 0, 8)}, bytes(8)), "impossible shape 2"),
+    (raw_file({"a": entry("F32", [-2, -1], 0, 8)}, bytes(8)), r"impossible shape \[-2, -1\]"),
+    (raw_file({"a": entry("F32", [2.0], 0, 8)}, bytes(8)), r"impossible shape \[2.0\]"),
+    (raw_file({"a": entry("F32", [True, 2], 0, 8)}, bytes(8)), r"impossible shape \[True, 2\]"),
+    (raw_file({"a": entry("F32", [2**62, 4], 0, 0)}), r"impossible shape \[4611686018427387904, 4\]"),
+    (raw_file({"a": entry("F32", [2**47, 2**17], 0, 0)}), "has 0 bytes; its shape and dtype take 73786976294838206464"),
+    (raw_file({"a": entry("F32", [1] * 100, 0, 4)}, bytes(4)), "impossible shape"),
+    (raw_file({"a": entry("F32", [2], 8, 0)}, bytes(8)), "impossible data_offsets"),
+    (raw_file({"a": entry("F32", [2], -8, 0)}, bytes(8)), "impossible data_offsets"),
+    (raw_file({"a": entry("F32", [2], 0.0, 8)}, bytes(8)), "impossible data_offsets"),
+    (raw_file({"a": entry("F32", [2], False, 8)}, bytes(8)), "impossible data_offsets"),
+    (raw_file({"a": entry("F32", [2], 0, 8) | {"data_offsets": [0, 8, 8]}}, bytes(8)), "impossible data_offsets"),
+    (raw_file({"a": entry("F32", [3], 0, 8)}, bytes(8)), "has 8 bytes; its shape and dtype take 12"),
+    (raw_file({"a": entry("BF16", [2], 0, 8)}, bytes(8)), "has 8 bytes; its shape and dtype take 4"),
+    (raw_file(PAIR | {"b": entry("F32", [2], 4, 12)}, bytes(12)), "tensor 'b' overlaps the one before it"),
+    (raw_file(PAIR | {"b": entry("F32", [2], 0, 8)}, bytes(8)), "tensor 'b' overlaps the one before it"),
+    (raw_file(PAIR | {"b": entry("F32", [2], 12, 20)}, bytes(20)), "tensor 'b' leaves a hole before it"),
+    (raw_file({"a": entry("F32", [2], 4, 12)}, bytes(12)), "tensor 'a' leaves a hole before it"),
+    (raw_file(PAIR, bytes(17)), "has bytes that belong to no tensor"),
+    (raw_file(PAIR, bytes(15)), "the file is cut short"),
+    (raw_file(PAIR), "the file is cut short"),
+]
+
+
+@pytest.mark.parametrize(("raw", "message"), DAMAGED)
+def test_damaged_files_are_refused(tmp_path: Path, raw: bytes, message: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(raw)
+    with pytest.raises(ModelError, match=message) as caught:
+        Checkpoint.open(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def test_a_header_beyond_the_limit_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", 100_000_001))
+        file.truncate(200_000_000)  # sparse
+    with pytest.raises(ModelError, match="a header of 100000001 bytes; expected at most 100000000"):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    save_file(TENSORS, folder / "good", metadata={"format": "pt"})
+    return folder
+
+
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    flips=st.lists(st.tuples(st.integers(0, 255), st.integers(1, 255)), max_size=3),
+    cut=st.one_of(st.none(), st.integers(0, 400)),
+)
+def test_a_damaged_header_never_loads_other_tensors(good: Path, flips: list[tuple[int, int]], cut: int | None) -> None:
+    raw = bytearray((good / "good").read_bytes())
+    header_end = 8 + int.from_bytes(raw[:8], "little")
+    for place, mask in flips:
+        raw[place % header_end] ^= mask
+    (good / "model.safetensors").write_bytes(raw[:cut])
+    message = ""
+    try:
+        assert_loads(good)
+    except ModelError as error:
+        message = str(error)
+    assert "\n" not in message
+    message.encode()
