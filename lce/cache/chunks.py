@@ -75,6 +75,9 @@ class ChunkTable:
         self.n_chunks = -(-n_tokens // size)
         if self.n_chunks > len(self._first):
             self._grow(max(self.n_chunks, len(self._first) * 3 // 2))
+        if self.n_chunks > before:  # a discarded pass may have left its marks here
+            self._last_use[before : self.n_chunks] = 0
+            self._times_selected[before : self.n_chunks] = 0
         changed = slice(max(0, min(before, self.n_chunks) - 1), self.n_chunks)
         starts = torch.arange(changed.start, changed.stop) * size
         self._first[changed] = starts

@@ -44,7 +44,7 @@ class Attention:
         with `window` no query sees a key that many or more behind it. Time: O(H · T · N · D); keys are never repeated
         for the query heads that share them.
         """
-        if k.shape[1] == 0:
+        if q.shape[1] == 0 or k.shape[1] == 0:
             return torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
         grouped = q.unflatten(0, (k.shape[0], -1))  # [G, R, T, D]
         out, lse = self.backend.attend(grouped, k, v, causal=causal, window=window)
@@ -72,7 +72,7 @@ class Attention:
         counts = counts.scatter_add_(0, sorted_experts, torch.ones_like(sorted_experts))[:-1]
         out, lse = self.backend.grouped(rows, counts, order, k, v)
         shape = (n_heads, n_queries, n_choices)
-        return _merge_choices(out.view(*shape, -1), lse.view(shape))
+        return _merge_choices(out.view(*shape, q.shape[-1]), lse.view(shape))
 
 
 def merge(parts: Sequence[Part]) -> Tensor:

@@ -106,7 +106,11 @@ def decode(
 
 
 class StopWatch:
-    """Holds back text that could be the beginning of a stop string, and ends at the first whole one."""
+    """Holds back text that could be the beginning of a stop string, and ends at the first whole one.
+
+    The first is the one that is complete first, and the longest of those; so it does not matter how the text is cut
+    into tokens. Example: with stops `abc` and `b`, the text `abc` ends before its `b`.
+    """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self.stops = stops
@@ -118,10 +122,10 @@ class StopWatch:
         if self.stopped:
             return ""
         self._held += text
-        found = [at for at in (self._held.find(stop) for stop in self.stops) if at >= 0]
+        found = [(at + len(stop), at) for stop in self.stops if (at := self._held.find(stop)) >= 0]
         if found:
             self.stopped = True
-            return self._held[: min(found)]
+            return self._held[: min(found)[1]]
         keep = max((_overlap(self._held, stop) for stop in self.stops), default=0)
         certain, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return certain

@@ -235,6 +235,8 @@ def test_long_messages_are_within_the_bounds() -> None:
     document = "A line of the document.\n" * 200_000
     template = "{% for line in messages[0].content.split('\n') %}{{ line ~ '\n' }}{% endfor %}"
     assert len(rendered(template, [("user", document)])) == len(document) + 1
+    over_characters = "{% for part in messages[0].content %}{% if part.type == 'image' %}!{% endif %}{% endfor %}"
+    assert rendered(over_characters, [("user", document[:1_000_000])]) == ""
 
 
 def test_choosing_a_template() -> None:

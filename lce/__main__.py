@@ -1,0 +1,6 @@
+"""`python -m lce`."""
+
+from lce.cli import main
+
+if __name__ == "__main__":
+    main()

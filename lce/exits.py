@@ -1,0 +1,94 @@
+"""How the command line ends: in one line on stderr and an exit code, whatever happened. `--debug` adds the traceback."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import traceback
+from typing import Any, NoReturn
+
+import click
+
+from lce.errors import CapacityError, LceError
+
+INTERRUPTED = 130
+DEBUG = "lce.debug"  # in the context's meta: show tracebacks
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
+_NO_MEMORY = ("not enough memory", "DefaultCPUAllocator", "out of memory")
+
+
+class Root(click.Group):
+    """The command group `lce`: turns every failure of its commands into a line and an exit code."""
+
+    def main(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Run a command line and exit the process."""
+        kwargs["standalone_mode"] = False
+        try:
+            code = super().main(*args, **kwargs)
+        except click.ClickException as error:
+            _show(error)
+            code = error.exit_code
+        except click.Abort:  # Ctrl-C while the command line was being read
+            code = ended(KeyboardInterrupt())
+        sys.exit(code)
+
+    def invoke(self, ctx: click.Context) -> None:
+        try:
+            super().invoke(ctx)
+            sys.stdout.flush()
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            if ctx.meta.get(DEBUG):
+                traceback.print_exception(error)
+            ctx.exit(ended(error))
+
+
+def ended(error: BaseException) -> int:
+    """Say in one line what happened; the exit code to end with."""
+    if isinstance(error, KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would only spoil the ending
+        click.echo("\nlce: interrupted", err=True)
+        code = INTERRUPTED
+    elif isinstance(error, BrokenPipeError):  # whoever read our output has seen enough
+        code = 0
+    else:
+        code, message = verdict(error)
+        click.echo(f"lce: error: {message}", err=True)
+    _settle_stdout()
+    return code
+
+
+def verdict(error: BaseException) -> tuple[int, str]:
+    """Exit code and message of a failure."""
+    text = str(error).strip().partition("\n")[0]
+    if isinstance(error, LceError):
+        return error.exit_code, " ".join(str(error).split())
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(sign in text for sign in _NO_MEMORY)):
+        return CapacityError.exit_code, f"not enough memory: {text or 'an allocation failed'}"
+    if isinstance(error, OSError):
+        code = CapacityError.exit_code if error.errno in _FULL else LceError.exit_code
+        return code, f"{error.strerror or text}{f': {error.filename}' if error.filename else ''}"
+    return LceError.exit_code, f"internal error: {type(error).__name__}: {text}; run with --debug for the traceback"
+
+
+def _show(error: click.ClickException) -> None:
+    """A usage error in one line; what click lays out over several, such as the help, as it is."""
+    message = error.format_message()
+    if "\n" in message:
+        error.show()
+        return
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    hint = f" (see {context.command_path} --help)" if context else ""
+    click.echo(f"lce: error: {message}{hint}", err=True)
+
+
+def _settle_stdout() -> None:
+    """Write out what is pending; what cannot be written is dropped, so that Python's own exit does not try again."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,131 @@
+"""What the command line prints: the progress bar, the closing figures, the tables and the JSON objects."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import typing
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+if TYPE_CHECKING:
+    from lce.engine.decode import Generation, Stats
+    from lce.eval.passkey import Score
+    from lce.methods.base import Method
+
+SCORE_HEADER = f"{'method':<14}{'length':>10}{'samples':>9}{'accuracy':>10}  95% interval"
+
+
+class Bar:
+    """A bar with speed and time left on stderr, where that is a terminal; call it with what is done and the total."""
+
+    def __init__(self, label: str, unit: str, *, shown: bool = True) -> None:
+        from tqdm import tqdm
+
+        hidden = not (shown and sys.stderr.isatty())
+        self._bar = tqdm(desc=label, unit=unit, unit_scale=True, leave=False, dynamic_ncols=True, disable=hidden)
+
+    def __call__(self, done: int, total: int) -> None:
+        self._bar.total = total
+        self._bar.update(done - self._bar.n)
+        if done >= total:
+            self._bar.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._bar.close()
+
+
+def figures(stats: Stats) -> str:
+    """The closing line of a generation."""
+    held = {tier: size for tier, size in stats.memory.items() if size} or stats.memory
+    memory = ", ".join(f"{tier} {size_text(size)}" for tier, size in held.items())
+    return (
+        f"{stats.prompt_tokens:,} prompt tokens | prefill {stats.prefill_tokens_per_s:,.1f} tok/s | "
+        f"first token {stats.first_token_s:.2f} s | decode {stats.decode_tokens_per_s:,.1f} tok/s | "
+        f"peak memory: {memory}"
+    )
+
+
+def size_text(n_bytes: int) -> str:
+    """Bytes in the largest unit that they fill: `size_text(1536)` is "1.5 KiB"."""
+    size, units = float(n_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.1f} {units[0]}" if units[0] != "B" else f"{n_bytes} B"
+
+
+def generation_object(generation: Generation, method: Method) -> dict[str, Any]:
+    """A generation and all that is needed to tell how it came about."""
+    stats = generation.stats
+    return {
+        "text": generation.text,
+        "token_ids": generation.token_ids,
+        "finish_reason": generation.finish_reason,
+        "method": {"name": method.name, "repr": repr(method), "knobs": dataclasses.asdict(method)},
+        "stats": {
+            **dataclasses.asdict(stats),
+            "prefill_tokens_per_s": stats.prefill_tokens_per_s,
+            "decode_tokens_per_s": stats.decode_tokens_per_s,
+        },
+    }
+
+
+def score_row(score: Score) -> str:
+    """One line of the table under `SCORE_HEADER`."""
+    return (
+        f"{score.method:<14}{score.length:>10,}{score.samples:>9,}{score.accuracy:>10.1%}"
+        f"  {score.low:.1%} to {score.high:.1%}"
+    )
+
+
+def method_object(name: str, cls: type[Method]) -> dict[str, Any]:
+    """A method's name, the first line of its docstring, and its knobs with their kinds and defaults."""
+    kinds = typing.get_type_hints(cls)
+    return {
+        "name": name,
+        "summary": next(iter((cls.__doc__ or "").strip().splitlines()), ""),
+        "options": [
+            {"name": field.name, "type": kind_text(kinds[field.name]), "default": _default(field)}
+            for field in dataclasses.fields(cls)
+        ],
+    }
+
+
+def method_lines(method: dict[str, Any]) -> list[str]:
+    """A method of `method_object` as text."""
+    options: Sequence[dict[str, Any]] = method["options"]
+    knobs = [f"{option['name']}={_spelled(option['default'])}" for option in options]
+    width = max(map(len, knobs), default=0)
+    lines = [f"  {knob:<{width}}  {option['type']}" for knob, option in zip(knobs, options, strict=True)]
+    return [method["name"], f"  {method['summary']}", *(lines or ["  (no options)"])]
+
+
+def kind_text(kind: Any) -> str:
+    """A knob's type as a user would write it: `int`, `int or none`, `head, group or layer`."""
+    if kind is type(None):
+        return "none"
+    if typing.get_origin(kind) is Literal:
+        *others, last = map(str, typing.get_args(kind))
+        return f"{', '.join(others)} or {last}" if others else last
+    arms = typing.get_args(kind)
+    if arms:
+        return " or ".join(map(kind_text, arms))
+    return getattr(kind, "__name__", str(kind))
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default
+
+
+def _spelled(value: Any) -> str:
+    """A knob's value as `-o` takes it."""
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

@@ -1,0 +1,100 @@
+"""LongHeads: what the oracle's equality does not say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import lce
+from lce.methods import LongHeads, make
+from tests import oracle
+from tests.running import cut, run, vectors
+
+WINDOW = 32
+
+
+def choices(method: LongHeads, n: int, blocks: list[int]) -> tuple[Tensor, list[list[set[int]]]]:
+    """The output, and for each head and query the set of chunks it chose."""
+    q, k, v = vectors(11, 4, 2, n, 8)
+    seen: list[list[set[int]]] = [[] for _ in range(4)]
+
+    def note(layer: int, chosen: Tensor) -> None:
+        for head in range(4):
+            seen[head] += [{c for c in row if c >= 0} for row in chosen[head].tolist()]
+
+    return run(method, q, k, v, blocks, window=WINDOW, note=note), seen
+
+
+def test_defaults_follow_the_window() -> None:
+    small, large = make("longheads").resolve(512), make("longheads").resolve(4096)
+    assert (small.chunk_size, small.chunks) == (16, 32)
+    assert (large.chunk_size, large.chunks) == (256, 16)
+
+
+def test_random_choices_do_not_depend_on_blocks() -> None:
+    method = LongHeads(chunk_size=4, rank="random")
+    whole, chosen = choices(method, 200, [200])
+    blocks = [7, 64, 1, 1, 127]
+    assert choices(method, 200, blocks)[1][0][-150:] == chosen[0][-150:]
+    assert (choices(method, 200, blocks)[0] - whole).abs().max() <= 1e-4
+    best = choices(LongHeads(chunk_size=4), 200, [200])[1]
+    assert chosen != best
+    assert chosen[0] != chosen[1]
+
+
+def test_random_choices_are_placed_as_any_others() -> None:
+    method = LongHeads(chunk_size=4, chunks=5, rank="random")
+    q, k, v = vectors(11, 4, 2, 120, 8)
+    out, chosen = choices(method, 120, [120])
+    tables = oracle.placed(4, 120, 4, lambda h, i: sorted(chosen[h][i]))
+    assert (out - oracle.attention(q, k, v, tables, oracle.Setting(WINDOW))).abs().max() <= 1e-4
+
+
+def test_random_choices_are_spread_evenly() -> None:
+    _, chosen = choices(LongHeads(chunk_size=4, chunks=8, rank="random"), 800, cut(800, 100))
+    middle = torch.zeros(200)
+    for row in (row for head in chosen for row in head[-100:]):
+        for chunk in row - {0}:
+            middle[chunk] += 1
+    expected = 400 * 5 / 172  # five free places among the chunks that every one of these queries may choose
+    assert (middle[1:170] > 0).all()
+    assert (middle[1:170] < expected * 3).all()
+
+
+@pytest.mark.parametrize("knobs", [{"share": "layer"}, {"fix_head": True}])
+def test_heads_that_share_choose_alike(knobs: dict[str, object]) -> None:
+    _, chosen = choices(make("longheads", {"chunk_size": 4, **knobs}), 200, [200])
+    assert chosen[0] == chosen[1] == chosen[2] == chosen[3]
+
+
+def test_groups_choose_apart() -> None:
+    _, chosen = choices(LongHeads(chunk_size=4, share="group"), 200, [200])
+    assert chosen[0] == chosen[1] != chosen[2] == chosen[3]
+
+
+def test_the_first_chunk_may_have_to_compete() -> None:
+    _, kept = choices(LongHeads(chunk_size=4, chunks=5), 400, [400])
+    _, free = choices(LongHeads(chunk_size=4, chunks=5, keep_first=False), 400, [400])
+    assert all(0 in row for row in kept[0][-300:])
+    assert not all(0 in row for row in free[0][-300:])
+    assert {len(row) for row in free[0][-300:]} == {4}
+
+
+def test_nothing_is_seen_beyond_the_window() -> None:
+    q, k, v = vectors(11, 4, 2, 300, 8)
+    _, distance = oracle.longheads(q, k, v, oracle.Setting(WINDOW), chunk_size=4)
+    assert distance.max() == WINDOW - 1
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"chunk_size": 0}, "chunk_size is 0"),
+        ({"chunk_size": 16}, "expected 3 or more"),
+        ({"fix_head": True, "share": "layer"}, "drop one"),
+    ],
+)
+def test_impossible_knobs_are_refused(knobs: dict[str, object], message: str) -> None:
+    with pytest.raises(lce.UsageError, match=message):
+        make("longheads", knobs).resolve(WINDOW)

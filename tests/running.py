@@ -1,0 +1,58 @@
+"""Runs a method on given vectors, as the engine would, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lce.cache.kv import CacheShape, KVCache
+from lce.engine.attention import Attention
+from lce.methods import Method, Step
+from lce.models.config import RopeConfig
+from lce.models.rope import Rope
+
+
+def vectors(seed: int, n_heads: int, n_kv_heads: int, n: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Random `q [H, N, D]`, `k v [G, N, D]`, large enough that softmax has favourites."""
+    random = torch.Generator().manual_seed(seed)
+    q = torch.randn(n_heads, n, dim, generator=random) * 1.5
+    k = torch.randn(n_kv_heads, n, dim, generator=random) * 1.5
+    return q, k, torch.randn(n_kv_heads, n, dim, generator=random)
+
+
+def run(
+    method: Method,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Sequence[int],
+    *,
+    window: int,
+    sliding_window: int | None = None,
+    backend: str = "torch",
+    note: Callable[[int, Tensor], None] | None = None,
+) -> Tensor:
+    """The method's output `[H, N, D]` for a sequence fed in blocks of these sizes."""
+    method = method.resolve(window)
+    dim = q.shape[-1]
+    shape = CacheShape(1, k.shape[0], dim, method.cache_chunk, k.dtype, k.device)
+    cache = KVCache(shape)
+    rope = Rope(RopeConfig(), dim, window, q.shape[1])
+    attention = Attention.choose(backend)
+    outs, start = [], 0
+    for size in blocks:
+        step = Step(start, start + size, rope, attention, window, k.shape[0], sliding_window, note)
+        span = slice(start, start + size)
+        cache.layers[0].write(method.place_keys(k[:, span], step), v[:, span])
+        outs.append(method.attend(q[:, span], cache.layers[0], step))
+        cache.commit()
+        start += size
+    assert start == q.shape[1]
+    return torch.cat(outs, dim=1)
+
+
+def cut(n: int, block: int) -> list[int]:
+    """Blocks of one size that add up to `n`."""
+    return [min(block, n - start) for start in range(0, n, block)]
