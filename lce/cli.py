@@ -17,15 +17,20 @@ import click
 import lce
 from lce import report
 from lce.errors import DataError, UsageError
-from lce.exits import DEBUG, Root
+from lce.exits import DEBUG, INTERRUPTED, Root, leave_interrupted, prepare_streams
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def main() -> NoReturn:
     """The console script."""
-    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that lacks a letter ends no run
-    cli.main(prog_name="lce")
+    prepare_streams()
+    try:
+        cli.main(prog_name="lce")
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            leave_interrupted()
+        raise
 
 
 def _note_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
@@ -114,7 +119,7 @@ sampling_options = stacked(
 )
 
 
-@click.group(cls=Root, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group("lce", cls=Root, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(lce.__version__, message="%(prog)s %(version)s")
 @debug_option
 def cli() -> None:
@@ -148,7 +153,7 @@ def generate(
     text = read_prompt(prompt, prompt_file)
     sampling = lce.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop)
     engine = lce.load(model, lce.methods.make(method, knobs), **loading)
-    with report.Bar("prefill", "tok", shown=not quiet) as bar:
+    with report.Bar("prefill", " tok", shown=not quiet) as bar:
         stream = engine.stream(text, max_tokens=max_tokens, sampling=sampling, progress=bar)
         if as_json:
             for _ in stream:
@@ -204,7 +209,7 @@ def passkey(
     for method in methods:
         engine = lce.load(model, method, **loading)
         for length in lengths:
-            with report.Bar(f"{method.name} {length:,}", "sample", shown=not quiet) as bar:
+            with report.Bar(f"{method.name} {length:,}", " samples", shown=not quiet) as bar:
                 score = evaluate(engine, length=length, n=samples, seed=seed, task=task, filler=filler, progress=bar)
             scores.append(score.as_dict())
             if not as_json:
@@ -217,12 +222,13 @@ def passkey(
 @json_option
 @debug_option
 def methods(as_json: bool) -> None:
-    """List the methods, with the knobs that -o sets and their defaults."""
+    """List the methods, their knobs and defaults."""
     known = [report.method_object(name, lce.methods.find(name)) for name in lce.methods.available()]
     if as_json:
         click.echo(json.dumps(known))
     else:
         click.echo("\n\n".join("\n".join(report.method_lines(method)) for method in known))
+        click.echo("\nA knob that is none is derived from the model's window.")
 
 
 def write_out(pieces: lce.Stream) -> None:
@@ -262,7 +268,7 @@ def read_text(name: str) -> str:
     """A UTF-8 file, or stdin for "-", without the line break at its end."""
     what = "stdin" if name == "-" else name
     try:
-        data = click.get_binary_stream("stdin").read() if name == "-" else Path(name).read_bytes()
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{what} is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}") from None

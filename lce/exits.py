@@ -1,10 +1,9 @@
-"""How the command line ends: in one line on stderr and an exit code, whatever happened. `--debug` adds the traceback."""
+"""How the command line ends: in one line on stderr and an exit code, whatever happened; `--debug` adds a traceback."""
 
 from __future__ import annotations
 
 import errno
 import os
-import signal
 import sys
 import traceback
 from typing import Any, NoReturn
@@ -47,10 +46,27 @@ class Root(click.Group):
             ctx.exit(ended(error))
 
 
+def prepare_streams() -> None:
+    """Let no terminal that lacks a letter, and no closed stream, end a run."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # it lives as long as the process
+        else:
+            stream.reconfigure(errors="replace")
+
+
+def leave_interrupted() -> NoReturn:
+    """Exit at once: Python's own way out may meet a second Ctrl-C, or die of the first one after all."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(INTERRUPTED)
+
+
 def ended(error: BaseException) -> int:
     """Say in one line what happened; the exit code to end with."""
+    _settle_stdout()
     if isinstance(error, KeyboardInterrupt):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would only spoil the ending
         click.echo("\nlce: interrupted", err=True)
         code = INTERRUPTED
     elif isinstance(error, BrokenPipeError):  # whoever read our output has seen enough
@@ -58,7 +74,6 @@ def ended(error: BaseException) -> int:
     else:
         code, message = verdict(error)
         click.echo(f"lce: error: {message}", err=True)
-    _settle_stdout()
     return code
 
 

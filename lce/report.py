@@ -24,7 +24,7 @@ class Bar:
         from tqdm import tqdm
 
         hidden = not (shown and sys.stderr.isatty())
-        self._bar = tqdm(desc=label, unit=unit, unit_scale=True, leave=False, dynamic_ncols=True, disable=hidden)
+        self._bar = tqdm(desc=label, unit=unit, leave=False, dynamic_ncols=True, disable=hidden)
 
     def __call__(self, done: int, total: int) -> None:
         self._bar.total = total

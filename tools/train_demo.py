@@ -181,7 +181,8 @@ def train(args: argparse.Namespace) -> None:
             optimizer.zero_grad(set_to_none=True)
         accuracy, shown = 0.95 * accuracy + 0.05 * right.item(), 0.95 * shown + 0.05 * loss.item()
         if step % 20 == 19:
-            print(f"step {step + 1} length {length} loss {shown:.3f} answers {accuracy:.3f} {time.time() - started:.0f}s", flush=True)
+            seconds = time.time() - started
+            print(f"step {step + 1} length {length} loss {shown:.3f} answers {accuracy:.3f} {seconds:.0f}s", flush=True)
         if step % 500 == 499 or step + 1 == args.steps:
             save(model, tokenizer, shape, out)
 

@@ -33,9 +33,11 @@ class Backend(ABC):
         of two, so that a handful of batched calls serves them all and each expert's keys are read once.
         Time: O(A · L · D), at most doubled by padding. Bytes: two copies of the class at work.
         """
-        out, lse = torch.zeros_like(q), q.new_full((q.shape[0],), -math.inf, dtype=torch.float32)
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[0], dtype=torch.float32)
         n_chunks = k.shape[1]
         starts = counts.cumsum(0) - counts
+        nobody = order[int(counts.sum()) :]
+        out[nobody], lse[nobody] = 0, -math.inf
         load = torch.ceil(torch.log2(counts.clamp(min=1).double())).long().masked_fill(counts == 0, -1)
         for size_class in load.unique().tolist():
             if size_class < 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -19,13 +19,16 @@ class Context:
     `token_ids` is everything said so far; the cache may lag behind it by the tokens that were drawn last and not read
     yet. Asking a context adds the question and the answer to it: ask a `fork` to keep it as it is. A context is used by
     one call at a time; different contexts of one engine may be used from different threads.
+
+    A call that fails or is interrupted while it reads takes back what it said and has not read: the context is then as
+    it was before, but for the whole blocks that were read.
     """
 
     def __init__(self, cache: KVCache, rope: Rope) -> None:
         self.cache = cache
         self.rope = rope
         self.token_ids: list[int] = []
-        self.logits: Tensor | None = None  # [vocab], after the last token that was read
+        self.logits: Tensor | None = None  # [vocab], after the last token in the cache
         self._busy = threading.Lock()
 
     def __len__(self) -> int:
@@ -46,6 +49,17 @@ class Context:
             context.token_ids = list(self.token_ids)
             context.logits = self.logits
             return context
+
+    @contextmanager
+    def saying(self, ids: Sequence[int]) -> Iterator[None]:
+        """Add `ids` to what is said, for a block of code that reads them; unread ones are taken back if it fails."""
+        before = len(self)
+        self.token_ids.extend(ids)
+        try:
+            yield
+        except BaseException:
+            del self.token_ids[max(before, self.cache.length) :]
+            raise
 
     @contextmanager
     def in_use(self) -> Iterator[None]:

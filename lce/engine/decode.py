@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lce.engine.context import Context
@@ -112,7 +112,7 @@ class StopWatch:
     into tokens. Example: with stops `abc` and `b`, the text `abc` ends before its `b`.
     """
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    def __init__(self, stops: Sequence[str]) -> None:
         self.stops = stops
         self.stopped = False
         self._held = ""
@@ -138,4 +138,3 @@ class StopWatch:
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that begins `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
-

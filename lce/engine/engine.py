@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 
 import torch
@@ -98,24 +99,27 @@ class Engine:
             raise UsageError(f"max_tokens is {max_tokens}; expected 1 or more")
         sampling = sampling or Sampling()
         if stop:
-            sampling = dataclasses.replace(sampling, stop=(*sampling.stop, *([stop] if isinstance(stop, str) else stop)))
+            sampling = dataclasses.replace(
+                sampling, stop=(*sampling.stop, *([stop] if isinstance(stop, str) else stop))
+            )
         ids = self._ids(prompt, context)
         result = Generation()
         return Stream(self._pieces(ids, context, sampling, max_tokens, progress, result), result)
 
-    def _pieces(self, ids, context, sampling, max_tokens, progress, result):  # type: ignore[no-untyped-def]
+    def _pieces(
+        self, ids: list[int], context: Context | None, sampling: Sampling, max_tokens: int, progress: Progress | None,
+        result: Generation,
+    ) -> Iterator[str]:  # fmt: skip
         if context is None:
             context = self._start(len(ids) + max_tokens)
         with context.in_use():
             started = time.perf_counter()
-            context.token_ids.extend(ids)
             result.stats.prompt_tokens = len(ids)
-            context.cache.reserve(len(context) + max_tokens)
-            self._advance(context, progress)
+            with context.saying(ids):
+                context.cache.reserve(len(context) + max_tokens)
+                self._advance(context, progress)
             result.stats.prefill_s = time.perf_counter() - started
-            yield from decode(
-                context, self.tokenizer, sampling, max_tokens, self._eos_ids, result, self._advance
-            )
+            yield from decode(context, self.tokenizer, sampling, max_tokens, self._eos_ids, result, self._advance)
             result.stats.memory = context.cache.bytes_by_tier
 
     def prefill(
@@ -130,8 +134,7 @@ class Engine:
         ids = self._ids(document, context)
         if context is None:
             context = self._start(max(len(ids), length or 0))
-        with context.in_use():
-            context.token_ids.extend(ids)
+        with context.in_use(), context.saying(ids):
             self._advance(context, progress)
         return context
 
@@ -180,19 +183,27 @@ class Engine:
     def _advance(self, context: Context, progress: Progress | None = None) -> None:
         """Read what the context has not read yet; leaves the logits after its last token."""
         for part in blocks(context.unread, self.block, progress):
-            hidden = self._reader.read(context, part)
-            if context.cache.length == len(context):
-                context.logits = self.model.logits(hidden[-1:])[0]
+            self._reader.read(context, part)
 
     def _ids(self, prompt: str | Sequence[int], context: Context | None) -> list[int]:
         """A prompt as checked token ids; text that goes on a context gets no beginning token."""
-        ids = self.tokenizer.encode(prompt, bos=None if context is None else False) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt, bos=None if context is None else False) if prompt else []
+        else:
+            ids = self._checked(prompt)
+        if not ids and (context is None or not len(context)):
+            raise UsageError("the prompt is empty; expected some text")
+        return ids
+
+    def _checked(self, token_ids: Sequence[int]) -> list[int]:
+        try:
+            ids = [index(i) for i in token_ids]
+        except TypeError:
+            raise UsageError(f"the prompt is a {type(token_ids).__name__}; expected text or token ids") from None
         vocab = self.model.config.vocab_size
         wrong = next((i for i in ids if not 0 <= i < vocab), None)
         if wrong is not None:
             raise UsageError(f"token id {wrong} is not in the model's vocabulary; expected 0 to {vocab - 1}")
-        if not ids and (context is None or not len(context)):
-            raise UsageError("the prompt is empty; expected some text")
         return ids
 
 
@@ -275,6 +286,8 @@ def _scaled(rope: RopeConfig, kind: str | None, factor: float | None) -> RopeCon
         raise UsageError(f"unknown rope {kind!r}; {nearest(kind, kinds)}")
     if factor is not None and not factor >= 1:
         raise UsageError(f"rope_factor is {factor}; expected 1 or more")
+    if factor is not None and (kind or rope.kind) == "none":
+        raise UsageError(f"rope_factor={factor} has no scaling to belong to; add rope=, for example rope='linear'")
     if kind not in (None, "none", rope.kind) and factor is None:
         raise UsageError(f"rope={kind!r} needs a rope_factor, for example 4")
     return dataclasses.replace(rope, kind=kind or rope.kind, factor=factor if factor is not None else rope.factor)

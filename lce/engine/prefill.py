@@ -25,12 +25,11 @@ class Reader:
         self.device = device
         self.window = window
 
-    def read(
-        self, context: Context, ids: Sequence[int], note: Callable[[int, Tensor], None] | None = None
-    ) -> Tensor:
+    def read(self, context: Context, ids: Sequence[int], note: Callable[[int, Tensor], None] | None = None) -> Tensor:
         """One block: append tokens `ids` `[T]` to the context's cache; their hidden states `[T, hidden]`.
 
-        Whatever interrupts the pass, the cache is as it was before it.
+        Leaves the logits after the last of them in the context. Whatever interrupts the pass, the context is as it was
+        before it, or as it is after it.
         """
         cache = context.cache
         config = self.model.config
@@ -51,11 +50,21 @@ class Reader:
 
         try:
             hidden = self.model(torch.tensor(ids, device=self.device), attend)
+            logits = self.model.logits(hidden[-1:])[0]
         except BaseException:
             cache.discard()
             raise
-        cache.commit()
+        try:
+            _keep(context, logits)
+        except BaseException:  # Ctrl-C between two layers: keep the rest as well
+            _keep(context, logits)
+            raise
         return hidden
+
+
+def _keep(context: Context, logits: Tensor) -> None:
+    context.cache.commit()
+    context.logits = logits
 
 
 def blocks(ids: Sequence[int], block: int, progress: Progress | None = None) -> Iterator[Sequence[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +27,7 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
-    stop: tuple[str, ...] = ()
+    stop: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
@@ -37,7 +38,8 @@ class Sampling:
             f"top_k is {self.top_k!r}; expected a whole number, 0 (off) or more": (
                 isinstance(self.top_k, int) and self.top_k >= 0
             ),
-            f"top_p is {self.top_p!r}; expected more than 0 and at most 1": _is_number(self.top_p) and 0 < self.top_p <= 1,
+            f"top_p is {self.top_p!r}; expected more than 0 and at most 1": _is_number(self.top_p)
+            and 0 < self.top_p <= 1,
             f"min_p is {self.min_p!r}; expected 0 (off) to 1": _is_number(self.min_p) and 0 <= self.min_p <= 1,
             f"seed is {self.seed!r}; expected a whole number from 0 to 2**63 - 1": (
                 self.seed is None or (isinstance(self.seed, int) and 0 <= self.seed < 2**63)
@@ -81,7 +83,7 @@ def probabilities_of(logits: Tensor, sampling: Sampling) -> Tensor:
         scaled = scaled.masked_fill(scaled < scaled.topk(sampling.top_k).values[-1], -torch.inf)
     probabilities = scaled.softmax(-1)
     if sampling.top_p < 1:
-        ranked, order = probabilities.sort(descending=True)
+        ranked, order = probabilities.sort(descending=True, stable=True)
         beyond = ranked.cumsum(0) - ranked >= sampling.top_p  # the mass before it suffices
         probabilities[order[beyond]] = 0
     if sampling.min_p > 0:

@@ -45,9 +45,7 @@ def passkey(rng: Random) -> Needle:
 def code(rng: Random) -> Needle:
     """The four-digit code of a coloured thing."""
     thing, key = f"the {rng.choice(COLOURS)} {rng.choice(THINGS)}", _digits(rng, 4)
-    return Needle(
-        f"The code of {thing} is {key}.", f"What is the code of {thing}? The code of {thing} is", key, thing
-    )
+    return Needle(f"The code of {thing} is {key}.", f"What is the code of {thing}? The code of {thing} is", key, thing)
 
 
 def secret(rng: Random) -> Needle:

@@ -57,7 +57,9 @@ class Score:
         return asdict(self)
 
 
-def make_sample(needle: Needle, length: int, depth: float, filler: Iterator[str], count: Callable[[str], int]) -> Sample:
+def make_sample(
+    needle: Needle, length: int, depth: float, filler: Iterator[str], count: Callable[[str], int]
+) -> Sample:
     """A text of at most `length` tokens, as `count` counts them. Raises `UsageError` where the needle does not fit."""
     left = length - count(needle.statement) - count(needle.question) - 1  # 1 for the beginning token
     if left < 0:

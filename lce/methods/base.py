@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from lce.cache.kv import LayerCache
-from lce.engine.attention import Attention, Part, merge
+from lce.engine.attention import Attention, merge
+from lce.engine.backends import Part
 from lce.errors import UsageError
 from lce.models.rope import Rope, Table, rotate
 
@@ -145,15 +146,16 @@ class SelectiveMethod(Method):
         """Scores `[S, T, M]` to the chosen chunks `[S, T, K]`, ascending, -1 behind the last. Time: O(S · T · M)."""
         chunk_ids = torch.arange(scores.shape[-1], device=scores.device)
         own = (step.positions(scores.device) // self.cache_chunk)[:, None]
-        scores = scores.float().masked_fill(self.forced(chunk_ids, own), torch.inf)
-        scores = scores.masked_fill(chunk_ids >= own, -torch.inf)
-        best = scores.topk(min(self.n_choices, scores.shape[-1]), dim=-1)
+        bias = torch.zeros(own.shape[0], len(chunk_ids), device=scores.device)
+        bias = bias.masked_fill_(self.forced(chunk_ids, own), torch.inf).masked_fill_(chunk_ids >= own, -torch.inf)
+        scores = scores.float() + bias
+        best = scores.topk(min(self.n_choices, scores.shape[-1]), dim=-1, sorted=False)
         none = torch.iinfo(torch.int64).max
         chosen = best.indices.masked_fill(best.values == -torch.inf, none).sort(dim=-1).values
         return chosen.masked_fill(chosen == none, -1)
 
     def place(self, indices: Tensor) -> Tensor:
-        """Where queries `indices` `[T]` stand, counted from the start of each choice and of their own chunk: `[T, K+1]`.
+        """Where queries `indices` `[T]` stand, counted from the start of each choice and their own chunk: `[T, K+1]`.
 
         A chunk cached at offsets 0..L-1 is seen at slot s by turning the query back by s·L.
         Example: L = 4, K = 2, index 13 (own chunk 3, offset 1): 9 from slot 0, 5 from slot 1, 1 from its own.
@@ -241,9 +243,11 @@ def within_chunk(q: Tensor, cache: LayerCache, step: Step) -> Part:
 
 def fold_chunks(x: Tensor, n_kv_heads: int) -> Tensor:
     """`[H, m, …]` to `[G·m·R, …]`: chunks beside KV heads, so that each is a problem of its own to `dense`."""
-    return x.unflatten(0, (n_kv_heads, -1)).transpose(1, 2).flatten(0, 2)
+    folded: Tensor = x.unflatten(0, (n_kv_heads, -1)).transpose(1, 2).flatten(0, 2)
+    return folded
 
 
 def unfold_chunks(x: Tensor, n_kv_heads: int, n_chunks: int) -> Tensor:
     """`fold_chunks` undone: `[G·m·R, …]` to `[H, m, …]`."""
-    return x.unflatten(0, (n_kv_heads, n_chunks, -1)).transpose(1, 2).flatten(0, 1)
+    unfolded: Tensor = x.unflatten(0, (n_kv_heads, n_chunks, -1)).transpose(1, 2).flatten(0, 1)
+    return unfolded

@@ -65,7 +65,7 @@ class LongHeads(SelectiveMethod):
         if self.share == "layer":
             return scores.sum(0, keepdim=True)
         if self.share == "group":
-            return scores.unflatten(0, (step.n_kv_heads, -1)).sum(1)
+            scores = scores.unflatten(0, (step.n_kv_heads, -1)).sum(1)
         return scores
 
     def forced(self, chunk_ids: Tensor, own: Tensor) -> Tensor:
@@ -74,7 +74,9 @@ class LongHeads(SelectiveMethod):
     def choose(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
         if not self.fix_layer:
             return super().choose(q, cache, step)
-        chosen: Tensor | None = step.once("choice of the first layer", lambda: super(LongHeads, self).choose(q, cache, step))
+        chosen: Tensor | None = step.once(
+            "choice of the first layer", lambda: super(LongHeads, self).choose(q, cache, step)
+        )
         return chosen
 
 

@@ -27,7 +27,7 @@ def register(name: str) -> Callable[[M], M]:
     def enter(cls: M) -> M:
         known = _REGISTRY.get(name)
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise UsageError(f"two methods are called {name!r}: {known.__qualname__} and {cls.__qualname__}; rename one")
+            raise UsageError(f"two methods are called {name!r}: {known} and {cls}; rename one")
         cls.name = name
         _REGISTRY[name] = cls
         return cls
@@ -81,7 +81,7 @@ def make(name: str, options: Mapping[str, Any] | None = None) -> Method:
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """`value` as `kind`: int, float, bool, str, a Literal, or an optional one of these. ValueError says what it is not."""
+    """`value` as `kind`: int, float, bool, str, a Literal, or an optional one. ValueError says what it is not."""
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         inner = [arm for arm in typing.get_args(kind) if arm is not type(None)]
         return None if value is None or value == "none" else convert(value, inner[0])

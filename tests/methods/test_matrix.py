@@ -36,9 +36,7 @@ def test_every_method_has_a_definition() -> None:
 
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize(("name", "knobs"), CASES, ids=str)
-def test_equals_the_oracle_far_beyond_the_window(
-    name: str, knobs: dict[str, object], heads: tuple[int, int]
-) -> None:
+def test_equals_the_oracle_far_beyond_the_window(name: str, knobs: dict[str, object], heads: tuple[int, int]) -> None:
     n = 9 * WINDOW + 5
     q, k, v = vectors(7, *heads, n, 16)
     setting = oracle.Setting(WINDOW)

@@ -1,0 +1,39 @@
+# make demo    sets everything up, then asks the embedded model about a long text
+# make test    sets everything up and runs the tests
+# make check   checks format, lint and types
+# make venv    only makes the virtual environment; PYTHON=python3.12 chooses its Python
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The constraints go on every install, so that no dependency brings another torch.
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+
+.DELETE_ON_ERROR:
+.PHONY: demo test check venv
+
+demo: $(VENV)/runtime.stamp
+	$(BIN)/lce generate --model demo --method longheads --prompt-file examples/haystack.txt
+
+test: $(VENV)/dev.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+check: $(VENV)/dev.stamp
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+venv: $(BIN)/python
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo 'lce needs Python 3.11 or later: make PYTHON=/path/to/python3.11'; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/runtime.stamp: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e .
+	@touch $@
+
+$(VENV)/dev.stamp: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e '.[dev]'
+	@touch $@ $(VENV)/runtime.stamp

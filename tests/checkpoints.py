@@ -1,0 +1,106 @@
+"""Tiny random checkpoints in the published layout, large enough in their weights that attention decides the logits."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from safetensors.torch import save_file
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor
+
+from lce.models.config import ModelConfig
+from lce.models.llama import weight_specs
+
+VOCAB = 300
+TINY: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "vocab_size": VOCAB,
+}
+_PROSE = [
+    "The quick brown fox jumps over the lazy dog, and then over the moon and the other dogs.",
+    "In the morning the old miller took the bread out of the oven and the children ate it.",
+    "Längere Kontexte brauchen kleine Köpfe; naïve façades don't. 日本語の文章と😀の絵文字。",
+] * 8
+
+
+def save_tiny(folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """A random Llama with a tokenizer, made without transformers; `changes` go over the config `TINY`."""
+    config = TINY | changes
+    _write(folder, "config.json", config)
+    random = torch.Generator().manual_seed(seed)
+    specs = weight_specs(ModelConfig.from_folder(folder))
+    weights = {spec.name: _random(spec.shape, random) for spec in specs.values()}
+    dtype = getattr(torch, config["torch_dtype"])
+    save_file({name: x.to(dtype) for name, x in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    return save_tokenizer(folder)
+
+
+def save_by_transformers(folder: Path, config: Any, seed: int = 0, generation: Mapping[str, Any] | None = None) -> Any:
+    """Saves what transformers itself makes of `config`, all weights random, biases too; returns its model."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(_random(weight.shape, random))
+    for key, value in (generation or {}).items():
+        setattr(model.generation_config, key, value)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return model
+
+
+def save_tokenizer(folder: Path) -> Path:
+    """A byte-level BPE of 300 tokens, 0 `<s>` (put before every text) and 1 `</s>`."""
+    (folder / "tokenizer.json").write_text(_tokenizer(), encoding="utf-8")
+    _write(folder, "tokenizer_config.json", {"bos_token": "<s>", "eos_token": "</s>"})
+    return folder
+
+
+@functools.cache
+def _tokenizer() -> str:
+    library = tokenizers.Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        show_progress=False,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    library.train_from_iterator(_PROSE, trainer)
+    library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    assert library.get_vocab_size() == VOCAB
+    return library.to_str()
+
+
+def _random(shape: tuple[int, ...], random: torch.Generator) -> Tensor:
+    """A matrix that keeps the size of unit vectors of 64 about 1.6-fold; a vector (norm or bias) about 1."""
+    noise = torch.randn(*shape, generator=random) * 0.2
+    return noise if len(shape) > 1 else noise + 1.0
+
+
+def _write(folder: Path, name: str, content: object) -> None:
+    (folder / name).write_text(json.dumps(content, indent=2), encoding="utf-8")

@@ -1,0 +1,25 @@
+"""What every test may rely on: one thread, fixed seeds, and a tiny model to load."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoints import save_tiny
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint's folder: Llama, 2 layers, 4 heads over 2, dimension 16, window 64, 300 tokens, float32."""
+    return save_tiny(tmp_path_factory.mktemp("tiny"))

@@ -1,0 +1,321 @@
+"""The kernels' one door against attention written out in float64, one query of one head at a time."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lce.engine.attention import Attention, merge
+from lce.errors import UsageError
+
+BACKENDS = ("torch", "reference")
+CPU = torch.device("cpu")
+HEADS = {"multi-head": (3, 3), "grouped-query": (8, 2), "one for all": (4, 1)}
+Part = tuple[Tensor, Tensor]
+
+
+def random(*shape: int, seed: int, scale: float = 2.0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def vectors(n_heads: int, n_kv_heads: int, n_queries: int, n_keys: int, dim: int = 16) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        random(n_heads, n_queries, dim, seed=1),
+        random(n_kv_heads, n_keys, dim, seed=2),
+        random(n_kv_heads, n_keys, dim, seed=3),
+    )
+
+
+def one_query(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, float]:
+    """`q [D]`, `k v [N, D]` to the output `[D]` and the log of the exponentials' sum; 0 and -inf without a key."""
+    if len(k) == 0:
+        return torch.zeros_like(q, dtype=torch.float64), -math.inf
+    scores = (k.double() @ q.double()) / math.sqrt(len(q))
+    largest = scores.max()
+    weights = (scores - largest).exp()
+    return (weights @ v.double()) / weights.sum(), float(largest + weights.sum().log())
+
+
+def dense_truth(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None) -> Part:
+    n_heads, n_queries, _ = q.shape
+    rep, past = n_heads // len(k), k.shape[1] - n_queries
+    out, lse = torch.zeros(q.shape, dtype=torch.float64), torch.zeros(n_heads, n_queries, dtype=torch.float64)
+    for head in range(n_heads):
+        for query in range(n_queries):
+            last = past + query + 1 if causal else k.shape[1]
+            first = 0 if window is None else max(0, last - window)
+            keys = slice(first, last)
+            out[head, query], lse[head, query] = one_query(q[head, query], k[head // rep, keys], v[head // rep, keys])
+    return out, lse
+
+
+def routed_truth(q: Tensor, chunk_ids: Tensor, chunks: Part) -> Part:
+    """Every choice's scores by its own copy of the query, one softmax over the keys of all choices."""
+    n_heads, n_queries = chunk_ids.shape[:2]
+    rep, dim = n_heads // len(chunks[0]), q.shape[-1]
+    out = torch.zeros(n_heads, n_queries, dim, dtype=torch.float64)
+    lse = torch.full((n_heads, n_queries), -math.inf, dtype=torch.float64)
+    for head in range(n_heads):
+        for query in range(n_queries):
+            scores, values = [], []
+            for choice, chunk in enumerate(chunk_ids[head, query].tolist()):
+                if chunk >= 0:
+                    placed = q[head, query, choice] if q.ndim == 4 else q[head, query]
+                    scores.append(chunks[0][head // rep, chunk].double() @ placed.double() / math.sqrt(dim))
+                    values.append(chunks[1][head // rep, chunk].double())
+            if scores:
+                row = torch.cat(scores)
+                out[head, query] = row.softmax(0) @ torch.cat(values)
+                lse[head, query] = row.logsumexp(0)
+    return out, lse
+
+
+def assert_same(part: Part, truth: Part, tolerance: float = 3e-5) -> None:
+    assert part[0].shape == truth[0].shape
+    assert part[1].shape == truth[1].shape
+    assert part[1].dtype == torch.float32
+    torch.testing.assert_close(part[0].cpu().double(), truth[0], rtol=0, atol=tolerance)
+    torch.testing.assert_close(part[1].cpu().double(), truth[1], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize(("n_queries", "n_keys"), [(1, 1), (1, 70), (5, 70), (33, 70), (70, 70)])
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 1), (True, 7), (True, 69)])
+def test_dense(
+    name: str, heads: tuple[int, int], n_queries: int, n_keys: int, causal: bool, window: int | None
+) -> None:
+    q, k, v = vectors(*heads, n_queries, n_keys)
+    assert_same(Attention.choose(name).dense(q, k, v, causal, window), dense_truth(q, k, v, causal, window))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_dense_of_any_shape(name: str, data: st.DataObject) -> None:
+    rep, n_kv_heads = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+    n_keys = data.draw(st.integers(1, 25))
+    n_queries = data.draw(st.integers(1, n_keys))
+    causal = data.draw(st.booleans())
+    window = data.draw(st.none() | st.integers(1, 50)) if causal else None
+    q, k, v = vectors(rep * n_kv_heads, n_kv_heads, n_queries, n_keys, data.draw(st.sampled_from([2, 6, 8, 20, 80])))
+    assert_same(Attention.choose(name).dense(q, k, v, causal, window), dense_truth(q, k, v, causal, window))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_more_queries_than_keys_where_all_see_all(name: str) -> None:
+    q, k, v = vectors(4, 2, 20, 3)
+    assert_same(Attention.choose(name).dense(q, k, v, causal=False), dense_truth(q, k, v, causal=False))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_nothing_to_see_and_nobody_to_see_it(name: str, causal: bool) -> None:
+    attention = Attention.choose(name)
+    q, k, v = vectors(4, 2, 3, 0)
+    assert_same(
+        attention.dense(q, k, v, causal), (torch.zeros(4, 3, 16).double(), torch.full((4, 3), -math.inf).double())
+    )
+    q, k, v = vectors(4, 2, 0, 5)
+    out, lse = attention.dense(q, k, v, causal)
+    assert out.shape == (4, 0, 16)
+    assert lse.shape == (4, 0)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_views_of_a_larger_cache(name: str) -> None:
+    """Keys come as slices of buffers, queries as transposed projections."""
+    q, k, v = random(5, 4, 16, seed=1).transpose(0, 1), random(2, 90, 16, seed=2), random(2, 90, 16, seed=3)
+    keys = (k[:, 7:50], v[:, 7:50])
+    assert_same(Attention.choose(name).dense(q, *keys, causal=True), dense_truth(q, *keys, causal=True))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_large_scores_do_not_overflow(name: str) -> None:
+    q, k, v = vectors(4, 2, 6, 40)
+    part = Attention.choose(name).dense(q * 200, k * 2, v, causal=True)
+    truth = dense_truth(q * 200, k * 2, v, causal=True)
+    assert truth[1].abs().max() > 1000
+    torch.testing.assert_close(part[0].double(), truth[0], rtol=0, atol=1e-3)
+    torch.testing.assert_close(part[1].double(), truth[1], rtol=1e-6, atol=0)
+
+
+# Choices, [H, T, K] each: few queries a chunk, and as unfair as can be.
+def choices(kind: str, n_heads: int, n_queries: int, n_choices: int, n_chunks: int) -> Tensor:
+    shape = (n_heads, n_queries, n_choices)
+    order = torch.rand(n_heads, n_queries, n_chunks, generator=torch.Generator().manual_seed(4)).argsort(-1)
+    chosen = order[..., :n_choices].clone()
+    if kind == "some none":
+        chosen[torch.rand(shape, generator=torch.Generator().manual_seed(5)) < 0.4] = -1
+        chosen[1, 2] = -1
+        chosen[0] = -1
+    elif kind == "all none":
+        chosen[:] = -1
+    elif kind == "all the first":
+        chosen[:] = -1
+        chosen[..., 0] = 0
+    elif kind == "nearly all the last":
+        chosen[:] = -1
+        chosen[..., -1] = n_chunks - 1
+        chosen[0, 0, 0] = 0
+    return chosen
+
+
+CHOICES = ("all different", "some none", "all none", "all the first", "nearly all the last")
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("kind", CHOICES)
+@pytest.mark.parametrize("placed", [False, True], ids=["one query", "one copy a choice"])
+@pytest.mark.parametrize("n_queries", [3, 37])
+def test_routed(name: str, heads: tuple[int, int], kind: str, placed: bool, n_queries: int) -> None:
+    q, k, v = routed_vectors(*heads, n_queries, 3, 6, 5, placed)
+    chosen = choices(kind, heads[0], n_queries, 3, 6)
+    assert_same(Attention.choose(name).routed(q, chosen, (k, v)), routed_truth(q, chosen, (k, v)))
+
+
+def routed_vectors(
+    n_heads: int, n_kv_heads: int, n_queries: int, n_choices: int, n_chunks: int, size: int, placed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    q = random(n_heads, n_queries, n_choices, 16, seed=1)
+    shape = (n_kv_heads, n_chunks, size, 16)
+    return (q if placed else q[:, :, 0]), random(*shape, seed=2), random(*shape, seed=3)
+
+
+@given(data=st.data())
+@settings(max_examples=80, deadline=None)
+def test_routed_of_any_shape(data: st.DataObject) -> None:
+    rep, n_kv_heads = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    n_queries, n_choices = data.draw(st.integers(0, 9)), data.draw(st.integers(0, 4))
+    n_chunks, size = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
+    q, k, v = routed_vectors(
+        rep * n_kv_heads, n_kv_heads, n_queries, n_choices, n_chunks, size, data.draw(st.booleans()) or not n_choices
+    )
+    shape = (rep * n_kv_heads, n_queries, n_choices)
+    ids = st.integers(-1, n_chunks - 1)
+    flat = data.draw(st.lists(ids, min_size=math.prod(shape), max_size=math.prod(shape)))
+    chosen = torch.tensor(flat, dtype=torch.int64).view(shape)
+    part = Attention.choose(data.draw(st.sampled_from(BACKENDS))).routed(q, chosen, (k, v))
+    assert_same(part, routed_truth(q, chosen, (k, v)))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_unchosen_chunks_are_not_even_looked_at(name: str) -> None:
+    """What a cache holds beyond its tokens may be anything."""
+    q, k, v = routed_vectors(4, 2, 9, 2, 6, 5, False)
+    chosen = choices("all different", 4, 9, 2, 5)
+    part = Attention.choose(name).routed(q, chosen, (k, v))
+    k[:, 5], v[:, 5] = torch.nan, torch.inf
+    assert_same(Attention.choose(name).routed(q, chosen, (k, v)), (part[0].double(), part[1].double()))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_merged_parts_are_one_softmax(name: str, data: st.DataObject) -> None:
+    attention = Attention.choose(name)
+    q, k, v = vectors(4, 2, 3, data.draw(st.integers(1, 30)))
+    cuts = sorted(data.draw(st.lists(st.integers(0, k.shape[1]), max_size=4)))
+    bounds = [0, *cuts, k.shape[1]]
+    parts = [attention.dense(q, k[:, low:high], v[:, low:high], causal=False) for low, high in pairwise(bounds)]
+    torch.testing.assert_close(merge(parts), attention.dense(q, k, v, causal=False)[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_routed_and_a_causal_part_merge_to_full_attention(name: str) -> None:
+    """Three whole chunks chosen by all, and the block's own keys: causal attention over 24 tokens."""
+    attention = Attention.choose(name)
+    q, k, v = vectors(4, 2, 6, 24)
+    chunks = (k[:, :18].unflatten(1, (3, 6)), v[:, :18].unflatten(1, (3, 6)))
+    chosen = torch.arange(3).expand(4, 6, 3)
+    parts = [attention.routed(q, chosen, chunks), attention.dense(q, k[:, 18:], v[:, 18:], causal=True)]
+    torch.testing.assert_close(merge(parts).double(), dense_truth(q, k, v, causal=True)[0], rtol=0, atol=1e-5)
+
+
+HALF = {torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of outputs up to 6, so about one unit in the last place
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_half_precision(name: str, dtype: torch.dtype) -> None:
+    attention = Attention.choose(name)
+    q, k, v = (x.to(dtype) for x in vectors(8, 2, 20, 50))
+    for causal, window in ((False, None), (True, None), (True, 9)):
+        out, lse = attention.dense(q, k, v, causal, window)
+        assert out.dtype == dtype
+        assert_same((out, lse), dense_truth(q, k, v, causal, window), HALF[dtype])
+    q, k, v = (x.to(dtype) for x in routed_vectors(8, 2, 20, 3, 6, 5, True))
+    chosen = choices("some none", 8, 20, 3, 6)
+    out, lse = attention.routed(q, chosen, (k, v))
+    assert out.dtype == dtype
+    assert_same((out, lse), routed_truth(q, chosen, (k, v)), 2 * HALF[dtype])
+
+
+def test_auto_needs_nothing() -> None:
+    assert Attention.choose().backend.name in ("torch", "flash")
+    assert Attention.choose("reference").backend.name == "reference"
+
+
+def test_an_unknown_backend_is_refused_with_the_nearest() -> None:
+    with pytest.raises(
+        UsageError, match=r"'refrence'; did you mean 'reference'\? valid: auto, flash, reference, torch"
+    ):
+        Attention.choose("refrence")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
+def test_flash_says_how_to_install_it() -> None:
+    with pytest.raises(UsageError, match=r"flash-attn package: pip install 'lce\[flash\]'"):
+        Attention.choose("flash")
+
+
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+ON_CUDA = ("torch", "reference", *(["flash"] if importlib.util.find_spec("flash_attn") else []))
+
+
+@pytest.mark.cuda
+@NEEDS_CUDA
+@pytest.mark.parametrize("name", ON_CUDA)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize(("n_queries", "n_keys"), [(1, 1), (1, 70), (4, 70), (33, 70), (70, 70)])
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 1), (True, 7)])
+def test_dense_on_cuda(
+    name: str,
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    n_queries: int,
+    n_keys: int,
+    causal: bool,
+    window: int | None,
+) -> None:
+    q, k, v = (x.to(dtype) for x in vectors(*heads, n_queries, n_keys, 64))
+    truth = dense_truth(q, k, v, causal, window)
+    part = Attention.choose(name).dense(q.cuda(), k.cuda(), v.cuda(), causal, window)
+    assert_same(part, truth, HALF.get(dtype, 1e-4))
+
+
+@pytest.mark.cuda
+@NEEDS_CUDA
+@pytest.mark.parametrize("name", ON_CUDA)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("kind", CHOICES)
+@pytest.mark.parametrize("placed", [False, True], ids=["one query", "one copy a choice"])
+@pytest.mark.parametrize("n_queries", [3, 37])
+def test_routed_on_cuda(
+    name: str, dtype: torch.dtype, heads: tuple[int, int], kind: str, placed: bool, n_queries: int
+) -> None:
+    q, k, v = (x.to(dtype) for x in routed_vectors(*heads, n_queries, 3, 6, 5, placed))
+    chosen = choices(kind, heads[0], n_queries, 3, 6)
+    truth = routed_truth(q, chosen, (k, v))
+    part = Attention.choose(name).routed(q.cuda(), chosen.cuda(), (k.cuda(), v.cuda()))
+    assert_same(part, truth, 2 * HALF.get(dtype, 1e-4))

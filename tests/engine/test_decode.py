@@ -1,0 +1,199 @@
+"""The decode loop on scripted tokens, and stop strings however the text is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lce.cache.kv import CacheShape, KVCache
+from lce.engine.context import Context
+from lce.engine.decode import Generation, StopWatch, decode
+from lce.engine.sampling import Sampling
+from lce.models.config import RopeConfig
+from lce.models.rope import Rope
+from lce.weights.tokenizer import Tokenizer
+
+EOS = 1
+
+SHORT = st.text("abc", max_size=12)
+STOPS = st.lists(st.text("abc", min_size=1, max_size=4), max_size=3).map(tuple)
+
+
+def first_stop(text: str, stops: Sequence[str]) -> int | None:
+    """Where the text is cut: at the start of the stop string that is complete first, the longest of those."""
+    for end in range(1, len(text) + 1):
+        complete = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            return min(complete)
+    return None
+
+
+def could_begin(text: str, stops: Sequence[str]) -> str:
+    """The longest end of the text that a stop string begins with."""
+    return max(
+        (text[at:] for at in range(len(text)) if any(stop.startswith(text[at:]) for stop in stops)),
+        key=len,
+        default="",
+    )
+
+
+@given(pieces=st.lists(SHORT, max_size=8), stops=STOPS)
+@settings(max_examples=400, deadline=None)
+def test_the_text_before_the_first_stop_string_however_it_is_cut(pieces: list[str], stops: tuple[str, ...]) -> None:
+    text = "".join(pieces)
+    cut = first_stop(text, stops)
+    watch = StopWatch(stops)
+    said = "".join([*map(watch.push, pieces), watch.finish()])
+    assert said == (text if cut is None else text[:cut])
+    assert watch.stopped == (cut is not None)
+
+
+@given(text=SHORT, stops=STOPS)
+@settings(max_examples=200, deadline=None)
+def test_text_is_said_as_soon_as_it_is_certain(text: str, stops: tuple[str, ...]) -> None:
+    """After every character: all that no stop string can take back any more, and nothing else."""
+    watch, said = StopWatch(stops), ""
+    for end in range(1, len(text) + 1):
+        said += watch.push(text[end - 1])
+        if watch.stopped:
+            break
+        assert said + could_begin(text[:end], stops) == text[:end]
+
+
+def test_nothing_is_said_after_the_stop() -> None:
+    watch = StopWatch(("END",))
+    assert [watch.push("one EN"), watch.push("D two"), watch.push(" three"), watch.finish()] == ["one ", "", "", ""]
+    assert watch.stopped
+
+
+def test_of_two_stop_strings_the_first_complete_one_counts() -> None:
+    for pieces in (["abc"], ["a", "b", "c"], ["ab", "c"]):
+        watch = StopWatch(("abc", "b"))
+        assert "".join([*map(watch.push, pieces), watch.finish()]) == "a"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> Tokenizer:
+    return Tokenizer.from_folder(tiny_model)
+
+
+class Script:
+    """Stands for the model: its greedy tokens are `tokens`, one after another."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = tokens
+        device = torch.device("cpu")
+        shape = CacheShape(n_layers=1, n_kv_heads=1, head_dim=2, chunk_size=4, dtype=torch.float32, device=device)
+        self.context = Context(KVCache(shape), Rope(RopeConfig(), 2, 64))
+        self.context.token_ids = [0]
+        self.calls = 0
+
+    def advance(self, context: Context) -> None:
+        self.calls += 1
+        context.logits = torch.nn.functional.one_hot(torch.tensor(self.tokens[len(context) - 1]), 300).float()
+
+    def run(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), max_tokens: int = 999
+    ) -> tuple[list[str], Generation]:
+        result = Generation()
+        sampling = Sampling(stop=tuple(stop))
+        pieces = list(
+            decode(self.context, tokenizer, sampling, max_tokens, frozenset({EOS, 299}), result, self.advance)
+        )
+        assert result.text == "".join(pieces)
+        assert all(pieces), "an empty piece says nothing"
+        assert self.context.token_ids == [0, *result.token_ids]
+        assert result.stats.generated_tokens == len(result.token_ids)
+        return pieces, result
+
+
+TEXT = "The quick brown fox jumps over the 日本 dog 😀, and then over the moon."
+
+
+def test_an_end_token_ends_the_text_and_is_not_in_it(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(TEXT, bos=False)
+    for end in (EOS, 299):
+        pieces, result = Script([*ids, end, *ids]).run(tokenizer)
+        assert result.text == TEXT
+        assert result.token_ids == ids
+        assert result.finish_reason == "stop"
+        assert len(pieces) > 10
+
+
+def test_an_end_token_may_come_at_once(tokenizer: Tokenizer) -> None:
+    pieces, result = Script([EOS]).run(tokenizer)
+    assert pieces == []
+    assert result.token_ids == []
+    assert result.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 10])
+def test_max_tokens_is_kept(tokenizer: Tokenizer, max_tokens: int) -> None:
+    ids = tokenizer.encode(TEXT, bos=False)
+    script = Script(ids)
+    _, result = script.run(tokenizer, max_tokens=max_tokens)
+    assert result.token_ids == ids[:max_tokens]
+    assert result.text == tokenizer.decode(ids[:max_tokens])
+    assert result.finish_reason == "length"
+    assert script.calls == max_tokens, "the last token is not read before it is needed"
+
+
+@given(data=st.data())
+@settings(max_examples=80, deadline=None)
+def test_stop_strings_lie_across_tokens_as_they_like(data: st.DataObject, tokenizer: Tokenizer) -> None:
+    ids = [*tokenizer.encode(TEXT, bos=False), EOS]
+    low = data.draw(st.integers(0, len(TEXT) - 1))
+    stop = TEXT[low : data.draw(st.integers(low + 1, min(len(TEXT), low + 12)))]
+    also = data.draw(st.lists(st.text("the foxz", min_size=1, max_size=4), max_size=2))
+    script = Script(ids)
+    _, result = script.run(tokenizer, [*also, stop])
+    cut = first_stop(TEXT, [*also, stop])
+    assert result.text == TEXT[:cut]
+    assert result.finish_reason == "stop"
+    assert script.calls == len(result.token_ids), "not a token is drawn beyond the stop string"
+    assert first_stop(tokenizer.decode(result.token_ids[:-1]), [*also, stop]) is None
+
+
+def test_a_stop_string_that_never_ends_is_said_after_all(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(TEXT, bos=False)
+    for tokens, limit, reason in (([*ids, EOS], 999, "stop"), (ids, len(ids), "length")):
+        _, result = Script(tokens).run(tokenizer, [". And", "moon.x"], limit)
+        assert result.text == TEXT
+        assert result.finish_reason == reason
+
+
+def test_an_unfinished_character_is_shown_at_the_end_only(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("x", bos=False)
+    smile = tokenizer.encode("😊", bos=False)
+    assert len(smile) > 1
+    _, result = Script([*ids, *smile[:-1], EOS]).run(tokenizer)
+    assert result.text.startswith("x")
+    assert result.text.endswith("\ufffd")
+    _, result = Script([*ids, *smile, EOS]).run(tokenizer)
+    assert result.text == "x😊"
+
+
+def test_the_figures_add_up(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(TEXT, bos=False)
+    _, result = Script(ids).run(tokenizer, max_tokens=10)
+    assert result.stats.generated_tokens == 10
+    assert result.stats.first_token_s >= 0
+    assert result.stats.decode_s > 0
+    assert result.stats.decode_tokens_per_s == pytest.approx(9 / result.stats.decode_s)
+    assert Generation().stats.decode_tokens_per_s == 0
+    assert Generation().stats.prefill_tokens_per_s == 0
+
+
+def test_closing_early_keeps_what_was_said(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(TEXT, bos=False)
+    script, result = Script(ids), Generation()
+    pieces = decode(script.context, tokenizer, Sampling(), 999, frozenset(), result, script.advance)
+    first = next(pieces)
+    pieces.close()  # type: ignore[attr-defined]
+    assert result.text == first
+    assert script.context.token_ids == [0, *result.token_ids]

@@ -1,0 +1,178 @@
+"""Sampling: what each cut leaves, that seeds repeat, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import lce
+from lce.engine.sampling import Sampler, Sampling, probabilities_of
+
+# Logits on a grid, so that no two that differ are closer than float32 can tell; ties are frequent.
+LOGITS = st.lists(st.integers(-200, 200), min_size=1, max_size=30).map(lambda grid: torch.tensor(grid) / 16.0)
+TEMPERATURE = st.sampled_from([0.25, 1.0, 4.0])
+
+
+def plain(logits: Tensor, temperature: float) -> Tensor:
+    return (logits.double() / temperature).softmax(-1)
+
+
+@given(logits=LOGITS, temperature=TEMPERATURE)
+@settings(deadline=None)
+def test_without_cuts_it_is_the_softmax(logits: Tensor, temperature: float) -> None:
+    got = probabilities_of(logits, Sampling(temperature=temperature))
+    torch.testing.assert_close(got.double(), plain(logits, temperature), rtol=1e-4, atol=1e-7)
+
+
+@given(
+    logits=LOGITS,
+    temperature=TEMPERATURE,
+    top_k=st.integers(0, 35),
+    top_p=st.floats(0.01, 1.0),
+    min_p=st.floats(0.0, 1.0),
+)
+@settings(max_examples=200, deadline=None)
+def test_any_cuts_leave_a_distribution(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    before = plain(logits, temperature)
+    after = probabilities_of(logits, Sampling(temperature, top_k, top_p, min_p)).double()
+    kept = after > 0
+    assert after.sum().item() == pytest.approx(1, abs=1e-5)
+    assert kept[logits.argmax()]
+    # The likelier are kept before the less likely, in their old proportions.
+    if not kept.all():
+        assert before[kept].min() >= before[~kept].max() - 1e-12
+    torch.testing.assert_close(after[kept], before[kept] / before[kept].sum(), rtol=1e-3, atol=1e-6)
+
+
+@given(logits=LOGITS, top_k=st.integers(1, 35))
+@settings(deadline=None)
+def test_top_k_keeps_the_k_likeliest_and_their_equals(logits: Tensor, top_k: int) -> None:
+    kept = probabilities_of(logits, Sampling(temperature=1.0, top_k=top_k)) > 0
+    ranked = sorted(logits.tolist(), reverse=True)
+    assert logits[kept].tolist() == [x for x in logits.tolist() if x >= ranked[min(top_k, len(ranked)) - 1]]
+
+
+@given(logits=LOGITS, top_p=st.floats(0.01, 0.999))
+@settings(deadline=None)
+def test_top_p_keeps_the_fewest_that_suffice(logits: Tensor, top_p: float) -> None:
+    before = plain(logits, 1.0)
+    kept = probabilities_of(logits, Sampling(temperature=1.0, top_p=top_p)) > 0
+    mass = before[kept].sum().item()
+    assert mass >= top_p - 1e-5
+    assert mass - before[kept].min().item() < top_p + 1e-5, "one less would have sufficed"
+
+
+@given(logits=LOGITS, min_p=st.floats(0.01, 1.0))
+@settings(deadline=None)
+def test_min_p_keeps_the_share_of_the_likeliest(logits: Tensor, min_p: float) -> None:
+    before = plain(logits, 1.0)
+    kept = probabilities_of(logits, Sampling(temperature=1.0, min_p=min_p)) > 0
+    share = before / before.max()
+    assert kept[share >= min_p + 1e-4].all()
+    assert not kept[share < min_p - 1e-4].any()
+
+
+def test_the_cuts_come_in_their_order() -> None:
+    """top_p counts what top_k left: 3/7 and 2/7 and 2/7 of 0.3, 0.2, 0.2, so 0.6 takes two of the three."""
+    logits = torch.tensor([0.3, 0.2, 0.199, 0.151, 0.15]).log()
+    kept = probabilities_of(logits, Sampling(temperature=1.0, top_k=3, top_p=0.6)) > 0
+    assert kept.tolist() == [True, True, False, False, False]
+    alone = probabilities_of(logits, Sampling(temperature=1.0, top_p=0.6)) > 0
+    assert alone.tolist() == [True, True, True, False, False]
+
+
+def test_impossible_tokens_stay_impossible() -> None:
+    logits = torch.tensor([1.0, -torch.inf, 2.0, -torch.inf])
+    for sampling in (Sampling(1.0), Sampling(1.0, top_k=3), Sampling(1.0, top_p=0.999), Sampling(1.0, min_p=0.01)):
+        assert (probabilities_of(logits, sampling) > 0).tolist() == [True, False, True, False]
+
+
+def test_draws_follow_the_distribution() -> None:
+    sampling = Sampling(temperature=1.0, seed=5)
+    logits = torch.tensor([0.5, 0.3, 0.2, 0.0]).log()
+    sampler = Sampler(sampling)
+    counts = torch.bincount(torch.tensor([sampler.pick(logits) for _ in range(3000)]), minlength=4) / 3000
+    torch.testing.assert_close(counts, torch.tensor([0.5, 0.3, 0.2, 0.0]), rtol=0, atol=0.03)
+
+
+def test_a_small_temperature_is_nearly_greedy_and_a_large_one_nearly_even() -> None:
+    logits = torch.tensor([1.0, 3.0, 2.0])
+    assert probabilities_of(logits, Sampling(temperature=1e-30)).tolist() == [0.0, 1.0, 0.0]
+    torch.testing.assert_close(probabilities_of(logits, Sampling(temperature=1e6)), torch.full((3,), 1 / 3))
+
+
+def test_a_seed_repeats_and_none_does_not() -> None:
+    logits = torch.zeros(1000)
+
+    def draw(seed: int | None) -> list[int]:
+        sampler = Sampler(Sampling(temperature=1.0, seed=seed))
+        return [sampler.pick(logits) for _ in range(8)]
+
+    assert draw(1) == draw(1)
+    assert draw(0) == draw(0)
+    assert draw(1) != draw(2)
+    assert draw(2**63 - 1) == draw(2**63 - 1)
+    assert draw(None) != draw(None)
+
+
+def test_sampling_neither_reads_nor_moves_the_global_random_numbers() -> None:
+    logits = torch.zeros(1000)
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = Sampler(Sampling(temperature=1.0, seed=3)).pick(logits)
+    Sampler(Sampling(temperature=1.0)).pick(logits)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(2)
+    assert Sampler(Sampling(temperature=1.0, seed=3)).pick(logits) == first
+
+
+@given(logits=LOGITS)
+@settings(deadline=None)
+def test_greedy_is_the_first_likeliest(logits: Tensor) -> None:
+    assert Sampler(Sampling()).pick(logits) == logits.tolist().index(max(logits.tolist()))
+
+
+def test_logits_are_not_changed() -> None:
+    logits = torch.randn(50)
+    before = logits.clone()
+    Sampler(Sampling(temperature=0.7, top_k=5, top_p=0.5, min_p=0.1, seed=0)).pick(logits)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": -0.1}, "temperature is -0.1; expected a number, 0 or more"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"temperature": "hot"}, "temperature is 'hot'"),
+        ({"top_k": -1}, r"top_k is -1; expected a whole number, 0 \(off\) or more"),
+        ({"top_k": 2.5}, "top_k is 2.5"),
+        ({"top_p": 0.0}, "top_p is 0.0; expected more than 0 and at most 1"),
+        ({"top_p": 1.01}, "top_p is 1.01"),
+        ({"top_p": float("nan")}, "top_p is nan"),
+        ({"min_p": -0.01}, r"min_p is -0.01; expected 0 \(off\) to 1"),
+        ({"min_p": 1.01}, "min_p is 1.01"),
+        ({"seed": -1}, r"seed is -1; expected a whole number from 0 to 2\*\*63 - 1"),
+        ({"seed": 2**63}, f"seed is {2**63}"),
+        ({"seed": 1.5}, "seed is 1.5"),
+        ({"stop": ("a", "")}, "none of them empty"),
+        ({"stop": ""}, "none of them empty"),
+        ({"stop": (3,)}, "expected strings"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(lce.UsageError, match=message):
+        Sampling(**values)
+
+
+def test_one_stop_string_may_come_without_a_list() -> None:
+    assert Sampling(stop="end").stop == ("end",)  # type: ignore[arg-type]
+    assert Sampling(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]

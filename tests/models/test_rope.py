@@ -1,0 +1,178 @@
+"""Rotary embedding: transformers' own frequencies, angles exact far out, and what a rotation must keep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mpmath
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+import lce
+from lce.models.config import RopeConfig
+from lce.models.rope import Rope, rotate
+
+WINDOW = 4096
+HEAD_DIM = 64
+LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+# Kind, fields that lce and transformers call the same, and the window before scaling.
+SCALINGS: list[tuple[str, dict[str, Any], int | None]] = [
+    ("linear", {"factor": 4.0}, None),
+    ("dynamic", {"factor": 2.0}, None),
+    ("yarn", {"factor": 16.0}, 512),
+    ("yarn", {"factor": 8.0, "beta_fast": 20.0, "beta_slow": 2.0}, 1024),
+    ("yarn", {"factor": 8.0, "truncate": False}, 1024),
+    ("yarn", {"factor": 8.0, "attention_factor": 1.5}, 1024),
+    ("yarn", {"factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.3}, 1024),
+    ("yarn", {"factor": 1.0}, 4096),
+    ("llama3", {"factor": 8.0, **LLAMA_3}, 1024),
+    ("llama3", {"factor": 32.0, "low_freq_factor": 2.0, "high_freq_factor": 3.0}, 512),
+]
+
+
+def theirs(kind: str, theta: float, values: dict[str, Any], original: int | None, length: int) -> tuple[Tensor, float]:
+    known = {} if original is None else {"original_max_position_embeddings": original}
+    config = LlamaConfig(
+        hidden_size=4 * HEAD_DIM,
+        num_attention_heads=4,
+        max_position_embeddings=WINDOW,
+        rope_parameters={"rope_type": kind, "rope_theta": theta, **values, **known},
+    )
+    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=length)
+    return frequencies.double(), float(scale)
+
+
+@pytest.mark.parametrize("theta", [10000.0, 500000.0])
+@pytest.mark.parametrize(("kind", "values", "original"), SCALINGS, ids=str)
+def test_frequencies_are_those_of_transformers(
+    kind: str, values: dict[str, Any], original: int | None, theta: float
+) -> None:
+    for length in (10, WINDOW, 5 * WINDOW):
+        ours = Rope(RopeConfig(kind, theta, original_window=original, **values), HEAD_DIM, WINDOW, length)
+        frequencies, scale = theirs(kind, theta, values, original, length)
+        assert ours.inv_freq.dtype == torch.float64
+        torch.testing.assert_close(ours.inv_freq, frequencies, rtol=1e-5, atol=0)  # theirs are float32
+        assert ours.scale == pytest.approx(scale, rel=1e-6)
+
+
+def test_without_scaling_every_pair_turns_slower_by_the_same_ratio() -> None:
+    frequencies = Rope(RopeConfig(theta=10000.0), HEAD_DIM, WINDOW).inv_freq
+    ratio = 10000.0 ** (-2 / HEAD_DIM)
+    torch.testing.assert_close(frequencies, torch.tensor([ratio**i for i in range(32)], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0, 16.0])
+def test_ntk_keeps_the_fastest_pair_and_interpolates_the_slowest(factor: float) -> None:
+    plain = Rope(RopeConfig(), HEAD_DIM, WINDOW).inv_freq
+    scaled = Rope(RopeConfig("ntk", factor=factor), HEAD_DIM, WINDOW).inv_freq
+    assert scaled[0] == plain[0]
+    assert scaled[-1].item() == pytest.approx(plain[-1].item() / factor, rel=1e-12)
+    assert (scaled.diff() < 0).all()
+
+
+@pytest.mark.parametrize("kind", ["none", "linear", "ntk", "dynamic", "yarn", "llama3"])
+def test_angles_are_exact_at_a_million(kind: str) -> None:
+    rope = Rope(RopeConfig(kind, 500000.0, factor=4.0, original_window=1024), HEAD_DIM, WINDOW, 8 * WINDOW)
+    positions = torch.tensor([0, 1, 999_999, 1_000_000])
+    cos, sin = rope.table(positions, torch.float64)
+    half, quarter = (rope.table(positions, dtype) for dtype in (torch.float32, torch.bfloat16))
+    with mpmath.workdps(40):
+        for row, position in enumerate(positions.tolist()):
+            for pair, frequency in enumerate(rope.inv_freq.tolist()):
+                angle = mpmath.mpf(position) * mpmath.mpf(frequency)
+                exact = float(mpmath.cos(angle) * rope.scale), float(mpmath.sin(angle) * rope.scale)
+                got = torch.stack((cos, sin))[:, row, pair]
+                assert got.tolist() == pytest.approx(exact, abs=2e-10)
+                assert torch.stack(half)[:, row, pair].tolist() == pytest.approx(exact, abs=1e-7)
+                assert torch.stack(quarter)[:, row, pair].tolist() == pytest.approx(exact, abs=5e-3)
+
+
+def test_the_base_frequencies_are_exact_too() -> None:
+    """Not only angle from frequency: the whole chain from theta, as exact arithmetic has it."""
+    cos, _ = Rope(RopeConfig(theta=500000.0), HEAD_DIM, WINDOW).table(torch.tensor(1_000_000), torch.float64)
+    with mpmath.workdps(40):
+        for pair in range(HEAD_DIM // 2):
+            angle = 1_000_000 * mpmath.power(500000, -mpmath.mpf(2 * pair) / HEAD_DIM)
+            assert cos[pair].item() == pytest.approx(float(mpmath.cos(angle)), abs=1e-9)
+
+
+POSITIONS = st.integers(0, 1_000_000)
+
+
+@given(a=POSITIONS, b=POSITIONS, shift=st.integers(-500_000, 500_000), seed=st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_a_score_depends_on_the_distance_alone(a: int, b: int, shift: int, seed: int) -> None:
+    rope = Rope(RopeConfig(), 16, WINDOW)
+    q, k = torch.randn(2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+    def score(i: int, j: int) -> float:
+        tables = [rope.table(torch.tensor(position), torch.float64) for position in (i, j)]
+        return float(rotate(q, tables[0]) @ rotate(k, tables[1]))
+
+    assert score(a, b) == pytest.approx(score(a + shift, b + shift), abs=1e-7)
+    assert score(a, b) == pytest.approx(score(a - b, 0), abs=1e-7)  # a query may be turned back instead of the key
+
+
+@given(position=POSITIONS, seed=st.integers(0, 99))
+@settings(max_examples=30, deadline=None)
+def test_a_rotation_keeps_norms_and_has_an_inverse(position: int, seed: int) -> None:
+    x = torch.randn(3, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    rope = Rope(RopeConfig(), 16, WINDOW)
+    turned = rotate(x, rope.table(torch.tensor(position), torch.float64))
+    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
+    torch.testing.assert_close(rotate(turned, rope.table(torch.tensor(-position), torch.float64)), x)
+
+
+def test_pairs_are_the_two_halves() -> None:
+    """As published Llama weights have it, not neighbours."""
+    x = torch.zeros(16)
+    x[3] = 1.0
+    table = Rope(RopeConfig(), 16, WINDOW).table(torch.tensor(2), torch.float32)
+    turned = rotate(x, table)
+    assert turned[3] == table[0][3]
+    assert turned[3 + 8] == table[1][3]
+    assert turned.count_nonzero() == 2
+
+
+def test_tables_broadcast() -> None:
+    """One placed copy a choice: queries `[H, T, 1, D]` and a table `[T, K, D/2]` make `[H, T, K, D]`."""
+    rope = Rope(RopeConfig(), 16, WINDOW)
+    x, positions = torch.randn(4, 5, 16), torch.arange(15).view(5, 3)
+    many = rotate(x[:, :, None], rope.table(positions, torch.float32))
+    assert many.shape == (4, 5, 3, 16)
+    for choice in range(3):
+        one = rotate(x, rope.table(positions[:, choice], torch.float32))
+        torch.testing.assert_close(many[:, :, choice], one)
+
+
+def test_yarn_scales_the_rotated_vectors() -> None:
+    table = Rope(RopeConfig("yarn", factor=8.0, original_window=512), 16, WINDOW).table(torch.arange(4), torch.float32)
+    x = torch.randn(4, 16)
+    torch.testing.assert_close(rotate(x, table).norm(dim=-1), x.norm(dim=-1) * 1.2079442)  # 0.1 ln 8 + 1
+
+
+def test_dynamic_is_fixed_by_the_announced_length(tiny_model: Path) -> None:
+    """The base that a context starts with is the one it keeps, however long it becomes."""
+    engine = lce.load(tiny_model, rope="dynamic", rope_factor=2.0)
+    ids = [(7 * i) % 290 + 5 for i in range(200)]
+    announced = engine.prefill(ids[:100], length=200)
+    frequencies = announced.rope.inv_freq.clone()
+    engine.prefill(ids[100:], context=announced)
+    assert torch.equal(announced.rope.inv_freq, frequencies)
+    assert announced.logits is not None
+    whole = engine.logits(ids)[-1]
+    assert (announced.logits - whole).abs().max() <= 1e-4
+    unannounced = engine.prefill(ids[:100])
+    frequencies = unannounced.rope.inv_freq.clone()
+    fork = unannounced.fork()
+    engine.prefill(ids[100:], context=unannounced)
+    assert torch.equal(unannounced.rope.inv_freq, frequencies)
+    assert torch.equal(fork.rope.inv_freq, frequencies)
+    assert unannounced.logits is not None
+    assert (unannounced.logits - whole).abs().max() > 1e-2

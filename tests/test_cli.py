@@ -1,0 +1,321 @@
+"""The command line: what goes where, what ends how, and that it answers at once."""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import lce
+from lce import cli, report
+from lce.errors import CapacityError, DataError, LceError, ModelError, UsageError
+from lce.exits import verdict
+
+PROMPT = "the quick brown fox jumps over the lazy dog, and then over the moon"
+
+
+def run(*args: str | Path, stdin: bytes | str | None = None) -> Result:
+    """A command line in this process."""
+    return CliRunner().invoke(cli.cli, [str(arg) for arg in args], input=stdin)
+
+
+def spawn(script: str, *args: str | Path, **options: Any) -> subprocess.Popen[str]:
+    """A command line in a process of its own, after `script`; Ctrl-C works there even where it is ignored here."""
+    start = "import os, signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    run_it = f"\nfrom lce.cli import main\nsys.argv = ['lce', *{[str(arg) for arg in args]!r}]\nmain()\n"
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    return subprocess.Popen([sys.executable, "-c", start + script + run_it], text=True, **pipes)
+
+
+def assert_error(result: Result, code: int, *words: str) -> None:
+    """One line on stderr with these words, nothing on stdout, and this exit code."""
+    assert result.exit_code == code, result.stderr
+    assert result.stdout == ""
+    assert result.stderr.startswith("lce: error: ")
+    assert result.stderr.count("\n") == 1
+    for word in words:
+        assert word in result.stderr
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["generate", "--help"], ["eval", "passkey", "--help"]])
+def test_help_does_not_import_torch(args: list[str]) -> None:
+    check = "import atexit; atexit.register(lambda: 'torch' in sys.modules and os._exit(99))"
+    process = spawn(check, *args)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert out.startswith(("Usage: lce", f"lce {lce.__version__}"))
+
+
+def test_python_dash_m() -> None:
+    done = subprocess.run([sys.executable, "-m", "lce", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"lce {lce.__version__}\n"
+
+
+def test_the_text_alone_goes_to_stdout(tiny_model: Path) -> None:
+    result = run("generate", "--model", tiny_model, "--prompt", PROMPT, "--max-tokens", "7")
+    expected = lce.load(tiny_model).generate(PROMPT, max_tokens=7)
+    assert result.exit_code == 0
+    assert result.stdout == expected.text + "\n"
+    assert result.stderr.count("\n") == 1
+    for figure in (f"{expected.stats.prompt_tokens} prompt tokens", "prefill", "first token", "decode", "peak memory"):
+        assert figure in result.stderr
+
+
+def test_quiet_says_nothing_on_stderr(tiny_model: Path) -> None:
+    result = run("generate", "--model", tiny_model, "--prompt", PROMPT, "--max-tokens", "2", "--quiet")
+    assert (result.exit_code, result.stderr) == (0, "")
+
+
+def test_json_is_one_object(tiny_model: Path) -> None:
+    result = run(
+        *("generate", "--model", tiny_model, "--prompt", PROMPT, "--max-tokens", "5", "--json"),
+        *("--method", "longheads", "-o", "chunk_size=8", "-o", "chunks=4"),
+    )
+    assert result.exit_code == 0
+    got = json.loads(result.stdout)
+    assert set(got) == {"text", "token_ids", "finish_reason", "method", "stats"}
+    assert got["finish_reason"] in ("stop", "length")
+    assert got["method"]["name"] == "longheads"
+    assert got["method"]["repr"].startswith("LongHeads(chunk_size=8, chunks=4")
+    assert got["method"]["knobs"]["chunks"] == 4
+    assert got["stats"]["generated_tokens"] == len(got["token_ids"])
+    assert got["stats"]["memory"]["device"] > 0
+    assert got["stats"]["prefill_tokens_per_s"] > 0
+
+
+def test_a_seed_draws_the_same_tokens(tiny_model: Path) -> None:
+    def drawn(seed: int) -> list[int]:
+        args = ["--prompt", PROMPT, "--max-tokens", "12", "--temperature", "1.5", "--seed", str(seed), "--json"]
+        ids: list[int] = json.loads(run("generate", "--model", tiny_model, *args).stdout)["token_ids"]
+        return ids
+
+    assert drawn(1) == drawn(1)
+    assert drawn(1) != drawn(2)
+
+
+def test_stop_ends_the_text_before_it(tiny_model: Path) -> None:
+    args = ["generate", "--model", tiny_model, "--prompt", PROMPT, "--max-tokens", "12", "--json"]
+    whole = json.loads(run(*args).stdout)["text"]
+    cut = json.loads(run(*args, "--stop", "\0never\0", "--stop", whole[3:5]).stdout)
+    assert cut["text"] == whole[: whole.find(whole[3:5])]
+    assert cut["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("args", "stdin", "expected"),
+    [
+        (["--prompt", "-"], "from stdin\n", "from stdin"),
+        ([], "from stdin", "from stdin"),
+        (["-f", "-"], "from stdin\r\n", "from stdin"),
+        (["-f", "{file}"], None, "a file’s text\n"),
+        (["-f", "{file}", "--prompt", "and a question"], None, "a file’s text\n\nand a question"),
+        (["-f", "{file}", "--prompt", "-"], "from stdin", "a file’s text\n\nfrom stdin"),
+    ],
+)
+def test_where_the_prompt_comes_from(
+    args: list[str], stdin: str | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes("\ufeffa file’s text\n\n".encode())  # as some editors write it; one line break ends the file
+    prompts = []
+
+    class Asked(LceError):
+        """Ends the command where the engine would be loaded."""
+
+    def note(prompt: str | None, prompt_file: str | None) -> str:
+        prompts.append(read_prompt(prompt, prompt_file))
+        raise Asked
+
+    read_prompt = cli.read_prompt
+    monkeypatch.setattr(cli, "read_prompt", note)
+    assert run("generate", "--model", "none", *(arg.format(file=file) for arg in args), stdin=stdin).exit_code == 1
+    assert prompts == [expected]
+
+
+def test_prompts_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
+    generate = ("generate", "--model", "none")
+    assert_error(run(*generate, "-f", tmp_path / "missing.txt"), 3, "missing.txt", "No such file")
+    assert_error(run(*generate, "-f", tmp_path), 3, str(tmp_path), "directory")
+    assert_error(run(*generate, "-f", tmp_path / "empty.txt"), 3, "empty.txt", "is empty")
+    assert_error(run(*generate, "-f", tmp_path / "latin.txt"), 3, "latin.txt", "not UTF-8", "byte 2")
+    assert_error(run(*generate, "--prompt", "-", stdin=b"\xff"), 3, "stdin", "not UTF-8")
+    assert_error(run(*generate), 3, "stdin is empty")
+    assert_error(run(*generate, "--prompt", ""), 2, "--prompt is empty")
+    assert_error(run(*generate, "--prompt", "-", "-f", "-"), 2, "both stdin")
+
+
+def test_no_prompt_on_a_terminal_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal:
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    with pytest.raises(UsageError, match="no prompt"):
+        cli.read_prompt(None, None)
+
+
+def test_options_that_cannot_be_used(tiny_model: Path) -> None:
+    generate = ("generate", "--model", tiny_model, "--prompt", PROMPT)
+    assert_error(run(*generate, "--method", "longhead"), 2, "did you mean 'longheads'?")
+    assert_error(
+        run(*generate, "--method", "longheads", "-o", "chunk=3"), 2, "'chunk'", "chunk_size=None", "share=head"
+    )
+    assert_error(run(*generate, "--method", "longheads", "-o", "chunks=few"), 2, "chunks=few", "whole number")
+    assert_error(run(*generate, "--method", "longheads", "-o", "chunks"), 2, "key=value")
+    assert_error(run(*generate, "--top-p", "2"), 2, "top_p is 2.0")
+    assert_error(run(*generate, "--max-tokens", "0"), 2, "max_tokens is 0")
+    assert_error(run(*generate, "--dtype", "float"), 2, "float32")
+    assert_error(run(*generate, "--max-token"), 2, "--max-tokens", "lce generate --help")
+    assert_error(run("generate", "--prompt", PROMPT), 2, "--model")
+    assert_error(run("generat"), 2, "generat", "lce --help")
+    assert_error(run("generate", "--model", tiny_model / "none", "--prompt", PROMPT), 3, "none does not exist")
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_debug_shows_the_traceback(place: str, tmp_path: Path) -> None:
+    args = ["generate", "--model", "none", "-f", str(tmp_path)]
+    result = run("--debug", *args) if place == "before" else run(*args, "--debug")
+    assert result.exit_code == 3
+    assert "Traceback (most recent call last)" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("lce: error: ")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (LceError("so\nand so"), 1, "so and so"),
+        (UsageError("x"), 2, "x"),
+        (ModelError("x"), 3, "x"),
+        (DataError("x"), 3, "x"),
+        (CapacityError("x"), 4, "x"),
+        (MemoryError(), 4, "not enough memory"),
+        (RuntimeError("[..] DefaultCPUAllocator: can't allocate memory\nframe #0"), 4, "can't allocate memory"),
+        (OSError(errno.ENOSPC, "No space left on device"), 4, "No space left"),
+        (PermissionError(errno.EACCES, "Permission denied", "weights"), 1, "Permission denied: weights"),
+        (RuntimeError("shapes\nframe #0"), 1, "internal error: RuntimeError: shapes; run with --debug"),
+    ],
+)
+def test_every_failure_has_its_exit_code(
+    error: Exception, code: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert verdict(error)[0] == code
+
+    def fail(*_: object) -> str:
+        raise error
+
+    monkeypatch.setattr(cli, "read_prompt", fail)
+    assert_error(run("generate", "--model", "none"), code, words)
+
+
+def test_ctrl_c_in_prefill(tiny_model: Path) -> None:
+    script = (
+        "from lce.engine.prefill import Reader\nimport time\n"
+        "def read(*_):\n    print('reading', file=sys.stderr, flush=True)\n    time.sleep(60)\nReader.read = read\n"
+    )
+    process = spawn(script, "generate", "--model", tiny_model, "--prompt", PROMPT)
+    assert process.stderr is not None
+    assert process.stderr.readline() == "reading\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "\nlce: interrupted\n")
+
+
+def test_ctrl_c_while_writing_ends_the_line(tiny_model: Path) -> None:
+    script = (
+        "from lce.engine import decode\npush, said = decode.StopWatch.push, []\n"
+        "def push_or_stop(self, text):\n    if len(said) == 2: os.kill(os.getpid(), signal.SIGINT)\n"
+        "    said.append(text)\n    return push(self, 'ab')\ndecode.StopWatch.push = push_or_stop\n"
+    )
+    process = spawn(script, "generate", "--model", tiny_model, "--prompt", PROMPT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "abab\n", "\nlce: interrupted\n")
+
+
+def test_ctrl_c_while_torch_is_imported() -> None:
+    script = (
+        "class Hook:\n    def find_spec(self, name, *_):\n        if name == 'torch':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\nsys.meta_path.insert(0, Hook())\n"
+    )
+    process = spawn(script, "generate", "--model", "demo", "--prompt", PROMPT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "\nlce: interrupted\n")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tiny_model: Path) -> None:
+    read_end, write_end = os.pipe()
+    process = spawn("", "generate", "--model", tiny_model, "--prompt", PROMPT, stdout=write_end)
+    os.close(write_end)
+    os.close(read_end)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+
+
+def test_eval_passkey_as_json_and_as_a_table(tiny_model: Path) -> None:
+    args = ["eval", "passkey", "--model", tiny_model, "--lengths", "256,300", "--samples", "2"]
+    methods = ["--method", "full,longheads", "--method", "full"]
+    scores = json.loads(run(*args, *methods, "--json").stdout)
+    assert [(score["method"], score["length"]) for score in scores] == [
+        *(("full", 256), ("full", 300)),
+        *(("longheads", 256), ("longheads", 300)),
+    ]
+    for score in scores:
+        assert set(score) == {"method", "task", "length", "samples", "accuracy", "low", "high"}
+        assert 0 <= score["low"] <= score["accuracy"] <= score["high"] <= 1
+        assert (score["task"], score["samples"]) == ("passkey", 2)
+    table = run(*args, *methods)
+    assert (table.exit_code, table.stderr) == (0, "")
+    assert len(table.stdout.splitlines()) == 5
+
+
+def test_eval_passkey_refuses_what_it_cannot_use(tiny_model: Path) -> None:
+    passkey = ("eval", "passkey", "--model", tiny_model, "--samples", "1")
+    assert_error(run(*passkey, "--lengths", "2x"), 2, "'2x'", "2k")
+    assert_error(run(*passkey, "--lengths", "256", "--method", "full", "-o", "chunks=3"), 2, "'full' has no option")
+    assert_error(run(*passkey, "--lengths", "2K", "--task", "passkeys", "--json"), 2, "did you mean 'passkey'?")
+    assert_error(run(*passkey), 2, "--lengths")
+
+
+def test_lengths_in_units_of_1024() -> None:
+    assert cli._lengths(None, None, "512, 2k,1K") == [512, 2048, 1024]  # type: ignore[arg-type]
+
+
+def test_methods_lists_knobs_and_defaults() -> None:
+    listed = {method["name"]: method for method in json.loads(run("methods", "--json").stdout)}
+    assert list(listed) == lce.methods.available()
+    options = {option["name"]: option for option in listed["longheads"]["options"]}
+    assert options["share"] == {"name": "share", "type": "head, group or layer", "default": "head"}
+    assert options["chunk_size"] == {"name": "chunk_size", "type": "int or none", "default": None}
+    text = run("methods").stdout
+    for method in listed.values():
+        assert method["summary"]
+        assert f"{method['name']}\n  {method['summary']}\n" in text
+    assert re.search(r"^  keep_first=true +bool$", text, re.MULTILINE)
+    assert re.search(r"^  chunk_size=none +int or none$", text, re.MULTILINE)
+
+
+def test_defaults_are_those_of_the_library() -> None:
+    defaults = {parameter.name: parameter.default for parameter in cli.generate.params}
+    for function in (lce.load, lce.Engine.stream, lce.Sampling):
+        for name, parameter in inspect.signature(function).parameters.items():
+            if name in defaults and name not in ("model", "prompt", "stop", "window", "rope", "rope_factor", "seed"):
+                assert defaults[name] == parameter.default, name
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (8 << 30, "8.0 GiB"), (5 << 50, "5120.0 TiB")],
+)
+def test_sizes(n_bytes: int, text: str) -> None:
+    assert report.size_text(n_bytes) == text

@@ -1,0 +1,50 @@
+"""The package agrees with itself: its face, its methods, their files and their rows in the README."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import lce
+from lce.errors import LceError
+
+ROOT = Path(__file__).parent.parent
+SHARED = {"__init__", "base", "registry"}  # files of lce/methods that hold no method
+
+own_methods = [name for name in lce.methods.available() if lce.methods.find(name).__module__.startswith("lce.")]
+
+
+@pytest.mark.parametrize("name", lce.__all__)
+def test_all_of_the_face_resolves(name: str) -> None:
+    assert getattr(lce, name) is not None
+    assert name in dir(lce)
+
+
+def test_the_face_has_nothing_else() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = lce.nothing
+    assert lce.__all__ == sorted(lce.__all__, key=lambda name: (name.islower(), name))
+
+
+def test_every_error_has_an_exit_code() -> None:
+    errors = [getattr(lce, name) for name in lce.__all__ if name.endswith("Error")]
+    assert LceError in errors
+    assert {error.exit_code for error in errors} == {1, 2, 3, 4}
+
+
+def test_one_file_a_method() -> None:
+    files = {path.stem for path in (ROOT / "lce" / "methods").glob("[!_]*.py")} - SHARED
+    assert {lce.methods.find(name).__module__.rpartition(".")[2] for name in own_methods} == files
+    assert len(own_methods) == len(files)
+
+
+@pytest.mark.parametrize("name", own_methods)
+def test_every_method_is_exported_documented_and_in_the_readme(name: str) -> None:
+    cls = lce.methods.find(name)
+    assert cls.__name__ in lce.methods.__all__
+    assert inspect.getdoc(cls)
+    rows = [line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    assert any(re.search(f"`{name}`", row) for row in rows), f"no row of README.md's methods table names `{name}`"
