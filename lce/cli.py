@@ -223,7 +223,12 @@ def passkey(
 @debug_option
 def methods(as_json: bool) -> None:
     """List the methods, their knobs and defaults."""
-    known = [report.method_object(name, lce.methods.find(name)) for name in lce.methods.available()]
+    known = []
+    for name in lce.methods.available():
+        try:
+            known.append(report.method_object(name, lce.methods.find(name)))
+        except UsageError as error:  # one package's broken method hides no other
+            click.echo(f"lce: warning: {error}", err=True)
     if as_json:
         click.echo(json.dumps(known))
     else:

@@ -1,50 +1,20 @@
-"""The command line: what goes where, what ends how, and that it answers at once."""
+"""The command line: what goes where, what it refuses, and that it answers at once."""
 
 from __future__ import annotations
 
-import errno
 import inspect
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
 import lce
 from lce import cli, report
-from lce.errors import CapacityError, DataError, LceError, ModelError, UsageError
-from lce.exits import verdict
-
-PROMPT = "the quick brown fox jumps over the lazy dog, and then over the moon"
-
-
-def run(*args: str | Path, stdin: bytes | str | None = None) -> Result:
-    """A command line in this process."""
-    return CliRunner().invoke(cli.cli, [str(arg) for arg in args], input=stdin)
-
-
-def spawn(script: str, *args: str | Path, **options: Any) -> subprocess.Popen[str]:
-    """A command line in a process of its own, after `script`; Ctrl-C works there even where it is ignored here."""
-    start = "import os, signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    run_it = f"\nfrom lce.cli import main\nsys.argv = ['lce', *{[str(arg) for arg in args]!r}]\nmain()\n"
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
-    return subprocess.Popen([sys.executable, "-c", start + script + run_it], text=True, **pipes)
-
-
-def assert_error(result: Result, code: int, *words: str) -> None:
-    """One line on stderr with these words, nothing on stdout, and this exit code."""
-    assert result.exit_code == code, result.stderr
-    assert result.stdout == ""
-    assert result.stderr.startswith("lce: error: ")
-    assert result.stderr.count("\n") == 1
-    for word in words:
-        assert word in result.stderr
+from lce.errors import LceError, UsageError
+from tests.command import PROMPT, assert_error, run, spawn
 
 
 @pytest.mark.parametrize("args", [["--help"], ["--version"], ["generate", "--help"], ["eval", "passkey", "--help"]])
@@ -183,85 +153,6 @@ def test_options_that_cannot_be_used(tiny_model: Path) -> None:
     assert_error(run("generate", "--model", tiny_model / "none", "--prompt", PROMPT), 3, "none does not exist")
 
 
-@pytest.mark.parametrize("place", ["before", "after"])
-def test_debug_shows_the_traceback(place: str, tmp_path: Path) -> None:
-    args = ["generate", "--model", "none", "-f", str(tmp_path)]
-    result = run("--debug", *args) if place == "before" else run(*args, "--debug")
-    assert result.exit_code == 3
-    assert "Traceback (most recent call last)" in result.stderr
-    assert result.stderr.splitlines()[-1].startswith("lce: error: ")
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "words"),
-    [
-        (LceError("so\nand so"), 1, "so and so"),
-        (UsageError("x"), 2, "x"),
-        (ModelError("x"), 3, "x"),
-        (DataError("x"), 3, "x"),
-        (CapacityError("x"), 4, "x"),
-        (MemoryError(), 4, "not enough memory"),
-        (RuntimeError("[..] DefaultCPUAllocator: can't allocate memory\nframe #0"), 4, "can't allocate memory"),
-        (OSError(errno.ENOSPC, "No space left on device"), 4, "No space left"),
-        (PermissionError(errno.EACCES, "Permission denied", "weights"), 1, "Permission denied: weights"),
-        (RuntimeError("shapes\nframe #0"), 1, "internal error: RuntimeError: shapes; run with --debug"),
-    ],
-)
-def test_every_failure_has_its_exit_code(
-    error: Exception, code: int, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert verdict(error)[0] == code
-
-    def fail(*_: object) -> str:
-        raise error
-
-    monkeypatch.setattr(cli, "read_prompt", fail)
-    assert_error(run("generate", "--model", "none"), code, words)
-
-
-def test_ctrl_c_in_prefill(tiny_model: Path) -> None:
-    script = (
-        "from lce.engine.prefill import Reader\nimport time\n"
-        "def read(*_):\n    print('reading', file=sys.stderr, flush=True)\n    time.sleep(60)\nReader.read = read\n"
-    )
-    process = spawn(script, "generate", "--model", tiny_model, "--prompt", PROMPT)
-    assert process.stderr is not None
-    assert process.stderr.readline() == "reading\n"
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (130, "", "\nlce: interrupted\n")
-
-
-def test_ctrl_c_while_writing_ends_the_line(tiny_model: Path) -> None:
-    script = (
-        "from lce.engine import decode\npush, said = decode.StopWatch.push, []\n"
-        "def push_or_stop(self, text):\n    if len(said) == 2: os.kill(os.getpid(), signal.SIGINT)\n"
-        "    said.append(text)\n    return push(self, 'ab')\ndecode.StopWatch.push = push_or_stop\n"
-    )
-    process = spawn(script, "generate", "--model", tiny_model, "--prompt", PROMPT)
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (130, "abab\n", "\nlce: interrupted\n")
-
-
-def test_ctrl_c_while_torch_is_imported() -> None:
-    script = (
-        "class Hook:\n    def find_spec(self, name, *_):\n        if name == 'torch':\n"
-        "            os.kill(os.getpid(), signal.SIGINT)\nsys.meta_path.insert(0, Hook())\n"
-    )
-    process = spawn(script, "generate", "--model", "demo", "--prompt", PROMPT)
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (130, "", "\nlce: interrupted\n")
-
-
-def test_a_reader_that_has_seen_enough_is_no_error(tiny_model: Path) -> None:
-    read_end, write_end = os.pipe()
-    process = spawn("", "generate", "--model", tiny_model, "--prompt", PROMPT, stdout=write_end)
-    os.close(write_end)
-    os.close(read_end)
-    _, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (0, "")
-
-
 def test_eval_passkey_as_json_and_as_a_table(tiny_model: Path) -> None:
     args = ["eval", "passkey", "--model", tiny_model, "--lengths", "256,300", "--samples", "2"]
     methods = ["--method", "full,longheads", "--method", "full"]
@@ -303,6 +194,13 @@ def test_methods_lists_knobs_and_defaults() -> None:
         assert f"{method['name']}\n  {method['summary']}\n" in text
     assert re.search(r"^  keep_first=true +bool$", text, re.MULTILINE)
     assert re.search(r"^  chunk_size=none +int or none$", text, re.MULTILINE)
+
+
+def test_a_broken_method_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lce.methods, "available", lambda: ["broken", "full"])
+    result = run("methods", "--json")
+    assert (result.exit_code, [method["name"] for method in json.loads(result.stdout)]) == (0, ["full"])
+    assert result.stderr.startswith("lce: warning: unknown method 'broken'")
 
 
 def test_defaults_are_those_of_the_library() -> None:

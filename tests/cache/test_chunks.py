@@ -148,10 +148,11 @@ def test_a_copy_is_its_own() -> None:
     table.add_summaries(summaries(2))
     table.note_use(torch.tensor([1]), step=5)
     copy = table.copy()
-    table.cover(30)
-    table.add_summaries(summaries(5, 50))
     table.note_use(torch.tensor([1]), step=6)
     table.dirty[:] = False
+    table.cover(12)
+    table.cover(30)
+    table.add_summaries(summaries(5, 50))
     assert copy.summary is not None
     assert torch.equal(copy.summary, summaries(2))
     assert copy.length.tolist() == [4, 4, 2]

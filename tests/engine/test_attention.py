@@ -240,6 +240,17 @@ def test_a_routed_and_a_causal_part_merge_to_full_attention(name: str) -> None:
     torch.testing.assert_close(merge(parts).double(), dense_truth(q, k, v, causal=True)[0], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_part_that_saw_nothing_adds_nothing(name: str) -> None:
+    attention = Attention.choose(name)
+    q, k, v = vectors(4, 2, 6, 24)
+    seen, nothing = attention.dense(q, k, v, causal=True), attention.dense(q, k[:, :0], v[:, :0], causal=False)
+    chunks = (k.unflatten(1, (4, 6)), v.unflatten(1, (4, 6)))
+    unrouted = attention.routed(q, torch.full((4, 6, 3), -1), chunks)
+    torch.testing.assert_close(merge([nothing, seen, unrouted]), seen[0])
+    assert torch.equal(merge([nothing, unrouted]), torch.zeros(4, 6, 16))
+
+
 HALF = {torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of outputs up to 6, so about one unit in the last place
 
 

@@ -150,6 +150,16 @@ def test_progress_is_told_after_each_block(engine: lce.Engine) -> None:
     assert told == [(32, 100), (64, 100), (96, 100), (100, 100)]
 
 
+def test_writing_moves_nothing(engine: lce.Engine) -> None:
+    """Room for the whole answer is made before its first token."""
+    context = engine.prefill(tokens(45))
+    stream = engine.stream(tokens(5), max_tokens=60, context=context)
+    next(stream)
+    before = [layer.k_buffer.data_ptr() for layer in context.cache.layers]
+    assert len(list(stream)) > 10
+    assert [layer.k_buffer.data_ptr() for layer in context.cache.layers] == before
+
+
 # Contexts
 
 
@@ -161,6 +171,7 @@ def test_a_fork_goes_its_own_way(engine: lce.Engine) -> None:
     assert len(context) == context.cache.length == 100
     assert torch.equal(last_logits(context), before)
     assert engine.generate(tokens(9, 1), max_tokens=12, context=context.fork()).token_ids == answers[0]
+    assert torch.equal(last_logits(context.fork()), before)
     fork = context.fork()
     engine.generate(tokens(40, 3), max_tokens=30, context=context)  # and the other way round
     assert engine.generate(tokens(9, 2), max_tokens=12, context=fork).token_ids == answers[1]
@@ -172,6 +183,7 @@ def test_a_fork_in_the_middle_of_an_answer_goes_on_alike(engine: lce.Engine) -> 
     fork = context.fork()
     assert fork.token_ids == context.token_ids
     assert fork.unread == context.unread != []
+    assert fork.logits is not None
     ours, theirs = (engine.generate([], max_tokens=15, context=c).token_ids for c in (context, fork))
     assert ours == theirs
 
@@ -368,6 +380,22 @@ def test_a_question_that_fails_was_never_asked(fragile: lce.Engine) -> None:
         assert_same(context, before)
         assert fragile.generate(question, max_tokens=8, context=context.fork()).token_ids == answer
     assert fragile.generate(question, max_tokens=8, context=context).token_ids == answer
+
+
+def test_a_question_that_fails_takes_no_word_of_the_last_answer_along(fragile: lce.Engine) -> None:
+    """The last token of an answer is not read yet; it was said all the same."""
+    start, question = tokens(45), tokens(20, seed=1)
+    context = fragile.prefill(start)
+    answer = fragile.generate([], max_tokens=5, context=context).token_ids
+    fork = context.fork()
+    FUSE.left = 1
+    with pytest.raises(Interrupted):
+        fragile.prefill(question, context=context)
+    assert context.token_ids == start + answer
+    assert context.unread == answer[-1:]
+    for each in (context, fork):
+        fragile.prefill(question, context=each)
+    assert_same(context, contents(fork))
 
 
 def test_a_failure_while_writing_loses_no_token(fragile: lce.Engine) -> None:

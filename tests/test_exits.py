@@ -1,0 +1,94 @@
+"""How a command ends: exit codes, one line of error, and Ctrl-C at any time."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from lce import cli
+from lce.errors import CapacityError, DataError, LceError, ModelError, UsageError
+from lce.exits import verdict
+from tests.command import PROMPT, assert_error, run, spawn
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_debug_shows_the_traceback(place: str, tmp_path: Path) -> None:
+    args = ["generate", "--model", "none", "-f", str(tmp_path)]
+    result = run("--debug", *args) if place == "before" else run(*args, "--debug")
+    assert result.exit_code == 3
+    assert "Traceback (most recent call last)" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("lce: error: ")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (LceError("so\nand so"), 1, "so and so"),
+        (UsageError("x"), 2, "x"),
+        (ModelError("x"), 3, "x"),
+        (DataError("x"), 3, "x"),
+        (CapacityError("x"), 4, "x"),
+        (MemoryError(), 4, "not enough memory"),
+        (RuntimeError("[..] DefaultCPUAllocator: can't allocate memory\nframe #0"), 4, "can't allocate memory"),
+        (OSError(errno.ENOSPC, "No space left on device"), 4, "No space left"),
+        (PermissionError(errno.EACCES, "Permission denied", "weights"), 1, "Permission denied: weights"),
+        (RuntimeError("shapes\nframe #0"), 1, "internal error: RuntimeError: shapes; run with --debug"),
+    ],
+)
+def test_every_failure_has_its_exit_code(
+    error: Exception, code: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert verdict(error)[0] == code
+
+    def fail(*_: object) -> str:
+        raise error
+
+    monkeypatch.setattr(cli, "read_prompt", fail)
+    assert_error(run("generate", "--model", "none"), code, words)
+
+
+def test_ctrl_c_in_prefill(tiny_model: Path) -> None:
+    script = (
+        "from lce.engine.prefill import Reader\nimport time\n"
+        "def read(*_):\n    print('reading', file=sys.stderr, flush=True)\n    time.sleep(60)\nReader.read = read\n"
+    )
+    process = spawn(script, "generate", "--model", tiny_model, "--prompt", PROMPT)
+    assert process.stderr is not None
+    assert process.stderr.readline() == "reading\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "\nlce: interrupted\n")
+
+
+def test_ctrl_c_while_writing_ends_the_line(tiny_model: Path) -> None:
+    script = (
+        "from lce.engine import decode\npush, said = decode.StopWatch.push, []\n"
+        "def push_or_stop(self, text):\n    if len(said) == 2: os.kill(os.getpid(), signal.SIGINT)\n"
+        "    said.append(text)\n    return push(self, 'ab')\ndecode.StopWatch.push = push_or_stop\n"
+    )
+    process = spawn(script, "generate", "--model", tiny_model, "--prompt", PROMPT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "abab\n", "\nlce: interrupted\n")
+
+
+def test_ctrl_c_while_torch_is_imported() -> None:
+    script = (
+        "class Hook:\n    def find_spec(self, name, *_):\n        if name == 'torch':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\nsys.meta_path.insert(0, Hook())\n"
+    )
+    process = spawn(script, "generate", "--model", "demo", "--prompt", PROMPT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "\nlce: interrupted\n")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tiny_model: Path) -> None:
+    read_end, write_end = os.pipe()
+    process = spawn("", "generate", "--model", tiny_model, "--prompt", PROMPT, stdout=write_end)
+    os.close(write_end)
+    os.close(read_end)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
