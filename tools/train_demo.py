@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from tools.demo_corpus import BOS, EOS, Corpus, train_tokenizer
@@ -70,14 +71,14 @@ class Layer(nn.Module):
             }
         )
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, bias: Tensor) -> Tensor:
         shape = self.shape
         batch, length, _ = x.shape
         h = self.input_layernorm(x)
         q = rotate(self.self_attn["q_proj"](h).view(batch, length, shape.n_heads, shape.head_dim), cos, sin)
         k = rotate(self.self_attn["k_proj"](h).view(batch, length, shape.n_kv_heads, shape.head_dim), cos, sin)
         v = self.self_attn["v_proj"](h).view(batch, length, shape.n_kv_heads, shape.head_dim)
-        out = attention(q, k, v)
+        out = attention(q, k, v, bias)
         x = x + self.self_attn["o_proj"](out.reshape(batch, length, -1))
         h = self.post_attention_layernorm(x)
         return x + self.mlp["down_proj"](F.silu(self.mlp["gate_proj"](h)) * self.mlp["up_proj"](h))
@@ -89,8 +90,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Plain causal attention, `[B, T, heads, D]`; the queries in slices, so that half of the square is skipped."""
+def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """Plain causal attention, `[B, T, heads, D]`; the queries in slices, so that half of the square is skipped.
+
+    `bias [B, T]` is added to every score of a key: 0, or -inf for one that is dropped.
+    """
     batch, length, n_heads, dim = q.shape
     n_kv = k.shape[2]
     q = q.transpose(1, 2).reshape(batch, n_kv, n_heads // n_kv, length, dim).bfloat16() / math.sqrt(dim)
@@ -103,6 +107,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows = q[:, :, :, start:stop].flatten(2, 3)  # [B, G, H/G * step, D]
         scores = (rows @ k[:, :, :stop].transpose(-1, -2)).unflatten(2, (-1, step)).float()
         scores = torch.cat((scores[..., :start], scores[..., start:] + mask), dim=-1)
+        scores = scores + bias[:, None, None, None, :stop]
         probs = scores.softmax(-1).bfloat16().flatten(2, 3)
         outs.append((probs @ v[:, :, :stop]).unflatten(2, (-1, step)))
     return torch.cat(outs, dim=3).flatten(1, 2).transpose(1, 2)
@@ -130,19 +135,29 @@ class Model(nn.Module):
         self.register_buffer("cos", angles.cos().float()[:, None], persistent=False)
         self.register_buffer("sin", angles.sin().float()[:, None], persistent=False)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """`[B, T]` ids to `[B, T, vocab]` logits."""
+    def forward(self, ids: Tensor, bias: Tensor) -> Tensor:
+        """`[B, T]` ids and the layers' key biases `[layers, B, T]` to `[B, T, vocab]` logits."""
         x = self.embed_tokens(ids)
         cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
-        for layer in self.layers:
-            x = layer(x, cos, sin)
+        for layer, layer_bias in zip(self.layers, bias, strict=True):
+            x = layer(x, cos, sin, layer_bias)
         return self.lm_head(self.norm(x))
 
 
-def loss_of(model: nn.Module, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def dropped_keys(n_layers: int, rows: int, length: int, share: float) -> Tensor:
+    """`[layers, B, T]`: -inf for a random `share` of the keys, never the first, so that nothing hangs on one token.
+
+    A plain regulariser (Zehui et al., 2019, "DropAttention", by columns): what is known is to be kept in several keys.
+    """
+    dropped = torch.rand(n_layers, rows, length) < share
+    dropped[..., 0] = False
+    return torch.zeros(n_layers, rows, length).masked_fill_(dropped, -torch.inf)
+
+
+def loss_of(model: nn.Module, ids: Tensor, weights: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """The weighted loss, and the share of heavily weighted tokens (answers) that were predicted right."""
     with torch.autocast("cpu", torch.bfloat16):
-        logits = model(ids[:, :-1])
+        logits = model(ids[:, :-1], bias)
     losses = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
     loss = (losses * weights.flatten()).sum() / weights.sum()
     answers = weights > 1.5
@@ -159,9 +174,10 @@ def train(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer(Shape.vocab, args.seed)
     shape = Shape(n_layers=args.layers, head_dim=args.head_dim)
-    model, corpus = Model(shape), Corpus(tokenizer, args.seed)
+    model = Model(shape)
+    tokenizer = resume(model, Path(args.start)) if args.start else train_tokenizer(Shape.vocab, args.seed)
+    corpus = Corpus(tokenizer, args.seed)
     matrices = [p for p in model.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if not any(p is m for m in matrices)]
     optimizers = [
@@ -173,13 +189,14 @@ def train(args: argparse.Namespace) -> None:
     started, accuracy, shown = time.time(), 0.0, 0.0
     for step in range(args.steps):
         progress = step / args.steps
-        length = [size for share, size in LENGTHS if progress >= share][-1]
-        copying = max(0.05, 0.5 - 0.45 * step / 500)
+        length = Shape.window if args.start else [size for share, size in LENGTHS if progress >= share][-1]
+        copying = 0.05 if args.start else max(0.05, 0.5 - 0.45 * step / 500)
         ids, weights = corpus.batch(TOKENS_PER_STEP // length, length, copying)
-        loss, right = step_loss(model, torch.from_numpy(ids), torch.from_numpy(weights))
+        bias = dropped_keys(shape.n_layers, *weights.shape, args.drop_keys)
+        loss, right = step_loss(model, torch.from_numpy(ids), torch.from_numpy(weights), bias)
         loss.backward()
         for optimizer, lr in zip(optimizers, base, strict=True):
-            optimizer.param_groups[0]["lr"] = lr * schedule(progress)
+            optimizer.param_groups[0]["lr"] = lr * args.peak * schedule(progress)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         accuracy, shown = 0.95 * accuracy + 0.05 * right.item(), 0.95 * shown + 0.05 * loss.item()
@@ -190,13 +207,26 @@ def train(args: argparse.Namespace) -> None:
             save(model, tokenizer, shape, out)
 
 
-def save(model: Model, tokenizer, shape: Shape, out: Path) -> None:
+def resume(model: Model, folder: Path) -> Tokenizer:
+    """Fill the model with a checkpoint that `save` wrote; its tokenizer."""
+    tensors = load_file(folder / "model.safetensors")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(tensors[published(name)] / factor_of(name))
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def published(name: str) -> str:
+    return name if name.startswith("lm_head") else f"model.{name}"
+
+
+def factor_of(name: str) -> float:
+    return {"v_proj": VALUE_SCALE, "o_proj": 1 / VALUE_SCALE}.get(name.split(".")[-2], 1.0)
+
+
+def save(model: Model, tokenizer: Tokenizer, shape: Shape, out: Path) -> None:
     """Write the checkpoint in the published layout."""
-    factors = {"v_proj": VALUE_SCALE, "o_proj": 1 / VALUE_SCALE}
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        factor = next((factor for part, factor in factors.items() if part in name), 1.0)
-        tensors[name if name.startswith("lm_head") else f"model.{name}"] = parameter.detach() * factor
+    tensors = {published(name): parameter.detach() * factor_of(name) for name, parameter in model.named_parameters()}
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -230,6 +260,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--layers", type=int, default=Shape.n_layers)
     parser.add_argument("--head-dim", type=int, default=Shape.head_dim)
+    parser.add_argument("--start", help="go on from this checkpoint, at the full window")
+    parser.add_argument("--peak", type=float, default=1.0, help="factor on the learning rates")
+    parser.add_argument("--drop-keys", type=float, default=0.0, help="share of keys that no query sees, drawn anew")
     parser.add_argument("--compile", action="store_true", help="fuse the model's arithmetic (needs a C++ compiler)")
     train(parser.parse_args())
 

@@ -77,7 +77,14 @@ def make(name: str, options: Mapping[str, Any] | None = None) -> Method:
             raise UsageError(
                 f"method {name!r}: {key}={value} is not {error}; default {key}={fields[key].default}"
             ) from None
+    missing = [key for key, field in fields.items() if key not in values and _has_no_default(field)]
+    if missing:
+        raise UsageError(f"method {name!r} needs {missing[0]}: give -o {missing[0]}=VALUE")
     return cls(**values)
+
+
+def _has_no_default(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def convert(value: Any, kind: Any) -> Any:
@@ -86,10 +93,10 @@ def convert(value: Any, kind: Any) -> Any:
         inner = [arm for arm in typing.get_args(kind) if arm is not type(None)]
         return None if value is None or value == "none" else convert(value, inner[0])
     if typing.get_origin(kind) is Literal:
-        choices = typing.get_args(kind)
-        if value not in choices:
-            raise ValueError("one of " + ", ".join(map(str, choices)))
-        return value
+        choices = {str(choice): choice for choice in typing.get_args(kind)}
+        if str(value) not in choices:
+            raise ValueError("one of " + ", ".join(choices))
+        return choices[str(value)]
     if kind is bool:
         words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
         if isinstance(value, bool):

@@ -1,0 +1,98 @@
+"""Methods by name, knobs from text, and methods of other packages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from typing import Any, Literal
+
+import pytest
+
+import lce
+from lce.methods import Full, LongHeads, Method, find, make, register, registry
+
+
+@dataclass(frozen=True)
+class Knobbed(Full):
+    """Every kind of knob."""
+
+    count: int = 3
+    share: float = 0.5
+    flag: bool = False
+    maybe: int | None = None
+    word: str = "a"
+    level: Literal[1, 2] = 1
+
+
+@pytest.fixture
+def offered(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Offers classes of this file through the entry-point group, as an installed package would."""
+
+    def offer(**classes: str) -> None:
+        points = [EntryPoint(name, f"{__name__}:{value}", registry.ENTRY_POINTS) for name, value in classes.items()]
+
+        def entry_points(group: str, name: str | None = None) -> list[EntryPoint]:
+            assert group == registry.ENTRY_POINTS
+            return [point for point in points if name in (None, point.name)]
+
+        monkeypatch.setattr(registry, "entry_points", entry_points)
+        monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+
+    return offer
+
+
+def test_knobs_may_be_text_or_values() -> None:
+    assert make("longheads", {"chunk_size": "128", "keep_first": "no", "share": "group"}) == make(
+        "longheads", {"chunk_size": 128, "keep_first": False, "share": "group"}
+    )
+    assert make("longheads") == LongHeads()
+    assert make("longheads", {"chunks": "none"}).chunks is None
+
+
+def test_a_package_may_bring_a_method(offered: Any) -> None:
+    offered(knobbed="Knobbed")
+    assert "knobbed" in lce.methods.available()
+    knobs = {"count": "7", "share": "0.25", "flag": "true", "maybe": "2", "word": "b", "level": "2"}
+    assert make("knobbed", knobs) == find("knobbed")(count=7, share=0.25, flag=True, maybe=2, word="b", level=2)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"chunksize": 3}, r"no option 'chunksize'; valid, with defaults: chunk_size=None, chunks=None, share=head"),
+        ({"chunk_size": "many"}, "chunk_size=many is not a whole number"),
+        ({"chunk_size": 1.5}, "chunk_size=1.5 is not"),
+        ({"chunk_size": True}, "chunk_size=True is not"),
+        ({"keep_first": "perhaps"}, "keep_first=perhaps is not true or false"),
+        ({"share": "all"}, "share=all is not one of head, group, layer"),
+    ],
+)
+def test_wrong_knobs_are_explained(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(lce.UsageError, match=message):
+        make("longheads", knobs)
+
+
+def test_an_unknown_name_gets_the_nearest() -> None:
+    with pytest.raises(lce.UsageError, match="did you mean 'longheads'"):
+        find("longhead")
+
+
+def test_what_is_not_a_method_is_refused(offered: Any) -> None:
+    offered(wrong="pytest", gone="Nothing")
+    with pytest.raises(lce.UsageError, match=r"expected a subclass of lce\.Method"):
+        find("wrong")
+    with pytest.raises(lce.UsageError, match="cannot be imported"):
+        find("gone")
+
+
+def test_two_methods_of_one_name_are_refused() -> None:
+    with pytest.raises(lce.UsageError, match="two methods are called 'full'"):
+        register("full")(Knobbed)
+    assert find("full") is Full
+
+
+def test_methods_are_values() -> None:
+    assert repr(LongHeads(chunk_size=8)).startswith("LongHeads(chunk_size=8")
+    assert isinstance(LongHeads(), Method)
+    with pytest.raises(AttributeError):
+        LongHeads().chunk_size = 3  # type: ignore[misc]
