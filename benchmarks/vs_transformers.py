@@ -51,7 +51,7 @@ def make_checkpoint(folder: Path, shape: dict[str, int], dtype: str) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from lce.engine.engine import DEMO
+    from lce.engine.loading import DEMO
     from lce.models.config import ModelConfig
     from lce.models.llama import weight_specs
 
@@ -87,7 +87,7 @@ class Lce:
 
     def load(self, folder: str, dtype: str) -> float:
         import lce
-        import lce.engine.engine
+        import lce.engine.loading
 
         started = time.perf_counter()
         self.engine = lce.load(folder, method="full", dtype=dtype)

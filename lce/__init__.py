@@ -17,8 +17,9 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from lce import methods
     from lce.engine.context import Context
-    from lce.engine.decode import Generation, Stats, Stream
-    from lce.engine.engine import Engine, Trace, load
+    from lce.engine.decode import Generation, Piece, Stats, Stream
+    from lce.engine.engine import Engine, Trace
+    from lce.engine.loading import load
     from lce.engine.sampling import Sampling
     from lce.errors import CapacityError, DataError, LceError, ModelError, UsageError
     from lce.methods.base import Method, SelectiveMethod
@@ -32,13 +33,14 @@ _HOMES = {
     "LceError": "lce.errors",
     "Method": "lce.methods.base",
     "ModelError": "lce.errors",
+    "Piece": "lce.engine.decode",
     "Sampling": "lce.engine.sampling",
     "SelectiveMethod": "lce.methods.base",
     "Stats": "lce.engine.decode",
     "Stream": "lce.engine.decode",
     "Trace": "lce.engine.engine",
     "UsageError": "lce.errors",
-    "load": "lce.engine.engine",
+    "load": "lce.engine.loading",
 }
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "LceError",
     "Method",
     "ModelError",
+    "Piece",
     "Sampling",
     "SelectiveMethod",
     "Stats",

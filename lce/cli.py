@@ -241,7 +241,7 @@ def write_out(pieces: lce.Stream) -> None:
     written = False
     try:
         for piece in pieces:
-            sys.stdout.write(piece)
+            sys.stdout.write(piece.text)
             sys.stdout.flush()
             written = True
     except BaseException:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lce.cache.chunks import ChunkTable
+from lce.errors import CapacityError
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,14 @@ class LayerCache:
 
 def _grown(buffer: Tensor, capacity: int, length: int) -> Tensor:
     """A buffer of `capacity` tokens that starts with the old one's, up to the end of the chunk of token `length`."""
-    new = buffer.new_empty(buffer.shape[0], capacity, buffer.shape[2])
+    wanted = buffer.shape[0] * capacity * buffer.shape[2] * buffer.element_size()
+    try:
+        new = buffer.new_empty(buffer.shape[0], capacity, buffer.shape[2])
+    except RuntimeError as error:
+        raise CapacityError(
+            f"no room for {capacity} tokens in the cache: {wanted} bytes a layer for each of keys and values; "
+            "ask for fewer tokens"
+        ) from error
     kept = min(capacity, buffer.shape[1]) if length else 0
     new[:, :kept] = buffer[:, :kept]
     return new

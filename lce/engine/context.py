@@ -24,7 +24,8 @@ class Context:
     it was before, but for the whole blocks that were read.
     """
 
-    def __init__(self, cache: KVCache, rope: Rope) -> None:
+    def __init__(self, cache: KVCache, rope: Rope, maker: object) -> None:
+        self.maker = maker  # what fills the cache; another engine must not
         self.cache = cache
         self.rope = rope
         self.token_ids: list[int] = []
@@ -45,7 +46,7 @@ class Context:
     def fork(self) -> Context:
         """A context of its own that starts as this one. Bytes: one copy of its cache."""
         with self.in_use():
-            context = Context(self.cache.copy(), self.rope)
+            context = Context(self.cache.copy(), self.rope, self.maker)
             context.token_ids = list(self.token_ids)
             context.logits = self.logits
             return context

@@ -41,17 +41,27 @@ class Generation:
     stats: Stats = field(default_factory=Stats)
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Some text of a generation, certain to stay."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
 class Stream:
     """The pieces of a generation as they become certain; `result` grows with them and is whole at the end."""
 
-    def __init__(self, pieces: Iterator[str], result: Generation) -> None:
+    def __init__(self, pieces: Iterator[Piece], result: Generation) -> None:
         self._pieces = pieces
         self.result = result
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[Piece]:
         return self
 
-    def __next__(self) -> str:
+    def __next__(self) -> Piece:
         return next(self._pieces)
 
     def close(self) -> None:
@@ -67,7 +77,7 @@ def decode(
     eos_ids: frozenset[int],
     result: Generation,
     advance: Callable[[Context], None],
-) -> Iterator[str]:
+) -> Iterator[Piece]:
     """Draw up to `max_tokens` tokens and yield their text; `advance` reads what the context has not read yet.
 
     An end token ends the text and is not kept. A stop string ends it too; the text before it is all that is yielded.
@@ -92,7 +102,7 @@ def decode(
         piece = watch.push(detokenizer.push(token_id))
         result.text += piece
         if piece:
-            yield piece
+            yield Piece(piece)
         if watch.stopped:
             result.finish_reason = "stop"
             return
@@ -102,7 +112,7 @@ def decode(
         result.finish_reason = "stop"
     result.text += piece
     if piece:
-        yield piece
+        yield Piece(piece)
 
 
 class StopWatch:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import index
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,20 +14,15 @@ from torch import Tensor
 from lce.cache.kv import CacheShape, KVCache
 from lce.engine.attention import Attention
 from lce.engine.context import Context
-from lce.engine.decode import Generation, Stream, decode
+from lce.engine.decode import Generation, Piece, Stream, decode
 from lce.engine.prefill import Progress, Reader, blocks
 from lce.engine.sampling import Sampling
-from lce.errors import UsageError, nearest
+from lce.errors import UsageError
 from lce.methods.base import Method
-from lce.methods.registry import make
-from lce.models.config import ModelConfig, RopeConfig
-from lce.models.llama import IGNORED, Llama, weight_specs
+from lce.models.config import RopeConfig
+from lce.models.llama import Llama
 from lce.models.rope import Rope
-from lce.weights.checkpoint import Checkpoint
 from lce.weights.tokenizer import Tokenizer
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-DEMO = Path(__file__).parent.parent / "models" / "demo"
 
 
 @dataclass(frozen=True)
@@ -102,6 +96,7 @@ class Engine:
             sampling = dataclasses.replace(
                 sampling, stop=(*sampling.stop, *([stop] if isinstance(stop, str) else stop))
             )
+        self._own(context)
         ids = self._ids(prompt, context)
         result = Generation()
         return Stream(self._pieces(ids, context, sampling, max_tokens, progress, result), result)
@@ -109,7 +104,7 @@ class Engine:
     def _pieces(
         self, ids: list[int], context: Context | None, sampling: Sampling, max_tokens: int, progress: Progress | None,
         result: Generation,
-    ) -> Iterator[str]:  # fmt: skip
+    ) -> Iterator[Piece]:  # fmt: skip
         if context is None:
             context = self._start(len(ids) + max_tokens)
         with context.in_use():
@@ -131,6 +126,7 @@ class Engine:
         progress: Progress | None = None,
     ) -> Context:
         """Read a document, to be asked about later. `length` announces how long the context will become in all."""
+        self._own(context)
         ids = self._ids(document, context)
         if context is None:
             context = self._start(max(len(ids), length or 0))
@@ -177,7 +173,12 @@ class Engine:
             dtype=self.dtype,
             device=self.device,
         )
-        return Context(KVCache(shape, length), Rope(self.rope, config.head_dim, config.window, length))
+        return Context(KVCache(shape, length), Rope(self.rope, config.head_dim, config.window, length), self._reader)
+
+    def _own(self, context: Context | None) -> None:
+        """Refuse a context whose cache another engine filled: its keys may be placed otherwise."""
+        if context is not None and context.maker is not self._reader:
+            raise UsageError("this context was made by another engine; ask that one, or prefill the text again")
 
     @torch.inference_mode()
     def _advance(self, context: Context, progress: Progress | None = None) -> None:
@@ -205,92 +206,6 @@ class Engine:
         if wrong is not None:
             raise UsageError(f"token id {wrong} is not in the model's vocabulary; expected 0 to {vocab - 1}")
         return ids
-
-
-def load(
-    model: str | Path,
-    method: str | Method = "full",
-    *,
-    device: str = "auto",
-    dtype: str = "auto",
-    block: int = 512,
-    window: int | None = None,
-    attention: str = "auto",
-    rope: str | None = None,
-    rope_factor: float | None = None,
-) -> Engine:
-    """An engine over the model folder `model`, or over the embedded "demo".
-
-    `method` is a name or an instance. `dtype` "auto" is the checkpoint's own. `block` tokens are prefilled in one
-    step. `window` overrides the positions that the model is trusted on. `rope` and `rope_factor` override the
-    checkpoint's RoPE scaling. Raises `ModelError` for a folder that cannot be trusted, `UsageError` for options.
-    """
-    folder = DEMO if str(model) == "demo" else Path(model)
-    config = ModelConfig.from_folder(folder)
-    tokenizer = Tokenizer.from_folder(folder, config.vocab_size)
-    if block < 1:
-        raise UsageError(f"block is {block}; expected 1 or more tokens")
-    if window is not None and window < 2:
-        raise UsageError(f"window is {window}; expected 2 or more positions")
-    window = window or config.window
-    chosen = (make(method) if isinstance(method, str) else method).resolve(window)
-    where = _device(device)
-    checkpoint = Checkpoint.open(folder)
-    kind = _dtype(dtype, checkpoint)
-    weights = checkpoint.load(weight_specs(config), dtype=kind, device=where, ignore=_ignored(config))
-    return Engine(
-        model=Llama(config, weights),
-        tokenizer=tokenizer,
-        method=chosen,
-        attention=Attention.choose(attention),
-        device=where,
-        dtype=kind,
-        block=block,
-        window=window,
-        rope=_scaled(config.rope, rope, rope_factor),
-    )
-
-
-def _ignored(config: ModelConfig) -> tuple[str, ...]:
-    """Published names that may stand in a checkpoint unread: a tied head is the embedding said twice."""
-    return (*IGNORED, "lm_head.weight") if config.tied else IGNORED
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UsageError(f"unknown device {name!r}; expected auto, cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
-        raise UsageError(f"device {name!r} is not available here; expected auto, cpu{_CUDA}")
-    return device
-
-
-_CUDA = " or cuda" if torch.cuda.is_available() else ""
-
-
-def _dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
-    if name == "auto":
-        return checkpoint.dtype()
-    if name not in DTYPES:
-        raise UsageError(f"unknown dtype {name!r}; {nearest(name, ['auto', *DTYPES])}")
-    return DTYPES[name]
-
-
-def _scaled(rope: RopeConfig, kind: str | None, factor: float | None) -> RopeConfig:
-    """The checkpoint's RoPE scaling with the user's choice on top."""
-    kinds = ("none", "linear", "ntk", "dynamic", "yarn", "llama3")
-    if kind is not None and kind not in kinds:
-        raise UsageError(f"unknown rope {kind!r}; {nearest(kind, kinds)}")
-    if factor is not None and not factor >= 1:
-        raise UsageError(f"rope_factor is {factor}; expected 1 or more")
-    if factor is not None and (kind or rope.kind) == "none":
-        raise UsageError(f"rope_factor={factor} has no scaling to belong to; add rope=, for example rope='linear'")
-    if kind not in (None, "none", rope.kind) and factor is None:
-        raise UsageError(f"rope={kind!r} needs a rope_factor, for example 4")
-    return dataclasses.replace(rope, kind=kind or rope.kind, factor=factor if factor is not None else rope.factor)
 
 
 def _widened(chosen: Tensor, width: int) -> Tensor:

@@ -46,7 +46,7 @@ def last_logits(context: lce.Context) -> Tensor:
 def test_generate_is_the_stream_joined(engine: lce.Engine) -> None:
     whole = engine.generate(TEXT, max_tokens=30)
     stream = engine.stream(TEXT, max_tokens=30)
-    assert "".join(stream) == whole.text
+    assert "".join(piece.text for piece in stream) == whole.text
     assert stream.result.token_ids == whole.token_ids
     assert stream.result.finish_reason == whole.finish_reason
     assert whole.text
@@ -119,7 +119,7 @@ def test_stop_strings_end_the_text(engine: lce.Engine) -> None:
     assert cut.finish_reason == "stop"
     assert engine.generate(TEXT, max_tokens=30, stop=stop).text == cut.text
     assert engine.generate(TEXT, max_tokens=30, sampling=lce.Sampling(stop=(stop,))).text == cut.text
-    assert "".join(engine.stream(TEXT, max_tokens=30, stop=[stop])) == cut.text
+    assert "".join(p.text for p in engine.stream(TEXT, max_tokens=30, stop=[stop])) == cut.text
 
 
 def test_end_tokens_come_from_the_model_and_its_tokenizer(tiny_model: Path, tmp_path: Path) -> None:

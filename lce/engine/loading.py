@@ -1,0 +1,104 @@
+"""Loading: from a folder and a few options to an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from lce.engine.attention import Attention
+from lce.engine.engine import Engine
+from lce.errors import UsageError, nearest
+from lce.methods.base import Method
+from lce.methods.registry import make
+from lce.models.config import ROPE_KINDS, ModelConfig, RopeConfig
+from lce.models.llama import IGNORED, Llama, weight_specs
+from lce.weights.checkpoint import Checkpoint
+from lce.weights.tokenizer import Tokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DEMO = Path(__file__).parent.parent / "models" / "demo"
+
+
+def load(
+    model: str | Path,
+    method: str | Method = "full",
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    block: int = 512,
+    window: int | None = None,
+    attention: str = "auto",
+    rope: str | None = None,
+    rope_factor: float | None = None,
+) -> Engine:
+    """An engine over the model folder `model`, or over the embedded "demo".
+
+    `method` is a name or an instance. `dtype` "auto" is the checkpoint's own. `block` tokens are prefilled in one
+    step. `window` overrides the positions that the model is trusted on. `rope` and `rope_factor` override the
+    checkpoint's RoPE scaling. Raises `ModelError` for a folder that cannot be trusted, `UsageError` for options.
+    """
+    folder = DEMO if str(model) == "demo" else Path(model)
+    config = ModelConfig.from_folder(folder)
+    tokenizer = Tokenizer.from_folder(folder, config.vocab_size)
+    if block < 1:
+        raise UsageError(f"block is {block}; expected 1 or more tokens")
+    if window is not None and window < 2:
+        raise UsageError(f"window is {window}; expected 2 or more positions")
+    window = window or config.window
+    chosen = (make(method) if isinstance(method, str) else method).resolve(window)
+    where = _device(device)
+    checkpoint = Checkpoint.open(folder)
+    kind = _dtype(dtype, checkpoint)
+    weights = checkpoint.load(weight_specs(config), dtype=kind, device=where, ignore=_ignored(config))
+    return Engine(
+        model=Llama(config, weights),
+        tokenizer=tokenizer,
+        method=chosen,
+        attention=Attention.choose(attention),
+        device=where,
+        dtype=kind,
+        block=block,
+        window=window,
+        rope=_scaled(config.rope, rope, rope_factor),
+    )
+
+
+def _ignored(config: ModelConfig) -> tuple[str, ...]:
+    """Published names that may stand in a checkpoint unread: a tied head is the embedding said twice."""
+    return (*IGNORED, "lm_head.weight") if config.tied else IGNORED
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"unknown device {name!r}; expected auto, cpu, cuda or cuda:N") from None
+    cuda = torch.cuda.is_available()
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not cuda):
+        raise UsageError(f"device {name!r} is not available here; expected auto, cpu{' or cuda' if cuda else ''}")
+    return device
+
+
+def _dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
+    if name == "auto":
+        return checkpoint.dtype()
+    if name not in DTYPES:
+        raise UsageError(f"unknown dtype {name!r}; {nearest(name, ['auto', *DTYPES])}")
+    return DTYPES[name]
+
+
+def _scaled(rope: RopeConfig, kind: str | None, factor: float | None) -> RopeConfig:
+    """The checkpoint's RoPE scaling with the user's choice on top."""
+    if kind is not None and kind not in ROPE_KINDS:
+        raise UsageError(f"unknown rope {kind!r}; {nearest(kind, ROPE_KINDS)}")
+    if factor is not None and not factor >= 1:
+        raise UsageError(f"rope_factor is {factor}; expected 1 or more")
+    if factor is not None and (kind or rope.kind) == "none":
+        raise UsageError(f"rope_factor={factor} has no scaling to belong to; add rope=, for example rope='linear'")
+    if kind not in (None, "none", rope.kind) and factor is None:
+        raise UsageError(f"rope={kind!r} needs a rope_factor, for example 4")
+    return dataclasses.replace(rope, kind=kind or rope.kind, factor=factor if factor is not None else rope.factor)

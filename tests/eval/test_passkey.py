@@ -1,0 +1,76 @@
+"""The passkey task: what a sample holds, and that a score means what it says."""
+
+from __future__ import annotations
+
+from itertools import cycle, islice
+from random import Random
+
+import pytest
+
+import lce
+from lce.eval.needles import NEEDLES
+from lce.eval.passkey import NOISE, evaluate, make_sample, samples, wilson
+from lce.eval.prose import sentences
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+@pytest.mark.parametrize("filler", ["prose", "noise"])
+@pytest.mark.parametrize("task", NEEDLES)
+def test_a_sample_hides_its_answer_once_and_asks_for_it_last(task: str, filler: str) -> None:
+    for sample in samples(task, filler, 300, 10, 4, words):
+        question = sample.prompt[-100:].partition("What")[2] or sample.prompt[-100:].partition("Where")[2]
+        assert question
+        assert sample.answer in sample.prompt
+        assert sample.answer not in question
+        assert 270 <= words(sample.prompt) <= 300
+
+
+def test_depths_are_spread_over_the_text() -> None:
+    made = list(samples("passkey", "prose", 400, 8, 1, words))
+    assert [int(sample.depth * 8) for sample in made] == list(range(8))
+    for sample in made:
+        assert sample.prompt.index(sample.answer) / len(sample.prompt) == pytest.approx(sample.depth, abs=0.1)
+
+
+def test_a_seed_says_which_samples() -> None:
+    def made(seed: int) -> list[str]:
+        return [sample.prompt for sample in samples("code", "prose", 100, 5, seed, words)]
+
+    assert made(1) == made(1)
+    assert not set(made(1)) & set(made(2))
+
+
+def test_a_needle_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(lce.UsageError, match="length is 5; expected at least"):
+        make_sample(NEEDLES["passkey"](Random(0)), 5, 0.5, cycle(NOISE), words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"task": "passky"}, "did you mean 'passkey'"),
+        ({"filler": "prse"}, "did you mean 'prose'"),
+        ({"n": 0}, "samples"),
+    ],
+)
+def test_wrong_arguments_are_explained(arguments: dict[str, object], message: str) -> None:
+    engine = lce.load("demo")
+    with pytest.raises(lce.UsageError, match=message):
+        evaluate(engine, length=100, **arguments)  # type: ignore[arg-type]
+
+
+def test_prose_goes_on_and_states_no_fact() -> None:
+    text = " ".join(islice(sentences(Random(3)), 3000))
+    assert len(set(islice(sentences(Random(3)), 3000))) > 2000
+    for word in ("pass key", "secret", "code of", " hid ", "Most of all"):
+        assert word not in text
+    assert not any(character.isdigit() for character in text)
+
+
+def test_wilson_interval() -> None:
+    assert wilson(50, 50) == pytest.approx((0.9287, 1.0), abs=1e-4)
+    assert wilson(0, 50) == pytest.approx((0.0, 0.0713), abs=1e-4)
+    assert wilson(25, 50) == pytest.approx((0.3664, 0.6336), abs=1e-4)

@@ -1,0 +1,38 @@
+"""The embedded demo model does what the README says of it, at lengths that a test can afford."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import lce
+from lce.engine.loading import DEMO
+from lce.eval.passkey import evaluate
+
+HAYSTACK = Path(__file__).parent.parent / "examples" / "haystack.txt"
+
+
+def test_it_is_small_and_was_trained_on_a_short_window() -> None:
+    engine = lce.load("demo")
+    assert engine.window == 512
+    assert sum(file.stat().st_size for file in DEMO.iterdir()) < 16 * 2**20
+
+
+def test_full_attention_answers_within_the_window_and_fails_beyond_it() -> None:
+    engine = lce.load("demo", method="full")
+    assert evaluate(engine, length=512, n=20).accuracy >= 0.95
+    assert evaluate(engine, length=4096, n=6).accuracy <= 0.2
+
+
+def test_longheads_answers_beyond_the_window() -> None:
+    assert evaluate(lce.load("demo", method="longheads"), length=3000, n=6).accuracy >= 0.8
+
+
+@pytest.mark.slow
+def test_longheads_finds_the_fact_in_the_haystack() -> None:
+    text = HAYSTACK.read_text()
+    engine = lce.load("demo", method="longheads")
+    assert len(engine.tokenizer.encode(text)) > 31_000
+    answer = text.partition("The pass key is ")[2][:5]
+    assert answer in engine.generate(text, max_tokens=12).text

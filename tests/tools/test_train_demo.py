@@ -1,0 +1,96 @@
+"""The demo model's corpus and training: reproducible, and what it says of itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+import lce
+from lce.engine.loading import DEMO
+from tools.demo_corpus import BOS, WEIGHT_ANSWER, Corpus
+from tools.train_demo import Model, Shape, attention, dropped_keys, resume, save
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("length", [64, 512])
+def test_a_seed_says_which_batches(tokenizer: Tokenizer, length: int) -> None:
+    first, again, other = (Corpus(tokenizer, seed).batch(4, length, 0.3) for seed in (1, 1, 2))
+    assert np.array_equal(first[0], again[0])
+    assert np.array_equal(first[1], again[1])
+    assert not np.array_equal(first[0], other[0])
+    assert first[0].shape == (4, length + 1)
+    assert first[1].shape == (4, length)
+
+
+def test_every_answer_was_said_before_it_is_asked_for(tokenizer: Tokenizer) -> None:
+    ids, weights = Corpus(tokenizer, 5).batch(20, 512, 0.0)
+    asked = 0
+    for row, weight in zip(ids, weights, strict=True):
+        starts = np.flatnonzero(row == tokenizer.token_to_id(BOS))
+        answers = np.flatnonzero((weight[1:] == WEIGHT_ANSWER) & (weight[:-1] != WEIGHT_ANSWER)) + 2
+        for at in answers:
+            end = at
+            while end < 512 and weight[end - 1] == WEIGHT_ANSWER:
+                end += 1
+            document = row[starts[starts < at].max() : at]
+            answer = tokenizer.decode(row[at:end].tolist()).strip(" .")
+            assert answer in tokenizer.decode(document.tolist())
+            asked += 1
+    assert asked > 40
+
+
+def test_the_training_attention_is_plain_causal_attention() -> None:
+    q, k, v = torch.randn(2, 256, 4, 8), torch.randn(2, 256, 2, 8), torch.randn(2, 256, 2, 8)
+    heads = [x.transpose(1, 2) for x in (q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2))]
+    truth = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
+    assert (attention(q, k, v, torch.zeros(2, 256)) - truth).abs().max() < 0.05  # it computes in bfloat16
+
+
+def test_the_first_key_is_never_dropped() -> None:
+    bias = dropped_keys(3, 4, 200, 0.5)
+    assert (bias[..., 0] == 0).all()
+    assert 0.4 < (bias == -torch.inf).float().mean() < 0.6
+    assert (dropped_keys(1, 2, 50, 0.0) == 0).all()
+
+
+def test_what_is_saved_is_the_model_that_was_trained(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    shape = Shape(n_layers=2)
+    model = Model(shape)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    save(model, tokenizer, shape, tmp_path)
+    ids = [0, *range(5, 200)]
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        trained = model(torch.tensor([ids]), dropped_keys(2, 1, len(ids), 0.0))[0]
+    assert (lce.load(tmp_path).logits(ids) - trained).abs().max() < 0.1 * trained.abs().max()
+    again = Model(shape)
+    resume(again, tmp_path)
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_value_scale_changes_nothing_under_full_attention(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(DEMO / "model.safetensors")
+    for name in tensors:
+        if "v_proj" in name:
+            tensors[name] *= 8
+        elif "o_proj" in name:
+            tensors[name] /= 8
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / file).write_bytes((DEMO / file).read_bytes())
+    save_file(tensors, tmp_path / "model.safetensors")
+    ids = list(range(2, 300))
+    assert torch.equal(lce.load("demo").logits(ids), lce.load(tmp_path).logits(ids))
+    assert json.loads((DEMO / "config.json").read_text())["max_position_embeddings"] == 512
