@@ -91,7 +91,7 @@ loading_options = stacked(
         metavar="auto|float32|bfloat16|float16",
         help="Precision; auto is the checkpoint's own.",
     ),
-    click.option("--block", type=int, default=512, show_default=True, help="Tokens prefilled in one step."),
+    click.option("--block", type=int, help="Tokens prefilled in one step.  [default: what suits the method]"),
     click.option("--window", type=int, help="Positions the model can be trusted on.  [default: the checkpoint's]"),
     click.option(
         "--attention",

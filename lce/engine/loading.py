@@ -9,6 +9,7 @@ import torch
 
 from lce.engine.attention import Attention
 from lce.engine.engine import Engine
+from lce.engine.memory import keep_freed_memory
 from lce.errors import UsageError, nearest
 from lce.methods.base import Method
 from lce.methods.registry import make
@@ -27,7 +28,7 @@ def load(
     *,
     device: str = "auto",
     dtype: str = "auto",
-    block: int = 512,
+    block: int | None = None,
     window: int | None = None,
     attention: str = "auto",
     rope: str | None = None,
@@ -36,19 +37,21 @@ def load(
     """An engine over the model folder `model`, or over the embedded "demo".
 
     `method` is a name or an instance. `dtype` "auto" is the checkpoint's own. `block` tokens are prefilled in one
-    step. `window` overrides the positions that the model is trusted on. `rope` and `rope_factor` override the
+    step; None is what suits the method. `window` overrides the positions that the model is trusted on. `rope` and `rope_factor` override the
     checkpoint's RoPE scaling. Raises `ModelError` for a folder that cannot be trusted, `UsageError` for options.
     """
     folder = DEMO if str(model) == "demo" else Path(model)
     config = ModelConfig.from_folder(folder)
     tokenizer = Tokenizer.from_folder(folder, config.vocab_size)
-    if block < 1:
+    if block is not None and block < 1:
         raise UsageError(f"block is {block}; expected 1 or more tokens")
     if window is not None and window < 2:
         raise UsageError(f"window is {window}; expected 2 or more positions")
     window = window or config.window
     chosen = (make(method) if isinstance(method, str) else method).resolve(window)
     where = _device(device)
+    if where.type == "cpu":
+        keep_freed_memory()
     checkpoint = Checkpoint.open(folder)
     kind = _dtype(dtype, checkpoint)
     weights = checkpoint.load(weight_specs(config), dtype=kind, device=where, ignore=_ignored(config))
@@ -59,7 +62,7 @@ def load(
         attention=Attention.choose(attention),
         device=where,
         dtype=kind,
-        block=block,
+        block=block or chosen.block,
         window=window,
         rope=_scaled(config.rope, rope, rope_factor),
     )

@@ -56,6 +56,7 @@ class Method(ABC):
     """A strategy behind the attention hook; its fields are its knobs, `None` where the window decides."""
 
     name: ClassVar[str] = ""
+    block: ClassVar[int] = 512  # tokens best prefilled in one step
 
     def resolve(self, window: int) -> Self:
         """This method with every `None` filled in for a model that can be trusted on `window` positions.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -20,6 +21,8 @@ class Full(Method):
     The only method that honours a checkpoint's sliding window. Keys are cached at their absolute position.
     Time: O(N · D) a token and head; no more memory than the keys and values.
     """
+
+    block: ClassVar[int] = 2048  # nothing grows with it but the MLP's activations, and large products run faster
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         table: Table = step.once("positions", lambda: step.rope.table(step.positions(q.device), q.dtype))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lce.models.config import ModelConfig
-from lce.models.linear import linear
+from lce.models.linear import linear, rms_norm
 from lce.weights.checkpoint import WeightSpec
 
 # The attention hook: (layer, q [H, T, D], k [G, T, D], v [G, T, D]), all unrotated, to [H, T, D].
@@ -80,12 +80,15 @@ class Layer:
         self.w = {name: weights.get(f"{index}.{name}") for name in _LAYER_NAMES}
 
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
-        """Hidden states `[T, hidden]` to the next layer's."""
-        x = x + self.attention(self.norm(x, "attention_norm"), attend)
-        return x + self.mlp(self.norm(x, "mlp_norm"))
+        """Hidden states `[T, hidden]` to the next layer's, in place."""
+        x += self.attention(self.norm(x, "attention_norm"), attend)
+        x += self.mlp(self.norm(x, "mlp_norm"))
+        return x
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.w[name], self.config.norm_eps)
+        weight = self.w[name]
+        assert weight is not None, name
+        return rms_norm(x, weight, self.config.norm_eps)
 
     def attention(self, x: Tensor, attend: Attend) -> Tensor:
         q, k, v = (self.project(x, name).unflatten(-1, (-1, self.config.head_dim)).transpose(0, 1) for name in "qkv")
@@ -93,7 +96,7 @@ class Layer:
         return self.project(out.transpose(0, 1).flatten(1), "o")
 
     def mlp(self, x: Tensor) -> Tensor:
-        return self.project(F.silu(self.project(x, "gate")).mul_(self.project(x, "up")), "down")
+        return self.project(F.silu(self.project(x, "gate"), inplace=True).mul_(self.project(x, "up")), "down")
 
     def project(self, x: Tensor, name: str) -> Tensor:
         weight = self.w[name]
@@ -120,4 +123,4 @@ class Llama:
 
     def logits(self, x: Tensor) -> Tensor:
         """Hidden states `[T, hidden]` to logits `[T, vocab]`, float32."""
-        return linear(F.rms_norm(x, (x.shape[-1],), self.final_norm, self.config.norm_eps), self.head).to(torch.float32)
+        return linear(rms_norm(x, self.final_norm, self.config.norm_eps), self.head).to(torch.float32)
