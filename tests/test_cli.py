@@ -205,9 +205,19 @@ def test_a_broken_method_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_defaults_are_those_of_the_library() -> None:
     defaults = {parameter.name: parameter.default for parameter in cli.generate.params}
+    without = ("model", "prompt", "stop", "block", "window", "rope", "rope_factor", "seed")
     for function in (lce.load, lce.Engine.stream, lce.Sampling):
         for name, parameter in inspect.signature(function).parameters.items():
-            if name in defaults and name not in ("model", "prompt", "stop", "window", "rope", "rope_factor", "seed"):
+            if name in defaults and name not in (
+                "model",
+                "prompt",
+                "stop",
+                "block",
+                "window",
+                "rope",
+                "rope_factor",
+                "seed",
+            ):
                 assert defaults[name] == parameter.default, name
 
 

@@ -37,8 +37,9 @@ def load(
     """An engine over the model folder `model`, or over the embedded "demo".
 
     `method` is a name or an instance. `dtype` "auto" is the checkpoint's own. `block` tokens are prefilled in one
-    step; None is what suits the method. `window` overrides the positions that the model is trusted on. `rope` and `rope_factor` override the
-    checkpoint's RoPE scaling. Raises `ModelError` for a folder that cannot be trusted, `UsageError` for options.
+    step; None is what suits the method. `window` overrides the positions that the model is trusted on. `rope` and
+    `rope_factor` override the checkpoint's RoPE scaling. Raises `ModelError` for a folder that cannot be trusted,
+    `UsageError` for options.
     """
     folder = DEMO if str(model) == "demo" else Path(model)
     config = ModelConfig.from_folder(folder)

@@ -102,9 +102,8 @@ class Script:
     ) -> tuple[list[str], Generation]:
         result = Generation()
         sampling = Sampling(stop=tuple(stop))
-        pieces = list(
-            decode(self.context, tokenizer, sampling, max_tokens, frozenset({EOS, 299}), result, self.advance)
-        )
+        stream = decode(self.context, tokenizer, sampling, max_tokens, frozenset({EOS, 299}), result, self.advance)
+        pieces = [piece.text for piece in stream]
         assert result.text == "".join(pieces)
         assert all(pieces), "an empty piece says nothing"
         assert self.context.token_ids == [0, *result.token_ids]
@@ -193,7 +192,7 @@ def test_closing_early_keeps_what_was_said(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(TEXT, bos=False)
     script, result = Script(ids), Generation()
     pieces = decode(script.context, tokenizer, Sampling(), 999, frozenset(), result, script.advance)
-    first = next(pieces)
+    first = next(pieces).text
     pieces.close()  # type: ignore[attr-defined]
     assert result.text == first
     assert script.context.token_ids == [0, *result.token_ids]

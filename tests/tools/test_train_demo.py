@@ -69,8 +69,8 @@ def test_what_is_saved_is_the_model_that_was_trained(tokenizer: Tokenizer, tmp_p
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     save(model, tokenizer, shape, tmp_path)
-    ids = [0, *range(5, 200)]
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+    ids = [0, *range(5, 132)]  # a whole slice of queries
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         trained = model(torch.tensor([ids]), dropped_keys(2, 1, len(ids), 0.0))[0]
     assert (lce.load(tmp_path).logits(ids) - trained).abs().max() < 0.1 * trained.abs().max()
     again = Model(shape)
