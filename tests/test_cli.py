@@ -208,16 +208,7 @@ def test_defaults_are_those_of_the_library() -> None:
     without = ("model", "prompt", "stop", "block", "window", "rope", "rope_factor", "seed")
     for function in (lce.load, lce.Engine.stream, lce.Sampling):
         for name, parameter in inspect.signature(function).parameters.items():
-            if name in defaults and name not in (
-                "model",
-                "prompt",
-                "stop",
-                "block",
-                "window",
-                "rope",
-                "rope_factor",
-                "seed",
-            ):
+            if name in defaults and name not in without:
                 assert defaults[name] == parameter.default, name
 
 
