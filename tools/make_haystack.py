@@ -16,7 +16,7 @@ from lce.eval.prose import sentences
 
 def main() -> None:
     tokenizer = lce.load("demo").tokenizer
-    rng = Random(2024)
+    rng = Random(2025)
     sample = make_sample(
         passkey(rng), 32_000, 0.4, sentences(rng), lambda text: len(tokenizer.encode(" " + text, bos=False))
     )
