@@ -1,33 +1,43 @@
 """The slow, obvious truth: attention straight from the definitions, in float64, sharing no code with lce.
 
 Each method is a function from a whole sequence's `q [H, N, D]`, `k v [G, N, D]` to two explicit tables, for every head:
-which keys a query attends (`mask [H, N, N]`), and at which distance (`distance [H, N, N]`). `attention` then takes one
-softmax over each row.
+which keys a query attends (`mask [H, N, N]`), and at which distance (`distance [H, N, N]`), and perhaps a factor on each
+query's logits (`scale [N]`). `attention` then takes one softmax over each row.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-Tables = tuple[Tensor, Tensor]
+
+class Tables(NamedTuple):
+    mask: Tensor
+    distance: Tensor
+    scale: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a definition may depend on besides the vectors."""
+    """What a definition may depend on besides the vectors: the window, RoPE, and how the text was cut in blocks."""
 
     window: int
+    blocks: Sequence[int] = ()
     theta: float = 10000.0
+    frequencies: Tensor | None = None  # of a scaled RoPE, with the factor that it puts on rotated vectors
+    factor: float = 1.0
     sliding_window: int | None = None
 
-
-def frequencies(dim: int, theta: float) -> Tensor:
-    return torch.tensor([theta ** (-2 * i / dim) for i in range(dim // 2)], dtype=torch.float64)
+    def angles(self, dim: int) -> Tensor:
+        if self.frequencies is not None:
+            return self.frequencies.double()
+        return torch.tensor([self.theta ** (-2 * i / dim) for i in range(dim // 2)], dtype=torch.float64)
 
 
 def as_complex(x: Tensor) -> Tensor:
@@ -36,10 +46,10 @@ def as_complex(x: Tensor) -> Tensor:
     return torch.complex(x[..., :half].double(), x[..., half:].double())
 
 
-def turned(x: Tensor, position: Tensor, theta: float) -> Tensor:
+def turned(x: Tensor, position: Tensor, setting: Setting) -> Tensor:
     """`x [..., N, D]` rotated at `position [N]`, as complex numbers."""
-    angle = position.double()[:, None] * frequencies(x.shape[-1], theta)
-    return as_complex(x) * torch.polar(torch.ones_like(angle), angle)
+    angle = position.double()[:, None] * setting.angles(x.shape[-1])
+    return as_complex(x) * torch.polar(torch.full_like(angle, setting.factor), angle)
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
@@ -49,29 +59,115 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
 def attention(q: Tensor, k: Tensor, v: Tensor, tables: Tables, setting: Setting) -> Tensor:
     """`[H, N, D]`: each row's softmax over the keys it attends, each key turned away by its distance."""
-    mask, distance = tables
     n_heads, n, dim = q.shape
     rep = n_heads // k.shape[0]
-    freq = frequencies(dim, setting.theta)
+    freq = setting.angles(dim)
     out = torch.zeros(n_heads, n, dim, dtype=torch.float64)
     for h in range(n_heads):
         queries, keys = as_complex(q[h]), as_complex(k[h // rep])
         product = queries[:, None] * keys[None].conj()  # [N, N, D/2]
-        turn = distance[h].double()[..., None] * freq
+        turn = tables.distance[h].double()[..., None] * freq
         scores = (product * torch.polar(torch.ones_like(turn), turn)).real.sum(-1) / math.sqrt(dim)
-        scores[~mask[h]] = -math.inf
+        scores *= setting.factor**2
+        if tables.scale is not None:
+            scores *= tables.scale[:, None]
+        scores[~tables.mask[h]] = -math.inf
         out[h] = scores.softmax(-1) @ v[h // rep].double()
     return out
 
 
+def indices(q: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+    """Queries `i [N, 1]`, keys `j [1, N]`, and what makes a table for one head one for all."""
+    n_heads, n = q.shape[:2]
+    return torch.arange(n)[:, None], torch.arange(n)[None], lambda table: table.expand(n_heads, n, n)
+
+
 def full(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Tables:
     """Causal, distance i - j; only the checkpoint's sliding window cuts it."""
-    n_heads, n = q.shape[:2]
-    i, j = torch.arange(n)[:, None], torch.arange(n)[None]
+    i, j, everyone = indices(q)
     mask = j <= i
     if setting.sliding_window is not None:
         mask = mask & (i - j < setting.sliding_window)
-    return mask.expand(n_heads, n, n), (i - j).expand(n_heads, n, n)
+    return Tables(everyone(mask), everyone(i - j))
+
+
+def streaming(q: Tensor, k: Tensor, v: Tensor, setting: Setting, sinks: int = 4, local: int | None = None) -> Tables:
+    """StreamingLLM: what is kept is counted anew for every query."""
+    local = local or setting.window - sinks
+    n = q.shape[1]
+    mask, distance = torch.zeros(n, n, dtype=torch.bool), torch.zeros(n, n, dtype=torch.int64)
+    for i in range(n):
+        kept = [j for j in range(i + 1) if j < sinks or i - j < local]
+        for place, j in enumerate(kept):
+            mask[i, j] = True
+            distance[i, j] = len(kept) - 1 - place
+    everyone = indices(q)[2]
+    return Tables(everyone(mask), everyone(distance))
+
+
+def lm_infinite(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    setting: Setting,
+    sinks: int = 10,
+    local: int | None = None,
+    top_k: int = 0,
+    from_layer: int = 0,
+) -> Tables:
+    """LM-Infinite: a Lambda-shaped mask, distances up to `local`, and the best of the middle as if at `local`."""
+    local = local or setting.window
+    i, j, everyone = indices(q)
+    mask = everyone((j <= i) & ((j < sinks) | (i - j < local))).clone()
+    if top_k and from_layer == 0:
+        n_heads, n = q.shape[:2]
+        rep = n_heads // k.shape[0]
+        for h in range(n_heads):
+            seen_from = turned(q[h], torch.full((n,), local), setting)
+            logits = dot(seen_from[:, None], as_complex(k[h // rep])[None])
+            for row in range(n):
+                middle = range(sinks, row - local + 1)
+                best = sorted(middle, key=lambda token, h=h, row=row: -float(logits[row, token]))[:top_k]
+                mask[h, row, best] = True
+    return Tables(mask, everyone((i - j).clamp(max=local)))
+
+
+def rerope(
+    q: Tensor, k: Tensor, v: Tensor, setting: Setting, local: int | None = None, log_scale: bool = False
+) -> Tables:
+    """ReRoPE: everything, at a distance of at most `local`."""
+    local = local or setting.window // 2
+    i, j, everyone = indices(q)
+    scale = [max(1.0, math.log(row + 1) / math.log(setting.window)) for row in range(q.shape[1])]
+    return Tables(
+        everyone(j <= i), everyone((i - j).clamp(max=local)), torch.tensor(scale).double() if log_scale else None
+    )
+
+
+def self_extend(q: Tensor, k: Tensor, v: Tensor, setting: Setting, local: int | None = None, group: int = 8) -> Tables:
+    """Self-Extend: true distances below `local`, those of groups from there on."""
+    local = local or setting.window // 4
+    i, j, everyone = indices(q)
+    grouped = i // group - j // group + local - local // group
+    return Tables(everyone(j <= i), everyone(torch.where(i - j < local, i - j, grouped)))
+
+
+def dca(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    setting: Setting,
+    chunk_size: int | None = None,
+    temperature: bool = False,
+) -> Tables:
+    """Dual Chunk Attention, case by case (Eq. 2-7)."""
+    size = chunk_size or 3 * setting.window // 4
+    i, j, everyone = indices(q)
+    behind = i // size - j // size
+    own, last = i % size, torch.full_like(i, setting.window - 1)
+    place = torch.where(behind == 0, own, torch.where(behind == 1, torch.minimum(own + size, last), last))
+    scale = [max(1.0, 1 + 0.05 * math.log((row + 1) / setting.window)) ** 2 for row in range(q.shape[1])]
+    return Tables(everyone(j <= i), everyone(place - j % size), torch.tensor(scale).double() if temperature else None)
 
 
 def longheads(
@@ -90,7 +186,7 @@ def longheads(
     size = chunk_size or (256 if setting.window >= 4096 else setting.window // 32)
     budget = chunks or setting.window // size
     n_heads, n = q.shape[:2]
-    scores = longheads_scores(q, k, v, size, setting.theta)
+    scores = longheads_scores(q, k, v, size, setting)
     rep = n_heads // k.shape[0]
 
     def choose(h: int, i: int) -> list[int]:
@@ -125,10 +221,10 @@ def placed(n_heads: int, n: int, size: int, choose: Callable[[int, int], list[in
                     if j <= i:
                         mask[h, i, j] = True
                         distance[h, i, j] = at - (slot * size + offset)
-    return mask, distance
+    return Tables(mask, distance)
 
 
-def longheads_scores(q: Tensor, k: Tensor, v: Tensor, size: int, theta: float) -> Tensor:
+def longheads_scores(q: Tensor, k: Tensor, v: Tensor, size: int, setting: Setting) -> Tensor:
     """`[H, N, M]`: the unrotated query against each complete chunk's representation (Eq. 1-3)."""
     n_heads, n, dim = q.shape
     rep = n_heads // k.shape[0]
@@ -137,7 +233,7 @@ def longheads_scores(q: Tensor, k: Tensor, v: Tensor, size: int, theta: float) -
     for h in range(n_heads):
         for c in range(n // size):
             span = slice(c * size, (c + 1) * size)
-            queries, keys = turned(q[h, span], offsets, theta), turned(k[h // rep, span], offsets, theta)
+            queries, keys = turned(q[h, span], offsets, setting), turned(k[h // rep, span], offsets, setting)
             inner = dot(queries[:, None], keys[None]) / math.sqrt(dim)
             out = inner.softmax(-1) @ v[h // rep, span].double()
             summary_query = as_complex(out.mean(0))
@@ -147,4 +243,127 @@ def longheads_scores(q: Tensor, k: Tensor, v: Tensor, size: int, theta: float) -
     return scores
 
 
-DEFINITIONS: dict[str, Callable[..., Tables]] = {"full": full, "longheads": longheads}
+def infllm(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    setting: Setting,
+    block_size: int = 128,
+    repr_tokens: int = 4,
+    top_k: int = 16,
+    sinks: int = 128,
+    local: int | None = None,
+    far: int | None = None,
+) -> Tables:
+    """InfLLM, block of queries by block of queries."""
+    local = local or setting.window // 2
+    far = local if far is None else far
+    n_heads, n = q.shape[:2]
+    rep = n_heads // k.shape[0]
+    positions = torch.arange(n)
+    q_true = [turned(q[h], positions, setting) for h in range(n_heads)]
+    k_true = [turned(k[g], positions, setting) for g in range(k.shape[0])]
+    q_far = [turned(q[h], torch.full((n,), far), setting) for h in range(n_heads)]
+    i, j, everyone = indices(q)
+    mask = (j <= i) & (i - j < local)
+
+    def representatives(h: int, first: int) -> list[int]:
+        def score(m: int) -> float:
+            return float(dot(q_true[h][m + 1 : m + local + 1], k_true[h // rep][m]).sum() / local)
+
+        return sorted(range(first, first + block_size), key=lambda m: -score(m))[:repr_tokens]
+
+    chosen_tokens: dict[tuple[int, int], list[int]] = {}
+    start = 0
+    for size in setting.blocks:
+        rows = range(start, start + size)
+        n_blocks = max(0, start - local + 1 - sinks) // block_size
+        firsts = [sinks + block * block_size for block in range(n_blocks)]
+        if n_blocks > top_k:
+            relevance = dict.fromkeys(firsts, 0.0)
+            for first in firsts:
+                for h in range(n_heads):
+                    if (h, first) not in chosen_tokens:
+                        chosen_tokens[h, first] = representatives(h, first)
+                    for m in chosen_tokens[h, first]:
+                        relevance[first] += float(
+                            dot(q_far[h][start : start + size], as_complex(k[h // rep][m])).mean()
+                        )
+            memory = sorted(firsts, key=lambda first: -relevance[first])[:top_k]
+        else:
+            memory = firsts
+        memory_end = sinks + n_blocks * block_size
+        for row in rows:
+            for token in range(row - local + 1):
+                block = (token - sinks) // block_size * block_size + sinks
+                mask[row, token] = token < sinks or token >= memory_end or block in memory
+        start += size
+    return Tables(everyone(mask), everyone(torch.where(i - j < local, i - j, far)))
+
+
+def esa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    setting: Setting,
+    sinks: int = 128,
+    local: int | None = None,
+    top_k: int | None = None,
+    eps: int = 1,
+    low_dim: int = 128,
+    compress: str = "none",
+    far: int | None = None,
+) -> Tables:
+    """ESA, block of queries by block of queries."""
+    local = local or setting.window // 2
+    far = local if far is None else far
+    top_k = top_k or setting.window // 4
+    n_heads, n, dim = q.shape
+    i, j, everyone = indices(q)
+    mask, distance = (j <= i).clone(), (i - j).clone()
+    rep = n_heads // k.shape[0]
+    basis: np.ndarray | None = None
+    start = 0
+    for size in setting.blocks:
+        border = start - local
+        if border > sinks:
+            if compress == "pca" and basis is None:
+                basis = directions(k[:, :start], low_dim)
+            f = torch.zeros(size, border - sinks, dtype=torch.float64)
+            for h in range(n_heads):
+                queries = turned(q[h, start : start + size], torch.full((size,), far), setting)
+                keys = as_complex(k[h // rep, sinks:border])
+                if basis is not None:  # key heads side by side, projected to the low dimension and back
+                    rows = k[:, sinks:border].transpose(0, 1).flatten(1).double().numpy()
+                    back = torch.tensor(rows @ basis @ basis.T)
+                    keys = as_complex(back.unflatten(1, (k.shape[0], dim))[:, h // rep])
+                f += dot(queries[:, None], keys[None])
+            score = (f - f.max(dim=1, keepdim=True).values).max(dim=0).values.tolist()
+            wide = [max(score[max(0, m - eps) : m + eps + 1]) for m in range(len(score))]
+            best = sorted(range(len(wide)), key=lambda m: (-wide[m], m))[:top_k]
+            chosen = {*range(sinks), *(sinks + m for m in best)}
+            for row in range(start, start + size):
+                for token in range(border):
+                    mask[row, token] = token in chosen
+                    distance[row, token] = far
+        start += size
+    return Tables(everyone(mask), everyone(distance))
+
+
+def directions(k: Tensor, low_dim: int) -> np.ndarray:
+    """The principal components of keys `[G, N, D]` with their heads side by side: `[G·D, low_dim]`."""
+    rows = k.transpose(0, 1).flatten(1).double().numpy()
+    return np.linalg.svd(rows - rows.mean(axis=0), full_matrices=True)[2][:low_dim].T
+
+
+DEFINITIONS: dict[str, Callable[..., Tables]] = {
+    "dca": dca,
+    "esa": esa,
+    "full": full,
+    "infllm": infllm,
+    "lm_infinite": lm_infinite,
+    "longheads": longheads,
+    "rerope": rerope,
+    "self_extend": self_extend,
+    "streaming": streaming,
+}

@@ -32,6 +32,7 @@ def run(
     window: int,
     sliding_window: int | None = None,
     backend: str = "torch",
+    scaling: RopeConfig = RopeConfig(),
     note: Callable[[int, Tensor], None] | None = None,
 ) -> Tensor:
     """The method's output `[H, N, D]` for a sequence fed in blocks of these sizes."""
@@ -39,13 +40,13 @@ def run(
     dim = q.shape[-1]
     shape = CacheShape(1, k.shape[0], dim, method.cache_chunk, k.dtype, k.device)
     cache = KVCache(shape)
-    rope = Rope(RopeConfig(), dim, window, q.shape[1])
+    rope = Rope(scaling, dim, window, q.shape[1])
     attention = Attention.choose(backend)
     outs, start = [], 0
     for size in blocks:
         step = Step(start, start + size, rope, attention, window, k.shape[0], sliding_window, note)
         span = slice(start, start + size)
-        cache.layers[0].write(method.place_keys(k[:, span], step), v[:, span])
+        method.keep(k[:, span], v[:, span], cache.layers[0], step)
         outs.append(method.attend(q[:, span], cache.layers[0], step))
         cache.commit()
         start += size

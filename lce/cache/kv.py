@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lce.cache.chunks import ChunkTable
+from lce.cache.stores import Store
 from lce.errors import CapacityError
 
 
@@ -37,7 +38,7 @@ class LayerCache:
     """The keys and values of one layer, `[G, capacity, D]`, with its chunk table.
 
     `state` holds what a method keeps besides chunk summaries (pending queries, say) as committed tensors by name;
-    `stage` replaces an entry from the next commit on.
+    `stage` replaces an entry from the next commit on. `stores` holds what a method keeps of each token, by name.
     """
 
     index: int
@@ -47,6 +48,7 @@ class LayerCache:
     length: int = 0  # committed tokens
     stop: int = 0  # tokens written, those of the pass under way included
     state: dict[str, Tensor] = field(default_factory=dict)
+    stores: dict[str, Store] = field(default_factory=dict)
     _staged: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -123,6 +125,7 @@ class LayerCache:
             self.length,
             self.length,
             {name: value.clone() for name, value in self.state.items()},
+            {name: store.copy(self.length) for name, store in self.stores.items()},
         )
 
 
@@ -186,10 +189,12 @@ class KVCache:
 
     @property
     def bytes_by_tier(self) -> dict[str, int]:
-        """Bytes held now: keys, values, metadata, summaries and method state."""
+        """Bytes held now: keys, values, metadata, summaries, method state and stores."""
         held = sum(
             tensor.numel() * tensor.element_size()
             for layer in self.layers
             for tensor in (layer.k_buffer, layer.v_buffer, *layer.state.values())
         )
-        return {"device": held + sum(layer.chunks.n_bytes for layer in self.layers), "host": 0, "disk": 0}
+        held += sum(layer.chunks.n_bytes for layer in self.layers)
+        held += sum(store.n_bytes for layer in self.layers for store in layer.stores.values())
+        return {"device": held, "host": 0, "disk": 0}

@@ -13,6 +13,7 @@ from lce.engine.memory import keep_freed_memory
 from lce.errors import UsageError, nearest
 from lce.methods.base import Method
 from lce.methods.registry import make
+from lce.methods.step import Surroundings
 from lce.models.config import ROPE_KINDS, ModelConfig, RopeConfig
 from lce.models.llama import IGNORED, Llama, weight_specs
 from lce.weights.checkpoint import Checkpoint
@@ -49,11 +50,12 @@ def load(
     if window is not None and window < 2:
         raise UsageError(f"window is {window}; expected 2 or more positions")
     window = window or config.window
-    chosen = (make(method) if isinstance(method, str) else method).resolve(window)
     where = _device(device)
     if where.type == "cpu":
         keep_freed_memory()
     checkpoint = Checkpoint.open(folder)
+    surroundings = Surroundings(config.published, folder, checkpoint.fingerprint)
+    chosen = (make(method) if isinstance(method, str) else method).for_model(surroundings).resolve(window)
     kind = _dtype(dtype, checkpoint)
     weights = checkpoint.load(weight_specs(config), dtype=kind, device=where, ignore=_ignored(config))
     return Engine(

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lce.engine.attention import Attention
 from lce.engine.context import Context
-from lce.methods.base import Method, Step
+from lce.methods.base import Method
+from lce.methods.step import Step
 from lce.models.llama import Llama
 
 Progress = Callable[[int, int], None]  # tokens read, tokens to read
@@ -45,7 +46,7 @@ class Reader:
         )
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            cache.layers[layer].write(self.method.place_keys(k, step), v)
+            self.method.keep(k, v, cache.layers[layer], step)
             return self.method.attend(q, cache.layers[layer], step)
 
         try:

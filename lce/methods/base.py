@@ -7,48 +7,18 @@ cache, placed as the method declared; `attend` says which of them each query see
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from lce.cache.kv import LayerCache
-from lce.engine.attention import Attention, merge
-from lce.engine.backends import Part
+from lce.engine.attention import merge
 from lce.errors import UsageError
-from lce.models.rope import Rope, Table, rotate
-
-
-@dataclass(frozen=True)
-class Step:
-    """One pass of a block through the model: what is the same in every layer.
-
-    Example: the second block of a prefill by 512 has `start=512, stop=1024`; the decode step after 1,500 tokens has
-    `start=1500, stop=1501`. `memo` lives as long as the pass: `once` computes a table for the first layer and hands
-    it to the others. `note`, where given, is told what each layer chose: `note(layer, chunk_ids [H, T, K])`.
-    """
-
-    start: int
-    stop: int
-    rope: Rope
-    attention: Attention
-    window: int
-    n_kv_heads: int
-    sliding_window: int | None = None
-    note: Callable[[int, Tensor], None] | None = None
-    memo: dict[str, Any] = field(default_factory=dict)
-
-    def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """`make()`, the first time it is asked for in this pass."""
-        if name not in self.memo:
-            self.memo[name] = make()
-        return self.memo[name]
-
-    def positions(self, device: torch.device) -> Tensor:
-        """The block's indices `[T]`."""
-        return torch.arange(self.start, self.stop, device=device)
+from lce.methods.parts import keep_recent, within_chunk
+from lce.methods.step import Step, Surroundings
+from lce.models.rope import Table, rotate
 
 
 @dataclass(frozen=True)
@@ -56,7 +26,11 @@ class Method(ABC):
     """A strategy behind the attention hook; its fields are its knobs, `None` where the window decides."""
 
     name: ClassVar[str] = ""
-    block: ClassVar[int] = 512  # tokens best prefilled in one step
+    by_block: ClassVar[bool] = False  # whether the queries of a block choose together: other blocks, other choices
+
+    def for_model(self, model: Surroundings) -> Self:
+        """This method with what a model's own files hold for it; called once, before `resolve`."""
+        return self
 
     def resolve(self, window: int) -> Self:
         """This method with every `None` filled in for a model that can be trusted on `window` positions.
@@ -65,26 +39,53 @@ class Method(ABC):
         """
         return self
 
+    def expect(self, **least: int) -> None:
+        """Raise `UsageError` for a knob below its least value."""
+        for knob, value in least.items():
+            if getattr(self, knob) < value:
+                raise UsageError(f"{self.name}: {knob} is {getattr(self, knob)}; expected {value} or more")
+
+    @property
+    def block(self) -> int:
+        """Tokens best prefilled in one step."""
+        return 512
+
+    def exact_length(self, window: int) -> int | None:
+        """How many tokens a text may have and be read as under full attention, once resolved; None: any number."""
+        return 1
+
     @property
     def cache_chunk(self) -> int:
         """Tokens in a chunk of the cache."""
         return 256
 
+    @property
+    def choices(self) -> tuple[int, int]:
+        """What `step.note` is told: choice c stands for the `size` tokens from `first + c·size` on; (first, size)."""
+        return 0, self.cache_chunk
+
+    @property
+    def n_recent(self) -> int:
+        """How many tokens before a block are also kept with their keys at their absolute positions (`parts.near`)."""
+        return 0
+
     def key_positions(self, indices: Tensor) -> Tensor | None:
         """Where the keys of tokens `indices` `[T]` are rotated to before they are cached; None: left unrotated."""
         return indices
 
-    def place_keys(self, k: Tensor, step: Step) -> Tensor:
-        """`k [G, T, D]` of the block as it is to be cached."""
+    def keep(self, k: Tensor, v: Tensor, cache: LayerCache, step: Step) -> None:
+        """Put the block's unrotated keys and its values `[G, T, D]` into the cache."""
         positions = self.key_positions(step.positions(k.device))
         if positions is None:
-            return k
-        table: Table = step.once("positions", lambda: step.rope.table(positions, k.dtype))
-        return rotate(k, table)
+            cache.write(k, v)
+        else:
+            cache.write(rotate(k, step.once("key places", lambda: step.rope.table(positions, k.dtype))), v)
+        if self.n_recent:
+            keep_recent(k, self.n_recent, cache, step)
 
     @abstractmethod
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        """The block's unrotated queries `[H, T, D]` to their outputs `[H, T, D]`; `cache` holds the block's keys."""
+        """The block's unrotated queries `[H, T, D]` to their outputs `[H, T, D]`; `keep` has been called."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,9 @@ class SelectiveMethod(Method):
     def cache_chunk(self) -> int:
         assert self.chunk_size is not None, "resolved before use"
         return self.chunk_size
+
+    def exact_length(self, window: int) -> int | None:
+        return (self.n_choices + 1) * self.cache_chunk
 
     @property
     def n_choices(self) -> int:
@@ -212,43 +216,3 @@ class SelectiveMethod(Method):
         left = q.new_zeros(q.shape[0], size, q.shape[2])
         left[:, : known.shape[1] - n_complete * size] = known[:, n_complete * size :]
         cache.stage("queries", left)
-
-
-def within_chunk(q: Tensor, cache: LayerCache, step: Step) -> Part:
-    """Causal attention of each query to its own chunk alone: `q [H, T, D]` rotated at in-chunk offsets.
-
-    The block is cut at chunk borders: an end, whole chunks side by side, and a beginning. Time: O(H · T · L · D).
-    """
-    size = cache.chunks.chunk_size
-    first_border = min(-(-step.start // size) * size, step.stop)
-    last_border = max(step.stop // size * size, first_border)
-    parts = []
-    for start, stop in ((step.start, first_border), (first_border, last_border), (last_border, step.stop)):
-        if start == stop:
-            continue
-        queries = q[:, start - step.start : stop - step.start]
-        if start == first_border and stop == last_border:
-            n_chunks = (stop - start) // size
-            k, v = cache.chunked(start // size, stop // size)
-            folded = fold_chunks(queries.unflatten(1, (n_chunks, size)), k.shape[0])
-            out, lse = step.attention.dense(folded, k.flatten(0, 1), v.flatten(0, 1), causal=True)
-            out = unfold_chunks(out, k.shape[0], n_chunks).flatten(1, 2)
-            parts.append((out, unfold_chunks(lse, k.shape[0], n_chunks).flatten(1, 2)))
-        else:
-            keys = slice(start // size * size, stop)
-            parts.append(step.attention.dense(queries, cache.k[:, keys], cache.v[:, keys], causal=True))
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat([out for out, _ in parts], dim=1), torch.cat([lse for _, lse in parts], dim=1)
-
-
-def fold_chunks(x: Tensor, n_kv_heads: int) -> Tensor:
-    """`[H, m, …]` to `[G·m·R, …]`: chunks beside KV heads, so that each is a problem of its own to `dense`."""
-    folded: Tensor = x.unflatten(0, (n_kv_heads, -1)).transpose(1, 2).flatten(0, 2)
-    return folded
-
-
-def unfold_chunks(x: Tensor, n_kv_heads: int, n_chunks: int) -> Tensor:
-    """`fold_chunks` undone: `[G·m·R, …]` to `[H, m, …]`."""
-    unfolded: Tensor = x.unflatten(0, (n_kv_heads, n_chunks, -1)).transpose(1, 2).flatten(0, 1)
-    return unfolded

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from lce.cache.kv import LayerCache
-from lce.methods.base import Method, Step
+from lce.methods.base import Method
 from lce.methods.registry import register
-from lce.models.rope import Table, rotate
+from lce.methods.step import Step
+from lce.models.rope import rotate
 
 
 @register("full")
@@ -22,8 +22,13 @@ class Full(Method):
     Time: O(N · D) a token and head; no more memory than the keys and values.
     """
 
-    block: ClassVar[int] = 2048  # nothing grows with it but the MLP's activations, and large products run faster
+    @property
+    def block(self) -> int:
+        return 2048  # nothing grows with it but the MLP's activations, and large products run faster
+
+    def exact_length(self, window: int) -> int | None:
+        return None
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        table: Table = step.once("positions", lambda: step.rope.table(step.positions(q.device), q.dtype))
-        return step.attention.dense(rotate(q, table), cache.k, cache.v, causal=True, window=step.sliding_window)[0]
+        placed = rotate(q, step.true_places(q))
+        return step.attention.dense(placed, cache.k, cache.v, causal=True, window=step.sliding_window)[0]

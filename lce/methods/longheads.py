@@ -10,8 +10,10 @@ from torch import Tensor
 
 from lce.cache.kv import LayerCache
 from lce.errors import UsageError
-from lce.methods.base import SelectiveMethod, Step, fold_chunks, unfold_chunks
+from lce.methods.base import SelectiveMethod
+from lce.methods.parts import fold_chunks, unfold_chunks
 from lce.methods.registry import register
+from lce.methods.step import Step
 
 
 @register("longheads")

@@ -9,8 +9,10 @@ one line: the file, the key, what it holds, what was expected, what to do.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from lce.errors import ModelError, nearest
 from lce.models.fields import Fields, read_object
@@ -69,6 +71,7 @@ class ModelConfig:
     dtype: str | None = None
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    published: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)  # config.json as it stands
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:
@@ -79,7 +82,9 @@ class ModelConfig:
         llama = architecture == "LlamaForCausalLM"
         n_heads, n_kv_heads, head_dim = _heads(fields, llama)
         vocab_size = fields.integer("vocab_size")
-        window = fields.integer("max_position_embeddings", default=2048 if llama else 131072)
+        announced = fields.integer("max_position_embeddings", default=2048 if llama else 131072)
+        dual_chunk = fields.section("dual_chunk_attention_config")  # Qwen's: announces more than was trained
+        window = dual_chunk.optional_integer("original_max_position_embeddings") or announced
         sliding_window = None if llama else fields.optional_integer("sliding_window")
         if not llama and "sliding_window" not in fields.values:
             sliding_window = 4096
@@ -99,10 +104,11 @@ class ModelConfig:
             attention_bias=llama and fields.flag("attention_bias"),
             mlp_bias=llama and fields.flag("mlp_bias"),
             sliding_window=sliding_window,
-            rope=_rope(fields, window, head_dim),
+            rope=_rope(fields, announced, head_dim),
             dtype=_dtype(fields),
             bos_id=bos_id,
             eos_ids=eos_ids,
+            published=fields.values,
         )
 
 

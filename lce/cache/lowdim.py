@@ -1,0 +1,125 @@
+"""Low-dimensional keys: the maps that make them, and the file in which learned maps are kept.
+
+A sum of dot products over all heads of a layer becomes one short product: `Σ_h q_h · k_h ≈ (q A)·(k B)`, with `q` all
+query heads of a token side by side and `k` all its KV heads. The low-dim keys `k B` are kept as the keys are written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from lce.errors import CapacityError, DataError
+
+FORMAT = "lce low-dim maps 1"
+
+
+@dataclass(frozen=True)
+class LowDimMap:
+    """One layer's maps: `query [H·D, R]` and `key [G·D, R]`."""
+
+    query: Tensor
+    key: Tensor
+
+
+class LowDimMaps:
+    """A model's maps, one pair a layer, all of one `low_dim`."""
+
+    def __init__(self, layers: Sequence[LowDimMap], source: str = "memory") -> None:
+        self.layers = tuple(layers)
+        self.source = source
+        self._cast: dict[tuple[int, torch.dtype, torch.device], LowDimMap] = {}
+
+    def __repr__(self) -> str:
+        return f"LowDimMaps({self.source!r})"
+
+    @property
+    def low_dim(self) -> int:
+        """R."""
+        return self.layers[0].key.shape[1]
+
+    def layer(self, index: int, like: Tensor) -> LowDimMap:
+        """One layer's maps in the dtype and on the device of `like`."""
+        kind = (index, like.dtype, like.device)
+        if kind not in self._cast:
+            maps = self.layers[index]
+            self._cast[kind] = LowDimMap(maps.query.to(like), maps.key.to(like))
+        return self._cast[kind]
+
+    def save(self, path: Path, fingerprint: str) -> None:
+        """Write the maps, tied to the model of this fingerprint; the file appears whole or not at all."""
+        tensors = {}
+        for index, maps in enumerate(self.layers):
+            tensors[f"layers.{index}.query"] = maps.query.contiguous()
+            tensors[f"layers.{index}.key"] = maps.key.contiguous()
+        metadata = {"format": FORMAT, "fingerprint": fingerprint, "layers": json.dumps(len(self.layers))}
+        write_whole(path, save(tensors, metadata))
+
+    @classmethod
+    def open(cls, path: Path, fingerprint: str) -> Self:
+        """The maps of a file. Raises `DataError` for another model's, and for a file that cannot be trusted."""
+        remedy = "make it anew with `lce calibrate`"
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("format") != FORMAT:
+                    raise DataError(f"{path} holds no low-dim maps (format {metadata.get('format')!r}); {remedy}")
+                if metadata.get("fingerprint") != fingerprint:
+                    raise DataError(f"{path} was calibrated on another model's weights; {remedy}")
+                names = set(file.keys())
+                n_layers = len(names) // 2
+                if not n_layers or names != {
+                    f"layers.{i}.{what}" for i in range(n_layers) for what in ("query", "key")
+                }:
+                    raise DataError(f"{path} lacks maps of some layers; {remedy}")
+                layers = [
+                    LowDimMap(file.get_tensor(f"layers.{i}.query"), file.get_tensor(f"layers.{i}.key"))
+                    for i in range(n_layers)
+                ]
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}; {remedy}") from error
+        shapes = {(*maps.query.shape, *maps.key.shape) for maps in layers}
+        if len(shapes) != 1 or any(maps.query.ndim != 2 or maps.query.shape[1] != maps.key.shape[1] for maps in layers):
+            raise DataError(f"{path} has maps of unequal shapes; {remedy}")
+        return cls(layers, str(path))
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file under another name and rename it, so that it is whole or as it was before."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(partial, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        raise CapacityError(f"cannot write {path}: {error.strerror}; free some space or name another file") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def principal(k: Tensor, low_dim: int) -> Tensor:
+    """The directions `[G·D, R]` in which keys `k [G, N, D]` vary most, R = `low_dim` or G·D if that is less.
+
+    Used for the keys and, summed over the query heads that share a KV head, for the queries. The keys' mean need not
+    be taken away: it shifts all scores of a query alike. Time: O(N · (G·D)² + (G·D)³).
+    """
+    flat = side_by_side(k).double()
+    flat = flat - flat.mean(dim=0)
+    _, directions = torch.linalg.eigh(flat.T @ flat)  # of ascending variance
+    return directions[:, -low_dim:].flip(1).to(k.dtype).contiguous()
+
+
+def side_by_side(x: Tensor) -> Tensor:
+    """`[heads, N, D]` to `[N, heads·D]`: all heads of a token in a row."""
+    return x.transpose(0, 1).flatten(1)

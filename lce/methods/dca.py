@@ -1,0 +1,119 @@
+"""Dual Chunk Attention: every key, at positions that repeat from chunk to chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from lce.cache.kv import LayerCache
+from lce.engine.attention import merge
+from lce.errors import ModelError, UsageError
+from lce.methods.base import Method
+from lce.methods.registry import register
+from lce.methods.step import Step, Surroundings
+from lce.models.rope import Table, rotate
+
+
+@register("dca")
+@dataclass(frozen=True)
+class DualChunk(Method):
+    """Dual Chunk Attention (An et al., 2024, "Training-Free Long-Context Scaling of Large Language Models").
+
+    With `s = chunk_size`, a key sits at `j mod s` (Eq. 2). The query sits at `i mod s` for its own chunk (Eq. 3-4), at
+    `min(s + i mod s, W - 1)` for the previous one (Eq. 6-7), so that neighbours keep their true distance across the
+    border, and at `W - 1` for all older ones (Eq. 5). No distance exceeds `W - 1`. The three are dense parts of one
+    softmax (Eq. 8).
+
+    Example: `s=6, W=10`; query 11 is at 5 for keys 6..11 (at 0..5), and at 9 for keys 0..5.
+
+    `temperature` multiplies the logits of query i by the square of `max(1, 1 + 0.05 ln((i + 1) / W))`, as the released
+    code does and the paper's results do not.
+
+    Keys are cached at `j mod s` and never turned again. Time: O(N · D) a token and head, that of full attention.
+    """
+
+    chunk_size: int | None = None
+    temperature: bool = False
+
+    def for_model(self, model: Surroundings) -> Self:
+        """Qwen's `dual_chunk_attention_config`: its chunk holds `local_size` positions kept for the previous chunk."""
+        config = model.config.get("dual_chunk_attention_config")
+        if config is None or self.chunk_size is not None:
+            return self
+        sizes = [config.get(key) if isinstance(config, dict) else None for key in ("chunk_size", "local_size")]
+        if not all(isinstance(size, int) for size in sizes) or not 0 <= sizes[1] < sizes[0]:
+            raise ModelError(
+                f"{model.folder}: dual_chunk_attention_config is {config!r}; expected chunk_size and a smaller "
+                "local_size; give -o chunk_size=N"
+            )
+        return replace(self, chunk_size=sizes[0] - sizes[1])
+
+    def resolve(self, window: int) -> Self:
+        made = replace(self, chunk_size=max(1, 3 * window // 4) if self.chunk_size is None else self.chunk_size)
+        made.expect(chunk_size=1)
+        if made.cache_chunk > window:
+            raise UsageError(f"{self.name}: chunk_size is {made.chunk_size}; expected at most the window, {window}")
+        return made
+
+    @property
+    def block(self) -> int:
+        return 2048
+
+    def exact_length(self, window: int) -> int | None:
+        return min(2 * self.cache_chunk, window)
+
+    @property
+    def cache_chunk(self) -> int:
+        assert self.chunk_size is not None, "resolved before use"
+        return self.chunk_size
+
+    def key_positions(self, indices: Tensor) -> Tensor | None:
+        return indices % self.cache_chunk
+
+    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        size, dense = self.cache_chunk, step.attention.dense
+        if self.temperature:
+            q = q * step.once("temperature", lambda: temperature(step.positions(q.device), step.window).to(q.dtype))
+        own, previous, older = (rotate(q, table) for table in step.once("places", lambda: self.places(q, step)))
+        outs = []
+        for start, stop in runs(step, size):
+            here = slice(start - step.start, stop - step.start)
+            border = start // size * size
+            parts = [dense(own[:, here], cache.k[:, border:stop], cache.v[:, border:stop], causal=True)]
+            if border:
+                span = slice(border - size, border)
+                parts.append(dense(previous[:, here], cache.k[:, span], cache.v[:, span], causal=False))
+            if border > size:
+                span = slice(0, border - size)
+                parts.append(dense(older[:, here], cache.k[:, span], cache.v[:, span], causal=False))
+            outs.append(merge(parts))
+        return torch.cat(outs, dim=1)
+
+    def places(self, q: Tensor, step: Step) -> tuple[Table, Table, Table]:
+        """Tables of the queries' positions for their own chunk, the previous one and older ones."""
+        offsets = step.positions(q.device) % self.cache_chunk
+        last = step.window - 1
+        tables = [
+            step.rope.table(positions, q.dtype)
+            for positions in (offsets, (offsets + self.cache_chunk).clamp(max=last), torch.full_like(offsets, last))
+        ]
+        return tables[0], tables[1], tables[2]
+
+
+def temperature(indices: Tensor, window: int) -> Tensor:
+    """What the logits of each query index `[T]` are multiplied by: `[T, 1]`."""
+    factor = ((indices.to(torch.float64) + 1) / window).log() * 0.05 + 1
+    return factor.clamp(min=1.0).square()[:, None]
+
+
+def runs(step: Step, size: int) -> Iterator[tuple[int, int]]:
+    """The block cut at chunk borders: `start, stop` of each run. Example: 5..13 by 6 is 5..6, 6..12, 12..13."""
+    start = step.start
+    while start < step.stop:
+        stop = min((start // size + 1) * size, step.stop)
+        yield start, stop
+        start = stop

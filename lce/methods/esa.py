@@ -1,0 +1,184 @@
+"""ESA: the tokens that matter to a block of queries, found among low-dimensional keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar, Literal, Self, cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import max_pool1d
+
+from lce.cache.kv import LayerCache
+from lce.cache.lowdim import LowDimMaps, principal, side_by_side
+from lce.cache.stores import TokenRows
+from lce.engine.attention import merge
+from lce.errors import UsageError
+from lce.methods.base import Method
+from lce.methods.parts import near
+from lce.methods.registry import register
+from lce.methods.step import Step, Surroundings
+from lce.models.rope import rotate
+
+SCORES_AT_ONCE = 1 << 24  # bounds the scores of a slice of queries: 64 MiB in float32
+ROWS = "low-dim keys"
+MAPS_FILE = "esa_maps.safetensors"  # beside a model
+
+
+@register("esa")
+@dataclass(frozen=True)
+class ESA(Method):
+    """ESA (Wang et al., 2025, "Unshackling Context Length: An Efficient Selective Attention Approach through Query-Key
+    Compression").
+
+    The queries of a block `[a, b)` choose together. While `a - local <= sinks` they attend all there is, as it is.
+    Then: the tokens from `a - local` on, at their true distance; and, at the constant distance `far`, the first
+    `sinks` and the `top_k` best of the tokens between. One softmax over both.
+
+    Score of token m for query c: `f(m;c) = Σ_h q_h · k_h`, the logit that the far part would give, summed over query
+    heads. For the block: `F(m) = max_c (f(m;c) - max_m' f(m';c))` (Eq. 3-4), and of that the maximum over `m ± eps`,
+    so that neighbours come along (Eq. 8).
+
+    `compress` says how `f` is computed: exactly (`none`); or as `(q A)·(k B)` with `low_dim` numbers a token (Eq. 5-7),
+    by maps learned on text (`calibrated`: see `lce calibrate`; `maps` is their file, by default the one beside the
+    model) or by the principal components of the prompt's own first keys (`pca`).
+
+    Cost: a block of T queries is scored against M tokens in O(T · M · R) (exactly: O(T · M · H · D)), and attends
+    `sinks + top_k + local + T` keys; R numbers more a token and layer.
+    """
+
+    by_block: ClassVar[bool] = True
+
+    sinks: int = 128
+    local: int | None = None
+    top_k: int | None = None
+    eps: int = 1
+    low_dim: int = 128
+    compress: Literal["calibrated", "pca", "none"] = "calibrated"
+    far: int | None = None
+    maps: str | LowDimMaps | None = None
+
+    def for_model(self, model: Surroundings) -> Self:
+        if self.compress != "calibrated" or isinstance(self.maps, LowDimMaps):
+            return self
+        path = model.folder / MAPS_FILE if self.maps is None else Path(self.maps)
+        if self.maps is None and not path.exists():
+            return self  # `resolve` says what is missing
+        return replace(self, maps=LowDimMaps.open(path, model.fingerprint()))
+
+    def resolve(self, window: int) -> Self:
+        local = max(1, window // 2) if self.local is None else self.local
+        far = local if self.far is None else self.far
+        made = replace(self, local=local, far=far, top_k=max(1, window // 4) if self.top_k is None else self.top_k)
+        made.expect(sinks=0, local=1, top_k=1, eps=0, low_dim=1, far=0)
+        if made.compress != "calibrated":
+            return made
+        if not isinstance(made.maps, LowDimMaps):
+            raise UsageError(
+                f"{self.name}: this model has no calibrated maps; make them by `lce calibrate --model M --text FILE "
+                "--out maps.safetensors` and give -o maps=maps.safetensors, or give -o compress=pca or -o compress=none"
+            )
+        if made.maps.low_dim != made.low_dim:
+            raise UsageError(
+                f"{self.name}: low_dim is {made.low_dim}, but the maps were learned with {made.maps.low_dim}; "
+                f"give -o low_dim={made.maps.low_dim}, or calibrate anew"
+            )
+        return made
+
+    @property
+    def block(self) -> int:
+        return max(1, min(512, self._local // 2))  # the farthest local key is `local + block` away
+
+    def exact_length(self, window: int) -> int | None:
+        return self.n_recent + 1
+
+    @property
+    def _local(self) -> int:
+        assert self.local is not None, "resolved before use"
+        return self.local
+
+    @property
+    def choices(self) -> tuple[int, int]:
+        return 0, 1
+
+    @property
+    def n_recent(self) -> int:
+        return self.sinks + self._local
+
+    def key_positions(self, indices: Tensor) -> Tensor | None:
+        return None
+
+    def keep(self, k: Tensor, v: Tensor, cache: LayerCache, step: Step) -> None:
+        super().keep(k, v, cache, step)
+        basis = self.key_map(cache, k)
+        if basis is not None:
+            _rows(cache).write(side_by_side(k) @ basis, step.start)
+
+    def key_map(self, cache: LayerCache, like: Tensor) -> Tensor | None:
+        """What turns this layer's keys into low-dim ones, `[G·D, R]`; None where nothing does (yet)."""
+        if isinstance(self.maps, LowDimMaps) and self.compress == "calibrated":
+            return self.maps.layer(cache.index, like).key
+        return cache.state.get("principal") if self.compress == "pca" else None
+
+    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        border = step.start - self._local
+        if border <= self.sinks:
+            return near(q, cache, step)[0]
+        assert self.far is not None, "resolved before use"
+        far = rotate(q, step.distant(self.far, q))
+        chosen = self.select(far, cache, step, border)
+        kept = torch.cat((torch.arange(self.sinks, device=q.device), chosen))
+        keys, values = cache.k.index_select(1, kept), cache.v.index_select(1, kept)
+        return merge([step.attention.dense(far, keys, values, causal=False), near(q, cache, step, first=border)])
+
+    def select(self, q: Tensor, cache: LayerCache, step: Step, border: int) -> Tensor:
+        """The `top_k` best tokens of `sinks..border-1` for the placed queries `[H, T, D]`, ascending; `[top_k]`."""
+        assert self.top_k is not None, "resolved before use"
+        score = self.scorer(q, cache, step, border)
+        n_middle = border - self.sinks
+        if n_middle <= self.top_k:
+            chosen = torch.arange(self.sinks, border, device=q.device)
+        else:
+            best = q.new_full((n_middle,), -torch.inf, dtype=torch.float32)
+            rows = max(1, SCORES_AT_ONCE // (n_middle * step.n_kv_heads))
+            for start in range(0, q.shape[1], rows):
+                f = score(slice(start, start + rows)).float()
+                best = torch.maximum(best, (f - f.amax(dim=-1, keepdim=True)).amax(dim=0))
+            if self.eps:
+                best = max_pool1d(best[None], 2 * self.eps + 1, stride=1, padding=self.eps)[0]
+            chosen = first_best(best, self.top_k) + self.sinks
+        if step.note:
+            step.note(cache.index, chosen.expand(*q.shape[:2], -1))
+        return chosen
+
+    def scorer(self, q: Tensor, cache: LayerCache, step: Step, border: int) -> Callable[[slice], Tensor]:
+        """`f(m; c)` of some of the placed queries `[H, T, D]`: from their slice to `[t, border - sinks]`."""
+        if self.compress == "none":
+            shared = q.unflatten(0, (step.n_kv_heads, -1)).sum(dim=1)  # [G, T, D]
+            keys = cache.k[:, self.sinks : border].transpose(1, 2)
+            return lambda rows: (shared[:, rows] @ keys).sum(dim=0)
+        if isinstance(self.maps, LowDimMaps) and self.compress == "calibrated":
+            low_q = side_by_side(q) @ self.maps.layer(cache.index, q).query
+        else:
+            basis = cache.state.get("principal")
+            if basis is None:
+                basis = principal(cache.k[:, : step.start], self.low_dim)
+                cache.stage("principal", basis)
+                _rows(cache).write(side_by_side(cache.k) @ basis, 0)
+            low_q = side_by_side(q.unflatten(0, (step.n_kv_heads, -1)).sum(dim=1)) @ basis
+        low_k = _rows(cache).span(self.sinks, border).T
+        return lambda rows: low_q[rows] @ low_k
+
+
+def first_best(scores: Tensor, n: int) -> Tensor:
+    """The indices `[n]` of the largest scores `[M]`, ascending; of equal ones the first. Time: O(M)."""
+    least = scores.topk(n).values[-1]
+    above, equal = scores > least, scores == least
+    taken = above | (equal & (equal.cumsum(0) <= n - above.sum()))
+    return torch.nonzero_static(taken, size=n).squeeze(1)
+
+
+def _rows(cache: LayerCache) -> TokenRows:
+    return cast(TokenRows, cache.stores.setdefault(ROWS, TokenRows()))

@@ -1,0 +1,147 @@
+"""InfLLM: a memory of blocks, looked up by a few representative tokens of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self, cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lce.cache.kv import LayerCache
+from lce.cache.stores import RecentKeys
+from lce.engine.attention import merge
+from lce.methods.base import Method
+from lce.methods.parts import RECENT, behind, near
+from lce.methods.registry import register
+from lce.methods.step import Step
+from lce.models.rope import rotate
+
+
+@register("infllm")
+@dataclass(frozen=True)
+class InfLLM(Method):
+    """InfLLM (Xiao et al., 2024, "Training-Free Long-Context Extrapolation with an Efficient Context Memory").
+
+    A query attends, at their true distance, the last `local` tokens; and at the constant distance `far` the first
+    `sinks`, the `top_k` memory blocks that its block of queries finds most relevant, and whatever has left the local
+    window but does not fill a memory block yet. Tokens from `sinks` on are cut into blocks of `block_size`; one enters
+    the memory when all of it is out of the local window of the block's first query.
+
+    A memory block is represented, for each query head, by its `repr_tokens` tokens of the largest representative
+    score `r_m`: the mean of `q_{m+j} · k_m` over the `local` queries after token m, rotated as local attention sees
+    them (Eq. 2). Its relevance is the sum of `q · k` over heads, representative tokens and the queries of the block,
+    queries at `far` and keys unrotated (Eq. 3).
+
+    Cost: a token attends at most `sinks + (top_k + 1) · block_size + local` keys; a block of queries is scored against
+    M summaries, O(H · M · D); a memory block's summary is H · D numbers.
+    """
+
+    by_block: ClassVar[bool] = True
+
+    block_size: int = 128
+    repr_tokens: int = 4
+    top_k: int = 16
+    sinks: int = 128
+    local: int | None = None
+    far: int | None = None
+
+    def resolve(self, window: int) -> Self:
+        local = max(1, window // 2) if self.local is None else self.local
+        made = replace(self, local=local, far=local if self.far is None else self.far)
+        made.expect(block_size=1, repr_tokens=1, top_k=1, sinks=0, local=1, far=0)
+        return made
+
+    def exact_length(self, window: int) -> int | None:
+        return self.n_recent + (1 if self.far == self.local else 0)
+
+    @property
+    def cache_chunk(self) -> int:
+        return self.block_size
+
+    @property
+    def choices(self) -> tuple[int, int]:
+        return self.sinks, self.block_size
+
+    @property
+    def n_recent(self) -> int:
+        assert self.local is not None, "resolved before use"
+        return self.local
+
+    def key_positions(self, indices: Tensor) -> Tensor | None:
+        return None
+
+    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        assert self.local is not None, "resolved before use"
+        assert self.far is not None, "resolved before use"
+        self.memorise(q, cache, step)
+        here = near(q, cache, step, window=self.local)
+        if step.stop <= self.local:
+            return here[0]
+        far = rotate(q, step.distant(self.far, q))
+        n_blocks = cache.chunks.n_summaries
+        if n_blocks <= self.top_k:  # nothing to choose
+            return merge([behind(far, cache.k, cache.v, step, gap=self.local), here])
+        chosen = self.select(far, cache, step)
+        end = self.sinks + n_blocks * self.block_size
+        k, v = (
+            x[:, self.sinks : end].unflatten(1, (n_blocks, -1))[:, chosen].flatten(1, 2) for x in (cache.k, cache.v)
+        )
+        parts = [
+            behind(far, cache.k[:, : self.sinks], cache.v[:, : self.sinks], step, gap=self.local),
+            step.attention.dense(far, k, v, causal=False),
+            behind(far, cache.k[:, end:], cache.v[:, end:], step, gap=self.local, first=end),
+            here,
+        ]
+        return merge(parts)
+
+    def select(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        """The memory blocks `[top_k]` that the placed queries `[H, T, D]` find most relevant together."""
+        summary = cache.chunks.summary
+        assert summary is not None
+        relevance = torch.einsum("hd,hmd->m", q.mean(dim=1), summary)
+        chosen = relevance.topk(self.top_k).indices.sort().values
+        cache.chunks.note_use(chosen, step.stop)
+        if step.note:
+            step.note(cache.index, chosen.expand(*q.shape[:2], -1))
+        return chosen
+
+    def memorise(self, q: Tensor, cache: LayerCache, step: Step) -> None:
+        """Add this block's part of the representative scores; summarise the memory blocks that are complete now.
+
+        `state["votes"]` `[H, n]` holds the scores of the tokens that are in no memory block yet.
+        """
+        assert self.local is not None, "resolved before use"
+        n_blocks = cache.chunks.n_summaries
+        done = self.sinks + n_blocks * self.block_size
+        if step.stop <= done:
+            return
+        first = max(done, step.start - self.local)
+        votes = cache.state.get("votes", q.new_zeros(q.shape[0], 0, dtype=torch.float32))
+        votes = pad(votes, (0, step.stop - done - votes.shape[1]))
+        votes[:, first - done :] += self.votes(q, first, cache, step)
+        complete = max(0, step.start - self.local + 1 - done) // self.block_size
+        if complete:
+            n = complete * self.block_size
+            best = votes[:, :n].unflatten(1, (complete, -1)).topk(min(self.repr_tokens, self.block_size)).indices
+            keys = cache.k[:, done : done + n].unflatten(1, (complete, -1))  # [G, m, L, D]
+            keys = keys.repeat_interleave(q.shape[0] // keys.shape[0], 0)
+            chosen = keys.gather(2, best[..., None].expand(-1, -1, -1, keys.shape[-1]))
+            cache.chunks.add_summaries(chosen.sum(dim=2))
+            votes = votes[:, n:]
+        cache.stage("votes", votes)
+
+    def votes(self, q: Tensor, first: int, cache: LayerCache, step: Step) -> Tensor:
+        """For each token m from `first` on, the block's sum of `q_i · k_m` over `m < i <= m + local`: `[H, n]`.
+
+        The sum of the queries comes first, from running sums over the block, so that no matrix of scores is made.
+        Time: O(H · n · D).
+        """
+        assert self.local is not None, "resolved before use"
+        keys = cast(RecentKeys, cache.stores[RECENT]).since(first, step.stop)
+        sums = pad(rotate(q, step.true_places(q)).float().cumsum(dim=1), (0, 0, 1, 0))  # sums[t]: the first t queries
+        m = torch.arange(first, step.stop, device=q.device) - step.start
+        since, until = (m + 1).clamp(min=0), (m + self.local + 1).clamp(min=0, max=q.shape[1])
+        window_sums = (sums[:, until] - sums[:, since]).unflatten(0, (keys.shape[0], -1))  # [G, R, n, D]
+        return torch.einsum("grnd,gnd->grn", window_sums, keys.float()).flatten(0, 1)

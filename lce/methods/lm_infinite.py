@@ -1,0 +1,94 @@
+"""LM-Infinite: a Lambda-shaped mask and a ceiling on distances, with a few far tokens if asked for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from lce.cache.kv import LayerCache
+from lce.engine.attention import merge
+from lce.engine.backends import Part
+from lce.methods.base import Method
+from lce.methods.parts import behind, near, side_by_side
+from lce.methods.registry import register
+from lce.methods.step import Step
+from lce.models.rope import rotate
+
+SCORES_AT_ONCE = 1 << 24  # bounds the scores of a slice of queries: 64 MiB in float32
+
+
+@register("lm_infinite")
+@dataclass(frozen=True)
+class LMInfinite(Method):
+    """LM-Infinite (Han et al., 2024, "LM-Infinite: Zero-Shot Extreme Length Generalization for LLMs").
+
+    A query attends the first `sinks` tokens and those with `i - j < local`, at distance `min(i - j, local)` (section
+    4.2). From layer `from_layer` on, every head also attends the `top_k` tokens between with the largest logits at
+    that distance (section 4.3).
+
+    Example: `sinks=2, local=3`; query 9 sees tokens 9, 8, 7 at 0, 1, 2 and tokens 1, 0 at 3.
+
+    Keys are cached unrotated, for all that are far are seen from one place; the last `local` also at their own.
+    Time: O((sinks + local) · D) a token and head; with `top_k`, O(N · D) for the scores.
+    """
+
+    sinks: int = 10
+    local: int | None = None
+    top_k: int = 0
+    from_layer: int = 0
+
+    def resolve(self, window: int) -> Self:
+        made = replace(self, local=window if self.local is None else self.local)
+        made.expect(sinks=0, local=1, top_k=0, from_layer=0)
+        return made
+
+    def exact_length(self, window: int) -> int | None:
+        return self.n_recent + (1 if self.sinks else 0)
+
+    @property
+    def n_recent(self) -> int:
+        assert self.local is not None, "resolved before use"
+        return self.local
+
+    def key_positions(self, indices: Tensor) -> Tensor | None:
+        return None
+
+    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        assert self.local is not None, "resolved before use"
+        parts = [near(q, cache, step, window=self.local)]
+        if step.stop > self.local:
+            far = rotate(q, step.distant(self.local, q))
+            parts.append(behind(far, cache.k[:, : self.sinks], cache.v[:, : self.sinks], step, gap=self.local))
+            if self.top_k and cache.index >= self.from_layer and step.stop - self.local > self.sinks:
+                parts.append(self.middle(far, cache, step))
+        return merge(parts)
+
+    def middle(self, q: Tensor, cache: LayerCache, step: Step) -> Part:
+        """The `top_k` best of tokens `sinks..i-local` for each placed query of each head: `q [H, T, D]`.
+
+        Time: O(H · T · N · D). Bytes: the scores of a slice of queries, bounded.
+        """
+        assert self.local is not None, "resolved before use"
+        middle = slice(self.sinks, step.stop - self.local)
+        k, v = cache.k[:, middle], cache.v[:, middle]
+        last_seen = step.positions(q.device) - self.local - self.sinks  # counted from the first middle token
+        rows = max(1, SCORES_AT_ONCE // (q.shape[0] * k.shape[1]))
+        slices = zip(q.split(rows, dim=1), last_seen.split(rows), strict=True)
+        return side_by_side([_best_keys(part, k, v, seen, self.top_k) for part, seen in slices])
+
+
+def _best_keys(q: Tensor, k: Tensor, v: Tensor, last_seen: Tensor, top_k: int) -> Part:
+    """Attention of each query to its `top_k` best keys among `0..last_seen`: `q [H, T, D]`, `k v [G, M, D]`."""
+    (n_heads, n_queries, dim), (n_kv_heads, n_keys, _) = q.shape, k.shape
+    scores = (q.reshape(n_kv_heads, -1, dim) @ k.transpose(1, 2)).view(n_heads, n_queries, n_keys).float()
+    hidden = torch.arange(n_keys, device=q.device) > last_seen[:, None]
+    best = scores.div_(math.sqrt(dim)).masked_fill_(hidden, -torch.inf).topk(min(top_k, n_keys), dim=-1)
+    lse = best.values.logsumexp(-1)
+    weights = (best.values - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
+    flat = best.indices.view(n_kv_heads, -1, 1).expand(-1, -1, dim)
+    values = v.gather(1, flat).view(*best.indices.shape, dim)  # [H, T, top_k, D]
+    return (weights[..., None, :].to(v.dtype) @ values).squeeze(-2), lse

@@ -1,0 +1,103 @@
+"""Parts of attention that methods share: which keys, seen how, by the queries of a block.
+
+Each returns `out [H, T, D]` and `lse [H, T]`, to be merged with the others; a query that sees none of a part's keys
+has lse -inf there.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from lce.cache.kv import LayerCache
+from lce.cache.stores import RecentKeys
+from lce.engine.backends import Part
+from lce.methods.step import Step
+from lce.models.rope import rotate
+
+RECENT = "recent keys"
+
+
+def keep_recent(k: Tensor, n: int, cache: LayerCache, step: Step) -> None:
+    """Keep the block's unrotated keys `[G, T, D]` at their absolute positions until they are `n` tokens behind."""
+    if RECENT not in cache.stores:
+        cache.stores[RECENT] = RecentKeys(n)
+    cast(RecentKeys, cache.stores[RECENT]).write(rotate(k, step.true_places(k)), step.start)
+
+
+def near(q: Tensor, cache: LayerCache, step: Step, *, window: int | None = None, first: int = 0) -> Part:
+    """Keys at their true distance: those of tokens from `first` on, and of these the last `window` of each query.
+
+    `q [H, T, D]` is unrotated. For methods whose `n_recent` covers the keys asked for. Time: O(H · T · window · D).
+    """
+    if window is not None:
+        first = max(first, step.start - window + 1)
+    keys = cast(RecentKeys, cache.stores[RECENT]).since(first, step.stop)
+    placed = rotate(q, step.true_places(q))
+    return step.attention.dense(placed, keys, cache.v[:, first:], causal=True, window=window)
+
+
+def behind(q: Tensor, k: Tensor, v: Tensor, step: Step, gap: int, first: int = 0) -> Part:
+    """Keys at least `gap` tokens behind each query, wherever `q` and `k` were placed.
+
+    `k v [G, N, D]` are of tokens `first..first+N-1`; query i sees those up to `i - gap`. The block is cut in three:
+    queries that see none, queries that see one more each, queries that see all. Time: O(H · T · N · D).
+    """
+    n_queries, n_keys = q.shape[1], k.shape[1]
+    begin = min(max(gap + first - step.start, 0), n_queries)
+    whole = min(max(gap + first + n_keys - 1 - step.start, begin), n_queries)
+    parts = [(torch.zeros_like(q[:, :begin]), q.new_full((q.shape[0], begin), -torch.inf, dtype=torch.float32))]
+    if whole > begin:
+        seen = step.start + whole - gap - first
+        parts.append(step.attention.dense(q[:, begin:whole], k[:, :seen], v[:, :seen], causal=True))
+    if n_queries > whole:
+        parts.append(step.attention.dense(q[:, whole:], k, v, causal=False))
+    return side_by_side(parts)
+
+
+def side_by_side(parts: list[Part]) -> Part:
+    """Parts of successive queries as one part of them all."""
+    parts = [part for part in parts if part[0].shape[1]]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([out for out, _ in parts], dim=1), torch.cat([lse for _, lse in parts], dim=1)
+
+
+def within_chunk(q: Tensor, cache: LayerCache, step: Step) -> Part:
+    """Causal attention of each query to its own chunk alone: `q [H, T, D]` rotated at in-chunk offsets.
+
+    The block is cut at chunk borders: an end, whole chunks side by side, and a beginning. Time: O(H · T · L · D).
+    """
+    size = cache.chunks.chunk_size
+    first_border = min(-(-step.start // size) * size, step.stop)
+    last_border = max(step.stop // size * size, first_border)
+    parts = []
+    for start, stop in ((step.start, first_border), (first_border, last_border), (last_border, step.stop)):
+        if start == stop:
+            continue
+        queries = q[:, start - step.start : stop - step.start]
+        if start == first_border and stop == last_border:
+            n_chunks = (stop - start) // size
+            k, v = cache.chunked(start // size, stop // size)
+            folded = fold_chunks(queries.unflatten(1, (n_chunks, size)), k.shape[0])
+            out, lse = step.attention.dense(folded, k.flatten(0, 1), v.flatten(0, 1), causal=True)
+            out = unfold_chunks(out, k.shape[0], n_chunks).flatten(1, 2)
+            parts.append((out, unfold_chunks(lse, k.shape[0], n_chunks).flatten(1, 2)))
+        else:
+            keys = slice(start // size * size, stop)
+            parts.append(step.attention.dense(queries, cache.k[:, keys], cache.v[:, keys], causal=True))
+    return side_by_side(parts)
+
+
+def fold_chunks(x: Tensor, n_kv_heads: int) -> Tensor:
+    """`[H, m, …]` to `[G·m·R, …]`: chunks beside KV heads, so that each is a problem of its own to `dense`."""
+    folded: Tensor = x.unflatten(0, (n_kv_heads, -1)).transpose(1, 2).flatten(0, 2)
+    return folded
+
+
+def unfold_chunks(x: Tensor, n_kv_heads: int, n_chunks: int) -> Tensor:
+    """`fold_chunks` undone: `[G·m·R, …]` to `[H, m, …]`."""
+    unfolded: Tensor = x.unflatten(0, (n_kv_heads, n_chunks, -1)).transpose(1, 2).flatten(0, 1)
+    return unfolded

@@ -1,0 +1,68 @@
+"""ReRoPE: every key, at a distance that stops growing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from lce.cache.kv import LayerCache
+from lce.engine.attention import merge
+from lce.methods.base import Method
+from lce.methods.parts import behind, near
+from lce.methods.registry import register
+from lce.methods.step import Step
+from lce.models.rope import rotate
+
+
+@register("rerope")
+@dataclass(frozen=True)
+class ReRope(Method):
+    """ReRoPE (Su, 2023, "Rectified Rotary Position Embeddings").
+
+    A query attends every earlier key, at distance `min(i - j, local)`: exact nearby, constant beyond. `log_scale`
+    multiplies the query by `max(1, ln(i + 1) / ln W)`, which keeps the softmax as sharp as it was in training.
+
+    Example: `local=3`; query 9 sees keys 9, 8, 7 at distances 0, 1, 2 and all before them at 3.
+
+    Keys are cached unrotated, for all that are far are seen from one place; the last `local` also at their own.
+    Time: O(N · D) a token and head, in two parts.
+    """
+
+    local: int | None = None
+    log_scale: bool = False
+
+    def resolve(self, window: int) -> Self:
+        made = replace(self, local=max(1, window // 2) if self.local is None else self.local)
+        made.expect(local=1)
+        return made
+
+    def exact_length(self, window: int) -> int | None:
+        assert self.local is not None, "resolved before use"
+        return self.local + 1
+
+    @property
+    def n_recent(self) -> int:
+        assert self.local is not None, "resolved before use"
+        return self.local
+
+    def key_positions(self, indices: Tensor) -> Tensor | None:
+        return None
+
+    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        assert self.local is not None, "resolved before use"
+        if self.log_scale:
+            q = q * step.once("log scale", lambda: log_scale(step.positions(q.device), step.window).to(q.dtype))
+        here = near(q, cache, step, window=self.local)
+        if step.stop <= self.local:
+            return here[0]
+        far = behind(rotate(q, step.distant(self.local, q)), cache.k, cache.v, step, gap=self.local)
+        return merge([far, here])
+
+
+def log_scale(indices: Tensor, window: int) -> Tensor:
+    """`max(1, ln(i + 1) / ln W)` for each query index `[T]`: `[T, 1]`."""
+    return ((indices.to(torch.float64) + 1).log() / math.log(window)).clamp(min=1.0)[:, None]

@@ -1,0 +1,62 @@
+"""Self-Extend: near keys at their own distance, far ones at that of their group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+from torch import Tensor
+
+from lce.cache.kv import LayerCache
+from lce.engine.attention import merge
+from lce.methods.base import Method
+from lce.methods.parts import behind, near
+from lce.methods.registry import register
+from lce.methods.step import Step
+from lce.models.rope import Table, rotate
+
+
+@register("self_extend")
+@dataclass(frozen=True)
+class SelfExtend(Method):
+    """Self-Extend (Jin et al., 2024, "LLM Maybe LongLM: Self-Extend LLM Context Window Without Tuning").
+
+    A query attends every earlier key. One nearer than `local` is seen at its true distance; farther ones at
+    `i // group - j // group + local - local // group` (Eq. 3-4, with the paper's floors), so that distances grow
+    `group` times more slowly. The window is stretched to `(W - local) · group + local` tokens; beyond that, distances
+    leave it: choose a larger group.
+
+    Example: `local=4, group=2`; query 9 sees keys 9..6 at 0..3, then 5, 4 at 4 and 3, 2 at 5.
+
+    Keys are cached at their group's position; the last `local` also at their own. Time: O(N · D) a token and head.
+    """
+
+    local: int | None = None
+    group: int = 8
+
+    def resolve(self, window: int) -> Self:
+        made = replace(self, local=max(1, window // 4) if self.local is None else self.local)
+        made.expect(local=1, group=1)
+        return made
+
+    def exact_length(self, window: int) -> int | None:
+        return self.n_recent
+
+    @property
+    def n_recent(self) -> int:
+        assert self.local is not None, "resolved before use"
+        return self.local
+
+    def key_positions(self, indices: Tensor) -> Tensor | None:
+        return indices // self.group
+
+    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        assert self.local is not None, "resolved before use"
+        here = near(q, cache, step, window=self.local)
+        if step.stop <= self.local:
+            return here[0]
+        shift = self.local - self.local // self.group
+        table: Table = step.once(
+            "places", lambda: step.rope.table(step.positions(q.device) // self.group + shift, q.dtype)
+        )
+        return merge([behind(rotate(q, table), cache.k, cache.v, step, gap=self.local), here])

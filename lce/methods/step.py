@@ -1,0 +1,71 @@
+"""What a method is told: the pass at work, and the checkpoint it was loaded with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lce.engine.attention import Attention
+from lce.models.rope import Rope, Table
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass of a block through the model: what is the same in every layer.
+
+    Example: the second block of a prefill by 512 has `start=512, stop=1024`; the decode step after 1,500 tokens has
+    `start=1500, stop=1501`. `memo` lives as long as the pass: `once` computes a table for the first layer and hands
+    it to the others. `note`, where given, is told what each layer chose: `note(layer, chunk_ids [H, T, K])`.
+    """
+
+    start: int
+    stop: int
+    rope: Rope
+    attention: Attention
+    window: int
+    n_kv_heads: int
+    sliding_window: int | None = None
+    note: Callable[[int, Tensor], None] | None = None
+    memo: dict[str, Any] = field(default_factory=dict)
+
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """`make()`, the first time it is asked for in this pass."""
+        if name not in self.memo:
+            self.memo[name] = make()
+        return self.memo[name]
+
+    def positions(self, device: torch.device) -> Tensor:
+        """The block's indices `[T]`."""
+        return torch.arange(self.start, self.stop, device=device)
+
+    def true_places(self, like: Tensor) -> Table:
+        """The table that rotates the block's vectors to their absolute positions."""
+        table: Table = self.once("true places", lambda: self.rope.table(self.positions(like.device), like.dtype))
+        return table
+
+    def distant(self, distance: int, like: Tensor) -> Table:
+        """The table for queries that see unrotated keys, all of them, at one distance.
+
+        It carries YaRN's factor twice: what an unrotated key has not been given, its query brings along.
+        """
+
+        def make() -> Table:
+            cos, sin = self.rope.table(torch.full((1,), distance, device=like.device), torch.float64)
+            return (cos * self.rope.scale).to(like.dtype), (sin * self.rope.scale).to(like.dtype)
+
+        table: Table = self.once(f"distance {distance}", make)
+        return table
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a method may know of a checkpoint: the values of its config.json, its folder, what ties a file to it."""
+
+    config: Mapping[str, Any]
+    folder: Path
+    fingerprint: Callable[[], str]

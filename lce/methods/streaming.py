@@ -1,0 +1,55 @@
+"""StreamingLLM: the first tokens and the last ones, and nothing between."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+from torch import Tensor
+
+from lce.cache.kv import LayerCache
+from lce.engine.attention import merge
+from lce.methods.base import Method
+from lce.methods.parts import behind
+from lce.methods.registry import register
+from lce.methods.step import Step
+from lce.models.rope import Table, rotate
+
+
+@register("streaming")
+@dataclass(frozen=True)
+class Streaming(Method):
+    """StreamingLLM (Xiao et al., 2024, "Efficient Streaming Language Models with Attention Sinks").
+
+    A query attends the first `sinks` tokens and the last `local`, itself included (section 3.2). Positions are indices
+    inside what is kept, for every query of a long prefill as in decode: a local key is seen at its true distance, sink
+    j from position `sinks + local - 1` once there is something between.
+
+    Example: `sinks=2, local=3`; query 9 attends tokens 0, 1, 7, 8, 9 as if they were a text of five.
+
+    Keys are cached at their absolute position, which is a sink's position too, so only the query is turned.
+    Time: O((sinks + local) · D) a token and head, whatever the length.
+    """
+
+    sinks: int = 4
+    local: int | None = None
+
+    def resolve(self, window: int) -> Self:
+        made = replace(self, local=max(1, window - self.sinks) if self.local is None else self.local)
+        made.expect(sinks=0, local=1)
+        return made
+
+    def exact_length(self, window: int) -> int | None:
+        assert self.local is not None, "resolved before use"
+        return self.sinks + self.local
+
+    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        assert self.local is not None, "resolved before use"
+        placed = rotate(q, step.true_places(q))
+        here = step.attention.dense(placed, cache.k, cache.v, causal=True, window=self.local)
+        if step.stop <= self.local or not self.sinks:
+            return here[0]
+        last = self.sinks + self.local - 1
+        table: Table = step.once("places", lambda: step.rope.table(step.positions(q.device).clamp(max=last), q.dtype))
+        sinks = cache.k[:, : self.sinks], cache.v[:, : self.sinks]
+        return merge([behind(rotate(q, table), *sinks, step, gap=self.local), here])
