@@ -1,7 +1,7 @@
 """The slow, obvious truth: attention straight from the definitions, in float64, sharing no code with lce.
 
-Each method is a function from a whole sequence's `q [H, N, D]`, `k v [G, N, D]` to two explicit tables, for every head:
-which keys a query attends (`mask [H, N, N]`), and at which distance (`distance [H, N, N]`), and perhaps a factor on each
+Each method is a function from a whole sequence's `q [H, N, D]`, `k v [G, N, D]` to explicit tables, for every head:
+which keys a query attends (`mask [H, N, N]`), at which distance (`distance [H, N, N]`), and perhaps a factor on each
 query's logits (`scale [N]`). `attention` then takes one softmax over each row.
 """
 
@@ -267,11 +267,13 @@ def infllm(
     i, j, everyone = indices(q)
     mask = (j <= i) & (i - j < local)
 
-    def representatives(h: int, first: int) -> list[int]:
-        def score(m: int) -> float:
-            return float(dot(q_true[h][m + 1 : m + local + 1], k_true[h // rep][m]).sum() / local)
+    attended = torch.zeros(n_heads, n, dtype=torch.float64)  # by the local attention of all queries
+    for h in range(n_heads):
+        logits = dot(q_true[h][:, None], k_true[h // rep][None]) / math.sqrt(q.shape[-1])
+        attended[h] = logits.masked_fill(~mask, -math.inf).softmax(-1).sum(0)
 
-        return sorted(range(first, first + block_size), key=lambda m: -score(m))[:repr_tokens]
+    def representatives(h: int, first: int) -> list[int]:
+        return sorted(range(first, first + block_size), key=lambda m: -float(attended[h, m]))[:repr_tokens]
 
     chosen_tokens: dict[tuple[int, int], list[int]] = {}
     start = 0
@@ -318,7 +320,7 @@ def esa(
     local = local or setting.window // 2
     far = local if far is None else far
     top_k = top_k or setting.window // 4
-    n_heads, n, dim = q.shape
+    n_heads, _, dim = q.shape
     i, j, everyone = indices(q)
     mask, distance = (j <= i).clone(), (i - j).clone()
     rep = n_heads // k.shape[0]

@@ -32,7 +32,7 @@ def run(
     window: int,
     sliding_window: int | None = None,
     backend: str = "torch",
-    scaling: RopeConfig = RopeConfig(),
+    scaling: RopeConfig | None = None,
     note: Callable[[int, Tensor], None] | None = None,
 ) -> Tensor:
     """The method's output `[H, N, D]` for a sequence fed in blocks of these sizes."""
@@ -40,7 +40,7 @@ def run(
     dim = q.shape[-1]
     shape = CacheShape(1, k.shape[0], dim, method.cache_chunk, k.dtype, k.device)
     cache = KVCache(shape)
-    rope = Rope(scaling, dim, window, q.shape[1])
+    rope = Rope(scaling or RopeConfig(), dim, window, q.shape[1])
     attention = Attention.choose(backend)
     outs, start = [], 0
     for size in blocks:

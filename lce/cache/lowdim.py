@@ -117,7 +117,8 @@ def principal(k: Tensor, low_dim: int) -> Tensor:
     flat = side_by_side(k).double()
     flat = flat - flat.mean(dim=0)
     _, directions = torch.linalg.eigh(flat.T @ flat)  # of ascending variance
-    return directions[:, -low_dim:].flip(1).to(k.dtype).contiguous()
+    best: Tensor = directions[:, -low_dim:].flip(1)
+    return best.to(k.dtype).contiguous()
 
 
 def side_by_side(x: Tensor) -> Tensor:

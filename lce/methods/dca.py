@@ -44,13 +44,13 @@ class DualChunk(Method):
         config = model.config.get("dual_chunk_attention_config")
         if config is None or self.chunk_size is not None:
             return self
-        sizes = [config.get(key) if isinstance(config, dict) else None for key in ("chunk_size", "local_size")]
-        if not all(isinstance(size, int) for size in sizes) or not 0 <= sizes[1] < sizes[0]:
+        size, kept = (config.get(key) for key in ("chunk_size", "local_size"))
+        if not isinstance(size, int) or not isinstance(kept, int) or not 0 <= kept < size:
             raise ModelError(
-                f"{model.folder}: dual_chunk_attention_config is {config!r}; expected chunk_size and a smaller "
+                f"{model.folder}: dual_chunk_attention_config is {config!r}; expected a chunk_size and a smaller "
                 "local_size; give -o chunk_size=N"
             )
-        return replace(self, chunk_size=sizes[0] - sizes[1])
+        return replace(self, chunk_size=size - kept)
 
     def resolve(self, window: int) -> Self:
         made = replace(self, chunk_size=max(1, 3 * window // 4) if self.chunk_size is None else self.chunk_size)

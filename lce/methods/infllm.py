@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self, cast
 
@@ -12,11 +13,14 @@ from torch.nn.functional import pad
 from lce.cache.kv import LayerCache
 from lce.cache.stores import RecentKeys
 from lce.engine.attention import merge
+from lce.engine.backends import band
 from lce.methods.base import Method
 from lce.methods.parts import RECENT, behind, near
 from lce.methods.registry import register
 from lce.methods.step import Step
 from lce.models.rope import rotate
+
+SCORES_AT_ONCE = 1 << 24  # bounds the weights of a slice of queries: 64 MiB in float32
 
 
 @register("infllm")
@@ -29,10 +33,9 @@ class InfLLM(Method):
     window but does not fill a memory block yet. Tokens from `sinks` on are cut into blocks of `block_size`; one enters
     the memory when all of it is out of the local window of the block's first query.
 
-    A memory block is represented, for each query head, by its `repr_tokens` tokens of the largest representative
-    score `r_m`: the mean of `q_{m+j} · k_m` over the `local` queries after token m, rotated as local attention sees
-    them (Eq. 2). Its relevance is the sum of `q · k` over heads, representative tokens and the queries of the block,
-    queries at `far` and keys unrotated (Eq. 3).
+    A memory block is represented, for each query head, by the `repr_tokens` of its tokens that local queries attended
+    most: by the sum of the weights that the softmax over the local window of every query gave them. Its relevance is
+    the sum of `q · k` over heads, representative tokens and the queries of the block, queries at `far`.
 
     Cost: a token attends at most `sinks + (top_k + 1) · block_size + local` keys; a block of queries is scored against
     M summaries, O(H · M · D); a memory block's summary is H · D numbers.
@@ -72,11 +75,15 @@ class InfLLM(Method):
     def key_positions(self, indices: Tensor) -> Tensor | None:
         return None
 
+    def memory_end(self, cache: LayerCache) -> int:
+        """The first token that is in no memory block (and no sink)."""
+        return self.sinks + cache.chunks.n_summaries * self.block_size
+
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         assert self.local is not None, "resolved before use"
         assert self.far is not None, "resolved before use"
-        self.memorise(q, cache, step)
         here = near(q, cache, step, window=self.local)
+        self.memorise(q, here[1], cache, step)
         if step.stop <= self.local:
             return here[0]
         far = rotate(q, step.distant(self.far, q))
@@ -84,7 +91,7 @@ class InfLLM(Method):
         if n_blocks <= self.top_k:  # nothing to choose
             return merge([behind(far, cache.k, cache.v, step, gap=self.local), here])
         chosen = self.select(far, cache, step)
-        end = self.sinks + n_blocks * self.block_size
+        end = self.memory_end(cache)
         k, v = (
             x[:, self.sinks : end].unflatten(1, (n_blocks, -1))[:, chosen].flatten(1, 2) for x in (cache.k, cache.v)
         )
@@ -107,21 +114,21 @@ class InfLLM(Method):
             step.note(cache.index, chosen.expand(*q.shape[:2], -1))
         return chosen
 
-    def memorise(self, q: Tensor, cache: LayerCache, step: Step) -> None:
+    def memorise(self, q: Tensor, lse: Tensor, cache: LayerCache, step: Step) -> None:
         """Add this block's part of the representative scores; summarise the memory blocks that are complete now.
 
-        `state["votes"]` `[H, n]` holds the scores of the tokens that are in no memory block yet.
+        `lse [H, T]` is local attention's. `state["votes"]` `[H, n]` holds the scores of the tokens that no memory block
+        has yet.
         """
-        assert self.local is not None, "resolved before use"
-        n_blocks = cache.chunks.n_summaries
-        done = self.sinks + n_blocks * self.block_size
+        done = self.memory_end(cache)
         if step.stop <= done:
             return
-        first = max(done, step.start - self.local)
+        first = max(0, step.start - self.n_recent + 1)  # the first key that a query of this block sees as local
         votes = cache.state.get("votes", q.new_zeros(q.shape[0], 0, dtype=torch.float32))
         votes = pad(votes, (0, step.stop - done - votes.shape[1]))
-        votes[:, first - done :] += self.votes(q, first, cache, step)
-        complete = max(0, step.start - self.local + 1 - done) // self.block_size
+        new = self.votes(q, lse, first, cache, step)
+        votes[:, max(0, first - done) :] += new[:, max(0, done - first) :]
+        complete = max(0, step.start - self.n_recent + 1 - done) // self.block_size
         if complete:
             n = complete * self.block_size
             best = votes[:, :n].unflatten(1, (complete, -1)).topk(min(self.repr_tokens, self.block_size)).indices
@@ -132,16 +139,18 @@ class InfLLM(Method):
             votes = votes[:, n:]
         cache.stage("votes", votes)
 
-    def votes(self, q: Tensor, first: int, cache: LayerCache, step: Step) -> Tensor:
-        """For each token m from `first` on, the block's sum of `q_i · k_m` over `m < i <= m + local`: `[H, n]`.
+    def votes(self, q: Tensor, lse: Tensor, first: int, cache: LayerCache, step: Step) -> Tensor:
+        """What each token from `first` on has of the local attention of the block's queries: `[H, n]`.
 
-        The sum of the queries comes first, from running sums over the block, so that no matrix of scores is made.
-        Time: O(H · n · D).
+        Probabilities are made again from the logits and `lse`, for some queries at a time. Time: O(H · T · n · D).
         """
-        assert self.local is not None, "resolved before use"
         keys = cast(RecentKeys, cache.stores[RECENT]).since(first, step.stop)
-        sums = pad(rotate(q, step.true_places(q)).float().cumsum(dim=1), (0, 0, 1, 0))  # sums[t]: the first t queries
-        m = torch.arange(first, step.stop, device=q.device) - step.start
-        since, until = (m + 1).clamp(min=0), (m + self.local + 1).clamp(min=0, max=q.shape[1])
-        window_sums = (sums[:, until] - sums[:, since]).unflatten(0, (keys.shape[0], -1))  # [G, R, n, D]
-        return torch.einsum("grnd,gnd->grn", window_sums, keys.float()).flatten(0, 1)
+        seen = band(q.shape[1], keys.shape[1], self.n_recent, q.device)
+        grouped = rotate(q, step.true_places(q)).unflatten(0, (keys.shape[0], -1)) / math.sqrt(q.shape[-1])
+        total = q.new_zeros(q.shape[0], keys.shape[1], dtype=torch.float32)
+        rows = max(1, SCORES_AT_ONCE // (q.shape[0] * keys.shape[1]))
+        for start in range(0, q.shape[1], rows):
+            some = slice(start, start + rows)
+            logits = (grouped[:, :, some] @ keys[:, None].transpose(-1, -2)).flatten(0, 1).float()
+            total += (logits - lse[:, some, None]).exp_().mul_(seen[some]).sum(dim=1)
+        return total
