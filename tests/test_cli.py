@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import lce
-from lce import cli, report
+from lce import cli, options, report
 from lce.errors import LceError, UsageError
 from tests.command import PROMPT, assert_error, run, spawn
 
@@ -106,8 +106,8 @@ def test_where_the_prompt_comes_from(
         prompts.append(read_prompt(prompt, prompt_file))
         raise Asked
 
-    read_prompt = cli.read_prompt
-    monkeypatch.setattr(cli, "read_prompt", note)
+    read_prompt = options.read_prompt
+    monkeypatch.setattr(options, "read_prompt", note)
     assert run("generate", "--model", "none", *(arg.format(file=file) for arg in args), stdin=stdin).exit_code == 1
     assert prompts == [expected]
 
@@ -133,7 +133,7 @@ def test_no_prompt_on_a_terminal_is_a_usage_error(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(sys, "stdin", Terminal())
     with pytest.raises(UsageError, match="no prompt"):
-        cli.read_prompt(None, None)
+        options.read_prompt(None, None)
 
 
 def test_options_that_cannot_be_used(tiny_model: Path) -> None:
@@ -179,7 +179,7 @@ def test_eval_passkey_refuses_what_it_cannot_use(tiny_model: Path) -> None:
 
 
 def test_lengths_in_units_of_1024() -> None:
-    assert cli._lengths(None, None, "512, 2k,1K") == [512, 2048, 1024]  # type: ignore[arg-type]
+    assert options.lengths(None, None, "512, 2k,1K") == [512, 2048, 1024]  # type: ignore[arg-type]
 
 
 def test_methods_lists_knobs_and_defaults() -> None:
