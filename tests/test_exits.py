@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lce import cli
+from lce import options
 from lce.errors import CapacityError, DataError, LceError, ModelError, UsageError
 from lce.exits import verdict
 from tests.command import PROMPT, assert_error, run, spawn
@@ -47,7 +47,7 @@ def test_every_failure_has_its_exit_code(
     def fail(*_: object) -> str:
         raise error
 
-    monkeypatch.setattr(cli, "read_prompt", fail)
+    monkeypatch.setattr(options, "read_prompt", fail)
     assert_error(run("generate", "--model", "none"), code, words)
 
 
