@@ -5,6 +5,7 @@ Whatever is heavy is imported inside the functions, so that `--help` answers at 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from typing import Any, NoReturn
@@ -99,20 +100,24 @@ def evaluation() -> None:
 @click.option("--seed", type=int, default=0, show_default=True, help="The same seed makes the same prompts.")
 @click.option("--task", default="passkey", show_default=True, help="What is hidden in the text.")
 @click.option("--filler", default="prose", show_default=True, metavar="prose|noise", help="The text it is hidden in.")
+@click.option("--record", metavar="FILE", help="Write each answer down, and do not ask again what stands there.")
 @options.loading_options
 @options.json_option
 @options.quiet_option
 @options.debug_option
 def passkey(
     model: str, names: list[str], knobs: dict[str, str], lengths: list[int], samples: int, seed: int, task: str,
-    filler: str, as_json: bool, quiet: bool, **loading: Any,
+    filler: str, record: str | None, as_json: bool, quiet: bool, **loading: Any,
 ) -> None:  # fmt: skip
     """Hide a fact in texts of some lengths and ask for it; the share of right answers.
 
-    Every method gets the same prompts. Knobs given with -o go to each of the methods.
+    Every method gets the same prompts. Knobs given with -o go to each of the methods. With --record, an evaluation that
+    was interrupted goes on where it was.
     """
     from lce.eval.passkey import evaluate
+    from lce.eval.record import Record
 
+    asked: dict[str, Any] = {"n": samples, "seed": seed, "task": task, "filler": filler, "record": Record(record) if record else None}
     methods = [lce.methods.make(name, knobs) for name in names]
     scores = []
     if not as_json:
@@ -121,12 +126,49 @@ def passkey(
         engine = lce.load(model, method, **loading)
         for length in lengths:
             with report.Bar(f"{method.name} {length:,}", " samples", shown=not quiet) as bar:
-                score = evaluate(engine, length=length, n=samples, seed=seed, task=task, filler=filler, progress=bar)
+                score = evaluate(engine, length=length, progress=bar, **asked)
             scores.append(score.as_dict())
             if not as_json:
                 click.echo(report.score_row(score))
     if as_json:
         click.echo(json.dumps(scores))
+
+
+@cli.command()
+@options.model_option
+@click.option(
+    "--text", "-t", "text_file", required=True, metavar="FILE", help="A UTF-8 text to learn from; - is stdin."
+)
+@click.option("--out", required=True, metavar="FILE", help="The map file to write.")
+@click.option("--low-dim", type=int, default=128, show_default=True, help="Numbers kept of a token in each layer.")
+@click.option("--tokens", type=int, default=50_000, show_default=True, help="Read at most this much of the text.")
+@click.option("--epochs", type=int, default=10, show_default=True, help="Times that each token is learned from.")
+@click.option("--batch", type=int, default=128, show_default=True, help="Queries, and keys, of one step.")
+@click.option("--lr", type=float, default=5e-4, show_default=True, help="Adam's step size.")
+@click.option("--seed", type=int, default=0, show_default=True, help="The same seed learns the same maps.")
+@options.loading_options
+@options.json_option
+@options.quiet_option
+@options.debug_option
+def calibrate(
+    model: str, text_file: str, out: str, low_dim: int, tokens: int, epochs: int, batch: int, lr: float, seed: int,
+    as_json: bool, quiet: bool, **loading: Any,
+) -> None:  # fmt: skip
+    """Learn the maps with which ESA finds tokens by low-dimensional keys.
+
+    Writes them to --out and prints, for each layer, the share of the best tokens that they find in text that was held
+    out, beside that of PCA. Interrupted, it goes on where it was when the same command is run again.
+    """
+    from lce.eval.calibration import Calibration, calibrate
+
+    learning = Calibration(low_dim=low_dim, tokens=tokens, epochs=epochs, batch=batch, lr=lr, seed=seed)
+    text = options.read_text(text_file)
+    with report.Bars(shown=not quiet) as bars:
+        recalls = calibrate(model, text, out, learning, progress=bars, **loading)
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(recall) for recall in recalls]))
+    else:
+        click.echo("\n".join(report.recall_lines(recalls)))
 
 
 @cli.command()

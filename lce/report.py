@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 if TYPE_CHECKING:
     from lce.engine.decode import Generation, Stats
+    from lce.eval.calibration import Recall
     from lce.eval.passkey import Score
     from lce.methods.base import Method
 
@@ -41,6 +42,29 @@ class Bar:
         self._bar.close()
 
 
+class Bars:
+    """A `Bar` for each stage of a longer work; call it with the stage, what is done and the total."""
+
+    def __init__(self, *, shown: bool = True) -> None:
+        self._shown = shown
+        self._stage = ""
+        self._bar = Bar("", "", shown=False)
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage != self._stage:
+            self._bar.__exit__(None, None, None)
+            self._stage, self._bar = stage, Bar(stage, "", shown=self._shown)
+        self._bar(done, total)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._bar.__exit__(kind, error, where)
+
+
 def figures(stats: Stats) -> str:
     """The closing line of a generation."""
     held = {tier: size for tier, size in stats.memory.items() if size} or stats.memory
@@ -68,12 +92,21 @@ def generation_object(generation: Generation, method: Method) -> dict[str, Any]:
         "text": generation.text,
         "token_ids": generation.token_ids,
         "finish_reason": generation.finish_reason,
-        "method": {"name": method.name, "repr": repr(method), "knobs": dataclasses.asdict(method)},
+        "method": {"name": method.name, "repr": repr(method), "knobs": knobs_of(method)},
         "stats": {
             **dataclasses.asdict(stats),
             "prefill_tokens_per_s": stats.prefill_tokens_per_s,
             "decode_tokens_per_s": stats.decode_tokens_per_s,
         },
+    }
+
+
+def knobs_of(method: Method) -> dict[str, Any]:
+    """A method's knobs as JSON can hold them."""
+    values = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
+    return {
+        name: value if value is None or isinstance(value, str | int | float) else repr(value)
+        for name, value in values.items()
     }
 
 
@@ -83,6 +116,15 @@ def score_row(score: Score) -> str:
         f"{score.method:<14}{score.length:>10,}{score.samples:>9,}{score.accuracy:>10.1%}"
         f"  {score.low:.1%} to {score.high:.1%}"
     )
+
+
+def recall_lines(recalls: Sequence[Recall]) -> list[str]:
+    """Top-k recall of low-dim keys, a line a layer and their mean."""
+    n = len(recalls)
+    rows = [(str(recall.layer), recall.calibrated, recall.pca) for recall in recalls]
+    rows.append(("mean", sum(recall.calibrated for recall in recalls) / n, sum(recall.pca for recall in recalls) / n))
+    head = f"{'layer':<8}{'calibrated':>12}{'pca':>10}  recall of the best {recalls[0].top_k} tokens"
+    return [head, *(f"{layer:<8}{calibrated:>12.1%}{pca:>10.1%}" for layer, calibrated, pca in rows)]
 
 
 def method_object(name: str, cls: type[Method]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -17,10 +17,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
+from torch.nn.functional import max_pool1d
 
 from lce.errors import CapacityError, DataError
 
 FORMAT = "lce low-dim maps 1"
+SCORES_AT_ONCE = 1 << 24  # bounds the scores of a slice of queries: 64 MiB in float32
 
 
 @dataclass(frozen=True)
@@ -124,3 +126,32 @@ def principal(k: Tensor, low_dim: int) -> Tensor:
 def side_by_side(x: Tensor) -> Tensor:
     """`[heads, N, D]` to `[N, heads·D]`: all heads of a token in a row."""
     return x.transpose(0, 1).flatten(1)
+
+
+def block_scores(f: Callable[[slice], Tensor], n_queries: int, row_size: int) -> Tensor:
+    """What tokens are worth to a block of queries, `[M]`: `max_c (f(m; c) - max_m' f(m'; c))`.
+
+    `f` gives the scores `[t, M]` of a slice of the queries, `row_size` numbers of work a query; so many queries are
+    looked at together that memory stays bounded. Time: O(n_queries · M), and that of `f`.
+    """
+    at_once = max(1, SCORES_AT_ONCE // row_size)
+    best: Tensor | None = None
+    for start in range(0, n_queries, at_once):
+        scores = f(slice(start, start + at_once)).float()
+        here = (scores - scores.amax(dim=-1, keepdim=True)).amax(dim=0)
+        best = here if best is None else torch.maximum(best, here)
+    assert best is not None, "a block has queries"
+    return best
+
+
+def spread(scores: Tensor, eps: int) -> Tensor:
+    """Each score `[M]` replaced by the largest of those at most `eps` away."""
+    return max_pool1d(scores[None], 2 * eps + 1, stride=1, padding=eps)[0] if eps else scores
+
+
+def first_best(scores: Tensor, n: int) -> Tensor:
+    """The indices `[n]` of the largest scores `[M]`, ascending; of equal ones the first. Time: O(M)."""
+    least = scores.topk(n).values[-1]
+    above, equal = scores > least, scores == least
+    taken = above | (equal & (equal.cumsum(0) <= n - above.sum()))
+    return torch.nonzero_static(taken, size=n).squeeze(1)

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import index
 
 import torch
@@ -22,18 +23,21 @@ from lce.methods.base import Method
 from lce.models.config import RopeConfig
 from lce.models.llama import Llama
 from lce.models.rope import Rope
+from lce.weights.checkpoint import Checkpoint
 from lce.weights.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What a method chose: `chosen[layer]` `[H, T, K]`, the chunks of `chunk_size` tokens, ascending, -1 for none.
+    """What a method chose: `chosen[layer]` `[H, T, K]`, ascending, -1 for none.
 
-    A query's own chunk is not listed. Empty for a method that chooses nothing.
+    Choice c stands for the `chunk_size` tokens from `first + c · chunk_size` on. What a query attends unasked, its own
+    chunk or its local window, is not listed. Empty for a method that chooses nothing.
     """
 
     chunk_size: int
     chosen: list[Tensor]
+    first: int = 0
 
 
 class Engine:
@@ -41,7 +45,7 @@ class Engine:
 
     def __init__(
         self, model: Llama, tokenizer: Tokenizer, method: Method, attention: Attention, device: torch.device,
-        dtype: torch.dtype, block: int, window: int, rope: RopeConfig,
+        dtype: torch.dtype, block: int, window: int, rope: RopeConfig, checkpoint: Checkpoint,
     ) -> None:  # fmt: skip
         self.model = model
         self.tokenizer = tokenizer
@@ -51,8 +55,14 @@ class Engine:
         self.block = block
         self.window = window
         self.rope = rope
+        self._checkpoint = checkpoint
         self._reader = Reader(model, method, attention, device, window)
         self._eos_ids = frozenset((*model.config.eos_ids, *tokenizer.eos_ids))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What ties a file to this model's weights."""
+        return self._checkpoint.fingerprint()
 
     def __repr__(self) -> str:
         return f"Engine({self.method!r}, window={self.window}, block={self.block}, {self.device}, {self.dtype})"
@@ -154,12 +164,14 @@ class Engine:
                 if len(parts) == count:  # nothing to choose from yet
                     parts.append(torch.empty(self.model.config.n_heads, len(part), 0, dtype=torch.int64))
         widest = [max(part.shape[-1] for part in parts) for parts in seen]
+        first, size = self.method.choices
         return Trace(
-            self.method.cache_chunk,
+            size,
             [
                 torch.cat([_widened(part.cpu(), width) for part in parts], dim=1)
                 for parts, width in zip(seen, widest, strict=True)
             ],
+            first,
         )
 
     def _start(self, length: int) -> Context:
@@ -173,7 +185,11 @@ class Engine:
             dtype=self.dtype,
             device=self.device,
         )
-        return Context(KVCache(shape, length), Rope(self.rope, config.head_dim, config.window, length), self._reader)
+        return Context(KVCache(shape, length), self.rope_of(length), self._reader)
+
+    def rope_of(self, length: int) -> Rope:
+        """The rotation of a context that was announced to become `length` tokens long."""
+        return Rope(self.rope, self.model.config.head_dim, self.model.config.window, length)
 
     def _own(self, context: Context | None) -> None:
         """Refuse a context whose cache another engine filled: its keys may be placed otherwise."""

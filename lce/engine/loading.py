@@ -68,6 +68,7 @@ def load(
         block=block or chosen.block,
         window=window,
         rope=_scaled(config.rope, rope, rope_factor),
+        checkpoint=checkpoint,
     )
 
 

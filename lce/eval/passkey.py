@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import cycle
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lce.errors import UsageError, nearest
 from lce.eval.needles import NEEDLES, Needle
@@ -20,6 +20,7 @@ from lce.eval.prose import sentences
 
 if TYPE_CHECKING:
     from lce.engine.engine import Engine
+    from lce.eval.record import Record
 
 # The filler of the published task, said over and over.
 NOISE = (
@@ -102,22 +103,31 @@ def evaluate(
     seed: int = 0,
     task: str = "passkey",
     filler: str = "prose",
+    record: Record | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Score:
-    """Ask `n` samples of one length and score the answers."""
+    """Ask `n` samples of one length and score the answers; those that `record` has are not asked again."""
     if n < 1:
         raise UsageError(f"samples is {n}; expected 1 or more")
 
     def count(text: str) -> int:
         return len(engine.tokenizer.encode(text, bos=False))
 
+    asked: dict[str, Any] = {"task": task, "filler": filler, "length": length, "samples": n, "seed": seed}
+    if record:
+        asked |= {"model": engine.fingerprint, "engine": repr(engine), "rope": repr(engine.rope)}
     right = 0
-    for done, sample in enumerate(samples(task, filler, length, n, seed, count), 1):
-        answer_tokens = count(" " + sample.answer) + 2
-        text = engine.generate(sample.prompt, max_tokens=answer_tokens).text
-        right += text.strip().startswith(sample.answer)
+    for index, sample in enumerate(samples(task, filler, length, n, seed, count)):
+        known = record.given({**asked, "index": index}) if record else None
+        if known is None:
+            answer_tokens = count(" " + sample.answer) + 2
+            text = engine.generate(sample.prompt, max_tokens=answer_tokens).text
+            known = text.strip().startswith(sample.answer)
+            if record:
+                record.add({**asked, "index": index}, known)
+        right += known
         if progress:
-            progress(done, n)
+            progress(index + 1, n)
     return Score(engine.method.name, task, length, n, right / n, *wilson(right, n))
 
 

@@ -9,10 +9,9 @@ from typing import ClassVar, Literal, Self, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import max_pool1d
 
 from lce.cache.kv import LayerCache
-from lce.cache.lowdim import LowDimMaps, principal, side_by_side
+from lce.cache.lowdim import LowDimMaps, block_scores, first_best, principal, side_by_side, spread
 from lce.cache.stores import TokenRows
 from lce.engine.attention import merge
 from lce.errors import UsageError
@@ -22,7 +21,6 @@ from lce.methods.registry import register
 from lce.methods.step import Step, Surroundings
 from lce.models.rope import rotate
 
-SCORES_AT_ONCE = 1 << 24  # bounds the scores of a slice of queries: 64 MiB in float32
 ROWS = "low-dim keys"
 MAPS_FILE = "esa_maps.safetensors"  # beside a model
 
@@ -136,19 +134,12 @@ class ESA(Method):
     def select(self, q: Tensor, cache: LayerCache, step: Step, border: int) -> Tensor:
         """The `top_k` best tokens of `sinks..border-1` for the placed queries `[H, T, D]`, ascending; `[top_k]`."""
         assert self.top_k is not None, "resolved before use"
-        score = self.scorer(q, cache, step, border)
         n_middle = border - self.sinks
         if n_middle <= self.top_k:
             chosen = torch.arange(self.sinks, border, device=q.device)
         else:
-            best = q.new_full((n_middle,), -torch.inf, dtype=torch.float32)
-            rows = max(1, SCORES_AT_ONCE // (n_middle * step.n_kv_heads))
-            for start in range(0, q.shape[1], rows):
-                f = score(slice(start, start + rows)).float()
-                best = torch.maximum(best, (f - f.amax(dim=-1, keepdim=True)).amax(dim=0))
-            if self.eps:
-                best = max_pool1d(best[None], 2 * self.eps + 1, stride=1, padding=self.eps)[0]
-            chosen = first_best(best, self.top_k) + self.sinks
+            best = block_scores(self.scorer(q, cache, step, border), q.shape[1], n_middle * step.n_kv_heads)
+            chosen = first_best(spread(best, self.eps), self.top_k) + self.sinks
         if step.note:
             step.note(cache.index, chosen.expand(*q.shape[:2], -1))
         return chosen
@@ -170,14 +161,6 @@ class ESA(Method):
             low_q = side_by_side(q.unflatten(0, (step.n_kv_heads, -1)).sum(dim=1)) @ basis
         low_k = _rows(cache).span(self.sinks, border).T
         return lambda rows: low_q[rows] @ low_k
-
-
-def first_best(scores: Tensor, n: int) -> Tensor:
-    """The indices `[n]` of the largest scores `[M]`, ascending; of equal ones the first. Time: O(M)."""
-    least = scores.topk(n).values[-1]
-    above, equal = scores > least, scores == least
-    taken = above | (equal & (equal.cumsum(0) <= n - above.sum()))
-    return torch.nonzero_static(taken, size=n).squeeze(1)
 
 
 def _rows(cache: LayerCache) -> TokenRows:

@@ -1,0 +1,28 @@
+"""InfLLM: what the oracle's equality does not say."""
+
+from __future__ import annotations
+
+import pytest
+
+import lce
+from lce.methods import InfLLM, infllm
+from tests.running import cut, run, vectors
+
+KNOBS = {"block_size": 8, "repr_tokens": 2, "top_k": 3, "sinks": 5, "local": 12}
+
+
+def test_weights_are_summed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = vectors(1, 4, 2, 150, 8)
+    whole = run(InfLLM(**KNOBS), q, k, v, cut(150, 30), window=32)
+    monkeypatch.setattr(infllm, "SCORES_AT_ONCE", 600)
+    assert (run(InfLLM(**KNOBS), q, k, v, cut(150, 30), window=32) - whole).abs().max() < 1e-6
+
+
+def test_the_trace_names_memory_blocks() -> None:
+    engine = lce.load("demo", method=InfLLM(**KNOBS), block=20)
+    trace = engine.trace(list(range(2, 102)))
+    assert (trace.chunk_size, trace.first) == (8, 5)
+    chosen = trace.chosen[0][:, 80:]  # the last block's: memory is tokens 5..68
+    assert chosen.shape[-1] == 3
+    assert ((chosen >= 0) & (chosen < 8)).all()
+    assert (chosen == chosen[:1, :1]).all()
