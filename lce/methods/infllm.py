@@ -145,12 +145,12 @@ class InfLLM(Method):
         Probabilities are made again from the logits and `lse`, for some queries at a time. Time: O(H · T · n · D).
         """
         keys = cast(RecentKeys, cache.stores[RECENT]).since(first, step.stop)
-        seen = band(q.shape[1], keys.shape[1], self.n_recent, q.device)
+        unseen = ~band(q.shape[1], keys.shape[1], self.n_recent, q.device)
         grouped = rotate(q, step.true_places(q)).unflatten(0, (keys.shape[0], -1)) / math.sqrt(q.shape[-1])
         total = q.new_zeros(q.shape[0], keys.shape[1], dtype=torch.float32)
         rows = max(1, SCORES_AT_ONCE // (q.shape[0] * keys.shape[1]))
         for start in range(0, q.shape[1], rows):
             some = slice(start, start + rows)
             logits = (grouped[:, :, some] @ keys[:, None].transpose(-1, -2)).flatten(0, 1).float()
-            total += (logits - lse[:, some, None]).exp_().mul_(seen[some]).sum(dim=1)
+            total += (logits - lse[:, some, None]).masked_fill_(unseen[some], -torch.inf).exp_().sum(dim=1)
         return total

@@ -26,3 +26,8 @@ def test_the_trace_names_memory_blocks() -> None:
     assert chosen.shape[-1] == 3
     assert ((chosen >= 0) & (chosen < 8)).all()
     assert (chosen == chosen[:1, :1]).all()
+
+
+def test_large_logits_outside_the_local_window_do_no_harm() -> None:
+    q, k, v = vectors(1, 4, 2, 150, 8)
+    assert run(InfLLM(**KNOBS), q * 30, k * 30, v, cut(150, 30), window=32).isfinite().all()
