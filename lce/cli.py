@@ -117,7 +117,8 @@ def passkey(
     from lce.eval.passkey import evaluate
     from lce.eval.record import Record
 
-    asked: dict[str, Any] = {"n": samples, "seed": seed, "task": task, "filler": filler, "record": Record(record) if record else None}
+    asked: dict[str, Any] = {"n": samples, "seed": seed, "task": task, "filler": filler}
+    asked["record"] = Record(record) if record else None
     methods = [lce.methods.make(name, knobs) for name in names]
     scores = []
     if not as_json:

@@ -31,7 +31,7 @@ def test_the_trace_names_memory_blocks() -> None:
 
 def test_large_logits_outside_the_local_window_do_no_harm() -> None:
     q, k, v = vectors(1, 4, 2, 150, 8)
-    q = q * 40  # future keys' logits are hundreds above the sum over the window
+    q = q * 20  # future keys have logits far above the sum over the window
     setting = oracle.Setting(32, cut(150, 30))
     truth = oracle.attention(q, k, v, oracle.infllm(q, k, v, setting, **KNOBS), setting)
     assert (run(InfLLM(**KNOBS), q, k, v, setting.blocks, window=32) - truth).abs().max() < 1e-3
