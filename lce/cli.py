@@ -111,15 +111,15 @@ def passkey(
 ) -> None:  # fmt: skip
     """Hide a fact in texts of some lengths and ask for it; the share of right answers.
 
-    Every method gets the same prompts. Knobs given with -o go to each of the methods. With --record, an evaluation that
-    was interrupted goes on where it was.
+    Every method gets the same prompts. Knobs given with -o go to each of the methods, -o METHOD.KEY=VALUE to one. With
+    --record, an evaluation that was interrupted goes on where it was.
     """
     from lce.eval.passkey import evaluate
     from lce.eval.record import Record
 
     asked: dict[str, Any] = {"n": samples, "seed": seed, "task": task, "filler": filler}
     asked["record"] = Record(record) if record else None
-    methods = [lce.methods.make(name, knobs) for name in names]
+    methods = [lce.methods.make(name, options.knobs_of(name, knobs, names)) for name in names]
     scores = []
     if not as_json:
         click.echo(report.SCORE_HEADER)
@@ -128,11 +128,13 @@ def passkey(
         for length in lengths:
             with report.Bar(f"{method.name} {length:,}", " samples", shown=not quiet) as bar:
                 score = evaluate(engine, length=length, progress=bar, **asked)
-            scores.append(score.as_dict())
+            scores.append(score)
             if not as_json:
                 click.echo(report.score_row(score))
     if as_json:
-        click.echo(json.dumps(scores))
+        click.echo(json.dumps([score.as_dict() for score in scores]))
+    elif len(names) > 1 and len(lengths) > 1:
+        click.echo("\n" + "\n".join(report.score_table(scores)))
 
 
 @cli.command()

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-from lce.errors import DataError, UsageError
+from lce.errors import DataError, UsageError, nearest
 from lce.exits import DEBUG
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -29,6 +29,18 @@ def pairs(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...])
             raise click.BadParameter(f"{value!r} is not key=value, for example chunk_size=128")
         found[key] = text
     return found
+
+
+def knobs_of(name: str, knobs: dict[str, str], names: list[str]) -> dict[str, str]:
+    """The knobs of one of several methods: those for all of them, and over these its own, `METHOD.KEY`."""
+    chosen = {key: value for key, value in knobs.items() if "." not in key}
+    for key, value in knobs.items():
+        owner, dot, own = key.partition(".")
+        if dot and owner not in names:
+            raise UsageError(f"-o {key}={value} is for a method that is not asked; {nearest(owner, names)}")
+        if dot and owner == name:
+            chosen[own] = value
+    return chosen
 
 
 def names(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> list[str]:

@@ -118,6 +118,15 @@ def score_row(score: Score) -> str:
     )
 
 
+def score_table(scores: Sequence[Score]) -> list[str]:
+    """Methods by lengths, the share of right answers, as Markdown."""
+    lengths = list(dict.fromkeys(score.length for score in scores))
+    shares = {(score.method, score.length): f"{score.accuracy:.2f}" for score in scores}
+    methods = dict.fromkeys(score.method for score in scores)
+    head = ["| method | " + " | ".join(f"{length:,}" for length in lengths) + " |", "|---|" + "---:|" * len(lengths)]
+    return head + [f"| `{m}` | " + " | ".join(shares[m, length] for length in lengths) + " |" for m in methods]
+
+
 def recall_lines(recalls: Sequence[Recall]) -> list[str]:
     """Top-k recall of low-dim keys, a line a layer and their mean."""
     n = len(recalls)

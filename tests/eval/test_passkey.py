@@ -11,6 +11,7 @@ import lce
 from lce.eval.needles import NEEDLES
 from lce.eval.passkey import NOISE, evaluate, make_sample, samples, wilson
 from lce.eval.prose import sentences
+from tests.command import assert_error, run
 
 
 def words(text: str) -> int:
@@ -74,3 +75,15 @@ def test_wilson_interval() -> None:
     assert wilson(50, 50) == pytest.approx((0.9287, 1.0), abs=1e-4)
     assert wilson(0, 50) == pytest.approx((0.0, 0.0713), abs=1e-4)
     assert wilson(25, 50) == pytest.approx((0.3664, 0.6336), abs=1e-4)
+
+
+def test_a_knob_may_be_for_one_of_the_methods() -> None:
+    passkey = ("eval", "passkey", "--model", "demo", "--lengths", "60,70", "--samples", "1")
+    both = ("--method", "streaming,longheads", "-o", "longheads.chunks=5", "-o", "streaming.sinks=2")
+    shown = run(*passkey, *both)
+    assert shown.exit_code == 0, shown.stderr
+    lines = shown.stdout.splitlines()
+    assert lines[-4:-2] == ["| method | 60 | 70 |", "|---|---:|---:|"]
+    assert [line.split()[1] for line in lines[-2:]] == ["`streaming`", "`longheads`"]
+    assert_error(run(*passkey, *both, "-o", "streming.sinks=3", "--json"), 2, "did you mean 'streaming'")
+    assert_error(run(*passkey, *both, "-o", "streaming.chunks=3", "--json"), 2, "has no option 'chunks'")
