@@ -167,7 +167,7 @@ def test_eval_passkey_as_json_and_as_a_table(tiny_model: Path) -> None:
         assert (score["task"], score["samples"]) == ("passkey", 2)
     table = run(*args, *methods)
     assert (table.exit_code, table.stderr) == (0, "")
-    assert len(table.stdout.splitlines()) == 5
+    assert len(table.stdout.splitlines()) == 5 + 1 + 4  # the scores, and the methods by lengths
 
 
 def test_eval_passkey_refuses_what_it_cannot_use(tiny_model: Path) -> None:
