@@ -157,9 +157,9 @@ def calibrate(
     model: str, text_file: str, out: str, low_dim: int, tokens: int, epochs: int, batch: int, lr: float, seed: int,
     as_json: bool, quiet: bool, **loading: Any,
 ) -> None:  # fmt: skip
-    """Learn the maps with which ESA finds tokens by low-dimensional keys.
+    """Learn the low-dimensional keys by which a method finds single tokens of a long text.
 
-    Writes them to --out and prints, for each layer, the share of the best tokens that they find in text that was held
+    Writes their maps to --out and prints, for each layer, the share of the best tokens that they find in text that was held
     out, beside that of PCA. Interrupted, it goes on where it was when the same command is run again.
     """
     from lce.eval.calibration import Calibration, calibrate

@@ -1,4 +1,4 @@
-"""Learning low-dim maps for a model from text (ESA, Eq. 5-7), and measuring what they lose.
+"""Learning low-dim maps for a model from text (Wang et al., 2025, Eq. 5-7), and measuring what they lose.
 
 The text is read in pieces of one window, and the queries and keys of every layer are written to a work folder beside
 the map file; then each layer's two maps are learned from them. Both stages leave finished files behind, so that an

@@ -1,7 +1,7 @@
 """The facts that are hidden in a haystack and then asked for.
 
 A needle is a statement, a question whose last words begin the answer, and the answer. The pass key is worded as in
-the passkey task of Mohtashami and Jaggi (2023), stated twice, which LongHeads and ESA report.
+the passkey task of Mohtashami and Jaggi (2023), stated twice, which papers on long context report.
 """
 
 from __future__ import annotations

@@ -94,6 +94,16 @@ def test_backends_agree(name: str, backend: str) -> None:
     assert (out - truth).abs().max() <= 1e-4
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize(("name", "knobs"), CASES, ids=str)
+def test_equals_the_oracle_on_cuda(name: str, knobs: dict[str, object]) -> None:
+    q, k, v = vectors(3, 4, 2, 150, 16)
+    setting = oracle.Setting(WINDOW, [70, *cut(80, 30)])
+    truth = oracle.attention(q, k, v, oracle.DEFINITIONS[name](q, k, v, setting, **knobs), setting)
+    out = run(make(name, knobs), q.cuda(), k.cuda(), v.cuda(), setting.blocks, window=WINDOW)
+    assert (out.cpu() - truth).abs().max() <= 1e-4
+
+
 @pytest.mark.parametrize("scaling", ["linear", "dynamic", "yarn", "llama3"])
 @pytest.mark.parametrize("name", available())
 def test_combines_with_every_rope_scaling(name: str, scaling: str) -> None:
