@@ -93,9 +93,10 @@ class SelectiveMethod(Method):
     """A method by which every query chooses chunks: keep, score, select, place.
 
     A new selector overrides what is new. `summarise`: what to keep of a complete chunk. `score`: how well chunks
-    answer queries. `select`: which are taken. `place`: where they are seen. As it stands, a query of chunk `o` attends
-    the first chunk, the best scoring ones, chunk `o-1` and its own part of chunk `o`: `chunks` in all, in their order,
-    placed side by side from position 0, so that nothing is seen at a distance the window does not have.
+    answer queries; by their summaries' dot products, unless overridden. `select`: which are taken. `place`: where they
+    are seen. As it stands, a query of chunk `o` attends the first chunk, the best scoring ones, chunk `o-1` and its own
+    part of chunk `o`: `chunks` in all, in their order, placed side by side from position 0, so that nothing is seen at
+    a distance the window does not have.
     """
 
     chunk_size: int | None = None
@@ -133,22 +134,26 @@ class SelectiveMethod(Method):
     def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         """What to keep of m complete chunks: `q [H, m, L, D]`, `k v [G, m, L, D]`, rotated at offsets 0..L-1.
 
-        Returns `[H, m, …]`.
+        Returns `[H, m, …]`; for `score` as it stands one vector a chunk, `[H, m, D]`. What KV heads have in common
+        comes to query heads by `x.repeat_interleave(len(q) // len(k), dim=0)`.
         """
 
-    @abstractmethod
     def score(self, q: Tensor, summary: Tensor, step: Step, layer: int) -> Tensor:
         """How well each chunk answers each unrotated query: `q [H, T, D]`, `summary [H, M, …]` to `[S, T, M]`.
 
         S is how many choose on their own: H, or fewer where heads share a choice (S divides H).
         """
+        return q @ summary.mT
 
     def forced(self, chunk_ids: Tensor, own: Tensor) -> Tensor:
         """`[T, M]`, True where a chunk is taken whatever its score; `own [T, 1]` is the query's chunk."""
         return (chunk_ids == 0) | (chunk_ids == own - 1)
 
     def select(self, scores: Tensor, step: Step) -> Tensor:
-        """Scores `[S, T, M]` to the chosen chunks `[S, T, K]`, ascending, -1 behind the last. Time: O(S · T · M)."""
+        """Scores `[S, T, M]` to the chosen chunks `[S, T, K]`, ascending, -1 behind the last. Time: O(S · T · M).
+
+        Whatever the scores, infinite and NaN ones too, no query is given its own chunk or one after it.
+        """
         chunk_ids = torch.arange(scores.shape[-1], device=scores.device)
         own = (step.positions(scores.device) // self.cache_chunk)[:, None]
         bias = torch.zeros(own.shape[0], len(chunk_ids), device=scores.device)
@@ -156,7 +161,8 @@ class SelectiveMethod(Method):
         scores = scores.float() + bias
         best = scores.topk(min(self.n_choices, scores.shape[-1]), dim=-1, sorted=False)
         none = torch.iinfo(torch.int64).max
-        chosen = best.indices.masked_fill(best.values == -torch.inf, none).sort(dim=-1).values
+        barred = (best.values == -torch.inf) | (best.indices >= own)  # the second where scores overflowed
+        chosen = best.indices.masked_fill(barred, none).sort(dim=-1).values
         return chosen.masked_fill(chosen == none, -1)
 
     def place(self, indices: Tensor) -> Tensor:

@@ -1,0 +1,62 @@
+"""The base of selective methods: what a selector may leave out, and what its scores cannot do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from lce.methods import SelectiveMethod, Step
+from tests.running import cut, run, vectors
+
+WINDOW, SIZE = 32, 4
+
+
+@dataclass(frozen=True)
+class ByMeanKey(SelectiveMethod):
+    """Says nothing but what to keep."""
+
+    def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        return k.mean(dim=2).repeat_interleave(len(q) // len(k), dim=0)
+
+
+@dataclass(frozen=True)
+class Constant(ByMeanKey):
+    """Every chunk scores the same."""
+
+    value: float = 0.0
+
+    def score(self, q: Tensor, summary: Tensor, step: Step, layer: int) -> Tensor:
+        return torch.full((len(q), q.shape[1], summary.shape[1]), self.value)
+
+
+@dataclass(frozen=True)
+class ByMeanKeyInFull(ByMeanKey):
+    """The same with the score that selectors have unless they bring their own."""
+
+    def score(self, q: Tensor, summary: Tensor, step: Step, layer: int) -> Tensor:
+        return (q[:, :, None] * summary[:, None]).sum(-1)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=str)
+def test_a_summary_is_enough(heads: tuple[int, int]) -> None:
+    n = 5 * WINDOW + 3
+    q, k, v = vectors(7, *heads, n, 16)
+    truth = run(ByMeanKeyInFull(chunk_size=SIZE), q, k, v, [n], window=WINDOW)
+    for blocks in ([n], cut(n, 7)):
+        assert (run(ByMeanKey(chunk_size=SIZE), q, k, v, blocks, window=WINDOW) - truth).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("value", [0.0, math.inf, -math.inf, math.nan])
+def test_no_score_lets_a_query_see_ahead(value: float) -> None:
+    q, k, v = vectors(1, 4, 2, 200, 8)
+    other = v.clone()
+    other[:, 150:] += 5
+    method = Constant(chunk_size=SIZE, value=value)
+    before, after = (run(method, q, k, values, [200], window=WINDOW) for values in (v, other))
+    assert before.isfinite().all()
+    assert torch.equal(before[:, :150], after[:, :150])
+    assert not torch.equal(before, after)
