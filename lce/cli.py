@@ -159,8 +159,8 @@ def calibrate(
 ) -> None:  # fmt: skip
     """Learn the low-dimensional keys by which a method finds single tokens of a long text.
 
-    Writes their maps to --out and prints, for each layer, the share of the best tokens that they find in text that was held
-    out, beside that of PCA. Interrupted, it goes on where it was when the same command is run again.
+    Writes their maps to --out and prints, for each layer, the share of the best tokens that they find in text that was
+    held out, beside that of PCA. Interrupted, it goes on where it was when the same command is run again.
     """
     from lce.eval.calibration import Calibration, calibrate
 

@@ -151,8 +151,10 @@ def method_object(name: str, cls: type[Method]) -> dict[str, Any]:
 
 def method_lines(method: dict[str, Any]) -> list[str]:
     """A method of `method_object` as text."""
+    from lce.methods.registry import spelled
+
     options: Sequence[dict[str, Any]] = method["options"]
-    knobs = [f"{option['name']}={_spelled(option['default'])}" for option in options]
+    knobs = [f"{option['name']}={spelled(option['default'])}" for option in options]
     width = max(map(len, knobs), default=0)
     lines = [f"  {knob:<{width}}  {option['type']}" for knob, option in zip(knobs, options, strict=True)]
     return [method["name"], f"  {method['summary']}", *(lines or ["  (no options)"])]
@@ -175,8 +177,3 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return None if field.default is dataclasses.MISSING else field.default
-
-
-def _spelled(value: Any) -> str:
-    """A knob's value as `-o` takes it."""
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

@@ -140,7 +140,7 @@ def test_options_that_cannot_be_used(tiny_model: Path) -> None:
     generate = ("generate", "--model", tiny_model, "--prompt", PROMPT)
     assert_error(run(*generate, "--method", "longhead"), 2, "did you mean 'longheads'?")
     assert_error(
-        run(*generate, "--method", "longheads", "-o", "chunk=3"), 2, "'chunk'", "chunk_size=None", "share=head"
+        run(*generate, "--method", "longheads", "-o", "chunk=3"), 2, "'chunk'", "chunk_size=none", "share=head"
     )
     assert_error(run(*generate, "--method", "longheads", "-o", "chunks=few"), 2, "chunks=few", "whole number")
     assert_error(run(*generate, "--method", "longheads", "-o", "chunks"), 2, "key=value")

@@ -7,6 +7,7 @@ A method registers itself with a decorator. A package that is not ours names its
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -69,13 +70,13 @@ def make(name: str, options: Mapping[str, Any] | None = None) -> Method:
     values = {}
     for key, value in (options or {}).items():
         if key not in fields:
-            valid = ", ".join(f"{f.name}={f.default}" for f in fields.values()) or "(none)"
+            valid = ", ".join(f"{f.name}={spelled(f.default)}" for f in fields.values()) or "(none)"
             raise UsageError(f"method {name!r} has no option {key!r}; valid, with defaults: {valid}")
         try:
             values[key] = convert(value, kinds[key])
         except ValueError as error:
             raise UsageError(
-                f"method {name!r}: {key}={value} is not {error}; default {key}={fields[key].default}"
+                f"method {name!r}: {key}={value} is not {error}; default {key}={spelled(fields[key].default)}"
             ) from None
     missing = [key for key, field in fields.items() if key not in values and _has_no_default(field)]
     if missing:
@@ -85,6 +86,11 @@ def make(name: str, options: Mapping[str, Any] | None = None) -> Method:
 
 def _has_no_default(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def spelled(value: Any) -> str:
+    """A knob's value as text that `convert` takes."""
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def convert(value: Any, kind: Any) -> Any:
@@ -105,7 +111,10 @@ def convert(value: Any, kind: Any) -> Any:
             raise ValueError("true or false")
         return words[str(value).lower()]
     if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
-        return _parsed(float, value, "a number")
+        number: float = _parsed(float, value, "a number")
+        if not math.isfinite(number):
+            raise ValueError("a finite number")
+        return number
     if kind is int and isinstance(value, int | str) and not isinstance(value, bool):
         return _parsed(int, value, "a whole number")
     if kind is str and isinstance(value, str):

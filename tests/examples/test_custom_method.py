@@ -91,7 +91,7 @@ def test_it_runs_from_the_command_line(lce_command: Callable[..., str], tiny_mod
 @pytest.mark.parametrize(
     ("knob", "message"),
     [
-        ("spred=1", "no option 'spred'; valid, with defaults: chunk_size=None, chunks=None, spread=1.0\n"),
+        ("spred=1", "no option 'spred'; valid, with defaults: chunk_size=none, chunks=none, spread=1.0\n"),
         ("spread=wide", "spread=wide is not a number; default spread=1.0\n"),
     ],
 )
