@@ -175,6 +175,37 @@ def calibrate(
 
 
 @cli.command()
+@click.argument("method")
+@options.knob_option
+@click.option("--tokens", type=int, default=24, show_default=True, help="Length of the made-up text.")
+@click.option("--window", type=int, default=12, show_default=True, help="Positions the model can be trusted on.")
+@click.option("--block", type=int, help="Tokens prefilled in one step.  [default: what suits the method]")
+@click.option("--head", type=int, default=0, show_default=True, help="Which of 4 query heads, over 2 KV heads.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Another text for the method to choose from.")
+@click.option("--plot", metavar="FILE", help="Draw it too, as .png, .svg or .pdf; needs lce[plot].")
+@options.json_option
+@options.debug_option
+def explain(method: str, knobs: dict[str, str], plot: str | None, as_json: bool, **how: Any) -> None:
+    """Show which keys a METHOD attends, and the distances at which it sees them.
+
+    The method is run on a short made-up text without a model, and the matrix is read off its output: a row a query, a
+    column a key, the distance in positions, or a dot where the query does not attend the key. Choices of keys by their
+    content are those of random vectors.
+    """
+    from lce.inspect.explain import explain as explained
+
+    explanation = explained(lce.methods.make(method, knobs), **how)
+    if plot is not None:
+        from lce.inspect.picture import draw
+
+        draw(explanation, plot)
+    if as_json:
+        click.echo(json.dumps(report.explanation_object(explanation)))
+    else:
+        click.echo("\n".join(report.explanation_lines(explanation)))
+
+
+@cli.command()
 @options.json_option
 @options.debug_option
 def methods(as_json: bool) -> None:

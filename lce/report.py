@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lce.engine.decode import Generation, Stats
     from lce.eval.calibration import Recall
     from lce.eval.passkey import Score
+    from lce.inspect.explain import Explanation
     from lce.methods.base import Method
 
 SCORE_HEADER = f"{'method':<14}{'length':>10}{'samples':>9}{'accuracy':>10}  95% interval"
@@ -158,6 +159,40 @@ def method_lines(method: dict[str, Any]) -> list[str]:
     width = max(map(len, knobs), default=0)
     lines = [f"  {knob:<{width}}  {option['type']}" for knob, option in zip(knobs, options, strict=True)]
     return [method["name"], f"  {method['summary']}", *(lines or ["  (no options)"])]
+
+
+def explanation_object(explanation: Explanation) -> dict[str, Any]:
+    """What a method attends at which distances, null where it does not; and what is needed to find it again."""
+    return {
+        "method": explanation.method.name,
+        "knobs": knobs_of(explanation.method),
+        "window": explanation.window,
+        "tokens": explanation.tokens,
+        "block": explanation.block,
+        "head": explanation.head,
+        "seed": explanation.seed,
+        "distances": explanation.rows(),
+    }
+
+
+def explanation_lines(explanation: Explanation) -> list[str]:
+    """The same as text: a row a query, a column a key, a dot where it is not attended."""
+    rows = [["." if d is None else str(d) for d in row] for row in explanation.rows()]
+    heads = [str(index) for index in range(explanation.tokens)]
+    width = max(len(cell) for row in [heads, *rows] for cell in row)
+    label = max(len(heads[-1]), len("i\\j"))
+    lines = [
+        f"{name:>{label}} |" + "".join(f" {cell:>{width}}" for cell in row)
+        for name, row in zip(["i\\j", *heads], [heads, *rows], strict=True)
+    ]
+    return [
+        explanation.title,
+        f"{explanation.setting}; the distance at which query i sees key j:",
+        "",
+        lines[0],
+        "".join("+" if sign == "|" else "-" for sign in lines[0]),
+        *lines[1:],
+    ]
 
 
 def kind_text(kind: Any) -> str:

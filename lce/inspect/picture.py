@@ -1,0 +1,59 @@
+"""An explanation as a picture: distances as colours, queries down, keys across."""
+
+from __future__ import annotations
+
+import textwrap
+from io import BytesIO
+from pathlib import Path
+
+import torch
+
+from lce.cache.lowdim import write_whole
+from lce.errors import UsageError, nearest
+from lce.inspect.explain import Explanation
+
+KINDS = (".pdf", ".png", ".svg")
+NUMBERED = 32  # the most tokens for which the cells have room for a number
+BEYOND = "crimson"  # distances that the model was not trained on
+
+
+def draw(explanation: Explanation, path: str | Path) -> None:
+    """Write the matrix to `path`, a PNG, SVG or PDF file by its ending; it appears whole or not at all.
+
+    What is not attended is white; distances that the window does not have stand out. Needs matplotlib, not a display.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in KINDS:
+        raise UsageError(f"{path}: unknown kind of picture {path.suffix!r}; {nearest(path.suffix, KINDS)}")
+    try:
+        from matplotlib import colormaps
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UsageError("a picture needs the matplotlib package: pip install 'lce[plot]'") from None
+    n, last = explanation.tokens, explanation.window - 1
+    side = min(2.5 + 0.3 * n, 12.0)
+    figure = Figure(figsize=(side + 1, side), layout="constrained")
+    axes = figure.add_subplot()
+    colours = colormaps["viridis_r"].with_extremes(bad="white", over=BEYOND)
+    distance = explanation.distance.double().masked_fill(~explanation.attended, torch.nan).numpy()
+    farthest = int(explanation.distance.max())
+    top = max(min(farthest, last), 1)
+    image = axes.imshow(distance, cmap=colours, vmin=0, vmax=top)
+    figure.colorbar(image, label=f"distance (window: up to {last})", extend="max" if farthest > last else "neither")
+    if n <= NUMBERED:
+        for i, row in enumerate(explanation.rows()):
+            for j, d in enumerate(row):
+                if d is not None:
+                    colour = "black" if d <= top / 2 else "white"
+                    axes.text(j, i, str(d), ha="center", va="center", color=colour, fontsize="small")
+        axes.set_xticks(range(n))
+        axes.set_yticks(range(n))
+    axes.tick_params(labelsize="small", labeltop=True, labelbottom=False, top=True, bottom=False)
+    axes.xaxis.set_label_position("top")
+    axes.set_xlabel("key j")
+    axes.set_ylabel("query i")
+    title = textwrap.fill(explanation.title, int(7 * side))
+    axes.set_title(f"{title}\n{explanation.setting}", fontsize="medium")
+    picture = BytesIO()
+    figure.savefig(picture, format=path.suffix.lower()[1:], dpi=150)
+    write_whole(path, picture.getvalue())
