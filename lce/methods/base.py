@@ -165,14 +165,14 @@ class SelectiveMethod(Method):
         chosen = best.indices.masked_fill(barred, none).sort(dim=-1).values
         return chosen.masked_fill(chosen == none, -1)
 
-    def place(self, indices: Tensor) -> Tensor:
-        """Where queries `indices` `[T]` stand, counted from the start of each choice and their own chunk: `[T, K+1]`.
+    def place(self, indices: Tensor, n_slots: int) -> Tensor:
+        """Where queries `indices` `[T]` stand, from the start of each of `n_slots` choices and of their own chunk.
 
-        A chunk cached at offsets 0..L-1 is seen at slot s by turning the query back by s·L.
-        Example: L = 4, K = 2, index 13 (own chunk 3, offset 1): 9 from slot 0, 5 from slot 1, 1 from its own.
+        Returns `[T, n_slots + 1]`. A chunk cached at offsets 0..L-1 is seen at slot s by turning the query back by s·L.
+        Example: L = 4, two slots, index 13 (own chunk 3, offset 1): 9 from slot 0, 5 from slot 1, 1 from its own.
         """
         size = self.cache_chunk
-        slots = torch.arange(self.n_choices + 1, device=indices.device)
+        slots = torch.arange(n_slots + 1, device=indices.device)
         taken = (indices // size).clamp(max=self.n_choices)[:, None]
         behind = (taken - slots).clamp(min=0) * size + (indices % size)[:, None]
         behind[:, -1] = indices % size
@@ -188,7 +188,7 @@ class SelectiveMethod(Method):
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         self._summarise_complete(q, cache, step)
-        table: Table = step.once("places", lambda: step.rope.table(self.place(step.positions(q.device)), q.dtype))
+        table: Table = step.once("places", lambda: self._places(q, step))
         chosen = self.choose(q, cache, step)
         own = within_chunk(rotate(q, (table[0][:, -1], table[1][:, -1])), cache, step)
         if chosen is None:
@@ -200,6 +200,10 @@ class SelectiveMethod(Method):
         placed = rotate(q[:, :, None], (table[0][:, :n_choices], table[1][:, :n_choices]))  # [H, T, K, D]
         chunks = cache.chunked(0, cache.chunks.n_summaries)
         return merge([step.attention.routed(placed, chosen, chunks), own])
+
+    def _places(self, q: Tensor, step: Step) -> Table:
+        n_slots = min(self.n_choices, step.stop // self.cache_chunk)
+        return step.rope.table(self.place(step.positions(q.device), n_slots), q.dtype)
 
     def _summarise_complete(self, q: Tensor, cache: LayerCache, step: Step) -> None:
         """Summarise the chunks that this block completes; keep the queries of the one it leaves open."""

@@ -134,11 +134,12 @@ class ESA(Method):
     def select(self, q: Tensor, cache: LayerCache, step: Step, border: int) -> Tensor:
         """The `top_k` best tokens of `sinks..border-1` for the placed queries `[H, T, D]`, ascending; `[top_k]`."""
         assert self.top_k is not None, "resolved before use"
+        score = self.scorer(q, cache, step, border)
         n_middle = border - self.sinks
         if n_middle <= self.top_k:
             chosen = torch.arange(self.sinks, border, device=q.device)
         else:
-            best = block_scores(self.scorer(q, cache, step, border), q.shape[1], n_middle * step.n_kv_heads)
+            best = block_scores(score, q.shape[1], n_middle * step.n_kv_heads)
             chosen = first_best(spread(best, self.eps), self.top_k) + self.sinks
         if step.note:
             step.note(cache.index, chosen.expand(*q.shape[:2], -1))

@@ -65,4 +65,4 @@ class ReRope(Method):
 
 def log_scale(indices: Tensor, window: int) -> Tensor:
     """`max(1, ln(i + 1) / ln W)` for each query index `[T]`: `[T, 1]`."""
-    return ((indices.to(torch.float64) + 1).log() / math.log(window)).clamp(min=1.0)[:, None]
+    return ((indices.to(torch.float64) + 1).log() / math.log(max(window, 2))).clamp(min=1.0)[:, None]
