@@ -355,7 +355,7 @@ def esa(
 def directions(k: Tensor, low_dim: int) -> np.ndarray:
     """The principal components of keys `[G, N, D]` with their heads side by side: `[G·D, low_dim]`."""
     rows = k.transpose(0, 1).flatten(1).double().numpy()
-    return np.linalg.svd(rows - rows.mean(axis=0), full_matrices=True)[2][:low_dim].T
+    return np.linalg.svd(rows - rows.mean(axis=0))[2][: min(low_dim, len(rows) - 1)].T
 
 
 DEFINITIONS: dict[str, Callable[..., Tables]] = {

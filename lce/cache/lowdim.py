@@ -111,7 +111,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def principal(k: Tensor, low_dim: int) -> Tensor:
-    """The directions `[G·D, R]` in which keys `k [G, N, D]` vary most, R = `low_dim` or G·D if that is less.
+    """The directions `[G·D, R]` in which keys `k [G, N, D]` vary most, R = `min(low_dim, G·D, N - 1)`.
 
     Used for the keys and, summed over the query heads that share a KV head, for the queries. The keys' mean need not
     be taken away: it shifts all scores of a query alike. Time: O(N · (G·D)² + (G·D)³).
@@ -119,7 +119,7 @@ def principal(k: Tensor, low_dim: int) -> Tensor:
     flat = side_by_side(k).double()
     flat = flat - flat.mean(dim=0)
     _, directions = torch.linalg.eigh(flat.T @ flat)  # of ascending variance
-    best: Tensor = directions[:, -low_dim:].flip(1)
+    best: Tensor = directions[:, -min(low_dim, max(1, len(flat) - 1)) :].flip(1)
     return best.to(k.dtype).contiguous()
 
 
