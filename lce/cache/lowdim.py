@@ -7,7 +7,6 @@ query heads of a token side by side and `k` all its KV heads. The low-dim keys `
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,8 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.nn.functional import max_pool1d
 
-from lce.errors import CapacityError, DataError
+from lce.errors import DataError
+from lce.files import write_whole
 
 FORMAT = "lce low-dim maps 1"
 SCORES_AT_ONCE = 1 << 24  # bounds the scores of a slice of queries: 64 MiB in float32
@@ -93,21 +93,6 @@ class LowDimMaps:
         if len(shapes) != 1 or any(maps.query.ndim != 2 or maps.query.shape[1] != maps.key.shape[1] for maps in layers):
             raise DataError(f"{path} has maps of unequal shapes; {remedy}")
         return cls(layers, str(path))
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file under another name and rename it, so that it is whole or as it was before."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(partial, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        raise CapacityError(f"cannot write {path}: {error.strerror}; free some space or name another file") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def principal(k: Tensor, low_dim: int) -> Tensor:

@@ -30,11 +30,11 @@ from lce.cache.lowdim import (
     principal,
     side_by_side,
     spread,
-    write_whole,
 )
 from lce.engine.engine import Engine
 from lce.engine.loading import load
 from lce.errors import CapacityError, DataError, UsageError
+from lce.files import write_whole
 from lce.methods.full import Full
 from lce.methods.step import Step
 from lce.models.rope import rotate

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from lce.cache.lowdim import write_whole
 from lce.errors import UsageError, nearest
+from lce.files import write_whole
 from lce.inspect.explain import Explanation
 
 KINDS = (".pdf", ".png", ".svg")

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from lce.cache import lowdim
 from lce.cache.lowdim import LowDimMap, LowDimMaps, block_scores, first_best, principal, spread
-from lce.errors import DataError
+from lce.errors import CapacityError, DataError
 
 
 def maps(n_layers: int = 2) -> LowDimMaps:
@@ -53,7 +53,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_unwritable_place_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(lowdim.CapacityError, match="cannot write"):
+    with pytest.raises(CapacityError, match="cannot write"):
         maps().save(tmp_path / "none" / "maps.safetensors", "m")
 
 

@@ -26,6 +26,7 @@ def test_compression_to_the_keys_own_dimension_is_exact() -> None:
     blocks = [40, *cut(160, 16)]  # the directions are those of the first block's keys
     exact = run(ESA(compress="none", **KNOBS), q, k, v, blocks, window=WINDOW)
     pca = run(ESA(compress="pca", low_dim=16, **KNOBS), q, k, v, blocks, window=WINDOW)
+    assert (exact - pca).abs().max() < 1e-5
     rough = run(ESA(compress="pca", low_dim=2, **KNOBS), q, k, v, blocks, window=WINDOW)
     assert (exact - rough).abs().max() > 1e-2
 
