@@ -60,6 +60,10 @@ class InfLLM(Method):
         return self.n_recent + (1 if self.far == self.local else 0)
 
     @property
+    def block(self) -> int:
+        return max(1, min(512, self.n_recent // 4))  # small beside the window: its queries choose together
+
+    @property
     def cache_chunk(self) -> int:
         return self.block_size
 
