@@ -6,9 +6,11 @@ query heads of a token side by side and `k` all its KV heads. The low-dim keys `
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Self
 
@@ -42,7 +44,13 @@ class LowDimMaps:
         self._cast: dict[tuple[int, torch.dtype, torch.device], LowDimMap] = {}
 
     def __repr__(self) -> str:
-        return f"LowDimMaps({self.source!r})"
+        return f"LowDimMaps({Path(self.source).name!r}, {self.digest})"
+
+    @cached_property
+    def digest(self) -> str:
+        """Eight letters that tell these maps from others of the same name."""
+        numbers = (x.float().numpy().tobytes() for maps in self.layers for x in (maps.query, maps.key))
+        return hashlib.sha256(b"".join(numbers)).hexdigest()[:8]
 
     @property
     def low_dim(self) -> int:

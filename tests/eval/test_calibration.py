@@ -113,4 +113,4 @@ def test_the_command(tiny_model: Path, tmp_path: Path) -> None:
     maps = ("-o", f"maps={tmp_path / 'maps.safetensors'}")
     assert_error(run(*esa, *maps), 2, "low_dim is 128", "-o low_dim=8")
     used = run(*esa, *maps, "-o", "low_dim=8", "-o", "sinks=2", "--json")
-    assert json.loads(used.stdout)["method"]["knobs"]["maps"] == f"LowDimMaps('{tmp_path / 'maps.safetensors'}')"
+    assert json.loads(used.stdout)["method"]["knobs"]["maps"].startswith("LowDimMaps('maps.safetensors', ")
