@@ -34,8 +34,12 @@ def run(
     backend: str = "torch",
     scaling: RopeConfig | None = None,
     note: Callable[[int, Tensor], None] | None = None,
+    disturb: int = 0,
 ) -> Tensor:
-    """The method's output `[H, N, D]` for a sequence fed in blocks of these sizes."""
+    """The method's output `[H, N, D]` for a sequence fed in blocks of these sizes.
+
+    With `disturb`, so many other tokens are read and discarded before each block, and the cache is copied after it.
+    """
     method = method.resolve(window)
     dim = q.shape[-1]
     shape = CacheShape(1, k.shape[0], dim, method.cache_chunk, k.dtype, k.device)
@@ -44,6 +48,13 @@ def run(
     attention = Attention.choose(backend)
     outs, start = [], 0
     for size in blocks:
+        if disturb:
+            other = Step(start, start + disturb, rope, attention, window, k.shape[0], sliding_window)
+            strange = [x[:, :1].expand(-1, disturb, -1) * 3 for x in (q, k, v)]
+            method.keep(strange[1], strange[2], cache.layers[0], other)
+            method.attend(strange[0], cache.layers[0], other)
+            cache.discard()
+            cache = cache.copy()
         step = Step(start, start + size, rope, attention, window, k.shape[0], sliding_window, note)
         span = slice(start, start + size)
         method.keep(k[:, span], v[:, span], cache.layers[0], step)

@@ -32,6 +32,7 @@ class ChunkTable:
         self.device = device
         self.n_chunks = 0
         self.n_summaries = 0
+        self._n_committed = 0  # summaries
         self._first = torch.zeros(0, dtype=torch.int64)
         self._length = torch.zeros(0, dtype=torch.int64)
         self._tier = torch.zeros(0, dtype=torch.int8)
@@ -83,7 +84,6 @@ class ChunkTable:
         self._first[changed] = starts
         self._length[changed] = (n_tokens - starts).clamp(max=size)
         self._dirty[changed] = True
-        self.n_summaries = min(self.n_summaries, n_tokens // size)
 
     def add_summaries(self, summaries: Tensor) -> None:
         """Append the summaries `[H, m, …]` of the next m complete chunks."""
@@ -97,6 +97,15 @@ class ChunkTable:
         self._summary[:, self.n_summaries : stop] = summaries
         self.n_summaries = stop
 
+    def commit(self) -> None:
+        """Keep the summaries added since the last commit."""
+        self._n_committed = self.n_summaries
+
+    def discard(self, n_tokens: int) -> None:
+        """Go back to the last commit, when the rows covered tokens `0..n_tokens-1`."""
+        self.cover(n_tokens)
+        self.n_summaries = self._n_committed
+
     def note_use(self, chunk_ids: Tensor, step: int) -> None:
         """Count choices: `chunk_ids` of any shape, -1 for none. No synchronisation with the device."""
         flat = chunk_ids.reshape(-1)
@@ -108,7 +117,7 @@ class ChunkTable:
     def copy(self) -> ChunkTable:
         """A table of its own with the same rows."""
         table = ChunkTable(self.chunk_size, self.device)
-        table.n_chunks, table.n_summaries = self.n_chunks, self.n_summaries
+        table.n_chunks, table.n_summaries, table._n_committed = self.n_chunks, self.n_summaries, self._n_committed
         for name in _ROWS:
             setattr(table, name, getattr(self, name).clone())
         table._summary = None if self._summary is None else self._summary[:, : self.n_summaries].clone()

@@ -86,6 +86,7 @@ class LayerCache:
     def commit(self) -> None:
         """Keep what this pass wrote."""
         self.length = self.stop
+        self.chunks.commit()
         self.state.update(self._staged)
         self._staged.clear()
 
@@ -93,7 +94,7 @@ class LayerCache:
         """Forget what was written since the last commit."""
         self.stop = self.length
         self._staged.clear()
-        self.chunks.cover(self.length)
+        self.chunks.discard(self.length)
 
     def reserve(self, n_tokens: int) -> None:
         """Make room for `n_tokens` in all: whole chunks, and at least half more than before when it must grow."""

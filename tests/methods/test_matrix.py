@@ -154,6 +154,15 @@ def test_any_blocks_give_the_same(data: st.DataObject) -> None:
     assert (run(make(name, knobs), q, k, v, blocks, window=WINDOW) - whole).abs().max() <= 1e-4
 
 
+@pytest.mark.parametrize(("name", "knobs"), CASES, ids=str)
+def test_discarded_passes_and_copies_leave_no_trace(name: str, knobs: dict[str, object]) -> None:
+    q, k, v = vectors(9, 4, 2, 5 * WINDOW, 8)
+    blocks = [30, 1, 1, *cut(5 * WINDOW - 32, 9)]
+    calm = run(make(name, knobs), q, k, v, blocks, window=WINDOW)
+    for disturb in (1, 5, 70):
+        assert torch.equal(run(make(name, knobs), q, k, v, blocks, window=WINDOW, disturb=disturb), calm)
+
+
 @pytest.mark.parametrize("name", available())
 def test_half_precision_stays_close(name: str) -> None:
     method = make(name, NEEDS.get(name, {})).resolve(WINDOW)
