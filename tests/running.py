@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from lce.cache.kv import CacheShape, KVCache
+from lce.cache.kv import KVCache
+from lce.cache.tiering import CacheShape, Tiering
 from lce.engine.attention import Attention
 from lce.methods import Method, Step
 from lce.models.config import RopeConfig
@@ -35,15 +37,20 @@ def run(
     scaling: RopeConfig | None = None,
     note: Callable[[int, Tensor], None] | None = None,
     disturb: int = 0,
+    segment: int | None = None,
+    tiering: Tiering | None = None,
 ) -> Tensor:
     """The method's output `[H, N, D]` for a sequence fed in blocks of these sizes.
 
     With `disturb`, so many other tokens are read and discarded before each block, and the cache is copied after it.
+    `segment` is how much is read in one go, `tiering` where the cache may be: with a budget of -1, the least there is.
     """
     method = method.resolve(window)
     dim = q.shape[-1]
     shape = CacheShape(1, k.shape[0], dim, method.cache_chunk, k.dtype, k.device)
-    cache = KVCache(shape)
+    if segment is not None:
+        shape = dataclasses.replace(shape, segment=segment)
+    cache = KVCache(shape, tiering=None if tiering is None else legal(tiering, shape, method, max(blocks)))
     rope = Rope(scaling or RopeConfig(), dim, window, q.shape[1])
     attention = Attention.choose(backend)
     outs, start = [], 0
@@ -57,12 +64,20 @@ def run(
             cache = cache.copy()
         step = Step(start, start + size, rope, attention, window, k.shape[0], sliding_window, note)
         span = slice(start, start + size)
+        cache.reserve(start + size)
         method.keep(k[:, span], v[:, span], cache.layers[0], step)
         outs.append(method.attend(q[:, span], cache.layers[0], step))
         cache.commit()
         start += size
     assert start == q.shape[1]
     return torch.cat(outs, dim=1)
+
+
+def legal(tiering: Tiering, shape: CacheShape, method: Method, block: int) -> Tiering:
+    """`tiering` for this method, with a budget of at least what it can do with."""
+    sinks, local = method.pinned
+    known = dataclasses.replace(tiering, sinks=sinks, local=local, block=block, apart=method.apart)
+    return dataclasses.replace(known, host=max(known.host or 0, known.least(shape)))
 
 
 def cut(n: int, block: int) -> list[int]:

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import enum
-
 import torch
 from torch import Tensor
-
-
-class Tier(enum.IntEnum):
-    """Where a chunk's keys and values are."""
-
-    DEVICE = 0
-    HOST = 1
-    DISK = 2
 
 
 class ChunkTable:
     """Metadata of a layer's chunks, one row a chunk; M rows, `chunk_size` tokens each but perhaps the last.
 
-    `first` and `length` `[M]` say which tokens a chunk holds; `tier` where they are; `dirty` whether a lower tier
-    lacks them; `last_use` the step that last read it; `times_selected` how many (head, query) pairs chose it.
+    `first` and `length` `[M]` say which tokens a chunk holds; `last_use` the step that last read it; `times_selected`
+    how many (head, query) pairs chose it. Where its keys and values are is the archive's to know, page by page.
     `summary` is the method's own: `[H, M, D]`, or whatever trailing shape its first `add_summaries` brought; it covers
     the `n_summaries` chunks that are complete. Rows are kept in buffers that grow by half, never a token at a time.
 
@@ -35,8 +25,6 @@ class ChunkTable:
         self._n_committed = 0  # summaries
         self._first = torch.zeros(0, dtype=torch.int64)
         self._length = torch.zeros(0, dtype=torch.int64)
-        self._tier = torch.zeros(0, dtype=torch.int8)
-        self._dirty = torch.zeros(0, dtype=torch.bool)
         self._last_use = torch.zeros(0, dtype=torch.int64, device=device)
         self._times_selected = torch.zeros(0, dtype=torch.int64, device=device)
         self._summary: Tensor | None = None
@@ -48,14 +36,6 @@ class ChunkTable:
     @property
     def length(self) -> Tensor:
         return self._length[: self.n_chunks]
-
-    @property
-    def tier(self) -> Tensor:
-        return self._tier[: self.n_chunks]
-
-    @property
-    def dirty(self) -> Tensor:
-        return self._dirty[: self.n_chunks]
 
     @property
     def last_use(self) -> Tensor:
@@ -83,7 +63,6 @@ class ChunkTable:
         starts = torch.arange(changed.start, changed.stop) * size
         self._first[changed] = starts
         self._length[changed] = (n_tokens - starts).clamp(max=size)
-        self._dirty[changed] = True
 
     def add_summaries(self, summaries: Tensor) -> None:
         """Append the summaries `[H, m, …]` of the next m complete chunks."""
@@ -137,4 +116,4 @@ class ChunkTable:
             setattr(self, name, new)
 
 
-_ROWS = ("_first", "_length", "_tier", "_dirty", "_last_use", "_times_selected")
+_ROWS = ("_first", "_length", "_last_use", "_times_selected")

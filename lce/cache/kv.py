@@ -6,36 +6,27 @@ commits nothing: the next one writes over its leavings, and the cache is as it w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lce.cache.chunks import ChunkTable
+from lce.cache.pool import Traffic
 from lce.cache.stores import Store
+from lce.cache.tiering import CacheShape, Round, Tiering
+from lce.cache.tiers import Archive
 from lce.errors import CapacityError
-
-
-@dataclass(frozen=True)
-class CacheShape:
-    """What a cache holds for each token of each layer."""
-
-    n_layers: int
-    n_kv_heads: int
-    head_dim: int
-    chunk_size: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of keys and values that one token takes over all layers."""
-        return 2 * self.n_layers * self.n_kv_heads * self.head_dim * self.dtype.itemsize
 
 
 @dataclass
 class LayerCache:
-    """The keys and values of one layer, `[G, capacity, D]`, with its chunk table.
+    """The keys and values of one layer, with its chunk table.
+
+    Tokens from `first` on are in buffers `[G, capacity, D]`; complete chunks before them, where the buffers may not
+    grow, are in `archive`. Methods ask for a span, for tokens, for chunks, and never learn which it was.
 
     `state` holds what a method keeps besides chunk summaries (pending queries, say) as committed tensors by name;
     `stage` replaces an entry from the next commit on. `stores` holds what a method keeps of each token, by name.
@@ -45,38 +36,96 @@ class LayerCache:
     k_buffer: Tensor
     v_buffer: Tensor
     chunks: ChunkTable
+    segment: int
+    first: int = 0  # the first token in the buffers, at a chunk's border
     length: int = 0  # committed tokens
     stop: int = 0  # tokens written, those of the pass under way included
     state: dict[str, Tensor] = field(default_factory=dict)
     stores: dict[str, Store] = field(default_factory=dict)
+    archive: Archive | None = None
+    keep: int = 0  # committed tokens that stay in the buffers when there is an archive
     _staged: dict[str, Tensor] = field(default_factory=dict)
 
-    @property
-    def k(self) -> Tensor:
-        """Keys `[G, stop, D]`, a view, placed as the method declared."""
-        return self.k_buffer[:, : self.stop]
+    def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of tokens `start..stop-1`, `[G, stop - start, D]` each, placed as the method declared.
 
-    @property
-    def v(self) -> Tensor:
-        """Values `[G, stop, D]`, a view."""
-        return self.v_buffer[:, : self.stop]
+        Views where the buffers have them; else copied, so ask for what fits in memory: see `cuts`.
+        """
+        if start >= self.first:
+            here = slice(start - self.first, stop - self.first)
+            return self.k_buffer[:, here], self.v_buffer[:, here]
+        assert self.archive is not None
+        size = self.chunks.chunk_size
+        begin, border = start // size, min(stop, self.first)
+        old = self.archive.chunks(self.index, begin, -(-border // size))
+        k, v = (x.flatten(1, 2)[:, start - begin * size : border - begin * size] for x in old)
+        if stop <= self.first:
+            return k, v
+        recent = slice(0, stop - self.first)
+        return torch.cat((k, self.k_buffer[:, recent]), dim=1), torch.cat((v, self.v_buffer[:, recent]), dim=1)
 
-    def chunked(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of chunks `first..stop-1` as `[G, stop - first, L, D]` views.
+    def cuts(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Tokens `start..stop-1` in spans that are small enough to be copied.
 
-        The last chunk may be partial: what lies behind `self.stop` is unspecified (finite) and must be masked.
+        They are cut at fixed places of the text, so that a sum over them is the same wherever the tokens are.
+        """
+        while start < stop:
+            border = min((start // self.segment + 1) * self.segment, stop)
+            yield start, border
+            start = border
+
+    def tokens(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the tokens `index` `[n]`, ascending: `[G, n, D]` each, copied."""
+        if not self.first:
+            return self.k_buffer.index_select(1, index), self.v_buffer.index_select(1, index)
+        assert self.archive is not None
+        numbers = index.cpu().numpy()
+        n_old = int(np.searchsorted(numbers, self.first))
+        old = self.archive.tokens(self.index, numbers[:n_old])
+        recent = index[n_old:] - self.first
+        k, v = (
+            torch.cat((a, b.index_select(1, recent)), dim=1)
+            for a, b in zip(old, (self.k_buffer, self.v_buffer), strict=True)
+        )
+        return k, v
+
+    def rounds(self, chunk_ids: Tensor) -> Iterator[Round]:
+        """The complete chunks that the query heads chose, `[H, T, K]`, for `Attention.routed`.
+
+        All at once and in place where they are in the buffers; else as many at a time as memory may hold.
         """
         size = self.chunks.chunk_size
-        span = slice(first * size, stop * size)
-        return self.k_buffer[:, span].unflatten(1, (-1, size)), self.v_buffer[:, span].unflatten(1, (-1, size))
+        n_old, n_chunks = self.first // size, self.stop // size
+        recent = slice(0, n_chunks * size - self.first)
+        k, v = (x[:, recent].unflatten(1, (-1, size)) for x in (self.k_buffer, self.v_buffer))
+        if not n_old:
+            yield None, k, v
+            return
+        assert self.archive is not None
+        n_kv_heads = len(k)
+        heads = torch.arange(len(chunk_ids), device=k.device) // (len(chunk_ids) // n_kv_heads)
+        asked = (heads[:, None, None] * n_chunks + chunk_ids)[chunk_ids >= 0]
+        wanted = torch.zeros(n_kv_heads * n_chunks, dtype=torch.bool, device=k.device).index_fill_(0, asked, True)
+        wanted = wanted.view(n_kv_heads, n_chunks).cpu()
+        per_page = self.archive.shape.heads
+        if wanted[:, n_old:].any():
+            table = torch.full((n_kv_heads, n_chunks), -1, device=k.device)
+            table[:, n_old:] = torch.arange(n_kv_heads * k.shape[1], device=k.device).view(n_kv_heads, -1)
+            yield table, k, v
+        pages = wanted[:, :n_old].unflatten(0, (-1, per_page)).any(dim=1)  # [groups, old chunks]
+        for slots, old_k, old_v in self.archive.rounds(self.index, pages.numpy()):
+            slot = torch.from_numpy(slots).to(k.device)
+            within = torch.arange(per_page, device=k.device) * old_k.shape[1]
+            found = torch.where(slot[:, None] < 0, -1, within[:, None] + slot[:, None]).flatten(0, 1)  # [G, old chunks]
+            yield torch.nn.functional.pad(found, (0, n_chunks - n_old), value=-1), old_k, old_v
 
     def write(self, k: Tensor, v: Tensor) -> None:
         """Put a block's keys and values `[G, T, D]` behind the committed ones. Time and bytes: O(T)."""
         self.stop = self.length + k.shape[1]
         self.reserve(self.stop)
-        self.k_buffer[:, self.length : self.stop] = k
-        self.v_buffer[:, self.length : self.stop] = v
-        self._clear_tail()
+        here = slice(self.length - self.first, self.stop - self.first)
+        self.k_buffer[:, here] = k
+        self.v_buffer[:, here] = v
         self.chunks.cover(self.stop)
 
     def stage(self, name: str, value: Tensor) -> None:
@@ -96,60 +145,80 @@ class LayerCache:
         self._staged.clear()
         self.chunks.discard(self.length)
 
-    def reserve(self, n_tokens: int) -> None:
-        """Make room for `n_tokens` in all: whole chunks, and at least half more than before when it must grow."""
-        size = self.chunks.chunk_size
-        capacity = self.k_buffer.shape[1]
-        if n_tokens <= capacity:
+    def reserve(self, n_tokens: int, most: int | None = None) -> None:
+        """Make room for `n_tokens` in all: whole chunks, and half more than before, but no more than for `most`.
+
+        With an archive, old chunks make room first.
+        """
+        size, capacity = self.chunks.chunk_size, self.k_buffer.shape[1]
+        if self.archive is not None and n_tokens - self.first > capacity:
+            self.retire()
+        needed = n_tokens - self.first
+        if needed <= capacity:
             return
-        wanted = -(-max(n_tokens, capacity * 3 // 2) // size) * size
-        self.k_buffer = _grown(self.k_buffer, wanted, self.length)
-        self.v_buffer = _grown(self.v_buffer, wanted, self.length)
+        generous = capacity * 3 // 2 if self.archive is None else needed
+        wanted = max(needed, generous if most is None else min(generous, most))
+        self.resize(-(-wanted // size) * size)
 
-    def _clear_tail(self) -> None:
-        """Zero the rest of a chunk that this pass began, so that masked keys are finite."""
+    def retire(self) -> None:
+        """Move complete chunks that are more than `keep` committed tokens back to the archive."""
+        assert self.archive is not None
         size = self.chunks.chunk_size
-        end = -(-self.stop // size) * size
-        if end - size >= self.length:
-            self.k_buffer[:, self.stop : end] = 0
-            self.v_buffer[:, self.stop : end] = 0
+        border = max(self.length - self.keep, 0) // size * size
+        n, left = border - self.first, self.length - border
+        if n <= 0:
+            return
+        k, v = (x[:, :n].unflatten(1, (-1, size)) for x in (self.k_buffer, self.v_buffer))
+        self.archive.add(self.index, self.first // size, k, v)
+        k, v = torch.empty_like(self.k_buffer), torch.empty_like(self.v_buffer)
+        k[:, :left], v[:, :left] = self.k_buffer[:, n : n + left], self.v_buffer[:, n : n + left]
+        self.k_buffer, self.v_buffer, self.first = k, v, border  # at once: an interruption finds the old or the new
 
-    def copy(self) -> LayerCache:
-        """A cache of its own with the committed tokens."""
+    def resize(self, capacity: int) -> None:
+        """Give the buffers room for this many tokens from `first` on; at least those that are committed."""
+        kept = self.length - self.first
+        self.k_buffer, self.v_buffer = (_grown(x, capacity, kept) for x in (self.k_buffer, self.v_buffer))
+
+    def copy(self, archive: Archive | None = None) -> LayerCache:
+        """A cache of its own with the committed tokens, over a fork of this one's archive."""
         size = self.chunks.chunk_size
-        wanted = -(-self.length // size) * size
-        return LayerCache(
-            self.index,
-            _grown(self.k_buffer, wanted, self.length),
-            _grown(self.v_buffer, wanted, self.length),
-            self.chunks.copy(),
-            self.length,
-            self.length,
-            {name: value.clone() for name, value in self.state.items()},
-            {name: store.copy(self.length) for name, store in self.stores.items()},
+        other = replace(
+            self,
+            chunks=self.chunks.copy(),
+            stop=self.length,
+            state={name: value.clone() for name, value in self.state.items()},
+            stores={name: store.copy(self.length) for name, store in self.stores.items()},
+            archive=archive,
+            _staged={},
         )
+        other.resize(-(-(self.length - self.first) // size) * size if archive is None else self.k_buffer.shape[1])
+        return other
 
 
 def _grown(buffer: Tensor, capacity: int, length: int) -> Tensor:
-    """A buffer of `capacity` tokens that starts with the old one's, up to the end of the chunk of token `length`."""
+    """A buffer of `capacity` tokens that starts with the old one's first `length`."""
     wanted = buffer.shape[0] * capacity * buffer.shape[2] * buffer.element_size()
     try:
         new = buffer.new_empty(buffer.shape[0], capacity, buffer.shape[2])
     except RuntimeError as error:
         raise CapacityError(
             f"no room for {capacity} tokens in the cache: {wanted} bytes a layer for each of keys and values; "
-            "ask for fewer tokens"
+            "ask for fewer tokens, or give --kv-host-budget and --spill-dir"
         ) from error
-    kept = min(capacity, buffer.shape[1]) if length else 0
-    new[:, :kept] = buffer[:, :kept]
+    new[:, :length] = buffer[:, :length]
     return new
 
 
 class KVCache:
-    """The keys and values of one context, in memory; buffers `[G, capacity, D]` a layer."""
+    """The keys and values of one context; buffers `[G, capacity, D]` a layer, and an archive if they outgrow `tiering`.
 
-    def __init__(self, shape: CacheShape, capacity: int = 0) -> None:
+    While everything fits there is no archive and nothing is done for one.
+    """
+
+    def __init__(self, shape: CacheShape, capacity: int = 0, tiering: Tiering | None = None) -> None:
         self.shape = shape
+        self.tiering = tiering or Tiering()
+        self.archive: Archive | None = None
         empty = (shape.n_kv_heads, 0, shape.head_dim)
         self.layers = [
             LayerCache(
@@ -157,6 +226,7 @@ class KVCache:
                 torch.empty(empty, dtype=shape.dtype, device=shape.device),
                 torch.empty(empty, dtype=shape.dtype, device=shape.device),
                 ChunkTable(shape.chunk_size, shape.device),
+                shape.cut,
             )
             for index in range(shape.n_layers)
         ]
@@ -168,9 +238,24 @@ class KVCache:
         return self.layers[0].length
 
     def reserve(self, n_tokens: int) -> None:
-        """Make room for `n_tokens` in all, so that appending up to there allocates nothing."""
+        """Make room for `n_tokens` in all, so that appending up to there allocates nothing.
+
+        Beyond the budget, old chunks go to the archive from now on. Raises `CapacityError` where they cannot.
+        """
+        fits = self.tiering.resident_tokens(self.shape)
+        if self.archive is None and fits is not None and self.shape.in_chunks(n_tokens) > fits:
+            self.archive = self.tiering.archive(self.shape, n_tokens)
         for layer in self.layers:
-            layer.reserve(n_tokens)
+            if self.archive is None:
+                layer.reserve(n_tokens, fits)
+            elif layer.archive is None:
+                self._outgrow(layer, self.archive)
+
+    def _outgrow(self, layer: LayerCache, archive: Archive) -> None:
+        """Let a layer's buffers hold recent tokens alone, and the archive the others."""
+        layer.archive, layer.keep = archive, self.tiering.local
+        layer.retire()
+        layer.resize(max(self.tiering.recent_tokens(self.shape), layer.length - layer.first))
 
     def commit(self) -> None:
         """Keep what the pass that just ended wrote, in every layer."""
@@ -183,19 +268,34 @@ class KVCache:
             layer.discard()
 
     def copy(self) -> KVCache:
-        """A cache of its own with the same committed tokens. Bytes: one copy of what is committed."""
-        cache = KVCache(self.shape)
-        cache.layers = [layer.copy() for layer in self.layers]
+        """A cache of its own with the same committed tokens. Bytes: one copy of what is in the buffers."""
+        cache = KVCache(self.shape, tiering=self.tiering)
+        if self.archive is not None:
+            cache.archive = self.archive.fork(self.tiering.pools(self.shape))
+        cache.layers = [layer.copy(cache.archive) for layer in self.layers]
         return cache
 
     @property
     def bytes_by_tier(self) -> dict[str, int]:
         """Bytes held now: keys, values, metadata, summaries, method state and stores."""
-        held = sum(
+        held = {"device": 0, "host": 0, "disk": 0}
+        held["device"] += sum(
             tensor.numel() * tensor.element_size()
             for layer in self.layers
             for tensor in (layer.k_buffer, layer.v_buffer, *layer.state.values())
         )
-        held += sum(layer.chunks.n_bytes for layer in self.layers)
-        held += sum(store.n_bytes for layer in self.layers for store in layer.stores.values())
-        return {"device": held, "host": 0, "disk": 0}
+        held["device"] += sum(layer.chunks.n_bytes for layer in self.layers)
+        held["device"] += sum(store.n_bytes for layer in self.layers for store in layer.stores.values())
+        if self.archive is not None:
+            for tier, pool in zip(held, self.archive.pools, strict=False):
+                held[tier] += pool.n_bytes
+            held["disk"] = 0 if self.archive.file is None else self.archive.file.n_bytes
+        return held
+
+    @property
+    def traffic(self) -> dict[str, Traffic]:
+        """What went through each tier of the archive; empty while there is none."""
+        if self.archive is None:
+            return {}
+        found = dict(zip(("device", "host"), (pool.traffic for pool in self.archive.pools), strict=False))
+        return found if self.archive.file is None else {**found, "disk": self.archive.disk}

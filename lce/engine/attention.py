@@ -7,12 +7,13 @@ head has its own list of chunks. `merge`: the parts become one softmax over all 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lce.cache.tiering import Round
 from lce.engine.backends import Backend, Flash, Part, Reference, Torch, combine
 from lce.errors import UsageError, nearest
 
@@ -50,34 +51,56 @@ class Attention:
         out, lse = self.backend.attend(grouped, k, v, causal=causal, window=window)
         return out.flatten(0, 1), lse.flatten(0, 1)
 
-    def routed(self, q: Tensor, chunk_ids: Tensor, chunks: tuple[Tensor, Tensor]) -> Part:
+    def routed(self, q: Tensor, chunk_ids: Tensor, chunks: Iterable[Round]) -> Part:
         """Every query of every head attends its own list of whole chunks.
 
-        `q [H, T, D]`, or `[H, T, K, D]` with one placed copy a choice; `chunk_ids [H, T, K]`, -1 for none; `chunks`
-        the keys and values `[G, M, L, D]`. Returns `out [H, T, D]`, `lse [H, T]`.
+        `q [H, T, D]`, or `[H, T, K, D]` with one placed copy a choice; `chunk_ids [H, T, K]`, -1 for none; `chunks` as
+        `LayerCache.rounds` gives them: keys and values `[P, M, L, D]` and where in them each KV head's chunks are, one
+        part of the chunks after the other if need be. Returns `out [H, T, D]`, `lse [H, T]`.
 
         A mixture-of-experts dispatch: an expert is a (KV head, chunk) pair; the queries that chose it are gathered and
         attended in one go, so its keys are read once however many chose it. Time: O(H · T · K · L · D) and a sort of
         H·T·K numbers; bytes: H·T·K·D for the gathered queries and as much for their partial results.
         """
-        k, v = chunks
         n_heads, n_queries, n_choices = chunk_ids.shape
-        n_kv_heads, n_chunks = k.shape[:2]
         placed = q[:, :, None].expand(-1, -1, n_choices, -1) if q.ndim == 3 else q
         rows = placed.reshape(-1, q.shape[-1])  # [A, D], A = H * T * K
-        kv_head = torch.arange(n_heads, device=q.device) // (n_heads // n_kv_heads)
-        expert = (kv_head[:, None, None] * n_chunks + chunk_ids).masked_fill(chunk_ids < 0, n_kv_heads * n_chunks)
-        sorted_experts, order = expert.reshape(-1).sort()
-        counts = torch.zeros(n_kv_heads * n_chunks + 1, dtype=torch.int64, device=q.device)
-        counts = counts.scatter_add_(0, sorted_experts, torch.ones_like(sorted_experts))[:-1]
-        out, lse = self.backend.grouped(rows, counts, order, k, v)
+        total: Part | None = None
+        for table, k, v in chunks:
+            here = self._dispatch(rows, _experts(chunk_ids, table, k), k, v)
+            if total is None:
+                total = here
+            else:  # every choice is served in one round alone
+                served = here[1] > -torch.inf
+                total = torch.where(served[:, None], here[0], total[0]), torch.where(served, here[1], total[1])
+        assert total is not None, "no chunks at all"
         shape = (n_heads, n_queries, n_choices)
-        return _merge_choices(out.view(*shape, q.shape[-1]), lse.view(shape))
+        return _merge_choices(total[0].view(*shape, q.shape[-1]), total[1].view(shape))
+
+    def _dispatch(self, rows: Tensor, expert: Tensor, k: Tensor, v: Tensor) -> Part:
+        """Each row of `[A, D]` attends the expert of this number, `[A]`; -1 for none."""
+        n_experts = k.shape[0] * k.shape[1]
+        # Stable, so that an expert's rows stand in the same order wherever its keys are.
+        sorted_experts, order = expert.masked_fill(expert < 0, n_experts).sort(stable=True)
+        counts = torch.zeros(n_experts + 1, dtype=torch.int64, device=rows.device)
+        counts = counts.scatter_add_(0, sorted_experts, torch.ones_like(sorted_experts))[:-1]
+        return self.backend.grouped(rows, counts, order, k, v)
 
 
 def merge(parts: Sequence[Part]) -> Tensor:
     """One softmax over the keys of all parts, exactly: `out [H, T, D]`. Every query must have seen some key."""
     return combine(list(parts))[0] if len(parts) > 1 else parts[0][0]
+
+
+def _experts(chunk_ids: Tensor, table: Tensor | None, k: Tensor) -> Tensor:
+    """The expert of each choice `[H, T, K]`, flat: its place in a round's keys `[P, M, L, D]`, -1 if it is none."""
+    n_heads = len(chunk_ids)
+    kv_head = torch.arange(n_heads, device=chunk_ids.device) // (n_heads // (len(k) if table is None else len(table)))
+    if table is None:
+        expert = kv_head[:, None, None] * k.shape[1] + chunk_ids
+    else:
+        expert = table[kv_head[:, None, None], chunk_ids.clamp(min=0)]
+    return expert.masked_fill(chunk_ids < 0, -1).reshape(-1)
 
 
 def _merge_choices(out: Tensor, lse: Tensor) -> Part:

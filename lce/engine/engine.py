@@ -12,7 +12,8 @@ from operator import index
 import torch
 from torch import Tensor
 
-from lce.cache.kv import CacheShape, KVCache
+from lce.cache.kv import KVCache
+from lce.cache.tiering import CacheShape
 from lce.engine.attention import Attention
 from lce.engine.context import Context
 from lce.engine.decode import Generation, Piece, Stream, decode

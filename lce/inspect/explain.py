@@ -25,7 +25,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lce.cache.kv import CacheShape, KVCache
+from lce.cache.kv import KVCache
+from lce.cache.tiering import CacheShape
 from lce.engine.attention import Attention
 from lce.errors import UsageError
 from lce.methods.base import Method

@@ -69,6 +69,16 @@ class Method(ABC):
         """How many tokens before a block are also kept with their keys at their absolute positions (`parts.near`)."""
         return 0
 
+    @property
+    def pinned(self) -> tuple[int, int]:
+        """How many of the first tokens, and of those before a block, every query sees: they never leave the device."""
+        return 0, self.n_recent
+
+    @property
+    def apart(self) -> bool:
+        """Whether heads choose apart from each other, so that keys are wanted of some KV heads and not of others."""
+        return False
+
     def key_positions(self, indices: Tensor) -> Tensor | None:
         """Where the keys of tokens `indices` `[T]` are rotated to before they are cached; None: left unrotated."""
         return indices
@@ -117,6 +127,14 @@ class SelectiveMethod(Method):
     def cache_chunk(self) -> int:
         assert self.chunk_size is not None, "resolved before use"
         return self.chunk_size
+
+    @property
+    def pinned(self) -> tuple[int, int]:
+        return self.cache_chunk, self.cache_chunk
+
+    @property
+    def apart(self) -> bool:
+        return True
 
     def exact_length(self, window: int) -> int | None:
         return (self.n_choices + 1) * self.cache_chunk
@@ -198,8 +216,7 @@ class SelectiveMethod(Method):
             step.note(cache.index, chosen)
         n_choices = chosen.shape[-1]
         placed = rotate(q[:, :, None], (table[0][:, :n_choices], table[1][:, :n_choices]))  # [H, T, K, D]
-        chunks = cache.chunked(0, cache.chunks.n_summaries)
-        return merge([step.attention.routed(placed, chosen, chunks), own])
+        return merge([step.attention.routed(placed, chosen, cache.rounds(chosen)), own])
 
     def _places(self, q: Tensor, step: Step) -> Table:
         n_slots = min(self.n_choices, step.stop // self.cache_chunk)
@@ -221,7 +238,7 @@ class SelectiveMethod(Method):
         complete = known[:, : n_complete * size].unflatten(1, (n_complete, size))  # [H, m, L, D]
         table: Table = step.once("offsets", lambda: step.rope.table(torch.arange(size, device=q.device), q.dtype))
         first = step.start // size
-        k, v = cache.chunked(first, first + n_complete)
+        k, v = (x.unflatten(1, (-1, size)) for x in cache.span(first * size, (first + n_complete) * size))
         cache.chunks.add_summaries(self.summarise(rotate(complete, table), k, v, step))
         left = q.new_zeros(q.shape[0], size, q.shape[2])
         left[:, : known.shape[1] - n_complete * size] = known[:, n_complete * size :]

@@ -13,6 +13,7 @@ from lce.cache.kv import LayerCache
 from lce.engine.attention import merge
 from lce.errors import ModelError, UsageError
 from lce.methods.base import Method
+from lce.methods.parts import over
 from lce.methods.registry import register
 from lce.methods.step import Step, Surroundings
 from lce.models.rope import Table, rotate
@@ -71,11 +72,15 @@ class DualChunk(Method):
         assert self.chunk_size is not None, "resolved before use"
         return self.chunk_size
 
+    @property
+    def pinned(self) -> tuple[int, int]:
+        return 0, 2 * self.cache_chunk
+
     def key_positions(self, indices: Tensor) -> Tensor | None:
         return indices % self.cache_chunk
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        size, dense = self.cache_chunk, step.attention.dense
+        size = self.cache_chunk
         if self.temperature:
             q = q * step.once("temperature", lambda: temperature(step.positions(q.device), step.window).to(q.dtype))
         own, previous, older = (rotate(q, table) for table in step.once("places", lambda: self.places(q, step)))
@@ -83,13 +88,11 @@ class DualChunk(Method):
         for start, stop in runs(step, size):
             here = slice(start - step.start, stop - step.start)
             border = start // size * size
-            parts = [dense(own[:, here], cache.k[:, border:stop], cache.v[:, border:stop], causal=True)]
+            parts = [over(own[:, here], cache, step, causal=True, first=border, stop=stop)]
             if border:
-                span = slice(border - size, border)
-                parts.append(dense(previous[:, here], cache.k[:, span], cache.v[:, span], causal=False))
+                parts.append(over(previous[:, here], cache, step, causal=False, first=border - size, stop=border))
             if border > size:
-                span = slice(0, border - size)
-                parts.append(dense(older[:, here], cache.k[:, span], cache.v[:, span], causal=False))
+                parts.append(over(older[:, here], cache, step, causal=False, stop=border - size))
             outs.append(merge(parts))
         return torch.cat(outs, dim=1)
 

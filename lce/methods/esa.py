@@ -105,6 +105,10 @@ class ESA(Method):
     def n_recent(self) -> int:
         return self.sinks + self._local
 
+    @property
+    def pinned(self) -> tuple[int, int]:
+        return self.sinks, self.n_recent
+
     def key_positions(self, indices: Tensor) -> Tensor | None:
         return None
 
@@ -128,8 +132,7 @@ class ESA(Method):
         far = rotate(q, step.distant(self.far, q))
         chosen = self.select(far, cache, step, border)
         kept = torch.cat((torch.arange(self.sinks, device=q.device), chosen))
-        keys, values = cache.k.index_select(1, kept), cache.v.index_select(1, kept)
-        return merge([step.attention.dense(far, keys, values, causal=False), near(q, cache, step, first=border)])
+        return merge([step.attention.dense(far, *cache.tokens(kept), causal=False), near(q, cache, step, first=border)])
 
     def select(self, q: Tensor, cache: LayerCache, step: Step, border: int) -> Tensor:
         """The `top_k` best tokens of `sinks..border-1` for the placed queries `[H, T, D]`, ascending; `[top_k]`."""
@@ -139,7 +142,7 @@ class ESA(Method):
         if n_middle <= self.top_k:
             chosen = torch.arange(self.sinks, border, device=q.device)
         else:
-            best = block_scores(score, q.shape[1], n_middle * step.n_kv_heads)
+            best = block_scores(score, q.shape[1], n_middle)
             chosen = first_best(spread(best, self.eps), self.top_k) + self.sinks
         if step.note:
             step.note(cache.index, chosen.expand(*q.shape[:2], -1))
@@ -149,16 +152,20 @@ class ESA(Method):
         """`f(m; c)` of some of the placed queries `[H, T, D]`: from their slice to `[t, border - sinks]`."""
         if self.compress == "none":
             shared = q.unflatten(0, (step.n_kv_heads, -1)).sum(dim=1)  # [G, T, D]
-            keys = cache.k[:, self.sinks : border].transpose(1, 2)
-            return lambda rows: (shared[:, rows] @ keys).sum(dim=0)
+
+            def exact(rows: slice) -> Tensor:
+                keys = (cache.span(*cut)[0] for cut in cache.cuts(self.sinks, border))
+                return torch.cat([(shared[:, rows] @ k.transpose(1, 2)).sum(dim=0) for k in keys], dim=1)
+
+            return exact
         if isinstance(self.maps, LowDimMaps) and self.compress == "calibrated":
             low_q = side_by_side(q) @ self.maps.layer(cache.index, q).query
         else:
             basis = cache.state.get("principal")
             if basis is None:
-                basis = principal(cache.k[:, : step.start], self.low_dim)
+                basis = principal(cache.span(0, step.start)[0], self.low_dim)
                 cache.stage("principal", basis)
-                _rows(cache).write(side_by_side(cache.k) @ basis, 0)
+                _rows(cache).write(side_by_side(cache.span(0, step.stop)[0]) @ basis, 0)
             low_q = side_by_side(q.unflatten(0, (step.n_kv_heads, -1)).sum(dim=1)) @ basis
         low_k = _rows(cache).span(self.sinks, border).T
         return lambda rows: low_q[rows] @ low_k

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lce.cache.kv import LayerCache
 from lce.methods.base import Method
+from lce.methods.parts import over
 from lce.methods.registry import register
 from lce.methods.step import Step
 from lce.models.rope import rotate
@@ -31,4 +32,4 @@ class Full(Method):
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         placed = rotate(q, step.true_places(q))
-        return step.attention.dense(placed, cache.k, cache.v, causal=True, window=step.sliding_window)[0]
+        return over(placed, cache, step, causal=True, window=step.sliding_window)[0]

@@ -76,6 +76,10 @@ class InfLLM(Method):
         assert self.local is not None, "resolved before use"
         return self.local
 
+    @property
+    def pinned(self) -> tuple[int, int]:
+        return self.sinks, self.n_recent
+
     def key_positions(self, indices: Tensor) -> Tensor | None:
         return None
 
@@ -93,16 +97,14 @@ class InfLLM(Method):
         far = rotate(q, step.distant(self.far, q))
         n_blocks = cache.chunks.n_summaries
         if n_blocks <= self.top_k:  # nothing to choose
-            return merge([behind(far, cache.k, cache.v, step, gap=self.local), here])
+            return merge([behind(far, cache, step, gap=self.local), here])
         chosen = self.select(far, cache, step)
         end = self.memory_end(cache)
-        k, v = (
-            x[:, self.sinks : end].unflatten(1, (n_blocks, -1))[:, chosen].flatten(1, 2) for x in (cache.k, cache.v)
-        )
+        tokens = self.sinks + chosen[:, None] * self.block_size + torch.arange(self.block_size, device=q.device)
         parts = [
-            behind(far, cache.k[:, : self.sinks], cache.v[:, : self.sinks], step, gap=self.local),
-            step.attention.dense(far, k, v, causal=False),
-            behind(far, cache.k[:, end:], cache.v[:, end:], step, gap=self.local, first=end),
+            behind(far, cache, step, gap=self.local, stop=self.sinks),
+            step.attention.dense(far, *cache.tokens(tokens.flatten()), causal=False),
+            behind(far, cache, step, gap=self.local, first=end),
             here,
         ]
         return merge(parts)
@@ -136,7 +138,7 @@ class InfLLM(Method):
         if complete:
             n = complete * self.block_size
             best = votes[:, :n].unflatten(1, (complete, -1)).topk(min(self.repr_tokens, self.block_size)).indices
-            keys = cache.k[:, done : done + n].unflatten(1, (complete, -1))  # [G, m, L, D]
+            keys = cache.span(done, done + n)[0].unflatten(1, (complete, -1))  # [G, m, L, D]
             keys = keys.repeat_interleave(q.shape[0] // keys.shape[0], 0)
             chosen = keys.gather(2, best[..., None].expand(-1, -1, -1, keys.shape[-1]))
             cache.chunks.add_summaries(chosen.sum(dim=2))

@@ -54,6 +54,10 @@ class LMInfinite(Method):
         assert self.local is not None, "resolved before use"
         return self.local
 
+    @property
+    def pinned(self) -> tuple[int, int]:
+        return self.sinks, self.n_recent
+
     def key_positions(self, indices: Tensor) -> Tensor | None:
         return None
 
@@ -62,7 +66,7 @@ class LMInfinite(Method):
         parts = [near(q, cache, step, window=self.local)]
         if step.stop > self.local:
             far = rotate(q, step.distant(self.local, q))
-            parts.append(behind(far, cache.k[:, : self.sinks], cache.v[:, : self.sinks], step, gap=self.local))
+            parts.append(behind(far, cache, step, gap=self.local, stop=self.sinks))
             if self.top_k and cache.index >= self.from_layer and step.stop - self.local > self.sinks:
                 parts.append(self.middle(far, cache, step))
         return merge(parts)
@@ -73,22 +77,26 @@ class LMInfinite(Method):
         Time: O(H · T · N · D). Bytes: the scores of a slice of queries, bounded.
         """
         assert self.local is not None, "resolved before use"
-        middle = slice(self.sinks, step.stop - self.local)
-        k, v = cache.k[:, middle], cache.v[:, middle]
-        last_seen = step.positions(q.device) - self.local - self.sinks  # counted from the first middle token
-        rows = max(1, SCORES_AT_ONCE // (q.shape[0] * k.shape[1]))
+        first, stop = self.sinks, step.stop - self.local
+        last_seen = step.positions(q.device) - self.local - first  # counted from the first middle token
+        rows = max(1, SCORES_AT_ONCE // (q.shape[0] * (stop - first)))
         slices = zip(q.split(rows, dim=1), last_seen.split(rows), strict=True)
-        return side_by_side([_best_keys(part, k, v, seen, self.top_k) for part, seen in slices])
+        return side_by_side([_best_keys(part, cache, first, stop, seen, self.top_k) for part, seen in slices])
 
 
-def _best_keys(q: Tensor, k: Tensor, v: Tensor, last_seen: Tensor, top_k: int) -> Part:
-    """Attention of each query to its `top_k` best keys among `0..last_seen`: `q [H, T, D]`, `k v [G, M, D]`."""
-    (n_heads, n_queries, dim), (n_kv_heads, n_keys, _) = q.shape, k.shape
-    scores = (q.reshape(n_kv_heads, -1, dim) @ k.transpose(1, 2)).view(n_heads, n_queries, n_keys).float()
-    hidden = torch.arange(n_keys, device=q.device) > last_seen[:, None]
-    best = scores.div_(math.sqrt(dim)).masked_fill_(hidden, -torch.inf).topk(min(top_k, n_keys), dim=-1)
+def _best_keys(q: Tensor, cache: LayerCache, first: int, stop: int, last_seen: Tensor, top_k: int) -> Part:
+    """Attention of each query `[H, T, D]` to its `top_k` best of tokens `first..stop-1`, up to the one that it sees."""
+    spans = (cache.span(*cut)[0] for cut in cache.cuts(first, stop))
+    scores = torch.cat(
+        [(q.reshape(len(k), -1, q.shape[-1]) @ k.transpose(1, 2)).view(*q.shape[:2], -1) for k in spans], dim=-1
+    )
+    hidden = torch.arange(stop - first, device=q.device) > last_seen[:, None]
+    scores = scores.float().div_(math.sqrt(q.shape[-1])).masked_fill_(hidden, -torch.inf)
+    best = scores.topk(min(top_k, stop - first), dim=-1)
     lse = best.values.logsumexp(-1)
     weights = (best.values - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
-    flat = best.indices.view(n_kv_heads, -1, 1).expand(-1, -1, dim)
-    values = v.gather(1, flat).view(*best.indices.shape, dim)  # [H, T, top_k, D]
+    tokens, which = best.indices.unique(return_inverse=True)
+    v = cache.tokens(first + tokens)[1]
+    values = v.gather(1, which.view(len(v), -1, 1).expand(-1, -1, q.shape[-1]))
+    values = values.view(*best.indices.shape, q.shape[-1])  # [H, T, top_k, D]
     return (weights[..., None, :].to(v.dtype) @ values).squeeze(-2), lse

@@ -49,6 +49,14 @@ class LongHeads(SelectiveMethod):
             )
         return super().resolve(window)
 
+    @property
+    def pinned(self) -> tuple[int, int]:
+        return self.cache_chunk if self.keep_first else 0, self.cache_chunk
+
+    @property
+    def apart(self) -> bool:
+        return self.share != "layer" and not self.fix_head
+
     def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         n_kv_heads, n_chunks = k.shape[:2]
         keys, values = k.flatten(0, 1), v.flatten(0, 1)  # [G * m, L, D]

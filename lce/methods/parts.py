@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lce.cache.kv import LayerCache
 from lce.cache.stores import RecentKeys
-from lce.engine.backends import Part
+from lce.engine.backends import Part, combine
 from lce.methods.step import Step
 from lce.models.rope import rotate
 
@@ -27,6 +27,26 @@ def keep_recent(k: Tensor, n: int, cache: LayerCache, step: Step) -> None:
     cast(RecentKeys, cache.stores[RECENT]).write(rotate(k, step.true_places(k)), step.start)
 
 
+def over(
+    q: Tensor, cache: LayerCache, step: Step, *, causal: bool, first: int = 0, stop: int | None = None,
+    window: int | None = None,
+) -> Part:  # fmt: skip
+    """Tokens `first..stop-1` as they are cached, by placed queries `[H, T, D]`; all of the cache by default.
+
+    Causal: the last query sees the last token, and with `window` no query one that many or more behind it. However long
+    the span, so much of it is read at a time as `cache.cuts` says. Time: O(H · T · N · D).
+    """
+    stop = cache.stop if stop is None else stop
+    if window is not None:
+        first = max(first, stop - q.shape[1] - window + 1)
+        return step.attention.dense(q, *cache.span(first, stop), causal=causal, window=window)
+    own = max(first, stop - q.shape[1]) if causal else stop  # the last piece holds the block's own tokens
+    spans = list(cache.cuts(first, own)) or [(first, first)]
+    spans[-1] = (spans[-1][0], stop)
+    parts = [step.attention.dense(q, *cache.span(a, b), causal=causal and b == stop) for a, b in spans]
+    return combine(parts) if len(parts) > 1 else parts[0]
+
+
 def near(q: Tensor, cache: LayerCache, step: Step, *, window: int | None = None, first: int = 0) -> Part:
     """Keys at their true distance: those of tokens from `first` on, and of these the last `window` of each query.
 
@@ -36,24 +56,25 @@ def near(q: Tensor, cache: LayerCache, step: Step, *, window: int | None = None,
         first = max(first, step.start - window + 1)
     keys = cast(RecentKeys, cache.stores[RECENT]).since(first, step.stop)
     placed = rotate(q, step.true_places(q))
-    return step.attention.dense(placed, keys, cache.v[:, first:], causal=True, window=window)
+    return step.attention.dense(placed, keys, cache.span(first, step.stop)[1], causal=True, window=window)
 
 
-def behind(q: Tensor, k: Tensor, v: Tensor, step: Step, gap: int, first: int = 0) -> Part:
-    """Keys at least `gap` tokens behind each query, wherever `q` and `k` were placed.
+def behind(q: Tensor, cache: LayerCache, step: Step, gap: int, *, first: int = 0, stop: int | None = None) -> Part:
+    """Those of tokens `first..stop-1` that are at least `gap` behind each query, as they are cached.
 
-    `k v [G, N, D]` are of tokens `first..first+N-1`; query i sees those up to `i - gap`. The block is cut in three:
-    queries that see none, queries that see one more each, queries that see all. Time: O(H · T · N · D).
+    `q [H, T, D]` is placed; query i sees those up to `i - gap`. The block is cut in three: queries that see none,
+    queries that see one more each, queries that see all. Time: O(H · T · N · D).
     """
-    n_queries, n_keys = q.shape[1], k.shape[1]
+    n_queries = q.shape[1]
+    stop = min(step.stop if stop is None else stop, step.stop)
     begin = min(max(gap + first - step.start, 0), n_queries)
-    whole = min(max(gap + first + n_keys - 1 - step.start, begin), n_queries)
+    whole = min(max(gap + stop - 1 - step.start, begin), n_queries)
     parts = [(torch.zeros_like(q[:, :begin]), q.new_full((q.shape[0], begin), -torch.inf, dtype=torch.float32))]
     if whole > begin:
-        seen = step.start + whole - gap - first
-        parts.append(step.attention.dense(q[:, begin:whole], k[:, :seen], v[:, :seen], causal=True))
+        seen = step.start + whole - gap
+        parts.append(over(q[:, begin:whole], cache, step, causal=True, first=first, stop=seen))
     if n_queries > whole:
-        parts.append(step.attention.dense(q[:, whole:], k, v, causal=False))
+        parts.append(over(q[:, whole:], cache, step, causal=False, first=first, stop=stop))
     return side_by_side(parts)
 
 
@@ -80,14 +101,13 @@ def within_chunk(q: Tensor, cache: LayerCache, step: Step) -> Part:
         queries = q[:, start - step.start : stop - step.start]
         if start == first_border and stop == last_border:
             n_chunks = (stop - start) // size
-            k, v = cache.chunked(start // size, stop // size)
+            k, v = (x.unflatten(1, (n_chunks, size)) for x in cache.span(start, stop))
             folded = fold_chunks(queries.unflatten(1, (n_chunks, size)), k.shape[0])
             out, lse = step.attention.dense(folded, k.flatten(0, 1), v.flatten(0, 1), causal=True)
             out = unfold_chunks(out, k.shape[0], n_chunks).flatten(1, 2)
             parts.append((out, unfold_chunks(lse, k.shape[0], n_chunks).flatten(1, 2)))
         else:
-            keys = slice(start // size * size, stop)
-            parts.append(step.attention.dense(queries, cache.k[:, keys], cache.v[:, keys], causal=True))
+            parts.append(step.attention.dense(queries, *cache.span(start // size * size, stop), causal=True))
     return side_by_side(parts)
 
 

@@ -59,7 +59,7 @@ class ReRope(Method):
         here = near(q, cache, step, window=self.local)
         if step.stop <= self.local:
             return here[0]
-        far = behind(rotate(q, step.distant(self.local, q)), cache.k, cache.v, step, gap=self.local)
+        far = behind(rotate(q, step.distant(self.local, q)), cache, step, gap=self.local)
         return merge([far, here])
 
 

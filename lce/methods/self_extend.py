@@ -59,4 +59,4 @@ class SelfExtend(Method):
         table: Table = step.once(
             "places", lambda: step.rope.table(step.positions(q.device) // self.group + shift, q.dtype)
         )
-        return merge([behind(rotate(q, table), cache.k, cache.v, step, gap=self.local), here])
+        return merge([behind(rotate(q, table), cache, step, gap=self.local), here])

@@ -10,7 +10,7 @@ from torch import Tensor
 from lce.cache.kv import LayerCache
 from lce.engine.attention import merge
 from lce.methods.base import Method
-from lce.methods.parts import behind
+from lce.methods.parts import behind, over
 from lce.methods.registry import register
 from lce.methods.step import Step
 from lce.models.rope import Table, rotate
@@ -43,13 +43,17 @@ class Streaming(Method):
         assert self.local is not None, "resolved before use"
         return self.sinks + self.local
 
+    @property
+    def pinned(self) -> tuple[int, int]:
+        assert self.local is not None, "resolved before use"
+        return self.sinks, self.local
+
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         assert self.local is not None, "resolved before use"
         placed = rotate(q, step.true_places(q))
-        here = step.attention.dense(placed, cache.k, cache.v, causal=True, window=self.local)
+        here = over(placed, cache, step, causal=True, window=self.local)
         if step.stop <= self.local or not self.sinks:
             return here[0]
         last = self.sinks + self.local - 1
         table: Table = step.once("places", lambda: step.rope.table(step.positions(q.device).clamp(max=last), q.dtype))
-        sinks = cache.k[:, : self.sinks], cache.v[:, : self.sinks]
-        return merge([behind(rotate(q, table), *sinks, step, gap=self.local), here])
+        return merge([behind(rotate(q, table), cache, step, gap=self.local, stop=self.sinks), here])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lce.cache.chunks import ChunkTable, Tier
+from lce.cache.chunks import ChunkTable
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,6 @@ def test_rows_say_which_tokens_a_chunk_holds() -> None:
     table.cover(40)
     assert table.first.tolist() == [0, 16, 32]
     assert table.length.tolist() == [16, 16, 8]
-    assert table.tier.tolist() == [Tier.DEVICE] * 3
     table.cover(48)
     assert table.length.tolist() == [16, 16, 16]
     table.cover(49)
@@ -40,19 +39,8 @@ def test_rows_follow_any_growing_and_shrinking(size: int, lengths: list[int]) ->
         table.cover(n)
         expected = [(start, min(size, n - start)) for start in range(0, n, size)]
         assert list(zip(table.first.tolist(), table.length.tolist(), strict=True)) == expected
-        assert table.n_chunks == len(expected) == len(table.tier) == len(table.dirty)
+        assert table.n_chunks == len(expected) == len(table.last_use)
         assert len(table.last_use) == len(table.times_selected) == len(expected)
-
-
-def test_rows_that_change_are_dirty() -> None:
-    table = ChunkTable(4, CPU)
-    table.cover(10)
-    table.dirty[:] = False
-    table.cover(11)
-    assert table.dirty.tolist() == [False, False, True]
-    table.dirty[:] = False
-    table.cover(17)
-    assert table.dirty.tolist() == [False, False, True, True, True]
 
 
 def test_summaries_are_kept_in_order() -> None:
@@ -153,7 +141,6 @@ def test_a_copy_is_its_own() -> None:
     table.note_use(torch.tensor([1]), step=5)
     copy = table.copy()
     table.note_use(torch.tensor([1]), step=6)
-    table.dirty[:] = False
     table.cover(12)
     table.cover(30)
     table.add_summaries(summaries(5, 50))
@@ -162,7 +149,6 @@ def test_a_copy_is_its_own() -> None:
     assert copy.length.tolist() == [4, 4, 2]
     assert copy.times_selected.tolist() == [0, 1, 0]
     assert copy.last_use.tolist() == [0, 5, 0]
-    assert copy.dirty.all()
     copy.cover(17)
     copy.add_summaries(summaries(2, 9))
     assert table.n_summaries == 7
@@ -194,6 +180,6 @@ def test_bytes_are_those_of_the_buffers() -> None:
     table = ChunkTable(4, CPU)
     assert table.n_bytes == 0
     table.cover(40)
-    assert table.n_bytes == 10 * (8 + 8 + 1 + 1 + 8 + 8)
+    assert table.n_bytes == 10 * 4 * 8
     table.add_summaries(summaries(10))
     assert table.n_bytes == 10 * 34 + 2 * 16 * 3 * 4

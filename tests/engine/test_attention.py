@@ -179,7 +179,7 @@ CHOICES = ("all different", "some none", "all none", "all the first", "nearly al
 def test_routed(name: str, heads: tuple[int, int], kind: str, placed: bool, n_queries: int) -> None:
     q, k, v = routed_vectors(*heads, n_queries, 3, 6, 5, placed)
     chosen = choices(kind, heads[0], n_queries, 3, 6)
-    assert_same(Attention.choose(name).routed(q, chosen, (k, v)), routed_truth(q, chosen, (k, v)))
+    assert_same(Attention.choose(name).routed(q, chosen, [(None, k, v)]), routed_truth(q, chosen, (k, v)))
 
 
 def routed_vectors(
@@ -203,7 +203,7 @@ def test_routed_of_any_shape(data: st.DataObject) -> None:
     ids = st.integers(-1, n_chunks - 1)
     flat = data.draw(st.lists(ids, min_size=math.prod(shape), max_size=math.prod(shape)))
     chosen = torch.tensor(flat, dtype=torch.int64).view(shape)
-    part = Attention.choose(data.draw(st.sampled_from(BACKENDS))).routed(q, chosen, (k, v))
+    part = Attention.choose(data.draw(st.sampled_from(BACKENDS))).routed(q, chosen, [(None, k, v)])
     assert_same(part, routed_truth(q, chosen, (k, v)))
 
 
@@ -212,9 +212,9 @@ def test_unchosen_chunks_are_not_even_looked_at(name: str) -> None:
     """What a cache holds beyond its tokens may be anything."""
     q, k, v = routed_vectors(4, 2, 9, 2, 6, 5, False)
     chosen = choices("all different", 4, 9, 2, 5)
-    part = Attention.choose(name).routed(q, chosen, (k, v))
+    part = Attention.choose(name).routed(q, chosen, [(None, k, v)])
     k[:, 5], v[:, 5] = torch.nan, torch.inf
-    assert_same(Attention.choose(name).routed(q, chosen, (k, v)), (part[0].double(), part[1].double()))
+    assert_same(Attention.choose(name).routed(q, chosen, [(None, k, v)]), (part[0].double(), part[1].double()))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -236,7 +236,7 @@ def test_a_routed_and_a_causal_part_merge_to_full_attention(name: str) -> None:
     q, k, v = vectors(4, 2, 6, 24)
     chunks = (k[:, :18].unflatten(1, (3, 6)), v[:, :18].unflatten(1, (3, 6)))
     chosen = torch.arange(3).expand(4, 6, 3)
-    parts = [attention.routed(q, chosen, chunks), attention.dense(q, k[:, 18:], v[:, 18:], causal=True)]
+    parts = [attention.routed(q, chosen, [(None, *chunks)]), attention.dense(q, k[:, 18:], v[:, 18:], causal=True)]
     torch.testing.assert_close(merge(parts).double(), dense_truth(q, k, v, causal=True)[0], rtol=0, atol=1e-5)
 
 
@@ -246,7 +246,7 @@ def test_a_part_that_saw_nothing_adds_nothing(name: str) -> None:
     q, k, v = vectors(4, 2, 6, 24)
     seen, nothing = attention.dense(q, k, v, causal=True), attention.dense(q, k[:, :0], v[:, :0], causal=False)
     chunks = (k.unflatten(1, (4, 6)), v.unflatten(1, (4, 6)))
-    unrouted = attention.routed(q, torch.full((4, 6, 3), -1), chunks)
+    unrouted = attention.routed(q, torch.full((4, 6, 3), -1), [(None, *chunks)])
     torch.testing.assert_close(merge([nothing, seen, unrouted]), seen[0])
     assert torch.equal(merge([nothing, unrouted]), torch.zeros(4, 6, 16))
 
@@ -265,7 +265,7 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
         assert_same((out, lse), dense_truth(q, k, v, causal, window), HALF[dtype])
     q, k, v = (x.to(dtype) for x in routed_vectors(8, 2, 20, 3, 6, 5, True))
     chosen = choices("some none", 8, 20, 3, 6)
-    out, lse = attention.routed(q, chosen, (k, v))
+    out, lse = attention.routed(q, chosen, [(None, k, v)])
     assert out.dtype == dtype
     assert_same((out, lse), routed_truth(q, chosen, (k, v)), 2 * HALF[dtype])
 
@@ -328,5 +328,5 @@ def test_routed_on_cuda(
     q, k, v = (x.to(dtype) for x in routed_vectors(*heads, n_queries, 3, 6, 5, placed))
     chosen = choices(kind, heads[0], n_queries, 3, 6)
     truth = routed_truth(q, chosen, (k, v))
-    part = Attention.choose(name).routed(q.cuda(), chosen.cuda(), (k.cuda(), v.cuda()))
+    part = Attention.choose(name).routed(q.cuda(), chosen.cuda(), [(None, k.cuda(), v.cuda())])
     assert_same(part, truth, 2 * HALF.get(dtype, 1e-4))

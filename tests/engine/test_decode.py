@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lce.cache.kv import CacheShape, KVCache
+from lce.cache.kv import KVCache
+from lce.cache.tiering import CacheShape
 from lce.engine.context import Context
 from lce.engine.decode import Generation, StopWatch, decode
 from lce.engine.sampling import Sampling

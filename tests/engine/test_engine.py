@@ -331,7 +331,8 @@ def contents(context: lce.Context) -> list[Tensor | int | None]:
         None if context.logits is None else context.logits.clone(),
     ]
     for layer in context.cache.layers:
-        known += [layer.length, layer.k.clone(), layer.v.clone(), layer.chunks.n_chunks, layer.chunks.n_summaries]
+        known += [layer.length, *(x.clone() for x in layer.span(0, layer.stop))]
+        known += [layer.chunks.n_chunks, layer.chunks.n_summaries]
         known += [layer.chunks.first.clone(), layer.chunks.length.clone()]
         known += [None if layer.chunks.summary is None else layer.chunks.summary.clone()]
     return known

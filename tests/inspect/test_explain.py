@@ -151,7 +151,7 @@ class Seen(Method):
         return self.see(rotate(q, step.rope.table(places, q.dtype)), cache, step)
 
     def see(self, placed: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        return step.attention.dense(placed, cache.k, cache.v, causal=True)[0]
+        return step.attention.dense(placed, *cache.span(0, cache.stop), causal=True)[0]
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Blind(Seen):
     """Queries do not see themselves."""
 
     def see(self, placed: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        return behind(placed, cache.k, cache.v, step, gap=1)[0]
+        return behind(placed, cache, step, gap=1)[0]
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,8 @@ class Biased(Seen):
     """A penalty on old keys that is none of RoPE's, and a factor for each query."""
 
     def see(self, placed: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        keys = cache.k.repeat_interleave(placed.shape[0] // cache.k.shape[0], 0)
-        values = cache.v.repeat_interleave(placed.shape[0] // cache.k.shape[0], 0)
+        k, v = cache.span(0, cache.stop)
+        keys, values = (x.repeat_interleave(placed.shape[0] // len(k), 0) for x in (k, v))
         behind = step.positions(placed.device)[:, None] - torch.arange(step.stop)
         logits = placed @ keys.mT / math.sqrt(placed.shape[-1]) * (1 + behind[:, :1] / 20) - 0.3 * behind
         return logits.masked_fill(behind < 0, -torch.inf).softmax(-1) @ values
@@ -185,7 +185,7 @@ class Fickle(Seen):
         n = Fickle.runs
         Fickle.runs += 1
         few = 1 + n if not self.every else 4 if n % self.every == 0 else None
-        return step.attention.dense(placed, cache.k, cache.v, causal=True, window=few)[0]
+        return step.attention.dense(placed, *cache.span(0, cache.stop), causal=True, window=few)[0]
 
 
 @dataclass(frozen=True)
@@ -201,8 +201,8 @@ class Squared(Seen):
     """Weights, but no softmax."""
 
     def see(self, placed: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        keys = cache.k.repeat_interleave(placed.shape[0] // cache.k.shape[0], 0)
-        values = cache.v.repeat_interleave(placed.shape[0] // cache.k.shape[0], 0)
+        k, v = cache.span(0, cache.stop)
+        keys, values = (x.repeat_interleave(placed.shape[0] // len(k), 0) for x in (k, v))
         weights = (placed @ keys.mT).square().tril(step.start)
         return weights / weights.sum(dim=-1, keepdim=True) @ values
 

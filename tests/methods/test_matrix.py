@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from lce.cache.tiering import Tiering
 from lce.methods import available, find, make
 from lce.models.config import RopeConfig
 from tests import oracle
@@ -161,6 +165,40 @@ def test_discarded_passes_and_copies_leave_no_trace(name: str, knobs: dict[str, 
     calm = run(make(name, knobs), q, k, v, blocks, window=WINDOW)
     for disturb in (1, 5, 70):
         assert torch.equal(run(make(name, knobs), q, k, v, blocks, window=WINDOW, disturb=disturb), calm)
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize(("name", "knobs"), CASES, ids=str)
+def test_the_smallest_budget_changes_nothing(
+    name: str, knobs: dict[str, object], heads: tuple[int, int], tmp_path: Path
+) -> None:
+    """To the bit: where keys and values are kept is not seen in what is computed from them."""
+    q, k, v = vectors(9, *heads, 6 * WINDOW, 16)
+    blocks = [30, 1, 1, *cut(6 * WINDOW - 62, 9), *cut(30, 1)]
+    calm = run(make(name, knobs), q, k, v, blocks, window=WINDOW, segment=24)
+    for disturb in (0, 5):
+        tiering = Tiering(host=0, spill_dir=tmp_path)
+        out = run(make(name, knobs), q, k, v, blocks, window=WINDOW, segment=24, tiering=tiering, disturb=disturb)
+        assert torch.equal(out, calm)
+
+
+@given(data=st.data())
+@settings(max_examples=80, deadline=None)
+def test_no_budget_changes_anything(data: st.DataObject) -> None:
+    name, knobs = data.draw(st.sampled_from(CASES))
+    heads = data.draw(st.sampled_from(sorted(HEADS.values())))
+    n = data.draw(st.integers(1, 8 * WINDOW))
+    q, k, v = vectors(data.draw(st.integers(0, 3)), *heads, n, 16)
+    blocks, left = [], n
+    while left:
+        blocks.append(data.draw(st.integers(1, min(left, 2 * WINDOW))))
+        left -= blocks[-1]
+    segment = data.draw(st.integers(1, 3 * WINDOW))
+    calm = run(make(name, knobs), q, k, v, blocks, window=WINDOW, segment=segment)
+    with TemporaryDirectory() as folder:
+        tiering = Tiering(host=data.draw(st.integers(0, 2 * k.nbytes)), spill_dir=Path(folder))
+        out = run(make(name, knobs), q, k, v, blocks, window=WINDOW, segment=segment, tiering=tiering)
+    assert torch.equal(out, calm)
 
 
 @pytest.mark.parametrize("name", available())

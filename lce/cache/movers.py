@@ -1,0 +1,74 @@
+"""How pages get into a pool's slots: at once, into pinned memory, or beside the computation on a CUDA stream."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class Mover:
+    """Plain memory: what is put is there. The face of all movers."""
+
+    asynchronous = False  # whether `put` may return before the pages are there, so that fetching early pays
+
+    def slots(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Uninitialised keys and values of slots."""
+        return torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+
+    def put(self, k: Tensor, v: Tensor, slots: NDArray[np.int64], new_k: Tensor, new_v: Tensor) -> None:
+        """Begin to copy pages `[m, P, L, D]` into these slots of `k v [n_slots, P, L, D]`."""
+        index = torch.from_numpy(slots)
+        k[index] = new_k.to(k.device)
+        v[index] = new_v.to(v.device)
+
+    def wait(self, slots: NDArray[np.int64]) -> None:
+        """Have whatever is computed from now on see what was put into these slots."""
+
+    def pick(self, x: Tensor, slots: NDArray[np.int64]) -> Tensor:
+        """Copies of some slots, `[m, P, L, D]`; they have been waited for."""
+        return x[torch.from_numpy(slots).to(x.device)]
+
+
+class Pinned(Mover):
+    """Page-locked memory, from which a GPU copies by itself."""
+
+    def slots(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return torch.empty(shape, dtype=dtype, pin_memory=True), torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def pick(self, x: Tensor, slots: NDArray[np.int64]) -> Tensor:
+        out = torch.empty(len(slots), *x.shape[1:], dtype=x.dtype, pin_memory=True)
+        return torch.index_select(x, 0, torch.from_numpy(slots), out=out)
+
+
+class Cuda(Mover):
+    """A GPU's memory, filled on a stream of its own while the model computes on another."""
+
+    asynchronous = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self._arrivals: dict[int, torch.cuda.Event] = {}
+
+    def slots(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return torch.empty(shape, dtype=dtype, device=self.device), torch.empty(shape, dtype=dtype, device=self.device)
+
+    def put(self, k: Tensor, v: Tensor, slots: NDArray[np.int64], new_k: Tensor, new_v: Tensor) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))  # what still reads the slots, or writes `new`
+        with torch.cuda.stream(self.stream):
+            index = torch.from_numpy(slots).to(self.device, non_blocking=True)
+            for x, new in ((k, new_k), (v, new_v)):
+                new.record_stream(self.stream) if new.is_cuda else None
+                x.index_copy_(0, index, new.contiguous().to(self.device, non_blocking=True))
+            arrival = torch.cuda.Event()
+            arrival.record(self.stream)
+        self._arrivals.update(dict.fromkeys(slots.tolist(), arrival))
+
+    def wait(self, slots: NDArray[np.int64]) -> None:
+        current = torch.cuda.current_stream(self.device)
+        for arrival in {
+            id(event): event for slot in slots.tolist() if (event := self._arrivals.pop(slot, None))
+        }.values():
+            current.wait_event(arrival)

@@ -1,0 +1,183 @@
+"""Rows of numbers in a file: where keys and values go that memory does not hold.
+
+A row is what one token has in one page's heads, `[2, P, D]`: its keys and its values. Rows are written through the file
+descriptor, so that a full disk or a failing one is an error and not a signal, and read through a memory map, so that
+picking rows anywhere in the file is one gather.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from lce.errors import CapacityError, DataError
+
+GROWTH = 64 << 20  # bytes: a spill file grows by at least so much, and by half of what it has
+
+
+class RowFile:
+    """Rows `[*row_shape]` of one dtype in an open file, from byte `start` on; the first `n_rows` exist.
+
+    `checks`, where given, holds a number for each row, by which a row that was altered since it was written is found
+    when it is read: see `fingerprints`.
+    """
+
+    def __init__(
+        self, descriptor: int, name: str, row_shape: Sequence[int], dtype: torch.dtype, *, start: int = 0,
+        n_rows: int = 0, checks: Tensor | None = None, writable: bool = True,
+    ) -> None:  # fmt: skip
+        self.name = name
+        self.row_shape = tuple(row_shape)
+        self.dtype = dtype
+        self.n_rows = n_rows
+        self.bytes_read = self.bytes_written = 0
+        self._descriptor = descriptor
+        self._start = start
+        self._checks = checks
+        self._access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_COPY
+        self._lock = Lock()
+        self._mapped: tuple[mmap.mmap, Tensor] | None = None
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return torch.Size(self.row_shape).numel() * self.dtype.itemsize
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all rows."""
+        return self.n_rows * self.row_bytes
+
+    def allocate(self, n: int) -> int:
+        """Reserve `n` more rows on the disk; the first of them. Raises `CapacityError` where they do not fit."""
+        raise NotImplementedError
+
+    def write(self, first: int, rows: Tensor) -> None:
+        """Put rows `[n, *row_shape]` in place of rows `first..first+n-1`, which exist."""
+        assert first + len(rows) <= self.n_rows, "a row that does not exist"
+        data = rows.contiguous().cpu()
+        if self._checks is not None:
+            self._checks[first : first + len(rows)] = fingerprints(data, first)
+        write_at(self._descriptor, data, self._start + first * self.row_bytes, self.name)
+        self.bytes_written += len(rows) * self.row_bytes
+
+    def read(self, rows: Tensor) -> Tensor:
+        """The rows of these numbers, `[*rows.shape, *row_shape]`. Time and bytes: O(rows), whatever the file's size.
+
+        Raises `DataError` for a row that is not what was written.
+        """
+        flat = rows.reshape(-1)
+        found = self._map().index_select(0, flat)
+        if self._checks is not None:
+            wrong = fingerprints(found, flat) != self._checks[flat]
+            if wrong.any():
+                raise DataError(f"{self.name} was altered since it was written; prefill the text again")
+        self.bytes_read += len(flat) * self.row_bytes
+        return found.view(*rows.shape, *self.row_shape)
+
+    def forget(self) -> None:
+        """Let go of the memory through which rows were read; they stay in the file."""
+        if self._mapped is not None:
+            self._mapped[0].madvise(mmap.MADV_DONTNEED)
+
+    def flush(self) -> None:
+        """Make what was written survive a power cut."""
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise unwritable(self.name, error) from error
+
+    def _map(self) -> Tensor:
+        stop = self._start + self.n_bytes
+        if self._mapped is None or len(self._mapped[0]) < stop:
+            if os.fstat(self._descriptor).st_size < stop:
+                raise DataError(f"{self.name} was cut short since it was opened; prefill the text again")
+            mapping = mmap.mmap(self._descriptor, stop, access=self._access)
+            numbers = torch.frombuffer(mapping, dtype=self.dtype, offset=self._start)
+            self._mapped = (mapping, numbers.view(-1, *self.row_shape))
+        return self._mapped[1]
+
+
+class SpillFile(RowFile):
+    """A file without a name, which the system takes back when it is closed, however the process ends."""
+
+    def __init__(self, folder: Path, row_shape: Sequence[int], dtype: torch.dtype) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder, prefix="lce-spill-") as file:
+                descriptor = os.dup(file.fileno())
+        except OSError as error:
+            raise unwritable(str(folder), error) from error
+        super().__init__(descriptor, f"the spill file in {folder}", row_shape, dtype)
+        self._reserved = 0
+
+    def allocate(self, n: int) -> int:
+        with self._lock:  # contexts that were forked from one another share a file
+            first = self.n_rows
+            wanted = (first + n) * self.row_bytes
+            if wanted > self._reserved:
+                self._take(wanted, max(wanted, self._reserved * 3 // 2, self._reserved + GROWTH))
+            self.n_rows = first + n
+            return first
+
+    def reserve(self, n: int) -> None:
+        """Take the place of `n` rows on the disk now, so that writing them cannot fail for want of it."""
+        if n * self.row_bytes > self._reserved:
+            self._take(n * self.row_bytes, n * self.row_bytes)
+
+    def _take(self, least: int, best: int) -> None:
+        for size in (best, least):
+            try:
+                os.posix_fallocate(self._descriptor, 0, size)
+                self._reserved = size
+                return
+            except OSError as error:
+                failure = error
+        raise unwritable(self.name, failure) from failure
+
+
+def write_at(descriptor: int, data: Tensor, offset: int, name: str) -> None:
+    """Write a contiguous CPU tensor at a byte offset, all of it. Raises `CapacityError` where the disk refuses."""
+    left = memoryview(data.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    try:
+        while left:
+            n = os.pwrite(descriptor, left, offset)
+            if n == 0:
+                raise OSError(5, "the disk took nothing")
+            left, offset = left[n:], offset + n
+    except OSError as error:
+        raise unwritable(name, error) from error
+
+
+def unwritable(name: str, error: OSError) -> CapacityError:
+    """The error for a file that cannot be written."""
+    return CapacityError(f"cannot write {name}: {error.strerror}; free some space or name another place")
+
+
+def fingerprints(rows: Tensor, index: int | Tensor) -> Tensor:
+    """A number for each row `[n, …]` of the file, `[n]`: an inner product of its words with odd weights, modulo 2^64.
+
+    `index` is the number of the first row, or of each. Any one changed word changes the product, and so do, but for
+    one case in 2^63, other damage and rows that changed places. It guards against disks, not against forgers.
+    """
+    words = rows.reshape(len(rows), -1).view(torch.int64)
+    weights = _mixed(torch.arange(1, words.shape[1] + 1)) | 1
+    numbers = torch.arange(index, index + len(rows)) if isinstance(index, int) else index
+    return words @ weights ^ _mixed(numbers + (1 << 40))
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """A hash of each number, as SplitMix64 makes one; shifts are of signed numbers, which serves as well here."""
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        x = (x ^ (x >> shift)) * factor
+    return x ^ (x >> 31)

@@ -1,0 +1,139 @@
+"""How a cache is laid out: what it holds of each token, and how much of it may be where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lce.cache.movers import Cuda, Mover, Pinned
+from lce.cache.pool import PageShape, Pool
+from lce.cache.rows import SpillFile
+from lce.cache.tiers import Archive
+from lce.errors import CapacityError
+
+# Some chunks: where each is, `[G, chunks]`, -1 for those of other rounds, and what it is in, `k v [P, M, L, D]`: number
+# n is chunk n % M of head n // M. None: chunk c of KV head g is number g·M + c.
+Round = tuple[Tensor | None, Tensor, Tensor]
+
+SEGMENT = 8192  # tokens that are read in one go by what reads everything
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What a cache holds for each token of each layer."""
+
+    n_layers: int
+    n_kv_heads: int
+    head_dim: int
+    chunk_size: int
+    dtype: torch.dtype
+    device: torch.device
+    segment: int = SEGMENT
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of keys and values that one token takes over all layers."""
+        return 2 * self.n_layers * self.n_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def cut(self) -> int:
+        """Tokens between two cuts of what is read in one go: whole chunks, about `segment`."""
+        return max(1, self.segment // self.chunk_size) * self.chunk_size
+
+    def in_chunks(self, n_tokens: int) -> int:
+        """`n_tokens` rounded up to whole chunks."""
+        return -(-n_tokens // self.chunk_size) * self.chunk_size
+
+
+@dataclass(frozen=True)
+class Tiering:
+    """How much of a cache may be where.
+
+    `device` and `host` bound the keys and values in the two kinds of memory, in bytes; None is no bound. Where the
+    model runs on the CPU they are one memory, and the smaller of them counts. What does not fit goes to a file in
+    `spill_dir`. `sinks` first tokens and `local` recent ones stay on the device, for every query sees them; `block` is
+    how many tokens come at once. With `apart`, heads choose apart, and keys of one KV head move without the others'.
+    """
+
+    device: int | None = None
+    host: int | None = None
+    spill_dir: Path | None = None
+    sinks: int = 0
+    local: int = 0
+    block: int = 1
+    apart: bool = False
+
+    def budget(self, shape: CacheShape) -> int | None:
+        """Bytes of keys and values in the memory that the model computes in."""
+        if shape.device.type != "cpu":
+            return self.device
+        return min((x for x in (self.device, self.host) if x is not None), default=None)
+
+    def resident_tokens(self, shape: CacheShape) -> int | None:
+        """How many tokens need no lower tier."""
+        budget = self.budget(shape)
+        return None if budget is None else budget // (shape.token_bytes * shape.chunk_size) * shape.chunk_size
+
+    def recent_tokens(self, shape: CacheShape) -> int:
+        """Tokens in the buffers of a context that is larger than its budget."""
+        return shape.in_chunks(self.local + self.block) + shape.chunk_size
+
+    def pages(self, shape: CacheShape) -> PageShape:
+        """The pages that move between tiers."""
+        heads = 1 if self.apart else shape.n_kv_heads
+        return PageShape(
+            shape.n_layers, shape.n_kv_heads // heads, heads, shape.chunk_size, shape.head_dim, shape.dtype
+        )
+
+    def n_pinned(self, shape: CacheShape) -> int:
+        """Chunks of sinks."""
+        return -(-self.sinks // shape.chunk_size)
+
+    def least(self, shape: CacheShape) -> int:
+        """The smallest budget, in bytes, that a context larger than it can be read with."""
+        chunks = self.n_pinned(shape) * shape.n_layers + 1
+        return (
+            self.recent_tokens(shape) * shape.token_bytes
+            + chunks * shape.chunk_size * shape.token_bytes // shape.n_layers
+        )
+
+    def pools(self, shape: CacheShape) -> list[Pool]:
+        """Empty tiers in memory, fastest first."""
+        pages, budget = self.pages(shape), self.budget(shape)
+        on_cpu = shape.device.type == "cpu"
+        limit = None
+        if budget is not None:
+            if budget < (least := self.least(shape)):
+                raise CapacityError(
+                    f"a budget of {budget} bytes for keys and values is too small for blocks of {self.block} tokens "
+                    f"and what every query sees; expected {least} or more, or a smaller --block"
+                )
+            limit = (budget - self.recent_tokens(shape) * shape.token_bytes) // pages.n_bytes
+        mover = Mover() if on_cpu else Cuda(shape.device)
+        first = Pool("memory" if on_cpu else "device", pages, mover, limit)
+        if on_cpu:
+            return [first]
+        return [first, Pool("host", pages, Pinned(), None if self.host is None else self.host // pages.n_bytes)]
+
+    def archive(self, shape: CacheShape, n_tokens: int) -> Archive:
+        """An empty archive for a context of `n_tokens`, with its place on the disk reserved.
+
+        Raises `CapacityError` where it cannot hold them.
+        """
+        below = None if shape.device.type == "cpu" else self.host
+        if self.spill_dir is None and (shape.device.type == "cpu" or below is not None):
+            held = (self.budget(shape) if below is None else below) or 0
+            if (needed := shape.in_chunks(n_tokens) * shape.token_bytes) > held:
+                raise CapacityError(
+                    f"{n_tokens} tokens need {needed} bytes of keys and values, and the budget is {held}: "
+                    f"{held // shape.token_bytes} tokens; give --spill-dir, or a larger budget"
+                )
+        file = None
+        if self.spill_dir is not None:
+            file = SpillFile(self.spill_dir, self.pages(shape).row_shape, shape.dtype)
+            rows = shape.n_layers * self.pages(shape).n_groups * shape.in_chunks(n_tokens)
+            file.reserve(rows - (self.host or 0 if below is not None else self.budget(shape) or 0) // file.row_bytes)
+        return Archive(self.pages(shape), self.pools(shape), file, self.n_pinned(shape))

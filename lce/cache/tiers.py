@@ -1,0 +1,274 @@
+"""Where the keys and values of a long context are: pools of slots in memory, fastest first, and a file under them.
+
+The unit that moves is a page (see `lce.cache.pool`). Complete chunks never change, so a page may be in several tiers at
+once; one is dirty while no lower tier has it. A pool that is full gives up its least recently used pages: dirty ones
+move down, the others are dropped.
+
+    recent buffers ──> device pool ──> host pool ──> file        a tier that a machine lacks is left out:
+                       └────────── pages come back ──┘           without a GPU there is one pool, memory
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lce.cache.pool import NEVER, Numbers, Pages, PageShape, Pool, Table, Traffic
+from lce.cache.rows import RowFile
+from lce.errors import CapacityError
+
+AT_ONCE = 64 << 20  # bytes of pages that are read from the file, or written to it, in one go
+
+
+class Archive:
+    """The pages of one context: all complete chunks that have left the recent buffers.
+
+    `pools` are the tiers in memory, fastest first; `file` is the last tier, where there is one. `row` is the first row
+    of each page in the file, -1 where it is not there. The `n_pinned` first chunks stay in the first pool. Nothing here
+    changes what is attended: the same numbers are handed out whatever tier they were in.
+    """
+
+    def __init__(self, shape: PageShape, pools: list[Pool], file: RowFile | None, n_pinned: int = 0) -> None:
+        self.shape = shape
+        self.pools = pools
+        self.file = file
+        self.n_pinned = n_pinned
+        self.row = Table(shape)
+        self.tick = 0
+        self.disk = Traffic()
+
+    def lanes(self, layer: int) -> Numbers:
+        """The lanes of a layer, one for each of its head groups."""
+        return np.arange(layer * self.shape.n_groups, (layer + 1) * self.shape.n_groups)
+
+    @property
+    def room(self) -> int:
+        """How many pages the first pool can hold at once beside its pinned ones."""
+        limit = self.pools[0].limit
+        return sys.maxsize if limit is None else limit - self.n_pinned * self.shape.n_layers * self.shape.n_groups
+
+    def add(self, layer: int, first: int, k: Tensor, v: Tensor) -> None:
+        """Take chunks `first..first+m-1` of a layer, `[G, m, L, D]`, into the first pool."""
+        m, pool = k.shape[1], self.pools[0]
+        for some in slices(m, self.room // self.shape.n_groups):
+            pages = grid(self.lanes(layer), np.arange(first + some.start, first + some.stop))
+            self.tick += 1
+            slots = self._vacate(0, len(pages[0]))
+            # [G, m, L, D] -> [groups, m, P, L, D] -> [pages, P, L, D]
+            new_k, new_v = (
+                x[:, some].unflatten(0, (-1, self.shape.heads)).transpose(1, 2).flatten(0, 1) for x in (k, v)
+            )
+            pool.fill(slots, pages, new_k, new_v, self.tick)
+            pool.pinned[slots] = pages[1] < self.n_pinned
+
+    def bring(self, pages: Pages) -> Numbers:
+        """Have these pages, at most `room`, in the first pool; their slots. They stay there until the next call."""
+        pool = self.pools[0]
+        self.tick += 1
+        slots = pool.find(*pages)
+        missing = self._count(pool, slots)
+        for some in slices(len(missing), max(1, AT_ONCE // self.shape.n_bytes)):
+            part = missing[some]
+            wanted = (pages[0][part], pages[1][part])
+            new = self._below(0, wanted)
+            slots[part] = self._vacate(0, len(part))
+            pool.fill(slots[part], wanted, *new, self.tick)
+            pool.pinned[slots[part]] = wanted[1] < self.n_pinned
+        return slots
+
+    def rounds(self, layer: int, wanted: NDArray[np.bool_]) -> Iterator[tuple[Numbers, Tensor, Tensor]]:
+        """Pages of a layer, True in `wanted [groups, chunks]`, as many at a time as the first pool can hold.
+
+        Yields the slot of each, `[groups, chunks]` with -1 for those of other rounds, and all slots' `k v
+        [P, n_slots, L, D]`. Those that are there already come first. What is yielded holds until the next round.
+        """
+        groups, chunks = np.nonzero(wanted)
+        lanes, pool = groups + layer * self.shape.n_groups, self.pools[0]
+        order = np.argsort(pool.find(lanes, chunks) < 0, kind="stable")
+        for span in slices(len(order), self.room):
+            some = order[span]
+            slots = self.bring((lanes[some], chunks[some]))
+            pool.mover.wait(slots)
+            table = np.full(wanted.shape, -1, np.int64)
+            table[groups[some], chunks[some]] = slots
+            yield table, pool.k.transpose(0, 1), pool.v.transpose(0, 1)
+
+    def chunks(self, layer: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        """All of chunks `first..stop-1` of a layer, `[G, stop - first, L, D]` each, copied.
+
+        Reading everything once drives nothing out: what the first pool lacks passes it by, unless there is room.
+        """
+        pool = self.pools[0]
+        pages = grid(self.lanes(layer), np.arange(first, stop))
+        slots = pool.find(*pages)
+        if (slots < 0).sum() <= pool.n_free:
+            k, v = pool.take(self.bring(pages))
+        else:
+            self.tick += 1
+            missing = self._count(pool, slots)
+            there = np.flatnonzero(slots >= 0)
+            below = self._below(0, (pages[0][missing], pages[1][missing]))
+            k, v = joined((there, missing), (pool.take(slots[there]), below), pool.k.device)
+        # [groups * m, P, L, D] -> [G, m, L, D]
+        k, v = (x.unflatten(0, (self.shape.n_groups, -1)).transpose(1, 2).flatten(0, 1) for x in (k, v))
+        return k, v
+
+    def tokens(self, layer: int, index: Numbers) -> tuple[Tensor, Tensor]:
+        """Keys and values `[G, n, D]` of single tokens, ascending. A chunk of which half is asked comes whole."""
+        size, lanes = self.shape.chunk_size, self.lanes(layer)
+        present, counts = np.unique(index // size, return_counts=True)
+        self.bring(grid(lanes, present[counts * 2 >= size][: self.room // len(lanes)]))
+        rows = self._rows(
+            0, np.repeat(lanes, len(index)), np.tile(index // size, len(lanes)), np.tile(index % size, len(lanes))
+        )
+        rows = rows.unflatten(0, (len(lanes), -1))  # [groups, n, 2, P, D]
+        return rows[:, :, 0].transpose(1, 2).flatten(0, 1), rows[:, :, 1].transpose(1, 2).flatten(0, 1)
+
+    def write_down(self) -> None:
+        """Copy to the file whatever is not there yet."""
+        assert self.file is not None, "no file to write to"
+        for level, pool in enumerate(self.pools):
+            held = np.flatnonzero(pool.lane >= 0)
+            held = held[self.row[pool.lane[held], pool.chunk[held]] < 0]
+            for some in slices(len(held), max(1, AT_ONCE // self.shape.n_bytes)):
+                self._write(level, held[some])
+
+    def fork(self, pools: list[Pool]) -> Archive:
+        """An archive of its own with the same pages, in the same file; `pools` are empty. Writes dirty pages down."""
+        self.write_down()
+        other = Archive(self.shape, pools, self.file, self.n_pinned)
+        other.row = self.row.copy()
+        return other
+
+    def _count(self, pool: Pool, slots: Numbers) -> Numbers:
+        """Note the use of slots that were found, -1 where they were not; which were not."""
+        missing = np.flatnonzero(slots < 0)
+        pool.used[slots[slots >= 0]] = self.tick
+        pool.traffic.misses += len(missing)
+        pool.traffic.hits += len(slots) - len(missing)
+        return missing
+
+    def _below(self, level: int, pages: Pages) -> tuple[Tensor, Tensor]:
+        """Pages that pool `level` has not, `k v [m, P, L, D]`, from the tiers under it."""
+        if level + 1 == len(self.pools):
+            return self._read(pages)
+        pool = self.pools[level + 1]
+        slots = pool.find(*pages)
+        missing = self._count(pool, slots)
+        if not len(missing):
+            return pool.take(slots)
+        there = np.flatnonzero(slots >= 0)
+        lost = (pages[0][missing], pages[1][missing])
+        found, at_home = self._below(level + 1, lost), pool.take(slots[there])
+        if pool.n_free >= len(missing):  # clean pages, which may leave again at any time
+            pool.fill(self._vacate(level + 1, len(missing)), lost, *found, self.tick)
+        k, v = joined((there, missing), (at_home, found), pool.k.device)
+        return k, v
+
+    def _read(self, pages: Pages) -> tuple[Tensor, Tensor]:
+        """Pages from the file, `k v [m, P, L, D]`."""
+        first = self.row[pages]
+        assert self.file is not None, "a page that is nowhere"
+        assert (first >= 0).all(), "a page that is nowhere"
+        self.disk.hits += len(first)
+        self.disk.bytes_out += len(first) * self.shape.n_bytes
+        rows = self.file.read(torch.from_numpy(first)[:, None] + torch.arange(self.shape.chunk_size))
+        k, v = rows.unbind(dim=2)  # [m, L, P, D]
+        return k.transpose(1, 2), v.transpose(1, 2)
+
+    def _rows(self, level: int, lanes: Numbers, chunks: Numbers, offsets: Numbers) -> Tensor:
+        """Single rows `[n, 2, P, D]` of pages, from pool `level` and the tiers under it."""
+        if level == len(self.pools):
+            assert self.file is not None, "a page that is nowhere"
+            self.disk.bytes_out += len(lanes) * self.file.row_bytes
+            return self.file.read(torch.from_numpy(self.row[lanes, chunks] + offsets))
+        pool = self.pools[level]
+        device = pool.k.device
+        slots = pool.find(lanes, chunks)
+        there = np.flatnonzero(slots >= 0)
+        pool.used[slots[there]] = self.tick
+        pool.mover.wait(np.unique(slots[there]))
+        slot, offset = (torch.from_numpy(x[there]).to(device) for x in (slots, offsets))
+        held = torch.stack((pool.k[slot, :, offset], pool.v[slot, :, offset]), dim=1)
+        missing = np.flatnonzero(slots < 0)
+        if not len(missing):
+            return held
+        rest = self._rows(level + 1, lanes[missing], chunks[missing], offsets[missing])
+        return joined((there, missing), ((held,), (rest,)), device)[0]
+
+    def _vacate(self, level: int, n: int) -> Numbers:
+        """`n` free slots of a pool; pages that no lower tier has are moved down first."""
+        pool = self.pools[level]
+        in_use = self.tick if level == 0 else NEVER  # what lower tiers hand out is copied
+        slots = pool.victims(n, in_use)
+        held = slots[pool.lane[slots] >= 0]
+        self._move_down(level, held[self._dirty(level, held)])
+        pool.drop(held)
+        return slots
+
+    def _dirty(self, level: int, slots: Numbers) -> NDArray[np.bool_]:
+        """Which of a pool's pages are in no tier under it."""
+        pages = (self.pools[level].lane[slots], self.pools[level].chunk[slots])
+        alone: NDArray[np.bool_] = self.row[pages] < 0
+        for pool in self.pools[level + 1 :]:
+            alone = alone & (pool.find(*pages) < 0)
+        return alone
+
+    def _move_down(self, level: int, slots: Numbers) -> None:
+        """Copy pages of a pool into the tier under it."""
+        if not len(slots):
+            return
+        if level + 1 == len(self.pools):
+            self._write(level, slots)
+            return
+        upper, lower = self.pools[level], self.pools[level + 1]
+        for some in slices(len(slots), lower.limit or len(slots)):
+            part = slots[some]
+            target = self._vacate(level + 1, len(part))
+            lower.fill(target, (upper.lane[part], upper.chunk[part]), *upper.take(part), self.tick - 1)
+
+    def _write(self, level: int, slots: Numbers) -> None:
+        """Copy pages of a pool into the file."""
+        if self.file is None:
+            raise CapacityError(
+                "the cache of keys and values is full; give --spill-dir, or a larger --kv-host-budget or "
+                "--kv-device-budget"
+            )
+        pool = self.pools[level]
+        pages = (pool.lane[slots], pool.chunk[slots])
+        rows = torch.stack(pool.take(slots), dim=1).permute(0, 3, 1, 2, 4)  # [m, 2, P, L, D] -> [m, L, 2, P, D]
+        first = self.place(pages)
+        for start, page in zip(first.tolist(), rows, strict=True):
+            self.file.write(start, page)
+        self.row[pages] = first
+        self.disk.bytes_in += len(slots) * self.shape.n_bytes
+
+    def place(self, pages: Pages) -> Numbers:
+        """Where in the file pages are to go: the first row of each."""
+        assert self.file is not None
+        size = self.shape.chunk_size
+        return self.file.allocate(len(pages[0]) * size) + np.arange(len(pages[0])) * size
+
+
+def grid(lanes: Numbers, chunks: Numbers) -> Pages:
+    """Every lane with every chunk."""
+    return np.repeat(lanes, len(chunks)), np.tile(chunks, len(lanes))
+
+
+def slices(n: int, size: int) -> Iterator[slice]:
+    """`0..n-1` in runs of at most `size`."""
+    for start in range(0, n, max(size, 1)):
+        yield slice(start, min(start + size, n))
+
+
+def joined(
+    where: tuple[Numbers, Numbers], parts: tuple[tuple[Tensor, ...], tuple[Tensor, ...]], device: torch.device
+) -> tuple[Tensor, ...]:
+    """Two runs of tensors as one of both: `parts[i]` are the entries `where[i]`."""
+    order = torch.from_numpy(np.argsort(np.concatenate(where))).to(device)
+    return tuple(torch.cat((a, b.to(device)))[order] for a, b in zip(*parts, strict=True))
