@@ -101,6 +101,9 @@ loading_options = stacked(
         help="RoPE scaling.  [default: the checkpoint's]",
     ),
     click.option("--rope-factor", type=float, help="How far RoPE scaling stretches the window."),
+    click.option("--kv-device-budget", metavar="SIZE", help="Keys and values on the device, for example 8GiB."),
+    click.option("--kv-host-budget", metavar="SIZE", help="Keys and values in the host's memory."),
+    click.option("--spill-dir", metavar="DIR", help="Where keys and values go that memory may not hold."),
 )
 sampling_options = stacked(
     click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token."),

@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from lce.sizes import size_text
+
 if TYPE_CHECKING:
+    from lce.cache.pool import Traffic
     from lce.engine.decode import Generation, Stats
     from lce.eval.calibration import Recall
     from lce.eval.passkey import Score
@@ -73,17 +76,16 @@ def figures(stats: Stats) -> str:
     return (
         f"{stats.prompt_tokens:,} prompt tokens | prefill {stats.prefill_tokens_per_s:,.1f} tok/s | "
         f"first token {stats.first_token_s:.2f} s | decode {stats.decode_tokens_per_s:,.1f} tok/s | "
-        f"peak memory: {memory}"
+        f"peak memory: {memory}" + "".join(f" | {tier} {traffic_text(t)}" for tier, t in stats.traffic.items())
     )
 
 
-def size_text(n_bytes: int) -> str:
-    """Bytes in the largest unit that they fill: `size_text(1536)` is "1.5 KiB"."""
-    size, units = float(n_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        units.pop(0)
-    return f"{size:.1f} {units[0]}" if units[0] != "B" else f"{n_bytes} B"
+def traffic_text(traffic: Traffic) -> str:
+    """What went through a tier of the cache: `93% of 1,024 pages found, 12.0 MiB in, 1.5 GiB out`."""
+    asked = traffic.hits + traffic.misses
+    found = f"{traffic.hits / asked:.0%} of {asked:,} pages found, " if asked else ""
+    early = f" ({traffic.early:,} ahead of need)" if traffic.early else ""
+    return f"{found}{size_text(traffic.bytes_in)} in, {size_text(traffic.bytes_out)} out{early}"
 
 
 def generation_object(generation: Generation, method: Method) -> dict[str, Any]:

@@ -37,19 +37,21 @@ def run(
     scaling: RopeConfig | None = None,
     note: Callable[[int, Tensor], None] | None = None,
     disturb: int = 0,
-    segment: int | None = None,
+    pieces: tuple[int, int] | None = None,
     tiering: Tiering | None = None,
 ) -> Tensor:
     """The method's output `[H, N, D]` for a sequence fed in blocks of these sizes.
 
     With `disturb`, so many other tokens are read and discarded before each block, and the cache is copied after it.
-    `segment` is how much is read in one go, `tiering` where the cache may be: with a budget of -1, the least there is.
+    `pieces` is how many tokens make a chunk, where the method does not say, and how many are read in one go; `tiering`
+    where the cache may be.
     """
     method = method.resolve(window)
     dim = q.shape[-1]
     shape = CacheShape(1, k.shape[0], dim, method.cache_chunk, k.dtype, k.device)
-    if segment is not None:
-        shape = dataclasses.replace(shape, segment=segment)
+    if pieces is not None:
+        chunk = pieces[0] if type(method).cache_chunk is Method.cache_chunk else method.cache_chunk
+        shape = dataclasses.replace(shape, chunk_size=chunk, segment=pieces[1])
     cache = KVCache(shape, tiering=None if tiering is None else legal(tiering, shape, method, max(blocks)))
     rope = Rope(scaling or RopeConfig(), dim, window, q.shape[1])
     attention = Attention.choose(backend)

@@ -257,6 +257,11 @@ class KVCache:
         layer.retire()
         layer.resize(max(self.tiering.recent_tokens(self.shape), layer.length - layer.first))
 
+    def prefetch(self, layer: int) -> None:
+        """Begin to fetch what this layer is likely to ask for, if there is such a layer."""
+        if self.archive is not None and layer < len(self.layers):
+            self.archive.prefetch(layer)
+
     def commit(self) -> None:
         """Keep what the pass that just ended wrote, in every layer."""
         for layer in self.layers:

@@ -48,10 +48,14 @@ class PageShape:
 
 @dataclass
 class Traffic:
-    """What went through a tier: pages asked of it that it had (`hits`) or had not (`misses`), bytes in and out."""
+    """What went through a tier: pages asked of it that it had (`hits`) or had not (`misses`), bytes in and out.
+
+    `early` pages were fetched before they were asked for, from what was asked for the last time.
+    """
 
     hits: int = 0
     misses: int = 0
+    early: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lce.errors import CapacityError, DataError
 
+MAPPED = 64 << 20  # bytes that may be read before the map's pages are let go, so that they do not count as ours
 GROWTH = 64 << 20  # bytes: a spill file grows by at least so much, and by half of what it has
 
 
@@ -42,6 +43,7 @@ class RowFile:
         self._start = start
         self._checks = checks
         self._access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_COPY
+        self._touched = 0  # bytes read through the map since its pages were let go
         self._lock = Lock()
         self._mapped: tuple[mmap.mmap, Tensor] | None = None
 
@@ -83,12 +85,16 @@ class RowFile:
             if wrong.any():
                 raise DataError(f"{self.name} was altered since it was written; prefill the text again")
         self.bytes_read += len(flat) * self.row_bytes
+        self._touched += len(flat) * self.row_bytes
+        if self._touched > MAPPED:
+            self._map_pages_out()
         return found.view(*rows.shape, *self.row_shape)
 
-    def forget(self) -> None:
-        """Let go of the memory through which rows were read; they stay in the file."""
+    def _map_pages_out(self) -> None:
+        """Let go of the memory through which rows were read; the system keeps them as long as it likes."""
         if self._mapped is not None:
             self._mapped[0].madvise(mmap.MADV_DONTNEED)
+        self._touched = 0
 
     def flush(self) -> None:
         """Make what was written survive a power cut."""

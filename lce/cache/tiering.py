@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -49,6 +50,25 @@ class CacheShape:
 
 
 @dataclass(frozen=True)
+class Budgets:
+    """What a user allows: bytes of keys and values in each kind of memory, None for no bound; a folder for the rest."""
+
+    device: int | None = None
+    host: int | None = None
+    spill_dir: Path | None = None
+
+
+class Reach(Protocol):
+    """What tiers must know of a method: see `lce.methods.base.Method`."""
+
+    @property
+    def pinned(self) -> tuple[int, int]: ...
+
+    @property
+    def apart(self) -> bool: ...
+
+
+@dataclass(frozen=True)
 class Tiering:
     """How much of a cache may be where.
 
@@ -65,6 +85,12 @@ class Tiering:
     local: int = 0
     block: int = 1
     apart: bool = False
+
+    @classmethod
+    def of(cls, budgets: Budgets, method: Reach, block: int) -> Self:
+        """The tiers of a context that is read by `method` in blocks of `block` tokens."""
+        sinks, local = method.pinned
+        return cls(budgets.device, budgets.host, budgets.spill_dir, sinks, local, block, method.apart)
 
     def budget(self, shape: CacheShape) -> int | None:
         """Bytes of keys and values in the memory that the model computes in."""

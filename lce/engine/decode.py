@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from lce.cache.pool import Traffic
 from lce.engine.context import Context
 from lce.engine.sampling import Sampler, Sampling
 from lce.weights.tokenizer import Tokenizer
@@ -13,7 +14,7 @@ from lce.weights.tokenizer import Tokenizer
 
 @dataclass
 class Stats:
-    """The figures of one generation; times in seconds, memory in bytes by tier."""
+    """The figures of one generation; times in seconds, memory in bytes by tier. Traffic is the context's in all."""
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -21,6 +22,7 @@ class Stats:
     first_token_s: float = 0.0
     decode_s: float = 0.0  # after the first token
     memory: dict[str, int] = field(default_factory=dict)
+    traffic: dict[str, Traffic] = field(default_factory=dict)  # by tier, where the cache has more than one
 
     @property
     def prefill_tokens_per_s(self) -> float:

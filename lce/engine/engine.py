@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lce.cache.kv import KVCache
-from lce.cache.tiering import CacheShape
+from lce.cache.tiering import Budgets, CacheShape, Tiering
 from lce.engine.attention import Attention
 from lce.engine.context import Context
 from lce.engine.decode import Generation, Piece, Stream, decode
@@ -46,7 +46,7 @@ class Engine:
 
     def __init__(
         self, model: Llama, tokenizer: Tokenizer, method: Method, attention: Attention, device: torch.device,
-        dtype: torch.dtype, block: int, window: int, rope: RopeConfig, checkpoint: Checkpoint,
+        dtype: torch.dtype, block: int, window: int, rope: RopeConfig, checkpoint: Checkpoint, budgets: Budgets,
     ) -> None:  # fmt: skip
         self.model = model
         self.tokenizer = tokenizer
@@ -56,6 +56,7 @@ class Engine:
         self.block = block
         self.window = window
         self.rope = rope
+        self.budgets = budgets
         self._checkpoint = checkpoint
         self._reader = Reader(model, method, attention, device, window)
         self._eos_ids = frozenset((*model.config.eos_ids, *tokenizer.eos_ids))
@@ -127,6 +128,7 @@ class Engine:
             result.stats.prefill_s = time.perf_counter() - started
             yield from decode(context, self.tokenizer, sampling, max_tokens, self._eos_ids, result, self._advance)
             result.stats.memory = context.cache.bytes_by_tier
+            result.stats.traffic = context.cache.traffic
 
     def prefill(
         self,
@@ -186,7 +188,8 @@ class Engine:
             dtype=self.dtype,
             device=self.device,
         )
-        return Context(KVCache(shape, length), self.rope_of(length), self._reader)
+        tiering = Tiering.of(self.budgets, self.method, self.block)
+        return Context(KVCache(shape, length, tiering), self.rope_of(length), self._reader)
 
     def rope_of(self, length: int) -> Rope:
         """The rotation of a context that was announced to become `length` tokens long."""

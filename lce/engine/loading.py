@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from lce.cache.tiering import Budgets
 from lce.engine.attention import Attention
 from lce.engine.engine import Engine
 from lce.engine.memory import keep_freed_memory
@@ -16,6 +17,7 @@ from lce.methods.registry import make
 from lce.methods.step import Surroundings
 from lce.models.config import ROPE_KINDS, ModelConfig, RopeConfig
 from lce.models.llama import IGNORED, Llama, weight_specs
+from lce.sizes import in_bytes
 from lce.weights.checkpoint import Checkpoint
 from lce.weights.tokenizer import Tokenizer
 
@@ -34,12 +36,17 @@ def load(
     attention: str = "auto",
     rope: str | None = None,
     rope_factor: float | None = None,
+    kv_device_budget: int | str | None = None,
+    kv_host_budget: int | str | None = None,
+    spill_dir: str | Path | None = None,
 ) -> Engine:
     """An engine over the model folder `model`, or over the embedded "demo".
 
     `method` is a name or an instance. `dtype` "auto" is the checkpoint's own. `block` tokens are prefilled in one
     step; None is what suits the method. `window` overrides the positions that the model is trusted on. `rope` and
-    `rope_factor` override the checkpoint's RoPE scaling. Raises `ModelError` for a folder that cannot be trusted,
+    `rope_factor` override the checkpoint's RoPE scaling. The budgets bound the keys and values of a context in either
+    kind of memory, in bytes or as "8GiB" (on the CPU they are one memory, and the smaller one counts); what does not
+    fit goes to a file in `spill_dir`, which is gone when the context is. Raises `ModelError` for a folder that cannot be trusted,
     `UsageError` for options.
     """
     folder = DEMO if str(model) == "demo" else Path(model)
@@ -69,6 +76,16 @@ def load(
         window=window,
         rope=_scaled(config.rope, rope, rope_factor),
         checkpoint=checkpoint,
+        budgets=budgets_of(kv_device_budget, kv_host_budget, spill_dir),
+    )
+
+
+def budgets_of(device: int | str | None, host: int | str | None, spill_dir: str | Path | None) -> Budgets:
+    """Budgets as a user gives them. Raises `UsageError` for what is no size."""
+    return Budgets(
+        None if device is None else in_bytes(device, "kv_device_budget"),
+        None if host is None else in_bytes(host, "kv_host_budget"),
+        None if spill_dir is None else Path(spill_dir),
     )
 
 

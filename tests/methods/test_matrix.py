@@ -175,11 +175,10 @@ def test_the_smallest_budget_changes_nothing(
     """To the bit: where keys and values are kept is not seen in what is computed from them."""
     q, k, v = vectors(9, *heads, 6 * WINDOW, 16)
     blocks = [30, 1, 1, *cut(6 * WINDOW - 62, 9), *cut(30, 1)]
-    calm = run(make(name, knobs), q, k, v, blocks, window=WINDOW, segment=24)
-    for disturb in (0, 5):
-        tiering = Tiering(host=0, spill_dir=tmp_path)
-        out = run(make(name, knobs), q, k, v, blocks, window=WINDOW, segment=24, tiering=tiering, disturb=disturb)
-        assert torch.equal(out, calm)
+    calm = run(make(name, knobs), q, k, v, blocks, window=WINDOW, pieces=(4, 24))
+    tiering = Tiering(host=0, spill_dir=tmp_path)
+    out = run(make(name, knobs), q, k, v, blocks, window=WINDOW, pieces=(4, 24), tiering=tiering, disturb=5)
+    assert torch.equal(out, calm)
 
 
 @given(data=st.data())
@@ -193,11 +192,11 @@ def test_no_budget_changes_anything(data: st.DataObject) -> None:
     while left:
         blocks.append(data.draw(st.integers(1, min(left, 2 * WINDOW))))
         left -= blocks[-1]
-    segment = data.draw(st.integers(1, 3 * WINDOW))
-    calm = run(make(name, knobs), q, k, v, blocks, window=WINDOW, segment=segment)
+    pieces = (data.draw(st.integers(1, 40)), data.draw(st.integers(1, 3 * WINDOW)))
+    calm = run(make(name, knobs), q, k, v, blocks, window=WINDOW, pieces=pieces)
     with TemporaryDirectory() as folder:
         tiering = Tiering(host=data.draw(st.integers(0, 2 * k.nbytes)), spill_dir=Path(folder))
-        out = run(make(name, knobs), q, k, v, blocks, window=WINDOW, segment=segment, tiering=tiering)
+        out = run(make(name, knobs), q, k, v, blocks, window=WINDOW, pieces=pieces, tiering=tiering)
     assert torch.equal(out, calm)
 
 
