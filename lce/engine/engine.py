@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import index
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,9 +17,10 @@ from lce.cache.kv import KVCache
 from lce.cache.tiering import Budgets, CacheShape, Tiering
 from lce.engine.attention import Attention
 from lce.engine.context import Context
-from lce.engine.decode import Generation, Piece, Stream, decode
+from lce.engine.decode import Generation, Piece, Stats, Stream, decode
 from lce.engine.prefill import Progress, Reader, blocks
 from lce.engine.sampling import Sampling
+from lce.engine.saving import Identity, Sitting, open_saved
 from lce.errors import UsageError
 from lce.methods.base import Method
 from lce.models.config import RopeConfig
@@ -58,7 +60,7 @@ class Engine:
         self.rope = rope
         self.budgets = budgets
         self._checkpoint = checkpoint
-        self._reader = Reader(model, method, attention, device, window)
+        self._reader = Reader(model, method, attention, device, window, self._identity)
         self._eos_ids = frozenset((*model.config.eos_ids, *tokenizer.eos_ids))
 
     @cached_property
@@ -177,10 +179,68 @@ class Engine:
             first,
         )
 
-    def _start(self, length: int) -> Context:
-        """An empty context, announced to become `length` tokens long."""
+    def prefill_file(
+        self,
+        document: str | Sequence[int],
+        path: str | Path,
+        *,
+        length: int | None = None,
+        checkpoint_every: int | None = None,
+        progress: Progress | None = None,
+    ) -> Stats:
+        """Read a document into a context file; the figures of this call. What memory may not hold goes there as it is read, and is written once.
+
+        With `checkpoint_every`, an interrupted call goes on from the last so many tokens when it is made again.
+        `length` announces how long the context will become in all. Raises `DataError` where `path` is under work for
+        another text or engine, `CapacityError` where the disk or the memory has no room.
+        """
+        if checkpoint_every is not None and checkpoint_every < 1:
+            raise UsageError(f"checkpoint_every is {checkpoint_every}; expected 1 or more tokens")
+        ids = self._ids(document, None)
+        announced = max(len(ids), length or 0)
+        sitting = Sitting(Path(path), self._shape, self._tiering, self._reader.identity, ids, announced)
+        context = Context(sitting.cache, self.rope_of(announced), self._reader, announced)
+        context.token_ids, context.logits = ids, sitting.logits
+        started, stats = time.perf_counter(), Stats(prompt_tokens=len(context.unread))
+        noted = context.cache.length
+        try:
+            with torch.inference_mode():
+                for part in blocks(context.unread, self.block, progress, done=noted):
+                    if checkpoint_every is not None and context.cache.length - noted >= checkpoint_every:
+                        sitting.note(ids, context.logits)
+                        noted = context.cache.length
+                    self._reader.read(context, part)
+            stats.prefill_s = time.perf_counter() - started
+            sitting.finish(ids, context.logits)
+        except BaseException:
+            sitting.leave()
+            raise
+        stats.memory, stats.traffic = context.cache.bytes_by_tier, context.cache.traffic
+        return stats
+
+    def open_context(self, path: str | Path) -> Context:
+        """The context of a file that `Context.save` or `prefill_file` wrote; its keys and values are read as needed.
+
+        Raises `DataError` for a file of another model, method, RoPE scaling or dtype, and for a damaged one.
+        """
+        saved = open_saved(Path(path), self._shape, self._tiering, self._reader.identity)
+        context = Context(saved.cache, self.rope_of(saved.announced), self._reader, saved.announced)
+        context.token_ids, context.logits = saved.token_ids, saved.logits
+        return context
+
+    def _identity(self) -> Identity:
+        return Identity(
+            model=self.fingerprint,
+            method=repr(self.method),
+            window=str(self.window),
+            rope=repr(self.rope),
+            dtype=str(self.dtype),
+        )
+
+    @property
+    def _shape(self) -> CacheShape:
         config = self.model.config
-        shape = CacheShape(
+        return CacheShape(
             n_layers=config.n_layers,
             n_kv_heads=config.n_kv_heads,
             head_dim=config.head_dim,
@@ -188,8 +248,14 @@ class Engine:
             dtype=self.dtype,
             device=self.device,
         )
-        tiering = Tiering.of(self.budgets, self.method, self.block)
-        return Context(KVCache(shape, length, tiering), self.rope_of(length), self._reader)
+
+    @property
+    def _tiering(self) -> Tiering:
+        return Tiering.of(self.budgets, self.method, self.block)
+
+    def _start(self, length: int) -> Context:
+        """An empty context, announced to become `length` tokens long."""
+        return Context(KVCache(self._shape, length, self._tiering), self.rope_of(length), self._reader, length)
 
     def rope_of(self, length: int) -> Rope:
         """The rotation of a context that was announced to become `length` tokens long."""
