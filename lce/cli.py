@@ -51,8 +51,8 @@ def cli() -> None:
 @options.debug_option
 def generate(
     model: str, prompt: str | None, prompt_file: str | None, context_file: str | None, max_tokens: int, method: str,
-    knobs: dict[str, str], temperature: float, top_p: float, top_k: int, min_p: float, seed: int | None, stop: tuple[str, ...],
-    as_json: bool, quiet: bool, **loading: Any,
+    knobs: dict[str, str], temperature: float, top_p: float, top_k: int, min_p: float, seed: int | None,
+    stop: tuple[str, ...], as_json: bool, quiet: bool, **loading: Any,
 ) -> None:  # fmt: skip
     """Go on from a prompt.
 

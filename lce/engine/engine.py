@@ -188,11 +188,12 @@ class Engine:
         checkpoint_every: int | None = None,
         progress: Progress | None = None,
     ) -> Stats:
-        """Read a document into a context file; the figures of this call. What memory may not hold goes there as it is read, and is written once.
+        """Read a document into a context file; the figures of this call.
 
-        With `checkpoint_every`, an interrupted call goes on from the last so many tokens when it is made again.
-        `length` announces how long the context will become in all. Raises `DataError` where `path` is under work for
-        another text or engine, `CapacityError` where the disk or the memory has no room.
+        What memory may not hold goes to the file as it is read, and is written once. With `checkpoint_every`, an
+        interrupted call goes on from the last so many tokens when it is made again. `length` announces how long the
+        context will become in all. Raises `DataError` where `path` is under work for another text or engine,
+        `CapacityError` where the disk or the memory has no room.
         """
         if checkpoint_every is not None and checkpoint_every < 1:
             raise UsageError(f"checkpoint_every is {checkpoint_every}; expected 1 or more tokens")
