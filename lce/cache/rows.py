@@ -184,7 +184,7 @@ def fingerprints(rows: Tensor, index: int | Tensor) -> Tensor:
     `index` is the number of the first row, or of each. Damage, and rows that changed places, go unseen in one case of
     2^32. It guards against disks and slips, not against forgers. Time: that of reading the rows.
     """
-    words = rows.reshape(len(rows), -1).view(torch.int64)
+    words = rows.flatten(1).view(torch.int64)
     weights = _mixed(torch.arange(1, words.shape[1] + 1)) | 1
     numbers = torch.arange(index, index + len(rows)) if isinstance(index, int) else index
     return _mixed(words @ weights + numbers).view(torch.int32)[::2]

@@ -151,7 +151,7 @@ class Draft:
         """Write the rest and be `target` from now on."""
         header = self.layout.entries()
         offset, data_start = self.layout.small_start, self.layout.data_start
-        for name, tensor in small.items():
+        for name, tensor in sorted(small.items()):
             data = tensor.detach().cpu().contiguous()
             write_at(self._descriptor, data, offset, str(target))
             span = [offset - data_start, (offset := offset + data.nbytes) - data_start]

@@ -176,8 +176,8 @@ def _saved(
         ):
             raise ValueError
         cache = restored(shape, tiering, rows, n_read, small, own=own)
-    except (KeyError, TypeError, ValueError, RuntimeError):
-        raise DataError(f"{path} says of itself what is not so; {REMEDY}") from None
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{path} says of itself what is not so; {REMEDY}") from error
     logits = small.get("logits")
     return Saved(cache, ids, None if logits is None else logits.to(shape.device), announced)
 

@@ -20,6 +20,8 @@ from lce.methods.parts import keep_recent, within_chunk
 from lce.methods.step import Step, Surroundings
 from lce.models.rope import Table, rotate
 
+SCORES_AT_ONCE = 1 << 24  # bounds the scores of a slice of queries: 64 MiB in float32
+
 
 @dataclass(frozen=True)
 class Method(ABC):
@@ -201,7 +203,13 @@ class SelectiveMethod(Method):
         summary = cache.chunks.summary
         if summary is None or step.stop <= self.cache_chunk:
             return None
-        chosen = self.select(self.score(q, summary, step, cache.index), step)
+        rows = max(1, SCORES_AT_ONCE // (summary.shape[0] * summary.shape[1]))
+        parts = []
+        for start in range(0, q.shape[1], rows):
+            some = step.part(start, min(start + rows, q.shape[1]))
+            here = slice(some.start - step.start, some.stop - step.start)
+            parts.append(self.select(self.score(q[:, here], summary, some, cache.index), some))
+        chosen = torch.cat(parts, dim=1)
         return chosen.repeat_interleave(q.shape[0] // chosen.shape[0], 0) if len(chosen) < len(q) else chosen
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:

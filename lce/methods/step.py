@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,10 @@ class Step:
     sliding_window: int | None = None
     note: Callable[[int, Tensor], None] | None = None
     memo: dict[str, Any] = field(default_factory=dict)
+
+    def part(self, start: int, stop: int) -> Step:
+        """The step of some of the block's queries, `start..stop-1` counted from its first."""
+        return replace(self, start=self.start + start, stop=self.start + stop, memo={})
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
         """`make()`, the first time it is asked for in this pass."""

@@ -1,0 +1,433 @@
+"""Contexts as files: what is opened is what was saved, or a clear error; whatever fails, and whenever."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import lce
+from lce.errors import CapacityError, DataError, UsageError
+from tests.checkpoints import save_tiny
+
+BLOCK = 64
+NEEDS: dict[str, dict[str, object]] = {
+    "esa": {"compress": "pca", "sinks": 16, "low_dim": 8},
+    "infllm": {"block_size": 16, "sinks": 16, "repr_tokens": 2, "top_k": 3},
+    "longheads": {"chunk_size": 8, "chunks": 4},
+}
+SMALL = "least"  # a budget of the least bytes that are legal, and a folder for the rest
+
+
+def tokens(n: int, seed: int = 0) -> list[int]:
+    ids: list[int] = torch.randint(2, 300, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return ids
+
+
+def load(model: Path, name: str = "longheads", spill_dir: Path | None = None, **changes: object) -> lce.Engine:
+    """An engine of the method; with `spill_dir`, of the smallest budget there is."""
+    method = lce.methods.make(name, {**NEEDS.get(name, {}), **changes})
+    engine = lce.load(model, method, block=BLOCK)
+    if spill_dir is None:
+        return engine
+    least = engine._tiering.least(engine._shape)
+    return lce.load(model, method, block=BLOCK, kv_host_budget=least, spill_dir=spill_dir)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path) -> lce.Engine:
+    return load(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def document(engine: lce.Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved context of 300 tokens."""
+    path = tmp_path_factory.mktemp("saved") / "document.lce"
+    engine.prefill(tokens(300)).save(path)
+    return path
+
+
+def answer(engine: lce.Engine, context: lce.Context) -> list[int]:
+    return engine.generate(tokens(9, 1), context=context, max_tokens=12).token_ids
+
+
+# What is opened is what was saved
+
+
+@pytest.mark.parametrize("budget", [None, SMALL])
+@pytest.mark.parametrize("name", lce.methods.available())
+def test_saving_opening_and_going_on_equals_never_having_stopped(
+    name: str, budget: str | None, tiny_model: Path, tmp_path: Path
+) -> None:
+    """To the bit, at three stops: after a document, after a question, and with a token that is not read yet."""
+    straight, engine = load(tiny_model, name), load(tiny_model, name, tmp_path if budget else None)
+    truth, context, path = straight.prefill(tokens(900)), engine.prefill(tokens(900)), tmp_path / "context.lce"
+    for seed in (1, 2):
+        context.save(path)
+        context = engine.open_context(path)
+        assert context.token_ids == truth.token_ids
+        for each, asked in ((straight, truth), (engine, context)):
+            each.prefill(tokens(70, seed), context=asked)
+        assert truth.logits is not None
+        assert context.logits is not None
+        assert torch.equal(context.logits, truth.logits)
+        ours, theirs = (e.generate("", context=c, max_tokens=5) for e, c in ((engine, context), (straight, truth)))
+        assert ours.token_ids == theirs.token_ids
+        assert context.unread == truth.unread
+
+
+@pytest.mark.parametrize("budget", [None, SMALL])
+def test_a_context_may_be_opened_with_another_budget(budget: str | None, tiny_model: Path, tmp_path: Path) -> None:
+    roomy, tight = load(tiny_model), load(tiny_model, spill_dir=tmp_path)
+    writer, reader = (roomy, tight) if budget else (tight, roomy)
+    context = writer.prefill(tokens(500))
+    context.save(tmp_path / "c.lce")
+    assert answer(reader, reader.open_context(tmp_path / "c.lce")) == answer(writer, context)
+
+
+def test_opening_reads_no_more_than_the_recent_tokens(document: Path, engine: lce.Engine) -> None:
+    context = engine.open_context(document)
+    assert context.cache.archive is not None
+    file = context.cache.archive.file
+    assert file is not None
+    assert file.bytes_read < file.n_bytes / 8
+    engine.generate(tokens(2, 1), context=context, max_tokens=1)
+    assert file.bytes_read < file.n_bytes / 2
+
+
+def test_forks_of_an_opened_context_go_their_own_ways(document: Path, engine: lce.Engine) -> None:
+    context = engine.open_context(document)
+    fork = context.fork()
+    first = answer(engine, context)
+    assert answer(engine, fork) == first
+    assert answer(engine, engine.open_context(document)) == first
+
+
+def test_two_processes_open_one_file(document: Path, engine: lce.Engine, tiny_model: Path) -> None:
+    script = (
+        "import sys, lce, torch; torch.set_num_threads(1)\n"
+        f"engine = lce.load({str(tiny_model)!r}, lce.methods.make('longheads', {NEEDS['longheads']!r}), block={BLOCK})\n"
+        f"context = engine.open_context({str(document)!r})\n"
+        f"print(engine.generate({tokens(9, 1)!r}, context=context, max_tokens=12).token_ids)"
+    )
+    both = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    expected = answer(engine, engine.open_context(document))
+    assert [process.communicate()[0].strip() for process in both] == [str(expected)] * 2
+
+
+def test_it_is_an_ordinary_safetensors_file(document: Path) -> None:
+    tensors = load_file(document)
+    assert tensors["tokens"].tolist() == tokens(300)
+    assert tensors["layers.1.kv"].shape == (2, 300, 2, 1, 16)
+
+
+def test_an_empty_context_is_not_saved(engine: lce.Engine, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="empty"):
+        engine._start(10).save(tmp_path / "c.lce")
+
+
+# What is refused
+
+
+def test_what_was_made_otherwise_is_refused(document: Path, tiny_model: Path, tmp_path: Path) -> None:
+    method = lce.methods.make("longheads", NEEDS["longheads"])
+    (tmp_path / "other").mkdir()
+    others = {
+        "another model": lce.load(save_tiny(tmp_path / "other", seed=1), method),
+        "another method Full": load(tiny_model, "full"),
+        "another method": load(tiny_model, chunks=5),
+        "another window 64": lce.load(tiny_model, method, window=32),
+        "another rope": lce.load(tiny_model, method, rope="linear", rope_factor=2),
+        "another dtype": lce.load(tiny_model, method, dtype="bfloat16"),
+    }
+    for words, other in others.items():
+        with pytest.raises(DataError, match=words.removesuffix(" Full").replace(" 64", "")):
+            other.open_context(document)
+
+
+@contextmanager
+def changed(document: Path, tmp_path: Path) -> Iterator[tuple[Path, bytearray]]:
+    """A copy to be changed; it is written when the block ends."""
+    path, data = tmp_path / "changed.lce", bytearray(document.read_bytes())
+    yield path, data
+    path.write_bytes(data)
+
+
+def test_a_file_that_is_cut_short_is_refused(document: Path, engine: lce.Engine, tmp_path: Path) -> None:
+    size = document.stat().st_size
+    for n in (0, 7, 8, 100, 70_000, size // 2, size - 4096, size - 1):
+        with changed(document, tmp_path) as (path, data):
+            del data[n:]
+        with pytest.raises(DataError, match="prefill the text again"):
+            engine.open_context(path)
+
+
+def test_an_altered_byte_is_an_error_or_not_needed(document: Path, engine: lce.Engine, tmp_path: Path) -> None:
+    """Wherever it is: never another token."""
+    expected, size = answer(engine, engine.open_context(document)), document.stat().st_size
+    draw, refused = random.Random(0), 0
+    places = [draw.randrange(size) for _ in range(60)] + [size - 1 - draw.randrange(4000) for _ in range(20)]
+    for place in places:
+        with changed(document, tmp_path) as (path, data):
+            data[place] ^= 1 << draw.randrange(8)
+        try:
+            assert answer(engine, engine.open_context(path)) == expected
+        except DataError:
+            refused += 1
+    assert refused > 20
+
+
+def test_every_key_and_value_is_guarded(document: Path, tiny_model: Path, tmp_path: Path) -> None:
+    """Full attention reads all of them."""
+    engine = load(tiny_model, "full")
+    engine.prefill(tokens(300)).save(tmp_path / "full.lce")
+    start = (16 + 8 * 2) * 4096
+    draw = random.Random(1)
+    for _ in range(12):
+        with changed(tmp_path / "full.lce", tmp_path) as (path, data):
+            data[start + draw.randrange(2 * 2 * 300 * 2 * 16 * 4)] ^= 1
+        with pytest.raises(DataError, match="altered"):
+            answer(engine, engine.open_context(path))
+
+
+def test_other_files_are_refused(document: Path, engine: lce.Engine, tiny_model: Path, tmp_path: Path) -> None:
+    link, folder, weights = tmp_path / "link.lce", tmp_path / "folder", tiny_model / "model.safetensors"
+    link.symlink_to(document)
+    folder.mkdir()
+    for path, words in ((link, "symbolic link"), (folder, "not a file"), (weights, "not a context")):
+        with pytest.raises(DataError, match=words):
+            engine.open_context(path)
+    with pytest.raises(DataError, match="No such file"):
+        engine.open_context(tmp_path / "nowhere.lce")
+    tensors = load_file(document)
+    save_file(tensors, tmp_path / "next.lce", {"lce": '{"format": "lce context 99"}'})
+    with pytest.raises(DataError, match="lce context 99"):
+        engine.open_context(tmp_path / "next.lce")
+    save_file(tensors, tmp_path / "said.lce", {"lce": '{"format": "lce context 1", "pages": 3}'})
+    with pytest.raises(DataError, match="what is not so"):
+        engine.open_context(tmp_path / "said.lce")
+
+
+def test_a_link_is_not_written_through(document: Path, engine: lce.Engine, tmp_path: Path) -> None:
+    victim, link = tmp_path / "victim", tmp_path / "link.lce"
+    victim.write_text("mine")
+    link.symlink_to(victim)
+    for call in (engine.open_context(document).save, lambda path: engine.prefill_file(tokens(9), path)):
+        with pytest.raises(UsageError, match="plain file"):
+            call(link)
+        with pytest.raises(UsageError, match="folder"):
+            call(tmp_path / "no" / "where.lce")
+    assert victim.read_text() == "mine"
+
+
+# Faults
+
+
+@dataclass
+class Fault:
+    """Lets the k-th call of the functions of `os` that write fail."""
+
+    monkeypatch: pytest.MonkeyPatch
+    k: int
+    how: str
+    calls: int = 0
+
+    def arm(self) -> None:
+        for name in ("pwrite", "fsync", "posix_fallocate", "ftruncate", "replace"):
+            self.monkeypatch.setattr(os, name, self.failing(name, getattr(os, name)))
+
+    def failing(self, name: str, real: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object) -> object:
+            self.calls += 1
+            if self.calls == self.k and (self.how != "short" or name == "pwrite"):
+                if self.how == "short":
+                    descriptor, data, offset = args
+                    return real(descriptor, memoryview(data)[: len(data) // 2], offset)  # type: ignore[arg-type]
+                code = getattr(errno, self.how)
+                raise OSError(code, os.strerror(code))
+            return real(*args)
+
+        return call
+
+
+@pytest.mark.parametrize("how", ["ENOSPC", "EIO", "short"])
+def test_the_old_file_or_the_new_one_whatever_write_fails(
+    how: str, engine: lce.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new, path = engine.prefill(tokens(80)), engine.prefill(tokens(90)), tmp_path / "c.lce"
+    k, done = 0, False
+    while not done:
+        k += 1
+        old.save(path)
+        with monkeypatch.context() as patch:
+            fault = Fault(patch, k, how)
+            fault.arm()
+            try:
+                new.save(path)
+                done = fault.calls < k
+                said = {90}
+            except CapacityError as error:
+                assert "\n" not in str(error)
+                said = {80, 90}
+        assert os.listdir(tmp_path) == ["c.lce"]
+        assert len(engine.open_context(path)) in said
+    assert k > 10
+
+
+@pytest.mark.parametrize("how", ["ENOSPC", "EIO", "short"])
+def test_a_prefill_into_a_file_goes_on_whatever_write_fails(
+    how: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load(tiny_model, spill_dir=tmp_path)
+    engine.prefill_file(tokens(300), tmp_path / "truth")
+    k, done = 0, False
+    while not done:
+        k += 1 + k // 3  # every one of the first, and some of the later, which are much alike
+        with monkeypatch.context() as patch:
+            fault = Fault(patch, k, how)
+            fault.arm()
+            try:
+                engine.prefill_file(tokens(300), tmp_path / "c.lce", checkpoint_every=BLOCK)
+                done = fault.calls < k
+            except CapacityError:
+                pass
+        engine.prefill_file(tokens(300), tmp_path / "c.lce", checkpoint_every=BLOCK)
+        assert (tmp_path / "c.lce").read_bytes() == (tmp_path / "truth").read_bytes()
+        assert sorted(os.listdir(tmp_path)) == ["c.lce", "truth"]
+        (tmp_path / "c.lce").unlink()
+
+
+def test_a_spill_that_fails_loses_nothing(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(tiny_model, spill_dir=tmp_path)
+    roomy = load(tiny_model)
+    expected = answer(roomy, roomy.prefill(tokens(400)))
+    context = engine.prefill(tokens(200))
+    with monkeypatch.context() as patch:
+        fault = Fault(patch, 3, "EIO")
+        fault.arm()
+        with pytest.raises(CapacityError):
+            engine.prefill(tokens(400)[200:], context=context)
+    engine.prefill(tokens(400)[len(context) :], context=context)
+    assert answer(engine, context) == expected
+
+
+SAVER = """
+import sys, lce, torch
+torch.set_num_threads(1)
+engine = lce.load({model!r}, lce.methods.make("longheads", {knobs!r}), block=64)
+contexts = [engine.prefill(list(range(2, 2 + n))) for n in (250, 290)]
+print("ready", flush=True)
+while True:
+    for context in contexts:
+        context.save({path!r})
+"""
+
+
+def test_killed_at_any_moment_of_a_save(engine: lce.Engine, tiny_model: Path, tmp_path: Path) -> None:
+    """The old file or the new one is there, whole, and what was under work is gone after the next opening."""
+    path, draw = tmp_path / "c.lce", random.Random(0)
+    truth = {n: answer(engine, engine.prefill(list(range(2, 2 + n)))) for n in (250, 290)}
+    script = SAVER.format(model=str(tiny_model), knobs=NEEDS["longheads"], path=str(path))
+    leftovers = 0
+    for _ in range(4):
+        with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            time.sleep(0.05 + draw.random() * 0.1)
+            process.send_signal(signal.SIGKILL)
+        leftovers += len(os.listdir(tmp_path)) - 1
+        context = engine.open_context(path)
+        n = len(context)
+        assert answer(engine, context) == truth[n]
+        assert os.listdir(tmp_path) == ["c.lce"]
+    assert leftovers
+
+
+def test_a_living_process_keeps_its_file_under_work(document: Path, engine: lce.Engine, tmp_path: Path) -> None:
+    from lce.cache.snapshot import Draft, Layout, draft_path, open_snapshot
+
+    path = tmp_path / "c.lce"
+    shutil.copy(document, path)
+    draft = Draft.create(draft_path(path), Layout(open_snapshot(path).rows.layout.pages, 10))
+    engine.open_context(path)
+    assert draft.path.exists()
+    draft.discard()
+
+
+# A prefill over several runs
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("budget", [None, SMALL])
+@pytest.mark.parametrize("name", lce.methods.available())
+def test_an_interrupted_prefill_goes_on(name: str, budget: str | None, tiny_model: Path, tmp_path: Path) -> None:
+    engine = load(tiny_model, name, tmp_path if budget else None)
+    ids = tokens(1000)
+    engine.prefill(ids).save(tmp_path / "truth")
+    read: list[int] = []
+    for last in (3, 4, 9, 99):
+
+        def progress(done: int, total: int, last: int = last) -> None:
+            assert total == 1000
+            read.append(done)
+            if done >= last * BLOCK and done < total:
+                raise Interrupted
+
+        try:
+            engine.prefill_file(ids, tmp_path / "c.lce", checkpoint_every=2 * BLOCK, progress=progress)
+        except Interrupted:
+            assert sorted(os.listdir(tmp_path))[:2] == ["c.lce.part", "c.lce.part.state"]
+    assert (tmp_path / "c.lce").read_bytes() == (tmp_path / "truth").read_bytes()
+    assert sorted(os.listdir(tmp_path)) == ["c.lce", "truth"]
+    assert len(read) < 16 + 4 * 2, "it began anew"
+    assert engine.open_context(tmp_path / "c.lce").token_ids == ids
+
+
+def test_without_checkpoints_nothing_is_left(engine: lce.Engine, tmp_path: Path) -> None:
+    def progress(done: int, total: int) -> None:
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        engine.prefill_file(tokens(300), tmp_path / "c.lce", progress=progress)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_prefill_under_work_is_not_another(engine: lce.Engine, tiny_model: Path, tmp_path: Path) -> None:
+    def progress(done: int, total: int) -> None:
+        if done > 2 * BLOCK:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        engine.prefill_file(tokens(300), tmp_path / "c.lce", checkpoint_every=BLOCK, progress=progress)
+    with pytest.raises(DataError, match="another text"):
+        engine.prefill_file(tokens(300, 1), tmp_path / "c.lce", checkpoint_every=BLOCK)
+    with pytest.raises(DataError, match="another method"):
+        load(tiny_model, chunks=5).prefill_file(tokens(300), tmp_path / "c.lce", checkpoint_every=BLOCK)
+    state = tmp_path / "c.lce.part.state"
+    state.write_bytes(state.read_bytes()[:-1])
+    with pytest.raises(DataError, match="remove it"):
+        engine.prefill_file(tokens(300), tmp_path / "c.lce", checkpoint_every=BLOCK)
+    state.unlink()
+    engine.prefill_file(tokens(300), tmp_path / "c.lce")
+    assert os.listdir(tmp_path) == ["c.lce"]
+
+
+def test_checkpoint_every_is_a_number_of_tokens(engine: lce.Engine, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="checkpoint_every is 0"):
+        engine.prefill_file(tokens(9), tmp_path / "c.lce", checkpoint_every=0)
