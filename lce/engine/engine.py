@@ -15,6 +15,7 @@ from torch import Tensor
 from lce.cache.kv import KVCache
 from lce.cache.tiering import Budgets, CacheShape, Tiering
 from lce.engine.attention import Attention
+from lce.engine.capacity import Planner
 from lce.engine.context import Context
 from lce.engine.decode import Generation, Piece, Stream, decode
 from lce.engine.prefill import Progress, Reader, blocks
@@ -81,7 +82,8 @@ class Engine:
     ) -> Generation:
         """Read `prompt` (text or token ids), behind what `context` already holds, and write up to `max_tokens` tokens.
 
-        Raises `UsageError` for a prompt or an option that cannot be used.
+        Raises `UsageError` for a prompt or an option that cannot be used, and `CapacityError` before anything is read
+        if the prompt and so many tokens cannot fit.
         """
         stream = self.stream(
             prompt, max_tokens=max_tokens, context=context, sampling=sampling, stop=stop, progress=progress
@@ -117,9 +119,11 @@ class Engine:
         self, ids: list[int], context: Context | None, sampling: Sampling, max_tokens: int, progress: Progress | None,
         result: Generation,
     ) -> Iterator[Piece]:  # fmt: skip
-        if context is None:
-            context = self._start(len(ids) + max_tokens)
+        known = context
+        context = self._start(len(ids) + max_tokens) if known is None else known
         with context.in_use():
+            if known is not None:
+                self._check_room(known, len(known) + len(ids) + max_tokens)
             started = time.perf_counter()
             result.stats.prompt_tokens = len(ids)
             with context.saying(ids):
@@ -138,13 +142,19 @@ class Engine:
         length: int | None = None,
         progress: Progress | None = None,
     ) -> Context:
-        """Read a document, to be asked about later. `length` announces how long the context will become in all."""
+        """Read a document, to be asked about later. `length` announces how long the context will become in all.
+
+        Raises `UsageError` for a document that cannot be used, and `CapacityError` before any work if it cannot fit.
+        """
         self._own(context)
         ids = self._ids(document, context)
-        if context is None:
-            context = self._start(max(len(ids), length or 0))
-        with context.in_use(), context.saying(ids):
-            self._advance(context, progress)
+        known = context
+        context = self._start(max(len(ids), length or 0)) if known is None else known
+        with context.in_use():
+            if known is not None:
+                self._check_room(known, max(len(known) + len(ids), length or 0))
+            with context.saying(ids):
+                self._advance(context, progress)
         return context
 
     @torch.inference_mode()
@@ -189,7 +199,12 @@ class Engine:
             device=self.device,
         )
         tiering = Tiering.of(self.budgets, self.method, self.block)
+        Planner.of(shape, config.n_heads, self.method, tiering).check(length)
         return Context(KVCache(shape, length, tiering), self.rope_of(length), self._reader)
+
+    def _check_room(self, context: Context, length: int) -> None:
+        """Refuse a context that cannot grow to `length` tokens, before any work."""
+        Planner.growing(context.cache, self.model.config.n_heads, self.method).check(length)
 
     def rope_of(self, length: int) -> Rope:
         """The rotation of a context that was announced to become `length` tokens long."""
