@@ -40,6 +40,7 @@ def cli() -> None:
 @options.model_option
 @click.option("--prompt", metavar="TEXT|-", help="The text to go on from; - reads stdin.")
 @click.option("--prompt-file", "-f", metavar="FILE", help="A UTF-8 file with the text; - reads stdin.")
+@click.option("--context", "context_file", metavar="FILE", help="Go on from what `lce prefill` read, as it is.")
 @click.option("--max-tokens", type=int, default=256, show_default=True, help="Write at most this many tokens.")
 @click.option("--method", default="full", show_default=True, metavar="NAME", help="One of `lce methods`.")
 @options.knob_option
@@ -49,8 +50,8 @@ def cli() -> None:
 @options.quiet_option
 @options.debug_option
 def generate(
-    model: str, prompt: str | None, prompt_file: str | None, max_tokens: int, method: str, knobs: dict[str, str],
-    temperature: float, top_p: float, top_k: int, min_p: float, seed: int | None, stop: tuple[str, ...],
+    model: str, prompt: str | None, prompt_file: str | None, context_file: str | None, max_tokens: int, method: str,
+    knobs: dict[str, str], temperature: float, top_p: float, top_k: int, min_p: float, seed: int | None, stop: tuple[str, ...],
     as_json: bool, quiet: bool, **loading: Any,
 ) -> None:  # fmt: skip
     """Go on from a prompt.
@@ -63,8 +64,9 @@ def generate(
     text = options.read_prompt(prompt, prompt_file)
     sampling = lce.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop)
     engine = lce.load(model, lce.methods.make(method, knobs), **loading)
+    context = None if context_file is None else engine.open_context(context_file)
     with report.Bar("prefill", " tok", shown=not quiet) as bar:
-        stream = engine.stream(text, max_tokens=max_tokens, sampling=sampling, progress=bar)
+        stream = engine.stream(text, context=context, max_tokens=max_tokens, sampling=sampling, progress=bar)
         if as_json:
             for _ in stream:
                 pass
@@ -73,6 +75,38 @@ def generate(
             write_out(stream)
     if not quiet:
         click.echo(report.figures(stream.result.stats), err=True)
+
+
+@cli.command()
+@options.model_option
+@click.option("--prompt", metavar="TEXT|-", help="The text to read; - reads stdin.")
+@click.option("--prompt-file", "-f", metavar="FILE", help="A UTF-8 file with the text; - reads stdin.")
+@click.option("--out", required=True, metavar="FILE", help="Where the context goes, for example document.lce.")
+@click.option("--checkpoint-every", type=int, metavar="TOKENS", help="Interrupted, go on from the last so many.")
+@click.option("--length", type=int, metavar="TOKENS", help="How long the context will become; for --rope dynamic.")
+@click.option("--method", default="full", show_default=True, metavar="NAME", help="One of `lce methods`.")
+@options.knob_option
+@options.loading_options
+@options.json_option
+@options.quiet_option
+@options.debug_option
+def prefill(
+    model: str, prompt: str | None, prompt_file: str | None, out: str, checkpoint_every: int | None,
+    length: int | None, method: str, knobs: dict[str, str], as_json: bool, quiet: bool, **loading: Any,
+) -> None:  # fmt: skip
+    """Read a text once, into a file that can be asked many times: `lce generate --context FILE`.
+
+    The file fits this model, method and its knobs, RoPE scaling and dtype, and no other. With --checkpoint-every, the
+    same command goes on where it was interrupted.
+    """
+    text = options.read_prompt(prompt, prompt_file)
+    engine = lce.load(model, lce.methods.make(method, knobs), **loading)
+    with report.Bar("prefill", " tok", shown=not quiet) as bar:
+        figures = engine.prefill_file(text, out, length=length, checkpoint_every=checkpoint_every, progress=bar)
+    if as_json:
+        click.echo(json.dumps({"context": out, "stats": dataclasses.asdict(figures)}))
+    elif not quiet:
+        click.echo(report.prefill_figures(figures), err=True)
 
 
 @cli.group("eval")

@@ -72,13 +72,26 @@ class Bars:
 
 def figures(stats: Stats) -> str:
     """The closing line of a generation."""
+    return (
+        f"{prefill_text(stats)} | first token {stats.first_token_s:.2f} s | "
+        f"decode {stats.decode_tokens_per_s:,.1f} tok/s | {memory_text(stats)}"
+    )
+
+
+def prefill_figures(stats: Stats) -> str:
+    """The closing line of a prefill."""
+    return f"{prefill_text(stats)} | {memory_text(stats)}"
+
+
+def prefill_text(stats: Stats) -> str:
+    return f"{stats.prompt_tokens:,} prompt tokens | prefill {stats.prefill_tokens_per_s:,.1f} tok/s"
+
+
+def memory_text(stats: Stats) -> str:
+    """What is held by tier, and where there is more than one what went through it."""
     held = {tier: size for tier, size in stats.memory.items() if size} or stats.memory
     memory = ", ".join(f"{tier} {size_text(size)}" for tier, size in held.items())
-    return (
-        f"{stats.prompt_tokens:,} prompt tokens | prefill {stats.prefill_tokens_per_s:,.1f} tok/s | "
-        f"first token {stats.first_token_s:.2f} s | decode {stats.decode_tokens_per_s:,.1f} tok/s | "
-        f"peak memory: {memory}" + "".join(f" | {tier} {traffic_text(t)}" for tier, t in stats.traffic.items())
-    )
+    return f"peak memory: {memory}" + "".join(f" | {tier} {traffic_text(t)}" for tier, t in stats.traffic.items())
 
 
 def traffic_text(traffic: Traffic) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -101,6 +103,19 @@ class ChunkTable:
             setattr(table, name, getattr(self, name).clone())
         table._summary = None if self._summary is None else self._summary[:, : self.n_summaries].clone()
         return table
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What `restore` needs beside the number of tokens."""
+        known = {"last_use": self.last_use, "times_selected": self.times_selected}
+        return known if self.summary is None else {**known, "summary": self.summary}
+
+    def restore(self, n_tokens: int, tensors: Mapping[str, Tensor]) -> None:
+        """Be the table that `tensors` were taken of, of `n_tokens` tokens."""
+        self.cover(n_tokens)
+        self.last_use[:], self.times_selected[:] = tensors["last_use"], tensors["times_selected"]
+        if "summary" in tensors:
+            self.add_summaries(tensors["summary"])
+        self.commit()
 
     @property
     def n_bytes(self) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lce.cache.chunks import ChunkTable
 from lce.cache.pool import Traffic
+from lce.cache.rows import RowFile
 from lce.cache.stores import Store
 from lce.cache.tiering import CacheShape, Round, Tiering
 from lce.cache.tiers import Archive
@@ -43,7 +44,7 @@ class LayerCache:
     state: dict[str, Tensor] = field(default_factory=dict)
     stores: dict[str, Store] = field(default_factory=dict)
     archive: Archive | None = None
-    keep: int = 0  # committed tokens that stay in the buffers when there is an archive
+    keep: int | None = None  # committed tokens that stay in the buffers when there is an archive; None: all that come
     _staged: dict[str, Tensor] = field(default_factory=dict)
 
     def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -151,20 +152,20 @@ class LayerCache:
         With an archive, old chunks make room first.
         """
         size, capacity = self.chunks.chunk_size, self.k_buffer.shape[1]
-        if self.archive is not None and n_tokens - self.first > capacity:
-            self.retire()
+        if self.keep is not None and n_tokens - self.first > capacity:
+            self.retire(self.keep)
         needed = n_tokens - self.first
         if needed <= capacity:
             return
-        generous = capacity * 3 // 2 if self.archive is None else needed
+        generous = capacity * 3 // 2 if self.keep is None else needed
         wanted = max(needed, generous if most is None else min(generous, most))
         self.resize(-(-wanted // size) * size)
 
-    def retire(self) -> None:
+    def retire(self, keep: int) -> None:
         """Move complete chunks that are more than `keep` committed tokens back to the archive."""
         assert self.archive is not None
         size = self.chunks.chunk_size
-        border = max(self.length - self.keep, 0) // size * size
+        border = max(self.length - keep, 0) // size * size
         n, left = border - self.first, self.length - border
         if n <= 0:
             return
@@ -215,8 +216,11 @@ class KVCache:
     While everything fits there is no archive and nothing is done for one.
     """
 
-    def __init__(self, shape: CacheShape, capacity: int = 0, tiering: Tiering | None = None) -> None:
+    def __init__(
+        self, shape: CacheShape, capacity: int = 0, tiering: Tiering | None = None, file: RowFile | None = None
+    ) -> None:
         self.shape = shape
+        self.file = file  # where the archive puts what memory may not hold; by default a spill file
         self.tiering = tiering or Tiering()
         self.archive: Archive | None = None
         empty = (shape.n_kv_heads, 0, shape.head_dim)
@@ -244,7 +248,7 @@ class KVCache:
         """
         fits = self.tiering.resident_tokens(self.shape)
         if self.archive is None and fits is not None and self.shape.in_chunks(n_tokens) > fits:
-            self.archive = self.tiering.archive(self.shape, n_tokens)
+            self.archive = self.tiering.archive(self.shape, n_tokens, self.file)
         for layer in self.layers:
             if self.archive is None:
                 layer.reserve(n_tokens, fits)
@@ -254,7 +258,7 @@ class KVCache:
     def _outgrow(self, layer: LayerCache, archive: Archive) -> None:
         """Let a layer's buffers hold recent tokens alone, and the archive the others."""
         layer.archive, layer.keep = archive, self.tiering.local
-        layer.retire()
+        layer.retire(self.tiering.local)
         layer.resize(max(self.tiering.recent_tokens(self.shape), layer.length - layer.first))
 
     def prefetch(self, layer: int) -> None:

@@ -100,7 +100,7 @@ class Pool:
         return self._slot[lanes, chunks]
 
     def victims(self, n: int, tick: int) -> Numbers:
-        """`n` slots to fill: free ones, then the least recently used of those neither pinned nor in use since `tick`."""
+        """`n` slots to fill: free ones, then the least recently used that are neither pinned nor in use since `tick`."""
         if self.limit is None and (short := n - int((self.lane < 0).sum())) > 0:
             self._grow(self.n_slots + max(short, self.n_slots // 2))
         age = np.where(self.lane < 0, -1, np.where(self.pinned | (self.used >= tick), NEVER, self.used))

@@ -14,11 +14,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lce.errors import CapacityError, DataError
+from lce.files import map_copy
 
+Numbers = NDArray[np.int64]
 MAPPED = 64 << 20  # bytes that may be read before the map's pages are let go, so that they do not count as ours
 GROWTH = 64 << 20  # bytes: a spill file grows by at least so much, and by half of what it has
 
@@ -42,7 +46,7 @@ class RowFile:
         self._descriptor = descriptor
         self._start = start
         self._checks = checks
-        self._access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_COPY
+        self._writable = writable
         self._touched = 0  # bytes read through the map since its pages were let go
         self._lock = Lock()
         self._mapped: tuple[mmap.mmap, Tensor] | None = None
@@ -65,9 +69,9 @@ class RowFile:
         """Bytes of all rows."""
         return self.n_rows * self.row_bytes
 
-    def allocate(self, n: int) -> int:
-        """Reserve `n` more rows on the disk; the first of them. Raises `CapacityError` where they do not fit."""
-        raise NotImplementedError
+    def place(self, lanes: Numbers, chunks: Numbers, size: int) -> Numbers:
+        """Where pages of `size` rows are to be written: the first row of each. Raises `CapacityError` for no place."""
+        raise CapacityError("the cache of keys and values is full; give --spill-dir, or a larger budget")
 
     def write(self, first: int, rows: Tensor) -> None:
         """Put rows `[n, *row_shape]` in place of rows `first..first+n-1`, which exist."""
@@ -113,7 +117,7 @@ class RowFile:
         if self._mapped is None or len(self._mapped[0]) < stop:
             if os.fstat(self._descriptor).st_size < stop:
                 raise DataError(f"{self.name} was cut short since it was opened; prefill the text again")
-            mapping = mmap.mmap(self._descriptor, stop, access=self._access)
+            mapping = mmap.mmap(self._descriptor, stop) if self._writable else map_copy(self._descriptor, stop)
             numbers = torch.frombuffer(mapping, dtype=self.dtype, offset=self._start)
             self._mapped = (mapping, numbers.view(-1, *self.row_shape))
         return self._mapped[1]
@@ -132,7 +136,11 @@ class SpillFile(RowFile):
         super().__init__(descriptor, f"the spill file in {folder}", row_shape, dtype)
         self._reserved = 0
 
+    def place(self, lanes: Numbers, chunks: Numbers, size: int) -> Numbers:
+        return self.allocate(len(lanes) * size) + np.arange(len(lanes)) * size
+
     def allocate(self, n: int) -> int:
+        """Take the place of `n` more rows on the disk; the first of them."""
         with self._lock:  # contexts that were forked from one another share a file
             first = self.n_rows
             wanted = (first + n) * self.row_bytes
@@ -180,15 +188,15 @@ def unwritable(name: str, error: OSError) -> CapacityError:
 
 
 def fingerprints(rows: Tensor, index: int | Tensor) -> Tensor:
-    """A number for each row `[n, …]` of the file, `[n]`: an inner product of its words with odd weights, modulo 2^64.
+    """A number for each row `[n, …]` of the file, `[n]` int32, of a hash of its words' inner product with odd weights.
 
-    `index` is the number of the first row, or of each. Any one changed word changes the product, and so do, but for
-    one case in 2^63, other damage and rows that changed places. It guards against disks, not against forgers.
+    `index` is the number of the first row, or of each. Damage, and rows that changed places, go unseen in one case of
+    2^32. It guards against disks and slips, not against forgers. Time: that of reading the rows.
     """
     words = rows.reshape(len(rows), -1).view(torch.int64)
     weights = _mixed(torch.arange(1, words.shape[1] + 1)) | 1
     numbers = torch.arange(index, index + len(rows)) if isinstance(index, int) else index
-    return words @ weights ^ _mixed(numbers + (1 << 40))
+    return _mixed(words @ weights + numbers).view(torch.int32)[::2]
 
 
 def _mixed(x: Tensor) -> Tensor:

@@ -7,8 +7,10 @@ next pass writes again.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Self
 
+import torch
 from torch import Tensor
 
 
@@ -18,6 +20,15 @@ class Store(ABC):
     @abstractmethod
     def copy(self, n_tokens: int) -> Self:
         """A store of its own with what this one has of the first `n_tokens`."""
+
+    @abstractmethod
+    def tensors(self, n_tokens: int) -> dict[str, Tensor]:
+        """What `restore` needs to make a store of the first `n_tokens` again."""
+
+    @classmethod
+    @abstractmethod
+    def restore(cls, tensors: Mapping[str, Tensor]) -> Self:
+        """The store that `tensors` were taken of."""
 
     @property
     @abstractmethod
@@ -64,6 +75,17 @@ class RecentKeys(Store):
             other._held = (buffer[:, n_tokens - first - kept : n_tokens - first].clone(), n_tokens - kept)
         return other
 
+    def tensors(self, n_tokens: int) -> dict[str, Tensor]:
+        buffer, first = self.copy(n_tokens)._held
+        known = {"keep": torch.tensor(self.keep), "first": torch.tensor(first)}
+        return known if buffer is None else {**known, "keys": buffer}
+
+    @classmethod
+    def restore(cls, tensors: Mapping[str, Tensor]) -> Self:
+        store = cls(int(tensors["keep"]))
+        store._held = (tensors.get("keys"), int(tensors["first"]))
+        return store
+
     @property
     def n_bytes(self) -> int:
         buffer = self._held[0]
@@ -98,6 +120,15 @@ class TokenRows(Store):
         if self._rows is not None:
             other._rows = self._rows[:n_tokens].clone()
         return other
+
+    def tensors(self, n_tokens: int) -> dict[str, Tensor]:
+        return {} if self._rows is None else {"rows": self._rows[:n_tokens]}
+
+    @classmethod
+    def restore(cls, tensors: Mapping[str, Tensor]) -> Self:
+        store = cls()
+        store._rows = tensors.get("rows")
+        return store
 
     @property
     def n_bytes(self) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lce.cache.movers import Cuda, Mover, Pinned
 from lce.cache.pool import PageShape, Pool
-from lce.cache.rows import SpillFile
+from lce.cache.rows import RowFile, SpillFile
 from lce.cache.tiers import Archive
 from lce.errors import CapacityError
 
@@ -167,21 +167,20 @@ class Tiering:
             return [first]
         return [first, Pool("host", pages, Pinned(), None if self.host is None else self.host // pages.n_bytes)]
 
-    def archive(self, shape: CacheShape, n_tokens: int) -> Archive:
-        """An empty archive for a context of `n_tokens`, with its place on the disk reserved.
+    def archive(self, shape: CacheShape, n_tokens: int, file: RowFile | None = None) -> Archive:
+        """An empty archive for a context of `n_tokens`, over `file` or a spill file whose place is reserved here.
 
         Raises `CapacityError` where it cannot hold them.
         """
         below = None if shape.device.type == "cpu" else self.host
-        if self.spill_dir is None and (shape.device.type == "cpu" or below is not None):
+        if file is None and self.spill_dir is None and (shape.device.type == "cpu" or below is not None):
             held = (self.budget(shape) if below is None else below) or 0
             if (needed := shape.in_chunks(n_tokens) * shape.token_bytes) > held:
                 raise CapacityError(
                     f"{n_tokens} tokens need {needed} bytes of keys and values, and the budget is {held}: "
                     f"{held // shape.token_bytes} tokens; give --spill-dir, or a larger budget"
                 )
-        file = None
-        if self.spill_dir is not None:
-            file = SpillFile(self.spill_dir, self.pages(shape).row_shape, shape.dtype)
-            file.reserve(self.needs(shape, n_tokens)["disk"] // file.row_bytes)
+        if file is None and self.spill_dir is not None:
+            file = spill = SpillFile(self.spill_dir, self.pages(shape).row_shape, shape.dtype)
+            spill.reserve(self.needs(shape, n_tokens)["disk"] // spill.row_bytes)
         return Archive(self.pages(shape), self.pools(shape), file, self.n_pinned(shape))

@@ -157,10 +157,21 @@ class Archive:
                 self._write(level, held[some])
 
     def fork(self, pools: list[Pool]) -> Archive:
-        """An archive of its own with the same pages, in the same file; `pools` are empty. Writes dirty pages down."""
-        self.write_down()
+        """An archive of its own with the same pages, in the same file; `pools` are empty. Writes dirty pages down.
+
+        Where there is no file, pages are copied.
+        """
         other = Archive(self.shape, pools, self.file, self.n_pinned)
-        other.row = self.row.copy()
+        if self.file is not None:
+            self.write_down()
+            other.row = self.row.copy()
+            return other
+        for level, (pool, new) in enumerate(zip(self.pools, pools, strict=True)):
+            held = np.flatnonzero(pool.lane >= 0)
+            pages = (pool.lane[held], pool.chunk[held])
+            slots = other._vacate(level, len(held))
+            new.fill(slots, pages, *pool.take(held), 0)
+            new.pinned[slots] = pool.pinned[held]
         return other
 
     def _count(self, pool: Pool, slots: Numbers) -> Numbers:
@@ -253,24 +264,15 @@ class Archive:
     def _write(self, level: int, slots: Numbers) -> None:
         """Copy pages of a pool into the file."""
         if self.file is None:
-            raise CapacityError(
-                "the cache of keys and values is full; give --spill-dir, or a larger --kv-host-budget or "
-                "--kv-device-budget"
-            )
+            raise CapacityError("the cache of keys and values is full; give --spill-dir, or a larger budget")
         pool = self.pools[level]
         pages = (pool.lane[slots], pool.chunk[slots])
         rows = torch.stack(pool.take(slots), dim=1).permute(0, 3, 1, 2, 4)  # [m, 2, P, L, D] -> [m, L, 2, P, D]
-        first = self.place(pages)
+        first = self.file.place(*pages, self.shape.chunk_size)
         for start, page in zip(first.tolist(), rows, strict=True):
             self.file.write(start, page)
         self.row[pages] = first
         self.disk.bytes_in += len(slots) * self.shape.n_bytes
-
-    def place(self, pages: Pages) -> Numbers:
-        """Where in the file pages are to go: the first row of each."""
-        assert self.file is not None
-        size = self.shape.chunk_size
-        return self.file.allocate(len(pages[0]) * size) + np.arange(len(pages[0])) * size
 
 
 def grid(lanes: Numbers, chunks: Numbers) -> Pages:

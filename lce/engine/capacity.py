@@ -7,7 +7,8 @@ weights. What a pass computes on its way is not: it does not grow with the text.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Self
 
 import torch
@@ -68,7 +69,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Planner:
-    """Reckons for one model and method; `room` is what each tier had available when it was made."""
+    """Reckons for one model and method; `room` is what each tier had available when it was made.
+
+    The keys and values of the first `filed` tokens lie in a file, and need nothing.
+    """
 
     shape: CacheShape
     n_heads: int
@@ -76,6 +80,7 @@ class Planner:
     tiering: Tiering
     room: Mapping[str, int | None]
     weights: int = 0
+    filed: int = 0
 
     @classmethod
     def of(cls, shape: CacheShape, n_heads: int, method: Method, tiering: Tiering, weights: int = 0) -> Self:
@@ -83,20 +88,26 @@ class Planner:
         return cls(shape, n_heads, method, tiering, available(shape, tiering), weights)
 
     @classmethod
+    def into_file(cls, shape: CacheShape, n_heads: int, method: Method, tiering: Tiering) -> Self:
+        """For a context that is read into a file of its own, which sees to its place on the disk itself."""
+        planner = cls.of(shape, n_heads, method, replace(tiering, spill_dir=Path()))
+        return replace(planner, room={**planner.room, "disk": None})
+
+    @classmethod
     def growing(cls, cache: KVCache, n_heads: int, method: Method) -> Self:
         """For a context that exists: what it has taken already is its own.
 
-        One whose archive its tiers would not have made, an opened file's, has its keys and values where they are.
+        Where its old tokens stay in a file that it was opened from, only the new ones need a place, beside the pools.
         """
-        tiering, held = cache.tiering, dict(cache.bytes_by_tier)
-        file = None if cache.archive is None else cache.archive.file
-        if file is not None:
+        tiering, held, filed = cache.tiering, dict(cache.bytes_by_tier), 0
+        if cache.archive is not None and cache.archive.file is not None:
+            held["disk"] = cache.archive.file.bytes_taken
             if tiering.spill_dir is None or tiering.budget(cache.shape) is None:
-                return cls(cache.shape, n_heads, method, Tiering(block=tiering.block), dict.fromkeys(held))
-            held["disk"] = file.bytes_taken
+                filed = cache.layers[0].first
+                held["device"] -= cache.archive.pools[0].n_bytes
         free = available(cache.shape, tiering)
         room = {tier: None if n is None else n + held[tier] for tier, n in free.items()}
-        return cls(cache.shape, n_heads, method, tiering, room)
+        return cls(cache.shape, n_heads, method, tiering, room, filed=filed)
 
     def needs(self, n_tokens: int) -> dict[str, Need]:
         """What each tier is asked for, by its name."""
@@ -110,7 +121,7 @@ class Planner:
                 budgets.get(tier),
                 self.room[tier],
             )
-            for tier, keys_and_values in self.tiering.needs(self.shape, n_tokens).items()
+            for tier, keys_and_values in self.tiering.needs(self.shape, max(0, n_tokens - self.filed)).items()
         }
 
     def fits(self, n_tokens: int) -> bool:

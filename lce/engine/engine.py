@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from operator import index
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,9 +19,10 @@ from lce.cache.tiering import Budgets, CacheShape, Tiering
 from lce.engine.attention import Attention
 from lce.engine.capacity import Planner
 from lce.engine.context import Context
-from lce.engine.decode import Generation, Piece, Stream, decode
+from lce.engine.decode import Generation, Piece, Stats, Stream, decode
 from lce.engine.prefill import Progress, Reader, blocks
 from lce.engine.sampling import Sampling
+from lce.engine.saving import Identity, Sitting, open_saved
 from lce.errors import UsageError
 from lce.methods.base import Method
 from lce.models.config import RopeConfig
@@ -59,7 +62,7 @@ class Engine:
         self.rope = rope
         self.budgets = budgets
         self._checkpoint = checkpoint
-        self._reader = Reader(model, method, attention, device, window)
+        self._reader = Reader(model, method, attention, device, window, self._identity)
         self._eos_ids = frozenset((*model.config.eos_ids, *tokenizer.eos_ids))
 
     @cached_property
@@ -119,11 +122,7 @@ class Engine:
         self, ids: list[int], context: Context | None, sampling: Sampling, max_tokens: int, progress: Progress | None,
         result: Generation,
     ) -> Iterator[Piece]:  # fmt: skip
-        known = context
-        context = self._start(len(ids) + max_tokens) if known is None else known
-        with context.in_use():
-            if known is not None:
-                self._check_room(known, len(known) + len(ids) + max_tokens)
+        with self._in_use(context, len(ids) + max_tokens) as context:
             started = time.perf_counter()
             result.stats.prompt_tokens = len(ids)
             with context.saying(ids):
@@ -148,13 +147,8 @@ class Engine:
         """
         self._own(context)
         ids = self._ids(document, context)
-        known = context
-        context = self._start(max(len(ids), length or 0)) if known is None else known
-        with context.in_use():
-            if known is not None:
-                self._check_room(known, max(len(known) + len(ids), length or 0))
-            with context.saying(ids):
-                self._advance(context, progress)
+        with self._in_use(context, len(ids), length or 0) as context, context.saying(ids):
+            self._advance(context, progress)
         return context
 
     @torch.inference_mode()
@@ -187,10 +181,69 @@ class Engine:
             first,
         )
 
-    def _start(self, length: int) -> Context:
-        """An empty context, announced to become `length` tokens long."""
+    def prefill_file(
+        self,
+        document: str | Sequence[int],
+        path: str | Path,
+        *,
+        length: int | None = None,
+        checkpoint_every: int | None = None,
+        progress: Progress | None = None,
+    ) -> Stats:
+        """Read a document into a context file; the figures of this call. What memory may not hold goes there as it is read, and is written once.
+
+        With `checkpoint_every`, an interrupted call goes on from the last so many tokens when it is made again.
+        `length` announces how long the context will become in all. Raises `DataError` where `path` is under work for
+        another text or engine, `CapacityError` where the disk or the memory has no room.
+        """
+        if checkpoint_every is not None and checkpoint_every < 1:
+            raise UsageError(f"checkpoint_every is {checkpoint_every}; expected 1 or more tokens")
+        ids = self._ids(document, None)
+        announced = max(len(ids), length or 0)
+        Planner.into_file(self._shape, self.model.config.n_heads, self.method, self._tiering).check(len(ids))
+        sitting = Sitting(Path(path), self._shape, self._tiering, self._reader.identity, ids, announced)
+        context = Context(sitting.cache, self.rope_of(announced), self._reader, announced)
+        context.token_ids, context.logits = ids, sitting.logits
+        started, stats = time.perf_counter(), Stats(prompt_tokens=len(context.unread))
+        noted = context.cache.length
+        try:
+            with torch.inference_mode():
+                for part in blocks(context.unread, self.block, progress, done=noted):
+                    if checkpoint_every is not None and context.cache.length - noted >= checkpoint_every:
+                        sitting.note(ids, context.logits)
+                        noted = context.cache.length
+                    self._reader.read(context, part)
+            stats.prefill_s = time.perf_counter() - started
+            sitting.finish(ids, context.logits)
+        except BaseException:
+            sitting.leave()
+            raise
+        stats.memory, stats.traffic = context.cache.bytes_by_tier, context.cache.traffic
+        return stats
+
+    def open_context(self, path: str | Path) -> Context:
+        """The context of a file that `Context.save` or `prefill_file` wrote; its keys and values are read as needed.
+
+        Raises `DataError` for a file of another model, method, RoPE scaling or dtype, and for a damaged one.
+        """
+        saved = open_saved(Path(path), self._shape, self._tiering, self._reader.identity)
+        context = Context(saved.cache, self.rope_of(saved.announced), self._reader, saved.announced)
+        context.token_ids, context.logits = saved.token_ids, saved.logits
+        return context
+
+    def _identity(self) -> Identity:
+        return Identity(
+            model=self.fingerprint,
+            method=repr(self.method),
+            window=str(self.window),
+            rope=repr(self.rope),
+            dtype=str(self.dtype),
+        )
+
+    @property
+    def _shape(self) -> CacheShape:
         config = self.model.config
-        shape = CacheShape(
+        return CacheShape(
             n_layers=config.n_layers,
             n_kv_heads=config.n_kv_heads,
             head_dim=config.head_dim,
@@ -198,13 +251,28 @@ class Engine:
             dtype=self.dtype,
             device=self.device,
         )
-        tiering = Tiering.of(self.budgets, self.method, self.block)
-        Planner.of(shape, config.n_heads, self.method, tiering).check(length)
-        return Context(KVCache(shape, length, tiering), self.rope_of(length), self._reader)
 
-    def _check_room(self, context: Context, length: int) -> None:
-        """Refuse a context that cannot grow to `length` tokens, before any work."""
-        Planner.growing(context.cache, self.model.config.n_heads, self.method).check(length)
+    @property
+    def _tiering(self) -> Tiering:
+        return Tiering.of(self.budgets, self.method, self.block)
+
+    def _start(self, length: int) -> Context:
+        """An empty context, announced to become `length` tokens long."""
+        Planner.of(self._shape, self.model.config.n_heads, self.method, self._tiering).check(length)
+        return Context(KVCache(self._shape, length, self._tiering), self.rope_of(length), self._reader, length)
+
+    @contextmanager
+    def _in_use(self, context: Context | None, more: int, length: int = 0) -> Iterator[Context]:
+        """Hold a context, or a new one, for a call by which it becomes `more` tokens longer, or `length` in all.
+
+        Raises `CapacityError` before any work where that cannot fit.
+        """
+        held = self._start(max(more, length)) if context is None else context
+        with held.in_use():
+            if context is not None:
+                planner = Planner.growing(context.cache, self.model.config.n_heads, self.method)
+                planner.check(max(len(context) + more, length))
+            yield held
 
     def rope_of(self, length: int) -> Rope:
         """The rotation of a context that was announced to become `length` tokens long."""

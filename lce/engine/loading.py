@@ -47,8 +47,8 @@ def load(
     step; None is what suits the method. `window` overrides the positions that the model is trusted on. `rope` and
     `rope_factor` override the checkpoint's RoPE scaling. The budgets bound the keys and values of a context in either
     kind of memory, in bytes or as "8GiB" (on the CPU they are one memory, and the smaller one counts); what does not
-    fit goes to a file in `spill_dir`, which is gone when the context is. Raises `ModelError` for a folder that cannot be trusted,
-    `UsageError` for options.
+    fit goes to a file in `spill_dir`, which is gone when the context is. Raises `ModelError` for a folder that cannot
+    be trusted, `UsageError` for options.
     """
     folder = DEMO if str(model) == "demo" else Path(model)
     config = ModelConfig.from_folder(folder)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from lce.engine.attention import Attention
 from lce.engine.context import Context
+from lce.engine.saving import Identity
 from lce.methods.base import Method
 from lce.methods.step import Step
 from lce.models.llama import Llama
@@ -19,12 +21,21 @@ Progress = Callable[[int, int], None]  # tokens read, tokens to read
 class Reader:
     """Runs blocks through a model with a method behind its hook; holds no state of its own."""
 
-    def __init__(self, model: Llama, method: Method, attention: Attention, device: torch.device, window: int) -> None:
+    def __init__(
+        self, model: Llama, method: Method, attention: Attention, device: torch.device, window: int,
+        identify: Callable[[], Identity],
+    ) -> None:  # fmt: skip
         self.model = model
         self.method = method
         self.attention = attention
         self.device = device
         self.window = window
+        self._identify = identify
+
+    @cached_property
+    def identity(self) -> Identity:
+        """What must be the same for another engine to go on with a context of this one."""
+        return self._identify()
 
     def read(self, context: Context, ids: Sequence[int], note: Callable[[int, Tensor], None] | None = None) -> Tensor:
         """One block: append tokens `ids` `[T]` to the context's cache; their hidden states `[T, hidden]`.
@@ -71,10 +82,10 @@ def _keep(context: Context, logits: Tensor) -> None:
     context.logits = logits
 
 
-def blocks(ids: Sequence[int], block: int, progress: Progress | None = None) -> Iterator[Sequence[int]]:
-    """`ids` in runs of `block`, telling `progress` after each."""
+def blocks(ids: Sequence[int], block: int, progress: Progress | None = None, done: int = 0) -> Iterator[Sequence[int]]:
+    """`ids` in runs of `block`, telling `progress` after each; `done` were read before."""
     for start in range(0, len(ids), block):
         part = ids[start : start + block]
         yield part
         if progress:
-            progress(start + len(part), len(ids))
+            progress(done + start + len(part), done + len(ids))

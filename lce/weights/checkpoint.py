@@ -14,7 +14,6 @@ import json
 import mmap
 import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 
 from lce.errors import CapacityError, ModelError
+from lce.files import map_copy
 from lce.weights.safetensors_header import (
     LARGEST_HEADER,
     TensorInfo,
@@ -40,7 +40,6 @@ __all__ = ["DTYPES", "Checkpoint", "TensorInfo", "WeightSpec"]
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 _SAMPLE = 4096  # bytes of each tensor's beginning, middle and end that the fingerprint sees
-_MAP_NORESERVE = 0x4000  # Linux; Python 3.11's mmap does not name it yet
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".npz", ".h5", ".msgpack")
 
 
@@ -223,10 +222,7 @@ def _map(file: Path, size: int) -> mmap.mmap:
         with file.open("rb") as handle:
             if os.fstat(handle.fileno()).st_size != size:
                 raise damaged(file, "the file changed since it was opened")
-            if sys.platform != "linux":
-                return mmap.mmap(handle.fileno(), size, access=mmap.ACCESS_COPY)
-            protection = mmap.PROT_READ | mmap.PROT_WRITE
-            return mmap.mmap(handle.fileno(), size, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE, prot=protection)
+            return map_copy(handle.fileno(), size)
     except OSError as error:
         kind = CapacityError if error.errno == errno.ENOMEM else ModelError
         raise kind(f"{file} cannot be mapped ({error.strerror}); check the file, its permissions and memory") from None

@@ -38,13 +38,27 @@ class TensorInfo:
     stop: int
 
 
+class Damaged(ModelError):
+    """A file that is not what it should be, and `what` is wrong with it."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        super().__init__(f"{path}: {what}; the file is damaged or incomplete: download it again")
+        self.what = what
+
+
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """Every tensor of the file, in its header's order. Reads the header alone. ModelError where anything is amiss."""
+    return read_all(path)[0]
+
+
+def read_all(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """The tensors of the file and what its header says besides; as `read_header`."""
     raw, file_size = _header_bytes(path)
     entries = parse_object(raw, path)
-    metadata = entries.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    said = entries.pop("__metadata__", {})
+    if not isinstance(said, dict) or not all(isinstance(value, str) for value in said.values()):
         raise damaged(path, "__metadata__ is not an object of strings")
+    metadata: dict[str, str] = said
     data_start = 8 + len(raw)
     tensors = {name: _tensor(path, name, entry, data_start) for name, entry in entries.items()}
     reached = data_start
@@ -56,7 +70,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     if reached != file_size:
         fault = "is cut short" if reached > file_size else "has bytes that belong to no tensor"
         raise damaged(path, f"the file {fault}: {file_size} bytes, expected {reached}")
-    return tensors
+    return tensors, metadata
 
 
 def parse_object(raw: bytes, path: Path) -> dict[str, object]:
@@ -87,9 +101,9 @@ def read_bytes(path: Path, count: int, offset: int = 0) -> bytes:
         raise _unreadable(path, error) from None
 
 
-def damaged(path: Path, what: str) -> ModelError:
+def damaged(path: Path, what: str) -> Damaged:
     """The error for a file that is not what it should be."""
-    return ModelError(f"{path}: {what}; the file is damaged or incomplete: download it again")
+    return Damaged(path, what)
 
 
 def shown(value: object) -> str:

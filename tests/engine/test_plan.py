@@ -280,9 +280,26 @@ def test_each_tiers_refusal(room: dict[str, int | None], budgets: dict[str, Any]
         on_a_gpu(room, **budgets).check(1600)
 
 
-def test_what_lies_in_an_opened_file_needs_no_memory(tiny_model: Path, tmp_path: Path) -> None:
-    method = LongHeads(chunk_size=8)
-    cache = lce.load(tiny_model, method, block=16, kv_host_budget=100_000, spill_dir=tmp_path).prefill(ids(400)).cache
-    for tiering in (Tiering(block=16), Tiering(host=100_000, block=16)):
-        cache.tiering = tiering
-        assert Planner.growing(cache, 4, method.resolve(WINDOW)).longest() is None
+@pytest.mark.parametrize("budgets", [{}, {"kv_host_budget": 20_000}], ids=str)
+def test_what_lies_in_an_opened_file_needs_no_memory(
+    budgets: dict[str, Any], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = LongHeads(chunk_size=8, chunks=4)
+    lce.load(tiny_model, method).prefill(ids(400)).save(tmp_path / "saved.lce")
+    engine = lce.load(tiny_model, method, block=8, **budgets)
+    context = engine.open_context(tmp_path / "saved.lce")
+    at_most(monkeypatch, memory=100 * TOKEN)
+    engine.generate(ids(10), max_tokens=5, context=context)
+    with pytest.raises(CapacityError, match=r"the longest that fits is 4[0-9][0-9] tokens; .*--spill-dir"):
+        engine.generate(ids(10), max_tokens=500, context=context)
+
+
+def test_a_file_takes_what_memory_may_not_hold(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method, path = LongHeads(chunk_size=8, chunks=4), tmp_path / "read.lce"
+    at_most(monkeypatch, memory=60_000, disk=0)  # the file reserves its own place
+    lce.load(tiny_model, method, block=8, kv_host_budget=20_000).prefill_file(ids(100), path)
+    with pytest.raises(CapacityError, match=r"^400 tokens need .* give a --kv-host-budget$"):
+        lce.load(tiny_model, method, block=8).prefill_file(ids(400), tmp_path / "more.lce")
+    assert list(tmp_path.iterdir()) == [path]
