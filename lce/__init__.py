@@ -16,10 +16,12 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from lce import methods
+    from lce.engine.capacity import Plan
     from lce.engine.context import Context
     from lce.engine.decode import Generation, Piece, Stats, Stream
     from lce.engine.engine import Engine, Trace
     from lce.engine.loading import load
+    from lce.engine.plan import plan
     from lce.engine.sampling import Sampling
     from lce.errors import CapacityError, DataError, LceError, ModelError, UsageError
     from lce.methods.base import Method, SelectiveMethod
@@ -34,6 +36,7 @@ _HOMES = {
     "Method": "lce.methods.base",
     "ModelError": "lce.errors",
     "Piece": "lce.engine.decode",
+    "Plan": "lce.engine.capacity",
     "Sampling": "lce.engine.sampling",
     "SelectiveMethod": "lce.methods.base",
     "Stats": "lce.engine.decode",
@@ -41,6 +44,7 @@ _HOMES = {
     "Trace": "lce.engine.engine",
     "UsageError": "lce.errors",
     "load": "lce.engine.loading",
+    "plan": "lce.engine.plan",
 }
 
 __all__ = [
@@ -53,6 +57,7 @@ __all__ = [
     "Method",
     "ModelError",
     "Piece",
+    "Plan",
     "Sampling",
     "SelectiveMethod",
     "Stats",
@@ -62,6 +67,7 @@ __all__ = [
     "__version__",
     "load",
     "methods",
+    "plan",
 ]
 
 

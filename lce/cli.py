@@ -14,7 +14,7 @@ import click
 
 import lce
 from lce import options, report
-from lce.errors import UsageError
+from lce.errors import CapacityError, UsageError
 from lce.exits import INTERRUPTED, Root, leave_interrupted, prepare_streams
 
 
@@ -237,6 +237,32 @@ def explain(method: str, knobs: dict[str, str], plot: str | None, as_json: bool,
         click.echo(json.dumps(report.explanation_object(explanation)))
     else:
         click.echo("\n".join(report.explanation_lines(explanation)))
+
+
+@cli.command()
+@options.model_option
+@click.option("--method", default="full", show_default=True, metavar="NAME", help="One of `lce methods`.")
+@options.knob_option
+@click.option(
+    "--tokens", required=True, callback=options.length, metavar="N", help="Prompt and answer in all; 32k is 32768."
+)
+@options.size_options
+@options.budget_options
+@options.json_option
+@options.debug_option
+def plan(model: str, method: str, knobs: dict[str, str], as_json: bool, **sizes: Any) -> None:
+    """Say what a text of some length will take of memory and disk, and the longest that fits.
+
+    Of the model only config.json is read; --dtype auto is the one that it announces, or float32. Exits with 4 where the
+    text does not fit. What a pass computes on its way is not counted: leave it a few hundred MiB.
+    """
+    planned = lce.plan(model, lce.methods.make(method, knobs), **sizes)
+    if as_json:
+        click.echo(json.dumps(report.plan_object(planned)))
+    else:
+        click.echo("\n".join(report.plan_lines(planned)))
+    if planned.refusal is not None:
+        raise CapacityError(planned.refusal)
 
 
 @cli.command()

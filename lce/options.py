@@ -57,6 +57,13 @@ def lengths(_ctx: click.Context, _param: click.Parameter, value: str) -> list[in
     return found
 
 
+def length(ctx: click.Context, param: click.Parameter, value: str) -> int:
+    found = lengths(ctx, param, value)
+    if len(found) > 1:
+        raise click.BadParameter(f"{value!r} is more than one number of tokens")
+    return found[0]
+
+
 def stacked(*options: Callable[[F], F]) -> Callable[[F], F]:
     """Several options as one decorator, shown in this order."""
 
@@ -77,7 +84,7 @@ model_option = click.option("--model", required=True, metavar="PATH|demo", help=
 knob_option = click.option(
     "-o", "knobs", multiple=True, callback=pairs, metavar="KEY=VALUE", help="A knob of the method; repeatable."
 )
-loading_options = stacked(
+size_options = stacked(
     click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda", help="Where to compute."),
     click.option(
         "--dtype",
@@ -88,6 +95,14 @@ loading_options = stacked(
     ),
     click.option("--block", type=int, help="Tokens prefilled in one step.  [default: what suits the method]"),
     click.option("--window", type=int, help="Positions the model can be trusted on.  [default: the checkpoint's]"),
+)
+budget_options = stacked(
+    click.option("--kv-device-budget", metavar="SIZE", help="Keys and values on the device, for example 8GiB."),
+    click.option("--kv-host-budget", metavar="SIZE", help="Keys and values in the host's memory."),
+    click.option("--spill-dir", metavar="DIR", help="Where keys and values go that memory may not hold."),
+)
+loading_options = stacked(
+    size_options,
     click.option(
         "--attention",
         default="auto",
@@ -101,9 +116,7 @@ loading_options = stacked(
         help="RoPE scaling.  [default: the checkpoint's]",
     ),
     click.option("--rope-factor", type=float, help="How far RoPE scaling stretches the window."),
-    click.option("--kv-device-budget", metavar="SIZE", help="Keys and values on the device, for example 8GiB."),
-    click.option("--kv-host-budget", metavar="SIZE", help="Keys and values in the host's memory."),
-    click.option("--spill-dir", metavar="DIR", help="Where keys and values go that memory may not hold."),
+    budget_options,
 )
 sampling_options = stacked(
     click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token."),

@@ -13,6 +13,7 @@ from lce.sizes import size_text
 
 if TYPE_CHECKING:
     from lce.cache.pool import Traffic
+    from lce.engine.capacity import Plan
     from lce.engine.decode import Generation, Stats
     from lce.eval.calibration import Recall
     from lce.eval.passkey import Score
@@ -174,6 +175,36 @@ def method_lines(method: dict[str, Any]) -> list[str]:
     width = max(map(len, knobs), default=0)
     lines = [f"  {knob:<{width}}  {option['type']}" for knob, option in zip(knobs, options, strict=True)]
     return [method["name"], f"  {method['summary']}", *(lines or ["  (no options)"])]
+
+
+def plan_object(plan: Plan) -> dict[str, Any]:
+    """A plan, sizes in bytes; null where a length or a size has no bound, or is not known."""
+    tiers = {tier: {"needed": need.needed, **dataclasses.asdict(need)} for tier, need in plan.tiers.items()}
+    return {**dataclasses.asdict(plan), "tiers": tiers, "fits": plan.fits}
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """A plan as text, a row a tier."""
+    columns = ["needed", "available", "keys and values", "budget", "kept besides", "weights"]
+    rows = [["tier", *columns]]
+    for tier, n in plan.tiers.items():
+        available = "unknown" if n.available is None else size_text(n.available)
+        budget = "none" if n.budget is None else size_text(n.budget)
+        kept, weights = size_text(n.besides), size_text(n.weights)
+        rows.append([tier, size_text(n.needed), available, size_text(n.keys_and_values), budget, kept, weights])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+    longest = "Nothing bounds the length." if plan.longest is None else f"The longest is {plan.longest:,} tokens."
+    return [
+        f"{plan.tokens:,} tokens, read by {plan.method} on {plan.device}, keys and values in {plan.dtype}",
+        "",
+        *table,
+        "",
+        f"{'It fits.' if plan.fits else 'It does not fit.'} {longest}",
+    ]
 
 
 def explanation_object(explanation: Explanation) -> dict[str, Any]:

@@ -14,10 +14,13 @@ import pytest
 import lce
 from lce import cli, options, report
 from lce.errors import LceError, UsageError
+from tests.checkpoints import TINY
 from tests.command import PROMPT, assert_error, run, spawn
 
 
-@pytest.mark.parametrize("args", [["--help"], ["--version"], ["generate", "--help"], ["eval", "passkey", "--help"]])
+@pytest.mark.parametrize(
+    "args", [["--help"], ["--version"], ["generate", "--help"], ["eval", "passkey", "--help"], ["plan", "--help"]]
+)
 def test_help_does_not_import_torch(args: list[str]) -> None:
     check = "import atexit; atexit.register(lambda: 'torch' in sys.modules and os._exit(99))"
     process = spawn(check, *args)
@@ -178,6 +181,50 @@ def test_eval_passkey_refuses_what_it_cannot_use(tiny_model: Path) -> None:
     assert_error(run(*passkey), 2, "--lengths")
 
 
+def test_plan_as_a_table_and_as_json(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    budget = ("--kv-host-budget", "1MiB", "--spill-dir", tmp_path / "later", "--block", "64")
+    args = ("plan", "--model", tmp_path, "--method", "longheads", "-o", "chunk_size=16", "--tokens", "32k", *budget)
+    result = run(*args)
+    assert (result.exit_code, result.stderr) == (0, "")
+    head, _, names, device, disk, _, verdict = result.stdout.splitlines()
+    assert head == "32,768 tokens, read by longheads on cpu, keys and values in float32"
+    assert re.split(" {2,}", names) == [
+        *("tier", "needed", "available", "keys and values", "budget", "kept besides", "weights")
+    ]
+    assert re.fullmatch(r"device +3.1 MiB +.* +1.0 MiB +1.0 MiB +1.7 MiB +391.2 KiB", device)
+    assert re.fullmatch(r"disk +16.0 MiB +.* +16.0 MiB +none +0 B +0 B", disk)
+    assert re.fullmatch(r"It fits. The longest is [0-9,]+ tokens.", verdict)
+    plan = json.loads(run(*args, "--json").stdout)
+    assert plan["fits"] is True
+    assert (plan["tokens"], plan["method"], plan["refusal"]) == (32768, "longheads", None)
+    assert plan["tiers"]["device"]["keys_and_values"] == plan["tiers"]["device"]["budget"] == 1 << 20
+    assert plan["tiers"]["device"]["needed"] > plan["tiers"]["device"]["keys_and_values"]
+    assert not (tmp_path / "later").exists()
+
+
+def test_plan_says_what_does_not_fit() -> None:
+    args = ("plan", "--model", "demo", "--tokens", "4k", "--kv-host-budget", "1MiB")
+    result = run(*args)
+    assert result.exit_code == 4
+    assert result.stdout.splitlines()[-1] == "It does not fit. The longest is 0 tokens."
+    assert result.stderr.startswith("lce: error: 4,096 tokens need 32.0 MiB of memory")
+    assert result.stderr.count("\n") == 1
+    refused = run(*args, "--json")
+    assert (refused.exit_code, refused.stderr) == (4, result.stderr)
+    assert json.loads(refused.stdout)["refusal"] in result.stderr
+    assert_error(run("plan", "--model", "demo", "--tokens", "2k,4k"), 2, "more than one")
+    assert_error(run("plan", "--model", "demo", "--tokens", "many"), 2, "'many'", "2k")
+    assert_error(run("plan", "--model", "demo"), 2, "--tokens")
+    assert_error(run("plan", "--model", "demo", "--tokens", "0"), 2, "tokens is 0")
+
+
+def test_generate_refuses_what_does_not_fit(tiny_model: Path) -> None:
+    generate = ("generate", "--model", tiny_model, "--prompt", PROMPT, "--kv-host-budget", "128KiB")
+    assert run(*generate, "--max-tokens", "2").exit_code == 0
+    assert_error(run(*generate, "--max-tokens", "900"), 4, "need", "128.0 KiB", "256 tokens", "--spill-dir")
+
+
 def test_lengths_in_units_of_1024() -> None:
     assert options.lengths(None, None, "512, 2k,1K") == [512, 2048, 1024]  # type: ignore[arg-type]
 
@@ -205,11 +252,18 @@ def test_a_broken_method_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_defaults_are_those_of_the_library() -> None:
     defaults = {parameter.name: parameter.default for parameter in cli.generate.params}
-    without = ("model", "prompt", "stop", "block", "window", "rope", "rope_factor", "seed")
+    without = (
+        *("model", "prompt", "stop", "block", "window", "rope", "rope_factor", "seed"),
+        *("kv_device_budget", "kv_host_budget", "spill_dir"),
+    )
     for function in (lce.load, lce.Engine.stream, lce.Sampling):
         for name, parameter in inspect.signature(function).parameters.items():
             if name in defaults and name not in without:
                 assert defaults[name] == parameter.default, name
+    planning = {parameter.name: parameter.default for parameter in cli.plan.params}
+    for name, parameter in inspect.signature(lce.plan).parameters.items():
+        if name in planning and name not in (*without, "tokens"):
+            assert planning[name] == parameter.default, name
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,11 @@ class RowFile:
         return torch.Size(self.row_shape).numel() * self.dtype.itemsize
 
     @property
+    def bytes_taken(self) -> int:
+        """Bytes that the rows take on the disk, with the place of those to come."""
+        return self.n_bytes
+
+    @property
     def n_bytes(self) -> int:
         """Bytes of all rows."""
         return self.n_rows * self.row_bytes
@@ -148,6 +153,10 @@ class SpillFile(RowFile):
         """Take the place of `n` rows on the disk now, so that writing them cannot fail for want of it."""
         if n * self.row_bytes > self._reserved:
             self._take(n * self.row_bytes, n * self.row_bytes)
+
+    @property
+    def bytes_taken(self) -> int:
+        return max(self.n_bytes, self._reserved)
 
     def _take(self, least: int, best: int) -> None:
         for size in (best, least):

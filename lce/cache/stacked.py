@@ -25,6 +25,10 @@ class Stacked(RowFile):
     def n_bytes(self) -> int:
         return self.base.n_bytes + self.top.n_bytes
 
+    @property
+    def bytes_taken(self) -> int:
+        return self.base.bytes_taken + self.top.bytes_taken
+
     def place(self, lanes: Numbers, chunks: Numbers, size: int) -> Numbers:
         return self.base.n_rows + self.top.place(lanes, chunks, size)
 

@@ -126,6 +126,29 @@ class Tiering:
             + chunks * shape.chunk_size * shape.token_bytes // shape.n_layers
         )
 
+    def archived_tokens(self, shape: CacheShape, n_tokens: int) -> int:
+        """The most tokens of a context of `n_tokens` that leave the recent buffers: complete chunks."""
+        return max(0, n_tokens - self.local) // shape.chunk_size * shape.chunk_size
+
+    def needs(self, shape: CacheShape, n_tokens: int) -> dict[str, int]:
+        """Bytes of keys and values that a context of `n_tokens` comes to hold in each tier; at most, in those below.
+
+        What no tier may hold is said of the last one in memory, which then needs more than its budget.
+        """
+        on_cpu = shape.device.type == "cpu"
+        whole, fits = shape.in_chunks(n_tokens) * shape.token_bytes, self.resident_tokens(shape)
+        needs = {"device": whole, **({} if on_cpu else {"host": 0}), **({} if self.spill_dir is None else {"disk": 0})}
+        if fits is None or shape.in_chunks(n_tokens) <= fits or (on_cpu and self.spill_dir is None):
+            return needs
+        recent, page = self.recent_tokens(shape) * shape.token_bytes, self.pages(shape).n_bytes
+        archived = self.archived_tokens(shape, n_tokens) * shape.token_bytes
+        needs["device"] = max(self.least(shape), recent + ((self.budget(shape) or 0) - recent) // page * page)
+        if not on_cpu and self.host is None:  # grows by half, and nothing ever leaves it
+            return {**needs, "host": (archived // page * 3 // 2 + 16) * page}
+        if not on_cpu and self.host is not None:
+            needs["host"] = max(self.host // page * page, whole if self.spill_dir is None else 0)
+        return needs if self.spill_dir is None else {**needs, "disk": archived}
+
     def pools(self, shape: CacheShape) -> list[Pool]:
         """Empty tiers in memory, fastest first."""
         pages, budget = self.pages(shape), self.budget(shape)
@@ -159,6 +182,5 @@ class Tiering:
                 )
         if file is None and self.spill_dir is not None:
             file = spill = SpillFile(self.spill_dir, self.pages(shape).row_shape, shape.dtype)
-            rows = shape.n_layers * self.pages(shape).n_groups * shape.in_chunks(n_tokens)
-            spill.reserve(rows - (self.host or 0 if below is not None else self.budget(shape) or 0) // file.row_bytes)
+            spill.reserve(self.needs(shape, n_tokens)["disk"] // spill.row_bytes)
         return Archive(self.pages(shape), self.pools(shape), file, self.n_pinned(shape))

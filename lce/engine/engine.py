@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from operator import index
@@ -16,6 +17,7 @@ from torch import Tensor
 from lce.cache.kv import KVCache
 from lce.cache.tiering import Budgets, CacheShape, Tiering
 from lce.engine.attention import Attention
+from lce.engine.capacity import Planner
 from lce.engine.context import Context
 from lce.engine.decode import Generation, Piece, Stats, Stream, decode
 from lce.engine.prefill import Progress, Reader, blocks
@@ -83,7 +85,8 @@ class Engine:
     ) -> Generation:
         """Read `prompt` (text or token ids), behind what `context` already holds, and write up to `max_tokens` tokens.
 
-        Raises `UsageError` for a prompt or an option that cannot be used.
+        Raises `UsageError` for a prompt or an option that cannot be used, and `CapacityError` before anything is read
+        if the prompt and so many tokens cannot fit.
         """
         stream = self.stream(
             prompt, max_tokens=max_tokens, context=context, sampling=sampling, stop=stop, progress=progress
@@ -119,9 +122,7 @@ class Engine:
         self, ids: list[int], context: Context | None, sampling: Sampling, max_tokens: int, progress: Progress | None,
         result: Generation,
     ) -> Iterator[Piece]:  # fmt: skip
-        if context is None:
-            context = self._start(len(ids) + max_tokens)
-        with context.in_use():
+        with self._in_use(context, len(ids) + max_tokens) as context:
             started = time.perf_counter()
             result.stats.prompt_tokens = len(ids)
             with context.saying(ids):
@@ -140,12 +141,13 @@ class Engine:
         length: int | None = None,
         progress: Progress | None = None,
     ) -> Context:
-        """Read a document, to be asked about later. `length` announces how long the context will become in all."""
+        """Read a document, to be asked about later. `length` announces how long the context will become in all.
+
+        Raises `UsageError` for a document that cannot be used, and `CapacityError` before any work if it cannot fit.
+        """
         self._own(context)
         ids = self._ids(document, context)
-        if context is None:
-            context = self._start(max(len(ids), length or 0))
-        with context.in_use(), context.saying(ids):
+        with self._in_use(context, len(ids), length or 0) as context, context.saying(ids):
             self._advance(context, progress)
         return context
 
@@ -199,6 +201,7 @@ class Engine:
             raise UsageError(f"checkpoint_every is {checkpoint_every}; expected 1 or more tokens")
         ids = self._ids(document, None)
         announced = max(len(ids), length or 0)
+        Planner.into_file(self._shape, self.model.config.n_heads, self.method, self._tiering).check(len(ids))
         sitting = Sitting(Path(path), self._shape, self._tiering, self._reader.identity, ids, announced)
         context = Context(sitting.cache, self.rope_of(announced), self._reader, announced)
         context.token_ids, context.logits = ids, sitting.logits
@@ -256,7 +259,21 @@ class Engine:
 
     def _start(self, length: int) -> Context:
         """An empty context, announced to become `length` tokens long."""
+        Planner.of(self._shape, self.model.config.n_heads, self.method, self._tiering).check(length)
         return Context(KVCache(self._shape, length, self._tiering), self.rope_of(length), self._reader, length)
+
+    @contextmanager
+    def _in_use(self, context: Context | None, more: int, length: int = 0) -> Iterator[Context]:
+        """Hold a context, or a new one, for a call by which it becomes `more` tokens longer, or `length` in all.
+
+        Raises `CapacityError` before any work where that cannot fit.
+        """
+        held = self._start(max(more, length)) if context is None else context
+        with held.in_use():
+            if context is not None:
+                planner = Planner.growing(context.cache, self.model.config.n_heads, self.method)
+                planner.check(max(len(context) + more, length))
+            yield held
 
     def rope_of(self, length: int) -> Rope:
         """The rotation of a context that was announced to become `length` tokens long."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -52,18 +53,15 @@ def load(
     folder = DEMO if str(model) == "demo" else Path(model)
     config = ModelConfig.from_folder(folder)
     tokenizer = Tokenizer.from_folder(folder, config.vocab_size)
-    if block is not None and block < 1:
-        raise UsageError(f"block is {block}; expected 1 or more tokens")
-    if window is not None and window < 2:
-        raise UsageError(f"window is {window}; expected 2 or more positions")
+    check_sizes(block, window)
     window = window or config.window
-    where = _device(device)
+    where = device_of(device)
     if where.type == "cpu":
         keep_freed_memory()
     checkpoint = Checkpoint.open(folder)
     surroundings = Surroundings(config.published, folder, checkpoint.fingerprint)
     chosen = (make(method) if isinstance(method, str) else method).for_model(surroundings).resolve(window)
-    kind = _dtype(dtype, checkpoint)
+    kind = dtype_of(dtype, checkpoint.dtype)
     weights = checkpoint.load(weight_specs(config), dtype=kind, device=where, ignore=_ignored(config))
     return Engine(
         model=Llama(config, weights),
@@ -80,6 +78,14 @@ def load(
     )
 
 
+def check_sizes(block: int | None, window: int | None) -> None:
+    """Raises `UsageError` for a block or a window that cannot be."""
+    if block is not None and block < 1:
+        raise UsageError(f"block is {block}; expected 1 or more tokens")
+    if window is not None and window < 2:
+        raise UsageError(f"window is {window}; expected 2 or more positions")
+
+
 def budgets_of(device: int | str | None, host: int | str | None, spill_dir: str | Path | None) -> Budgets:
     """Budgets as a user gives them. Raises `UsageError` for what is no size."""
     return Budgets(
@@ -94,7 +100,8 @@ def _ignored(config: ModelConfig) -> tuple[str, ...]:
     return (*IGNORED, "lm_head.weight") if config.tied else IGNORED
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device that a user names. Raises `UsageError` for one that is not here."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -107,9 +114,10 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
+def dtype_of(name: str, own: Callable[[], torch.dtype]) -> torch.dtype:
+    """The dtype that a user names; "auto" is the checkpoint's `own`."""
     if name == "auto":
-        return checkpoint.dtype()
+        return own()
     if name not in DTYPES:
         raise UsageError(f"unknown dtype {name!r}; {nearest(name, ['auto', *DTYPES])}")
     return DTYPES[name]

@@ -13,7 +13,9 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from lce.cache.growth import recent_keys, summary_rows, table_bytes
 from lce.cache.kv import LayerCache
+from lce.cache.tiering import CacheShape
 from lce.engine.attention import merge
 from lce.errors import UsageError
 from lce.methods.parts import keep_recent, within_chunk
@@ -81,6 +83,19 @@ class Method(ABC):
         """Whether heads choose apart from each other, so that keys are wanted of some KV heads and not of others."""
         return False
 
+    def unlearned(self) -> Self:
+        """A method that keeps as much and needs no file beside config.json, to plan with."""
+        return self
+
+    def kept_bytes(self, n_tokens: int, block: int, n_heads: int, shape: CacheShape) -> int:
+        """The most that is kept on the device of `n_tokens` read in blocks of `block`, besides keys and values.
+
+        As it stands the chunk table and the recent keys; a method that keeps more adds it.
+        """
+        row = shape.n_kv_heads * shape.head_dim * shape.dtype.itemsize
+        recent = recent_keys(self.n_recent, n_tokens, block) if self.n_recent else 0
+        return shape.n_layers * (table_bytes(n_tokens, shape) + recent * row)
+
     def key_positions(self, indices: Tensor) -> Tensor | None:
         """Where the keys of tokens `indices` `[T]` are rotated to before they are cached; None: left unrotated."""
         return indices
@@ -137,6 +152,11 @@ class SelectiveMethod(Method):
     @property
     def apart(self) -> bool:
         return True
+
+    def kept_bytes(self, n_tokens: int, block: int, n_heads: int, shape: CacheShape) -> int:
+        row = n_heads * shape.head_dim * shape.dtype.itemsize
+        more = (summary_rows(n_tokens, shape) + shape.chunk_size) * row  # vectors `[H, M, D]`, and pending queries
+        return super().kept_bytes(n_tokens, block, n_heads, shape) + shape.n_layers * more
 
     def exact_length(self, window: int) -> int | None:
         return (self.n_choices + 1) * self.cache_chunk

@@ -10,9 +10,11 @@ from typing import ClassVar, Literal, Self, cast
 import torch
 from torch import Tensor
 
+from lce.cache.growth import token_rows
 from lce.cache.kv import LayerCache
 from lce.cache.lowdim import LowDimMaps, block_scores, first_best, principal, side_by_side, spread
 from lce.cache.stores import TokenRows
+from lce.cache.tiering import CacheShape
 from lce.engine.attention import merge
 from lce.errors import UsageError
 from lce.methods.base import Method
@@ -108,6 +110,16 @@ class ESA(Method):
     @property
     def pinned(self) -> tuple[int, int]:
         return self.sinks, self.n_recent
+
+    def unlearned(self) -> Self:
+        return replace(self, compress="pca", maps=None) if self.compress == "calibrated" else self
+
+    def kept_bytes(self, n_tokens: int, block: int, n_heads: int, shape: CacheShape) -> int:
+        rows = 0 if self.compress == "none" else token_rows(n_tokens)
+        if self.compress == "pca":
+            rows += shape.n_kv_heads * shape.head_dim  # the directions
+        more = shape.n_layers * rows * self.low_dim * shape.dtype.itemsize
+        return super().kept_bytes(n_tokens, block, n_heads, shape) + more
 
     def key_positions(self, indices: Tensor) -> Tensor | None:
         return None

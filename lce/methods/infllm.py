@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lce.cache.growth import summary_rows
 from lce.cache.kv import LayerCache
 from lce.cache.stores import RecentKeys
+from lce.cache.tiering import CacheShape
 from lce.engine.attention import merge
 from lce.engine.backends import band
 from lce.methods.base import Method
@@ -79,6 +81,12 @@ class InfLLM(Method):
     @property
     def pinned(self) -> tuple[int, int]:
         return self.sinks, self.n_recent
+
+    def kept_bytes(self, n_tokens: int, block: int, n_heads: int, shape: CacheShape) -> int:
+        row = shape.head_dim * shape.dtype.itemsize
+        votes = min(n_tokens, self.n_recent + self.block_size + block) * torch.float32.itemsize
+        more = shape.n_layers * n_heads * (summary_rows(n_tokens, shape) * row + votes)
+        return super().kept_bytes(n_tokens, block, n_heads, shape) + more
 
     def key_positions(self, indices: Tensor) -> Tensor | None:
         return None

@@ -1,0 +1,196 @@
+"""What a context will take of each tier, what there is, and the refusal of what cannot fit, before any work.
+
+Counted are keys and values, what the method keeps besides them, and, in a plan for a model that is not loaded, its
+weights. What a pass computes on its way is not: it does not grow with the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from lce.cache.kv import KVCache
+from lce.cache.tiering import CacheShape, Tiering
+from lce.engine import room
+from lce.errors import CapacityError
+from lce.methods.base import Method
+from lce.sizes import size_text
+
+MOST = 1 << 40  # tokens: longer texts are not looked for
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a tier is asked for, in bytes. `budget` bounds the keys and values; None: no bound, or not known."""
+
+    keys_and_values: int
+    besides: int = 0  # chunk metadata and summaries, recent keys, low-dim keys
+    weights: int = 0
+    budget: int | None = None
+    available: int | None = None
+
+    @property
+    def needed(self) -> int:
+        """Bytes in all."""
+        return self.keys_and_values + self.besides + self.weights
+
+    @property
+    def in_budget(self) -> bool:
+        return self.budget is None or self.keys_and_values <= self.budget
+
+    @property
+    def fits(self) -> bool:
+        return self.in_budget and (self.available is None or self.needed <= self.available)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a context of so many tokens needs of each tier, and the longest that fits; None: nothing bounds it.
+
+    `refusal` says why it does not fit, and what to do; None where it does.
+    """
+
+    tokens: int
+    method: str
+    dtype: str
+    device: str
+    tiers: Mapping[str, Need]
+    longest: int | None
+    refusal: str | None
+
+    @property
+    def fits(self) -> bool:
+        return self.refusal is None
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Reckons for one model and method; `room` is what each tier had available when it was made.
+
+    The keys and values of the first `filed` tokens lie in a file, and need nothing.
+    """
+
+    shape: CacheShape
+    n_heads: int
+    method: Method
+    tiering: Tiering
+    room: Mapping[str, int | None]
+    weights: int = 0
+    filed: int = 0
+
+    @classmethod
+    def of(cls, shape: CacheShape, n_heads: int, method: Method, tiering: Tiering, weights: int = 0) -> Self:
+        """For a context that does not exist yet."""
+        return cls(shape, n_heads, method, tiering, available(shape, tiering), weights)
+
+    @classmethod
+    def into_file(cls, shape: CacheShape, n_heads: int, method: Method, tiering: Tiering) -> Self:
+        """For a context that is read into a file of its own, which sees to its place on the disk itself."""
+        planner = cls.of(shape, n_heads, method, replace(tiering, spill_dir=Path()))
+        return replace(planner, room={**planner.room, "disk": None})
+
+    @classmethod
+    def growing(cls, cache: KVCache, n_heads: int, method: Method) -> Self:
+        """For a context that exists: what it has taken already is its own.
+
+        Where its old tokens stay in a file that it was opened from, only the new ones need a place, beside the pools.
+        """
+        tiering, held, filed = cache.tiering, dict(cache.bytes_by_tier), 0
+        if cache.archive is not None and cache.archive.file is not None:
+            held["disk"] = cache.archive.file.bytes_taken
+            if tiering.spill_dir is None or tiering.budget(cache.shape) is None:
+                filed = cache.layers[0].first
+                held["device"] -= cache.archive.pools[0].n_bytes
+        free = available(cache.shape, tiering)
+        room = {tier: None if n is None else n + held[tier] for tier, n in free.items()}
+        return cls(cache.shape, n_heads, method, tiering, room, filed=filed)
+
+    def needs(self, n_tokens: int) -> dict[str, Need]:
+        """What each tier is asked for, by its name."""
+        budgets = {"device": self.tiering.budget(self.shape), "host": self.tiering.host}
+        besides = self.method.kept_bytes(n_tokens, self.tiering.block, self.n_heads, self.shape)
+        return {
+            tier: Need(
+                keys_and_values,
+                besides if tier == "device" else 0,
+                self.weights if tier == "device" else 0,
+                budgets.get(tier),
+                self.room[tier],
+            )
+            for tier, keys_and_values in self.tiering.needs(self.shape, max(0, n_tokens - self.filed)).items()
+        }
+
+    def fits(self, n_tokens: int) -> bool:
+        return all(need.fits for need in self.needs(n_tokens).values())
+
+    def longest(self) -> int | None:
+        """The most tokens that fit; None where nothing bounds them. No tier ever needs less for a longer text."""
+        if self.fits(MOST):
+            return None
+        least, most = 0, MOST
+        while most - least > 1:
+            middle = (least + most) // 2
+            least, most = (middle, most) if self.fits(middle) else (least, middle)
+        return least
+
+    def plan(self, n_tokens: int) -> Plan:
+        dtype, device = str(self.shape.dtype).removeprefix("torch."), str(self.shape.device)
+        needs = self.needs(n_tokens)
+        return Plan(n_tokens, self.method.name, dtype, device, needs, self.longest(), self.refusal(n_tokens))
+
+    def check(self, n_tokens: int) -> None:
+        """Raise `CapacityError` if a context of so many tokens cannot be."""
+        if (refusal := self.refusal(n_tokens)) is not None:
+            raise CapacityError(refusal)
+
+    def refusal(self, n_tokens: int) -> str | None:
+        """Why so many tokens do not fit, in one line: what is needed, what there is, the longest text, what to do."""
+        lacking = ((tier, need) for tier, need in self.needs(n_tokens).items() if not need.fits)
+        tier, need = next(lacking, ("", None))
+        if need is None:
+            return None
+        longest, text = self.longest(), f"{n_tokens:,} token{'s' if n_tokens > 1 else ''}"
+        most = f"the longest that fits is {longest:,} tokens" if longest else "no text fits"
+        place = {"device": "device memory", "host": "host memory", "disk": f"disk for {self.tiering.spill_dir}"}[tier]
+        place = "memory" if self._on_cpu and tier == "device" else place
+        if need.in_budget:
+            return (
+                f"{text} need {size_text(need.needed)} of {place}, and {size_text(need.available or 0)} is available; "
+                f"{most}; ask for fewer, or {self._remedy(tier)}"
+            )
+        if tier == "device" and need.keys_and_values == self.tiering.least(self.shape):
+            return (
+                f"{text} cannot be read in blocks of {self.tiering.block} with {size_text(need.budget or 0)} for keys "
+                f"and values; expected a budget of {need.keys_and_values} bytes or more, or a smaller --block; {most}"
+            )
+        return (
+            f"{text} need {size_text(need.keys_and_values)} of {place} for keys and values, and the budget is "
+            f"{size_text(need.budget or 0)}; {most}; ask for fewer, or give --spill-dir or a larger budget"
+        )
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self.shape.device.type == "cpu"
+
+    def _remedy(self, tier: str) -> str:
+        if tier == "disk":
+            return "free some space, or name another --spill-dir"
+        if tier == "device" and not self._on_cpu:
+            return f"give a {'' if self.tiering.device is None else 'smaller '}--kv-device-budget"
+        bounded = self.tiering.host is not None or (self._on_cpu and self.tiering.device is not None)
+        spill = "" if self.tiering.spill_dir else " and a --spill-dir"
+        return f"give a {'smaller ' if bounded else ''}--kv-host-budget{spill}"
+
+
+def available(shape: CacheShape, tiering: Tiering) -> dict[str, int | None]:
+    """Bytes that each tier has left."""
+    found = {"device": room.memory(shape.device)}
+    if shape.device.type != "cpu":
+        found["host"] = room.memory(torch.device("cpu"))
+    if tiering.spill_dir is not None:
+        found["disk"] = room.disk(tiering.spill_dir)
+    return found
