@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from lce.engine.capacity import Plan
     from lce.engine.context import Context
     from lce.engine.decode import Generation, Piece, Stats, Stream
-    from lce.engine.engine import Engine, Trace
+    from lce.engine.engine import Engine
     from lce.engine.loading import load
     from lce.engine.plan import plan
     from lce.engine.sampling import Sampling
+    from lce.engine.trace import Trace
     from lce.errors import CapacityError, DataError, LceError, ModelError, UsageError
     from lce.methods.base import Method, SelectiveMethod
 
@@ -41,7 +42,7 @@ _HOMES = {
     "SelectiveMethod": "lce.methods.base",
     "Stats": "lce.engine.decode",
     "Stream": "lce.engine.decode",
-    "Trace": "lce.engine.engine",
+    "Trace": "lce.engine.trace",
     "UsageError": "lce.errors",
     "load": "lce.engine.loading",
     "plan": "lce.engine.plan",

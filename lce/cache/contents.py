@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lce.cache.kv import KVCache, LayerCache
+from lce.cache.kv import KVCache
+from lce.cache.layer import LayerCache
 from lce.cache.rows import RowFile, SpillFile
 from lce.cache.snapshot import ContextRows
 from lce.cache.stacked import Stacked

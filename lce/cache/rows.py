@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lce.errors import CapacityError, DataError
-from lce.files import map_copy
+from lce.files import map_copy, unwritable
 
 Numbers = NDArray[np.int64]
 MAPPED = 64 << 20  # bytes that may be read before the map's pages are let go, so that they do not count as ours
@@ -180,11 +180,6 @@ def write_at(descriptor: int, data: Tensor, offset: int, name: str) -> None:
             left, offset = left[n:], offset + n
     except OSError as error:
         raise unwritable(name, error) from error
-
-
-def unwritable(name: str, error: OSError) -> CapacityError:
-    """The error for a file that cannot be written."""
-    return CapacityError(f"cannot write {name}: {error.strerror}; free some space or name another place")
 
 
 def fingerprints(rows: Tensor, index: int | Tensor) -> Tensor:

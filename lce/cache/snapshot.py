@@ -10,12 +10,10 @@ header, when it is done. A file under work has another name and is locked; it ta
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import mmap
 import os
-import secrets
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,9 +24,9 @@ import torch
 from torch import Tensor
 
 from lce.cache.pool import PageShape
-from lce.cache.rows import Numbers, RowFile, unwritable, write_at
+from lce.cache.rows import Numbers, RowFile, write_at
 from lce.errors import DataError
-from lce.files import map_copy
+from lce.files import lock, map_copy, sync_folder, unwritable
 from lce.weights.safetensors_header import Damaged, TensorInfo, read_all
 
 FORMAT = "lce context 1"
@@ -278,47 +276,3 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
         found.update(json.dumps([name, _NAMES[tensor.dtype], list(tensor.shape)]).encode())
         found.update(memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
     return found.hexdigest()
-
-
-def lock(descriptor: int, path: Path) -> None:
-    """Hold a file under work. Raises `DataError` where another process does."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise DataError(f"{path} is being written by another process; wait for it, or name another file") from None
-
-
-def draft_path(target: Path) -> Path:
-    """A name beside `target` for a file under work; `sweep` knows it."""
-    return target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-
-
-def sweep(target: Path) -> None:
-    """Remove what processes that are gone left of `target` under work."""
-    try:
-        names = [
-            name for name in os.listdir(target.parent) if name.startswith(f".{target.name}.") and name.endswith(".tmp")
-        ]
-    except OSError:
-        return
-    for name in names:
-        try:
-            descriptor = os.open(target.with_name(name), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            target.with_name(name).unlink(missing_ok=True)
-        except OSError:
-            pass  # a living process holds it
-        finally:
-            os.close(descriptor)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a name in a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,9 +6,7 @@ import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
-from operator import index
 from pathlib import Path
 
 import torch
@@ -23,26 +21,14 @@ from lce.engine.decode import Generation, Piece, Stats, Stream, decode
 from lce.engine.prefill import Progress, Reader, blocks
 from lce.engine.sampling import Sampling
 from lce.engine.saving import Identity, Sitting, open_saved
+from lce.engine.trace import Trace
 from lce.errors import UsageError
 from lce.methods.base import Method
 from lce.models.config import RopeConfig
 from lce.models.llama import Llama
 from lce.models.rope import Rope
 from lce.weights.checkpoint import Checkpoint
-from lce.weights.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True)
-class Trace:
-    """What a method chose: `chosen[layer]` `[H, T, K]`, ascending, -1 for none.
-
-    Choice c stands for the `chunk_size` tokens from `first + c · chunk_size` on. What a query attends unasked, its own
-    chunk or its local window, is not listed. Empty for a method that chooses nothing.
-    """
-
-    chunk_size: int
-    chosen: list[Tensor]
-    first: int = 0
+from lce.weights.tokenizer import Tokenizer, checked_ids
 
 
 class Engine:
@@ -170,16 +156,7 @@ class Engine:
             for parts, count in zip(seen, before, strict=True):
                 if len(parts) == count:  # nothing to choose from yet
                     parts.append(torch.empty(self.model.config.n_heads, len(part), 0, dtype=torch.int64))
-        widest = [max(part.shape[-1] for part in parts) for parts in seen]
-        first, size = self.method.choices
-        return Trace(
-            size,
-            [
-                torch.cat([_widened(part.cpu(), width) for part in parts], dim=1)
-                for parts, width in zip(seen, widest, strict=True)
-            ],
-            first,
-        )
+        return Trace.of(seen, self.method.choices)
 
     def prefill_file(
         self,
@@ -295,23 +272,7 @@ class Engine:
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt, bos=None if context is None else False) if prompt else []
         else:
-            ids = self._checked(prompt)
+            ids = checked_ids(prompt, self.model.config.vocab_size)
         if not ids and (context is None or not len(context)):
             raise UsageError("the prompt is empty; expected some text")
         return ids
-
-    def _checked(self, token_ids: Sequence[int]) -> list[int]:
-        try:
-            ids = [index(i) for i in token_ids]
-        except TypeError:
-            raise UsageError(f"the prompt is a {type(token_ids).__name__}; expected text or token ids") from None
-        vocab = self.model.config.vocab_size
-        wrong = next((i for i in ids if not 0 <= i < vocab), None)
-        if wrong is not None:
-            raise UsageError(f"token id {wrong} is not in the model's vocabulary; expected 0 to {vocab - 1}")
-        return ids
-
-
-def _widened(chosen: Tensor, width: int) -> Tensor:
-    """Chosen chunks `[H, T, K]` as `[H, T, width]`, -1 behind."""
-    return torch.nn.functional.pad(chosen, (0, width - chosen.shape[-1]), value=-1)

@@ -24,14 +24,12 @@ from lce.cache.snapshot import (
     Draft,
     Layout,
     digest,
-    draft_path,
     open_snapshot,
     page_facts,
-    sweep,
 )
 from lce.cache.tiering import CacheShape, Tiering
 from lce.errors import DataError, UsageError
-from lce.files import write_whole
+from lce.files import draft_path, sweep, write_whole
 
 
 @dataclass(frozen=True)

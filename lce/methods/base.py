@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lce.cache.growth import recent_keys, summary_rows, table_bytes
-from lce.cache.kv import LayerCache
+from lce.cache.layer import LayerCache
 from lce.cache.tiering import CacheShape
 from lce.engine.attention import merge
 from lce.errors import UsageError

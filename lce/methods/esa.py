@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lce.cache.growth import token_rows
-from lce.cache.kv import LayerCache
+from lce.cache.layer import LayerCache
 from lce.cache.lowdim import LowDimMaps, block_scores, first_best, principal, side_by_side, spread
 from lce.cache.stores import TokenRows
 from lce.cache.tiering import CacheShape

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lce.cache.growth import summary_rows
-from lce.cache.kv import LayerCache
+from lce.cache.layer import LayerCache
 from lce.cache.stores import RecentKeys
 from lce.cache.tiering import CacheShape
 from lce.engine.attention import merge

@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lce.cache.kv import LayerCache
+from lce.cache.layer import LayerCache
 from lce.engine.attention import merge
 from lce.engine.backends import Part
 from lce.methods.base import Method

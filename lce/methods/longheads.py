@@ -8,7 +8,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from lce.cache.kv import LayerCache
+from lce.cache.layer import LayerCache
 from lce.errors import UsageError
 from lce.methods.base import SelectiveMethod
 from lce.methods.parts import fold_chunks, unfold_chunks

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from lce.cache.kv import LayerCache
+from lce.cache.layer import LayerCache
 from lce.cache.stores import RecentKeys
 from lce.engine.backends import Part, combine
 from lce.methods.step import Step

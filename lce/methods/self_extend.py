@@ -7,7 +7,7 @@ from typing import Self
 
 from torch import Tensor
 
-from lce.cache.kv import LayerCache
+from lce.cache.layer import LayerCache
 from lce.engine.attention import merge
 from lce.methods.base import Method
 from lce.methods.parts import behind, near

@@ -204,3 +204,15 @@ def _with_or_without(ids: Sequence[int], token_id: int | None, wanted: bool | No
     if not wanted:
         return [i for i in ids if i != token_id]
     return [*ids, token_id] if at_end else [token_id, *ids]
+
+
+def checked_ids(token_ids: Sequence[int], vocab_size: int) -> list[int]:
+    """A prompt that is token ids, as plain numbers. Raises `UsageError` for ids that the model does not have."""
+    try:
+        ids = [index(i) for i in token_ids]
+    except TypeError:
+        raise UsageError(f"the prompt is a {type(token_ids).__name__}; expected text or token ids") from None
+    wrong = next((i for i in ids if not 0 <= i < vocab_size), None)
+    if wrong is not None:
+        raise UsageError(f"token id {wrong} is not in the model's vocabulary; expected 0 to {vocab_size - 1}")
+    return ids

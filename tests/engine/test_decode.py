@@ -90,7 +90,7 @@ class Script:
         self.tokens = tokens
         device = torch.device("cpu")
         shape = CacheShape(n_layers=1, n_kv_heads=1, head_dim=2, chunk_size=4, dtype=torch.float32, device=device)
-        self.context = Context(KVCache(shape), Rope(RopeConfig(), 2, 64), self)
+        self.context = Context(KVCache(shape), Rope(RopeConfig(), 2, 64), self, 0)
         self.context.token_ids = [0]
         self.calls = 0
 

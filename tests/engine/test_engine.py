@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import lce
-from lce.cache.kv import LayerCache
+from lce.cache.layer import LayerCache
 from lce.methods import Full, LongHeads, Method, Step
 
 METHODS = {"full": Full(), "longheads": LongHeads(chunk_size=8, chunks=4)}

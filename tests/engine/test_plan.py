@@ -246,16 +246,16 @@ def test_three_tiers() -> None:
     kib, n = 1024, 1600  # 800 KiB
     needs = on_a_gpu({}, device=100 * kib, host=81 * kib, spill_dir=Path("/")).needs(n)
     assert {tier: need.keys_and_values // kib for tier, need in needs.items()} == {
-        **{"device": 100, "host": 80, "disk": 800}
+        "device": 100,
+        "host": 80,
+        "disk": 800,
     }
     assert needs["device"].besides == 2 * 150 * 32
     assert [need.besides for need in needs.values()][1:] == [0, 0]
     free = on_a_gpu({}, device=100 * kib).needs(n)  # a host without bounds grows by half
     assert {tier: need.keys_and_values // kib for tier, need in free.items()} == {"device": 100, "host": 1200 + 64}
     whole = on_a_gpu({}, host=81 * kib, spill_dir=Path("/")).needs(n)
-    assert {tier: need.keys_and_values // kib for tier, need in whole.items()} == {
-        **{"device": 800, "host": 0, "disk": 0}
-    }
+    assert {tier: need.keys_and_values // kib for tier, need in whole.items()} == {"device": 800, "host": 0, "disk": 0}
 
 
 @pytest.mark.parametrize(

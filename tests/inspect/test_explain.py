@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lce.cache.kv import LayerCache
+from lce.cache.layer import LayerCache
 from lce.errors import CapacityError, UsageError
 from lce.inspect.explain import HEADS, KV_HEADS, MOST_TOKENS, REACH, Explanation, explain, vectors
 from lce.methods import Method, Step, available, find, make
