@@ -66,14 +66,15 @@ def leave_interrupted() -> NoReturn:
 def ended(error: BaseException) -> int:
     """Say in one line what happened; the exit code to end with."""
     _settle_stdout()
+    notes: list[str] = getattr(error, "__notes__", [])  # what an embedder finds there: how to go on
     if isinstance(error, KeyboardInterrupt):
-        click.echo("\nlce: interrupted", err=True)
+        click.echo("; ".join(["\nlce: interrupted", *notes]), err=True)
         code = INTERRUPTED
     elif isinstance(error, BrokenPipeError):  # whoever read our output has seen enough
         code = 0
     else:
         code, message = verdict(error)
-        click.echo(f"lce: error: {message}", err=True)
+        click.echo("; ".join([f"lce: error: {message}", *notes]), err=True)
     return code
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -272,3 +273,52 @@ def test_defaults_are_those_of_the_library() -> None:
 )
 def test_sizes(n_bytes: int, text: str) -> None:
     assert report.size_text(n_bytes) == text
+
+
+def test_a_prefilled_file_is_asked(tiny_model: Path, tmp_path: Path) -> None:
+    method = ("--method", "longheads", "-o", "chunk_size=8", "-o", "chunks=4")
+    out = tmp_path / "text.lce"
+    made = run("prefill", "--model", tiny_model, "--prompt", PROMPT * 5, "--out", out, *method)
+    assert (made.exit_code, made.stdout) == (0, "")
+    assert "prefill" in made.stderr
+    asked = run("generate", "--model", tiny_model, "--context", out, "--prompt", " dog", "--max-tokens", "5", *method)
+    engine = lce.load(tiny_model, lce.methods.LongHeads(chunk_size=8, chunks=4))
+    expected = engine.generate(" dog", context=engine.prefill(PROMPT * 5), max_tokens=5).text
+    assert (asked.exit_code, asked.stdout) == (0, expected + "\n")
+    again = run("prefill", "--model", tiny_model, "--prompt", PROMPT, "--out", out, "--json", *method)
+    assert json.loads(again.stdout)["context"] == str(out)
+
+
+def test_a_context_of_another_method_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "text.lce"
+    run("prefill", "--model", tiny_model, "--prompt", PROMPT, "--out", out)
+    ask = ("generate", "--model", tiny_model, "--context", out, "--prompt", "x")
+    assert_error(run(*ask, "--method", "streaming"), 3, "another method Full()", "this engine has Streaming(")
+    assert_error(run(*ask[:4], tmp_path / "no.lce", *ask[5:]), 3, "no.lce", "No such file")
+
+
+def test_an_interrupted_prefill_says_how_to_go_on(tiny_model: Path, tmp_path: Path) -> None:
+    """Ctrl-C in the middle, then the same command again."""
+    command = ("prefill", "--model", tiny_model, "--prompt", PROMPT * 40, "--out", tmp_path / "text.lce")
+    command = (*command, "--block", "16", "--checkpoint-every", "32")
+    slow = (
+        "import lce.engine.prefill as p, time\n"
+        "read = p.Reader.read\n"
+        "def slowly(self, context, ids):\n"
+        "    if context.cache.length == 128:\n"
+        "        print('there', file=sys.stderr, flush=True)\n"
+        "        time.sleep(60)\n"
+        "    return read(self, context, ids)\n"
+        "p.Reader.read = slowly\n"
+    )
+    process = spawn(slow, *command)
+    assert process.stderr is not None
+    assert process.stderr.readline() == "there\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    assert "interrupted" in err
+    assert "the same command goes on from 128 tokens" in err
+    done = run(*command, "--json")
+    n_tokens = len(lce.load(tiny_model).tokenizer.encode(PROMPT * 40))
+    assert json.loads(done.stdout)["stats"]["prompt_tokens"] == n_tokens - 128

@@ -193,8 +193,8 @@ class Engine:
                     self._reader.read(context, part)
             stats.prefill_s = time.perf_counter() - started
             sitting.finish(ids, context.logits)
-        except BaseException:
-            sitting.leave()
+        except BaseException as error:
+            sitting.leave(error)
             raise
         stats.memory, stats.traffic = context.cache.bytes_by_tier, context.cache.traffic
         return stats

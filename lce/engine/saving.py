@@ -156,9 +156,11 @@ class Sitting:
         self.draft.finish(self.path, _small(self.cache, token_ids, logits), manifest)
         self.state.unlink(missing_ok=True)
 
-    def leave(self) -> None:
-        """End without `finish`: what was noted stays, to be gone on with."""
-        if not self.state.exists():
+    def leave(self, error: BaseException) -> None:
+        """End without `finish`: what was noted stays, to be gone on with, and the error says so."""
+        if self.state.exists():
+            error.add_note(f"the same command goes on from {self.n_written:,} tokens")
+        else:
             self.draft.discard()
 
 
