@@ -103,11 +103,11 @@ class LayerCache:
         wanted = torch.zeros(n_kv_heads * n_chunks, dtype=torch.bool, device=k.device).index_fill_(0, asked, True)
         wanted = wanted.view(n_kv_heads, n_chunks).cpu()
         per_page = self.archive.shape.heads
-        if wanted[:, n_old:].any():
+        pages = wanted[:, :n_old].unflatten(0, (-1, per_page)).any(dim=1)  # [groups, old chunks]
+        if wanted[:, n_old:].any() or not pages.any():
             table = torch.full((n_kv_heads, n_chunks), -1, device=k.device)
             table[:, n_old:] = torch.arange(n_kv_heads * k.shape[1], device=k.device).view(n_kv_heads, -1)
             yield table, k, v
-        pages = wanted[:, :n_old].unflatten(0, (-1, per_page)).any(dim=1)  # [groups, old chunks]
         for slots, old_k, old_v in self.archive.rounds(self.index, pages.numpy()):
             slot = torch.from_numpy(slots).to(k.device)
             within = torch.arange(per_page, device=k.device) * old_k.shape[1]

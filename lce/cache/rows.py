@@ -34,6 +34,8 @@ class RowFile:
     when it is read: see `fingerprints`.
     """
 
+    _descriptor = -1  # until there is one to close
+
     def __init__(
         self, descriptor: int, name: str, row_shape: Sequence[int], dtype: torch.dtype, *, start: int = 0,
         n_rows: int = 0, checks: Tensor | None = None, writable: bool = True,
@@ -52,7 +54,8 @@ class RowFile:
         self._mapped: tuple[mmap.mmap, Tensor] | None = None
 
     def __del__(self) -> None:
-        os.close(self._descriptor)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
 
     @property
     def row_bytes(self) -> int:

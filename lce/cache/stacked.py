@@ -18,9 +18,6 @@ class Stacked(RowFile):
         self.row_shape = base.row_shape
         self.dtype = base.dtype
 
-    def __del__(self) -> None:
-        """Each of the two closes itself."""
-
     @property
     def n_bytes(self) -> int:
         return self.base.n_bytes + self.top.n_bytes

@@ -86,6 +86,8 @@ def open_saved(path: Path, shape: CacheShape, tiering: Tiering, identity: Identi
     Raises `DataError` for a file of another model, method, RoPE scaling, dtype or format, or a damaged one.
     """
     sweep(path)
+    if not _part(path).exists():
+        _state(path).unlink(missing_ok=True)  # left by a process that was killed as it finished
     snapshot = open_snapshot(path)
     identity.check(path, snapshot.manifest.get("identity"))
     return _saved(path, shape, tiering, snapshot.rows, snapshot.manifest, snapshot.small, own=False)
@@ -106,8 +108,7 @@ class Sitting:
         sweep(path)
         self.path = path
         self.identity = identity
-        self.part = path.with_name(f"{path.name}.part")
-        self.state = path.with_name(f"{path.name}.part.state")
+        self.part, self.state = _part(path), _state(path)
         self.text = hashlib.sha256(json.dumps(list(token_ids)).encode()).hexdigest()
         self.layout = Layout(tiering.pages(shape), len(token_ids))
         self.announced = announced
@@ -162,6 +163,14 @@ class Sitting:
             error.add_note(f"the same command goes on from {self.n_written:,} tokens")
         else:
             self.draft.discard()
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(f"{path.name}.part")
+
+
+def _state(path: Path) -> Path:
+    return path.with_name(f"{path.name}.part.state")
 
 
 def _saved(
