@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -46,9 +47,7 @@ class RowFile:
         self._touched = 0  # bytes read through the map since its pages were let go
         self._lock = Lock()
         self._mapped: tuple[mmap.mmap, Tensor] | None = None
-
-    def __del__(self) -> None:
-        os.close(self._descriptor)
+        finalize(self, os.close, descriptor)
 
     @property
     def row_bytes(self) -> int:
@@ -78,6 +77,8 @@ class RowFile:
 
         Raises `DataError` for a row that is not what was written.
         """
+        if not rows.numel():
+            return torch.empty(*rows.shape, *self.row_shape, dtype=self.dtype)
         flat = rows.reshape(-1)
         found = self._map().index_select(0, flat)
         if self._checks is not None:
@@ -104,14 +105,14 @@ class RowFile:
             raise unwritable(self.name, error) from error
 
     def _map(self) -> Tensor:
-        stop = self._start + self.n_bytes
-        if self._mapped is None or len(self._mapped[0]) < stop:
-            if os.fstat(self._descriptor).st_size < stop:
-                raise DataError(f"{self.name} was cut short since it was opened; prefill the text again")
+        stop, mapped = self._start + self.n_bytes, self._mapped
+        if os.fstat(self._descriptor).st_size < stop:  # reading behind the end would be a signal, not an error
+            raise DataError(f"{self.name} was cut short since it was opened; prefill the text again")
+        if mapped is None or len(mapped[0]) < stop:
             mapping = mmap.mmap(self._descriptor, stop, access=self._access)
             numbers = torch.frombuffer(mapping, dtype=self.dtype, offset=self._start)
-            self._mapped = (mapping, numbers.view(-1, *self.row_shape))
-        return self._mapped[1]
+            self._mapped = mapped = (mapping, numbers.view(-1, *self.row_shape))
+        return mapped[1]  # not self._mapped, which another thread may have replaced by a shorter one
 
 
 class SpillFile(RowFile):
@@ -176,7 +177,7 @@ def fingerprints(rows: Tensor, index: int | Tensor) -> Tensor:
     `index` is the number of the first row, or of each. Any one changed word changes the product, and so do, but for
     one case in 2^63, other damage and rows that changed places. It guards against disks, not against forgers.
     """
-    words = rows.reshape(len(rows), -1).view(torch.int64)
+    words = rows.flatten(1).view(torch.int64)
     weights = _mixed(torch.arange(1, words.shape[1] + 1)) | 1
     numbers = torch.arange(index, index + len(rows)) if isinstance(index, int) else index
     return words @ weights ^ _mixed(numbers + (1 << 40))

@@ -140,9 +140,10 @@ class Tiering:
             limit = (budget - self.recent_tokens(shape) * shape.token_bytes) // pages.n_bytes
         mover = Mover() if on_cpu else Cuda(shape.device)
         first = Pool("memory" if on_cpu else "device", pages, mover, limit)
-        if on_cpu:
+        below = None if self.host is None else self.host // pages.n_bytes
+        if on_cpu or below == 0:
             return [first]
-        return [first, Pool("host", pages, Pinned(), None if self.host is None else self.host // pages.n_bytes)]
+        return [first, Pool("host", pages, Pinned(), below)]
 
     def archive(self, shape: CacheShape, n_tokens: int) -> Archive:
         """An empty archive for a context of `n_tokens`, with its place on the disk reserved.
@@ -159,7 +160,8 @@ class Tiering:
                 )
         file = None
         if self.spill_dir is not None:
-            file = SpillFile(self.spill_dir, self.pages(shape).row_shape, shape.dtype)
-            rows = shape.n_layers * self.pages(shape).n_groups * shape.in_chunks(n_tokens)
-            file.reserve(rows - (self.host or 0 if below is not None else self.budget(shape) or 0) // file.row_bytes)
+            pages = self.pages(shape)
+            file = SpillFile(self.spill_dir, pages.row_shape, shape.dtype)
+            # All of it: a page that comes back keeps its place in the file, and another goes there instead.
+            file.reserve(shape.n_layers * pages.n_groups * shape.in_chunks(n_tokens))
         return Archive(self.pages(shape), self.pools(shape), file, self.n_pinned(shape))
