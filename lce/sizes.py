@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from lce.errors import UsageError
 
@@ -15,7 +16,7 @@ def in_bytes(size: int | str, what: str) -> int:
     match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
     if match is not None:
         unit = next(i for i, name in enumerate(UNITS) if name.lower() == (match[2] or "B").lower())
-        return int(float(match[1]) * 1024**unit) if "." in match[1] else int(match[1]) * 1024**unit
+        return int(Fraction(match[1]) * 1024**unit)
     if isinstance(size, str | bool) or size < 0:
         raise UsageError(f"{what} is {size!r}; expected a number of bytes, or a size such as 8GiB or 512MiB")
     return size

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
+from weakref import finalize
 
 import numpy as np
 import torch
@@ -34,8 +35,6 @@ class RowFile:
     when it is read: see `fingerprints`.
     """
 
-    _descriptor = -1  # until there is one to close
-
     def __init__(
         self, descriptor: int, name: str, row_shape: Sequence[int], dtype: torch.dtype, *, start: int = 0,
         n_rows: int = 0, checks: Tensor | None = None, writable: bool = True,
@@ -52,10 +51,7 @@ class RowFile:
         self._touched = 0  # bytes read through the map since its pages were let go
         self._lock = Lock()
         self._mapped: tuple[mmap.mmap, Tensor] | None = None
-
-    def __del__(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
+        finalize(self, os.close, descriptor)
 
     @property
     def row_bytes(self) -> int:
@@ -90,6 +86,8 @@ class RowFile:
 
         Raises `DataError` for a row that is not what was written.
         """
+        if not rows.numel():
+            return torch.empty(*rows.shape, *self.row_shape, dtype=self.dtype)
         flat = rows.reshape(-1)
         found = self._map().index_select(0, flat)
         if self._checks is not None:
@@ -116,14 +114,14 @@ class RowFile:
             raise unwritable(self.name, error) from error
 
     def _map(self) -> Tensor:
-        stop = self._start + self.n_bytes
-        if self._mapped is None or len(self._mapped[0]) < stop:
-            if os.fstat(self._descriptor).st_size < stop:
-                raise DataError(f"{self.name} was cut short since it was opened; prefill the text again")
+        stop, mapped = self._start + self.n_bytes, self._mapped
+        if os.fstat(self._descriptor).st_size < stop:  # reading behind the end would be a signal, not an error
+            raise DataError(f"{self.name} was cut short since it was opened; prefill the text again")
+        if mapped is None or len(mapped[0]) < stop:
             mapping = mmap.mmap(self._descriptor, stop) if self._writable else map_copy(self._descriptor, stop)
             numbers = torch.frombuffer(mapping, dtype=self.dtype, offset=self._start)
-            self._mapped = (mapping, numbers.view(-1, *self.row_shape))
-        return self._mapped[1]
+            self._mapped = mapped = (mapping, numbers.view(-1, *self.row_shape))
+        return mapped[1]  # not self._mapped, which another thread may have replaced by a shorter one
 
 
 class SpillFile(RowFile):

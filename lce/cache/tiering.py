@@ -163,9 +163,10 @@ class Tiering:
             limit = (budget - self.recent_tokens(shape) * shape.token_bytes) // pages.n_bytes
         mover = Mover() if on_cpu else Cuda(shape.device)
         first = Pool("memory" if on_cpu else "device", pages, mover, limit)
-        if on_cpu:
+        below = None if self.host is None else self.host // pages.n_bytes
+        if on_cpu or below == 0:
             return [first]
-        return [first, Pool("host", pages, Pinned(), None if self.host is None else self.host // pages.n_bytes)]
+        return [first, Pool("host", pages, Pinned(), below)]
 
     def archive(self, shape: CacheShape, n_tokens: int, file: RowFile | None = None) -> Archive:
         """An empty archive for a context of `n_tokens`, over `file` or a spill file whose place is reserved here.

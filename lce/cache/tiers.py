@@ -54,11 +54,16 @@ class Archive:
         return sys.maxsize if limit is None else limit - self.n_pinned * self.shape.n_layers * self.shape.n_groups
 
     def add(self, layer: int, first: int, k: Tensor, v: Tensor) -> None:
-        """Take chunks `first..first+m-1` of a layer, `[G, m, L, D]`, into the first pool."""
+        """Take chunks `first..first+m-1` of a layer, `[G, m, L, D]`, into the first pool.
+
+        What fails is to be done again: it may have taken some of them.
+        """
         m, pool = k.shape[1], self.pools[0]
         for some in slices(m, self.room // self.shape.n_groups):
             pages = grid(self.lanes(layer), np.arange(first + some.start, first + some.stop))
             self.tick += 1
+            taken = pool.find(*pages)
+            pool.drop(taken[taken >= 0])
             slots = self._vacate(0, len(pages[0]))
             # [G, m, L, D] -> [groups, m, P, L, D] -> [pages, P, L, D]
             new_k, new_v = (
@@ -159,19 +164,20 @@ class Archive:
     def fork(self, pools: list[Pool]) -> Archive:
         """An archive of its own with the same pages, in the same file; `pools` are empty. Writes dirty pages down.
 
-        Where there is no file, pages are copied.
+        Without a file, the last of `pools` gets copies.
         """
         other = Archive(self.shape, pools, self.file, self.n_pinned)
         if self.file is not None:
             self.write_down()
             other.row = self.row.copy()
             return other
-        for level, (pool, new) in enumerate(zip(self.pools, pools, strict=True)):
+        last = len(pools) - 1
+        for level, pool in enumerate(self.pools):
             held = np.flatnonzero(pool.lane >= 0)
-            pages = (pool.lane[held], pool.chunk[held])
-            slots = other._vacate(level, len(held))
-            new.fill(slots, pages, *pool.take(held), 0)
-            new.pinned[slots] = pool.pinned[held]
+            held = held[self._dirty(level, held)]
+            for some in slices(len(held), max(1, AT_ONCE // self.shape.n_bytes)):
+                pages = (pool.lane[held[some]], pool.chunk[held[some]])
+                pools[last].fill(other._vacate(last, len(pages[0])), pages, *pool.take(held[some]), 0)
         return other
 
     def _count(self, pool: Pool, slots: Numbers) -> Numbers:

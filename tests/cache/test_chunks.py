@@ -182,4 +182,4 @@ def test_bytes_are_those_of_the_buffers() -> None:
     table.cover(40)
     assert table.n_bytes == 10 * 4 * 8
     table.add_summaries(summaries(10))
-    assert table.n_bytes == 10 * 32 + 2 * 16 * 3 * 4
+    assert table.n_bytes == 10 * 4 * 8 + 2 * 16 * 3 * 4

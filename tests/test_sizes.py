@@ -1,0 +1,69 @@
+"""Sizes in bytes, as people write and read them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lce.errors import UsageError
+from lce.sizes import UNITS, in_bytes, size_text
+
+
+@pytest.mark.parametrize(
+    ("size", "n_bytes"),
+    [
+        (0, 0),
+        (8 << 30, 8 << 30),
+        ("0", 0),
+        ("512", 512),
+        ("512B", 512),
+        ("1KiB", 1024),
+        ("8GiB", 8 << 30),
+        (" 512 MiB ", 512 << 20),
+        ("1.5 kib", 1536),
+        ("0.5TIB", 1 << 39),
+        ("007MiB", 7 << 20),
+        ("0.3B", 0),
+    ],
+)
+def test_what_is_meant(size: int | str, n_bytes: int) -> None:
+    assert in_bytes(size, "budget") == n_bytes
+
+
+@pytest.mark.parametrize(
+    "size",
+    ["", " ", "GiB", "8GB", "8G", "8 gigabytes", "-1", "-1GiB", "+1", "1e9", "1.GiB", ".5GiB", "1,5GiB", "1_000",
+     "8GiB8", "8 GiB\n1", "٣GiB", "nan", "inf", "0x10", -1, True, False],
+)  # fmt: skip
+def test_what_is_not_a_size(size: int | str) -> None:
+    with pytest.raises(
+        UsageError, match=r"^budget is .*; expected a number of bytes, or a size such as 8GiB or 512MiB\Z"
+    ):
+        in_bytes(size, "budget")
+
+
+def test_many_digits_are_a_large_size() -> None:
+    assert in_bytes("9" * 400 + ".5KiB", "budget") == int("9" * 400) * 1024 + 512
+    assert in_bytes(f"{(1 << 53) + 1}.0", "budget") == (1 << 53) + 1
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (8 << 30, "8.0 GiB"), (5 << 50, "5120.0 TiB")],
+)
+def test_what_is_printed(n_bytes: int, text: str) -> None:
+    assert size_text(n_bytes) == text
+
+
+@given(st.integers(0, 1 << 60))
+def test_what_is_printed_is_read_as_the_same_to_a_tenth_of_its_unit(n_bytes: int) -> None:
+    text = size_text(n_bytes)
+    unit = 1024 ** UNITS.index(text.split()[1])
+    assert abs(in_bytes(text, "budget") - n_bytes) <= unit / 20 + 1
+    assert text == f"{n_bytes} B" if n_bytes < 1024 else n_bytes >= unit > n_bytes / 1024 or unit == 1 << 40
+
+
+@given(st.integers(0, 1 << 60), st.sampled_from(UNITS), st.sampled_from(["", " "]))
+def test_whole_numbers_of_a_unit(n: int, unit: str, space: str) -> None:
+    assert in_bytes(f"{n}{space}{unit}", "budget") == n << 10 * UNITS.index(unit)
