@@ -114,7 +114,7 @@ class RowFile:
             raise unwritable(self.name, error) from error
 
     def _map(self) -> Tensor:
-        stop, mapped = self._start + self.n_bytes, self._mapped
+        stop, mapped = self._start + self.bytes_taken // self.row_bytes * self.row_bytes, self._mapped
         if os.fstat(self._descriptor).st_size < stop:  # reading behind the end would be a signal, not an error
             raise DataError(f"{self.name} was cut short since it was opened; prefill the text again")
         if mapped is None or len(mapped[0]) < stop:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -39,8 +40,9 @@ def rotate(x: Tensor, table: Table) -> Tensor:
     """`x` `[..., D]` rotated by a table that broadcasts against `[..., D/2]`; the published half-and-half pairing."""
     cos, sin = table
     first, second = x.chunk(2, dim=-1)
-    shape = torch.broadcast_shapes(first.shape, cos.shape)
-    out = torch.empty(*shape[:-1], x.shape[-1], dtype=x.dtype, device=x.device)
+    sizes = zip_longest(reversed(first.shape[:-1]), reversed(cos.shape[:-1]), fillvalue=1)  # they broadcast
+    shape = [a if b == 1 else b for a, b in sizes][::-1]
+    out = torch.empty(*shape, x.shape[-1], dtype=x.dtype, device=x.device)
     left, right = out.chunk(2, dim=-1)
     torch.mul(first, cos, out=left).addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=right).addcmul_(first, sin)
