@@ -20,7 +20,7 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.nn.functional import max_pool1d
 
-from lce.errors import DataError
+from lce.errors import DataError, UsageError
 from lce.files import write_whole
 
 FORMAT = "lce low-dim maps 1"
@@ -101,6 +101,21 @@ class LowDimMaps:
         if len(shapes) != 1 or any(maps.query.ndim != 2 or maps.query.shape[1] != maps.key.shape[1] for maps in layers):
             raise DataError(f"{path} has maps of unequal shapes; {remedy}")
         return cls(layers, str(path))
+
+
+def usable(maps: object, low_dim: int, method: str) -> LowDimMaps:
+    """`maps`, if they are what a method with this `low_dim` can use. Raises `UsageError` that says how to get them."""
+    if not isinstance(maps, LowDimMaps):
+        raise UsageError(
+            f"{method}: this model has no calibrated maps; make them by `lce calibrate --model M --text FILE "
+            "--out maps.safetensors` and give -o maps=maps.safetensors, or give -o compress=pca or -o compress=none"
+        )
+    if maps.low_dim != low_dim:
+        raise UsageError(
+            f"{method}: low_dim is {low_dim}, but the maps were learned with {maps.low_dim}; "
+            f"give -o low_dim={maps.low_dim}, or calibrate anew"
+        )
+    return maps
 
 
 def principal(k: Tensor, low_dim: int) -> Tensor:

@@ -57,13 +57,15 @@ class Reader:
         )
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if len(ids) == 1:  # the next token chooses much as the last one did
+            if len(ids) == 1:
                 cache.prefetch(layer + 1)
             self.method.keep(k, v, cache.layers[layer], step)
             return self.method.attend(q, cache.layers[layer], step)
 
         try:
             cache.reserve(step.stop)
+            if len(ids) == 1:  # the next token chooses much as the last one did
+                cache.prefetch(0)
             hidden = self.model(torch.tensor(ids, device=self.device), attend)
             logits = self.model.logits(hidden[-1:])[0]
         except BaseException:

@@ -115,6 +115,33 @@ class Method(ABC):
         """The block's unrotated queries `[H, T, D]` to their outputs `[H, T, D]`; `keep` has been called."""
 
 
+class LocalMethod(Method):
+    """A method that sees the last `local` tokens at their true distance and farther ones from where it likes.
+
+    Keys are cached unrotated, to be seen from one place; the last `n_recent` are also kept at their own.
+    """
+
+    local: int | None  # a knob of whoever derives from this, and so is `sinks` where there are some
+    sinks = 0
+
+    @property
+    def n_local(self) -> int:
+        """`local`, once it is resolved."""
+        assert self.local is not None, "resolved before use"
+        return self.local
+
+    @property
+    def n_recent(self) -> int:
+        return self.n_local
+
+    @property
+    def pinned(self) -> tuple[int, int]:
+        return self.sinks, self.n_recent
+
+    def key_positions(self, indices: Tensor) -> Tensor | None:
+        return None
+
+
 @dataclass(frozen=True)
 class SelectiveMethod(Method):
     """A method by which every query chooses chunks: keep, score, select, place.

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from lce.cache.growth import token_rows
 from lce.cache.layer import LayerCache
-from lce.cache.lowdim import LowDimMaps, block_scores, first_best, principal, side_by_side, spread
+from lce.cache.lowdim import LowDimMaps, block_scores, first_best, principal, side_by_side, spread, usable
 from lce.cache.stores import TokenRows
 from lce.cache.tiering import CacheShape
 from lce.engine.attention import merge
-from lce.errors import UsageError
-from lce.methods.base import Method
+from lce.methods.base import LocalMethod
 from lce.methods.parts import near
 from lce.methods.registry import register
 from lce.methods.step import Step, Surroundings
@@ -29,7 +28,7 @@ MAPS_FILE = "esa_maps.safetensors"  # beside a model
 
 @register("esa")
 @dataclass(frozen=True)
-class ESA(Method):
+class ESA(LocalMethod):
     """ESA (Wang et al., 2025, "Unshackling Context Length: An Efficient Selective Attention Approach through Query-Key
     Compression").
 
@@ -75,29 +74,14 @@ class ESA(Method):
         made.expect(sinks=0, local=1, top_k=1, eps=0, low_dim=1, far=0)
         if made.compress != "calibrated":
             return made
-        if not isinstance(made.maps, LowDimMaps):
-            raise UsageError(
-                f"{self.name}: this model has no calibrated maps; make them by `lce calibrate --model M --text FILE "
-                "--out maps.safetensors` and give -o maps=maps.safetensors, or give -o compress=pca or -o compress=none"
-            )
-        if made.maps.low_dim != made.low_dim:
-            raise UsageError(
-                f"{self.name}: low_dim is {made.low_dim}, but the maps were learned with {made.maps.low_dim}; "
-                f"give -o low_dim={made.maps.low_dim}, or calibrate anew"
-            )
-        return made
+        return replace(made, maps=usable(made.maps, made.low_dim, self.name))
 
     @property
     def block(self) -> int:
-        return max(1, min(512, self._local // 2))  # the farthest local key is `local + block` away
+        return max(1, min(512, self.n_local // 2))  # the farthest local key is `local + block` away
 
     def exact_length(self, window: int) -> int | None:
         return self.n_recent + 1
-
-    @property
-    def _local(self) -> int:
-        assert self.local is not None, "resolved before use"
-        return self.local
 
     @property
     def choices(self) -> tuple[int, int]:
@@ -105,11 +89,7 @@ class ESA(Method):
 
     @property
     def n_recent(self) -> int:
-        return self.sinks + self._local
-
-    @property
-    def pinned(self) -> tuple[int, int]:
-        return self.sinks, self.n_recent
+        return self.sinks + self.n_local
 
     def unlearned(self) -> Self:
         return replace(self, compress="pca", maps=None) if self.compress == "calibrated" else self
@@ -120,9 +100,6 @@ class ESA(Method):
             rows += shape.n_kv_heads * shape.head_dim  # the directions
         more = shape.n_layers * rows * self.low_dim * shape.dtype.itemsize
         return super().kept_bytes(n_tokens, block, n_heads, shape) + more
-
-    def key_positions(self, indices: Tensor) -> Tensor | None:
-        return None
 
     def keep(self, k: Tensor, v: Tensor, cache: LayerCache, step: Step) -> None:
         super().keep(k, v, cache, step)
@@ -137,7 +114,7 @@ class ESA(Method):
         return cache.state.get("principal") if self.compress == "pca" else None
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        border = step.start - self._local
+        border = step.start - self.n_local
         if border <= self.sinks:
             return near(q, cache, step)[0]
         assert self.far is not None, "resolved before use"

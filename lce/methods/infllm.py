@@ -16,7 +16,7 @@ from lce.cache.stores import RecentKeys
 from lce.cache.tiering import CacheShape
 from lce.engine.attention import merge
 from lce.engine.backends import band
-from lce.methods.base import Method
+from lce.methods.base import LocalMethod
 from lce.methods.parts import RECENT, behind, near
 from lce.methods.registry import register
 from lce.methods.step import Step
@@ -27,7 +27,7 @@ SCORES_AT_ONCE = 1 << 24  # bounds the weights of a slice of queries: 64 MiB in 
 
 @register("infllm")
 @dataclass(frozen=True)
-class InfLLM(Method):
+class InfLLM(LocalMethod):
     """InfLLM (Xiao et al., 2024, "Training-Free Long-Context Extrapolation with an Efficient Context Memory").
 
     A query attends, at their true distance, the last `local` tokens; and at the constant distance `far` the first
@@ -59,7 +59,7 @@ class InfLLM(Method):
         return made
 
     def exact_length(self, window: int) -> int | None:
-        return self.n_recent + (1 if self.far == self.local else 0)
+        return self.n_recent + (1 if self.far == self.n_local else 0)
 
     @property
     def block(self) -> int:
@@ -73,46 +73,33 @@ class InfLLM(Method):
     def choices(self) -> tuple[int, int]:
         return self.sinks, self.block_size
 
-    @property
-    def n_recent(self) -> int:
-        assert self.local is not None, "resolved before use"
-        return self.local
-
-    @property
-    def pinned(self) -> tuple[int, int]:
-        return self.sinks, self.n_recent
-
     def kept_bytes(self, n_tokens: int, block: int, n_heads: int, shape: CacheShape) -> int:
         row = shape.head_dim * shape.dtype.itemsize
         votes = min(n_tokens, self.n_recent + self.block_size + block) * torch.float32.itemsize
         more = shape.n_layers * n_heads * (summary_rows(n_tokens, shape) * row + votes)
         return super().kept_bytes(n_tokens, block, n_heads, shape) + more
 
-    def key_positions(self, indices: Tensor) -> Tensor | None:
-        return None
-
     def memory_end(self, cache: LayerCache) -> int:
         """The first token that is in no memory block (and no sink)."""
         return self.sinks + cache.chunks.n_summaries * self.block_size
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        assert self.local is not None, "resolved before use"
         assert self.far is not None, "resolved before use"
-        here = near(q, cache, step, window=self.local)
+        here = near(q, cache, step, window=self.n_local)
         self.memorise(q, here[1], cache, step)
-        if step.stop <= self.local:
+        if step.stop <= self.n_local:
             return here[0]
         far = rotate(q, step.distant(self.far, q))
         n_blocks = cache.chunks.n_summaries
         if n_blocks <= self.top_k:  # nothing to choose
-            return merge([behind(far, cache, step, gap=self.local), here])
+            return merge([behind(far, cache, step, gap=self.n_local), here])
         chosen = self.select(far, cache, step)
         end = self.memory_end(cache)
         tokens = self.sinks + chosen[:, None] * self.block_size + torch.arange(self.block_size, device=q.device)
         parts = [
-            behind(far, cache, step, gap=self.local, stop=self.sinks),
+            behind(far, cache, step, gap=self.n_local, stop=self.sinks),
             step.attention.dense(far, *cache.tokens(tokens.flatten()), causal=False),
-            behind(far, cache, step, gap=self.local, first=end),
+            behind(far, cache, step, gap=self.n_local, first=end),
             here,
         ]
         return merge(parts)

@@ -12,7 +12,7 @@ from torch import Tensor
 from lce.cache.layer import LayerCache
 from lce.engine.attention import merge
 from lce.engine.backends import Part
-from lce.methods.base import Method
+from lce.methods.base import LocalMethod
 from lce.methods.parts import behind, near, side_by_side
 from lce.methods.registry import register
 from lce.methods.step import Step
@@ -23,7 +23,7 @@ SCORES_AT_ONCE = 1 << 24  # bounds the scores of a slice of queries: 64 MiB in f
 
 @register("lm_infinite")
 @dataclass(frozen=True)
-class LMInfinite(Method):
+class LMInfinite(LocalMethod):
     """LM-Infinite (Han et al., 2024, "LM-Infinite: Zero-Shot Extreme Length Generalization for LLMs").
 
     A query attends the first `sinks` tokens and those with `i - j < local`, at distance `min(i - j, local)` (section
@@ -49,25 +49,12 @@ class LMInfinite(Method):
     def exact_length(self, window: int) -> int | None:
         return self.n_recent + (1 if self.sinks else 0)
 
-    @property
-    def n_recent(self) -> int:
-        assert self.local is not None, "resolved before use"
-        return self.local
-
-    @property
-    def pinned(self) -> tuple[int, int]:
-        return self.sinks, self.n_recent
-
-    def key_positions(self, indices: Tensor) -> Tensor | None:
-        return None
-
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        assert self.local is not None, "resolved before use"
-        parts = [near(q, cache, step, window=self.local)]
-        if step.stop > self.local:
-            far = rotate(q, step.distant(self.local, q))
-            parts.append(behind(far, cache, step, gap=self.local, stop=self.sinks))
-            if self.top_k and cache.index >= self.from_layer and step.stop - self.local > self.sinks:
+        parts = [near(q, cache, step, window=self.n_local)]
+        if step.stop > self.n_local:
+            far = rotate(q, step.distant(self.n_local, q))
+            parts.append(behind(far, cache, step, gap=self.n_local, stop=self.sinks))
+            if self.top_k and cache.index >= self.from_layer and step.stop - self.n_local > self.sinks:
                 parts.append(self.middle(far, cache, step))
         return merge(parts)
 
@@ -76,9 +63,8 @@ class LMInfinite(Method):
 
         Time: O(H · T · N · D). Bytes: the scores of a slice of queries, bounded.
         """
-        assert self.local is not None, "resolved before use"
-        first, stop = self.sinks, step.stop - self.local
-        last_seen = step.positions(q.device) - self.local - first  # counted from the first middle token
+        first, stop = self.sinks, step.stop - self.n_local
+        last_seen = step.positions(q.device) - self.n_local - first  # counted from the first middle token
         rows = max(1, SCORES_AT_ONCE // (q.shape[0] * (stop - first)))
         slices = zip(q.split(rows, dim=1), last_seen.split(rows), strict=True)
         return side_by_side([_best_keys(part, cache, first, stop, seen, self.top_k) for part, seen in slices])

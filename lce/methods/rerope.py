@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lce.cache.layer import LayerCache
 from lce.engine.attention import merge
-from lce.methods.base import Method
+from lce.methods.base import LocalMethod
 from lce.methods.parts import behind, near
 from lce.methods.registry import register
 from lce.methods.step import Step
@@ -20,7 +20,7 @@ from lce.models.rope import rotate
 
 @register("rerope")
 @dataclass(frozen=True)
-class ReRope(Method):
+class ReRope(LocalMethod):
     """ReRoPE (Su, 2023, "Rectified Rotary Position Embeddings").
 
     A query attends every earlier key, at distance `min(i - j, local)`: exact nearby, constant beyond. `log_scale`
@@ -41,25 +41,15 @@ class ReRope(Method):
         return made
 
     def exact_length(self, window: int) -> int | None:
-        assert self.local is not None, "resolved before use"
-        return self.local + 1
-
-    @property
-    def n_recent(self) -> int:
-        assert self.local is not None, "resolved before use"
-        return self.local
-
-    def key_positions(self, indices: Tensor) -> Tensor | None:
-        return None
+        return self.n_local + 1
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        assert self.local is not None, "resolved before use"
         if self.log_scale:
             q = q * step.once("log scale", lambda: log_scale(step.positions(q.device), step.window).to(q.dtype))
-        here = near(q, cache, step, window=self.local)
-        if step.stop <= self.local:
+        here = near(q, cache, step, window=self.n_local)
+        if step.stop <= self.n_local:
             return here[0]
-        far = behind(rotate(q, step.distant(self.local, q)), cache, step, gap=self.local)
+        far = behind(rotate(q, step.distant(self.n_local, q)), cache, step, gap=self.n_local)
         return merge([far, here])
 
 

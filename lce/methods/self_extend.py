@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lce.cache.layer import LayerCache
 from lce.engine.attention import merge
-from lce.methods.base import Method
+from lce.methods.base import LocalMethod
 from lce.methods.parts import behind, near
 from lce.methods.registry import register
 from lce.methods.step import Step
@@ -18,7 +18,7 @@ from lce.models.rope import Table, rotate
 
 @register("self_extend")
 @dataclass(frozen=True)
-class SelfExtend(Method):
+class SelfExtend(LocalMethod):
     """Self-Extend (Jin et al., 2024, "LLM Maybe LongLM: Self-Extend LLM Context Window Without Tuning").
 
     A query attends every earlier key. One nearer than `local` is seen at its true distance; farther ones at
@@ -42,21 +42,15 @@ class SelfExtend(Method):
     def exact_length(self, window: int) -> int | None:
         return self.n_recent
 
-    @property
-    def n_recent(self) -> int:
-        assert self.local is not None, "resolved before use"
-        return self.local
-
     def key_positions(self, indices: Tensor) -> Tensor | None:
         return indices // self.group
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        assert self.local is not None, "resolved before use"
-        here = near(q, cache, step, window=self.local)
-        if step.stop <= self.local:
+        here = near(q, cache, step, window=self.n_local)
+        if step.stop <= self.n_local:
             return here[0]
-        shift = self.local - self.local // self.group
+        shift = self.n_local - self.n_local // self.group
         table: Table = step.once(
             "places", lambda: step.rope.table(step.positions(q.device) // self.group + shift, q.dtype)
         )
-        return merge([behind(rotate(q, table), cache, step, gap=self.local), here])
+        return merge([behind(rotate(q, table), cache, step, gap=self.n_local), here])
