@@ -38,11 +38,11 @@ def write_rows(cache: KVCache, rows: ContextRows, since: int = 0) -> None:
     Where the file is the archive's own, what left the buffers is there already or is written down once.
     """
     archive, pages = cache.archive, cache.tiering.pages(cache.shape)
-    if archive is not None and archive.file is rows:
+    own = archive is not None and archive.file is rows
+    if archive is not None and own:
         archive.write_down()
-        since = max(since, cache.layers[0].first)
     for layer in cache.layers:
-        for start, stop in layer.cuts(since, layer.length):
+        for start, stop in layer.cuts(max(since, layer.first) if own else since, layer.length):
             k, v = (x.unflatten(0, (pages.n_groups, pages.heads)) for x in layer.span(start, stop))
             found = torch.stack((k, v), dim=1).permute(0, 3, 1, 2, 4)  # [groups, 2, P, n, D] -> [groups, n, 2, P, D]
             lanes = np.arange(layer.index * pages.n_groups, (layer.index + 1) * pages.n_groups)

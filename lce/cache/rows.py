@@ -48,7 +48,7 @@ class RowFile:
         self._start = start
         self._checks = checks
         self._writable = writable
-        self._touched = 0  # bytes read through the map since its pages were let go
+        self._touched = 0  # bytes read and written since the maps' pages were let go
         self._lock = Lock()
         self._mapped: tuple[mmap.mmap, Tensor] | None = None
         finalize(self, os.close, descriptor)
@@ -80,6 +80,7 @@ class RowFile:
             self._checks[first : first + len(rows)] = fingerprints(data, first)
         write_at(self._descriptor, data, self._start + first * self.row_bytes, self.name)
         self.bytes_written += len(rows) * self.row_bytes
+        self._touch(len(rows) * self.row_bytes)
 
     def read(self, rows: Tensor) -> Tensor:
         """The rows of these numbers, `[*rows.shape, *row_shape]`. Time and bytes: O(rows), whatever the file's size.
@@ -95,16 +96,19 @@ class RowFile:
             if wrong.any():
                 raise DataError(f"{self.name} was altered since it was written; prefill the text again")
         self.bytes_read += len(flat) * self.row_bytes
-        self._touched += len(flat) * self.row_bytes
-        if self._touched > MAPPED:
-            self._map_pages_out()
+        self._touch(len(flat) * self.row_bytes)
         return found.view(*rows.shape, *self.row_shape)
 
-    def _map_pages_out(self) -> None:
-        """Let go of the memory through which rows were read; the system keeps them as long as it likes."""
-        if self._mapped is not None:
-            self._mapped[0].madvise(mmap.MADV_DONTNEED)
-        self._touched = 0
+    def _touch(self, n_bytes: int) -> None:
+        """Let go of the memory through which rows are seen, now and then; the system keeps them as long as it likes."""
+        self._touched += n_bytes
+        if self._touched > MAPPED:
+            self._touched = 0
+            for mapping in self._mappings():
+                mapping.madvise(mmap.MADV_DONTNEED)
+
+    def _mappings(self) -> list[mmap.mmap]:
+        return [] if self._mapped is None else [self._mapped[0]]
 
     def flush(self) -> None:
         """Make what was written survive a power cut."""

@@ -89,6 +89,10 @@ class ContextRows(RowFile):
             n_rows=layout.n_rows, checks=checks, writable=writable,
         )  # fmt: skip
         self.layout = layout
+        self._checks_map = mapping
+
+    def _mappings(self) -> list[mmap.mmap]:
+        return [*super()._mappings(), self._checks_map]
 
     def place(self, lanes: Numbers, chunks: Numbers, size: int) -> Numbers:
         return self.first_rows(lanes, chunks * size) if self._writable else super().place(lanes, chunks, size)
