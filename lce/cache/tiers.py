@@ -105,19 +105,27 @@ class Archive:
         """Pages of a layer, True in `wanted [groups, chunks]`, as many at a time as the first pool can hold.
 
         Yields the slot of each, `[groups, chunks]` with -1 for those of other rounds, and all slots' `k v
-        [P, n_slots, L, D]`. Those that are there already come first. What is yielded holds until the next round.
+        [P, n_slots, L, D]`. What is yielded holds until the next round. More than the pool can hold drives little out:
+        those that are there come first, and the others then take turns in the same quarter of the slots.
         """
         groups, chunks = np.nonzero(wanted)
         lanes, pool = groups + layer * self.shape.n_groups, self.pools[0]
         self._asked[layer] = (lanes, chunks)
-        order = np.argsort(pool.find(lanes, chunks) < 0, kind="stable")
-        for span in slices(len(order), self.room):
-            some = order[span]
+        there = pool.find(lanes, chunks) >= 0
+        if len(there) <= self.room:
+            rounds = [np.arange(len(there))] if len(there) else []
+        else:
+            missing = np.flatnonzero(~there)
+            turns = [missing[some] for some in slices(len(missing), max(1, self.room // 4))]
+            rounds = [np.flatnonzero(there), *turns] if there.any() else turns
+        for some in rounds:
             slots = self.bring((lanes[some], chunks[some]))
             pool.mover.wait(slots)
             table = np.full(wanted.shape, -1, np.int64)
             table[groups[some], chunks[some]] = slots
             yield table, pool.k.transpose(0, 1), pool.v.transpose(0, 1)
+            if len(rounds) > 1 and not there[some[0]]:
+                pool.used[slots] = 0  # the next to go
 
     def chunks(self, layer: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
         """All of chunks `first..stop-1` of a layer, `[G, stop - first, L, D]` each, copied.
