@@ -5,8 +5,8 @@
         --window 4096 --block 4096 --kv-host-budget 2GiB --checkpoint-every 65536
 
 With `--make`, `--model` is a folder in which a random checkpoint of that shape is made if there is none. Interrupted,
-the same command goes on from its last checkpoint. Resident memory is the process's own, mapped pages included; while
-asking it is that of a process which has read nothing before.
+the same command goes on from its last checkpoint. Peak memory counts mapped pages of files, which the system lends and
+takes back as it likes; "anonymous" is what is left without them, at the end. Asking is done by a process of its own.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def read(engine: lce.Engine, args: argparse.Namespace) -> None:
     stats = engine.prefill_file(ids, args.out, checkpoint_every=args.checkpoint_every, progress=progress)
     print(f"prefill: {stats.prompt_tokens:,} tokens in {stats.prefill_s:.1f} s, "
           f"{stats.prefill_tokens_per_s:.1f} tok/s; peak memory of the process {size_text(peak_memory())}; "
-          f"{memory_text(stats)}", flush=True)  # fmt: skip
+          f"anonymous {size_text(anonymous())}; {memory_text(stats)}", flush=True)  # fmt: skip
 
 
 def ask(engine: lce.Engine, path: str) -> None:
@@ -89,7 +89,13 @@ def ask(engine: lce.Engine, path: str) -> None:
     print(f"open: {opened:.3f} s; first token: {opened + stats.first_token_s:.3f} s after that of the start; decode: "
           f"{1000 * stats.decode_s / 16:.1f} ms a token; file {size_text(Path(path).stat().st_size)}, of which read "
           f"{size_text(read)}; memory {size_text(before)} with the model alone, {size_text(peak_memory())} at its "
-          f"peak; {memory_text(stats)}")  # fmt: skip
+          f"peak, anonymous {size_text(anonymous())}; {memory_text(stats)}")  # fmt: skip
+
+
+def anonymous() -> int:
+    """Bytes of this process's resident memory that belong to no file, now."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from lce.errors import CapacityError, DataError
 from lce.files import map_copy, unwritable
 
 Numbers = NDArray[np.int64]
-MAPPED = 64 << 20  # bytes that may be read before the map's pages are let go, so that they do not count as ours
+MAPPED = 8 << 20  # bytes that may be read before the map's pages are let go, so that they do not count as ours
 GROWTH = 64 << 20  # bytes: a spill file grows by at least so much, and by half of what it has
 
 
