@@ -29,21 +29,21 @@ class Backend(ABC):
         """Ragged work: rows of `q [A, D]` sorted by expert, `counts [E]` rows each, `order [A']` the sorted rows.
 
         `k v [G, M, L, D]` are the experts' keys, E = G·M. Returns `out [A, D]`, `lse [A]` in the rows' own order;
-        rows that no expert takes get 0 and -inf. Experts are served in classes of like load, padded to the next power
-        of two, so that a handful of batched calls serves them all and each expert's keys are read once.
-        Time: O(A · L · D), at most doubled by padding. Bytes: two copies of the class at work.
+        rows that no expert takes get 0 and -inf. Experts are served in classes of like load, padded by a quarter at
+        most, so that some dozen batched calls serve them all and each expert's keys are read once.
+        Time: O(A · L · D). Bytes: two copies of the class at work.
         """
         out, lse = torch.empty_like(q), q.new_empty(q.shape[0], dtype=torch.float32)
         n_chunks = k.shape[1]
         starts = counts.cumsum(0) - counts
         nobody = order[int(counts.sum()) :]
         out[nobody], lse[nobody] = 0, -math.inf
-        load = torch.ceil(torch.log2(counts.clamp(min=1).double())).long().masked_fill(counts == 0, -1)
-        for size_class in load.unique().tolist():
-            if size_class < 0:
+        load = _padded(counts)
+        for size in load.unique().tolist():
+            if not size:
                 continue
-            experts = (load == size_class).nonzero().squeeze(1)
-            slots = torch.arange(2**size_class, device=q.device)
+            experts = (load == size).nonzero().squeeze(1)
+            slots = torch.arange(size, device=q.device)
             # Padding repeats an expert's last row: it writes the same result to the same place.
             rows = order[starts[experts, None] + torch.minimum(slots, counts[experts, None] - 1)]
             heads, chunks = experts // n_chunks, experts % n_chunks
@@ -188,6 +188,12 @@ def band(n_queries: int, n_keys: int, window: int | None, device: torch.device) 
     distance = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None] - torch.arange(n_keys, device=device)
     seen = distance >= 0
     return seen if window is None else seen & (distance < window)
+
+
+def _padded(counts: Tensor) -> Tensor:
+    """Each count rounded up to 1, 1.25, 1.5 or 1.75 times a power of two, or as it is up to 4."""
+    step = 2 ** (torch.log2(counts.clamp(min=4).double()).floor().long() - 2)
+    return -(-counts // step) * step
 
 
 def _flash_cpu(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, bias: Tensor | None = None) -> Part:
