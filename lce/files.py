@@ -58,17 +58,22 @@ def sweep(target: Path) -> None:
     except OSError:
         return
     for name in names:
-        try:
-            descriptor = os.open(target.with_name(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            target.with_name(name).unlink(missing_ok=True)
-        except OSError:
-            pass  # a living process holds it
-        finally:
-            os.close(descriptor)
+        remove_leftover(target.with_name(name))
+
+
+def remove_leftover(path: Path) -> None:
+    """Remove a file under work, unless a living process holds it."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+    except OSError:
+        pass  # it is held
+    finally:
+        os.close(descriptor)
 
 
 def sync_folder(folder: Path) -> None:

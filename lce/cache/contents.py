@@ -10,12 +10,13 @@ from torch import Tensor
 
 from lce.cache.kv import KVCache
 from lce.cache.layer import LayerCache
+from lce.cache.pool import grid
 from lce.cache.rows import RowFile, SpillFile
 from lce.cache.snapshot import ContextRows
 from lce.cache.stacked import Stacked
 from lce.cache.stores import Store
 from lce.cache.tiering import CacheShape, Tiering
-from lce.cache.tiers import Archive, grid
+from lce.cache.tiers import Archive
 from lce.errors import DataError
 
 

@@ -7,6 +7,7 @@ and a group of heads, and by its chunk.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
 from typing import Self
@@ -170,3 +171,22 @@ class Table:
             grown = np.full((len(self._numbers), max(most + 1, had * 3 // 2)), -1, np.int64)
             grown[:, :had] = self._numbers
             self._numbers = grown
+
+
+def grid(lanes: Numbers, chunks: Numbers) -> Pages:
+    """Every lane with every chunk."""
+    return np.repeat(lanes, len(chunks)), np.tile(chunks, len(lanes))
+
+
+def slices(n: int, size: int) -> Iterator[slice]:
+    """`0..n-1` in runs of at most `size`."""
+    for start in range(0, n, max(size, 1)):
+        yield slice(start, min(start + size, n))
+
+
+def joined(
+    where: tuple[Numbers, Numbers], parts: tuple[tuple[Tensor, ...], tuple[Tensor, ...]], device: torch.device
+) -> tuple[Tensor, ...]:
+    """Two runs of tensors as one of both: `parts[i]` are the entries `where[i]`."""
+    order = torch.from_numpy(np.argsort(np.concatenate(where))).to(device)
+    return tuple(torch.cat((a, b.to(device)))[order] for a, b in zip(*parts, strict=True))

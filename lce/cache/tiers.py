@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lce.cache.pool import NEVER, Numbers, Pages, PageShape, Pool, Table, Traffic
+from lce.cache.pool import NEVER, Numbers, Pages, PageShape, Pool, Table, Traffic, grid, joined, slices
 from lce.cache.rows import RowFile
 from lce.errors import CapacityError
 
@@ -287,22 +287,3 @@ class Archive:
             self.file.write(start, page)
         self.row[pages] = first
         self.disk.bytes_in += len(slots) * self.shape.n_bytes
-
-
-def grid(lanes: Numbers, chunks: Numbers) -> Pages:
-    """Every lane with every chunk."""
-    return np.repeat(lanes, len(chunks)), np.tile(chunks, len(lanes))
-
-
-def slices(n: int, size: int) -> Iterator[slice]:
-    """`0..n-1` in runs of at most `size`."""
-    for start in range(0, n, max(size, 1)):
-        yield slice(start, min(start + size, n))
-
-
-def joined(
-    where: tuple[Numbers, Numbers], parts: tuple[tuple[Tensor, ...], tuple[Tensor, ...]], device: torch.device
-) -> tuple[Tensor, ...]:
-    """Two runs of tensors as one of both: `parts[i]` are the entries `where[i]`."""
-    order = torch.from_numpy(np.argsort(np.concatenate(where))).to(device)
-    return tuple(torch.cat((a, b.to(device)))[order] for a, b in zip(*parts, strict=True))

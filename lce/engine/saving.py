@@ -29,7 +29,7 @@ from lce.cache.snapshot import (
 )
 from lce.cache.tiering import CacheShape, Tiering
 from lce.errors import DataError, UsageError
-from lce.files import draft_path, sweep, write_whole
+from lce.files import draft_path, remove_leftover, sweep, write_whole
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,10 @@ class Sitting:
             self._begin(shape, tiering)
 
     def _begin(self, shape: CacheShape, tiering: Tiering) -> None:
-        for left in (self.part, self.state):
-            left.unlink(missing_ok=True)
+        remove_leftover(self.part)
+        if self.part.exists():
+            raise DataError(f"{self.part} is being written by another process; wait for it, or name another file")
+        self.state.unlink(missing_ok=True)
         self.draft = Draft.create(self.part, self.layout)
         self.n_written = 0
         try:

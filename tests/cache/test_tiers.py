@@ -22,10 +22,10 @@ from torch import Tensor
 
 from lce.cache.kv import KVCache
 from lce.cache.movers import Mover
-from lce.cache.pool import Numbers, Pages, PageShape, Pool
+from lce.cache.pool import Numbers, Pages, PageShape, Pool, grid
 from lce.cache.rows import SpillFile
 from lce.cache.tiering import CacheShape, Tiering
-from lce.cache.tiers import Archive, grid
+from lce.cache.tiers import Archive
 from lce.engine.attention import Attention
 from lce.errors import CapacityError
 from lce.methods import Step, make

@@ -367,6 +367,17 @@ def test_a_living_process_keeps_its_file_under_work(document: Path, engine: lce.
     draft.discard()
 
 
+def test_a_prefill_that_another_process_has_begun_is_left_to_it(engine: lce.Engine, tmp_path: Path) -> None:
+    def progress(done: int, total: int) -> None:
+        if done <= BLOCK:
+            with pytest.raises(DataError, match="another process"):
+                engine.prefill_file(tokens(300, 1), tmp_path / "c.lce")
+
+    engine.prefill_file(tokens(300), tmp_path / "c.lce", progress=progress)
+    assert engine.open_context(tmp_path / "c.lce").token_ids == tokens(300)
+    assert os.listdir(tmp_path) == ["c.lce"]
+
+
 # A prefill over several runs
 
 
