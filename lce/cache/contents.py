@@ -56,7 +56,8 @@ def restored(
 ) -> KVCache:
     """The cache that `small` and `rows` were taken of, at `n_tokens`. Its keys and values stay in the file.
 
-    What comes after goes to memory, and beyond the budget to `rows` where they are its `own`, else to a spill file.
+    What comes after goes to memory, and beyond the budget to `rows` where they are its `own`, else to a spill file;
+    where there is none it stays in the buffers.
     """
     file: RowFile = rows
     if not own and tiering.spill_dir is not None:
@@ -68,10 +69,10 @@ def restored(
     archive.row[old] = rows.first_rows(old[0], old[1] * shape.chunk_size)
     cache = KVCache(shape, tiering=tiering, file=file)
     cache.archive = archive
-    parts = _by_layer(small)
+    parts, leaves = _by_layer(small), own or tiering.has_rest(shape)
     for layer in cache.layers:
         layer.archive = archive
-        layer.keep = None if tiering.budget(shape) is None else tiering.local
+        layer.keep = tiering.local if leaves and tiering.budget(shape) is not None else None
         layer.first = layer.length = layer.stop = border
         layer.resize(max(tiering.recent_tokens(shape), shape.in_chunks(n_tokens) - border))
         _load_recent(layer, rows, n_tokens)
@@ -83,8 +84,7 @@ def _load_recent(layer: LayerCache, rows: ContextRows, n_tokens: int) -> None:
     archive = layer.archive
     assert archive is not None
     lanes = archive.lanes(layer.index)
-    firsts = torch.from_numpy(rows.first_rows(lanes, layer.first))
-    found = rows.read(firsts[:, None] + torch.arange(n_tokens - layer.first))  # [groups, n, 2, P, D]
+    found = rows.read_pages(rows.first_rows(lanes, layer.first), n_tokens - layer.first)  # [groups, n, 2, P, D]
     here = slice(0, n_tokens - layer.first)
     for kind, buffer in enumerate((layer.k_buffer, layer.v_buffer)):
         buffer[:, here] = found[:, :, kind].transpose(1, 2).flatten(0, 1).to(buffer.device)

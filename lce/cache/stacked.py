@@ -42,5 +42,14 @@ class Stacked(RowFile):
         found[above] = self.top.read(flat[above] - self.base.n_rows)
         return found.view(*rows.shape, *self.row_shape)
 
+    def read_pages(self, first: Numbers, size: int) -> Tensor:
+        above = first >= self.base.n_rows
+        if not above.any():
+            return self.base.read_pages(first, size)
+        found = torch.empty(len(first), size, *self.row_shape, dtype=self.dtype)
+        found[~above] = self.base.read_pages(first[~above], size)
+        found[above] = self.top.read_pages(first[above] - self.base.n_rows, size)
+        return found
+
     def flush(self) -> None:
         self.top.flush()

@@ -98,6 +98,10 @@ class Tiering:
             return self.device
         return min((x for x in (self.device, self.host) if x is not None), default=None)
 
+    def has_rest(self, shape: CacheShape) -> bool:
+        """Whether what memory may not hold has somewhere to go."""
+        return self.spill_dir is not None or (shape.device.type != "cpu" and self.host is None)
+
     def resident_tokens(self, shape: CacheShape) -> int | None:
         """How many tokens need no lower tier."""
         budget = self.budget(shape)
@@ -118,13 +122,14 @@ class Tiering:
         """Chunks of sinks."""
         return -(-self.sinks // shape.chunk_size)
 
+    def least_pool(self, shape: CacheShape) -> int:
+        """Bytes of the smallest pool: the sinks, and a chunk of one layer at a time."""
+        chunks = self.n_pinned(shape) * shape.n_layers + 1
+        return chunks * shape.chunk_size * shape.token_bytes // shape.n_layers
+
     def least(self, shape: CacheShape) -> int:
         """The smallest budget, in bytes, that a context larger than it can be read with."""
-        chunks = self.n_pinned(shape) * shape.n_layers + 1
-        return (
-            self.recent_tokens(shape) * shape.token_bytes
-            + chunks * shape.chunk_size * shape.token_bytes // shape.n_layers
-        )
+        return self.recent_tokens(shape) * shape.token_bytes + self.least_pool(shape)
 
     def archived_tokens(self, shape: CacheShape, n_tokens: int) -> int:
         """The most tokens of a context of `n_tokens` that leave the recent buffers: complete chunks."""
@@ -149,8 +154,8 @@ class Tiering:
             needs["host"] = max(self.host // page * page, whole if self.spill_dir is None else 0)
         return needs if self.spill_dir is None else {**needs, "disk": archived}
 
-    def pools(self, shape: CacheShape) -> list[Pool]:
-        """Empty tiers in memory, fastest first."""
+    def pools(self, shape: CacheShape, recent: int = 0) -> list[Pool]:
+        """Empty tiers in memory, fastest first, beside buffers of `recent` tokens, or of those that are usual."""
         pages, budget = self.pages(shape), self.budget(shape)
         on_cpu = shape.device.type == "cpu"
         limit = None
@@ -160,7 +165,7 @@ class Tiering:
                     f"a budget of {budget} bytes for keys and values is too small for blocks of {self.block} tokens "
                     f"and what every query sees; expected {least} or more, or a smaller --block"
                 )
-            limit = (budget - self.recent_tokens(shape) * shape.token_bytes) // pages.n_bytes
+            limit = (budget - max(recent, self.recent_tokens(shape)) * shape.token_bytes) // pages.n_bytes
         mover = Mover() if on_cpu else Cuda(shape.device)
         first = Pool("memory" if on_cpu else "device", pages, mover, limit)
         below = None if self.host is None else self.host // pages.n_bytes
@@ -174,7 +179,7 @@ class Tiering:
         Raises `CapacityError` where it cannot hold them.
         """
         below = None if shape.device.type == "cpu" else self.host
-        if file is None and self.spill_dir is None and (shape.device.type == "cpu" or below is not None):
+        if file is None and not self.has_rest(shape):
             held = (self.budget(shape) if below is None else below) or 0
             if (needed := shape.in_chunks(n_tokens) * shape.token_bytes) > held:
                 raise CapacityError(

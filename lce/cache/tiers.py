@@ -220,7 +220,7 @@ class Archive:
         assert (first >= 0).all(), "a page that is nowhere"
         self.disk.hits += len(first)
         self.disk.bytes_out += len(first) * self.shape.n_bytes
-        rows = self.file.read(torch.from_numpy(first)[:, None] + torch.arange(self.shape.chunk_size))
+        rows = self.file.read_pages(first, self.shape.chunk_size)
         k, v = rows.unbind(dim=2)  # [m, L, P, D]
         return k.transpose(1, 2), v.transpose(1, 2)
 

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+AT_ONCE = 4 << 20  # bytes of queries and keys that are gathered for one batched call; what the caches hold
 Part = tuple[Tensor, Tensor]  # out [..., T, D] and lse [..., T]
 
 
@@ -31,7 +32,7 @@ class Backend(ABC):
         `k v [G, M, L, D]` are the experts' keys, E = G·M. Returns `out [A, D]`, `lse [A]` in the rows' own order;
         rows that no expert takes get 0 and -inf. Experts are served in classes of like load, padded by a quarter at
         most, so that some dozen batched calls serve them all and each expert's keys are read once.
-        Time: O(A · L · D). Bytes: two copies of the class at work.
+        Time: O(A · L · D). Bytes: two copies of the queries and keys at work, of some `AT_ONCE` bytes.
         """
         out, lse = torch.empty_like(q), q.new_empty(q.shape[0], dtype=torch.float32)
         n_chunks = k.shape[1]
@@ -42,13 +43,14 @@ class Backend(ABC):
         for size in load.unique().tolist():
             if not size:
                 continue
-            experts = (load == size).nonzero().squeeze(1)
             slots = torch.arange(size, device=q.device)
-            # Padding repeats an expert's last row: it writes the same result to the same place.
-            rows = order[starts[experts, None] + torch.minimum(slots, counts[experts, None] - 1)]
-            heads, chunks = experts // n_chunks, experts % n_chunks
-            part = self.attend(q[rows][:, None], k[heads, chunks], v[heads, chunks], causal=False)
-            out[rows], lse[rows] = part[0].squeeze(1), part[1].squeeze(1)
+            at_once = max(1, AT_ONCE // ((2 * k.shape[2] + 2 * size) * k.shape[3] * k.element_size()))
+            for experts in (load == size).nonzero().squeeze(1).split(at_once):
+                # Padding repeats an expert's last row: it writes the same result to the same place.
+                rows = order[starts[experts, None] + torch.minimum(slots, counts[experts, None] - 1)]
+                heads, chunks = experts // n_chunks, experts % n_chunks
+                part = self.attend(q[rows][:, None], k[heads, chunks], v[heads, chunks], causal=False)
+                out[rows], lse[rows] = part[0].squeeze(1), part[1].squeeze(1)
         return out, lse
 
 

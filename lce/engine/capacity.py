@@ -71,7 +71,7 @@ class Plan:
 class Planner:
     """Reckons for one model and method; `room` is what each tier had available when it was made.
 
-    The keys and values of the first `filed` tokens lie in a file, and need nothing.
+    The keys and values of the first `filed` tokens lie in a file; what is read of them takes `reading` bytes of memory.
     """
 
     shape: CacheShape
@@ -81,6 +81,7 @@ class Planner:
     room: Mapping[str, int | None]
     weights: int = 0
     filed: int = 0
+    reading: int = 0
 
     @classmethod
     def of(cls, shape: CacheShape, n_heads: int, method: Method, tiering: Tiering, weights: int = 0) -> Self:
@@ -99,29 +100,31 @@ class Planner:
 
         Where its old tokens stay in a file that it was opened from, only the new ones need a place, beside the pools.
         """
-        tiering, held, filed = cache.tiering, dict(cache.bytes_by_tier), 0
+        tiering, held, filed, reading = cache.tiering, dict(cache.bytes_by_tier), 0, 0
         if cache.archive is not None and cache.archive.file is not None:
             held["disk"] = cache.archive.file.bytes_taken
-            if tiering.spill_dir is None or tiering.budget(cache.shape) is None:
-                filed = cache.layers[0].first
-                held["device"] -= cache.archive.pools[0].n_bytes
+            if cache.layers[0].keep is None:
+                filed, reading = cache.layers[0].first, cache.archive.pools[0].n_bytes
+                if tiering.budget(cache.shape) is not None:
+                    reading = tiering.least_pool(cache.shape)
         free = available(cache.shape, tiering)
         room = {tier: None if n is None else n + held[tier] for tier, n in free.items()}
-        return cls(cache.shape, n_heads, method, tiering, room, filed=filed)
+        return cls(cache.shape, n_heads, method, tiering, room, filed=filed, reading=reading)
 
     def needs(self, n_tokens: int) -> dict[str, Need]:
         """What each tier is asked for, by its name."""
         budgets = {"device": self.tiering.budget(self.shape), "host": self.tiering.host}
         besides = self.method.kept_bytes(n_tokens, self.tiering.block, self.n_heads, self.shape)
+        new = self.tiering.needs(self.shape, max(0, n_tokens - self.filed))
         return {
             tier: Need(
-                keys_and_values,
+                keys_and_values + (self.reading if tier == "device" else 0),
                 besides if tier == "device" else 0,
                 self.weights if tier == "device" else 0,
                 budgets.get(tier),
                 self.room[tier],
             )
-            for tier, keys_and_values in self.tiering.needs(self.shape, max(0, n_tokens - self.filed)).items()
+            for tier, keys_and_values in new.items()
         }
 
     def fits(self, n_tokens: int) -> bool:

@@ -112,7 +112,6 @@ class Engine:
             started = time.perf_counter()
             result.stats.prompt_tokens = len(ids)
             with context.saying(ids):
-                context.cache.reserve(len(context) + max_tokens)
                 self._advance(context, progress)
             result.stats.prefill_s = time.perf_counter() - started
             yield from decode(context, self.tokenizer, sampling, max_tokens, self._eos_ids, result, self._advance)
@@ -250,6 +249,7 @@ class Engine:
             if context is not None:
                 planner = Planner.growing(context.cache, self.model.config.n_heads, self.method)
                 planner.check(max(len(context) + more, length))
+            held.cache.reserve(max(len(held) + more, length))
             yield held
 
     def rope_of(self, length: int) -> Rope:

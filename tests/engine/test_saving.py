@@ -100,6 +100,36 @@ def test_a_context_may_be_opened_with_another_budget(budget: str | None, tiny_mo
     assert answer(reader, reader.open_context(tmp_path / "c.lce")) == answer(writer, context)
 
 
+@pytest.mark.parametrize("more", [0, 5000, 100_000])
+def test_an_opened_context_grows_within_its_budget_or_is_refused_before_work(
+    more: int, document: Path, engine: lce.Engine, tiny_model: Path
+) -> None:
+    """Without a folder for the rest."""
+    budget = engine._tiering.least(engine._shape) + more
+    bounded, answered, refused = lce.load(tiny_model, engine.method, block=BLOCK, kv_host_budget=budget), 0, 0
+    context, truth = bounded.open_context(document), engine.open_context(document)
+    for seed in range(12):
+        question, before = tokens(40, seed), context.token_ids
+        try:
+            found = bounded.generate(question, context=context, max_tokens=10).token_ids
+        except CapacityError as error:
+            assert "--spill-dir" in str(error)
+            assert context.token_ids == before
+            refused += 1
+            continue
+        answered += 1
+        assert found == engine.generate(question, context=truth, max_tokens=10).token_ids
+        held = context.cache.bytes_by_tier["device"] - sum(
+            sum(x.numel() * x.element_size() for x in layer.state.values())
+            + layer.chunks.n_bytes
+            + sum(store.n_bytes for store in layer.stores.values())
+            for layer in context.cache.layers
+        )
+        assert held <= budget
+    assert answered
+    assert refused
+
+
 def test_opening_reads_no_more_than_the_recent_tokens(document: Path, engine: lce.Engine) -> None:
     context = engine.open_context(document)
     assert context.cache.archive is not None
