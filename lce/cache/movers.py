@@ -20,15 +20,15 @@ class Mover:
     def put(self, k: Tensor, v: Tensor, slots: NDArray[np.int64], new_k: Tensor, new_v: Tensor) -> None:
         """Begin to copy pages `[m, P, L, D]` into these slots of `k v [n_slots, P, L, D]`."""
         index = torch.from_numpy(slots)
-        k[index] = new_k.to(k.device)
-        v[index] = new_v.to(v.device)
+        k.index_copy_(0, index, new_k.to(k.device))
+        v.index_copy_(0, index, new_v.to(v.device))
 
     def wait(self, slots: NDArray[np.int64]) -> None:
         """Have whatever is computed from now on see what was put into these slots."""
 
     def pick(self, x: Tensor, slots: NDArray[np.int64]) -> Tensor:
         """Copies of some slots, `[m, P, L, D]`; they have been waited for."""
-        return x[torch.from_numpy(slots).to(x.device)]
+        return x.index_select(0, torch.from_numpy(slots).to(x.device))
 
 
 class Pinned(Mover):

@@ -7,6 +7,7 @@ head has its own list of chunks. `merge`: the parts become one softmax over all 
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -65,26 +66,21 @@ class Attention:
         n_heads, n_queries, n_choices = chunk_ids.shape
         placed = q[:, :, None].expand(-1, -1, n_choices, -1) if q.ndim == 3 else q
         rows = placed.reshape(-1, q.shape[-1])  # [A, D], A = H * T * K
-        total: Part | None = None
-        for table, k, v in chunks:
-            here = self._dispatch(rows, _experts(chunk_ids, table, k), k, v)
-            if total is None:
-                total = here
-            else:  # every choice is served in one round alone
-                served = here[1] > -torch.inf
-                total = torch.where(served[:, None], here[0], total[0]), torch.where(served, here[1], total[1])
-        assert total is not None, "no chunks at all"
+        out, lse = torch.zeros_like(rows), rows.new_full(rows.shape[:1], -torch.inf, dtype=torch.float32)
+        for table, k, v in chunks:  # every choice is served in one round alone
+            keys, values = _in_a_row(k), _in_a_row(v)
+            self._dispatch(rows, _experts(chunk_ids, table, k, keys), keys[0], values[0], (out, lse))
         shape = (n_heads, n_queries, n_choices)
-        return _merge_choices(total[0].view(*shape, q.shape[-1]), total[1].view(shape))
+        return _merge_choices(out.view(*shape, q.shape[-1]), lse.view(shape))
 
-    def _dispatch(self, rows: Tensor, expert: Tensor, k: Tensor, v: Tensor) -> Part:
-        """Each row of `[A, D]` attends the expert of this number, `[A]`; -1 for none."""
-        n_experts = k.shape[0] * k.shape[1]
+    def _dispatch(self, rows: Tensor, expert: Tensor, k: Tensor, v: Tensor, into: Part) -> None:
+        """Each row of `[A, D]` attends the expert `k v [E, L, D]` of this number, `[A]`; -1 for none."""
+        n_experts = len(k)
         # Stable, so that an expert's rows stand in the same order wherever its keys are.
         sorted_experts, order = expert.masked_fill(expert < 0, n_experts).sort(stable=True)
         counts = torch.zeros(n_experts + 1, dtype=torch.int64, device=rows.device)
         counts = counts.scatter_add_(0, sorted_experts, torch.ones_like(sorted_experts))[:-1]
-        return self.backend.grouped(rows, counts, order, k, v)
+        self.backend.grouped(rows, counts, order, k, v, into)
 
 
 def merge(parts: Sequence[Part]) -> Tensor:
@@ -92,15 +88,30 @@ def merge(parts: Sequence[Part]) -> Tensor:
     return combine(list(parts))[0] if len(parts) > 1 else parts[0][0]
 
 
-def _experts(chunk_ids: Tensor, table: Tensor | None, k: Tensor) -> Tensor:
-    """The expert of each choice `[H, T, K]`, flat: its place in a round's keys `[P, M, L, D]`, -1 if it is none."""
-    n_heads = len(chunk_ids)
+def _in_a_row(k: Tensor) -> tuple[Tensor, int, int]:
+    """Chunks `[P, M, L, D]` as one list `[E, L, D]`, a view where they lie evenly in memory.
+
+    Also how far apart in the list two heads' chunks are, and two chunks of a head.
+    """
+    n_heads, n_chunks = k.shape[:2]
+    by_head, by_chunk = (stride if n > 1 else 0 for stride, n in zip(k.stride(), k.shape[:2], strict=False))
+    step = math.gcd(by_head, by_chunk)
+    if not n_chunks or step < k.shape[2] * k.shape[3]:
+        return k.flatten(0, 1), n_chunks, 1
+    per_head, per_chunk = by_head // step, by_chunk // step
+    n = (n_heads - 1) * per_head + (n_chunks - 1) * per_chunk + 1
+    return k.as_strided((n, *k.shape[2:]), (step, *k.stride()[2:])), per_head, per_chunk
+
+
+def _experts(chunk_ids: Tensor, table: Tensor | None, k: Tensor, listed: tuple[Tensor, int, int]) -> Tensor:
+    """The expert of each choice `[H, T, K]`, flat: its place in the list of a round's keys `k`, -1 if it is none."""
+    n_heads, n_chunks, (_, per_head, per_chunk) = len(chunk_ids), max(1, k.shape[1]), listed
     kv_head = torch.arange(n_heads, device=chunk_ids.device) // (n_heads // (len(k) if table is None else len(table)))
     if table is None:
-        expert = kv_head[:, None, None] * k.shape[1] + chunk_ids
-    else:
-        expert = table[kv_head[:, None, None], chunk_ids.clamp(min=0)]
-    return expert.masked_fill(chunk_ids < 0, -1).reshape(-1)
+        expert = kv_head[:, None, None] * per_head + chunk_ids * per_chunk
+        return expert.masked_fill(chunk_ids < 0, -1).reshape(-1)
+    places = torch.where(table < 0, -1, table // n_chunks * per_head + table % n_chunks * per_chunk)
+    return places[kv_head[:, None, None], chunk_ids.clamp(min=0)].masked_fill(chunk_ids < 0, -1).reshape(-1)
 
 
 def _merge_choices(out: Tensor, lse: Tensor) -> Part:

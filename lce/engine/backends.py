@@ -26,32 +26,27 @@ class Backend(ABC):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Part:
         """See the module's text. N ≥ 1, and N ≥ T where causal."""
 
-    def grouped(self, q: Tensor, counts: Tensor, order: Tensor, k: Tensor, v: Tensor) -> Part:
-        """Ragged work: rows of `q [A, D]` sorted by expert, `counts [E]` rows each, `order [A']` the sorted rows.
+    def grouped(self, q: Tensor, counts: Tensor, order: Tensor, k: Tensor, v: Tensor, into: Part) -> None:
+        """Ragged work: rows of `q [A, D]` sorted by expert, `counts [E]` rows each, `order [A]` the sorted rows.
 
-        `k v [G, M, L, D]` are the experts' keys, E = G·M. Returns `out [A, D]`, `lse [A]` in the rows' own order;
-        rows that no expert takes get 0 and -inf. Experts are served in classes of like load, padded by a quarter at
-        most, so that some dozen batched calls serve them all and each expert's keys are read once.
-        Time: O(A · L · D). Bytes: two copies of the queries and keys at work, of some `AT_ONCE` bytes.
+        `k v [E, L, D]` are the experts' keys. Puts the results `out [A, D]`, `lse [A]` of rows that an expert takes in
+        their place in `into`; those that no expert takes come last in `order`, and stay as they are. Experts are served
+        in classes of like load, padded by a quarter at most, so that some dozen batched calls serve them all and each
+        expert's keys are read once. Time: O(A · L · D). Bytes: queries and keys at work, some `AT_ONCE` bytes.
         """
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[0], dtype=torch.float32)
-        n_chunks = k.shape[1]
-        starts = counts.cumsum(0) - counts
-        nobody = order[int(counts.sum()) :]
-        out[nobody], lse[nobody] = 0, -math.inf
-        load = _padded(counts)
+        (out, lse), starts, load = into, counts.cumsum(0) - counts, _padded(counts)
         for size in load.unique().tolist():
             if not size:
                 continue
             slots = torch.arange(size, device=q.device)
-            at_once = max(1, AT_ONCE // ((2 * k.shape[2] + 2 * size) * k.shape[3] * k.element_size()))
+            at_once = max(1, AT_ONCE // ((2 * k.shape[1] + 2 * size) * k.shape[2] * k.element_size()))
             for experts in (load == size).nonzero().squeeze(1).split(at_once):
                 # Padding repeats an expert's last row: it writes the same result to the same place.
-                rows = order[starts[experts, None] + torch.minimum(slots, counts[experts, None] - 1)]
-                heads, chunks = experts // n_chunks, experts % n_chunks
-                part = self.attend(q[rows][:, None], k[heads, chunks], v[heads, chunks], causal=False)
-                out[rows], lse[rows] = part[0].squeeze(1), part[1].squeeze(1)
-        return out, lse
+                rows = order[starts[experts, None] + torch.minimum(slots, counts[experts, None] - 1)].flatten()
+                queries = q.index_select(0, rows).view(len(experts), 1, size, -1)
+                part = self.attend(queries, k.index_select(0, experts), v.index_select(0, experts), causal=False)
+                out.index_copy_(0, rows, part[0].flatten(0, 2))
+                lse.index_copy_(0, rows, part[1].flatten())
 
 
 class Reference(Backend):
@@ -125,19 +120,20 @@ class Torch(Backend):
         out = out.view(groups, n_queries, rep, dim).transpose(1, 2)
         return out, _heads_last(lse, rep).reshape(groups, n_queries, rep).transpose(1, 2)
 
-    def grouped(self, q: Tensor, counts: Tensor, order: Tensor, k: Tensor, v: Tensor) -> Part:
+    def grouped(self, q: Tensor, counts: Tensor, order: Tensor, k: Tensor, v: Tensor, into: Part) -> None:
         if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
-            return super().grouped(q, counts, order, k, v)
+            super().grouped(q, counts, order, k, v, into)
+            return
         from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-        size, dim = k.shape[2], k.shape[3]
+        size, dim = k.shape[1:]
         bounds = torch.cat((counts.new_zeros(1), counts.cumsum(0))).to(torch.int32)
         keys = torch.arange(0, (counts.shape[0] + 1) * size, size, dtype=torch.int32, device=q.device)
         flat_k, flat_v = k.reshape(-1, 1, dim), v.reshape(-1, 1, dim)
         part, part_lse = varlen_attn(
             q[order][:, None], flat_k, flat_v, bounds, keys, q.shape[0], size, return_aux=AuxRequest(lse=True)
         )
-        return _unsorted(part.squeeze(1), _heads_last(part_lse, 1).reshape(-1), order, counts)
+        _put_back(part.squeeze(1), _heads_last(part_lse, 1).reshape(-1), order, counts, into)
 
 
 class Flash(Torch):
@@ -156,19 +152,20 @@ class Flash(Torch):
         )
         return out.transpose(1, 2), lse
 
-    def grouped(self, q: Tensor, counts: Tensor, order: Tensor, k: Tensor, v: Tensor) -> Part:
+    def grouped(self, q: Tensor, counts: Tensor, order: Tensor, k: Tensor, v: Tensor, into: Part) -> None:
         if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
-            return super().grouped(q, counts, order, k, v)
+            super().grouped(q, counts, order, k, v, into)
+            return
         from flash_attn import flash_attn_varlen_func
 
-        size, dim = k.shape[2], k.shape[3]
+        size, dim = k.shape[1:]
         bounds = torch.cat((counts.new_zeros(1), counts.cumsum(0))).to(torch.int32)
         keys = torch.arange(0, (counts.shape[0] + 1) * size, size, dtype=torch.int32, device=q.device)
         flat_k, flat_v = k.reshape(-1, 1, dim), v.reshape(-1, 1, dim)
         part, lse, _ = flash_attn_varlen_func(
             q[order][:, None], flat_k, flat_v, bounds, keys, q.shape[0], size, return_attn_probs=True
         )
-        return _unsorted(part.squeeze(1), lse.reshape(-1), order, counts)
+        _put_back(part.squeeze(1), lse.reshape(-1), order, counts, into)
 
 
 def combine(parts: list[Part]) -> Part:
@@ -209,9 +206,8 @@ def _heads_last(lse: Tensor, n_heads: int) -> Tensor:
     return lse if lse.shape[-1] == n_heads and lse.shape[0] != n_heads else lse.transpose(0, 1)
 
 
-def _unsorted(out: Tensor, lse: Tensor, order: Tensor, counts: Tensor) -> Part:
-    """Put sorted rows back in their own order; rows behind the last expert's are nobody's: 0 and -inf."""
-    nobody = torch.arange(order.shape[0], device=order.device) >= counts.sum()
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-    out, lse = out.masked_fill(nobody[:, None], 0), lse.float().masked_fill(nobody, -math.inf)
-    return out[back], lse[back]
+def _put_back(out: Tensor, lse: Tensor, order: Tensor, counts: Tensor, into: Part) -> None:
+    """Put sorted rows in their own places; those behind the last expert's are nobody's and change nothing."""
+    taken = torch.arange(order.shape[0], device=order.device) < counts.sum()
+    into[0].index_copy_(0, order, torch.where(taken[:, None], out, into[0][order]))
+    into[1].index_copy_(0, order, torch.where(taken, lse.float(), into[1][order]))
