@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -45,6 +46,7 @@ def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file grows, and lets go of what was read, after a few rows."""
     monkeypatch.setattr(rows_module, "GROWTH", 100)
     monkeypatch.setattr(rows_module, "MAPPED", 1000)
+    monkeypatch.setattr(rows_module, "AT_A_TIME", 200)
 
 
 @given(data=st.data(), dtype=st.sampled_from(DTYPES))
@@ -74,6 +76,23 @@ def test_rows_come_in_the_shape_they_are_asked_in(tmp_path: Path) -> None:
     file = spill(tmp_path, 30)
     index = torch.tensor([[3, 29, 3], [0, 1, 2]])
     assert torch.equal(file.read(index), some(30)[index])
+
+
+@given(data=st.data(), size=st.integers(1, 5), dtype=st.sampled_from(DTYPES))
+@settings(max_examples=80, deadline=None)
+def test_pages_are_the_rows_one_after_the_other(data: st.DataObject, size: int, dtype: torch.dtype) -> None:
+    """In any order, apart or side by side, a few or more than there are threads, with and without checks."""
+    with TemporaryDirectory() as folder:
+        file = checked(Path(folder) / "file", 60, dtype=dtype) if data.draw(st.booleans()) else None
+        file = file or spill(Path(folder), 60, dtype)
+        starts = st.lists(st.integers(0, 60 - size), max_size=12)
+        first = [
+            at for start in data.draw(starts) for at in range(start, 61 - size, size)[: data.draw(st.integers(1, 4))]
+        ]
+        found = file.read_pages(np.array(first, np.int64), size)
+        index = torch.tensor(first, dtype=torch.int64)[:, None] + torch.arange(size)
+        assert torch.equal(found, some(60, dtype=dtype)[index])
+        assert file.bytes_read == found.nbytes
 
 
 def test_nothing_is_read_of_an_empty_file(tmp_path: Path) -> None:
@@ -227,6 +246,42 @@ def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert torch.equal(everything(file), expected)
 
 
+@pytest.mark.parametrize("most", [1, 7, 32, 100])
+def test_a_short_read_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    file, original = spill(tmp_path, 60), os.preadv
+    monkeypatch.setattr(os, "preadv", lambda descriptor, to, offset: original(descriptor, [to[0][:most]], offset))
+    assert torch.equal(file.read_pages(np.arange(0, 60, 3), 3).flatten(0, 1), some(60))
+
+
+@pytest.mark.parametrize("n", [3, 60], ids=["at once", "by several threads"])
+def test_a_page_that_the_disk_does_not_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    file, pages = spill(tmp_path, n), np.arange(n)[::-1].copy()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", failing(errno.EIO))
+        with pytest.raises(DataError, match=rf"^cannot read the spill file in {tmp_path}: Input/output error\Z"):
+            file.read_pages(pages, 1)
+    assert torch.equal(file.read_pages(pages, 1).squeeze(1), some(n).flip(0))
+    os.ftruncate(file._descriptor, (n - 1) * 32)
+    with pytest.raises(DataError, match="was cut short since it was opened; prefill the text again"):
+        file.read_pages(pages, 1)
+
+
+def test_pages_are_read_in_a_process_that_was_forked(tmp_path: Path) -> None:
+    """Threads do not come along."""
+    script = (
+        "import os, sys, numpy, torch\nfrom pathlib import Path\nfrom lce.cache.rows import SpillFile\n"
+        "file = SpillFile(Path(sys.argv[1]), (2, 1, 4), torch.float32)\n"
+        "file.write(file.allocate(100), torch.ones(100, 2, 1, 4))\n"
+        "pages = numpy.arange(0, 100, 2)\n"
+        "def read(): return int(file.read_pages(pages, 1).sum())\n"
+        "read(); child = os.fork()\n"
+        "if child == 0: os._exit(0 if read() == 400 else 1)\n"
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script, str(tmp_path)], timeout=60, check=False)
+    assert done.returncode == 0
+
+
 @pytest.mark.parametrize("reserve", [False, True], ids=["allocate", "reserve"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG], ids=errno.errorcode.get)
 def test_place_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, reserve: bool) -> None:
@@ -325,6 +380,8 @@ def test_an_altered_byte_is_found(row: int, byte: int, change: int, late: bool, 
             everything(file)
         with pytest.raises(DataError):
             file.read(torch.tensor([row]))
+        with pytest.raises(DataError, match="was altered"):
+            file.read_pages(np.array([0, row // 2 * 2]), 2)
         others = torch.tensor([i for i in range(10) if i != row])
         assert torch.equal(file.read(others), some(10)[others])
 
