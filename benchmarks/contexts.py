@@ -2,7 +2,7 @@
 
     python benchmarks/contexts.py --out demo.lce                             # the demo model, 100,000 tokens
     python benchmarks/contexts.py --out long.lce --model long --make small --dtype bfloat16 --tokens 1000000 \\
-        --window 4096 --block 4096 --kv-host-budget 2GiB --checkpoint-every 65536
+        --window 2048 -o chunk_size=256 --block 8192 --kv-host-budget 2GiB --checkpoint-every 65536 --lines 100
 
 With `--make`, `--model` is a folder in which a random checkpoint of that shape is made if there is none. Interrupted,
 the same command goes on from its last checkpoint. Peak memory counts mapped pages of files, which the system lends and
