@@ -2,12 +2,13 @@
 
 A row is what one token has in one page's heads, `[2, P, D]`: its keys and its values. Rows are written through the file
 descriptor, so that a full disk or a failing one is an error and not a signal. Single rows are read through a memory
-map, so that picking them anywhere in the file is one gather; pages of many rows through the descriptor, by several
-threads, for a map waits for the disk a few pages of the system at a time.
+map, so that picking them anywhere in the file is one gather; pages of many rows through the descriptor: what the system
+has of them at once, the rest by several threads, for a map waits for the disk a few kilobytes at a time.
 """
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import tempfile
@@ -29,7 +30,8 @@ from lce.files import map_copy, unwritable
 
 Numbers = NDArray[np.int64]
 MAPPED = 8 << 20  # bytes that may be read before the map's pages are let go, so that they do not count as ours
-READERS = 8  # threads that read pages at once
+READERS = 8  # threads that wait for the disk at once
+AT_HAND = getattr(os, "RWF_NOWAIT", 0)  # read what the system has in memory, or nothing
 AT_A_TIME = 1 << 20  # bytes that one call of the system reads
 GROWTH = 64 << 20  # bytes: a spill file grows by at least so much, and by half of what it has
 
@@ -108,12 +110,9 @@ class RowFile:
         found = torch.empty(len(first), size, *self.row_shape, dtype=self.dtype)
         if not found.numel():
             return found
-        spans = self._spans(first, size)
-        if len(spans) < READERS:
-            self._fill(found, first, spans)
-        else:
-            shares = [spans[i::READERS] for i in range(READERS)]
-            list(_readers().map(lambda share: self._fill(found, first, share), shares))
+        waiting = [span for span in self._spans(first, size) if not self._fill(found, first, span, AT_HAND)]
+        shares = [waiting[i::READERS] for i in range(min(READERS, len(waiting)))]
+        list(_readers().map(lambda share: [self._fill(found, first, span) for span in share], shares))
         self._check(found.flatten(0, 1), (torch.from_numpy(first)[:, None] + torch.arange(size)).flatten())
         return found
 
@@ -123,20 +122,22 @@ class RowFile:
         borders = [0, *(np.flatnonzero(np.diff(first) != size) + 1).tolist(), len(first)]
         return [(at, min(at + most, b)) for a, b in pairwise(borders) for at in range(a, b, most)]
 
-    def _fill(self, found: Tensor, first: Numbers, spans: list[tuple[int, int]]) -> None:
-        """Read pages `a..b-1` of `found [n, size, …]` for each of `spans`."""
+    def _fill(self, found: Tensor, first: Numbers, span: tuple[int, int], flags: int = 0) -> bool:
+        """Read pages `a..b-1` of `found [n, size, …]`; whether they came: with `AT_HAND` the disk is not waited for."""
         data = memoryview(found.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         page = len(data) // len(found)
-        for a, b in spans:
-            left, offset = data[a * page : b * page], self._start + int(first[a]) * self.row_bytes
-            while left:
-                try:
-                    n = os.preadv(self._descriptor, [left], offset)
-                except OSError as error:
-                    raise DataError(f"cannot read {self.name}: {error.strerror}") from error
-                if n == 0:
-                    raise DataError(f"{self.name} was cut short since it was opened; prefill the text again")
-                left, offset = left[n:], offset + n
+        left, offset = data[span[0] * page : span[1] * page], self._start + int(first[span[0]]) * self.row_bytes
+        while left:
+            try:
+                n = os.preadv(self._descriptor, [left], offset, flags)
+            except OSError as error:
+                if flags and error.errno in (errno.EAGAIN, errno.EOPNOTSUPP):
+                    return False
+                raise DataError(f"cannot read {self.name}: {error.strerror}") from error
+            if n == 0:
+                raise DataError(f"{self.name} was cut short since it was opened; prefill the text again")
+            left, offset = left[n:], offset + n
+        return True
 
     def _check(self, found: Tensor, rows: Tensor) -> None:
         """See that `found [n, …]` is what was written as these rows, and count it."""

@@ -160,12 +160,13 @@ class Tiering:
         on_cpu = shape.device.type == "cpu"
         limit = None
         if budget is not None:
-            if budget < (least := self.least(shape)):
+            in_buffers = max(recent, self.recent_tokens(shape)) * shape.token_bytes
+            if budget < (least := in_buffers + self.least_pool(shape)):
                 raise CapacityError(
                     f"a budget of {budget} bytes for keys and values is too small for blocks of {self.block} tokens "
                     f"and what every query sees; expected {least} or more, or a smaller --block"
                 )
-            limit = (budget - max(recent, self.recent_tokens(shape)) * shape.token_bytes) // pages.n_bytes
+            limit = (budget - in_buffers) // pages.n_bytes
         mover = Mover() if on_cpu else Cuda(shape.device)
         first = Pool("memory" if on_cpu else "device", pages, mover, limit)
         below = None if self.host is None else self.host // pages.n_bytes

@@ -249,19 +249,40 @@ def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("most", [1, 7, 32, 100])
 def test_a_short_read_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     file, original = spill(tmp_path, 60), os.preadv
-    monkeypatch.setattr(os, "preadv", lambda descriptor, to, offset: original(descriptor, [to[0][:most]], offset))
+    monkeypatch.setattr(os, "preadv", lambda descriptor, to, *how: original(descriptor, [to[0][:most]], *how))
     assert torch.equal(file.read_pages(np.arange(0, 60, 3), 3).flatten(0, 1), some(60))
 
 
-@pytest.mark.parametrize("n", [3, 60], ids=["at once", "by several threads"])
-def test_a_page_that_the_disk_does_not_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
-    file, pages = spill(tmp_path, n), np.arange(n)[::-1].copy()
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EOPNOTSUPP], ids=errno.errorcode.get)
+@pytest.mark.parametrize("n", [1, 3, 60])
+def test_pages_that_are_not_at_hand_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int, number: int
+) -> None:
+    file, original, pages = spill(tmp_path, n), os.preadv, np.arange(n)[::-1].copy()
+
+    def disk(descriptor: int, to: list[memoryview], offset: int, flags: int) -> int:
+        if flags and offset % 3:
+            raise OSError(number, os.strerror(number))
+        return original(descriptor, to, offset)
+
     with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", failing(errno.EIO))
-        with pytest.raises(DataError, match=rf"^cannot read the spill file in {tmp_path}: Input/output error\Z"):
+        patch.setattr(os, "preadv", disk)
+        assert torch.equal(file.read_pages(pages, 1).squeeze(1), some(n).flip(0))
+
+
+@pytest.mark.parametrize("at_hand", [False, True])
+def test_a_page_that_the_disk_does_not_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_hand: bool) -> None:
+    file, pages = spill(tmp_path, 60), np.arange(60)[::-1].copy()
+
+    def disk(descriptor: int, to: list[memoryview], offset: int, flags: int) -> int:
+        raise OSError(errno.EAGAIN if flags and not at_hand else errno.EIO, "no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", disk)
+        with pytest.raises(DataError, match=rf"^cannot read the spill file in {tmp_path}: no\Z"):
             file.read_pages(pages, 1)
-    assert torch.equal(file.read_pages(pages, 1).squeeze(1), some(n).flip(0))
-    os.ftruncate(file._descriptor, (n - 1) * 32)
+    assert torch.equal(file.read_pages(pages, 1).squeeze(1), some(60).flip(0))
+    os.ftruncate(file._descriptor, 59 * 32)
     with pytest.raises(DataError, match="was cut short since it was opened; prefill the text again"):
         file.read_pages(pages, 1)
 
