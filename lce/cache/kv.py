@@ -55,24 +55,27 @@ class KVCache:
         fits = self.tiering.resident_tokens(self.shape)
         if self.archive is None and fits is not None and self.shape.in_chunks(n_tokens) > fits:
             self.archive = self.tiering.archive(self.shape, n_tokens, self.file)
-        if self.archive is not None and fits is not None and self.layers[0].archive and self.layers[0].keep is None:
-            self._take_from_pools(self.archive, n_tokens)
         for layer in self.layers:
             if self.archive is None:
                 layer.reserve(n_tokens, fits)
             elif layer.archive is None:
                 self._outgrow(layer, self.archive)
-            elif layer.keep is None:
-                layer.reserve(n_tokens, 0)
+        if self.archive is not None and self.layers[0].keep is None:
+            self._grow_buffers(self.archive, n_tokens)
 
-    def _take_from_pools(self, archive: Archive, n_tokens: int) -> None:
-        """Let the buffers of an opened context grow within its budget; its file has all that the pools hold."""
+    def _grow_buffers(self, archive: Archive, n_tokens: int) -> None:
+        """Let the buffers of an opened context keep all that comes: within a budget at the cost of the pools.
+
+        Its file has all that they hold.
+        """
         recent = self.shape.in_chunks(n_tokens) - self.layers[0].first
-        if recent > self.layers[0].k_buffer.shape[1]:
+        if self.tiering.budget(self.shape) is not None and recent > self.layers[0].k_buffer.shape[1]:
             smaller = self.tiering.pools(self.shape, recent)
             for pool, old in zip(smaller, archive.pools, strict=True):
                 pool.traffic = old.traffic
             archive.pools = smaller
+        for layer in self.layers:
+            layer.reserve(n_tokens, 0)
 
     def _outgrow(self, layer: LayerCache, archive: Archive) -> None:
         """Let a layer's buffers hold recent tokens alone, and the archive the others."""

@@ -56,6 +56,7 @@ class Cuda(Mover):
         return torch.empty(shape, dtype=dtype, device=self.device), torch.empty(shape, dtype=dtype, device=self.device)
 
     def put(self, k: Tensor, v: Tensor, slots: NDArray[np.int64], new_k: Tensor, new_v: Tensor) -> None:
+        """Behind what still reads the slots; `wait` before they are read. Bytes: one contiguous copy of the pages."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))  # what still reads the slots, or writes `new`
         with torch.cuda.stream(self.stream):
             index = torch.from_numpy(slots).to(self.device, non_blocking=True)

@@ -110,33 +110,28 @@ class RowFile:
         found = torch.empty(len(first), size, *self.row_shape, dtype=self.dtype)
         if not found.numel():
             return found
-        waiting = [span for span in self._spans(first, size) if not self._fill(found, first, span, AT_HAND)]
+        data = memoryview(found.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        page = size * self.row_bytes
+        parts = [(data[a * page : b * page], int(first[a])) for a, b in _runs(first, size, max(1, AT_A_TIME // page))]
+        waiting = [part for part in parts if not self._fill(*part, AT_HAND)]
         shares = [waiting[i::READERS] for i in range(min(READERS, len(waiting)))]
-        list(_readers().map(lambda share: [self._fill(found, first, span) for span in share], shares))
+        list(_readers().map(lambda share: [self._fill(*part) for part in share], shares))
         self._check(found.flatten(0, 1), (torch.from_numpy(first)[:, None] + torch.arange(size)).flatten())
         return found
 
-    def _spans(self, first: Numbers, size: int) -> list[tuple[int, int]]:
-        """Pages `a..b-1` that lie side by side in the file, and are not too many to be read in one go."""
-        most = max(1, AT_A_TIME // (size * self.row_bytes))
-        borders = [0, *(np.flatnonzero(np.diff(first) != size) + 1).tolist(), len(first)]
-        return [(at, min(at + most, b)) for a, b in pairwise(borders) for at in range(a, b, most)]
-
-    def _fill(self, found: Tensor, first: Numbers, span: tuple[int, int], flags: int = 0) -> bool:
-        """Read pages `a..b-1` of `found [n, size, …]`; whether they came: with `AT_HAND` the disk is not waited for."""
-        data = memoryview(found.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-        page = len(data) // len(found)
-        left, offset = data[span[0] * page : span[1] * page], self._start + int(first[span[0]]) * self.row_bytes
-        while left:
+    def _fill(self, data: memoryview, row: int, flags: int = 0) -> bool:
+        """Read from a row on; whether it came: with `AT_HAND` the disk is not waited for."""
+        offset = self._start + row * self.row_bytes
+        while data:
             try:
-                n = os.preadv(self._descriptor, [left], offset, flags)
+                n = os.preadv(self._descriptor, [data], offset, flags)
             except OSError as error:
                 if flags and error.errno in (errno.EAGAIN, errno.EOPNOTSUPP):
                     return False
                 raise DataError(f"cannot read {self.name}: {error.strerror}") from error
             if n == 0:
                 raise DataError(f"{self.name} was cut short since it was opened; prefill the text again")
-            left, offset = left[n:], offset + n
+            data, offset = data[n:], offset + n
         return True
 
     def _check(self, found: Tensor, rows: Tensor) -> None:
@@ -219,6 +214,12 @@ class SpillFile(RowFile):
             except OSError as error:
                 failure = error
         raise unwritable(self.name, failure) from failure
+
+
+def _runs(first: Numbers, size: int, most: int) -> list[tuple[int, int]]:
+    """Pages `a..b-1` that lie side by side in the file, at most `most` of them."""
+    borders = [0, *(np.flatnonzero(np.diff(first) != size) + 1).tolist(), len(first)]
+    return [(at, min(at + most, b)) for a, b in pairwise(borders) for at in range(a, b, most)]
 
 
 @cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -33,22 +35,20 @@ class Stacked(RowFile):
         self.top.write(first - self.base.n_rows, rows)
 
     def read(self, rows: Tensor) -> Tensor:
-        flat = rows.reshape(-1)
-        above = flat >= self.base.n_rows
-        if not above.any():
-            return self.base.read(rows)
-        found = torch.empty(len(flat), *self.row_shape, dtype=self.dtype)
-        found[~above] = self.base.read(flat[~above])
-        found[above] = self.top.read(flat[above] - self.base.n_rows)
+        found = self._of_both(rows.reshape(-1), lambda file, some: file.read(some))
         return found.view(*rows.shape, *self.row_shape)
 
     def read_pages(self, first: Numbers, size: int) -> Tensor:
-        above = first >= self.base.n_rows
+        return self._of_both(torch.from_numpy(first), lambda file, some: file.read_pages(some.numpy(), size))
+
+    def _of_both(self, index: Tensor, read: Callable[[RowFile, Tensor], Tensor]) -> Tensor:
+        """What `read` finds from the rows `index [n]` on, `[n, …]`, wherever they are."""
+        above = index >= self.base.n_rows
         if not above.any():
-            return self.base.read_pages(first, size)
-        found = torch.empty(len(first), size, *self.row_shape, dtype=self.dtype)
-        found[~above] = self.base.read_pages(first[~above], size)
-        found[above] = self.top.read_pages(first[above] - self.base.n_rows, size)
+            return read(self.base, index)
+        new = read(self.top, index[above] - self.base.n_rows)
+        found = new.new_empty(len(index), *new.shape[1:])
+        found[~above], found[above] = read(self.base, index[~above]), new
         return found
 
     def flush(self) -> None:

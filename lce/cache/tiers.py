@@ -116,8 +116,8 @@ class Archive:
             rounds = [np.arange(len(there))] if len(there) else []
         else:
             missing = np.flatnonzero(~there)
-            turns = [missing[some] for some in slices(len(missing), max(1, self.room // 4))]
-            rounds = [np.flatnonzero(there), *turns] if there.any() else turns
+            rounds = [np.flatnonzero(there)[some] for some in slices(int(there.sum()), self.room)]
+            rounds += [missing[some] for some in slices(len(missing), max(1, self.room // 4))]
         for some in rounds:
             slots = self.bring((lanes[some], chunks[some]))
             pool.mover.wait(slots)

@@ -68,8 +68,8 @@ class Attention:
         rows = placed.reshape(-1, q.shape[-1])  # [A, D], A = H * T * K
         out, lse = torch.zeros_like(rows), rows.new_full(rows.shape[:1], -torch.inf, dtype=torch.float32)
         for table, k, v in chunks:  # every choice is served in one round alone
-            keys, values = _in_a_row(k), _in_a_row(v)
-            self._dispatch(rows, _experts(chunk_ids, table, k, keys), keys[0], values[0], (out, lse))
+            keys, values, apart = _in_a_row(k, v)
+            self._dispatch(rows, _experts(chunk_ids, table, k, apart), keys, values, (out, lse))
         shape = (n_heads, n_queries, n_choices)
         return _merge_choices(out.view(*shape, q.shape[-1]), lse.view(shape))
 
@@ -88,7 +88,7 @@ def merge(parts: Sequence[Part]) -> Tensor:
     return combine(list(parts))[0] if len(parts) > 1 else parts[0][0]
 
 
-def _in_a_row(k: Tensor) -> tuple[Tensor, int, int]:
+def _in_a_row(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
     """Chunks `[P, M, L, D]` as one list `[E, L, D]`, a view where they lie evenly in memory.
 
     Also how far apart in the list two heads' chunks are, and two chunks of a head.
@@ -96,16 +96,17 @@ def _in_a_row(k: Tensor) -> tuple[Tensor, int, int]:
     n_heads, n_chunks = k.shape[:2]
     by_head, by_chunk = (stride if n > 1 else 0 for stride, n in zip(k.stride(), k.shape[:2], strict=False))
     step = math.gcd(by_head, by_chunk)
-    if not n_chunks or step < k.shape[2] * k.shape[3]:
-        return k.flatten(0, 1), n_chunks, 1
+    if not n_chunks or k.stride() != v.stride() or step < k.shape[2] * k.shape[3]:
+        return k.flatten(0, 1), v.flatten(0, 1), (n_chunks, 1)
     per_head, per_chunk = by_head // step, by_chunk // step
-    n = (n_heads - 1) * per_head + (n_chunks - 1) * per_chunk + 1
-    return k.as_strided((n, *k.shape[2:]), (step, *k.stride()[2:])), per_head, per_chunk
+    shape = ((n_heads - 1) * per_head + (n_chunks - 1) * per_chunk + 1, *k.shape[2:])
+    strides = (step, *k.stride()[2:])
+    return k.as_strided(shape, strides), v.as_strided(shape, strides), (per_head, per_chunk)
 
 
-def _experts(chunk_ids: Tensor, table: Tensor | None, k: Tensor, listed: tuple[Tensor, int, int]) -> Tensor:
+def _experts(chunk_ids: Tensor, table: Tensor | None, k: Tensor, apart: tuple[int, int]) -> Tensor:
     """The expert of each choice `[H, T, K]`, flat: its place in the list of a round's keys `k`, -1 if it is none."""
-    n_heads, n_chunks, (_, per_head, per_chunk) = len(chunk_ids), max(1, k.shape[1]), listed
+    n_heads, n_chunks, (per_head, per_chunk) = len(chunk_ids), max(1, k.shape[1]), apart
     kv_head = torch.arange(n_heads, device=chunk_ids.device) // (n_heads // (len(k) if table is None else len(table)))
     if table is None:
         expert = kv_head[:, None, None] * per_head + chunk_ids * per_chunk

@@ -121,6 +121,7 @@ class Torch(Backend):
         return out, _heads_last(lse, rep).reshape(groups, n_queries, rep).transpose(1, 2)
 
     def grouped(self, q: Tensor, counts: Tensor, order: Tensor, k: Tensor, v: Tensor, into: Part) -> None:
+        """On a GPU one variable-length call over the keys where they lie. Bytes: two copies of the queries."""
         if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
             super().grouped(q, counts, order, k, v, into)
             return
@@ -153,6 +154,7 @@ class Flash(Torch):
         return out.transpose(1, 2), lse
 
     def grouped(self, q: Tensor, counts: Tensor, order: Tensor, k: Tensor, v: Tensor, into: Part) -> None:
+        """On a GPU one variable-length call over the keys where they lie. Bytes: two copies of the queries."""
         if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
             super().grouped(q, counts, order, k, v, into)
             return

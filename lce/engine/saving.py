@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -74,7 +73,9 @@ def save(
     draft = Draft.create(draft_path(path), layout)
     try:
         write_rows(cache, draft.rows)
-        draft.finish(path, _small(cache, token_ids, logits), _manifest(cache, identity, layout, announced))
+        draft.finish(
+            path, _small(cache, token_ids, logits), _manifest(cache, identity, layout, announced, text_hash(token_ids))
+        )
     except BaseException:
         draft.discard()
         raise
@@ -109,7 +110,7 @@ class Sitting:
         self.path = path
         self.identity = identity
         self.part, self.state = _part(path), _state(path)
-        self.text = hashlib.sha256(json.dumps(list(token_ids)).encode()).hexdigest()
+        self.text = text_hash(token_ids)
         self.layout = Layout(tiering.pages(shape), len(token_ids))
         self.announced = announced
         self.logits: Tensor | None = None
@@ -147,15 +148,15 @@ class Sitting:
         write_rows(self.cache, self.draft.rows, self.n_written)
         self.draft.rows.flush()
         small = _small(self.cache, token_ids[: self.cache.length], logits)
-        manifest = _manifest(self.cache, self.identity, self.layout, self.announced)
-        said = json.dumps({**manifest, "text": self.text, "digest": digest(small)})
+        manifest = _manifest(self.cache, self.identity, self.layout, self.announced, self.text)
+        said = json.dumps({**manifest, "digest": digest(small)})
         write_whole(self.state, as_safetensors({k: x.contiguous() for k, x in small.items()}, {"lce": said}))
         self.n_written = self.cache.length
 
     def finish(self, token_ids: Sequence[int], logits: Tensor | None) -> None:
         """Be the context file `path`."""
         write_rows(self.cache, self.draft.rows, self.n_written)
-        manifest = _manifest(self.cache, self.identity, self.layout, self.announced)
+        manifest = _manifest(self.cache, self.identity, self.layout, self.announced, self.text)
         self.draft.finish(self.path, _small(self.cache, token_ids, logits), manifest)
         self.state.unlink(missing_ok=True)
 
@@ -186,6 +187,8 @@ def _saved(
             len(ids), int(manifest["room"])
         ):
             raise ValueError
+        if not own and manifest["text"] != text_hash(ids):
+            raise ValueError
         cache = restored(shape, tiering, rows, n_read, small, own=own)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"{path} says of itself what is not so; {REMEDY}") from error
@@ -198,13 +201,19 @@ def _small(cache: KVCache, token_ids: Sequence[int], logits: Tensor | None) -> d
     return known if logits is None else {**known, "logits": logits}
 
 
-def _manifest(cache: KVCache, identity: Identity, layout: Layout, announced: int) -> dict[str, Any]:
+def text_hash(token_ids: Sequence[int]) -> str:
+    """What tells one text from another."""
+    return digest({"tokens": torch.tensor(token_ids, dtype=torch.int32)})
+
+
+def _manifest(cache: KVCache, identity: Identity, layout: Layout, announced: int, text: str) -> dict[str, Any]:
     from lce import __version__
 
     return {
         "format": FORMAT,
         "lce": __version__,
         "identity": dataclasses.asdict(identity),
+        "text": text,
         "pages": page_facts(layout.pages),
         "room": layout.n_tokens,
         "read": cache.length,

@@ -119,7 +119,7 @@ class Branch:
         seen = np.zeros_like(wanted)
         for table, k, v in self.archive.rounds(layer, wanted):
             here = table >= 0
-            assert 0 < here.sum() <= max(self.archive.room, held.sum())  # slots kept for pinned pages may hold others
+            assert 0 < here.sum() <= self.archive.room
             assert not (seen & here).any()
             seen |= here
             groups, chunks = np.nonzero(here)
@@ -320,6 +320,15 @@ def traffic(branch: Branch) -> list[tuple[int, int, int, int]]:
     size = branch.archive.shape.n_bytes
     tiers = [*(pool.traffic for pool in branch.archive.pools), branch.archive.disk]
     return [(t.hits, t.misses, t.bytes_in // size, t.bytes_out // size) for t in tiers]
+
+
+def test_a_round_is_no_larger_than_the_room_even_of_pages_in_slots_kept_for_pinned_ones(tmp_path: Path) -> None:
+    shape = page_shape(N_HEADS)
+    file = SpillFile(tmp_path, shape.row_shape, shape.dtype)
+    branch = Branch(Archive(shape, make_pools("memory, file", shape, 1 + N_LAYERS), file, n_pinned=1))
+    branch.add(1, chunks_of(5))
+    assert branch.held(1).sum() > branch.archive.room + 1
+    branch.rounds(1, np.array([[False, False, False, True, True]]))
 
 
 def test_counters_of_memory_over_a_file(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_an_opened_context_grows_within_its_budget_or_is_refused_before_work(
     bounded, answered, refused = lce.load(tiny_model, engine.method, block=BLOCK, kv_host_budget=budget), 0, 0
     context, truth = bounded.open_context(document), engine.open_context(document)
     for seed in range(12):
-        question, before = tokens(40, seed), context.token_ids
+        question, before = tokens(40, seed), list(context.token_ids)
         if refused:  # it only grows
             with pytest.raises(CapacityError, match="--spill-dir"):
                 bounded.generate(question, context=context, max_tokens=10)
@@ -224,6 +224,21 @@ def test_an_altered_byte_is_an_error_or_not_needed(document: Path, engine: lce.E
         except DataError:
             refused += 1
     assert refused > 20
+
+
+def test_the_manifest_names_the_text(document: Path, engine: lce.Engine, tmp_path: Path) -> None:
+    """The same for the same tokens, however they were read; another one is not believed."""
+    engine.prefill_file(tokens(300), tmp_path / "same.lce")
+    engine.prefill(tokens(301)).save(tmp_path / "other.lce")
+    text, same, other = (
+        open_snapshot(path).manifest["text"] for path in (document, tmp_path / "same.lce", tmp_path / "other.lce")
+    )
+    assert same == text != other
+    with changed(document, tmp_path) as (path, data):
+        at = data.index(text.encode())
+        data[at : at + 64] = other.encode()
+    with pytest.raises(DataError, match="what is not so"):
+        engine.open_context(path)
 
 
 def test_every_key_and_value_is_guarded(document: Path, tiny_model: Path, tmp_path: Path) -> None:
