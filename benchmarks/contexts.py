@@ -20,9 +20,9 @@ from pathlib import Path
 from vs_transformers import SHAPES, machine, make_checkpoint, peak_memory
 
 import lce
-from lce.options import knobs_of, pairs
-from lce.report import memory_text
 from lce.sizes import size_text
+from lce.terminal.options import knobs_of, pairs
+from lce.terminal.report import memory_text
 
 
 def main() -> None:

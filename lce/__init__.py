@@ -16,12 +16,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from lce import methods
-    from lce.engine.capacity import Plan
     from lce.engine.context import Context
     from lce.engine.decode import Generation, Piece, Stats, Stream
     from lce.engine.engine import Engine
-    from lce.engine.loading import load
-    from lce.engine.plan import plan
+    from lce.engine.loading import load, plan
+    from lce.engine.planning import Plan
     from lce.engine.sampling import Sampling
     from lce.engine.trace import Trace
     from lce.errors import CapacityError, DataError, LceError, ModelError, UsageError
@@ -37,7 +36,7 @@ _HOMES = {
     "Method": "lce.methods.base",
     "ModelError": "lce.errors",
     "Piece": "lce.engine.decode",
-    "Plan": "lce.engine.capacity",
+    "Plan": "lce.engine.planning",
     "Sampling": "lce.engine.sampling",
     "SelectiveMethod": "lce.methods.base",
     "Stats": "lce.engine.decode",
@@ -45,7 +44,7 @@ _HOMES = {
     "Trace": "lce.engine.trace",
     "UsageError": "lce.errors",
     "load": "lce.engine.loading",
-    "plan": "lce.engine.plan",
+    "plan": "lce.engine.loading",
 }
 
 __all__ = [

@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 import click
 
 import lce
-from lce import options, report
 from lce.errors import CapacityError, UsageError
-from lce.exits import INTERRUPTED, Root, leave_interrupted, prepare_streams
+from lce.terminal import options, report
+from lce.terminal.exits import INTERRUPTED, Root, leave_interrupted, prepare_streams
 
 
 def main() -> NoReturn:
@@ -196,7 +196,7 @@ def calibrate(
     Writes their maps to --out and prints, for each layer, the share of the best tokens that they find in text that was
     held out, beside that of PCA. Interrupted, it goes on where it was when the same command is run again.
     """
-    from lce.eval.calibration import Calibration, calibrate
+    from lce.calibrate import Calibration, calibrate
 
     learning = Calibration(low_dim=low_dim, tokens=tokens, epochs=epochs, batch=batch, lr=lr, seed=seed)
     text = options.read_text(text_file)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from lce.attention.attention import Attention
 from lce.cache.kv import KVCache
 from lce.cache.tiering import CacheShape, Tiering
-from lce.engine.attention import Attention
 from lce.methods import Method, Step
 from lce.models.config import RopeConfig
 from lce.models.rope import Rope

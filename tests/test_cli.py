@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 import lce
-from lce import cli, options, report
+from lce import cli
 from lce.errors import LceError, UsageError
+from lce.terminal import options, report
 from tests.checkpoints import TINY
 from tests.command import PROMPT, assert_error, run, spawn
 

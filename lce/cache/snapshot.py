@@ -27,7 +27,7 @@ from lce.cache.pool import PageShape
 from lce.cache.rows import Numbers, RowFile, write_at
 from lce.errors import DataError
 from lce.files import lock, map_copy, sync_folder, unwritable
-from lce.weights.safetensors_header import Damaged, TensorInfo, read_all
+from lce.weights.header import Damaged, TensorInfo, read_all
 
 FORMAT = "lce context 1"
 REMEDY = "prefill the text again"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from lce.cache.pool import Traffic
 from lce.engine.context import Context
 from lce.engine.sampling import Sampler, Sampling
-from lce.weights.tokenizer import Tokenizer
+from lce.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lce.attention.attention import Attention
 from lce.cache.kv import KVCache
 from lce.cache.tiering import Budgets, CacheShape, Tiering
-from lce.engine.attention import Attention
-from lce.engine.capacity import Planner
 from lce.engine.context import Context
 from lce.engine.decode import Generation, Piece, Stats, Stream, decode
+from lce.engine.planning import Planner
 from lce.engine.prefill import Progress, Reader, blocks
 from lce.engine.sampling import Sampling
 from lce.engine.saving import Identity, Sitting, open_saved
@@ -27,8 +27,8 @@ from lce.methods.base import Method
 from lce.models.config import RopeConfig
 from lce.models.llama import Llama
 from lce.models.rope import Rope
+from lce.tokenizer.tokenizer import Tokenizer, checked_ids
 from lce.weights.checkpoint import Checkpoint
-from lce.weights.tokenizer import Tokenizer, checked_ids
 
 
 class Engine:

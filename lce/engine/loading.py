@@ -1,17 +1,19 @@
-"""Loading: from a folder and a few options to an engine."""
+"""From a folder and a few options to an engine, or to a plan of what a context will take."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from lce.cache.tiering import Budgets
-from lce.engine.attention import Attention
+from lce.attention.attention import Attention
+from lce.cache.tiering import Budgets, CacheShape, Tiering
 from lce.engine.engine import Engine
-from lce.engine.memory import keep_freed_memory
+from lce.engine.planning import Plan, Planner
 from lce.errors import UsageError, nearest
 from lce.methods.base import Method
 from lce.methods.registry import make
@@ -19,8 +21,9 @@ from lce.methods.step import Surroundings
 from lce.models.config import ROPE_KINDS, ModelConfig, RopeConfig
 from lce.models.llama import IGNORED, Llama, weight_specs
 from lce.sizes import in_bytes
+from lce.system import keep_freed_memory
+from lce.tokenizer.tokenizer import Tokenizer
 from lce.weights.checkpoint import Checkpoint
-from lce.weights.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEMO = Path(__file__).parent.parent / "models" / "demo"
@@ -76,6 +79,46 @@ def load(
         checkpoint=checkpoint,
         budgets=budgets_of(kv_device_budget, kv_host_budget, spill_dir),
     )
+
+
+def plan(
+    model: str | Path,
+    method: str | Method = "full",
+    *,
+    tokens: int,
+    device: str = "auto",
+    dtype: str = "auto",
+    block: int | None = None,
+    window: int | None = None,
+    kv_device_budget: int | str | None = None,
+    kv_host_budget: int | str | None = None,
+    spill_dir: str | Path | None = None,
+) -> Plan:
+    """What a context of `tokens` tokens will take of each tier, and the longest that fits; options as of `load`.
+
+    Only config.json is read, not the weights, which the plan counts in. `dtype` "auto" is the one that config.json
+    announces, float32 where it announces none. A method that learns from a file is planned as if it had it.
+    """
+    folder = DEMO if str(model) == "demo" else Path(model)
+    config = ModelConfig.from_folder(folder)
+    if tokens < 1:
+        raise UsageError(f"tokens is {tokens}; expected 1 or more")
+    check_sizes(block, window)
+    surroundings = Surroundings(config.published, folder, lambda: Checkpoint.open(folder).fingerprint())
+    chosen = (make(method) if isinstance(method, str) else method).unlearned()
+    chosen = chosen.for_model(surroundings).resolve(window or config.window)
+    shape = CacheShape(
+        n_layers=config.n_layers,
+        n_kv_heads=config.n_kv_heads,
+        head_dim=config.head_dim,
+        chunk_size=chosen.cache_chunk,
+        dtype=dtype_of(dtype, partial(DTYPES.__getitem__, config.dtype or "float32")),
+        device=device_of(device),
+    )
+    budgets = budgets_of(kv_device_budget, kv_host_budget, spill_dir)
+    tiering = Tiering.of(budgets, chosen, block or chosen.block)
+    weights = sum(math.prod(spec.shape) for spec in weight_specs(config).values()) * shape.dtype.itemsize
+    return Planner.of(shape, config.n_heads, chosen, tiering, weights).plan(tokens)
 
 
 def check_sizes(block: int | None, window: int | None) -> None:

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lce.engine.attention import Attention
+from lce.attention.attention import Attention
 from lce.engine.context import Context
 from lce.engine.saving import Identity
 from lce.methods.base import Method

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lce.attention.attention import Attention
 from lce.cache.kv import KVCache
 from lce.cache.tiering import CacheShape
-from lce.engine.attention import Attention
 from lce.errors import UsageError
 from lce.methods.base import Method
 from lce.methods.step import Step

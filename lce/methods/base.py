@@ -13,10 +13,10 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from lce.attention.attention import merge
 from lce.cache.growth import recent_keys, summary_rows, table_bytes
 from lce.cache.layer import LayerCache
 from lce.cache.tiering import CacheShape
-from lce.engine.attention import merge
 from lce.errors import UsageError
 from lce.methods.parts import keep_recent, within_chunk
 from lce.methods.step import Step, Surroundings

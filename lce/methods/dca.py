@@ -9,8 +9,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from lce.attention.attention import merge
 from lce.cache.layer import LayerCache
-from lce.engine.attention import merge
 from lce.errors import ModelError, UsageError
 from lce.methods.base import Method
 from lce.methods.parts import over

@@ -10,13 +10,13 @@ from typing import ClassVar, Literal, Self, cast
 import torch
 from torch import Tensor
 
+from lce.attention.attention import merge
 from lce.cache.growth import token_rows
 from lce.cache.layer import LayerCache
-from lce.cache.lowdim import LowDimMaps, block_scores, first_best, principal, side_by_side, spread, usable
 from lce.cache.stores import TokenRows
 from lce.cache.tiering import CacheShape
-from lce.engine.attention import merge
 from lce.methods.base import LocalMethod
+from lce.methods.lowdim import LowDimMaps, block_scores, first_best, principal, side_by_side, spread, usable
 from lce.methods.parts import near
 from lce.methods.registry import register
 from lce.methods.step import Step, Surroundings

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lce.attention.attention import merge
+from lce.attention.backends import band
 from lce.cache.growth import summary_rows
 from lce.cache.layer import LayerCache
 from lce.cache.stores import RecentKeys
 from lce.cache.tiering import CacheShape
-from lce.engine.attention import merge
-from lce.engine.backends import band
 from lce.methods.base import LocalMethod
 from lce.methods.parts import RECENT, behind, near
 from lce.methods.registry import register

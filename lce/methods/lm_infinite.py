@@ -9,9 +9,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from lce.attention.attention import merge
+from lce.attention.backends import Part
 from lce.cache.layer import LayerCache
-from lce.engine.attention import merge
-from lce.engine.backends import Part
 from lce.methods.base import LocalMethod
 from lce.methods.parts import behind, near, side_by_side
 from lce.methods.registry import register

@@ -11,9 +11,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from lce.attention.backends import Part, combine
 from lce.cache.layer import LayerCache
 from lce.cache.stores import RecentKeys
-from lce.engine.backends import Part, combine
 from lce.methods.step import Step
 from lce.models.rope import rotate
 

@@ -7,8 +7,8 @@ from typing import Self
 
 from torch import Tensor
 
+from lce.attention.attention import merge
 from lce.cache.layer import LayerCache
-from lce.engine.attention import merge
 from lce.methods.base import LocalMethod
 from lce.methods.parts import behind, near
 from lce.methods.registry import register

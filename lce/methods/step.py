@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lce.engine.attention import Attention
+from lce.attention.attention import Attention
 from lce.models.rope import Rope, Table
 
 

@@ -7,8 +7,8 @@ from typing import Self
 
 from torch import Tensor
 
+from lce.attention.attention import merge
 from lce.cache.layer import LayerCache
-from lce.engine.attention import merge
 from lce.methods.base import Method
 from lce.methods.parts import behind, over
 from lce.methods.registry import register

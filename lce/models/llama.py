@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lce.models.config import ModelConfig
-from lce.models.linear import linear, rms_norm
+from lce.models.layers import linear, rms_norm
 from lce.weights.checkpoint import WeightSpec
 
 # The attention hook: (layer, q [H, T, D], k [G, T, D], v [G, T, D]), all unrotated, to [H, T, D].

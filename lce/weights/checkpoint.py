@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lce.errors import CapacityError, ModelError
 from lce.files import map_copy
-from lce.weights.safetensors_header import (
+from lce.weights.header import (
     LARGEST_HEADER,
     TensorInfo,
     damaged,

@@ -20,13 +20,13 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lce.attention.attention import Attention
 from lce.cache.kv import KVCache
 from lce.cache.movers import Mover
 from lce.cache.pool import Numbers, Pages, PageShape, Pool, grid
 from lce.cache.rows import SpillFile
 from lce.cache.tiering import CacheShape, Tiering
 from lce.cache.tiers import Archive
-from lce.engine.attention import Attention
 from lce.errors import CapacityError
 from lce.methods import Step, make
 from lce.methods.base import Method

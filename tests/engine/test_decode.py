@@ -17,7 +17,7 @@ from lce.engine.decode import Generation, StopWatch, decode
 from lce.engine.sampling import Sampling
 from lce.models.config import RopeConfig
 from lce.models.rope import Rope
-from lce.weights.tokenizer import Tokenizer
+from lce.tokenizer.tokenizer import Tokenizer
 
 EOS = 1
 

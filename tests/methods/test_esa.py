@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import lce
-from lce.cache import lowdim
 from lce.errors import UsageError
-from lce.methods import ESA
+from lce.methods import ESA, lowdim
 from tests.running import cut, run, vectors
 
 WINDOW = 32

@@ -1,4 +1,4 @@
-"""The attention kernels behind `lce.engine.attention`, each with its log-sum-exp.
+"""The attention kernels behind `lce.attention.attention`, each with its log-sum-exp.
 
 A backend answers one question: G independent problems of R query heads that share keys,
 `q [G, R, T, D]`, `k v [G, N, D]` to `out [G, R, T, D]`, `lse [G, R, T]` (float32, natural logarithm). Causal means

@@ -18,7 +18,7 @@ import sentencepiece
 import tokenizers
 
 from lce.errors import ModelError
-from lce.weights.spelling import Spelling
+from lce.tokenizer.spelling import Spelling
 
 # A field written after a protobuf message overrides the one in it. This one says normalizer_spec.add_dummy_prefix = 0.
 _NO_SPACE_BEFORE = b"\x1a\x02\x18\x00"

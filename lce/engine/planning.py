@@ -13,9 +13,9 @@ from typing import Self
 
 import torch
 
+from lce import system
 from lce.cache.kv import KVCache
 from lce.cache.tiering import CacheShape, Tiering
-from lce.engine import room
 from lce.errors import CapacityError
 from lce.methods.base import Method
 from lce.sizes import size_text
@@ -191,9 +191,9 @@ class Planner:
 
 def available(shape: CacheShape, tiering: Tiering) -> dict[str, int | None]:
     """Bytes that each tier has left."""
-    found = {"device": room.memory(shape.device)}
+    found = {"device": system.free_memory(shape.device)}
     if shape.device.type != "cpu":
-        found["host"] = room.memory(torch.device("cpu"))
+        found["host"] = system.free_memory(torch.device("cpu"))
     if tiering.spill_dir is not None:
-        found["disk"] = room.disk(tiering.spill_dir)
+        found["disk"] = system.free_disk(tiering.spill_dir)
     return found

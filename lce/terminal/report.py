@@ -13,9 +13,9 @@ from lce.sizes import size_text
 
 if TYPE_CHECKING:
     from lce.cache.pool import Traffic
-    from lce.engine.capacity import Plan
+    from lce.calibrate import Recall
     from lce.engine.decode import Generation, Stats
-    from lce.eval.calibration import Recall
+    from lce.engine.planning import Plan
     from lce.eval.passkey import Score
     from lce.inspect.explain import Explanation
     from lce.methods.base import Method

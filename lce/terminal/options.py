@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from lce.errors import DataError, UsageError, nearest
-from lce.exits import DEBUG
+from lce.terminal.exits import DEBUG
 
 F = TypeVar("F", bound=Callable[..., Any])
 

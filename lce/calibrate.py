@@ -22,7 +22,12 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lce.cache.layer import LayerCache
-from lce.cache.lowdim import (
+from lce.engine.engine import Engine
+from lce.engine.loading import load
+from lce.errors import CapacityError, DataError, UsageError
+from lce.files import write_whole
+from lce.methods.full import Full
+from lce.methods.lowdim import (
     LowDimMap,
     LowDimMaps,
     block_scores,
@@ -31,11 +36,6 @@ from lce.cache.lowdim import (
     side_by_side,
     spread,
 )
-from lce.engine.engine import Engine
-from lce.engine.loading import load
-from lce.errors import CapacityError, DataError, UsageError
-from lce.files import write_whole
-from lce.methods.full import Full
 from lce.methods.step import Step
 from lce.models.rope import rotate
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lce.engine.attention import Attention, merge
+from lce.attention.attention import Attention, merge
 from lce.errors import UsageError
 
 BACKENDS = ("torch", "reference")

@@ -8,8 +8,8 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from lce.errors import DataError, LceError, ModelError
-from lce.weights.chat import choose_template, render_chat
-from lce.weights.tokenizer import Tokenizer
+from lce.tokenizer.chat import choose_template, render_chat
+from lce.tokenizer.tokenizer import Tokenizer
 
 LLAMA2 = """{% if messages[0]['role'] == 'system' %}
     {% set rest = messages[1:] %}{% set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lce.models.linear import linear
+from lce.models.layers import linear
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lce.attention.backends import Backend, Flash, Part, Reference, Torch, combine
 from lce.cache.tiering import Round
-from lce.engine.backends import Backend, Flash, Part, Reference, Torch, combine
 from lce.errors import UsageError, nearest
 
 BACKENDS: dict[str, type[Backend]] = {"flash": Flash, "torch": Torch, "reference": Reference}

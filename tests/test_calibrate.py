@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import lce
-from lce.cache.lowdim import LowDimMaps
+import lce.calibrate as calibration
+from lce.calibrate import Calibration, calibrate
 from lce.errors import CapacityError, DataError, UsageError
-from lce.eval import calibration
-from lce.eval.calibration import Calibration, calibrate
+from lce.methods.lowdim import LowDimMaps
 from tests.checkpoints import save_tiny
 from tests.command import assert_error, run
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lce.errors import ModelError
-from lce.weights.chat import choose_template
+from lce.tokenizer.chat import choose_template
 
 MAX_FILE_BYTES = 256 << 20  # the largest vocabularies in use are below 40 MiB
 

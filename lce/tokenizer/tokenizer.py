@@ -18,10 +18,10 @@ from operator import index
 from pathlib import Path
 
 from lce.errors import DataError, ModelError, UsageError
-from lce.weights.chat import render_chat
-from lce.weights.spelling import Spelling
-from lce.weights.tokenizer_files import TokenizerConfig, read_config, read_file
-from lce.weights.vocabulary import JsonVocabulary, SentencePieceVocabulary, Vocabulary
+from lce.tokenizer.chat import render_chat
+from lce.tokenizer.files import TokenizerConfig, read_config, read_file
+from lce.tokenizer.spelling import Spelling
+from lce.tokenizer.vocabulary import JsonVocabulary, SentencePieceVocabulary, Vocabulary
 
 
 class Detokenizer:

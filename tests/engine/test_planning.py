@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 import lce
+from lce import system
 from lce.cache.kv import KVCache
 from lce.cache.tiering import CacheShape, Tiering
-from lce.engine import room
-from lce.engine.capacity import Planner
+from lce.engine.planning import Planner
 from lce.engine.prefill import Reader
 from lce.errors import CapacityError, UsageError
 from lce.methods import Full, LongHeads
@@ -47,8 +47,8 @@ def buffers(cache: KVCache) -> int:
 
 def at_most(monkeypatch: pytest.MonkeyPatch, memory: int | None = None, disk: int | None = None) -> None:
     """A machine with so much room left, whatever is taken."""
-    monkeypatch.setattr(room, "memory", lambda device: memory)
-    monkeypatch.setattr(room, "disk", lambda folder: disk)
+    monkeypatch.setattr(system, "free_memory", lambda device: memory)
+    monkeypatch.setattr(system, "free_disk", lambda folder: disk)
 
 
 def test_every_method_is_planned() -> None:
@@ -230,7 +230,7 @@ def test_a_token_costs_no_look(
     monkeypatch.chdir(tmp_path)
     engine = lce.load(tiny_model, LongHeads(chunk_size=8), block=32, **options)
     looks = []
-    monkeypatch.setattr(room, "memory", lambda device: looks.append(device))
+    monkeypatch.setattr(system, "free_memory", lambda device: looks.append(device))
     engine.generate(ids(500), max_tokens=40)
     assert len(looks) == 1
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from lce.errors import DataError, LceError, ModelError, UsageError
-from lce.weights.tokenizer import Tokenizer
+from lce.tokenizer.tokenizer import Tokenizer
 
 LLAMA2 = Path(__file__).parents[3] / "shared" / "data" / "llama2_tokenizer.model"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -594,5 +594,5 @@ def test_a_vocabulary_without_the_texts_words(tmp_path: Path) -> None:
 
 
 def test_importing_it_is_light() -> None:
-    check = "import lce.weights.tokenizer, sys; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    check = "import lce.tokenizer.tokenizer, sys; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout == "[]\n"

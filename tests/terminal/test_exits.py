@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from lce import options
 from lce.errors import CapacityError, DataError, LceError, ModelError, UsageError
-from lce.exits import verdict
+from lce.terminal import options
+from lce.terminal.exits import verdict
 from tests.command import PROMPT, assert_error, run, spawn
 
 

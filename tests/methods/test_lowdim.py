@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lce.cache import lowdim
-from lce.cache.lowdim import LowDimMap, LowDimMaps, block_scores, first_best, principal, spread
 from lce.errors import CapacityError, DataError
+from lce.methods import lowdim
+from lce.methods.lowdim import LowDimMap, LowDimMaps, block_scores, first_best, principal, spread
 
 
 def maps(n_layers: int = 2) -> LowDimMaps:
