@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from lce.engine.sampling import Sampling
     from lce.engine.trace import Trace
     from lce.errors import CapacityError, DataError, LceError, ModelError, UsageError
-    from lce.methods.base import Method, SelectiveMethod
+    from lce.methods.base import Method
+    from lce.methods.selective import SelectiveMethod
 
 _HOMES = {
     "CapacityError": "lce.errors",
@@ -38,7 +39,7 @@ _HOMES = {
     "Piece": "lce.engine.decode",
     "Plan": "lce.engine.planning",
     "Sampling": "lce.engine.sampling",
-    "SelectiveMethod": "lce.methods.base",
+    "SelectiveMethod": "lce.methods.selective",
     "Stats": "lce.engine.decode",
     "Stream": "lce.engine.decode",
     "Trace": "lce.engine.trace",
