@@ -1,9 +1,10 @@
-"""Runs a method on given vectors, as the engine would, without a model."""
+"""Runs a method on plain tensors like `lce.methods.run`, with a cache of any budget and with passes that are discarded."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -11,9 +12,9 @@ from torch import Tensor
 from lce.attention.attention import Attention
 from lce.cache.kv import KVCache
 from lce.cache.tiering import CacheShape, Tiering
-from lce.methods import Method, Step
-from lce.models.config import RopeConfig
-from lce.models.rope import Rope
+from lce.methods import Driver, Method, Rope, RopeConfig
+from lce.methods.run import Attend
+from lce.methods.step import Note
 
 
 def vectors(seed: int, n_heads: int, n_kv_heads: int, n: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -35,16 +36,16 @@ def run(
     sliding_window: int | None = None,
     backend: str = "torch",
     scaling: RopeConfig | None = None,
-    note: Callable[[int, Tensor], None] | None = None,
+    note: Note | None = None,
     disturb: int = 0,
     pieces: tuple[int, int] | None = None,
     tiering: Tiering | None = None,
 ) -> Tensor:
     """The method's output `[H, N, D]` for a sequence fed in blocks of these sizes.
 
-    With `disturb`, so many other tokens are read and discarded before each block, and the cache is copied after it.
-    `pieces` is how many tokens make a chunk, where the method does not say, and how many are read in one go; `tiering`
-    where the cache may be.
+    With `disturb`, a block of that many other tokens fails before each block, and the cache is copied after it.
+    `pieces` is how many tokens make a chunk, where the method does not say, and how many are read in one go. `tiering`
+    is where the cache may be.
     """
     method = method.resolve(window)
     dim = q.shape[-1]
@@ -54,25 +55,28 @@ def run(
         shape = dataclasses.replace(shape, chunk_size=chunk, segment=pieces[1])
     cache = KVCache(shape, tiering=None if tiering is None else legal(tiering, shape, method, max(blocks)))
     rope = Rope(scaling or RopeConfig(), dim, window, q.shape[1])
-    attention = Attention.choose(backend)
+    driver = Driver(method, Attention.choose(backend), window, k.shape[0], sliding_window)
     outs, start = [], 0
     for size in blocks:
+        block = [x[:, start : start + size] for x in (q, k, v)]
         if disturb:
-            other = Step(start, start + disturb, rope, attention, window, k.shape[0], sliding_window)
             strange = [x[:, :1].expand(-1, disturb, -1) * 3 for x in (q, k, v)]
-            method.keep(strange[1], strange[2], cache.layers[0], other)
-            method.attend(strange[0], cache.layers[0], other)
-            cache.discard()
+            with suppress(Failed):
+                driver.forward(cache, rope, disturb, lambda attend, strange=strange: fail_after(attend, *strange))
             cache = cache.copy()
-        step = Step(start, start + size, rope, attention, window, k.shape[0], sliding_window, note)
-        span = slice(start, start + size)
-        cache.reserve(start + size)
-        method.keep(k[:, span], v[:, span], cache.layers[0], step)
-        outs.append(method.attend(q[:, span], cache.layers[0], step))
-        cache.commit()
+        outs.append(driver.forward(cache, rope, size, lambda attend, block=block: attend(0, *block), note))
         start += size
     assert start == q.shape[1]
     return torch.cat(outs, dim=1)
+
+
+class Failed(Exception):
+    """A model call that fails behind its last layer."""
+
+
+def fail_after(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    attend(0, q, k, v)
+    raise Failed
 
 
 def legal(tiering: Tiering, shape: CacheShape, method: Method, block: int) -> Tiering:
