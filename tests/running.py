@@ -1,10 +1,11 @@
-"""Runs a method on plain tensors like `lce.methods.run`, with a cache of any budget and with passes that are discarded."""
+"""Runs a method on plain tensors as `lce.methods.run` does, with any budget and with blocks that fail."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -60,22 +61,22 @@ def run(
     for size in blocks:
         block = [x[:, start : start + size] for x in (q, k, v)]
         if disturb:
-            strange = [x[:, :1].expand(-1, disturb, -1) * 3 for x in (q, k, v)]
             with suppress(Failed):
-                driver.forward(cache, rope, disturb, lambda attend, strange=strange: fail_after(attend, *strange))
+                driver.forward(cache, rope, disturb, partial(fail_behind, [x[:, :1] * 3 for x in (q, k, v)], disturb))
             cache = cache.copy()
-        outs.append(driver.forward(cache, rope, size, lambda attend, block=block: attend(0, *block), note))
+        outs.append(driver.attend(cache, rope, *block, note=note))
         start += size
     assert start == q.shape[1]
     return torch.cat(outs, dim=1)
 
 
 class Failed(Exception):
-    """A model call that fails behind its last layer."""
+    pass
 
 
-def fail_after(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    attend(0, q, k, v)
+def fail_behind(vectors: Sequence[Tensor], n_tokens: int, attend: Attend) -> None:
+    """A model call on the vectors of one token, repeated, that fails once its layer is done."""
+    attend(0, *(x.expand(-1, n_tokens, -1) for x in vectors))
     raise Failed
 
 

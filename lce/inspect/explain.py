@@ -25,14 +25,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lce.attention.attention import Attention
-from lce.cache.kv import KVCache
-from lce.cache.tiering import CacheShape
 from lce.errors import UsageError
-from lce.methods.base import Method
-from lce.methods.step import Step
-from lce.models.config import RopeConfig
-from lce.models.rope import Rope
+from lce.methods import Method, Rope, RopeConfig, run
 
 HEADS, KV_HEADS = 4, 2
 MOST_TOKENS = 512
@@ -124,15 +118,13 @@ class _OnePair(Rope):
     """RoPE that turns the first pair of dimensions and leaves all others as they are."""
 
     def __init__(self, head_dim: int, frequency: float) -> None:
-        self.config = RopeConfig()
-        self.head_dim = head_dim
-        self.scale = 1.0
-        self.inv_freq = torch.zeros(head_dim // 2, dtype=torch.float64)
+        super().__init__(RopeConfig(), head_dim, window=1)
+        self.inv_freq = torch.zeros_like(self.inv_freq)
         self.inv_freq[0] = frequency
 
 
 class _Bench:
-    """A resolved method, the vectors it is tried on, and what it makes of them when nothing turns."""
+    """A resolved method, the vectors it is run on, and its log-weights when nothing turns."""
 
     def __init__(self, method: Method, q: Tensor, k: Tensor, v: Tensor, window: int, block: int, head: int) -> None:
         self.method, self.window, self.block, self.head = method, window, block, head
@@ -140,25 +132,16 @@ class _Bench:
         self.rest = self.log_weights(q, k, 0.0)
         self.attended = self.rest > -torch.inf
 
-    @torch.inference_mode()
     def log_weights(self, q: Tensor, k: Tensor, frequency: float) -> Tensor:
         """The logarithm of each key's weight for each query, `[N, N]`; -inf where it is not attended."""
-        (n_kv_heads, n, dim), method = k.shape, self.method
-        cache = KVCache(CacheShape(1, n_kv_heads, dim, method.cache_chunk, k.dtype, k.device))
-        rope, attention = _OnePair(dim, frequency), Attention.choose("reference")
-        outs = []
-        for start in range(0, n, self.block):
-            span = slice(start, min(start + self.block, n))
-            step = Step(start, span.stop, rope, attention, self.window, n_kv_heads)
-            method.keep(k[:, span], self.v[:, span], cache.layers[0], step)
-            outs.append(method.attend(q[:, span], cache.layers[0], step)[self.head])
-            cache.commit()
-        weights = torch.cat(outs).double()
+        rope = _OnePair(q.shape[-1], frequency)
+        out = run(self.method, q, k, self.v, window=self.window, blocks=self.block, rope=rope, attention="reference")
+        weights = out[self.head].double()
         total = weights.sum(dim=-1)
         sees_nothing = total == 0
         if not (weights.ge(0).all() and (sees_nothing | ((total - 1).abs() < TOLERANCE)).all()):
             raise self.refusal("its output is no weighted mean of values")
-        return weights[:, :n].log()
+        return weights[:, : q.shape[1]].log()
 
     def answer(self, change: Change, frequency: float) -> Tensor:
         """By how much each log-weight changes with a change of the vectors, per unit of its size: `[N, N]`.

@@ -25,11 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Driver:
-    """Runs blocks of tokens through a model with a method behind its attention hook. Holds no state.
-
-    Example: for a model of one layer that is nothing but the hook, a block is
-    `driver.forward(cache, rope, q.shape[1], lambda attend: attend(0, q, k, v))`.
-    """
+    """Runs blocks of tokens through a model with a method behind its attention hook. Holds no state."""
 
     method: Method  # resolved
     attention: Attention
@@ -77,6 +73,10 @@ class Driver:
             raise
         return result
 
+    def attend(self, cache: KVCache, rope: Rope, q: Tensor, k: Tensor, v: Tensor, note: Note | None = None) -> Tensor:
+        """Append a block of `q [H, T, D]`, `k v [G, T, D]` to a cache of one layer; returns the output `[H, T, D]`."""
+        return self.forward(cache, rope, q.shape[1], lambda attend: attend(0, q, k, v), note)
+
 
 @torch.no_grad()
 def run(
@@ -105,16 +105,13 @@ def run(
     """
     _check_shapes(q, k, v, rope)
     method = (make(method) if isinstance(method, str) else method).resolve(window)
-    (n_kv_heads, n, dim), start, outs = k.shape, 0, []
+    n_kv_heads, n, dim = k.shape
     sizes = _block_sizes(method.block if blocks is None else blocks, n)
     rope = rope or Rope(RopeConfig(), dim, window, n)
     cache = KVCache(CacheShape(1, n_kv_heads, dim, method.cache_chunk, k.dtype, k.device))
     driver = Driver(method, Attention.choose(attention), window, n_kv_heads, sliding_window)
-    for size in sizes:
-        block = [x[:, start : start + size] for x in (q, k, v)]
-        outs.append(driver.forward(cache, rope, size, lambda attend, block=block: attend(0, *block), note))
-        start += size
-    return torch.cat(outs, dim=1)
+    parts = zip(q.split(sizes, dim=1), k.split(sizes, dim=1), v.split(sizes, dim=1), strict=True)
+    return torch.cat([driver.attend(cache, rope, *part, note=note) for part in parts], dim=1)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> None:
@@ -126,14 +123,12 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> None:
         raise UsageError(f"{shapes}; expected a multiple of {len(k)} query heads, not {len(q)}")
     if q.shape[2] % 2 or (rope is not None and rope.head_dim != q.shape[2]):
         raise UsageError(f"{shapes}; expected D to be {'even' if rope is None else f'{rope.head_dim}, as in rope'}")
-    kinds = {(str(x.dtype), str(x.device)) for x in (q, k, v)}
-    if len(kinds) > 1:
-        raise UsageError(
-            f"q, k and v differ: {', '.join(map(' on '.join, sorted(kinds)))}; expected one dtype and device"
-        )
+    kinds = [f"{x.dtype} on {x.device}" for x in (q, k, v)]
+    if len({*kinds}) > 1:
+        raise UsageError(f"q, k, v are {', '.join(kinds)}; expected one dtype and one device")
 
 
-def _block_sizes(blocks: int | Sequence[int], n_tokens: int) -> Sequence[int]:
+def _block_sizes(blocks: int | Sequence[int], n_tokens: int) -> list[int]:
     """The sizes of the blocks that `n_tokens` tokens are cut into."""
     if isinstance(blocks, int):
         if blocks < 1:
@@ -141,4 +136,4 @@ def _block_sizes(blocks: int | Sequence[int], n_tokens: int) -> Sequence[int]:
         return [min(blocks, n_tokens - start) for start in range(0, n_tokens, blocks)]
     if sum(blocks) != n_tokens or min(blocks, default=0) < 1:
         raise UsageError(f"blocks add up to {sum(blocks)}; expected sizes of 1 or more that add up to {n_tokens}")
-    return blocks
+    return list(blocks)
