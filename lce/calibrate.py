@@ -214,7 +214,7 @@ def _shared(basis: Tensor, engine: Engine) -> LowDimMap:
 
 
 def _exact(q: Tensor, engine: Engine) -> Tensor:
-    """Queries `[N, H·D]` summed over the heads of each KV head, `[N, G·D]`; exact scores are their products with keys."""
+    """Queries `[N, H·D]` summed over the heads of each KV head, `[N, G·D]`; exact scores are these times the keys."""
     config = engine.model.config
     summed: Tensor = q.unflatten(1, (config.n_kv_heads, -1, config.head_dim)).sum(dim=2)
     return summed.flatten(1)

@@ -238,7 +238,7 @@ def _layout(path: Path, tensors: Mapping[str, TensorInfo], manifest: Mapping[str
             int(said[name]) for name in ("n_layers", "n_groups", "heads", "chunk_size", "head_dim")
         )
         pages = PageShape(n_layers, n_groups, heads, size, dim, KINDS[said["dtype"]])
-        layout = Layout(pages, int(manifest["room"]))
+        layout = Layout(pages, int(manifest["capacity"]))
         fits = min(n_layers, n_groups, heads, size, dim, layout.n_tokens) > 0 and all(
             name in tensors
             and tensors[name].dtype == entry["dtype"]
@@ -249,7 +249,7 @@ def _layout(path: Path, tensors: Mapping[str, TensorInfo], manifest: Mapping[str
     except (KeyError, TypeError, ValueError, AttributeError):
         fits = False
     if not fits:
-        raise DataError(f"{path} says of itself what is not so; {REMEDY}")
+        raise DataError(f"{path}: its header contradicts its contents; {REMEDY}")
     return layout
 
 

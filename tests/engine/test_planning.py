@@ -16,9 +16,8 @@ from lce import system
 from lce.cache.kv import KVCache
 from lce.cache.tiering import CacheShape, Tiering
 from lce.engine.planning import Planner
-from lce.engine.prefill import Reader
 from lce.errors import CapacityError, UsageError
-from lce.methods import Full, LongHeads
+from lce.methods import Driver, Full, LongHeads
 from tests.checkpoints import TINY
 
 WINDOW = TINY["max_position_embeddings"]
@@ -155,13 +154,13 @@ def test_options_that_cannot_be_are_refused(values: dict[str, Any], message: str
         lce.plan(tiny_model, **values)
 
 
-def unread(*_: object) -> Any:
+def no_work(*_: object) -> Any:
     raise AssertionError("work was begun")
 
 
 def test_what_cannot_fit_is_refused_before_any_work(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = lce.load(tiny_model)
-    monkeypatch.setattr(Reader, "read", unread)
+    monkeypatch.setattr(Driver, "forward", no_work)
     at_most(monkeypatch, memory=256 * TOKEN + 100)
     told = "need 256.2 KiB of memory, and 128.1 KiB is available; the longest that fits is 256 tokens; .*--spill-dir"
     for work in (

@@ -172,7 +172,7 @@ def test_it_is_an_ordinary_safetensors_file(document: Path) -> None:
 
 def test_an_empty_context_is_not_saved(engine: lce.Engine, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="empty"):
-        engine._start(10).save(tmp_path / "c.lce")
+        engine._new_context(10).save(tmp_path / "c.lce")
 
 
 # What is refused
@@ -237,7 +237,7 @@ def test_the_manifest_names_the_text(document: Path, engine: lce.Engine, tmp_pat
     with changed(document, tmp_path) as (path, data):
         at = data.index(text.encode())
         data[at : at + 64] = other.encode()
-    with pytest.raises(DataError, match="what is not so"):
+    with pytest.raises(DataError, match="contradicts its contents"):
         engine.open_context(path)
 
 
@@ -268,7 +268,7 @@ def test_other_files_are_refused(document: Path, engine: lce.Engine, tiny_model:
     with pytest.raises(DataError, match="lce context 99"):
         engine.open_context(tmp_path / "next.lce")
     save_file(tensors, tmp_path / "said.lce", {"lce": '{"format": "lce context 1", "pages": 3}'})
-    with pytest.raises(DataError, match="what is not so"):
+    with pytest.raises(DataError, match="contradicts its contents"):
         engine.open_context(tmp_path / "said.lce")
 
 
