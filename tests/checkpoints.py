@@ -96,6 +96,12 @@ def _tokenizer() -> str:
     return library.to_str()
 
 
+def tokens(n: int, seed: int = 0) -> list[int]:
+    """Random token ids of the tiny vocabulary, none of them special."""
+    ids: list[int] = torch.randint(2, VOCAB, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return ids
+
+
 def _random(shape: tuple[int, ...], random: torch.Generator) -> Tensor:
     """A matrix that keeps the size of unit vectors of 64 about 1.6-fold; a vector (norm or bias) about 1."""
     noise = torch.randn(*shape, generator=random) * 0.2

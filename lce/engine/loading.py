@@ -1,4 +1,4 @@
-"""From a folder and a few options to an engine, or to a plan of what a context will take."""
+"""`load` and `plan`: from a model folder and a user's options to an engine, or to what a context would need."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from lce.attention.attention import Attention
 from lce.cache.tiering import Budgets, CacheShape, Tiering
-from lce.engine.engine import Engine
+from lce.engine.engine import Engine, EngineOptions
 from lce.engine.planning import Plan, Planner
 from lce.errors import UsageError, nearest
 from lce.methods.base import Method
@@ -48,10 +48,10 @@ def load(
 
     `method` is a name or an instance. `dtype` "auto" is the checkpoint's own. `block` tokens are prefilled in one
     step; None is what suits the method. `window` overrides the positions that the model is trusted on. `rope` and
-    `rope_factor` override the checkpoint's RoPE scaling. The budgets bound the keys and values of a context in either
-    kind of memory, in bytes or as "8GiB" (on the CPU they are one memory, and the smaller one counts); what does not
-    fit goes to a file in `spill_dir`, which is gone when the context is. Raises `ModelError` for a folder that cannot
-    be trusted, `UsageError` for options.
+    `rope_factor` override the checkpoint's RoPE scaling. The budgets bound the keys and values of a context in each
+    kind of memory, in bytes or as "8GiB"; on the CPU both are the same memory and the smaller one counts. Keys and
+    values beyond them go to a file in `spill_dir`, which is removed with the context. Raises `ModelError` for a folder
+    that is no valid model, and `UsageError` for options that cannot be used.
     """
     folder = DEMO if str(model) == "demo" else Path(model)
     config = ModelConfig.from_folder(folder)
@@ -63,22 +63,19 @@ def load(
         keep_freed_memory()
     checkpoint = Checkpoint.open(folder)
     surroundings = Surroundings(config.published, folder, checkpoint.fingerprint)
-    chosen = (make(method) if isinstance(method, str) else method).for_model(surroundings).resolve(window)
-    kind = dtype_of(dtype, checkpoint.dtype)
-    weights = checkpoint.load(weight_specs(config), dtype=kind, device=where, ignore=_ignored(config))
-    return Engine(
-        model=Llama(config, weights),
-        tokenizer=tokenizer,
-        method=chosen,
+    resolved = (make(method) if isinstance(method, str) else method).for_model(surroundings).resolve(window)
+    options = EngineOptions(
+        method=resolved,
         attention=Attention.choose(attention),
         device=where,
-        dtype=kind,
-        block=block or chosen.block,
+        dtype=dtype_of(dtype, checkpoint.dtype),
+        block=block or resolved.block,
         window=window,
         rope=_scaled(config.rope, rope, rope_factor),
-        checkpoint=checkpoint,
         budgets=budgets_of(kv_device_budget, kv_host_budget, spill_dir),
     )
+    weights = checkpoint.load(weight_specs(config), dtype=options.dtype, device=where, ignore=_ignored(config))
+    return Engine(Llama(config, weights), tokenizer, checkpoint, options)
 
 
 def plan(
@@ -94,10 +91,10 @@ def plan(
     kv_host_budget: int | str | None = None,
     spill_dir: str | Path | None = None,
 ) -> Plan:
-    """What a context of `tokens` tokens will take of each tier, and the longest that fits; options as of `load`.
+    """What a context of `tokens` tokens needs of each tier, and the longest that fits. Takes options of `load`.
 
-    Only config.json is read, not the weights, which the plan counts in. `dtype` "auto" is the one that config.json
-    announces, float32 where it announces none. A method that learns from a file is planned as if it had it.
+    Only config.json is read. The plan counts the weights by their shapes. `dtype` "auto" is the one in config.json,
+    float32 where it has none. A method that needs a file of learned maps is planned without the file.
     """
     folder = DEMO if str(model) == "demo" else Path(model)
     config = ModelConfig.from_folder(folder)
@@ -122,7 +119,7 @@ def plan(
 
 
 def check_sizes(block: int | None, window: int | None) -> None:
-    """Raises `UsageError` for a block or a window that cannot be."""
+    """Raise `UsageError` for a block or a window that is too small."""
     if block is not None and block < 1:
         raise UsageError(f"block is {block}; expected 1 or more tokens")
     if window is not None and window < 2:
@@ -130,7 +127,7 @@ def check_sizes(block: int | None, window: int | None) -> None:
 
 
 def budgets_of(device: int | str | None, host: int | str | None, spill_dir: str | Path | None) -> Budgets:
-    """Budgets as a user gives them. Raises `UsageError` for what is no size."""
+    """Budgets from a user's sizes. Raises `UsageError` for text that is no size."""
     return Budgets(
         None if device is None else in_bytes(device, "kv_device_budget"),
         None if host is None else in_bytes(host, "kv_host_budget"),
@@ -139,12 +136,12 @@ def budgets_of(device: int | str | None, host: int | str | None, spill_dir: str 
 
 
 def _ignored(config: ModelConfig) -> tuple[str, ...]:
-    """Published names that may stand in a checkpoint unread: a tied head is the embedding said twice."""
+    """Published names of tensors that are not loaded; a tied head is a second copy of the embedding."""
     return (*IGNORED, "lm_head.weight") if config.tied else IGNORED
 
 
 def device_of(name: str) -> torch.device:
-    """The device that a user names. Raises `UsageError` for one that is not here."""
+    """The device that a user names. Raises `UsageError` for one that this machine does not have."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -167,7 +164,7 @@ def dtype_of(name: str, own: Callable[[], torch.dtype]) -> torch.dtype:
 
 
 def _scaled(rope: RopeConfig, kind: str | None, factor: float | None) -> RopeConfig:
-    """The checkpoint's RoPE scaling with the user's choice on top."""
+    """The checkpoint's RoPE scaling, changed by the user's options."""
     if kind is not None and kind not in ROPE_KINDS:
         raise UsageError(f"unknown rope {kind!r}; {nearest(kind, ROPE_KINDS)}")
     if factor is not None and not factor >= 1:
