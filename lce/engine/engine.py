@@ -25,7 +25,7 @@ from lce.engine.trace import Trace
 from lce.errors import UsageError
 from lce.methods.base import Method
 from lce.models.config import RopeConfig
-from lce.models.llama import Llama
+from lce.models.layers import Model
 from lce.models.rope import Rope
 from lce.tokenizer.tokenizer import Tokenizer, checked_ids
 from lce.weights.checkpoint import Checkpoint
@@ -35,7 +35,7 @@ class Engine:
     """Reads and writes text with one model and one method. Never changes: all state is in contexts."""
 
     def __init__(
-        self, model: Llama, tokenizer: Tokenizer, method: Method, attention: Attention, device: torch.device,
+        self, model: Model, tokenizer: Tokenizer, method: Method, attention: Attention, device: torch.device,
         dtype: torch.dtype, block: int, window: int, rope: RopeConfig, checkpoint: Checkpoint, budgets: Budgets,
     ) -> None:  # fmt: skip
         self.model = model

@@ -18,8 +18,8 @@ from lce.errors import UsageError, nearest
 from lce.methods.base import Method
 from lce.methods.registry import make
 from lce.methods.step import Surroundings
-from lce.models.config import ROPE_KINDS, ModelConfig, RopeConfig
-from lce.models.llama import IGNORED, Llama, weight_specs
+from lce.models.config import ROPE_KINDS, RopeConfig
+from lce.models.registry import model_class, read_config
 from lce.sizes import in_bytes
 from lce.system import keep_freed_memory
 from lce.tokenizer.tokenizer import Tokenizer
@@ -54,7 +54,7 @@ def load(
     be trusted, `UsageError` for options.
     """
     folder = DEMO if str(model) == "demo" else Path(model)
-    config = ModelConfig.from_folder(folder)
+    config = read_config(folder)
     tokenizer = Tokenizer.from_folder(folder, config.vocab_size)
     check_sizes(block, window)
     window = window or config.window
@@ -65,9 +65,11 @@ def load(
     surroundings = Surroundings(config.published, folder, checkpoint.fingerprint)
     chosen = (make(method) if isinstance(method, str) else method).for_model(surroundings).resolve(window)
     kind = dtype_of(dtype, checkpoint.dtype)
-    weights = checkpoint.load(weight_specs(config), dtype=kind, device=where, ignore=_ignored(config))
+    family = model_class(config)
+    wanted = family.weights(config, checkpoint.tensors)
+    weights = checkpoint.load(wanted, dtype=kind, device=where, ignore=family.unread(config))
     return Engine(
-        model=Llama(config, weights),
+        model=family(config, weights),
         tokenizer=tokenizer,
         method=chosen,
         attention=Attention.choose(attention),
@@ -100,7 +102,7 @@ def plan(
     announces, float32 where it announces none. A method that learns from a file is planned as if it had it.
     """
     folder = DEMO if str(model) == "demo" else Path(model)
-    config = ModelConfig.from_folder(folder)
+    config = read_config(folder)
     if tokens < 1:
         raise UsageError(f"tokens is {tokens}; expected 1 or more")
     check_sizes(block, window)
@@ -117,7 +119,7 @@ def plan(
     )
     budgets = budgets_of(kv_device_budget, kv_host_budget, spill_dir)
     tiering = Tiering.of(budgets, chosen, block or chosen.block)
-    weights = sum(math.prod(spec.shape) for spec in weight_specs(config).values()) * shape.dtype.itemsize
+    weights = sum(math.prod(shape) for _, shape in model_class(config).weights(config).values()) * shape.dtype.itemsize
     return Planner.of(shape, config.n_heads, chosen, tiering, weights).plan(tokens)
 
 
@@ -136,11 +138,6 @@ def budgets_of(device: int | str | None, host: int | str | None, spill_dir: str 
         None if host is None else in_bytes(host, "kv_host_budget"),
         None if spill_dir is None else Path(spill_dir),
     )
-
-
-def _ignored(config: ModelConfig) -> tuple[str, ...]:
-    """Published names that may stand in a checkpoint unread: a tied head is the embedding said twice."""
-    return (*IGNORED, "lm_head.weight") if config.tied else IGNORED
 
 
 def device_of(name: str) -> torch.device:

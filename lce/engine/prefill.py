@@ -13,7 +13,7 @@ from lce.engine.context import Context
 from lce.engine.saving import Identity
 from lce.methods.base import Method
 from lce.methods.step import Step
-from lce.models.llama import Llama
+from lce.models.layers import Model
 
 Progress = Callable[[int, int], None]  # tokens read, tokens to read
 
@@ -22,7 +22,7 @@ class Reader:
     """Runs blocks through a model with a method behind its hook; holds no state of its own."""
 
     def __init__(
-        self, model: Llama, method: Method, attention: Attention, device: torch.device, window: int,
+        self, model: Model, method: Method, attention: Attention, device: torch.device, window: int,
         identify: Callable[[], Identity],
     ) -> None:  # fmt: skip
         self.model = model
@@ -66,7 +66,7 @@ class Reader:
             cache.reserve(step.stop)
             if len(ids) == 1:  # the next token chooses much as the last one did
                 cache.prefetch(0)
-            hidden = self.model(torch.tensor(ids, device=self.device), attend)
+            hidden = self.model(torch.tensor(ids, device=self.device), step.start, attend)
             logits = self.model.logits(hidden[-1:])[0]
         except BaseException:
             cache.discard()
