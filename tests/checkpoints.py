@@ -60,15 +60,20 @@ def save_by_transformers(folder: Path, config: Any, seed: int = 0, generation: M
 
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).eval()
-    random = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.copy_(_random(weight.shape, random))
+    randomise(model, seed)
     for key, value in (generation or {}).items():
         setattr(model.generation_config, key, value)
     model.save_pretrained(folder)
     save_tokenizer(folder)
     return model
+
+
+def randomise(model: Any, seed: int = 0) -> None:
+    """Random values for all weights of a module, biases and norms too."""
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(_random(weight.shape, random))
 
 
 def save_tokenizer(folder: Path) -> Path:

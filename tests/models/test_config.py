@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig
+from transformers import LlamaConfig, LlamaForCausalLM, Ministral3Config, MistralConfig, Qwen2Config, Qwen3Config
 
 from lce.errors import ModelError
 from lce.models.config import ModelConfig, RopeConfig
@@ -135,17 +135,38 @@ OPTIONAL = (
 )
 
 
-@pytest.mark.parametrize(("published", "theirs"), [(LLAMA_2, LlamaConfig), (MISTRAL, MistralConfig)])
+def named(config: Mapping[str, Any], model_type: str, architecture: str) -> dict[str, Any]:
+    return {**config, "model_type": model_type, "architectures": [architecture]}
+
+
+FAMILIES = [
+    (LLAMA_2, LlamaConfig),
+    (MISTRAL, MistralConfig),
+    (named(LLAMA_2, "qwen2", "Qwen2ForCausalLM"), Qwen2Config),
+    (named(LLAMA_2, "qwen3", "Qwen3ForCausalLM"), Qwen3Config),
+    (named(LLAMA_2, "ministral3", "Ministral3ForCausalLM"), Ministral3Config),
+]
+
+
+@pytest.mark.parametrize(("published", "theirs"), FAMILIES, ids=[theirs.model_type for _, theirs in FAMILIES])
 def test_missing_keys_take_the_defaults_of_transformers(tmp_path: Path, published: Any, theirs: Any) -> None:
     least = without(published, *OPTIONAL)
     config, expected = read(tmp_path, least), theirs(**least)
     assert config.n_kv_heads == expected.num_key_value_heads
-    assert config.head_dim == expected.head_dim
+    assert config.head_dim == getattr(expected, "head_dim", 4096 // 32)
     assert config.window == expected.max_position_embeddings
     assert config.norm_eps == expected.rms_norm_eps
-    assert config.rope == RopeConfig(theta=expected.rope_parameters["rope_theta"])
+    scaling = expected.rope_parameters
+    assert config.rope.theta == scaling["rope_theta"]
+    assert config.rope.kind == scaling["rope_type"].replace("default", "none")
+    for name in {"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"} & set(scaling):
+        assert getattr(config.rope, name) == scaling[name], name
+    assert config.rope.original_window == scaling.get("original_max_position_embeddings")
+    assert config.extra.get("query_beta") == scaling.get("llama_4_scaling_beta")
+    assert config.extra.get("query_length") == scaling.get("original_max_position_embeddings")
     assert config.sliding_window == getattr(expected, "sliding_window", None)
-    assert (config.bos_id, config.eos_ids) == (expected.bos_token_id, (expected.eos_token_id,))
+    ends = () if expected.eos_token_id is None else (expected.eos_token_id,)
+    assert (config.bos_id, config.eos_ids) == (expected.bos_token_id, ends)
     assert (config.tied, config.dtype) == (expected.tie_word_embeddings, None)
 
 
@@ -289,7 +310,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": None, "model_type": None}, "architectures is None; expected a supported one: LlamaForC"),
     (
         {"model_type": "gpt2"},
-        "model_type is 'gpt2'; expected a supported one: llama, ministral3, mistral, mistral3, qw",
+        "model_type is 'gpt2'; expected a supported one: llama, ministral3",
     ),
     ({"model_type": 3}, "model_type is 3; expected a string"),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; expected 'silu'"),
