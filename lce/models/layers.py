@@ -1,4 +1,4 @@
-"""What the families share: the operations on weights, a decoder layer's weights, and the transformer around the layers.
+"""What the families share: the model around its layers, one layer's weights, and the operations on them.
 
 A family declares its weights in two tables, one for the model and one for each layer. An entry maps our name to the
 published one and to the shape, written in the words of `_sizes`:
@@ -57,9 +57,10 @@ class Layer:
 
 
 class Model:
-    """Embedding, layers, norm, head. A family derives from it; the weights are views of the checkpoint, never written.
+    """Embedding, layers, norm, head. A family derives from it and declares the attributes below.
 
-    `defaults` are what transformers takes for the keys that a config.json of this family leaves out.
+    `defaults` holds transformers' values for keys that a config.json of this family may leave out. Weights may be
+    views of the checkpoint's file and are never written.
     """
 
     model_type: ClassVar[str]
@@ -78,7 +79,7 @@ class Model:
         self.head = weights.get("head", self.embed)
 
     def __call__(self, ids: Tensor, start: int, attend: Attend) -> Tensor:
-        """Token ids `[T]`, of the tokens from index `start` on, to the last layer's hidden states `[T, hidden]`."""
+        """Token ids `[T]` to the last layer's hidden states `[T, hidden]`; the first token has index `start`."""
         x = F.embedding(ids, self.embed)
         for layer in self.layers:
             x = layer(x, attend)
@@ -96,16 +97,16 @@ class Model:
 
     @classmethod
     def configure(cls, config: ModelConfig, fields: Fields) -> ModelConfig:
-        """`config`, in which all that families share is read, with what this family reads in its own way."""
+        """Adds to `config` what this family reads in its own way; the shared keys are already in it."""
         return config
 
     @classmethod
     def weights(cls, config: ModelConfig, stored: Collection[str] = ()) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Every weight of the model: our name to the published name and the shape.
 
-        A product in `config.biases` has a bias beside its weight: `q_bias`, published as `self_attn.q_proj.bias`. A
-        config may tie the head to the embedding although the checkpoint has a head of its own, among the names in
-        `stored`; the stored head is used then, as in transformers.
+        A product in `config.biases` has a bias beside its weight: `q_bias`, published as `self_attn.q_proj.bias`.
+        `stored` are the names in the checkpoint. If the config ties the head to the embedding, but the checkpoint
+        stores a head all the same, the stored one is used, as in transformers.
         """
         sizes = _sizes(config)
         table: dict[str, tuple[str, str]] = {"embed": cls.model_weights["embed"]}

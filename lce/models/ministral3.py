@@ -1,4 +1,4 @@
-"""Ministral 3 (Mistral AI, 2025): Mistral's architecture with YaRN, and queries that grow with their index."""
+"""Ministral 3 (Mistral AI, 2025): Mistral's architecture with YaRN, and a query scale that grows with the index."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from lce.models.registry import family
 class Ministral3(Mistral):
     """Query i is multiplied by `1 + beta * ln(1 + floor(i / L))`, where L is the window before YaRN's scaling.
 
-    The factor keeps softmax sharp over long texts, as in Llama 4. `i` is the query's index in the text, whatever
-    position a method gives it.
+    As in Llama 4, the factor keeps softmax sharp over long texts. `i` is the query's index in the text; the position
+    at which a method places the query does not matter, and neither does another RoPE scaling chosen by the user.
     """
 
     defaults = {

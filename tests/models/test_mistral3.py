@@ -48,6 +48,10 @@ def save(folder: Path, text: Any, tied: bool) -> Any:
     return model
 
 
+def without(config: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name != key}
+
+
 def ids() -> list[int]:
     chosen: list[int] = torch.randint(20, VOCAB, (N,), generator=torch.Generator().manual_seed(1)).tolist()
     return chosen  # none is the image token, 10
@@ -71,9 +75,12 @@ def test_a_stored_head_is_used_where_nothing_says_that_it_is_not_tied(tmp_path: 
     """Mistral Small 3.1 leaves `tie_word_embeddings` out, for which transformers 5 takes true, and stores a head."""
     truth = logits_of(save(tmp_path, TEXTS["small-3.1"], tied=False), ids())
     config = json.loads((tmp_path / "config.json").read_text())
-    config.pop("tie_word_embeddings", None)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert difference(lce.load(tmp_path).logits(ids()), truth) <= 1e-4
+    del config["tie_word_embeddings"]
+    for text in (config["text_config"], without(config["text_config"], "tie_word_embeddings")):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": text}))
+        engine = lce.load(tmp_path)
+        assert engine.model.config.tied == ("tie_word_embeddings" not in text)
+        assert difference(engine.logits(ids()), truth) <= 1e-4
 
 
 def test_what_it_cannot_be(tmp_path: Path) -> None:

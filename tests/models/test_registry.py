@@ -91,6 +91,14 @@ def test_one_file_a_family() -> None:
         assert family.__doc__
 
 
+@pytest.mark.parametrize("name", families())
+def test_every_family_is_in_the_readme_with_its_test(name: str) -> None:
+    rows = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    row = next((row for row in rows if row.startswith(f"| `{name}` |")), "")
+    assert f"`tests/models/test_{name}.py`" in row
+    assert (ROOT / "tests" / "models" / f"test_{name}.py").is_file()
+
+
 def test_no_other_module_names_a_family() -> None:
     names = {family.__name__.lower() for family in families().values()} | set(families())
     for path in sorted((ROOT / "lce").rglob("*.py")):
