@@ -111,7 +111,7 @@ class Fields:
 
     def names(self, key: str) -> list[str]:
         """The list of strings under `key`, empty where there is none."""
-        listed = self.values.get(key) or []
+        listed = [] if self.values.get(key) is None else self.values[key]
         if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
             raise self.refusal(key, "a list of names")
         return listed

@@ -129,6 +129,101 @@ def test_nemo_has_narrow_heads(tmp_path: Path) -> None:
     assert (config.rope.theta, config.window) == (1e6, 1024000)
 
 
+QWEN_2_5: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "model_type": "qwen2",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+QWEN_3 = QWEN_2_5 | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_size": 1024,
+    "max_position_embeddings": 40960,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "rope_scaling": None,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+}
+MINISTRAL_3: dict[str, Any] = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "dtype": "bfloat16",
+    "model_type": "mistral3",
+    "text_config": {
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 3072,
+        "intermediate_size": 9216,
+        "max_position_embeddings": 262144,
+        "model_type": "ministral3",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_parameters": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 16.0,
+            "llama_4_scaling_beta": 0.1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 16384,
+            "rope_theta": 1000000.0,
+            "rope_type": "yarn",
+            "type": "yarn",
+        },
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "vocab_size": 131072,
+    },
+    "vision_config": {"model_type": "pixtral", "hidden_size": 1024},
+}
+
+
+def test_qwen_2_5(tmp_path: Path) -> None:
+    config = read(tmp_path, QWEN_2_5)
+    assert (config.biases, config.sliding_window, config.head_dim) == (("q", "k", "v"), None, 128)
+    assert (config.window, config.rope, config.eos_ids) == (32768, RopeConfig(theta=1e6), (151645,))
+    sizes = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
+    million = {"max_position_embeddings": 1010000, "rope_theta": 1e7, "dual_chunk_attention_config": sizes}
+    assert read(tmp_path, QWEN_2_5 | million).window == 262144
+
+
+def test_qwen_3_has_wide_heads(tmp_path: Path) -> None:
+    config = read(tmp_path, QWEN_3)
+    assert (config.head_dim, config.n_heads * config.head_dim, config.hidden_size) == (128, 2048, 1024)
+    assert (config.biases, config.sliding_window, config.tied) == ((), None, True)
+    assert read(tmp_path, QWEN_3 | {"attention_bias": True}).biases == ("q", "k", "v", "o")
+
+
+def test_ministral_3_inside_mistral_3(tmp_path: Path) -> None:
+    config = read(tmp_path, MINISTRAL_3)
+    assert (config.architecture, config.weight_prefix) == ("Ministral3ForCausalLM", "language_model.")
+    assert config.rope == RopeConfig(
+        "yarn", theta=1e6, factor=16.0, original_window=16384, mscale=1.0, mscale_all_dim=1.0
+    )
+    assert config.extra == {"query_beta": 0.1, "query_length": 16384}
+    assert (config.tied, config.dtype, config.window, config.eos_ids) == (True, "bfloat16", 262144, (2,))
+
+
 OPTIONAL = (
     *("architectures", "max_position_embeddings", "rms_norm_eps", "num_key_value_heads", "rope_theta", "hidden_act"),
     *("sliding_window", "bos_token_id", "eos_token_id", "torch_dtype", "tie_word_embeddings", "rope_scaling"),
@@ -411,7 +506,18 @@ ANYTHING = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
     max_leaves=5,
 )
-SCALING_KEYS = ("rope_type", "type", "factor", "original_max_position_embeddings", "beta_fast", "low_freq_factor")
+ANY_KEY = sorted(
+    {*NEMO, "rope_parameters", "layer_types", "max_window_layers", "use_sliding_window", "llama_4_scaling_beta"}
+)
+SCALING_KEYS = (
+    "llama_4_scaling_beta",
+    "rope_type",
+    "type",
+    "factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "low_freq_factor",
+)
 
 
 @pytest.fixture(scope="module")
@@ -421,13 +527,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    change=st.dictionaries(st.sampled_from(sorted({*NEMO, "rope_parameters", "layer_types"})), ANYTHING, max_size=3),
+    base=st.sampled_from([NEMO, *(published for published, _ in FAMILIES)]),
+    inside=st.booleans(),
+    change=st.dictionaries(st.sampled_from(ANY_KEY), ANYTHING, max_size=3),
     scaling=st.dictionaries(st.sampled_from(SCALING_KEYS), ANYTHING | st.sampled_from(["yarn", "llama3", "ntk", 2.0])),
 )
-def test_any_value_is_read_or_refused(folder: Path, change: dict[str, Any], scaling: dict[str, Any]) -> None:
+def test_any_value_is_read_or_refused(
+    folder: Path, base: dict[str, Any], inside: bool, change: dict[str, Any], scaling: dict[str, Any]
+) -> None:
     message = ""
+    published = base | {"rope_scaling": scaling} | change
     try:
-        config = read(folder, NEMO | {"rope_scaling": scaling} | change)
+        config = read(
+            folder,
+            named({"text_config": published}, "mistral3", "Mistral3ForConditionalGeneration") if inside else published,
+        )
         assert config.n_heads % config.n_kv_heads == 0
         assert config.rope.factor >= 1
     except ModelError as error:

@@ -164,6 +164,11 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     )
 
 
+def test_the_plan_counts_the_weights_as_stored(folder: Path) -> None:
+    stored = sum(weight.nbytes for weight in load_file(folder / "model.safetensors").values())
+    assert lce.plan(folder, tokens=10).tiers["device"].weights == stored
+
+
 @pytest.mark.parametrize("block", [7, 40])
 @pytest.mark.parametrize("method", ["full", "longheads", "dca", "lm_infinite", "rerope"])
 def test_methods_equal_the_oracle_on_every_family(folder: Path, method: str, block: int) -> None:

@@ -167,7 +167,7 @@ CHATS = [
 
 
 def library_of(kind: str) -> tokenizers.Tokenizer:
-    """Byte-level BPE. Qwen composes characters first and has no BOS; tekken has a BOS and looks up whole words first."""
+    """Byte-level BPE. Qwen composes characters first and has no BOS; tekken has one and looks up whole words first."""
     qwen = kind.startswith("qwen")
     library = tokenizers.Tokenizer(models.BPE(ignore_merges=not qwen))
     if qwen:
