@@ -138,7 +138,7 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
         "inner": config.intermediate_size,
         "query": config.n_heads * config.head_dim,
         "key": config.n_kv_heads * config.head_dim,
-        "head": config.head_dim,
+        "head_dim": config.head_dim,
     }
 
 

@@ -24,7 +24,10 @@ class Mistral3:
     @classmethod
     def read(cls, fields: Fields, folder: Path) -> ModelConfig:
         text = fields.inner("text_config", inherited=_OF_THE_WHOLE)
-        config = family_of(text).read(text, folder)
+        found = family_of(text)
+        if found is cls:
+            raise text.refusal("model_type", "the name of a text model's family")
+        config = found.read(text, folder)
         tied = text.flag("tie_word_embeddings", default=True)
         return replace(
             config,

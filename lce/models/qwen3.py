@@ -34,8 +34,8 @@ class Qwen3(Llama):
     }
     layer = Qwen3Layer
     layer_weights = Llama.layer_weights | {
-        "q_norm": ("self_attn.q_norm.weight", "head"),
-        "k_norm": ("self_attn.k_norm.weight", "head"),
+        "q_norm": ("self_attn.q_norm.weight", "head_dim"),
+        "k_norm": ("self_attn.k_norm.weight", "head_dim"),
     }
 
     @classmethod

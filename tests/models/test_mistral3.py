@@ -92,8 +92,9 @@ def test_what_it_cannot_be(tmp_path: Path) -> None:
             ({"text_config": None}, "text_config is None; expected an object"),
             (
                 {"text_config": text | {"model_type": "mixtral"}},
-                "text_config: model_type is 'mixtral'; expected a supp",
+                "text_config: model_type is 'mixtral'; expected",
             ),
+            ({"text_config": {"model_type": "mistral3", "text_config": text}}, "text_config: model_type is 'mistral3'"),
             ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is .*; expected plain weights"),
         )
     ):
