@@ -64,7 +64,7 @@ def test_same_logits_as_transformers(name: str, tied: bool, tmp_path: Path) -> N
     names = load_file(tmp_path / "model.safetensors")
     assert ("language_model.lm_head.weight" in names) == (not tied)
     assert any(name.startswith("vision_tower.") for name in names)
-    for block in (None, 7):
+    for block in (None, 1, 7, 64):
         engine = lce.load(tmp_path, block=block)
         assert difference(engine.logits(ids()), truth) <= 1e-4
     assert engine.model.config.architecture == type(TEXTS[name]).__name__.replace("Config", "ForCausalLM")

@@ -176,9 +176,10 @@ def test_methods_equal_the_oracle_on_every_family(folder: Path, method: str, blo
     assert_equals_the_oracle(lce.load(folder, method=method, block=block), ids)
 
 
-@pytest.mark.parametrize("method", sorted(set(lce.methods.available()) - {"esa"}))
+@pytest.mark.parametrize("method", lce.methods.available())
 def test_every_method_writes_on_every_family(folder: Path, method: str) -> None:
-    engine = lce.load(folder, method=method)
+    knobs = {"compress": "none"} if method == "esa" else {}  # it needs a calibrated checkpoint otherwise
+    engine = lce.load(folder, method=lce.methods.make(method, knobs))
     context = engine.prefill([(7 * i) % 290 + 5 for i in range(150)])
     first = engine.generate([9, 10], max_tokens=5, context=context.fork()).token_ids
     assert first == engine.generate([9, 10], max_tokens=5, context=context).token_ids
