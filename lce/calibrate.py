@@ -31,7 +31,7 @@ from lce.methods.lowdim import (
     block_scores,
     first_best,
     principal,
-    side_by_side,
+    concat_heads,
     spread,
 )
 
@@ -101,7 +101,7 @@ def calibrate(
     if out.is_dir() or not out.parent.is_dir():
         raise DataError(f"cannot write {out}: expected a file in a folder that exists")
     seen: dict[str, list[Tensor]] = defaultdict(list)
-    engine = load(model, Recorder(sink=lambda name, x: seen[name].append(side_by_side(x).cpu())), **loading)
+    engine = load(model, Recorder(sink=lambda name, x: seen[name].append(concat_heads(x).cpu())), **loading)
     pieces = _pieces(engine, text, options)
     work = _work_folder(out, engine, pieces, options)
     for index, ids in enumerate(pieces):
@@ -201,9 +201,9 @@ def _joined(rows: Sequence[tuple[Tensor, Tensor]], pieces: Sequence[int], what: 
 
 def _turned(q: Tensor, engine: Engine, far: int) -> Tensor:
     """Queries `[N, H·D]` rotated to position `far`."""
-    table = engine.rope_of(0).table(torch.tensor([far], device=q.device), q.dtype)
+    turn = engine.rope_of(0).turn(torch.tensor([far], device=q.device), q.dtype)
     heads = q.unflatten(1, (-1, engine.model.config.head_dim))
-    return rotate(heads, table).flatten(1)
+    return rotate(heads, turn).flatten(1)
 
 
 def _shared(basis: Tensor, engine: Engine) -> LowDimMap:

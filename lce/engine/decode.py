@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from lce.cache.pool import Traffic
+from lce.cache.tiers import Traffic
 from lce.engine.context import Context
 from lce.engine.sampling import Sampler, Sampling
 from lce.tokenizer.tokenizer import Tokenizer

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lce.attention.attention import Attention
+from lce.attention import Attention
 from lce.cache.kv import KVCache
-from lce.cache.tiering import Budgets, CacheShape, Tiering
+from lce.cache.layout import CacheLayout
 from lce.engine.context import Context
 from lce.engine.decode import Generation, Piece, Request, Stats, Stream, decode
 from lce.engine.planning import Planner
@@ -26,7 +26,7 @@ from lce.methods.base import Method
 from lce.methods.run import Attend, Driver
 from lce.methods.step import Note
 from lce.models.config import RopeConfig
-from lce.models.llama import Llama
+from lce.models.layers import Model
 from lce.models.rope import Rope
 from lce.tokenizer.tokenizer import Tokenizer, checked_ids
 from lce.weights.checkpoint import Checkpoint
@@ -40,24 +40,22 @@ class EngineOptions:
 
     method: Method
     attention: Attention
-    device: torch.device
-    dtype: torch.dtype
-    block: int
     window: int
     rope: RopeConfig
-    budgets: Budgets
+    layout: CacheLayout  # dtype, device, block and budgets are the cache's too
 
 
 class Engine:
     """Prefills and generates with one model and one method. Never changes: all state is in contexts."""
 
-    def __init__(self, model: Llama, tokenizer: Tokenizer, checkpoint: Checkpoint, options: EngineOptions) -> None:
+    def __init__(self, model: Model, tokenizer: Tokenizer, checkpoint: Checkpoint, options: EngineOptions) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.method = options.method
-        self.device = options.device
-        self.dtype = options.dtype
-        self.block = options.block
+        self.layout = options.layout
+        self.device = options.layout.device
+        self.dtype = options.layout.dtype
+        self.block = options.layout.block
         self.window = options.window
         self.rope = options.rope
         self.identity = Identity(
@@ -65,14 +63,10 @@ class Engine:
             method=repr(options.method),
             window=str(options.window),
             rope=repr(options.rope),
-            dtype=str(options.dtype),
+            dtype=str(options.layout.dtype),
         )
         config, method = model.config, options.method
         self._driver = Driver(method, options.attention, options.window, config.n_kv_heads, config.sliding_window)
-        self._shape = CacheShape(
-            config.n_layers, config.n_kv_heads, config.head_dim, method.cache_chunk, options.dtype, options.device
-        )
-        self._tiering = Tiering.of(options.budgets, method, options.block)
         self._eos_ids = frozenset((*config.eos_ids, *tokenizer.eos_ids))
 
     @property
@@ -195,8 +189,8 @@ class Engine:
             raise UsageError(f"checkpoint_every is {checkpoint_every}; expected 1 or more tokens")
         ids = self._ids(document)
         announced, every = max(len(ids), length or 0), checkpoint_every or len(ids)
-        Planner.into_file(self._shape, self.model.config.n_heads, self.method, self._tiering).check(len(ids))
-        job = PrefillJob(Path(path), self._shape, self._tiering, self.identity, ids, announced)
+        Planner.into_file(self.layout, self.method.name).check(len(ids))
+        job = PrefillJob(Path(path), self.layout, self.identity, ids, announced)
         context = self._context(job.data)
         started, stats = time.perf_counter(), Stats(prompt_tokens=len(context.unread))
         start = checkpoint = context.cache.length
@@ -220,15 +214,15 @@ class Engine:
 
         Raises `DataError` for a file of another model, method, RoPE scaling or dtype, and for a damaged one.
         """
-        return self._context(open_saved(Path(path), self._shape, self._tiering, self.identity))
+        return self._context(open_saved(Path(path), self.layout, self.identity))
 
     def _context(self, data: ContextData) -> Context:
         return Context(data, self.rope_of(data.announced), self.identity)
 
     def _new_context(self, length: int) -> Context:
         """An empty context, announced to become `length` tokens long."""
-        Planner.of(self._shape, self.model.config.n_heads, self.method, self._tiering).check(length)
-        return self._context(ContextData(KVCache(self._shape, length, self._tiering), announced=length))
+        Planner.of(self.layout, self.method.name).check(length)
+        return self._context(ContextData(KVCache.empty(self.layout, length), announced=length))
 
     @contextmanager
     def _in_use(self, context: Context | None, more: int, length: int = 0) -> Iterator[Context]:
@@ -239,8 +233,7 @@ class Engine:
         held = self._new_context(max(more, length)) if context is None else context
         with held.in_use():
             if context is not None:
-                planner = Planner.growing(context.cache, self.model.config.n_heads, self.method)
-                planner.check(max(len(context) + more, length))
+                Planner.growing(context.cache, self.method.name).check(max(len(context) + more, length))
             held.cache.reserve(max(len(held) + more, length))
             yield held
 
@@ -263,7 +256,7 @@ class Engine:
         before, logits = context.cache.length, context.logits
 
         def model_call(attend: Attend) -> Tensor:
-            hidden = self.model(torch.tensor(ids, device=self.device), attend)
+            hidden = self.model(torch.tensor(ids, device=self.device), before, attend)
             context.logits = self.model.logits(hidden[-1:])[0]
             return hidden
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from lce.attention.attention import Attention
-from lce.cache.tiering import Budgets, CacheShape, Tiering
+from lce.attention import Attention
+from lce.cache.layout import Budgets, CacheLayout
 from lce.engine.engine import Engine, EngineOptions
 from lce.engine.planning import Plan, Planner
 from lce.errors import UsageError, nearest
@@ -19,7 +19,7 @@ from lce.methods.base import Method
 from lce.methods.registry import make
 from lce.methods.step import Surroundings
 from lce.models.config import ROPE_KINDS, ModelConfig, RopeConfig
-from lce.models.llama import IGNORED, Llama, weight_specs
+from lce.models.registry import model_class, read_config
 from lce.sizes import in_bytes
 from lce.system import keep_freed_memory
 from lce.tokenizer.tokenizer import Tokenizer
@@ -54,7 +54,7 @@ def load(
     that is no valid model, and `UsageError` for options that cannot be used.
     """
     folder = DEMO if str(model) == "demo" else Path(model)
-    config = ModelConfig.from_folder(folder)
+    config = read_config(folder)
     tokenizer = Tokenizer.from_folder(folder, config.vocab_size)
     check_sizes(block, window)
     window = window or config.window
@@ -64,18 +64,14 @@ def load(
     checkpoint = Checkpoint.open(folder)
     surroundings = Surroundings(config.published, folder, checkpoint.fingerprint)
     resolved = (make(method) if isinstance(method, str) else method).for_model(surroundings).resolve(window)
-    options = EngineOptions(
-        method=resolved,
-        attention=Attention.choose(attention),
-        device=where,
-        dtype=dtype_of(dtype, checkpoint.dtype),
-        block=block or resolved.block,
-        window=window,
-        rope=_scaled(config.rope, rope, rope_factor),
-        budgets=budgets_of(kv_device_budget, kv_host_budget, spill_dir),
-    )
-    weights = checkpoint.load(weight_specs(config), dtype=options.dtype, device=where, ignore=_ignored(config))
-    return Engine(Llama(config, weights), tokenizer, checkpoint, options)
+    budgets = budgets_of(kv_device_budget, kv_host_budget, spill_dir)
+    layout = layout_of(config, resolved, dtype_of(dtype, checkpoint.dtype), where, block, budgets)
+    scaling = _scaled(config.rope, rope, rope_factor)
+    options = EngineOptions(resolved, Attention.choose(attention), window, scaling, layout)
+    family = model_class(config)
+    wanted = family.weights(config, checkpoint.tensors)
+    weights = checkpoint.load(wanted, dtype=layout.dtype, device=where, ignore=family.unread(config))
+    return Engine(family(config, weights), tokenizer, checkpoint, options)
 
 
 def plan(
@@ -97,25 +93,38 @@ def plan(
     float32 where it has none. A method that needs a file of learned maps is planned without the file.
     """
     folder = DEMO if str(model) == "demo" else Path(model)
-    config = ModelConfig.from_folder(folder)
+    config = read_config(folder)
     if tokens < 1:
         raise UsageError(f"tokens is {tokens}; expected 1 or more")
     check_sizes(block, window)
-    surroundings = Surroundings(config.published, folder, lambda: Checkpoint.open(folder).fingerprint())
-    chosen = (make(method) if isinstance(method, str) else method).unlearned()
+    surroundings = Surroundings(
+        config.published, folder, lambda: Checkpoint.open(folder).fingerprint(), plan_only=True
+    )
+    chosen = make(method) if isinstance(method, str) else method
     chosen = chosen.for_model(surroundings).resolve(window or config.window)
-    shape = CacheShape(
+    kind = dtype_of(dtype, partial(DTYPES.__getitem__, config.dtype or "float32"))
+    budgets = budgets_of(kv_device_budget, kv_host_budget, spill_dir)
+    layout = layout_of(config, chosen, kind, device_of(device), block, budgets)
+    n_weights = sum(math.prod(shape) for _, shape in model_class(config).weights(config).values())
+    return Planner.of(layout, chosen.name, n_weights * kind.itemsize).plan(tokens)
+
+
+def layout_of(
+    config: ModelConfig, method: Method, dtype: torch.dtype, device: torch.device, block: int | None, budgets: Budgets
+) -> CacheLayout:
+    """The cache of a model's contexts under a resolved method."""
+    return CacheLayout(
         n_layers=config.n_layers,
+        n_heads=config.n_heads,
         n_kv_heads=config.n_kv_heads,
         head_dim=config.head_dim,
-        chunk_size=chosen.cache_chunk,
-        dtype=dtype_of(dtype, partial(DTYPES.__getitem__, config.dtype or "float32")),
-        device=device_of(device),
+        dtype=dtype,
+        device=device,
+        reach=method.reach,
+        budgets=budgets,
+        block=block or method.block,
+        make_state=method.state,
     )
-    budgets = budgets_of(kv_device_budget, kv_host_budget, spill_dir)
-    tiering = Tiering.of(budgets, chosen, block or chosen.block)
-    weights = sum(math.prod(spec.shape) for spec in weight_specs(config).values()) * shape.dtype.itemsize
-    return Planner.of(shape, config.n_heads, chosen, tiering, weights).plan(tokens)
 
 
 def check_sizes(block: int | None, window: int | None) -> None:
@@ -133,11 +142,6 @@ def budgets_of(device: int | str | None, host: int | str | None, spill_dir: str 
         None if host is None else in_bytes(host, "kv_host_budget"),
         None if spill_dir is None else Path(spill_dir),
     )
-
-
-def _ignored(config: ModelConfig) -> tuple[str, ...]:
-    """Published names of tensors that are not loaded; a tied head is a second copy of the embedding."""
-    return (*IGNORED, "lm_head.weight") if config.tied else IGNORED
 
 
 def device_of(name: str) -> torch.device:

@@ -14,10 +14,9 @@ from typing import Self
 import torch
 
 from lce import system
-from lce.cache.kv import KVCache
-from lce.cache.tiering import CacheShape, Tiering
+from lce.cache.kv import KVCache, Opened
+from lce.cache.layout import DEVICE, DISK, HOST, CacheLayout
 from lce.errors import CapacityError
-from lce.methods.base import Method
 from lce.sizes import size_text
 
 MOST = 1 << 40  # tokens: a context that fits so many counts as unbounded
@@ -28,7 +27,7 @@ class Need:
     """What a tier must hold, in bytes. `budget` bounds the keys and values. None: no budget; `available` is unknown."""
 
     keys_and_values: int
-    besides: int = 0  # chunk metadata and summaries, recent keys, low-dim keys
+    besides: int = 0  # summaries, recent keys, low-dim keys
     weights: int = 0
     budget: int | None = None
     available: int | None = None
@@ -70,58 +69,50 @@ class Plan:
 
 @dataclass(frozen=True)
 class Planner:
-    """Computes the needs of one model and method; `free_bytes` is what each tier had available when it was made.
+    """Computes the needs of one cache layout; `free_bytes` is what each tier had available when it was made.
 
     The keys and values of the first `n_filed` tokens are in a context file; reading them takes `pool_bytes` of memory.
     """
 
-    shape: CacheShape
-    n_heads: int
-    method: Method
-    tiering: Tiering
+    layout: CacheLayout
+    method: str  # its name
     free_bytes: Mapping[str, int | None]
     weights: int = 0
     n_filed: int = 0
     pool_bytes: int = 0
 
     @classmethod
-    def of(cls, shape: CacheShape, n_heads: int, method: Method, tiering: Tiering, weights: int = 0) -> Self:
+    def of(cls, layout: CacheLayout, method: str, weights: int = 0) -> Self:
         """For a context that does not exist yet."""
-        return cls(shape, n_heads, method, tiering, available(shape, tiering), weights)
+        return cls(layout, method, available(layout), weights)
 
     @classmethod
-    def into_file(cls, shape: CacheShape, n_heads: int, method: Method, tiering: Tiering) -> Self:
+    def into_file(cls, layout: CacheLayout, method: str) -> Self:
         """For a context that is prefilled into a file. The disk does not count: the file reserves its own space."""
-        planner = cls.of(shape, n_heads, method, replace(tiering, spill_dir=Path()))
-        return replace(planner, free_bytes={**planner.free_bytes, "disk": None})
+        planner = cls.of(replace(layout, budgets=replace(layout.budgets, spill_dir=Path())), method)
+        return replace(planner, free_bytes={**planner.free_bytes, DISK: None})
 
     @classmethod
-    def growing(cls, cache: KVCache, n_heads: int, method: Method) -> Self:
+    def growing(cls, cache: KVCache, method: str) -> Self:
         """For a context that exists: what it holds already counts as available to it.
 
         If it was opened from a file, its old tokens stay there; memory is needed for the new tokens and the pools.
         """
-        tiering, held, n_filed, pool_bytes = cache.tiering, dict(cache.bytes_by_tier), 0, 0
-        if cache.archive is not None and cache.archive.file is not None:
-            held["disk"] = cache.archive.file.bytes_taken
-            if cache.layers[0].keep is None:
-                n_filed, pool_bytes = cache.layers[0].first, cache.archive.pools[0].n_bytes
-                if tiering.budget(cache.shape) is not None:
-                    pool_bytes = tiering.least_pool(cache.shape)
-        free = available(cache.shape, tiering)
-        own = {tier: None if n is None else n + held[tier] for tier, n in free.items()}
-        return cls(cache.shape, n_heads, method, tiering, own, n_filed=n_filed, pool_bytes=pool_bytes)
+        layout, held, pool_bytes = cache.layout, {**cache.bytes_by_tier, DISK: cache.bytes_reserved}, 0
+        if isinstance(cache.residency, Opened):
+            pool_bytes = cache.residency.tiers.top.n_bytes if layout.budget is None else layout.least_pool_bytes
+        own = {tier: None if n is None else n + held[tier] for tier, n in available(layout).items()}
+        return cls(layout, method, own, n_filed=cache.in_file, pool_bytes=pool_bytes)
 
     def needs(self, n_tokens: int) -> dict[str, Need]:
         """What each tier must hold, by its name."""
-        budgets = {"device": self.tiering.budget(self.shape), "host": self.tiering.host}
-        besides = self.method.kept_bytes(n_tokens, self.tiering.block, self.n_heads, self.shape)
-        new = self.tiering.needs(self.shape, max(0, n_tokens - self.n_filed))
+        budgets = {DEVICE: self.layout.budget, HOST: self.layout.budgets.host}
+        state, new = self.layout.state_bytes(n_tokens), self.layout.needs(max(0, n_tokens - self.n_filed))
         return {
             tier: Need(
-                keys_and_values + (self.pool_bytes if tier == "device" else 0),
-                besides if tier == "device" else 0,
-                self.weights if tier == "device" else 0,
+                keys_and_values + (self.pool_bytes if tier == DEVICE else 0),
+                state if tier == DEVICE else 0,
+                self.weights if tier == DEVICE else 0,
                 budgets.get(tier),
                 self.free_bytes[tier],
             )
@@ -142,9 +133,9 @@ class Planner:
         return least
 
     def plan(self, n_tokens: int) -> Plan:
-        dtype, device = str(self.shape.dtype).removeprefix("torch."), str(self.shape.device)
+        dtype, device = str(self.layout.dtype).removeprefix("torch."), str(self.layout.device)
         needs = self.needs(n_tokens)
-        return Plan(n_tokens, self.method.name, dtype, device, needs, self.longest(), self.refusal(n_tokens))
+        return Plan(n_tokens, self.method, dtype, device, needs, self.longest(), self.refusal(n_tokens))
 
     def check(self, n_tokens: int) -> None:
         """Raise `CapacityError` if a context of `n_tokens` does not fit."""
@@ -159,16 +150,16 @@ class Planner:
             return None
         longest, text = self.longest(), f"{n_tokens:,} token{'s' if n_tokens > 1 else ''}"
         most = f"the longest that fits is {longest:,} tokens" if longest else "no text fits"
-        device = "memory" if self._on_cpu else "device memory"
-        where = {"device": device, "host": "host memory", "disk": f"disk for {self.tiering.spill_dir}"}[tier]
+        device, spill_dir = "memory" if self.layout.on_cpu else "device memory", self.layout.budgets.spill_dir
+        where = {DEVICE: device, HOST: "host memory", DISK: f"disk for {spill_dir}"}[tier]
         if need.in_budget:
             return (
                 f"{text} need {size_text(need.needed)} of {where}, and {size_text(need.available or 0)} is available; "
                 f"{most}; ask for fewer, or {self._remedy(tier)}"
             )
-        if tier == "device" and need.keys_and_values == self.tiering.least(self.shape):
+        if tier == DEVICE and need.keys_and_values == self.layout.least_budget:
             return (
-                f"{text} cannot be read in blocks of {self.tiering.block} with {size_text(need.budget or 0)} for keys "
+                f"{text} cannot be read in blocks of {self.layout.block} with {size_text(need.budget or 0)} for keys "
                 f"and values; expected a budget of {need.keys_and_values} bytes or more, or a smaller --block; {most}"
             )
         return (
@@ -176,25 +167,22 @@ class Planner:
             f"{size_text(need.budget or 0)}; {most}; ask for fewer, or give --spill-dir or a larger budget"
         )
 
-    @property
-    def _on_cpu(self) -> bool:
-        return self.shape.device.type == "cpu"
-
     def _remedy(self, tier: str) -> str:
-        if tier == "disk":
+        budgets = self.layout.budgets
+        if tier == DISK:
             return "free some space, or name another --spill-dir"
-        if tier == "device" and not self._on_cpu:
-            return f"give a {'' if self.tiering.device is None else 'smaller '}--kv-device-budget"
-        bounded = self.tiering.host is not None or (self._on_cpu and self.tiering.device is not None)
-        spill = "" if self.tiering.spill_dir else " and a --spill-dir"
+        if tier == DEVICE and not self.layout.on_cpu:
+            return f"give a {'' if budgets.device is None else 'smaller '}--kv-device-budget"
+        bounded = budgets.host is not None or (self.layout.on_cpu and budgets.device is not None)
+        spill = "" if budgets.spill_dir else " and a --spill-dir"
         return f"give a {'smaller ' if bounded else ''}--kv-host-budget{spill}"
 
 
-def available(shape: CacheShape, tiering: Tiering) -> dict[str, int | None]:
+def available(layout: CacheLayout) -> dict[str, int | None]:
     """Free bytes of each tier; None where the machine does not say."""
-    found = {"device": system.free_memory(shape.device)}
-    if shape.device.type != "cpu":
-        found["host"] = system.free_memory(torch.device("cpu"))
-    if tiering.spill_dir is not None:
-        found["disk"] = system.free_disk(tiering.spill_dir)
+    found = {DEVICE: system.free_memory(layout.device)}
+    if not layout.on_cpu:
+        found[HOST] = system.free_memory(torch.device("cpu"))
+    if layout.budgets.spill_dir is not None:
+        found[DISK] = system.free_disk(layout.budgets.spill_dir)
     return found

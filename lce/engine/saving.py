@@ -15,19 +15,20 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as as_safetensors
 from torch import Tensor
 
-from lce.cache.contents import restored, tensors_of, write_rows
-from lce.cache.kv import KVCache
-from lce.cache.snapshot import (
+from lce.cache.context_file import (
     FORMAT,
     REMEDY,
     Draft,
-    Layout,
     Snapshot,
     digest,
     open_snapshot,
     page_facts,
+    restored,
+    signed,
+    write_rows,
 )
-from lce.cache.tiering import CacheShape, Tiering
+from lce.cache.kv import KVCache
+from lce.cache.layout import CacheLayout, FileLayout
 from lce.errors import DataError, UsageError
 from lce.files import draft_path, remove_leftover, sweep, write_whole
 
@@ -80,10 +81,10 @@ class ContextData:
 
     def tensors(self) -> dict[str, Tensor]:
         """All but keys and values, as a file holds it."""
-        found = {"tokens": torch.tensor(self.token_ids, dtype=torch.int32), **tensors_of(self.cache)}
+        found = {"tokens": torch.tensor(self.token_ids, dtype=torch.int32), **self.cache.tensors()}
         return found if self.logits is None else {**found, "logits": self.logits}
 
-    def manifest(self, identity: Mapping[str, str], layout: Layout) -> dict[str, Any]:
+    def manifest(self, identity: Mapping[str, str], layout: FileLayout) -> dict[str, Any]:
         """What must match for the file to be used."""
         from lce import __version__
 
@@ -92,7 +93,7 @@ class ContextData:
             "lce": __version__,
             "identity": identity,
             "text": text_hash(self.token_ids),
-            "pages": page_facts(layout.pages),
+            "pages": page_facts(layout.cache),
             "capacity": layout.n_tokens,
             "read": self.cache.length,
             "announced": self.announced,
@@ -106,7 +107,7 @@ def save(path: Path, data: ContextData, identity: Identity) -> None:
         raise UsageError("the context is empty; prefill some text before it is saved")
     _check_target(path)
     sweep(path)
-    layout = Layout(cache.tiering.pages(cache.shape), cache.length)
+    layout = cache.layout.file(cache.length)
     draft = Draft.create(draft_path(path), layout)
     try:
         write_rows(cache, draft.rows)
@@ -116,7 +117,7 @@ def save(path: Path, data: ContextData, identity: Identity) -> None:
         raise
 
 
-def open_saved(path: Path, shape: CacheShape, tiering: Tiering, identity: Identity) -> ContextData:
+def open_saved(path: Path, layout: CacheLayout, identity: Identity) -> ContextData:
     """Open a context file; its keys and values are read when they are needed.
 
     Raises `DataError` for a file of another model, method, RoPE scaling, dtype or format, and for a damaged one.
@@ -124,9 +125,8 @@ def open_saved(path: Path, shape: CacheShape, tiering: Tiering, identity: Identi
     sweep(path)
     if not _part(path).exists():
         _state(path).unlink(missing_ok=True)  # left by a process that was killed while it finished
-    snapshot = open_snapshot(path)
-    identity.check(path, snapshot.manifest.get("identity"))
-    return _restored(path, shape, tiering, snapshot, own=False)
+    snapshot = open_snapshot(path, layout, lambda manifest: identity.check(path, manifest.get("identity")))
+    return _restored(path, layout, snapshot, own=False)
 
 
 class PrefillJob:
@@ -138,36 +138,35 @@ class PrefillJob:
     """
 
     def __init__(
-        self, path: Path, shape: CacheShape, tiering: Tiering, identity: Identity, token_ids: Sequence[int],
-        announced: int,
-    ) -> None:  # fmt: skip
+        self, path: Path, layout: CacheLayout, identity: Identity, token_ids: Sequence[int], announced: int
+    ) -> None:
         _check_target(path)
         sweep(path)
         self.path = path
         self.identity = identity
         _ = identity.facts  # reads the checkpoint's fingerprint before the long work, not behind it
         self.part, self.state = _part(path), _state(path)
-        self.layout = Layout(tiering.pages(shape), len(token_ids))
+        self.layout = layout.file(len(token_ids))
         if self.state.exists() and self.part.exists():
-            cache, logits = self._resume(shape, tiering, text_hash(token_ids))
+            cache, logits = self._resume(text_hash(token_ids))
         else:
-            cache, logits = self._begin(shape, tiering), None
+            cache, logits = self._begin(), None
         self.n_written = cache.length
         self.data = ContextData(cache, token_ids, logits, announced)
 
-    def _begin(self, shape: CacheShape, tiering: Tiering) -> KVCache:
+    def _begin(self) -> KVCache:
         remove_leftover(self.part)
         if self.part.exists():
             raise DataError(f"{self.part} is being written by another process; wait for it, or name another file")
         self.state.unlink(missing_ok=True)
         self.draft = Draft.create(self.part, self.layout)
         try:
-            return KVCache(shape, self.layout.n_tokens, tiering, self.draft.rows)
+            return KVCache.empty(self.layout.cache, self.layout.n_tokens, self.draft.rows)
         except BaseException:
             self.draft.discard()
             raise
 
-    def _resume(self, shape: CacheShape, tiering: Tiering, text: str) -> tuple[KVCache, Tensor | None]:
+    def _resume(self, text: str) -> tuple[KVCache, Tensor | None]:
         manifest, tensors = _read_state(self.state)
         self.identity.check(self.state, manifest.get("identity"))
         if manifest.get("text") != text:
@@ -175,7 +174,7 @@ class PrefillJob:
                 f"{self.part} belongs to another text; remove it and {self.state.name}, or name another file"
             )
         self.draft = Draft.reopen(self.part, self.layout)
-        found = _restored(self.part, shape, tiering, Snapshot(manifest, tensors, self.draft.rows), own=True)
+        found = _restored(self.part, self.layout.cache, Snapshot(manifest, tensors, self.draft.rows), own=True)
         return found.cache, found.logits
 
     def checkpoint(self, data: ContextData) -> None:
@@ -183,7 +182,7 @@ class PrefillJob:
         write_rows(data.cache, self.draft.rows, self.n_written)
         self.draft.rows.flush()
         tensors = data.tensors()
-        manifest = json.dumps({**data.manifest(self.identity.facts, self.layout), "digest": digest(tensors)})
+        manifest = signed(data.manifest(self.identity.facts, self.layout), tensors)
         write_whole(self.state, as_safetensors({k: x.contiguous() for k, x in tensors.items()}, {"lce": manifest}))
         self.n_written = data.cache.length
 
@@ -209,22 +208,22 @@ def _state(path: Path) -> Path:
     return path.with_name(f"{path.name}.part.state")
 
 
-def _restored(path: Path, shape: CacheShape, tiering: Tiering, snapshot: Snapshot, *, own: bool) -> ContextData:
+def _restored(path: Path, layout: CacheLayout, snapshot: Snapshot, *, own: bool) -> ContextData:
     """The context of a file, whose rows are the job's `own` or are only read."""
     manifest, tensors, cache = snapshot.manifest, snapshot.small, None
     try:
         n_cached, announced = int(manifest["read"]), int(manifest["announced"])
         ids = tensors["tokens"].tolist()
-        same_pages = manifest["pages"] == page_facts(tiering.pages(shape))
+        same_pages = manifest["pages"] == page_facts(layout)
         same_text = own or manifest["text"] == text_hash(ids)
         if same_pages and same_text and 0 < n_cached <= min(len(ids), int(manifest["capacity"])):
-            cache = restored(shape, tiering, snapshot.rows, n_cached, tensors, own=own)
+            cache = restored(layout, snapshot.rows, n_cached, tensors, own=own)
     except (KeyError, TypeError, ValueError, RuntimeError):
         cache = None
     if cache is None:
         raise DataError(f"{path}: its header contradicts its contents; {REMEDY}")
     logits = tensors.get("logits")
-    return ContextData(cache, ids, None if logits is None else logits.to(shape.device), announced)
+    return ContextData(cache, ids, None if logits is None else logits.to(layout.device), announced)
 
 
 def text_hash(token_ids: Sequence[int]) -> str:

@@ -19,8 +19,8 @@ from lce.models.config import RopeConfig
 class Rope:
     """The frequencies of one context, and the factor that YaRN puts on the rotated vectors.
 
-    `length` is the length announced when the context starts. Only `dynamic` looks at it, once: its base never
-    changes under keys that are cached already.
+    `length` is the length announced when the context starts. Only `dynamic` uses it, and only here, so that its base
+    never changes under cached keys.
     """
 
     def __init__(self, config: RopeConfig, head_dim: int, window: int, length: int = 0) -> None:

@@ -1,7 +1,7 @@
 """How tokens are written as bytes, one token at a time.
 
-A tokenizer describes its decoder as a chain of steps over a whole list of tokens. Every chain that Llama- and
-Mistral-family models use comes down to four facts: the bytes each token stands for, what the first token loses, what
+A tokenizer describes its decoder as a chain of steps over a whole list of tokens. Every chain that Llama,
+Mistral and Qwen models use comes down to four facts: the bytes each token stands for, what the first token loses, what
 is stripped from the front of the text, and how bytes that are not UTF-8 are shown. A `Spelling` holds these four, so
 that a text can grow token by token without ever being decoded again.
 
