@@ -29,9 +29,9 @@ from lce.methods.lowdim import (
     LowDimMap,
     LowDimMaps,
     block_scores,
+    concat_heads,
     first_best,
     principal,
-    concat_heads,
     spread,
 )
 

@@ -13,7 +13,16 @@ import lce
 from lce.errors import LceError
 
 ROOT = Path(__file__).parent.parent
-SHARED = {"__init__", "base", "lowdim", "parts", "registry", "run", "step"}  # files of lce/methods that hold no method
+SHARED = {
+    "__init__",
+    "base",
+    "lowdim",
+    "parts",
+    "registry",
+    "run",
+    "selective",
+    "step",
+}  # files of lce/methods that hold no method
 
 own_methods = [name for name in lce.methods.available() if lce.methods.find(name).__module__.startswith("lce.")]
 

@@ -271,7 +271,11 @@ def write_rows(cache: KVCache, rows: ContextRows, since: int = 0) -> None:
     Where the file is the bottom of the cache's own tiers, old chunks are there already, or are written down once.
     """
     layout, residency, first = cache.layout, cache.residency, 0
-    if not isinstance(residency, Whole) and any(disk.file is rows for disk in residency.tiers.disks):
+    if (
+        not isinstance(residency, Whole)
+        and isinstance(residency.tiers.bottom, Disk)
+        and residency.tiers.bottom.file is rows
+    ):
         residency.tiers.write_down()
         first = cache.layers[0].buffer.first
     for layer in cache.layers:

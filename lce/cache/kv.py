@@ -18,7 +18,7 @@ from lce.attention import Tiles
 from lce.cache.layout import DEVICE, DISK, HOST, CacheLayout
 from lce.cache.method_state import MethodState
 from lce.cache.row_file import RowFile
-from lce.cache.tiers import TierStack, Traffic
+from lce.cache.tiers import Disk, Tier, TierStack, Traffic
 from lce.errors import CapacityError
 
 S = TypeVar("S", bound=MethodState)
@@ -286,6 +286,11 @@ class KVCache:
         return self.layers[0].length
 
     @property
+    def tiers(self) -> list[Tier]:
+        """The tiers, fastest first; empty while everything is in the buffers."""
+        return [] if isinstance(self.residency, Whole) else list(self.residency.tiers)
+
+    @property
     def in_file(self) -> int:
         """Tokens at the beginning that stay in the file from which the context was opened."""
         return self.layers[0].buffer.first if isinstance(self.residency, Opened) else 0
@@ -347,18 +352,16 @@ class KVCache:
         held = {DEVICE: 0, HOST: 0, DISK: 0}
         for layer in self.layers:
             held[DEVICE] += layer.buffer.n_bytes + sum(state.n_bytes for state in layer.state.values())
-        if not isinstance(self.residency, Whole):
-            for tier in self.residency.tiers:
-                held[tier.name] += tier.n_bytes
+        for tier in self.tiers:
+            held[tier.name] += tier.n_bytes
         return held
 
     @property
     def bytes_reserved(self) -> int:
         """Bytes of disk taken, those reserved for later rows included."""
-        disks = [] if isinstance(self.residency, Whole) else self.residency.tiers.disks
-        return sum(disk.file.bytes_taken for disk in disks)
+        return sum(tier.file.bytes_taken for tier in self.tiers if isinstance(tier, Disk))
 
     @property
     def traffic(self) -> dict[str, Traffic]:
         """What went through each tier; empty while there is none."""
-        return {} if isinstance(self.residency, Whole) else {tier.name: tier.traffic for tier in self.residency.tiers}
+        return {tier.name: tier.traffic for tier in self.tiers}

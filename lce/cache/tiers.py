@@ -375,11 +375,6 @@ class TierStack:
             yield tier
             tier = tier.below
 
-    @property
-    def disks(self) -> list[Disk]:
-        """The files below the pools."""
-        return [tier for tier in self if isinstance(tier, Disk)]
-
     def groups(self, layer: int) -> Numbers:
         """A layer's head groups, counted over all layers."""
         return np.arange(layer * self.layout.n_groups, (layer + 1) * self.layout.n_groups)

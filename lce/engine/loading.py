@@ -97,9 +97,7 @@ def plan(
     if tokens < 1:
         raise UsageError(f"tokens is {tokens}; expected 1 or more")
     check_sizes(block, window)
-    surroundings = Surroundings(
-        config.published, folder, lambda: Checkpoint.open(folder).fingerprint(), plan_only=True
-    )
+    surroundings = Surroundings(config.published, folder, lambda: Checkpoint.open(folder).fingerprint(), plan_only=True)
     chosen = make(method) if isinstance(method, str) else method
     chosen = chosen.for_model(surroundings).resolve(window or config.window)
     kind = dtype_of(dtype, partial(DTYPES.__getitem__, config.dtype or "float32"))

@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lce.attention.attention import Attention, merge
+from lce.attention import Attention, Tiles, Turn, merge, rotate
 from lce.errors import UsageError
 
 BACKENDS = ("torch", "reference")
 CPU = torch.device("cpu")
 HEADS = {"multi-head": (3, 3), "grouped-query": (8, 2), "one for all": (4, 1)}
 Part = tuple[Tensor, Tensor]
+AS_IT_IS = Turn(torch.ones(1, 1, 8), torch.zeros(1, 1, 8))
 
 
 def random(*shape: int, seed: int, scale: float = 2.0) -> Tensor:
@@ -56,8 +57,8 @@ def dense_truth(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | Non
     return out, lse
 
 
-def routed_truth(q: Tensor, chunk_ids: Tensor, chunks: Part) -> Part:
-    """Every choice's scores by its own copy of the query, one softmax over the keys of all choices."""
+def routed_truth(q: Tensor, turns: Turn, chunk_ids: Tensor, chunks: Part) -> Part:
+    """Every choice's scores by its own copy of the query, turned for it, and one softmax over the keys of all."""
     n_heads, n_queries = chunk_ids.shape[:2]
     rep, dim = n_heads // len(chunks[0]), q.shape[-1]
     out = torch.zeros(n_heads, n_queries, dim, dtype=torch.float64)
@@ -67,7 +68,8 @@ def routed_truth(q: Tensor, chunk_ids: Tensor, chunks: Part) -> Part:
             scores, values = [], []
             for choice, chunk in enumerate(chunk_ids[head, query].tolist()):
                 if chunk >= 0:
-                    placed = q[head, query, choice] if q.ndim == 4 else q[head, query]
+                    slot = choice if turns.cos.shape[1] > 1 else 0
+                    placed = turned(q[head, query], turns.cos[query, slot], turns.sin[query, slot])
                     scores.append(chunks[0][head // rep, chunk].double() @ placed.double() / math.sqrt(dim))
                     values.append(chunks[1][head // rep, chunk].double())
             if scores:
@@ -75,6 +77,19 @@ def routed_truth(q: Tensor, chunk_ids: Tensor, chunks: Part) -> Part:
                 out[head, query] = row.softmax(0) @ torch.cat(values)
                 lse[head, query] = row.logsumexp(0)
     return out, lse
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x [D]` with each pair (i, i + D/2) rotated as a complex number."""
+    half = len(x) // 2
+    pairs = torch.complex(x[:half].double(), x[half:].double()) * torch.complex(cos.double(), sin.double())
+    return torch.cat((pairs.real, pairs.imag)).to(x.dtype)
+
+
+def turns_of(n_queries: int, n_slots: int, dtype: torch.dtype = torch.float32) -> Turn:
+    """Some turn for each slot of each query, `[T, K, D/2]`."""
+    angles = random(n_queries, n_slots, 8, seed=6)
+    return Turn(angles.cos().to(dtype), angles.sin().to(dtype))
 
 
 def assert_same(part: Part, truth: Part, tolerance: float = 3e-5) -> None:
@@ -174,20 +189,58 @@ CHOICES = ("all different", "some none", "all none", "all the first", "nearly al
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("kind", CHOICES)
-@pytest.mark.parametrize("placed", [False, True], ids=["one query", "one copy a choice"])
+@pytest.mark.parametrize("per_slot", [False, True], ids=["one turn", "one turn a slot"])
 @pytest.mark.parametrize("n_queries", [3, 37])
-def test_routed(name: str, heads: tuple[int, int], kind: str, placed: bool, n_queries: int) -> None:
-    q, k, v = routed_vectors(*heads, n_queries, 3, 6, 5, placed)
-    chosen = choices(kind, heads[0], n_queries, 3, 6)
-    assert_same(Attention.choose(name).routed(q, chosen, [(None, k, v)]), routed_truth(q, chosen, (k, v)))
+def test_routed(name: str, heads: tuple[int, int], kind: str, per_slot: bool, n_queries: int) -> None:
+    q, k, v = routed_vectors(*heads, n_queries, 6, 5)
+    turns, chosen = turns_of(n_queries, 3 if per_slot else 1), choices(kind, heads[0], n_queries, 3, 6)
+    part = Attention.choose(name).routed(q, turns, chosen, [Tiles.of_chunks(k, v)])
+    assert_same(part, routed_truth(q, turns, chosen, (k, v)))
 
 
 def routed_vectors(
-    n_heads: int, n_kv_heads: int, n_queries: int, n_choices: int, n_chunks: int, size: int, placed: bool
+    n_heads: int, n_kv_heads: int, n_queries: int, n_chunks: int, size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q = random(n_heads, n_queries, n_choices, 16, seed=1)
     shape = (n_kv_heads, n_chunks, size, 16)
-    return (q if placed else q[:, :, 0]), random(*shape, seed=2), random(*shape, seed=3)
+    return random(n_heads, n_queries, 16, seed=1), random(*shape, seed=2), random(*shape, seed=3)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_routed_over_several_rounds(name: str) -> None:
+    """The chunks of a KV head in other places, in other orders, in three rounds, among tiles of nobody's."""
+    q, k, v = routed_vectors(8, 2, 37, 6, 5)
+    turns, chosen = turns_of(37, 3), choices("some none", 8, 37, 3, 6)
+    rounds = []
+    for some in ([4, 0], [5, 1, 2], [3]):
+        order = torch.randperm(12, generator=torch.Generator().manual_seed(some[0]))
+        tiles_k, tiles_v = torch.full((12, 5, 16), torch.nan), torch.full((12, 5, 16), torch.nan)
+        index = torch.full((2, 6), -1)
+        for n, (head, chunk) in enumerate((head, chunk) for head in range(2) for chunk in some):
+            index[head, chunk] = order[n]
+            tiles_k[order[n]], tiles_v[order[n]] = k[head, chunk], v[head, chunk]
+        rounds.append(Tiles(tiles_k, tiles_v, index))
+    part = Attention.choose(name).routed(q, turns, chosen, rounds)
+    assert_same(part, routed_truth(q, turns, chosen, (k, v)))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_many_queries_are_turned_as_they_are_gathered(name: str) -> None:
+    """More rows than are rotated at once give the same as a few."""
+    q, k, v = routed_vectors(8, 2, 2600, 6, 5)
+    turns, chosen = turns_of(2600, 4), choices("all different", 8, 2600, 4, 6)
+    attention = Attention.choose(name)
+    out, lse = attention.routed(q, turns, chosen, [Tiles.of_chunks(k, v)])
+    some = slice(1000, 1100)
+    part = attention.routed(q[:, some], turns.at(some), chosen[:, some], [Tiles.of_chunks(k, v)])
+    assert_same((out[:, some], lse[:, some]), (part[0].double(), part[1].double()), 1e-5)
+
+
+def test_rotate_turns_pairs_as_complex_numbers() -> None:
+    x, turns = random(3, 7, 16, seed=1), turns_of(7, 1).at(slice(None), 0)
+    for head in range(3):
+        for t in range(7):
+            truth = turned(x[head, t], turns.cos[t], turns.sin[t])
+            torch.testing.assert_close(rotate(x, turns)[head, t], truth, rtol=0, atol=1e-5)
 
 
 @given(data=st.data())
@@ -196,25 +249,25 @@ def test_routed_of_any_shape(data: st.DataObject) -> None:
     rep, n_kv_heads = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
     n_queries, n_choices = data.draw(st.integers(0, 9)), data.draw(st.integers(0, 4))
     n_chunks, size = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
-    q, k, v = routed_vectors(
-        rep * n_kv_heads, n_kv_heads, n_queries, n_choices, n_chunks, size, data.draw(st.booleans()) or not n_choices
-    )
+    q, k, v = routed_vectors(rep * n_kv_heads, n_kv_heads, n_queries, n_chunks, size)
+    turns = turns_of(n_queries, n_choices if data.draw(st.booleans()) else 1)
     shape = (rep * n_kv_heads, n_queries, n_choices)
     ids = st.integers(-1, n_chunks - 1)
     flat = data.draw(st.lists(ids, min_size=math.prod(shape), max_size=math.prod(shape)))
     chosen = torch.tensor(flat, dtype=torch.int64).view(shape)
-    part = Attention.choose(data.draw(st.sampled_from(BACKENDS))).routed(q, chosen, [(None, k, v)])
-    assert_same(part, routed_truth(q, chosen, (k, v)))
+    part = Attention.choose(data.draw(st.sampled_from(BACKENDS))).routed(q, turns, chosen, [Tiles.of_chunks(k, v)])
+    assert_same(part, routed_truth(q, turns, chosen, (k, v)))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_unchosen_chunks_are_not_even_looked_at(name: str) -> None:
     """What a cache holds beyond its tokens may be anything."""
-    q, k, v = routed_vectors(4, 2, 9, 2, 6, 5, False)
-    chosen = choices("all different", 4, 9, 2, 5)
-    part = Attention.choose(name).routed(q, chosen, [(None, k, v)])
+    q, k, v = routed_vectors(4, 2, 9, 6, 5)
+    turns, chosen = turns_of(9, 2), choices("all different", 4, 9, 2, 5)
+    part = Attention.choose(name).routed(q, turns, chosen, [Tiles.of_chunks(k, v)])
     k[:, 5], v[:, 5] = torch.nan, torch.inf
-    assert_same(Attention.choose(name).routed(q, chosen, [(None, k, v)]), (part[0].double(), part[1].double()))
+    again = Attention.choose(name).routed(q, turns, chosen, [Tiles.of_chunks(k, v)])
+    assert_same(again, (part[0].double(), part[1].double()))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -236,7 +289,8 @@ def test_a_routed_and_a_causal_part_merge_to_full_attention(name: str) -> None:
     q, k, v = vectors(4, 2, 6, 24)
     chunks = (k[:, :18].unflatten(1, (3, 6)), v[:, :18].unflatten(1, (3, 6)))
     chosen = torch.arange(3).expand(4, 6, 3)
-    parts = [attention.routed(q, chosen, [(None, *chunks)]), attention.dense(q, k[:, 18:], v[:, 18:], causal=True)]
+    tiles = [Tiles.of_chunks(*chunks)]
+    parts = [attention.routed(q, AS_IT_IS, chosen, tiles), attention.dense(q, k[:, 18:], v[:, 18:], causal=True)]
     torch.testing.assert_close(merge(parts).double(), dense_truth(q, k, v, causal=True)[0], rtol=0, atol=1e-5)
 
 
@@ -246,7 +300,7 @@ def test_a_part_that_saw_nothing_adds_nothing(name: str) -> None:
     q, k, v = vectors(4, 2, 6, 24)
     seen, nothing = attention.dense(q, k, v, causal=True), attention.dense(q, k[:, :0], v[:, :0], causal=False)
     chunks = (k.unflatten(1, (4, 6)), v.unflatten(1, (4, 6)))
-    unrouted = attention.routed(q, torch.full((4, 6, 3), -1), [(None, *chunks)])
+    unrouted = attention.routed(q, AS_IT_IS, torch.full((4, 6, 3), -1), [Tiles.of_chunks(*chunks)])
     torch.testing.assert_close(merge([nothing, seen, unrouted]), seen[0])
     assert torch.equal(merge([nothing, unrouted]), torch.zeros(4, 6, 16))
 
@@ -263,11 +317,14 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
         out, lse = attention.dense(q, k, v, causal, window)
         assert out.dtype == dtype
         assert_same((out, lse), dense_truth(q, k, v, causal, window), HALF[dtype])
-    q, k, v = (x.to(dtype) for x in routed_vectors(8, 2, 20, 3, 6, 5, True))
-    chosen = choices("some none", 8, 20, 3, 6)
-    out, lse = attention.routed(q, chosen, [(None, k, v)])
+    q, k, v = (x.to(dtype) for x in routed_vectors(8, 2, 20, 6, 5))
+    turns, chosen = turns_of(20, 3, dtype), choices("some none", 8, 20, 3, 6)
+    out, lse = attention.routed(q, turns, chosen, [Tiles.of_chunks(k, v)])
     assert out.dtype == dtype
-    assert_same((out, lse), routed_truth(q, chosen, (k, v)), 2 * HALF[dtype])
+    placed = torch.stack([rotate(q, turns.at(slice(None), slot)) for slot in range(3)], dim=2)
+    rotated = rotate(q[:, :, None], turns)
+    assert torch.equal(placed, rotated)
+    assert_same((out, lse), routed_truth(q, turns, chosen, (k, v)), 2 * HALF[dtype])
 
 
 def test_auto_needs_nothing() -> None:
@@ -320,13 +377,14 @@ def test_dense_on_cuda(
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("kind", CHOICES)
-@pytest.mark.parametrize("placed", [False, True], ids=["one query", "one copy a choice"])
+@pytest.mark.parametrize("per_slot", [False, True], ids=["one turn", "one turn a slot"])
 @pytest.mark.parametrize("n_queries", [3, 37])
 def test_routed_on_cuda(
-    name: str, dtype: torch.dtype, heads: tuple[int, int], kind: str, placed: bool, n_queries: int
+    name: str, dtype: torch.dtype, heads: tuple[int, int], kind: str, per_slot: bool, n_queries: int
 ) -> None:
-    q, k, v = (x.to(dtype) for x in routed_vectors(*heads, n_queries, 3, 6, 5, placed))
-    chosen = choices(kind, heads[0], n_queries, 3, 6)
-    truth = routed_truth(q, chosen, (k, v))
-    part = Attention.choose(name).routed(q.cuda(), chosen.cuda(), [(None, k.cuda(), v.cuda())])
+    q, k, v = (x.to(dtype) for x in routed_vectors(*heads, n_queries, 6, 5))
+    turns, chosen = turns_of(n_queries, 3 if per_slot else 1, dtype), choices(kind, heads[0], n_queries, 3, 6)
+    truth = routed_truth(q, turns, chosen, (k, v))
+    on_gpu = Turn(turns.cos.cuda(), turns.sin.cuda())
+    part = Attention.choose(name).routed(q.cuda(), on_gpu, chosen.cuda(), [Tiles.of_chunks(k.cuda(), v.cuda())])
     assert_same(part, truth, 2 * HALF.get(dtype, 1e-4))

@@ -6,9 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-
 from lce.cache.chunks import ChunkTable
+from torch import Tensor
 
 CPU = torch.device("cpu")
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lce.cache.layer import LayerCache
+from lce.cache.tiering import CacheShape
 from torch import Tensor
 
 from lce.cache.kv import KVCache
-from lce.cache.layer import LayerCache
-from lce.cache.tiering import CacheShape
 
 CPU = torch.device("cpu")
 SHAPE = CacheShape(n_layers=3, n_kv_heads=2, head_dim=4, chunk_size=8, dtype=torch.float32, device=CPU)

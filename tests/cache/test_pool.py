@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lce.cache.pool import Numbers, Pages, PageShape, Pool, Table
 from torch import Tensor
 
 from lce.cache.movers import Mover
-from lce.cache.pool import Numbers, Pages, PageShape, Pool, Table
 from lce.errors import CapacityError
 
 SHAPE = PageShape(n_layers=2, n_groups=2, heads=1, chunk_size=4, head_dim=2, dtype=torch.float32)

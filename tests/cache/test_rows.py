@@ -16,10 +16,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lce.cache.rows import RowFile, SpillFile
 from torch import Tensor
 
 from lce.cache import rows as rows_module
-from lce.cache.rows import RowFile, SpillFile
 from lce.errors import CapacityError, DataError
 
 ROW = (2, 1, 4)

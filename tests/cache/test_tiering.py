@@ -12,11 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lce.cache.tiering import Budgets, CacheShape, Tiering
 from torch import Tensor
 
 from lce.cache.kv import KVCache
 from lce.cache.movers import Mover
-from lce.cache.tiering import Budgets, CacheShape, Tiering
 from lce.errors import CapacityError
 from lce.methods import make
 

@@ -17,15 +17,15 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+from lce.cache.pool import Numbers, Pages, PageShape, Pool, grid
+from lce.cache.rows import SpillFile
+from lce.cache.tiering import CacheShape, Tiering
 from numpy.typing import NDArray
 from torch import Tensor
 
 from lce.attention.attention import Attention
 from lce.cache.kv import KVCache
 from lce.cache.movers import Mover
-from lce.cache.pool import Numbers, Pages, PageShape, Pool, grid
-from lce.cache.rows import SpillFile
-from lce.cache.tiering import CacheShape, Tiering
 from lce.cache.tiers import Archive
 from lce.errors import CapacityError
 from lce.methods import Step, make

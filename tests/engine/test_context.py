@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import lce
-from lce.cache.layer import LayerCache
+from lce.cache.kv import LayerCache
 from lce.methods import Full, LongHeads, Method, Step
 from tests.checkpoints import tokens
 
@@ -172,9 +172,8 @@ def contents(context: lce.Context) -> list[Tensor | int | None]:
     ]
     for layer in context.cache.layers:
         known += [layer.length, *(x.clone() for x in layer.span(0, layer.stop))]
-        known += [layer.chunks.n_chunks, layer.chunks.n_summaries]
-        known += [layer.chunks.first.clone(), layer.chunks.length.clone()]
-        known += [None if layer.chunks.summary is None else layer.chunks.summary.clone()]
+        state = {name: state.tensors(layer.length) for name, state in sorted(layer.state.items())}
+        known += [x.clone() for parts in state.values() for _, x in sorted(parts.items())]
     return known
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lce.cache.kv import KVCache
-from lce.cache.tiering import CacheShape
+from lce.cache.layout import CacheLayout
 from lce.engine.context import Context
 from lce.engine.decode import Generation, Request, StopWatch, decode
 from lce.engine.sampling import Sampling
@@ -90,9 +90,9 @@ class Script:
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = tokens
         device = torch.device("cpu")
-        shape = CacheShape(n_layers=1, n_kv_heads=1, head_dim=2, chunk_size=4, dtype=torch.float32, device=device)
+        layout = CacheLayout(n_layers=1, n_heads=1, n_kv_heads=1, head_dim=2, dtype=torch.float32, device=device)
         identity = Identity(lambda: "none", "full", "64", "none", "float32")
-        self.context = Context(ContextData(KVCache(shape), [0]), Rope(RopeConfig(), 2, 64), identity)
+        self.context = Context(ContextData(KVCache.empty(layout), [0]), Rope(RopeConfig(), 2, 64), identity)
         self.calls = 0
 
     def advance(self, context: Context) -> None:

@@ -138,9 +138,9 @@ def test_writing_moves_nothing(engine: lce.Engine) -> None:
     context = engine.prefill(tokens(45))
     stream = engine.stream(tokens(5), max_tokens=60, context=context)
     next(stream)
-    before = [layer.k_buffer.data_ptr() for layer in context.cache.layers]
+    before = [layer.buffer.k.data_ptr() for layer in context.cache.layers]
     assert len(list(stream)) > 10
-    assert [layer.k_buffer.data_ptr() for layer in context.cache.layers] == before
+    assert [layer.buffer.k.data_ptr() for layer in context.cache.layers] == before
 
 
 def test_an_engine_is_not_changed_by_use(engine: lce.Engine) -> None:
@@ -162,7 +162,7 @@ def test_an_engine_is_not_changed_by_use(engine: lce.Engine) -> None:
 
 def test_an_engine_says_what_it_is(tiny_model: Path) -> None:
     assert repr(lce.load(tiny_model, "longheads", block=16, device="cpu")) == (
-        "Engine(LongHeads(chunk_size=2, chunks=32, share='head', rank='top', keep_first=True, fix_head=False, "
+        "Engine(LongHeads(chunk_size=2, chunks=32, placement='side_by_side', share='head', rank='top', keep_first=True, fix_head=False, "
         "fix_layer=False), window=64, block=16, cpu, torch.float32)"
     )
 

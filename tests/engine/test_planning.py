@@ -12,10 +12,11 @@ import torch
 import lce
 from lce import system
 from lce.cache.kv import KVCache
-from lce.cache.tiering import CacheShape, Tiering
+from lce.cache.layout import Budgets, CacheLayout, Reach
+from lce.cache.tiers import Disk, Pool
 from lce.engine.planning import Planner
 from lce.errors import CapacityError
-from lce.methods import Driver, Full, LongHeads
+from lce.methods import Driver, LongHeads
 from tests.checkpoints import TINY, tokens
 
 WINDOW = TINY["max_position_embeddings"]
@@ -34,8 +35,8 @@ def method_of(name: str, knobs: dict[str, Any]) -> lce.Method:
 
 
 def buffers(cache: KVCache) -> int:
-    """Bytes of the keys and values that are not in an archive."""
-    return sum(x.nbytes for layer in cache.layers for x in (layer.k_buffer, layer.v_buffer))
+    """Bytes of the keys and values that are in no tier."""
+    return sum(layer.buffer.n_bytes for layer in cache.layers)
 
 
 def at_most(monkeypatch: pytest.MonkeyPatch, memory: int | None = None, disk: int | None = None) -> None:
@@ -68,19 +69,18 @@ def test_a_plan_promises_what_is_held_below(
 ) -> None:
     method, options = method_of(name, knobs), {"block": 64, "spill_dir": tmp_path}
     resolved = method.resolve(WINDOW)
-    shape = CacheShape(2, 2, 16, resolved.cache_chunk, torch.float32, torch.device("cpu"))
-    options["kv_host_budget"] = Tiering(0, 0, tmp_path, *resolved.pinned, 64, resolved.apart).least(shape) + 5000
+    layout = CacheLayout(2, 4, 2, 16, torch.float32, torch.device("cpu"), resolved.reach, block=64)
+    options["kv_host_budget"] = layout.least_budget + 5000
     cache = lce.load(tiny_model, method, **options).prefill(tokens(n)).cache
     tiers = lce.plan(tiny_model, method, tokens=n, **options).tiers
-    pool = cache.archive.pools[0].n_bytes if cache.archive else 0
+    pool = sum(tier.n_bytes for tier in cache.tiers if isinstance(tier, Pool))
     held, device = cache.bytes_by_tier, tiers["device"]
     assert device.keys_and_values == buffers(cache) + pool <= options["kv_host_budget"]
     assert held["device"] <= device.keys_and_values + device.besides <= held["device"] * 1.6 + 20_000
     assert held["disk"] <= tiers["disk"].needed <= held["disk"] + held["device"]
     if n == 900:
-        assert cache.archive is not None
-        assert cache.archive.file is not None
-        assert cache.archive.file.bytes_taken == tiers["disk"].needed, "it is reserved"
+        assert [type(tier) for tier in cache.tiers] == [Pool, Disk]
+        assert cache.bytes_reserved == tiers["disk"].needed, "it is reserved"
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_host_budget": 200_000}, {"kv_host_budget": 200_000, "spill_dir": "/"}])
@@ -153,7 +153,7 @@ def test_the_disk_is_looked_at_first(tiny_model: Path, tmp_path: Path, monkeypat
     with pytest.raises(CapacityError, match=r"need 496.0 KiB of disk for .*, and 195.3 KiB .* 399 tokens;"):
         engine.generate(tokens(990), max_tokens=10)
     context = engine.prefill(tokens(300))
-    assert context.cache.archive is not None
+    assert context.cache.tiers
     at_most(monkeypatch, memory=1 << 30, disk=10_000)
     engine.generate(tokens(2), max_tokens=3, context=context)
     with pytest.raises(CapacityError, match=r"of disk .* the longest that fits is 3[0-9][0-9] tokens"):
@@ -169,7 +169,7 @@ def test_budgets_that_cannot_be(tiny_model: Path, tmp_path: Path) -> None:
     small = lce.load(tiny_model, kv_host_budget=300 * TOKEN, spill_dir=tmp_path)
     with pytest.raises(CapacityError, match=r"blocks of 2048 .* budget of [0-9]+ bytes or more, or a smaller --block"):
         small.prefill(tokens(257))
-    assert small.prefill(tokens(256)).cache.archive is None
+    assert small.prefill(tokens(256)).cache.tiers == []
     assert "no text fits" in (lce.plan(tiny_model, tokens=1, kv_host_budget=1).refusal or "")
 
 
@@ -187,11 +187,9 @@ def test_a_token_costs_no_look(
 
 def on_a_gpu(free_bytes: dict[str, int | None], **budgets: Any) -> Planner:
     """A planner for a GPU, which need not be there: 8 KiB a chunk, all heads of a chunk in a page."""
-    shape = CacheShape(2, 2, 16, 16, torch.float32, torch.device("cuda"))
-    method = Full()
-    return Planner(
-        shape, 4, method, Tiering(block=16, **budgets), {"disk": None, "host": None, "device": None} | free_bytes
-    )
+    reach, device = Reach(16), torch.device("cuda")
+    layout = CacheLayout(2, 4, 2, 16, torch.float32, device, reach, Budgets(**budgets), block=16)
+    return Planner(layout, "full", {"disk": None, "host": None, "device": None} | free_bytes)
 
 
 def test_three_tiers() -> None:

@@ -20,9 +20,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lce
-from lce.cache.snapshot import Draft, Layout, open_snapshot
+from lce.cache.context_file import Draft
+from lce.cache.tiers import Disk
 from lce.errors import CapacityError, DataError, UsageError
 from lce.files import draft_path
+from lce.weights.header import read_all
 from tests.checkpoints import save_tiny, tokens
 
 BLOCK = 64
@@ -31,6 +33,13 @@ NEEDS: dict[str, dict[str, object]] = {
     "infllm": {"block_size": 16, "sinks": 16, "repr_tokens": 2, "top_k": 3},
     "longheads": {"chunk_size": 8, "chunks": 4},
 }
+
+
+def manifest_of(path: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads(read_all(path)[1]["lce"])
+    return manifest
+
+
 SMALL = "least"  # a budget of the least bytes that are legal, and a folder for the rest
 
 
@@ -40,7 +49,7 @@ def load(model: Path, name: str = "longheads", spill_dir: Path | None = None, **
     engine = lce.load(model, method, block=BLOCK)
     if spill_dir is None:
         return engine
-    least = engine._tiering.least(engine._shape)
+    least = engine.layout.least_budget
     return lce.load(model, method, block=BLOCK, kv_host_budget=least, spill_dir=spill_dir)
 
 
@@ -100,7 +109,7 @@ def test_an_opened_context_grows_within_its_budget_or_is_refused_before_work(
     more: int, document: Path, engine: lce.Engine, tiny_model: Path
 ) -> None:
     """Without a folder for the rest."""
-    budget = engine._tiering.least(engine._shape) + more
+    budget = engine.layout.least_budget + more
     bounded, answered, refused = lce.load(tiny_model, engine.method, block=BLOCK, kv_host_budget=budget), 0, 0
     context, truth = bounded.open_context(document), engine.open_context(document)
     for seed in range(12):
@@ -118,10 +127,7 @@ def test_an_opened_context_grows_within_its_budget_or_is_refused_before_work(
         answered += 1
         assert found == engine.generate(question, context=truth, max_tokens=10).token_ids
         held = context.cache.bytes_by_tier["device"] - sum(
-            sum(x.numel() * x.element_size() for x in layer.state.values())
-            + layer.chunks.n_bytes
-            + sum(store.n_bytes for store in layer.stores.values())
-            for layer in context.cache.layers
+            sum(state.n_bytes for state in layer.state.values()) for layer in context.cache.layers
         )
         assert held <= budget
     assert answered
@@ -130,9 +136,7 @@ def test_an_opened_context_grows_within_its_budget_or_is_refused_before_work(
 
 def test_opening_reads_no_more_than_the_recent_tokens(document: Path, engine: lce.Engine) -> None:
     context = engine.open_context(document)
-    assert context.cache.archive is not None
-    file = context.cache.archive.file
-    assert file is not None
+    file = next(tier.file for tier in context.cache.tiers if isinstance(tier, Disk))
     assert file.bytes_read < file.n_bytes / 8
     engine.generate(tokens(2, 1), context=context, max_tokens=1)
     assert file.bytes_read < file.n_bytes / 2
@@ -226,7 +230,7 @@ def test_the_manifest_names_the_text(document: Path, engine: lce.Engine, tmp_pat
     engine.prefill_file(tokens(300), tmp_path / "same.lce")
     engine.prefill(tokens(301)).save(tmp_path / "other.lce")
     text, same, other = (
-        open_snapshot(path).manifest["text"] for path in (document, tmp_path / "same.lce", tmp_path / "other.lce")
+        manifest_of(path)["text"] for path in (document, tmp_path / "same.lce", tmp_path / "other.lce")
     )
     assert same == text != other
     with changed(document, tmp_path) as (path, data):
@@ -405,7 +409,7 @@ def test_killed_at_any_moment_of_a_save(engine: lce.Engine, tiny_model: Path, tm
 def test_a_living_process_keeps_its_file_under_work(document: Path, engine: lce.Engine, tmp_path: Path) -> None:
     path = tmp_path / "c.lce"
     shutil.copy(document, path)
-    draft = Draft.create(draft_path(path), Layout(open_snapshot(path).rows.layout.pages, 10))
+    draft = Draft.create(draft_path(path), engine.layout.file(10))
     engine.open_context(path)
     assert draft.path.exists()
     draft.discard()

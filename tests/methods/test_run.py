@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 import lce
-from lce.attention.attention import Attention
-from lce.cache.kv import KVCache
-from lce.cache.layer import LayerCache
-from lce.cache.tiering import CacheShape
+from lce.attention import Attention
+from lce.cache.kv import KVCache, LayerCache
+from lce.cache.layout import CacheLayout, Reach
 from lce.errors import UsageError
 from lce.methods import Driver, Full, LongHeads, Rope, RopeConfig, make
 from lce.methods.run import Attend
@@ -123,8 +122,8 @@ class Interrupted(Exception):
 
 
 def driver_of(n_layers: int) -> tuple[Driver, KVCache, Rope]:
-    shape = CacheShape(n_layers, 2, 8, 4, torch.float32, torch.device("cpu"))
-    return Driver(Full(), Attention.choose("torch"), WINDOW, 2), KVCache(shape), Rope(RopeConfig(), 8, WINDOW)
+    layout = CacheLayout(n_layers, 4, 2, 8, torch.float32, torch.device("cpu"), Reach(4))
+    return Driver(Full(), Attention.choose("torch"), WINDOW, 2), KVCache.empty(layout), Rope(RopeConfig(), 8, WINDOW)
 
 
 def test_a_model_call_that_fails_leaves_the_cache_as_it_was() -> None:
