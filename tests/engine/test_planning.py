@@ -188,10 +188,8 @@ def test_a_token_costs_no_look(
 def on_a_gpu(free_bytes: dict[str, int | None], **budgets: Any) -> Planner:
     """A planner for a GPU, which need not be there: 8 KiB a chunk, all heads of a chunk in a page."""
     shape = CacheShape(2, 2, 16, 16, torch.float32, torch.device("cuda"))
-    method = Full()
-    return Planner(
-        shape, 4, method, Tiering(block=16, **budgets), {"disk": None, "host": None, "device": None} | free_bytes
-    )
+    unbounded: dict[str, int | None] = {"disk": None, "host": None, "device": None}
+    return Planner(shape, 4, Full(), Tiering(block=16, **budgets), unbounded | free_bytes)
 
 
 def test_three_tiers() -> None:
