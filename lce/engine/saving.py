@@ -144,7 +144,7 @@ class PrefillJob:
         sweep(path)
         self.path = path
         self.identity = identity
-        _ = identity.facts  # reads the checkpoint's fingerprint before the long work, not behind it
+        self.facts = identity.facts  # here, because it reads the checkpoint: an error in that comes before the work
         self.part, self.state = _part(path), _state(path)
         self.layout = layout.file(len(token_ids))
         if self.state.exists() and self.part.exists():
@@ -182,14 +182,14 @@ class PrefillJob:
         write_rows(data.cache, self.draft.rows, self.n_written)
         self.draft.rows.flush()
         tensors = data.tensors()
-        manifest = signed(data.manifest(self.identity.facts, self.layout), tensors)
+        manifest = signed(data.manifest(self.facts, self.layout), tensors)
         write_whole(self.state, as_safetensors({k: x.contiguous() for k, x in tensors.items()}, {"lce": manifest}))
         self.n_written = data.cache.length
 
     def finish(self, data: ContextData) -> None:
         """Write the rest and give the file its name `path`."""
         write_rows(data.cache, self.draft.rows, self.n_written)
-        self.draft.finish(self.path, data.tensors(), data.manifest(self.identity.facts, self.layout))
+        self.draft.finish(self.path, data.tensors(), data.manifest(self.facts, self.layout))
         self.state.unlink(missing_ok=True)
 
     def abandon(self, error: BaseException) -> None:

@@ -32,7 +32,7 @@ class TraceRecorder:
 
     def note(self, layer: int, chosen: Tensor) -> None:
         """Record what a layer chose in this block, `[H, T, K]`."""
-        self._parts[layer].append(chosen.cpu())
+        self._parts[layer].append(chosen)
 
     def end_block(self, n_tokens: int) -> None:
         """Record an empty choice for each layer that chose nothing in this block of `n_tokens`."""
@@ -50,4 +50,4 @@ class TraceRecorder:
 def _joined(parts: list[Tensor]) -> Tensor:
     """Choices `[H, T, K]` of several blocks, each padded with -1 to the largest K."""
     widest = max(part.shape[-1] for part in parts)
-    return torch.cat([pad(part, (0, widest - part.shape[-1]), value=-1) for part in parts], dim=1)
+    return torch.cat([pad(part.cpu(), (0, widest - part.shape[-1]), value=-1) for part in parts], dim=1)

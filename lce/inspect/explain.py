@@ -204,9 +204,7 @@ def _distances(bench: _Bench, factor: Tensor) -> Tensor:
     nearest = (bench.attended * i).argmax(dim=-1)
     turned = (turned - turned[i, nearest][:, None]).masked_fill(~bench.attended[..., None], 0.0)
     distance = torch.full(turned.shape[:2], -1)
-    anchor = (
-        i - nearest
-    )  # the distance of the nearest key: tried first is the one in the text, shifted as in earlier rows
+    anchor = i - nearest  # the nearest key's distance in the text, later plus the shift found in other rows
     unread = torch.ones_like(i, dtype=torch.bool)
     while unread.any():
         found, miss = _read(turned + _code(anchor)[:, None])

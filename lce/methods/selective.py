@@ -135,7 +135,7 @@ class ChunkSelection(Method):
         """What to keep of m complete chunks: `q [H, m, L, D]`, `k v [G, m, L, D]`, q and k rotated as keys are cached.
 
         Without `uses_queries`, q is `[H, m, 0, D]`. Returns `[S, m, …]`; for `score` as it stands one vector a chunk,
-        `[H, m, D]`. What KV heads have in common comes to query heads by `x.repeat_interleave(len(q) // len(k), dim=0)`.
+        `[H, m, D]`. `x.repeat_interleave(len(q) // len(k), dim=0)` gives query heads what their KV head has.
         """
 
     def score(self, q: Tensor, summary: Tensor, step: Step, layer: int) -> Tensor:

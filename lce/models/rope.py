@@ -1,7 +1,8 @@
 """Rotary position embedding (Su et al., 2021) and the scalings that stretch it.
 
 A `Rope` is a fixed set of frequencies; `Rope.turn` gives the rotation of a position as cosines and sines. Angles are
-computed in float64, and only the cosines and sines are cast: at position 1,000,000 a float32 angle is already off by several hundredths.
+computed in float64, and only the cosines and sines are cast: at position 1,000,000 a float32 angle is already off by
+several hundredths.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from torch import Tensor
 import lce
 from lce.cache.kv import LayerCache
 from lce.methods import Full, LongHeads, Method, Step
+from lce.weights.checkpoint import Checkpoint
 from tests.checkpoints import tokens
 
 BLOCK = 32
@@ -101,6 +102,36 @@ def test_a_context_says_what_it_is(engine: lce.Engine) -> None:
     context = engine.prefill(tokens(40))
     assert len(context) == 40
     assert repr(context) == f"Context(40 tokens, {context.cache.bytes_by_tier['device']} bytes)"
+
+
+def test_a_context_belongs_to_its_engine(engine: lce.Engine, tiny_model: Path) -> None:
+    """Even to an engine of the same model and options, whose files it can share."""
+    context = engine.prefill(tokens(10))
+    twin = lce.load(tiny_model, engine.method, block=BLOCK)
+    for call in (twin.generate, twin.stream, twin.prefill):
+        with pytest.raises(lce.UsageError, match="made by another engine"):
+            call("x", context=context)
+        call("x", context=twin.prefill(tokens(10)))
+    assert context.fork().identity is context.identity is not twin.identity
+    assert context.identity.facts == twin.identity.facts
+    assert len(context) == 10
+
+
+def test_the_weights_fingerprint_is_read_when_a_file_needs_it(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Checkpoint] = []
+    fingerprint = Checkpoint.fingerprint
+    monkeypatch.setattr(Checkpoint, "fingerprint", lambda self: calls.append(self) or fingerprint(self))
+    engine = lce.load(tiny_model)
+    context = engine.prefill(tokens(10))
+    engine.generate("x", max_tokens=1, context=context.fork())
+    assert calls == []
+    for _ in range(2):
+        context.save(tmp_path / "c.lce")
+        engine.open_context(tmp_path / "c.lce")
+    assert len(calls) == 1
+    assert engine.fingerprint == fingerprint(calls[0])
 
 
 # Failures

@@ -189,7 +189,8 @@ def on_a_gpu(free_bytes: dict[str, int | None], **budgets: Any) -> Planner:
     """A planner for a GPU, which need not be there: 8 KiB a chunk, all heads of a chunk in a page."""
     reach, device = Reach(16), torch.device("cuda")
     layout = CacheLayout(2, 4, 2, 16, torch.float32, device, reach, Budgets(**budgets), block=16)
-    return Planner(layout, "full", {"disk": None, "host": None, "device": None} | free_bytes)
+    unbounded: dict[str, int | None] = {"disk": None, "host": None, "device": None}
+    return Planner(layout, "full", unbounded | free_bytes)
 
 
 def test_three_tiers() -> None:

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from lce.attention import rotate
 from lce.cache.kv import LayerCache
 from lce.errors import UsageError
 from lce.inspect.explain import HEADS, KV_HEADS, MOST_TOKENS, REACH, explain, vectors
 from lce.methods import Method, Step, available, find, make
-from lce.methods.parts import behind
-from lce.models.rope import rotate
+from lce.methods.parts import attend_behind
 from tests import oracle
 from tests.command import assert_error, run, spawn
 from tests.running import cut
@@ -147,7 +147,7 @@ class Seen(Method):
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         places = (step.positions(q.device) + self.shift) * self.stretch
-        return self.see(rotate(q, step.rope.table(places, q.dtype)), cache, step)
+        return self.see(rotate(q, step.rope.turn(places, q.dtype)), cache, step)
 
     def see(self, placed: Tensor, cache: LayerCache, step: Step) -> Tensor:
         return step.attention.dense(placed, *cache.span(0, cache.stop), causal=True)[0]
@@ -158,7 +158,7 @@ class Blind(Seen):
     """Queries do not see themselves."""
 
     def see(self, placed: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        return behind(placed, cache, step, gap=1)[0]
+        return attend_behind(placed, cache, step, gap=1)[0]
 
 
 @dataclass(frozen=True)

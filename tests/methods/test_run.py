@@ -90,7 +90,7 @@ QKV = {"q": (4, 6, 8), "k": (2, 6, 8), "v": (2, 6, 8)}
         ({"q": (6, 8)}, {}, r"q is \[6, 8\]"),
         ({"q": (4, 0, 8), "k": (2, 0, 8), "v": (2, 0, 8)}, {}, "none of them empty"),
         ({"q": (4, 6, 7), "k": (2, 6, 7), "v": (2, 6, 7)}, {}, "expected D to be even"),
-        ({}, {"rope": Rope(RopeConfig(), 16, WINDOW)}, "expected D to be 16, as in rope"),
+        pytest.param({}, {"rope": Rope(RopeConfig(), 16, WINDOW)}, "expected D to be 16, as in rope", id="rope of 16"),
         ({}, {"blocks": 0}, "blocks is 0; expected 1 or more tokens"),
         ({}, {"blocks": [3, 2]}, "blocks add up to 5; expected sizes of 1 or more that add up to 6"),
         ({}, {"blocks": [7, -1]}, "blocks add up to 6; expected sizes of 1 or more"),
