@@ -17,6 +17,8 @@ from lce.methods import Driver, Method, Rope, RopeConfig
 from lce.methods.run import Attend
 from lce.methods.step import Note
 
+BY_BLOCK = {"esa", "infllm"}  # methods by which the queries of a block choose together: other blocks, other choices
+
 
 def vectors(seed: int, n_heads: int, n_kv_heads: int, n: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Random `q [H, N, D]`, `k v [G, N, D]`, large enough that softmax has favourites."""

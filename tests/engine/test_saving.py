@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lce
-from lce.cache.context_file import Draft
+from lce.cache.context_file import FORMAT, Draft
 from lce.cache.tiers import Disk
 from lce.errors import CapacityError, DataError, UsageError
 from lce.files import draft_path
@@ -268,7 +268,8 @@ def test_other_files_are_refused(document: Path, engine: lce.Engine, tiny_model:
     save_file(tensors, tmp_path / "next.lce", {"lce": '{"format": "lce context 99"}'})
     with pytest.raises(DataError, match="lce context 99"):
         engine.open_context(tmp_path / "next.lce")
-    save_file(tensors, tmp_path / "said.lce", {"lce": '{"format": "lce context 1", "pages": 3}'})
+    contradiction = {"format": FORMAT, "identity": engine.identity.facts, "pages": 3}
+    save_file(tensors, tmp_path / "said.lce", {"lce": json.dumps(contradiction)})
     with pytest.raises(DataError, match="contradicts its contents"):
         engine.open_context(tmp_path / "said.lce")
 

@@ -17,12 +17,10 @@ from lce.cache.layout import Budgets
 from lce.methods import Method, available, make
 from lce.models.config import RopeConfig
 from tests import oracle
-from tests.running import cut, run, vectors
+from tests.running import BY_BLOCK, cut, run, vectors
 
 WINDOW = 32
 HEADS = {"multi-head": (4, 4), "grouped-query": (8, 2)}
-# Methods by which the queries of a block choose together: other blocks, other choices.
-BY_BLOCK = {"esa", "infllm"}
 # What a method cannot do without, where no model brings it.
 NEEDS: dict[str, dict[str, object]] = {"esa": {"compress": "none"}}
 # Knobs that every method is also tried with, beside its defaults.
