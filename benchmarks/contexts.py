@@ -21,8 +21,7 @@ from vs_transformers import SHAPES, machine, make_checkpoint, peak_memory
 
 import lce
 from lce.sizes import size_text
-from lce.terminal.options import knobs_of, pairs
-from lce.terminal.report import memory_text
+from lce.terminal.figures import memory_text
 
 
 def main() -> None:
@@ -45,7 +44,7 @@ def main() -> None:
     if args.make and not Path(args.model).exists():
         Path(args.model).mkdir(parents=True)
         make_checkpoint(Path(args.model), SHAPES[args.make], "bfloat16" if args.dtype == "auto" else args.dtype)
-    method = lce.methods.make(args.method, knobs_of(args.method, pairs(None, None, tuple(args.knobs)), [args.method]))
+    method = lce.methods.make(args.method, dict(knob.split("=", 1) for knob in args.knobs))
     engine = lce.load(
         args.model, method, dtype=args.dtype, window=args.window, block=args.block,
         kv_host_budget=args.kv_host_budget, spill_dir=args.spill_dir,

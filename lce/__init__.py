@@ -71,12 +71,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "methods":
-        return importlib.import_module("lce.methods")
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'lce' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker reports a name that the package does not have
+
+    def __getattr__(name: str) -> Any:
+        if name == "methods":
+            return importlib.import_module("lce.methods")
+        if name in _HOMES:
+            return getattr(importlib.import_module(_HOMES[name]), name)
+        raise AttributeError(f"module 'lce' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import lce
 from lce.errors import CapacityError, DataError, LceError, ModelError, UsageError
-from lce.terminal import options
 from lce.terminal.exits import verdict
 from tests.command import PROMPT, assert_error, run, spawn
 
@@ -44,11 +44,11 @@ def test_every_failure_has_its_exit_code(
 ) -> None:
     assert verdict(error)[0] == code
 
-    def fail(*_: object) -> str:
+    def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(options, "read_prompt", fail)
-    assert_error(run("generate", "--model", "none"), code, words)
+    monkeypatch.setattr(lce, "load", fail)
+    assert_error(run("generate", "--model", "none", "--prompt", PROMPT), code, words)
 
 
 def test_ctrl_c_in_prefill(tiny_model: Path) -> None:
