@@ -37,8 +37,10 @@ def cli() -> None:
 
 @cli.command()
 @options.model_option
-@options.prompt_options("The text to go on from; - reads stdin.")
-@click.option("--context", "context_file", metavar="FILE", help="Go on from what `lce prefill` read, as it is.")
+@options.prompt_options("The text to continue; - reads stdin.")
+@click.option(
+    "--context", "context_file", metavar="FILE", help="Continue this file of `lce prefill`; it does not change."
+)
 @click.option("--max-tokens", type=int, default=256, show_default=True, help="Write at most this many tokens.")
 @options.method_options
 @options.sampling_options
@@ -48,7 +50,7 @@ def generate(
     model: str, prompt: str, context_file: str | None, max_tokens: int, method: lce.Method, sampling: lce.Sampling,
     loading: dict[str, Any], output: Output,
 ) -> None:  # fmt: skip
-    """Go on from a prompt.
+    """Continue a prompt.
 
     The text alone goes to stdout, as it is written; progress and figures go to stderr.
 
@@ -66,20 +68,20 @@ def generate(
 
 @cli.command()
 @options.model_option
-@options.prompt_options("The text to read; - reads stdin.")
+@options.prompt_options("The text to prefill; - reads stdin.")
 @click.option("--out", required=True, metavar="FILE", help="Where the context goes, for example document.lce.")
-@click.option("--checkpoint-every", type=int, metavar="TOKENS", help="Interrupted, go on from the last so many.")
-@click.option("--length", type=int, metavar="TOKENS", help="How long the context will become; for --rope dynamic.")
+@click.option("--checkpoint-every", type=int, metavar="TOKENS", help="Save after every so many tokens, to resume from.")
+@click.option("--length", type=int, metavar="TOKENS", help="Final length of the context; for --rope dynamic.")
 @options.method_options
 @options.loading_options
 @options.output_options
 def prefill(
     model: str, prompt: str, out: str, method: lce.Method, loading: dict[str, Any], output: Output, **reading: Any
 ) -> None:
-    """Read a text once, into a file that can be asked many times: `lce generate --context FILE`.
+    """Prefill a text once, into a file that can be asked many times: `lce generate --context FILE`.
 
-    The file fits this model, method and its knobs, RoPE scaling and dtype, and no other. With --checkpoint-every, the
-    same command goes on where it was interrupted.
+    The file fits only this model, method and its knobs, RoPE scaling and dtype. With --checkpoint-every, an interrupted
+    prefill resumes when the same command is run again.
     """
     engine = lce.load(model, method, **loading)
     with output.bar("prefill", " tok") as bar:
@@ -104,17 +106,17 @@ def evaluation() -> None:
 @click.option("--seed", type=int, default=0, show_default=True, help="The same seed makes the same prompts.")
 @click.option("--task", default="passkey", show_default=True, help="What is hidden in the text.")
 @click.option("--filler", default="prose", show_default=True, metavar="prose|noise", help="The text it is hidden in.")
-@click.option("--record", metavar="FILE", help="Write each answer down, and do not ask again what stands there.")
+@click.option("--record", metavar="FILE", help="Keep the answers in this file; samples that it has are skipped.")
 @options.loading_options
 @options.output_options
 def passkey(
     model: str, methods: list[lce.Method], lengths: list[int], record: str | None, loading: dict[str, Any],
     output: Output, **task: Any,
 ) -> None:  # fmt: skip
-    """Hide a fact in texts of some lengths and ask for it; the share of right answers.
+    """Hide a fact in texts of some lengths, ask for it, and print the share of right answers.
 
-    Every method gets the same prompts. Knobs given with -o go to each of the methods, -o METHOD.KEY=VALUE to one. With
-    --record, an evaluation that was interrupted goes on where it was.
+    Every method gets the same prompts. -o KEY=VALUE is a knob of all methods, -o METHOD.KEY=VALUE of one. With
+    --record, an interrupted evaluation resumes when the same command is run again.
     """
     from lce.eval.passkey import evaluate
     from lce.eval.record import Record
@@ -139,19 +141,21 @@ def passkey(
     "--text", "-t", "text_file", required=True, metavar="FILE", help="A UTF-8 text to learn from; - is stdin."
 )
 @click.option("--out", required=True, metavar="FILE", help="The map file to write.")
-@click.option("--low-dim", type=int, default=128, show_default=True, help="Numbers kept of a token in each layer.")
+@click.option(
+    "--low-dim", type=int, default=128, show_default=True, help="Dimensions of a token's low-dimensional key."
+)
 @click.option("--tokens", type=int, default=50_000, show_default=True, help="Read at most this much of the text.")
-@click.option("--epochs", type=int, default=10, show_default=True, help="Times that each token is learned from.")
-@click.option("--batch", type=int, default=128, show_default=True, help="Queries, and keys, of one step.")
+@click.option("--epochs", type=int, default=10, show_default=True, help="Passes over the text.")
+@click.option("--batch", type=int, default=128, show_default=True, help="Queries and keys of one step.")
 @click.option("--lr", type=float, default=5e-4, show_default=True, help="Adam's step size.")
 @click.option("--seed", type=int, default=0, show_default=True, help="The same seed learns the same maps.")
 @options.loading_options
 @options.output_options
 def calibrate(model: str, text_file: str, out: str, loading: dict[str, Any], output: Output, **learning: Any) -> None:
-    """Learn the low-dimensional keys by which a method finds single tokens of a long text.
+    """Learn the maps to low-dimensional keys, by which `esa` finds single tokens of a long text.
 
-    Writes their maps to --out and prints, for each layer, the share of the best tokens that they find in text that was
-    held out, beside that of PCA. Interrupted, it goes on where it was when the same command is run again.
+    Writes the maps to --out. Prints, for each layer, the share of the best tokens that they find in held-out text, and
+    the share that PCA finds. An interrupted calibration resumes when the same command is run again.
     """
     from lce.calibrate import Calibration
     from lce.calibrate import calibrate as learn
@@ -169,15 +173,15 @@ def calibrate(model: str, text_file: str, out: str, loading: dict[str, Any], out
 @click.option("--window", type=int, default=12, show_default=True, help="Positions the model can be trusted on.")
 @click.option("--block", type=int, help="Tokens prefilled in one step.  [default: what suits the method]")
 @click.option("--head", type=int, default=0, show_default=True, help="Which of 4 query heads, over 2 KV heads.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Another text for the method to choose from.")
-@click.option("--plot", metavar="FILE", help="Draw it too, as .png, .svg or .pdf; needs lce[plot].")
+@click.option("--seed", type=int, default=0, show_default=True, help="Another seed makes another text.")
+@click.option("--plot", metavar="FILE", help="Also draw the matrix, as .png, .svg or .pdf; needs lce[plot].")
 @options.json_options
 def explain(method: lce.Method, plot: str | None, output: Output, **setting: Any) -> None:
     """Show which keys a METHOD attends, and the distances at which it sees them.
 
-    The method is run on a short made-up text without a model, and the matrix is read off its output: a row a query, a
-    column a key, the distance in positions, or a dot where the query does not attend the key. Choices of keys by their
-    content are those of random vectors.
+    The method runs on a short made-up text without a model, and the matrix is read from its output. A row is a query
+    and a column a key; a cell is the distance in positions, or a dot if the query does not attend the key. The text is
+    random vectors, so methods that select keys by content select among random ones.
     """
     from lce.inspect import explain as inspection
 
@@ -203,10 +207,10 @@ def explain(method: lce.Method, plot: str | None, output: Output, **setting: Any
 @options.planning_options
 @options.json_options
 def plan(model: str, method: lce.Method, tokens: int, planning: dict[str, Any], output: Output) -> None:
-    """Say what a text of some length will take of memory and disk, and the longest that fits.
+    """Print the memory and disk that a text of some length takes, and the longest text that fits.
 
-    Of the model only config.json is read; --dtype auto is the one that it announces, or float32. Exits with 4 where the
-    text does not fit. What a pass computes on its way is not counted: leave it a few hundred MiB.
+    Only config.json of the model is read; --dtype auto is the dtype that it names, or float32. Exits with 4 if the text
+    does not fit. Activations are not counted: leave a few hundred MiB for them.
     """
     planned = lce.plan(model, method, tokens=tokens, **planning)
     output.object(figures.plan_object(planned))

@@ -12,7 +12,7 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(B|KiB|MiB|GiB|TiB)?", re.IGNORECAS
 
 
 def in_bytes(size: int | str, what: str) -> int:
-    """`8 << 30`, "8GiB" or "512 MiB" in bytes; `what` is its name in the `UsageError` for anything else."""
+    """`8 << 30`, "8GiB" or "512 MiB" in bytes. For anything else raises `UsageError`, which calls the size `what`."""
     match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
     if match is not None:
         unit = next(i for i, name in enumerate(UNITS) if name.lower() == (match[2] or "B").lower())

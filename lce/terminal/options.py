@@ -173,9 +173,11 @@ _COMPUTING = (
     click.option("--window", type=int, help="Positions the model can be trusted on.  [default: the checkpoint's]"),
 )
 _BUDGETS = (
-    click.option("--kv-device-budget", metavar="SIZE", help="Keys and values on the device, for example 8GiB."),
-    click.option("--kv-host-budget", metavar="SIZE", help="Keys and values in the host's memory."),
-    click.option("--spill-dir", metavar="DIR", help="Where keys and values go that memory may not hold."),
+    click.option(
+        "--kv-device-budget", metavar="SIZE", help="Limit of keys and values on the device, for example 8GiB."
+    ),
+    click.option("--kv-host-budget", metavar="SIZE", help="Limit of keys and values in host memory."),
+    click.option("--spill-dir", metavar="DIR", help="Folder for keys and values beyond the limits."),
 )
 
 output_options = packed("output", Output, _JSON, _QUIET, debug_option)
@@ -203,11 +205,21 @@ sampling_options = packed(
     _sampling,
     click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token."),
     click.option(
-        "--top-p", type=float, default=1.0, show_default=True, help="Likeliest tokens of this mass; 1 is off."
+        "--top-p",
+        type=float,
+        default=1.0,
+        show_default=True,
+        help="Keep the likeliest tokens of this total probability; 1 is off.",
     ),
-    click.option("--top-k", type=int, default=0, show_default=True, help="This many likeliest tokens; 0 is off."),
-    click.option("--min-p", type=float, default=0.0, show_default=True, help="Share of the likeliest one's; 0 is off."),
-    click.option("--seed", type=int, help="Draw the same tokens each time."),
+    click.option("--top-k", type=int, default=0, show_default=True, help="Keep this many likeliest tokens; 0 is off."),
+    click.option(
+        "--min-p",
+        type=float,
+        default=0.0,
+        show_default=True,
+        help="Keep tokens this likely relative to the likeliest; 0 is off.",
+    ),
+    click.option("--seed", type=int, help="The same seed draws the same tokens."),
     click.option("--stop", multiple=True, metavar="TEXT", help="End the text before this; repeatable."),
 )
 method_options = packed(

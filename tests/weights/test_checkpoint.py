@@ -322,7 +322,7 @@ def test_an_index(sharded: Path) -> None:
     ],
 )
 def test_a_shard_must_be_a_plain_name(sharded: Path, shard: str) -> None:
-    with pytest.raises(ModelError, match=r"no plain \*\.safetensors name"):
+    with pytest.raises(ModelError, match=r"not a plain \*\.safetensors name"):
         open_index(sharded, **GOOD_MAP | {"embed": shard})
 
 
@@ -350,13 +350,13 @@ def test_tensors_that_the_index_does_not_know(sharded: Path) -> None:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (b"", "no valid JSON"),
+        (b"", "not valid JSON"),
         (b"[]", "a JSON list where an object"),
         (b"{}", "weight_map is not an object"),
         (b'{"weight_map": {}}', "weight_map is not an object"),
         (b'{"weight_map": {"embed": 3}}', "weight_map is not an object"),
         (b'{"weight_map": ["a.safetensors"]}', "weight_map is not an object"),
-        (b'{"weight_map": {"a": "a.safetensors", "a": "b.safetensors"}}', "no valid JSON: a name appears twice"),
+        (b'{"weight_map": {"a": "a.safetensors", "a": "b.safetensors"}}', "not valid JSON: a name appears twice"),
     ],
 )
 def test_indexes_that_are_no_indexes(sharded: Path, raw: bytes, message: str) -> None:
@@ -377,10 +377,10 @@ DAMAGED: list[tuple[bytes, str]] = [
     (raw_file(b""), "does not begin with '{'"),
     (raw_file(b" {}"), "does not begin with '{'"),
     (raw_file([]), "does not begin with '{'"),
-    (raw_file(b"{]"), "no valid JSON"),
-    (raw_file(b'{"\xff": 1}'), "no valid JSON"),
-    (raw_file(b'{"a":' * 100_000), "no valid JSON"),
-    (raw_file(b'{"a": {"dtype": "F32", "shape": [' + b"9" * 5000 + b"]}}"), "no valid JSON"),
+    (raw_file(b"{]"), "not valid JSON"),
+    (raw_file(b'{"\xff": 1}'), "not valid JSON"),
+    (raw_file(b'{"a":' * 100_000), "not valid JSON"),
+    (raw_file(b'{"a": {"dtype": "F32", "shape": [' + b"9" * 5000 + b"]}}"), "not valid JSON"),
     (raw_file(b'{"a": 1, "a": 2}'), "a name appears twice"),
     (raw_file(b'{"__metadata__": {"x": "1", "x": "2"}}'), "a name appears twice"),
     (raw_file({"__metadata__": {"format": 1}}), "__metadata__ is not an object of strings"),
