@@ -1,4 +1,4 @@
-"""The command line: what goes where, what it refuses, and that it answers at once."""
+"""The commands: what they print, what they refuse, and that `--help` imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_a_broken_method_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None
     assert result.stderr.startswith("lce: warning: unknown method 'broken'")
 
 
-def test_a_prefilled_file_is_asked(tiny_model: Path, tmp_path: Path) -> None:
+def test_generate_continues_a_prefilled_file(tiny_model: Path, tmp_path: Path) -> None:
     method = ("--method", "longheads", "-o", "chunk_size=8", "-o", "chunks=4")
     out = tmp_path / "text.lce"
     made = run("prefill", "--model", tiny_model, "--prompt", PROMPT * 5, "--out", out, *method)
@@ -211,7 +211,7 @@ def test_a_context_of_another_method_is_refused(tiny_model: Path, tmp_path: Path
     assert_error(run(*ask[:4], tmp_path / "no.lce", *ask[5:]), 3, "no.lce", "No such file")
 
 
-def test_an_interrupted_prefill_says_how_to_go_on(tiny_model: Path, tmp_path: Path) -> None:
+def test_an_interrupted_prefill_says_how_to_resume(tiny_model: Path, tmp_path: Path) -> None:
     """Ctrl-C in the middle, then the same command again."""
     command = ("prefill", "--model", tiny_model, "--prompt", PROMPT * 40, "--out", tmp_path / "text.lce")
     command = (*command, "--block", "16", "--checkpoint-every", "32")

@@ -15,10 +15,10 @@ from lce.terminal.exits import classify
 from tests.command import PROMPT, assert_error, run, spawn
 
 
-@pytest.mark.parametrize("place", ["before", "after"])
-def test_debug_shows_the_traceback(place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("position", ["before", "after"])
+def test_debug_shows_the_traceback(position: str, tmp_path: Path) -> None:
     args = ["generate", "--model", "none", "-f", str(tmp_path)]
-    result = run("--debug", *args) if place == "before" else run(*args, "--debug")
+    result = run("--debug", *args) if position == "before" else run(*args, "--debug")
     assert result.exit_code == 3
     assert "Traceback (most recent call last)" in result.stderr
     assert result.stderr.splitlines()[-1].startswith("lce: error: ")
