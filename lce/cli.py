@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any, NoReturn
 
 import click
+from click import option
 
 import lce
 from lce.errors import CapacityError, UsageError
@@ -28,7 +29,10 @@ def main() -> NoReturn:
         raise
 
 
-@click.group("lce", cls=Root, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
+
+
+@click.group("lce", cls=Root, context_settings=_SETTINGS)
 @click.version_option(lce.__version__, message="%(prog)s %(version)s")
 @options.debug_option
 def cli() -> None:
@@ -37,11 +41,9 @@ def cli() -> None:
 
 @cli.command()
 @options.model_option
-@options.prompt_options("The text to continue; - reads stdin.")
-@click.option(
-    "--context", "context_file", metavar="FILE", help="Continue this file of `lce prefill`; it does not change."
-)
-@click.option("--max-tokens", type=int, default=256, show_default=True, help="Write at most this many tokens.")
+@options.prompt_options
+@option("--context", "context_file", metavar="FILE", help="Continue this file of `lce prefill`; it does not change.")
+@option("--max-tokens", type=int, default=256, help="Write at most this many tokens.")
 @options.method_options
 @options.sampling_options
 @options.loading_options
@@ -68,10 +70,10 @@ def generate(
 
 @cli.command()
 @options.model_option
-@options.prompt_options("The text to prefill; - reads stdin.")
-@click.option("--out", required=True, metavar="FILE", help="Where the context goes, for example document.lce.")
-@click.option("--checkpoint-every", type=int, metavar="TOKENS", help="Save after every so many tokens, to resume from.")
-@click.option("--length", type=int, metavar="TOKENS", help="Final length of the context; for --rope dynamic.")
+@options.prompt_options
+@option("--out", required=True, metavar="FILE", help="Where the context goes, for example document.lce.")
+@option("--checkpoint-every", type=int, metavar="TOKENS", help="Save after every so many tokens, to resume from.")
+@option("--length", type=int, metavar="TOKENS", help="Final length of the context; for --rope dynamic.")
 @options.method_options
 @options.loading_options
 @options.output_options
@@ -99,14 +101,12 @@ def evaluation() -> None:
 @evaluation.command()
 @options.model_option
 @options.methods_options
-@click.option(
-    "--lengths", required=True, callback=options.parse_lengths, metavar="LIST", help="Tokens, with commas; 2k is 2048."
-)
-@click.option("--samples", "n", type=int, default=50, show_default=True, help="Prompts for each method and length.")
-@click.option("--seed", type=int, default=0, show_default=True, help="The same seed makes the same prompts.")
-@click.option("--task", default="passkey", show_default=True, help="What is hidden in the text.")
-@click.option("--filler", default="prose", show_default=True, metavar="prose|noise", help="The text it is hidden in.")
-@click.option("--record", metavar="FILE", help="Keep the answers in this file; samples that it has are skipped.")
+@option("--lengths", required=True, callback=options.parse_lengths, metavar="LIST", help="Such as 512,2k (2k is 2048).")
+@option("--samples", "n", type=int, default=50, help="Prompts for each method and length.")
+@option("--seed", type=int, default=0, help="The same seed makes the same prompts.")
+@option("--task", default="passkey", help="What is hidden in the text.")
+@option("--filler", default="prose", metavar="prose|noise", help="The text it is hidden in.")
+@option("--record", metavar="FILE", help="Keep the answers in this file; samples that it has are skipped.")
 @options.loading_options
 @options.output_options
 def passkey(
@@ -137,18 +137,14 @@ def passkey(
 
 @cli.command()
 @options.model_option
-@click.option(
-    "--text", "-t", "text_file", required=True, metavar="FILE", help="A UTF-8 text to learn from; - is stdin."
-)
-@click.option("--out", required=True, metavar="FILE", help="The map file to write.")
-@click.option(
-    "--low-dim", type=int, default=128, show_default=True, help="Dimensions of a token's low-dimensional key."
-)
-@click.option("--tokens", type=int, default=50_000, show_default=True, help="Read at most this much of the text.")
-@click.option("--epochs", type=int, default=10, show_default=True, help="Passes over the text.")
-@click.option("--batch", type=int, default=128, show_default=True, help="Queries and keys of one step.")
-@click.option("--lr", type=float, default=5e-4, show_default=True, help="Adam's step size.")
-@click.option("--seed", type=int, default=0, show_default=True, help="The same seed learns the same maps.")
+@option("--text", "-t", "text_file", required=True, metavar="FILE", help="A UTF-8 text to learn from; - is stdin.")
+@option("--out", required=True, metavar="FILE", help="The map file to write.")
+@option("--low-dim", type=int, default=128, help="Dimensions of a token's low-dimensional key.")
+@option("--tokens", type=int, default=50_000, help="Read at most this much of the text.")
+@option("--epochs", type=int, default=10, help="Passes over the text.")
+@option("--batch", type=int, default=128, help="Queries and keys of one step.")
+@option("--lr", type=float, default=5e-4, help="Adam's step size.")
+@option("--seed", type=int, default=0, help="The same seed learns the same maps.")
 @options.loading_options
 @options.output_options
 def calibrate(model: str, text_file: str, out: str, loading: dict[str, Any], output: Output, **learning: Any) -> None:
@@ -169,12 +165,12 @@ def calibrate(model: str, text_file: str, out: str, loading: dict[str, Any], out
 
 @cli.command()
 @options.method_argument
-@click.option("--tokens", type=int, default=24, show_default=True, help="Length of the made-up text.")
-@click.option("--window", type=int, default=12, show_default=True, help="Positions the model can be trusted on.")
-@click.option("--block", type=int, help="Tokens prefilled in one step.  [default: what suits the method]")
-@click.option("--head", type=int, default=0, show_default=True, help="Which of 4 query heads, over 2 KV heads.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Another seed makes another text.")
-@click.option("--plot", metavar="FILE", help="Also draw the matrix, as .png, .svg or .pdf; needs lce[plot].")
+@option("--tokens", type=int, default=24, help="Length of the made-up text.")
+@option("--window", type=int, default=12, help="Positions the model can be trusted on.")
+@option("--block", type=int, help="Tokens prefilled in one step.  [default: what suits the method]")
+@option("--head", type=int, default=0, help="Which of 4 query heads, over 2 KV heads.")
+@option("--seed", type=int, default=0, help="Another seed makes another text.")
+@option("--plot", metavar="FILE", help="Also draw the matrix, as .png, .svg or .pdf; needs lce[plot].")
 @options.json_options
 def explain(method: lce.Method, plot: str | None, output: Output, **setting: Any) -> None:
     """Show which keys a METHOD attends, and the distances at which it sees them.
@@ -197,13 +193,7 @@ def explain(method: lce.Method, plot: str | None, output: Output, **setting: Any
 @cli.command()
 @options.model_option
 @options.method_options
-@click.option(
-    "--tokens",
-    required=True,
-    callback=options.parse_length,
-    metavar="N",
-    help="Prompt and answer in all; 32k is 32768.",
-)
+@option("--tokens", required=True, callback=options.parse_length, metavar="N", help="Prompt and answer; 2k is 2048.")
 @options.planning_options
 @options.json_options
 def plan(model: str, method: lce.Method, tokens: int, planning: dict[str, Any], output: Output) -> None:

@@ -24,8 +24,5 @@ def in_bytes(size: int | str, what: str) -> int:
 
 def size_text(n_bytes: int) -> str:
     """Bytes in the largest unit that they fill: `size_text(1536)` is "1.5 KiB"."""
-    size, units = float(n_bytes), list(UNITS)
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        units.pop(0)
-    return f"{size:.1f} {units[0]}" if units[0] != "B" else f"{n_bytes} B"
+    power = min(max(0, n_bytes.bit_length() - 1) // 10, len(UNITS) - 1)
+    return f"{n_bytes / 1024**power:.1f} {UNITS[power]}" if power else f"{n_bytes} B"

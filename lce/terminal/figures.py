@@ -141,8 +141,8 @@ def plan_lines(plan: Plan) -> list[str]:
     for tier, n in plan.tiers.items():
         available = "unknown" if n.available is None else size_text(n.available)
         budget = "none" if n.budget is None else size_text(n.budget)
-        kept, weights = size_text(n.besides), size_text(n.weights)
-        rows.append([tier, size_text(n.needed), available, size_text(n.keys_and_values), budget, kept, weights])
+        besides, weights = size_text(n.besides), size_text(n.weights)
+        rows.append([tier, size_text(n.needed), available, size_text(n.keys_and_values), budget, besides, weights])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = [
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
@@ -160,16 +160,9 @@ def plan_lines(plan: Plan) -> list[str]:
 
 def explanation_object(explanation: Explanation) -> dict[str, Any]:
     """The distances at which a method attends keys (null: not attended), and the settings that reproduce them."""
-    return {
-        "method": explanation.method.name,
-        "knobs": knob_values(explanation.method),
-        "window": explanation.window,
-        "tokens": explanation.tokens,
-        "block": explanation.block,
-        "head": explanation.head,
-        "seed": explanation.seed,
-        "distances": explanation.rows(),
-    }
+    method = {"method": explanation.method.name, "knobs": knob_values(explanation.method)}
+    setting = {name: getattr(explanation, name) for name in ("window", "tokens", "block", "head", "seed")}
+    return {**method, **setting, "distances": explanation.rows()}
 
 
 def explanation_lines(explanation: Explanation) -> list[str]:

@@ -12,42 +12,40 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
+from click import argument, option
 
 import lce
 from lce.errors import DataError, UsageError, nearest
 from lce.terminal.exits import DEBUG
 from lce.terminal.output import Output
 
-F = TypeVar("F", bound=Callable[..., Any])
+Command = Callable[..., Any]
+Decorator = Callable[[Command], Command]
 
 
-def packed(name: str, make: Callable[..., Any], *options: Callable[[F], F]) -> Callable[[F], F]:
+def packed(name: str, make: Callable[..., Any], *options: Decorator) -> Decorator:
     """Options, shown in this order, that reach the command as one argument: `name=make(**their values)`.
 
     Example: with `packed("corner", Point, click.option("--x"), click.option("--y"))` the command takes a `corner`.
     """
 
-    def decorate(command: F) -> F:
-        @functools.wraps(command)
-        def run(*args: Any, **values: Any) -> Any:
-            group = {key: values.pop(key) for key in keys if key in values}
-            return command(*args, **{name: make(**group)}, **values)
+    declared: list[click.Parameter] = []
+    for declare in options:
+        declared += vars(declare(lambda: None))["__click_params__"]
 
-        n_before = len(_params(command))
-        for option in reversed(options):
-            option(run)
-        keys = [param.name for param in _params(run)[n_before:] if param.name is not None]
-        return run  # type: ignore[return-value]
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def run(**values: Any) -> Any:
+            group = {param.name: values.pop(param.name) for param in declared if param.name in values}
+            return command(**values, **{name: make(**group)})
+
+        vars(run)["__click_params__"] = [*getattr(command, "__click_params__", ()), *reversed(declared)]
+        return run
 
     return decorate
-
-
-def _params(command: Callable[..., Any]) -> Sequence[click.Parameter]:
-    """The options that click's decorators have declared on a function so far."""
-    return getattr(command, "__click_params__", ())
 
 
 def parse_knobs(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
@@ -91,7 +89,7 @@ def knobs_for(name: str, knobs: Mapping[str, str], names: Sequence[str]) -> dict
     for key, value in knobs.items():
         owner, dot, own_key = key.partition(".")
         if dot and owner not in names:
-            raise UsageError(f"-o {key}={value} is for a method that is not asked; {nearest(owner, names)}")
+            raise UsageError(f"-o {key}={value} is for a method that --method does not name; {nearest(owner, names)}")
         if dot and owner == name:
             chosen[own_key] = value
     return chosen
@@ -151,106 +149,57 @@ def _sampling(**values: Any) -> lce.Sampling:
     return lce.Sampling(**values)
 
 
-model_option = click.option("--model", required=True, metavar="PATH|demo", help="Folder of a safetensors checkpoint.")
-debug_option = click.option(
-    "--debug", is_flag=True, expose_value=False, callback=_note_debug, help="Show the traceback of an error."
-)
-_JSON = click.option("--json", "json", is_flag=True, help="Print JSON on stdout, and nothing else there.")
-_QUIET = click.option("--quiet", is_flag=True, help="No progress and no figures on stderr.")
-_KNOBS = click.option(
+model_option = option("--model", required=True, metavar="PATH|demo", help="Folder of a safetensors checkpoint.")
+_METHOD = option("--method", default="full", metavar="NAME", help="One of `lce methods`.")
+_METHODS = option(
+    "--method", "names", multiple=True, default=["full"], callback=parse_names, metavar="NAME",
+    help="One of `lce methods`; repeatable, or a list with commas.",
+)  # fmt: skip
+_KNOBS = option(
     "-o", "knobs", multiple=True, callback=parse_knobs, metavar="KEY=VALUE", help="A knob of the method; repeatable."
 )
 _COMPUTING = (
-    click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda", help="Where to compute."),
-    click.option(
-        "--dtype",
-        default="auto",
-        show_default=True,
-        metavar="auto|float32|bfloat16|float16",
-        help="Precision; auto is the checkpoint's own.",
+    option("--device", default="auto", metavar="auto|cpu|cuda", help="Where to compute."),
+    option(
+        "--dtype", default="auto", metavar="auto|float32|bfloat16|float16", help="Precision; auto is the checkpoint's."
     ),
-    click.option("--block", type=int, help="Tokens prefilled in one step.  [default: what suits the method]"),
-    click.option("--window", type=int, help="Positions the model can be trusted on.  [default: the checkpoint's]"),
+    option("--block", type=int, help="Tokens prefilled in one step.  [default: what suits the method]"),
+    option("--window", type=int, help="Positions the model can be trusted on.  [default: the checkpoint's]"),
+)
+_ATTENTION = (
+    option("--attention", default="auto", metavar="auto|flash|torch|reference", help="What computes attention."),
+    option("--rope", metavar="none|linear|ntk|dynamic|yarn|llama3", help="RoPE scaling.  [default: the checkpoint's]"),
+    option("--rope-factor", type=float, help="How far RoPE scaling stretches the window."),
 )
 _BUDGETS = (
-    click.option(
-        "--kv-device-budget", metavar="SIZE", help="Limit of keys and values on the device, for example 8GiB."
-    ),
-    click.option("--kv-host-budget", metavar="SIZE", help="Limit of keys and values in host memory."),
-    click.option("--spill-dir", metavar="DIR", help="Folder for keys and values beyond the limits."),
+    option("--kv-device-budget", metavar="SIZE", help="Limit of keys and values on the device, for example 8GiB."),
+    option("--kv-host-budget", metavar="SIZE", help="Limit of keys and values in host memory."),
+    option("--spill-dir", metavar="DIR", help="Folder for keys and values beyond the limits."),
+)
+_SAMPLING = (
+    option("--temperature", type=float, default=0.0, help="0 takes the likeliest token."),
+    option("--top-p", type=float, default=1.0, help="Keep the likeliest tokens of this probability in all; 1 is off."),
+    option("--top-k", type=int, default=0, help="Keep this many likeliest tokens; 0 is off."),
+    option("--min-p", type=float, default=0.0, help="Keep tokens this likely relative to the likeliest; 0 is off."),
+    option("--seed", type=int, help="The same seed draws the same tokens."),
+    option("--stop", multiple=True, metavar="TEXT", help="End the text before this; repeatable."),
+)
+_PROMPT = (
+    option("--prompt", metavar="TEXT|-", help="The text to read; - is stdin."),
+    option("--prompt-file", "-f", metavar="FILE", help="A UTF-8 file with the text; - is stdin."),
+)
+_JSON = option("--json", is_flag=True, help="Print JSON on stdout, and nothing else there.")
+_QUIET = option("--quiet", is_flag=True, help="No progress and no figures on stderr.")
+debug_option = option(
+    "--debug", is_flag=True, expose_value=False, callback=_note_debug, help="Show an error's traceback."
 )
 
+prompt_options = packed("prompt", read_prompt, *_PROMPT)
+method_argument = packed("method", _method, argument("method"), _KNOBS)
+method_options = packed("method", _method, _METHOD, _KNOBS)
+methods_options = packed("methods", _methods, _METHODS, _KNOBS)
+sampling_options = packed("sampling", _sampling, *_SAMPLING)
+loading_options = packed("loading", dict, *_COMPUTING, *_ATTENTION, *_BUDGETS)
+planning_options = packed("planning", dict, *_COMPUTING, *_BUDGETS)
 output_options = packed("output", Output, _JSON, _QUIET, debug_option)
 json_options = packed("output", Output, _JSON, debug_option)
-planning_options = packed("planning", dict, *_COMPUTING, *_BUDGETS)
-loading_options = packed(
-    "loading",
-    dict,
-    *_COMPUTING,
-    click.option(
-        "--attention",
-        default="auto",
-        show_default=True,
-        metavar="auto|flash|torch|reference",
-        help="What computes attention.",
-    ),
-    click.option(
-        "--rope", metavar="none|linear|ntk|dynamic|yarn|llama3", help="RoPE scaling.  [default: the checkpoint's]"
-    ),
-    click.option("--rope-factor", type=float, help="How far RoPE scaling stretches the window."),
-    *_BUDGETS,
-)
-sampling_options = packed(
-    "sampling",
-    _sampling,
-    click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token."),
-    click.option(
-        "--top-p",
-        type=float,
-        default=1.0,
-        show_default=True,
-        help="Keep the likeliest tokens of this total probability; 1 is off.",
-    ),
-    click.option("--top-k", type=int, default=0, show_default=True, help="Keep this many likeliest tokens; 0 is off."),
-    click.option(
-        "--min-p",
-        type=float,
-        default=0.0,
-        show_default=True,
-        help="Keep tokens this likely relative to the likeliest; 0 is off.",
-    ),
-    click.option("--seed", type=int, help="The same seed draws the same tokens."),
-    click.option("--stop", multiple=True, metavar="TEXT", help="End the text before this; repeatable."),
-)
-method_options = packed(
-    "method",
-    _method,
-    click.option("--method", default="full", show_default=True, metavar="NAME", help="One of `lce methods`."),
-    _KNOBS,
-)
-method_argument = packed("method", _method, click.argument("method"), _KNOBS)
-methods_options = packed(
-    "methods",
-    _methods,
-    click.option(
-        "--method",
-        "names",
-        multiple=True,
-        default=["full"],
-        show_default=True,
-        callback=parse_names,
-        metavar="NAME",
-        help="One of `lce methods`; repeatable, or a list with commas.",
-    ),
-    _KNOBS,
-)
-
-
-def prompt_options(prompt_help: str) -> Callable[[F], F]:
-    """--prompt, with this help, and --prompt-file, as the one text `prompt`."""
-    return packed(
-        "prompt",
-        read_prompt,
-        click.option("--prompt", metavar="TEXT|-", help=prompt_help),
-        click.option("--prompt-file", "-f", metavar="FILE", help="A UTF-8 file with the text; - reads stdin."),
-    )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from lce.terminal.progress import Bar, Bars
+from lce.terminal import progress
 
 if TYPE_CHECKING:
     from lce.engine.decode import Stream
@@ -22,13 +24,13 @@ class Output:
     json: bool = False
     quiet: bool = False
 
-    def bar(self, label: str, unit: str) -> Bar:
+    def bar(self, label: str, unit: str) -> AbstractContextManager[Callable[[int, int], None]]:
         """The progress bar of one stage."""
-        return Bar(label, unit, shown=not self.quiet)
+        return progress.bar(label, unit, shown=not self.quiet)
 
-    def bars(self) -> Bars:
+    def bars(self) -> AbstractContextManager[Callable[[str, int, int], None]]:
         """The progress bars of a task with several stages."""
-        return Bars(shown=not self.quiet)
+        return progress.bars(shown=not self.quiet)
 
     def object(self, content: Any) -> None:
         """Writes a result to stdout as JSON, under --json only."""

@@ -3,52 +3,38 @@
 from __future__ import annotations
 
 import sys
-from types import TracebackType
-from typing import Self
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 
-class Bar:
+@contextmanager
+def bar(label: str, unit: str, *, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
     """A bar with speed and time left; call it with the units done and their total."""
+    from tqdm import tqdm
 
-    def __init__(self, label: str, unit: str, *, shown: bool = True) -> None:
-        from tqdm import tqdm
+    hidden = not (shown and sys.stderr.isatty())
+    with tqdm(desc=label, unit=unit, leave=False, dynamic_ncols=True, disable=hidden) as drawn:
 
-        hidden = not (shown and sys.stderr.isatty())
-        self._bar = tqdm(desc=label, unit=unit, leave=False, dynamic_ncols=True, disable=hidden)
+        def advance(done: int, total: int) -> None:
+            drawn.total = total
+            drawn.update(done - drawn.n)
+            if done >= total:
+                drawn.close()
 
-    def __call__(self, done: int, total: int) -> None:
-        self._bar.total = total
-        self._bar.update(done - self._bar.n)
-        if done >= total:
-            self._bar.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.close()
+        yield advance
 
 
-class Bars:
-    """One `Bar` after another, one a stage; call it with the stage, the units done and their total."""
+@contextmanager
+def bars(*, shown: bool = True) -> Iterator[Callable[[str, int, int], None]]:
+    """One bar after another, one a stage; call it with the stage, the units done and their total."""
+    with ExitStack() as current:
+        advance: dict[str, Callable[[int, int], None]] = {}  # of the current stage
 
-    def __init__(self, *, shown: bool = True) -> None:
-        self._shown = shown
-        self._stage = ""
-        self._bar = Bar("", "", shown=False)
+        def advance_stage(stage: str, done: int, total: int) -> None:
+            if stage not in advance:
+                current.close()
+                advance.clear()
+                advance[stage] = current.enter_context(bar(stage, "", shown=shown))
+            advance[stage](done, total)
 
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        if stage != self._stage:
-            self._bar.__exit__(None, None, None)
-            self._stage, self._bar = stage, Bar(stage, "", shown=self._shown)
-        self._bar(done, total)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.__exit__(kind, error, trace)
+        yield advance_stage

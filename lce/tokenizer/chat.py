@@ -48,7 +48,7 @@ def render_chat(
     conversation = _checked(messages)
     length = sum(len(text) for message in conversation for text in message.values())
     environment = _Environment(MAX_STEPS + 4 * length, MAX_CHARS + 8 * length)
-    given = {
+    variables = {
         "messages": conversation,
         "bos_token": bos_token,
         "eos_token": eos_token,
@@ -57,7 +57,7 @@ def render_chat(
         "documents": None,
     }
     try:
-        return environment.render(template, given)
+        return environment.render(template, variables)
     except _RefusedMessages as error:
         raise DataError(f"the chat template refuses these messages: {_one_line(error)}; change the messages") from error
     except Exception as error:  # whatever Python raises inside a template is the template's fault
@@ -168,12 +168,12 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals["namespace"] = _PlainNamespace
         del self.globals["lipsum"]
 
-    def render(self, template: str, given: Mapping[str, Any]) -> str:
+    def render(self, template: str, variables: Mapping[str, Any]) -> str:
         if len(template) > MAX_CHARS:
             raise SecurityError(f"it has {len(template)} characters, expected at most {MAX_CHARS}")
         tree = _Bounds().visit(self.parse(template))
         pieces, length = [], 0
-        for piece in self.from_string(tree).generate(given):
+        for piece in self.from_string(tree).generate(variables):
             length += len(piece)
             self._allow_length(length)
             pieces.append(piece)

@@ -19,7 +19,6 @@ from lce.tokenizer.chat import choose_template
 MAX_FILE_BYTES = 256 << 20  # the largest vocabularies in use are below 40 MiB
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-_REMEDY = "use the tokenizer files that came with this checkpoint"
 _LISTED = ("additional_special_tokens", "extra_special_tokens")
 
 
@@ -97,16 +96,14 @@ def _content(value: object, key: str) -> str | None:
         return None
     if isinstance(content, str) and content:
         return content
-    raise ModelError(
-        f'{key} of the tokenizer is {_short(value)}; expected a string or {{"content": a string}}; {_REMEDY}'
-    )
+    raise _unusable(key, value, 'a string or {"content": a string}')
 
 
 def _flag(config: dict[str, Any], key: str) -> bool | None:
     value = config.get(key)
     if value is None or isinstance(value, bool):
         return value
-    raise ModelError(f"{key} of the tokenizer is {_short(value)}; expected true or false; {_REMEDY}")
+    raise _unusable(key, value, "true or false")
 
 
 def _special_names(config: dict[str, Any]) -> Iterator[str]:
@@ -114,7 +111,7 @@ def _special_names(config: dict[str, Any]) -> Iterator[str]:
     for key in _LISTED:
         listed = config.get(key, [])
         if not isinstance(listed, list | dict):
-            raise ModelError(f"{key} of the tokenizer is {_short(listed)}; expected a list of tokens; {_REMEDY}")
+            raise _unusable(key, listed, "a list of tokens")
         named += [(key, value) for value in (listed.values() if isinstance(listed, dict) else listed)]
     return (name for key, value in named if (name := _content(value, key)) is not None)
 
@@ -126,17 +123,13 @@ def _added_tokens(config: dict[str, Any], older: dict[str, Any]) -> tuple[dict[s
     for token_id, entry in decoder.items() if isinstance(decoder, dict) else [("", decoder)]:
         token = _content(entry, "an entry of added_tokens_decoder")
         if token is None or not token_id.isdecimal():
-            raise ModelError(
-                f"added_tokens_decoder has {_short({token_id: entry})}; expected an id and its token; {_REMEDY}"
-            )
+            raise _unusable("added_tokens_decoder", {token_id: entry}, "an id and its token")
         added[token] = int(token_id)
         if isinstance(entry, dict) and entry.get("special") is True:
             special_names.append(token)
     for token, token_id in added.items():
         if type(token_id) is not int or token_id < 0 or not token:
-            raise ModelError(
-                f"added_tokens.json has {_short({token: token_id})}; expected a token and its id; {_REMEDY}"
-            )
+            raise _unusable("added_tokens.json", {token: token_id}, "a token and its id")
     return added, special_names
 
 
@@ -153,5 +146,6 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
         raise ModelError(f"{path} is not UTF-8 text: {error}; download the file again") from error
 
 
-def _short(value: object) -> str:
-    return repr(value)[:80]
+def _unusable(key: str, value: object, expected: str) -> ModelError:
+    remedy = "use the tokenizer files that came with this checkpoint"
+    return ModelError(f"{key} of the tokenizer is {repr(value)[:80]}; expected {expected}; {remedy}")

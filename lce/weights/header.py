@@ -140,20 +140,20 @@ def _header_bytes(path: Path) -> tuple[bytes, int]:
 
 
 def _tensor(path: Path, name: str, entry: object, data_start: int) -> TensorInfo:
-    where = f"tensor {shown(name)}"
+    label = f"tensor {shown(name)}"
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise damaged(path, f"{where} is not described by dtype, shape and data_offsets")
+        raise damaged(path, f"{label} is not described by dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
-        raise damaged(path, f"{where} has the unknown dtype {shown(dtype)}")
+        raise damaged(path, f"{label} has the unknown dtype {shown(dtype)}")
     if not _are_sizes(shape) or len(shape) > _MOST_DIMENSIONS:
-        raise damaged(path, f"{where} has the impossible shape {shown(shape)}")
+        raise damaged(path, f"{label} has the impossible shape {shown(shape)}")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise damaged(path, f"{where} has the impossible data_offsets {shown(offsets)}")
+        raise damaged(path, f"{label} has the impossible data_offsets {shown(offsets)}")
     start, stop = offsets
     expected = math.prod(shape) * ITEM_SIZES[dtype]
     if stop - start != expected:
-        raise damaged(path, f"{where} has {stop - start} bytes; its shape and dtype take {expected}")
+        raise damaged(path, f"{label} has {stop - start} bytes; its shape and dtype take {expected}")
     return TensorInfo(path, dtype, tuple(shape), data_start + start, data_start + stop)
 
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from lce.terminal.progress import Bar, Bars
+from lce.terminal.progress import bar, bars
 
 
 class Screen(io.StringIO):
@@ -27,11 +27,11 @@ def on_screen(patch: pytest.MonkeyPatch) -> Screen:
 
 def test_a_bar_shows_what_is_done_and_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = on_screen(monkeypatch)
-    with Bar("prefill", " tok") as bar:
-        bar(0, 100)
+    with bar("prefill", " tok") as advance:
+        advance(0, 100)
         time.sleep(0.15)  # a bar is drawn ten times a second at most
-        bar(60, 100)
-        bar(100, 100)
+        advance(60, 100)
+        advance(100, 100)
     assert "prefill:  60%" in screen.getvalue()
     assert "60/100" in screen.getvalue()
     assert screen.getvalue().rpartition("\r")[2].strip() == ""
@@ -39,32 +39,37 @@ def test_a_bar_shows_what_is_done_and_goes_away(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_bar_goes_away_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = on_screen(monkeypatch)
-    bar = Bar("prefill", " tok")
-    bar(1, 100)
-    bar.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+
+    def interrupted() -> None:
+        with bar("prefill", " tok") as advance:
+            advance(1, 100)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert screen.getvalue().endswith("\r")
 
 
 def test_one_bar_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = on_screen(monkeypatch)
-    with Bars() as bars:
-        bars("read", 1, 2)
-        bars("read", 2, 2)
-        bars("learn", 1, 3)
+    with bars() as advance_stage:
+        advance_stage("read", 1, 2)
+        advance_stage("read", 2, 2)
+        advance_stage("learn", 1, 3)
     assert screen.getvalue().index("read") < screen.getvalue().index("learn")
     assert screen.getvalue().endswith("\r")
 
 
 def test_a_hidden_bar_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = on_screen(monkeypatch)
-    with Bar("prefill", " tok", shown=False) as bar, Bars(shown=False) as bars:
-        bar(5, 10)
-        bars("read", 5, 10)
+    with bar("prefill", " tok", shown=False) as advance, bars(shown=False) as advance_stage:
+        advance(5, 10)
+        advance_stage("read", 5, 10)
     assert screen.getvalue() == ""
 
 
 def test_nothing_is_written_where_stderr_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with Bar("prefill", " tok") as bar, Bars() as bars:
-        bar(5, 10)
-        bars("read", 5, 10)
+    with bar("prefill", " tok") as advance, bars() as advance_stage:
+        advance(5, 10)
+        advance_stage("read", 5, 10)
     assert capsys.readouterr().err == ""
