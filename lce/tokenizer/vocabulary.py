@@ -109,12 +109,7 @@ class SentencePieceVocabulary:
     """
 
     def __init__(
-        self,
-        raw: bytes,
-        path: Path,
-        special_names: Iterable[str],
-        added: Mapping[str, int],
-        space_before_all: bool,
+        self, raw: bytes, path: Path, special_names: Iterable[str], added: Mapping[str, int], space_before_all: bool
     ) -> None:
         self._path = path
         remedy = "expected a sentencepiece model (Llama 3's own tokenizer.model is not one: use its tokenizer.json)"

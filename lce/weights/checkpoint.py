@@ -24,15 +24,7 @@ from torch import Tensor
 
 from lce.errors import CapacityError, ModelError
 from lce.files import map_copy
-from lce.weights.header import (
-    LARGEST_HEADER,
-    TensorInfo,
-    damaged,
-    parse_object,
-    read_bytes,
-    read_header,
-    shown,
-)
+from lce.weights.header import LARGEST_HEADER, TensorInfo, damaged, parse_object, read_bytes, read_header, shown
 
 __all__ = ["DTYPES", "Checkpoint", "TensorInfo", "WeightSpec"]
 
