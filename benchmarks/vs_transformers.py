@@ -52,8 +52,7 @@ def make_checkpoint(folder: Path, shape: dict[str, int], dtype: str) -> None:
     from safetensors.torch import save_file
 
     from lce.engine.loading import DEMO
-    from lce.models.config import ModelConfig
-    from lce.models.llama import weight_specs
+    from lce.models.registry import model_class, read_config
 
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -73,11 +72,10 @@ def make_checkpoint(folder: Path, shape: dict[str, int], dtype: str) -> None:
         shutil.copy(DEMO / name, folder / name)
     torch.manual_seed(0)
     kind = getattr(torch, dtype)
+    model = read_config(folder)
     tensors = {
-        spec.name: torch.ones(spec.shape, dtype=kind)
-        if len(spec.shape) == 1
-        else torch.empty(spec.shape, dtype=kind).normal_(std=0.02)
-        for spec in weight_specs(ModelConfig.from_folder(folder)).values()
+        name: torch.ones(size, dtype=kind) if len(size) == 1 else torch.empty(size, dtype=kind).normal_(std=0.02)
+        for name, size in model_class(model).weights(model).values()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 

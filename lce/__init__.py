@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from lce.engine.sampling import Sampling
     from lce.engine.trace import Trace
     from lce.errors import CapacityError, DataError, LceError, ModelError, UsageError
-    from lce.methods.base import Method, SelectiveMethod
+    from lce.methods.base import Method
+    from lce.methods.selective import SelectiveMethod
 
 _HOMES = {
     "lce.engine.context": ("Context",),
@@ -35,7 +36,8 @@ _HOMES = {
     "lce.engine.sampling": ("Sampling",),
     "lce.engine.trace": ("Trace",),
     "lce.errors": ("CapacityError", "DataError", "LceError", "ModelError", "UsageError"),
-    "lce.methods.base": ("Method", "SelectiveMethod"),
+    "lce.methods.base": ("Method",),
+    "lce.methods.selective": ("SelectiveMethod",),
 }
 
 __all__ = [

@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
-from lce.models.config import ModelConfig
-from lce.models.llama import weight_specs
+from lce.models.registry import model_class, read_config
 
 VOCAB = 300
 TINY: dict[str, Any] = {
@@ -45,12 +44,12 @@ _PROSE = [
 
 
 def save_tiny(folder: Path, seed: int = 0, **changes: Any) -> Path:
-    """A random Llama with a tokenizer, made without transformers; `changes` go over the config `TINY`."""
+    """A random model with a tokenizer, made without transformers; `changes` go over the config `TINY`, a Llama's."""
     config = TINY | changes
     _write(folder, "config.json", config)
     random = torch.Generator().manual_seed(seed)
-    specs = weight_specs(ModelConfig.from_folder(folder))
-    weights = {spec.name: _random(spec.shape, random) for spec in specs.values()}
+    read = read_config(folder)
+    weights = {name: _random(shape, random) for name, shape in model_class(read).weights(read).values()}
     dtype = getattr(torch, config["torch_dtype"])
     save_file({name: x.to(dtype) for name, x in weights.items()}, folder / "model.safetensors", {"format": "pt"})
     return save_tokenizer(folder)
@@ -62,15 +61,20 @@ def save_by_transformers(folder: Path, config: Any, seed: int = 0, generation: M
 
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).eval()
-    random = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.copy_(_random(weight.shape, random))
+    randomise(model, seed)
     for key, value in (generation or {}).items():
         setattr(model.generation_config, key, value)
     model.save_pretrained(folder)
     save_tokenizer(folder)
     return model
+
+
+def randomise(model: Any, seed: int = 0) -> None:
+    """Random values for all weights of a module, biases and norms too."""
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(_random(weight.shape, random))
 
 
 def save_tokenizer(folder: Path) -> Path:
@@ -95,6 +99,12 @@ def _tokenizer() -> str:
     library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     assert library.get_vocab_size() == VOCAB
     return library.to_str()
+
+
+def tokens(n: int, seed: int = 0) -> list[int]:
+    """Random token ids of the tiny vocabulary, none of them special."""
+    ids: list[int] = torch.randint(2, VOCAB, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return ids
 
 
 def _random(shape: tuple[int, ...], random: torch.Generator) -> Tensor:

@@ -216,14 +216,14 @@ def test_an_interrupted_prefill_says_how_to_resume(tiny_model: Path, tmp_path: P
     command = ("prefill", "--model", tiny_model, "--prompt", PROMPT * 40, "--out", tmp_path / "text.lce")
     command = (*command, "--block", "16", "--checkpoint-every", "32")
     slow = (
-        "import lce.engine.prefill as p, time\n"
-        "read = p.Reader.read\n"
-        "def slowly(self, context, ids):\n"
-        "    if context.cache.length == 128:\n"
+        "from lce.methods import Driver\nimport time\n"
+        "forward = Driver.forward\n"
+        "def slowly(self, cache, *block):\n"
+        "    if cache.length == 128:\n"
         "        print('there', file=sys.stderr, flush=True)\n"
         "        time.sleep(60)\n"
-        "    return read(self, context, ids)\n"
-        "p.Reader.read = slowly\n"
+        "    return forward(self, cache, *block)\n"
+        "Driver.forward = slowly\n"
     )
     process = spawn(slow, *command)
     assert process.stderr is not None

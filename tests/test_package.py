@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from pathlib import Path
@@ -12,7 +13,7 @@ import lce
 from lce.errors import LceError
 
 ROOT = Path(__file__).parent.parent
-SHARED = {"__init__", "base", "lowdim", "parts", "registry", "step"}  # files of lce/methods that hold no method
+SHARED = {"__init__", "base", "lowdim", "parts", "registry", "run", "step"}  # files of lce/methods that hold no method
 
 own_methods = [name for name in lce.methods.available() if lce.methods.find(name).__module__.startswith("lce.")]
 
@@ -33,6 +34,22 @@ def test_every_error_has_an_exit_code() -> None:
     errors = [getattr(lce, name) for name in lce.__all__ if name.endswith("Error")]
     assert LceError in errors
     assert {error.exit_code for error in errors} == {1, 2, 3, 4}
+
+
+def test_what_stands_on_the_face_imports_nothing_below_it() -> None:
+    """calibrate, eval and inspect use what an embedder can use."""
+    allowed = {"lce", "lce.methods", "lce.methods.lowdim", "lce.errors", "lce.files"}
+    files = [
+        ROOT / "lce" / "calibrate.py",
+        *(path for room in ("eval", "inspect") for path in (ROOT / "lce" / room).glob("*.py")),
+    ]
+    for path in files:
+        imported = {
+            node.module
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.split(".")[0] == "lce"
+        }
+        assert {name for name in imported if not name.startswith(("lce.eval.", "lce.inspect."))} <= allowed, path
 
 
 def test_one_file_a_method() -> None:

@@ -14,12 +14,12 @@ from lce.errors import UsageError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. The defaults are greedy: always the likeliest.
+    """How the next token is drawn. The default is greedy: the likeliest token.
 
-    With `temperature` above 0 the logits are divided by it, and then cut in this order: `top_k` keeps the k likeliest,
-    `top_p` the fewest whose probability adds up to p, `min_p` those at least that share of the likeliest one.
-    0, 1 and 0 switch the cuts off. The same `seed` draws the same tokens; None draws anew each time.
-    `stop` strings end the text before them.
+    With `temperature` above 0 the logits are divided by it, and then filtered in this order: `top_k` keeps the k
+    likeliest tokens, `top_p` the fewest whose probabilities add up to p, `min_p` those with at least that share of the
+    likeliest token's probability. 0, 1 and 0 switch these filters off. The same `seed` draws the same tokens; None
+    draws others each time. The text ends before the first of the `stop` strings.
     """
 
     temperature: float = 0.0
@@ -58,7 +58,7 @@ def _is_number(value: object) -> bool:
 
 
 class Sampler:
-    """Draws tokens by one `Sampling`; keeps the state of its random numbers."""
+    """Draws tokens as a `Sampling` says; holds the state of the random numbers."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
@@ -77,14 +77,14 @@ class Sampler:
 
 
 def probabilities_of(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The distribution `[vocab]` that a token is drawn from, the cuts applied in order."""
+    """The distribution `[vocab]` that a token is drawn from, behind all filters."""
     scaled = (logits - logits.max()) / sampling.temperature
     if 0 < sampling.top_k < len(scaled):
         scaled = scaled.masked_fill(scaled < scaled.topk(sampling.top_k).values[-1], -torch.inf)
     probabilities = scaled.softmax(-1)
     if sampling.top_p < 1:
         ranked, order = probabilities.sort(descending=True, stable=True)
-        beyond = ranked.cumsum(0) - ranked >= sampling.top_p  # the mass before it suffices
+        beyond = ranked.cumsum(0) - ranked >= sampling.top_p  # the likelier tokens add up to top_p already
         probabilities[order[beyond]] = 0
     if sampling.min_p > 0:
         probabilities[probabilities < sampling.min_p * probabilities.max()] = 0

@@ -19,10 +19,10 @@ from lce.eval.needles import NEEDLES, Needle
 from lce.eval.prose import sentences
 
 if TYPE_CHECKING:
-    from lce.engine.engine import Engine
+    from lce import Engine
     from lce.eval.record import Record
 
-# The filler of the published task, said over and over.
+# The filler of the published task, repeated.
 NOISE = (
     "The grass is green.",
     "The sky is blue.",
@@ -44,7 +44,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Score:
-    """The share of right answers, with its 95% Wilson interval."""
+    """The share of right answers and its 95% Wilson interval, `low` to `high`."""
 
     method: str
     task: str
@@ -106,7 +106,7 @@ def evaluate(
     record: Record | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Score:
-    """Ask `n` samples of one length and score the answers; those that `record` has are not asked again."""
+    """Ask `n` samples of one length and score the answers; answers that `record` has are taken from it."""
     if n < 1:
         raise UsageError(f"samples is {n}; expected 1 or more")
 
@@ -118,14 +118,14 @@ def evaluate(
         asked |= {"model": engine.fingerprint, "engine": repr(engine), "rope": repr(engine.rope)}
     right = 0
     for index, sample in enumerate(samples(task, filler, length, n, seed, count)):
-        known = record.given({**asked, "index": index}) if record else None
-        if known is None:
+        is_right = record.given({**asked, "index": index}) if record else None
+        if is_right is None:
             answer_tokens = count(" " + sample.answer) + 2
             text = engine.generate(sample.prompt, max_tokens=answer_tokens).text
-            known = text.strip().startswith(sample.answer)
+            is_right = text.strip().startswith(sample.answer)
             if record:
-                record.add({**asked, "index": index}, known)
-        right += known
+                record.add({**asked, "index": index}, is_right)
+        right += is_right
         if progress:
             progress(index + 1, n)
     return Score(engine.method.name, task, length, n, right / n, *wilson(right, n))

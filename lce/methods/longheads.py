@@ -8,11 +8,12 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from lce.cache.layer import LayerCache
+from lce.cache.kv import LayerCache
+from lce.cache.layout import Reach
 from lce.errors import UsageError
-from lce.methods.base import SelectiveMethod
 from lce.methods.parts import fold_chunks, unfold_chunks
 from lce.methods.registry import register
+from lce.methods.selective import SelectiveMethod
 from lce.methods.step import Step
 
 
@@ -50,12 +51,9 @@ class LongHeads(SelectiveMethod):
         return super().resolve(window)
 
     @property
-    def pinned(self) -> tuple[int, int]:
-        return self.cache_chunk if self.keep_first else 0, self.cache_chunk
-
-    @property
-    def apart(self) -> bool:
-        return self.share != "layer" and not self.fix_head
+    def reach(self) -> Reach:
+        per_head = self.share != "layer" and not self.fix_head
+        return Reach(self.size, sinks=self.size if self.keep_first else 0, local=self.size, per_head=per_head)
 
     def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         n_kv_heads, n_chunks = k.shape[:2]

@@ -124,14 +124,14 @@ def principal(k: Tensor, low_dim: int) -> Tensor:
     Used for the keys and, summed over the query heads that share a KV head, for the queries. The keys' mean need not
     be taken away: it shifts all scores of a query alike. Time: O(N · (G·D)² + (G·D)³).
     """
-    flat = side_by_side(k).double()
+    flat = concat_heads(k).double()
     flat = flat - flat.mean(dim=0)
     _, directions = torch.linalg.eigh(flat.T @ flat)  # of ascending variance
     best: Tensor = directions[:, -min(low_dim, max(1, len(flat) - 1)) :].flip(1)
     return best.to(k.dtype).contiguous()
 
 
-def side_by_side(x: Tensor) -> Tensor:
+def concat_heads(x: Tensor) -> Tensor:
     """`[heads, N, D]` to `[N, heads·D]`: all heads of a token in a row."""
     return x.transpose(0, 1).flatten(1)
 

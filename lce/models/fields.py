@@ -1,13 +1,14 @@
-"""A JSON file of a checkpoint, read by key with every value checked: what config.py asks its questions of.
+"""A JSON file of a checkpoint, read by key with every value checked; config.py and the families read through it.
 
-No torch here. The tables are the documented limits: beyond them a value is a damaged or hostile file, not a model.
+This file does not import torch. The tables below are limits that no published model comes near: a value beyond them
+means that the file is damaged or hostile. A family that reads a key of its own passes its limits as `within`.
 """
 
 from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lce.errors import ModelError
@@ -42,11 +43,19 @@ _REMEDY = "correct the file or download the checkpoint again"
 
 
 class Fields:
-    """A JSON object of a file, read by key. A null counts as a key left out; a wrong value is a ModelError."""
+    """A JSON object of a file, read by key. A wrong value is a ModelError.
 
-    def __init__(self, where: str, values: Mapping[str, object]) -> None:
+    A key that the file leaves out takes its value in `defaults`, if it has one there. So does a null, except where a
+    null means something: an `optional_` reader returns None for it.
+    """
+
+    def __init__(self, where: str, values: Mapping[str, object], defaults: Mapping[str, object] | None = None) -> None:
         self.where = where
         self.values = values
+        self.defaults = defaults or {}
+
+    def with_defaults(self, defaults: Mapping[str, object]) -> Fields:
+        return Fields(self.where, self.values, defaults)
 
     def refusal(self, key: str, expected: str, remedy: str = _REMEDY) -> ModelError:
         short = reprlib.Repr()
@@ -54,36 +63,37 @@ class Fields:
         got = f"is {short.repr(self.values[key])}" if key in self.values else "is missing"
         return ModelError(f"{self.where}: {key} {got}; expected {expected}; {remedy}")
 
-    def optional_integer(self, key: str) -> int | None:
-        value = self.values.get(key)
+    def optional_integer(self, key: str, within: tuple[int, int] | None = None) -> int | None:
+        value = self.values.get(key, self.defaults.get(key))
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST_INTEGER[key]:
-            raise self.refusal(key, f"a whole number from 1 to {_LARGEST_INTEGER[key]}")
+        low, high = within or (1, _LARGEST_INTEGER[key])
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.refusal(key, f"a whole number from {low} to {high}")
         return value
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self.optional_integer(key)
-        chosen = default if value is None else value
-        if chosen is None:
-            raise self.refusal(key, f"a whole number from 1 to {_LARGEST_INTEGER[key]}")
+    def integer(self, key: str, within: tuple[int, int] | None = None) -> int:
+        value = self.optional_integer(key, within)
+        chosen = self.defaults.get(key) if value is None else value
+        if not isinstance(chosen, int):
+            raise self.refusal(key, "a whole number from {} to {}".format(*(within or (1, _LARGEST_INTEGER[key]))))
         return chosen
 
-    def optional_number(self, key: str) -> float | None:
-        value = self.values.get(key)
+    def optional_number(self, key: str, within: tuple[float, float] | None = None) -> float | None:
+        value = self.values.get(key, self.defaults.get(key))
         if value is None:
             return None
-        low, high = _NUMBER_RANGE[key]
+        low, high = within or _NUMBER_RANGE[key]
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
             raise self.refusal(key, f"a number from {low:g} to {high:g}")
         return float(value)
 
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.optional_number(key)
-        chosen = default if value is None else value
-        if chosen is None:
-            raise self.refusal(key, "a number from {:g} to {:g}".format(*_NUMBER_RANGE[key]))
-        return chosen
+    def number(self, key: str, default: float | None = None, within: tuple[float, float] | None = None) -> float:
+        value = self.optional_number(key, within)
+        chosen = self.defaults.get(key, default) if value is None else value
+        if not isinstance(chosen, int | float):
+            raise self.refusal(key, "a number from {:g} to {:g}".format(*(within or _NUMBER_RANGE[key])))
+        return float(chosen)
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.values.get(key)
@@ -99,14 +109,31 @@ class Fields:
             raise self.refusal(key, "a string")
         return value
 
+    def names(self, key: str) -> list[str]:
+        """The list of strings under `key`, empty where there is none."""
+        listed = [] if self.values.get(key) is None else self.values[key]
+        if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+            raise self.refusal(key, "a list of names")
+        return listed
+
     def section(self, key: str) -> Fields:
         """The object under `key`, empty where there is none. It must be flat: one for all layers."""
-        value = {} if self.values.get(key) is None else self.values[key]
+        value = self.values.get(key)
+        value = self.defaults.get(key, {}) if value is None else value
         if not isinstance(value, dict) or any(isinstance(inner, dict) for inner in value.values()):
             raise self.refusal(key, "null or one flat object for all layers")
         return Fields(f"{self.where}: {key}", value)
 
+    def inner(self, key: str, inherited: Sequence[str]) -> Fields:
+        """The object under `key`, with those `inherited` keys that this object has itself."""
+        value = self.values.get(key)
+        if not isinstance(value, dict):
+            raise self.refusal(key, "an object")
+        shared = {name: self.values[name] for name in inherited if self.values.get(name) is not None}
+        return Fields(f"{self.where}: {key}", value | shared)
+
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
+        """The ids under `key`, one or a list of them; empty where there are none."""
         value = self.values.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
@@ -115,7 +142,7 @@ class Fields:
 
 
 def read_object(path: Path) -> Fields:
-    """The object in a JSON file; ModelError where it cannot be read, is no JSON object, or is absurdly large."""
+    """The object in a JSON file; ModelError if it cannot be read, holds no JSON object, or exceeds 4 MiB."""
     try:
         with path.open("rb") as file:
             raw = file.read(_LARGEST_FILE + 1)

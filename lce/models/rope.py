@@ -1,28 +1,26 @@
 """Rotary position embedding (Su et al., 2021) and the scalings that stretch it.
 
-A `Rope` is a fixed set of frequencies; `Rope.table` turns positions into cosines and sines. Angles are computed in
-float64 and only the table is cast: at position 1,000,000 a float32 angle is already off by several hundredths.
+A `Rope` is a fixed set of frequencies; `Rope.turn` gives the rotation of a position as cosines and sines. Angles are
+computed in float64, and only the cosines and sines are cast: at position 1,000,000 a float32 angle is already off by several hundredths.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
+from lce.attention import Turn
 from lce.models.config import RopeConfig
-
-Table = tuple[Tensor, Tensor]  # cosines and sines, [..., D/2] each
 
 
 class Rope:
     """The frequencies of one context, and the factor that YaRN puts on the rotated vectors.
 
-    `length` is the length announced when the context starts. Only `dynamic` looks at it, once: its base never
-    changes under keys that are cached already.
+    `length` is the length announced when the context starts. Only `dynamic` uses it, and only here, so that its base
+    never changes under cached keys.
     """
 
     def __init__(self, config: RopeConfig, head_dim: int, window: int, length: int = 0) -> None:
@@ -30,23 +28,10 @@ class Rope:
         self.head_dim = head_dim
         self.inv_freq, self.scale = _SCALINGS[config.kind](config, head_dim, window, length)
 
-    def table(self, positions: Tensor, dtype: torch.dtype) -> Table:
+    def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
         """Cosines and sines `[*positions.shape, D/2]` in `dtype`, on the positions' device. Time: O(positions · D)."""
         angles = positions.to(torch.float64)[..., None] * self.inv_freq.to(positions.device)
-        return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
-
-
-def rotate(x: Tensor, table: Table) -> Tensor:
-    """`x` `[..., D]` rotated by a table that broadcasts against `[..., D/2]`; the published half-and-half pairing."""
-    cos, sin = table
-    first, second = x.chunk(2, dim=-1)
-    sizes = zip_longest(reversed(first.shape[:-1]), reversed(cos.shape[:-1]), fillvalue=1)  # they broadcast
-    shape = [a if b == 1 else b for a, b in sizes][::-1]
-    out = torch.empty(*shape, x.shape[-1], dtype=x.dtype, device=x.device)
-    left, right = out.chunk(2, dim=-1)
-    torch.mul(first, cos, out=left).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=right).addcmul_(first, sin)
-    return out
+        return Turn((angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype))
 
 
 def _base_frequencies(theta: float, head_dim: int) -> Tensor:

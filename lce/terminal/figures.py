@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lce.sizes import size_text
 
 if TYPE_CHECKING:
-    from lce.cache.pool import Traffic
+    from lce.cache.tiers import Traffic
     from lce.calibrate import Recall
     from lce.engine.decode import Generation, Stats
     from lce.engine.planning import Plan

@@ -1,9 +1,9 @@
 """How tokens are written as bytes, one token at a time.
 
-A tokenizer describes its decoder as a chain of steps over a whole list of tokens. Every chain that Llama- and
-Mistral-family models use comes down to four facts: the bytes of each token, what is removed from the first token, what
-is stripped from the front of the text, and how bytes that are not UTF-8 are shown. A `Spelling` holds these four, so
-that a text can grow token by token without being decoded again.
+A tokenizer describes its decoder as a chain of steps over a whole list of tokens. Every chain of Llama, Mistral and
+Qwen models comes down to four facts: the bytes of each token, what is removed from the first token, what is stripped
+from the front of the text, and how bytes that are not UTF-8 are shown. A `Spelling` holds these four, so that a text
+can grow token by token without being decoded again.
 
     Replace("▁" -> " "), ByteFallback, Fuse, Strip(" ", 1)        Llama 2, Mistral
     ByteLevel                                                     Llama 3, Mistral Nemo, Qwen

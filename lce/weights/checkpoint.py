@@ -26,20 +26,12 @@ from lce.errors import CapacityError, ModelError
 from lce.files import map_copy
 from lce.weights.header import LARGEST_HEADER, TensorInfo, damaged, parse_object, read_bytes, read_header, shown
 
-__all__ = ["DTYPES", "Checkpoint", "TensorInfo", "WeightSpec"]
+__all__ = ["DTYPES", "Checkpoint", "TensorInfo"]
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 _SAMPLE = 4096  # bytes of each tensor's beginning, middle and end in the fingerprint
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".npz", ".h5", ".msgpack")
-
-
-@dataclass(frozen=True)
-class WeightSpec:
-    """One weight that a model needs: its name in the checkpoint and the shape it must have."""
-
-    name: str
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -68,29 +60,30 @@ class Checkpoint:
 
     def load(
         self,
-        specs: Mapping[str, WeightSpec],
+        wanted: Mapping[str, tuple[str, tuple[int, ...]]],
         *,
         dtype: torch.dtype | None,
         device: torch.device,
         ignore: Sequence[str] = (),
     ) -> dict[str, Tensor]:
-        """The tensors that `specs` asks for, under its keys, in `dtype` (None: as stored) on `device`.
+        """The tensors of `wanted`, under its keys, in `dtype` (None: as stored) on `device`.
 
-        Names, shapes and stored dtypes are all checked first. A tensor that no spec asks for must match one of the
-        patterns in `ignore` (`"*.rotary_emb.inv_freq"`). Two specs of one name share one tensor.
+        An entry of `wanted` maps the caller's name to the name in the checkpoint and the shape it must have. Names,
+        shapes and stored dtypes are all checked first. Every other tensor of the checkpoint must match one of the
+        patterns in `ignore` (`"*.rotary_emb.inv_freq"`). Two entries with one published name share one tensor.
         """
-        self._check(specs, ignore)
-        wanted = {spec.name for spec in specs.values()}
+        shapes = dict(wanted.values())
+        self._check(shapes, ignore)
         by_file: dict[Path, list[str]] = {}
         for name, info in sorted(self.tensors.items(), key=lambda item: item[1].start):
-            if name in wanted:
+            if name in shapes:
                 by_file.setdefault(info.file, []).append(name)
         loaded: dict[str, Tensor] = {}
         for file, names in by_file.items():
             mapping = _map(file, max(info.stop for info in self.tensors.values() if info.file == file))
             for name in names:
-                loaded[name] = _place(mapping, self.tensors[name], dtype, device)
-        return {key: loaded[spec.name] for key, spec in specs.items()}
+                loaded[name] = _load_tensor(mapping, self.tensors[name], dtype, device)
+        return {key: loaded[name] for key, (name, _) in wanted.items()}
 
     def dtype(self) -> torch.dtype:
         """The dtype that most bytes are stored in."""
@@ -118,8 +111,7 @@ class Checkpoint:
                 digest.update(sample)
         return digest.hexdigest()
 
-    def _check(self, specs: Mapping[str, WeightSpec], ignore: Sequence[str]) -> None:
-        wanted = {spec.name for spec in specs.values()}
+    def _check(self, wanted: Mapping[str, tuple[int, ...]], ignore: Sequence[str]) -> None:
         unexpected = [
             name
             for name in self.tensors
@@ -133,9 +125,9 @@ class Checkpoint:
             remedy = "check that config.json belongs to these weights, or download the checkpoint again"
             raise ModelError(f"{self.folder}: tensors {' and '.join(faults)}; {remedy}")
         shapes = [
-            f"{shown(spec.name)} is {list(self.tensors[spec.name].shape)}, expected {list(spec.shape)}"
-            for spec in specs.values()
-            if self.tensors[spec.name].shape != tuple(spec.shape)
+            f"{shown(name)} is {list(self.tensors[name].shape)}, expected {list(shape)}"
+            for name, shape in wanted.items()
+            if self.tensors[name].shape != tuple(shape)
         ]
         if shapes:
             remedy = "check that config.json belongs to these weights"
@@ -219,18 +211,18 @@ def _map(file: Path, size: int) -> mmap.mmap:
         raise kind(f"{file} cannot be mapped ({error.strerror}); check the file, its permissions and memory") from None
 
 
-def _place(mapping: mmap.mmap, info: TensorInfo, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+def _load_tensor(mapping: mmap.mmap, info: TensorInfo, dtype: torch.dtype | None, device: torch.device) -> Tensor:
     """One tensor: a view of the mapping if dtype and device allow it, else a copy; then its pages are given back."""
     stored = DTYPES[info.dtype]
     if info.start == info.stop:
         return torch.empty(info.shape, dtype=dtype or stored, device=device)
     raw = torch.frombuffer(mapping, dtype=torch.uint8, count=info.stop - info.start, offset=info.start)
     aligned = raw.clone() if info.start % stored.itemsize else raw
-    placed = aligned.view(stored).view(info.shape).to(device=device, dtype=dtype or stored)
-    if placed.data_ptr() != raw.data_ptr() and hasattr(mmap, "MADV_DONTNEED"):
+    tensor = aligned.view(stored).view(info.shape).to(device=device, dtype=dtype or stored)
+    if tensor.data_ptr() != raw.data_ptr() and hasattr(mmap, "MADV_DONTNEED"):
         start = info.start - info.start % mmap.PAGESIZE
         mapping.madvise(mmap.MADV_DONTNEED, start, info.stop - start)
-    return placed
+    return tensor
 
 
 def _samples(start: int, stop: int) -> list[tuple[int, int]]:

@@ -53,8 +53,8 @@ def test_every_failure_has_its_exit_code(
 
 def test_ctrl_c_in_prefill(tiny_model: Path) -> None:
     script = (
-        "from lce.engine.prefill import Reader\nimport time\n"
-        "def read(*_):\n    print('reading', file=sys.stderr, flush=True)\n    time.sleep(60)\nReader.read = read\n"
+        "from lce.methods import Driver\nimport time\n"
+        "def read(*_):\n    print('reading', file=sys.stderr, flush=True)\n    time.sleep(60)\nDriver.forward = read\n"
     )
     process = spawn(script, "generate", "--model", tiny_model, "--prompt", PROMPT)
     assert process.stderr is not None

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from lce.cache.pool import Traffic
+from lce.cache.tiers import Traffic
 from lce.calibrate import Recall
 from lce.engine.decode import Generation, Stats
 from lce.engine.planning import Need, Plan

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lce.errors import ModelError
-from lce.weights.checkpoint import Checkpoint, TensorInfo, WeightSpec
+from lce.weights.checkpoint import Checkpoint, TensorInfo
 from tests.checkpoints import raw_safetensors, tensor_entry
 
 CPU = torch.device("cpu")
@@ -30,12 +30,12 @@ TENSORS = {
 }
 
 
-def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, WeightSpec]:
-    return {f"own.{name}": WeightSpec(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
+def wanted_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {f"own.{name}": (name, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def load(folder: Path, tensors: Mapping[str, Tensor] = TENSORS, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    return Checkpoint.open(folder).load(specs_of(tensors), dtype=dtype, device=CPU)
+    return Checkpoint.open(folder).load(wanted_of(tensors), dtype=dtype, device=CPU)
 
 
 def assert_loads(folder: Path, tensors: Mapping[str, Tensor] = TENSORS) -> None:
@@ -168,8 +168,8 @@ def test_tensors_at_odd_places_are_copied(tmp_path: Path) -> None:
     assert loaded.data_ptr() % 4 == 0
 
 
-def test_two_specs_of_one_name_share_one_tensor(folder: Path) -> None:
-    tied = {"embed": WeightSpec("embed", (4, 3)), "head": WeightSpec("embed", (4, 3))}
+def test_two_names_of_one_tensor_share_it(folder: Path) -> None:
+    tied = {"embed": ("embed", (4, 3)), "head": ("embed", (4, 3))}
     for dtype in (None, torch.float16):
         loaded = Checkpoint.open(folder).load(tied, dtype=dtype, device=CPU, ignore=["norm", "pr*"])
         assert loaded["head"].data_ptr() == loaded["embed"].data_ptr()
@@ -181,14 +181,14 @@ def test_two_specs_of_one_name_share_one_tensor(folder: Path) -> None:
 def test_names_are_checked_before_reading(folder: Path) -> None:
     checkpoint = Checkpoint.open(folder)
     (folder / "model.safetensors").unlink()
-    specs = specs_of({f"layer.{i}": torch.ones(1) for i in range(9)} | {"embed": TENSORS["embed"]})
+    specs = wanted_of({f"layer.{i}": torch.ones(1) for i in range(9)} | {"embed": TENSORS["embed"]})
     names = r"9 missing \('layer.0', 'layer.1', 'layer.2' and 6 more\) and 2 unexpected \('norm', 'proj'\)"
     with pytest.raises(ModelError, match=names):
         checkpoint.load(specs, dtype=None, device=CPU)
     with pytest.raises(ModelError, match=r"1 unexpected \('proj'\)"):
-        checkpoint.load(specs_of({"embed": TENSORS["embed"]}), dtype=None, device=CPU, ignore=["no*"])
+        checkpoint.load(wanted_of({"embed": TENSORS["embed"]}), dtype=None, device=CPU, ignore=["no*"])
     with pytest.raises(ModelError, match=r"wrong shapes: 'norm' is \[2\], expected \[3\]; "):
-        checkpoint.load(specs_of(TENSORS | {"norm": torch.ones(3)}), dtype=None, device=CPU)
+        checkpoint.load(wanted_of(TENSORS | {"norm": torch.ones(3)}), dtype=None, device=CPU)
 
 
 def test_unread_dtypes_are_refused_where_they_are_wanted(tmp_path: Path) -> None:
@@ -196,8 +196,8 @@ def test_unread_dtypes_are_refused_where_they_are_wanted(tmp_path: Path) -> None
     save_file(tensors, tmp_path / "model.safetensors")
     checkpoint = Checkpoint.open(tmp_path)
     with pytest.raises(ModelError, match=r"expected weights in F32, BF16, F16, got 'position_ids \(I64\)'"):
-        checkpoint.load(specs_of(tensors), dtype=None, device=CPU)
-    wanted = specs_of({"weight": tensors["weight"]})
+        checkpoint.load(wanted_of(tensors), dtype=None, device=CPU)
+    wanted = wanted_of({"weight": tensors["weight"]})
     assert list(checkpoint.load(wanted, dtype=None, device=CPU, ignore=["*_ids"])) == ["own.weight"]
 
 
@@ -212,12 +212,12 @@ def test_a_file_that_changed_after_opening(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
     with pytest.raises(ModelError, match="the file changed since it was opened"):
-        checkpoint.load(specs_of(TENSORS), dtype=None, device=CPU)
+        checkpoint.load(wanted_of(TENSORS), dtype=None, device=CPU)
     with pytest.raises(ModelError, match="the file was cut short since it was opened"):
         checkpoint.fingerprint()
     file.unlink()
     with pytest.raises(ModelError, match="cannot be mapped"):
-        checkpoint.load(specs_of(TENSORS), dtype=None, device=CPU)
+        checkpoint.load(wanted_of(TENSORS), dtype=None, device=CPU)
 
 
 # Fingerprint
@@ -333,8 +333,8 @@ def test_tensors_that_the_index_does_not_know(sharded: Path) -> None:
     checkpoint = open_index(sharded, embed="a.safetensors", norm="b.safetensors")
     assert checkpoint.unindexed == {"proj"}
     with pytest.raises(ModelError, match=r"1 unexpected \('proj'\)"):
-        checkpoint.load(specs_of(TENSORS), dtype=None, device=CPU)
-    wanted = {"norm": WeightSpec("norm", (2,)), "embed": WeightSpec("embed", (4, 3))}
+        checkpoint.load(wanted_of(TENSORS), dtype=None, device=CPU)
+    wanted = {"norm": ("norm", (2,)), "embed": ("embed", (4, 3))}
     assert list(checkpoint.load(wanted, dtype=None, device=CPU, ignore=["proj"])) == ["norm", "embed"]
 
 

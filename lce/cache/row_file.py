@@ -1,9 +1,9 @@
-"""Rows of numbers in a file: where keys and values go that memory does not hold.
+"""Rows of numbers in a file: the keys and values that memory does not hold.
 
 A row is what one token has in one page's heads, `[2, P, D]`: its keys and its values. Rows are written through the file
 descriptor, so that a full disk or a failing one is an error and not a signal. Single rows are read through a memory
-map, so that picking them anywhere in the file is one gather; pages of many rows through the descriptor: what the system
-has of them at once, the rest by several threads, for a map waits for the disk a few kilobytes at a time.
+map: one gather wherever they lie. Pages of many rows are read through the descriptor: first what the system has in
+memory, then the rest by several threads, because a map waits for the disk a few kilobytes at a time.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from lce.errors import CapacityError, DataError
 from lce.files import map_copy, unwritable
 
 Numbers = NDArray[np.int64]
-MAPPED = 8 << 20  # bytes that may be read before the map's pages are let go, so that they do not count as ours
+MAPPED = 8 << 20  # bytes read through a map before its pages are released, so that they do not count as our memory
 READERS = 8  # threads that wait for the disk at once
-AT_HAND = getattr(os, "RWF_NOWAIT", 0)  # read what the system has in memory, or nothing
-AT_A_TIME = 1 << 20  # bytes that one call of the system reads
-GROWTH = 64 << 20  # bytes: a spill file grows by at least so much, and by half of what it has
+NO_WAIT = getattr(os, "RWF_NOWAIT", 0)  # read what the system has in memory, or nothing
+PER_CALL = 1 << 20  # bytes that one system call reads
+GROWTH = 64 << 20  # bytes: a spill file grows by at least this much, and by half of its size
 
 
 class RowFile:
     """Rows `[*row_shape]` of one dtype in an open file, from byte `start` on; the first `n_rows` exist.
 
-    `checks`, where given, holds a number for each row, by which a row that was altered since it was written is found
-    when it is read: see `fingerprints`.
+    `checks`, where given, holds a number for each row. A row that was altered since it was written is found by it when
+    it is read: see `fingerprints`.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class RowFile:
         self._start = start
         self._checks = checks
         self._writable = writable
-        self._touched = 0  # bytes read and written since the maps' pages were let go
+        self._touched = 0  # bytes read and written since the maps' pages were released
         self._lock = Lock()
         self._mapped: tuple[mmap.mmap, Tensor] | None = None
         finalize(self, os.close, descriptor)
@@ -68,7 +68,7 @@ class RowFile:
 
     @property
     def bytes_taken(self) -> int:
-        """Bytes that the rows take on the disk, with the place of those to come."""
+        """Bytes that the rows take on the disk, with what is reserved for later ones."""
         return self.n_bytes
 
     @property
@@ -76,12 +76,15 @@ class RowFile:
         """Bytes of all rows."""
         return self.n_rows * self.row_bytes
 
-    def place(self, lanes: Numbers, chunks: Numbers, size: int) -> Numbers:
-        """Where pages of `size` rows are to be written: the first row of each. Raises `CapacityError` for no place."""
+    def allocate_pages(self, groups: Numbers, chunks: Numbers, size: int) -> Numbers:
+        """Where to write pages of `size` rows: the first row of each. Raises `CapacityError` where there is no space.
+
+        `groups` and `chunks` name the pages, as `lce.cache.tiers.Pages` does.
+        """
         raise CapacityError("the cache of keys and values is full; give --spill-dir, or a larger budget")
 
     def write(self, first: int, rows: Tensor) -> None:
-        """Put rows `[n, *row_shape]` in place of rows `first..first+n-1`, which exist."""
+        """Overwrite rows `first..first+n-1`, which exist, with `rows [n, *row_shape]`."""
         assert first + len(rows) <= self.n_rows, "a row that does not exist"
         data = rows.contiguous().cpu()
         if self._checks is not None:
@@ -112,15 +115,15 @@ class RowFile:
             return found
         data = memoryview(found.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         page = size * self.row_bytes
-        parts = [(data[a * page : b * page], int(first[a])) for a, b in _runs(first, size, max(1, AT_A_TIME // page))]
-        waiting = [part for part in parts if not self._fill(*part, AT_HAND)]
+        parts = [(data[a * page : b * page], int(first[a])) for a, b in _runs(first, size, max(1, PER_CALL // page))]
+        waiting = [part for part in parts if not self._fill(*part, NO_WAIT)]
         shares = [waiting[i::READERS] for i in range(min(READERS, len(waiting)))]
         list(_readers().map(lambda share: [self._fill(*part) for part in share], shares))
         self._check(found.flatten(0, 1), (torch.from_numpy(first)[:, None] + torch.arange(size)).flatten())
         return found
 
     def _fill(self, data: memoryview, row: int, flags: int = 0) -> bool:
-        """Read from a row on; whether it came: with `AT_HAND` the disk is not waited for."""
+        """Fill `data` from a row on; False where `NO_WAIT` was given and the disk would have to be waited for."""
         offset = self._start + row * self.row_bytes
         while data:
             try:
@@ -135,14 +138,14 @@ class RowFile:
         return True
 
     def _check(self, found: Tensor, rows: Tensor) -> None:
-        """See that `found [n, …]` is what was written as these rows, and count it."""
+        """Compare rows `found [n, …]` with their checks, and count them as read."""
         if self._checks is not None and (fingerprints(found, rows) != self._checks[rows]).any():
             raise DataError(f"{self.name} was altered since it was written; prefill the text again")
         self.bytes_read += len(rows) * self.row_bytes
         self._touch(len(rows) * self.row_bytes)
 
     def _touch(self, n_bytes: int) -> None:
-        """Let go of the memory through which rows are seen, now and then; the system keeps them as long as it likes."""
+        """Release the maps' pages now and then; the system keeps them in its own cache as long as it likes."""
         self._touched += n_bytes
         if self._touched > MAPPED:
             self._touched = 0
@@ -153,7 +156,7 @@ class RowFile:
         return [] if self._mapped is None else [self._mapped[0]]
 
     def flush(self) -> None:
-        """Make what was written survive a power cut."""
+        """Make the rows written so far survive a power cut."""
         try:
             os.fsync(self._descriptor)
         except OSError as error:
@@ -161,7 +164,7 @@ class RowFile:
 
     def _map(self) -> Tensor:
         stop, mapped = self._start + self.bytes_taken // self.row_bytes * self.row_bytes, self._mapped
-        if os.fstat(self._descriptor).st_size < stop:  # reading behind the end would be a signal, not an error
+        if os.fstat(self._descriptor).st_size < stop:  # reading behind the end is a signal, not an error
             raise DataError(f"{self.name} was cut short since it was opened; prefill the text again")
         if mapped is None or len(mapped[0]) < stop:
             mapping = mmap.mmap(self._descriptor, stop) if self._writable else map_copy(self._descriptor, stop)
@@ -171,7 +174,7 @@ class RowFile:
 
 
 class SpillFile(RowFile):
-    """A file without a name, which the system takes back when it is closed, however the process ends."""
+    """A file without a name: the system removes it when it is closed, however the process ends."""
 
     def __init__(self, folder: Path, row_shape: Sequence[int], dtype: torch.dtype) -> None:
         try:
@@ -183,12 +186,12 @@ class SpillFile(RowFile):
         super().__init__(descriptor, f"the spill file in {folder}", row_shape, dtype)
         self._reserved = 0
 
-    def place(self, lanes: Numbers, chunks: Numbers, size: int) -> Numbers:
-        return self.allocate(len(lanes) * size) + np.arange(len(lanes)) * size
+    def allocate_pages(self, groups: Numbers, chunks: Numbers, size: int) -> Numbers:
+        return self.allocate(len(groups) * size) + np.arange(len(groups)) * size
 
     def allocate(self, n: int) -> int:
-        """Take the place of `n` more rows on the disk; the first of them."""
-        with self._lock:  # contexts that were forked from one another share a file
+        """Take disk space for `n` more rows; the number of the first."""
+        with self._lock:  # a context and its forks share a file
             first = self.n_rows
             wanted = (first + n) * self.row_bytes
             if wanted > self._reserved:
@@ -197,7 +200,7 @@ class SpillFile(RowFile):
             return first
 
     def reserve(self, n: int) -> None:
-        """Take the place of `n` rows on the disk now, so that writing them cannot fail for want of it."""
+        """Take disk space for `n` rows now, so that writing them cannot fail for lack of it."""
         if n * self.row_bytes > self._reserved:
             self._take(n * self.row_bytes, n * self.row_bytes)
 
@@ -217,7 +220,7 @@ class SpillFile(RowFile):
 
 
 def _runs(first: Numbers, size: int, most: int) -> list[tuple[int, int]]:
-    """Pages `a..b-1` that lie side by side in the file, at most `most` of them."""
+    """Runs of pages `a..b-1` that are adjacent in the file, at most `most` pages each."""
     borders = [0, *(np.flatnonzero(np.diff(first) != size) + 1).tolist(), len(first)]
     return [(at, min(at + most, b)) for a, b in pairwise(borders) for at in range(a, b, most)]
 
@@ -237,17 +240,17 @@ def write_at(descriptor: int, data: Tensor, offset: int, name: str) -> None:
         while left:
             n = os.pwrite(descriptor, left, offset)
             if n == 0:
-                raise OSError(5, "the disk took nothing")
+                raise OSError(5, "the disk accepted no bytes")
             left, offset = left[n:], offset + n
     except OSError as error:
         raise unwritable(name, error) from error
 
 
 def fingerprints(rows: Tensor, index: int | Tensor) -> Tensor:
-    """A number for each row `[n, …]` of the file, `[n]` int32, of a hash of its words' inner product with odd weights.
+    """A check of each row `[n, …]` of the file, `[n]` int32: a hash of its words' inner product with odd weights.
 
-    `index` is the number of the first row, or of each. Damage, and rows that changed places, go unseen in one case of
-    2^32. It guards against disks and slips, not against forgers. Time: that of reading the rows.
+    `index` is the number of the first row, or of each row. One damaged or exchanged row in 2^32 goes unseen. The check
+    guards against faulty disks and mistakes, not against forgery. Time: that of reading the rows.
     """
     words = rows.flatten(1).view(torch.int64)
     weights = _mixed(torch.arange(1, words.shape[1] + 1)) | 1
@@ -256,7 +259,7 @@ def fingerprints(rows: Tensor, index: int | Tensor) -> Tensor:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """A hash of each number, as SplitMix64 makes one; shifts are of signed numbers, which serves as well here."""
+    """A hash of each number, as in SplitMix64, but with shifts of signed numbers."""
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         x = (x ^ (x >> shift)) * factor
     return x ^ (x >> 31)
