@@ -1,7 +1,7 @@
 # make demo    sets everything up and asks the embedded model about a long text
 # make test    sets everything up and runs the tests
 # make check   checks format, lint and types
-# make venv    makes the virtual environment alone; PYTHON=python3.12 chooses its Python
+# make venv    makes the virtual environment, with lce in editable form; PYTHON=python3.12 chooses its Python
 
 PYTHON ?= python3
 VENV := .venv
@@ -23,7 +23,7 @@ check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-venv: $(BIN)/python
+venv: $(VENV)/dev.stamp
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
