@@ -83,8 +83,7 @@ def ask(engine: lce.Engine, path: str) -> None:
     context = engine.open_context(path)
     opened = time.perf_counter() - started
     stats = engine.generate([17, 42], context=context, max_tokens=17).stats
-    archive = context.cache.archive
-    read = archive.file.bytes_read if archive is not None and archive.file is not None else 0
+    read = sum(disk.file.bytes_read for disk in context.cache.residency.tiers.disks)
     print(f"open: {opened:.3f} s; first token: {opened + stats.first_token_s:.3f} s after that of the start; decode: "
           f"{1000 * stats.decode_s / 16:.1f} ms a token; file {size_text(Path(path).stat().st_size)}, of which read "
           f"{size_text(read)}; memory {size_text(before)} with the model alone, {size_text(peak_memory())} at its "

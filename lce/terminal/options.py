@@ -31,7 +31,6 @@ def packed(name: str, make: Callable[..., Any], *options: Decorator) -> Decorato
 
     Example: with `packed("corner", Point, click.option("--x"), click.option("--y"))` the command takes a `corner`.
     """
-
     declared: list[click.Parameter] = []
     for declare in options:
         declared += vars(declare(lambda: None))["__click_params__"]
