@@ -1,4 +1,4 @@
-"""The methods beside full attention: the same random weights, one process, asked in turn.
+"""The speed of the methods relative to full attention: the same random weights, in one process, in turn.
 
     python benchmarks/methods.py                                             # every method at 8,192 tokens
     python benchmarks/methods.py --methods full,dca --lengths 8192,32768 --repeats 1

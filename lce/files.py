@@ -1,7 +1,7 @@
 """Files that appear whole or not at all.
 
-A file under work has another name beside the one it is to have, and a lock by which the living are known: what a
-process that is gone left behind is removed the next time.
+A file is written under a temporary name beside its target, locked while it is written, and renamed when it is complete.
+Temporary files that no process has locked are left over from a crash; the next write to the same target removes them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAP_NORESERVE = 0x4000  # Linux; Python 3.11's mmap does not name it yet
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file under another name and rename it, so that it is whole or as it was before."""
+    """Write a file so that, after a crash too, it has either all of `data` or its earlier contents."""
     sweep(path)
     draft = draft_path(path)
     try:
@@ -37,7 +37,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def lock(descriptor: int, path: Path) -> None:
-    """Hold a file under work. Raises `DataError` where another process does."""
+    """Lock a file that is being written. Raises `DataError` if another process has locked it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -45,12 +45,12 @@ def lock(descriptor: int, path: Path) -> None:
 
 
 def draft_path(target: Path) -> Path:
-    """A name beside `target` for a file under work; `sweep` knows it."""
+    """A temporary name beside `target`, which `sweep` recognises."""
     return target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 
 def sweep(target: Path) -> None:
-    """Remove what processes that are gone left of `target` under work."""
+    """Remove the temporary files of `target` that ended processes left behind."""
     try:
         names = [
             name for name in os.listdir(target.parent) if name.startswith(f".{target.name}.") and name.endswith(".tmp")
@@ -62,7 +62,7 @@ def sweep(target: Path) -> None:
 
 
 def remove_leftover(path: Path) -> None:
-    """Remove a file under work, unless a living process holds it."""
+    """Remove a temporary file, unless a process has locked it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -71,13 +71,13 @@ def remove_leftover(path: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink(missing_ok=True)
     except OSError:
-        pass  # it is held
+        pass  # another process has locked it
     finally:
         os.close(descriptor)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a name in a folder survive a power cut."""
+    """Flush a folder to disk, so that new names in it survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -91,7 +91,7 @@ def unwritable(name: str, error: OSError) -> CapacityError:
 
 
 def map_copy(descriptor: int, size: int) -> mmap.mmap:
-    """A private map of a file's first bytes: writing to it never reaches the file, and it claims no memory ahead."""
+    """A private mapping of a file's first bytes: writes never reach the file, and no memory is reserved for them."""
     if sys.platform != "linux":
         return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
     protection = mmap.PROT_READ | mmap.PROT_WRITE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -114,3 +115,14 @@ def _random(shape: tuple[int, ...], random: torch.Generator) -> Tensor:
 
 def _write(folder: Path, name: str, content: object) -> None:
     (folder / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
+
+
+def tensor_entry(dtype: object, shape: object, start: object, stop: object) -> dict[str, object]:
+    """A tensor's entry in a safetensors header."""
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+def raw_safetensors(header: object, data: bytes = b"") -> bytes:
+    """A safetensors file of this header, JSON or bytes, and this data."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data

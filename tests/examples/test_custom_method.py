@@ -94,7 +94,8 @@ def test_it_runs_from_the_command_line(lce_command: Callable[..., str], tiny_mod
     [
         (
             "spred=1",
-            "no option 'spred'; valid, with defaults: chunk_size=none, chunks=none, placement=side_by_side, spread=1.0\n",
+            "no option 'spred'; valid, with defaults: chunk_size=none, chunks=none, "
+            "placement=side_by_side, spread=1.0\n",
         ),
         ("spread=wide", "spread=wide is not a number; default spread=1.0\n"),
     ],

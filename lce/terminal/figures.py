@@ -1,13 +1,11 @@
-"""What the command line prints: the progress bar, the closing figures, the tables and the JSON objects."""
+"""What the commands print: the closing lines of figures, the tables and the JSON objects."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 import typing
 from collections.abc import Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 from lce.sizes import size_text
 
@@ -23,93 +21,46 @@ if TYPE_CHECKING:
 SCORE_HEADER = f"{'method':<14}{'length':>10}{'samples':>9}{'accuracy':>10}  95% interval"
 
 
-class Bar:
-    """A bar with speed and time left on stderr, where that is a terminal; call it with what is done and the total."""
-
-    def __init__(self, label: str, unit: str, *, shown: bool = True) -> None:
-        from tqdm import tqdm
-
-        hidden = not (shown and sys.stderr.isatty())
-        self._bar = tqdm(desc=label, unit=unit, leave=False, dynamic_ncols=True, disable=hidden)
-
-    def __call__(self, done: int, total: int) -> None:
-        self._bar.total = total
-        self._bar.update(done - self._bar.n)
-        if done >= total:
-            self._bar.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self._bar.close()
-
-
-class Bars:
-    """A `Bar` for each stage of a longer work; call it with the stage, what is done and the total."""
-
-    def __init__(self, *, shown: bool = True) -> None:
-        self._shown = shown
-        self._stage = ""
-        self._bar = Bar("", "", shown=False)
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        if stage != self._stage:
-            self._bar.__exit__(None, None, None)
-            self._stage, self._bar = stage, Bar(stage, "", shown=self._shown)
-        self._bar(done, total)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self._bar.__exit__(kind, error, where)
-
-
-def figures(stats: Stats) -> str:
+def generation_line(stats: Stats) -> str:
     """The closing line of a generation."""
     return (
-        f"{prefill_text(stats)} | first token {stats.first_token_s:.2f} s | "
+        f"{_prefill_text(stats)} | first token {stats.first_token_s:.2f} s | "
         f"decode {stats.decode_tokens_per_s:,.1f} tok/s | {memory_text(stats)}"
     )
 
 
-def prefill_figures(stats: Stats) -> str:
+def prefill_line(stats: Stats) -> str:
     """The closing line of a prefill."""
-    return f"{prefill_text(stats)} | {memory_text(stats)}"
+    return f"{_prefill_text(stats)} | {memory_text(stats)}"
 
 
-def prefill_text(stats: Stats) -> str:
+def _prefill_text(stats: Stats) -> str:
     return f"{stats.prompt_tokens:,} prompt tokens | prefill {stats.prefill_tokens_per_s:,.1f} tok/s"
 
 
 def memory_text(stats: Stats) -> str:
-    """What is held by tier, and where there is more than one what went through it."""
-    held = {tier: size for tier, size in stats.memory.items() if size} or stats.memory
-    memory = ", ".join(f"{tier} {size_text(size)}" for tier, size in held.items())
-    return f"peak memory: {memory}" + "".join(f" | {tier} {traffic_text(t)}" for tier, t in stats.traffic.items())
+    """The peak memory of each tier and, where there are several tiers, the traffic through each."""
+    peaks = {tier: size for tier, size in stats.memory.items() if size} or stats.memory
+    memory = ", ".join(f"{tier} {size_text(size)}" for tier, size in peaks.items())
+    return f"peak memory: {memory}" + "".join(f" | {tier} {_traffic_text(t)}" for tier, t in stats.traffic.items())
 
 
-def traffic_text(traffic: Traffic) -> str:
-    """What went through a tier of the cache: `93% of 1,024 pages found, 12.0 MiB in, 1.5 GiB out`."""
-    asked = traffic.hits + traffic.misses
-    found = f"{traffic.hits / asked:.0%} of {asked:,} pages found, " if asked else ""
+def _traffic_text(traffic: Traffic) -> str:
+    """The traffic through one tier of the cache: `93% of 1,024 pages found, 12.0 MiB in, 1.5 GiB out`."""
+    requests = traffic.hits + traffic.misses
+    hits = f"{traffic.hits / requests:.0%} of {requests:,} pages found, " if requests else ""
     early = f" ({traffic.early:,} ahead of need)" if traffic.early else ""
-    return f"{found}{size_text(traffic.bytes_in)} in, {size_text(traffic.bytes_out)} out{early}"
+    return f"{hits}{size_text(traffic.bytes_in)} in, {size_text(traffic.bytes_out)} out{early}"
 
 
 def generation_object(generation: Generation, method: Method) -> dict[str, Any]:
-    """A generation and all that is needed to tell how it came about."""
+    """A generation, with the method and the figures that produced it."""
     stats = generation.stats
     return {
         "text": generation.text,
         "token_ids": generation.token_ids,
         "finish_reason": generation.finish_reason,
-        "method": {"name": method.name, "repr": repr(method), "knobs": knobs_of(method)},
+        "method": {"name": method.name, "repr": repr(method), "knobs": knob_values(method)},
         "stats": {
             **dataclasses.asdict(stats),
             "prefill_tokens_per_s": stats.prefill_tokens_per_s,
@@ -118,8 +69,8 @@ def generation_object(generation: Generation, method: Method) -> dict[str, Any]:
     }
 
 
-def knobs_of(method: Method) -> dict[str, Any]:
-    """A method's knobs as JSON can hold them."""
+def knob_values(method: Method) -> dict[str, Any]:
+    """A method's knobs, as values that JSON has."""
     values = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
     return {
         name: value if value is None or isinstance(value, str | int | float) else repr(value)
@@ -136,7 +87,7 @@ def score_row(score: Score) -> str:
 
 
 def score_table(scores: Sequence[Score]) -> list[str]:
-    """Methods by lengths, the share of right answers, as Markdown."""
+    """The share of right answers as a Markdown table: a row a method, a column a length."""
     lengths = list(dict.fromkeys(score.length for score in scores))
     shares = {(score.method, score.length): f"{score.accuracy:.2f}" for score in scores}
     methods = dict.fromkeys(score.method for score in scores)
@@ -145,7 +96,7 @@ def score_table(scores: Sequence[Score]) -> list[str]:
 
 
 def recall_lines(recalls: Sequence[Recall]) -> list[str]:
-    """Top-k recall of low-dim keys, a line a layer and their mean."""
+    """Top-k recall of the low-dim keys: a line a layer, then the mean."""
     n = len(recalls)
     rows = [(str(recall.layer), recall.calibrated, recall.pca) for recall in recalls]
     rows.append(("mean", sum(recall.calibrated for recall in recalls) / n, sum(recall.pca for recall in recalls) / n))
@@ -154,20 +105,20 @@ def recall_lines(recalls: Sequence[Recall]) -> list[str]:
 
 
 def method_object(name: str, cls: type[Method]) -> dict[str, Any]:
-    """A method's name, the first line of its docstring, and its knobs with their kinds and defaults."""
-    kinds = typing.get_type_hints(cls)
+    """A method's name, the first line of its docstring, and its knobs with their types and defaults."""
+    hints = typing.get_type_hints(cls)
     return {
         "name": name,
         "summary": next(iter((cls.__doc__ or "").strip().splitlines()), ""),
         "options": [
-            {"name": field.name, "type": kind_text(kinds[field.name]), "default": _default(field)}
+            {"name": field.name, "type": type_text(hints[field.name]), "default": _default(field)}
             for field in dataclasses.fields(cls)
         ],
     }
 
 
 def method_lines(method: dict[str, Any]) -> list[str]:
-    """A method of `method_object` as text."""
+    """The object of `method_object` as text."""
     from lce.methods.registry import spelled
 
     options: Sequence[dict[str, Any]] = method["options"]
@@ -178,20 +129,20 @@ def method_lines(method: dict[str, Any]) -> list[str]:
 
 
 def plan_object(plan: Plan) -> dict[str, Any]:
-    """A plan, sizes in bytes; null where a length or a size has no bound, or is not known."""
+    """A plan, with sizes in bytes; null for a length or size that is unbounded or unknown."""
     tiers = {tier: {"needed": need.needed, **dataclasses.asdict(need)} for tier, need in plan.tiers.items()}
     return {**dataclasses.asdict(plan), "tiers": tiers, "fits": plan.fits}
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """A plan as text, a row a tier."""
+    """A plan as text: a row a tier."""
     columns = ["needed", "available", "keys and values", "budget", "kept besides", "weights"]
     rows = [["tier", *columns]]
     for tier, n in plan.tiers.items():
         available = "unknown" if n.available is None else size_text(n.available)
         budget = "none" if n.budget is None else size_text(n.budget)
-        kept, weights = size_text(n.besides), size_text(n.weights)
-        rows.append([tier, size_text(n.needed), available, size_text(n.keys_and_values), budget, kept, weights])
+        besides, weights = size_text(n.besides), size_text(n.weights)
+        rows.append([tier, size_text(n.needed), available, size_text(n.keys_and_values), budget, besides, weights])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = [
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
@@ -208,21 +159,14 @@ def plan_lines(plan: Plan) -> list[str]:
 
 
 def explanation_object(explanation: Explanation) -> dict[str, Any]:
-    """What a method attends at which distances, null where it does not; and what is needed to find it again."""
-    return {
-        "method": explanation.method.name,
-        "knobs": knobs_of(explanation.method),
-        "window": explanation.window,
-        "tokens": explanation.tokens,
-        "block": explanation.block,
-        "head": explanation.head,
-        "seed": explanation.seed,
-        "distances": explanation.rows(),
-    }
+    """The distances at which a method attends keys (null: not attended), and the settings that reproduce them."""
+    method = {"method": explanation.method.name, "knobs": knob_values(explanation.method)}
+    setting = {name: getattr(explanation, name) for name in ("window", "tokens", "block", "head", "seed")}
+    return {**method, **setting, "distances": explanation.rows()}
 
 
 def explanation_lines(explanation: Explanation) -> list[str]:
-    """The same as text: a row a query, a column a key, a dot where it is not attended."""
+    """An explanation as text: a row a query, a column a key, a dot for a key that is not attended."""
     rows = [["." if d is None else str(d) for d in row] for row in explanation.rows()]
     heads = [str(index) for index in range(explanation.tokens)]
     width = max(len(cell) for row in [heads, *rows] for cell in row)
@@ -241,17 +185,17 @@ def explanation_lines(explanation: Explanation) -> list[str]:
     ]
 
 
-def kind_text(kind: Any) -> str:
-    """A knob's type as a user would write it: `int`, `int or none`, `head, group or layer`."""
-    if kind is type(None):
+def type_text(hint: Any) -> str:
+    """A knob's type as a user writes it: `int`, `int or none`, `head, group or layer`."""
+    if hint is type(None):
         return "none"
-    if typing.get_origin(kind) is Literal:
-        *others, last = map(str, typing.get_args(kind))
+    if typing.get_origin(hint) is Literal:
+        *others, last = map(str, typing.get_args(hint))
         return f"{', '.join(others)} or {last}" if others else last
-    arms = typing.get_args(kind)
+    arms = typing.get_args(hint)
     if arms:
-        return " or ".join(map(kind_text, arms))
-    return getattr(kind, "__name__", str(kind))
+        return " or ".join(map(type_text, arms))
+    return getattr(hint, "__name__", str(hint))
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
