@@ -120,23 +120,23 @@ class Summaries(GrowingRows):
 
 
 class RecentRows(MethodState):
-    """The last `keep` rows `[heads, n, D]` and those of the block at work. The number is the first row's token.
+    """The last `n_kept` rows `[heads, n, D]` and those of the block at work. The number is the first row's token.
 
     Recent keys at their positions, for example: near keys are seen at their true distance without being rotated again
-    for every query. Time: O(1) a token, amortised. Bytes: at most `2 · keep` rows, and a block's.
+    for every query. Time: O(1) a token, amortised. Bytes: at most `2 · n_kept` rows, and a block's.
     """
 
-    def __init__(self, keep: int, row_bytes: int) -> None:
+    def __init__(self, n_kept: int, row_bytes: int) -> None:
         super().__init__()
-        self.keep = keep
+        self.n_kept = n_kept
         self.row_bytes = row_bytes
 
     def write(self, rows: Tensor, start: int) -> None:
         """Put the rows `[heads, T, D]` of tokens `start..start+T-1` behind those of the tokens before them."""
         (buffer, first), stop = self._held, start + rows.shape[1]
         if buffer is None or stop - first > buffer.shape[1]:
-            kept = 0 if buffer is None else min(start - first, self.keep)
-            grown = rows.new_empty(rows.shape[0], kept + max(rows.shape[1], self.keep), rows.shape[2])
+            kept = 0 if buffer is None else min(start - first, self.n_kept)
+            grown = rows.new_empty(rows.shape[0], kept + max(rows.shape[1], self.n_kept), rows.shape[2])
             if buffer is not None:
                 grown[:, :kept] = buffer[:, start - first - kept : start - first]
             buffer, first = grown, start - kept
@@ -144,7 +144,7 @@ class RecentRows(MethodState):
         self._held = (buffer, first)
 
     def span(self, start: int, stop: int) -> Tensor:
-        """The rows of tokens `start..stop-1`, a view; `start` is at most `keep` before the block at work."""
+        """The rows of tokens `start..stop-1`, a view; `start` is at most `n_kept` before the block at work."""
         buffer, first = self._held
         assert buffer is not None, "nothing was written yet"
         assert first <= start, "rows that are no longer kept"
@@ -152,12 +152,12 @@ class RecentRows(MethodState):
 
     def committed(self, n_tokens: int) -> Held:
         buffer, first = self._held
-        start = max(first, n_tokens - self.keep)
+        start = max(first, n_tokens - self.n_kept)
         return None if buffer is None else buffer[:, start - first : n_tokens - first], start
 
     def most_bytes(self, n_tokens: int, block: int) -> int:
-        first = max(self.keep, min(n_tokens, block))
-        return (first if n_tokens <= first else self.keep + max(self.keep, block)) * self.row_bytes
+        first = max(self.n_kept, min(n_tokens, block))
+        return (first if n_tokens <= first else self.n_kept + max(self.n_kept, block)) * self.row_bytes
 
 
 class OpenChunk(MethodState):
