@@ -31,12 +31,12 @@ class ESA(LocalMethod):
     Compression").
 
     The queries of a block `[a, b)` choose together. While `a - local <= sinks`, a block is plain causal attention.
-    Later blocks attend the tokens from `a - local` on at their true distance. At the constant distance `far` they attend
-    the first `sinks` tokens and the `top_k` best of the tokens between. One softmax covers both.
+    Later blocks attend the tokens from `a - local` on at their true distance. At the constant distance `far` they
+    attend the first `sinks` tokens and the `top_k` best of the tokens between. One softmax covers both.
 
     The score of token m for query c is `f(m;c) = Σ_h q_h · k_h`: the logit that the far part would give, summed over
-    query heads. The score for the block is `F(m) = max_c (f(m;c) - max_m' f(m';c))` (Eq. 3-4), and then its maximum over
-    `m ± eps`, which selects the neighbours of a good token too (Eq. 8).
+    query heads. The score for the block is `F(m) = max_c (f(m;c) - max_m' f(m';c))` (Eq. 3-4), and then its maximum
+    over `m ± eps`, which selects the neighbours of a good token too (Eq. 8).
 
     `compress` says how `f` is computed. `none`: exactly. `calibrated`: as `(q A)·(k B)` with `low_dim` numbers a token
     (Eq. 5-7), with maps learned on text by `lce calibrate`; `maps` is their file, by default the one beside the model.

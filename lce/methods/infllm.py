@@ -31,8 +31,8 @@ class InfLLM(LocalMethod):
 
     A query attends the last `local` tokens at their true distance. At the constant distance `far` it attends the first
     `sinks` tokens, the `top_k` memory blocks that its block of queries finds most relevant, and the tokens that have
-    left the local window but do not fill a memory block yet. Tokens from `sinks` on are cut into blocks of `block_size`.
-    A block enters the memory when all of it is out of the local window of the first query.
+    left the local window but do not fill a memory block yet. Tokens from `sinks` on are cut into blocks of
+    `block_size`. A block enters the memory when all of it is out of the local window of the first query.
 
     For each query head, a memory block is represented by its `repr_tokens` tokens with the largest sum of local
     attention weights, over all queries. Its relevance is the sum of `q · k` over heads, representative tokens and the
