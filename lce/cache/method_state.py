@@ -152,8 +152,9 @@ class RecentRows(MethodState):
         return buffer[:, start - first : stop - first]
 
     def most_bytes(self, n_tokens: int, block: int) -> int:
-        first = max(self.keep, min(n_tokens, block))
-        return (first if n_tokens <= first else self.keep + max(self.keep, block)) * self.row_bytes
+        if n_tokens <= self.keep:
+            return self.keep * self.row_bytes
+        return (self.keep + max(self.keep, min(block, n_tokens - self.keep))) * self.row_bytes
 
     def copy(self, n_tokens: int) -> RecentRows:
         other = RecentRows(self.keep, self.row_bytes)
