@@ -318,7 +318,7 @@ METHODS = {
 @pytest.mark.parametrize("block", [1, 7, 64])
 @pytest.mark.parametrize("name", METHODS)
 def test_what_a_method_keeps_is_bounded_before_it_is_read(name: str, block: int) -> None:
-    """At every length at least, and in the end closely, what its states hold."""
+    """At every length at least, and at the end closely, what its states hold."""
     method = make(name, METHODS[name]).resolve(32)
     q, k, v = vectors(0, 4, 2, 300, 16)
     layout = CacheLayout(
@@ -326,12 +326,13 @@ def test_what_a_method_keeps_is_bounded_before_it_is_read(name: str, block: int)
     )
     cache = KVCache.empty(layout)
     driver = Driver(method, Attention.choose("torch"), 32, 2)
-    rope, start = Rope(RopeConfig(), 16, 32, 300), 0
+    rope, start, most = Rope(RopeConfig(), 16, 32, 300), 0, 0
     for size in (40, *cut(260, block)):
         driver.attend(cache, rope, *(x[:, start : start + size] for x in (q, k, v)))
         start += size
         held = sum(state.n_bytes for state in cache.layers[0].state.values())
         assert held <= layout.state_bytes(start)
-    assert layout.state_bytes(300) <= 3 * held
+        most = max(most, held)
+    assert layout.state_bytes(300) <= 2 * most
     assert layout.state_bytes(0) <= layout.state_bytes(1) <= layout.state_bytes(300)
     assert replace(layout, n_layers=5).state_bytes(300) == 5 * layout.state_bytes(300)
