@@ -233,7 +233,7 @@ class OpenChunk(MethodState):
 
     @property
     def n_bytes(self) -> int:
-        return _bytes_of(self._open[1])
+        return _bytes_of(self._open[1]) + _bytes_of(self._entered[1])
 
 
 class Staged(MethodState):

@@ -351,7 +351,9 @@ def test_tiles_are_the_chunks_they_stand_for(data: st.DataObject, apart: bool, t
         for layer in cache.layers:
             shape = (4, data.draw(st.integers(1, 3)), data.draw(st.integers(1, 6)))
             numbers = st.lists(
-                st.integers(-1, n // 8 - 1), min_size=shape[0] * shape[1] * shape[2], max_size=shape[0] * shape[1] * shape[2]
+                st.integers(-1, n // 8 - 1),
+                min_size=shape[0] * shape[1] * shape[2],
+                max_size=shape[0] * shape[1] * shape[2],
             )
             check_tiles(layer, torch.tensor(data.draw(numbers)).view(shape), k)
 

@@ -208,7 +208,9 @@ def test_a_discarded_pass_in_the_open_chunk_is_overwritten() -> None:
 
 @given(
     size=st.integers(1, 9),
-    passes=st.lists(st.tuples(st.integers(1, 25), st.booleans(), st.sampled_from(["", "copy", "restore"])), max_size=20),
+    passes=st.lists(
+        st.tuples(st.integers(1, 25), st.booleans(), st.sampled_from(["", "copy", "restore"])), max_size=20
+    ),
 )
 @settings(max_examples=80, deadline=None)
 def test_an_open_chunk_has_the_committed_tokens_of_its_chunk(size: int, passes: list[tuple[int, bool, str]]) -> None:
@@ -221,6 +223,7 @@ def test_an_open_chunk_has_the_committed_tokens_of_its_chunk(size: int, passes: 
             assert torch.equal(kept.span(length // size * size, length), counted(length % size, length - length % size))
         if opened < stop:
             kept.write(counted(stop - opened, opened + (0 if keep else 1000)), opened)
+            assert kept.n_bytes <= kept.most_bytes(stop, n)
         if keep:
             kept.commit()
             length = stop
@@ -236,7 +239,17 @@ def test_an_open_chunk_has_the_committed_tokens_of_its_chunk(size: int, passes: 
             kept = copy
         if length % size:
             assert torch.equal(kept.span(length // size * size, length), counted(length % size, length - length % size))
-        assert kept.n_bytes <= kept.most_bytes(length + n, n)
+
+
+def test_both_chunks_count_while_a_pass_enters_the_second() -> None:
+    kept = OpenChunk(8, 24)
+    kept.write(counted(5), 0)
+    assert kept.n_bytes == 8 * 24 == kept.most_bytes(5, 5)
+    kept.commit()
+    kept.write(counted(2, 8), 8)
+    assert kept.n_bytes == 16 * 24 == kept.most_bytes(10, 5)
+    kept.commit()
+    assert kept.n_bytes == 8 * 24
 
 
 # Staged
@@ -322,7 +335,12 @@ def test_what_is_restored_goes_on_like_the_original(state: str) -> None:
 @settings(max_examples=60, deadline=None)
 def test_bytes_are_at_most_what_was_planned(blocks: list[int], size: int) -> None:
     """Whatever blocks come, and the plan exceeds what is needed by the growth of buffers alone."""
-    token_rows, summaries, recent, opened = TokenRows(12), Summaries(24, size), RecentRows(size, 24), OpenChunk(size, 24)
+    token_rows, summaries, recent, opened = (
+        TokenRows(12),
+        Summaries(24, size),
+        RecentRows(size, 24),
+        OpenChunk(size, 24),
+    )
     start, block = 0, max(blocks)
     for n in blocks:
         stop, complete = start + n, start // size

@@ -622,9 +622,7 @@ def _late_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     no_gpu(monkeypatch)
 
 
-def branch_of(
-    folder: Path, tiers: str, n: int, *, limit: int = 4, below: int = UNBOUNDED, pinned: int = 0
-) -> Branch:
+def branch_of(folder: Path, tiers: str, n: int, *, limit: int = 4, below: int = UNBOUNDED, pinned: int = 0) -> Branch:
     """A stack with `n` chunks in every layer, whole chunks to a page."""
     layout = tiers_of(tiers, heads=N_HEADS, limit=limit, below=below, pinned=pinned)
     branch = Branch(stack(layout, file_for(tiers, layout, folder)))
