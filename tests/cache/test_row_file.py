@@ -290,13 +290,14 @@ def test_a_page_that_the_disk_does_not_read(tmp_path: Path, monkeypatch: pytest.
 def test_pages_are_read_in_a_process_that_was_forked(tmp_path: Path) -> None:
     """Its parent's threads are not there."""
     script = (
-        "import os, sys, numpy, torch\nfrom pathlib import Path\nfrom lce.cache.row_file import SpillFile\n"
+        "import os, sys, time, numpy, torch\nfrom pathlib import Path\nfrom lce.cache.row_file import SpillFile\n"
         "file = SpillFile(Path(sys.argv[1]), (2, 1, 4), torch.float32)\n"
         "file.write(file.allocate(100), torch.ones(100, 2, 1, 4))\n"
         "pages = numpy.arange(0, 100, 2)\n"
         "original = os.preadv\n"
         "def disk(descriptor, to, offset, flags):\n"
         "    if flags: raise BlockingIOError(11, 'not in memory')\n"
+        "    time.sleep(0.01)\n"  # so that every thread has work
         "    return original(descriptor, to, offset)\n"
         "os.preadv = disk\n"
         "def read(): return int(file.read_pages(pages, 1).sum())\n"
