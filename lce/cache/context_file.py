@@ -270,15 +270,12 @@ def write_rows(cache: KVCache, rows: ContextRows, since: int = 0) -> None:
 
     Where the file is the bottom of the cache's own tiers, old chunks are there already, or are written down once.
     """
-    layout, residency, first = cache.layout, cache.residency, 0
-    if (
-        not isinstance(residency, Whole)
-        and isinstance(residency.tiers.bottom, Disk)
-        and residency.tiers.bottom.file is rows
-    ):
+    layout, residency, own = cache.layout, cache.residency, False
+    if not isinstance(residency, Whole) and isinstance(bottom := residency.tiers.bottom, Disk) and bottom.file is rows:
         residency.tiers.write_down()
-        first = cache.layers[0].buffer.first
+        own = True
     for layer in cache.layers:
+        first = layer.buffer.first if own else 0  # after an interrupted pass layers differ
         groups = np.arange(layer.index * layout.n_groups, (layer.index + 1) * layout.n_groups)
         for start, stop in layer.segments(max(since, first), layer.length):
             k, v = (x.unflatten(0, (layout.n_groups, -1)) for x in layer.span(start, stop))

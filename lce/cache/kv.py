@@ -246,7 +246,8 @@ class LayerCache:
         border = max(self.length - self.layout.reach.local, 0) // size * size
         if border > first:
             self.tiers.add(self.index, first // size, *self.buffer.span(first, border))
-            self.buffer = self.buffer.without(border, self.buffer.capacity, self.length)
+            capacity = max(self.layout.recent_tokens, self.length - border)  # less after a refused `move_to`
+            self.buffer = self.buffer.without(border, capacity, self.length)
 
     def copy(self, residency: Residency) -> LayerCache:
         """A cache of its own with the committed tokens; `residency` has the tiers of the other context."""

@@ -156,8 +156,9 @@ class RecentRows(MethodState):
         return None if buffer is None else buffer[:, start - first : n_tokens - first], start
 
     def most_bytes(self, n_tokens: int, block: int) -> int:
-        first = max(self.n_kept, min(n_tokens, block))
-        return (first if n_tokens <= first else self.n_kept + max(self.n_kept, block)) * self.row_bytes
+        if n_tokens <= self.n_kept:
+            return self.n_kept * self.row_bytes
+        return (self.n_kept + max(self.n_kept, min(block, n_tokens - self.n_kept))) * self.row_bytes
 
 
 class OpenChunk(MethodState):
@@ -192,6 +193,17 @@ class OpenChunk(MethodState):
         assert rows is not None, "nothing was written yet"
         assert chunk_id == start // self.size, "rows of a chunk that is not open"
         return rows[:, start - chunk_id * self.size : stop - chunk_id * self.size]
+
+    @property
+    def n_bytes(self) -> int:
+        return super().n_bytes + (0 if self._entered[0] is None else self._entered[0].nbytes)
+
+    def committed(self, n_tokens: int) -> Held:
+        rows, chunk_id = self._held
+        if rows is not None:  # a discarded pass may have left rows behind the committed ones
+            rows = rows.clone()
+            rows[:, max(0, n_tokens - chunk_id * self.size) :] = 0
+        return rows, chunk_id
 
     def commit(self) -> None:
         if self._entered[0] is not None:

@@ -16,10 +16,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lce.cache.rows import RowFile, SpillFile
 from torch import Tensor
 
-from lce.cache import rows as rows_module
+from lce.cache import row_file
+from lce.cache.row_file import RowFile, SpillFile
 from lce.errors import CapacityError, DataError
 
 ROW = (2, 1, 4)
@@ -43,10 +43,10 @@ def everything(file: RowFile) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file grows, and lets go of what was read, after a few rows."""
-    monkeypatch.setattr(rows_module, "GROWTH", 100)
-    monkeypatch.setattr(rows_module, "MAPPED", 1000)
-    monkeypatch.setattr(rows_module, "AT_A_TIME", 200)
+    """A file grows, and releases what was read, after a few rows."""
+    monkeypatch.setattr(row_file, "GROWTH", 100)
+    monkeypatch.setattr(row_file, "MAPPED", 1000)
+    monkeypatch.setattr(row_file, "PER_CALL", 200)
 
 
 @given(data=st.data(), dtype=st.sampled_from(DTYPES))
@@ -119,7 +119,7 @@ def test_what_is_read_is_a_copy(tmp_path: Path) -> None:
     assert torch.equal(everything(file), some(5))
 
 
-def test_growth_is_seldom_and_reserving_makes_it_needless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growth_is_seldom_and_reserving_makes_it_unnecessary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     original = os.posix_fallocate
     monkeypatch.setattr(os, "posix_fallocate", lambda *a: (calls.append(a[2]), original(*a)))
@@ -168,7 +168,7 @@ def test_the_folder_is_made_and_nothing_is_named_in_it(tmp_path: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_closing_gives_the_place_back(tmp_path: Path) -> None:
+def test_closing_frees_the_space(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         file = spill(tmp_path, 10)
@@ -179,7 +179,7 @@ def test_closing_gives_the_place_back(tmp_path: Path) -> None:
 
 def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     script = (
-        "import sys, time, torch\nfrom pathlib import Path\nfrom lce.cache.rows import SpillFile\n"
+        "import sys, time, torch\nfrom pathlib import Path\nfrom lce.cache.row_file import SpillFile\n"
         "file = SpillFile(Path(sys.argv[1]), (2, 1, 4), torch.float32)\n"
         "file.write(file.allocate(1000), torch.ones(1000, 2, 1, 4))\n"
         "print(int(file.read(torch.arange(1000)).sum()), flush=True)\ntime.sleep(60)\n"
@@ -197,7 +197,7 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path, what: str, monkeypatch: py
     (tmp_path / "file").touch()
     folder = {"a file": tmp_path / "file", "below a file": tmp_path / "file" / "spill"}.get(what, tmp_path / "spill")
     if what == "read-only":
-        monkeypatch.setattr(rows_module.tempfile, "TemporaryFile", failing(errno.EROFS))
+        monkeypatch.setattr(row_file.tempfile, "TemporaryFile", failing(errno.EROFS))
     with pytest.raises(CapacityError, match=f"^cannot write {folder}: .*; free some space or name another place$"):
         SpillFile(folder, ROW, torch.float32)
 
@@ -229,7 +229,7 @@ def test_a_write_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_disk_that_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = spill(tmp_path, 10)
     monkeypatch.setattr(os, "pwrite", lambda *_: 0)
-    with pytest.raises(CapacityError, match="the disk took nothing"):
+    with pytest.raises(CapacityError, match="the disk accepted no bytes"):
         file.write(0, some(10))
     assert torch.equal(everything(file), some(10))
 
@@ -255,7 +255,7 @@ def test_a_short_read_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("number", [errno.EAGAIN, errno.EOPNOTSUPP], ids=errno.errorcode.get)
 @pytest.mark.parametrize("n", [1, 3, 60])
-def test_pages_that_are_not_at_hand_are_waited_for(
+def test_pages_that_are_not_in_memory_are_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int, number: int
 ) -> None:
     file, original, pages = spill(tmp_path, n), os.preadv, np.arange(n)[::-1].copy()
@@ -270,12 +270,12 @@ def test_pages_that_are_not_at_hand_are_waited_for(
         assert torch.equal(file.read_pages(pages, 1).squeeze(1), some(n).flip(0))
 
 
-@pytest.mark.parametrize("at_hand", [False, True])
-def test_a_page_that_the_disk_does_not_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_hand: bool) -> None:
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_page_that_the_disk_does_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: bool) -> None:
     file, pages = spill(tmp_path, 60), np.arange(60)[::-1].copy()
 
     def disk(descriptor: int, to: list[memoryview], offset: int, flags: int) -> int:
-        raise OSError(errno.EAGAIN if flags and not at_hand else errno.EIO, "no")
+        raise OSError(errno.EAGAIN if flags and not in_memory else errno.EIO, "no")
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", disk)
@@ -288,12 +288,18 @@ def test_a_page_that_the_disk_does_not_give(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_pages_are_read_in_a_process_that_was_forked(tmp_path: Path) -> None:
-    """Threads do not come along."""
+    """Its parent's threads are not there."""
     script = (
-        "import os, sys, numpy, torch\nfrom pathlib import Path\nfrom lce.cache.rows import SpillFile\n"
+        "import os, sys, time, numpy, torch\nfrom pathlib import Path\nfrom lce.cache.row_file import SpillFile\n"
         "file = SpillFile(Path(sys.argv[1]), (2, 1, 4), torch.float32)\n"
         "file.write(file.allocate(100), torch.ones(100, 2, 1, 4))\n"
         "pages = numpy.arange(0, 100, 2)\n"
+        "original = os.preadv\n"
+        "def disk(descriptor, to, offset, flags):\n"
+        "    if flags: raise BlockingIOError(11, 'not in memory')\n"
+        "    time.sleep(0.01)\n"  # so that every thread has work
+        "    return original(descriptor, to, offset)\n"
+        "os.preadv = disk\n"
         "def read(): return int(file.read_pages(pages, 1).sum())\n"
         "read(); child = os.fork()\n"
         "if child == 0: os._exit(0 if read() == 400 else 1)\n"
@@ -305,7 +311,7 @@ def test_pages_are_read_in_a_process_that_was_forked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("reserve", [False, True], ids=["allocate", "reserve"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG], ids=errno.errorcode.get)
-def test_place_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, reserve: bool) -> None:
+def test_space_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, reserve: bool) -> None:
     file = spill(tmp_path, 10)
     take = file.reserve if reserve else file.allocate
     with monkeypatch.context() as patch:
@@ -319,10 +325,10 @@ def test_place_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert torch.equal(file.read(torch.arange(10)), some(10))
 
 
-def test_where_there_is_no_room_to_spare_what_is_needed_is_taken(
+def test_where_there_is_no_space_to_spare_what_is_needed_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows_module, "GROWTH", 64 << 20)
+    monkeypatch.setattr(row_file, "GROWTH", 64 << 20)
     file, original = SpillFile(tmp_path, ROW, torch.float32), os.posix_fallocate
 
     def small_disk(descriptor: int, offset: int, size: int) -> None:
@@ -347,7 +353,7 @@ def test_flushing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(everything(file), some(10))
 
 
-# Rows with checks: what was altered since it was written is found by whoever reads it.
+# Rows with checks: what was altered since it was written is found when it is read.
 
 BEFORE = 24  # bytes before the first row
 
@@ -433,3 +439,21 @@ def test_a_truncated_file_is_found(tmp_path: Path, size: int, late: bool) -> Non
     os.truncate(tmp_path / "file", size)
     with pytest.raises(DataError, match=r"^it was cut short since it was opened; prefill the text again\Z"):
         everything(file)
+
+
+def test_a_file_without_space_for_more_says_so(tmp_path: Path) -> None:
+    file = checked(tmp_path / "file", 10, writable=True)
+    pages = np.zeros(1, np.int64), np.ones(1, np.int64)
+    with pytest.raises(CapacityError, match=r"^the cache of keys and values is full; give --spill-dir, or a larger b"):
+        file.allocate_pages(*pages, 5)
+    with pytest.raises(AssertionError, match="a row that does not exist"):
+        file.write(8, some(3))
+
+
+def test_pages_of_a_spill_file_are_adjacent(tmp_path: Path) -> None:
+    file = spill(tmp_path, 7)
+    groups, chunks = np.array([0, 3, 1]), np.array([9, 9, 0])
+    assert file.allocate_pages(groups, chunks, 5).tolist() == [7, 12, 17]
+    assert file.n_rows == 22
+    file.reserve(100)
+    assert (file.n_bytes, file.bytes_taken) == (22 * 32, 100 * 32)
