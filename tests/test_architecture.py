@@ -78,7 +78,11 @@ def test_a_room_imports_only_what_stands_below_it() -> None:
         ("cache/kv.py", "import lce.engine.engine as engine", ["cache: lce.engine.engine stands above it"]),
         ("cache/kv.py", "from lce import Engine", ["cache: lce stands above it"]),
         ("cache/kv.py", "if TYPE_CHECKING:\n    from lce import engine", ["cache: lce.engine stands above it"]),
-        ("cache/kv.py", "def f():\n    from lce.engine import engine", ["cache: lce.engine.engine stands above it"]),
+        (
+            "cache/kv.py",
+            "def f():\n    from lce.engine.engine import Engine",
+            ["cache: lce.engine.engine stands above it"],
+        ),
         ("cache/kv.py", "import_module('lce.engine.engine')", ["cache: lce.engine.engine stands above it"]),
         ("cache/kv.py", "from lce.attention.tiles import Tiles", ["cache: lce.attention.tiles is behind the door"]),
         ("cache/kv.py", "from lce.attention import tiles", ["cache: lce.attention.tiles is behind the door"]),
