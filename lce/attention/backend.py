@@ -44,7 +44,7 @@ class Backend(ABC):
     def dispatch(self, queries: SlotQueries, tile: Tensor, k: Tensor, v: Tensor, into: Part) -> None:
         """Row a of the queries attends tile number `tile[a]` of `k v [E, L, D]`; -1 for none.
 
-        Puts the results of rows that have a tile in their place in `into`, `out [A, D]`, `lse [A]`; other rows stay.
+        Writes the results of rows that have a tile to the same rows of `into`, `out [A, D]`, `lse [A]`; others stay.
         """
         n_tiles = len(k)
         # Stable, so that a tile's rows stand in the same order wherever its keys are.
@@ -67,7 +67,7 @@ class Backend(ABC):
             columns = torch.arange(size, device=k.device)
             at_once = max(1, AT_ONCE // ((2 * k.shape[1] + 2 * size) * k.shape[2] * k.element_size()))
             for some in (load == size).nonzero().squeeze(1).split(at_once):
-                # Padding repeats a tile's last row: it writes the same result to the same place.
+                # Padding repeats a tile's last row: it writes the same result to the same row.
                 rows = order[starts[some, None] + torch.minimum(columns, counts[some, None] - 1)].flatten()
                 q = queries.take(rows).view(len(some), 1, size, -1)
                 part = self.attend(q, k.index_select(0, some), v.index_select(0, some), causal=False)

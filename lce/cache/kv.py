@@ -151,7 +151,7 @@ class LayerCache:
     def segments(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Tokens `start..stop-1` in spans that are small enough to be copied.
 
-        They are cut at fixed places of the text, so that a sum over them is the same wherever the tokens are.
+        They are cut at multiples of `segment`, so that a sum over them is the same wherever the tokens are.
         """
         segment = self.layout.segment
         while start < stop:
@@ -177,7 +177,7 @@ class LayerCache:
     def tiles(self, chunk_ids: Tensor) -> Iterator[Tiles]:
         """The complete chunks that the query heads chose, `[H, T, K]`, as tiles for `Attention.routed`.
 
-        In one round and in place where they are in the buffer; else as many at a time as memory may hold.
+        In one round, without a copy, where they are in the buffer; else as many at a time as memory may hold.
         """
         size, n_kv_heads = self.layout.chunk_size, self.layout.n_kv_heads
         n_old, n_chunks = self.buffer.first // size, self.stop // size

@@ -14,40 +14,56 @@ from typing import Self
 import torch
 from torch import Tensor
 
+Held = tuple[Tensor | None, int]  # a tensor, None before the first write, and a number that says what it holds
+
 
 class MethodState(ABC):
-    """One thing that a method keeps in each layer; methods name theirs in `Method.state`."""
+    """One thing that a method keeps in each layer: a tensor and a number, replaced in one assignment.
+
+    Methods name theirs in `Method.state`. What the number means is each kind's own.
+    """
+
+    def __init__(self) -> None:
+        self._held: Held = (None, 0)
 
     @abstractmethod
     def most_bytes(self, n_tokens: int, block: int) -> int:
         """The most bytes held once `n_tokens` were read in blocks of at most `block`, spare rows included."""
 
-    @abstractmethod
-    def copy(self, n_tokens: int) -> Self:
-        """A state of its own with what this one has of the first `n_tokens`."""
+    def committed(self, n_tokens: int) -> Held:
+        """What is held of the first `n_tokens`, views."""
+        return self._held
 
-    @abstractmethod
-    def tensors(self, n_tokens: int) -> dict[str, Tensor]:
-        """What `restore` needs to be the state of the first `n_tokens` again; empty where nothing is kept yet."""
-
-    @abstractmethod
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Be the state that `tensors` were taken of."""
-
-    @property
-    @abstractmethod
-    def n_bytes(self) -> int:
-        """Bytes held now."""
-
-    def commit(self) -> None:  # noqa: B027  # most states have nothing to do here
+    def commit(self) -> None:  # noqa: B027  # most kinds have nothing to do here
         """Keep what the pass that just ended wrote."""
 
     def discard(self) -> None:  # noqa: B027
         """Forget what an interrupted pass wrote."""
 
+    def copy(self, n_tokens: int) -> Self:
+        """A state of its own with what this one has of the first `n_tokens`."""
+        other, (tensor, number) = copy(self), self.committed(n_tokens)
+        other._held = (None if tensor is None else tensor.clone(), number)
+        other.discard()
+        return other
+
+    def tensors(self, n_tokens: int) -> dict[str, Tensor]:
+        """What `restore` needs to be the state of the first `n_tokens` again; empty where nothing is held yet."""
+        tensor, number = self.committed(n_tokens)
+        return {} if tensor is None else {"tensor": tensor, "number": torch.tensor(number)}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Be the state that `tensors` were taken of."""
+        self._held = (tensors["tensor"], int(tensors["number"])) if tensors else (None, 0)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes held now."""
+        return 0 if self._held[0] is None else self._held[0].nbytes
+
 
 class GrowingRows(MethodState):
-    """Rows from index 0 on along `axis` of one buffer. It grows by half, never a row at a time.
+    """Rows from index 0 on along `axis` of one buffer, which grows by half. The number is how many were written.
 
     A row stands for `tokens_per_row` tokens and takes `row_bytes`, as declared for plans made before anything is read.
     """
@@ -56,14 +72,13 @@ class GrowingRows(MethodState):
     fewest = 64  # rows of the first buffer
 
     def __init__(self, row_bytes: int, tokens_per_row: int = 1) -> None:
+        super().__init__()
         self.row_bytes = row_bytes
         self.tokens_per_row = tokens_per_row
-        self._held: tuple[Tensor | None, int] = (None, 0)  # the buffer, and how many of its rows were written
 
     def write(self, rows: Tensor, start: int) -> None:
         """Put `rows` at index `start` and on. Time and bytes: O(rows), amortised."""
-        buffer, _ = self._held
-        stop = start + rows.shape[self.axis]
+        buffer, stop = self._held[0], start + rows.shape[self.axis]
         if buffer is None or stop > buffer.shape[self.axis]:
             shape = list(rows.shape)
             shape[self.axis] = self._capacity(stop, 0 if buffer is None else buffer.shape[self.axis])
@@ -81,28 +96,13 @@ class GrowingRows(MethodState):
         assert stop <= n_rows, "rows that were not written"
         return buffer.narrow(self.axis, start, stop - start)
 
+    def committed(self, n_tokens: int) -> Held:
+        buffer, n_rows = self._held[0], min(self._held[1], n_tokens // self.tokens_per_row)
+        return None if buffer is None else buffer.narrow(self.axis, 0, n_rows), n_rows
+
     def most_bytes(self, n_tokens: int, block: int) -> int:
         n_rows = n_tokens // self.tokens_per_row
         return self._capacity(n_rows, n_rows) * self.row_bytes if n_rows else 0
-
-    def copy(self, n_tokens: int) -> Self:
-        other = copy(self)
-        other._held = (None, 0)
-        other.restore({name: x.clone() for name, x in self.tensors(n_tokens).items()})
-        return other
-
-    def tensors(self, n_tokens: int) -> dict[str, Tensor]:
-        buffer, n_rows = self._held
-        n_rows = min(n_rows, n_tokens // self.tokens_per_row)
-        return {} if buffer is None else {"rows": buffer.narrow(self.axis, 0, n_rows)}
-
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        rows = tensors.get("rows")
-        self._held = (rows, 0 if rows is None else rows.shape[self.axis])
-
-    @property
-    def n_bytes(self) -> int:
-        return _bytes_of(self._held[0])
 
     def _capacity(self, n_rows: int, before: int) -> int:
         return max(n_rows, before * 3 // 2, self.fewest)
@@ -120,24 +120,23 @@ class Summaries(GrowingRows):
 
 
 class RecentRows(MethodState):
-    """The last `keep` rows `[heads, n, D]` and those of the block at work: keys at their positions, for example.
+    """The last `n_kept` rows `[heads, n, D]` and those of the block at work. The number is the first row's token.
 
-    Near keys are then seen at their true distance without being rotated again for every query, whatever the cache's
-    own keys are. Time: O(1) a token, amortised. Bytes: at most `2 · keep` rows, and a block's.
+    Recent keys at their positions, for example: near keys are seen at their true distance without being rotated again
+    for every query. Time: O(1) a token, amortised. Bytes: at most `2 · n_kept` rows, and a block's.
     """
 
-    def __init__(self, keep: int, row_bytes: int) -> None:
-        self.keep = keep
+    def __init__(self, n_kept: int, row_bytes: int) -> None:
+        super().__init__()
+        self.n_kept = n_kept
         self.row_bytes = row_bytes
-        self._held: tuple[Tensor | None, int] = (None, 0)  # the buffer, and which token its first row is
 
     def write(self, rows: Tensor, start: int) -> None:
         """Put the rows `[heads, T, D]` of tokens `start..start+T-1` behind those of the tokens before them."""
-        buffer, first = self._held
-        stop = start + rows.shape[1]
+        (buffer, first), stop = self._held, start + rows.shape[1]
         if buffer is None or stop - first > buffer.shape[1]:
-            kept = 0 if buffer is None else min(start - first, self.keep)
-            grown = rows.new_empty(rows.shape[0], kept + max(rows.shape[1], self.keep), rows.shape[2])
+            kept = 0 if buffer is None else min(start - first, self.n_kept)
+            grown = rows.new_empty(rows.shape[0], kept + max(rows.shape[1], self.n_kept), rows.shape[2])
             if buffer is not None:
                 grown[:, :kept] = buffer[:, start - first - kept : start - first]
             buffer, first = grown, start - kept
@@ -145,137 +144,93 @@ class RecentRows(MethodState):
         self._held = (buffer, first)
 
     def span(self, start: int, stop: int) -> Tensor:
-        """The rows of tokens `start..stop-1`, a view; `start` is at most `keep` before the block at work."""
+        """The rows of tokens `start..stop-1`, a view; `start` is at most `n_kept` before the block at work."""
         buffer, first = self._held
         assert buffer is not None, "nothing was written yet"
         assert first <= start, "rows that are no longer kept"
         return buffer[:, start - first : stop - first]
 
-    def most_bytes(self, n_tokens: int, block: int) -> int:
-        first = max(self.keep, min(n_tokens, block))
-        return (first if n_tokens <= first else self.keep + max(self.keep, block)) * self.row_bytes
-
-    def copy(self, n_tokens: int) -> RecentRows:
-        other = RecentRows(self.keep, self.row_bytes)
+    def committed(self, n_tokens: int) -> Held:
         buffer, first = self._held
-        if buffer is not None:
-            kept = min(n_tokens - first, self.keep)
-            other._held = (buffer[:, n_tokens - first - kept : n_tokens - first].clone(), n_tokens - kept)
-        return other
+        start = max(first, n_tokens - self.n_kept)
+        return None if buffer is None else buffer[:, start - first : n_tokens - first], start
 
-    def tensors(self, n_tokens: int) -> dict[str, Tensor]:
-        buffer, first = self.copy(n_tokens)._held
-        return {} if buffer is None else {"rows": buffer, "first": torch.tensor(first)}
-
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        self._held = (tensors["rows"], int(tensors["first"])) if tensors else (None, 0)
-
-    @property
-    def n_bytes(self) -> int:
-        return _bytes_of(self._held[0])
+    def most_bytes(self, n_tokens: int, block: int) -> int:
+        first = max(self.n_kept, min(n_tokens, block))
+        return (first if n_tokens <= first else self.n_kept + max(self.n_kept, block)) * self.row_bytes
 
 
 class OpenChunk(MethodState):
-    """Rows `[heads, L, D]` of the tokens in the chunk that is not complete yet: pending queries, for example.
+    """Rows `[heads, L, D]` of the tokens in the chunk that is not complete yet. The number is the chunk's.
 
-    A pass that enters another chunk writes to a buffer of its own, which takes over at the commit.
+    Pending queries, for example. A pass that enters another chunk writes to a buffer of its own, which replaces the old
+    one at the commit.
     """
 
     def __init__(self, size: int, row_bytes: int) -> None:
+        super().__init__()
         self.size = size
         self.row_bytes = row_bytes
-        self._open: tuple[int, Tensor | None] = (0, None)  # which chunk, and its rows
-        self._entered: tuple[int, Tensor | None] = (0, None)
+        self._entered: Held = (None, 0)
 
     def write(self, rows: Tensor, start: int) -> None:
         """Put the rows `[heads, T, D]` of tokens `start..start+T-1`, all of one chunk. Time and bytes: O(T)."""
         chunk_id, offset = divmod(start, self.size)
-        held = self._open if chunk_id == self._open[0] else self._entered
-        if held[1] is None or held[0] != chunk_id:
-            held = (chunk_id, rows.new_zeros(rows.shape[0], self.size, rows.shape[2]))
-        assert held[1] is not None
-        held[1][:, offset : offset + rows.shape[1]] = rows
-        if chunk_id == self._open[0]:
-            self._open = held
+        in_open = chunk_id == self._held[1]
+        buffer, number = self._held if in_open else self._entered
+        if buffer is None or number != chunk_id:
+            buffer = rows.new_zeros(rows.shape[0], self.size, rows.shape[2])
+        buffer[:, offset : offset + rows.shape[1]] = rows
+        if in_open:
+            self._held = (buffer, chunk_id)
         else:
-            self._entered = held
+            self._entered = (buffer, chunk_id)
 
     def span(self, start: int, stop: int) -> Tensor:
-        """The rows of tokens `start..stop-1` of the open chunk, a view."""
-        chunk_id, rows = self._open
+        """The rows of tokens `start..stop-1` of the committed open chunk, a view."""
+        rows, chunk_id = self._held
         assert rows is not None, "nothing was written yet"
         assert chunk_id == start // self.size, "rows of a chunk that is not open"
         return rows[:, start - chunk_id * self.size : stop - chunk_id * self.size]
 
     def commit(self) -> None:
-        if self._entered[1] is not None:
-            self._open, self._entered = self._entered, (0, None)
+        if self._entered[0] is not None:
+            self._held, self._entered = self._entered, (None, 0)
 
     def discard(self) -> None:
-        self._entered = (0, None)
+        self._entered = (None, 0)
 
     def most_bytes(self, n_tokens: int, block: int) -> int:
         return self.size * self.row_bytes * (2 if n_tokens > self.size else 1)
-
-    def copy(self, n_tokens: int) -> OpenChunk:
-        other = OpenChunk(self.size, self.row_bytes)
-        chunk_id, rows = self._open
-        other._open = (chunk_id, None if rows is None else rows.clone())
-        return other
-
-    def tensors(self, n_tokens: int) -> dict[str, Tensor]:
-        chunk_id, rows = self._open
-        return {} if rows is None else {"rows": rows, "chunk": torch.tensor(chunk_id)}
-
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        self._open = (int(tensors["chunk"]), tensors["rows"]) if tensors else (0, None)
-
-    @property
-    def n_bytes(self) -> int:
-        return _bytes_of(self._open[1])
 
 
 class Staged(MethodState):
     """One tensor, replaced as a whole from the next commit on; `bound(n_tokens, block)` is the most bytes it takes."""
 
     def __init__(self, bound: Callable[[int, int], int]) -> None:
+        super().__init__()
         self.bound = bound
-        self.value: Tensor | None = None  # the committed one: never written in place
         self._next: Tensor | None = None
 
-    def stage(self, value: Tensor) -> None:
-        """Make `value` the committed tensor once this pass commits."""
-        self._next = value
+    @property
+    def value(self) -> Tensor | None:
+        """The committed tensor: never written in place."""
+        return self._held[0]
 
     @property
     def latest(self) -> Tensor | None:
         """What this pass staged, else what is committed."""
         return self.value if self._next is None else self._next
 
+    def stage(self, value: Tensor) -> None:
+        """Make `value` the committed tensor once this pass commits."""
+        self._next = value
+
     def commit(self) -> None:
-        self.value, self._next = self.latest, None
+        self._held, self._next = (self.latest, 0), None
 
     def discard(self) -> None:
         self._next = None
 
     def most_bytes(self, n_tokens: int, block: int) -> int:
         return self.bound(n_tokens, block)
-
-    def copy(self, n_tokens: int) -> Staged:
-        other = Staged(self.bound)
-        other.value = self.value  # shared: nobody writes to it
-        return other
-
-    def tensors(self, n_tokens: int) -> dict[str, Tensor]:
-        return {} if self.value is None else {"value": self.value}
-
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        self.value = tensors.get("value")
-
-    @property
-    def n_bytes(self) -> int:
-        return _bytes_of(self.value)
-
-
-def _bytes_of(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.numel() * tensor.element_size()

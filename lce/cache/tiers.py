@@ -63,7 +63,7 @@ class Traffic:
 
 
 class Tier(ABC):
-    """One place for pages, above another one."""
+    """Where pages can be, above another tier."""
 
     name: str
     traffic: Traffic

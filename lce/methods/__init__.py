@@ -1,7 +1,16 @@
-"""The attention methods, one file each, and what is needed to write and run them."""
+"""The attention methods, one file each, and what is needed to write and run them.
+
+Every file of this folder is imported, so a new method is one new file. Its class is `lce.methods.ITS_NAME` at once; a
+line below tells type checkers as well.
+"""
+
+import importlib
+import pkgutil
+from typing import TYPE_CHECKING, Any
 
 from lce.attention import rotate
 from lce.cache.kv import LayerCache
+from lce.methods import registry
 from lce.methods.base import Method
 from lce.methods.dca import DualChunk
 from lce.methods.esa import ESA
@@ -45,3 +54,14 @@ __all__ = [
     "rotate",
     "run",
 ]
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        for method in registry._REGISTRY.values():
+            if method.__name__ == name:
+                return method
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -34,7 +34,7 @@ class DualChunk(Method):
     `temperature` multiplies the logits of query i by the square of `max(1, 1 + 0.05 ln((i + 1) / W))`, as the released
     code does and the paper's results do not.
 
-    Keys are cached at `j mod s` and never turned again. Time: O(N · D) a token and head, that of full attention.
+    Keys are cached at `j mod s` and are not rotated again. Time: O(N · D) a token and head, that of full attention.
     """
 
     chunk_size: int | None = None

@@ -30,17 +30,17 @@ class ESA(LocalMethod):
     """ESA (Wang et al., 2025, "Unshackling Context Length: An Efficient Selective Attention Approach through Query-Key
     Compression").
 
-    The queries of a block `[a, b)` choose together. While `a - local <= sinks` they attend all there is, as it is.
-    Then: the tokens from `a - local` on, at their true distance; and, at the constant distance `far`, the first
-    `sinks` and the `top_k` best of the tokens between. One softmax over both.
+    The queries of a block `[a, b)` choose together. While `a - local <= sinks`, a block is plain causal attention.
+    Later blocks attend the tokens from `a - local` on at their true distance. At the constant distance `far` they
+    attend the first `sinks` tokens and the `top_k` best of the tokens between. One softmax covers both.
 
-    Score of token m for query c: `f(m;c) = Σ_h q_h · k_h`, the logit that the far part would give, summed over query
-    heads. For the block: `F(m) = max_c (f(m;c) - max_m' f(m';c))` (Eq. 3-4), and of that the maximum over `m ± eps`,
-    so that neighbours come along (Eq. 8).
+    The score of token m for query c is `f(m;c) = Σ_h q_h · k_h`: the logit that the far part would give, summed over
+    query heads. The score for the block is `F(m) = max_c (f(m;c) - max_m' f(m';c))` (Eq. 3-4), and then its maximum
+    over `m ± eps`, which selects the neighbours of a good token too (Eq. 8).
 
-    `compress` says how `f` is computed: exactly (`none`); or as `(q A)·(k B)` with `low_dim` numbers a token (Eq. 5-7),
-    by maps learned on text (`calibrated`: see `lce calibrate`; `maps` is their file, by default the one beside the
-    model) or by the principal components of the prompt's own first keys (`pca`).
+    `compress` says how `f` is computed. `none`: exactly. `calibrated`: as `(q A)·(k B)` with `low_dim` numbers a token
+    (Eq. 5-7), with maps learned on text by `lce calibrate`; `maps` is their file, by default the one beside the model.
+    `pca`: the same, with the principal components of the prompt's first keys.
 
     Cost: a block of T queries is scored against M tokens in O(T · M · R) (exactly: O(T · M · H · D)), and attends
     `sinks + top_k + local + T` keys; R numbers more a token and layer.

@@ -29,14 +29,14 @@ SCORES_AT_ONCE = 1 << 24  # bounds the weights of a slice of queries: 64 MiB in 
 class InfLLM(LocalMethod):
     """InfLLM (Xiao et al., 2024, "Training-Free Long-Context Extrapolation with an Efficient Context Memory").
 
-    A query attends, at their true distance, the last `local` tokens; and at the constant distance `far` the first
-    `sinks`, the `top_k` memory blocks that its block of queries finds most relevant, and whatever has left the local
-    window but does not fill a memory block yet. Tokens from `sinks` on are cut into blocks of `block_size`; one enters
-    the memory when all of it is out of the local window of the block's first query.
+    A query attends the last `local` tokens at their true distance. At the constant distance `far` it attends the first
+    `sinks` tokens, the `top_k` memory blocks that its block of queries finds most relevant, and the tokens that have
+    left the local window but do not fill a memory block yet. Tokens from `sinks` on are cut into blocks of
+    `block_size`. A block enters the memory when all of it is out of the local window of the first query.
 
-    A memory block is represented, for each query head, by the `repr_tokens` of its tokens that local queries attended
-    most: by the sum of the weights that the softmax over the local window of every query gave them. Its relevance is
-    the sum of `q · k` over heads, representative tokens and the queries of the block, queries at `far`.
+    For each query head, a memory block is represented by its `repr_tokens` tokens with the largest sum of local
+    attention weights, over all queries. Its relevance is the sum of `q · k` over heads, representative tokens and the
+    queries of the block, with the queries at `far`.
 
     Cost: a token attends at most `sinks + (top_k + 1) · block_size + local` keys; a block of queries is scored against
     M summaries, O(H · M · D); a memory block's summary is H · D numbers.

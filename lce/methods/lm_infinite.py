@@ -30,7 +30,7 @@ class LMInfinite(LocalMethod):
 
     Example: `sinks=2, local=3`; query 9 sees tokens 9, 8, 7 at 0, 1, 2 and tokens 1, 0 at 3.
 
-    Keys are cached unrotated, for all that are far are seen from one place; the last `local` also at their own.
+    Keys are cached unrotated, because all far keys are seen at one distance; the last `local` also at their positions.
     Time: O((sinks + local) · D) a token and head; with `top_k`, O(N · D) for the scores.
     """
 

@@ -27,7 +27,7 @@ class ReRope(LocalMethod):
 
     Example: `local=3`; query 9 sees keys 9, 8, 7 at distances 0, 1, 2 and all before them at 3.
 
-    Keys are cached unrotated, for all that are far are seen from one place; the last `local` also at their own.
+    Keys are cached unrotated, because all far keys are seen at one distance; the last `local` also at their positions.
     Time: O(N · D) a token and head, in two parts.
     """
 

@@ -1,7 +1,7 @@
-"""The selective kind of method, which most of them are: every query chooses chunks. Keep, score, select, place.
+"""Selective methods: every query chooses the chunks that it attends.
 
-Selection and placement are two axes. A new selector says what to keep of a chunk and how to score it; where chosen
-chunks are seen is `placement`, and how keys are cached and which query is scored follow from it.
+Selection and placement are two axes. A selector says what to keep of a chunk and how to score it. `placement` says
+where chosen chunks are seen; how keys are cached and which query is scored follow from it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SideBySide(Placement):
         return step.rope.turn(behind + (indices % size)[:, None], q.dtype)
 
 
-class True_(Placement):
+class TruePositions(Placement):
     """Chosen chunks at their true positions: for models whose window is long already, and whose users want speed."""
 
     def key_positions(self, indices: Tensor, size: int) -> Tensor | None:
@@ -76,7 +76,7 @@ class True_(Placement):
         return rotate(q, step.true_turn(q))
 
 
-class Constant(Placement):
+class ConstantDistance(Placement):
     """Chosen chunks at one distance, the chunk size: the first that the own chunk does not have."""
 
     def slot_turns(self, q: Tensor, step: Step, size: int, n_slots: int, most: int) -> Turn:
@@ -86,7 +86,11 @@ class Constant(Placement):
         return rotate(q, step.far_turn(size, q))
 
 
-PLACEMENTS: dict[str, Placement] = {"side_by_side": SideBySide(), "true": True_(), "constant": Constant()}
+PLACEMENTS: dict[str, Placement] = {
+    "side_by_side": SideBySide(),
+    "true": TruePositions(),
+    "constant": ConstantDistance(),
+}
 
 
 class ChunkSelection(Method):
@@ -213,11 +217,11 @@ class ChunkSelection(Method):
         size = self.size
         if not self.uses_queries:
             return q.new_empty(len(q), stop - first, 0, q.shape[-1])
-        known = q[:, : stop * size - step.start]
+        queries = q[:, : stop * size - step.start]
         if step.start % size:
             pending = cache.kept(OpenChunk, OPEN_QUERIES).span(first * size, step.start)
-            known = torch.cat((pending, known), dim=1)
-        complete = known.unflatten(1, (stop - first, size))
+            queries = torch.cat((pending, queries), dim=1)
+        complete = queries.unflatten(1, (stop - first, size))
         turn: Turn | None = step.once("chunk turn", lambda: self._chunk_turn(first, stop, q, step))
         return complete if turn is None else rotate(complete, turn)
 

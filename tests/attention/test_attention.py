@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from itertools import pairwise
 
 import pytest
 import torch
@@ -12,92 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lce.attention import Attention, Tiles, Turn, merge, rotate
-from lce.errors import UsageError
-
-BACKENDS = ("torch", "reference")
-CPU = torch.device("cpu")
-HEADS = {"multi-head": (3, 3), "grouped-query": (8, 2), "one for all": (4, 1)}
-Part = tuple[Tensor, Tensor]
-AS_IT_IS = Turn(torch.ones(1, 1, 8), torch.zeros(1, 1, 8))
-
-
-def random(*shape: int, seed: int, scale: float = 2.0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
-
-
-def vectors(n_heads: int, n_kv_heads: int, n_queries: int, n_keys: int, dim: int = 16) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        random(n_heads, n_queries, dim, seed=1),
-        random(n_kv_heads, n_keys, dim, seed=2),
-        random(n_kv_heads, n_keys, dim, seed=3),
-    )
-
-
-def one_query(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, float]:
-    """`q [D]`, `k v [N, D]` to the output `[D]` and the log of the exponentials' sum; 0 and -inf without a key."""
-    if len(k) == 0:
-        return torch.zeros_like(q, dtype=torch.float64), -math.inf
-    scores = (k.double() @ q.double()) / math.sqrt(len(q))
-    largest = scores.max()
-    weights = (scores - largest).exp()
-    return (weights @ v.double()) / weights.sum(), float(largest + weights.sum().log())
-
-
-def dense_truth(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None) -> Part:
-    n_heads, n_queries, _ = q.shape
-    rep, past = n_heads // len(k), k.shape[1] - n_queries
-    out, lse = torch.zeros(q.shape, dtype=torch.float64), torch.zeros(n_heads, n_queries, dtype=torch.float64)
-    for head in range(n_heads):
-        for query in range(n_queries):
-            last = past + query + 1 if causal else k.shape[1]
-            first = 0 if window is None else max(0, last - window)
-            keys = slice(first, last)
-            out[head, query], lse[head, query] = one_query(q[head, query], k[head // rep, keys], v[head // rep, keys])
-    return out, lse
-
-
-def routed_truth(q: Tensor, turns: Turn, chunk_ids: Tensor, chunks: Part) -> Part:
-    """Every choice's scores by its own copy of the query, turned for it, and one softmax over the keys of all."""
-    n_heads, n_queries = chunk_ids.shape[:2]
-    rep, dim = n_heads // len(chunks[0]), q.shape[-1]
-    out = torch.zeros(n_heads, n_queries, dim, dtype=torch.float64)
-    lse = torch.full((n_heads, n_queries), -math.inf, dtype=torch.float64)
-    for head in range(n_heads):
-        for query in range(n_queries):
-            scores, values = [], []
-            for choice, chunk in enumerate(chunk_ids[head, query].tolist()):
-                if chunk >= 0:
-                    slot = choice if turns.cos.shape[1] > 1 else 0
-                    placed = turned(q[head, query], turns.cos[query, slot], turns.sin[query, slot])
-                    scores.append(chunks[0][head // rep, chunk].double() @ placed.double() / math.sqrt(dim))
-                    values.append(chunks[1][head // rep, chunk].double())
-            if scores:
-                row = torch.cat(scores)
-                out[head, query] = row.softmax(0) @ torch.cat(values)
-                lse[head, query] = row.logsumexp(0)
-    return out, lse
-
-
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x [D]` with each pair (i, i + D/2) rotated as a complex number."""
-    half = len(x) // 2
-    pairs = torch.complex(x[:half].double(), x[half:].double()) * torch.complex(cos.double(), sin.double())
-    return torch.cat((pairs.real, pairs.imag)).to(x.dtype)
-
-
-def turns_of(n_queries: int, n_slots: int, dtype: torch.dtype = torch.float32) -> Turn:
-    """Some turn for each slot of each query, `[T, K, D/2]`."""
-    angles = random(n_queries, n_slots, 8, seed=6)
-    return Turn(angles.cos().to(dtype), angles.sin().to(dtype))
-
-
-def assert_same(part: Part, truth: Part, tolerance: float = 3e-5) -> None:
-    assert part[0].shape == truth[0].shape
-    assert part[1].shape == truth[1].shape
-    assert part[1].dtype == torch.float32
-    torch.testing.assert_close(part[0].cpu().double(), truth[0], rtol=0, atol=tolerance)
-    torch.testing.assert_close(part[1].cpu().double(), truth[1], rtol=0, atol=tolerance)
+from lce.attention import Attention, Tiles, Turn, rotate
+from tests.attention.truth import (
+    BACKENDS,
+    HEADS,
+    assert_same,
+    dense_truth,
+    random,
+    routed_truth,
+    routed_vectors,
+    turns_of,
+    vectors,
+)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -198,13 +123,6 @@ def test_routed(name: str, heads: tuple[int, int], kind: str, per_slot: bool, n_
     assert_same(part, routed_truth(q, turns, chosen, (k, v)))
 
 
-def routed_vectors(
-    n_heads: int, n_kv_heads: int, n_queries: int, n_chunks: int, size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    shape = (n_kv_heads, n_chunks, size, 16)
-    return random(n_heads, n_queries, 16, seed=1), random(*shape, seed=2), random(*shape, seed=3)
-
-
 @pytest.mark.parametrize("name", BACKENDS)
 def test_routed_over_several_rounds(name: str) -> None:
     """The chunks of a KV head in other places, in other orders, in three rounds, among tiles of nobody's."""
@@ -235,14 +153,6 @@ def test_many_queries_are_turned_as_they_are_gathered(name: str) -> None:
     assert_same((out[:, some], lse[:, some]), (part[0].double(), part[1].double()), 1e-5)
 
 
-def test_rotate_turns_pairs_as_complex_numbers() -> None:
-    x, turns = random(3, 7, 16, seed=1), turns_of(7, 1).at(slice(None), 0)
-    for head in range(3):
-        for t in range(7):
-            truth = turned(x[head, t], turns.cos[t], turns.sin[t])
-            torch.testing.assert_close(rotate(x, turns)[head, t], truth, rtol=0, atol=1e-5)
-
-
 @given(data=st.data())
 @settings(max_examples=80, deadline=None)
 def test_routed_of_any_shape(data: st.DataObject) -> None:
@@ -270,41 +180,6 @@ def test_unchosen_chunks_are_not_even_looked_at(name: str) -> None:
     assert_same(again, (part[0].double(), part[1].double()))
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-@given(data=st.data())
-@settings(max_examples=40, deadline=None)
-def test_merged_parts_are_one_softmax(name: str, data: st.DataObject) -> None:
-    attention = Attention.choose(name)
-    q, k, v = vectors(4, 2, 3, data.draw(st.integers(1, 30)))
-    cuts = sorted(data.draw(st.lists(st.integers(0, k.shape[1]), max_size=4)))
-    bounds = [0, *cuts, k.shape[1]]
-    parts = [attention.dense(q, k[:, low:high], v[:, low:high], causal=False) for low, high in pairwise(bounds)]
-    torch.testing.assert_close(merge(parts), attention.dense(q, k, v, causal=False)[0], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_a_routed_and_a_causal_part_merge_to_full_attention(name: str) -> None:
-    """Three whole chunks chosen by all, and the block's own keys: causal attention over 24 tokens."""
-    attention = Attention.choose(name)
-    q, k, v = vectors(4, 2, 6, 24)
-    chunks = (k[:, :18].unflatten(1, (3, 6)), v[:, :18].unflatten(1, (3, 6)))
-    chosen = torch.arange(3).expand(4, 6, 3)
-    tiles = [Tiles.of_chunks(*chunks)]
-    parts = [attention.routed(q, AS_IT_IS, chosen, tiles), attention.dense(q, k[:, 18:], v[:, 18:], causal=True)]
-    torch.testing.assert_close(merge(parts).double(), dense_truth(q, k, v, causal=True)[0], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_a_part_that_saw_nothing_adds_nothing(name: str) -> None:
-    attention = Attention.choose(name)
-    q, k, v = vectors(4, 2, 6, 24)
-    seen, nothing = attention.dense(q, k, v, causal=True), attention.dense(q, k[:, :0], v[:, :0], causal=False)
-    chunks = (k.unflatten(1, (4, 6)), v.unflatten(1, (4, 6)))
-    unrouted = attention.routed(q, AS_IT_IS, torch.full((4, 6, 3), -1), [Tiles.of_chunks(*chunks)])
-    torch.testing.assert_close(merge([nothing, seen, unrouted]), seen[0])
-    assert torch.equal(merge([nothing, unrouted]), torch.zeros(4, 6, 16))
-
-
 HALF = {torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of outputs up to 6, so about one unit in the last place
 
 
@@ -325,24 +200,6 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
     rotated = rotate(q[:, :, None], turns)
     assert torch.equal(placed, rotated)
     assert_same((out, lse), routed_truth(q, turns, chosen, (k, v)), 2 * HALF[dtype])
-
-
-def test_auto_needs_nothing() -> None:
-    assert Attention.choose().backend.name in ("torch", "flash")
-    assert Attention.choose("reference").backend.name == "reference"
-
-
-def test_an_unknown_backend_is_refused_with_the_nearest() -> None:
-    with pytest.raises(
-        UsageError, match=r"'refrence'; did you mean 'reference'\? valid: auto, flash, reference, torch"
-    ):
-        Attention.choose("refrence")
-
-
-@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
-def test_flash_says_how_to_install_it() -> None:
-    with pytest.raises(UsageError, match=r"flash-attn package: pip install 'lce\[flash\]'"):
-        Attention.choose("flash")
 
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
