@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -51,10 +52,18 @@ def test_one_file_a_method() -> None:
 
 
 @pytest.mark.parametrize("name", own_methods)
-def test_every_method_is_exported_documented_and_in_the_readme(name: str) -> None:
+def test_every_method_is_exported_and_documented_with_its_knobs(name: str) -> None:
     cls = lce.methods.find(name)
     assert getattr(lce.methods, cls.__name__) is cls
     assert inspect.getdoc(cls)
-    assert f"\n## `{name}`\n" in (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
-    rows = [line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if line.startswith("|")]
-    assert any(re.search(f"`{name}`", row) for row in rows), f"no row of README.md's methods table names `{name}`"
+    knobs = {field.name for field in dataclasses.fields(cls)}
+    table = section(ROOT / "README.md", "Methods")
+    row = next((row for row in table.splitlines() if row.startswith(f"| `{name}` |")), "")
+    assert set(re.findall(r"`(\w+)`", row.rpartition(" | ")[2])) == knobs
+    own = section(ROOT / "docs" / "methods.md", f"`{name}`")
+    assert set(re.findall(r"^\| `(\w+)` \|", own, re.MULTILINE)) == knobs
+
+
+def section(page: Path, title: str) -> str:
+    """The text below a heading of a page, up to the next one."""
+    return page.read_text(encoding="utf-8").partition(f"\n## {title}\n")[2].partition("\n## ")[0]
