@@ -1,12 +1,12 @@
 # make demo    sets everything up and asks the embedded model about a long text
 # make test    sets everything up and runs the tests
 # make check   checks format, lint and types
-# make venv    makes the virtual environment, with lce in editable form; PYTHON=python3.12 chooses its Python
+# make venv    makes the virtual environment with lce in editable form; PYTHON=python3.12 selects the Python
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Every install is constrained, so that no dependency replaces torch.
+# Every install uses the constraints, so that no dependency replaces torch.
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .DELETE_ON_ERROR:

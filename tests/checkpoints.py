@@ -1,4 +1,4 @@
-"""Tiny random checkpoints in the published layout, large enough in their weights that attention decides the logits."""
+"""Tiny random checkpoints in the published layout. Their weights are so large that attention decides the logits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _PROSE = [
 
 
 def save_tiny(folder: Path, seed: int = 0, **changes: Any) -> Path:
-    """A random model with a tokenizer, made without transformers; `changes` go over the config `TINY`, a Llama's."""
+    """A random model with a tokenizer, made without transformers; `changes` override the config `TINY`, a Llama's."""
     config = TINY | changes
     _write(folder, "config.json", config)
     random = torch.Generator().manual_seed(seed)
@@ -56,7 +56,7 @@ def save_tiny(folder: Path, seed: int = 0, **changes: Any) -> Path:
 
 
 def save_by_transformers(folder: Path, config: Any, seed: int = 0, generation: Mapping[str, Any] | None = None) -> Any:
-    """Saves what transformers itself makes of `config`, all weights random, biases too; returns its model."""
+    """Saves and returns the model that transformers makes of `config`; all weights are random, biases too."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -108,7 +108,7 @@ def tokens(n: int, seed: int = 0) -> list[int]:
 
 
 def _random(shape: tuple[int, ...], random: torch.Generator) -> Tensor:
-    """A matrix that keeps the size of unit vectors of 64 about 1.6-fold; a vector (norm or bias) about 1."""
+    """A matrix that makes vectors of 64 about 1.6 times longer; for one dimension (norm or bias), values near 1."""
     noise = torch.randn(*shape, generator=random) * 0.2
     return noise if len(shape) > 1 else noise + 1.0
 
@@ -123,6 +123,6 @@ def tensor_entry(dtype: object, shape: object, start: object, stop: object) -> d
 
 
 def raw_safetensors(header: object, data: bytes = b"") -> bytes:
-    """A safetensors file of this header, JSON or bytes, and this data."""
+    """The bytes of a safetensors file with this header, as JSON or bytes, and this data."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data

@@ -1,8 +1,8 @@
-"""The slow, obvious truth: attention straight from the definitions, in float64, sharing no code with lce.
+"""The slow, obvious truth: attention straight from the definitions, in float64. It shares no code with lce.
 
 Each method is a function from a whole sequence's `q [H, N, D]`, `k v [G, N, D]` to explicit tables, for every head:
-which keys a query attends (`mask [H, N, N]`), at which distance (`distance [H, N, N]`), and perhaps a factor on each
-query's logits (`scale [N]`). `attention` then takes one softmax over each row.
+which keys a query attends (`mask [H, N, N]`), at which distance (`distance [H, N, N]`), and for some methods a factor
+on each query's logits (`scale [N]`). `attention` then takes one softmax over each row.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Tables(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """What a definition may depend on besides the vectors: the window, RoPE, and how the text was cut in blocks."""
+    """What a definition may depend on besides the vectors: the window, RoPE, and the sizes of the blocks."""
 
     window: int
     blocks: Sequence[int] = ()
@@ -58,7 +58,7 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, tables: Tables, setting: Setting) -> Tensor:
-    """`[H, N, D]`: each row's softmax over the keys it attends, each key turned away by its distance."""
+    """`[H, N, D]`: each row's softmax over the keys it attends, each key rotated by its distance."""
     n_heads, n, dim = q.shape
     rep = n_heads // k.shape[0]
     freq = setting.angles(dim)
@@ -77,13 +77,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, tables: Tables, setting: Setting)
 
 
 def indices(q: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-    """Queries `i [N, 1]`, keys `j [1, N]`, and what makes a table for one head one for all."""
+    """Queries `i [N, 1]`, keys `j [1, N]`, and a function that repeats the table of one head for all."""
     n_heads, n = q.shape[:2]
     return torch.arange(n)[:, None], torch.arange(n)[None], lambda table: table.expand(n_heads, n, n)
 
 
 def full(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Tables:
-    """Causal, distance i - j; only the checkpoint's sliding window cuts it."""
+    """Causal, distance i - j, within the checkpoint's sliding window if it has one."""
     i, j, everyone = indices(q)
     mask = j <= i
     if setting.sliding_window is not None:
@@ -92,7 +92,7 @@ def full(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Tables:
 
 
 def streaming(q: Tensor, k: Tensor, v: Tensor, setting: Setting, sinks: int = 4, local: int | None = None) -> Tables:
-    """StreamingLLM: what is kept is counted anew for every query."""
+    """StreamingLLM: positions are counted among the tokens that the query attends."""
     local = local or setting.window - sinks
     n = q.shape[1]
     mask, distance = torch.zeros(n, n, dtype=torch.bool), torch.zeros(n, n, dtype=torch.int64)
@@ -145,7 +145,7 @@ def rerope(
 
 
 def self_extend(q: Tensor, k: Tensor, v: Tensor, setting: Setting, local: int | None = None, group: int = 8) -> Tables:
-    """Self-Extend: true distances below `local`, those of groups from there on."""
+    """Self-Extend: true distances below `local`, distances of groups beyond."""
     local = local or setting.window // 4
     i, j, everyone = indices(q)
     grouped = i // group - j // group + local - local // group
@@ -211,7 +211,7 @@ def longheads(
 def placed(
     n_heads: int, n: int, size: int, choose: Callable[[int, int], list[int]], placement: str = "side_by_side"
 ) -> Tables:
-    """The chosen chunks and the query's own: side by side from position 0, at their true distances, or chosen ones at
+    """The chosen chunks and the query's own: side by side from position 0, at their true distances, or the chosen at
     the distance of a chunk.
     """
     mask = torch.zeros(n_heads, n, n, dtype=torch.bool)
@@ -239,7 +239,7 @@ def longheads_scores(
     """`[H, N, M]`: the query against each complete chunk's representation (Eq. 1-3).
 
     Side by side: the chunk at its offsets, the query unrotated. True: both at their positions. Constant: the chunk
-    unrotated, the query a chunk away, and what RoPE's scaling puts on both is on the query.
+    unrotated, the query at position L, with the factors that RoPE's scaling puts on both.
     """
     n_heads, n, dim = q.shape
     rep = n_heads // k.shape[0]
@@ -275,7 +275,7 @@ def quest(
     budget: int | None = None,
     dense_layers: int = 2,
 ) -> Tables:
-    """Quest, query by query and head by head; this is the first layer."""
+    """Quest, query by query and head by head, in the first layer."""
     if dense_layers > 0:
         return full(q, k, v, setting)
     budget = budget or max(setting.window // 4, 2 * page)

@@ -17,11 +17,11 @@ from lce.methods import Driver, Method, Rope, RopeConfig
 from lce.methods.run import Attend
 from lce.methods.step import Note
 
-BY_BLOCK = {"esa", "infllm"}  # methods by which the queries of a block choose together: other blocks, other choices
+BY_BLOCK = {"esa", "infllm"}  # the queries of a block choose together: other blocks, other choices
 
 
 def vectors(seed: int, n_heads: int, n_kv_heads: int, n: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Random `q [H, N, D]`, `k v [G, N, D]`, large enough that softmax has favourites."""
+    """Random `q [H, N, D]`, `k v [G, N, D]`, large enough for a softmax with clear maxima."""
     random = torch.Generator().manual_seed(seed)
     q = torch.randn(n_heads, n, dim, generator=random) * 1.5
     k = torch.randn(n_kv_heads, n, dim, generator=random) * 1.5
@@ -47,8 +47,8 @@ def run(
     """The method's output `[H, N, D]` for a sequence fed in blocks of these sizes.
 
     With `disturb`, a block of that many other tokens fails before each block, and the cache is copied after it.
-    `pieces` is how many tokens make a chunk, where the method does not say, and how many are read in one go. `budgets`
-    say where the cache may be; they are raised to the least that the method can be read with.
+    `pieces` is how many tokens are read in one go, and the chunk size if the method has none. `budgets` bound the
+    cache; they are raised to the least that the method can work with.
     """
     method = method.resolve(window)
     dim = q.shape[-1]
@@ -78,13 +78,13 @@ class Failed(Exception):
 
 
 def fail_behind(vectors: Sequence[Tensor], n_tokens: int, attend: Attend) -> None:
-    """A model call on the vectors of one token, repeated, that fails once its layer is done."""
+    """A model call on the repeated vectors of one token. It fails after its layer."""
     attend(0, *(x.expand(-1, n_tokens, -1) for x in vectors))
     raise Failed
 
 
 def layout_for(method: Method, n_heads: int, k: Tensor, block: int, budgets: Budgets) -> CacheLayout:
-    """The layout of one layer's cache, for keys `k [G, N, D]` that are read in blocks of `block`."""
+    """The layout of a cache of one layer, for keys `k [G, N, D]` in blocks of `block`."""
     n_kv_heads, _, dim = k.shape
     return CacheLayout(
         1, n_heads, n_kv_heads, dim, k.dtype, k.device, method.reach, budgets, block, make_state=method.state
@@ -92,7 +92,7 @@ def layout_for(method: Method, n_heads: int, k: Tensor, block: int, budgets: Bud
 
 
 def legal(layout: CacheLayout) -> CacheLayout:
-    """The layout with a host budget of at least what a context can be read with."""
+    """The layout with its host budget raised to the least that works."""
     host = max(layout.budgets.host or 0, layout.least_budget)
     return dataclasses.replace(layout, budgets=dataclasses.replace(layout.budgets, host=host))
 

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, whatever fails and whoever writes beside."""
+"""Files that appear whole or not at all, whatever fails and whichever process writes at the same time."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ MISTAKES = {
 
 
 def mypy(python: str | Path, folder: Path, text: str) -> tuple[int, str]:
-    """Exit code and output of `mypy --strict` on a file of this text, in a folder of its own."""
+    """Exit code and output of `mypy --strict` on a file of this text, in a new folder."""
     folder.mkdir(exist_ok=True)
     (folder / "embedder.py").write_text(text, encoding="utf-8")
     line = [python, "-m", "mypy", "--strict", "--cache-dir", folder / "cache", "embedder.py"]

@@ -21,9 +21,9 @@ from tests.running import BY_BLOCK, cut, run, vectors
 
 WINDOW = 32
 HEADS = {"multi-head": (4, 4), "grouped-query": (8, 2)}
-# What a method cannot do without, where no model brings it.
+# Knobs that a method needs if no model provides them.
 NEEDS: dict[str, dict[str, object]] = {"esa": {"compress": "none"}}
-# Knobs that every method is also tried with, beside its defaults.
+# Knobs that every method is also tested with, besides its defaults.
 KNOBS: dict[str, list[dict[str, object]]] = {
     "dca": [{"chunk_size": 10}, {"chunk_size": 32}, {"temperature": True}],
     "esa": [
@@ -78,7 +78,7 @@ CUTS = {
 
 
 def exact_length(method: Method) -> int | None:
-    """How many tokens a text may have and be read as under full attention; None: any number."""
+    """The longest text for which the method equals full attention, in tokens; None: any."""
     knobs = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
     local, sinks = knobs.get("local", 0), knobs.get("sinks", 0)
     match method.name:
@@ -209,7 +209,7 @@ def test_discarded_passes_and_copies_leave_no_trace(name: str, knobs: dict[str, 
 def test_the_smallest_budget_changes_nothing(
     name: str, knobs: dict[str, object], heads: tuple[int, int], tmp_path: Path
 ) -> None:
-    """To the bit: where keys and values are kept is not seen in what is computed from them."""
+    """To the bit: the result does not depend on where keys and values are."""
     q, k, v = vectors(9, *heads, 6 * WINDOW, 16)
     blocks = [30, 1, 1, *cut(6 * WINDOW - 62, 9), *cut(30, 1)]
     calm = run(make(name, knobs), q, k, v, blocks, window=WINDOW, pieces=(4, 24))

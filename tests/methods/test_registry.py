@@ -14,7 +14,7 @@ from lce.methods import Full, LongHeads, Method, find, make, register, registry
 
 @dataclass(frozen=True)
 class Knobbed(Full):
-    """Every kind of knob."""
+    """A knob of every type."""
 
     count: int = 3
     share: float = 0.5
