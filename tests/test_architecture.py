@@ -20,8 +20,7 @@ DOORS = {"lce.attention"}  # packages whose modules nobody else imports
 def imported(file: Path, package: Path) -> Iterator[str]:
     """The package's modules that a file imports anywhere, by their dotted names.
 
-    A string that is a module's name counts too: `import_module` takes those. `lce.__version__` does not count: it is
-    set before anything is imported.
+    A string that is a module's name counts too: `import_module` takes those.
     """
 
     def is_module(name: str) -> bool:
@@ -36,7 +35,7 @@ def imported(file: Path, package: Path) -> Iterator[str]:
             assert node.module, f"{file}: a relative import; expected the full name"
             names = [node.module]
             if node.module in {package.name, *DOORS}:
-                inner = [f"{node.module}.{alias.name}" for alias in node.names if alias.name != "__version__"]
+                inner = [f"{node.module}.{alias.name}" for alias in node.names]
                 names = [name if is_module(name) else node.module for name in inner]
         elif isinstance(node, ast.Constant) and re.fullmatch(r"lce(\.\w+)+", str(node.value)):
             names = [node.value] if is_module(node.value) else []

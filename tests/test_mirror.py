@@ -18,6 +18,7 @@ COVERED = {  # a file of lce/, and the file of tests/ that tests it
     "methods/self_extend.py": "methods/test_matrix.py",
     "methods/step.py": "methods/test_run.py",
     "methods/streaming.py": "methods/test_matrix.py",
+    "version.py": "test_package.py",
     "models/fields.py": "models/test_config.py",
 }
 

@@ -31,6 +31,7 @@ from lce.cache.kv import KVCache
 from lce.cache.layout import CacheLayout, FileLayout
 from lce.errors import DataError, UsageError
 from lce.files import draft_path, remove_leftover, sweep, write_whole
+from lce.version import __version__
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,8 +87,6 @@ class ContextData:
 
     def manifest(self, identity: Mapping[str, str], layout: FileLayout) -> dict[str, Any]:
         """What must match for the file to be used."""
-        from lce import __version__
-
         return {
             "format": FORMAT,
             "lce": __version__,
