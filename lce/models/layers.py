@@ -92,7 +92,7 @@ class Model:
     @classmethod
     def read(cls, fields: Fields, folder: Path) -> ModelConfig:
         """The checked config of a checkpoint of this family. Raises ModelError if lce cannot run it."""
-        fields = fields.with_defaults(cls.defaults)
+        fields = Fields(fields.where, fields.values, cls.defaults)
         return cls.configure(ModelConfig.read(fields, folder, cls.architecture), fields)
 
     @classmethod
