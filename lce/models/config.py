@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from lce.errors import ModelError
-from lce.models.fields import Fields, read_object
+from lce.files import read_object
+from lce.models.fields import Fields
 
 ROPE_KINDS = ("none", "linear", "ntk", "dynamic", "yarn", "llama3")
 DTYPES = ("float32", "bfloat16", "float16")
+LARGEST_FILE = 4 << 20  # bytes; published files have a few thousand
 
 
 @dataclass(frozen=True)
@@ -108,13 +110,14 @@ class ModelConfig:
 
 def config_file(folder: Path) -> Fields:
     """The config.json of the checkpoint in `folder`; ModelError if there is none."""
-    path = folder / "config.json"
     if not os.path.isdir(folder):
         kind = "is not a folder" if os.path.exists(folder) else "does not exist"
         raise ModelError(f"{folder} {kind}; expected a checkpoint's folder with a config.json; check the path")
-    if not os.path.isfile(path):
+    path = folder / "config.json"
+    values = read_object(path, LARGEST_FILE)
+    if values is None:
         raise ModelError(f"{folder} has no config.json; expected a checkpoint's folder; check the path")
-    return read_object(path)
+    return Fields(str(path), values)
 
 
 def rope_section(fields: Fields) -> Fields:
@@ -166,7 +169,7 @@ def _dtype(fields: Fields) -> str | None:
 def _special_tokens(fields: Fields, folder: Path, vocab_size: int) -> tuple[int | None, tuple[int, ...]]:
     """The token that begins a text, and all that end one: those of generation_config.json, then those of the config."""
     path = folder / "generation_config.json"
-    generation = read_object(path) if os.path.isfile(path) else Fields(str(path), {})
+    generation = Fields(str(path), read_object(path, LARGEST_FILE) or {})
     bos = fields.token_ids("bos_token_id", vocab_size) + generation.token_ids("bos_token_id", vocab_size)
     eos = generation.token_ids("eos_token_id", vocab_size) + fields.token_ids("eos_token_id", vocab_size)
     bos = bos or _default_token(fields, "bos_token_id", vocab_size)

@@ -6,15 +6,12 @@ means that the file is damaged or hostile. A family that reads a key of its own 
 
 from __future__ import annotations
 
-import json
 import reprlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from lce.errors import ModelError
 
-_LARGEST_FILE = 4 << 20  # bytes; published files have a few thousand
 _RANGES: dict[str, tuple[float, float]] = {
     "vocab_size": (1, 2**24),
     "hidden_size": (1, 2**20),
@@ -126,22 +123,3 @@ class Fields:
         if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
             raise self.refusal(key, f"token ids below the vocab_size of {vocab_size}")
         return tuple(ids)
-
-
-def read_object(path: Path) -> Fields:
-    """The object in a JSON file; ModelError if it cannot be read, holds no JSON object, or exceeds 4 MiB."""
-    try:
-        with path.open("rb") as file:
-            raw = file.read(_LARGEST_FILE + 1)
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read ({error.strerror}); {_REMEDY}") from None
-    if len(raw) > _LARGEST_FILE:
-        raise ModelError(f"{path} is larger than {_LARGEST_FILE} bytes, which no model config is; {_REMEDY}")
-    try:
-        values = json.loads(raw.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        reason = str(error) if isinstance(error, json.JSONDecodeError) else type(error).__name__
-        raise ModelError(f"{path} is not JSON in UTF-8 ({reason}); {_REMEDY}") from None
-    if not isinstance(values, dict):
-        raise ModelError(f"{path} holds a {type(values).__name__}; expected a JSON object; {_REMEDY}")
-    return Fields(str(path), values)
