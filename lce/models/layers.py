@@ -124,11 +124,6 @@ class Model:
             for name, (published, shape) in table.items()
         }
 
-    @classmethod
-    def unread(cls, config: ModelConfig) -> tuple[str, ...]:
-        """Patterns of published names that a checkpoint may hold and the model does not use."""
-        return (*cls.ignored, *config.unread)
-
 
 def _sizes(config: ModelConfig) -> dict[str, int]:
     """The words in which a weight table writes shapes."""

@@ -33,13 +33,9 @@ MAX_BITS = 4096  # of a whole number
 
 
 def render_chat(
-    template: str,
-    messages: Sequence[Mapping[str, str]],
-    *,
-    bos_token: str,
-    eos_token: str,
+    template: str, messages: Sequence[Mapping[str, str]], *, bos_token: str, eos_token: str,
     add_generation_prompt: bool = True,
-) -> str:
+) -> str:  # fmt: skip
     """The text of `messages` as `template` writes it, BOS included.
 
     Raises DataError for messages that are not a list of {"role": str, "content": str} or that the template refuses with
@@ -223,12 +219,9 @@ def _raise_exception(message: str) -> None:
 
 
 def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
-) -> str:
+) -> str:  # fmt: skip
     """JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 

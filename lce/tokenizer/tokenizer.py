@@ -64,10 +64,6 @@ class Tokenizer:
     the strings of `bos_id` and of the first of `eos_ids`, which are all the ids that end a generation.
     """
 
-    bos_id: int | None
-    eos_ids: tuple[int, ...]
-    chat_template: str | None
-
     def __init__(self, vocabulary: Vocabulary, config: TokenizerConfig, path: Path, vocab_size: int | None) -> None:
         self.vocab_size = vocabulary.size
         if vocab_size is not None and vocabulary.size > vocab_size:
@@ -181,12 +177,9 @@ class Tokenizer:
             raise DataError(
                 f"{self._path} comes without a chat template; use a chat model, or write the prompt as plain text"
             )
+        bos, eos = self.bos_token or "", self.eos_token or ""
         return render_chat(
-            self.chat_template,
-            messages,
-            bos_token=self.bos_token or "",
-            eos_token=self.eos_token or "",
-            add_generation_prompt=add_generation_prompt,
+            self.chat_template, messages, bos_token=bos, eos_token=eos, add_generation_prompt=add_generation_prompt
         )
 
 

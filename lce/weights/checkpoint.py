@@ -59,13 +59,9 @@ class Checkpoint:
         return cls(folder, read_header(whole if os.path.isfile(whole) else _only_file(folder)))
 
     def load(
-        self,
-        wanted: Mapping[str, tuple[str, tuple[int, ...]]],
-        *,
-        dtype: torch.dtype | None,
-        device: torch.device,
+        self, wanted: Mapping[str, tuple[str, tuple[int, ...]]], *, dtype: torch.dtype | None, device: torch.device,
         ignore: Sequence[str] = (),
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Tensor]:  # fmt: skip
         """The tensors of `wanted`, under its keys, in `dtype` (None: as stored) on `device`.
 
         An entry of `wanted` maps the caller's name to the name in the checkpoint and the shape it must have. Names,
