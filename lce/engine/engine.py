@@ -165,13 +165,11 @@ class Engine:
         job = PrefillJob(Path(path), self.layout, self.identity, ids, announced)
         context = self._context(job.data)
         started, stats = time.perf_counter(), Stats(prompt_tokens=len(context.unread))
-        start = checkpoint = context.cache.length
         try:
             with torch.inference_mode():
-                for part in _blocks(context.unread, self.block, progress, done=start):
-                    if context.cache.length - checkpoint >= every:
+                for part in _blocks(context.unread, self.block, progress, done=context.cache.length):
+                    if context.cache.length - job.n_written >= every:
                         job.checkpoint(context.data)
-                        checkpoint = context.cache.length
                     self._append(context, part)
             stats.prefill_s = time.perf_counter() - started
             job.finish(context.data)

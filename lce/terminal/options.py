@@ -31,17 +31,16 @@ def packed(name: str, make: Callable[..., Any], *options: Decorator) -> Decorato
 
     Example: with `packed("corner", Point, click.option("--x"), click.option("--y"))` the command takes a `corner`.
     """
-    declared: list[click.Parameter] = []
-    for declare in options:
-        declared += vars(declare(lambda: None))["__click_params__"]
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
         def run(**values: Any) -> Any:
-            group = {param.name: values.pop(param.name) for param in declared if param.name in values}
+            group = {key: values.pop(key) for key in names if key in values}
             return command(**values, **{name: make(**group)})
 
-        vars(run)["__click_params__"] = [*getattr(command, "__click_params__", ()), *reversed(declared)]
+        for declare in reversed(options):
+            declare(run)
+        names = [param.name for param in vars(run)["__click_params__"][-len(options) :]]
         return run
 
     return decorate
