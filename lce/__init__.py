@@ -41,27 +41,10 @@ _HOMES = {
 }
 
 __all__ = [
-    "CapacityError",
-    "Context",
-    "DataError",
-    "Engine",
-    "Generation",
-    "LceError",
-    "Method",
-    "ModelError",
-    "Piece",
-    "Plan",
-    "Sampling",
-    "SelectiveMethod",
-    "Stats",
-    "Stream",
-    "Trace",
-    "UsageError",
-    "__version__",
-    "load",
-    "methods",
+    "CapacityError", "Context", "DataError", "Engine", "Generation", "LceError", "Method", "ModelError", "Piece",
+    "Plan", "Sampling", "SelectiveMethod", "Stats", "Stream", "Trace", "UsageError", "__version__", "load", "methods",
     "plan",
-]
+]  # fmt: skip
 
 
 if not TYPE_CHECKING:  # a type checker reports a name that the package does not have

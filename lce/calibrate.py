@@ -25,15 +25,7 @@ from lce import Engine, load
 from lce.errors import CapacityError, DataError, UsageError
 from lce.files import write_whole
 from lce.methods import Full, LayerCache, Step, rotate
-from lce.methods.lowdim import (
-    LowDimMap,
-    LowDimMaps,
-    block_scores,
-    concat_heads,
-    first_best,
-    principal,
-    spread,
-)
+from lce.methods.lowdim import LowDimMap, LowDimMaps, block_scores, concat_heads, first_best, principal, spread
 
 Progress = Callable[[str, int, int], None]  # the stage, units done, units in all
 HELD_OUT = 8  # one piece in 8 measures recall and is not learned from
@@ -84,14 +76,9 @@ class Recorder(Full):
 
 
 def calibrate(
-    model: str | Path,
-    text: str,
-    out: str | Path,
-    options: Calibration | None = None,
-    *,
-    progress: Progress = lambda what, done, total: None,
-    **loading: Any,
-) -> list[Recall]:
+    model: str | Path, text: str, out: str | Path, options: Calibration | None = None, *,
+    progress: Progress = lambda what, done, total: None, **loading: Any,
+) -> list[Recall]:  # fmt: skip
     """Learn a model's maps from `text`, write them to `out`, and return each layer's recall on held-out pieces.
 
     `loading` are options of `lce.load`. Raises `DataError` for too little text, `CapacityError` for too little disk,
@@ -111,14 +98,11 @@ def calibrate(
             engine.prefill(ids)
             write_whole(file, save({name: torch.cat(rows).contiguous() for name, rows in seen.items()}))
         progress("reading", index + 1, len(pieces))
-    maps, recalls = [], []
-    for layer in range(engine.model.config.n_layers):
-        learned, recall = _layer(work, layer, engine, len(pieces), options, progress)
-        maps.append(learned)
-        recalls.append(recall)
-    LowDimMaps(maps).save(out, engine.fingerprint)
+    n_layers = engine.model.config.n_layers
+    learned = [_layer(work, layer, engine, len(pieces), options, progress) for layer in range(n_layers)]
+    LowDimMaps([maps for maps, _ in learned]).save(out, engine.fingerprint)
     shutil.rmtree(work)
-    return recalls
+    return [recall for _, recall in learned]
 
 
 def _pieces(engine: Engine, text: str, options: Calibration) -> list[list[int]]:
@@ -166,13 +150,10 @@ def _layer(
     """One layer's maps and their recall, from the work folder if they are there, else learned and written to it."""
     file = work / f"layer-{layer:03}.safetensors"
     if not file.exists():
-        rows = [_rows(work / f"piece-{index:05}.safetensors", layer) for index in range(n_pieces)]
         held_out = range(HELD_OUT - 1, n_pieces, HELD_OUT)
         learn = [index for index in range(n_pieces) if index not in held_out]
-        far = max(1, engine.window // 2)
-        q, k = (_joined(rows, learn, what, engine) for what in (0, 1))
-        q_test, k_test = (_joined(rows, held_out, what, engine) for what in (0, 1))
-        q, q_test = (_turned(x, engine, far) for x in (q, q_test))
+        q, q_test = (_turned(_rows(work, f"q.{layer}", pieces, engine), engine) for pieces in (learn, held_out))
+        k, k_test = (_rows(work, f"k.{layer}", pieces, engine) for pieces in (learn, held_out))
         n_kv_heads = engine.model.config.n_kv_heads
         pca = _shared(principal(k.unflatten(1, (n_kv_heads, -1)).transpose(0, 1), options.low_dim), engine)
         maps = _learn(q, k, pca, engine, options, layer, progress)
@@ -186,22 +167,22 @@ def _layer(
         return LowDimMap(held.get_tensor("query"), held.get_tensor("key")), recall
 
 
-def _rows(file: Path, layer: int) -> tuple[Tensor, Tensor]:
-    try:
-        with safe_open(file, framework="pt") as held:
-            return held.get_tensor(f"q.{layer}"), held.get_tensor(f"k.{layer}")
-    except (OSError, SafetensorError) as error:
-        raise DataError(f"cannot read {file}: {error}; delete {file.parent} and calibrate again") from error
+def _rows(work: Path, name: str, pieces: Sequence[int], engine: Engine) -> Tensor:
+    """The queries or keys (`name` is "q.0" or "k.0") of some pieces, one behind the other."""
+    rows = []
+    for file in (work / f"piece-{index:05}.safetensors" for index in pieces):
+        try:
+            with safe_open(file, framework="pt") as held:
+                rows.append(held.get_tensor(name))
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"cannot read {file}: {error}; delete {work} and calibrate again") from error
+    return torch.cat(rows).to(engine.device, torch.float32)
 
 
-def _joined(rows: Sequence[tuple[Tensor, Tensor]], pieces: Sequence[int], what: int, engine: Engine) -> Tensor:
-    """The queries (`what` 0) or keys (1) of some pieces, one behind the other."""
-    return torch.cat([rows[index][what] for index in pieces]).to(engine.device, torch.float32)
-
-
-def _turned(q: Tensor, engine: Engine, far: int) -> Tensor:
-    """Queries `[N, H·D]` rotated to position `far`."""
-    turn = engine.rope_of(0).turn(torch.tensor([far], device=q.device), q.dtype)
+def _turned(q: Tensor, engine: Engine) -> Tensor:
+    """Queries `[N, H·D]` rotated to `far`, half of the window."""
+    far = torch.tensor([max(1, engine.window // 2)], device=q.device)
+    turn = engine.rope_of(0).turn(far, q.dtype)
     heads = q.unflatten(1, (-1, engine.model.config.head_dim))
     return rotate(heads, turn).flatten(1)
 
@@ -251,15 +232,12 @@ def _learn(
 
 def _recall(q: Tensor, k: Tensor, maps: LowDimMap, engine: Engine, top_k: int, block: int = 128, eps: int = 1) -> float:
     """The share of the `top_k` best keys `[N, G·D]` of each block of queries that low-dim scores find too."""
-    shared, low_q, low_k = _exact(q, engine), q @ maps.query, (k @ maps.key).T
-    shares = []
-    for start in range(0, len(q), block):
-        here = slice(start, start + block)
-        n_queries = len(q[here])
 
-        def best(a: Tensor, b: Tensor, here: slice = here, n_queries: int = n_queries) -> set[int]:
-            scores = block_scores(lambda rows: a[here][rows] @ b, n_queries, b.shape[1])
-            return set(first_best(spread(scores, eps), top_k).tolist())
+    def best(queries: Tensor, keys: Tensor) -> set[int]:
+        scores = block_scores(lambda rows: queries[rows] @ keys.T, len(queries), len(keys))
+        return set(first_best(spread(scores, eps), top_k).tolist())
 
-        shares.append(len(best(shared, k.T) & best(low_q, low_k)) / top_k)
+    blocks = zip(_exact(q, engine).split(block), (q @ maps.query).split(block), strict=True)
+    low_k = k @ maps.key
+    shares = [len(best(exact, k) & best(low, low_k)) / top_k for exact, low in blocks]
     return sum(shares) / len(shares)

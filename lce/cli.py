@@ -130,7 +130,7 @@ def passkey(
             with output.bar(f"{method.name} {length:,}", " samples") as bar:
                 scores.append(evaluate(engine, length=length, record=answers, progress=bar, **task))
             output.text(figures.score_row(scores[-1]))
-    output.object([score.as_dict() for score in scores])
+    output.object([dataclasses.asdict(score) for score in scores])
     if len(methods) > 1 and len(lengths) > 1:
         output.text("", *figures.score_table(scores))
 

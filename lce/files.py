@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all.
+"""Files that appear whole or not at all, and the small files of a checkpoint, which are not trusted.
 
 A file is written under a temporary name beside its target, locked while it is written, and renamed when it is complete.
 Temporary files that no process has locked are left over from a crash; the next write to the same target removes them.
@@ -7,14 +7,18 @@ Temporary files that no process has locked are left over from a crash; the next 
 from __future__ import annotations
 
 import fcntl
+import json
 import mmap
 import os
 import secrets
 import sys
+from glob import escape
 from pathlib import Path
+from typing import Any
 
-from lce.errors import CapacityError, DataError
+from lce.errors import CapacityError, DataError, ModelError
 
+MAX_FILE_BYTES = 256 << 20  # the largest vocabularies in use are below 40 MiB
 _MAP_NORESERVE = 0x4000  # Linux; Python 3.11's mmap does not name it yet
 
 
@@ -51,14 +55,8 @@ def draft_path(target: Path) -> Path:
 
 def sweep(target: Path) -> None:
     """Remove the temporary files of `target` that ended processes left behind."""
-    try:
-        names = [
-            name for name in os.listdir(target.parent) if name.startswith(f".{target.name}.") and name.endswith(".tmp")
-        ]
-    except OSError:
-        return
-    for name in names:
-        remove_leftover(target.with_name(name))
+    for path in list(target.parent.glob(f".{escape(target.name)}.*.tmp")):
+        remove_leftover(path)
 
 
 def remove_leftover(path: Path) -> None:
@@ -96,3 +94,31 @@ def map_copy(descriptor: int, size: int) -> mmap.mmap:
         return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     return mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE, prot=protection)
+
+
+def read_file(path: Path, most: int = MAX_FILE_BYTES) -> bytes | None:
+    """The bytes of a checkpoint's file, None if there is none. Raises ModelError for more than `most`, unread."""
+    try:
+        if not path.is_file():
+            return None
+        if path.stat().st_size > most:
+            raise ModelError(f"{path} is larger than {most} bytes, which no such file is; download the file again")
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}; check the file and its permissions") from error
+
+
+def read_object(path: Path, most: int = MAX_FILE_BYTES) -> dict[str, Any] | None:
+    """The object in a checkpoint's JSON file, None if there is none; otherwise as `read_file`."""
+    raw = read_file(path, most)
+    if raw is None:
+        return None
+    try:
+        content = json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        reason = str(error) if isinstance(error, json.JSONDecodeError) else type(error).__name__
+        raise ModelError(f"{path} is not JSON in UTF-8 ({reason}); correct the file or download it again") from None
+    if not isinstance(content, dict):
+        kind = type(content).__name__
+        raise ModelError(f"{path} holds a {kind}; expected a JSON object; correct the file or download it again")
+    return content

@@ -111,10 +111,8 @@ def decode(
         if piece:
             yield Piece(piece)
         if watch.stopped:
-            result.finish_reason = "stop"
-            return
-    piece = watch.push(detokenizer.finish())
-    piece += watch.finish()
+            break
+    piece = watch.push(detokenizer.finish()) + watch.finish()
     if watch.stopped:
         result.finish_reason = "stop"
     result.text += piece

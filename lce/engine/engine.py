@@ -59,14 +59,10 @@ class Engine:
         self.window = options.window
         self.rope = options.rope
         self.identity = Identity(
-            fingerprint=checkpoint.fingerprint,
-            method=repr(options.method),
-            window=str(options.window),
-            rope=repr(options.rope),
-            dtype=str(options.layout.dtype),
+            checkpoint.fingerprint, repr(self.method), str(self.window), repr(self.rope), str(self.dtype)
         )
-        config, method = model.config, options.method
-        self._driver = Driver(method, options.attention, options.window, config.n_kv_heads, config.sliding_window)
+        config = model.config
+        self._driver = Driver(self.method, options.attention, self.window, config.n_kv_heads, config.sliding_window)
         self._eos_ids = frozenset((*config.eos_ids, *tokenizer.eos_ids))
 
     @property
@@ -78,15 +74,9 @@ class Engine:
         return f"Engine({self.method!r}, window={self.window}, block={self.block}, {self.device}, {self.dtype})"
 
     def generate(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        max_tokens: int = 256,
-        context: Context | None = None,
-        sampling: Sampling | None = None,
-        stop: Sequence[str] = (),
-        progress: Progress | None = None,
-    ) -> Generation:
+        self, prompt: str | Sequence[int], *, max_tokens: int = 256, context: Context | None = None,
+        sampling: Sampling | None = None, stop: Sequence[str] = (), progress: Progress | None = None,
+    ) -> Generation:  # fmt: skip
         """Prefill `prompt` (text or token ids), behind the tokens of `context`, and generate up to `max_tokens` tokens.
 
         Raises `UsageError` for a prompt or an option that cannot be used, and `CapacityError` before any work if the
@@ -100,23 +90,14 @@ class Engine:
         return stream.result
 
     def stream(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        max_tokens: int = 256,
-        context: Context | None = None,
-        sampling: Sampling | None = None,
-        stop: Sequence[str] = (),
-        progress: Progress | None = None,
-    ) -> Stream:
+        self, prompt: str | Sequence[int], *, max_tokens: int = 256, context: Context | None = None,
+        sampling: Sampling | None = None, stop: Sequence[str] = (), progress: Progress | None = None,
+    ) -> Stream:  # fmt: skip
         """Like `generate`, a piece of text at a time. Work starts at the first `next`; `.result` has the figures."""
         if max_tokens < 1:
             raise UsageError(f"max_tokens is {max_tokens}; expected 1 or more")
         sampling = sampling or Sampling()
-        if stop:
-            sampling = dataclasses.replace(
-                sampling, stop=(*sampling.stop, *([stop] if isinstance(stop, str) else stop))
-            )
+        sampling = dataclasses.replace(sampling, stop=(*sampling.stop, *Sampling(stop=stop).stop))
         request = Request(self._ids(prompt, context), sampling, max_tokens, self._eos_ids)
         result = Generation()
         return Stream(self._pieces(request, context, progress, result), result)
@@ -135,13 +116,9 @@ class Engine:
             stats.memory, stats.traffic = context.cache.bytes_by_tier, context.cache.traffic
 
     def prefill(
-        self,
-        document: str | Sequence[int],
-        *,
-        context: Context | None = None,
-        length: int | None = None,
+        self, document: str | Sequence[int], *, context: Context | None = None, length: int | None = None,
         progress: Progress | None = None,
-    ) -> Context:
+    ) -> Context:  # fmt: skip
         """Prefill a document, to ask about it later. `length` announces how long the context will become in all.
 
         Raises `UsageError` for a document that cannot be used, and `CapacityError` before any work if it cannot fit.
@@ -170,14 +147,9 @@ class Engine:
         return recorder.trace(self.method.choices)
 
     def prefill_file(
-        self,
-        document: str | Sequence[int],
-        path: str | Path,
-        *,
-        length: int | None = None,
-        checkpoint_every: int | None = None,
-        progress: Progress | None = None,
-    ) -> Stats:
+        self, document: str | Sequence[int], path: str | Path, *, length: int | None = None,
+        checkpoint_every: int | None = None, progress: Progress | None = None,
+    ) -> Stats:  # fmt: skip
         """Prefill a document into a context file; returns the figures of this call.
 
         Keys and values beyond the memory budget go straight to the file and are written once. With `checkpoint_every`
@@ -193,13 +165,11 @@ class Engine:
         job = PrefillJob(Path(path), self.layout, self.identity, ids, announced)
         context = self._context(job.data)
         started, stats = time.perf_counter(), Stats(prompt_tokens=len(context.unread))
-        start = checkpoint = context.cache.length
         try:
             with torch.inference_mode():
-                for part in _blocks(context.unread, self.block, progress, done=start):
-                    if context.cache.length - checkpoint >= every:
+                for part in _blocks(context.unread, self.block, progress, done=context.cache.length):
+                    if context.cache.length - job.n_written >= every:
                         job.checkpoint(context.data)
-                        checkpoint = context.cache.length
                     self._append(context, part)
             stats.prefill_s = time.perf_counter() - started
             job.finish(context.data)

@@ -30,20 +30,12 @@ DEMO = Path(__file__).parent.parent / "models" / "demo"
 
 
 def load(
-    model: str | Path,
-    method: str | Method = "full",
-    *,
-    device: str = "auto",
-    dtype: str = "auto",
-    block: int | None = None,
-    window: int | None = None,
-    attention: str = "auto",
-    rope: str | None = None,
-    rope_factor: float | None = None,
-    kv_device_budget: int | str | None = None,
-    kv_host_budget: int | str | None = None,
+    model: str | Path, method: str | Method = "full", *,
+    device: str = "auto", dtype: str = "auto", block: int | None = None, window: int | None = None,
+    attention: str = "auto", rope: str | None = None, rope_factor: float | None = None,
+    kv_device_budget: int | str | None = None, kv_host_budget: int | str | None = None,
     spill_dir: str | Path | None = None,
-) -> Engine:
+) -> Engine:  # fmt: skip
     """An engine over the model folder `model`, or over the embedded "demo".
 
     `method` is a name or an instance. `dtype` "auto" is the checkpoint's own. `block` tokens are prefilled in one
@@ -70,23 +62,16 @@ def load(
     options = EngineOptions(resolved, Attention.choose(attention), window, scaling, layout)
     family = model_class(config)
     wanted = family.weights(config, checkpoint.tensors)
-    weights = checkpoint.load(wanted, dtype=layout.dtype, device=where, ignore=family.unread(config))
+    weights = checkpoint.load(wanted, dtype=layout.dtype, device=where, ignore=(*family.ignored, *config.unread))
     return Engine(family(config, weights), tokenizer, checkpoint, options)
 
 
 def plan(
-    model: str | Path,
-    method: str | Method = "full",
-    *,
-    tokens: int,
-    device: str = "auto",
-    dtype: str = "auto",
-    block: int | None = None,
-    window: int | None = None,
-    kv_device_budget: int | str | None = None,
-    kv_host_budget: int | str | None = None,
+    model: str | Path, method: str | Method = "full", *, tokens: int,
+    device: str = "auto", dtype: str = "auto", block: int | None = None, window: int | None = None,
+    kv_device_budget: int | str | None = None, kv_host_budget: int | str | None = None,
     spill_dir: str | Path | None = None,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """What a context of `tokens` tokens needs of each tier, and the longest that fits. Takes options of `load`.
 
     Only config.json is read. The plan counts the weights by their shapes. `dtype` "auto" is the one in config.json,

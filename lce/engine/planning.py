@@ -6,6 +6,7 @@ block do not count: they do not grow with the text.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -124,13 +125,7 @@ class Planner:
 
     def longest(self) -> int | None:
         """The most tokens that fit, by bisection: a longer text never needs less. None where nothing bounds them."""
-        if self.fits(MOST):
-            return None
-        least, most = 0, MOST
-        while most - least > 1:
-            middle = (least + most) // 2
-            least, most = (middle, most) if self.fits(middle) else (least, middle)
-        return least
+        return None if self.fits(MOST) else bisect_left(range(1, MOST), True, key=lambda n: not self.fits(n))
 
     def plan(self, n_tokens: int) -> Plan:
         dtype, device = str(self.layout.dtype).removeprefix("torch."), str(self.layout.device)

@@ -31,30 +31,19 @@ class Sampling:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        checks = {
-            f"temperature is {self.temperature!r}; expected a number, 0 or more": (
-                _is_number(self.temperature) and 0 <= self.temperature < math.inf
-            ),
-            f"top_k is {self.top_k!r}; expected a whole number, 0 (off) or more": (
-                isinstance(self.top_k, int) and self.top_k >= 0
-            ),
-            f"top_p is {self.top_p!r}; expected more than 0 and at most 1": _is_number(self.top_p)
-            and 0 < self.top_p <= 1,
-            f"min_p is {self.min_p!r}; expected 0 (off) to 1": _is_number(self.min_p) and 0 <= self.min_p <= 1,
-            f"seed is {self.seed!r}; expected a whole number from 0 to 2**63 - 1": (
-                self.seed is None or (isinstance(self.seed, int) and 0 <= self.seed < 2**63)
-            ),
-            f"stop is {self.stop!r}; expected strings, none of them empty": all(
-                isinstance(stop, str) and stop for stop in self.stop
-            ),
-        }
-        for message, holds in checks.items():
-            if not holds:
-                raise UsageError(message)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
+        number = int | float
+        checks = (
+            ("temperature", "a number, 0 or more", number, lambda x: 0 <= x < math.inf),
+            ("top_k", "a whole number, 0 (off) or more", int, lambda x: x >= 0),
+            ("top_p", "more than 0 and at most 1", number, lambda x: 0 < x <= 1),
+            ("min_p", "0 (off) to 1", number, lambda x: 0 <= x <= 1),
+            ("seed", "a whole number from 0 to 2**63 - 1", int | None, lambda x: x is None or 0 <= x < 2**63),
+            ("stop", "strings, none of them empty", tuple, lambda x: all(isinstance(s, str) and s for s in x)),
+        )
+        for knob, expected, kind, holds in checks:
+            value = getattr(self, knob)
+            if not isinstance(value, kind) or not holds(value):
+                raise UsageError(f"{knob} is {value!r}; expected {expected}")
 
 
 class Sampler:

@@ -27,19 +27,18 @@ class TraceRecorder:
 
     def __init__(self, n_layers: int, n_heads: int) -> None:
         self.n_heads = n_heads
-        self.n_blocks = 0
+        self._block: dict[int, Tensor] = {}  # what each layer chose in this block
         self._parts: list[list[Tensor]] = [[] for _ in range(n_layers)]  # a part a block
 
     def note(self, layer: int, chosen: Tensor) -> None:
         """Record what a layer chose in this block, `[H, T, K]`."""
-        self._parts[layer].append(chosen)
+        self._block[layer] = chosen
 
     def end_block(self, n_tokens: int) -> None:
-        """Record an empty choice for each layer that chose nothing in this block of `n_tokens`."""
-        self.n_blocks += 1
-        for parts in self._parts:
-            if len(parts) < self.n_blocks:
-                parts.append(torch.empty(self.n_heads, n_tokens, 0, dtype=torch.int64))
+        """Keep the choices of this block of `n_tokens`; an empty one for a layer that chose nothing."""
+        nothing = torch.empty(self.n_heads, n_tokens, 0, dtype=torch.int64)
+        for layer, parts in enumerate(self._parts):
+            parts.append(self._block.pop(layer, nothing))
 
     def trace(self, choices: tuple[int, int]) -> Trace:
         """The choices of all blocks; `choices` is `Method.choices`."""

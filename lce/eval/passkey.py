@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cache
 from itertools import cycle
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -23,13 +24,7 @@ if TYPE_CHECKING:
     from lce.eval.record import Record
 
 # The filler of the published task, repeated.
-NOISE = (
-    "The grass is green.",
-    "The sky is blue.",
-    "The sun is yellow.",
-    "Here we go.",
-    "There and back again.",
-)
+NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
 FILLERS = ("prose", "noise")
 
 
@@ -53,9 +48,6 @@ class Score:
     accuracy: float
     low: float
     high: float
-
-    def as_dict(self) -> dict[str, str | int | float]:
-        return asdict(self)
 
 
 def make_sample(
@@ -81,13 +73,7 @@ def samples(task: str, filler: str, length: int, n: int, seed: int, count: Calla
         raise UsageError(f"unknown task {task!r}; {nearest(task, NEEDLES)}")
     if filler not in FILLERS:
         raise UsageError(f"unknown filler {filler!r}; {nearest(filler, FILLERS)}")
-    counts: dict[str, int] = {}
-
-    def counted(text: str) -> int:
-        if text not in counts:
-            counts[text] = count(" " + text)
-        return counts[text]
-
+    counted = cache(lambda text: count(" " + text))
     for index in range(n):
         rng = Random(f"{seed}/{task}/{length}/{index}")
         text = sentences(rng) if filler == "prose" else cycle(NOISE)
@@ -96,16 +82,9 @@ def samples(task: str, filler: str, length: int, n: int, seed: int, count: Calla
 
 
 def evaluate(
-    engine: Engine,
-    *,
-    length: int,
-    n: int = 50,
-    seed: int = 0,
-    task: str = "passkey",
-    filler: str = "prose",
-    record: Record | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> Score:
+    engine: Engine, *, length: int, n: int = 50, seed: int = 0, task: str = "passkey", filler: str = "prose",
+    record: Record | None = None, progress: Callable[[int, int], None] | None = None,
+) -> Score:  # fmt: skip
     """Ask `n` samples of one length and score the answers; answers that `record` has are taken from it."""
     if n < 1:
         raise UsageError(f"samples is {n}; expected 1 or more")

@@ -78,14 +78,10 @@ def make(name: str, options: Mapping[str, Any] | None = None) -> Method:
             raise UsageError(
                 f"method {name!r}: {key}={value} is not {error}; default {key}={spelled(fields[key].default)}"
             ) from None
-    missing = [key for key, field in fields.items() if key not in values and _has_no_default(field)]
-    if missing:
-        raise UsageError(f"method {name!r} needs {missing[0]}: give -o {missing[0]}=VALUE")
+    for key, field in fields.items():
+        if key not in values and field.default is field.default_factory is dataclasses.MISSING:
+            raise UsageError(f"method {name!r} needs {key}: give -o {key}=VALUE")
     return cls(**values)
-
-
-def _has_no_default(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def spelled(value: Any) -> str:
@@ -113,20 +109,14 @@ def convert(value: Any, kind: Any) -> Any:
         if str(value).lower() not in words:
             raise ValueError("true or false")
         return words[str(value).lower()]
-    if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
-        number: float = _parsed(float, value, "a number")
-        if not math.isfinite(number):
+    if kind in (int, float) and isinstance(value, (int, kind, str)) and not isinstance(value, bool):
+        try:
+            number = kind(value)
+        except ValueError:
+            raise ValueError("a whole number" if kind is int else "a number") from None
+        if kind is float and not math.isfinite(number):
             raise ValueError("a finite number")
         return number
-    if kind is int and isinstance(value, int | str) and not isinstance(value, bool):
-        return _parsed(int, value, "a whole number")
     if kind is str and isinstance(value, str):
         return value
     raise ValueError(f"a value of type {getattr(kind, '__name__', kind)}")
-
-
-def _parsed(kind: Callable[[Any], Any], value: Any, what: str) -> Any:
-    try:
-        return kind(value)
-    except ValueError:
-        raise ValueError(what) from None

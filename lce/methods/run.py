@@ -41,16 +41,8 @@ class Driver:
         `model_call(attend)` runs the model, which calls `attend` once a layer, in order. If that raises, the block is
         discarded. If the commit after it is interrupted, it is completed: all layers have the block, or none.
         """
-        step = Step(
-            start=cache.length,
-            stop=cache.length + n_tokens,
-            rope=rope,
-            attention=self.attention,
-            window=self.window,
-            n_kv_heads=self.n_kv_heads,
-            sliding_window=self.sliding_window,
-            note=note,
-        )
+        start, stop = cache.length, cache.length + n_tokens
+        step = Step(start, stop, rope, self.attention, self.window, self.n_kv_heads, self.sliding_window, note)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if n_tokens == 1:
@@ -59,7 +51,7 @@ class Driver:
             return self.method.attend(q, cache.layers[layer], step)
 
         try:
-            cache.reserve(step.stop)
+            cache.reserve(stop)
             if n_tokens == 1:  # a token chooses much the same as the token before it
                 cache.prefetch(0)
             result = model_call(attend)
@@ -80,18 +72,9 @@ class Driver:
 
 @torch.no_grad()
 def run(
-    method: str | Method,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    window: int,
-    blocks: int | Sequence[int] | None = None,
-    rope: Rope | None = None,
-    attention: str = "auto",
-    sliding_window: int | None = None,
-    note: Note | None = None,
-) -> Tensor:
+    method: str | Method, q: Tensor, k: Tensor, v: Tensor, *, window: int, blocks: int | Sequence[int] | None = None,
+    rope: Rope | None = None, attention: str = "auto", sliding_window: int | None = None, note: Note | None = None,
+) -> Tensor:  # fmt: skip
     """A method's output `[H, N, D]` for unrotated `q [H, N, D]`, `k v [G, N, D]`, as in the first layer of a model.
 
     `window` is how many positions that model can be trusted on. `blocks` is one size for all blocks, or the sizes in

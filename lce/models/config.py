@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lce.errors import ModelError
-from lce.models.fields import Fields, read_object
+from lce.files import read_object
+from lce.models.fields import Fields
 
 ROPE_KINDS = ("none", "linear", "ntk", "dynamic", "yarn", "llama3")
 DTYPES = ("float32", "bfloat16", "float16")
+LARGEST_FILE = 4 << 20  # bytes; published files have a few thousand
 
 
 @dataclass(frozen=True)
@@ -108,13 +110,14 @@ class ModelConfig:
 
 def config_file(folder: Path) -> Fields:
     """The config.json of the checkpoint in `folder`; ModelError if there is none."""
-    path = folder / "config.json"
     if not os.path.isdir(folder):
         kind = "is not a folder" if os.path.exists(folder) else "does not exist"
         raise ModelError(f"{folder} {kind}; expected a checkpoint's folder with a config.json; check the path")
-    if not os.path.isfile(path):
+    path = folder / "config.json"
+    values = read_object(path, LARGEST_FILE)
+    if values is None:
         raise ModelError(f"{folder} has no config.json; expected a checkpoint's folder; check the path")
-    return read_object(path)
+    return Fields(str(path), values)
 
 
 def rope_section(fields: Fields) -> Fields:
@@ -126,8 +129,8 @@ def rope_section(fields: Fields) -> Fields:
 def _refuse_unsupported(fields: Fields) -> None:
     for key in ("quantization_config", "compression_config"):
         if fields.values.get(key) is not None:
-            remedy = "use the checkpoint before its quantization"
-            raise fields.refusal(key, f"plain weights in {', '.join(DTYPES)}", remedy)
+            expected = f"plain weights in {', '.join(DTYPES)}"
+            raise fields.refusal(key, expected, "use the checkpoint before its quantization")
     if fields.text("hidden_act") not in (None, "silu", "swish"):
         raise fields.refusal("hidden_act", "'silu', the only activation of these families", "use another checkpoint")
     if len(set(fields.names("layer_types"))) > 1:
@@ -166,7 +169,7 @@ def _dtype(fields: Fields) -> str | None:
 def _special_tokens(fields: Fields, folder: Path, vocab_size: int) -> tuple[int | None, tuple[int, ...]]:
     """The token that begins a text, and all that end one: those of generation_config.json, then those of the config."""
     path = folder / "generation_config.json"
-    generation = read_object(path) if os.path.isfile(path) else Fields(str(path), {})
+    generation = Fields(str(path), read_object(path, LARGEST_FILE) or {})
     bos = fields.token_ids("bos_token_id", vocab_size) + generation.token_ids("bos_token_id", vocab_size)
     eos = generation.token_ids("eos_token_id", vocab_size) + fields.token_ids("eos_token_id", vocab_size)
     bos = bos or _default_token(fields, "bos_token_id", vocab_size)
@@ -189,23 +192,20 @@ def _rope(fields: Fields, window: int, head_dim: int) -> RopeConfig:
         if section.number("partial_rotary_factor", default=1.0) != 1.0:
             raise section.refusal("partial_rotary_factor", "1.0: lce rotates whole heads")
     theta = scaling.number("rope_theta", default=fields.number("rope_theta", default=10000.0))
-    rope = RopeConfig(kind=kind, theta=theta)
     if kind == "none":
-        return rope
+        return RopeConfig(theta=theta)
     if kind in ("ntk", "dynamic") and head_dim < 4:
         raise fields.refusal("head_dim", f"4 or more for rope scaling {kind!r} (it would be {head_dim})")
     original = fields.optional_integer("original_max_position_embeddings")
     original = original or scaling.optional_integer("original_max_position_embeddings")
     if kind == "yarn" and original and scaling.values.get("factor") is None:
-        rope = replace(rope, factor=max(1.0, window / original))
+        factor = max(1.0, window / original)
     else:
-        rope = replace(rope, factor=scaling.number("factor"))
+        factor = scaling.number("factor")
     if kind in ("linear", "dynamic"):  # transformers gives `dynamic` no other window than max_position_embeddings
-        return rope
-    rope = replace(rope, original_window=original)
-    if kind == "yarn":
-        return _yarn(rope, scaling)
-    return _llama3(rope, scaling) if kind == "llama3" else rope
+        original = None
+    own = _yarn(scaling) if kind == "yarn" else _llama3(scaling) if kind == "llama3" else {}
+    return RopeConfig(kind, theta, factor, original, **own)
 
 
 def _rope_kind(scaling: Fields) -> str:
@@ -218,29 +218,21 @@ def _rope_kind(scaling: Fields) -> str:
     kind = "none" if kind in (None, "default") else kind
     if kind not in ROPE_KINDS:
         key = "rope_type" if "rope_type" in scaling.values else "type"
-        supported = f"a supported scaling: {', '.join(ROPE_KINDS)}"
-        raise scaling.refusal(key, supported, "use a checkpoint with one of these")
+        expected = f"a supported scaling: {', '.join(ROPE_KINDS)}"
+        raise scaling.refusal(key, expected, "use a checkpoint with one of these")
     return kind
 
 
-def _yarn(rope: RopeConfig, scaling: Fields) -> RopeConfig:
-    rope = replace(
-        rope,
-        attention_factor=scaling.optional_number("attention_factor"),
-        beta_fast=scaling.number("beta_fast", default=32.0),
-        beta_slow=scaling.number("beta_slow", default=1.0),
-        mscale=scaling.optional_number("mscale"),
-        mscale_all_dim=scaling.optional_number("mscale_all_dim"),
-        truncate=scaling.flag("truncate", default=True),
-    )
-    if rope.beta_fast < rope.beta_slow:
-        raise scaling.refusal("beta_fast", f"at least beta_slow, which is {rope.beta_slow:g}")
-    return rope
+def _yarn(scaling: Fields) -> dict[str, Any]:
+    fast, slow = scaling.number("beta_fast", default=32.0), scaling.number("beta_slow", default=1.0)
+    if fast < slow:
+        raise scaling.refusal("beta_fast", f"at least beta_slow, which is {slow:g}")
+    factors = {key: scaling.optional_number(key) for key in ("attention_factor", "mscale", "mscale_all_dim")}
+    return {**factors, "beta_fast": fast, "beta_slow": slow, "truncate": scaling.flag("truncate", default=True)}
 
 
-def _llama3(rope: RopeConfig, scaling: Fields) -> RopeConfig:
-    low = scaling.number("low_freq_factor", default=1.0)
-    high = scaling.number("high_freq_factor", default=4.0)
+def _llama3(scaling: Fields) -> dict[str, Any]:
+    low, high = scaling.number("low_freq_factor", default=1.0), scaling.number("high_freq_factor", default=4.0)
     if high <= low:
         raise scaling.refusal("high_freq_factor", f"more than low_freq_factor, which is {low:g}")
-    return replace(rope, low_freq_factor=low, high_freq_factor=high)
+    return {"low_freq_factor": low, "high_freq_factor": high}

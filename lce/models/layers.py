@@ -92,7 +92,7 @@ class Model:
     @classmethod
     def read(cls, fields: Fields, folder: Path) -> ModelConfig:
         """The checked config of a checkpoint of this family. Raises ModelError if lce cannot run it."""
-        fields = fields.with_defaults(cls.defaults)
+        fields = Fields(fields.where, fields.values, cls.defaults)
         return cls.configure(ModelConfig.read(fields, folder, cls.architecture), fields)
 
     @classmethod
@@ -123,11 +123,6 @@ class Model:
             name: (config.weight_prefix + published, tuple(sizes[word] for word in shape.split()))
             for name, (published, shape) in table.items()
         }
-
-    @classmethod
-    def unread(cls, config: ModelConfig) -> tuple[str, ...]:
-        """Patterns of published names that a checkpoint may hold and the model does not use."""
-        return (*cls.ignored, *config.unread)
 
 
 def _sizes(config: ModelConfig) -> dict[str, int]:

@@ -43,7 +43,7 @@ class Ministral3(Mistral):
     @classmethod
     def configure(cls, config: ModelConfig, fields: Fields) -> ModelConfig:
         scaling = rope_section(fields)
-        beta = scaling.number("llama_4_scaling_beta", within=(0.0, 100.0))
+        beta = scaling.number("llama_4_scaling_beta", within=(0, 100))
         length = scaling.integer("original_max_position_embeddings")
         config = super().configure(config, fields)
         return replace(config, extra={"query_beta": beta, "query_length": length})

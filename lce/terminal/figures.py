@@ -23,19 +23,14 @@ SCORE_HEADER = f"{'method':<14}{'length':>10}{'samples':>9}{'accuracy':>10}  95%
 
 def generation_line(stats: Stats) -> str:
     """The closing line of a generation."""
-    return (
-        f"{_prefill_text(stats)} | first token {stats.first_token_s:.2f} s | "
-        f"decode {stats.decode_tokens_per_s:,.1f} tok/s | {memory_text(stats)}"
-    )
+    decode = f"first token {stats.first_token_s:.2f} s | decode {stats.decode_tokens_per_s:,.1f} tok/s"
+    return prefill_line(stats, f"{decode} | ")
 
 
-def prefill_line(stats: Stats) -> str:
-    """The closing line of a prefill."""
-    return f"{_prefill_text(stats)} | {memory_text(stats)}"
-
-
-def _prefill_text(stats: Stats) -> str:
-    return f"{stats.prompt_tokens:,} prompt tokens | prefill {stats.prefill_tokens_per_s:,.1f} tok/s"
+def prefill_line(stats: Stats, decode: str = "") -> str:
+    """The closing line of a prefill, or of what began with one."""
+    prefill = f"{stats.prompt_tokens:,} prompt tokens | prefill {stats.prefill_tokens_per_s:,.1f} tok/s"
+    return f"{prefill} | {decode}{memory_text(stats)}"
 
 
 def memory_text(stats: Stats) -> str:
@@ -55,18 +50,10 @@ def _traffic_text(traffic: Traffic) -> str:
 
 def generation_object(generation: Generation, method: Method) -> dict[str, Any]:
     """A generation, with the method and the figures that produced it."""
-    stats = generation.stats
-    return {
-        "text": generation.text,
-        "token_ids": generation.token_ids,
-        "finish_reason": generation.finish_reason,
-        "method": {"name": method.name, "repr": repr(method), "knobs": knob_values(method)},
-        "stats": {
-            **dataclasses.asdict(stats),
-            "prefill_tokens_per_s": stats.prefill_tokens_per_s,
-            "decode_tokens_per_s": stats.decode_tokens_per_s,
-        },
-    }
+    written = dataclasses.asdict(generation)
+    for speed in ("prefill_tokens_per_s", "decode_tokens_per_s"):
+        written["stats"][speed] = getattr(generation.stats, speed)
+    return {**written, "method": {"name": method.name, "repr": repr(method), "knobs": knob_values(method)}}
 
 
 def knob_values(method: Method) -> dict[str, Any]:
@@ -149,13 +136,8 @@ def plan_lines(plan: Plan) -> list[str]:
         for row in rows
     ]
     longest = "Nothing bounds the length." if plan.longest is None else f"The longest is {plan.longest:,} tokens."
-    return [
-        f"{plan.tokens:,} tokens, read by {plan.method} on {plan.device}, keys and values in {plan.dtype}",
-        "",
-        *table,
-        "",
-        f"{'It fits.' if plan.fits else 'It does not fit.'} {longest}",
-    ]
+    asked = f"{plan.tokens:,} tokens, read by {plan.method} on {plan.device}, keys and values in {plan.dtype}"
+    return [asked, "", *table, "", f"{'It fits.' if plan.fits else 'It does not fit.'} {longest}"]
 
 
 def explanation_object(explanation: Explanation) -> dict[str, Any]:
@@ -175,14 +157,9 @@ def explanation_lines(explanation: Explanation) -> list[str]:
         f"{name:>{label}} |" + "".join(f" {cell:>{width}}" for cell in row)
         for name, row in zip(["i\\j", *heads], [heads, *rows], strict=True)
     ]
-    return [
-        explanation.title,
-        f"{explanation.setting}; the distance at which query i sees key j:",
-        "",
-        lines[0],
-        "".join("+" if sign == "|" else "-" for sign in lines[0]),
-        *lines[1:],
-    ]
+    caption = f"{explanation.setting}; the distance at which query i sees key j:"
+    rule = "".join("+" if sign == "|" else "-" for sign in lines[0])
+    return [explanation.title, caption, "", lines[0], rule, *lines[1:]]
 
 
 def type_text(hint: Any) -> str:

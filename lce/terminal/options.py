@@ -31,17 +31,16 @@ def packed(name: str, make: Callable[..., Any], *options: Decorator) -> Decorato
 
     Example: with `packed("corner", Point, click.option("--x"), click.option("--y"))` the command takes a `corner`.
     """
-    declared: list[click.Parameter] = []
-    for declare in options:
-        declared += vars(declare(lambda: None))["__click_params__"]
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
         def run(**values: Any) -> Any:
-            group = {param.name: values.pop(param.name) for param in declared if param.name in values}
+            group = {key: values.pop(key) for key in names if key in values}
             return command(**values, **{name: make(**group)})
 
-        vars(run)["__click_params__"] = [*getattr(command, "__click_params__", ()), *reversed(declared)]
+        for declare in reversed(options):
+            declare(run)
+        names = [param.name for param in vars(run)["__click_params__"][-len(options) :]]
         return run
 
     return decorate
@@ -63,23 +62,19 @@ def parse_names(_ctx: click.Context, _param: click.Parameter, values: tuple[str,
     return list(dict.fromkeys(name.strip() for value in values for name in value.split(",") if name.strip()))
 
 
-def parse_lengths(_ctx: click.Context, _param: click.Parameter, value: str) -> list[int]:
-    """The callback of --lengths: "512, 2k" is [512, 2048]."""
-    lengths = []
-    for text in value.split(","):
-        match = re.fullmatch(r"\s*([0-9]{1,12})(k?)\s*", text, re.IGNORECASE)
-        if not match:
-            raise click.BadParameter(f"{text!r} is not a number of tokens, for example 512 or 2k")
-        lengths.append(int(match[1]) * (1024 if match[2] else 1))
-    return lengths
-
-
-def parse_length(ctx: click.Context, param: click.Parameter, value: str) -> int:
-    """The callback of an option that takes one number of tokens, such as 32k."""
-    lengths = parse_lengths(ctx, param, value)
-    if len(lengths) > 1:
+def parse_length(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
+    """The callback of an option that takes a number of tokens: "2k" is 2048."""
+    if "," in value:
         raise click.BadParameter(f"{value!r} is more than one number of tokens")
-    return lengths[0]
+    match = re.fullmatch(r"\s*([0-9]{1,12})(k?)\s*", value, re.IGNORECASE)
+    if not match:
+        raise click.BadParameter(f"{value!r} is not a number of tokens, for example 512 or 2k")
+    return int(match[1]) * (1024 if match[2] else 1)
+
+
+def parse_lengths(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:
+    """The callback of --lengths: "512, 2k" is [512, 2048]."""
+    return [parse_length(ctx, param, text) for text in value.split(",")]
 
 
 def knobs_for(name: str, knobs: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
@@ -141,11 +136,7 @@ def _method(method: str, knobs: dict[str, str]) -> lce.Method:
 
 
 def _methods(names: list[str], knobs: dict[str, str]) -> list[lce.Method]:
-    return [lce.methods.make(name, knobs_for(name, knobs, names)) for name in names]
-
-
-def _sampling(**values: Any) -> lce.Sampling:
-    return lce.Sampling(**values)
+    return [_method(name, knobs_for(name, knobs, names)) for name in names]
 
 
 model_option = option("--model", required=True, metavar="PATH|demo", help="Folder of a safetensors checkpoint.")
@@ -197,7 +188,7 @@ prompt_options = packed("prompt", read_prompt, *_PROMPT)
 method_argument = packed("method", _method, argument("method"), _KNOBS)
 method_options = packed("method", _method, _METHOD, _KNOBS)
 methods_options = packed("methods", _methods, _METHODS, _KNOBS)
-sampling_options = packed("sampling", _sampling, *_SAMPLING)
+sampling_options = packed("sampling", lambda **values: lce.Sampling(**values), *_SAMPLING)
 loading_options = packed("loading", dict, *_COMPUTING, *_ATTENTION, *_BUDGETS)
 planning_options = packed("planning", dict, *_COMPUTING, *_BUDGETS)
 output_options = packed("output", Output, _JSON, _QUIET, debug_option)

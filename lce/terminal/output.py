@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
-
-from lce.terminal import progress
 
 if TYPE_CHECKING:
     from lce.engine.decode import Stream
@@ -24,13 +22,36 @@ class Output:
     json: bool = False
     quiet: bool = False
 
-    def bar(self, label: str, unit: str) -> AbstractContextManager[Callable[[int, int], None]]:
-        """The progress bar of one stage."""
-        return progress.bar(label, unit, shown=not self.quiet)
+    @contextmanager
+    def bar(self, label: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+        """A progress bar with speed and time left, where stderr is a terminal; call it with units done and in all."""
+        from tqdm import tqdm
 
-    def bars(self) -> AbstractContextManager[Callable[[str, int, int], None]]:
-        """The progress bars of a task with several stages."""
-        return progress.bars(shown=not self.quiet)
+        hidden = self.quiet or not sys.stderr.isatty()
+        with tqdm(desc=label, unit=unit, leave=False, dynamic_ncols=True, disable=hidden) as drawn:
+
+            def advance(done: int, total: int) -> None:
+                drawn.total = total
+                drawn.update(done - drawn.n)
+                if done >= total:
+                    drawn.close()
+
+            yield advance
+
+    @contextmanager
+    def bars(self) -> Iterator[Callable[[str, int, int], None]]:
+        """One bar after another, one a stage; call it with the stage, units done and in all."""
+        with ExitStack() as current:
+            advance: dict[str, Callable[[int, int], None]] = {}  # of the current stage
+
+            def advance_stage(stage: str, done: int, total: int) -> None:
+                if stage not in advance:
+                    current.close()
+                    advance.clear()
+                    advance[stage] = current.enter_context(self.bar(stage, ""))
+                advance[stage](done, total)
+
+            yield advance_stage
 
     def object(self, content: Any) -> None:
         """Writes a result to stdout as JSON, under --json only."""

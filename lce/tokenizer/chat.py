@@ -33,13 +33,9 @@ MAX_BITS = 4096  # of a whole number
 
 
 def render_chat(
-    template: str,
-    messages: Sequence[Mapping[str, str]],
-    *,
-    bos_token: str,
-    eos_token: str,
+    template: str, messages: Sequence[Mapping[str, str]], *, bos_token: str, eos_token: str,
     add_generation_prompt: bool = True,
-) -> str:
+) -> str:  # fmt: skip
     """The text of `messages` as `template` writes it, BOS included.
 
     Raises DataError for messages that are not a list of {"role": str, "content": str} or that the template refuses with
@@ -48,16 +44,9 @@ def render_chat(
     conversation = _checked(messages)
     length = sum(len(text) for message in conversation for text in message.values())
     environment = _Environment(MAX_STEPS + 4 * length, MAX_CHARS + 8 * length)
-    variables = {
-        "messages": conversation,
-        "bos_token": bos_token,
-        "eos_token": eos_token,
-        "add_generation_prompt": add_generation_prompt,
-        "tools": None,
-        "documents": None,
-    }
+    special = {"bos_token": bos_token, "eos_token": eos_token, "add_generation_prompt": add_generation_prompt}
     try:
-        return environment.render(template, variables)
+        return environment.render(template, {"messages": conversation, **special, "tools": None, "documents": None})
     except _RefusedMessages as error:
         raise DataError(f"the chat template refuses these messages: {_one_line(error)}; change the messages") from error
     except Exception as error:  # whatever Python raises inside a template is the template's fault
@@ -164,8 +153,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         self._steps_left = steps
         self._max_chars = chars
         self.filters |= {"tojson": _to_json, "lce_counted": self._counted, "lce_bounded": self._bounded}
-        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-        self.globals["namespace"] = _PlainNamespace
+        self.globals |= {"raise_exception": _raise_exception, "namespace": _PlainNamespace}
+        self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         del self.globals["lipsum"]
 
     def render(self, template: str, variables: Mapping[str, Any]) -> str:
@@ -229,17 +218,10 @@ def _raise_exception(message: str) -> None:
     raise _RefusedMessages(str(message))
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
 def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
-) -> str:
+) -> str:  # fmt: skip
     """JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 

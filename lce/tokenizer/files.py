@@ -7,16 +7,14 @@ have a file of its own. Every file is optional; a broken one raises a ModelError
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lce.errors import ModelError
+from lce.files import read_file, read_object
 from lce.tokenizer.chat import choose_template
-
-MAX_FILE_BYTES = 256 << 20  # the largest vocabularies in use are below 40 MiB
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _LISTED = ("additional_special_tokens", "extra_special_tokens")
@@ -39,11 +37,12 @@ class TokenizerConfig:
 
 def read_config(folder: Path) -> TokenizerConfig:
     """The configuration of a checkpoint folder's tokenizer, without its vocabulary."""
-    config = {key: value for key, value in _read_json(folder / "tokenizer_config.json").items() if value is not None}
-    config = _read_json(folder / "special_tokens_map.json") | config
-    added, special_names = _added_tokens(config, _read_json(folder / "added_tokens.json"))
+    config = read_object(folder / "special_tokens_map.json") or {}
+    own = read_object(folder / "tokenizer_config.json") or {}
+    config |= {key: value for key, value in own.items() if value is not None}
+    added, special_names = _added_tokens(config, read_object(folder / "added_tokens.json") or {})
     special_names += _special_names(config)
-    eos_ids = _read_json(folder / "generation_config.json").get("eos_token_id")
+    eos_ids = (read_object(folder / "generation_config.json") or {}).get("eos_token_id")
     return TokenizerConfig(
         bos_token=_content(config.get("bos_token"), "bos_token"),
         eos_token=_content(config.get("eos_token"), "eos_token"),
@@ -55,38 +54,6 @@ def read_config(folder: Path) -> TokenizerConfig:
         eos_ids=tuple(i for i in (eos_ids if isinstance(eos_ids, list) else [eos_ids]) if type(i) is int),
         chat_template=_chat_template(folder, config),
     )
-
-
-def read_file(path: Path) -> bytes | None:
-    """The bytes of a file, None if there is none. Raises ModelError for more than 256 MiB, without reading them."""
-    try:
-        if not path.is_file():
-            return None
-        size = path.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise ModelError(
-                f"{path} has {size} bytes; expected at most {MAX_FILE_BYTES} for a tokenizer; download the file again"
-            )
-        return path.read_bytes()
-    except OSError as error:
-        raise ModelError(
-            f"cannot read {path}: {error.strerror or error}; check the file and its permissions"
-        ) from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no such file."""
-    raw = read_file(path)
-    if raw is None:
-        return {}
-    try:
-        content = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ModelError(f"{path} is not valid JSON: {reason}; download the file again") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} holds a JSON {type(content).__name__}, expected an object; download the file again")
-    return content
 
 
 def _content(value: object, key: str) -> str | None:
@@ -137,9 +104,8 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     """The default chat template: of chat_template.jinja, else chat_template.json, else tokenizer_config.json."""
     raw = read_file(path := folder / "chat_template.jinja")
     if raw is None:
-        return choose_template(
-            _read_json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
-        )
+        own = read_object(folder / "chat_template.json") or {}
+        return choose_template(own.get("chat_template", config.get("chat_template")))
     try:
         return raw.decode()
     except UnicodeDecodeError as error:

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from operator import index
 from pathlib import Path
 
 from lce.errors import DataError, ModelError, UsageError
+from lce.files import read_file
 from lce.tokenizer.chat import render_chat
-from lce.tokenizer.files import TokenizerConfig, read_config, read_file
+from lce.tokenizer.files import TokenizerConfig, read_config
 from lce.tokenizer.spelling import Spelling
 from lce.tokenizer.vocabulary import JsonVocabulary, SentencePieceVocabulary, Vocabulary
 
@@ -62,10 +64,6 @@ class Tokenizer:
     the strings of `bos_id` and of the first of `eos_ids`, which are all the ids that end a generation.
     """
 
-    bos_id: int | None
-    eos_ids: tuple[int, ...]
-    chat_template: str | None
-
     def __init__(self, vocabulary: Vocabulary, config: TokenizerConfig, path: Path, vocab_size: int | None) -> None:
         self.vocab_size = vocabulary.size
         if vocab_size is not None and vocabulary.size > vocab_size:
@@ -76,7 +74,7 @@ class Tokenizer:
         self._vocabulary = vocabulary
         self._path = path
         self._id_limit = max(vocabulary.size, vocab_size or 0)
-        self._spelled: dict[int, bytes] = {}  # bytes by id, of ids seen so far that did not begin a text
+        self._bytes_of = cache(self._spelled)
         self.bos_token, self.bos_id = self._find("bos_token", config.bos_token, vocabulary.bos_id)
         self.eos_token, eos_id = self._find("eos_token", config.eos_token, vocabulary.eos_id)
         own = () if eos_id is None else (eos_id,)
@@ -168,17 +166,10 @@ class Tokenizer:
             )
         return token_id
 
-    def _bytes_of(self, token_id: int, first: bool) -> bytes | None:
+    def _spelled(self, token_id: int, first: bool) -> bytes | None:
         """The bytes that a token adds to the text; None for an id without a token."""
-        if not first and token_id in self._spelled:
-            return self._spelled[token_id]
         token = self._vocabulary.token(token_id)
-        if token is None:
-            return None
-        spelled = self._vocabulary.spelling.bytes_of(token, first)
-        if not first:
-            self._spelled[token_id] = spelled
-        return spelled
+        return None if token is None else self._vocabulary.spelling.bytes_of(token, first)
 
     def chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         """The text of a conversation in this model's chat format, ready for `encode`. DataError if it has none."""
@@ -186,12 +177,9 @@ class Tokenizer:
             raise DataError(
                 f"{self._path} comes without a chat template; use a chat model, or write the prompt as plain text"
             )
+        bos, eos = self.bos_token or "", self.eos_token or ""
         return render_chat(
-            self.chat_template,
-            messages,
-            bos_token=self.bos_token or "",
-            eos_token=self.eos_token or "",
-            add_generation_prompt=add_generation_prompt,
+            self.chat_template, messages, bos_token=bos, eos_token=eos, add_generation_prompt=add_generation_prompt
         )
 
 

@@ -1,8 +1,10 @@
 """The two kinds of tokenizer file, behind one interface.
 
 `JsonVocabulary` is tokenizer.json, read by the tokenizers library; `SentencePieceVocabulary` is tokenizer.model, read
-by sentencepiece. Both turn text into ids and ids into token strings; `Tokenizer` does the rest, the same for both.
-Every error of the libraries becomes a ModelError of one line.
+by sentencepiece. Both turn text into ids, recognising special tokens written in it, and ids into token strings, None in
+a gap of the vocabulary; `Tokenizer` does the rest, the same for both. `size` is the highest id + 1, `special` the ids
+that decoding skips, `prefix` and `suffix` the ids that the file puts before and after every text. Every error of the
+libraries becomes a ModelError of one line.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import sentencepiece
 import tokenizers
@@ -22,27 +23,6 @@ from lce.tokenizer.spelling import Spelling
 
 # A field written after a protobuf message overrides the one in it. This one sets normalizer_spec.add_dummy_prefix = 0.
 _NO_SPACE_BEFORE = b"\x1a\x02\x18\x00"
-
-
-class Vocabulary(Protocol):
-    """The tokens of one file."""
-
-    size: int  # the highest id + 1
-    special: set[int]  # ids that decoding skips
-    spelling: Spelling
-    prefix: list[int]  # ids that the file puts before every text
-    suffix: list[int]  # ids that the file puts after every text
-    bos_id: int | None
-    eos_id: int | None
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of `text` alone; special tokens written in it are recognised."""
-
-    def token(self, token_id: int) -> str | None:
-        """The token string of an id; None in a gap of the vocabulary."""
-
-    def id_of(self, token: str) -> int | None:
-        """The id of a token string; None if it is not in the vocabulary."""
 
 
 @contextmanager
@@ -152,3 +132,6 @@ class SentencePieceVocabulary:
 
     def id_of(self, token: str) -> int | None:
         return self._ids.get(token)
+
+
+Vocabulary = JsonVocabulary | SentencePieceVocabulary

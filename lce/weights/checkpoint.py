@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lce.errors import CapacityError, ModelError
 from lce.files import map_copy
-from lce.weights.header import LARGEST_HEADER, TensorInfo, damaged, parse_object, read_bytes, read_header, shown
+from lce.weights.header import LARGEST_HEADER, Damaged, TensorInfo, parse_object, read_bytes, read_header, shown
 
 __all__ = ["DTYPES", "Checkpoint", "TensorInfo"]
 
@@ -59,13 +59,9 @@ class Checkpoint:
         return cls(folder, read_header(whole if os.path.isfile(whole) else _only_file(folder)))
 
     def load(
-        self,
-        wanted: Mapping[str, tuple[str, tuple[int, ...]]],
-        *,
-        dtype: torch.dtype | None,
-        device: torch.device,
+        self, wanted: Mapping[str, tuple[str, tuple[int, ...]]], *, dtype: torch.dtype | None, device: torch.device,
         ignore: Sequence[str] = (),
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Tensor]:  # fmt: skip
         """The tensors of `wanted`, under its keys, in `dtype` (None: as stored) on `device`.
 
         An entry of `wanted` maps the caller's name to the name in the checkpoint and the shape it must have. Names,
@@ -107,7 +103,7 @@ class Checkpoint:
             for start, stop in _samples(info.start, info.stop):
                 sample = read_bytes(info.file, stop - start, start)
                 if len(sample) != stop - start:
-                    raise damaged(info.file, "the file was cut short since it was opened")
+                    raise Damaged(info.file, "the file was cut short since it was opened")
                 digest.update(sample)
         return digest.hexdigest()
 
@@ -170,21 +166,21 @@ def _sharded(folder: Path, index: Path) -> tuple[dict[str, TensorInfo], frozense
     """All tensors of the index's shards, and the names of those that the index does not list."""
     raw = read_bytes(index, LARGEST_HEADER + 1)
     if len(raw) > LARGEST_HEADER:
-        raise damaged(index, f"more than {LARGEST_HEADER} bytes")
+        raise Damaged(index, f"more than {LARGEST_HEADER} bytes")
     weight_map = parse_object(raw, index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
-        raise damaged(index, "weight_map is not an object of tensor names and file names")
+        raise Damaged(index, "weight_map is not an object of tensor names and file names")
     shards = sorted(set(weight_map.values()))
     _check_shard_names(folder, index, shards)
     tensors: dict[str, TensorInfo] = {}
     for shard in shards:
         for name, info in read_header(folder / shard).items():
             if name in tensors or weight_map.get(name, shard) != shard:
-                raise damaged(index, f"tensor {shown(name)} is in {shard} and in another shard")
+                raise Damaged(index, f"tensor {shown(name)} is in {shard} and in another shard")
             tensors[name] = info
     absent = [name for name in weight_map if name not in tensors]
     if absent:
-        raise damaged(index, f"its shards lack {len(absent)} of the tensors that it lists ({_few(absent)})")
+        raise Damaged(index, f"its shards lack {len(absent)} of the tensors that it lists ({_few(absent)})")
     return tensors, frozenset(tensors.keys() - weight_map.keys())
 
 
@@ -204,7 +200,7 @@ def _map(file: Path, size: int) -> mmap.mmap:
     try:
         with file.open("rb") as handle:
             if os.fstat(handle.fileno()).st_size != size:
-                raise damaged(file, "the file changed since it was opened")
+                raise Damaged(file, "the file changed since it was opened")
             return map_copy(handle.fileno(), size)
     except OSError as error:
         kind = CapacityError if error.errno == errno.ENOMEM else ModelError

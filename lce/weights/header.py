@@ -58,18 +58,18 @@ def read_all(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     entries = parse_object(raw, path)
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise damaged(path, "__metadata__ is not an object of strings")
+        raise Damaged(path, "__metadata__ is not an object of strings")
     data_start = 8 + len(raw)
     tensors = {name: _tensor(path, name, entry, data_start) for name, entry in entries.items()}
     end = data_start
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         if info.start != end:
             fault = "overlaps the one before it" if info.start < end else "leaves a hole before it"
-            raise damaged(path, f"tensor {shown(name)} {fault}")
+            raise Damaged(path, f"tensor {shown(name)} {fault}")
         end = info.stop
     if end != file_size:
         fault = "is cut short" if end > file_size else "has bytes that belong to no tensor"
-        raise damaged(path, f"the file {fault}: {file_size} bytes, expected {end}")
+        raise Damaged(path, f"the file {fault}: {file_size} bytes, expected {end}")
     return tensors, metadata
 
 
@@ -85,9 +85,9 @@ def parse_object(raw: bytes, path: Path) -> dict[str, object]:
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise damaged(path, f"not valid JSON: {error}") from None
+        raise Damaged(path, f"not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise damaged(path, f"a JSON {type(value).__name__} where an object is expected")
+        raise Damaged(path, f"a JSON {type(value).__name__} where an object is expected")
     return value
 
 
@@ -99,11 +99,6 @@ def read_bytes(path: Path, count: int, offset: int = 0) -> bytes:
             return file.read(count)
     except OSError as error:
         raise _unreadable(path, error) from None
-
-
-def damaged(path: Path, what: str) -> Damaged:
-    """The error for a damaged file."""
-    return Damaged(path, what)
 
 
 def shown(value: object) -> str:
@@ -120,7 +115,7 @@ def _unreadable(path: Path, error: OSError) -> ModelError:
 def _header_bytes(path: Path) -> tuple[bytes, int]:
     """The header's JSON and the size of the file."""
     if os.path.exists(path) and not os.path.isfile(path):
-        raise damaged(path, "not a regular file")
+        raise Damaged(path, "not a regular file")
     try:
         with path.open("rb", buffering=0) as file:
             file_size, prefix = os.fstat(file.fileno()).st_size, file.read(8)
@@ -128,32 +123,32 @@ def _header_bytes(path: Path) -> tuple[bytes, int]:
             if prefix == b"version ":
                 raise ModelError(f"{path} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`")
             if len(prefix) < 8 or length + 8 > file_size:
-                raise damaged(path, f"a header of {length} bytes does not fit in a file of {file_size}")
+                raise Damaged(path, f"a header of {length} bytes does not fit in a file of {file_size}")
             if length > LARGEST_HEADER:
-                raise damaged(path, f"a header of {length} bytes; expected at most {LARGEST_HEADER}")
+                raise Damaged(path, f"a header of {length} bytes; expected at most {LARGEST_HEADER}")
             raw = file.read(length)
     except OSError as error:
         raise _unreadable(path, error) from None
     if len(raw) != length or raw[:1] != b"{":
-        raise damaged(path, "the header does not begin with '{'")
+        raise Damaged(path, "the header does not begin with '{'")
     return raw, file_size
 
 
 def _tensor(path: Path, name: str, entry: object, data_start: int) -> TensorInfo:
     label = f"tensor {shown(name)}"
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise damaged(path, f"{label} is not described by dtype, shape and data_offsets")
+        raise Damaged(path, f"{label} is not described by dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
-        raise damaged(path, f"{label} has the unknown dtype {shown(dtype)}")
+        raise Damaged(path, f"{label} has the unknown dtype {shown(dtype)}")
     if not _are_sizes(shape) or len(shape) > _MOST_DIMENSIONS:
-        raise damaged(path, f"{label} has the impossible shape {shown(shape)}")
+        raise Damaged(path, f"{label} has the impossible shape {shown(shape)}")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise damaged(path, f"{label} has the impossible data_offsets {shown(offsets)}")
+        raise Damaged(path, f"{label} has the impossible data_offsets {shown(offsets)}")
     start, stop = offsets
     expected = math.prod(shape) * ITEM_SIZES[dtype]
     if stop - start != expected:
-        raise damaged(path, f"{label} has {stop - start} bytes; its shape and dtype take {expected}")
+        raise Damaged(path, f"{label} has {stop - start} bytes; its shape and dtype take {expected}")
     return TensorInfo(path, dtype, tuple(shape), data_start + start, data_start + stop)
 
 

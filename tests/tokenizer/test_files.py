@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from lce.errors import ModelError
-from lce.tokenizer.files import MAX_FILE_BYTES, read_config, read_file
+from lce.files import MAX_FILE_BYTES, read_file
+from lce.tokenizer.files import read_config
 from lce.tokenizer.tokenizer import Tokenizer
 from tests.vocabularies import one_line, write_json
 
