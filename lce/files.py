@@ -97,15 +97,16 @@ def map_copy(descriptor: int, size: int) -> mmap.mmap:
 
 
 def read_file(path: Path, most: int = MAX_FILE_BYTES) -> bytes | None:
-    """The bytes of a checkpoint's file, None if there is none. Raises ModelError for more than `most`."""
+    """The bytes of a checkpoint's file, None if there is none. Raises ModelError, without reading, for over `most`."""
     try:
         if not path.is_file():
             return None
         with path.open("rb") as file:
-            raw = file.read(most + 1)
+            size = os.fstat(file.fileno()).st_size
+            raw = file.read(most + 1) if size <= most else b""
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}; check the file and its permissions") from error
-    if len(raw) > most:
+    if max(size, len(raw)) > most:
         raise ModelError(f"{path} is larger than {most} bytes, which no such file is; download the file again")
     return raw
 
