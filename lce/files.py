@@ -97,22 +97,25 @@ def map_copy(descriptor: int, size: int) -> mmap.mmap:
 
 
 def read_file(path: Path, most: int = MAX_FILE_BYTES) -> bytes | None:
-    """The bytes of a checkpoint's file, None if there is none. Raises ModelError for more than `most`, unread."""
+    """The bytes of a checkpoint's file, None if there is none. Raises ModelError, without reading, for over `most`."""
     try:
         if not path.is_file():
             return None
-        if path.stat().st_size > most:
-            raise ModelError(f"{path} is larger than {most} bytes, which no such file is; download the file again")
-        return path.read_bytes()
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            raw = file.read(most + 1) if size <= most else b""
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}; check the file and its permissions") from error
+    if max(size, len(raw)) > most:
+        raise ModelError(f"{path} is larger than {most} bytes, which no such file is; download the file again")
+    return raw
 
 
-def read_object(path: Path, most: int = MAX_FILE_BYTES) -> dict[str, Any] | None:
-    """The object in a checkpoint's JSON file, None if there is none; otherwise as `read_file`."""
+def read_object(path: Path, most: int = MAX_FILE_BYTES) -> dict[str, Any]:
+    """The object in a checkpoint's JSON file, empty if there is no file; otherwise as `read_file`."""
     raw = read_file(path, most)
     if raw is None:
-        return None
+        return {}
     try:
         content = json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:

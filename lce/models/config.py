@@ -114,10 +114,9 @@ def config_file(folder: Path) -> Fields:
         kind = "is not a folder" if os.path.exists(folder) else "does not exist"
         raise ModelError(f"{folder} {kind}; expected a checkpoint's folder with a config.json; check the path")
     path = folder / "config.json"
-    values = read_object(path, LARGEST_FILE)
-    if values is None:
+    if not os.path.isfile(path):
         raise ModelError(f"{folder} has no config.json; expected a checkpoint's folder; check the path")
-    return Fields(str(path), values)
+    return Fields(str(path), read_object(path, LARGEST_FILE))
 
 
 def rope_section(fields: Fields) -> Fields:
@@ -169,7 +168,7 @@ def _dtype(fields: Fields) -> str | None:
 def _special_tokens(fields: Fields, folder: Path, vocab_size: int) -> tuple[int | None, tuple[int, ...]]:
     """The token that begins a text, and all that end one: those of generation_config.json, then those of the config."""
     path = folder / "generation_config.json"
-    generation = Fields(str(path), read_object(path, LARGEST_FILE) or {})
+    generation = Fields(str(path), read_object(path, LARGEST_FILE))
     bos = fields.token_ids("bos_token_id", vocab_size) + generation.token_ids("bos_token_id", vocab_size)
     eos = generation.token_ids("eos_token_id", vocab_size) + fields.token_ids("eos_token_id", vocab_size)
     bos = bos or _default_token(fields, "bos_token_id", vocab_size)

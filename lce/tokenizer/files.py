@@ -37,12 +37,12 @@ class TokenizerConfig:
 
 def read_config(folder: Path) -> TokenizerConfig:
     """The configuration of a checkpoint folder's tokenizer, without its vocabulary."""
-    config = read_object(folder / "special_tokens_map.json") or {}
-    own = read_object(folder / "tokenizer_config.json") or {}
+    config = read_object(folder / "special_tokens_map.json")
+    own = read_object(folder / "tokenizer_config.json")
     config |= {key: value for key, value in own.items() if value is not None}
-    added, special_names = _added_tokens(config, read_object(folder / "added_tokens.json") or {})
+    added, special_names = _added_tokens(config, read_object(folder / "added_tokens.json"))
     special_names += _special_names(config)
-    eos_ids = (read_object(folder / "generation_config.json") or {}).get("eos_token_id")
+    eos_ids = read_object(folder / "generation_config.json").get("eos_token_id")
     return TokenizerConfig(
         bos_token=_content(config.get("bos_token"), "bos_token"),
         eos_token=_content(config.get("eos_token"), "eos_token"),
@@ -104,7 +104,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     """The default chat template: of chat_template.jinja, else chat_template.json, else tokenizer_config.json."""
     raw = read_file(path := folder / "chat_template.jinja")
     if raw is None:
-        own = read_object(folder / "chat_template.json") or {}
+        own = read_object(folder / "chat_template.json")
         return choose_template(own.get("chat_template", config.get("chat_template")))
     try:
         return raw.decode()
