@@ -1,6 +1,6 @@
 """The command `lce`: one function a subcommand, each a few calls of the public face.
 
-Whatever is heavy is imported inside the functions, so that `--help` answers at once.
+Heavy modules are imported inside the functions, so that `--help` answers at once.
 """
 
 from __future__ import annotations

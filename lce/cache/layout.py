@@ -119,7 +119,7 @@ class CacheLayout:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of such a row."""
+        """Bytes of a row of `row_shape`."""
         return 2 * self.page_heads * self.head_dim * self.dtype.itemsize
 
     @property

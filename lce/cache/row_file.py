@@ -94,7 +94,7 @@ class RowFile:
         self._touch(len(rows) * self.row_bytes)
 
     def read(self, rows: Tensor) -> Tensor:
-        """The rows of these numbers, `[*rows.shape, *row_shape]`. Time and bytes: O(rows), whatever the file's size.
+        """The rows of these numbers, `[*rows.shape, *row_shape]`. Time and bytes: O(rows), for a file of any size.
 
         Raises `DataError` for a row that is not what was written.
         """

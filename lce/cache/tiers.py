@@ -334,7 +334,7 @@ class Pool(Tier):
 class TierStack:
     """The tiers of one context, from the device's pool down: all complete chunks that have left the recent buffers.
 
-    Nothing here changes what is attended: the same numbers are handed out whatever tier they were in.
+    Tiers never change what is attended: the same numbers come back from any of them.
     """
 
     def __init__(self, layout: CacheLayout, bottom: Tier, buffer_tokens: int = 0) -> None:
@@ -354,7 +354,7 @@ class TierStack:
     def empty(cls, layout: CacheLayout, n_tokens: int, file: RowFile | None) -> TierStack:
         """Tiers of a context of `n_tokens` tokens, over `file`; None: a spill file, if the layout has a folder for one.
 
-        Raises `CapacityError` where they cannot hold so many.
+        Raises `CapacityError` where the budgets cannot hold them.
         """
         if file is None and not layout.overflows:
             held = (layout.budget if layout.on_cpu else layout.budgets.host) or 0

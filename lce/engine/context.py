@@ -39,7 +39,7 @@ class Context:
         return f"Context({len(self)} tokens, {self.cache.bytes_by_tier['device']} bytes)"
 
     @property
-    def unread(self) -> list[int]:
+    def uncached(self) -> list[int]:
         """The tokens that are not in the cache yet."""
         return self.token_ids[self.cache.length :]
 

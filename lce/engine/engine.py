@@ -164,10 +164,10 @@ class Engine:
         Planner.into_file(self.layout, self.method.name).check(len(ids))
         job = PrefillJob(Path(path), self.layout, self.identity, ids, announced)
         context = self._context(job.data)
-        started, stats = time.perf_counter(), Stats(prompt_tokens=len(context.unread))
+        started, stats = time.perf_counter(), Stats(prompt_tokens=len(context.uncached))
         try:
             with torch.inference_mode():
-                for part in _blocks(context.unread, self.block, progress, done=context.cache.length):
+                for part in _blocks(context.uncached, self.block, progress, done=context.cache.length):
                     if context.cache.length - job.n_written >= every:
                         job.checkpoint(context.data)
                     self._append(context, part)
@@ -214,7 +214,7 @@ class Engine:
     @torch.inference_mode()
     def _advance(self, context: Context, progress: Progress | None = None) -> None:
         """Prefill the context's tokens that are not in its cache yet."""
-        for part in _blocks(context.unread, self.block, progress):
+        for part in _blocks(context.uncached, self.block, progress):
             self._append(context, part)
 
     def _append(self, context: Context, ids: Sequence[int], note: Note | None = None) -> Tensor:

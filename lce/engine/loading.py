@@ -62,7 +62,7 @@ def load(
     options = EngineOptions(resolved, Attention.choose(attention), window, scaling, layout)
     family = model_class(config)
     wanted = family.weights(config, checkpoint.tensors)
-    weights = checkpoint.load(wanted, dtype=layout.dtype, device=where, ignore=(*family.ignored, *config.unread))
+    weights = checkpoint.load(wanted, dtype=layout.dtype, device=where, ignore=(*family.ignored, *config.unused))
     return Engine(family(config, weights), tokenizer, checkpoint, options)
 
 

@@ -112,7 +112,7 @@ def convert(value: Any, kind: Any) -> Any:
     if kind in (int, float) and isinstance(value, (int, kind, str)) and not isinstance(value, bool):
         try:
             number = kind(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             raise ValueError("a whole number" if kind is int else "a number") from None
         if kind is float and not math.isfinite(number):
             raise ValueError("a finite number")

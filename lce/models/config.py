@@ -54,7 +54,7 @@ class ModelConfig:
     `dtype` is the one that the file announces, if it does; `Checkpoint.dtype` reads the stored one. `eos_ids` are all
     the tokens that end a text, those of generation_config.json first.
 
-    Weights are published under `weight_prefix`; `unread` are patterns of published names that the model does not use.
+    Weights are published under `weight_prefix`; `unused` are patterns of published names that the model does not use.
     """
 
     architecture: str
@@ -76,7 +76,7 @@ class ModelConfig:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     weight_prefix: str = ""
-    unread: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
     published: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)  # config.json as it stands
 
     @classmethod

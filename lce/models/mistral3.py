@@ -16,7 +16,7 @@ _OF_THE_WHOLE = ("dtype", "torch_dtype", "quantization_config", "compression_con
 
 @family("mistral3", "Mistral3ForConditionalGeneration")
 class Mistral3:
-    """Reads the text model, whose family `text_config` names, and leaves the image encoder's weights unread."""
+    """Reads the text model, whose family `text_config` names, and leaves the image encoder's weights unused."""
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
@@ -33,5 +33,5 @@ class Mistral3:
             config,
             tied=fields.flag("tie_word_embeddings", default=tied),
             weight_prefix="language_model.",
-            unread=("vision_tower.*", "multi_modal_projector.*"),
+            unused=("vision_tower.*", "multi_modal_projector.*"),
         )

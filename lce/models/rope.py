@@ -67,8 +67,8 @@ def _ntk_theta(theta: float, factor: float, head_dim: int) -> float:
 def _yarn_ramp(config: RopeConfig, head_dim: int, trained: int) -> Tensor:
     """YaRN (Peng et al., 2023): 1 where a frequency is slow and interpolated, 0 where it is kept, a ramp between."""
 
-    def dimension_of(turns: float) -> float:  # the pair that makes so many turns over the trained window
-        return head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
+    def dimension_of(cycles: float) -> float:  # the pair that makes this many cycles over the trained window
+        return head_dim * math.log(trained / (cycles * 2 * math.pi)) / (2 * math.log(config.theta))
 
     low, high = dimension_of(config.beta_fast), dimension_of(config.beta_slow)
     if config.truncate:

@@ -24,7 +24,7 @@ BLOCK = 32
 
 def last_logits(context: lce.Context) -> Tensor:
     assert context.logits is not None
-    assert not context.unread
+    assert not context.uncached
     return context.logits
 
 
@@ -47,7 +47,7 @@ def test_a_fork_in_the_middle_of_an_answer_goes_on_alike(engine: lce.Engine) -> 
     engine.generate([], max_tokens=5, context=context)
     fork = context.fork()
     assert fork.token_ids == context.token_ids
-    assert fork.unread == context.unread != []
+    assert fork.uncached == context.uncached != []
     assert fork.logits is not None
     ours, theirs = (engine.generate([], max_tokens=15, context=c).token_ids for c in (context, fork))
     assert ours == theirs
@@ -263,7 +263,7 @@ def test_a_question_that_fails_takes_no_word_of_the_last_answer_along(fragile: l
     with pytest.raises(Interrupted):
         fragile.prefill(question, context=context)
     assert context.token_ids == start + answer
-    assert context.unread == answer[-1:]
+    assert context.uncached == answer[-1:]
     for each in (context, fork):
         fragile.prefill(question, context=each)
     assert_same(context, contents(fork))

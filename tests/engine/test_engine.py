@@ -19,7 +19,7 @@ TEXT = "The quick brown fox jumps over the lazy dog, and then over the moon and 
 
 def last_logits(context: lce.Context) -> Tensor:
     assert context.logits is not None
-    assert not context.unread
+    assert not context.uncached
     return context.logits
 
 

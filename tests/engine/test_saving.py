@@ -94,7 +94,7 @@ def test_saving_opening_and_going_on_equals_never_having_stopped(
         assert torch.equal(context.logits, truth.logits)
         ours, theirs = (e.generate("", context=c, max_tokens=5) for e, c in ((engine, context), (straight, truth)))
         assert ours.token_ids == theirs.token_ids
-        assert context.unread == truth.unread
+        assert context.uncached == truth.uncached
 
 
 @pytest.mark.parametrize("budget", [None, SMALL])

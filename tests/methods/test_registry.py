@@ -99,3 +99,10 @@ def test_methods_are_values() -> None:
     assert isinstance(LongHeads(), Method)
     with pytest.raises(AttributeError):
         LongHeads().chunk_size = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("value", [10**400, "1e999", "nan", "half"])
+def test_a_number_that_is_none_is_refused(offered: Any, value: object) -> None:
+    offered(knobbed="Knobbed")
+    with pytest.raises(lce.UsageError, match=r"share=.* is not a (finite )?number; default share=0.5"):
+        make("knobbed", {"share": value})
