@@ -1,12 +1,12 @@
-# make demo    sets everything up, then asks the embedded model about a long text
+# make demo    sets everything up and asks the embedded model about a long text
 # make test    sets everything up and runs the tests
 # make check   checks format, lint and types
-# make venv    only makes the virtual environment; PYTHON=python3.12 chooses its Python
+# make venv    makes the virtual environment with lce in editable form; PYTHON=python3.12 selects the Python
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# The constraints go on every install, so that no dependency brings another torch.
+# Every install uses the constraints, so that no dependency replaces torch.
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .DELETE_ON_ERROR:
@@ -23,7 +23,7 @@ check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-venv: $(BIN)/python
+venv: $(VENV)/dev.stamp
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

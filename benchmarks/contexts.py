@@ -1,12 +1,12 @@
-"""A document is read once, into a file, and asked: what each costs, in time and in memory.
+"""The time and memory of prefilling a document into a context file, and of asking the file.
 
     python benchmarks/contexts.py --out demo.lce                             # the demo model, 100,000 tokens
     python benchmarks/contexts.py --out long.lce --model long --make small --dtype bfloat16 --tokens 1000000 \\
         --window 2048 -o chunk_size=256 --block 8192 --kv-host-budget 2GiB --checkpoint-every 65536 --lines 100
 
-With `--make`, `--model` is a folder in which a random checkpoint of that shape is made if there is none. Interrupted,
-the same command goes on from its last checkpoint. Peak memory counts mapped pages of files, which the system lends and
-takes back as it likes; "anonymous" is what is left without them, at the end. Asking is done by a process of its own.
+With `--make`, a random checkpoint of that shape is written to the folder `--model` if there is none. An interrupted
+command resumes from its last checkpoint when it is run again. Peak memory includes mapped pages of files, which the
+system can drop at any time; "anonymous" is the memory at the end without them. A separate process asks the file.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 from vs_transformers import SHAPES, machine, make_checkpoint, peak_memory
 
 import lce
+from lce.cache.tiers import Disk
 from lce.sizes import size_text
-from lce.terminal.options import knobs_of, pairs
-from lce.terminal.report import memory_text
+from lce.terminal.figures import memory_text
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
     if args.make and not Path(args.model).exists():
         Path(args.model).mkdir(parents=True)
         make_checkpoint(Path(args.model), SHAPES[args.make], "bfloat16" if args.dtype == "auto" else args.dtype)
-    method = lce.methods.make(args.method, knobs_of(args.method, pairs(None, None, tuple(args.knobs)), [args.method]))
+    method = lce.methods.make(args.method, dict(knob.split("=", 1) for knob in args.knobs))
     engine = lce.load(
         args.model, method, dtype=args.dtype, window=args.window, block=args.block,
         kv_host_budget=args.kv_host_budget, spill_dir=args.spill_dir,
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def read(engine: lce.Engine, args: argparse.Namespace) -> None:
-    """Prefill into the file, with the speed and the memory on the way."""
+    """Prefill into the file and print the speed and memory as it grows."""
     ids = [(i * 7919 + i // 4096) % (engine.model.config.vocab_size - 2) + 2 for i in range(args.tokens)]
     last = [0, time.perf_counter()]
 
@@ -78,14 +78,13 @@ def read(engine: lce.Engine, args: argparse.Namespace) -> None:
 
 
 def ask(engine: lce.Engine, path: str) -> None:
-    """Open the file in a process that has not read it, and write some tokens."""
+    """Open the file, in a process that has not prefilled it, and generate some tokens."""
     before = peak_memory()
     started = time.perf_counter()
     context = engine.open_context(path)
     opened = time.perf_counter() - started
     stats = engine.generate([17, 42], context=context, max_tokens=17).stats
-    archive = context.cache.archive
-    read = archive.file.bytes_read if archive is not None and archive.file is not None else 0
+    read = sum(tier.file.bytes_read for tier in context.cache.tiers if isinstance(tier, Disk))
     print(f"open: {opened:.3f} s; first token: {opened + stats.first_token_s:.3f} s after that of the start; decode: "
           f"{1000 * stats.decode_s / 16:.1f} ms a token; file {size_text(Path(path).stat().st_size)}, of which read "
           f"{size_text(read)}; memory {size_text(before)} with the model alone, {size_text(peak_memory())} at its "

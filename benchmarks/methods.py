@@ -1,17 +1,25 @@
-"""The methods beside full attention: the same random weights, one process, asked in turn.
+"""The speed of the methods relative to full attention: the same random weights, in one process, in turn.
 
     python benchmarks/methods.py                                             # every method at 8,192 tokens
     python benchmarks/methods.py --methods full,dca --lengths 8192,32768 --repeats 1
 
+    python benchmarks/methods.py --before ../lce-before --lengths 3072       # each method beside an older checkout's
+
 Prints, for each length, prefill and decode speeds and their time relative to `full` of the same run: medians of the
 repeats; below 1 is faster than full attention.
+
+With `--before`, both checkouts run in one process, in turn, so that a drift of the machine's speed affects both. Prints
+the median of the pairwise ratios of times, now / before: below 1 is faster now.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import statistics
+import sys
 import tempfile
+import time
 from pathlib import Path
 
 from vs_transformers import SHAPES, machine, make_checkpoint
@@ -30,6 +38,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=17)
+    parser.add_argument("--before", help="a folder with an older checkout, to compare each method with its own past")
     args = parser.parse_args()
     names = args.methods.split(",")
     if "full" not in names:
@@ -37,6 +46,10 @@ def main() -> None:
     print(f"{machine()}; {args.shape}, {args.dtype}, window {args.window}; medians of {args.repeats}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(Path(folder), SHAPES[args.shape], args.dtype)
+        if args.before:
+            for length in map(int, args.lengths.split(",")):
+                compare_before(args, names, folder, length)
+            return
         engines = {
             name: lce.load(folder, lce.methods.make(name, NEEDS.get(name)), window=args.window, dtype=args.dtype)
             for name in names
@@ -47,8 +60,48 @@ def main() -> None:
             compare(engines, length, args.repeats, args.new_tokens)
 
 
+def compare_before(args: argparse.Namespace, names: list[str], folder: str, length: int) -> None:
+    print(f"\n### {length:,} tokens, now / before\n\n| method | prefill | decode |\n|---|---:|---:|")
+    ids = token_ids(length)
+    for name in names:
+        roots = [str(Path(args.before).resolve()), str(Path(__file__).parent.parent)]
+        engines = [load_from(root, name, folder, args) for root in roots]
+        times: dict[str, list[list[float]]] = {"prefill": [[], []], "decode": [[], []]}
+        contexts = [engine.prefill(ids, length=length + 64 * args.repeats) for engine in engines]
+        for repeat in range(args.repeats):
+            for which in (0, 1) if repeat % 2 else (1, 0):
+                started = time.perf_counter()
+                engines[which].prefill(ids)
+                times["prefill"][which].append(time.perf_counter() - started)
+        for repeat in range(3 * args.repeats):
+            for which in (0, 1) if repeat % 2 else (1, 0):
+                stats = engines[which].generate([7], context=contexts[which], max_tokens=args.new_tokens).stats
+                times["decode"][which].append(stats.decode_s)
+        ratios = [statistics.median(b / a for a, b in zip(before, now, strict=True)) for before, now in times.values()]
+        print(f"| `{name}` | {ratios[0]:.3f} | {ratios[1]:.3f} |", flush=True)
+
+
+def load_from(root: str, name: str, folder: str, args: argparse.Namespace) -> lce.Engine:
+    """An engine of the checkout at `root`: its modules take the place of those that are imported already."""
+    for module in [module for module in sys.modules if module.partition(".")[0] == "lce"]:
+        del sys.modules[module]
+    sys.path.insert(0, root)
+    package = importlib.import_module("lce")
+    assert Path(package.__file__ or "").is_relative_to(root), f"{root} is no checkout of lce"
+    engine: lce.Engine = package.load(
+        folder, package.methods.make(name, NEEDS.get(name)), window=args.window, dtype=args.dtype
+    )
+    engine.generate(list(range(2, 66)), max_tokens=2)
+    sys.path.remove(root)
+    return engine
+
+
+def token_ids(length: int) -> list[int]:
+    return [(i * 7919) % 31000 + 2 for i in range(length)]
+
+
 def compare(engines: dict[str, lce.Engine], length: int, repeats: int, new_tokens: int) -> None:
-    ids = [(i * 7919) % 31000 + 2 for i in range(length)]
+    ids = token_ids(length)
     speeds: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
     for _ in range(repeats):
         for name, engine in engines.items():

@@ -1,12 +1,12 @@
-"""lce beside transformers: the same random weights, the same machine, one run.
+"""The speed of lce relative to transformers: the same random weights, on the same machine, in one run.
 
     python benchmarks/vs_transformers.py                       # both shapes, float32 and bfloat16
     python benchmarks/vs_transformers.py --shape small --dtype float32 --lengths 512,2048
 
-Each engine lives in a process of its own and they are asked in turn, so that a drift of the machine's speed meets
-both. transformers is driven by its model's forward with its own cache and SDPA attention, logits of the last token
-alone, without the overhead of its `generate`. Load time excludes imports; peak memory is the process's own, mapped
-pages included. Speeds are medians; a ratio of speeds above 1 and of load time and memory below 1 is in lce's favour.
+Each engine runs in its own process. They are measured in turn, so that a drift of the machine's speed affects both.
+transformers runs its model's forward, with its own cache and SDPA attention and the logits of the last token alone,
+without the overhead of its `generate`. Load time excludes imports; peak memory is that of the process, mapped pages
+included. Speeds are medians. lce is better where a ratio of speeds is above 1, or one of load time or memory below 1.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ def make_checkpoint(folder: Path, shape: dict[str, int], dtype: str) -> None:
     from safetensors.torch import save_file
 
     from lce.engine.loading import DEMO
-    from lce.models.config import ModelConfig
-    from lce.models.llama import weight_specs
+    from lce.models.registry import model_class, read_config
 
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -73,11 +72,10 @@ def make_checkpoint(folder: Path, shape: dict[str, int], dtype: str) -> None:
         shutil.copy(DEMO / name, folder / name)
     torch.manual_seed(0)
     kind = getattr(torch, dtype)
+    model = read_config(folder)
     tensors = {
-        spec.name: torch.ones(spec.shape, dtype=kind)
-        if len(spec.shape) == 1
-        else torch.empty(spec.shape, dtype=kind).normal_(std=0.02)
-        for spec in weight_specs(ModelConfig.from_folder(folder)).values()
+        name: torch.ones(size, dtype=kind) if len(size) == 1 else torch.empty(size, dtype=kind).normal_(std=0.02)
+        for name, size in model_class(model).weights(model).values()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 

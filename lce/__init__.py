@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from lce.version import __version__
 
 if TYPE_CHECKING:
     from lce import methods
@@ -24,59 +24,38 @@ if TYPE_CHECKING:
     from lce.engine.sampling import Sampling
     from lce.engine.trace import Trace
     from lce.errors import CapacityError, DataError, LceError, ModelError, UsageError
-    from lce.methods.base import Method, SelectiveMethod
+    from lce.methods.base import Method
+    from lce.methods.selective import SelectiveMethod
 
 _HOMES = {
-    "CapacityError": "lce.errors",
-    "Context": "lce.engine.context",
-    "DataError": "lce.errors",
-    "Engine": "lce.engine.engine",
-    "Generation": "lce.engine.decode",
-    "LceError": "lce.errors",
-    "Method": "lce.methods.base",
-    "ModelError": "lce.errors",
-    "Piece": "lce.engine.decode",
-    "Plan": "lce.engine.planning",
-    "Sampling": "lce.engine.sampling",
-    "SelectiveMethod": "lce.methods.base",
-    "Stats": "lce.engine.decode",
-    "Stream": "lce.engine.decode",
-    "Trace": "lce.engine.trace",
-    "UsageError": "lce.errors",
-    "load": "lce.engine.loading",
-    "plan": "lce.engine.loading",
+    "lce.engine.context": ("Context",),
+    "lce.engine.decode": ("Generation", "Piece", "Stats", "Stream"),
+    "lce.engine.engine": ("Engine",),
+    "lce.engine.loading": ("load", "plan"),
+    "lce.engine.planning": ("Plan",),
+    "lce.engine.sampling": ("Sampling",),
+    "lce.engine.trace": ("Trace",),
+    "lce.errors": ("CapacityError", "DataError", "LceError", "ModelError", "UsageError"),
+    "lce.methods.base": ("Method",),
+    "lce.methods.selective": ("SelectiveMethod",),
 }
 
 __all__ = [
-    "CapacityError",
-    "Context",
-    "DataError",
-    "Engine",
-    "Generation",
-    "LceError",
-    "Method",
-    "ModelError",
-    "Piece",
-    "Plan",
-    "Sampling",
-    "SelectiveMethod",
-    "Stats",
-    "Stream",
-    "Trace",
-    "UsageError",
-    "__version__",
-    "load",
-    "methods",
+    "CapacityError", "Context", "DataError", "Engine", "Generation", "LceError", "Method", "ModelError", "Piece",
+    "Plan", "Sampling", "SelectiveMethod", "Stats", "Stream", "Trace", "UsageError", "__version__", "load", "methods",
     "plan",
-]
+]  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
-    if name == "methods":
-        return importlib.import_module("lce.methods")
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'lce' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker reports a name that the package does not have
+
+    def __getattr__(name: str) -> Any:
+        if name == "methods":
+            return importlib.import_module("lce.methods")
+        for home, names in _HOMES.items():
+            if name in names:
+                return getattr(importlib.import_module(home), name)
+        raise AttributeError(f"module 'lce' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -1,8 +1,8 @@
-"""Learning low-dim maps for a model from text (Wang et al., 2025, Eq. 5-7), and measuring what they lose.
+"""Learns a model's low-dim maps from text (Wang et al., 2025, Eq. 5-7), and measures their top-k recall.
 
-The text is read in pieces of one window, and the queries and keys of every layer are written to a work folder beside
-the map file; then each layer's two maps are learned from them. Both stages leave finished files behind, so that an
-interrupted calibration goes on where it was when it is asked for again.
+The text is prefilled in pieces of one window, and the queries and keys of every layer are written to a work folder
+beside the map file. Then the two maps of each layer are learned from them. Finished pieces and layers stay in the work
+folder, so that an interrupted calibration resumes when it is called again.
 """
 
 from __future__ import annotations
@@ -21,31 +21,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from lce.cache.layer import LayerCache
-from lce.engine.engine import Engine
-from lce.engine.loading import load
+from lce import Engine, load
 from lce.errors import CapacityError, DataError, UsageError
 from lce.files import write_whole
-from lce.methods.full import Full
-from lce.methods.lowdim import (
-    LowDimMap,
-    LowDimMaps,
-    block_scores,
-    first_best,
-    principal,
-    side_by_side,
-    spread,
-)
-from lce.methods.step import Step
-from lce.models.rope import rotate
+from lce.methods import Full, LayerCache, Step, rotate
+from lce.methods.lowdim import LowDimMap, LowDimMaps, block_scores, concat_heads, first_best, principal, spread
 
-Progress = Callable[[str, int, int], None]  # what is being done, done, of how many
-HELD_OUT = 8  # one piece in so many is for measuring, not for learning
+Progress = Callable[[str, int, int], None]  # the stage, units done, units in all
+HELD_OUT = 8  # one piece in 8 measures recall and is not learned from
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """How maps are learned: Adam on the squared error of the scores of `batch` queries and as many keys at a time."""
+    """How maps are learned: by Adam, on the squared error of the scores of `batch` queries and `batch` keys a step."""
 
     low_dim: int = 128
     tokens: int = 50_000
@@ -64,7 +52,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Recall:
-    """The share of a layer's truly best tokens that low-dim keys find, by the learned maps and by PCA."""
+    """The share of a layer's `top_k` best tokens that low-dim keys find, by the learned maps and by PCA."""
 
     layer: int
     top_k: int
@@ -74,7 +62,7 @@ class Recall:
 
 @dataclass(frozen=True)
 class Recorder(Full):
-    """Full attention that hands out each layer's unrotated queries and keys of a block, as "q.0" or "k.0"."""
+    """Full attention that passes each layer's unrotated queries and keys to `sink`, as "q.0" or "k.0"."""
 
     sink: Callable[[str, Tensor], None] = lambda name, x: None
 
@@ -88,24 +76,19 @@ class Recorder(Full):
 
 
 def calibrate(
-    model: str | Path,
-    text: str,
-    out: str | Path,
-    options: Calibration | None = None,
-    *,
-    progress: Progress = lambda what, done, total: None,
-    **loading: Any,
-) -> list[Recall]:
-    """Learn a model's maps from `text`, write them to `out`, and measure them on the pieces that were held out.
+    model: str | Path, text: str, out: str | Path, options: Calibration | None = None, *,
+    progress: Progress = lambda what, done, total: None, **loading: Any,
+) -> list[Recall]:  # fmt: skip
+    """Learn a model's maps from `text`, write them to `out`, and return each layer's recall on held-out pieces.
 
-    `loading` goes to `lce.load`. Raises `DataError` for too little text, `CapacityError` for too little disk,
+    `loading` are options of `lce.load`. Raises `DataError` for too little text, `CapacityError` for too little disk,
     `UsageError` where `out` was begun with other options.
     """
     out, options = Path(out), options or Calibration()
     if out.is_dir() or not out.parent.is_dir():
         raise DataError(f"cannot write {out}: expected a file in a folder that exists")
     seen: dict[str, list[Tensor]] = defaultdict(list)
-    engine = load(model, Recorder(sink=lambda name, x: seen[name].append(side_by_side(x).cpu())), **loading)
+    engine = load(model, Recorder(sink=lambda name, x: seen[name].append(concat_heads(x).cpu())), **loading)
     pieces = _pieces(engine, text, options)
     work = _work_folder(out, engine, pieces, options)
     for index, ids in enumerate(pieces):
@@ -115,18 +98,15 @@ def calibrate(
             engine.prefill(ids)
             write_whole(file, save({name: torch.cat(rows).contiguous() for name, rows in seen.items()}))
         progress("reading", index + 1, len(pieces))
-    maps, recalls = [], []
-    for layer in range(engine.model.config.n_layers):
-        learned, recall = _layer(work, layer, engine, len(pieces), options, progress)
-        maps.append(learned)
-        recalls.append(recall)
-    LowDimMaps(maps).save(out, engine.fingerprint)
+    n_layers = engine.model.config.n_layers
+    learned = [_layer(work, layer, engine, len(pieces), options, progress) for layer in range(n_layers)]
+    LowDimMaps([maps for maps, _ in learned]).save(out, engine.fingerprint)
     shutil.rmtree(work)
-    return recalls
+    return [recall for _, recall in learned]
 
 
 def _pieces(engine: Engine, text: str, options: Calibration) -> list[list[int]]:
-    """The first tokens of the text, in runs of one window; those that are left over are not used."""
+    """The first `options.tokens` tokens of the text in pieces of one window; an incomplete last piece is dropped."""
     ids = engine.tokenizer.encode(text, bos=False)[: options.tokens]
     size = min(engine.window, 4096)
     pieces = [ids[start : start + size] for start in range(0, len(ids) - size + 1, size)]
@@ -136,7 +116,7 @@ def _pieces(engine: Engine, text: str, options: Calibration) -> list[list[int]]:
 
 
 def _work_folder(out: Path, engine: Engine, pieces: Sequence[Sequence[int]], options: Calibration) -> Path:
-    """The folder of unfinished work, which is this work's or new."""
+    """The work folder, new or of an earlier call with the same plan. Raises `UsageError` for another plan."""
     work = out.with_name(out.name + ".work")
     plan = {
         **asdict(options),
@@ -145,14 +125,14 @@ def _work_folder(out: Path, engine: Engine, pieces: Sequence[Sequence[int]], opt
         "dtype": str(engine.dtype),
         "rope": repr(engine.rope),
     }
-    told = work / "plan.json"
+    plan_file = work / "plan.json"
     config = engine.model.config
-    if told.exists() and json.loads(told.read_text()) != plan:
+    if plan_file.exists() and json.loads(plan_file.read_text()) != plan:
         raise UsageError(f"{work} was begun with other options, text or model; finish it with those, or delete it")
     row = (config.n_heads + config.n_kv_heads) * config.head_dim * engine.dtype.itemsize
     needed = row * config.n_layers * sum(map(len, pieces))
     free = shutil.disk_usage(out.parent).free
-    if not told.exists() and needed > free:
+    if not plan_file.exists() and needed > free:
         raise CapacityError(
             f"calibrating needs {needed:,} bytes for queries and keys in {work}, {free:,} are free; give fewer --tokens"
         )
@@ -160,64 +140,62 @@ def _work_folder(out: Path, engine: Engine, pieces: Sequence[Sequence[int]], opt
         work.mkdir(exist_ok=True)
     except OSError as error:
         raise DataError(f"cannot write {work}: {error.strerror}") from error
-    write_whole(told, json.dumps(plan).encode())
+    write_whole(plan_file, json.dumps(plan).encode())
     return work
 
 
 def _layer(
     work: Path, layer: int, engine: Engine, n_pieces: int, options: Calibration, progress: Progress
 ) -> tuple[LowDimMap, Recall]:
-    """One layer's maps and their recall, learned now or before."""
+    """One layer's maps and their recall, from the work folder if they are there, else learned and written to it."""
     file = work / f"layer-{layer:03}.safetensors"
     if not file.exists():
-        rows = [_rows(work / f"piece-{index:05}.safetensors", layer) for index in range(n_pieces)]
         held_out = range(HELD_OUT - 1, n_pieces, HELD_OUT)
         learn = [index for index in range(n_pieces) if index not in held_out]
-        far = max(1, engine.window // 2)
-        q, k = (_joined(rows, learn, what, engine) for what in (0, 1))
-        q_test, k_test = (_joined(rows, held_out, what, engine) for what in (0, 1))
-        q, q_test = (_turned(x, engine, far) for x in (q, q_test))
+        q, q_test = (_turned(_rows(work, f"q.{layer}", pieces, engine), engine) for pieces in (learn, held_out))
+        k, k_test = (_rows(work, f"k.{layer}", pieces, engine) for pieces in (learn, held_out))
         n_kv_heads = engine.model.config.n_kv_heads
         pca = _shared(principal(k.unflatten(1, (n_kv_heads, -1)).transpose(0, 1), options.low_dim), engine)
         maps = _learn(q, k, pca, engine, options, layer, progress)
         top_k = max(1, min(engine.window // 4, len(k_test) // 4))
         calibrated, plain = (_recall(q_test, k_test, made, engine, top_k) for made in (maps, pca))
-        told = {"recall": json.dumps(asdict(Recall(layer, top_k, calibrated, plain)))}
+        metadata = {"recall": json.dumps(asdict(Recall(layer, top_k, calibrated, plain)))}
         tensors = {"query": maps.query.cpu().contiguous(), "key": maps.key.cpu().contiguous()}
-        write_whole(file, save(tensors, told))
+        write_whole(file, save(tensors, metadata))
     with safe_open(file, framework="pt") as held:
         recall = Recall(**json.loads(held.metadata()["recall"]))
         return LowDimMap(held.get_tensor("query"), held.get_tensor("key")), recall
 
 
-def _rows(file: Path, layer: int) -> tuple[Tensor, Tensor]:
-    try:
-        with safe_open(file, framework="pt") as held:
-            return held.get_tensor(f"q.{layer}"), held.get_tensor(f"k.{layer}")
-    except (OSError, SafetensorError) as error:
-        raise DataError(f"cannot read {file}: {error}; delete {file.parent} and calibrate again") from error
+def _rows(work: Path, name: str, pieces: Sequence[int], engine: Engine) -> Tensor:
+    """The queries or keys (`name` is "q.0" or "k.0") of some pieces, one behind the other."""
+    rows = []
+    for file in (work / f"piece-{index:05}.safetensors" for index in pieces):
+        try:
+            with safe_open(file, framework="pt") as held:
+                rows.append(held.get_tensor(name))
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"cannot read {file}: {error}; delete {work} and calibrate again") from error
+    return torch.cat(rows).to(engine.device, torch.float32)
 
 
-def _joined(rows: Sequence[tuple[Tensor, Tensor]], pieces: Sequence[int], what: int, engine: Engine) -> Tensor:
-    return torch.cat([rows[index][what] for index in pieces]).to(engine.device, torch.float32)
-
-
-def _turned(q: Tensor, engine: Engine, far: int) -> Tensor:
-    """Queries `[N, H·D]` rotated to the position from which far keys are seen."""
-    table = engine.rope_of(0).table(torch.tensor([far], device=q.device), q.dtype)
+def _turned(q: Tensor, engine: Engine) -> Tensor:
+    """Queries `[N, H·D]` rotated to `far`, half of the window."""
+    far = torch.tensor([max(1, engine.window // 2)], device=q.device)
+    turn = engine.rope_of(0).turn(far, q.dtype)
     heads = q.unflatten(1, (-1, engine.model.config.head_dim))
-    return rotate(heads, table).flatten(1)
+    return rotate(heads, turn).flatten(1)
 
 
 def _shared(basis: Tensor, engine: Engine) -> LowDimMap:
-    """One basis `[G·D, R]` for keys, and for the queries of the heads that share a KV head."""
+    """The maps of a basis `[G·D, R]` of the keys; query heads take the basis of their KV head."""
     config = engine.model.config
     query = basis.unflatten(0, (config.n_kv_heads, -1)).repeat_interleave(config.n_heads // config.n_kv_heads, 0)
     return LowDimMap(query.flatten(0, 1), basis)
 
 
 def _exact(q: Tensor, engine: Engine) -> Tensor:
-    """Queries `[N, H·D]` summed over the heads that share a KV head, `[N, G·D]`: what keys are multiplied by."""
+    """Queries `[N, H·D]` summed over the heads of each KV head, `[N, G·D]`; exact scores are these times the keys."""
     config = engine.model.config
     summed: Tensor = q.unflatten(1, (config.n_kv_heads, -1, config.head_dim)).sum(dim=2)
     return summed.flatten(1)
@@ -227,9 +205,9 @@ def _learn(
     q: Tensor, k: Tensor, start: LowDimMap, engine: Engine, options: Calibration, layer: int,
     progress: Progress,
 ) -> LowDimMap:  # fmt: skip
-    """Maps of least squared error, from those of PCA on: `q [N, H·D]`, `k [N, G·D]`.
+    """Maps of least squared error for `q [N, H·D]`, `k [N, G·D]`, trained from `start`.
 
-    The keys' mean is taken away first: it shifts all scores of a query alike and says nothing of which token is best.
+    The keys' mean is subtracted first: it adds the same to all scores of a query and changes no ranking.
     """
     k = k - k.mean(dim=0)
     shared = _exact(q, engine)
@@ -253,16 +231,13 @@ def _learn(
 
 
 def _recall(q: Tensor, k: Tensor, maps: LowDimMap, engine: Engine, top_k: int, block: int = 128, eps: int = 1) -> float:
-    """The share of the `top_k` best of keys `[N, G·D]` for each block of queries that the maps find too."""
-    shared, low_q, low_k = _exact(q, engine), q @ maps.query, (k @ maps.key).T
-    shares = []
-    for start in range(0, len(q), block):
-        here = slice(start, start + block)
-        n_queries = len(q[here])
+    """The share of the `top_k` best keys `[N, G·D]` of each block of queries that low-dim scores find too."""
 
-        def best(a: Tensor, b: Tensor, here: slice = here, n_queries: int = n_queries) -> set[int]:
-            scores = block_scores(lambda rows: a[here][rows] @ b, n_queries, b.shape[1])
-            return set(first_best(spread(scores, eps), top_k).tolist())
+    def best(queries: Tensor, keys: Tensor) -> set[int]:
+        scores = block_scores(lambda rows: queries[rows] @ keys.T, len(queries), len(keys))
+        return set(first_best(spread(scores, eps), top_k).tolist())
 
-        shares.append(len(best(shared, k.T) & best(low_q, low_k)) / top_k)
+    blocks = zip(_exact(q, engine).split(block), (q @ maps.query).split(block), strict=True)
+    low_k = k @ maps.key
+    shares = [len(best(exact, k) & best(low, low_k)) / top_k for exact, low in blocks]
     return sum(shares) / len(shares)

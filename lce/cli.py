@@ -1,21 +1,21 @@
 """The command `lce`: one function a subcommand, each a few calls of the public face.
 
-Whatever is heavy is imported inside the functions, so that `--help` answers at once.
+Heavy modules are imported inside the functions, so that `--help` answers at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 from typing import Any, NoReturn
 
 import click
+from click import option
 
 import lce
 from lce.errors import CapacityError, UsageError
-from lce.terminal import options, report
+from lce.terminal import figures, options
 from lce.terminal.exits import INTERRUPTED, Root, leave_interrupted, prepare_streams
+from lce.terminal.output import Output
 
 
 def main() -> NoReturn:
@@ -29,7 +29,10 @@ def main() -> NoReturn:
         raise
 
 
-@click.group("lce", cls=Root, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
+
+
+@click.group("lce", cls=Root, context_settings=_SETTINGS)
 @click.version_option(lce.__version__, message="%(prog)s %(version)s")
 @options.debug_option
 def cli() -> None:
@@ -38,75 +41,56 @@ def cli() -> None:
 
 @cli.command()
 @options.model_option
-@click.option("--prompt", metavar="TEXT|-", help="The text to go on from; - reads stdin.")
-@click.option("--prompt-file", "-f", metavar="FILE", help="A UTF-8 file with the text; - reads stdin.")
-@click.option("--context", "context_file", metavar="FILE", help="Go on from what `lce prefill` read, as it is.")
-@click.option("--max-tokens", type=int, default=256, show_default=True, help="Write at most this many tokens.")
-@click.option("--method", default="full", show_default=True, metavar="NAME", help="One of `lce methods`.")
-@options.knob_option
+@options.prompt_options
+@option("--context", "context_file", metavar="FILE", help="Continue this file of `lce prefill`; it does not change.")
+@option("--max-tokens", type=int, default=256, help="Write at most this many tokens.")
+@options.method_options
 @options.sampling_options
 @options.loading_options
-@options.json_option
-@options.quiet_option
-@options.debug_option
+@options.output_options
 def generate(
-    model: str, prompt: str | None, prompt_file: str | None, context_file: str | None, max_tokens: int, method: str,
-    knobs: dict[str, str], temperature: float, top_p: float, top_k: int, min_p: float, seed: int | None,
-    stop: tuple[str, ...], as_json: bool, quiet: bool, **loading: Any,
+    model: str, prompt: str, context_file: str | None, max_tokens: int, method: lce.Method, sampling: lce.Sampling,
+    loading: dict[str, Any], output: Output,
 ) -> None:  # fmt: skip
-    """Go on from a prompt.
+    """Continue a prompt.
 
     The text alone goes to stdout, as it is written; progress and figures go to stderr.
 
     With both --prompt-file and --prompt, the file's text comes first and the prompt on a line of its own after it.
     With neither, stdin is read. The line break that ends a file or stdin is not part of the prompt.
     """
-    text = options.read_prompt(prompt, prompt_file)
-    sampling = lce.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop)
-    engine = lce.load(model, lce.methods.make(method, knobs), **loading)
+    engine = lce.load(model, method, **loading)
     context = None if context_file is None else engine.open_context(context_file)
-    with report.Bar("prefill", " tok", shown=not quiet) as bar:
-        stream = engine.stream(text, context=context, max_tokens=max_tokens, sampling=sampling, progress=bar)
-        if as_json:
-            for _ in stream:
-                pass
-            click.echo(json.dumps(report.generation_object(stream.result, engine.method)))
-        else:
-            write_out(stream)
-    if not quiet:
-        click.echo(report.figures(stream.result.stats), err=True)
+    with output.bar("prefill", " tok") as bar:
+        stream = engine.stream(prompt, context=context, max_tokens=max_tokens, sampling=sampling, progress=bar)
+        output.generation(stream)
+    output.object(figures.generation_object(stream.result, engine.method))
+    output.figures(figures.generation_line(stream.result.stats))
 
 
 @cli.command()
 @options.model_option
-@click.option("--prompt", metavar="TEXT|-", help="The text to read; - reads stdin.")
-@click.option("--prompt-file", "-f", metavar="FILE", help="A UTF-8 file with the text; - reads stdin.")
-@click.option("--out", required=True, metavar="FILE", help="Where the context goes, for example document.lce.")
-@click.option("--checkpoint-every", type=int, metavar="TOKENS", help="Interrupted, go on from the last so many.")
-@click.option("--length", type=int, metavar="TOKENS", help="How long the context will become; for --rope dynamic.")
-@click.option("--method", default="full", show_default=True, metavar="NAME", help="One of `lce methods`.")
-@options.knob_option
+@options.prompt_options
+@option("--out", required=True, metavar="FILE", help="Where the context goes, for example document.lce.")
+@option("--checkpoint-every", type=int, metavar="TOKENS", help="Save after every so many tokens, to resume from.")
+@option("--length", type=int, metavar="TOKENS", help="Final length of the context; for --rope dynamic.")
+@options.method_options
 @options.loading_options
-@options.json_option
-@options.quiet_option
-@options.debug_option
+@options.output_options
 def prefill(
-    model: str, prompt: str | None, prompt_file: str | None, out: str, checkpoint_every: int | None,
-    length: int | None, method: str, knobs: dict[str, str], as_json: bool, quiet: bool, **loading: Any,
-) -> None:  # fmt: skip
-    """Read a text once, into a file that can be asked many times: `lce generate --context FILE`.
+    model: str, prompt: str, out: str, method: lce.Method, loading: dict[str, Any], output: Output, **reading: Any
+) -> None:
+    """Prefill a text once, into a file that can be asked many times: `lce generate --context FILE`.
 
-    The file fits this model, method and its knobs, RoPE scaling and dtype, and no other. With --checkpoint-every, the
-    same command goes on where it was interrupted.
+    The file fits only this model, method and its knobs, RoPE scaling and dtype. With --checkpoint-every, an interrupted
+    prefill resumes when the same command is run again.
     """
-    text = options.read_prompt(prompt, prompt_file)
-    engine = lce.load(model, lce.methods.make(method, knobs), **loading)
-    with report.Bar("prefill", " tok", shown=not quiet) as bar:
-        figures = engine.prefill_file(text, out, length=length, checkpoint_every=checkpoint_every, progress=bar)
-    if as_json:
-        click.echo(json.dumps({"context": out, "stats": dataclasses.asdict(figures)}))
-    elif not quiet:
-        click.echo(report.prefill_figures(figures), err=True)
+    engine = lce.load(model, method, **loading)
+    with output.bar("prefill", " tok") as bar:
+        stats = engine.prefill_file(prompt, out, progress=bar, **reading)
+    output.object({"context": out, "stats": dataclasses.asdict(stats)})
+    if not output.json:
+        output.figures(figures.prefill_line(stats))
 
 
 @cli.group("eval")
@@ -116,183 +100,126 @@ def evaluation() -> None:
 
 @evaluation.command()
 @options.model_option
-@click.option(
-    "--method",
-    "names",
-    multiple=True,
-    default=["full"],
-    show_default=True,
-    callback=options.names,
-    metavar="NAME",
-    help="One of `lce methods`; repeatable, or a list with commas.",
-)
-@options.knob_option
-@click.option(
-    "--lengths", required=True, callback=options.lengths, metavar="LIST", help="Tokens, with commas; 2k is 2048."
-)
-@click.option("--samples", type=int, default=50, show_default=True, help="Prompts for each method and length.")
-@click.option("--seed", type=int, default=0, show_default=True, help="The same seed makes the same prompts.")
-@click.option("--task", default="passkey", show_default=True, help="What is hidden in the text.")
-@click.option("--filler", default="prose", show_default=True, metavar="prose|noise", help="The text it is hidden in.")
-@click.option("--record", metavar="FILE", help="Write each answer down, and do not ask again what stands there.")
+@options.methods_options
+@option("--lengths", required=True, callback=options.parse_lengths, metavar="LIST", help="Such as 512,2k (2k is 2048).")
+@option("--samples", "n", type=int, default=50, help="Prompts for each method and length.")
+@option("--seed", type=int, default=0, help="The same seed makes the same prompts.")
+@option("--task", default="passkey", help="What is hidden in the text.")
+@option("--filler", default="prose", metavar="prose|noise", help="The text it is hidden in.")
+@option("--record", metavar="FILE", help="Keep the answers in this file; samples that it has are skipped.")
 @options.loading_options
-@options.json_option
-@options.quiet_option
-@options.debug_option
+@options.output_options
 def passkey(
-    model: str, names: list[str], knobs: dict[str, str], lengths: list[int], samples: int, seed: int, task: str,
-    filler: str, record: str | None, as_json: bool, quiet: bool, **loading: Any,
+    model: str, methods: list[lce.Method], lengths: list[int], record: str | None, loading: dict[str, Any],
+    output: Output, **task: Any,
 ) -> None:  # fmt: skip
-    """Hide a fact in texts of some lengths and ask for it; the share of right answers.
+    """Hide a fact in texts of some lengths, ask for it, and print the share of right answers.
 
-    Every method gets the same prompts. Knobs given with -o go to each of the methods, -o METHOD.KEY=VALUE to one. With
-    --record, an evaluation that was interrupted goes on where it was.
+    Every method gets the same prompts. -o KEY=VALUE is a knob of all methods, -o METHOD.KEY=VALUE of one. With
+    --record, an interrupted evaluation resumes when the same command is run again.
     """
     from lce.eval.passkey import evaluate
     from lce.eval.record import Record
 
-    asked: dict[str, Any] = {"n": samples, "seed": seed, "task": task, "filler": filler}
-    asked["record"] = Record(record) if record else None
-    methods = [lce.methods.make(name, options.knobs_of(name, knobs, names)) for name in names]
+    answers = Record(record) if record else None
     scores = []
-    if not as_json:
-        click.echo(report.SCORE_HEADER)
+    output.text(figures.SCORE_HEADER)
     for method in methods:
         engine = lce.load(model, method, **loading)
         for length in lengths:
-            with report.Bar(f"{method.name} {length:,}", " samples", shown=not quiet) as bar:
-                score = evaluate(engine, length=length, progress=bar, **asked)
-            scores.append(score)
-            if not as_json:
-                click.echo(report.score_row(score))
-    if as_json:
-        click.echo(json.dumps([score.as_dict() for score in scores]))
-    elif len(names) > 1 and len(lengths) > 1:
-        click.echo("\n" + "\n".join(report.score_table(scores)))
+            with output.bar(f"{method.name} {length:,}", " samples") as bar:
+                scores.append(evaluate(engine, length=length, record=answers, progress=bar, **task))
+            output.text(figures.score_row(scores[-1]))
+    output.object([dataclasses.asdict(score) for score in scores])
+    if len(methods) > 1 and len(lengths) > 1:
+        output.text("", *figures.score_table(scores))
 
 
 @cli.command()
 @options.model_option
-@click.option(
-    "--text", "-t", "text_file", required=True, metavar="FILE", help="A UTF-8 text to learn from; - is stdin."
-)
-@click.option("--out", required=True, metavar="FILE", help="The map file to write.")
-@click.option("--low-dim", type=int, default=128, show_default=True, help="Numbers kept of a token in each layer.")
-@click.option("--tokens", type=int, default=50_000, show_default=True, help="Read at most this much of the text.")
-@click.option("--epochs", type=int, default=10, show_default=True, help="Times that each token is learned from.")
-@click.option("--batch", type=int, default=128, show_default=True, help="Queries, and keys, of one step.")
-@click.option("--lr", type=float, default=5e-4, show_default=True, help="Adam's step size.")
-@click.option("--seed", type=int, default=0, show_default=True, help="The same seed learns the same maps.")
+@option("--text", "-t", "text_file", required=True, metavar="FILE", help="A UTF-8 text to learn from; - is stdin.")
+@option("--out", required=True, metavar="FILE", help="The map file to write.")
+@option("--low-dim", type=int, default=128, help="Dimensions of a token's low-dimensional key.")
+@option("--tokens", type=int, default=50_000, help="Read at most this much of the text.")
+@option("--epochs", type=int, default=10, help="Passes over the text.")
+@option("--batch", type=int, default=128, help="Queries and keys of one step.")
+@option("--lr", type=float, default=5e-4, help="Adam's step size.")
+@option("--seed", type=int, default=0, help="The same seed learns the same maps.")
 @options.loading_options
-@options.json_option
-@options.quiet_option
-@options.debug_option
-def calibrate(
-    model: str, text_file: str, out: str, low_dim: int, tokens: int, epochs: int, batch: int, lr: float, seed: int,
-    as_json: bool, quiet: bool, **loading: Any,
-) -> None:  # fmt: skip
-    """Learn the low-dimensional keys by which a method finds single tokens of a long text.
+@options.output_options
+def calibrate(model: str, text_file: str, out: str, loading: dict[str, Any], output: Output, **learning: Any) -> None:
+    """Learn the maps to low-dimensional keys, by which `esa` finds single tokens of a long text.
 
-    Writes their maps to --out and prints, for each layer, the share of the best tokens that they find in text that was
-    held out, beside that of PCA. Interrupted, it goes on where it was when the same command is run again.
+    Writes the maps to --out. Prints, for each layer, the share of the best tokens that they find in held-out text, and
+    the share that PCA finds. An interrupted calibration resumes when the same command is run again.
     """
-    from lce.calibrate import Calibration, calibrate
+    from lce.calibrate import Calibration
+    from lce.calibrate import calibrate as learn
 
-    learning = Calibration(low_dim=low_dim, tokens=tokens, epochs=epochs, batch=batch, lr=lr, seed=seed)
     text = options.read_text(text_file)
-    with report.Bars(shown=not quiet) as bars:
-        recalls = calibrate(model, text, out, learning, progress=bars, **loading)
-    if as_json:
-        click.echo(json.dumps([dataclasses.asdict(recall) for recall in recalls]))
-    else:
-        click.echo("\n".join(report.recall_lines(recalls)))
+    with output.bars() as bars:
+        recalls = learn(model, text, out, Calibration(**learning), progress=bars, **loading)
+    output.object([dataclasses.asdict(recall) for recall in recalls])
+    output.text(*figures.recall_lines(recalls))
 
 
 @cli.command()
-@click.argument("method")
-@options.knob_option
-@click.option("--tokens", type=int, default=24, show_default=True, help="Length of the made-up text.")
-@click.option("--window", type=int, default=12, show_default=True, help="Positions the model can be trusted on.")
-@click.option("--block", type=int, help="Tokens prefilled in one step.  [default: what suits the method]")
-@click.option("--head", type=int, default=0, show_default=True, help="Which of 4 query heads, over 2 KV heads.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Another text for the method to choose from.")
-@click.option("--plot", metavar="FILE", help="Draw it too, as .png, .svg or .pdf; needs lce[plot].")
-@options.json_option
-@options.debug_option
-def explain(method: str, knobs: dict[str, str], plot: str | None, as_json: bool, **how: Any) -> None:
+@options.method_argument
+@option("--tokens", type=int, default=24, help="Length of the made-up text.")
+@option("--window", type=int, default=12, help="Positions the model can be trusted on.")
+@option("--block", type=int, help="Tokens prefilled in one step.  [default: what suits the method]")
+@option("--head", type=int, default=0, help="Which of 4 query heads, over 2 KV heads.")
+@option("--seed", type=int, default=0, help="Another seed makes another text.")
+@option("--plot", metavar="FILE", help="Also draw the matrix, as .png, .svg or .pdf; needs lce[plot].")
+@options.json_options
+def explain(method: lce.Method, plot: str | None, output: Output, **setting: Any) -> None:
     """Show which keys a METHOD attends, and the distances at which it sees them.
 
-    The method is run on a short made-up text without a model, and the matrix is read off its output: a row a query, a
-    column a key, the distance in positions, or a dot where the query does not attend the key. Choices of keys by their
-    content are those of random vectors.
+    The method runs on a short made-up text without a model, and the matrix is read from its output. A row is a query
+    and a column a key; a cell is the distance in positions, or a dot if the query does not attend the key. The text is
+    random vectors, so methods that select keys by content select among random ones.
     """
-    from lce.inspect.explain import explain as explained
+    from lce.inspect import explain as inspection
 
-    explanation = explained(lce.methods.make(method, knobs), **how)
+    explanation = inspection.explain(method, **setting)
     if plot is not None:
         from lce.inspect.picture import draw
 
         draw(explanation, plot)
-    if as_json:
-        click.echo(json.dumps(report.explanation_object(explanation)))
-    else:
-        click.echo("\n".join(report.explanation_lines(explanation)))
+    output.object(figures.explanation_object(explanation))
+    output.text(*figures.explanation_lines(explanation))
 
 
 @cli.command()
 @options.model_option
-@click.option("--method", default="full", show_default=True, metavar="NAME", help="One of `lce methods`.")
-@options.knob_option
-@click.option(
-    "--tokens", required=True, callback=options.length, metavar="N", help="Prompt and answer in all; 32k is 32768."
-)
-@options.size_options
-@options.budget_options
-@options.json_option
-@options.debug_option
-def plan(model: str, method: str, knobs: dict[str, str], as_json: bool, **sizes: Any) -> None:
-    """Say what a text of some length will take of memory and disk, and the longest that fits.
+@options.method_options
+@option("--tokens", required=True, callback=options.parse_length, metavar="N", help="Prompt and answer; 2k is 2048.")
+@options.planning_options
+@options.json_options
+def plan(model: str, method: lce.Method, tokens: int, planning: dict[str, Any], output: Output) -> None:
+    """Print the memory and disk that a text of some length takes, and the longest text that fits.
 
-    Of the model only config.json is read; --dtype auto is the one that it announces, or float32. Exits with 4 where the
-    text does not fit. What a pass computes on its way is not counted: leave it a few hundred MiB.
+    Only config.json of the model is read; --dtype auto is the dtype that it names, or float32. Exits with 4 if the text
+    does not fit. Activations are not counted: leave a few hundred MiB for them.
     """
-    planned = lce.plan(model, lce.methods.make(method, knobs), **sizes)
-    if as_json:
-        click.echo(json.dumps(report.plan_object(planned)))
-    else:
-        click.echo("\n".join(report.plan_lines(planned)))
+    planned = lce.plan(model, method, tokens=tokens, **planning)
+    output.object(figures.plan_object(planned))
+    output.text(*figures.plan_lines(planned))
     if planned.refusal is not None:
         raise CapacityError(planned.refusal)
 
 
 @cli.command()
-@options.json_option
-@options.debug_option
-def methods(as_json: bool) -> None:
+@options.json_options
+def methods(output: Output) -> None:
     """List the methods, their knobs and defaults."""
-    known = []
+    listed = []
     for name in lce.methods.available():
         try:
-            known.append(report.method_object(name, lce.methods.find(name)))
+            listed.append(figures.method_object(name, lce.methods.find(name)))
         except UsageError as error:  # one package's broken method hides no other
             click.echo(f"lce: warning: {error}", err=True)
-    if as_json:
-        click.echo(json.dumps(known))
-    else:
-        click.echo("\n\n".join("\n".join(report.method_lines(method)) for method in known))
-        click.echo("\nA knob that is none is derived from the model's window.")
-
-
-def write_out(pieces: lce.Stream) -> None:
-    """Pieces of text to stdout as they come, and a line break after them even where they are cut off."""
-    written = False
-    try:
-        for piece in pieces:
-            sys.stdout.write(piece.text)
-            sys.stdout.flush()
-            written = True
-    except BaseException:
-        if written:
-            sys.stdout.write("\n")
-        raise
-    click.echo()
+    output.object(listed)
+    for method in listed:
+        output.text(*figures.method_lines(method), "")
+    output.text("A knob that is none is derived from the model's window.")

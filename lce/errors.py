@@ -2,7 +2,7 @@
 
     LceError                 1   something failed
     ├── UsageError           2   an option, name or value that cannot be used
-    ├── ModelError           3   a checkpoint, config or tokenizer that cannot be trusted
+    ├── ModelError           3   a checkpoint, config or tokenizer that is missing, damaged or unsupported
     ├── DataError            3   a text, context or map file that cannot be used
     └── CapacityError        4   not enough memory or disk
 
@@ -17,7 +17,7 @@ from collections.abc import Iterable
 
 
 class LceError(Exception):
-    """Base of all: catch this to catch whatever lce refuses."""
+    """Base of all errors that lce raises on purpose."""
 
     exit_code = 1
 
@@ -29,7 +29,7 @@ class UsageError(LceError):
 
 
 class ModelError(LceError):
-    """A checkpoint, config or tokenizer that cannot be trusted."""
+    """A checkpoint, config or tokenizer that is missing, damaged or unsupported."""
 
     exit_code = 3
 

@@ -1,25 +1,29 @@
-"""Files that appear whole or not at all.
+"""Files that appear whole or not at all, and the small files of a checkpoint, which are not trusted.
 
-A file under work has another name beside the one it is to have, and a lock by which the living are known: what a
-process that is gone left behind is removed the next time.
+A file is written under a temporary name beside its target, locked while it is written, and renamed when it is complete.
+Temporary files that no process has locked are left over from a crash; the next write to the same target removes them.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import mmap
 import os
 import secrets
 import sys
+from glob import escape
 from pathlib import Path
+from typing import Any
 
-from lce.errors import CapacityError, DataError
+from lce.errors import CapacityError, DataError, ModelError
 
+MAX_FILE_BYTES = 256 << 20  # the largest vocabularies in use are below 40 MiB
 _MAP_NORESERVE = 0x4000  # Linux; Python 3.11's mmap does not name it yet
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file under another name and rename it, so that it is whole or as it was before."""
+    """Write a file so that, after a crash too, it has either all of `data` or its earlier contents."""
     sweep(path)
     draft = draft_path(path)
     try:
@@ -37,7 +41,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def lock(descriptor: int, path: Path) -> None:
-    """Hold a file under work. Raises `DataError` where another process does."""
+    """Lock a file that is being written. Raises `DataError` if another process has locked it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -45,24 +49,18 @@ def lock(descriptor: int, path: Path) -> None:
 
 
 def draft_path(target: Path) -> Path:
-    """A name beside `target` for a file under work; `sweep` knows it."""
+    """A temporary name beside `target`, which `sweep` recognises."""
     return target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 
 def sweep(target: Path) -> None:
-    """Remove what processes that are gone left of `target` under work."""
-    try:
-        names = [
-            name for name in os.listdir(target.parent) if name.startswith(f".{target.name}.") and name.endswith(".tmp")
-        ]
-    except OSError:
-        return
-    for name in names:
-        remove_leftover(target.with_name(name))
+    """Remove the temporary files of `target` that ended processes left behind."""
+    for path in list(target.parent.glob(f".{escape(target.name)}.*.tmp")):
+        remove_leftover(path)
 
 
 def remove_leftover(path: Path) -> None:
-    """Remove a file under work, unless a living process holds it."""
+    """Remove a temporary file, unless a process has locked it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -71,13 +69,13 @@ def remove_leftover(path: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink(missing_ok=True)
     except OSError:
-        pass  # it is held
+        pass  # another process has locked it
     finally:
         os.close(descriptor)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a name in a folder survive a power cut."""
+    """Flush a folder to disk, so that new names in it survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -91,8 +89,39 @@ def unwritable(name: str, error: OSError) -> CapacityError:
 
 
 def map_copy(descriptor: int, size: int) -> mmap.mmap:
-    """A private map of a file's first bytes: writing to it never reaches the file, and it claims no memory ahead."""
+    """A private mapping of a file's first bytes: writes never reach the file, and no memory is reserved for them."""
     if sys.platform != "linux":
         return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     return mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE, prot=protection)
+
+
+def read_file(path: Path, most: int = MAX_FILE_BYTES) -> bytes | None:
+    """The bytes of a checkpoint's file, None if there is none. Raises ModelError, without reading, for over `most`."""
+    try:
+        if not path.is_file():
+            return None
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            raw = file.read(most + 1) if size <= most else b""
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}; check the file and its permissions") from error
+    if max(size, len(raw)) > most:
+        raise ModelError(f"{path} is larger than {most} bytes, which no such file is; download the file again")
+    return raw
+
+
+def read_object(path: Path, most: int = MAX_FILE_BYTES) -> dict[str, Any]:
+    """The object in a checkpoint's JSON file, empty if there is no file; otherwise as `read_file`."""
+    raw = read_file(path, most)
+    if raw is None:
+        return {}
+    try:
+        content = json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        reason = str(error) if isinstance(error, json.JSONDecodeError) else type(error).__name__
+        raise ModelError(f"{path} is not JSON in UTF-8 ({reason}); correct the file or download it again") from None
+    if not isinstance(content, dict):
+        kind = type(content).__name__
+        raise ModelError(f"{path} holds a {kind}; expected a JSON object; correct the file or download it again")
+    return content

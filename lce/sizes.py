@@ -12,7 +12,7 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(B|KiB|MiB|GiB|TiB)?", re.IGNORECAS
 
 
 def in_bytes(size: int | str, what: str) -> int:
-    """`8 << 30`, "8GiB" or "512 MiB" in bytes; `what` is its name in the `UsageError` for anything else."""
+    """`8 << 30`, "8GiB" or "512 MiB" in bytes. For anything else raises `UsageError`, which calls the size `what`."""
     match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
     if match is not None:
         unit = next(i for i, name in enumerate(UNITS) if name.lower() == (match[2] or "B").lower())
@@ -24,8 +24,5 @@ def in_bytes(size: int | str, what: str) -> int:
 
 def size_text(n_bytes: int) -> str:
     """Bytes in the largest unit that they fill: `size_text(1536)` is "1.5 KiB"."""
-    size, units = float(n_bytes), list(UNITS)
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        units.pop(0)
-    return f"{size:.1f} {units[0]}" if units[0] != "B" else f"{n_bytes} B"
+    power = min(max(0, n_bytes.bit_length() - 1) // 10, len(UNITS) - 1)
+    return f"{n_bytes / 1024**power:.1f} {UNITS[power]}" if power else f"{n_bytes} B"

@@ -1,4 +1,4 @@
-"""The machine: memory that may still be taken, free space on disk, and how the allocator is set."""
+"""The machine: free memory, free disk, and the allocator's settings."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ import torch
 MEMINFO = Path("/proc/meminfo")
 MEMBERSHIP = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
-UNLIMITED = 1 << 60  # control groups of the first version say about 2^63 for no limit
+UNLIMITED = 1 << 60  # version 1 of control groups writes about 2^63 for no limit
 
-KEPT = 512 << 20  # bytes of freed memory that glibc may keep at the end of its heap
-LARGE = 32 << 20  # bytes from which an allocation is a mapping of its own, given back when it is freed
+TRIM_THRESHOLD = 512 << 20  # bytes of freed memory that glibc keeps at the end of its heap, at most
+MMAP_THRESHOLD = 32 << 20  # larger allocations are mappings of their own, returned to the system when freed
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that this process can still take on a device; None where that is not known.
+    """Bytes that this process can still allocate on a device; None if unknown.
 
-    On the CPU what the system calls available, files that it could drop included, and no more than the control groups
-    allow. On a GPU also what PyTorch holds and does not use.
+    CPU: the memory that the system calls available, page cache included, within the limits of the control groups. GPU:
+    the device's free memory and the memory that PyTorch has reserved but not allocated.
     """
     if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + kept
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
     if device.type != "cpu":
         return None
     return min((x for x in (_system(), *_groups()) if x is not None), default=None)
 
 
 def free_disk(folder: Path) -> int | None:
-    """Bytes that may be written in a folder, which need not exist yet; None where that is not known."""
+    """Bytes that can be written in a folder, which need not exist yet; None if unknown."""
     folder = folder.absolute()
-    for known in (folder, *folder.parents):
+    for ancestor in (folder, *folder.parents):
         try:
-            return shutil.disk_usage(known).free
+            return shutil.disk_usage(ancestor).free
         except FileNotFoundError:
             continue
         except OSError:
@@ -60,7 +60,7 @@ def _system() -> int | None:
 
 
 def _groups() -> Iterator[int]:
-    """What each control group above this process leaves it, of those that have a limit."""
+    """The memory left under each limit of this process's control groups."""
     for line in _text(MEMBERSHIP).splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -70,21 +70,21 @@ def _groups() -> Iterator[int]:
 
 
 def _group(root: Path, path: str, limit: str, usage: str, prefix: str) -> Iterator[int]:
-    """A group and its parents; in a container `path` may be one that is not seen from inside, and the root stands."""
+    """The memory left under each limit of a group and its parents. A container may not see `path`, but sees `root`."""
     here = root / path.lstrip("/")
     for folder in (here, *(parent for parent in here.parents if parent.is_relative_to(root))):
-        most = _text(folder / limit).strip()
-        if not most.isdecimal() or int(most) >= UNLIMITED:
+        bound = _text(folder / limit).strip()
+        if not bound.isdecimal() or int(bound) >= UNLIMITED:
             continue
         used = _text(folder / usage).strip()
         if used.isdecimal():
             stat = _numbers(folder / "memory.stat")
             files = sum(stat.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
-            yield max(0, int(most) - int(used) + files)
+            yield max(0, int(bound) - int(used) + files)
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """A file's lines of a name and a number."""
+    """The numbers in a file whose lines are a name and a number, by name."""
     pairs = (line.split()[:2] for line in _text(path).splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
 
@@ -97,16 +97,16 @@ def _text(path: Path) -> str:
 
 
 def keep_freed_memory() -> None:
-    """Ask glibc to hand the buffers of one layer to the next, instead of giving them back and fetching new pages.
+    """Make glibc reuse the buffers of one layer for the next, instead of returning them to the kernel.
 
-    Every layer frees activations of some megabytes and asks for as much again. Left alone, glibc returns them to the
-    kernel each time, and on a virtual machine the page faults cost a tenth of a prefill. At most `KEPT` bytes are
-    kept, for the whole process; what is larger than `LARGE`, such as a long context's keys, is still given back.
-    Does nothing where there is no glibc.
+    Every layer frees some megabytes of activations and allocates as much again. By default glibc returns them to the
+    kernel each time, and the page faults slow a prefill down, on virtual machines most of all. The process keeps at
+    most `TRIM_THRESHOLD` bytes. Allocations above `MMAP_THRESHOLD`, such as the keys of a long context, are still
+    returned. Without glibc nothing happens.
     """
     if not sys.platform.startswith("linux"):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_TRIM_THRESHOLD, KEPT)
-        mallopt(_M_MMAP_THRESHOLD, LARGE)
+        mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD)
+        mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD)

@@ -1,9 +1,10 @@
-"""Tiny random checkpoints in the published layout, large enough in their weights that attention decides the logits."""
+"""Tiny random checkpoints in the published layout. Their weights are so large that attention decides the logits."""
 
 from __future__ import annotations
 
 import functools
 import json
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,7 @@ from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
-from lce.models.config import ModelConfig
-from lce.models.llama import weight_specs
+from lce.models.registry import model_class, read_config
 
 VOCAB = 300
 TINY: dict[str, Any] = {
@@ -44,32 +44,37 @@ _PROSE = [
 
 
 def save_tiny(folder: Path, seed: int = 0, **changes: Any) -> Path:
-    """A random Llama with a tokenizer, made without transformers; `changes` go over the config `TINY`."""
+    """A random model with a tokenizer, made without transformers; `changes` override the config `TINY`, a Llama's."""
     config = TINY | changes
     _write(folder, "config.json", config)
     random = torch.Generator().manual_seed(seed)
-    specs = weight_specs(ModelConfig.from_folder(folder))
-    weights = {spec.name: _random(spec.shape, random) for spec in specs.values()}
+    read = read_config(folder)
+    weights = {name: _random(shape, random) for name, shape in model_class(read).weights(read).values()}
     dtype = getattr(torch, config["torch_dtype"])
     save_file({name: x.to(dtype) for name, x in weights.items()}, folder / "model.safetensors", {"format": "pt"})
     return save_tokenizer(folder)
 
 
 def save_by_transformers(folder: Path, config: Any, seed: int = 0, generation: Mapping[str, Any] | None = None) -> Any:
-    """Saves what transformers itself makes of `config`, all weights random, biases too; returns its model."""
+    """Saves and returns the model that transformers makes of `config`; all weights are random, biases too."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).eval()
-    random = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.copy_(_random(weight.shape, random))
+    randomise(model, seed)
     for key, value in (generation or {}).items():
         setattr(model.generation_config, key, value)
     model.save_pretrained(folder)
     save_tokenizer(folder)
     return model
+
+
+def randomise(model: Any, seed: int = 0) -> None:
+    """Random values for all weights of a module, biases and norms too."""
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(_random(weight.shape, random))
 
 
 def save_tokenizer(folder: Path) -> Path:
@@ -96,11 +101,28 @@ def _tokenizer() -> str:
     return library.to_str()
 
 
+def tokens(n: int, seed: int = 0) -> list[int]:
+    """Random token ids of the tiny vocabulary, none of them special."""
+    ids: list[int] = torch.randint(2, VOCAB, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return ids
+
+
 def _random(shape: tuple[int, ...], random: torch.Generator) -> Tensor:
-    """A matrix that keeps the size of unit vectors of 64 about 1.6-fold; a vector (norm or bias) about 1."""
+    """A matrix that makes vectors of 64 about 1.6 times longer; for one dimension (norm or bias), values near 1."""
     noise = torch.randn(*shape, generator=random) * 0.2
     return noise if len(shape) > 1 else noise + 1.0
 
 
 def _write(folder: Path, name: str, content: object) -> None:
     (folder / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
+
+
+def tensor_entry(dtype: object, shape: object, start: object, stop: object) -> dict[str, object]:
+    """A tensor's entry in a safetensors header."""
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+def raw_safetensors(header: object, data: bytes = b"") -> bytes:
+    """The bytes of a safetensors file with this header, as JSON or bytes, and this data."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data

@@ -1,4 +1,4 @@
-"""Runs command lines, in this process or in one of their own."""
+"""Runs command lines, in this process or in a new one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run(*args: str | Path, stdin: bytes | str | None = None) -> Result:
 
 
 def spawn(script: str, *args: str | Path, **options: Any) -> subprocess.Popen[str]:
-    """A command line in a process of its own, after `script`; Ctrl-C works there even where it is ignored here."""
+    """A command line in a new process, after `script`. Ctrl-C works there even if this process ignores it."""
     start = "import os, signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
     run_it = f"\nfrom lce.cli import main\nsys.argv = ['lce', *{[str(arg) for arg in args]!r}]\nmain()\n"
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options

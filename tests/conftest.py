@@ -1,4 +1,4 @@
-"""What every test may rely on: one thread, fixed seeds, and a tiny model to load."""
+"""What every test has: one thread, fixed seeds, and a tiny model to load."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def _seeds() -> None:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint's folder: Llama, 2 layers, 4 heads over 2, dimension 16, window 64, 300 tokens, float32."""
+    """The folder of a checkpoint: Llama, 2 layers, 4 heads over 2, dimension 16, window 64, 300 tokens, float32."""
     return save_tiny(tmp_path_factory.mktemp("tiny"))

@@ -1,8 +1,8 @@
-"""The slow, obvious truth: attention straight from the definitions, in float64, sharing no code with lce.
+"""The slow, obvious truth: attention straight from the definitions, in float64. It shares no code with lce.
 
 Each method is a function from a whole sequence's `q [H, N, D]`, `k v [G, N, D]` to explicit tables, for every head:
-which keys a query attends (`mask [H, N, N]`), at which distance (`distance [H, N, N]`), and perhaps a factor on each
-query's logits (`scale [N]`). `attention` then takes one softmax over each row.
+which keys a query attends (`mask [H, N, N]`), at which distance (`distance [H, N, N]`), and for some methods a factor
+on each query's logits (`scale [N]`). `attention` then takes one softmax over each row.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Tables(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """What a definition may depend on besides the vectors: the window, RoPE, and how the text was cut in blocks."""
+    """What a definition may depend on besides the vectors: the window, RoPE, and the sizes of the blocks."""
 
     window: int
     blocks: Sequence[int] = ()
@@ -58,7 +58,7 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, tables: Tables, setting: Setting) -> Tensor:
-    """`[H, N, D]`: each row's softmax over the keys it attends, each key turned away by its distance."""
+    """`[H, N, D]`: each row's softmax over the keys it attends, each key rotated by its distance."""
     n_heads, n, dim = q.shape
     rep = n_heads // k.shape[0]
     freq = setting.angles(dim)
@@ -77,13 +77,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, tables: Tables, setting: Setting)
 
 
 def indices(q: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-    """Queries `i [N, 1]`, keys `j [1, N]`, and what makes a table for one head one for all."""
+    """Queries `i [N, 1]`, keys `j [1, N]`, and a function that repeats the table of one head for all."""
     n_heads, n = q.shape[:2]
     return torch.arange(n)[:, None], torch.arange(n)[None], lambda table: table.expand(n_heads, n, n)
 
 
 def full(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Tables:
-    """Causal, distance i - j; only the checkpoint's sliding window cuts it."""
+    """Causal, distance i - j, within the checkpoint's sliding window if it has one."""
     i, j, everyone = indices(q)
     mask = j <= i
     if setting.sliding_window is not None:
@@ -92,7 +92,7 @@ def full(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Tables:
 
 
 def streaming(q: Tensor, k: Tensor, v: Tensor, setting: Setting, sinks: int = 4, local: int | None = None) -> Tables:
-    """StreamingLLM: what is kept is counted anew for every query."""
+    """StreamingLLM: positions are counted among the tokens that the query attends."""
     local = local or setting.window - sinks
     n = q.shape[1]
     mask, distance = torch.zeros(n, n, dtype=torch.bool), torch.zeros(n, n, dtype=torch.int64)
@@ -145,7 +145,7 @@ def rerope(
 
 
 def self_extend(q: Tensor, k: Tensor, v: Tensor, setting: Setting, local: int | None = None, group: int = 8) -> Tables:
-    """Self-Extend: true distances below `local`, those of groups from there on."""
+    """Self-Extend: true distances below `local`, distances of groups beyond."""
     local = local or setting.window // 4
     i, j, everyone = indices(q)
     grouped = i // group - j // group + local - local // group
@@ -181,12 +181,13 @@ def longheads(
     rank: str = "top",
     keep_first: bool = True,
     fix_head: bool = False,
+    placement: str = "side_by_side",
 ) -> Tables:
     """LongHeads, query by query and head by head."""
     size = chunk_size or (256 if setting.window >= 4096 else setting.window // 32)
     budget = chunks or setting.window // size
     n_heads, n = q.shape[:2]
-    scores = longheads_scores(q, k, v, size, setting)
+    scores = longheads_scores(q, k, v, size, setting, placement)
     rep = n_heads // k.shape[0]
 
     def choose(h: int, i: int) -> list[int]:
@@ -204,11 +205,15 @@ def longheads(
         free.sort(key=lambda c: float(total[c]), reverse=rank == "top")
         return sorted(fixed + free[: budget - 1 - len(fixed)])
 
-    return placed(n_heads, n, size, choose)
+    return placed(n_heads, n, size, choose, placement)
 
 
-def placed(n_heads: int, n: int, size: int, choose: Callable[[int, int], list[int]]) -> Tables:
-    """The chosen chunks side by side from position 0, the query's own chunk behind them."""
+def placed(
+    n_heads: int, n: int, size: int, choose: Callable[[int, int], list[int]], placement: str = "side_by_side"
+) -> Tables:
+    """The chosen chunks and the query's own: side by side from position 0, at their true distances, or the chosen at
+    the distance of a chunk.
+    """
     mask = torch.zeros(n_heads, n, n, dtype=torch.bool)
     distance = torch.zeros(n_heads, n, n, dtype=torch.int64)
     for h in range(n_heads):
@@ -220,27 +225,76 @@ def placed(n_heads: int, n: int, size: int, choose: Callable[[int, int], list[in
                     j = chunk * size + offset
                     if j <= i:
                         mask[h, i, j] = True
-                        distance[h, i, j] = at - (slot * size + offset)
+                        distance[h, i, j] = {
+                            "side_by_side": at - (slot * size + offset),
+                            "true": i - j,
+                            "constant": i - j if chunk == i // size else size,
+                        }[placement]
     return Tables(mask, distance)
 
 
-def longheads_scores(q: Tensor, k: Tensor, v: Tensor, size: int, setting: Setting) -> Tensor:
-    """`[H, N, M]`: the unrotated query against each complete chunk's representation (Eq. 1-3)."""
+def longheads_scores(
+    q: Tensor, k: Tensor, v: Tensor, size: int, setting: Setting, placement: str = "side_by_side"
+) -> Tensor:
+    """`[H, N, M]`: the query against each complete chunk's representation (Eq. 1-3).
+
+    Side by side: the chunk at its offsets, the query unrotated. True: both at their positions. Constant: the chunk
+    unrotated, the query at position L, with the factors that RoPE's scaling puts on both.
+    """
     n_heads, n, dim = q.shape
     rep = n_heads // k.shape[0]
     scores = torch.zeros(n_heads, n, n // size, dtype=torch.float64)
-    offsets = torch.arange(size)
     for h in range(n_heads):
+        asking = {
+            "side_by_side": as_complex(q[h]),
+            "true": turned(q[h], torch.arange(n), setting),
+            "constant": turned(q[h], torch.full((n,), size), setting) * setting.factor,
+        }[placement]
         for c in range(n // size):
             span = slice(c * size, (c + 1) * size)
-            queries, keys = turned(q[h, span], offsets, setting), turned(k[h // rep, span], offsets, setting)
+            at = torch.arange(size) + (c * size if placement == "true" else 0)
+            queries, keys = (
+                as_complex(x) if placement == "constant" else turned(x, at, setting)
+                for x in (q[h, span], k[h // rep, span])
+            )
             inner = dot(queries[:, None], keys[None]) / math.sqrt(dim)
             out = inner.softmax(-1) @ v[h // rep, span].double()
             summary_query = as_complex(out.mean(0))
             weights = (dot(summary_query[None], keys) / math.sqrt(dim)).softmax(-1)
             representation = (weights[:, None] * keys).sum(0)
-            scores[h, :, c] = dot(as_complex(q[h]), representation[None])
+            scores[h, :, c] = dot(asking, representation[None])
     return scores
+
+
+def quest(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    setting: Setting,
+    page: int = 16,
+    budget: int | None = None,
+    dense_layers: int = 2,
+) -> Tables:
+    """Quest, query by query and head by head, in the first layer."""
+    if dense_layers > 0:
+        return full(q, k, v, setting)
+    budget = budget or max(setting.window // 4, 2 * page)
+    n_heads, n, _ = q.shape
+    rep = n_heads // k.shape[0]
+    positions = torch.arange(n)
+    queries = [torch.view_as_real(turned(q[h], positions, setting)).flatten(1) for h in range(n_heads)]
+    keys = [torch.view_as_real(turned(k[g], positions, setting)).flatten(1) for g in range(k.shape[0])]
+
+    def bound(h: int, i: int, c: int) -> float:
+        tokens = keys[h // rep][c * page : (c + 1) * page]
+        low, high = queries[h][i] * tokens.min(0).values, queries[h][i] * tokens.max(0).values
+        return float(torch.maximum(low, high).sum())
+
+    def choose(h: int, i: int) -> list[int]:
+        pages = range(i // page)
+        return sorted(sorted(pages, key=lambda c: -bound(h, i, c))[: budget // page - 1])
+
+    return placed(n_heads, n, page, choose, "true")
 
 
 def infllm(
@@ -365,6 +419,7 @@ DEFINITIONS: dict[str, Callable[..., Tables]] = {
     "infllm": infllm,
     "lm_infinite": lm_infinite,
     "longheads": longheads,
+    "quest": quest,
     "rerope": rerope,
     "self_extend": self_extend,
     "streaming": streaming,

@@ -1,23 +1,27 @@
-"""Runs a method on given vectors, as the engine would, without a model."""
+"""Runs a method on plain tensors as `lce.methods.run` does, with any budget and with blocks that fail."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from lce.attention.attention import Attention
+from lce.attention import Attention
 from lce.cache.kv import KVCache
-from lce.cache.tiering import CacheShape, Tiering
-from lce.methods import Method, Step
-from lce.models.config import RopeConfig
-from lce.models.rope import Rope
+from lce.cache.layout import Budgets, CacheLayout, Reach
+from lce.methods import Driver, Method, Rope, RopeConfig
+from lce.methods.run import Attend
+from lce.methods.step import Note
+
+BY_BLOCK = {"esa", "infllm"}  # the queries of a block choose together: other blocks, other choices
 
 
 def vectors(seed: int, n_heads: int, n_kv_heads: int, n: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Random `q [H, N, D]`, `k v [G, N, D]`, large enough that softmax has favourites."""
+    """Random `q [H, N, D]`, `k v [G, N, D]`, large enough for a softmax with clear maxima."""
     random = torch.Generator().manual_seed(seed)
     q = torch.randn(n_heads, n, dim, generator=random) * 1.5
     k = torch.randn(n_kv_heads, n, dim, generator=random) * 1.5
@@ -35,51 +39,62 @@ def run(
     sliding_window: int | None = None,
     backend: str = "torch",
     scaling: RopeConfig | None = None,
-    note: Callable[[int, Tensor], None] | None = None,
+    note: Note | None = None,
     disturb: int = 0,
     pieces: tuple[int, int] | None = None,
-    tiering: Tiering | None = None,
+    budgets: Budgets | None = None,
 ) -> Tensor:
     """The method's output `[H, N, D]` for a sequence fed in blocks of these sizes.
 
-    With `disturb`, so many other tokens are read and discarded before each block, and the cache is copied after it.
-    `pieces` is how many tokens make a chunk, where the method does not say, and how many are read in one go; `tiering`
-    where the cache may be.
+    With `disturb`, a block of that many other tokens fails before each block, and the cache is copied after it.
+    `pieces` is how many tokens are read in one go, and the chunk size if the method has none. `budgets` bound the
+    cache; they are raised to the least that the method can work with.
     """
     method = method.resolve(window)
     dim = q.shape[-1]
-    shape = CacheShape(1, k.shape[0], dim, method.cache_chunk, k.dtype, k.device)
+    layout = layout_for(method, len(q), k, max(blocks), budgets or Budgets())
     if pieces is not None:
-        chunk = pieces[0] if type(method).cache_chunk is Method.cache_chunk else method.cache_chunk
-        shape = dataclasses.replace(shape, chunk_size=chunk, segment=pieces[1])
-    cache = KVCache(shape, tiering=None if tiering is None else legal(tiering, shape, method, max(blocks)))
+        chunk = pieces[0] if method.reach.chunk_size == Reach().chunk_size else method.reach.chunk_size
+        reach = dataclasses.replace(layout.reach, chunk_size=chunk)
+        layout = dataclasses.replace(layout, reach=reach, read_size=pieces[1])
+    cache = KVCache.empty(legal(layout) if budgets else layout)
     rope = Rope(scaling or RopeConfig(), dim, window, q.shape[1])
-    attention = Attention.choose(backend)
+    driver = Driver(method, Attention.choose(backend), window, k.shape[0], sliding_window)
     outs, start = [], 0
     for size in blocks:
+        block = [x[:, start : start + size] for x in (q, k, v)]
         if disturb:
-            other = Step(start, start + disturb, rope, attention, window, k.shape[0], sliding_window)
-            strange = [x[:, :1].expand(-1, disturb, -1) * 3 for x in (q, k, v)]
-            method.keep(strange[1], strange[2], cache.layers[0], other)
-            method.attend(strange[0], cache.layers[0], other)
-            cache.discard()
+            with suppress(Failed):
+                driver.forward(cache, rope, disturb, partial(fail_behind, [x[:, :1] * 3 for x in (q, k, v)], disturb))
             cache = cache.copy()
-        step = Step(start, start + size, rope, attention, window, k.shape[0], sliding_window, note)
-        span = slice(start, start + size)
-        cache.reserve(start + size)
-        method.keep(k[:, span], v[:, span], cache.layers[0], step)
-        outs.append(method.attend(q[:, span], cache.layers[0], step))
-        cache.commit()
+        outs.append(driver.attend(cache, rope, *block, note=note))
         start += size
     assert start == q.shape[1]
     return torch.cat(outs, dim=1)
 
 
-def legal(tiering: Tiering, shape: CacheShape, method: Method, block: int) -> Tiering:
-    """`tiering` for this method, with a budget of at least what it can do with."""
-    sinks, local = method.pinned
-    known = dataclasses.replace(tiering, sinks=sinks, local=local, block=block, apart=method.apart)
-    return dataclasses.replace(known, host=max(known.host or 0, known.least(shape)))
+class Failed(Exception):
+    pass
+
+
+def fail_behind(vectors: Sequence[Tensor], n_tokens: int, attend: Attend) -> None:
+    """A model call on the repeated vectors of one token. It fails after its layer."""
+    attend(0, *(x.expand(-1, n_tokens, -1) for x in vectors))
+    raise Failed
+
+
+def layout_for(method: Method, n_heads: int, k: Tensor, block: int, budgets: Budgets) -> CacheLayout:
+    """The layout of a cache of one layer, for keys `k [G, N, D]` in blocks of `block`."""
+    n_kv_heads, _, dim = k.shape
+    return CacheLayout(
+        1, n_heads, n_kv_heads, dim, k.dtype, k.device, method.reach, budgets, block, make_state=method.state
+    )
+
+
+def legal(layout: CacheLayout) -> CacheLayout:
+    """The layout with its host budget raised to the least that works."""
+    host = max(layout.budgets.host or 0, layout.least_budget)
+    return dataclasses.replace(layout, budgets=dataclasses.replace(layout.budgets, host=host))
 
 
 def cut(n: int, block: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Learning low-dim maps: what is learned, what is measured, and going on after an interruption."""
+"""Learning low-dim maps: what is learned, what is measured, and resuming after an interruption."""
 
 from __future__ import annotations
 

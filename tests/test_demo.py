@@ -1,4 +1,4 @@
-"""The embedded demo model does what the README says of it, at lengths that a test can afford."""
+"""The embedded demo model does what the README says, at lengths short enough for a test."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from lce.sizes import UNITS, in_bytes, size_text
         ("0.3B", 0),
     ],
 )
-def test_what_is_meant(size: int | str, n_bytes: int) -> None:
+def test_sizes_in_bytes(size: int | str, n_bytes: int) -> None:
     assert in_bytes(size, "budget") == n_bytes
 
 
@@ -36,7 +36,7 @@ def test_what_is_meant(size: int | str, n_bytes: int) -> None:
     ["", " ", "GiB", "8GB", "8G", "8 gigabytes", "-1", "-1GiB", "+1", "1e9", "1.GiB", ".5GiB", "1,5GiB", "1_000",
      "8GiB8", "8 GiB\n1", "٣GiB", "nan", "inf", "0x10", -1, True, False],
 )  # fmt: skip
-def test_what_is_not_a_size(size: int | str) -> None:
+def test_other_texts_are_refused(size: int | str) -> None:
     with pytest.raises(
         UsageError, match=r"^budget is .*; expected a number of bytes, or a size such as 8GiB or 512MiB\Z"
     ):
@@ -52,12 +52,12 @@ def test_many_digits_are_a_large_size() -> None:
     ("n_bytes", "text"),
     [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (8 << 30, "8.0 GiB"), (5 << 50, "5120.0 TiB")],
 )
-def test_what_is_printed(n_bytes: int, text: str) -> None:
+def test_bytes_as_text(n_bytes: int, text: str) -> None:
     assert size_text(n_bytes) == text
 
 
 @given(st.integers(0, 1 << 60))
-def test_what_is_printed_is_read_as_the_same_to_a_tenth_of_its_unit(n_bytes: int) -> None:
+def test_a_printed_size_reads_back_to_a_tenth_of_its_unit(n_bytes: int) -> None:
     text = size_text(n_bytes)
     unit = 1024 ** UNITS.index(text.split()[1])
     assert abs(in_bytes(text, "budget") - n_bytes) <= unit / 20 + 1

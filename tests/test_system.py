@@ -1,4 +1,4 @@
-"""What is taken for available: the system's word, bounded by control groups; the disk of a folder to be made."""
+"""Free memory, bounded by control groups, and the free disk of a folder that need not exist."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def test_this_machine() -> None:
     assert system.free_memory(torch.device("meta")) is None
 
 
-def test_the_systems_word(machine: Path) -> None:
+def test_the_memory_that_the_system_calls_available(machine: Path) -> None:
     assert system.free_memory(CPU) == 4000 * 1024
     (machine / "MEMINFO").unlink()
-    assert (system.free_memory(CPU) or 0) > 0, "free pages, where no file says more"
+    assert (system.free_memory(CPU) or 0) > 0, "free pages, without /proc/meminfo"
 
 
-def test_a_group_bounds_it_and_its_files_do_not_count(machine: Path) -> None:
+def test_a_control_group_bounds_it_and_page_cache_does_not_count(machine: Path) -> None:
     (machine / "MEMBERSHIP").write_text("0::/jobs/mine\n")
     group(machine / "CGROUPS/jobs/mine", "max", 500_000, "")
     assert system.free_memory(CPU) == 4000 * 1024
@@ -52,7 +52,7 @@ def test_a_group_bounds_it_and_its_files_do_not_count(machine: Path) -> None:
     assert system.free_memory(CPU) == 0
 
 
-def test_groups_of_the_first_version(machine: Path) -> None:
+def test_control_groups_of_version_1(machine: Path) -> None:
     (machine / "MEMBERSHIP").write_text("5:cpu:/\n4:memory:/seen/from/outside\n0::/\n")
     stat = "active_file 7\ntotal_active_file 1000\ntotal_inactive_file 500\n"
     group(machine / "CGROUPS/memory", "800000", 100_000, stat, v1=True)
@@ -61,7 +61,7 @@ def test_groups_of_the_first_version(machine: Path) -> None:
     assert system.free_memory(CPU) == 4000 * 1024
 
 
-def test_the_disk_of_a_folder_that_is_not_there_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_free_disk_of_a_folder_that_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = system.free_disk(tmp_path / "to" / "be" / "made")
     assert free is not None
     assert abs(free - shutil.disk_usage(tmp_path).free) < 1 << 30

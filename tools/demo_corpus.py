@@ -1,4 +1,4 @@
-"""The demo model's reading matter: documents of simple prose that hide facts and then ask for them."""
+"""The demo model's training text: documents of simple prose that hide facts and then ask for them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Corpus:
         return ids[:size], weights[:size]
 
     def _copies(self, size: int) -> tuple[list[int], list[float]]:
-        """Runs of random tokens, each said twice or more: they make copying emerge."""
+        """Runs of random tokens, each repeated: trained on them, a model learns to copy."""
         ids, weights = [self.bos], [0.0]
         while len(ids) < size:
             run = [self.rng.randrange(2, self.vocab_size) for _ in range(self.rng.randint(4, max(5, size // 3)))]
@@ -88,16 +88,16 @@ class Corpus:
         """A document of at most `size` tokens: prose, facts in it, questions after the facts."""
         rng = self.rng
         needles = self._needles(max(1, min(rng.randint(1, 2 + size // 64), 9)))
-        parts: list[tuple[float, tuple[int, ...], tuple[int, ...]]] = []  # place, text, answer
+        parts: list[tuple[float, tuple[int, ...], tuple[int, ...]]] = []  # position, text, answer
         used = 2
         for needle in needles:
-            statement, place = self._encode(" " + needle.statement), rng.random()
-            asked = self._question(needle)
-            cost = len(statement) + len(asked[0]) + len(asked[1])
+            statement, position = self._encode(" " + needle.statement), rng.random()
+            question = self._question(needle)
+            cost = len(statement) + len(question[0]) + len(question[1])
             if used + cost > size and parts:
                 break
-            parts.append((place, statement, ()))
-            parts.append((1 + rng.random() if rng.random() < 0.65 else rng.uniform(place, 1), *asked))
+            parts.append((position, statement, ()))
+            parts.append((1 + rng.random() if rng.random() < 0.65 else rng.uniform(position, 1), *question))
             used += cost
         noise = [self._encode(" " + text) for text in NOISE] if rng.random() < 0.15 else None
         filler: list[tuple[int, ...]] = []

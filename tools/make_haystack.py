@@ -2,7 +2,7 @@
 
 python -m tools.make_haystack
 
-The seed is the second that was tried: of the first text (2024) the model got one digit of five wrong, as it does in
+2025 is the second seed that was tried. In the text of the first, 2024, the model gets one digit of five wrong, as in
 about one text in fifty.
 """
 

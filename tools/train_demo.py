@@ -2,8 +2,8 @@
 
     python -m tools.train_demo --out lce/models/demo
 
-Writes a checkpoint in the published Llama layout (config.json, model.safetensors, tokenizer files) and the log
-of the training. The same seed on the same machine gives the same data in the same order.
+Writes a checkpoint in the published Llama layout: config.json, model.safetensors and the tokenizer's files. The same
+seed on the same machine gives the same data in the same order.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from tools.demo_corpus import BOS, EOS, Corpus, train_tokenizer
 
 TOKENS_PER_STEP = 8192
-# The value projections are saved so many times smaller and the output projections larger: the same model to the bit,
-# for these are powers of two. A method that compares values with keys, as LongHeads' summary does, finds them small.
+# The saved value projections are multiplied by this, the output projections by its inverse. The model stays the same to
+# the bit, as this is a power of two. It shrinks the values for methods that compare values with keys (LongHeads).
 VALUE_SCALE = 2.0**-6
-LENGTHS = ((0.0, 64), (0.08, 128), (0.18, 256), (0.36, 512))  # from this share of the training on, this length
+LENGTHS = ((0.0, 64), (0.08, 128), (0.18, 256), (0.36, 512))  # (share of the training, length from there on)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """Plain causal attention, `[B, T, heads, D]`; the queries in slices, so that half of the square is skipped.
+    """Plain causal attention, `[B, T, heads, D]`; the queries in slices, so that about half of the scores are skipped.
 
     `bias [B, T]` is added to every score of a key: 0, or -inf for one that is dropped.
     """
@@ -145,9 +145,10 @@ class Model(nn.Module):
 
 
 def dropped_keys(n_layers: int, rows: int, length: int, share: float) -> Tensor:
-    """`[layers, B, T]`: -inf for a random `share` of the keys, never the first, so that nothing hangs on one token.
+    """`[layers, B, T]`: -inf for a random `share` of the keys, never the first; 0 for the others.
 
-    A plain regulariser (Zehui et al., 2019, "DropAttention", by columns): what is known is to be kept in several keys.
+    A plain regulariser (Zehui et al., 2019, "DropAttention", by columns): it makes the model spread what it knows over
+    several keys.
     """
     dropped = torch.rand(n_layers, rows, length) < share
     dropped[..., 0] = False
@@ -186,7 +187,7 @@ def train(args: argparse.Namespace) -> None:
     ]
     base = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     step_loss = torch.compile(loss_of, dynamic=False) if args.compile else loss_of
-    started, accuracy, shown = time.time(), 0.0, 0.0
+    started, accuracy, mean_loss = time.time(), 0.0, 0.0
     for step in range(args.steps):
         progress = step / args.steps
         length = Shape.window if args.start else [size for share, size in LENGTHS if progress >= share][-1]
@@ -199,16 +200,19 @@ def train(args: argparse.Namespace) -> None:
             optimizer.param_groups[0]["lr"] = lr * args.peak * schedule(progress)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        accuracy, shown = 0.95 * accuracy + 0.05 * right.item(), 0.95 * shown + 0.05 * loss.item()
+        accuracy, mean_loss = 0.95 * accuracy + 0.05 * right.item(), 0.95 * mean_loss + 0.05 * loss.item()
         if step % 20 == 19:
             seconds = time.time() - started
-            print(f"step {step + 1} length {length} loss {shown:.3f} answers {accuracy:.3f} {seconds:.0f}s", flush=True)
+            print(
+                f"step {step + 1} length {length} loss {mean_loss:.3f} answers {accuracy:.3f} {seconds:.0f}s",
+                flush=True,
+            )
         if step % 500 == 499 or step + 1 == args.steps:
             save(model, tokenizer, shape, out)
 
 
 def resume(model: Model, folder: Path) -> Tokenizer:
-    """Fill the model with a checkpoint that `save` wrote; its tokenizer."""
+    """Fill the model with a checkpoint that `save` wrote; returns its tokenizer."""
     tensors = load_file(folder / "model.safetensors")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -260,9 +264,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--layers", type=int, default=Shape.n_layers)
     parser.add_argument("--head-dim", type=int, default=Shape.head_dim)
-    parser.add_argument("--start", help="go on from this checkpoint, at the full window")
+    parser.add_argument("--start", help="continue the training of this checkpoint, at the full window")
     parser.add_argument("--peak", type=float, default=1.0, help="factor on the learning rates")
-    parser.add_argument("--drop-keys", type=float, default=0.0, help="share of keys that no query sees, drawn anew")
+    parser.add_argument(
+        "--drop-keys", type=float, default=0.0, help="share of keys that no query sees, drawn again for each batch"
+    )
     parser.add_argument("--compile", action="store_true", help="fuse the model's arithmetic (needs a C++ compiler)")
     train(parser.parse_args())
 

@@ -1,0 +1,8 @@
+"""Attention as a merge of parts: the one door to the kernels. The files behind it are its own affair."""
+
+from lce.attention.attention import Attention
+from lce.attention.parts import Part, causal_mask, combine, merge
+from lce.attention.tiles import Tiles
+from lce.attention.turn import Turn, rotate
+
+__all__ = ["Attention", "Part", "Tiles", "Turn", "causal_mask", "combine", "merge", "rotate"]

@@ -1,92 +1,323 @@
 """The KV cache: one `KVCache` a context, one `LayerCache` a layer.
 
-A pass writes its block behind what is committed and then commits once. A pass that is interrupted, by Ctrl-C say,
-commits nothing: the next one writes over its leavings, and the cache is as it was.
+A pass writes its block behind what is committed and then commits once. An interrupted pass commits nothing; the next
+pass overwrites what it wrote.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
 import torch
+from torch import Tensor
 
-from lce.cache.chunks import ChunkTable
-from lce.cache.layer import LayerCache
-from lce.cache.pool import Traffic
-from lce.cache.rows import RowFile
-from lce.cache.tiering import CacheShape, Tiering
-from lce.cache.tiers import Archive
+from lce.attention import Tiles
+from lce.cache.layout import DEVICE, DISK, HOST, CacheLayout
+from lce.cache.method_state import MethodState
+from lce.cache.row_file import RowFile
+from lce.cache.tiers import Disk, Tier, TierStack, Traffic
+from lce.errors import CapacityError
+
+S = TypeVar("S", bound=MethodState)
 
 
-class KVCache:
-    """The keys and values of one context; buffers `[G, capacity, D]` a layer, and an archive if they outgrow `tiering`.
+@dataclass(frozen=True)
+class Whole:
+    """Residency: everything is in the buffer."""
 
-    While everything fits there is no archive and nothing is done for one.
+
+@dataclass(frozen=True)
+class Tiered:
+    """Residency: recent tokens are in the buffer, complete chunks before them in the tiers."""
+
+    tiers: TierStack
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Residency: complete chunks of a file are in the tiers, recent tokens and all later ones in the buffer."""
+
+    tiers: TierStack
+
+
+Residency = Whole | Tiered | Opened
+
+
+class KVBuffer:
+    """Keys and values `k v [G, capacity, D]` of the tokens from `first` on; whole chunks, and contiguous.
+
+    Never changes its size: `resized` and `without` make another one.
+    """
+
+    def __init__(self, layout: CacheLayout, capacity: int, first: int = 0) -> None:
+        self.layout = layout
+        self.first = first
+        shape = (layout.n_kv_heads, layout.whole_chunks(capacity), layout.head_dim)
+        try:
+            self.k, self.v = (torch.empty(shape, dtype=layout.dtype, device=layout.device) for _ in range(2))
+        except RuntimeError as error:
+            raise CapacityError(
+                f"no memory for {shape[1]} tokens in the cache: {shape[1] * layout.key_bytes} bytes a layer for each "
+                "of keys and values; ask for fewer tokens, or give --kv-host-budget and --spill-dir"
+            ) from error
+        n_chunks = shape[1] // layout.chunk_size
+        self.index = torch.arange(shape[0] * n_chunks, device=layout.device).view(shape[0], n_chunks)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens."""
+        return self.k.shape[1]
+
+    @property
+    def n_bytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+    def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of tokens `start..stop-1`, views `[G, stop - start, D]`."""
+        here = slice(start - self.first, stop - self.first)
+        return self.k[:, here], self.v[:, here]
+
+    def tiles(self, n_chunks: int) -> Tiles:
+        """The buffer as tiles, of a text that begins with chunks that are elsewhere; `n_chunks` in all are complete."""
+        size, before = self.layout.chunk_size, self.first // self.layout.chunk_size
+        index = self.index
+        if before:
+            index = torch.nn.functional.pad(index[:, : n_chunks - before], (before, 0), value=-1)
+        shape = (self.index.numel(), size, self.layout.head_dim)
+        return Tiles(self.k.view(shape), self.v.view(shape), index)
+
+    def resized(self, capacity: int, stop: int) -> KVBuffer:
+        """A buffer of `capacity` tokens with those before `stop`. Bytes: one copy of them."""
+        return self.without(self.first, capacity, stop)
+
+    def without(self, first: int, capacity: int, stop: int) -> KVBuffer:
+        """A buffer that begins at token `first`, with the tokens up to `stop`."""
+        other = KVBuffer(self.layout, capacity, first)
+        for mine, its in zip(self.span(first, stop), other.span(first, stop), strict=True):
+            its.copy_(mine)
+        return other
+
+
+class LayerCache:
+    """The keys and values of one layer, and what the method keeps beside them.
+
+    Methods ask for a span, for tokens or for chunks, and never learn where these were. `state` holds what the method
+    keeps, by the names that its `state` gives.
     """
 
     def __init__(
-        self, shape: CacheShape, capacity: int = 0, tiering: Tiering | None = None, file: RowFile | None = None
+        self, index: int, layout: CacheLayout, buffer: KVBuffer, residency: Residency,
+        state: Mapping[str, MethodState], length: int = 0,
+    ) -> None:  # fmt: skip
+        self.index = index
+        self.layout = layout
+        self.buffer = buffer
+        self.residency = residency
+        self.state = dict(state)
+        self.length = length  # committed tokens
+        self.stop = length  # tokens written, those of the pass under way included
+
+    @property
+    def tiers(self) -> TierStack:
+        """Where the tokens before the buffer are."""
+        assert not isinstance(self.residency, Whole), "everything is in the buffer"
+        return self.residency.tiers
+
+    def kept(self, kind: type[S], name: str) -> S:
+        """What the method keeps under a name."""
+        state = self.state[name]
+        assert isinstance(state, kind), f"{name} is a {type(state).__name__}"
+        return state
+
+    def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of tokens `start..stop-1`, `[G, stop - start, D]` each, placed as the method declared.
+
+        Views where the buffer has them; else copies, so ask for what fits in memory: see `segments`.
+        """
+        first, size = self.buffer.first, self.layout.chunk_size
+        if start >= first:
+            return self.buffer.span(start, stop)
+        begin, border = start // size, min(stop, first)
+        old = self.tiers.chunks(self.index, begin, -(-border // size))
+        k, v = (x[:, start - begin * size : border - begin * size] for x in old)
+        if stop <= first:
+            return k, v
+        recent_k, recent_v = self.buffer.span(first, stop)
+        return torch.cat((k, recent_k), dim=1), torch.cat((v, recent_v), dim=1)
+
+    def segments(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Tokens `start..stop-1` in spans that are small enough to be copied.
+
+        They are cut at multiples of `segment`, so that a sum over them is the same wherever the tokens are.
+        """
+        segment = self.layout.segment
+        while start < stop:
+            border = min((start // segment + 1) * segment, stop)
+            yield start, border
+            start = border
+
+    def tokens(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the tokens `index [n]`, ascending: `[G, n, D]` each, copied."""
+        first = self.buffer.first
+        if not first:
+            return self.buffer.k.index_select(1, index), self.buffer.v.index_select(1, index)
+        numbers = index.cpu().numpy()
+        n_old = int(np.searchsorted(numbers, first))
+        old = self.tiers.tokens(self.index, numbers[:n_old])
+        recent = index[n_old:] - first
+        k, v = (
+            torch.cat((a, b.index_select(1, recent)), dim=1)
+            for a, b in zip(old, (self.buffer.k, self.buffer.v), strict=True)
+        )
+        return k, v
+
+    def tiles(self, chunk_ids: Tensor) -> Iterator[Tiles]:
+        """The complete chunks that the query heads chose, `[H, T, K]`, as tiles for `Attention.routed`.
+
+        In one round, without a copy, where they are in the buffer; else as many at a time as memory may hold.
+        """
+        size, n_kv_heads = self.layout.chunk_size, self.layout.n_kv_heads
+        n_old, n_chunks = self.buffer.first // size, self.stop // size
+        if not n_old:
+            yield self.buffer.tiles(n_chunks)
+            return
+        device = self.buffer.k.device
+        heads = torch.arange(len(chunk_ids), device=device) // (len(chunk_ids) // n_kv_heads)
+        asked = (heads[:, None, None] * n_chunks + chunk_ids)[chunk_ids >= 0]
+        wanted = torch.zeros(n_kv_heads * n_chunks, dtype=torch.bool, device=device).index_fill_(0, asked, True)
+        wanted = wanted.view(n_kv_heads, n_chunks).cpu()
+        pages = wanted[:, :n_old].unflatten(0, (-1, self.layout.page_heads)).any(dim=1)  # [groups, old chunks]
+        if wanted[:, n_old:].any() or not pages.any():
+            yield self.buffer.tiles(n_chunks)
+        for tiles in self.tiers.rounds(self.index, pages.numpy()):
+            index = torch.nn.functional.pad(tiles.index, (0, n_chunks - n_old), value=-1)
+            yield Tiles(tiles.k, tiles.v, index)
+
+    def write(self, k: Tensor, v: Tensor) -> None:
+        """Put a block's keys and values `[G, T, D]` behind the committed ones. Time and bytes: O(T)."""
+        stop = self.length + k.shape[1]
+        self.reserve(stop)
+        self.stop = stop
+        buffer_k, buffer_v = self.buffer.span(self.length, stop)
+        buffer_k.copy_(k)
+        buffer_v.copy_(v)
+
+    def commit(self) -> None:
+        """Keep what this pass wrote."""
+        self.length = self.stop
+        for state in self.state.values():
+            state.commit()
+
+    def discard(self) -> None:
+        """Forget what was written since the last commit."""
+        self.stop = self.length
+        for state in self.state.values():
+            state.discard()
+
+    def reserve(self, n_tokens: int) -> None:
+        """Make the buffer large enough for `n_tokens` in all.
+
+        `Whole` buffers grow by half, within the budget; `Tiered` ones move old chunks to the tiers first.
+        """
+        layout, wanted = self.layout, n_tokens
+        if n_tokens - self.buffer.first <= self.buffer.capacity:
+            return
+        if isinstance(self.residency, Tiered):
+            self.retire()
+            if n_tokens - self.buffer.first <= self.buffer.capacity:
+                return
+        elif isinstance(self.residency, Whole):
+            wanted = max(n_tokens, min(self.buffer.capacity * 3 // 2, layout.resident_tokens))
+        self.buffer = self.buffer.resized(wanted - self.buffer.first, self.length)
+
+    def move_to(self, residency: Tiered) -> None:
+        """Leave recent tokens alone in the buffer, and the others to the tiers."""
+        self.residency = residency
+        self.retire()
+        capacity = max(self.layout.recent_tokens, self.length - self.buffer.first)
+        self.buffer = self.buffer.resized(capacity, self.length)
+
+    def retire(self) -> None:
+        """Move complete chunks behind the reach of local attention to the tiers."""
+        size, first = self.layout.chunk_size, self.buffer.first
+        border = max(self.length - self.layout.reach.local, 0) // size * size
+        if border > first:
+            self.tiers.add(self.index, first // size, *self.buffer.span(first, border))
+            capacity = max(self.layout.recent_tokens, self.length - border)  # less after a refused `move_to`
+            self.buffer = self.buffer.without(border, capacity, self.length)
+
+    def copy(self, residency: Residency) -> LayerCache:
+        """A cache of its own with the committed tokens; `residency` has the tiers of the other context."""
+        capacity = self.length if isinstance(residency, Whole) else self.buffer.capacity
+        buffer = self.buffer.resized(capacity, self.length)
+        state = {name: state.copy(self.length) for name, state in self.state.items()}
+        return LayerCache(self.index, self.layout, buffer, residency, state, self.length)
+
+
+class KVCache:
+    """The keys and values of one context. While all of them fit their budget there are no tiers, and nothing is done
+    for any.
+    """
+
+    def __init__(
+        self, layout: CacheLayout, layers: Sequence[LayerCache], residency: Residency, file: RowFile | None = None
     ) -> None:
-        self.shape = shape
-        self.file = file  # where the archive puts what memory may not hold; by default a spill file
-        self.tiering = tiering or Tiering()
-        self.archive: Archive | None = None
-        empty = (shape.n_kv_heads, 0, shape.head_dim)
-        self.layers = [
-            LayerCache(
-                index,
-                torch.empty(empty, dtype=shape.dtype, device=shape.device),
-                torch.empty(empty, dtype=shape.dtype, device=shape.device),
-                ChunkTable(shape.chunk_size, shape.device),
-                shape.cut,
-            )
-            for index in range(shape.n_layers)
+        self.layout = layout
+        self.layers = list(layers)
+        self.residency = residency
+        self.file = file  # takes what memory may not hold; None: a spill file, where the layout has a folder for one
+
+    @classmethod
+    def empty(cls, layout: CacheLayout, capacity: int = 0, file: RowFile | None = None) -> KVCache:
+        """A cache without tokens, with space for `capacity`."""
+        layers = [
+            LayerCache(index, layout, KVBuffer(layout, 0), Whole(), layout.make_state(layout))
+            for index in range(layout.n_layers)
         ]
-        self.reserve(capacity)
+        cache = cls(layout, layers, Whole(), file)
+        cache.reserve(capacity)
+        return cache
 
     @property
     def length(self) -> int:
         """Committed tokens."""
         return self.layers[0].length
 
+    @property
+    def tiers(self) -> list[Tier]:
+        """The tiers, fastest first; empty while everything is in the buffers."""
+        return [] if isinstance(self.residency, Whole) else list(self.residency.tiers)
+
+    @property
+    def in_file(self) -> int:
+        """Tokens at the beginning that stay in the file from which the context was opened."""
+        return self.layers[0].buffer.first if isinstance(self.residency, Opened) else 0
+
     def reserve(self, n_tokens: int) -> None:
-        """Make room for `n_tokens` in all, so that appending up to there allocates nothing.
+        """Make space for `n_tokens` in all, so that appending up to there allocates nothing.
 
-        Beyond the budget, old chunks go to the archive from now on. Raises `CapacityError` where they cannot.
+        Beyond the budget, old chunks go to the tiers from now on. Raises `CapacityError` where they cannot.
         """
-        fits = self.tiering.resident_tokens(self.shape)
-        if self.archive is None and fits is not None and self.shape.in_chunks(n_tokens) > fits:
-            self.archive = self.tiering.archive(self.shape, n_tokens, self.file)
+        layout = self.layout
+        if isinstance(self.residency, Whole) and layout.whole_chunks(n_tokens) > layout.resident_tokens:
+            self.residency = Tiered(TierStack.empty(layout, n_tokens, self.file))
+        if isinstance(self.residency, Opened):
+            recent = layout.whole_chunks(n_tokens) - self.layers[0].buffer.first
+            if layout.budget is not None and recent > self.layers[0].buffer.capacity:
+                self.residency.tiers.shrink(recent)
         for layer in self.layers:
-            if self.archive is None:
-                layer.reserve(n_tokens, fits)
-            elif layer.archive is None:
-                self._outgrow(layer, self.archive)
-        if self.archive is not None and self.layers[0].keep is None:
-            self._grow_buffers(self.archive, n_tokens)
-
-    def _grow_buffers(self, archive: Archive, n_tokens: int) -> None:
-        """Let the buffers of an opened context keep all that comes: within a budget at the cost of the pools.
-
-        Its file has all that they hold.
-        """
-        recent = self.shape.in_chunks(n_tokens) - self.layers[0].first
-        if self.tiering.budget(self.shape) is not None and recent > self.layers[0].k_buffer.shape[1]:
-            smaller = self.tiering.pools(self.shape, recent)
-            for pool, old in zip(smaller, archive.pools, strict=True):
-                pool.traffic = old.traffic
-            archive.pools = smaller
-        for layer in self.layers:
-            layer.reserve(n_tokens, 0)
-
-    def _outgrow(self, layer: LayerCache, archive: Archive) -> None:
-        """Let a layer's buffers hold recent tokens alone, and the archive the others."""
-        layer.archive, layer.keep = archive, self.tiering.local
-        layer.retire(self.tiering.local)
-        layer.resize(max(self.tiering.recent_tokens(self.shape), layer.length - layer.first))
+            if not isinstance(self.residency, Tiered):
+                layer.reserve(n_tokens)
+            elif isinstance(layer.residency, Whole):
+                layer.move_to(self.residency)
 
     def prefetch(self, layer: int) -> None:
         """Begin to fetch what this layer is likely to ask for, if there is such a layer."""
-        if self.archive is not None and layer < len(self.layers):
-            self.archive.prefetch(layer)
+        if not isinstance(self.residency, Whole) and layer < len(self.layers):
+            self.residency.tiers.prefetch(layer)
 
     def commit(self) -> None:
         """Keep what the pass that just ended wrote, in every layer."""
@@ -100,34 +331,38 @@ class KVCache:
 
     def copy(self) -> KVCache:
         """A cache of its own with the same committed tokens. Bytes: one copy of what is in the buffers."""
-        cache = KVCache(self.shape, tiering=self.tiering)
-        if self.archive is not None:
-            recent = self.layers[0].k_buffer.shape[1] if self.layers[0].keep is None else 0
-            cache.archive = self.archive.fork(self.tiering.pools(self.shape, recent))
-        cache.layers = [layer.copy(cache.archive) for layer in self.layers]
-        return cache
+        residency: Residency = Whole()
+        if isinstance(self.residency, Tiered):
+            residency = Tiered(self.residency.tiers.fork())
+        elif isinstance(self.residency, Opened):
+            residency = Opened(self.residency.tiers.fork(self.layers[0].buffer.capacity))
+        return KVCache(self.layout, [layer.copy(residency) for layer in self.layers], residency)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What the method keeps in every layer, as it was committed, by name."""
+        return {
+            f"layers/{layer.index}/{name}/{part}": x
+            for layer in self.layers
+            for name, state in layer.state.items()
+            for part, x in state.tensors(layer.length).items()
+        }
 
     @property
     def bytes_by_tier(self) -> dict[str, int]:
-        """Bytes held now: keys, values, metadata, summaries, method state and stores."""
-        held = {"device": 0, "host": 0, "disk": 0}
-        held["device"] += sum(
-            tensor.numel() * tensor.element_size()
-            for layer in self.layers
-            for tensor in (layer.k_buffer, layer.v_buffer, *layer.state.values())
-        )
-        held["device"] += sum(layer.chunks.n_bytes for layer in self.layers)
-        held["device"] += sum(store.n_bytes for layer in self.layers for store in layer.stores.values())
-        if self.archive is not None:
-            for tier, pool in zip(held, self.archive.pools, strict=False):
-                held[tier] += pool.n_bytes
-            held["disk"] = 0 if self.archive.file is None else self.archive.file.n_bytes
+        """Bytes held now: keys and values, and what the method keeps."""
+        held = {DEVICE: 0, HOST: 0, DISK: 0}
+        for layer in self.layers:
+            held[DEVICE] += layer.buffer.n_bytes + sum(state.n_bytes for state in layer.state.values())
+        for tier in self.tiers:
+            held[tier.name] += tier.n_bytes
         return held
 
     @property
+    def bytes_reserved(self) -> int:
+        """Bytes of disk taken, those reserved for later rows included."""
+        return sum(tier.file.bytes_taken for tier in self.tiers if isinstance(tier, Disk))
+
+    @property
     def traffic(self) -> dict[str, Traffic]:
-        """What went through each tier of the archive; empty while there is none."""
-        if self.archive is None:
-            return {}
-        found = dict(zip(("device", "host"), (pool.traffic for pool in self.archive.pools), strict=False))
-        return found if self.archive.file is None else {**found, "disk": self.archive.disk}
+        """What went through each tier; empty while there is none."""
+        return {tier.name: tier.traffic for tier in self.tiers}

@@ -1,4 +1,4 @@
-"""How pages get into a pool's slots: at once, into pinned memory, or beside the computation on a CUDA stream."""
+"""How pages get into a pool's slots: by a plain copy, into pinned memory, or on a CUDA stream of their own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Mover:
-    """Plain memory: what is put is there. The face of all movers."""
+    """Plain memory: `put` returns when the pages are there. The base of all movers."""
 
     asynchronous = False  # whether `put` may return before the pages are there, so that fetching early pays
 
@@ -18,21 +18,21 @@ class Mover:
         return torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
 
     def put(self, k: Tensor, v: Tensor, slots: NDArray[np.int64], new_k: Tensor, new_v: Tensor) -> None:
-        """Begin to copy pages `[m, P, L, D]` into these slots of `k v [n_slots, P, L, D]`."""
+        """Begin to copy pages `[n, P, L, D]` into these slots of `k v [n_slots, P, L, D]`."""
         index = torch.from_numpy(slots)
         k.index_copy_(0, index, new_k.to(k.device))
         v.index_copy_(0, index, new_v.to(v.device))
 
     def wait(self, slots: NDArray[np.int64]) -> None:
-        """Have whatever is computed from now on see what was put into these slots."""
+        """Make later computation see what was put into these slots."""
 
     def pick(self, x: Tensor, slots: NDArray[np.int64]) -> Tensor:
-        """Copies of some slots, `[m, P, L, D]`; they have been waited for."""
+        """Copies of some slots, `[n, P, L, D]`, that were waited for."""
         return x.index_select(0, torch.from_numpy(slots).to(x.device))
 
 
 class Pinned(Mover):
-    """Page-locked memory, from which a GPU copies by itself."""
+    """Page-locked memory: a GPU copies from it without the CPU."""
 
     def slots(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return torch.empty(shape, dtype=dtype, pin_memory=True), torch.empty(shape, dtype=dtype, pin_memory=True)
@@ -56,8 +56,8 @@ class Cuda(Mover):
         return torch.empty(shape, dtype=dtype, device=self.device), torch.empty(shape, dtype=dtype, device=self.device)
 
     def put(self, k: Tensor, v: Tensor, slots: NDArray[np.int64], new_k: Tensor, new_v: Tensor) -> None:
-        """Behind what still reads the slots; `wait` before they are read. Bytes: one contiguous copy of the pages."""
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))  # what still reads the slots, or writes `new`
+        """Ordered after what still reads the slots; call `wait` before reading them. Bytes: one copy of the pages."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))  # it may still read the slots, or write `new`
         with torch.cuda.stream(self.stream):
             index = torch.from_numpy(slots).to(self.device, non_blocking=True)
             for x, new in ((k, new_k), (v, new_v)):

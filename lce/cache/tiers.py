@@ -1,289 +1,532 @@
-"""Where the keys and values of a long context are: pools of slots in memory, fastest first, and a file under them.
+"""Tiers: where the keys and values of a long context are. A chain, each tier with the one below it.
 
-The unit that moves is a page (see `lce.cache.pool`). Complete chunks never change, so a page may be in several tiers at
-once; one is dirty while no lower tier has it. A pool that is full gives up its least recently used pages: dirty ones
-move down, the others are dropped.
+    recent buffers ──> device pool ──> host pool ──> file ──> nowhere      a tier that a machine lacks is left out:
+                       └────────── pages come back ──┘                     without a GPU there is one pool
 
-    recent buffers ──> device pool ──> host pool ──> file        a tier that a machine lacks is left out:
-                       └────────── pages come back ──┘           without a GPU there is one pool, memory
+What moves is a page (see `CacheLayout`). Complete chunks never change, so a page may be in several tiers at once. It is
+dirty while no tier below has it. A full pool gives up its least recently used pages: dirty ones move down first.
 """
 
 from __future__ import annotations
 
-import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from copy import copy
+from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lce.cache.pool import NEVER, Numbers, Pages, PageShape, Pool, Table, Traffic, grid, joined, slices
-from lce.cache.rows import RowFile
+from lce.attention import Tiles
+from lce.cache.layout import DEVICE, DISK, HOST, UNBOUNDED, CacheLayout
+from lce.cache.movers import Cuda, Mover, Pinned
+from lce.cache.row_file import RowFile, SpillFile
 from lce.errors import CapacityError
 
-AT_ONCE = 64 << 20  # bytes of pages that are read from the file, or written to it, in one go
+Numbers = NDArray[np.int64]
+AT_ONCE = 64 << 20  # bytes of pages that are read from a lower tier, or written to it, in one go
+NEVER = np.iinfo(np.int64).max
+FULL = "the cache of keys and values is full; give --spill-dir, or a larger budget"
 
 
-class Archive:
-    """The pages of one context: all complete chunks that have left the recent buffers.
+class Pages(NamedTuple):
+    """Names of n pages: `group [n]`, a head group counted over all layers, and `chunk [n]`."""
 
-    `pools` are the tiers in memory, fastest first; `file` is the last tier, where there is one. `row` is the first row
-    of each page in the file, -1 where it is not there. The `n_pinned` first chunks stay in the first pool. Nothing here
-    changes what is attended: the same numbers are handed out whatever tier they were in.
+    group: Numbers
+    chunk: Numbers
+
+    @classmethod
+    def grid(cls, groups: Numbers, chunks: Numbers) -> Pages:
+        """Every group with every chunk."""
+        return cls(np.repeat(groups, len(chunks)), np.tile(chunks, len(groups)))
+
+    def at(self, index: Numbers | slice) -> Pages:
+        """Some of these pages."""
+        return Pages(self.group[index], self.chunk[index])
+
+
+@dataclass
+class Traffic:
+    """What went through a tier: pages asked of it that it had (`hits`) or had not (`misses`), bytes in and out.
+
+    `early` pages were fetched before they were asked for, from what was asked for the last time.
     """
 
-    def __init__(self, shape: PageShape, pools: list[Pool], file: RowFile | None, n_pinned: int = 0) -> None:
-        self.shape = shape
-        self.pools = pools
-        self.file = file
-        self.n_pinned = n_pinned
-        self.row = Table(shape)
-        self.tick = 0
-        self.disk = Traffic()
-        self._asked: dict[int, Pages] = {}  # by layer, what was last asked of the first pool
+    hits: int = 0
+    misses: int = 0
+    early: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
 
-    def lanes(self, layer: int) -> Numbers:
-        """The lanes of a layer, one for each of its head groups."""
-        return np.arange(layer * self.shape.n_groups, (layer + 1) * self.shape.n_groups)
+
+class Tier(ABC):
+    """Where pages can be, above another tier."""
+
+    name: str
+    traffic: Traffic
+    below: Tier
+    n_bytes: int  # held now
+
+    @abstractmethod
+    def holds(self, pages: Pages) -> NDArray[np.bool_]:
+        """Which pages are in this tier or in one below it."""
+
+    @abstractmethod
+    def read(self, pages: Pages) -> tuple[Tensor, Tensor]:
+        """Copies of pages, `k v [n, P, L, D]`, from here or from below."""
+
+    @abstractmethod
+    def read_rows(self, pages: Pages, offsets: Numbers) -> Tensor:
+        """Copies of single tokens of pages, rows `[n, 2, P, D]`, from here or from below."""
+
+    @abstractmethod
+    def write(self, pages: Pages, k: Tensor, v: Tensor) -> None:
+        """Take pages `k v [n, P, L, D]` that no tier below has. Not atomic: call again after an error."""
+
+
+class Nowhere(Tier):
+    """The end of the chain: has nothing, takes nothing."""
+
+    name = ""
+    n_bytes = 0
+
+    def holds(self, pages: Pages) -> NDArray[np.bool_]:
+        return np.zeros(np.broadcast(*pages).shape, bool)
+
+    def read(self, pages: Pages) -> tuple[Tensor, Tensor]:
+        raise AssertionError("a page that is in no tier")
+
+    def read_rows(self, pages: Pages, offsets: Numbers) -> Tensor:
+        raise AssertionError("a page that is in no tier")
+
+    def write(self, pages: Pages, k: Tensor, v: Tensor) -> None:
+        raise CapacityError(FULL)
+
+
+class Disk(Tier):
+    """A file of rows: a spill file, or a context file."""
+
+    name = DISK
+
+    def __init__(self, layout: CacheLayout, file: RowFile, below: Tier) -> None:
+        self.layout = layout
+        self.file = file
+        self.below = below
+        self.traffic = below.traffic if isinstance(below, Disk) else Traffic()
+        self.row = PageIndex(layout)  # the first row of each page in the file
 
     @property
-    def room(self) -> int:
-        """How many pages the first pool can hold at once beside its pinned ones."""
-        limit = self.pools[0].limit
-        return sys.maxsize if limit is None else limit - self.n_pinned * self.shape.n_layers * self.shape.n_groups
+    def n_bytes(self) -> int:  # type: ignore[override]
+        return self.file.n_bytes
 
-    def add(self, layer: int, first: int, k: Tensor, v: Tensor) -> None:
-        """Take chunks `first..first+m-1` of a layer, `[G, m, L, D]`, into the first pool.
+    def holds(self, pages: Pages) -> NDArray[np.bool_]:
+        return (self.row[pages] >= 0) | self.below.holds(pages)
 
-        What fails is to be done again: it may have taken some of them.
-        """
-        m, pool = k.shape[1], self.pools[0]
-        for some in slices(m, self.room // self.shape.n_groups):
-            pages = grid(self.lanes(layer), np.arange(first + some.start, first + some.stop))
-            self.tick += 1
-            taken = pool.find(*pages)
-            pool.drop(taken[taken >= 0])
-            slots = self._vacate(0, len(pages[0]))
-            # [G, m, L, D] -> [groups, m, P, L, D] -> [pages, P, L, D]
-            new_k, new_v = (
-                x[:, some].unflatten(0, (-1, self.shape.heads)).transpose(1, 2).flatten(0, 1) for x in (k, v)
-            )
-            pool.fill(slots, pages, new_k, new_v, self.tick)
-            pool.pinned[slots] = pages[1] < self.n_pinned
+    def read(self, pages: Pages) -> tuple[Tensor, Tensor]:
+        first = self.row[pages]
+        here, missing = np.flatnonzero(first >= 0), np.flatnonzero(first < 0)
+        self.traffic.hits += len(here)
+        self.traffic.bytes_out += len(here) * self.layout.page_bytes
+        rows = self.file.read_pages(first[here], self.layout.chunk_size)  # [n, L, 2, P, D]
+        k, v = (x.transpose(1, 2) for x in rows.unbind(dim=2))
+        if not len(missing):
+            return k, v
+        k, v = _joined((here, missing), ((k, v), self.below.read(pages.at(missing))))
+        return k, v
+
+    def read_rows(self, pages: Pages, offsets: Numbers) -> Tensor:
+        first = self.row[pages]
+        here, missing = np.flatnonzero(first >= 0), np.flatnonzero(first < 0)
+        self.traffic.bytes_out += len(here) * self.file.row_bytes
+        rows = self.file.read(torch.from_numpy(first[here] + offsets[here]))
+        if not len(missing):
+            return rows
+        rest = self.below.read_rows(pages.at(missing), offsets[missing])
+        return _joined((here, missing), ((rows,), (rest,)))[0]
+
+    def write(self, pages: Pages, k: Tensor, v: Tensor) -> None:
+        rows = torch.stack((k, v), dim=1).permute(0, 3, 1, 2, 4)  # [n, 2, P, L, D] -> [n, L, 2, P, D]
+        first = self.file.allocate_pages(*pages, self.layout.chunk_size)
+        for start, page in zip(first.tolist(), rows, strict=True):
+            self.file.write(start, page)
+        self.row[pages] = first
+        self.traffic.bytes_in += len(first) * self.layout.page_bytes
+
+    def fork(self) -> Disk:
+        """A tier of its own over the same file, with the same pages."""
+        below = self.below.fork() if isinstance(self.below, Disk) else self.below
+        other = Disk(self.layout, self.file, below)
+        other.row = self.row.copy()
+        return other
+
+
+class Pool(Tier):
+    """Slots for pages in one kind of memory, `k v [n_slots, P, L, D]`: at most `limit` of them.
+
+    Pages of the first `pinned_chunks` chunks never leave. An unbounded pool grows by half. Bookkeeping takes 26 bytes a
+    slot and 8 a page of the context. Time to free slots: O(n_slots).
+    """
+
+    def __init__(
+        self, name: str, layout: CacheLayout, mover: Mover, below: Tier, limit: int = UNBOUNDED, pinned_chunks: int = 0
+    ) -> None:
+        self.name = name
+        self.layout = layout
+        self.mover = mover
+        self.below = below
+        self.limit = limit
+        self.pinned_chunks = pinned_chunks
+        self.traffic = Traffic()
+        self.clock = 0  # requests so far
+        self.group = np.zeros(0, np.int64)  # whose page a slot holds; -1: free
+        self.chunk = np.zeros(0, np.int64)
+        self.used = np.zeros(0, np.int64)  # the request that last used a slot
+        self._slot = PageIndex(layout)
+        self.k: Tensor
+        self.v: Tensor
+        self._grow(16 if limit == UNBOUNDED else limit)
+
+    @property
+    def n_slots(self) -> int:
+        return len(self.group)
+
+    @property
+    def n_free(self) -> int:
+        """Pages that can come without one leaving."""
+        return UNBOUNDED if self.limit == UNBOUNDED else int((self.group < 0).sum())
+
+    @property
+    def capacity(self) -> int:
+        """Pages that can be here at once beside the pinned ones."""
+        return self.limit - self.pinned_chunks * self.layout.n_layers * self.layout.n_groups
+
+    @property
+    def n_bytes(self) -> int:  # type: ignore[override]
+        return self.n_slots * self.layout.page_bytes
+
+    def find(self, pages: Pages) -> Numbers:
+        """The slot of each page, -1 where it is not here."""
+        return self._slot[pages]
+
+    def holds(self, pages: Pages) -> NDArray[np.bool_]:
+        return (self.find(pages) >= 0) | self.below.holds(pages)
 
     def bring(self, pages: Pages) -> Numbers:
-        """Have these pages, at most `room`, in the first pool; their slots. They stay there until the next call."""
-        pool = self.pools[0]
-        self.tick += 1
-        slots = pool.find(*pages)
-        missing = self._count(pool, slots)
-        for some in slices(len(missing), max(1, AT_ONCE // self.shape.n_bytes)):
+        """Have these pages, at most `capacity`, in slots; the slots. The pages stay there until the next request."""
+        slots, missing = self._request(pages)
+        for some in slices(len(missing), AT_ONCE // self.layout.page_bytes):
             part = missing[some]
-            wanted = (pages[0][part], pages[1][part])
-            new = self._below(0, wanted)
-            slots[part] = self._vacate(0, len(part))
-            pool.fill(slots[part], wanted, *new, self.tick)
-            pool.pinned[slots[part]] = wanted[1] < self.n_pinned
+            found = self.below.read(pages.at(part))
+            slots[part] = self._fill(pages.at(part), *found)
         return slots
 
-    def prefetch(self, layer: int) -> None:
-        """Begin to fetch what a layer asked for the last time, where that can happen beside the computation.
+    def read(self, pages: Pages) -> tuple[Tensor, Tensor]:
+        """Missing pages pass by: they get slots only where slots are free."""
+        slots, missing = self._request(pages)
+        if not len(missing):
+            return self.take(slots)
+        here, found = np.flatnonzero(slots >= 0), self.below.read(pages.at(missing))
+        held = self.take(slots[here])
+        if self.n_free >= len(missing):
+            self._fill(pages.at(missing), *found)
+        k, v = _joined((here, missing), (held, found), self.k.device)
+        return k, v
 
-        A guess: what is not asked for after all does no harm but to have taken a slot.
+    def read_rows(self, pages: Pages, offsets: Numbers) -> Tensor:
+        slots, device = self.find(pages), self.k.device
+        here, missing = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
+        self.used[slots[here]] = self.clock
+        self.mover.wait(np.unique(slots[here]))
+        slot, offset = (torch.from_numpy(x[here]).to(device) for x in (slots, offsets))
+        held = torch.stack((self.k[slot, :, offset], self.v[slot, :, offset]), dim=1)
+        if not len(missing):
+            return held
+        rest = self.below.read_rows(pages.at(missing), offsets[missing])
+        return _joined((here, missing), ((held,), (rest,)), device)[0]
+
+    def write(self, pages: Pages, k: Tensor, v: Tensor) -> None:
+        for some in slices(len(pages.group), self.capacity):
+            self.clock += 1
+            part = pages.at(some)
+            left = self.find(part)  # by a call that failed
+            self._drop(left[left >= 0])
+            self._fill(part, k[some], v[some])
+
+    def take(self, slots: Numbers) -> tuple[Tensor, Tensor]:
+        """Copies of the pages in these slots, `[n, P, L, D]`."""
+        self.mover.wait(slots)
+        self.traffic.bytes_out += len(slots) * self.layout.page_bytes
+        return self.mover.pick(self.k, slots), self.mover.pick(self.v, slots)
+
+    def copy_down(self, target: Tier, held_by: Tier) -> None:
+        """Write to `target` the pages here that `held_by` does not have."""
+        held = np.flatnonzero(self.group >= 0)
+        held = held[~held_by.holds(self._pages(held))]
+        for some in slices(len(held), AT_ONCE // self.layout.page_bytes):
+            target.write(self._pages(held[some]), *self.take(held[some]))
+
+    def _request(self, pages: Pages) -> tuple[Numbers, Numbers]:
+        """The slots of pages, -1 where they are missing, and which are; their use is noted."""
+        self.clock += 1
+        slots = self.find(pages)
+        missing = np.flatnonzero(slots < 0)
+        self.used[slots[slots >= 0]] = self.clock
+        self.traffic.misses += len(missing)
+        self.traffic.hits += len(slots) - len(missing)
+        return slots, missing
+
+    def _pages(self, slots: Numbers) -> Pages:
+        return Pages(self.group[slots], self.chunk[slots])
+
+    def _fill(self, pages: Pages, k: Tensor, v: Tensor) -> Numbers:
+        """Put pages into slots that are freed for them; the slots. An interruption leaves them free, or filled."""
+        slots = self._vacate(len(pages.group))
+        self.mover.put(self.k, self.v, slots, k, v)
+        self.used[slots], self.chunk[slots] = self.clock, pages.chunk
+        self.group[slots] = pages.group
+        self._slot[pages] = slots
+        self.traffic.bytes_in += len(slots) * self.layout.page_bytes
+        return slots
+
+    def _vacate(self, n: int) -> Numbers:
+        """`n` slots made free; dirty pages move down first."""
+        slots = self._victims(n)
+        held = slots[self.group[slots] >= 0]
+        dirty = held[~self.below.holds(self._pages(held))]
+        if len(dirty):
+            self.below.write(self._pages(dirty), *self.take(dirty))
+        self._drop(held)
+        return slots
+
+    def _victims(self, n: int) -> Numbers:
+        """`n` slots to fill: free ones, then the least recently used; none pinned, or in use by this request."""
+        if self.limit == UNBOUNDED and (short := n - int((self.group < 0).sum())) > 0:
+            self._grow(self.n_slots + max(short, self.n_slots // 2))
+        busy = (self.chunk < self.pinned_chunks) | (self.used >= self.clock)
+        age = np.where(self.group < 0, -1, np.where(busy, NEVER, self.used))
+        best = np.argpartition(age, n - 1)[:n] if 0 < n <= len(age) else np.arange(n)
+        if n > len(age) or (age[best] == NEVER).any():
+            raise CapacityError(f"the {self.name} cache has no space for {n} more pages; give it a larger budget")
+        return best
+
+    def _drop(self, slots: Numbers) -> None:
+        """Forget what these slots hold."""
+        pages = self._pages(slots)
+        ours = self._slot[pages] == slots
+        self._slot[pages.at(ours)] = -1
+        self.group[slots] = -1
+
+    def _grow(self, n_slots: int) -> None:
+        layout, had = self.layout, self.n_slots
+        shape = (n_slots, layout.page_heads, layout.chunk_size, layout.head_dim)
+        k, v = self.mover.slots(shape, layout.dtype)
+        if had:
+            self.mover.wait(np.arange(had))
+            k[:had], v[:had] = self.k, self.v
+        self.k, self.v = k, v
+        self.group = np.append(self.group, np.full(n_slots - had, -1))
+        self.chunk, self.used = (np.append(x, np.zeros(n_slots - had, np.int64)) for x in (self.chunk, self.used))
+
+
+class TierStack:
+    """The tiers of one context, from the device's pool down: all complete chunks that have left the recent buffers.
+
+    Tiers never change what is attended: the same numbers come back from any of them.
+    """
+
+    def __init__(self, layout: CacheLayout, bottom: Tier, buffer_tokens: int = 0) -> None:
+        """Empty pools above `bottom`, beside buffers of `buffer_tokens` tokens, or of those that are usual."""
+        self.layout = layout
+        self.bottom = bottom  # what is below all pools: a file, or nowhere
+        self.pools: list[Pool] = []
+        slots = layout.device_slots(buffer_tokens)
+        if layout.host_slots:
+            self.pools.append(Pool(HOST, layout, Pinned(), bottom, layout.host_slots))
+        mover = Mover() if layout.on_cpu else Cuda(layout.device)
+        self.top = Pool(DEVICE, layout, mover, self.pools[0] if self.pools else bottom, slots, layout.pinned_chunks)
+        self.pools.insert(0, self.top)
+        self._asked: dict[int, Pages] = {}  # by layer, what was last asked of the first pool
+
+    @classmethod
+    def empty(cls, layout: CacheLayout, n_tokens: int, file: RowFile | None) -> TierStack:
+        """Tiers of a context of `n_tokens` tokens, over `file`; None: a spill file, if the layout has a folder for one.
+
+        Raises `CapacityError` where the budgets cannot hold them.
         """
-        pool = self.pools[0]
-        if not pool.mover.asynchronous or layer not in self._asked:
-            return
-        lanes, chunks = (x[: self.room // 2] for x in self._asked[layer])
-        counted = (pool.traffic.hits, pool.traffic.misses)
-        pool.traffic.early += int((pool.find(lanes, chunks) < 0).sum())
-        self.bring((lanes, chunks))
-        pool.traffic.hits, pool.traffic.misses = counted
+        if file is None and not layout.overflows:
+            held = (layout.budget if layout.on_cpu else layout.budgets.host) or 0
+            if (needed := layout.whole_chunks(n_tokens) * layout.token_bytes) > held:
+                raise CapacityError(
+                    f"{n_tokens} tokens need {needed} bytes of keys and values, and the budget is {held}: "
+                    f"{held // layout.token_bytes} tokens; give --spill-dir, or a larger budget"
+                )
+        if file is None and layout.budgets.spill_dir is not None:
+            file = spill = SpillFile(layout.budgets.spill_dir, layout.row_shape, layout.dtype)
+            spill.reserve(layout.needs(n_tokens)[DISK] // spill.row_bytes)
+        return cls(layout, Nowhere() if file is None else Disk(layout, file, Nowhere()))
 
-    def rounds(self, layer: int, wanted: NDArray[np.bool_]) -> Iterator[tuple[Numbers, Tensor, Tensor]]:
-        """Pages of a layer, True in `wanted [groups, chunks]`, as many at a time as the first pool can hold.
+    def __iter__(self) -> Iterator[Tier]:
+        """The tiers, fastest first."""
+        tier: Tier = self.top
+        while not isinstance(tier, Nowhere):
+            yield tier
+            tier = tier.below
 
-        Yields the slot of each, `[groups, chunks]` with -1 for those of other rounds, and all slots' `k v
-        [P, n_slots, L, D]`. What is yielded holds until the next round. More than the pool can hold drives little out:
-        those that are there come first, and the others then take turns in the same quarter of the slots.
-        """
-        groups, chunks = np.nonzero(wanted)
-        lanes, pool = groups + layer * self.shape.n_groups, self.pools[0]
-        self._asked[layer] = (lanes, chunks)
-        there = pool.find(lanes, chunks) >= 0
-        if len(there) <= self.room:
-            rounds = [np.arange(len(there))] if len(there) else []
-        else:
-            missing = np.flatnonzero(~there)
-            rounds = [np.flatnonzero(there)[some] for some in slices(int(there.sum()), self.room)]
-            rounds += [missing[some] for some in slices(len(missing), max(1, self.room // 4))]
-        for some in rounds:
-            slots = self.bring((lanes[some], chunks[some]))
-            pool.mover.wait(slots)
-            table = np.full(wanted.shape, -1, np.int64)
-            table[groups[some], chunks[some]] = slots
-            yield table, pool.k.transpose(0, 1), pool.v.transpose(0, 1)
-            if len(rounds) > 1 and not there[some[0]]:
-                pool.used[slots] = 0  # the next to go
+    def groups(self, layer: int) -> Numbers:
+        """A layer's head groups, counted over all layers."""
+        return np.arange(layer * self.layout.n_groups, (layer + 1) * self.layout.n_groups)
+
+    def add(self, layer: int, first: int, k: Tensor, v: Tensor) -> None:
+        """Take chunks from `first` on of a layer, `k v [G, m·L, D]`. Not atomic: call again after an error."""
+        layout, m = self.layout, k.shape[1] // self.layout.chunk_size
+        for some in slices(m, max(1, self.top.capacity // layout.n_groups)):
+            tokens = slice(some.start * layout.chunk_size, some.stop * layout.chunk_size)
+            pages = Pages.grid(self.groups(layer), np.arange(first + some.start, first + some.stop))
+            self.top.write(pages, *(self._pages_of(x[:, tokens]) for x in (k, v)))
+
+    def _pages_of(self, x: Tensor) -> Tensor:
+        """Whole chunks of a buffer `[G, m·L, D]` as pages `[groups·m, P, L, D]`."""
+        heads = x.unflatten(1, (-1, self.layout.chunk_size)).unflatten(0, (-1, self.layout.page_heads))
+        pages: Tensor = heads.transpose(1, 2).flatten(0, 1)
+        return pages
 
     def chunks(self, layer: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
-        """All of chunks `first..stop-1` of a layer, `[G, stop - first, L, D]` each, copied.
+        """All of chunks `first..stop-1` of a layer, `k v [G, (stop - first)·L, D]`, copied.
 
-        Reading everything once drives nothing out: what the first pool lacks passes it by, unless there is room.
+        Reading everything once evicts nothing: pages that the first pool lacks pass by, unless slots are free.
         """
-        pool = self.pools[0]
-        pages = grid(self.lanes(layer), np.arange(first, stop))
-        slots = pool.find(*pages)
-        if (slots < 0).sum() <= pool.n_free:
-            k, v = pool.take(self.bring(pages))
-        else:
-            self.tick += 1
-            missing = self._count(pool, slots)
-            there = np.flatnonzero(slots >= 0)
-            below = self._below(0, (pages[0][missing], pages[1][missing]))
-            k, v = joined((there, missing), (pool.take(slots[there]), below), pool.k.device)
-        # [groups * m, P, L, D] -> [G, m, L, D]
-        k, v = (x.unflatten(0, (self.shape.n_groups, -1)).transpose(1, 2).flatten(0, 1) for x in (k, v))
+        pages = self.top.read(Pages.grid(self.groups(layer), np.arange(first, stop)))
+        # [groups·m, P, L, D] -> [groups, m, P, L, D] -> [G, m, L, D] -> [G, m·L, D]
+        k, v = (x.unflatten(0, (self.layout.n_groups, -1)).transpose(1, 2).flatten(0, 1).flatten(1, 2) for x in pages)
         return k, v
 
     def tokens(self, layer: int, index: Numbers) -> tuple[Tensor, Tensor]:
         """Keys and values `[G, n, D]` of single tokens, ascending. A chunk of which half is asked comes whole."""
-        size, lanes = self.shape.chunk_size, self.lanes(layer)
+        size, groups = self.layout.chunk_size, self.groups(layer)
         present, counts = np.unique(index // size, return_counts=True)
-        whole = grid(lanes, present[counts * 2 >= size][: self.room // len(lanes)])
+        whole = Pages.grid(groups, present[counts * 2 >= size][: self.top.capacity // len(groups)])
         self._asked[layer] = whole
-        self.bring(whole)
-        rows = self._rows(
-            0, np.repeat(lanes, len(index)), np.tile(index // size, len(lanes)), np.tile(index % size, len(lanes))
-        )
-        rows = rows.unflatten(0, (len(lanes), -1))  # [groups, n, 2, P, D]
+        self.top.bring(whole)
+        rows = self.top.read_rows(Pages.grid(groups, index // size), np.tile(index % size, len(groups)))
+        rows = rows.unflatten(0, (len(groups), -1))  # [groups, n, 2, P, D]
         return rows[:, :, 0].transpose(1, 2).flatten(0, 1), rows[:, :, 1].transpose(1, 2).flatten(0, 1)
 
-    def write_down(self) -> None:
-        """Copy to the file whatever is not there yet."""
-        assert self.file is not None, "no file to write to"
-        for level, pool in enumerate(self.pools):
-            held = np.flatnonzero(pool.lane >= 0)
-            held = held[self.row[pool.lane[held], pool.chunk[held]] < 0]
-            for some in slices(len(held), max(1, AT_ONCE // self.shape.n_bytes)):
-                self._write(level, held[some])
+    def rounds(self, layer: int, wanted: NDArray[np.bool_]) -> Iterator[Tiles]:
+        """Pages of a layer, True in `wanted [groups, chunks]`, as many at a time as the first pool can hold.
 
-    def fork(self, pools: list[Pool]) -> Archive:
-        """An archive of its own with the same pages, in the same file; `pools` are empty. Writes dirty pages down.
-
-        Without a file, the last of `pools` gets copies.
+        Each `Tiles` is valid until the next one. If the request exceeds the pool, resident pages are served first; the
+        missing ones cycle through a quarter of the slots, so that little is evicted.
         """
-        other = Archive(self.shape, pools, self.file, self.n_pinned)
-        if self.file is not None:
+        groups, chunks = np.nonzero(wanted)
+        pages, top = Pages(groups + layer * self.layout.n_groups, chunks), self.top
+        self._asked[layer] = pages
+        resident = top.find(pages) >= 0
+        if len(resident) <= top.capacity:
+            rounds = [np.arange(len(resident))] if len(resident) else []
+        else:
+            here, missing = np.flatnonzero(resident), np.flatnonzero(~resident)
+            rounds = [here[some] for some in slices(len(here), top.capacity)]
+            rounds += [missing[some] for some in slices(len(missing), max(1, top.capacity // 4))]
+        for some in rounds:
+            slots = top.bring(pages.at(some))
+            top.mover.wait(slots)
+            index = np.full(wanted.shape, -1, np.int64)
+            index[groups[some], chunks[some]] = slots
+            yield self._slot_tiles(index)
+            if len(rounds) > 1 and not resident[some[0]]:
+                top.used[slots] = 0  # the next to be evicted
+
+    def _slot_tiles(self, slots: Numbers) -> Tiles:
+        """The first pool's slots as tiles: page head p of slot s is tile `s·P + p`. `slots [groups, chunks]`, or -1."""
+        k, v, heads = self.top.k, self.top.v, self.layout.page_heads
+        slot = torch.from_numpy(slots).to(k.device)[:, None]
+        tile = torch.where(slot < 0, -1, slot * heads + torch.arange(heads, device=k.device)[:, None])
+        return Tiles(k.flatten(0, 1), v.flatten(0, 1), tile.flatten(0, 1))
+
+    def prefetch(self, layer: int) -> None:
+        """Begin to fetch what a layer asked for the last time, where that can happen beside the computation.
+
+        A guess: a page that is not asked for after all has only taken a slot.
+        """
+        top = self.top
+        if not top.mover.asynchronous or layer not in self._asked:
+            return
+        pages, counted = self._asked[layer].at(slice(top.capacity // 2)), copy(top.traffic)
+        missing = int((top.find(pages) < 0).sum())
+        top.bring(pages)
+        top.traffic.hits, top.traffic.misses = counted.hits, counted.misses
+        top.traffic.early += missing
+
+    def write_down(self) -> None:
+        """Copy to the file every page that is not there yet."""
+        for pool in self.pools:
+            pool.copy_down(self.bottom, self.bottom)
+
+    def shrink(self, buffer_tokens: int) -> None:
+        """Start over with empty pools beside larger buffers; the file has all that the pools held."""
+        smaller = TierStack(self.layout, self.bottom, buffer_tokens)
+        for pool, old in zip(smaller.pools, self.pools, strict=True):
+            pool.traffic = old.traffic
+        self.pools, self.top = smaller.pools, smaller.top
+
+    def fork(self, buffer_tokens: int = 0) -> TierStack:
+        """Tiers of another context with the same pages, over the same file; dirty pages are written down first.
+
+        Without a file, the other's last pool gets copies.
+        """
+        if isinstance(self.bottom, Disk):
             self.write_down()
-            other.row = self.row.copy()
-            return other
-        last = len(pools) - 1
-        for level, pool in enumerate(self.pools):
-            held = np.flatnonzero(pool.lane >= 0)
-            held = held[self._dirty(level, held)]
-            for some in slices(len(held), max(1, AT_ONCE // self.shape.n_bytes)):
-                pages = (pool.lane[held[some]], pool.chunk[held[some]])
-                pools[last].fill(other._vacate(last, len(pages[0])), pages, *pool.take(held[some]), 0)
+            return TierStack(self.layout, self.bottom.fork(), buffer_tokens)
+        other = TierStack(self.layout, self.bottom, buffer_tokens)
+        for pool in self.pools:
+            pool.copy_down(other.pools[-1], pool.below)
         return other
 
-    def _count(self, pool: Pool, slots: Numbers) -> Numbers:
-        """Note the use of slots that were found, -1 where they were not; which were not."""
-        missing = np.flatnonzero(slots < 0)
-        pool.used[slots[slots >= 0]] = self.tick
-        pool.traffic.misses += len(missing)
-        pool.traffic.hits += len(slots) - len(missing)
-        return missing
 
-    def _below(self, level: int, pages: Pages) -> tuple[Tensor, Tensor]:
-        """Pages that pool `level` has not, `k v [m, P, L, D]`, from the tiers under it."""
-        if level + 1 == len(self.pools):
-            return self._read(pages)
-        pool = self.pools[level + 1]
-        slots = pool.find(*pages)
-        missing = self._count(pool, slots)
-        if not len(missing):
-            return pool.take(slots)
-        there = np.flatnonzero(slots >= 0)
-        lost = (pages[0][missing], pages[1][missing])
-        found, at_home = self._below(level + 1, lost), pool.take(slots[there])
-        if pool.n_free >= len(missing):  # clean pages, which may leave again at any time
-            pool.fill(self._vacate(level + 1, len(missing)), lost, *found, self.tick)
-        k, v = joined((there, missing), (at_home, found), pool.k.device)
-        return k, v
+class PageIndex:
+    """A number for each page, -1 until it is set; grows with the chunks."""
 
-    def _read(self, pages: Pages) -> tuple[Tensor, Tensor]:
-        """Pages from the file, `k v [m, P, L, D]`."""
-        first = self.row[pages]
-        assert self.file is not None, "a page that is nowhere"
-        assert (first >= 0).all(), "a page that is nowhere"
-        self.disk.hits += len(first)
-        self.disk.bytes_out += len(first) * self.shape.n_bytes
-        rows = self.file.read_pages(first, self.shape.chunk_size)
-        k, v = rows.unbind(dim=2)  # [m, L, P, D]
-        return k.transpose(1, 2), v.transpose(1, 2)
+    def __init__(self, layout: CacheLayout) -> None:
+        self._numbers = np.full((layout.n_layers * layout.n_groups, 16), -1, np.int64)
 
-    def _rows(self, level: int, lanes: Numbers, chunks: Numbers, offsets: Numbers) -> Tensor:
-        """Single rows `[n, 2, P, D]` of pages, from pool `level` and the tiers under it."""
-        if level == len(self.pools):
-            assert self.file is not None, "a page that is nowhere"
-            self.disk.bytes_out += len(lanes) * self.file.row_bytes
-            return self.file.read(torch.from_numpy(self.row[lanes, chunks] + offsets))
-        pool = self.pools[level]
-        device = pool.k.device
-        slots = pool.find(lanes, chunks)
-        there = np.flatnonzero(slots >= 0)
-        pool.used[slots[there]] = self.tick
-        pool.mover.wait(np.unique(slots[there]))
-        slot, offset = (torch.from_numpy(x[there]).to(device) for x in (slots, offsets))
-        held = torch.stack((pool.k[slot, :, offset], pool.v[slot, :, offset]), dim=1)
-        missing = np.flatnonzero(slots < 0)
-        if not len(missing):
-            return held
-        rest = self._rows(level + 1, lanes[missing], chunks[missing], offsets[missing])
-        return joined((there, missing), ((held,), (rest,)), device)[0]
+    def __getitem__(self, pages: Pages) -> Numbers:
+        self._cover(pages.chunk)
+        found: Numbers = self._numbers[pages.group, pages.chunk]
+        return found
 
-    def _vacate(self, level: int, n: int) -> Numbers:
-        """`n` free slots of a pool; pages that no lower tier has are moved down first."""
-        pool = self.pools[level]
-        in_use = self.tick if level == 0 else NEVER  # what lower tiers hand out is copied
-        slots = pool.victims(n, in_use)
-        held = slots[pool.lane[slots] >= 0]
-        self._move_down(level, held[self._dirty(level, held)])
-        pool.drop(held)
-        return slots
+    def __setitem__(self, pages: Pages, value: Numbers | int) -> None:
+        self._cover(pages.chunk)
+        self._numbers[pages.group, pages.chunk] = value
 
-    def _dirty(self, level: int, slots: Numbers) -> NDArray[np.bool_]:
-        """Which of a pool's pages are in no tier under it."""
-        pages = (self.pools[level].lane[slots], self.pools[level].chunk[slots])
-        alone: NDArray[np.bool_] = self.row[pages] < 0
-        for pool in self.pools[level + 1 :]:
-            alone = alone & (pool.find(*pages) < 0)
-        return alone
+    def copy(self) -> Self:
+        """An index of its own."""
+        other = copy(self)
+        other._numbers = self._numbers.copy()
+        return other
 
-    def _move_down(self, level: int, slots: Numbers) -> None:
-        """Copy pages of a pool into the tier under it."""
-        if not len(slots):
-            return
-        if level + 1 == len(self.pools):
-            self._write(level, slots)
-            return
-        upper, lower = self.pools[level], self.pools[level + 1]
-        for some in slices(len(slots), lower.limit or len(slots)):
-            part = slots[some]
-            target = self._vacate(level + 1, len(part))
-            lower.fill(target, (upper.lane[part], upper.chunk[part]), *upper.take(part), self.tick - 1)
+    def _cover(self, chunks: Numbers) -> None:
+        had = self._numbers.shape[1]
+        if chunks.size and (most := int(chunks.max())) >= had:
+            grown = np.full((len(self._numbers), max(most + 1, had * 3 // 2)), -1, np.int64)
+            grown[:, :had] = self._numbers
+            self._numbers = grown
 
-    def _write(self, level: int, slots: Numbers) -> None:
-        """Copy pages of a pool into the file."""
-        if self.file is None:
-            raise CapacityError("the cache of keys and values is full; give --spill-dir, or a larger budget")
-        pool = self.pools[level]
-        pages = (pool.lane[slots], pool.chunk[slots])
-        rows = torch.stack(pool.take(slots), dim=1).permute(0, 3, 1, 2, 4)  # [m, 2, P, L, D] -> [m, L, 2, P, D]
-        first = self.file.place(*pages, self.shape.chunk_size)
-        for start, page in zip(first.tolist(), rows, strict=True):
-            self.file.write(start, page)
-        self.row[pages] = first
-        self.disk.bytes_in += len(slots) * self.shape.n_bytes
+
+def slices(n: int, size: int) -> Iterator[slice]:
+    """`0..n-1` in runs of at most `size`, and of one at least."""
+    for start in range(0, n, max(size, 1)):
+        yield slice(start, min(start + max(size, 1), n))
+
+
+def _joined(
+    where: tuple[Numbers, Numbers], parts: tuple[tuple[Tensor, ...], tuple[Tensor, ...]],
+    device: torch.device | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Two runs of tensors as one of both: `parts[i]` are the entries `where[i]`."""
+    order = torch.from_numpy(np.argsort(np.concatenate(where)))
+    return tuple(
+        torch.cat((a, b.to(device or a.device)))[order.to(device or a.device)] for a, b in zip(*parts, strict=True)
+    )

@@ -1,46 +1,35 @@
-"""A context: a sequence that an engine has read, and may go on reading."""
+"""A context: a sequence that an engine has prefilled and can go on with."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
-from torch import Tensor
-
-from lce.cache.kv import KVCache
-from lce.engine.saving import Identity, save
+from lce.engine.saving import ContextData, Identity, save
 from lce.errors import UsageError
 from lce.models.rope import Rope
-
-
-class Maker(Protocol):
-    """What fills a context's cache."""
-
-    @property
-    def identity(self) -> Identity: ...
 
 
 class Context:
     """A prefilled sequence that can be asked, forked and saved.
 
-    `token_ids` is everything said so far; the cache may lag behind it by the tokens that were drawn last and not read
-    yet. Asking a context adds the question and the answer to it: ask a `fork` to keep it as it is. A context is used by
-    one call at a time; different contexts of one engine may be used from different threads.
+    `token_ids` is the whole sequence. The cache may lag behind it: the last token of an answer is prefilled when the
+    next tokens are. Asking a context adds the question and the answer to it; ask a `fork` to keep the context as it
+    is. One call at a time uses a context; different contexts of one engine may be used from different threads.
 
-    A call that fails or is interrupted while it reads takes back what it said and has not read: the context is then as
-    it was before, but for the whole blocks that were read.
+    If prefill fails or is interrupted, tokens that are not cached yet are dropped; cached blocks stay.
     """
 
-    def __init__(self, cache: KVCache, rope: Rope, maker: Maker, announced: int) -> None:
-        self.maker = maker  # what fills the cache; another engine must not
-        self.cache = cache
+    def __init__(self, data: ContextData, rope: Rope, identity: Identity) -> None:
+        self.identity = identity  # of the engine that filled the cache; no other engine may use it
         self.rope = rope
-        self.announced = announced  # tokens, which some RoPE scalings depend on
-        self.token_ids: list[int] = []
-        self.logits: Tensor | None = None  # [vocab], after the last token in the cache
+        self.cache = data.cache
+        self.token_ids = list(data.token_ids)
+        self.logits = data.logits  # [vocab], after the last token in the cache
+        self.announced = data.announced  # tokens; some RoPE scalings depend on it
         self._busy = threading.Lock()
 
     def __len__(self) -> int:
@@ -50,29 +39,31 @@ class Context:
         return f"Context({len(self)} tokens, {self.cache.bytes_by_tier['device']} bytes)"
 
     @property
-    def unread(self) -> list[int]:
-        """Tokens said but not yet in the cache."""
+    def uncached(self) -> list[int]:
+        """The tokens that are not in the cache yet."""
         return self.token_ids[self.cache.length :]
 
+    @property
+    def data(self) -> ContextData:
+        """What the context is made of."""
+        return ContextData(self.cache, self.token_ids, self.logits, self.announced)
+
     def fork(self) -> Context:
-        """A context of its own that starts as this one. Bytes: one copy of its cache."""
+        """An independent copy of the context. Bytes: one copy of its cache."""
         with self.in_use():
-            context = Context(self.cache.copy(), self.rope, self.maker, self.announced)
-            context.token_ids = list(self.token_ids)
-            context.logits = self.logits
-            return context
+            return Context(replace(self.data, cache=self.cache.copy()), self.rope, self.identity)
 
     def save(self, path: str | Path) -> None:
-        """Write the context to a file, for `Engine.open_context`; it appears whole or not at all.
+        """Write the context to a file, for `Engine.open_context`; the file appears whole or not at all.
 
         Time and bytes: one copy of its keys and values. Raises `CapacityError` where they cannot be written.
         """
         with self.in_use():
-            save(Path(path), self.cache, self.token_ids, self.logits, self.maker.identity, self.announced)
+            save(Path(path), self.data, self.identity)
 
     @contextmanager
-    def saying(self, ids: Sequence[int]) -> Iterator[None]:
-        """Add `ids` to what is said, for a block of code that reads them; unread ones are taken back if it fails."""
+    def adding(self, ids: Sequence[int]) -> Iterator[None]:
+        """Append `ids` for the code inside to prefill; if that fails, those that are not cached yet are dropped."""
         before = len(self)
         self.token_ids.extend(ids)
         try:

@@ -1,4 +1,4 @@
-"""The decode loop: one token after another, as text that is certain."""
+"""The decode loop: one token after another, and their text as soon as no later token can change it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from lce.cache.pool import Traffic
+from lce.cache.tiers import Traffic
 from lce.engine.context import Context
 from lce.engine.sampling import Sampler, Sampling
 from lce.tokenizer.tokenizer import Tokenizer
@@ -14,7 +14,7 @@ from lce.tokenizer.tokenizer import Tokenizer
 
 @dataclass
 class Stats:
-    """The figures of one generation; times in seconds, memory in bytes by tier. Traffic is the context's in all."""
+    """The figures of one generation: times in seconds, memory in bytes by tier, the context's traffic so far."""
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -33,9 +33,19 @@ class Stats:
         return max(0, self.generated_tokens - 1) / self.decode_s if self.decode_s else 0.0
 
 
+@dataclass(frozen=True)
+class Request:
+    """One generation to make: the tokens to prefill, how to draw the next ones, and when to end."""
+
+    token_ids: Sequence[int]
+    sampling: Sampling
+    max_tokens: int
+    eos_ids: frozenset[int]
+
+
 @dataclass
 class Generation:
-    """What was generated: `text`, its `token_ids`, why it ended (`stop`, `length`), and the figures."""
+    """What was generated: `text`, its `token_ids`, why it ended (`stop` or `length`), and the figures."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -45,7 +55,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some text of a generation, certain to stay."""
+    """A piece of a generation's text; later pieces do not change it."""
 
     text: str
 
@@ -54,7 +64,7 @@ class Piece:
 
 
 class Stream:
-    """The pieces of a generation as they become certain; `result` grows with them and is whole at the end."""
+    """The pieces of a generation; `result` grows with them and is complete at the end."""
 
     def __init__(self, pieces: Iterator[Piece], result: Generation) -> None:
         self._pieces = pieces
@@ -67,26 +77,21 @@ class Stream:
         return next(self._pieces)
 
     def close(self) -> None:
-        """End the generation early; its context stays usable."""
+        """End the generation early. Its context stays usable."""
         self._pieces.close()  # type: ignore[attr-defined]
 
 
 def decode(
-    context: Context,
-    tokenizer: Tokenizer,
-    sampling: Sampling,
-    max_tokens: int,
-    eos_ids: frozenset[int],
-    result: Generation,
-    advance: Callable[[Context], None],
+    context: Context, request: Request, tokenizer: Tokenizer, result: Generation, advance: Callable[[Context], None]
 ) -> Iterator[Piece]:
-    """Draw up to `max_tokens` tokens and yield their text; `advance` reads what the context has not read yet.
+    """Draw up to `max_tokens` tokens and yield their text; `advance` prefills the context's tokens not cached yet.
 
-    An end token ends the text and is not kept. A stop string ends it too; the text before it is all that is yielded.
+    An end token ends the text and is not added to it. A stop string ends it too; only the text before it is yielded.
     """
-    sampler, detokenizer, watch = Sampler(sampling), tokenizer.stream(), StopWatch(sampling.stop)
+    sampler, detokenizer = Sampler(request.sampling), tokenizer.stream()
+    watch = StopWatch(request.sampling.stop)
     started = time.perf_counter()
-    for _ in range(max_tokens):
+    for _ in range(request.max_tokens):
         advance(context)
         assert context.logits is not None
         token_id = sampler.pick(context.logits)
@@ -95,7 +100,7 @@ def decode(
             result.stats.first_token_s = result.stats.prefill_s + now - started
             started = now
         result.stats.decode_s = now - started
-        if token_id in eos_ids:
+        if token_id in request.eos_ids:
             result.finish_reason = "stop"
             break
         context.token_ids.append(token_id)
@@ -106,10 +111,8 @@ def decode(
         if piece:
             yield Piece(piece)
         if watch.stopped:
-            result.finish_reason = "stop"
-            return
-    piece = watch.push(detokenizer.finish())
-    piece += watch.finish()
+            break
+    piece = watch.push(detokenizer.finish()) + watch.finish()
     if watch.stopped:
         result.finish_reason = "stop"
     result.text += piece
@@ -118,10 +121,10 @@ def decode(
 
 
 class StopWatch:
-    """Holds back text that could be the beginning of a stop string, and ends at the first whole one.
+    """Holds back text that could begin a stop string, and ends at the first complete one.
 
-    The first is the one that is complete first, and the longest of those; so it does not matter how the text is cut
-    into tokens. Example: with stops `abc` and `b`, the text `abc` ends before its `b`.
+    The first is the one that is complete first; of several, the longest. So the cut of the text into tokens does not
+    matter. Example: with stops `abc` and `b`, the text `abc` ends before its `b`.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -130,7 +133,7 @@ class StopWatch:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """The text that is certain to stay."""
+        """Add text; returns the text that no stop string can end before."""
         if self.stopped:
             return ""
         self._held += text
@@ -138,15 +141,15 @@ class StopWatch:
         if found:
             self.stopped = True
             return self._held[: min(found)[1]]
-        keep = max((_overlap(self._held, stop) for stop in self.stops), default=0)
-        certain, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return certain
+        certain = len(self._held) - max((_overlap(self._held, stop) for stop in self.stops), default=0)
+        text, self._held = self._held[:certain], self._held[certain:]
+        return text
 
     def finish(self) -> str:
-        """What was held back for a stop string that never came."""
+        """The text that is still held back, at the end of the generation."""
         return "" if self.stopped else self._held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
+    """The length of the longest end of `text` that begins `stop` and is not all of it."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)

@@ -1,78 +1,86 @@
-"""The engine: a model, a method and the loops, behind one face."""
+"""The engine: a model, a method, and the loops that prefill, decode, save and trace."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from lce.attention.attention import Attention
+from lce.attention import Attention
 from lce.cache.kv import KVCache
-from lce.cache.tiering import Budgets, CacheShape, Tiering
+from lce.cache.layout import CacheLayout
 from lce.engine.context import Context
-from lce.engine.decode import Generation, Piece, Stats, Stream, decode
+from lce.engine.decode import Generation, Piece, Request, Stats, Stream, decode
 from lce.engine.planning import Planner
-from lce.engine.prefill import Progress, Reader, blocks
 from lce.engine.sampling import Sampling
-from lce.engine.saving import Identity, Sitting, open_saved
-from lce.engine.trace import Trace
+from lce.engine.saving import ContextData, Identity, PrefillJob, open_saved
+from lce.engine.trace import Trace, TraceRecorder
 from lce.errors import UsageError
 from lce.methods.base import Method
+from lce.methods.run import Attend, Driver
+from lce.methods.step import Note
 from lce.models.config import RopeConfig
-from lce.models.llama import Llama
+from lce.models.layers import Model
 from lce.models.rope import Rope
 from lce.tokenizer.tokenizer import Tokenizer, checked_ids
 from lce.weights.checkpoint import Checkpoint
 
+Progress = Callable[[int, int], None]  # tokens prefilled, tokens to prefill
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What was chosen when an engine was loaded, with every default filled in and the method resolved."""
+
+    method: Method
+    attention: Attention
+    window: int
+    rope: RopeConfig
+    layout: CacheLayout  # dtype, device, block and budgets are the cache's too
+
 
 class Engine:
-    """Reads and writes text with one model and one method. Never changes: all state is in contexts."""
+    """Prefills and generates with one model and one method. Never changes: all state is in contexts."""
 
-    def __init__(
-        self, model: Llama, tokenizer: Tokenizer, method: Method, attention: Attention, device: torch.device,
-        dtype: torch.dtype, block: int, window: int, rope: RopeConfig, checkpoint: Checkpoint, budgets: Budgets,
-    ) -> None:  # fmt: skip
+    def __init__(self, model: Model, tokenizer: Tokenizer, checkpoint: Checkpoint, options: EngineOptions) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self.method = method
-        self.device = device
-        self.dtype = dtype
-        self.block = block
-        self.window = window
-        self.rope = rope
-        self.budgets = budgets
-        self._checkpoint = checkpoint
-        self._reader = Reader(model, method, attention, device, window, self._identity)
-        self._eos_ids = frozenset((*model.config.eos_ids, *tokenizer.eos_ids))
+        self.method = options.method
+        self.layout = options.layout
+        self.device = options.layout.device
+        self.dtype = options.layout.dtype
+        self.block = options.layout.block
+        self.window = options.window
+        self.rope = options.rope
+        self.identity = Identity(
+            checkpoint.fingerprint, repr(self.method), str(self.window), repr(self.rope), str(self.dtype)
+        )
+        config = model.config
+        self._driver = Driver(self.method, options.attention, self.window, config.n_kv_heads, config.sliding_window)
+        self._eos_ids = frozenset((*config.eos_ids, *tokenizer.eos_ids))
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """What ties a file to this model's weights."""
-        return self._checkpoint.fingerprint()
+        return self.identity.model
 
     def __repr__(self) -> str:
         return f"Engine({self.method!r}, window={self.window}, block={self.block}, {self.device}, {self.dtype})"
 
     def generate(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        max_tokens: int = 256,
-        context: Context | None = None,
-        sampling: Sampling | None = None,
-        stop: Sequence[str] = (),
-        progress: Progress | None = None,
-    ) -> Generation:
-        """Read `prompt` (text or token ids), behind what `context` already holds, and write up to `max_tokens` tokens.
+        self, prompt: str | Sequence[int], *, max_tokens: int = 256, context: Context | None = None,
+        sampling: Sampling | None = None, stop: Sequence[str] = (), progress: Progress | None = None,
+    ) -> Generation:  # fmt: skip
+        """Prefill `prompt` (text or token ids), behind the tokens of `context`, and generate up to `max_tokens` tokens.
 
-        Raises `UsageError` for a prompt or an option that cannot be used, and `CapacityError` before anything is read
-        if the prompt and so many tokens cannot fit.
+        Raises `UsageError` for a prompt or an option that cannot be used, and `CapacityError` before any work if the
+        prompt and `max_tokens` more tokens cannot fit.
         """
         stream = self.stream(
             prompt, max_tokens=max_tokens, context=context, sampling=sampling, stop=stop, progress=progress
@@ -82,173 +90,120 @@ class Engine:
         return stream.result
 
     def stream(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        max_tokens: int = 256,
-        context: Context | None = None,
-        sampling: Sampling | None = None,
-        stop: Sequence[str] = (),
-        progress: Progress | None = None,
-    ) -> Stream:
-        """Like `generate`, a piece of text at a time, from the first `next` on; `.result` has the figures."""
+        self, prompt: str | Sequence[int], *, max_tokens: int = 256, context: Context | None = None,
+        sampling: Sampling | None = None, stop: Sequence[str] = (), progress: Progress | None = None,
+    ) -> Stream:  # fmt: skip
+        """Like `generate`, a piece of text at a time. Work starts at the first `next`; `.result` has the figures."""
         if max_tokens < 1:
             raise UsageError(f"max_tokens is {max_tokens}; expected 1 or more")
         sampling = sampling or Sampling()
-        if stop:
-            sampling = dataclasses.replace(
-                sampling, stop=(*sampling.stop, *([stop] if isinstance(stop, str) else stop))
-            )
-        self._own(context)
-        ids = self._ids(prompt, context)
+        sampling = dataclasses.replace(sampling, stop=(*sampling.stop, *Sampling(stop=stop).stop))
+        request = Request(self._ids(prompt, context), sampling, max_tokens, self._eos_ids)
         result = Generation()
-        return Stream(self._pieces(ids, context, sampling, max_tokens, progress, result), result)
+        return Stream(self._pieces(request, context, progress, result), result)
 
     def _pieces(
-        self, ids: list[int], context: Context | None, sampling: Sampling, max_tokens: int, progress: Progress | None,
-        result: Generation,
-    ) -> Iterator[Piece]:  # fmt: skip
-        with self._in_use(context, len(ids) + max_tokens) as context:
+        self, request: Request, context: Context | None, progress: Progress | None, result: Generation
+    ) -> Iterator[Piece]:
+        stats, n_prompt = result.stats, len(request.token_ids)
+        with self._in_use(context, n_prompt + request.max_tokens) as context:
             started = time.perf_counter()
-            result.stats.prompt_tokens = len(ids)
-            with context.saying(ids):
+            stats.prompt_tokens = n_prompt
+            with context.adding(request.token_ids):
                 self._advance(context, progress)
-            result.stats.prefill_s = time.perf_counter() - started
-            yield from decode(context, self.tokenizer, sampling, max_tokens, self._eos_ids, result, self._advance)
-            result.stats.memory = context.cache.bytes_by_tier
-            result.stats.traffic = context.cache.traffic
+            stats.prefill_s = time.perf_counter() - started
+            yield from decode(context, request, self.tokenizer, result, self._advance)
+            stats.memory, stats.traffic = context.cache.bytes_by_tier, context.cache.traffic
 
     def prefill(
-        self,
-        document: str | Sequence[int],
-        *,
-        context: Context | None = None,
-        length: int | None = None,
+        self, document: str | Sequence[int], *, context: Context | None = None, length: int | None = None,
         progress: Progress | None = None,
-    ) -> Context:
-        """Read a document, to be asked about later. `length` announces how long the context will become in all.
+    ) -> Context:  # fmt: skip
+        """Prefill a document, to ask about it later. `length` announces how long the context will become in all.
 
         Raises `UsageError` for a document that cannot be used, and `CapacityError` before any work if it cannot fit.
         """
-        self._own(context)
         ids = self._ids(document, context)
-        with self._in_use(context, len(ids), length or 0) as context, context.saying(ids):
+        with self._in_use(context, len(ids), length or 0) as context, context.adding(ids):
             self._advance(context, progress)
         return context
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """Logits after each token: `[T, vocab]`, float32. Raises `UsageError` for ids that the model does not have."""
-        ids = self._ids(token_ids, None)
-        context = self._start(len(ids))
-        return torch.cat([self.model.logits(self._reader.read(context, part)) for part in blocks(ids, self.block)])
+        ids = self._ids(token_ids)
+        context = self._new_context(len(ids))
+        return torch.cat([self.model.logits(self._append(context, part)) for part in _blocks(ids, self.block)])
 
     @torch.inference_mode()
     def trace(self, token_ids: Sequence[int]) -> Trace:
         """Which chunks each head of each layer chose for each token."""
-        ids = self._ids(token_ids, None)
-        context = self._start(len(ids))
-        seen: list[list[Tensor]] = [[] for _ in self.model.layers]
-        for part in blocks(ids, self.block):
-            before = [len(parts) for parts in seen]
-            self._reader.read(context, part, lambda layer, chosen: seen[layer].append(chosen))
-            for parts, count in zip(seen, before, strict=True):
-                if len(parts) == count:  # nothing to choose from yet
-                    parts.append(torch.empty(self.model.config.n_heads, len(part), 0, dtype=torch.int64))
-        return Trace.of(seen, self.method.choices)
+        ids = self._ids(token_ids)
+        context = self._new_context(len(ids))
+        recorder = TraceRecorder(self.model.config.n_layers, self.model.config.n_heads)
+        for part in _blocks(ids, self.block):
+            self._append(context, part, recorder.note)
+            recorder.end_block(len(part))
+        return recorder.trace(self.method.choices)
 
     def prefill_file(
-        self,
-        document: str | Sequence[int],
-        path: str | Path,
-        *,
-        length: int | None = None,
-        checkpoint_every: int | None = None,
-        progress: Progress | None = None,
-    ) -> Stats:
-        """Read a document into a context file; the figures of this call.
+        self, document: str | Sequence[int], path: str | Path, *, length: int | None = None,
+        checkpoint_every: int | None = None, progress: Progress | None = None,
+    ) -> Stats:  # fmt: skip
+        """Prefill a document into a context file; returns the figures of this call.
 
-        What memory may not hold goes to the file as it is read, and is written once. With `checkpoint_every`, an
-        interrupted call goes on from the last so many tokens when it is made again. `length` announces how long the
-        context will become in all. Raises `DataError` where `path` is under work for another text or engine,
-        `CapacityError` where the disk or the memory has no room.
+        Keys and values beyond the memory budget go straight to the file and are written once. With `checkpoint_every`
+        tokens between checkpoints, an interrupted call resumes from its last checkpoint when it is made again. `length`
+        announces how long the context will become in all. Raises `DataError` where `path` is being written for another
+        text or by another engine, and `CapacityError` where the disk or the memory is too small.
         """
         if checkpoint_every is not None and checkpoint_every < 1:
             raise UsageError(f"checkpoint_every is {checkpoint_every}; expected 1 or more tokens")
-        ids = self._ids(document, None)
-        announced = max(len(ids), length or 0)
-        Planner.into_file(self._shape, self.model.config.n_heads, self.method, self._tiering).check(len(ids))
-        sitting = Sitting(Path(path), self._shape, self._tiering, self._reader.identity, ids, announced)
-        context = Context(sitting.cache, self.rope_of(announced), self._reader, announced)
-        context.token_ids, context.logits = ids, sitting.logits
-        started, stats = time.perf_counter(), Stats(prompt_tokens=len(context.unread))
-        noted = context.cache.length
+        ids = self._ids(document)
+        announced, every = max(len(ids), length or 0), checkpoint_every or len(ids)
+        Planner.into_file(self.layout, self.method.name).check(len(ids))
+        job = PrefillJob(Path(path), self.layout, self.identity, ids, announced)
+        context = self._context(job.data)
+        started, stats = time.perf_counter(), Stats(prompt_tokens=len(context.uncached))
         try:
             with torch.inference_mode():
-                for part in blocks(context.unread, self.block, progress, done=noted):
-                    if checkpoint_every is not None and context.cache.length - noted >= checkpoint_every:
-                        sitting.note(ids, context.logits)
-                        noted = context.cache.length
-                    self._reader.read(context, part)
+                for part in _blocks(context.uncached, self.block, progress, done=context.cache.length):
+                    if context.cache.length - job.n_written >= every:
+                        job.checkpoint(context.data)
+                    self._append(context, part)
             stats.prefill_s = time.perf_counter() - started
-            sitting.finish(ids, context.logits)
+            job.finish(context.data)
         except BaseException as error:
-            sitting.leave(error)
+            job.abandon(error)
             raise
         stats.memory, stats.traffic = context.cache.bytes_by_tier, context.cache.traffic
         return stats
 
     def open_context(self, path: str | Path) -> Context:
-        """The context of a file that `Context.save` or `prefill_file` wrote; its keys and values are read as needed.
+        """The context of a file that `Context.save` or `prefill_file` wrote; its keys and values are read when needed.
 
         Raises `DataError` for a file of another model, method, RoPE scaling or dtype, and for a damaged one.
         """
-        saved = open_saved(Path(path), self._shape, self._tiering, self._reader.identity)
-        context = Context(saved.cache, self.rope_of(saved.announced), self._reader, saved.announced)
-        context.token_ids, context.logits = saved.token_ids, saved.logits
-        return context
+        return self._context(open_saved(Path(path), self.layout, self.identity))
 
-    def _identity(self) -> Identity:
-        return Identity(
-            model=self.fingerprint,
-            method=repr(self.method),
-            window=str(self.window),
-            rope=repr(self.rope),
-            dtype=str(self.dtype),
-        )
+    def _context(self, data: ContextData) -> Context:
+        return Context(data, self.rope_of(data.announced), self.identity)
 
-    @property
-    def _shape(self) -> CacheShape:
-        config = self.model.config
-        return CacheShape(
-            n_layers=config.n_layers,
-            n_kv_heads=config.n_kv_heads,
-            head_dim=config.head_dim,
-            chunk_size=self.method.cache_chunk,
-            dtype=self.dtype,
-            device=self.device,
-        )
-
-    @property
-    def _tiering(self) -> Tiering:
-        return Tiering.of(self.budgets, self.method, self.block)
-
-    def _start(self, length: int) -> Context:
+    def _new_context(self, length: int) -> Context:
         """An empty context, announced to become `length` tokens long."""
-        Planner.of(self._shape, self.model.config.n_heads, self.method, self._tiering).check(length)
-        return Context(KVCache(self._shape, length, self._tiering), self.rope_of(length), self._reader, length)
+        Planner.of(self.layout, self.method.name).check(length)
+        return self._context(ContextData(KVCache.empty(self.layout, length), announced=length))
 
     @contextmanager
     def _in_use(self, context: Context | None, more: int, length: int = 0) -> Iterator[Context]:
-        """Hold a context, or a new one, for a call by which it becomes `more` tokens longer, or `length` in all.
+        """Hold a context, or a new one, for a call that adds `more` tokens, or makes it `length` tokens long.
 
-        Raises `CapacityError` before any work where that cannot fit.
+        Raises `CapacityError` before any work where they cannot fit.
         """
-        held = self._start(max(more, length)) if context is None else context
+        held = self._new_context(max(more, length)) if context is None else context
         with held.in_use():
             if context is not None:
-                planner = Planner.growing(context.cache, self.model.config.n_heads, self.method)
-                planner.check(max(len(context) + more, length))
+                Planner.growing(context.cache, self.method.name).check(max(len(context) + more, length))
             held.cache.reserve(max(len(held) + more, length))
             yield held
 
@@ -256,19 +211,39 @@ class Engine:
         """The rotation of a context that was announced to become `length` tokens long."""
         return Rope(self.rope, self.model.config.head_dim, self.model.config.window, length)
 
-    def _own(self, context: Context | None) -> None:
-        """Refuse a context whose cache another engine filled: its keys may be placed otherwise."""
-        if context is not None and context.maker is not self._reader:
-            raise UsageError("this context was made by another engine; ask that one, or prefill the text again")
-
     @torch.inference_mode()
     def _advance(self, context: Context, progress: Progress | None = None) -> None:
-        """Read what the context has not read yet; leaves the logits after its last token."""
-        for part in blocks(context.unread, self.block, progress):
-            self._reader.read(context, part)
+        """Prefill the context's tokens that are not in its cache yet."""
+        for part in _blocks(context.uncached, self.block, progress):
+            self._append(context, part)
 
-    def _ids(self, prompt: str | Sequence[int], context: Context | None) -> list[int]:
-        """A prompt as checked token ids; text that goes on a context gets no beginning token."""
+    def _append(self, context: Context, ids: Sequence[int], note: Note | None = None) -> Tensor:
+        """Append a block of tokens to the context's cache; their hidden states `[T, hidden]`.
+
+        Sets the context's logits to those after the block. After an error or an interruption the context is as it was
+        before the block, or as it is after it.
+        """
+        before, logits = context.cache.length, context.logits
+
+        def model_call(attend: Attend) -> Tensor:
+            hidden = self.model(torch.tensor(ids, device=self.device), before, attend)
+            context.logits = self.model.logits(hidden[-1:])[0]
+            return hidden
+
+        try:
+            return self._driver.forward(context.cache, context.rope, len(ids), model_call, note)
+        except BaseException:
+            if context.cache.length == before:  # the block was discarded
+                context.logits = logits
+            raise
+
+    def _ids(self, prompt: str | Sequence[int], context: Context | None = None) -> list[int]:
+        """A prompt as checked token ids; text that continues a context gets no beginning token.
+
+        Refuses a context of another engine: its keys may be placed otherwise.
+        """
+        if context is not None and context.identity is not self.identity:
+            raise UsageError("this context was made by another engine; ask that one, or prefill the text again")
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt, bos=None if context is None else False) if prompt else []
         else:
@@ -276,3 +251,12 @@ class Engine:
         if not ids and (context is None or not len(context)):
             raise UsageError("the prompt is empty; expected some text")
         return ids
+
+
+def _blocks(ids: Sequence[int], block: int, progress: Progress | None = None, done: int = 0) -> Iterator[Sequence[int]]:
+    """`ids` in blocks; `progress` is called after each block, and counts `done` tokens before the first."""
+    for start in range(0, len(ids), block):
+        part = ids[start : start + block]
+        yield part
+        if progress:
+            progress(done + start + len(part), done + len(ids))

@@ -1,4 +1,4 @@
-"""From a folder and a few options to an engine, or to a plan of what a context will take."""
+"""`load` and `plan`: from a model folder and a user's options to an engine, or to what a context would need."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 
 import torch
 
-from lce.attention.attention import Attention
-from lce.cache.tiering import Budgets, CacheShape, Tiering
-from lce.engine.engine import Engine
+from lce.attention import Attention
+from lce.cache.layout import Budgets, CacheLayout
+from lce.engine.engine import Engine, EngineOptions
 from lce.engine.planning import Plan, Planner
 from lce.errors import UsageError, nearest
 from lce.methods.base import Method
 from lce.methods.registry import make
 from lce.methods.step import Surroundings
 from lce.models.config import ROPE_KINDS, ModelConfig, RopeConfig
-from lce.models.llama import IGNORED, Llama, weight_specs
+from lce.models.registry import model_class, read_config
 from lce.sizes import in_bytes
 from lce.system import keep_freed_memory
 from lce.tokenizer.tokenizer import Tokenizer
@@ -30,31 +30,23 @@ DEMO = Path(__file__).parent.parent / "models" / "demo"
 
 
 def load(
-    model: str | Path,
-    method: str | Method = "full",
-    *,
-    device: str = "auto",
-    dtype: str = "auto",
-    block: int | None = None,
-    window: int | None = None,
-    attention: str = "auto",
-    rope: str | None = None,
-    rope_factor: float | None = None,
-    kv_device_budget: int | str | None = None,
-    kv_host_budget: int | str | None = None,
+    model: str | Path, method: str | Method = "full", *,
+    device: str = "auto", dtype: str = "auto", block: int | None = None, window: int | None = None,
+    attention: str = "auto", rope: str | None = None, rope_factor: float | None = None,
+    kv_device_budget: int | str | None = None, kv_host_budget: int | str | None = None,
     spill_dir: str | Path | None = None,
-) -> Engine:
+) -> Engine:  # fmt: skip
     """An engine over the model folder `model`, or over the embedded "demo".
 
     `method` is a name or an instance. `dtype` "auto" is the checkpoint's own. `block` tokens are prefilled in one
     step; None is what suits the method. `window` overrides the positions that the model is trusted on. `rope` and
-    `rope_factor` override the checkpoint's RoPE scaling. The budgets bound the keys and values of a context in either
-    kind of memory, in bytes or as "8GiB" (on the CPU they are one memory, and the smaller one counts); what does not
-    fit goes to a file in `spill_dir`, which is gone when the context is. Raises `ModelError` for a folder that cannot
-    be trusted, `UsageError` for options.
+    `rope_factor` override the checkpoint's RoPE scaling. The budgets bound the keys and values of a context in each
+    kind of memory, in bytes or as "8GiB"; on the CPU both are the same memory and the smaller one counts. Keys and
+    values beyond them go to a file in `spill_dir`, which is removed with the context. Raises `ModelError` for a folder
+    that is no valid model, and `UsageError` for options that cannot be used.
     """
     folder = DEMO if str(model) == "demo" else Path(model)
-    config = ModelConfig.from_folder(folder)
+    config = read_config(folder)
     tokenizer = Tokenizer.from_folder(folder, config.vocab_size)
     check_sizes(block, window)
     window = window or config.window
@@ -63,66 +55,63 @@ def load(
         keep_freed_memory()
     checkpoint = Checkpoint.open(folder)
     surroundings = Surroundings(config.published, folder, checkpoint.fingerprint)
-    chosen = (make(method) if isinstance(method, str) else method).for_model(surroundings).resolve(window)
-    kind = dtype_of(dtype, checkpoint.dtype)
-    weights = checkpoint.load(weight_specs(config), dtype=kind, device=where, ignore=_ignored(config))
-    return Engine(
-        model=Llama(config, weights),
-        tokenizer=tokenizer,
-        method=chosen,
-        attention=Attention.choose(attention),
-        device=where,
-        dtype=kind,
-        block=block or chosen.block,
-        window=window,
-        rope=_scaled(config.rope, rope, rope_factor),
-        checkpoint=checkpoint,
-        budgets=budgets_of(kv_device_budget, kv_host_budget, spill_dir),
-    )
+    resolved = (make(method) if isinstance(method, str) else method).for_model(surroundings).resolve(window)
+    budgets = budgets_of(kv_device_budget, kv_host_budget, spill_dir)
+    layout = layout_of(config, resolved, dtype_of(dtype, checkpoint.dtype), where, block, budgets)
+    scaling = _scaled(config.rope, rope, rope_factor)
+    options = EngineOptions(resolved, Attention.choose(attention), window, scaling, layout)
+    family = model_class(config)
+    wanted = family.weights(config, checkpoint.tensors)
+    weights = checkpoint.load(wanted, dtype=layout.dtype, device=where, ignore=(*family.ignored, *config.unused))
+    return Engine(family(config, weights), tokenizer, checkpoint, options)
 
 
 def plan(
-    model: str | Path,
-    method: str | Method = "full",
-    *,
-    tokens: int,
-    device: str = "auto",
-    dtype: str = "auto",
-    block: int | None = None,
-    window: int | None = None,
-    kv_device_budget: int | str | None = None,
-    kv_host_budget: int | str | None = None,
+    model: str | Path, method: str | Method = "full", *, tokens: int,
+    device: str = "auto", dtype: str = "auto", block: int | None = None, window: int | None = None,
+    kv_device_budget: int | str | None = None, kv_host_budget: int | str | None = None,
     spill_dir: str | Path | None = None,
-) -> Plan:
-    """What a context of `tokens` tokens will take of each tier, and the longest that fits; options as of `load`.
+) -> Plan:  # fmt: skip
+    """What a context of `tokens` tokens needs of each tier, and the longest that fits. Takes options of `load`.
 
-    Only config.json is read, not the weights, which the plan counts in. `dtype` "auto" is the one that config.json
-    announces, float32 where it announces none. A method that learns from a file is planned as if it had it.
+    Only config.json is read. The plan counts the weights by their shapes. `dtype` "auto" is the one in config.json,
+    float32 where it has none. A method that needs a file of learned maps is planned without the file.
     """
     folder = DEMO if str(model) == "demo" else Path(model)
-    config = ModelConfig.from_folder(folder)
+    config = read_config(folder)
     if tokens < 1:
         raise UsageError(f"tokens is {tokens}; expected 1 or more")
     check_sizes(block, window)
-    surroundings = Surroundings(config.published, folder, lambda: Checkpoint.open(folder).fingerprint())
-    chosen = (make(method) if isinstance(method, str) else method).unlearned()
+    surroundings = Surroundings(config.published, folder, lambda: Checkpoint.open(folder).fingerprint(), plan_only=True)
+    chosen = make(method) if isinstance(method, str) else method
     chosen = chosen.for_model(surroundings).resolve(window or config.window)
-    shape = CacheShape(
+    kind = dtype_of(dtype, partial(DTYPES.__getitem__, config.dtype or "float32"))
+    budgets = budgets_of(kv_device_budget, kv_host_budget, spill_dir)
+    layout = layout_of(config, chosen, kind, device_of(device), block, budgets)
+    n_weights = sum(math.prod(shape) for _, shape in model_class(config).weights(config).values())
+    return Planner.of(layout, chosen.name, n_weights * kind.itemsize).plan(tokens)
+
+
+def layout_of(
+    config: ModelConfig, method: Method, dtype: torch.dtype, device: torch.device, block: int | None, budgets: Budgets
+) -> CacheLayout:
+    """The cache of a model's contexts under a resolved method."""
+    return CacheLayout(
         n_layers=config.n_layers,
+        n_heads=config.n_heads,
         n_kv_heads=config.n_kv_heads,
         head_dim=config.head_dim,
-        chunk_size=chosen.cache_chunk,
-        dtype=dtype_of(dtype, partial(DTYPES.__getitem__, config.dtype or "float32")),
-        device=device_of(device),
+        dtype=dtype,
+        device=device,
+        reach=method.reach,
+        budgets=budgets,
+        block=block or method.block,
+        make_state=method.state,
     )
-    budgets = budgets_of(kv_device_budget, kv_host_budget, spill_dir)
-    tiering = Tiering.of(budgets, chosen, block or chosen.block)
-    weights = sum(math.prod(spec.shape) for spec in weight_specs(config).values()) * shape.dtype.itemsize
-    return Planner.of(shape, config.n_heads, chosen, tiering, weights).plan(tokens)
 
 
 def check_sizes(block: int | None, window: int | None) -> None:
-    """Raises `UsageError` for a block or a window that cannot be."""
+    """Raise `UsageError` for a block or a window that is too small."""
     if block is not None and block < 1:
         raise UsageError(f"block is {block}; expected 1 or more tokens")
     if window is not None and window < 2:
@@ -130,7 +119,7 @@ def check_sizes(block: int | None, window: int | None) -> None:
 
 
 def budgets_of(device: int | str | None, host: int | str | None, spill_dir: str | Path | None) -> Budgets:
-    """Budgets as a user gives them. Raises `UsageError` for what is no size."""
+    """Budgets from a user's sizes. Raises `UsageError` for text that is no size."""
     return Budgets(
         None if device is None else in_bytes(device, "kv_device_budget"),
         None if host is None else in_bytes(host, "kv_host_budget"),
@@ -138,13 +127,8 @@ def budgets_of(device: int | str | None, host: int | str | None, spill_dir: str 
     )
 
 
-def _ignored(config: ModelConfig) -> tuple[str, ...]:
-    """Published names that may stand in a checkpoint unread: a tied head is the embedding said twice."""
-    return (*IGNORED, "lm_head.weight") if config.tied else IGNORED
-
-
 def device_of(name: str) -> torch.device:
-    """The device that a user names. Raises `UsageError` for one that is not here."""
+    """The device that a user names. Raises `UsageError` for one that this machine does not have."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -167,7 +151,7 @@ def dtype_of(name: str, own: Callable[[], torch.dtype]) -> torch.dtype:
 
 
 def _scaled(rope: RopeConfig, kind: str | None, factor: float | None) -> RopeConfig:
-    """The checkpoint's RoPE scaling with the user's choice on top."""
+    """The checkpoint's RoPE scaling, changed by the user's options."""
     if kind is not None and kind not in ROPE_KINDS:
         raise UsageError(f"unknown rope {kind!r}; {nearest(kind, ROPE_KINDS)}")
     if factor is not None and not factor >= 1:

@@ -1,11 +1,12 @@
-"""What a context will take of each tier, what there is, and the refusal of what cannot fit, before any work.
+"""What a context needs of each tier, what is available, and the refusal, before any work, of what cannot fit.
 
-Counted are keys and values, what the method keeps besides them, and, in a plan for a model that is not loaded, its
-weights. What a pass computes on its way is not: it does not grow with the text.
+Keys and values count, the method's own state, and the weights of a model that is not loaded yet. The activations of a
+block do not count: they do not grow with the text.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,21 +15,20 @@ from typing import Self
 import torch
 
 from lce import system
-from lce.cache.kv import KVCache
-from lce.cache.tiering import CacheShape, Tiering
+from lce.cache.kv import KVCache, Opened
+from lce.cache.layout import DEVICE, DISK, HOST, CacheLayout
 from lce.errors import CapacityError
-from lce.methods.base import Method
 from lce.sizes import size_text
 
-MOST = 1 << 40  # tokens: longer texts are not looked for
+MOST = 1 << 40  # tokens: a context that fits so many counts as unbounded
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a tier is asked for, in bytes. `budget` bounds the keys and values; None: no bound, or not known."""
+    """What a tier must hold, in bytes. `budget` bounds the keys and values. None: no budget; `available` is unknown."""
 
     keys_and_values: int
-    besides: int = 0  # chunk metadata and summaries, recent keys, low-dim keys
+    besides: int = 0  # summaries, recent keys, low-dim keys
     weights: int = 0
     budget: int | None = None
     available: int | None = None
@@ -49,9 +49,10 @@ class Need:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a context of so many tokens needs of each tier, and the longest that fits; None: nothing bounds it.
+    """What a context of `tokens` tokens needs of each tier.
 
-    `refusal` says why it does not fit, and what to do; None where it does.
+    `longest` is the longest context that fits, None if nothing bounds it. `refusal` says why `tokens` do not fit and
+    what to do about it; None if they fit.
     """
 
     tokens: int
@@ -69,60 +70,52 @@ class Plan:
 
 @dataclass(frozen=True)
 class Planner:
-    """Reckons for one model and method; `room` is what each tier had available when it was made.
+    """Computes the needs of one cache layout; `free_bytes` is what each tier had available when it was made.
 
-    The keys and values of the first `filed` tokens lie in a file; what is read of them takes `reading` bytes of memory.
+    The keys and values of the first `n_filed` tokens are in a context file; reading them takes `pool_bytes` of memory.
     """
 
-    shape: CacheShape
-    n_heads: int
-    method: Method
-    tiering: Tiering
-    room: Mapping[str, int | None]
+    layout: CacheLayout
+    method: str  # its name
+    free_bytes: Mapping[str, int | None]
     weights: int = 0
-    filed: int = 0
-    reading: int = 0
+    n_filed: int = 0
+    pool_bytes: int = 0
 
     @classmethod
-    def of(cls, shape: CacheShape, n_heads: int, method: Method, tiering: Tiering, weights: int = 0) -> Self:
+    def of(cls, layout: CacheLayout, method: str, weights: int = 0) -> Self:
         """For a context that does not exist yet."""
-        return cls(shape, n_heads, method, tiering, available(shape, tiering), weights)
+        return cls(layout, method, available(layout), weights)
 
     @classmethod
-    def into_file(cls, shape: CacheShape, n_heads: int, method: Method, tiering: Tiering) -> Self:
-        """For a context that is read into a file of its own, which sees to its place on the disk itself."""
-        planner = cls.of(shape, n_heads, method, replace(tiering, spill_dir=Path()))
-        return replace(planner, room={**planner.room, "disk": None})
+    def into_file(cls, layout: CacheLayout, method: str) -> Self:
+        """For a context that is prefilled into a file. The disk does not count: the file reserves its own space."""
+        planner = cls.of(replace(layout, budgets=replace(layout.budgets, spill_dir=Path())), method)
+        return replace(planner, free_bytes={**planner.free_bytes, DISK: None})
 
     @classmethod
-    def growing(cls, cache: KVCache, n_heads: int, method: Method) -> Self:
-        """For a context that exists: what it has taken already is its own.
+    def growing(cls, cache: KVCache, method: str) -> Self:
+        """For a context that exists: what it holds already counts as available to it.
 
-        Where its old tokens stay in a file that it was opened from, only the new ones need a place, beside the pools.
+        If it was opened from a file, its old tokens stay there; memory is needed for the new tokens and the pools.
         """
-        tiering, held, filed, reading = cache.tiering, dict(cache.bytes_by_tier), 0, 0
-        if cache.archive is not None and cache.archive.file is not None:
-            held["disk"] = cache.archive.file.bytes_taken
-            if cache.layers[0].keep is None:
-                filed, reading = cache.layers[0].first, cache.archive.pools[0].n_bytes
-                if tiering.budget(cache.shape) is not None:
-                    reading = tiering.least_pool(cache.shape)
-        free = available(cache.shape, tiering)
-        room = {tier: None if n is None else n + held[tier] for tier, n in free.items()}
-        return cls(cache.shape, n_heads, method, tiering, room, filed=filed, reading=reading)
+        layout, held, pool_bytes = cache.layout, {**cache.bytes_by_tier, DISK: cache.bytes_reserved}, 0
+        if isinstance(cache.residency, Opened):
+            pool_bytes = cache.residency.tiers.top.n_bytes if layout.budget is None else layout.least_pool_bytes
+        own = {tier: None if n is None else n + held[tier] for tier, n in available(layout).items()}
+        return cls(layout, method, own, n_filed=cache.in_file, pool_bytes=pool_bytes)
 
     def needs(self, n_tokens: int) -> dict[str, Need]:
-        """What each tier is asked for, by its name."""
-        budgets = {"device": self.tiering.budget(self.shape), "host": self.tiering.host}
-        besides = self.method.kept_bytes(n_tokens, self.tiering.block, self.n_heads, self.shape)
-        new = self.tiering.needs(self.shape, max(0, n_tokens - self.filed))
+        """What each tier must hold, by its name."""
+        budgets = {DEVICE: self.layout.budget, HOST: self.layout.budgets.host}
+        state, new = self.layout.state_bytes(n_tokens), self.layout.needs(max(0, n_tokens - self.n_filed))
         return {
             tier: Need(
-                keys_and_values + (self.reading if tier == "device" else 0),
-                besides if tier == "device" else 0,
-                self.weights if tier == "device" else 0,
+                keys_and_values + (self.pool_bytes if tier == DEVICE else 0),
+                state if tier == DEVICE else 0,
+                self.weights if tier == DEVICE else 0,
                 budgets.get(tier),
-                self.room[tier],
+                self.free_bytes[tier],
             )
             for tier, keys_and_values in new.items()
         }
@@ -131,69 +124,60 @@ class Planner:
         return all(need.fits for need in self.needs(n_tokens).values())
 
     def longest(self) -> int | None:
-        """The most tokens that fit; None where nothing bounds them. No tier ever needs less for a longer text."""
-        if self.fits(MOST):
-            return None
-        least, most = 0, MOST
-        while most - least > 1:
-            middle = (least + most) // 2
-            least, most = (middle, most) if self.fits(middle) else (least, middle)
-        return least
+        """The most tokens that fit, by bisection: a longer text never needs less. None where nothing bounds them."""
+        return None if self.fits(MOST) else bisect_left(range(1, MOST), True, key=lambda n: not self.fits(n))
 
     def plan(self, n_tokens: int) -> Plan:
-        dtype, device = str(self.shape.dtype).removeprefix("torch."), str(self.shape.device)
+        dtype, device = str(self.layout.dtype).removeprefix("torch."), str(self.layout.device)
         needs = self.needs(n_tokens)
-        return Plan(n_tokens, self.method.name, dtype, device, needs, self.longest(), self.refusal(n_tokens))
+        return Plan(n_tokens, self.method, dtype, device, needs, self.longest(), self.refusal(n_tokens))
 
     def check(self, n_tokens: int) -> None:
-        """Raise `CapacityError` if a context of so many tokens cannot be."""
+        """Raise `CapacityError` if a context of `n_tokens` does not fit."""
         if (refusal := self.refusal(n_tokens)) is not None:
             raise CapacityError(refusal)
 
     def refusal(self, n_tokens: int) -> str | None:
-        """Why so many tokens do not fit, in one line: what is needed, what there is, the longest text, what to do."""
+        """Why `n_tokens` do not fit: needed, available, the longest text that fits, the remedy; None if they fit."""
         lacking = ((tier, need) for tier, need in self.needs(n_tokens).items() if not need.fits)
         tier, need = next(lacking, ("", None))
         if need is None:
             return None
         longest, text = self.longest(), f"{n_tokens:,} token{'s' if n_tokens > 1 else ''}"
         most = f"the longest that fits is {longest:,} tokens" if longest else "no text fits"
-        place = {"device": "device memory", "host": "host memory", "disk": f"disk for {self.tiering.spill_dir}"}[tier]
-        place = "memory" if self._on_cpu and tier == "device" else place
+        device, spill_dir = "memory" if self.layout.on_cpu else "device memory", self.layout.budgets.spill_dir
+        where = {DEVICE: device, HOST: "host memory", DISK: f"disk for {spill_dir}"}[tier]
         if need.in_budget:
             return (
-                f"{text} need {size_text(need.needed)} of {place}, and {size_text(need.available or 0)} is available; "
+                f"{text} need {size_text(need.needed)} of {where}, and {size_text(need.available or 0)} is available; "
                 f"{most}; ask for fewer, or {self._remedy(tier)}"
             )
-        if tier == "device" and need.keys_and_values == self.tiering.least(self.shape):
+        if tier == DEVICE and need.keys_and_values == self.layout.least_budget:
             return (
-                f"{text} cannot be read in blocks of {self.tiering.block} with {size_text(need.budget or 0)} for keys "
+                f"{text} cannot be read in blocks of {self.layout.block} with {size_text(need.budget or 0)} for keys "
                 f"and values; expected a budget of {need.keys_and_values} bytes or more, or a smaller --block; {most}"
             )
         return (
-            f"{text} need {size_text(need.keys_and_values)} of {place} for keys and values, and the budget is "
+            f"{text} need {size_text(need.keys_and_values)} of {where} for keys and values, and the budget is "
             f"{size_text(need.budget or 0)}; {most}; ask for fewer, or give --spill-dir or a larger budget"
         )
 
-    @property
-    def _on_cpu(self) -> bool:
-        return self.shape.device.type == "cpu"
-
     def _remedy(self, tier: str) -> str:
-        if tier == "disk":
+        budgets = self.layout.budgets
+        if tier == DISK:
             return "free some space, or name another --spill-dir"
-        if tier == "device" and not self._on_cpu:
-            return f"give a {'' if self.tiering.device is None else 'smaller '}--kv-device-budget"
-        bounded = self.tiering.host is not None or (self._on_cpu and self.tiering.device is not None)
-        spill = "" if self.tiering.spill_dir else " and a --spill-dir"
+        if tier == DEVICE and not self.layout.on_cpu:
+            return f"give a {'' if budgets.device is None else 'smaller '}--kv-device-budget"
+        bounded = budgets.host is not None or (self.layout.on_cpu and budgets.device is not None)
+        spill = "" if budgets.spill_dir else " and a --spill-dir"
         return f"give a {'smaller ' if bounded else ''}--kv-host-budget{spill}"
 
 
-def available(shape: CacheShape, tiering: Tiering) -> dict[str, int | None]:
-    """Bytes that each tier has left."""
-    found = {"device": system.free_memory(shape.device)}
-    if shape.device.type != "cpu":
-        found["host"] = system.free_memory(torch.device("cpu"))
-    if tiering.spill_dir is not None:
-        found["disk"] = system.free_disk(tiering.spill_dir)
+def available(layout: CacheLayout) -> dict[str, int | None]:
+    """Free bytes of each tier; None where the machine does not say."""
+    found = {DEVICE: system.free_memory(layout.device)}
+    if not layout.on_cpu:
+        found[HOST] = system.free_memory(torch.device("cpu"))
+    if layout.budgets.spill_dir is not None:
+        found[DISK] = system.free_disk(layout.budgets.spill_dir)
     return found

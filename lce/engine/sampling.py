@@ -14,12 +14,12 @@ from lce.errors import UsageError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. The defaults are greedy: always the likeliest.
+    """How the next token is drawn. The default is greedy: the likeliest token.
 
-    With `temperature` above 0 the logits are divided by it, and then cut in this order: `top_k` keeps the k likeliest,
-    `top_p` the fewest whose probability adds up to p, `min_p` those at least that share of the likeliest one.
-    0, 1 and 0 switch the cuts off. The same `seed` draws the same tokens; None draws anew each time.
-    `stop` strings end the text before them.
+    With `temperature` above 0 the logits are divided by it, and then filtered in this order: `top_k` keeps the k
+    likeliest tokens, `top_p` the fewest whose probabilities add up to p, `min_p` those with at least that share of the
+    likeliest token's probability. 0, 1 and 0 switch these filters off. The same `seed` draws the same tokens; None
+    draws others each time. The text ends before the first of the `stop` strings.
     """
 
     temperature: float = 0.0
@@ -31,34 +31,23 @@ class Sampling:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        checks = {
-            f"temperature is {self.temperature!r}; expected a number, 0 or more": (
-                _is_number(self.temperature) and 0 <= self.temperature < math.inf
-            ),
-            f"top_k is {self.top_k!r}; expected a whole number, 0 (off) or more": (
-                isinstance(self.top_k, int) and self.top_k >= 0
-            ),
-            f"top_p is {self.top_p!r}; expected more than 0 and at most 1": _is_number(self.top_p)
-            and 0 < self.top_p <= 1,
-            f"min_p is {self.min_p!r}; expected 0 (off) to 1": _is_number(self.min_p) and 0 <= self.min_p <= 1,
-            f"seed is {self.seed!r}; expected a whole number from 0 to 2**63 - 1": (
-                self.seed is None or (isinstance(self.seed, int) and 0 <= self.seed < 2**63)
-            ),
-            f"stop is {self.stop!r}; expected strings, none of them empty": all(
-                isinstance(stop, str) and stop for stop in self.stop
-            ),
-        }
-        for message, holds in checks.items():
-            if not holds:
-                raise UsageError(message)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
+        number = int | float
+        checks = (
+            ("temperature", "a number, 0 or more", number, lambda x: 0 <= x < math.inf),
+            ("top_k", "a whole number, 0 (off) or more", int, lambda x: x >= 0),
+            ("top_p", "more than 0 and at most 1", number, lambda x: 0 < x <= 1),
+            ("min_p", "0 (off) to 1", number, lambda x: 0 <= x <= 1),
+            ("seed", "a whole number from 0 to 2**63 - 1", int | None, lambda x: x is None or 0 <= x < 2**63),
+            ("stop", "strings, none of them empty", tuple, lambda x: all(isinstance(s, str) and s for s in x)),
+        )
+        for knob, expected, kind, holds in checks:
+            value = getattr(self, knob)
+            if not isinstance(value, kind) or not holds(value):
+                raise UsageError(f"{knob} is {value!r}; expected {expected}")
 
 
 class Sampler:
-    """Draws tokens by one `Sampling`; keeps the state of its random numbers."""
+    """Draws tokens as a `Sampling` says; holds the state of the random numbers."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
@@ -77,14 +66,14 @@ class Sampler:
 
 
 def probabilities_of(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The distribution `[vocab]` that a token is drawn from, the cuts applied in order."""
+    """The distribution `[vocab]` that a token is drawn from, behind all filters."""
     scaled = (logits - logits.max()) / sampling.temperature
     if 0 < sampling.top_k < len(scaled):
         scaled = scaled.masked_fill(scaled < scaled.topk(sampling.top_k).values[-1], -torch.inf)
     probabilities = scaled.softmax(-1)
     if sampling.top_p < 1:
         ranked, order = probabilities.sort(descending=True, stable=True)
-        beyond = ranked.cumsum(0) - ranked >= sampling.top_p  # the mass before it suffices
+        beyond = ranked.cumsum(0) - ranked >= sampling.top_p  # the likelier tokens add up to top_p already
         probabilities[order[beyond]] = 0
     if sampling.min_p > 0:
         probabilities[probabilities < sampling.min_p * probabilities.max()] = 0

@@ -1,12 +1,12 @@
-"""Contexts to files and back, and a long prefill that goes on where it was interrupted."""
+"""Contexts as files, and a prefill into a file that can be interrupted and resumed."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,153 +15,184 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as as_safetensors
 from torch import Tensor
 
-from lce.cache.contents import restored, tensors_of, write_rows
-from lce.cache.kv import KVCache
-from lce.cache.snapshot import (
+from lce.cache.context_file import (
     FORMAT,
     REMEDY,
     Draft,
-    Layout,
+    Snapshot,
     digest,
     open_snapshot,
     page_facts,
+    restored,
+    signed,
+    write_rows,
 )
-from lce.cache.tiering import CacheShape, Tiering
+from lce.cache.kv import KVCache
+from lce.cache.layout import CacheLayout, FileLayout
 from lce.errors import DataError, UsageError
 from lce.files import draft_path, remove_leftover, sweep, write_whole
+from lce.version import __version__
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Identity:
-    """What must be the same for a context to be used: a field's name is what a message calls it."""
+    """What an engine must have in common with the engine that wrote a context file, to go on with it.
 
-    model: str
+    An engine has one `Identity` and gives it to its contexts: a context in memory is used by the engine that has the
+    same object. `fingerprint` gives that of the weights; it reads the checkpoint, so it is called on first use.
+    """
+
+    fingerprint: Callable[[], str]
     method: str
     window: str
     rope: str
     dtype: str
 
-    def check(self, path: Path, said: object) -> None:
-        """Raise `DataError` where a file `said` otherwise."""
-        known: Mapping[str, object] = said if isinstance(said, dict) else {}
-        for name, ours in dataclasses.asdict(self).items():
-            theirs = known.get(name)
-            if theirs != ours:
-                shown = "" if name == "model" else f" {theirs}; this engine has {ours}"
+    @cached_property
+    def model(self) -> str:
+        """The fingerprint of the weights."""
+        return self.fingerprint()
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """The identity as a manifest holds it; error messages use its keys."""
+        return {name: getattr(self, name) for name in ("model", "method", "window", "rope", "dtype")}
+
+    def check(self, path: Path, found: object) -> None:
+        """Raise `DataError` where `found`, the identity in the file `path`, is another one."""
+        theirs = found if isinstance(found, dict) else {}
+        for name, ours in self.facts.items():
+            if theirs.get(name) != ours:
+                shown = "" if name == "model" else f" {theirs.get(name)}; this engine has {ours}"
                 raise DataError(f"{path} was made with another {name}{shown}; load that one, or {REMEDY}")
 
 
 @dataclass(frozen=True)
-class Saved:
-    """A context out of a file: its cache, what was said, and how long it was announced to become."""
+class ContextData:
+    """What a context is made of, in memory and in a file.
+
+    `logits` `[vocab]` are those after the last token in the cache, which may lag behind `token_ids`. `announced` is the
+    length that the context was started for; some RoPE scalings depend on it.
+    """
 
     cache: KVCache
-    token_ids: list[int]
-    logits: Tensor | None
-    announced: int
+    token_ids: Sequence[int] = ()
+    logits: Tensor | None = None
+    announced: int = 0
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All but keys and values, as a file holds it."""
+        found = {"tokens": torch.tensor(self.token_ids, dtype=torch.int32), **self.cache.tensors()}
+        return found if self.logits is None else {**found, "logits": self.logits}
+
+    def manifest(self, identity: Mapping[str, str], layout: FileLayout) -> dict[str, Any]:
+        """What must match for the file to be used."""
+        return {
+            "format": FORMAT,
+            "lce": __version__,
+            "identity": identity,
+            "text": text_hash(self.token_ids),
+            "pages": page_facts(layout.cache),
+            "capacity": layout.n_tokens,
+            "read": self.cache.length,
+            "announced": self.announced,
+        }
 
 
-def save(
-    path: Path, cache: KVCache, token_ids: Sequence[int], logits: Tensor | None, identity: Identity, announced: int
-) -> None:
+def save(path: Path, data: ContextData, identity: Identity) -> None:
     """Write a context: the file appears whole or not at all. Time and bytes: one copy of keys and values."""
+    cache = data.cache
     if not cache.length:
-        raise UsageError("the context is empty; read some text before it is saved")
+        raise UsageError("the context is empty; prefill some text before it is saved")
     _check_target(path)
     sweep(path)
-    layout = Layout(cache.tiering.pages(cache.shape), cache.length)
+    layout = cache.layout.file(cache.length)
     draft = Draft.create(draft_path(path), layout)
     try:
         write_rows(cache, draft.rows)
-        draft.finish(
-            path, _small(cache, token_ids, logits), _manifest(cache, identity, layout, announced, text_hash(token_ids))
-        )
+        draft.finish(path, data.tensors(), data.manifest(identity.facts, layout))
     except BaseException:
         draft.discard()
         raise
 
 
-def open_saved(path: Path, shape: CacheShape, tiering: Tiering, identity: Identity) -> Saved:
-    """Open a context file; keys and values are read as they are asked for.
+def open_saved(path: Path, layout: CacheLayout, identity: Identity) -> ContextData:
+    """Open a context file; its keys and values are read when they are needed.
 
-    Raises `DataError` for a file of another model, method, RoPE scaling, dtype or format, or a damaged one.
+    Raises `DataError` for a file of another model, method, RoPE scaling, dtype or format, and for a damaged one.
     """
     sweep(path)
     if not _part(path).exists():
-        _state(path).unlink(missing_ok=True)  # left by a process that was killed as it finished
-    snapshot = open_snapshot(path)
-    identity.check(path, snapshot.manifest.get("identity"))
-    return _saved(path, shape, tiering, snapshot.rows, snapshot.manifest, snapshot.small, own=False)
+        _state(path).unlink(missing_ok=True)  # left by a process that was killed while it finished
+    snapshot = open_snapshot(path, layout, lambda manifest: identity.check(path, manifest.get("identity")))
+    return _restored(path, layout, snapshot, own=False)
 
 
-class Sitting:
-    """A long prefill into a file, over one or more runs: `path.part` grows, and `path.part.state` says how far it is.
+class PrefillJob:
+    """A prefill into the context file `path`, over one or more runs.
 
-    `cache` is to be filled with `token_ids`, of which it has the first `len(cache)` already. Call `note` now and then,
-    and `finish` at the end. Left without a `note`, it leaves nothing.
+    `path.part` takes keys and values as they come; `path.part.state` is the last checkpoint. `data` is where a run
+    starts: run the tokens behind `data.cache.length` into that cache, call `checkpoint` from time to time, then
+    `finish`, or `abandon` after an error.
     """
 
     def __init__(
-        self, path: Path, shape: CacheShape, tiering: Tiering, identity: Identity, token_ids: Sequence[int],
-        announced: int,
-    ) -> None:  # fmt: skip
+        self, path: Path, layout: CacheLayout, identity: Identity, token_ids: Sequence[int], announced: int
+    ) -> None:
         _check_target(path)
         sweep(path)
         self.path = path
         self.identity = identity
+        self.facts = identity.facts  # here, because it reads the checkpoint: an error in that comes before the work
         self.part, self.state = _part(path), _state(path)
-        self.text = text_hash(token_ids)
-        self.layout = Layout(tiering.pages(shape), len(token_ids))
-        self.announced = announced
-        self.logits: Tensor | None = None
+        self.layout = layout.file(len(token_ids))
         if self.state.exists() and self.part.exists():
-            self._resume(shape, tiering)
+            cache, logits = self._resume(text_hash(token_ids))
         else:
-            self._begin(shape, tiering)
+            cache, logits = self._begin(), None
+        self.n_written = cache.length
+        self.data = ContextData(cache, token_ids, logits, announced)
 
-    def _begin(self, shape: CacheShape, tiering: Tiering) -> None:
+    def _begin(self) -> KVCache:
         remove_leftover(self.part)
         if self.part.exists():
             raise DataError(f"{self.part} is being written by another process; wait for it, or name another file")
         self.state.unlink(missing_ok=True)
         self.draft = Draft.create(self.part, self.layout)
-        self.n_written = 0
         try:
-            self.cache = KVCache(shape, self.layout.n_tokens, tiering, self.draft.rows)
+            return KVCache.empty(self.layout.cache, self.layout.n_tokens, self.draft.rows)
         except BaseException:
             self.draft.discard()
             raise
 
-    def _resume(self, shape: CacheShape, tiering: Tiering) -> None:
-        manifest, small = _read_state(self.state)
+    def _resume(self, text: str) -> tuple[KVCache, Tensor | None]:
+        manifest, tensors = _read_state(self.state)
         self.identity.check(self.state, manifest.get("identity"))
-        if manifest.get("text") != self.text:
+        if manifest.get("text") != text:
             raise DataError(
                 f"{self.part} belongs to another text; remove it and {self.state.name}, or name another file"
             )
         self.draft = Draft.reopen(self.part, self.layout)
-        saved = _saved(self.part, shape, tiering, self.draft.rows, manifest, small, own=True)
-        self.cache, self.logits, self.n_written = saved.cache, saved.logits, saved.cache.length
+        found = _restored(self.part, self.layout.cache, Snapshot(manifest, tensors, self.draft.rows), own=True)
+        return found.cache, found.logits
 
-    def note(self, token_ids: Sequence[int], logits: Tensor | None) -> None:
-        """Write down all that is read; what comes later goes on from here. Bytes: what is new, and what is small."""
-        write_rows(self.cache, self.draft.rows, self.n_written)
+    def checkpoint(self, data: ContextData) -> None:
+        """Write what is new; an interrupted job resumes here. Bytes: the new keys and values, and `data.tensors()`."""
+        write_rows(data.cache, self.draft.rows, self.n_written)
         self.draft.rows.flush()
-        small = _small(self.cache, token_ids[: self.cache.length], logits)
-        manifest = _manifest(self.cache, self.identity, self.layout, self.announced, self.text)
-        said = json.dumps({**manifest, "digest": digest(small)})
-        write_whole(self.state, as_safetensors({k: x.contiguous() for k, x in small.items()}, {"lce": said}))
-        self.n_written = self.cache.length
+        tensors = data.tensors()
+        manifest = signed(data.manifest(self.facts, self.layout), tensors)
+        write_whole(self.state, as_safetensors({k: x.contiguous() for k, x in tensors.items()}, {"lce": manifest}))
+        self.n_written = data.cache.length
 
-    def finish(self, token_ids: Sequence[int], logits: Tensor | None) -> None:
-        """Be the context file `path`."""
-        write_rows(self.cache, self.draft.rows, self.n_written)
-        manifest = _manifest(self.cache, self.identity, self.layout, self.announced, self.text)
-        self.draft.finish(self.path, _small(self.cache, token_ids, logits), manifest)
+    def finish(self, data: ContextData) -> None:
+        """Write the rest and give the file its name `path`."""
+        write_rows(data.cache, self.draft.rows, self.n_written)
+        self.draft.finish(self.path, data.tensors(), data.manifest(self.facts, self.layout))
         self.state.unlink(missing_ok=True)
 
-    def leave(self, error: BaseException) -> None:
-        """End without `finish`: what was noted stays, to be gone on with, and the error says so."""
+    def abandon(self, error: BaseException) -> None:
+        """End without `finish`. A job with a checkpoint stays and a note on `error` says so; others leave no file."""
         if self.state.exists():
             error.add_note(f"the same command goes on from {self.n_written:,} tokens")
         else:
@@ -176,61 +207,39 @@ def _state(path: Path) -> Path:
     return path.with_name(f"{path.name}.part.state")
 
 
-def _saved(
-    path: Path, shape: CacheShape, tiering: Tiering, rows: Any, manifest: Mapping[str, Any],
-    small: Mapping[str, Tensor], *, own: bool,
-) -> Saved:  # fmt: skip
+def _restored(path: Path, layout: CacheLayout, snapshot: Snapshot, *, own: bool) -> ContextData:
+    """The context of a file, whose rows are the job's `own` or are only read."""
+    manifest, tensors, cache = snapshot.manifest, snapshot.small, None
     try:
-        n_read, announced = int(manifest["read"]), int(manifest["announced"])
-        ids = small["tokens"].tolist()
-        if manifest["pages"] != page_facts(tiering.pages(shape)) or not 0 < n_read <= min(
-            len(ids), int(manifest["room"])
-        ):
-            raise ValueError
-        if not own and manifest["text"] != text_hash(ids):
-            raise ValueError
-        cache = restored(shape, tiering, rows, n_read, small, own=own)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"{path} says of itself what is not so; {REMEDY}") from error
-    logits = small.get("logits")
-    return Saved(cache, ids, None if logits is None else logits.to(shape.device), announced)
-
-
-def _small(cache: KVCache, token_ids: Sequence[int], logits: Tensor | None) -> dict[str, Tensor]:
-    known = {"tokens": torch.tensor(token_ids, dtype=torch.int32), **tensors_of(cache)}
-    return known if logits is None else {**known, "logits": logits}
+        n_cached, announced = int(manifest["read"]), int(manifest["announced"])
+        ids = tensors["tokens"].tolist()
+        same_pages = manifest["pages"] == page_facts(layout)
+        same_text = own or manifest["text"] == text_hash(ids)
+        if same_pages and same_text and 0 < n_cached <= min(len(ids), int(manifest["capacity"])):
+            cache = restored(layout, snapshot.rows, n_cached, tensors, own=own)
+    except (KeyError, TypeError, ValueError, RuntimeError):
+        cache = None
+    if cache is None:
+        raise DataError(f"{path}: its header contradicts its contents; {REMEDY}")
+    logits = tensors.get("logits")
+    return ContextData(cache, ids, None if logits is None else logits.to(layout.device), announced)
 
 
 def text_hash(token_ids: Sequence[int]) -> str:
-    """What tells one text from another."""
+    """A SHA-256 of the tokens."""
     return digest({"tokens": torch.tensor(token_ids, dtype=torch.int32)})
-
-
-def _manifest(cache: KVCache, identity: Identity, layout: Layout, announced: int, text: str) -> dict[str, Any]:
-    from lce import __version__
-
-    return {
-        "format": FORMAT,
-        "lce": __version__,
-        "identity": dataclasses.asdict(identity),
-        "text": text,
-        "pages": page_facts(layout.pages),
-        "room": layout.n_tokens,
-        "read": cache.length,
-        "announced": announced,
-    }
 
 
 def _read_state(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         with safe_open(path, framework="pt") as file:
             manifest = json.loads((file.metadata() or {})["lce"])
-            small = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
     except (OSError, SafetensorError, KeyError, ValueError):
-        manifest, small = {}, {}
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or manifest.get("digest") != digest(small):
-        raise DataError(f"{path} is damaged or of another lce; remove it to begin anew")
-    return manifest, small
+        manifest, tensors = {}, {}
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or manifest.get("digest") != digest(tensors):
+        raise DataError(f"{path} is damaged or of another version of lce; remove it to start again")
+    return manifest, tensors
 
 
 def _check_target(path: Path) -> None:

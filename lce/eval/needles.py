@@ -1,7 +1,7 @@
 """The facts that are hidden in a haystack and then asked for.
 
 A needle is a statement, a question whose last words begin the answer, and the answer. The pass key is worded as in
-the passkey task of Mohtashami and Jaggi (2023), stated twice, which papers on long context report.
+the passkey task of Mohtashami and Jaggi (2023), which states it twice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Needle:
     statement: str
     question: str
     answer: str
-    topic: str  # what the fact is about; two needles of one topic in one text would contradict each other
+    topic: str  # two needles of one topic in one text would contradict each other
 
 
 def _digits(rng: Random, n: int) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cache
 from itertools import cycle
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -19,17 +20,11 @@ from lce.eval.needles import NEEDLES, Needle
 from lce.eval.prose import sentences
 
 if TYPE_CHECKING:
-    from lce.engine.engine import Engine
+    from lce import Engine
     from lce.eval.record import Record
 
-# The filler of the published task, said over and over.
-NOISE = (
-    "The grass is green.",
-    "The sky is blue.",
-    "The sun is yellow.",
-    "Here we go.",
-    "There and back again.",
-)
+# The filler of the published task, repeated.
+NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
 FILLERS = ("prose", "noise")
 
 
@@ -44,7 +39,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Score:
-    """The share of right answers, with its 95% Wilson interval."""
+    """The share of right answers and its 95% Wilson interval, `low` to `high`."""
 
     method: str
     task: str
@@ -53,9 +48,6 @@ class Score:
     accuracy: float
     low: float
     high: float
-
-    def as_dict(self) -> dict[str, str | int | float]:
-        return asdict(self)
 
 
 def make_sample(
@@ -81,13 +73,7 @@ def samples(task: str, filler: str, length: int, n: int, seed: int, count: Calla
         raise UsageError(f"unknown task {task!r}; {nearest(task, NEEDLES)}")
     if filler not in FILLERS:
         raise UsageError(f"unknown filler {filler!r}; {nearest(filler, FILLERS)}")
-    counts: dict[str, int] = {}
-
-    def counted(text: str) -> int:
-        if text not in counts:
-            counts[text] = count(" " + text)
-        return counts[text]
-
+    counted = cache(lambda text: count(" " + text))
     for index in range(n):
         rng = Random(f"{seed}/{task}/{length}/{index}")
         text = sentences(rng) if filler == "prose" else cycle(NOISE)
@@ -96,17 +82,10 @@ def samples(task: str, filler: str, length: int, n: int, seed: int, count: Calla
 
 
 def evaluate(
-    engine: Engine,
-    *,
-    length: int,
-    n: int = 50,
-    seed: int = 0,
-    task: str = "passkey",
-    filler: str = "prose",
-    record: Record | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> Score:
-    """Ask `n` samples of one length and score the answers; those that `record` has are not asked again."""
+    engine: Engine, *, length: int, n: int = 50, seed: int = 0, task: str = "passkey", filler: str = "prose",
+    record: Record | None = None, progress: Callable[[int, int], None] | None = None,
+) -> Score:  # fmt: skip
+    """Ask `n` samples of one length and score the answers; answers that `record` has are taken from it."""
     if n < 1:
         raise UsageError(f"samples is {n}; expected 1 or more")
 
@@ -118,14 +97,14 @@ def evaluate(
         asked |= {"model": engine.fingerprint, "engine": repr(engine), "rope": repr(engine.rope)}
     right = 0
     for index, sample in enumerate(samples(task, filler, length, n, seed, count)):
-        known = record.given({**asked, "index": index}) if record else None
-        if known is None:
+        is_right = record.given({**asked, "index": index}) if record else None
+        if is_right is None:
             answer_tokens = count(" " + sample.answer) + 2
             text = engine.generate(sample.prompt, max_tokens=answer_tokens).text
-            known = text.strip().startswith(sample.answer)
+            is_right = text.strip().startswith(sample.answer)
             if record:
-                record.add({**asked, "index": index}, known)
-        right += known
+                record.add({**asked, "index": index}, is_right)
+        right += is_right
         if progress:
             progress(index + 1, n)
     return Score(engine.method.name, task, length, n, right / n, *wilson(right, n))

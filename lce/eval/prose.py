@@ -1,4 +1,4 @@
-"""Simple English prose without end, from a seed: the filler of haystacks and the demo model's reading matter.
+"""Endless simple English prose from a seed: the filler of haystacks and the demo model's training text.
 
 The prose comes in small scenes. A scene picks a place, a few people and a few things, and tells four to nine
 sentences about them, so that names and nouns recur nearby as they do in real text. Nothing in it states a
@@ -100,6 +100,6 @@ def scene(rng: Random) -> list[str]:
 
 
 def sentences(rng: Random) -> Iterator[str]:
-    """Prose without end, a sentence at a time."""
+    """Endless prose, a sentence at a time."""
     while True:
         yield from scene(rng)

@@ -1,7 +1,7 @@
 """A record of answered samples, so that a long evaluation can be interrupted, resumed and shared out.
 
-A file of JSON lines, one an answer, each with everything that the answer depends on. What stands in it is not asked
-again. A line is written at once; the line that a crash cut short is ignored.
+The file has one JSON line an answer, with everything that the answer depends on. A sample in it is not asked again. A
+line is flushed to disk when it is added; an incomplete last line, left by a crash, is ignored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lce.errors import DataError
 
 
 class Record:
-    """The answers in one file; `given` says whether one was right."""
+    """The answers in one file."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -23,7 +23,7 @@ class Record:
         try:
             data = self.path.read_bytes() if self.path.exists() else b""
             whole = data.rfind(b"\n") + 1
-            self._torn = whole if whole < len(data) else None  # where a line begins that was cut short
+            self._torn = whole if whole < len(data) else None  # the offset of an incomplete last line
             for number, line in enumerate(data[:whole].decode().split("\n")[:-1], 1):
                 self._read(line, number)
         except (OSError, UnicodeDecodeError) as error:
@@ -42,11 +42,11 @@ class Record:
         self._right[_key(answer)] = right
 
     def given(self, sample: dict[str, Any]) -> bool | None:
-        """Whether this sample was answered rightly; None where it was not asked yet."""
+        """Whether the recorded answer to this sample is right; None without one."""
         return self._right.get(_key(sample))
 
     def add(self, sample: dict[str, Any], right: bool) -> None:
-        """Write one answer down. Raises `DataError` where that fails."""
+        """Append one answer to the file. Raises `DataError` where that fails."""
         try:
             with self.path.open("ab") as file:
                 if self._torn is not None:

@@ -1,18 +1,18 @@
 """What a method does with positions: which keys each query attends, and the distance at which it sees each of them.
 
-Nothing here knows a method. One is run, as the engine would run it, on made-up vectors whose values are a one and
-zeros, a place for each token, so that an output is a row of attention weights: a key without weight is not attended.
+This file knows no method by name. It runs any method with `lce.methods.run` on random queries and keys. The values are
+one-hot, one dimension a token, so that an output is the row of attention weights; a key of weight 0 is not attended.
 
-Distances are read off how the weights answer to a faint signal. In a first run nothing turns: all frequencies of RoPE
-are zero, and the choice of keys that is shown is made by content. In each further run one pair of dimensions carries
-equal vectors in all tokens and turns by `w` a position. It adds `A cos(w d - phase)` to the logit of a key that is seen
-at distance d, so the logarithms of a query's weights change by just that, but for a constant that they share. Phases 0
-and 90° together give `exp(i w d)`, less a constant, and some frequencies together give d, as digits give a number.
-Content and biases cancel. A factor that the method puts on a query's logits is measured in the same way, by vectors
-that stand still at known phases, another for each key.
+Distances are measured by a small signal. In a first run all frequencies of RoPE are zero, so nothing rotates and
+content alone decides which keys are chosen. In each further run one pair of dimensions has the same vector in all
+tokens and rotates by `w` a position. This adds `A cos(w d - phase)` to the logit of a key seen at distance d, so the
+log-weights of a query change by that and a constant that the whole row shares. Phases 0 and 90° together give
+`exp(i w d)` up to that constant; several frequencies together give d, as digits give a number. Content and biases
+cancel. A factor that the method puts on a query's logits is measured in the same way, with vectors that do not rotate
+and have another known phase for each key.
 
-A signal could tip a choice that hangs in the balance. So a row is only compared with a run in which it attends the very
-same keys; else it is asked again with the signal reversed, which tips it the other way, and with a fainter one.
+The signal can change a choice between nearly equal scores. So a row counts only if it attends the same keys as in the
+first run. Otherwise it is measured again with the signal reversed, and then with a weaker one.
 """
 
 from __future__ import annotations
@@ -25,32 +25,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lce.attention.attention import Attention
-from lce.cache.kv import KVCache
-from lce.cache.tiering import CacheShape
 from lce.errors import UsageError
-from lce.methods.base import Method
-from lce.methods.step import Step
-from lce.models.config import RopeConfig
-from lce.models.rope import Rope
+from lce.methods import Method, Rope, RopeConfig, run
 
 HEADS, KV_HEADS = 4, 2
 MOST_TOKENS = 512
-SIGNAL = 2**-9  # the most that the turning pair adds to a logit: a thousand times what float32 rounds away
-SIZES = (1.0, -1.0, 1 / 8, -1 / 8)  # of a change, until it tips no choice
-# No whole multiples of each other, or a distance beyond reach would be taken for one within.
+SIGNAL = 2**-9  # the most that the rotating pair adds to a logit: a thousand times float32's rounding error
+SIZES = (1.0, -1.0, 1 / 8, -1 / 8)  # of the signal, tried in order until no choice changes
+# Not whole multiples of each other, so that a distance beyond REACH is not taken for a shorter one.
 FREQUENCIES = tuple(8.7**-n for n in range(5))
-REACH = int(0.9 * math.pi / FREQUENCIES[-1])  # less than half of the slowest turn
-PATTERNS = 4  # of phases, so that no two keys have nearly the same in all
-TOLERANCE = 0.02  # how far off a code may be: rounding puts it 0.001 off; no wrong reading is nearer than 0.06
+REACH = int(0.9 * math.pi / FREQUENCIES[-1])  # less than half of the slowest period
+PATTERNS = 4  # of phases, so that no two keys have similar phases in all of them
+TOLERANCE = 0.02  # the error that a code may have: rounding makes 0.001, a wrong distance 0.06 or more
 
-Change = Callable[[float], tuple[Tensor, Tensor]]  # a size to changed queries and keys
+Change = Callable[[float], tuple[Tensor, Tensor]]  # a size of the signal to queries and keys that carry it
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What was found: `attended [N, N]`, True where query i attends key j, and the `distance [N, N]` at which it sees
-    it there; -1 elsewhere. `factor [N]` is what the method multiplies a query's logits by.
+    """What was measured: `attended [N, N]`, True where query i attends key j, and the `distance [N, N]` at which it
+    sees the key, -1 where it does not. `factor [N]` is what the method multiplies a query's logits by.
     """
 
     method: Method
@@ -71,7 +65,7 @@ class Explanation:
 
     @property
     def setting(self) -> str:
-        """What it was run on."""
+        """The options of the run."""
         return f"window {self.window}, {self.tokens} tokens, block {self.block}, head {self.head}"
 
     def rows(self) -> list[list[int | None]]:
@@ -83,13 +77,13 @@ class Explanation:
 def explain(
     method: Method, *, tokens: int = 24, window: int = 12, block: int | None = None, head: int = 0, seed: int = 0
 ) -> Explanation:
-    """Run `method` on `tokens` made-up tokens, as in the first layer of a model that can be trusted on `window`
-    positions, and read off what query head `head` of 4 (over 2 KV heads) does.
+    """Run `method` on `tokens` random tokens, as in the first layer of a model that can be trusted on `window`
+    positions, and measure what query head `head` of 4 (over 2 KV heads) does.
 
-    `block` is how many queries are prefilled in one step, by default what the engine would take; `seed` makes other
-    vectors, by which methods that choose may choose otherwise. A query whose keys are all at one distance does not
-    depend on it: its nearest key is then taken to be where it is in the text. Raises `UsageError` for a method whose
-    weights depend on positions otherwise than by whole distances.
+    `block` is how many queries are prefilled in one step, by default what the engine takes. Another `seed` makes other
+    vectors, for which a method may choose other keys. A query whose keys are all at one distance gives the same output
+    at any distance; its nearest key is then reported at its distance in the text. Raises `UsageError` for a method
+    whose weights depend on positions in another way than by whole distances.
     """
     limits = (("tokens", tokens, 1, MOST_TOKENS), ("window", window, 1, REACH), ("head", head, 0, HEADS - 1))
     for what, value, least, most in limits:
@@ -105,7 +99,7 @@ def explain(
 
 
 def vectors(tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`q [H, N, D]`, `k v [G, N, D]`: random but for the pair that is to turn, which is empty, and values of one 1."""
+    """`q [H, N, D]`, `k v [G, N, D]`: random queries and keys, with zeros in the pair that rotates; one-hot values."""
     random = torch.Generator().manual_seed(seed)
     dim = max(32, tokens + tokens % 2)
     q = torch.randn(HEADS, tokens, dim, generator=random)
@@ -116,23 +110,21 @@ def vectors(tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _pair(x: Tensor) -> Tensor:
-    """The two dimensions of `x [..., D]` that RoPE turns first, a view `[..., 2]`."""
+    """The first pair of dimensions that RoPE rotates, a view `[..., 2]` of `x [..., D]`."""
     return x[..., :: x.shape[-1] // 2]
 
 
 class _OnePair(Rope):
-    """RoPE that turns the first pair of dimensions and leaves all others as they are."""
+    """RoPE that rotates the first pair of dimensions alone."""
 
     def __init__(self, head_dim: int, frequency: float) -> None:
-        self.config = RopeConfig()
-        self.head_dim = head_dim
-        self.scale = 1.0
-        self.inv_freq = torch.zeros(head_dim // 2, dtype=torch.float64)
+        super().__init__(RopeConfig(), head_dim, window=1)
+        self.inv_freq = torch.zeros_like(self.inv_freq)
         self.inv_freq[0] = frequency
 
 
 class _Bench:
-    """A resolved method, the vectors it is tried on, and what it makes of them when nothing turns."""
+    """A resolved method, the vectors it is run on, and its log-weights without rotation."""
 
     def __init__(self, method: Method, q: Tensor, k: Tensor, v: Tensor, window: int, block: int, head: int) -> None:
         self.method, self.window, self.block, self.head = method, window, block, head
@@ -140,30 +132,21 @@ class _Bench:
         self.rest = self.log_weights(q, k, 0.0)
         self.attended = self.rest > -torch.inf
 
-    @torch.inference_mode()
     def log_weights(self, q: Tensor, k: Tensor, frequency: float) -> Tensor:
         """The logarithm of each key's weight for each query, `[N, N]`; -inf where it is not attended."""
-        (n_kv_heads, n, dim), method = k.shape, self.method
-        cache = KVCache(CacheShape(1, n_kv_heads, dim, method.cache_chunk, k.dtype, k.device))
-        rope, attention = _OnePair(dim, frequency), Attention.choose("reference")
-        outs = []
-        for start in range(0, n, self.block):
-            span = slice(start, min(start + self.block, n))
-            step = Step(start, span.stop, rope, attention, self.window, n_kv_heads)
-            method.keep(k[:, span], self.v[:, span], cache.layers[0], step)
-            outs.append(method.attend(q[:, span], cache.layers[0], step)[self.head])
-            cache.commit()
-        weights = torch.cat(outs).double()
+        rope = _OnePair(q.shape[-1], frequency)
+        out = run(self.method, q, k, self.v, window=self.window, blocks=self.block, rope=rope, attention="reference")
+        weights = out[self.head].double()
         total = weights.sum(dim=-1)
         sees_nothing = total == 0
         if not (weights.ge(0).all() and (sees_nothing | ((total - 1).abs() < TOLERANCE)).all()):
             raise self.refusal("its output is no weighted mean of values")
-        return weights[:, :n].log()
+        return weights[:, : q.shape[1]].log()
 
     def answer(self, change: Change, frequency: float) -> Tensor:
-        """By how much each log-weight changes with a change of the vectors, per unit of its size: `[N, N]`.
+        """How much each log-weight changes with the vectors, per unit of the change's size: `[N, N]`.
 
-        For each row but for a constant; 0 where a key is not attended.
+        Each row is known up to a constant; it is 0 where a key is not attended.
         """
         answer = torch.zeros_like(self.rest)
         open_rows = torch.ones(len(answer), dtype=torch.bool)
@@ -178,8 +161,8 @@ class _Bench:
         raise self.refusal(f"query {row} attends other keys at the slightest change; its choice is random, or a tie")
 
     def turning(self, frequency: float, phase: Tensor) -> Tensor:
-        """How the log-weights answer to a pair that turns, `[N, N]`: `cos(w d - phase)`, for the `phase [N]` of each
-        key, times the factor of the query and but for a constant a row.
+        """How the log-weights change with a pair that rotates, `[N, N]`: `cos(w d - phase)` for each key's `phase [N]`,
+        times the factor of the query, up to a constant a row.
         """
         length = math.sqrt(SIGNAL * math.sqrt(self.q.shape[-1]))
 
@@ -195,11 +178,11 @@ class _Bench:
         """What the method multiplies each query's logits by, `[N]`; 1 where a query attends one key only."""
         n = len(self.attended)
         phases = 2 * math.pi * torch.rand(PATTERNS, n, generator=torch.Generator().manual_seed(0))
-        known = torch.stack([self.centred(phase.double().cos().expand(n, n)) for phase in phases])
+        expected = torch.stack([self.centred(phase.double().cos().expand(n, n)) for phase in phases])
         answer = torch.stack([self.centred(self.turning(0.0, phase)) for phase in phases])
-        fitted = (answer * known).sum(dim=(0, 2)) / known.square().sum(dim=(0, 2))
+        fitted = (answer * expected).sum(dim=(0, 2)) / expected.square().sum(dim=(0, 2))
         factor = torch.where(self.attended.sum(dim=-1) > 1, fitted, 1.0)
-        if not ((answer - factor[:, None] * known).abs().max() < TOLERANCE * factor.max() and (factor > 0).all()):
+        if not ((answer - factor[:, None] * expected).abs().max() < TOLERANCE * factor.max() and (factor > 0).all()):
             raise self.refusal("its weights are no softmax over products of queries and keys")
         return factor
 
@@ -216,12 +199,12 @@ def _distances(bench: _Bench, factor: Tensor) -> Tensor:
     """The distance at which each query sees each key that it attends, `[N, N]`; -1 at the others."""
     phase = torch.zeros(len(factor))
     turns = [torch.complex(bench.turning(w, phase), bench.turning(w, phase + math.pi / 2)) for w in FREQUENCIES]
-    turned = torch.stack(turns, dim=-1) / factor[:, None, None]  # exp(i w d), but for a constant a row
+    turned = torch.stack(turns, dim=-1) / factor[:, None, None]  # exp(i w d), up to a constant a row
     i = torch.arange(len(turned))
     nearest = (bench.attended * i).argmax(dim=-1)
     turned = (turned - turned[i, nearest][:, None]).masked_fill(~bench.attended[..., None], 0.0)
     distance = torch.full(turned.shape[:2], -1)
-    anchor = i - nearest  # the distance of the nearest key: its true one, or as far off as that of other rows
+    anchor = i - nearest  # the nearest key's distance in the text, later plus the shift found in other rows
     unread = torch.ones_like(i, dtype=torch.bool)
     while unread.any():
         found, miss = _read(turned + _code(anchor)[:, None])
@@ -237,10 +220,10 @@ def _distances(bench: _Bench, factor: Tensor) -> Tensor:
 
 
 def _anchor(turned: Tensor) -> int | None:
-    """The distance of the nearest key that makes sense of all that a query sees, `[N, R]` less that key's code."""
+    """The distance of the nearest key with which all of a query's codes, `[N, R]` less that key's code, are whole."""
     tried = torch.arange(-REACH, REACH + 1)
-    strangest = turned[turned.abs().sum(dim=-1).argmax()]
-    tried = tried[_read(strangest + _code(tried))[1] < TOLERANCE]
+    farthest = turned[turned.abs().sum(dim=-1).argmax()]
+    tried = tried[_read(farthest + _code(tried))[1] < TOLERANCE]
     if not len(tried):
         return None
     miss, best = _read(turned + _code(tried)[:, None])[1].amax(dim=-1).min(dim=0)
@@ -254,7 +237,7 @@ def _code(distance: Tensor) -> Tensor:
 
 
 def _read(code: Tensor) -> tuple[Tensor, Tensor]:
-    """The distances of codes `[..., R]`, slowest turn first, and how far off the codes are: `[...]` each."""
+    """The distances of codes `[..., R]`, read from the slowest frequency on, and the codes' errors: `[...]` each."""
     distance = torch.zeros(code.shape[:-1], dtype=torch.float64)
     for n, w in reversed(list(enumerate(FREQUENCIES))):
         behind = torch.polar(torch.ones_like(distance), -w * distance)

@@ -1,4 +1,4 @@
-"""An explanation as a picture: distances as colours, queries down, keys across."""
+"""An explanation as a picture: distances as colours, a row a query, a column a key."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from lce.files import write_whole
 from lce.inspect.explain import Explanation
 
 KINDS = (".pdf", ".png", ".svg")
-NUMBERED = 32  # the most tokens for which the cells have room for a number
+NUMBERED = 32  # tokens: up to so many, each cell shows its number
 BEYOND = "crimson"  # distances that the model was not trained on
 
 
 def draw(explanation: Explanation, path: str | Path) -> None:
-    """Write the matrix to `path`, a PNG, SVG or PDF file by its ending; it appears whole or not at all.
+    """Write the matrix to `path`, a PNG, SVG or PDF file by its suffix; the file appears whole or not at all.
 
-    What is not attended is white; distances that the window does not have stand out. Needs matplotlib, not a display.
+    Keys that are not attended are white; distances beyond the window have a colour of their own. Needs matplotlib, but
+    no display.
     """
     path = Path(path)
     if path.suffix.lower() not in KINDS:

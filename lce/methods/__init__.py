@@ -1,27 +1,48 @@
-"""The attention methods: one file each, behind one hook."""
+"""The attention methods, one file each, and what is needed to write and run them.
 
-from lce.methods.base import Method, SelectiveMethod
+Every file of this folder is imported, so a new method is one new file. Its class is `lce.methods.ITS_NAME` at once; a
+line below tells type checkers as well.
+"""
+
+import importlib
+import pkgutil
+from typing import TYPE_CHECKING, Any
+
+from lce.attention import rotate
+from lce.cache.kv import LayerCache
+from lce.methods import registry
+from lce.methods.base import Method
 from lce.methods.dca import DualChunk
 from lce.methods.esa import ESA
 from lce.methods.full import Full
 from lce.methods.infllm import InfLLM
 from lce.methods.lm_infinite import LMInfinite
 from lce.methods.longheads import LongHeads
+from lce.methods.quest import Quest
 from lce.methods.registry import available, find, make, register
 from lce.methods.rerope import ReRope
+from lce.methods.run import Driver, run
+from lce.methods.selective import SelectiveMethod
 from lce.methods.self_extend import SelfExtend
 from lce.methods.step import Step
 from lce.methods.streaming import Streaming
+from lce.models.config import RopeConfig
+from lce.models.rope import Rope
 
 __all__ = [
     "ESA",
+    "Driver",
     "DualChunk",
     "Full",
     "InfLLM",
     "LMInfinite",
+    "LayerCache",
     "LongHeads",
     "Method",
+    "Quest",
     "ReRope",
+    "Rope",
+    "RopeConfig",
     "SelectiveMethod",
     "SelfExtend",
     "Step",
@@ -30,4 +51,17 @@ __all__ = [
     "find",
     "make",
     "register",
+    "rotate",
+    "run",
 ]
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        for method in registry._REGISTRY.values():
+            if method.__name__ == name:
+                return method
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

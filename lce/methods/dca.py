@@ -9,14 +9,14 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lce.attention.attention import merge
-from lce.cache.layer import LayerCache
+from lce.attention import Turn, merge, rotate
+from lce.cache.kv import LayerCache
+from lce.cache.layout import Reach
 from lce.errors import ModelError, UsageError
 from lce.methods.base import Method
-from lce.methods.parts import over
+from lce.methods.parts import attend_span
 from lce.methods.registry import register
 from lce.methods.step import Step, Surroundings
-from lce.models.rope import Table, rotate
 
 
 @register("dca")
@@ -34,7 +34,7 @@ class DualChunk(Method):
     `temperature` multiplies the logits of query i by the square of `max(1, 1 + 0.05 ln((i + 1) / W))`, as the released
     code does and the paper's results do not.
 
-    Keys are cached at `j mod s` and never turned again. Time: O(N · D) a token and head, that of full attention.
+    Keys are cached at `j mod s` and are not rotated again. Time: O(N · D) a token and head, that of full attention.
     """
 
     chunk_size: int | None = None
@@ -56,7 +56,7 @@ class DualChunk(Method):
     def resolve(self, window: int) -> Self:
         made = replace(self, chunk_size=max(1, 3 * window // 4) if self.chunk_size is None else self.chunk_size)
         made.expect(chunk_size=1)
-        if made.cache_chunk > window:
+        if made.size > window:
             raise UsageError(f"{self.name}: chunk_size is {made.chunk_size}; expected at most the window, {window}")
         return made
 
@@ -64,47 +64,44 @@ class DualChunk(Method):
     def block(self) -> int:
         return 2048
 
-    def exact_length(self, window: int) -> int | None:
-        return min(2 * self.cache_chunk, window)
-
     @property
-    def cache_chunk(self) -> int:
+    def size(self) -> int:
+        """`chunk_size`, once it is resolved."""
         assert self.chunk_size is not None, "resolved before use"
         return self.chunk_size
 
     @property
-    def pinned(self) -> tuple[int, int]:
-        return 0, 2 * self.cache_chunk
+    def reach(self) -> Reach:
+        return Reach(self.size, local=2 * self.size)
 
     def key_positions(self, indices: Tensor) -> Tensor | None:
-        return indices % self.cache_chunk
+        return indices % self.size
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        size = self.cache_chunk
+        size = self.size
         if self.temperature:
             q = q * step.once("temperature", lambda: temperature(step.positions(q.device), step.window).to(q.dtype))
-        own, previous, older = (rotate(q, table) for table in step.once("places", lambda: self.places(q, step)))
+        own, previous, older = (rotate(q, turn) for turn in step.once("turns", lambda: self.turns(q, step)))
         outs = []
         for start, stop in runs(step, size):
             here = slice(start - step.start, stop - step.start)
             border = start // size * size
-            parts = [over(own[:, here], cache, step, causal=True, first=border, stop=stop)]
+            parts = [attend_span(own[:, here], cache, step, causal=True, first=border, stop=stop)]
             if border:
-                parts.append(over(previous[:, here], cache, step, causal=False, first=border - size, stop=border))
+                parts.append(
+                    attend_span(previous[:, here], cache, step, causal=False, first=border - size, stop=border)
+                )
             if border > size:
-                parts.append(over(older[:, here], cache, step, causal=False, stop=border - size))
+                parts.append(attend_span(older[:, here], cache, step, causal=False, stop=border - size))
             outs.append(merge(parts))
         return torch.cat(outs, dim=1)
 
-    def places(self, q: Tensor, step: Step) -> tuple[Table, Table, Table]:
-        """Tables of the queries' positions for their own chunk, the previous one and older ones."""
-        offsets = step.positions(q.device) % self.cache_chunk
+    def turns(self, q: Tensor, step: Step) -> tuple[Turn, Turn, Turn]:
+        """What turns the queries for their own chunk, for the previous one and for older ones."""
+        offsets = step.positions(q.device) % self.size
         last = step.window - 1
-        tables = [
-            step.rope.table(positions, q.dtype)
-            for positions in (offsets, (offsets + self.cache_chunk).clamp(max=last), torch.full_like(offsets, last))
-        ]
-        return tables[0], tables[1], tables[2]
+        previous, older = (offsets + self.size).clamp(max=last), torch.full_like(offsets, last)
+        return step.rope.turn(offsets, q.dtype), step.rope.turn(previous, q.dtype), step.rope.turn(older, q.dtype)
 
 
 def temperature(indices: Tensor, window: int) -> Tensor:

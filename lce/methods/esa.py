@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Literal, Self, cast
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
-from lce.attention.attention import merge
-from lce.cache.growth import token_rows
-from lce.cache.layer import LayerCache
-from lce.cache.stores import TokenRows
-from lce.cache.tiering import CacheShape
+from lce.attention import merge, rotate
+from lce.cache.kv import LayerCache
+from lce.cache.layout import CacheLayout
+from lce.cache.method_state import MethodState, Staged, TokenRows
 from lce.methods.base import LocalMethod
-from lce.methods.lowdim import LowDimMaps, block_scores, first_best, principal, side_by_side, spread, usable
-from lce.methods.parts import near
+from lce.methods.lowdim import LowDimMaps, block_scores, concat_heads, first_best, principal, spread, usable
+from lce.methods.parts import attend_local
 from lce.methods.registry import register
 from lce.methods.step import Step, Surroundings
-from lce.models.rope import rotate
 
-ROWS = "low-dim keys"
+LOW_DIM_KEYS, BASIS = "low-dim keys", "principal components"
 MAPS_FILE = "esa_maps.safetensors"  # beside a model
 
 
@@ -32,23 +30,21 @@ class ESA(LocalMethod):
     """ESA (Wang et al., 2025, "Unshackling Context Length: An Efficient Selective Attention Approach through Query-Key
     Compression").
 
-    The queries of a block `[a, b)` choose together. While `a - local <= sinks` they attend all there is, as it is.
-    Then: the tokens from `a - local` on, at their true distance; and, at the constant distance `far`, the first
-    `sinks` and the `top_k` best of the tokens between. One softmax over both.
+    The queries of a block `[a, b)` choose together. While `a - local <= sinks`, a block is plain causal attention.
+    Later blocks attend the tokens from `a - local` on at their true distance. At the constant distance `far` they
+    attend the first `sinks` tokens and the `top_k` best of the tokens between. One softmax covers both.
 
-    Score of token m for query c: `f(m;c) = Σ_h q_h · k_h`, the logit that the far part would give, summed over query
-    heads. For the block: `F(m) = max_c (f(m;c) - max_m' f(m';c))` (Eq. 3-4), and of that the maximum over `m ± eps`,
-    so that neighbours come along (Eq. 8).
+    The score of token m for query c is `f(m;c) = Σ_h q_h · k_h`: the logit that the far part would give, summed over
+    query heads. The score for the block is `F(m) = max_c (f(m;c) - max_m' f(m';c))` (Eq. 3-4), and then its maximum
+    over `m ± eps`, which selects the neighbours of a good token too (Eq. 8).
 
-    `compress` says how `f` is computed: exactly (`none`); or as `(q A)·(k B)` with `low_dim` numbers a token (Eq. 5-7),
-    by maps learned on text (`calibrated`: see `lce calibrate`; `maps` is their file, by default the one beside the
-    model) or by the principal components of the prompt's own first keys (`pca`).
+    `compress` says how `f` is computed. `none`: exactly. `calibrated`: as `(q A)·(k B)` with `low_dim` numbers a token
+    (Eq. 5-7), with maps learned on text by `lce calibrate`; `maps` is their file, by default the one beside the model.
+    `pca`: the same, with the principal components of the prompt's first keys.
 
     Cost: a block of T queries is scored against M tokens in O(T · M · R) (exactly: O(T · M · H · D)), and attends
     `sinks + top_k + local + T` keys; R numbers more a token and layer.
     """
-
-    by_block: ClassVar[bool] = True
 
     sinks: int = 128
     local: int | None = None
@@ -62,6 +58,8 @@ class ESA(LocalMethod):
     def for_model(self, model: Surroundings) -> Self:
         if self.compress != "calibrated" or isinstance(self.maps, LowDimMaps):
             return self
+        if model.plan_only:
+            return replace(self, compress="pca", maps=None)  # keeps as much
         path = model.folder / MAPS_FILE if self.maps is None else Path(self.maps)
         if self.maps is None and not path.exists():
             return self  # `resolve` says what is missing
@@ -80,9 +78,6 @@ class ESA(LocalMethod):
     def block(self) -> int:
         return max(1, min(512, self.n_local // 2))  # the farthest local key is `local + block` away
 
-    def exact_length(self, window: int) -> int | None:
-        return self.n_recent + 1
-
     @property
     def choices(self) -> tuple[int, int]:
         return 0, 1
@@ -91,47 +86,53 @@ class ESA(LocalMethod):
     def n_recent(self) -> int:
         return self.sinks + self.n_local
 
-    def unlearned(self) -> Self:
-        return replace(self, compress="pca", maps=None) if self.compress == "calibrated" else self
-
-    def kept_bytes(self, n_tokens: int, block: int, n_heads: int, shape: CacheShape) -> int:
-        rows = 0 if self.compress == "none" else token_rows(n_tokens)
+    def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
+        kept = dict(super().state(layout))
+        if self.compress != "none":
+            kept[LOW_DIM_KEYS] = TokenRows(self.low_dim * layout.dtype.itemsize)
         if self.compress == "pca":
-            rows += shape.n_kv_heads * shape.head_dim  # the directions
-        more = shape.n_layers * rows * self.low_dim * shape.dtype.itemsize
-        return super().kept_bytes(n_tokens, block, n_heads, shape) + more
+            kept[BASIS] = Staged(lambda n_tokens, block: layout.key_bytes * self.low_dim)
+        return kept
 
     def keep(self, k: Tensor, v: Tensor, cache: LayerCache, step: Step) -> None:
         super().keep(k, v, cache, step)
         basis = self.key_map(cache, k)
         if basis is not None:
-            _rows(cache).write(side_by_side(k) @ basis, step.start)
+            cache.kept(TokenRows, LOW_DIM_KEYS).write(concat_heads(k) @ basis, step.start)
 
     def key_map(self, cache: LayerCache, like: Tensor) -> Tensor | None:
         """What turns this layer's keys into low-dim ones, `[G·D, R]`; None where nothing does (yet)."""
         if isinstance(self.maps, LowDimMaps) and self.compress == "calibrated":
             return self.maps.layer(cache.index, like).key
-        return cache.state.get("principal") if self.compress == "pca" else None
+        return cache.kept(Staged, BASIS).latest if self.compress == "pca" else None
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         border = step.start - self.n_local
         if border <= self.sinks:
-            return near(q, cache, step)[0]
+            return attend_local(q, cache, step)[0]
         assert self.far is not None, "resolved before use"
-        far = rotate(q, step.distant(self.far, q))
+        self.find_basis(cache, step)
+        far = rotate(q, step.far_turn(self.far, q))
         chosen = self.select(far, cache, step, border)
         kept = torch.cat((torch.arange(self.sinks, device=q.device), chosen))
-        return merge([step.attention.dense(far, *cache.tokens(kept), causal=False), near(q, cache, step, first=border)])
+        far_part = step.attention.dense(far, *cache.tokens(kept), causal=False)
+        return merge([far_part, attend_local(q, cache, step, first=border)])
+
+    def find_basis(self, cache: LayerCache, step: Step) -> None:
+        """With `compress=pca`, once: find the principal components of the keys so far, and make all low-dim keys."""
+        if self.compress == "pca" and cache.kept(Staged, BASIS).latest is None:
+            basis = principal(cache.span(0, step.start)[0], self.low_dim)
+            cache.kept(Staged, BASIS).stage(basis)
+            cache.kept(TokenRows, LOW_DIM_KEYS).write(concat_heads(cache.span(0, step.stop)[0]) @ basis, 0)
 
     def select(self, q: Tensor, cache: LayerCache, step: Step, border: int) -> Tensor:
         """The `top_k` best tokens of `sinks..border-1` for the placed queries `[H, T, D]`, ascending; `[top_k]`."""
         assert self.top_k is not None, "resolved before use"
-        score = self.scorer(q, cache, step, border)
         n_middle = border - self.sinks
         if n_middle <= self.top_k:
             chosen = torch.arange(self.sinks, border, device=q.device)
         else:
-            best = block_scores(score, q.shape[1], n_middle)
+            best = block_scores(self.scorer(q, cache, step, border), q.shape[1], n_middle)
             chosen = first_best(spread(best, self.eps), self.top_k) + self.sinks
         if step.note:
             step.note(cache.index, chosen.expand(*q.shape[:2], -1))
@@ -139,26 +140,19 @@ class ESA(LocalMethod):
 
     def scorer(self, q: Tensor, cache: LayerCache, step: Step, border: int) -> Callable[[slice], Tensor]:
         """`f(m; c)` of some of the placed queries `[H, T, D]`: from their slice to `[t, border - sinks]`."""
+        shared = q.unflatten(0, (step.n_kv_heads, -1)).sum(dim=1)  # [G, T, D]
         if self.compress == "none":
-            shared = q.unflatten(0, (step.n_kv_heads, -1)).sum(dim=1)  # [G, T, D]
 
             def exact(rows: slice) -> Tensor:
-                keys = (cache.span(*cut)[0] for cut in cache.cuts(self.sinks, border))
+                keys = (cache.span(*some)[0] for some in cache.segments(self.sinks, border))
                 return torch.cat([(shared[:, rows] @ k.transpose(1, 2)).sum(dim=0) for k in keys], dim=1)
 
             return exact
         if isinstance(self.maps, LowDimMaps) and self.compress == "calibrated":
-            low_q = side_by_side(q) @ self.maps.layer(cache.index, q).query
+            low_q = concat_heads(q) @ self.maps.layer(cache.index, q).query
         else:
-            basis = cache.state.get("principal")
-            if basis is None:
-                basis = principal(cache.span(0, step.start)[0], self.low_dim)
-                cache.stage("principal", basis)
-                _rows(cache).write(side_by_side(cache.span(0, step.stop)[0]) @ basis, 0)
-            low_q = side_by_side(q.unflatten(0, (step.n_kv_heads, -1)).sum(dim=1)) @ basis
-        low_k = _rows(cache).span(self.sinks, border).T
+            basis = self.key_map(cache, q)
+            assert basis is not None, "found before it is used"
+            low_q = concat_heads(shared) @ basis
+        low_k = cache.kept(TokenRows, LOW_DIM_KEYS).span(self.sinks, border).T
         return lambda rows: low_q[rows] @ low_k
-
-
-def _rows(cache: LayerCache) -> TokenRows:
-    return cast(TokenRows, cache.stores.setdefault(ROWS, TokenRows()))

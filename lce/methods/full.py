@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lce.cache.layer import LayerCache
+from lce.attention import rotate
+from lce.cache.kv import LayerCache
 from lce.methods.base import Method
-from lce.methods.parts import over
+from lce.methods.parts import attend_span
 from lce.methods.registry import register
 from lce.methods.step import Step
-from lce.models.rope import rotate
 
 
 @register("full")
@@ -27,9 +27,6 @@ class Full(Method):
     def block(self) -> int:
         return 2048  # nothing grows with it but the MLP's activations, and large products run faster
 
-    def exact_length(self, window: int) -> int | None:
-        return None
-
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        placed = rotate(q, step.true_places(q))
-        return over(placed, cache, step, causal=True, window=step.sliding_window)[0]
+        placed = rotate(q, step.true_turn(q))
+        return attend_span(placed, cache, step, causal=True, window=step.sliding_window)[0]

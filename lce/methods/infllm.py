@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self, cast
+from typing import Self
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lce.attention.attention import merge
-from lce.attention.backends import band
-from lce.cache.growth import summary_rows
-from lce.cache.layer import LayerCache
-from lce.cache.stores import RecentKeys
-from lce.cache.tiering import CacheShape
+from lce.attention import causal_mask, merge, rotate
+from lce.cache.kv import LayerCache
+from lce.cache.layout import CacheLayout, Reach
+from lce.cache.method_state import MethodState, RecentRows, Staged, Summaries
 from lce.methods.base import LocalMethod
-from lce.methods.parts import RECENT, behind, near
+from lce.methods.parts import RECENT, attend_behind, attend_local
 from lce.methods.registry import register
 from lce.methods.step import Step
-from lce.models.rope import rotate
 
+BLOCKS, VOTES = "memory blocks", "votes"
 SCORES_AT_ONCE = 1 << 24  # bounds the weights of a slice of queries: 64 MiB in float32
 
 
@@ -30,20 +29,18 @@ SCORES_AT_ONCE = 1 << 24  # bounds the weights of a slice of queries: 64 MiB in 
 class InfLLM(LocalMethod):
     """InfLLM (Xiao et al., 2024, "Training-Free Long-Context Extrapolation with an Efficient Context Memory").
 
-    A query attends, at their true distance, the last `local` tokens; and at the constant distance `far` the first
-    `sinks`, the `top_k` memory blocks that its block of queries finds most relevant, and whatever has left the local
-    window but does not fill a memory block yet. Tokens from `sinks` on are cut into blocks of `block_size`; one enters
-    the memory when all of it is out of the local window of the block's first query.
+    A query attends the last `local` tokens at their true distance. At the constant distance `far` it attends the first
+    `sinks` tokens, the `top_k` memory blocks that its block of queries finds most relevant, and the tokens that have
+    left the local window but do not fill a memory block yet. Tokens from `sinks` on are cut into blocks of
+    `block_size`. A block enters the memory when all of it is out of the local window of the first query.
 
-    A memory block is represented, for each query head, by the `repr_tokens` of its tokens that local queries attended
-    most: by the sum of the weights that the softmax over the local window of every query gave them. Its relevance is
-    the sum of `q · k` over heads, representative tokens and the queries of the block, queries at `far`.
+    For each query head, a memory block is represented by its `repr_tokens` tokens with the largest sum of local
+    attention weights, over all queries. Its relevance is the sum of `q · k` over heads, representative tokens and the
+    queries of the block, with the queries at `far`.
 
     Cost: a token attends at most `sinks + (top_k + 1) · block_size + local` keys; a block of queries is scored against
     M summaries, O(H · M · D); a memory block's summary is H · D numbers.
     """
-
-    by_block: ClassVar[bool] = True
 
     block_size: int = 128
     repr_tokens: int = 4
@@ -58,59 +55,58 @@ class InfLLM(LocalMethod):
         made.expect(block_size=1, repr_tokens=1, top_k=1, sinks=0, local=1, far=0)
         return made
 
-    def exact_length(self, window: int) -> int | None:
-        return self.n_recent + (1 if self.far == self.n_local else 0)
-
     @property
     def block(self) -> int:
         return max(1, min(512, self.n_recent // 4))  # small beside the window: its queries choose together
 
     @property
-    def cache_chunk(self) -> int:
-        return self.block_size
+    def reach(self) -> Reach:
+        return replace(super().reach, chunk_size=self.block_size)
 
     @property
     def choices(self) -> tuple[int, int]:
         return self.sinks, self.block_size
 
-    def kept_bytes(self, n_tokens: int, block: int, n_heads: int, shape: CacheShape) -> int:
-        row = shape.head_dim * shape.dtype.itemsize
-        votes = min(n_tokens, self.n_recent + self.block_size + block) * torch.float32.itemsize
-        more = shape.n_layers * n_heads * (summary_rows(n_tokens, shape) * row + votes)
-        return super().kept_bytes(n_tokens, block, n_heads, shape) + more
+    def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
+        def votes_bytes(n_tokens: int, block: int) -> int:
+            return layout.n_heads * torch.float32.itemsize * min(n_tokens, self.n_recent + self.block_size + block)
 
-    def memory_end(self, cache: LayerCache) -> int:
-        """The first token that is in no memory block (and no sink)."""
-        return self.sinks + cache.chunks.n_summaries * self.block_size
+        blocks = Summaries(layout.query_bytes, self.block_size)
+        return {**super().state(layout), BLOCKS: blocks, VOTES: Staged(votes_bytes)}
+
+    def memory_end(self, cache: LayerCache, step: Step) -> int:
+        """The first token that is in no memory block (and no sink): where the votes of this pass begin."""
+        votes = cache.kept(Staged, VOTES)
+        if votes.latest is None:
+            return self.sinks
+        return (cache.length if votes.latest is votes.value else step.stop) - votes.latest.shape[1]
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         assert self.far is not None, "resolved before use"
-        here = near(q, cache, step, window=self.n_local)
+        here = attend_local(q, cache, step, window=self.n_local)
         self.memorise(q, here[1], cache, step)
         if step.stop <= self.n_local:
             return here[0]
-        far = rotate(q, step.distant(self.far, q))
-        n_blocks = cache.chunks.n_summaries
+        far = rotate(q, step.far_turn(self.far, q))
+        end = self.memory_end(cache, step)
+        n_blocks = max(0, end - self.sinks) // self.block_size
         if n_blocks <= self.top_k:  # nothing to choose
-            return merge([behind(far, cache, step, gap=self.n_local), here])
-        chosen = self.select(far, cache, step)
-        end = self.memory_end(cache)
+            return merge([attend_behind(far, cache, step, gap=self.n_local), here])
+        chosen = self.select(far, n_blocks, cache, step)
         tokens = self.sinks + chosen[:, None] * self.block_size + torch.arange(self.block_size, device=q.device)
         parts = [
-            behind(far, cache, step, gap=self.n_local, stop=self.sinks),
+            attend_behind(far, cache, step, gap=self.n_local, stop=self.sinks),
             step.attention.dense(far, *cache.tokens(tokens.flatten()), causal=False),
-            behind(far, cache, step, gap=self.n_local, first=end),
+            attend_behind(far, cache, step, gap=self.n_local, first=end),
             here,
         ]
         return merge(parts)
 
-    def select(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        """The memory blocks `[top_k]` that the placed queries `[H, T, D]` find most relevant together."""
-        summary = cache.chunks.summary
-        assert summary is not None
+    def select(self, q: Tensor, n_blocks: int, cache: LayerCache, step: Step) -> Tensor:
+        """The memory blocks that the placed queries `[H, T, D]` find most relevant together, `[top_k]`."""
+        summary = cache.kept(Summaries, BLOCKS).span(0, n_blocks)
         relevance = torch.einsum("hd,hmd->m", q.mean(dim=1), summary)
         chosen = relevance.topk(self.top_k).indices.sort().values
-        cache.chunks.note_use(chosen, step.stop)
         if step.note:
             step.note(cache.index, chosen.expand(*q.shape[:2], -1))
         return chosen
@@ -118,14 +114,14 @@ class InfLLM(LocalMethod):
     def memorise(self, q: Tensor, lse: Tensor, cache: LayerCache, step: Step) -> None:
         """Add this block's part of the representative scores; summarise the memory blocks that are complete now.
 
-        `lse [H, T]` is local attention's. `state["votes"]` `[H, n]` holds the scores of the tokens that no memory block
-        has yet.
+        `lse [H, T]` is local attention's. The votes `[H, n]` are the scores of the tokens from `memory_end` on.
         """
-        done = self.memory_end(cache)
+        done = self.memory_end(cache, step)
         if step.stop <= done:
             return
         first = max(0, step.start - self.n_recent + 1)  # the first key that a query of this block sees as local
-        votes = cache.state.get("votes", q.new_zeros(q.shape[0], 0, dtype=torch.float32))
+        kept = cache.kept(Staged, VOTES)
+        votes = q.new_zeros(q.shape[0], 0, dtype=torch.float32) if kept.value is None else kept.value
         votes = pad(votes, (0, step.stop - done - votes.shape[1]))
         new = self.votes(q, lse, first, cache, step)
         votes[:, max(0, first - done) :] += new[:, max(0, done - first) :]
@@ -136,18 +132,18 @@ class InfLLM(LocalMethod):
             keys = cache.span(done, done + n)[0].unflatten(1, (complete, -1))  # [G, m, L, D]
             keys = keys.repeat_interleave(q.shape[0] // keys.shape[0], 0)
             chosen = keys.gather(2, best[..., None].expand(-1, -1, -1, keys.shape[-1]))
-            cache.chunks.add_summaries(chosen.sum(dim=2))
+            cache.kept(Summaries, BLOCKS).write(chosen.sum(dim=2), (done - self.sinks) // self.block_size)
             votes = votes[:, n:]
-        cache.stage("votes", votes)
+        kept.stage(votes)
 
     def votes(self, q: Tensor, lse: Tensor, first: int, cache: LayerCache, step: Step) -> Tensor:
         """What each token from `first` on has of the local attention of the block's queries: `[H, n]`.
 
-        Probabilities are made again from the logits and `lse`, for some queries at a time. Time: O(H · T · n · D).
+        Probabilities are computed again from the logits and `lse`, for some queries at a time. Time: O(H · T · n · D).
         """
-        keys = cast(RecentKeys, cache.stores[RECENT]).since(first, step.stop)
-        unseen = ~band(q.shape[1], keys.shape[1], self.n_recent, q.device)
-        grouped = rotate(q, step.true_places(q)).unflatten(0, (keys.shape[0], -1)) / math.sqrt(q.shape[-1])
+        keys = cache.kept(RecentRows, RECENT).span(first, step.stop)
+        unseen = ~causal_mask(q.shape[1], keys.shape[1], self.n_recent, q.device)
+        grouped = rotate(q, step.true_turn(q)).unflatten(0, (keys.shape[0], -1)) / math.sqrt(q.shape[-1])
         total = q.new_zeros(q.shape[0], keys.shape[1], dtype=torch.float32)
         rows = max(1, SCORES_AT_ONCE // (q.shape[0] * keys.shape[1]))
         for start in range(0, q.shape[1], rows):

@@ -9,14 +9,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lce.attention.attention import merge
-from lce.attention.backends import Part
-from lce.cache.layer import LayerCache
+from lce.attention import Part, merge, rotate
+from lce.cache.kv import LayerCache
 from lce.methods.base import LocalMethod
-from lce.methods.parts import behind, near, side_by_side
+from lce.methods.parts import attend_behind, attend_local, concat_queries
 from lce.methods.registry import register
 from lce.methods.step import Step
-from lce.models.rope import rotate
 
 SCORES_AT_ONCE = 1 << 24  # bounds the scores of a slice of queries: 64 MiB in float32
 
@@ -32,7 +30,7 @@ class LMInfinite(LocalMethod):
 
     Example: `sinks=2, local=3`; query 9 sees tokens 9, 8, 7 at 0, 1, 2 and tokens 1, 0 at 3.
 
-    Keys are cached unrotated, for all that are far are seen from one place; the last `local` also at their own.
+    Keys are cached unrotated, because all far keys are seen at one distance; the last `local` also at their positions.
     Time: O((sinks + local) · D) a token and head; with `top_k`, O(N · D) for the scores.
     """
 
@@ -46,14 +44,11 @@ class LMInfinite(LocalMethod):
         made.expect(sinks=0, local=1, top_k=0, from_layer=0)
         return made
 
-    def exact_length(self, window: int) -> int | None:
-        return self.n_recent + (1 if self.sinks else 0)
-
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        parts = [near(q, cache, step, window=self.n_local)]
+        parts = [attend_local(q, cache, step, window=self.n_local)]
         if step.stop > self.n_local:
-            far = rotate(q, step.distant(self.n_local, q))
-            parts.append(behind(far, cache, step, gap=self.n_local, stop=self.sinks))
+            far = rotate(q, step.far_turn(self.n_local, q))
+            parts.append(attend_behind(far, cache, step, gap=self.n_local, stop=self.sinks))
             if self.top_k and cache.index >= self.from_layer and step.stop - self.n_local > self.sinks:
                 parts.append(self.middle(far, cache, step))
         return merge(parts)
@@ -67,12 +62,12 @@ class LMInfinite(LocalMethod):
         last_seen = step.positions(q.device) - self.n_local - first  # counted from the first middle token
         rows = max(1, SCORES_AT_ONCE // (q.shape[0] * (stop - first)))
         slices = zip(q.split(rows, dim=1), last_seen.split(rows), strict=True)
-        return side_by_side([_best_keys(part, cache, first, stop, seen, self.top_k) for part, seen in slices])
+        return concat_queries([_best_keys(part, cache, first, stop, seen, self.top_k) for part, seen in slices])
 
 
 def _best_keys(q: Tensor, cache: LayerCache, first: int, stop: int, last_seen: Tensor, top_k: int) -> Part:
     """Attention of each query `[H, T, D]` to its `top_k` best of tokens `first..stop-1`, up to the one that it sees."""
-    spans = (cache.span(*cut)[0] for cut in cache.cuts(first, stop))
+    spans = (cache.span(*cut)[0] for cut in cache.segments(first, stop))
     scores = torch.cat(
         [(q.reshape(len(k), -1, q.shape[-1]) @ k.transpose(1, 2)).view(*q.shape[:2], -1) for k in spans], dim=-1
     )

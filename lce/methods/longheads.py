@@ -8,11 +8,12 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from lce.cache.layer import LayerCache
+from lce.cache.kv import LayerCache
+from lce.cache.layout import Reach
 from lce.errors import UsageError
-from lce.methods.base import SelectiveMethod
 from lce.methods.parts import fold_chunks, unfold_chunks
 from lce.methods.registry import register
+from lce.methods.selective import SelectiveMethod
 from lce.methods.step import Step
 
 
@@ -21,18 +22,18 @@ from lce.methods.step import Step
 class LongHeads(SelectiveMethod):
     """LongHeads (Lu et al., 2024, "Multi-Head Attention is Secretly a Long Context Processor").
 
-    Keeps of a complete chunk, for each query head, everything rotated at offsets 0..L-1:
-    `O = softmax(Q Kᵀ/√D) V` without a causal mask, `q^c = mean(O)`, `c = softmax(q^c Kᵀ/√D) K` (Eq. 1-2).
-    Scores a chunk by the unrotated query: `q · c` (Eq. 3). Selects chunk 0, the `chunks - 3` best of those between,
-    the last complete chunk, and the query's own. Places them side by side from position 0; while everything fits,
-    that is full attention.
+    For each complete chunk and query head, the method keeps the summary c, all keys and queries rotated at offsets
+    0..L-1: `O = softmax(Q Kᵀ/√D) V` without a causal mask, `q^c = mean(O)`, `c = softmax(q^c Kᵀ/√D) K` (Eq. 1-2). The
+    score of a chunk is `q · c` with the unrotated query (Eq. 3). A query attends chunk 0, the `chunks - 3` best chunks
+    of those between, the last complete chunk, and its own. They stand side by side from position 0: while the text fits
+    in `chunks` chunks, this is full attention.
 
-    `share` says whose scores are summed to choose together: nobody's (`head`, the paper), the query heads of one KV
-    head (`group`), all heads (`layer`). The paper's ablations: `rank` takes the best, the worst or random chunks;
-    `keep_first=False` lets chunk 0 compete; `fix_head` makes all heads follow the first, `fix_layer` all layers the
-    first.
+    `share` says which heads sum their scores and choose together: none (`head`, the paper), the query heads of one KV
+    head (`group`), or all heads (`layer`). The paper's ablations: `rank` takes the best, the worst or random chunks;
+    `keep_first=False` lets chunk 0 compete; with `fix_head` all heads follow the first, with `fix_layer` all layers.
+    `placement` is that of `SelectiveMethod`; the paper's is `side_by_side`.
 
-    Cost: a token is scored against M summaries, O(H · M · D), and attends at most `chunks · L` keys; a summary is
+    Cost: a token is scored against M summaries, O(H · M · D), and attends at most `chunks · L` keys. A summary is
     H · D numbers a chunk.
     """
 
@@ -50,12 +51,9 @@ class LongHeads(SelectiveMethod):
         return super().resolve(window)
 
     @property
-    def pinned(self) -> tuple[int, int]:
-        return self.cache_chunk if self.keep_first else 0, self.cache_chunk
-
-    @property
-    def apart(self) -> bool:
-        return self.share != "layer" and not self.fix_head
+    def reach(self) -> Reach:
+        per_head = self.share != "layer" and not self.fix_head
+        return Reach(self.size, sinks=self.size if self.keep_first else 0, local=self.size, per_head=per_head)
 
     def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         n_kv_heads, n_chunks = k.shape[:2]

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Self
 
@@ -85,16 +86,10 @@ class LowDimMaps:
                     raise DataError(f"{path} holds no low-dim maps (format {metadata.get('format')!r}); {remedy}")
                 if metadata.get("fingerprint") != fingerprint:
                     raise DataError(f"{path} was calibrated on another model's weights; {remedy}")
-                names = set(file.keys())
-                n_layers = len(names) // 2
-                if not n_layers or names != {
-                    f"layers.{i}.{what}" for i in range(n_layers) for what in ("query", "key")
-                }:
+                names = [(f"layers.{i}.query", f"layers.{i}.key") for i in range(len(file.keys()) // 2)]
+                if not names or set(file.keys()) != set(chain(*names)):
                     raise DataError(f"{path} lacks maps of some layers; {remedy}")
-                layers = [
-                    LowDimMap(file.get_tensor(f"layers.{i}.query"), file.get_tensor(f"layers.{i}.key"))
-                    for i in range(n_layers)
-                ]
+                layers = [LowDimMap(file.get_tensor(query), file.get_tensor(key)) for query, key in names]
         except (OSError, SafetensorError) as error:
             raise DataError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}; {remedy}") from error
         shapes = {(*maps.query.shape, *maps.key.shape) for maps in layers}
@@ -124,14 +119,14 @@ def principal(k: Tensor, low_dim: int) -> Tensor:
     Used for the keys and, summed over the query heads that share a KV head, for the queries. The keys' mean need not
     be taken away: it shifts all scores of a query alike. Time: O(N · (G·D)² + (G·D)³).
     """
-    flat = side_by_side(k).double()
+    flat = concat_heads(k).double()
     flat = flat - flat.mean(dim=0)
     _, directions = torch.linalg.eigh(flat.T @ flat)  # of ascending variance
     best: Tensor = directions[:, -min(low_dim, max(1, len(flat) - 1)) :].flip(1)
     return best.to(k.dtype).contiguous()
 
 
-def side_by_side(x: Tensor) -> Tensor:
+def concat_heads(x: Tensor) -> Tensor:
     """`[heads, N, D]` to `[N, heads·D]`: all heads of a token in a row."""
     return x.transpose(0, 1).flatten(1)
 

@@ -6,60 +6,53 @@ has lse -inf there.
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from lce.attention.backends import Part, combine
-from lce.cache.layer import LayerCache
-from lce.cache.stores import RecentKeys
+from lce.attention import Part, combine, rotate
+from lce.cache.kv import LayerCache
+from lce.cache.method_state import RecentRows
 from lce.methods.step import Step
-from lce.models.rope import rotate
 
 RECENT = "recent keys"
 
 
-def keep_recent(k: Tensor, n: int, cache: LayerCache, step: Step) -> None:
-    """Keep the block's unrotated keys `[G, T, D]` at their absolute positions until they are `n` tokens behind."""
-    if RECENT not in cache.stores:
-        cache.stores[RECENT] = RecentKeys(n)
-    cast(RecentKeys, cache.stores[RECENT]).write(rotate(k, step.true_places(k)), step.start)
-
-
-def over(
+def attend_span(
     q: Tensor, cache: LayerCache, step: Step, *, causal: bool, first: int = 0, stop: int | None = None,
     window: int | None = None,
 ) -> Part:  # fmt: skip
     """Tokens `first..stop-1` as they are cached, by placed queries `[H, T, D]`; all of the cache by default.
 
     Causal: the last query sees the last token, and with `window` no query one that many or more behind it. However long
-    the span, so much of it is read at a time as `cache.cuts` says. Time: O(H · T · N · D).
+    the span, it is read in the pieces of `cache.segments`. Time: O(H · T · N · D).
     """
     stop = cache.stop if stop is None else stop
     if window is not None:
         first = max(first, stop - q.shape[1] - window + 1)
         return step.attention.dense(q, *cache.span(first, stop), causal=causal, window=window)
     own = max(first, stop - q.shape[1]) if causal else stop  # the last piece holds the block's own tokens
-    spans = list(cache.cuts(first, own)) or [(first, first)]
+    spans = list(cache.segments(first, own)) or [(first, first)]
     spans[-1] = (spans[-1][0], stop)
-    parts = [step.attention.dense(q, *cache.span(a, b), causal=causal and b == stop) for a, b in spans]
-    return combine(parts) if len(parts) > 1 else parts[0]
+    return combine([step.attention.dense(q, *cache.span(a, b), causal=causal and b == stop) for a, b in spans])
 
 
-def near(q: Tensor, cache: LayerCache, step: Step, *, window: int | None = None, first: int = 0) -> Part:
+def attend_local(q: Tensor, cache: LayerCache, step: Step, *, window: int | None = None, first: int = 0) -> Part:
     """Keys at their true distance: those of tokens from `first` on, and of these the last `window` of each query.
 
-    `q [H, T, D]` is unrotated. For methods whose `n_recent` covers the keys asked for. Time: O(H · T · window · D).
+    `q [H, T, D]` is unrotated. For methods that keep as many recent keys. Time: O(H · T · window · D).
     """
     if window is not None:
         first = max(first, step.start - window + 1)
-    keys = cast(RecentKeys, cache.stores[RECENT]).since(first, step.stop)
-    placed = rotate(q, step.true_places(q))
+    keys = cache.kept(RecentRows, RECENT).span(first, step.stop)
+    placed = rotate(q, step.true_turn(q))
     return step.attention.dense(placed, keys, cache.span(first, step.stop)[1], causal=True, window=window)
 
 
-def behind(q: Tensor, cache: LayerCache, step: Step, gap: int, *, first: int = 0, stop: int | None = None) -> Part:
+def attend_behind(
+    q: Tensor, cache: LayerCache, step: Step, gap: int, *, first: int = 0, stop: int | None = None
+) -> Part:
     """Those of tokens `first..stop-1` that are at least `gap` behind each query, as they are cached.
 
     `q [H, T, D]` is placed; query i sees those up to `i - gap`. The block is cut in three: queries that see none,
@@ -72,28 +65,26 @@ def behind(q: Tensor, cache: LayerCache, step: Step, gap: int, *, first: int = 0
     parts = [(torch.zeros_like(q[:, :begin]), q.new_full((q.shape[0], begin), -torch.inf, dtype=torch.float32))]
     if whole > begin:
         seen = step.start + whole - gap
-        parts.append(over(q[:, begin:whole], cache, step, causal=True, first=first, stop=seen))
+        parts.append(attend_span(q[:, begin:whole], cache, step, causal=True, first=first, stop=seen))
     if n_queries > whole:
-        parts.append(over(q[:, whole:], cache, step, causal=False, first=first, stop=stop))
-    return side_by_side(parts)
+        parts.append(attend_span(q[:, whole:], cache, step, causal=False, first=first, stop=stop))
+    return concat_queries(parts)
 
 
-def side_by_side(parts: list[Part]) -> Part:
-    """Parts of successive queries as one part of them all."""
-    parts = [part for part in parts if part[0].shape[1]]
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat([out for out, _ in parts], dim=1), torch.cat([lse for _, lse in parts], dim=1)
+def attend_own_chunk(q: Tensor, cache: LayerCache, step: Step) -> Part:
+    """Causal attention of each query to its own chunk alone: `q [H, T, D]` rotated as the keys are.
 
-
-def within_chunk(q: Tensor, cache: LayerCache, step: Step) -> Part:
-    """Causal attention of each query to its own chunk alone: `q [H, T, D]` rotated at in-chunk offsets.
-
-    The block is cut at chunk borders: an end, whole chunks side by side, and a beginning. Time: O(H · T · L · D).
+    Those are the cached keys, or the recent ones at their true positions where keys are cached unrotated. The block is
+    cut at chunk borders: an end, whole chunks side by side, and a beginning. Time: O(H · T · L · D).
     """
-    size = cache.chunks.chunk_size
+    size = cache.layout.chunk_size
     first_border = min(-(-step.start // size) * size, step.stop)
     last_border = max(step.stop // size * size, first_border)
+
+    def span(start: int, stop: int) -> tuple[Tensor, Tensor]:
+        k, v = cache.span(start, stop)
+        return (cache.kept(RecentRows, RECENT).span(start, stop) if RECENT in cache.state else k), v
+
     parts = []
     for start, stop in ((step.start, first_border), (first_border, last_border), (last_border, step.stop)):
         if start == stop:
@@ -101,14 +92,22 @@ def within_chunk(q: Tensor, cache: LayerCache, step: Step) -> Part:
         queries = q[:, start - step.start : stop - step.start]
         if start == first_border and stop == last_border:
             n_chunks = (stop - start) // size
-            k, v = (x.unflatten(1, (n_chunks, size)) for x in cache.span(start, stop))
+            k, v = (x.unflatten(1, (n_chunks, size)) for x in span(start, stop))
             folded = fold_chunks(queries.unflatten(1, (n_chunks, size)), k.shape[0])
             out, lse = step.attention.dense(folded, k.flatten(0, 1), v.flatten(0, 1), causal=True)
             out = unfold_chunks(out, k.shape[0], n_chunks).flatten(1, 2)
             parts.append((out, unfold_chunks(lse, k.shape[0], n_chunks).flatten(1, 2)))
         else:
-            parts.append(step.attention.dense(queries, *cache.span(start // size * size, stop), causal=True))
-    return side_by_side(parts)
+            parts.append(step.attention.dense(queries, *span(start // size * size, stop), causal=True))
+    return concat_queries(parts)
+
+
+def concat_queries(parts: Sequence[Part]) -> Part:
+    """Parts of successive queries as one part of them all."""
+    parts = [part for part in parts if part[0].shape[1]]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([out for out, _ in parts], dim=1), torch.cat([lse for _, lse in parts], dim=1)
 
 
 def fold_chunks(x: Tensor, n_kv_heads: int) -> Tensor:

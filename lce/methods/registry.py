@@ -1,7 +1,7 @@
 """The methods by name, and their knobs from text.
 
-A method registers itself with a decorator. A package that is not ours names its class in the entry-point group
-`lce.methods`; it is found when its name is asked for.
+A method registers itself with a decorator. Another package names its class in the entry-point group `lce.methods`; the
+class is imported when the name is first used.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ M = TypeVar("M", bound=type[Method])
 
 
 def register(name: str) -> Callable[[M], M]:
-    """Class decorator: make a method known as `name`."""
+    """Class decorator that registers a method as `name`. Raises `UsageError` where another class has the name."""
 
     def enter(cls: M) -> M:
-        known = _REGISTRY.get(name)
-        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise UsageError(f"two methods are called {name!r}: {known} and {cls}; rename one")
+        other = _REGISTRY.get(name)
+        if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise UsageError(f"two methods are called {name!r}: {other} and {cls}; rename one")
         cls.name = name
         _REGISTRY[name] = cls
         return cls
@@ -37,7 +37,7 @@ def register(name: str) -> Callable[[M], M]:
 
 
 def available() -> list[str]:
-    """The names of all methods, those of installed packages included."""
+    """The names of all methods, including those of installed packages."""
     return sorted({*_REGISTRY, *(point.name for point in entry_points(group=ENTRY_POINTS))})
 
 
@@ -52,7 +52,7 @@ def find(name: str) -> type[Method]:
 
 
 def _loaded(point: Any) -> type[Method]:
-    """The class that an installed package offers; whatever its import raises is reported as that package's fault."""
+    """The class that an entry point names. Raises `UsageError` for anything that its import raises."""
     try:
         cls = point.load()
     except Exception as error:
@@ -63,7 +63,7 @@ def _loaded(point: Any) -> type[Method]:
 
 
 def make(name: str, options: Mapping[str, Any] | None = None) -> Method:
-    """The method `name` with its knobs set; values may be text, as on a command line. Raises `UsageError`."""
+    """The method `name` with these options; values may be text, as on a command line. Raises `UsageError`."""
     cls = find(name)
     kinds = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
@@ -78,23 +78,22 @@ def make(name: str, options: Mapping[str, Any] | None = None) -> Method:
             raise UsageError(
                 f"method {name!r}: {key}={value} is not {error}; default {key}={spelled(fields[key].default)}"
             ) from None
-    missing = [key for key, field in fields.items() if key not in values and _has_no_default(field)]
-    if missing:
-        raise UsageError(f"method {name!r} needs {missing[0]}: give -o {missing[0]}=VALUE")
+    for key, field in fields.items():
+        if key not in values and field.default is field.default_factory is dataclasses.MISSING:
+            raise UsageError(f"method {name!r} needs {key}: give -o {key}=VALUE")
     return cls(**values)
 
 
-def _has_no_default(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-
-
 def spelled(value: Any) -> str:
-    """A knob's value as text that `convert` takes."""
+    """An option's value as text that `convert` takes."""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """`value` as `kind`: int, float, bool, str, a Literal, or an optional one. ValueError says what it is not."""
+    """`value` as `kind`: int, float, bool, str, a Literal, or one of these or None.
+
+    The message of a `ValueError` names what was expected.
+    """
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         inner = [arm for arm in typing.get_args(kind) if arm is not type(None)]
         return None if value is None or value == "none" else convert(value, inner[0])
@@ -110,20 +109,14 @@ def convert(value: Any, kind: Any) -> Any:
         if str(value).lower() not in words:
             raise ValueError("true or false")
         return words[str(value).lower()]
-    if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
-        number: float = _parsed(float, value, "a number")
-        if not math.isfinite(number):
+    if kind in (int, float) and isinstance(value, (int, kind, str)) and not isinstance(value, bool):
+        try:
+            number = kind(value)
+        except (ValueError, OverflowError):
+            raise ValueError("a whole number" if kind is int else "a number") from None
+        if kind is float and not math.isfinite(number):
             raise ValueError("a finite number")
         return number
-    if kind is int and isinstance(value, int | str) and not isinstance(value, bool):
-        return _parsed(int, value, "a whole number")
     if kind is str and isinstance(value, str):
         return value
     raise ValueError(f"a value of type {getattr(kind, '__name__', kind)}")
-
-
-def _parsed(kind: Callable[[Any], Any], value: Any, what: str) -> Any:
-    try:
-        return kind(value)
-    except ValueError:
-        raise ValueError(what) from None

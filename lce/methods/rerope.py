@@ -9,13 +9,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lce.attention.attention import merge
-from lce.cache.layer import LayerCache
+from lce.attention import merge, rotate
+from lce.cache.kv import LayerCache
 from lce.methods.base import LocalMethod
-from lce.methods.parts import behind, near
+from lce.methods.parts import attend_behind, attend_local
 from lce.methods.registry import register
 from lce.methods.step import Step
-from lce.models.rope import rotate
 
 
 @register("rerope")
@@ -28,7 +27,7 @@ class ReRope(LocalMethod):
 
     Example: `local=3`; query 9 sees keys 9, 8, 7 at distances 0, 1, 2 and all before them at 3.
 
-    Keys are cached unrotated, for all that are far are seen from one place; the last `local` also at their own.
+    Keys are cached unrotated, because all far keys are seen at one distance; the last `local` also at their positions.
     Time: O(N · D) a token and head, in two parts.
     """
 
@@ -40,16 +39,13 @@ class ReRope(LocalMethod):
         made.expect(local=1)
         return made
 
-    def exact_length(self, window: int) -> int | None:
-        return self.n_local + 1
-
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         if self.log_scale:
             q = q * step.once("log scale", lambda: log_scale(step.positions(q.device), step.window).to(q.dtype))
-        here = near(q, cache, step, window=self.n_local)
+        here = attend_local(q, cache, step, window=self.n_local)
         if step.stop <= self.n_local:
             return here[0]
-        far = behind(rotate(q, step.distant(self.n_local, q)), cache, step, gap=self.n_local)
+        far = attend_behind(rotate(q, step.far_turn(self.n_local, q)), cache, step, gap=self.n_local)
         return merge([far, here])
 
 

@@ -7,13 +7,12 @@ from typing import Self
 
 from torch import Tensor
 
-from lce.attention.attention import merge
-from lce.cache.layer import LayerCache
+from lce.attention import Turn, merge, rotate
+from lce.cache.kv import LayerCache
 from lce.methods.base import LocalMethod
-from lce.methods.parts import behind, near
+from lce.methods.parts import attend_behind, attend_local
 from lce.methods.registry import register
 from lce.methods.step import Step
-from lce.models.rope import Table, rotate
 
 
 @register("self_extend")
@@ -39,18 +38,13 @@ class SelfExtend(LocalMethod):
         made.expect(local=1, group=1)
         return made
 
-    def exact_length(self, window: int) -> int | None:
-        return self.n_recent
-
     def key_positions(self, indices: Tensor) -> Tensor | None:
         return indices // self.group
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        here = near(q, cache, step, window=self.n_local)
+        here = attend_local(q, cache, step, window=self.n_local)
         if step.stop <= self.n_local:
             return here[0]
         shift = self.n_local - self.n_local // self.group
-        table: Table = step.once(
-            "places", lambda: step.rope.table(step.positions(q.device) // self.group + shift, q.dtype)
-        )
-        return merge([behind(rotate(q, table), cache, step, gap=self.n_local), here])
+        turn: Turn = step.once("turn", lambda: step.rope.turn(step.positions(q.device) // self.group + shift, q.dtype))
+        return merge([attend_behind(rotate(q, turn), cache, step, gap=self.n_local), here])

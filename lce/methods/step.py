@@ -1,4 +1,4 @@
-"""What a method is told: the pass at work, and the checkpoint it was loaded with."""
+"""What a method is given: the pass it takes part in, and the checkpoint it was loaded with."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lce.attention.attention import Attention
-from lce.models.rope import Rope, Table
+from lce.attention import Attention, Turn
+from lce.models.rope import Rope
+
+Note = Callable[[int, Tensor], None]  # a layer, and the chunks that it chose `[H, T, K]`
 
 
 @dataclass(frozen=True)
@@ -19,8 +21,8 @@ class Step:
     """One pass of a block through the model: what is the same in every layer.
 
     Example: the second block of a prefill by 512 has `start=512, stop=1024`; the decode step after 1,500 tokens has
-    `start=1500, stop=1501`. `memo` lives as long as the pass: `once` computes a table for the first layer and hands
-    it to the others. `note`, where given, is told what each layer chose: `note(layer, chunk_ids [H, T, K])`.
+    `start=1500, stop=1501`. `memo` lasts for the pass: `once` computes in the first layer what the other layers
+    use again. A method calls `note`, where there is one, with each layer's choice.
     """
 
     start: int
@@ -30,7 +32,7 @@ class Step:
     window: int
     n_kv_heads: int
     sliding_window: int | None = None
-    note: Callable[[int, Tensor], None] | None = None
+    note: Note | None = None
     memo: dict[str, Any] = field(default_factory=dict)
 
     def part(self, start: int, stop: int) -> Step:
@@ -38,38 +40,49 @@ class Step:
         return replace(self, start=self.start + start, stop=self.start + stop, memo={})
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """`make()`, the first time it is asked for in this pass."""
+        """`make()`, called once a pass and `name`; later calls return the first result."""
         if name not in self.memo:
             self.memo[name] = make()
         return self.memo[name]
 
     def positions(self, device: torch.device) -> Tensor:
-        """The block's indices `[T]`."""
+        """The indices of the block's tokens, `[T]`."""
         return torch.arange(self.start, self.stop, device=device)
 
-    def true_places(self, like: Tensor) -> Table:
-        """The table that rotates the block's vectors to their absolute positions."""
-        table: Table = self.once("true places", lambda: self.rope.table(self.positions(like.device), like.dtype))
-        return table
+    def key_turn(self, key_positions: Callable[[Tensor], Tensor | None], like: Tensor) -> Turn | None:
+        """What rotates the block's vectors to where a method caches its keys; None where it leaves them unrotated."""
 
-    def distant(self, distance: int, like: Tensor) -> Table:
-        """The table for queries that see unrotated keys, all of them, at one distance.
+        def make() -> Turn | None:
+            positions = key_positions(self.positions(like.device))
+            return None if positions is None else self.rope.turn(positions, like.dtype)
 
-        It carries YaRN's factor twice: what an unrotated key has not been given, its query brings along.
+        turn: Turn | None = self.once("key turn", make)
+        return turn
+
+    def true_turn(self, like: Tensor) -> Turn:
+        """What rotates the block's vectors to their absolute positions, `[T, D/2]`."""
+        turn: Turn = self.once("true turn", lambda: self.rope.turn(self.positions(like.device), like.dtype))
+        return turn
+
+    def far_turn(self, distance: int, like: Tensor) -> Turn:
+        """What rotates queries that see unrotated keys, all of them, at one distance, `[1, D/2]`.
+
+        It carries YaRN's factor twice, for the query and for the key, which was cached without it.
         """
 
-        def make() -> Table:
-            cos, sin = self.rope.table(torch.full((1,), distance, device=like.device), torch.float64)
-            return (cos * self.rope.scale).to(like.dtype), (sin * self.rope.scale).to(like.dtype)
+        def make() -> Turn:
+            cos, sin = self.rope.turn(torch.full((1,), distance, device=like.device), torch.float64)
+            return Turn((cos * self.rope.scale).to(like.dtype), (sin * self.rope.scale).to(like.dtype))
 
-        table: Table = self.once(f"distance {distance}", make)
-        return table
+        turn: Turn = self.once(f"far turn {distance}", make)
+        return turn
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a method may know of a checkpoint: the values of its config.json, its folder, what ties a file to it."""
+    """A checkpoint as a method sees it: the values of its config.json, its folder, and its weights' fingerprint."""
 
     config: Mapping[str, Any]
     folder: Path
     fingerprint: Callable[[], str]
+    plan_only: bool = False  # nothing will be attended: a method that learns from a file is taken as if it had it

@@ -7,13 +7,13 @@ from typing import Self
 
 from torch import Tensor
 
-from lce.attention.attention import merge
-from lce.cache.layer import LayerCache
+from lce.attention import Turn, merge, rotate
+from lce.cache.kv import LayerCache
+from lce.cache.layout import Reach
 from lce.methods.base import Method
-from lce.methods.parts import behind, over
+from lce.methods.parts import attend_behind, attend_span
 from lce.methods.registry import register
 from lce.methods.step import Step
-from lce.models.rope import Table, rotate
 
 
 @register("streaming")
@@ -39,21 +39,17 @@ class Streaming(Method):
         made.expect(sinks=0, local=1)
         return made
 
-    def exact_length(self, window: int) -> int | None:
-        assert self.local is not None, "resolved before use"
-        return self.sinks + self.local
-
     @property
-    def pinned(self) -> tuple[int, int]:
+    def reach(self) -> Reach:
         assert self.local is not None, "resolved before use"
-        return self.sinks, self.local
+        return Reach(sinks=self.sinks, local=self.local)
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         assert self.local is not None, "resolved before use"
-        placed = rotate(q, step.true_places(q))
-        here = over(placed, cache, step, causal=True, window=self.local)
+        placed = rotate(q, step.true_turn(q))
+        here = attend_span(placed, cache, step, causal=True, window=self.local)
         if step.stop <= self.local or not self.sinks:
             return here[0]
         last = self.sinks + self.local - 1
-        table: Table = step.once("places", lambda: step.rope.table(step.positions(q.device).clamp(max=last), q.dtype))
-        return merge([behind(rotate(q, table), cache, step, gap=self.local, stop=self.sinks), here])
+        turn: Turn = step.once("turn", lambda: step.rope.turn(step.positions(q.device).clamp(max=last), q.dtype))
+        return merge([attend_behind(rotate(q, turn), cache, step, gap=self.local, stop=self.sinks), here])

@@ -1,33 +1,34 @@
-"""A checkpoint's config.json, read once and checked in full, without torch.
+"""What every model family reads of a checkpoint's config.json, checked in full; registry.py finds the family.
 
 Both published layouts are read: `rope_theta` beside `rope_scaling` with `torch_dtype` (transformers 4), and
-`rope_parameters` with `dtype` (transformers 5). A key that may be left out takes transformers' own default for its
-architecture; sizes that no default can stand in for are required. Everything else is refused with a ModelError of
-one line: the file, the key, what it holds, what was expected, what to do.
+`rope_parameters` with `dtype` (transformers 5). An optional key that is missing takes transformers' default for that
+family; the family declares those defaults. A missing size is refused, and so is every value that lce cannot run. The
+error is a ModelError of one line: the file, the key, its value, what was expected, what to do. No torch here.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lce.errors import ModelError, nearest
-from lce.models.fields import Fields, read_object
+from lce.errors import ModelError
+from lce.files import read_object
+from lce.models.fields import Fields
 
-ARCHITECTURES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral"}  # and the model_type of each
 ROPE_KINDS = ("none", "linear", "ntk", "dynamic", "yarn", "llama3")
 DTYPES = ("float32", "bfloat16", "float16")
+LARGEST_FILE = 4 << 20  # bytes; published files have a few thousand
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """How positions become rotations: the base `theta`, and the scaling that stretches it.
+    """The base `theta` of the rotation, and the scaling that stretches it.
 
-    `original_window` is the window before scaling; None stands for the model's window. The next five fields are
-    YaRN's and the last two Llama 3.1's; other kinds do not look at them.
+    `original_window` is the window before scaling; None means the model's window. The next six fields belong to
+    YaRN and the last two to Llama 3.1; other kinds ignore them.
     """
 
     kind: str = "none"
@@ -46,11 +47,14 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What the model is: its sizes, its window, its rotation. Only `from_folder` checks the values.
+    """The model's sizes, window and RoPE, and what its family adds to them. Only `read` checks the values.
 
-    `sliding_window` is None where every query sees every earlier key. `dtype` is what the file announces, if it
-    does; the weights themselves have the last word. `eos_ids` are all the tokens that end a text, the ones of
-    generation_config.json first.
+    `biases` names the matrix products that have a bias, by our names of their weights ("q", "down"). `sliding_window`
+    is None where every query attends every earlier key. `extra` holds numbers that only the model's own family reads.
+    `dtype` is the one that the file announces, if it does; `Checkpoint.dtype` reads the stored one. `eos_ids` are all
+    the tokens that end a text, those of generation_config.json first.
+
+    Weights are published under `weight_prefix`; `unused` are patterns of published names that the model does not use.
     """
 
     architecture: str
@@ -64,31 +68,26 @@ class ModelConfig:
     window: int
     norm_eps: float = 1e-6
     tied: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
+    biases: tuple[str, ...] = ()
     sliding_window: int | None = None
     rope: RopeConfig = field(default_factory=RopeConfig)
+    extra: Mapping[str, float] = field(default_factory=dict, hash=False)
     dtype: str | None = None
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    weight_prefix: str = ""
+    unused: tuple[str, ...] = ()
     published: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)  # config.json as it stands
 
     @classmethod
-    def from_folder(cls, folder: Path) -> ModelConfig:
-        """The config of the checkpoint in `folder`; ModelError where lce cannot run it or cannot trust it."""
-        fields = _config_file(Path(folder))
-        architecture = _architecture(fields)
+    def read(cls, fields: Fields, folder: Path, architecture: str) -> ModelConfig:
+        """What all families share of the config in `folder`; `fields` carries the family's defaults."""
         _refuse_unsupported(fields)
-        llama = architecture == "LlamaForCausalLM"
-        n_heads, n_kv_heads, head_dim = _heads(fields, llama)
+        n_heads, n_kv_heads, head_dim = _heads(fields)
         vocab_size = fields.integer("vocab_size")
-        announced = fields.integer("max_position_embeddings", default=2048 if llama else 131072)
+        announced = fields.integer("max_position_embeddings")
         dual_chunk = fields.section("dual_chunk_attention_config")  # Qwen's: announces more than was trained
-        window = dual_chunk.optional_integer("original_max_position_embeddings") or announced
-        sliding_window = None if llama else fields.optional_integer("sliding_window")
-        if not llama and "sliding_window" not in fields.values:
-            sliding_window = 4096
-        bos_id, eos_ids = _special_tokens(fields, Path(folder), vocab_size)
+        bos_id, eos_ids = _special_tokens(fields, folder, vocab_size)
         return cls(
             architecture=architecture,
             vocab_size=vocab_size,
@@ -98,12 +97,9 @@ class ModelConfig:
             n_heads=n_heads,
             n_kv_heads=n_kv_heads,
             head_dim=head_dim,
-            window=window,
+            window=dual_chunk.optional_integer("original_max_position_embeddings") or announced,
             norm_eps=fields.number("rms_norm_eps", default=1e-6),
             tied=fields.flag("tie_word_embeddings"),
-            attention_bias=llama and fields.flag("attention_bias"),
-            mlp_bias=llama and fields.flag("mlp_bias"),
-            sliding_window=sliding_window,
             rope=_rope(fields, announced, head_dim),
             dtype=_dtype(fields),
             bos_id=bos_id,
@@ -112,53 +108,38 @@ class ModelConfig:
         )
 
 
-def _config_file(folder: Path) -> Fields:
-    path = folder / "config.json"
+def config_file(folder: Path) -> Fields:
+    """The config.json of the checkpoint in `folder`; ModelError if there is none."""
     if not os.path.isdir(folder):
         kind = "is not a folder" if os.path.exists(folder) else "does not exist"
         raise ModelError(f"{folder} {kind}; expected a checkpoint's folder with a config.json; check the path")
+    path = folder / "config.json"
     if not os.path.isfile(path):
         raise ModelError(f"{folder} has no config.json; expected a checkpoint's folder; check the path")
-    return read_object(path)
+    return Fields(str(path), read_object(path, LARGEST_FILE))
 
 
-def _architecture(fields: Fields) -> str:
-    """The class that runs the checkpoint: named in `architectures`, or told by `model_type`, or both, agreeing."""
-    by_type = {kind: name for name, kind in ARCHITECTURES.items()}
-    remedy = "use a Llama- or Mistral-family checkpoint"
-    listed = fields.values.get("architectures") or []
-    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
-        raise fields.refusal("architectures", "a list of names")
-    model_type = fields.text("model_type")
-    name = listed[0] if listed else by_type.get(model_type or "", model_type)
-    if name is None:
-        raise fields.refusal("architectures", f"one of {', '.join(ARCHITECTURES)}", remedy)
-    if model_type is not None and model_type not in by_type:
-        raise fields.refusal("model_type", f"a supported one ({nearest(model_type[:80], by_type)})", remedy)
-    if name not in ARCHITECTURES:
-        raise fields.refusal("architectures", f"a supported one ({nearest(name[:80], ARCHITECTURES)})", remedy)
-    if model_type not in (None, ARCHITECTURES[name]):
-        raise fields.refusal("model_type", f"{ARCHITECTURES[name]!r}, as architectures says {name}")
-    return name
+def rope_section(fields: Fields) -> Fields:
+    """The object that holds the RoPE scaling, in either layout."""
+    older = fields.section("rope_scaling")
+    return older if older.values else fields.section("rope_parameters")
 
 
 def _refuse_unsupported(fields: Fields) -> None:
     for key in ("quantization_config", "compression_config"):
         if fields.values.get(key) is not None:
-            remedy = "use the checkpoint before its quantization"
-            raise fields.refusal(key, f"plain weights in {', '.join(DTYPES)}", remedy)
+            expected = f"plain weights in {', '.join(DTYPES)}"
+            raise fields.refusal(key, expected, "use the checkpoint before its quantization")
     if fields.text("hidden_act") not in (None, "silu", "swish"):
         raise fields.refusal("hidden_act", "'silu', the only activation of these families", "use another checkpoint")
-    layer_types = fields.values.get("layer_types")
-    if layer_types is not None and (not isinstance(layer_types, list) or any(t != layer_types[0] for t in layer_types)):
+    if len(set(fields.names("layer_types"))) > 1:
         raise fields.refusal("layer_types", "one kind of attention in all layers", "use another checkpoint")
 
 
-def _heads(fields: Fields, llama: bool) -> tuple[int, int, int]:
+def _heads(fields: Fields) -> tuple[int, int, int]:
     """Query heads, key/value heads, head dimension."""
     n_heads = fields.integer("num_attention_heads")
-    left_out = n_heads if llama or "num_key_value_heads" in fields.values else 8
-    n_kv_heads = fields.integer("num_key_value_heads", default=left_out)
+    n_kv_heads = fields.optional_integer("num_key_value_heads") or n_heads
     if n_heads % n_kv_heads:
         raise fields.refusal("num_key_value_heads", f"a divisor of num_attention_heads, which is {n_heads}")
     hidden_size = fields.integer("hidden_size")
@@ -170,7 +151,7 @@ def _heads(fields: Fields, llama: bool) -> tuple[int, int, int]:
             )
         head_dim = hidden_size // n_heads
     if head_dim % 2:
-        raise fields.refusal("head_dim", f"an even number, for rotation turns pairs (it would be {head_dim})")
+        raise fields.refusal("head_dim", f"an even number, because RoPE rotates pairs (it would be {head_dim})")
     return n_heads, n_kv_heads, head_dim
 
 
@@ -185,44 +166,45 @@ def _dtype(fields: Fields) -> str | None:
 
 
 def _special_tokens(fields: Fields, folder: Path, vocab_size: int) -> tuple[int | None, tuple[int, ...]]:
-    """The token that begins a text, and all that end one: those of generation_config.json, then the config's."""
+    """The token that begins a text, and all that end one: those of generation_config.json, then those of the config."""
     path = folder / "generation_config.json"
-    generation = read_object(path) if os.path.isfile(path) else Fields(str(path), {})
+    generation = Fields(str(path), read_object(path, LARGEST_FILE))
     bos = fields.token_ids("bos_token_id", vocab_size) + generation.token_ids("bos_token_id", vocab_size)
     eos = generation.token_ids("eos_token_id", vocab_size) + fields.token_ids("eos_token_id", vocab_size)
-    if not bos and "bos_token_id" not in fields.values and vocab_size > 1:
-        bos = (1,)
-    if not eos and "eos_token_id" not in fields.values and vocab_size > 2:
-        eos = (2,)
+    bos = bos or _default_token(fields, "bos_token_id", vocab_size)
+    eos = eos or _default_token(fields, "eos_token_id", vocab_size)
     return bos[0] if bos else None, tuple(dict.fromkeys(eos))
 
 
+def _default_token(fields: Fields, key: str, vocab_size: int) -> tuple[int, ...]:
+    """The family's own token where the config leaves `key` out, unless the vocabulary is too small to have it."""
+    token = fields.defaults.get(key)
+    if isinstance(token, int) and token < vocab_size and key not in fields.values:
+        return (token,)
+    return ()
+
+
 def _rope(fields: Fields, window: int, head_dim: int) -> RopeConfig:
-    scaling = fields.section("rope_scaling")
-    if not scaling.values:
-        scaling = fields.section("rope_parameters")
+    scaling = rope_section(fields)
     kind = _rope_kind(scaling)
     for section in (fields, scaling):
         if section.number("partial_rotary_factor", default=1.0) != 1.0:
-            raise section.refusal("partial_rotary_factor", "1.0: these families rotate whole heads")
+            raise section.refusal("partial_rotary_factor", "1.0: lce rotates whole heads")
     theta = scaling.number("rope_theta", default=fields.number("rope_theta", default=10000.0))
-    rope = RopeConfig(kind=kind, theta=theta)
     if kind == "none":
-        return rope
+        return RopeConfig(theta=theta)
     if kind in ("ntk", "dynamic") and head_dim < 4:
         raise fields.refusal("head_dim", f"4 or more for rope scaling {kind!r} (it would be {head_dim})")
     original = fields.optional_integer("original_max_position_embeddings")
     original = original or scaling.optional_integer("original_max_position_embeddings")
     if kind == "yarn" and original and scaling.values.get("factor") is None:
-        rope = replace(rope, factor=max(1.0, window / original))
+        factor = max(1.0, window / original)
     else:
-        rope = replace(rope, factor=scaling.number("factor"))
-    if kind in ("linear", "dynamic"):  # transformers measures `dynamic` by max_position_embeddings alone
-        return rope
-    rope = replace(rope, original_window=original)
-    if kind == "yarn":
-        return _yarn(rope, scaling)
-    return _llama3(rope, scaling) if kind == "llama3" else rope
+        factor = scaling.number("factor")
+    if kind in ("linear", "dynamic"):  # transformers gives `dynamic` no other window than max_position_embeddings
+        original = None
+    own = _yarn(scaling) if kind == "yarn" else _llama3(scaling) if kind == "llama3" else {}
+    return RopeConfig(kind, theta, factor, original, **own)
 
 
 def _rope_kind(scaling: Fields) -> str:
@@ -234,30 +216,22 @@ def _rope_kind(scaling: Fields) -> str:
         raise scaling.refusal("rope_type", f"the kind of scaling that factor belongs to: {', '.join(ROPE_KINDS)}")
     kind = "none" if kind in (None, "default") else kind
     if kind not in ROPE_KINDS:
-        remedy = "use a checkpoint with a supported one"
         key = "rope_type" if "rope_type" in scaling.values else "type"
-        raise scaling.refusal(key, f"a supported scaling ({nearest(kind[:80], ROPE_KINDS)})", remedy)
+        expected = f"a supported scaling: {', '.join(ROPE_KINDS)}"
+        raise scaling.refusal(key, expected, "use a checkpoint with one of these")
     return kind
 
 
-def _yarn(rope: RopeConfig, scaling: Fields) -> RopeConfig:
-    rope = replace(
-        rope,
-        attention_factor=scaling.optional_number("attention_factor"),
-        beta_fast=scaling.number("beta_fast", default=32.0),
-        beta_slow=scaling.number("beta_slow", default=1.0),
-        mscale=scaling.optional_number("mscale"),
-        mscale_all_dim=scaling.optional_number("mscale_all_dim"),
-        truncate=scaling.flag("truncate", default=True),
-    )
-    if rope.beta_fast < rope.beta_slow:
-        raise scaling.refusal("beta_fast", f"at least beta_slow, which is {rope.beta_slow:g}")
-    return rope
+def _yarn(scaling: Fields) -> dict[str, Any]:
+    fast, slow = scaling.number("beta_fast", default=32.0), scaling.number("beta_slow", default=1.0)
+    if fast < slow:
+        raise scaling.refusal("beta_fast", f"at least beta_slow, which is {slow:g}")
+    factors = {key: scaling.optional_number(key) for key in ("attention_factor", "mscale", "mscale_all_dim")}
+    return {**factors, "beta_fast": fast, "beta_slow": slow, "truncate": scaling.flag("truncate", default=True)}
 
 
-def _llama3(rope: RopeConfig, scaling: Fields) -> RopeConfig:
-    low = scaling.number("low_freq_factor", default=1.0)
-    high = scaling.number("high_freq_factor", default=4.0)
+def _llama3(scaling: Fields) -> dict[str, Any]:
+    low, high = scaling.number("low_freq_factor", default=1.0), scaling.number("high_freq_factor", default=4.0)
     if high <= low:
         raise scaling.refusal("high_freq_factor", f"more than low_freq_factor, which is {low:g}")
-    return replace(rope, low_freq_factor=low, high_freq_factor=high)
+    return {"low_freq_factor": low, "high_freq_factor": high}

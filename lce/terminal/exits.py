@@ -1,4 +1,4 @@
-"""How the command line ends: in one line on stderr and an exit code, whatever happened; `--debug` adds a traceback."""
+"""How commands end: every failure is one line on stderr and an exit code; `--debug` adds the traceback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lce.errors import CapacityError, LceError
 INTERRUPTED = 130
 DEBUG = "lce.debug"  # in the context's meta: show tracebacks
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
 _NO_MEMORY = ("not enough memory", "DefaultCPUAllocator", "out of memory")
 
 
@@ -31,7 +31,7 @@ class Root(click.Group):
             _show(error)
             code = error.exit_code
         except click.Abort:  # Ctrl-C while the command line was being read
-            code = ended(KeyboardInterrupt())
+            code = report_failure(KeyboardInterrupt())
         sys.exit(code)
 
     def invoke(self, ctx: click.Context) -> None:
@@ -43,11 +43,11 @@ class Root(click.Group):
         except (Exception, KeyboardInterrupt) as error:
             if ctx.meta.get(DEBUG):
                 traceback.print_exception(error)
-            ctx.exit(ended(error))
+            ctx.exit(report_failure(error))
 
 
 def prepare_streams() -> None:
-    """Let no terminal that lacks a letter, and no closed stream, end a run."""
+    """Make stdout and stderr safe to write: unencodable characters are replaced, a closed stream becomes /dev/null."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -57,42 +57,42 @@ def prepare_streams() -> None:
 
 
 def leave_interrupted() -> NoReturn:
-    """Exit at once: Python's own way out may meet a second Ctrl-C, or die of the first one after all."""
+    """Exit without Python's own shutdown, in which another Ctrl-C would print a traceback."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(INTERRUPTED)
 
 
-def ended(error: BaseException) -> int:
-    """Say in one line what happened; the exit code to end with."""
+def report_failure(error: BaseException) -> int:
+    """Print the line of a failure to stderr; returns its exit code."""
     _settle_stdout()
-    notes: list[str] = getattr(error, "__notes__", [])  # what an embedder finds there: how to go on
+    notes: list[str] = getattr(error, "__notes__", [])  # how to resume; an embedder finds it there too
     if isinstance(error, KeyboardInterrupt):
         click.echo("; ".join(["\nlce: interrupted", *notes]), err=True)
         code = INTERRUPTED
-    elif isinstance(error, BrokenPipeError):  # whoever read our output has seen enough
+    elif isinstance(error, BrokenPipeError):  # the reader of stdout closed it, as `head` does
         code = 0
     else:
-        code, message = verdict(error)
+        code, message = classify(error)
         click.echo("; ".join([f"lce: error: {message}", *notes]), err=True)
     return code
 
 
-def verdict(error: BaseException) -> tuple[int, str]:
-    """Exit code and message of a failure."""
+def classify(error: BaseException) -> tuple[int, str]:
+    """The exit code and the message of a failure."""
     text = str(error).strip().partition("\n")[0]
     if isinstance(error, LceError):
         return error.exit_code, " ".join(str(error).split())
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(sign in text for sign in _NO_MEMORY)):
         return CapacityError.exit_code, f"not enough memory: {text or 'an allocation failed'}"
     if isinstance(error, OSError):
-        code = CapacityError.exit_code if error.errno in _FULL else LceError.exit_code
+        code = CapacityError.exit_code if error.errno in _NO_SPACE else LceError.exit_code
         return code, f"{error.strerror or text}{f': {error.filename}' if error.filename else ''}"
     return LceError.exit_code, f"internal error: {type(error).__name__}: {text}; run with --debug for the traceback"
 
 
 def _show(error: click.ClickException) -> None:
-    """A usage error in one line; what click lays out over several, such as the help, as it is."""
+    """Print a usage error as one line. What click formats over several lines, such as help, is printed as it is."""
     message = error.format_message()
     if "\n" in message:
         error.show()
@@ -103,7 +103,7 @@ def _show(error: click.ClickException) -> None:
 
 
 def _settle_stdout() -> None:
-    """Write out what is pending; what cannot be written is dropped, so that Python's own exit does not try again."""
+    """Flush stdout; if that fails, drop what is pending, so that Python's own exit does not fail on it."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -6,7 +6,7 @@ of every joined text are bounded, so that the usual bombs, nested loops, recursi
 error within seconds. What is not bounded is memory inside one filter or method of Jinja itself.
 
 The globals and filters are those that transformers gives its templates: `raise_exception`, `strftime_now`, a `tojson`
-that leaves HTML alone, `break` and `continue`, and `{% generation %}` blocks, which only mark text.
+that does not escape HTML, `break` and `continue`, and `{% generation %}` blocks, which only mark text.
 """
 
 from __future__ import annotations
@@ -33,31 +33,20 @@ MAX_BITS = 4096  # of a whole number
 
 
 def render_chat(
-    template: str,
-    messages: Sequence[Mapping[str, str]],
-    *,
-    bos_token: str,
-    eos_token: str,
+    template: str, messages: Sequence[Mapping[str, str]], *, bos_token: str, eos_token: str,
     add_generation_prompt: bool = True,
-) -> str:
-    """The text of `messages` as `template` writes it, BOS and all.
+) -> str:  # fmt: skip
+    """The text of `messages` as `template` writes it, BOS included.
 
-    Raises DataError for messages that are not a list of {"role": str, "content": str} or that the template refuses by
-    `raise_exception`, ModelError for a template that is broken or oversteps its bounds.
+    Raises DataError for messages that are not a list of {"role": str, "content": str} or that the template refuses with
+    `raise_exception`, and ModelError for a template that is broken or exceeds its bounds.
     """
     conversation = _checked(messages)
     length = sum(len(text) for message in conversation for text in message.values())
     environment = _Environment(MAX_STEPS + 4 * length, MAX_CHARS + 8 * length)
-    given = {
-        "messages": conversation,
-        "bos_token": bos_token,
-        "eos_token": eos_token,
-        "add_generation_prompt": add_generation_prompt,
-        "tools": None,
-        "documents": None,
-    }
+    special = {"bos_token": bos_token, "eos_token": eos_token, "add_generation_prompt": add_generation_prompt}
     try:
-        return environment.render(template, given)
+        return environment.render(template, {"messages": conversation, **special, "tools": None, "documents": None})
     except _RefusedMessages as error:
         raise DataError(f"the chat template refuses these messages: {_one_line(error)}; change the messages") from error
     except Exception as error:  # whatever Python raises inside a template is the template's fault
@@ -68,7 +57,7 @@ def render_chat(
 
 
 def choose_template(value: object) -> str | None:
-    """The default one of what a config calls `chat_template`: a string, or a list of {"name": ..., "template": ...}."""
+    """The default template of a config's `chat_template`: a string, or a list of {"name": ..., "template": ...}."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
@@ -77,7 +66,7 @@ def choose_template(value: object) -> str | None:
             return chosen
     raise ModelError(
         f"the chat_template is a {type(value).__name__} that cannot be read; expected a string, or a list of "
-        '{"name": a string, "template": a string}'
+        '{"name": a string, "template": a string}; use the tokenizer files that came with this checkpoint'
     )
 
 
@@ -94,7 +83,7 @@ def _checked(messages: object) -> list[dict[str, str]]:
                 raise DataError(f"message {number} has no {key}; {expected}")
         wrong = [key for key, text in message.items() if not isinstance(key, str) or not isinstance(text, str)]
         if wrong:
-            raise DataError(f"{wrong[0]!r} of message {number} is no string; {expected}")
+            raise DataError(f"{wrong[0]!r} of message {number} is not a string; {expected}")
     return [{str(key): str(text) for key, text in message.items()} for message in messages]
 
 
@@ -113,7 +102,7 @@ class _GenerationBlocks(Extension):
 
 
 class _Bounds(NodeTransformer):
-    """Sends every loop's items, every joined text and every argument of a filter through the environment's bounds."""
+    """Checks every loop's items, every joined text and every argument of a filter against the environment's bounds."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         if node.recursive:
@@ -153,7 +142,7 @@ class _PlainNamespace(Namespace):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox for one rendering, with what is left of its bounds."""
+    """The sandbox of one rendering; it counts the steps that are left."""
 
     intercepted_binops = frozenset({"*", "**", "+"})
 
@@ -164,16 +153,16 @@ class _Environment(ImmutableSandboxedEnvironment):
         self._steps_left = steps
         self._max_chars = chars
         self.filters |= {"tojson": _to_json, "lce_counted": self._counted, "lce_bounded": self._bounded}
-        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-        self.globals["namespace"] = _PlainNamespace
+        self.globals |= {"raise_exception": _raise_exception, "namespace": _PlainNamespace}
+        self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         del self.globals["lipsum"]
 
-    def render(self, template: str, given: Mapping[str, Any]) -> str:
+    def render(self, template: str, variables: Mapping[str, Any]) -> str:
         if len(template) > MAX_CHARS:
             raise SecurityError(f"it has {len(template)} characters, expected at most {MAX_CHARS}")
         tree = _Bounds().visit(self.parse(template))
         pieces, length = [], 0
-        for piece in self.from_string(tree).generate(given):
+        for piece in self.from_string(tree).generate(variables):
             length += len(piece)
             self._allow_length(length)
             pieces.append(piece)
@@ -229,18 +218,11 @@ def _raise_exception(message: str) -> None:
     raise _RefusedMessages(str(message))
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
 def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
-) -> str:
-    """JSON as it is, where Jinja's own filter escapes HTML."""
+) -> str:  # fmt: skip
+    """JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,22 +1,20 @@
 """The small files beside a vocabulary, read into one `TokenizerConfig`.
 
-tokenizer_config.json comes first and special_tokens_map.json fills what it leaves open; added_tokens.json is the older
-place for added tokens; generation_config.json knows further ids that end a generation (Llama 3 has three); a chat
-template may be a file of its own. All may be absent. Whatever is there but broken is a ModelError that names the file.
+tokenizer_config.json takes precedence over special_tokens_map.json. added_tokens.json is the older place for added
+tokens. generation_config.json may list further ids that end a generation (Llama 3 has three). The chat template may
+have a file of its own. Every file is optional; a broken one raises a ModelError that names it.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lce.errors import ModelError
+from lce.files import read_file, read_object
 from lce.tokenizer.chat import choose_template
-
-MAX_FILE_BYTES = 256 << 20  # the largest vocabularies in use are below 40 MiB
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _LISTED = ("additional_special_tokens", "extra_special_tokens")
@@ -24,26 +22,27 @@ _LISTED = ("additional_special_tokens", "extra_special_tokens")
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """What the files say; None where they say nothing."""
+    """The values in the files; None for a value that no file sets."""
 
     bos_token: str | None
     eos_token: str | None
     add_bos: bool | None
     add_eos: bool | None
-    space_before_all: bool  # a sentencepiece model's space before every stretch between special tokens
+    space_before_all: bool  # sentencepiece puts a space before every stretch between special tokens
     special_names: tuple[str, ...]  # every token the files call special
-    added: dict[str, int]  # tokens laid over those of the vocabulary
-    eos_ids: tuple[int, ...]  # generation's own
+    added: dict[str, int]  # token strings and ids that override the vocabulary's
+    eos_ids: tuple[int, ...]  # those of generation_config.json
     chat_template: str | None
 
 
 def read_config(folder: Path) -> TokenizerConfig:
-    """All that the files of a checkpoint folder say about its tokenizer, the vocabulary aside."""
-    config = {key: value for key, value in _read_json(folder / "tokenizer_config.json").items() if value is not None}
-    config = _read_json(folder / "special_tokens_map.json") | config
-    added, special_names = _added_tokens(config, _read_json(folder / "added_tokens.json"))
+    """The configuration of a checkpoint folder's tokenizer, without its vocabulary."""
+    config = read_object(folder / "special_tokens_map.json")
+    own = read_object(folder / "tokenizer_config.json")
+    config |= {key: value for key, value in own.items() if value is not None}
+    added, special_names = _added_tokens(config, read_object(folder / "added_tokens.json"))
     special_names += _special_names(config)
-    eos_ids = _read_json(folder / "generation_config.json").get("eos_token_id")
+    eos_ids = read_object(folder / "generation_config.json").get("eos_token_id")
     return TokenizerConfig(
         bos_token=_content(config.get("bos_token"), "bos_token"),
         eos_token=_content(config.get("eos_token"), "eos_token"),
@@ -57,38 +56,6 @@ def read_config(folder: Path) -> TokenizerConfig:
     )
 
 
-def read_file(path: Path) -> bytes | None:
-    """The bytes of a file, None if there is none. ModelError beyond 256 MiB, before anything is read."""
-    try:
-        if not path.is_file():
-            return None
-        size = path.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise ModelError(
-                f"{path} has {size} bytes, a tokenizer's file has at most {MAX_FILE_BYTES}; is it another file's copy?"
-            )
-        return path.read_bytes()
-    except OSError as error:
-        raise ModelError(
-            f"cannot read {path}: {error.strerror or error}; check the file and its permissions"
-        ) from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no such file."""
-    raw = read_file(path)
-    if raw is None:
-        return {}
-    try:
-        content = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ModelError(f"{path} is not valid JSON: {reason}; download the file again") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} holds a JSON {type(content).__name__}, expected an object; download the file again")
-    return content
-
-
 def _content(value: object, key: str) -> str | None:
     """A special token's string, which the files write as a str or as {"content": str, ...}."""
     content = value.get("content") if isinstance(value, dict) else value
@@ -96,14 +63,14 @@ def _content(value: object, key: str) -> str | None:
         return None
     if isinstance(content, str) and content:
         return content
-    raise ModelError(f'{key} of the tokenizer is {_short(value)}; expected a string or {{"content": a string}}')
+    raise _unusable(key, value, 'a string or {"content": a string}')
 
 
 def _flag(config: dict[str, Any], key: str) -> bool | None:
     value = config.get(key)
     if value is None or isinstance(value, bool):
         return value
-    raise ModelError(f"{key} of the tokenizer is {_short(value)}; expected true or false")
+    raise _unusable(key, value, "true or false")
 
 
 def _special_names(config: dict[str, Any]) -> Iterator[str]:
@@ -111,7 +78,7 @@ def _special_names(config: dict[str, Any]) -> Iterator[str]:
     for key in _LISTED:
         listed = config.get(key, [])
         if not isinstance(listed, list | dict):
-            raise ModelError(f"{key} of the tokenizer is {_short(listed)}; expected a list of tokens")
+            raise _unusable(key, listed, "a list of tokens")
         named += [(key, value) for value in (listed.values() if isinstance(listed, dict) else listed)]
     return (name for key, value in named if (name := _content(value, key)) is not None)
 
@@ -123,13 +90,13 @@ def _added_tokens(config: dict[str, Any], older: dict[str, Any]) -> tuple[dict[s
     for token_id, entry in decoder.items() if isinstance(decoder, dict) else [("", decoder)]:
         token = _content(entry, "an entry of added_tokens_decoder")
         if token is None or not token_id.isdecimal():
-            raise ModelError(f"added_tokens_decoder has {_short({token_id: entry})}; expected an id and its token")
+            raise _unusable("added_tokens_decoder", {token_id: entry}, "an id and its token")
         added[token] = int(token_id)
         if isinstance(entry, dict) and entry.get("special") is True:
             special_names.append(token)
     for token, token_id in added.items():
         if type(token_id) is not int or token_id < 0 or not token:
-            raise ModelError(f"added_tokens.json has {_short({token: token_id})}; expected a token and its id")
+            raise _unusable("added_tokens.json", {token: token_id}, "a token and its id")
     return added, special_names
 
 
@@ -137,14 +104,14 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     """The default chat template: of chat_template.jinja, else chat_template.json, else tokenizer_config.json."""
     raw = read_file(path := folder / "chat_template.jinja")
     if raw is None:
-        return choose_template(
-            _read_json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
-        )
+        own = read_object(folder / "chat_template.json")
+        return choose_template(own.get("chat_template", config.get("chat_template")))
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
         raise ModelError(f"{path} is not UTF-8 text: {error}; download the file again") from error
 
 
-def _short(value: object) -> str:
-    return repr(value)[:80]
+def _unusable(key: str, value: object, expected: str) -> ModelError:
+    remedy = "use the tokenizer files that came with this checkpoint"
+    return ModelError(f"{key} of the tokenizer is {repr(value)[:80]}; expected {expected}; {remedy}")

@@ -1,9 +1,9 @@
 """How tokens are written as bytes, one token at a time.
 
-A tokenizer describes its decoder as a chain of steps over a whole list of tokens. Every chain that Llama- and
-Mistral-family models use comes down to four facts: the bytes each token stands for, what the first token loses, what
-is stripped from the front of the text, and how bytes that are not UTF-8 are shown. A `Spelling` holds these four, so
-that a text can grow token by token without ever being decoded again.
+A tokenizer describes its decoder as a chain of steps over a whole list of tokens. Every chain of Llama, Mistral and
+Qwen models comes down to four facts: the bytes of each token, what is removed from the first token, what is stripped
+from the front of the text, and how bytes that are not UTF-8 are shown. A `Spelling` holds these four, so that a text
+can grow token by token without being decoded again.
 
     Replace("▁" -> " "), ByteFallback, Fuse, Strip(" ", 1)        Llama 2, Mistral
     ByteLevel                                                     Llama 3, Mistral Nemo, Qwen
@@ -35,37 +35,37 @@ def _byte_level_alphabet() -> dict[str, int]:
 _BYTE_LEVEL = _byte_level_alphabet()
 
 
-def _one_mark_a_byte(error: UnicodeError) -> tuple[str, int]:
-    """Decoding's answer to bytes that are not UTF-8: U+FFFD for each one (Python's own answer joins some)."""
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    """A codec error handler: U+FFFD for each byte that is not UTF-8 (Python's own `replace` joins some)."""
     if not isinstance(error, UnicodeDecodeError):
         raise error
     return "\ufffd" * (error.end - error.start), error.end
 
 
-codecs.register_error("lce.one_mark_a_byte", _one_mark_a_byte)
+codecs.register_error("lce.replace_each_byte", _replace_each_byte)
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """What a decoder does to a list of tokens, said for one token.
+    """What a decoder does to each token of a list.
 
     Bytes that are not UTF-8 become U+FFFD. Byte-level decoders show one for each longest broken character, as the
-    tokenizers library does. Byte-fallback decoders show one for each broken byte, as sentencepiece does: the tokenizers
-    library would also give up the sound characters beside it, back to the last token that is not a byte, so that no
-    byte could be shown before its whole run had ended. On valid UTF-8 all of them agree.
+    tokenizers library does. Byte-fallback decoders show one for each broken byte, as sentencepiece does. (There the
+    tokenizers library replaces a whole run of byte tokens if one of them is broken, valid characters included. Such a
+    run could not be streamed before its end.) On valid UTF-8 all of them agree.
     """
 
     replacements: tuple[tuple[str, str], ...] = ()
-    first_drops: str = ""  # a character that the first token loses wherever it stands
+    first_drops: str = ""  # a character that is removed from the first token
     separator: str = ""  # stands between tokens
     form: Literal["text", "byte_fallback", "byte_level"] = "text"
     strip: str = ""  # the character stripped from the front of the whole text, at most strip_count times
     strip_count: int = 0
-    fused: bool = False  # the steps so far have joined the tokens into one text
+    fused: bool = False  # the steps so far join the tokens into one text
 
     @classmethod
     def of_decoder(cls, decoder: Mapping[str, Any] | None) -> Spelling:
-        """The spelling of a decoder as tokenizer.json describes it; ModelError for one that has none."""
+        """The spelling of a decoder of tokenizer.json. Raises ModelError for one that does not work token by token."""
         if decoder is None:
             return cls(separator=" ")
         spelling = cls()
@@ -96,7 +96,7 @@ class Spelling:
     @property
     def errors(self) -> str:
         """The name of the codec error handler that shows broken bytes as this decoder does."""
-        return "replace" if self.form == "byte_level" else "lce.one_mark_a_byte"
+        return "replace" if self.form == "byte_level" else "lce.replace_each_byte"
 
     def bytes_of(self, token: str, first: bool) -> bytes:
         """The bytes that `token` adds to the text: `Ġé` of a byte-level vocabulary is b' \\xe9'."""

@@ -2,9 +2,9 @@
 
 A `Tokenizer` reads a checkpoint's tokenizer.json, or its tokenizer.model where there is no JSON, and the small files
 beside it that name the special tokens. Decoding has one definition, the `Detokenizer`: `decode` runs one over all ids,
-so a stream's pieces joined are `decode` of the same ids by construction. Each push costs the one token, whatever came
-before: a token is a run of bytes (see spelling.py), and the only state is the unfinished character, at most three
-bytes. Bytes that can no longer become a character are shown as U+FFFD as soon as that is known.
+so a stream's joined pieces are `decode` of the same ids by construction. The cost of a push does not depend on the
+tokens before it: a token is a run of bytes (see spelling.py), and the only state is the unfinished character, at most
+three bytes. Bytes that can no longer become a character are shown as U+FFFD at once.
 
     ids         <0xF0>  <0x9F>  <0x98>  <0x80>  ▁Hi             the JSON or sentencepiece vocabulary of Llama 2
     push        ''      ''      ''      '😀'    ' Hi'
@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from operator import index
 from pathlib import Path
 
 from lce.errors import DataError, ModelError, UsageError
+from lce.files import read_file
 from lce.tokenizer.chat import render_chat
-from lce.tokenizer.files import TokenizerConfig, read_config, read_file
+from lce.tokenizer.files import TokenizerConfig, read_config
 from lce.tokenizer.spelling import Spelling
 from lce.tokenizer.vocabulary import JsonVocabulary, SentencePieceVocabulary, Vocabulary
 
@@ -34,7 +36,7 @@ class Detokenizer:
         self._strip, self._strip_left = spelling.strip, spelling.strip_count
 
     def push(self, token_id: int) -> str:
-        """The new text that is certain; '' inside a character and for a special token."""
+        """The text that this token completes: '' inside a character and for a special token."""
         spelled = self._spell(token_id, self._first)
         if spelled is None:
             return ""
@@ -42,7 +44,7 @@ class Detokenizer:
         return self._stripped(self._utf8.decode(spelled))
 
     def finish(self) -> str:
-        """What is left: U+FFFD for a character that was never completed, else ''."""
+        """The end of the text: U+FFFD for a character that was never completed, else ''."""
         return self._stripped(self._utf8.decode(b"", final=True))
 
     def _stripped(self, text: str) -> str:
@@ -62,21 +64,17 @@ class Tokenizer:
     the strings of `bos_id` and of the first of `eos_ids`, which are all the ids that end a generation.
     """
 
-    bos_id: int | None
-    eos_ids: tuple[int, ...]
-    chat_template: str | None
-
-    def __init__(self, vocabulary: Vocabulary, config: TokenizerConfig, where: Path, vocab_size: int | None) -> None:
+    def __init__(self, vocabulary: Vocabulary, config: TokenizerConfig, path: Path, vocab_size: int | None) -> None:
         self.vocab_size = vocabulary.size
         if vocab_size is not None and vocabulary.size > vocab_size:
             raise ModelError(
-                f"{where} has {vocabulary.size} tokens (ids up to {vocabulary.size - 1}) but the model's embedding has "
+                f"{path} has {vocabulary.size} tokens (ids up to {vocabulary.size - 1}) but the model's embedding has "
                 f"{vocab_size} rows; use the tokenizer files that came with this checkpoint"
             )
         self._vocabulary = vocabulary
-        self._where = where
+        self._path = path
         self._id_limit = max(vocabulary.size, vocab_size or 0)
-        self._spelled: dict[int, bytes] = {}  # the bytes of ids seen so far, where they are not first
+        self._bytes_of = cache(self._spelled)
         self.bos_token, self.bos_id = self._find("bos_token", config.bos_token, vocabulary.bos_id)
         self.eos_token, eos_id = self._find("eos_token", config.eos_token, vocabulary.eos_id)
         own = () if eos_id is None else (eos_id,)
@@ -90,41 +88,39 @@ class Tokenizer:
     def from_folder(cls, folder: Path, vocab_size: int | None = None) -> Tokenizer:
         """Read a checkpoint folder's tokenizer. `vocab_size` is the number of rows of the model's embedding.
 
-        Raises ModelError for files that are missing, broken, larger than 256 MiB, or at odds with each other.
+        Raises ModelError for files that are missing, broken, larger than 256 MiB, or inconsistent with each other.
         """
         folder = Path(folder)
         config = read_config(folder)
         vocabulary: Vocabulary
-        if (raw := read_file(where := folder / "tokenizer.json")) is not None:
-            vocabulary = JsonVocabulary(raw, where, config.special_names)
-        elif (raw := read_file(where := folder / "tokenizer.model")) is not None:
-            vocabulary = SentencePieceVocabulary(
-                raw, where, config.special_names, config.added, config.space_before_all
-            )
+        if (raw := read_file(path := folder / "tokenizer.json")) is not None:
+            vocabulary = JsonVocabulary(raw, path, config.special_names)
+        elif (raw := read_file(path := folder / "tokenizer.model")) is not None:
+            vocabulary = SentencePieceVocabulary(raw, path, config.special_names, config.added, config.space_before_all)
         else:
             raise ModelError(
                 f"no tokenizer in {folder}: expected tokenizer.json or tokenizer.model; "
                 "copy the checkpoint's tokenizer files there"
             )
-        return cls(vocabulary, config, where, vocab_size)
+        return cls(vocabulary, config, path, vocab_size)
 
     def _find(self, key: str, name: str | None, default: int | None) -> tuple[str | None, int | None]:
-        """A special token's string and id: by the name that the config gives it, else the vocabulary's own."""
+        """The string and id of a special token: the config's, else the vocabulary's."""
         if name is None:
             return (None if default is None else self._vocabulary.token(default)), default
         token_id = self._vocabulary.id_of(name)
         if token_id is None:
             raise ModelError(
-                f"the {key} {name!r} of tokenizer_config.json or special_tokens_map.json is not in {self._where}; "
-                "use the tokenizer files of one and the same checkpoint"
+                f"the {key} {name!r} of tokenizer_config.json or special_tokens_map.json is not in {self._path}; "
+                "use the tokenizer files of one checkpoint"
             )
         return name, token_id
 
     def encode(self, text: str, *, bos: bool | None = None) -> list[int]:
         """The ids of `text`; special tokens written out in it are recognised.
 
-        `bos=None` puts a BOS first where the tokenizer's own rule does; True and False force it. A text that already
-        begins with the BOS token, as a rendered chat does, never gets a second one.
+        `bos` says whether a BOS comes first; None follows the tokenizer's own rule. A text that already begins with the
+        BOS token, as a rendered chat does, never gets a second one.
         """
         if not isinstance(text, str):
             raise DataError(f"a text to encode is a str, not {type(text).__name__}; decode bytes as UTF-8 first")
@@ -136,14 +132,14 @@ class Tokenizer:
                 "expected Unicode text, as decoding with errors='replace' gives"
             ) from error
         if bos and self.bos_id is None:
-            raise UsageError(f"{self._where} has no BOS token to add; leave bos at None or False")
+            raise UsageError(f"{self._path} has no BOS token to add; leave bos at None or False")
         content = self._vocabulary.encode(text)
         if self.bos_id is not None and content[:1] == [self.bos_id]:
             bos = False
         return _with_or_without(self._prefix, self.bos_id, bos, at_end=False) + content + self._suffix
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """The text of `ids`. Ids that only pad the embedding have none; others out of range are a UsageError."""
+        """The text of `ids`. Ids that only pad the embedding have no text; others out of range raise UsageError."""
         stream = self.stream(skip_special=skip_special)
         return "".join([stream.push(token_id) for token_id in ids]) + stream.finish()
 
@@ -151,12 +147,12 @@ class Tokenizer:
         """A fresh stream; its pieces joined are exactly `decode` of the same ids."""
 
         def spell(token_id: int, first: bool) -> bytes | None:
-            token_id = self._checked(token_id)
+            token_id = self._checked_id(token_id)
             return None if skip_special and token_id in self._special else self._bytes_of(token_id, first)
 
         return Detokenizer(spell, self._vocabulary.spelling)
 
-    def _checked(self, token_id: int) -> int:
+    def _checked_id(self, token_id: int) -> int:
         try:
             token_id = index(token_id)
         except TypeError:
@@ -165,40 +161,30 @@ class Tokenizer:
             ) from None
         if not 0 <= token_id < self._id_limit:
             raise UsageError(
-                f"token id {token_id} is out of range: {self._where} and its model have ids 0 to {self._id_limit - 1}; "
+                f"token id {token_id} is out of range: {self._path} and its model have ids 0 to {self._id_limit - 1}; "
                 "decode ids with the tokenizer that made them"
             )
         return token_id
 
-    def _bytes_of(self, token_id: int, first: bool) -> bytes | None:
-        """What a token adds to the text; None for an id that no token has."""
-        if not first and token_id in self._spelled:
-            return self._spelled[token_id]
+    def _spelled(self, token_id: int, first: bool) -> bytes | None:
+        """The bytes that a token adds to the text; None for an id without a token."""
         token = self._vocabulary.token(token_id)
-        if token is None:
-            return None
-        spelled = self._vocabulary.spelling.bytes_of(token, first)
-        if not first:
-            self._spelled[token_id] = spelled
-        return spelled
+        return None if token is None else self._vocabulary.spelling.bytes_of(token, first)
 
     def chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of a conversation in this model's chat format, ready for `encode`; DataError if it has none."""
+        """The text of a conversation in this model's chat format, ready for `encode`. DataError if it has none."""
         if self.chat_template is None:
             raise DataError(
-                f"{self._where} comes without a chat template; use a chat model, or write the prompt out as plain text"
+                f"{self._path} comes without a chat template; use a chat model, or write the prompt as plain text"
             )
+        bos, eos = self.bos_token or "", self.eos_token or ""
         return render_chat(
-            self.chat_template,
-            messages,
-            bos_token=self.bos_token or "",
-            eos_token=self.eos_token or "",
-            add_generation_prompt=add_generation_prompt,
+            self.chat_template, messages, bos_token=bos, eos_token=eos, add_generation_prompt=add_generation_prompt
         )
 
 
 def _with_or_without(ids: Sequence[int], token_id: int | None, wanted: bool | None, *, at_end: bool) -> list[int]:
-    """`ids` with `token_id` at the end that faces away from the text, or without it; as they are for None."""
+    """The ids around a text, with `token_id` at their outer end or without it; unchanged if `wanted` is None."""
     if wanted is None or token_id is None or wanted == (token_id in ids):
         return list(ids)
     if not wanted:
@@ -207,7 +193,7 @@ def _with_or_without(ids: Sequence[int], token_id: int | None, wanted: bool | No
 
 
 def checked_ids(token_ids: Sequence[int], vocab_size: int) -> list[int]:
-    """A prompt that is token ids, as plain numbers. Raises `UsageError` for ids that the model does not have."""
+    """A prompt of token ids as a list of ints. Raises `UsageError` for anything else, and for ids out of range."""
     try:
         ids = [index(i) for i in token_ids]
     except TypeError:

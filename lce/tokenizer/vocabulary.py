@@ -1,8 +1,10 @@
-"""The two kinds of tokenizer file, behind one face.
+"""The two kinds of tokenizer file, behind one interface.
 
 `JsonVocabulary` is tokenizer.json, read by the tokenizers library; `SentencePieceVocabulary` is tokenizer.model, read
-by sentencepiece. Both turn text into ids and ids into token strings; `Tokenizer` does the rest, the same for both.
-Whatever the libraries raise comes out as a ModelError of one line.
+by sentencepiece. Both turn text into ids, recognising special tokens written in it, and ids into token strings, None in
+a gap of the vocabulary; `Tokenizer` does the rest, the same for both. `size` is the highest id + 1, `special` the ids
+that decoding skips, `prefix` and `suffix` the ids that the file puts before and after every text. Every error of the
+libraries becomes a ModelError of one line.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import sentencepiece
 import tokenizers
@@ -20,34 +21,13 @@ import tokenizers
 from lce.errors import ModelError
 from lce.tokenizer.spelling import Spelling
 
-# A field written after a protobuf message overrides the one in it. This one says normalizer_spec.add_dummy_prefix = 0.
+# A field written after a protobuf message overrides the one in it. This one sets normalizer_spec.add_dummy_prefix = 0.
 _NO_SPACE_BEFORE = b"\x1a\x02\x18\x00"
 
 
-class Vocabulary(Protocol):
-    """What a tokenizer file knows."""
-
-    size: int  # the highest id + 1
-    special: set[int]  # the ids that decoding leaves out
-    spelling: Spelling
-    prefix: list[int]  # what the file itself wants put before every text
-    suffix: list[int]  # and after it
-    bos_id: int | None
-    eos_id: int | None
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of `text` alone, special tokens inside it recognised."""
-
-    def token(self, token_id: int) -> str | None:
-        """The token string of an id; None in a gap of the vocabulary."""
-
-    def id_of(self, token: str) -> int | None:
-        """The id of a token string; None where there is none."""
-
-
 @contextmanager
-def _refusals(what: str, remedy: str) -> Iterator[None]:
-    """Turn whatever a library raises, a Rust panic (no Exception) included, into a ModelError of one line."""
+def _model_errors(what: str, remedy: str) -> Iterator[None]:
+    """Turn every error of a library into a ModelError of one line; a Rust panic is a BaseException."""
     try:
         yield
     except (ModelError, KeyboardInterrupt, SystemExit, MemoryError):
@@ -58,13 +38,13 @@ def _refusals(what: str, remedy: str) -> Iterator[None]:
 
 
 class JsonVocabulary:
-    """tokenizer.json. `special_names` are added to the special tokens it lists itself, where it has them at all."""
+    """tokenizer.json. Those of `special_names` that it has become special tokens too."""
 
-    def __init__(self, raw: bytes, where: Path, special_names: Iterable[str]) -> None:
-        self._where = where
-        with _refusals(f"{where} is not a tokenizer the tokenizers library accepts", "download the file again"):
+    def __init__(self, raw: bytes, path: Path, special_names: Iterable[str]) -> None:
+        self._path = path
+        with _model_errors(f"{path} is not a tokenizer the tokenizers library accepts", "download the file again"):
             self._library = tokenizers.Tokenizer.from_buffer(raw)
-            self._library.no_truncation()  # a file may ask for either; a long text must come through whole
+            self._library.no_truncation()  # a file may turn on either; encoding must not cut or pad
             self._library.no_padding()
             self._library.add_special_tokens([name for name in special_names if self.id_of(name) is not None])
             self.size = max(self._library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -77,7 +57,7 @@ class JsonVocabulary:
         self.eos_id = self.suffix[-1] if self.suffix else None
 
     def _around(self, probe: str) -> tuple[list[int], list[int]]:
-        """What the post-processor puts before and after a text, seen on a text of one token."""
+        """The ids that the post-processor puts before and after a text, found by encoding one token."""
         if self._library.post_processor is None:
             return [], []
         encoding = self._library.encode(probe)
@@ -87,7 +67,7 @@ class JsonVocabulary:
         return encoding.ids[: inside[0]], encoding.ids[inside[-1] + 1 :]
 
     def encode(self, text: str) -> list[int]:
-        with _refusals(f"{self._where} cannot encode this text", "its vocabulary lacks an unknown token or bytes"):
+        with _model_errors(f"{self._path} cannot encode this text", "its vocabulary lacks an unknown token or bytes"):
             ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -101,26 +81,21 @@ class JsonVocabulary:
 
 
 class SentencePieceVocabulary:
-    """tokenizer.model, with `added` tokens of other files laid over it.
+    """tokenizer.model, with `added` tokens of other files over its own.
 
     Sentencepiece never finds a control token such as `<s>` in a text, so the text is split at special and added tokens
-    first and each stretch between is encoded alone. Llama 2 puts a space before every stretch; `space_before_all=False`
-    (transformers' `legacy: false`) puts it before a stretch only where the text begins.
+    first and each stretch between them is encoded alone. Llama 2 puts a space before every stretch. With
+    `space_before_all=False` (transformers' `legacy: false`) only a stretch that begins the text gets one.
     """
 
     def __init__(
-        self,
-        raw: bytes,
-        where: Path,
-        special_names: Iterable[str],
-        added: Mapping[str, int],
-        space_before_all: bool,
+        self, raw: bytes, path: Path, special_names: Iterable[str], added: Mapping[str, int], space_before_all: bool
     ) -> None:
-        self._where = where
-        remedy = "expected a sentencepiece model (Llama 3's own tokenizer.model is none: use its tokenizer.json)"
-        with _refusals(f"{where} cannot be read", remedy):
+        self._path = path
+        remedy = "expected a sentencepiece model (Llama 3's own tokenizer.model is not one: use its tokenizer.json)"
+        with _model_errors(f"{path} cannot be read", remedy):
             if not raw:
-                raise ModelError(f"{where} is empty; {remedy}")
+                raise ModelError(f"{path} is empty; {remedy}")
             self._opening = sentencepiece.SentencePieceProcessor(model_proto=raw)
             bare = sentencepiece.SentencePieceProcessor(model_proto=raw + _NO_SPACE_BEFORE)
             ids = list(range(len(self._opening)))
@@ -144,7 +119,7 @@ class SentencePieceVocabulary:
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = []
-        with _refusals(f"{self._where} cannot encode this text", "please report it with the text"):
+        with _model_errors(f"{self._path} cannot encode this text", "please report it with the text"):
             for index, stretch in enumerate(self._split.split(text)):
                 if index % 2:
                     ids.append(self._ids[stretch])
@@ -157,3 +132,6 @@ class SentencePieceVocabulary:
 
     def id_of(self, token: str) -> int | None:
         return self._ids.get(token)
+
+
+Vocabulary = JsonVocabulary | SentencePieceVocabulary

@@ -1,9 +1,8 @@
-"""A checkpoint's weights: safetensors files, checked whole before a byte of data is read, then mapped.
+"""A checkpoint's weights: safetensors files whose headers are checked in full before any data is mapped.
 
-Weights that are wanted as they are stored, on the CPU, are views of a private mapping of the file: nothing is copied,
-pages come in as they are touched, and writing to a tensor never reaches the file. Weights that are wanted otherwise
-are converted one by one, each mapped page given back once it has been read, so that peak memory is that of the
-converted model and one stored tensor.
+On the CPU, weights in their stored dtype are views of a private mapping of the file: nothing is copied, pages are read
+when they are touched, and writing to a tensor never reaches the file. Other weights are converted one at a time, and
+the mapped pages of each are given back, so that peak memory is the converted model and one stored tensor.
 """
 
 from __future__ import annotations
@@ -25,35 +24,19 @@ from torch import Tensor
 
 from lce.errors import CapacityError, ModelError
 from lce.files import map_copy
-from lce.weights.header import (
-    LARGEST_HEADER,
-    TensorInfo,
-    damaged,
-    parse_object,
-    read_bytes,
-    read_header,
-    shown,
-)
+from lce.weights.header import LARGEST_HEADER, Damaged, TensorInfo, parse_object, read_bytes, read_header, shown
 
-__all__ = ["DTYPES", "Checkpoint", "TensorInfo", "WeightSpec"]
+__all__ = ["DTYPES", "Checkpoint", "TensorInfo"]
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
-_SAMPLE = 4096  # bytes of each tensor's beginning, middle and end that the fingerprint sees
+_SAMPLE = 4096  # bytes of each tensor's beginning, middle and end in the fingerprint
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".npz", ".h5", ".msgpack")
 
 
 @dataclass(frozen=True)
-class WeightSpec:
-    """One weight that a model needs: its name in the checkpoint and the shape it must have."""
-
-    name: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of a checkpoint's folder. `unindexed` are those that lie in a shard without the index's knowledge."""
+    """The tensors of a checkpoint folder. `unindexed` are those in a shard that the index does not list."""
 
     folder: Path
     tensors: Mapping[str, TensorInfo]
@@ -61,11 +44,11 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
-        """Finds the weights and checks every header; ModelError where they are missing, damaged or not safetensors.
+        """Find the weights and check every header. Raises ModelError if they are missing, damaged or not safetensors.
 
         As transformers does, `model.safetensors` comes first, then `model.safetensors.index.json` with its shards.
-        Failing both, a single other `*.safetensors` serves; `model*` goes before Mistral's own `consolidated*`,
-        whose tensors have other names.
+        Without either, a single other `*.safetensors` is taken; `model*` takes precedence over Mistral's own
+        `consolidated*`, whose tensors have other names.
         """
         folder = Path(folder)
         if not os.path.isdir(folder):
@@ -76,30 +59,27 @@ class Checkpoint:
         return cls(folder, read_header(whole if os.path.isfile(whole) else _only_file(folder)))
 
     def load(
-        self,
-        specs: Mapping[str, WeightSpec],
-        *,
-        dtype: torch.dtype | None,
-        device: torch.device,
+        self, wanted: Mapping[str, tuple[str, tuple[int, ...]]], *, dtype: torch.dtype | None, device: torch.device,
         ignore: Sequence[str] = (),
-    ) -> dict[str, Tensor]:
-        """The tensors that `specs` asks for, under its keys, in `dtype` (None: as stored) on `device`.
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """The tensors of `wanted`, under its keys, in `dtype` (None: as stored) on `device`.
 
-        Names, shapes and stored dtypes are all checked first. A tensor that no spec asks for must match one of the
-        patterns in `ignore` (`"*.rotary_emb.inv_freq"`). Two specs of one name share one tensor.
+        An entry of `wanted` maps the caller's name to the name in the checkpoint and the shape it must have. Names,
+        shapes and stored dtypes are all checked first. Every other tensor of the checkpoint must match one of the
+        patterns in `ignore` (`"*.rotary_emb.inv_freq"`). Two entries with one published name share one tensor.
         """
-        self._check(specs, ignore)
-        wanted = {spec.name for spec in specs.values()}
+        shapes = dict(wanted.values())
+        self._check(shapes, ignore)
         by_file: dict[Path, list[str]] = {}
         for name, info in sorted(self.tensors.items(), key=lambda item: item[1].start):
-            if name in wanted:
+            if name in shapes:
                 by_file.setdefault(info.file, []).append(name)
         loaded: dict[str, Tensor] = {}
         for file, names in by_file.items():
             mapping = _map(file, max(info.stop for info in self.tensors.values() if info.file == file))
             for name in names:
-                loaded[name] = _place(mapping, self.tensors[name], dtype, device)
-        return {key: loaded[spec.name] for key, spec in specs.items()}
+                loaded[name] = _load_tensor(mapping, self.tensors[name], dtype, device)
+        return {key: loaded[name] for key, (name, _) in wanted.items()}
 
     def dtype(self) -> torch.dtype:
         """The dtype that most bytes are stored in."""
@@ -115,7 +95,7 @@ class Checkpoint:
         """A SHA-256 that ties a context or a map file to these weights, however they are sharded or named on disk.
 
         It covers every name, dtype and shape, and three samples of every tensor's bytes; a change elsewhere in a
-        large tensor goes unseen. Reads 12 KiB a tensor at most.
+        large tensor is not seen. Reads 12 KiB a tensor at most.
         """
         digest = hashlib.sha256()
         for name, info in sorted(self.tensors.items()):
@@ -123,12 +103,11 @@ class Checkpoint:
             for start, stop in _samples(info.start, info.stop):
                 sample = read_bytes(info.file, stop - start, start)
                 if len(sample) != stop - start:
-                    raise damaged(info.file, "the file was cut short since it was opened")
+                    raise Damaged(info.file, "the file was cut short since it was opened")
                 digest.update(sample)
         return digest.hexdigest()
 
-    def _check(self, specs: Mapping[str, WeightSpec], ignore: Sequence[str]) -> None:
-        wanted = {spec.name for spec in specs.values()}
+    def _check(self, wanted: Mapping[str, tuple[int, ...]], ignore: Sequence[str]) -> None:
         unexpected = [
             name
             for name in self.tensors
@@ -142,9 +121,9 @@ class Checkpoint:
             remedy = "check that config.json belongs to these weights, or download the checkpoint again"
             raise ModelError(f"{self.folder}: tensors {' and '.join(faults)}; {remedy}")
         shapes = [
-            f"{shown(spec.name)} is {list(self.tensors[spec.name].shape)}, expected {list(spec.shape)}"
-            for spec in specs.values()
-            if self.tensors[spec.name].shape != tuple(spec.shape)
+            f"{shown(name)} is {list(self.tensors[name].shape)}, expected {list(shape)}"
+            for name, shape in wanted.items()
+            if self.tensors[name].shape != tuple(shape)
         ]
         if shapes:
             remedy = "check that config.json belongs to these weights"
@@ -184,33 +163,33 @@ def _only_file(folder: Path) -> Path:
 
 
 def _sharded(folder: Path, index: Path) -> tuple[dict[str, TensorInfo], frozenset[str]]:
-    """All tensors of the shards that the index names, and the names that the index does not know."""
+    """All tensors of the index's shards, and the names of those that the index does not list."""
     raw = read_bytes(index, LARGEST_HEADER + 1)
     if len(raw) > LARGEST_HEADER:
-        raise damaged(index, f"more than {LARGEST_HEADER} bytes")
+        raise Damaged(index, f"more than {LARGEST_HEADER} bytes")
     weight_map = parse_object(raw, index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
-        raise damaged(index, "weight_map is not an object of tensor names and file names")
+        raise Damaged(index, "weight_map is not an object of tensor names and file names")
     shards = sorted(set(weight_map.values()))
     _check_shard_names(folder, index, shards)
     tensors: dict[str, TensorInfo] = {}
     for shard in shards:
         for name, info in read_header(folder / shard).items():
             if name in tensors or weight_map.get(name, shard) != shard:
-                raise damaged(index, f"tensor {shown(name)} is in {shard} and in another shard")
+                raise Damaged(index, f"tensor {shown(name)} is in {shard} and in another shard")
             tensors[name] = info
     absent = [name for name in weight_map if name not in tensors]
     if absent:
-        raise damaged(index, f"its shards lack {len(absent)} of the tensors that it lists ({_few(absent)})")
+        raise Damaged(index, f"its shards lack {len(absent)} of the tensors that it lists ({_few(absent)})")
     return tensors, frozenset(tensors.keys() - weight_map.keys())
 
 
 def _check_shard_names(folder: Path, index: Path, shards: Iterable[str]) -> None:
-    """A shard is a file of this folder: its name has no path in it. The file itself may be a link, as in HF's cache."""
+    """A shard's name must be a file name without a path. The file may be a link, as in the cache of Hugging Face."""
     for shard in shards:
         if PureWindowsPath(shard).name != shard or not shard.endswith(".safetensors") or "\0" in shard:
             remedy = "use a checkpoint from a source you trust"
-            raise ModelError(f"{index}: the shard {shown(shard)} is no plain *.safetensors name; {remedy}")
+            raise ModelError(f"{index}: the shard {shown(shard)} is not a plain *.safetensors name; {remedy}")
     missing = [shard for shard in shards if not os.path.isfile(folder / shard)]
     if missing:
         raise ModelError(f"{folder} lacks {len(missing)} of the index's shards ({_few(missing)}); download them")
@@ -221,25 +200,25 @@ def _map(file: Path, size: int) -> mmap.mmap:
     try:
         with file.open("rb") as handle:
             if os.fstat(handle.fileno()).st_size != size:
-                raise damaged(file, "the file changed since it was opened")
+                raise Damaged(file, "the file changed since it was opened")
             return map_copy(handle.fileno(), size)
     except OSError as error:
         kind = CapacityError if error.errno == errno.ENOMEM else ModelError
         raise kind(f"{file} cannot be mapped ({error.strerror}); check the file, its permissions and memory") from None
 
 
-def _place(mapping: mmap.mmap, info: TensorInfo, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    """One tensor: a view of the mapping where that will do, else a copy whose mapped pages are given back."""
+def _load_tensor(mapping: mmap.mmap, info: TensorInfo, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+    """One tensor: a view of the mapping if dtype and device allow it, else a copy; then its pages are given back."""
     stored = DTYPES[info.dtype]
     if info.start == info.stop:
         return torch.empty(info.shape, dtype=dtype or stored, device=device)
     raw = torch.frombuffer(mapping, dtype=torch.uint8, count=info.stop - info.start, offset=info.start)
     aligned = raw.clone() if info.start % stored.itemsize else raw
-    placed = aligned.view(stored).view(info.shape).to(device=device, dtype=dtype or stored)
-    if placed.data_ptr() != raw.data_ptr() and hasattr(mmap, "MADV_DONTNEED"):
+    tensor = aligned.view(stored).view(info.shape).to(device=device, dtype=dtype or stored)
+    if tensor.data_ptr() != raw.data_ptr() and hasattr(mmap, "MADV_DONTNEED"):
         start = info.start - info.start % mmap.PAGESIZE
         mapping.madvise(mmap.MADV_DONTNEED, start, info.stop - start)
-    return placed
+    return tensor
 
 
 def _samples(start: int, stop: int) -> list[tuple[int, int]]:

@@ -1,7 +1,8 @@
-"""The header of a safetensors file, read from its raw bytes and believed in nothing.
+"""The header of a safetensors file, parsed from its raw bytes and checked in full.
 
 A file is eight bytes of header length, the header (a JSON object: name -> dtype, shape, data_offsets), and the data,
-which the tensors must tile exactly: no overlap, no hole, nothing left over. What passes here can be mapped blindly.
+which the tensors must tile exactly: no overlap, no hole, nothing left over. A file that passes can be mapped
+without further checks.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class TensorInfo:
 
 
 class Damaged(ModelError):
-    """A file that is not what it should be, and `what` is wrong with it."""
+    """A damaged file; `what` is wrong with it."""
 
     def __init__(self, path: Path, what: str) -> None:
         super().__init__(f"{path}: {what}; the file is damaged or incomplete: download it again")
@@ -47,34 +48,33 @@ class Damaged(ModelError):
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Every tensor of the file, in its header's order. Reads the header alone. ModelError where anything is amiss."""
+    """Every tensor of the file, in its header's order. Reads the header alone. Raises ModelError if it is wrong."""
     return read_all(path)[0]
 
 
 def read_all(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """The tensors of the file and what its header says besides; as `read_header`."""
+    """The tensors of the file and the metadata of its header; otherwise as `read_header`."""
     raw, file_size = _header_bytes(path)
     entries = parse_object(raw, path)
-    said = entries.pop("__metadata__", {})
-    if not isinstance(said, dict) or not all(isinstance(value, str) for value in said.values()):
-        raise damaged(path, "__metadata__ is not an object of strings")
-    metadata: dict[str, str] = said
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise Damaged(path, "__metadata__ is not an object of strings")
     data_start = 8 + len(raw)
     tensors = {name: _tensor(path, name, entry, data_start) for name, entry in entries.items()}
-    reached = data_start
+    end = data_start
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
-        if info.start != reached:
-            fault = "overlaps the one before it" if info.start < reached else "leaves a hole before it"
-            raise damaged(path, f"tensor {shown(name)} {fault}")
-        reached = info.stop
-    if reached != file_size:
-        fault = "is cut short" if reached > file_size else "has bytes that belong to no tensor"
-        raise damaged(path, f"the file {fault}: {file_size} bytes, expected {reached}")
+        if info.start != end:
+            fault = "overlaps the one before it" if info.start < end else "leaves a hole before it"
+            raise Damaged(path, f"tensor {shown(name)} {fault}")
+        end = info.stop
+    if end != file_size:
+        fault = "is cut short" if end > file_size else "has bytes that belong to no tensor"
+        raise Damaged(path, f"the file {fault}: {file_size} bytes, expected {end}")
     return tensors, metadata
 
 
 def parse_object(raw: bytes, path: Path) -> dict[str, object]:
-    """The JSON object in `raw`, in which no name may appear twice."""
+    """The JSON object in `raw`. Raises ModelError for anything else, and for a name that appears twice."""
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)
@@ -85,14 +85,14 @@ def parse_object(raw: bytes, path: Path) -> dict[str, object]:
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise damaged(path, f"no valid JSON: {error}") from None
+        raise Damaged(path, f"not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise damaged(path, f"a JSON {type(value).__name__} where an object is expected")
+        raise Damaged(path, f"a JSON {type(value).__name__} where an object is expected")
     return value
 
 
 def read_bytes(path: Path, count: int, offset: int = 0) -> bytes:
-    """Up to `count` bytes of the file; ModelError where the system refuses."""
+    """Up to `count` bytes of the file. Raises ModelError if it cannot be read."""
     try:
         with path.open("rb", buffering=0) as file:
             file.seek(offset)
@@ -101,13 +101,8 @@ def read_bytes(path: Path, count: int, offset: int = 0) -> bytes:
         raise _unreadable(path, error) from None
 
 
-def damaged(path: Path, what: str) -> Damaged:
-    """The error for a file that is not what it should be."""
-    return Damaged(path, what)
-
-
 def shown(value: object) -> str:
-    """A value of the file as a message shows it: on one line, and not without end."""
+    """A value of the file as messages show it: on one line, shortened."""
     short = reprlib.Repr()
     short.maxstring = 120
     return short.repr(value)
@@ -120,7 +115,7 @@ def _unreadable(path: Path, error: OSError) -> ModelError:
 def _header_bytes(path: Path) -> tuple[bytes, int]:
     """The header's JSON and the size of the file."""
     if os.path.exists(path) and not os.path.isfile(path):
-        raise damaged(path, "not a regular file")
+        raise Damaged(path, "not a regular file")
     try:
         with path.open("rb", buffering=0) as file:
             file_size, prefix = os.fstat(file.fileno()).st_size, file.read(8)
@@ -128,32 +123,32 @@ def _header_bytes(path: Path) -> tuple[bytes, int]:
             if prefix == b"version ":
                 raise ModelError(f"{path} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`")
             if len(prefix) < 8 or length + 8 > file_size:
-                raise damaged(path, f"a header of {length} bytes does not fit in a file of {file_size}")
+                raise Damaged(path, f"a header of {length} bytes does not fit in a file of {file_size}")
             if length > LARGEST_HEADER:
-                raise damaged(path, f"a header of {length} bytes; expected at most {LARGEST_HEADER}")
+                raise Damaged(path, f"a header of {length} bytes; expected at most {LARGEST_HEADER}")
             raw = file.read(length)
     except OSError as error:
         raise _unreadable(path, error) from None
     if len(raw) != length or raw[:1] != b"{":
-        raise damaged(path, "the header does not begin with '{'")
+        raise Damaged(path, "the header does not begin with '{'")
     return raw, file_size
 
 
 def _tensor(path: Path, name: str, entry: object, data_start: int) -> TensorInfo:
-    where = f"tensor {shown(name)}"
+    label = f"tensor {shown(name)}"
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise damaged(path, f"{where} is not described by dtype, shape and data_offsets")
+        raise Damaged(path, f"{label} is not described by dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
-        raise damaged(path, f"{where} has the unknown dtype {shown(dtype)}")
+        raise Damaged(path, f"{label} has the unknown dtype {shown(dtype)}")
     if not _are_sizes(shape) or len(shape) > _MOST_DIMENSIONS:
-        raise damaged(path, f"{where} has the impossible shape {shown(shape)}")
+        raise Damaged(path, f"{label} has the impossible shape {shown(shape)}")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise damaged(path, f"{where} has the impossible data_offsets {shown(offsets)}")
+        raise Damaged(path, f"{label} has the impossible data_offsets {shown(offsets)}")
     start, stop = offsets
     expected = math.prod(shape) * ITEM_SIZES[dtype]
     if stop - start != expected:
-        raise damaged(path, f"{where} has {stop - start} bytes; its shape and dtype take {expected}")
+        raise Damaged(path, f"{label} has {stop - start} bytes; its shape and dtype take {expected}")
     return TensorInfo(path, dtype, tuple(shape), data_start + start, data_start + stop)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from itertools import pairwise
 
 import pytest
 import torch
@@ -12,77 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lce.attention.attention import Attention, merge
-from lce.errors import UsageError
-
-BACKENDS = ("torch", "reference")
-CPU = torch.device("cpu")
-HEADS = {"multi-head": (3, 3), "grouped-query": (8, 2), "one for all": (4, 1)}
-Part = tuple[Tensor, Tensor]
-
-
-def random(*shape: int, seed: int, scale: float = 2.0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
-
-
-def vectors(n_heads: int, n_kv_heads: int, n_queries: int, n_keys: int, dim: int = 16) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        random(n_heads, n_queries, dim, seed=1),
-        random(n_kv_heads, n_keys, dim, seed=2),
-        random(n_kv_heads, n_keys, dim, seed=3),
-    )
-
-
-def one_query(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, float]:
-    """`q [D]`, `k v [N, D]` to the output `[D]` and the log of the exponentials' sum; 0 and -inf without a key."""
-    if len(k) == 0:
-        return torch.zeros_like(q, dtype=torch.float64), -math.inf
-    scores = (k.double() @ q.double()) / math.sqrt(len(q))
-    largest = scores.max()
-    weights = (scores - largest).exp()
-    return (weights @ v.double()) / weights.sum(), float(largest + weights.sum().log())
-
-
-def dense_truth(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None) -> Part:
-    n_heads, n_queries, _ = q.shape
-    rep, past = n_heads // len(k), k.shape[1] - n_queries
-    out, lse = torch.zeros(q.shape, dtype=torch.float64), torch.zeros(n_heads, n_queries, dtype=torch.float64)
-    for head in range(n_heads):
-        for query in range(n_queries):
-            last = past + query + 1 if causal else k.shape[1]
-            first = 0 if window is None else max(0, last - window)
-            keys = slice(first, last)
-            out[head, query], lse[head, query] = one_query(q[head, query], k[head // rep, keys], v[head // rep, keys])
-    return out, lse
-
-
-def routed_truth(q: Tensor, chunk_ids: Tensor, chunks: Part) -> Part:
-    """Every choice's scores by its own copy of the query, one softmax over the keys of all choices."""
-    n_heads, n_queries = chunk_ids.shape[:2]
-    rep, dim = n_heads // len(chunks[0]), q.shape[-1]
-    out = torch.zeros(n_heads, n_queries, dim, dtype=torch.float64)
-    lse = torch.full((n_heads, n_queries), -math.inf, dtype=torch.float64)
-    for head in range(n_heads):
-        for query in range(n_queries):
-            scores, values = [], []
-            for choice, chunk in enumerate(chunk_ids[head, query].tolist()):
-                if chunk >= 0:
-                    placed = q[head, query, choice] if q.ndim == 4 else q[head, query]
-                    scores.append(chunks[0][head // rep, chunk].double() @ placed.double() / math.sqrt(dim))
-                    values.append(chunks[1][head // rep, chunk].double())
-            if scores:
-                row = torch.cat(scores)
-                out[head, query] = row.softmax(0) @ torch.cat(values)
-                lse[head, query] = row.logsumexp(0)
-    return out, lse
-
-
-def assert_same(part: Part, truth: Part, tolerance: float = 3e-5) -> None:
-    assert part[0].shape == truth[0].shape
-    assert part[1].shape == truth[1].shape
-    assert part[1].dtype == torch.float32
-    torch.testing.assert_close(part[0].cpu().double(), truth[0], rtol=0, atol=tolerance)
-    torch.testing.assert_close(part[1].cpu().double(), truth[1], rtol=0, atol=tolerance)
+from lce.attention import Attention, Tiles, Turn, rotate
+from tests.attention.truth import (
+    BACKENDS,
+    HEADS,
+    assert_same,
+    dense_truth,
+    random,
+    routed_truth,
+    routed_vectors,
+    turns_of,
+    vectors,
+)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -174,20 +114,43 @@ CHOICES = ("all different", "some none", "all none", "all the first", "nearly al
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("kind", CHOICES)
-@pytest.mark.parametrize("placed", [False, True], ids=["one query", "one copy a choice"])
+@pytest.mark.parametrize("per_slot", [False, True], ids=["one turn", "one turn a slot"])
 @pytest.mark.parametrize("n_queries", [3, 37])
-def test_routed(name: str, heads: tuple[int, int], kind: str, placed: bool, n_queries: int) -> None:
-    q, k, v = routed_vectors(*heads, n_queries, 3, 6, 5, placed)
-    chosen = choices(kind, heads[0], n_queries, 3, 6)
-    assert_same(Attention.choose(name).routed(q, chosen, [(None, k, v)]), routed_truth(q, chosen, (k, v)))
+def test_routed(name: str, heads: tuple[int, int], kind: str, per_slot: bool, n_queries: int) -> None:
+    q, k, v = routed_vectors(*heads, n_queries, 6, 5)
+    turns, chosen = turns_of(n_queries, 3 if per_slot else 1), choices(kind, heads[0], n_queries, 3, 6)
+    part = Attention.choose(name).routed(q, turns, chosen, [Tiles.of_chunks(k, v)])
+    assert_same(part, routed_truth(q, turns, chosen, (k, v)))
 
 
-def routed_vectors(
-    n_heads: int, n_kv_heads: int, n_queries: int, n_choices: int, n_chunks: int, size: int, placed: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    q = random(n_heads, n_queries, n_choices, 16, seed=1)
-    shape = (n_kv_heads, n_chunks, size, 16)
-    return (q if placed else q[:, :, 0]), random(*shape, seed=2), random(*shape, seed=3)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_routed_over_several_rounds(name: str) -> None:
+    """The chunks of a KV head in other places, in other orders, in three rounds, among tiles of nobody's."""
+    q, k, v = routed_vectors(8, 2, 37, 6, 5)
+    turns, chosen = turns_of(37, 3), choices("some none", 8, 37, 3, 6)
+    rounds = []
+    for some in ([4, 0], [5, 1, 2], [3]):
+        order = torch.randperm(12, generator=torch.Generator().manual_seed(some[0]))
+        tiles_k, tiles_v = torch.full((12, 5, 16), torch.nan), torch.full((12, 5, 16), torch.nan)
+        index = torch.full((2, 6), -1)
+        for n, (head, chunk) in enumerate((head, chunk) for head in range(2) for chunk in some):
+            index[head, chunk] = order[n]
+            tiles_k[order[n]], tiles_v[order[n]] = k[head, chunk], v[head, chunk]
+        rounds.append(Tiles(tiles_k, tiles_v, index))
+    part = Attention.choose(name).routed(q, turns, chosen, rounds)
+    assert_same(part, routed_truth(q, turns, chosen, (k, v)))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_many_queries_are_turned_as_they_are_gathered(name: str) -> None:
+    """More rows than are rotated at once give the same as a few."""
+    q, k, v = routed_vectors(8, 2, 2600, 6, 5)
+    turns, chosen = turns_of(2600, 4), choices("all different", 8, 2600, 4, 6)
+    attention = Attention.choose(name)
+    out, lse = attention.routed(q, turns, chosen, [Tiles.of_chunks(k, v)])
+    some = slice(1000, 1100)
+    part = attention.routed(q[:, some], turns.at(some), chosen[:, some], [Tiles.of_chunks(k, v)])
+    assert_same((out[:, some], lse[:, some]), (part[0].double(), part[1].double()), 1e-5)
 
 
 @given(data=st.data())
@@ -196,59 +159,25 @@ def test_routed_of_any_shape(data: st.DataObject) -> None:
     rep, n_kv_heads = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
     n_queries, n_choices = data.draw(st.integers(0, 9)), data.draw(st.integers(0, 4))
     n_chunks, size = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
-    q, k, v = routed_vectors(
-        rep * n_kv_heads, n_kv_heads, n_queries, n_choices, n_chunks, size, data.draw(st.booleans()) or not n_choices
-    )
+    q, k, v = routed_vectors(rep * n_kv_heads, n_kv_heads, n_queries, n_chunks, size)
+    turns = turns_of(n_queries, n_choices if data.draw(st.booleans()) else 1)
     shape = (rep * n_kv_heads, n_queries, n_choices)
     ids = st.integers(-1, n_chunks - 1)
     flat = data.draw(st.lists(ids, min_size=math.prod(shape), max_size=math.prod(shape)))
     chosen = torch.tensor(flat, dtype=torch.int64).view(shape)
-    part = Attention.choose(data.draw(st.sampled_from(BACKENDS))).routed(q, chosen, [(None, k, v)])
-    assert_same(part, routed_truth(q, chosen, (k, v)))
+    part = Attention.choose(data.draw(st.sampled_from(BACKENDS))).routed(q, turns, chosen, [Tiles.of_chunks(k, v)])
+    assert_same(part, routed_truth(q, turns, chosen, (k, v)))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_unchosen_chunks_are_not_even_looked_at(name: str) -> None:
     """What a cache holds beyond its tokens may be anything."""
-    q, k, v = routed_vectors(4, 2, 9, 2, 6, 5, False)
-    chosen = choices("all different", 4, 9, 2, 5)
-    part = Attention.choose(name).routed(q, chosen, [(None, k, v)])
+    q, k, v = routed_vectors(4, 2, 9, 6, 5)
+    turns, chosen = turns_of(9, 2), choices("all different", 4, 9, 2, 5)
+    part = Attention.choose(name).routed(q, turns, chosen, [Tiles.of_chunks(k, v)])
     k[:, 5], v[:, 5] = torch.nan, torch.inf
-    assert_same(Attention.choose(name).routed(q, chosen, [(None, k, v)]), (part[0].double(), part[1].double()))
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-@given(data=st.data())
-@settings(max_examples=40, deadline=None)
-def test_merged_parts_are_one_softmax(name: str, data: st.DataObject) -> None:
-    attention = Attention.choose(name)
-    q, k, v = vectors(4, 2, 3, data.draw(st.integers(1, 30)))
-    cuts = sorted(data.draw(st.lists(st.integers(0, k.shape[1]), max_size=4)))
-    bounds = [0, *cuts, k.shape[1]]
-    parts = [attention.dense(q, k[:, low:high], v[:, low:high], causal=False) for low, high in pairwise(bounds)]
-    torch.testing.assert_close(merge(parts), attention.dense(q, k, v, causal=False)[0], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_a_routed_and_a_causal_part_merge_to_full_attention(name: str) -> None:
-    """Three whole chunks chosen by all, and the block's own keys: causal attention over 24 tokens."""
-    attention = Attention.choose(name)
-    q, k, v = vectors(4, 2, 6, 24)
-    chunks = (k[:, :18].unflatten(1, (3, 6)), v[:, :18].unflatten(1, (3, 6)))
-    chosen = torch.arange(3).expand(4, 6, 3)
-    parts = [attention.routed(q, chosen, [(None, *chunks)]), attention.dense(q, k[:, 18:], v[:, 18:], causal=True)]
-    torch.testing.assert_close(merge(parts).double(), dense_truth(q, k, v, causal=True)[0], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_a_part_that_saw_nothing_adds_nothing(name: str) -> None:
-    attention = Attention.choose(name)
-    q, k, v = vectors(4, 2, 6, 24)
-    seen, nothing = attention.dense(q, k, v, causal=True), attention.dense(q, k[:, :0], v[:, :0], causal=False)
-    chunks = (k.unflatten(1, (4, 6)), v.unflatten(1, (4, 6)))
-    unrouted = attention.routed(q, torch.full((4, 6, 3), -1), [(None, *chunks)])
-    torch.testing.assert_close(merge([nothing, seen, unrouted]), seen[0])
-    assert torch.equal(merge([nothing, unrouted]), torch.zeros(4, 6, 16))
+    again = Attention.choose(name).routed(q, turns, chosen, [Tiles.of_chunks(k, v)])
+    assert_same(again, (part[0].double(), part[1].double()))
 
 
 HALF = {torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of outputs up to 6, so about one unit in the last place
@@ -263,29 +192,14 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
         out, lse = attention.dense(q, k, v, causal, window)
         assert out.dtype == dtype
         assert_same((out, lse), dense_truth(q, k, v, causal, window), HALF[dtype])
-    q, k, v = (x.to(dtype) for x in routed_vectors(8, 2, 20, 3, 6, 5, True))
-    chosen = choices("some none", 8, 20, 3, 6)
-    out, lse = attention.routed(q, chosen, [(None, k, v)])
+    q, k, v = (x.to(dtype) for x in routed_vectors(8, 2, 20, 6, 5))
+    turns, chosen = turns_of(20, 3, dtype), choices("some none", 8, 20, 3, 6)
+    out, lse = attention.routed(q, turns, chosen, [Tiles.of_chunks(k, v)])
     assert out.dtype == dtype
-    assert_same((out, lse), routed_truth(q, chosen, (k, v)), 2 * HALF[dtype])
-
-
-def test_auto_needs_nothing() -> None:
-    assert Attention.choose().backend.name in ("torch", "flash")
-    assert Attention.choose("reference").backend.name == "reference"
-
-
-def test_an_unknown_backend_is_refused_with_the_nearest() -> None:
-    with pytest.raises(
-        UsageError, match=r"'refrence'; did you mean 'reference'\? valid: auto, flash, reference, torch"
-    ):
-        Attention.choose("refrence")
-
-
-@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
-def test_flash_says_how_to_install_it() -> None:
-    with pytest.raises(UsageError, match=r"flash-attn package: pip install 'lce\[flash\]'"):
-        Attention.choose("flash")
+    placed = torch.stack([rotate(q, turns.at(slice(None), slot)) for slot in range(3)], dim=2)
+    rotated = rotate(q[:, :, None], turns)
+    assert torch.equal(placed, rotated)
+    assert_same((out, lse), routed_truth(q, turns, chosen, (k, v)), 2 * HALF[dtype])
 
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -320,13 +234,14 @@ def test_dense_on_cuda(
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("kind", CHOICES)
-@pytest.mark.parametrize("placed", [False, True], ids=["one query", "one copy a choice"])
+@pytest.mark.parametrize("per_slot", [False, True], ids=["one turn", "one turn a slot"])
 @pytest.mark.parametrize("n_queries", [3, 37])
 def test_routed_on_cuda(
-    name: str, dtype: torch.dtype, heads: tuple[int, int], kind: str, placed: bool, n_queries: int
+    name: str, dtype: torch.dtype, heads: tuple[int, int], kind: str, per_slot: bool, n_queries: int
 ) -> None:
-    q, k, v = (x.to(dtype) for x in routed_vectors(*heads, n_queries, 3, 6, 5, placed))
-    chosen = choices(kind, heads[0], n_queries, 3, 6)
-    truth = routed_truth(q, chosen, (k, v))
-    part = Attention.choose(name).routed(q.cuda(), chosen.cuda(), [(None, k.cuda(), v.cuda())])
+    q, k, v = (x.to(dtype) for x in routed_vectors(*heads, n_queries, 6, 5))
+    turns, chosen = turns_of(n_queries, 3 if per_slot else 1, dtype), choices(kind, heads[0], n_queries, 3, 6)
+    truth = routed_truth(q, turns, chosen, (k, v))
+    on_gpu = Turn(turns.cos.cuda(), turns.sin.cuda())
+    part = Attention.choose(name).routed(q.cuda(), on_gpu, chosen.cuda(), [Tiles.of_chunks(k.cuda(), v.cuda())])
     assert_same(part, truth, 2 * HALF.get(dtype, 1e-4))

@@ -1,6 +1,13 @@
-"""The KV cache: what is written is kept once it is committed, in place, and copies are their own."""
+"""The KV cache: what is written is kept once it is committed, wherever it is, and copies are their own."""
 
 from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -8,12 +15,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lce.cache.kv import KVCache
-from lce.cache.layer import LayerCache
-from lce.cache.tiering import CacheShape
+from lce.attention import Tiles
+from lce.cache.context_file import Draft, restored, write_rows
+from lce.cache.kv import KVBuffer, KVCache, LayerCache, Opened, Tiered, Whole
+from lce.cache.layout import Budgets, CacheLayout, Reach
+from lce.cache.method_state import MethodState, Staged, Summaries, TokenRows
+from lce.errors import CapacityError
+from tests.late import disks_of
 
 CPU = torch.device("cpu")
-SHAPE = CacheShape(n_layers=3, n_kv_heads=2, head_dim=4, chunk_size=8, dtype=torch.float32, device=CPU)
+
+
+def states(layout: CacheLayout) -> Mapping[str, MethodState]:
+    return {"pending": Staged(lambda n_tokens, block: 8), "summaries": Summaries(32, layout.chunk_size)}
+
+
+LAYOUT = CacheLayout(3, 4, 2, 4, torch.float32, CPU, Reach(8))
+WITH_STATE = replace(LAYOUT, make_state=states)
+SMALL = replace(LAYOUT, reach=Reach(8, sinks=3, local=9), block=10)  # tiered by `tight`, whose buffers have 32 tokens
+
+
+def tight(folder: Path, layout: CacheLayout = SMALL, chunks: int = 2) -> CacheLayout:
+    """The layout with the least budget, and `chunks` chunks more, over a spill file."""
+    more = chunks * layout.chunk_size * layout.token_bytes
+    return replace(layout, budgets=Budgets(host=layout.least_budget + more, spill_dir=folder))
 
 
 def rows(n: int, seed: int = 0) -> Tensor:
@@ -35,11 +60,15 @@ def held(layer: LayerCache, kind: str) -> Tensor:
 
 
 def where(cache: KVCache) -> list[int]:
-    return [buffer.data_ptr() for layer in cache.layers for buffer in (layer.k_buffer, layer.v_buffer)]
+    return [buffer.data_ptr() for layer in cache.layers for buffer in (layer.buffer.k, layer.buffer.v)]
 
 
-def test_what_is_appended_stands_in_order() -> None:
-    cache = KVCache(SHAPE)
+def staged(layer: LayerCache) -> Staged:
+    return layer.kept(Staged, "pending")
+
+
+def test_what_is_appended_is_in_order() -> None:
+    cache = KVCache.empty(LAYOUT)
     for seed, n in enumerate((5, 1, 17)):
         append(cache, n, seed * 10)
     assert cache.length == 23
@@ -50,7 +79,7 @@ def test_what_is_appended_stands_in_order() -> None:
 
 
 def test_the_block_under_way_is_seen_before_it_is_committed() -> None:
-    cache = KVCache(SHAPE)
+    cache = KVCache.empty(LAYOUT)
     append(cache, 5)
     write(cache, 3, 10)
     layer = cache.layers[1]
@@ -61,49 +90,55 @@ def test_the_block_under_way_is_seen_before_it_is_committed() -> None:
 
 
 def test_a_discarded_block_leaves_nothing() -> None:
-    cache = KVCache(SHAPE)
+    cache = KVCache.empty(WITH_STATE)
     append(cache, 13)
-    cache.layers[0].stage("kept", torch.ones(1))
+    staged(cache.layers[0]).stage(torch.ones(1))
     cache.commit()
     for layer in cache.layers[:2]:  # an interrupted pass reached two layers of three
         layer.write(rows(20, 50), rows(20, 51))
-        layer.stage("kept", torch.zeros(1))
-        layer.stage("new", torch.zeros(1))
+        staged(layer).stage(torch.zeros(1))
     cache.discard()
     for layer in cache.layers:
         assert layer.length == layer.stop == 13
         assert torch.equal(held(layer, "k"), rows(13, layer.index))
-        assert layer.chunks.length.tolist() == [8, 5]
     cache.commit()
     assert cache.length == 13
-    assert list(cache.layers[0].state) == ["kept"]
-    assert cache.layers[0].state["kept"] == 1
+    assert staged(cache.layers[0]).value == 1
+    assert staged(cache.layers[1]).value is None
     append(cache, 4, 70)
     assert torch.equal(held(cache.layers[2], "k"), torch.cat((rows(13, 2), rows(4, 72)), dim=1))
 
 
-def test_staged_state_takes_effect_with_the_commit() -> None:
-    layer = KVCache(SHAPE).layers[0]
+def test_what_is_staged_takes_effect_with_the_commit() -> None:
+    layer = KVCache.empty(WITH_STATE).layers[0]
     layer.write(rows(3), rows(3))
-    layer.stage("pending", torch.tensor(1))
-    assert layer.state == {}
+    staged(layer).stage(torch.tensor(1))
+    assert staged(layer).value is None
     layer.commit()
-    assert layer.state == {"pending": torch.tensor(1)}
+    assert staged(layer).value == torch.tensor(1)
 
 
-def test_appending_to_reserved_room_moves_nothing() -> None:
-    cache = KVCache(SHAPE, capacity=100)
+def test_a_state_is_found_by_its_name_and_kind() -> None:
+    layer = KVCache.empty(WITH_STATE).layers[2]
+    assert layer.kept(Summaries, "summaries") is layer.state["summaries"]
+    with pytest.raises(AssertionError, match="pending is a Staged"):
+        layer.kept(TokenRows, "pending")
+    assert KVCache.empty(LAYOUT).layers[0].state == {}
+
+
+def test_appending_to_reserved_space_moves_nothing() -> None:
+    cache = KVCache.empty(LAYOUT, capacity=100)
     before = where(cache)
     for _ in range(100):
         append(cache, 1)
     assert where(cache) == before
-    append(cache, 5)  # the room is in whole chunks: 104
+    append(cache, 5)  # the space is in whole chunks: 104
     assert where(cache) != before
     assert cache.length == 105
 
 
 def test_reserving_keeps_what_is_there() -> None:
-    cache = KVCache(SHAPE)
+    cache = KVCache.empty(LAYOUT)
     append(cache, 13)
     cache.reserve(1000)
     before = where(cache)
@@ -115,14 +150,14 @@ def test_reserving_keeps_what_is_there() -> None:
 
 
 def test_growth_is_seldom_and_not_excessive() -> None:
-    """A token at a time to 2,000: a dozen moves or so, and never more than half as much room again, in whole chunks."""
-    cache = KVCache(SHAPE)
+    """A token at a time to 2,000: a dozen moves or so, and at most half as much space again, in whole chunks."""
+    cache = KVCache.empty(LAYOUT)
     moves, before = 0, where(cache)
     for n in range(1, 2001):
         append(cache, 1)
         moves += where(cache) != before
         before = where(cache)
-        assert cache.layers[0].k_buffer.shape[1] <= max(8, n * 3 // 2 + 8)
+        assert cache.layers[0].buffer.capacity <= max(8, n * 3 // 2 + 8)
     assert moves <= 16
 
 
@@ -133,8 +168,8 @@ def test_growth_is_seldom_and_not_excessive() -> None:
 )
 @settings(max_examples=60, deadline=None)
 def test_any_blocks_kept_or_discarded(blocks: list[tuple[int, bool]], capacity: int, size: int) -> None:
-    shape = CacheShape(n_layers=1, n_kv_heads=2, head_dim=4, chunk_size=size, dtype=torch.float32, device=CPU)
-    cache, kept = KVCache(shape, capacity), [rows(0)]
+    layout = CacheLayout(1, 2, 2, 4, torch.float32, CPU, Reach(size))
+    cache, kept = KVCache.empty(layout, capacity), [rows(0)]
     layer = cache.layers[0]
     for seed, (n, keep) in enumerate(blocks):
         write(cache, n, seed)
@@ -146,72 +181,364 @@ def test_any_blocks_kept_or_discarded(blocks: list[tuple[int, bool]], capacity: 
             cache.discard()
         assert torch.equal(held(layer, "k"), torch.cat(kept, dim=1))
         assert torch.equal(held(layer, "v"), -torch.cat(kept, dim=1))
-        assert int(layer.chunks.length.sum()) == layer.length
 
 
 def test_spans_are_views() -> None:
-    cache = KVCache(SHAPE)
+    cache = KVCache.empty(LAYOUT)
     append(cache, 20)
     layer = cache.layers[0]
     k, v = layer.span(8, 20)
-    assert k.data_ptr() == layer.k_buffer[:, 8:].data_ptr()
+    assert k.data_ptr() == layer.buffer.k[:, 8:].data_ptr()
     assert torch.equal(k, rows(20)[:, 8:])
     assert torch.equal(v, -rows(20)[:, 8:])
 
 
 @pytest.mark.parametrize("n", [0, 5, 8, 20])
 def test_a_copy_is_its_own(n: int) -> None:
-    cache = KVCache(SHAPE, capacity=64)
+    cache = KVCache.empty(WITH_STATE, capacity=64)
     if n:
         append(cache, n)
-    cache.layers[0].stage("pending", torch.ones(2))
+    staged(cache.layers[0]).stage(torch.ones(2))
+    cache.layers[0].kept(Summaries, "summaries").write(torch.ones(2, n // 8, 4), 0)
     cache.commit()
     copy = cache.copy()
     assert copy.length == n
     assert not set(where(copy)) & set(where(cache)) or n == 0
     append(cache, 4, 20)
     append(copy, 6, 40)
-    cache.layers[0].state["pending"].zero_()
+    staged(cache.layers[0]).stage(torch.zeros(2))
+    cache.layers[0].kept(Summaries, "summaries").write(torch.zeros(2, n // 8, 4), 0)
+    cache.commit()
     for ours, theirs in zip(cache.layers, copy.layers, strict=True):
         assert torch.equal(held(ours, "k"), torch.cat((rows(n, ours.index), rows(4, 20 + ours.index)), dim=1))
         assert torch.equal(held(theirs, "k"), torch.cat((rows(n, ours.index), rows(6, 40 + ours.index)), dim=1))
-        assert ours.chunks.length.sum() == n + 4
-        assert theirs.chunks.length.sum() == n + 6
-    assert copy.layers[0].state["pending"].tolist() == [1, 1]
+    value = staged(copy.layers[0]).value
+    assert value is not None
+    assert value.tolist() == [1, 1]
+    assert torch.equal(copy.layers[0].kept(Summaries, "summaries").span(0, n // 8), torch.ones(2, n // 8, 4))
 
 
 def test_a_copy_takes_only_what_is_committed() -> None:
-    cache = KVCache(SHAPE, capacity=1000)
+    cache = KVCache.empty(LAYOUT, capacity=1000)
     append(cache, 20)
+    write(cache, 30, 50)
     copy = cache.copy()
-    assert copy.layers[0].k_buffer.shape[1] == 24
+    assert (copy.length, copy.layers[0].stop) == (20, 20)
+    assert copy.layers[0].buffer.capacity == 24
     assert copy.bytes_by_tier["device"] < cache.bytes_by_tier["device"] / 20
 
 
 def test_bytes_are_counted() -> None:
-    assert SHAPE.token_bytes == 2 * 3 * 2 * 4 * 4
-    cache = KVCache(SHAPE, capacity=64)
+    assert LAYOUT.token_bytes == 2 * 3 * 2 * 4 * 4
+    cache = KVCache.empty(WITH_STATE, capacity=64)
     held = cache.bytes_by_tier
-    assert held == {"device": 64 * SHAPE.token_bytes, "host": 0, "disk": 0}
+    assert held == {"device": 64 * LAYOUT.token_bytes, "host": 0, "disk": 0}
     append(cache, 20)
-    with_rows = cache.bytes_by_tier["device"]
-    assert held["device"] < with_rows < held["device"] + 3 * 16 * 64
-    cache.layers[0].stage("pending", torch.zeros(10))
-    cache.layers[1].chunks.add_summaries(torch.zeros(4, 2, 4))
+    assert cache.bytes_by_tier == held
+    staged(cache.layers[0]).stage(torch.zeros(10))
+    cache.layers[1].kept(Summaries, "summaries").write(torch.zeros(4, 2, 4), 0)
     cache.commit()
-    assert cache.bytes_by_tier["device"] == with_rows + 40 + 4 * 16 * 4 * 4
+    assert cache.bytes_by_tier["device"] == held["device"] + 40 + 4 * 16 * 4 * 4
+    assert (cache.bytes_reserved, cache.traffic) == (0, {})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_keys_are_held_in_the_dtype_of_the_cache(dtype: torch.dtype) -> None:
-    shape = CacheShape(n_layers=1, n_kv_heads=2, head_dim=4, chunk_size=8, dtype=dtype, device=CPU)
-    cache = KVCache(shape)
+    cache = KVCache.empty(CacheLayout(1, 2, 2, 4, dtype, CPU, Reach(8)))
     append(cache, 20)
     assert held(cache.layers[0], "k").dtype == held(cache.copy().layers[0], "v").dtype == dtype
     assert torch.equal(held(cache.layers[0], "k"), rows(20).to(dtype))
 
 
 def test_layers_are_numbered() -> None:
-    layers: list[LayerCache] = KVCache(SHAPE).layers
+    layers: list[LayerCache] = KVCache.empty(LAYOUT).layers
     assert [layer.index for layer in layers] == [0, 1, 2]
-    assert KVCache(SHAPE).length == 0
+    assert KVCache.empty(LAYOUT).length == 0
+
+
+def test_what_a_method_keeps_is_named_by_layer_state_and_part() -> None:
+    cache = KVCache.empty(WITH_STATE)
+    append(cache, 20)
+    assert cache.tensors() == {}
+    staged(cache.layers[2]).stage(torch.ones(3))
+    cache.layers[0].kept(Summaries, "summaries").write(rows(7), 0)
+    cache.commit()
+    tensors = cache.tensors()
+    assert sorted(tensors) == [
+        f"layers/{name}/{part}" for name in ("0/summaries", "2/pending") for part in ("number", "tensor")
+    ]
+    assert torch.equal(tensors["layers/0/summaries/tensor"], rows(7)[:, :2])  # 20 tokens are two complete chunks
+
+
+def test_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = KVCache.empty(LAYOUT)
+    append(cache, 13)
+
+    def refuse(*_: object, **__: object) -> Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", refuse)
+        with pytest.raises(
+            CapacityError,
+            match=r"^no memory for 1000 tokens in the cache: 32000 bytes a layer for each of keys and values; ask for "
+            r"fewer tokens, or give --kv-host-budget and --spill-dir\Z",
+        ):
+            cache.reserve(1000)
+        with pytest.raises(CapacityError):
+            write(cache, 10)
+    cache.discard()
+    append(cache, 4, 70)
+    assert torch.equal(held(cache.layers[1], "k"), torch.cat((rows(13, 1), rows(4, 71)), dim=1))
+
+
+# Tiles
+
+
+def tile_of(tiles: Tiles, head: int, chunk: int) -> tuple[Tensor, Tensor]:
+    tile = int(tiles.index[head, chunk])
+    return tiles.k[tile], tiles.v[tile]
+
+
+@given(size=st.integers(1, 6), first=st.integers(0, 5), n_chunks=st.integers(0, 5), open_tokens=st.integers(0, 5))
+@settings(max_examples=40, deadline=None)
+def test_a_buffers_tiles_are_its_chunks(size: int, first: int, n_chunks: int, open_tokens: int) -> None:
+    """In place, without a copy; chunks before the buffer are none of its tiles."""
+    layout = replace(LAYOUT, reach=Reach(size))
+    n = (first + n_chunks) * size + min(open_tokens, size - 1)
+    buffer, k = KVBuffer(layout, n - first * size, first * size), rows(n)
+    for x, value in zip(buffer.span(first * size, n), (k, -k), strict=True):
+        x.copy_(value[:, first * size :])
+    tiles = buffer.tiles(first + n_chunks)
+    assert tiles.k.untyped_storage().data_ptr() == buffer.k.untyped_storage().data_ptr()
+    assert tiles.k.shape == tiles.v.shape == (2 * buffer.capacity // size, size, 4)
+    assert (tiles.index[:, :first] == -1).all()
+    for head in range(2):
+        for chunk in range(first, first + n_chunks):
+            found = tile_of(tiles, head, chunk)
+            assert torch.equal(found[0], k[head, chunk * size : (chunk + 1) * size])
+            assert torch.equal(found[1], -found[0])
+
+
+def check_tiles(layer: LayerCache, chosen: Tensor, k: Tensor) -> int:
+    """Every choice `[H, T, K]` is in exactly one round, with the numbers of `k [G, N, D]`; how many rounds."""
+    size, n_rounds, seen = layer.layout.chunk_size, 0, torch.zeros(chosen.shape, dtype=torch.int64)
+    heads = torch.arange(len(chosen))[:, None, None] // (len(chosen) // len(k))
+    expected = k[:, : layer.stop // size * size].unflatten(1, (-1, size))[heads, chosen.clamp(min=0)]
+    for tiles in layer.tiles(chosen):
+        assert tiles.index.shape == (len(k), layer.stop // size) or not layer.buffer.first
+        number = tiles.chosen(chosen).view(chosen.shape)
+        here = number >= 0
+        assert torch.equal(tiles.k[number[here]], expected[here])
+        assert torch.equal(tiles.v[number[here]], -expected[here])
+        seen, n_rounds = seen + here, n_rounds + 1
+    assert torch.equal(seen, (chosen >= 0).long())
+    return n_rounds
+
+
+@given(data=st.data(), apart=st.booleans(), tiered=st.booleans(), chunks=st.integers(0, 5))
+@settings(max_examples=40, deadline=None)
+def test_tiles_are_the_chunks_they_stand_for(data: st.DataObject, apart: bool, tiered: bool, chunks: int) -> None:
+    """In the buffer, in slots, or both; for 4 query heads over 2, of which some choose nothing."""
+    with TemporaryDirectory() as folder:
+        layout = replace(SMALL, reach=Reach(8, 3, 9, apart))
+        layout = tight(Path(folder), layout, chunks) if tiered else layout
+        n, cache = data.draw(st.integers(8, 120)), KVCache.empty(layout)
+        k = rows(n)
+        for start in range(0, n, 10):
+            cache.reserve(min(start + 10, n))
+            for layer in cache.layers:
+                layer.write(k[:, start : start + 10], -k[:, start : start + 10])
+            if start + 10 < n:  # the last block is under way
+                cache.commit()
+        for layer in cache.layers:
+            shape = (4, data.draw(st.integers(1, 3)), data.draw(st.integers(1, 6)))
+            numbers = st.lists(
+                st.integers(-1, n // 8 - 1),
+                min_size=shape[0] * shape[1] * shape[2],
+                max_size=shape[0] * shape[1] * shape[2],
+            )
+            check_tiles(layer, torch.tensor(data.draw(numbers)).view(shape), k)
+
+
+def test_rounds_come_only_where_they_are_needed(tmp_path: Path) -> None:
+    """One in place while everything is in the buffer; beyond that the buffer's and the slots', as they were asked."""
+    k = rows(120)
+    whole, cache = KVCache.empty(SMALL), KVCache.empty(tight(tmp_path))
+    for each in (whole, cache):
+        for start in range(0, 120, 10):
+            each.reserve(start + 10)
+            for layer in each.layers:
+                layer.write(k[:, start : start + 10], -k[:, start : start + 10])
+            each.commit()
+    every = torch.arange(15).expand(4, 2, -1)
+    assert check_tiles(whole.layers[1], every, k) == 1
+    layer = cache.layers[1]
+    n_old = layer.buffer.first // 8
+    assert 0 < n_old < 15
+    assert check_tiles(layer, torch.full((4, 2, 3), -1), k) == 1
+    assert check_tiles(layer, torch.full((4, 2, 3), n_old), k) == 1
+    assert check_tiles(layer, torch.tensor([[[-1, 2, 3]]]).expand(4, -1, -1), k) == 1
+    assert check_tiles(layer, torch.tensor([[[2, -1, 14]]]).expand(4, -1, -1), k) == 2
+    assert check_tiles(layer, every, k) > 2
+
+
+# Residency
+
+
+def filled(cache: KVCache, n: int, start: int = 0) -> None:
+    """Append `text(n)` from `start` on in blocks of 10, as an engine does."""
+    k = text(n)
+    for at in range(start, n, 10):
+        cache.reserve(min(at + 10, n))
+        for layer in cache.layers:
+            layer.write(k[layer.index][:, at : at + 10], -k[layer.index][:, at : at + 10])
+        cache.commit()
+
+
+def text(n: int) -> Tensor:
+    """Keys `[layers, G, n, D]`, of which a longer text has the same first ones."""
+    return torch.randn(3, 400, 2, 4, generator=torch.Generator().manual_seed(7))[:, :n].transpose(1, 2)
+
+
+def has(cache: KVCache, n: int) -> bool:
+    """Whether the cache has `text(n)`, however it is asked for it."""
+    k, index = text(n), torch.arange(0, n, 3)
+    return cache.length == n and all(
+        torch.equal(layer.span(start, n)[0], k[layer.index][:, start:])
+        and torch.equal(layer.span(start, n)[1], -k[layer.index][:, start:])
+        and torch.equal(layer.tokens(index)[1], -k[layer.index][:, index])
+        for layer in cache.layers
+        for start in (0, n // 3, max(0, n - 5))
+    )
+
+
+def test_a_cache_that_outgrows_its_budget_becomes_tiered(tmp_path: Path) -> None:
+    layout = tight(tmp_path)
+    cache = KVCache.empty(layout)
+    filled(cache, layout.resident_tokens)
+    assert all(layer.residency == cache.residency == Whole() for layer in cache.layers)
+    copy = cache.copy()
+    filled(cache, 120, layout.resident_tokens)
+    assert isinstance(cache.residency, Tiered)
+    assert all(layer.residency is cache.residency for layer in cache.layers)
+    assert all(layer.buffer.capacity == layout.recent_tokens for layer in cache.layers)
+    assert all(120 - layer.buffer.first >= layout.reach.local for layer in cache.layers)
+    assert has(cache, 120)
+    assert list(cache.traffic) == ["device", "disk"]
+    assert (copy.residency, cache.in_file) == (Whole(), 0)
+    assert has(copy, layout.resident_tokens)
+    with pytest.raises(AssertionError, match="everything is in the buffer"):
+        _ = copy.layers[0].tiers
+
+
+def test_a_tiered_cache_and_its_copy_go_their_own_ways(tmp_path: Path) -> None:
+    cache = KVCache.empty(tight(tmp_path))
+    filled(cache, 100)
+    copy = cache.copy()
+    assert isinstance(copy.residency, Tiered)
+    assert copy.residency != cache.residency
+    assert all(layer.residency is copy.residency for layer in copy.layers)
+    append(cache, 9, 50)
+    filled(copy, 150, 100)
+    for layer in cache.layers:
+        assert torch.equal(layer.span(96, 109)[0][:, 4:], rows(9, 50 + layer.index))
+        assert torch.equal(layer.span(0, 100)[0], text(100)[layer.index])
+    assert has(copy, 150)
+
+
+def test_a_refused_move_to_the_tiers_may_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each write that the disk refuses, and those after it: nothing is lost, and the budget is kept to then."""
+    layout = replace(tight(tmp_path, chunks=0), block=10)
+    original, k, refused = os.pwrite, 0, True
+    while refused:
+        cache = KVCache.empty(layout)
+        filled(cache, 40)
+        assert cache.residency == Whole()
+        refused, left = False, k
+
+        def disk(*args: object) -> int:
+            nonlocal left, refused
+            left -= 1
+            if left < 0:
+                refused = True
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return original(*args)  # type: ignore[arg-type]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", disk)
+            try:
+                cache.reserve(120)
+            except CapacityError:
+                assert refused
+        assert has(cache, 40)
+        assert has(cache.copy(), 40)
+        filled(cache, 120, 40)
+        assert has(cache, 120)
+        assert isinstance(cache.residency, Tiered)
+        held = sum(layer.buffer.n_bytes for layer in cache.layers) + cache.residency.tiers.top.n_bytes
+        assert held <= (layout.budget or 0)
+        k += 1
+    assert k > 1
+
+
+def opened(folder: Path, layout: CacheLayout, n: int) -> KVCache:
+    """A context of `text(n)`, saved and opened with another layout."""
+    cache = KVCache.empty(SMALL)
+    filled(cache, n)
+    draft = Draft.create(folder / "draft", SMALL.file(n))
+    write_rows(cache, draft.rows)
+    return restored(layout, draft.rows, n, {}, own=False)
+
+
+def test_an_opened_cache_keeps_in_its_buffers_what_comes(tmp_path: Path) -> None:
+    cache = opened(tmp_path, SMALL, 100)
+    assert isinstance(cache.residency, Opened)
+    assert cache.in_file == cache.layers[0].buffer.first == 88
+    assert has(cache, 100)
+    filled(cache, 300, 100)
+    copy = cache.copy()
+    assert isinstance(copy.residency, Opened)
+    assert cache.in_file == copy.in_file == 88
+    filled(copy, 320, 300)
+    assert has(cache, 300)
+    assert has(copy, 320)
+
+
+def test_an_opened_cache_grows_at_the_cost_of_its_pool(tmp_path: Path) -> None:
+    """Within the budget, and is refused beyond it with nothing lost; what it counted stays counted."""
+    budget = SMALL.least_budget + 10 * 8 * SMALL.token_bytes
+    cache = opened(tmp_path, replace(SMALL, budgets=Budgets(host=budget)), 100)
+    assert isinstance(cache.residency, Opened)
+    slots, n = [cache.residency.tiers.top.n_slots], 100
+    assert has(cache, 100)
+    with pytest.raises(CapacityError, match=f"^a budget of {budget} bytes"):  # noqa: PT012  # any of them may be it
+        while n < 400:
+            counted = cache.traffic["device"].bytes_in
+            filled(cache, n + 10, n)
+            n += 10
+            assert has(cache, n)
+            assert cache.traffic["device"].bytes_in >= counted > 0
+            slots.append(cache.residency.tiers.top.n_slots)
+            held = sum(layer.buffer.n_bytes for layer in cache.layers) + cache.residency.tiers.top.n_bytes
+            assert held <= budget
+    assert n > 150
+    assert slots == sorted(slots, reverse=True)
+    assert slots[0] > slots[-1] >= 1
+    assert has(cache, n)
+    assert has(cache.copy(), n)
+
+
+@pytest.mark.parametrize("n", [3, 40, 104, 105, 200])
+def test_an_opened_cache_with_a_folder_is_tiered_above_the_file(tmp_path: Path, n: int) -> None:
+    cache = opened(tmp_path, tight(tmp_path / "spill"), n)
+    assert isinstance(cache.residency, Tiered)
+    assert (cache.in_file, len(disks_of(cache.residency.tiers))) == (0, 2)
+    filled(cache, 300, n)
+    copy = cache.copy()
+    assert has(cache, 300)
+    assert has(copy, 300)
+    spill, file = (disk.file for disk in disks_of(cache.residency.tiers))
+    assert spill.n_bytes > 0
+    assert cache.bytes_by_tier["disk"] == spill.n_bytes + file.n_bytes
+    assert file.bytes_written == n * 2 * 3 * 2 * 4 * 4, "only when it was saved"

@@ -1,141 +1,440 @@
-"""The archive: every page is found again with its own numbers, in whatever tier, in whatever order it was asked for."""
+"""Tiers: every page is found again with its own numbers, in whatever tier it is, in whatever order it is asked for."""
 
 from __future__ import annotations
 
 import errno
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from random import Random
 from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lce.attention.attention import Attention
 from lce.cache.kv import KVCache
+from lce.cache.layout import UNBOUNDED, Budgets, CacheLayout, Reach
 from lce.cache.movers import Mover
-from lce.cache.pool import Numbers, Pages, PageShape, Pool, grid
-from lce.cache.rows import SpillFile
-from lce.cache.tiering import CacheShape, Tiering
-from lce.cache.tiers import Archive
+from lce.cache.row_file import RowFile, SpillFile
+from lce.cache.tiers import Disk, Nowhere, Numbers, PageIndex, Pages, Pool, Tier, TierStack, Traffic, slices
 from lce.errors import CapacityError
-from lce.methods import Step, make
-from lce.methods.base import Method
-from lce.models.config import RopeConfig
-from lce.models.rope import Rope
-from tests.running import cut, legal, vectors
+from tests.late import ORDERS, LateDevice, disks_of, no_gpu
 
 CPU = torch.device("cpu")
-N_LAYERS, N_HEADS, SIZE, DIM = 2, 2, 4, 2  # of most archives here
-ORDERS = ("only what is waited for", "last first", "random")
+N_LAYERS, N_HEADS, SIZE, DIM = 2, 2, 4, 2  # of most layouts here
 TIERS = ("memory", "memory, file", "device, host", "device, host, file", "device, file")
 
 
-class Late(Mover):
-    """A device whose copies are late and come in a bad order; a slot holds NaN until what was put there has come."""
-
-    asynchronous = True
-
-    def __init__(self, order: str = ORDERS[0], seed: int = 0) -> None:
-        self.order = order
-        self.random = Random(seed)
-        self.coming: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}  # by slot, the oldest first
-
-    def slots(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype)
-
-    def put(self, k: Tensor, v: Tensor, slots: NDArray[np.int64], new_k: Tensor, new_v: Tensor) -> None:
-        for page, slot in enumerate(slots.tolist()):
-            k[slot] = v[slot] = torch.nan
-            self.coming.pop(slot, None)
-            self.coming[slot] = (k, v, new_k[page], new_v[page])
-
-    def wait(self, slots: NDArray[np.int64]) -> None:
-        waited = set(slots.tolist())
-        order = list(reversed(self.coming))
-        if self.order == "random":
-            self.random.shuffle(order)
-        for slot in order:
-            if not waited & self.coming.keys():
-                return
-            if slot in waited or self.order != "only what is waited for":
-                k, v, new_k, new_v = self.coming.pop(slot)
-                k[slot], v[slot] = new_k, new_v
+def layout_of(heads: int = 1, *, pinned: int = 0) -> CacheLayout:
+    """Pages of so many heads; the first chunks stay on the device."""
+    reach = Reach(SIZE, sinks=pinned * SIZE, per_head=heads == 1)
+    return CacheLayout(N_LAYERS, N_HEADS, N_HEADS, DIM, torch.float32, CPU, reach)
 
 
-def page_shape(heads: int = 1) -> PageShape:
-    return PageShape(N_LAYERS, N_HEADS // heads, heads, SIZE, DIM, torch.float32)
+def tiers_of(
+    tiers: str, *, heads: int = 1, limit: int = UNBOUNDED, below: int = UNBOUNDED, pinned: int = 0
+) -> CacheLayout:
+    """A layout with these tiers: `limit` pages in the first, `below` in the host's."""
+    plain = layout_of(heads, pinned=pinned)
+    budget = None
+    if limit != UNBOUNDED:
+        budget = plain.recent_tokens * plain.token_bytes + limit * plain.page_bytes
+    if "memory" in tiers:
+        return replace(plain, budgets=Budgets(host=budget))
+    host = None if below == UNBOUNDED else below * plain.page_bytes
+    late = LateDevice(N_LAYERS, N_HEADS, N_HEADS, DIM, torch.float32, CPU, plain.reach)
+    return replace(late, budgets=Budgets(budget, host if "host" in tiers else 0))
 
 
-def make_pools(
-    tiers: str, shape: PageShape, limit: int | None, below: int | None = None, order: str = ORDERS[0]
-) -> list[Pool]:
-    """Empty pools of these tiers: `limit` pages in the first, `below` in the second."""
-    limits = {"memory": limit, "device": limit, "host": below}
-    return [
-        Pool(name, shape, Late(order) if name == "device" else Mover(), limits[name])
-        for name in tiers.split(", ")
-        if name != "file"
-    ]
+def file_for(tiers: str, layout: CacheLayout, folder: Path) -> RowFile | None:
+    return SpillFile(folder, layout.row_shape, layout.dtype) if "file" in tiers else None
+
+
+def stack(layout: CacheLayout, file: RowFile | None) -> TierStack:
+    return TierStack(layout, Nowhere() if file is None else Disk(layout, file, Nowhere()))
+
+
+def disk_of(tiers: TierStack) -> Traffic:
+    """What went through the files of a stack."""
+    return disks_of(tiers)[0].traffic if disks_of(tiers) else Traffic()
+
+
+def at(*pages: tuple[int, int]) -> Pages:
+    """Pages by group and chunk."""
+    return Pages(*np.array(pages, np.int64).reshape(-1, 2).T)
+
+
+# Pages and their index
+
+
+def test_a_grid_is_every_group_with_every_chunk() -> None:
+    grid = Pages.grid(np.array([3, 5]), np.array([7, 8, 9]))
+    assert list(zip(*grid, strict=True)) == [(3, 7), (3, 8), (3, 9), (5, 7), (5, 8), (5, 9)]
+    assert list(zip(*grid.at(np.array([5, 0])), strict=True)) == [(5, 9), (3, 7)]
+    assert list(zip(*grid.at(slice(2, 4)), strict=True)) == [(3, 9), (5, 7)]
+
+
+@given(n=st.integers(0, 50), size=st.integers(-1, 60))
+def test_slices_are_of_one_at_least(n: int, size: int) -> None:
+    parts = list(slices(n, size))
+    assert [i for some in parts for i in range(n)[some]] == list(range(n))
+    assert all(0 < some.stop - some.start <= max(size, 1) for some in parts)
+
+
+def test_an_index_is_minus_one_until_it_is_set() -> None:
+    index = PageIndex(layout_of())
+    pages = at((0, 0), (3, 5), (2, 5000))
+    assert index[pages].tolist() == [-1, -1, -1]
+    index[pages] = np.array([7, 8, 9])
+    index[at((1, 70_000))] = 3
+    assert index[pages].tolist() == [7, 8, 9]
+    assert index[at((1, 70_000), (0, 70_000))].tolist() == [3, -1]
+    assert index[at()].tolist() == []
+
+
+def test_a_copied_index_is_its_own() -> None:
+    index = PageIndex(layout_of())
+    index[at((0, 0))] = 1
+    copy = index.copy()
+    copy[at((0, 0), (1, 500))] = 2
+    index[at((2, 2))] = 3
+    assert index[at((0, 0), (1, 500), (2, 2))].tolist() == [1, -1, 3]
+    assert copy[at((0, 0), (1, 500), (2, 2))].tolist() == [2, 2, -1]
+
+
+@given(
+    sets=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 400), st.integers(0, 99)), max_size=40),
+    asked=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 500)), max_size=40),
+)
+@settings(max_examples=60, deadline=None)
+def test_an_index_is_a_dictionary(sets: list[tuple[int, int, int]], asked: list[tuple[int, int]]) -> None:
+    index, model = PageIndex(layout_of()), dict[tuple[int, int], int]()
+    for group, chunk, value in sets:
+        index[at((group, chunk))] = value
+        model[group, chunk] = value
+    assert index[at(*asked)].tolist() == [model.get(page, -1) for page in asked]
+
+
+# A pool above a tier that has and takes anything
+
+
+def content(pages: Pages) -> Tensor:
+    """Keys of pages `[m, P, L, D]` such as no other page has."""
+    base = torch.from_numpy(pages.group * 1000 + pages.chunk).float()
+    return (base[:, None] + torch.arange(8) / 8).view(-1, 1, 4, 2)
+
+
+@dataclass
+class Everything(Tier):
+    """Has every page that is in `have`, and takes any; `None` has all."""
+
+    name = "everything"
+    have: set[tuple[int, int]] | None = None
+    written: list[tuple[int, int]] = field(default_factory=list)
+    n_bytes = 0
+
+    def holds(self, pages: Pages) -> NDArray[np.bool_]:
+        return np.array([self.have is None or page in self.have for page in zip(*pages, strict=True)], bool)
+
+    def read(self, pages: Pages) -> tuple[Tensor, Tensor]:
+        assert self.holds(pages).all()
+        return content(pages), -content(pages)
+
+    def read_rows(self, pages: Pages, offsets: Numbers) -> Tensor:
+        rows = torch.arange(len(offsets)), slice(None), torch.from_numpy(offsets)
+        return torch.stack((content(pages)[rows], -content(pages)[rows]), dim=1)
+
+    def write(self, pages: Pages, k: Tensor, v: Tensor) -> None:
+        assert self.have is not None
+        assert torch.equal(k, content(pages))
+        assert torch.equal(v, -k)
+        new = [(int(group), int(chunk)) for group, chunk in zip(*pages, strict=True)]
+        assert not self.have & set(new), "written twice"
+        self.have.update(new)
+        self.written += new
+
+
+def pool(limit: int, below: Tier | None = None, pinned: int = 0) -> Pool:
+    return Pool("host", layout_of(), Mover(), below or Everything(), limit, pinned)
+
+
+def put(to: Pool, *pages: tuple[int, int]) -> Numbers:
+    """Write pages that the pool has not; their slots."""
+    to.write(at(*pages), content(at(*pages)), -content(at(*pages)))
+    return to.find(at(*pages))
+
+
+def chunks_in(of: Pool, group: int = 0) -> list[int]:
+    """Chunks of a group that the pool holds."""
+    return np.flatnonzero(of.find(Pages.grid(np.array([group]), np.arange(60))) >= 0).tolist()
+
+
+def test_what_is_put_is_found_and_taken() -> None:
+    ours = pool(4)
+    pages, size = at((0, 3), (3, 3), (1, 50)), layout_of().page_bytes
+    slots = put(ours, (0, 3), (3, 3), (1, 50))
+    assert (ours.n_slots, ours.n_bytes) == (4, 4 * size)
+    k, v = ours.take(slots[::-1].copy())
+    assert torch.equal(k, content(pages).flip(0))
+    assert torch.equal(v, -k)
+    assert ours.find(at((0, 3), (1, 3), (2, 3), (3, 3))).tolist() == [slots[0], -1, -1, slots[1]]
+    assert (ours.traffic.bytes_in, ours.traffic.bytes_out) == (3 * size, 3 * size)
+
+
+def test_what_is_taken_is_a_copy() -> None:
+    ours = pool(1)
+    slots = put(ours, (0, 0))
+    ours.take(slots)[0].zero_()
+    assert torch.equal(ours.take(slots)[0], content(at((0, 0))))
+
+
+def test_free_slots_are_filled_before_anyone_leaves() -> None:
+    ours = pool(5)
+    for chunk in range(5):
+        assert ours.n_free == 5 - chunk
+        put(ours, (0, chunk))
+    assert ours.n_free == 0
+    assert chunks_in(ours) == [0, 1, 2, 3, 4]
+    put(ours, (0, 7))
+    assert chunks_in(ours) == [1, 2, 3, 4, 7]
+
+
+def test_the_least_recently_used_leaves_first() -> None:
+    ours = pool(3)
+    for chunk in range(3):
+        put(ours, (0, chunk))
+    ours.bring(at((0, 0)))
+    put(ours, (0, 3))
+    assert chunks_in(ours) == [0, 2, 3]
+    put(ours, (0, 4))
+    assert chunks_in(ours) == [0, 3, 4]
+    ours.read(at((0, 3)))
+    put(ours, (0, 5))
+    assert chunks_in(ours) == [3, 4, 5]
+    ours.read_rows(at((0, 3)), np.zeros(1, np.int64))
+    ours.bring(at((0, 6), (0, 7)))
+    assert chunks_in(ours) == [3, 6, 7]
+
+
+def test_pages_that_no_tier_below_has_move_down_first() -> None:
+    below = Everything({(0, 1)})
+    ours = pool(3, below)
+    for chunk in range(3):
+        put(ours, (0, chunk))
+    put(ours, (0, 3), (0, 4))
+    assert below.written == [(0, 0)], "the other one is there"
+    assert chunks_in(ours) == [2, 3, 4]
+    assert ours.holds(at((0, 0), (0, 1), (0, 2), (0, 5))).tolist() == [True, True, True, False]
+    ours.bring(at((0, 0), (0, 1)))
+    assert sorted(below.written) == [(0, 0), (0, 2), (0, 3)]
+
+
+def test_pinned_pages_never_leave() -> None:
+    ours = pool(2 + 4, pinned=1)  # one chunk of two layers with two groups each
+    put(ours, (0, 0))
+    for chunk in range(1, 40):
+        put(ours, (0, chunk))
+        assert 0 in chunks_in(ours)
+    assert chunks_in(ours) == [0, 35, 36, 37, 38, 39]
+    assert ours.capacity == 2
+    with pytest.raises(CapacityError):
+        ours.bring(at(*((1, chunk) for chunk in range(6))))
+    put(ours, (0, 0), (0, 40))  # written again by a call that follows a failed one
+    assert 0 in chunks_in(ours)
+    assert ours.find(at((0, 0)))[0] >= 0
+
+
+def test_pages_in_use_do_not_leave() -> None:
+    ours = pool(3)
+    put(ours, (0, 2))
+    put(ours, (0, 0), (0, 1))
+    ours.bring(at((0, 0), (0, 1), (0, 3)))
+    assert chunks_in(ours) == [0, 1, 3]
+    with pytest.raises(
+        CapacityError, match=r"^the host cache has no space for 2 more pages; give it a larger budget\Z"
+    ):
+        ours.bring(at((0, 0), (0, 1), (0, 4), (0, 5)))
+    assert chunks_in(ours) == [0, 1, 3]
+    ours.bring(at((0, 4), (0, 5), (0, 6)))
+    assert chunks_in(ours) == [4, 5, 6]
+
+
+@pytest.mark.parametrize(("limit", "n"), [(0, 1), (3, 4), (3, 1000)])
+def test_more_than_there_are_slots(limit: int, n: int) -> None:
+    with pytest.raises(CapacityError, match=f"no space for {n} more pages"):
+        pool(limit).bring(at(*((0, chunk) for chunk in range(n))))
+    assert pool(limit).bring(at()).tolist() == []
+
+
+def test_reading_takes_only_slots_that_are_free() -> None:
+    ours = pool(3)
+    put(ours, (0, 0), (0, 1))
+    pages = at((0, 5), (0, 1), (0, 6))
+    assert torch.equal(ours.read(pages)[0], content(pages))
+    assert chunks_in(ours) == [0, 1]
+    pages = at((0, 5), (0, 1))
+    assert torch.equal(ours.read(pages)[1], -content(pages))
+    assert chunks_in(ours) == [0, 1, 5]
+    pages = at((0, 0), (0, 5), (0, 8), (0, 0))
+    assert torch.equal(ours.read(pages)[1], -content(pages))
+    assert (ours.traffic.hits, ours.traffic.misses) == (5, 4)
+    rows = ours.read_rows(at((0, 8), (0, 0), (0, 1)), np.array([1, 2, 3]))
+    assert torch.equal(rows[:, 0, 0], torch.stack([content(at((0, c)))[0, 0, o] for c, o in ((8, 1), (0, 2), (1, 3))]))
+    assert torch.equal(rows[:, 1], -rows[:, 0])
+
+
+def test_without_a_limit_it_grows_and_keeps_what_it_has() -> None:
+    ours, sizes = pool(UNBOUNDED, Everything(set())), set()
+    for chunk in range(0, 1000, 10):
+        put(ours, *((group, chunk + i) for group in range(4) for i in range(10)))
+        sizes.add(ours.n_slots)
+        assert (ours.group >= 0).sum() <= ours.n_slots <= max(16, 40 + (ours.group >= 0).sum() * 3 // 2)
+    assert len(sizes) < 20
+    pages = at(*((group, chunk) for group in range(4) for chunk in range(1000)))
+    assert torch.equal(ours.take(ours.find(pages))[0], content(pages))
+
+
+def test_a_page_that_is_written_again_takes_one_slot() -> None:
+    ours = pool(3)
+    put(ours, (0, 0))
+    put(ours, (0, 0), (0, 1))
+    assert chunks_in(ours) == [0, 1]
+    assert ours.n_free == 1
+    put(ours, (0, 2), (0, 3), (0, 4))
+    assert chunks_in(ours) == [2, 3, 4]
+
+
+@given(
+    limit=st.one_of(st.just(UNBOUNDED), st.integers(3, 9)),
+    steps=st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 25)), max_size=3, unique=True), max_size=30),
+)
+@settings(max_examples=80, deadline=None)
+def test_it_holds_what_was_used_last(limit: int, steps: list[list[tuple[int, int]]]) -> None:
+    """Against a dictionary of when each page was used."""
+    ours, used = pool(limit), dict[tuple[int, int], int]()
+    for tick, pages in enumerate(steps, 1):
+        assert (ours.find(at(*pages)) >= 0).tolist() == [page in used for page in pages]
+        slots = ours.bring(at(*pages))
+        assert ours.find(at(*pages)).tolist() == slots.tolist()
+        used |= dict.fromkeys(pages, tick)
+        held = [page for page in used if ours.find(at(page))[0] >= 0]
+        left = [used.pop(page) for page in set(used) - set(held)]
+        assert len(held) == min(limit, len(held) + len(left)) == (ours.group >= 0).sum()
+        assert set(pages) <= set(held)
+        assert max(left, default=0) <= min(used.values(), default=0)
+        k, v = ours.take(ours.find(at(*held)))
+        assert torch.equal(k, content(at(*held)))
+        assert torch.equal(v, -content(at(*held)))
+
+
+# A chain of two files
+
+
+def test_a_spill_file_above_a_saved_one(tmp_path: Path) -> None:
+    """What the lower one has is not written again; both count as one tier; a fork has pages of its own above it."""
+    layout = layout_of()
+    lower, upper = (SpillFile(tmp_path, layout.row_shape, layout.dtype) for _ in range(2))
+    base = Disk(layout, lower, Nowhere())
+    old, new = at((0, 0), (3, 0), (1, 2)), at((2, 0), (0, 1))
+    base.write(old, content(old), -content(old))
+    disk = Disk(layout, upper, base)
+    assert disk.holds(at((0, 0), (2, 0))).tolist() == [True, False]
+    disk.write(new, content(new), -content(new))
+    assert (lower.n_rows, upper.n_rows) == (3 * SIZE, 2 * SIZE)
+    assert (disk.n_bytes, base.n_bytes) == (upper.n_bytes, lower.n_bytes)
+    pages = at((2, 0), (3, 0), (0, 1), (0, 0), (1, 2))
+    k, v = disk.read(pages)
+    assert torch.equal(k, content(pages))
+    assert torch.equal(v, -content(pages))
+    offsets = np.array([3, 0, 1, 2, 2])
+    rows = disk.read_rows(pages, offsets)
+    assert torch.equal(rows[:, 0], content(pages)[torch.arange(5), :, torch.from_numpy(offsets)])
+    assert torch.equal(rows[:, 1], -rows[:, 0])
+    only_old = at((0, 0))
+    assert torch.equal(disk.read(only_old)[0], content(only_old))
+    assert disk.traffic is base.traffic
+    assert disk.traffic.hits == 6
+    assert disk.traffic.bytes_in == lower.bytes_written + upper.bytes_written
+    assert disk.traffic.bytes_out == lower.bytes_read + upper.bytes_read
+    fork = disk.fork()
+    more = at((2, 9))
+    fork.write(more, content(more), -content(more))
+    assert fork.holds(at((2, 9), (2, 0), (0, 0))).all()
+    assert not disk.holds(more).any()
+    assert fork.traffic is not disk.traffic
+    assert torch.equal(disk.read(pages)[0], fork.read(pages)[0])
+
+
+def test_nowhere_has_nothing_and_takes_nothing() -> None:
+    nowhere, pages = Nowhere(), at((0, 0), (1, 5))
+    assert nowhere.holds(pages).tolist() == [False, False]
+    with pytest.raises(CapacityError, match=r"^the cache of keys and values is full; give --spill-dir, or a larger b"):
+        nowhere.write(pages, content(pages), content(pages))
+    for read in (lambda: nowhere.read(pages), lambda: nowhere.read_rows(pages, np.zeros(2, np.int64))):
+        with pytest.raises(AssertionError, match="a page that is in no tier"):
+            read()
+
+
+# Stacks
 
 
 class Branch:
-    """An archive, and beside it all that it should hold: `k[layer]` `[G, chunks, L, D]`; values are `-k`."""
+    """A stack of tiers, and beside it all that it should hold: `k[layer] [G, chunks, L, D]`; values are `-k`."""
 
-    def __init__(self, archive: Archive, k: list[Tensor] | None = None) -> None:
-        self.archive = archive
+    def __init__(self, tiers: TierStack, k: list[Tensor] | None = None) -> None:
+        self.tiers = tiers
+        self.layout = tiers.layout
         self.k = k or [torch.zeros(N_HEADS, 0, SIZE, DIM)] * N_LAYERS
         self.asked: dict[int, Pages] = {}  # by layer, groups and chunks
         self.pinned: dict[int, NDArray[np.bool_]] = {}  # by layer, which pinned pages were there
 
     @property
-    def first_pool(self) -> Pool:
-        return self.archive.pools[0]
+    def top(self) -> Pool:
+        return self.tiers.top
 
     def n_chunks(self, layer: int) -> int:
         return self.k[layer].shape[1]
 
     def held(self, layer: int) -> NDArray[np.bool_]:
         """Which pages of a layer are in the first pool, `[groups, chunks]`."""
-        return self.first_pool.find(self.archive.lanes(layer)[:, None], np.arange(self.n_chunks(layer))) >= 0
+        pages = Pages.grid(self.tiers.groups(layer), np.arange(self.n_chunks(layer)))
+        return self.top.find(pages).reshape(self.layout.n_groups, -1) >= 0
 
     def add(self, layer: int, k: Tensor) -> None:
-        self.archive.add(layer, self.n_chunks(layer), k, -k)
+        flat = k.flatten(1, 2)  # [G, m·L, D]
+        self.tiers.add(layer, self.n_chunks(layer), flat, -flat)
         self.k[layer] = torch.cat((self.k[layer], k), dim=1)
 
     def rounds(self, layer: int, wanted: NDArray[np.bool_]) -> None:
         """Every page that is wanted comes once, with its numbers; those that are there are hits, the others misses."""
-        held, before = self.held(layer), replace(self.first_pool.traffic)
-        expected = self.k[layer].unflatten(0, (-1, self.archive.shape.heads))  # [groups, P, chunks, L, D]
-        seen = np.zeros_like(wanted)
-        for table, k, v in self.archive.rounds(layer, wanted):
-            here = table >= 0
-            assert 0 < here.sum() <= self.archive.room
+        held, before, per_page = self.held(layer), replace(self.top.traffic), self.layout.page_heads
+        seen = torch.zeros(N_HEADS, wanted.shape[1], dtype=torch.bool)
+        for tiles in self.tiers.rounds(layer, wanted):
+            here = tiles.index >= 0
+            assert here.shape == seen.shape
+            assert 0 < int(here.sum()) <= self.top.capacity * per_page
             assert not (seen & here).any()
             seen |= here
-            groups, chunks = np.nonzero(here)
-            assert torch.equal(k[:, table[here]], expected[groups, :, chunks].transpose(0, 1))
-            assert torch.equal(v[:, table[here]], -expected[groups, :, chunks].transpose(0, 1))
-        assert np.array_equal(seen, wanted)
-        assert self.first_pool.traffic.hits - before.hits == (wanted & held).sum()
-        assert self.first_pool.traffic.misses - before.misses == (wanted & ~held).sum()
-        self.asked[layer] = np.nonzero(wanted)
+            assert torch.equal(tiles.k[tiles.index[here]], self.k[layer][here])
+            assert torch.equal(tiles.v[tiles.index[here]], -self.k[layer][here])
+        assert np.array_equal(seen.numpy(), wanted.repeat(per_page, axis=0))
+        assert self.top.traffic.hits - before.hits == (wanted & held).sum()
+        assert self.top.traffic.misses - before.misses == (wanted & ~held).sum()
+        self.asked[layer] = Pages(*np.nonzero(wanted))
 
     def chunks(self, layer: int, first: int, stop: int) -> None:
         """All is there, and is not brought in place of what was in the pool."""
-        held, free = self.held(layer), self.first_pool.n_free
-        k, v = self.archive.chunks(layer, first, stop)
-        assert torch.equal(k, self.k[layer][:, first:stop])
-        assert torch.equal(v, -self.k[layer][:, first:stop])
+        held, free = self.held(layer), self.top.n_free
+        k, v = self.tiers.chunks(layer, first, stop)
+        assert torch.equal(k, self.k[layer][:, first:stop].flatten(1, 2))
+        assert torch.equal(v, -self.k[layer][:, first:stop].flatten(1, 2))
         fits = (~held[:, first:stop]).sum() <= free
         held[:, first:stop] |= fits
         assert np.array_equal(self.held(layer), held)
@@ -143,32 +442,35 @@ class Branch:
     def tokens(self, layer: int, index: Numbers) -> None:
         """A chunk of which half is asked comes whole, of the others the tokens alone."""
         held = self.held(layer)
-        k, v = self.archive.tokens(layer, index)
+        k, v = self.tiers.tokens(layer, index)
         assert torch.equal(k, self.k[layer].flatten(1, 2)[:, index])
         assert torch.equal(v, -self.k[layer].flatten(1, 2)[:, index])
-        n_groups = self.archive.shape.n_groups
-        often = np.flatnonzero(np.bincount(index // SIZE, minlength=1) * 2 >= SIZE)[: self.archive.room // n_groups]
+        n_groups = self.layout.n_groups
+        often = np.flatnonzero(np.bincount(index // SIZE, minlength=1) * 2 >= SIZE)[: self.top.capacity // n_groups]
         assert self.held(layer)[:, often].all()
         others = np.setdiff1d(np.arange(self.n_chunks(layer)), often)
         assert not (self.held(layer) & ~held)[:, others].any()
-        self.asked[layer] = grid(np.arange(n_groups), often)
+        self.asked[layer] = Pages.grid(np.arange(n_groups), often)
 
     def prefetch(self, layer: int) -> None:
         """What was asked for the last time is there, half a pool of it, and counts as neither hit nor miss."""
-        held, before = self.held(layer), replace(self.first_pool.traffic)
-        self.archive.prefetch(layer)
-        now = self.first_pool.traffic
+        held, before = self.held(layer), replace(self.top.traffic)
+        self.tiers.prefetch(layer)
+        now = self.top.traffic
         assert (now.hits, now.misses) == (before.hits, before.misses)
-        if not self.first_pool.mover.asynchronous or layer not in self.asked:
+        if not self.top.mover.asynchronous or layer not in self.asked:
             assert (now, self.held(layer).tolist()) == (before, held.tolist())
             return
-        groups, chunks = (x[: self.archive.room // 2] for x in self.asked[layer])
-        assert now.early - before.early == (~held[groups, chunks]).sum()
-        assert self.held(layer)[groups, chunks].all()
+        asked = self.asked[layer].at(slice(self.top.capacity // 2))
+        assert now.early - before.early == (~held[asked]).sum()
+        assert self.held(layer)[asked].all()
 
     def everything(self) -> None:
         for layer in range(N_LAYERS):
             self.chunks(layer, 0, self.n_chunks(layer))
+
+    def fork(self) -> Branch:
+        return Branch(self.tiers.fork(), list(self.k))
 
 
 def chunks_of(n: int, seed: int = 0) -> Tensor:
@@ -177,26 +479,28 @@ def chunks_of(n: int, seed: int = 0) -> Tensor:
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Archives and their forks, read and written in any order, over a disk that now and then refuses a write."""
+    """Stacks and their forks, read and written in any order, over a disk that now and then refuses a write."""
 
     branches = Bundle("branches")
 
     @initialize(
         target=branches, tiers=st.sampled_from(TIERS), heads=st.sampled_from([1, N_HEADS]), spare=st.integers(1, 3),
-        below=st.integers(1, 9), n_pinned=st.integers(0, 1), order=st.sampled_from(ORDERS),
+        below=st.integers(1, 9), pinned=st.integers(0, 1), order=st.sampled_from(ORDERS),
     )  # fmt: skip
-    def start(self, tiers: str, heads: int, spare: int, below: int, n_pinned: int, order: str) -> Branch:
-        shape = page_shape(heads)
-        limit = None if tiers == "memory" else shape.n_groups * (spare + n_pinned * N_LAYERS)
-        self.pools = lambda: make_pools(tiers, shape, limit, below if "file" in tiers else None, order)
+    def start(self, tiers: str, heads: int, spare: int, below: int, pinned: int, order: str) -> Branch:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(os, "pwrite", self.write)
+        no_gpu(self.patch, order)
+        limit = UNBOUNDED if tiers == "memory" else N_HEADS // heads * (spare + pinned * N_LAYERS)
+        below = below if "file" in tiers else UNBOUNDED
+        self.layout = tiers_of(tiers, heads=heads, limit=limit, below=below, pinned=pinned)
         self.folder = TemporaryDirectory()
-        self.file = SpillFile(Path(self.folder.name), shape.row_shape, shape.dtype) if "file" in tiers else None
-        self.all = [Branch(Archive(shape, self.pools(), self.file, n_pinned))]
+        file = file_for(tiers, self.layout, Path(self.folder.name))
+        self.files = [] if file is None else [file]
+        self.all = [Branch(stack(self.layout, file))]
         self.seed = self.n_added = 0
         self.refused = False
         self.until_refusal: int | None = None
-        self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(os, "pwrite", self.write)
         return self.all[0]
 
     def write(self, descriptor: int, data: memoryview, offset: int) -> int:
@@ -208,7 +512,7 @@ class AnyOrder(RuleBasedStateMachine):
         return PWRITE(descriptor, data, offset)
 
     def attempt(self, act: Callable[[], None]) -> None:
-        """What fails for the disk's sake is done again when the disk is well."""
+        """What the disk refused is done again when the disk works."""
         try:
             act()
         except CapacityError:
@@ -224,12 +528,12 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(branch=branches, layer=st.integers(0, N_LAYERS - 1), n=st.integers(1, 5))
     def add(self, branch: Branch, layer: int, n: int) -> None:
         self.seed += 1
-        self.n_added += n * branch.archive.shape.n_groups
+        self.n_added += n * self.layout.n_groups
         self.attempt(lambda: branch.add(layer, chunks_of(n, self.seed)))
 
     @rule(branch=branches, layer=st.integers(0, N_LAYERS - 1), data=st.data())
     def rounds(self, branch: Branch, layer: int, data: st.DataObject) -> None:
-        shape = (branch.archive.shape.n_groups, branch.n_chunks(layer))
+        shape = (self.layout.n_groups, branch.n_chunks(layer))
         size = shape[0] * shape[1]
         wanted = np.array(data.draw(st.lists(st.booleans(), min_size=size, max_size=size)), bool).reshape(shape)
         self.attempt(lambda: branch.rounds(layer, wanted))
@@ -252,22 +556,34 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(target=branches, branch=branches)
     def fork(self, branch: Branch) -> Branch:
-        made: list[Archive] = []
-        self.attempt(lambda: made.append(branch.archive.fork(self.pools())))
-        self.all.append(Branch(made[0], list(branch.k)))
+        made: list[Branch] = []
+        self.attempt(lambda: made.append(branch.fork()))
+        self.all.append(made[0])
+        return self.all[-1]
+
+    @rule(target=branches, branch=branches)
+    def spill_above(self, branch: Branch) -> Branch:
+        """Another stack over the files of this one, which writes to a file of its own: as over a saved context."""
+        if not self.files or len(disks_of(branch.tiers)) > 2:
+            return branch
+        self.attempt(branch.tiers.write_down)
+        assert isinstance(branch.tiers.bottom, Disk)
+        self.files.append(SpillFile(Path(self.folder.name), self.layout.row_shape, self.layout.dtype))
+        bottom = Disk(self.layout, self.files[-1], branch.tiers.bottom.fork())
+        self.all.append(Branch(TierStack(self.layout, bottom), list(branch.k)))
         return self.all[-1]
 
     @rule(branch=branches)
     def write_down(self, branch: Branch) -> None:
-        if self.file is not None:
-            self.attempt(branch.archive.write_down)
+        if self.files:
+            self.attempt(branch.tiers.write_down)
 
     @invariant()
     def pinned_pages_stay(self) -> None:
-        """In an archive from the start, in a fork from when they came."""
+        """In the first stack always, in a fork from when they came."""
         for branch in self.all:
             for layer in range(N_LAYERS):
-                held = branch.held(layer)[:, : branch.archive.n_pinned]
+                held = branch.held(layer)[:, : self.layout.pinned_chunks]
                 assert held.all() or branch is not self.all[0]
                 stayed = branch.pinned.get(layer, held[:, :0])
                 assert (held[:, : stayed.shape[1]] >= stayed).all()
@@ -275,64 +591,90 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def the_disk_saw_what_was_counted(self) -> None:
-        if self.file is None:
+        if not self.files:
             return
-        assert sum(branch.archive.disk.bytes_out for branch in self.all) == self.file.bytes_read
+        assert sum(disk_of(branch.tiers).bytes_out for branch in self.all) == sum(x.bytes_read for x in self.files)
         if not self.refused:
-            assert sum(branch.archive.disk.bytes_in for branch in self.all) == self.file.bytes_written
-            assert self.file.bytes_written <= self.n_added * self.all[0].archive.shape.n_bytes
+            written = sum(x.bytes_written for x in self.files)
+            assert sum(disk_of(branch.tiers).bytes_in for branch in self.all) == written
+            assert written <= self.n_added * self.layout.page_bytes
 
     def teardown(self) -> None:
-        self.patch.undo()
+        if not hasattr(self, "all"):
+            return
+        self.until_refusal = None
         for branch in self.all:
             branch.everything()
+        self.patch.undo()
         self.folder.cleanup()
 
 
 PWRITE = os.pwrite
-AnyOrder.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 TestAnyOrder = AnyOrder.TestCase
 
 
 # One thing at a time.
 
 
-def archive_of(
-    folder: Path, tiers: str, n: int, *, limit: int = 4, below: int | None = None, n_pinned: int = 0
-) -> Branch:
-    """An archive with `n` chunks in every layer, whole chunks to a page."""
-    shape = page_shape(N_HEADS)
-    file = SpillFile(folder, shape.row_shape, shape.dtype) if "file" in tiers else None
-    branch = Branch(Archive(shape, make_pools(tiers, shape, limit, below), file, n_pinned))
+@pytest.fixture(autouse=True)
+def _late_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_gpu(monkeypatch)
+
+
+def branch_of(folder: Path, tiers: str, n: int, *, limit: int = 4, below: int = UNBOUNDED, pinned: int = 0) -> Branch:
+    """A stack with `n` chunks in every layer, whole chunks to a page."""
+    layout = tiers_of(tiers, heads=N_HEADS, limit=limit, below=below, pinned=pinned)
+    branch = Branch(stack(layout, file_for(tiers, layout, folder)))
     for layer in range(N_LAYERS):
         branch.add(layer, chunks_of(n, layer))
     return branch
 
 
 def wanted(branch: Branch, layer: int, *chunks: int) -> NDArray[np.bool_]:
-    table = np.zeros((branch.archive.shape.n_groups, branch.n_chunks(layer)), bool)
+    table = np.zeros((branch.layout.n_groups, branch.n_chunks(layer)), bool)
     table[:, list(chunks)] = True
     return table
 
 
 def traffic(branch: Branch) -> list[tuple[int, int, int, int]]:
     """Hits, misses, and pages in and out, of every tier."""
-    size = branch.archive.shape.n_bytes
-    tiers = [*(pool.traffic for pool in branch.archive.pools), branch.archive.disk]
-    return [(t.hits, t.misses, t.bytes_in // size, t.bytes_out // size) for t in tiers]
+    size = branch.layout.page_bytes
+    return [
+        (t.hits, t.misses, t.bytes_in // size, t.bytes_out // size) for t in (tier.traffic for tier in branch.tiers)
+    ]
 
 
-def test_a_round_is_no_larger_than_the_room_even_of_pages_in_slots_kept_for_pinned_ones(tmp_path: Path) -> None:
-    shape = page_shape(N_HEADS)
-    file = SpillFile(tmp_path, shape.row_shape, shape.dtype)
-    branch = Branch(Archive(shape, make_pools("memory, file", shape, 1 + N_LAYERS), file, n_pinned=1))
+def file_of(branch: Branch) -> RowFile:
+    assert isinstance(branch.tiers.bottom, Disk)
+    return branch.tiers.bottom.file
+
+
+def test_a_stack_is_a_chain(tmp_path: Path) -> None:
+    expected = {
+        "memory": ["device"], "memory, file": ["device", "disk"], "device, host": ["device", "host"],
+        "device, host, file": ["device", "host", "disk"], "device, file": ["device", "disk"],
+    }  # fmt: skip
+    for tiers, names in expected.items():
+        branch = branch_of(tmp_path, tiers, 2, limit=UNBOUNDED if tiers == "memory" else 4, below=5)
+        assert [tier.name for tier in branch.tiers] == names
+        assert [pool.limit for pool in branch.tiers.pools] == [4 if tiers != "memory" else UNBOUNDED, 5][
+            : len(branch.tiers.pools)
+        ]
+        assert len(disks_of(branch.tiers)) == ("file" in tiers)
+        assert branch.tiers.groups(1).tolist() == [1]
+
+
+def test_a_round_is_no_larger_than_the_capacity_even_of_pages_in_slots_kept_for_pinned_ones(tmp_path: Path) -> None:
+    layout = tiers_of("memory, file", heads=N_HEADS, limit=1 + N_LAYERS, pinned=1)
+    branch = Branch(stack(layout, file_for("memory, file", layout, tmp_path)))
     branch.add(1, chunks_of(5))
-    assert branch.held(1).sum() > branch.archive.room + 1
+    assert branch.held(1).sum() > branch.top.capacity + 1
     branch.rounds(1, np.array([[False, False, False, True, True]]))
 
 
 def test_counters_of_memory_over_a_file(tmp_path: Path) -> None:
-    branch = archive_of(tmp_path, "memory, file", 3, limit=4)  # layer 0: chunk 2; layer 1: 0, 1, 2; two written
+    branch = branch_of(tmp_path, "memory, file", 3, limit=4)  # layer 0: chunk 2; layer 1: 0, 1, 2; two written
     assert traffic(branch) == [(0, 0, 6, 2), (0, 0, 2, 0)]
     branch.rounds(1, wanted(branch, 1, 0, 2))
     assert traffic(branch) == [(2, 0, 6, 2), (0, 0, 2, 0)]
@@ -342,18 +684,17 @@ def test_counters_of_memory_over_a_file(tmp_path: Path) -> None:
     assert traffic(branch) == [(3, 2, 8, 4), (2, 0, 4, 2)]
     branch.rounds(1, wanted(branch, 1, 1))
     branch.rounds(1, wanted(branch, 1, 0))
-    branch.archive.write_down()
+    branch.tiers.write_down()
     assert traffic(branch)[1][2] == 6, "every page is written once"
-    assert branch.archive.file is not None
-    assert branch.archive.file.bytes_written == 6 * branch.archive.shape.n_bytes
+    assert file_of(branch).bytes_written == 6 * branch.layout.page_bytes
 
 
 def test_counters_of_a_device_over_memory_over_a_file(tmp_path: Path) -> None:
-    branch = archive_of(tmp_path, "device, host, file", 3, limit=2, below=3)
+    branch = branch_of(tmp_path, "device, host, file", 3, limit=2, below=3)
     # Layer 0's chunks went down one after the other, then layer 1's first, which took the first one's place in memory.
     assert traffic(branch) == [(0, 0, 6, 4), (0, 0, 4, 1), (0, 0, 1, 0)]
     branch.rounds(0, wanted(branch, 0, 2))
-    # Read of memory; on the device it took the place of layer 1's chunk 1, that in memory of layer 0's chunk 1.
+    # Read from memory; on the device it took the place of layer 1's chunk 1, that in memory of layer 0's chunk 1.
     assert traffic(branch) == [(0, 1, 7, 5), (1, 0, 5, 3), (0, 0, 2, 0)]
     branch.rounds(0, wanted(branch, 0, 2))
     assert traffic(branch) == [(1, 1, 7, 5), (1, 0, 5, 3), (0, 0, 2, 0)]
@@ -364,7 +705,7 @@ def test_counters_of_a_device_over_memory_over_a_file(tmp_path: Path) -> None:
 
 
 def test_a_page_that_memory_has_is_not_copied_there_again(tmp_path: Path) -> None:
-    branch = archive_of(tmp_path, "device, host, file", 4, limit=2, below=8)
+    branch = branch_of(tmp_path, "device, host, file", 4, limit=2, below=8)
     for chunk in (0, 1, 2, 3) * 3:
         for layer in range(N_LAYERS):
             branch.rounds(layer, wanted(branch, layer, chunk))
@@ -372,24 +713,24 @@ def test_a_page_that_memory_has_is_not_copied_there_again(tmp_path: Path) -> Non
     assert traffic(branch)[2] == (0, 0, 0, 0)
 
 
-def test_what_was_read_of_the_file_stays_in_memory_while_there_is_room(tmp_path: Path) -> None:
-    branch = archive_of(tmp_path, "device, host, file", 4, limit=2, below=5)
-    pools = make_pools("device, host", branch.archive.shape, 2, 5)
-    fork = Branch(branch.archive.fork(pools), list(branch.k))
+def test_what_was_read_from_the_file_stays_in_memory_while_slots_are_free(tmp_path: Path) -> None:
+    branch = branch_of(tmp_path, "device, host, file", 4, limit=2, below=5)
+    fork = branch.fork()
     for chunk in (0, 1, 2, 3) * 2:
         fork.rounds(0, wanted(fork, 0, chunk))
     assert traffic(fork)[1:] == [(4, 4, 4, 4), (4, 0, 0, 4)]
 
 
-def test_a_device_that_grows_keeps_what_is_on_its_way(tmp_path: Path) -> None:
-    branch = Branch(Archive(page_shape(), make_pools("device", page_shape(), None), None))
+def test_a_device_that_grows_keeps_what_is_on_its_way() -> None:
+    branch = Branch(stack(tiers_of("device, host"), None))
+    assert branch.top.limit == UNBOUNDED
     for seed in range(20):
         branch.add(seed % N_LAYERS, chunks_of(5, seed))
     branch.everything()
 
 
-def test_a_scan_drives_nothing_out(tmp_path: Path) -> None:
-    branch = archive_of(tmp_path, "device, host, file", 9, limit=5, below=4)
+def test_a_scan_evicts_nothing(tmp_path: Path) -> None:
+    branch = branch_of(tmp_path, "device, host, file", 9, limit=5, below=4)
     branch.rounds(1, wanted(branch, 1, 1, 4, 6))
     before = [branch.held(layer).tolist() for layer in range(N_LAYERS)]
     for _ in range(3):
@@ -397,31 +738,40 @@ def test_a_scan_drives_nothing_out(tmp_path: Path) -> None:
     assert [branch.held(layer).tolist() for layer in range(N_LAYERS)] == before
 
 
+def test_a_request_beyond_the_pool_evicts_little(tmp_path: Path) -> None:
+    """Resident pages come first; the missing ones cycle through a quarter of the slots."""
+    branch = branch_of(tmp_path, "memory, file", 40, limit=16)
+    branch.rounds(0, wanted(branch, 0, *range(16)))
+    branch.rounds(0, wanted(branch, 0, *range(40)))
+    assert branch.held(0)[:, :16].sum() >= 12
+    misses = branch.top.traffic.misses
+    branch.rounds(0, wanted(branch, 0, *range(40)))
+    assert branch.top.traffic.misses == misses + 24
+
+
 @pytest.mark.parametrize("tiers", TIERS)
 def test_pages_are_written_once(tmp_path: Path, tiers: str) -> None:
-    branch = archive_of(
-        tmp_path, tiers, 12, limit=None if tiers == "memory" else 5, below=5 if "file" in tiers else None
+    branch = branch_of(
+        tmp_path, tiers, 12, limit=UNBOUNDED if tiers == "memory" else 5, below=5 if "file" in tiers else UNBOUNDED
     )
     for chunk in (0, 5, 11, 0, 5, 7, 3, 11):
         for layer in range(N_LAYERS):
             branch.rounds(layer, wanted(branch, layer, chunk, (chunk + 4) % 12))
-    if branch.archive.file is not None:
-        written = branch.archive.file.bytes_written
-        assert written <= 24 * branch.archive.shape.n_bytes
-        branch.archive.write_down()
-        fork = Branch(branch.archive.fork(make_pools(tiers, branch.archive.shape, 5, 5)), list(branch.k))
-        fork.everything()
-        assert branch.archive.file.bytes_written == 24 * branch.archive.shape.n_bytes
+    if disks_of(branch.tiers):
+        assert file_of(branch).bytes_written <= 24 * branch.layout.page_bytes
+        branch.tiers.write_down()
+        branch.fork().everything()
+        assert file_of(branch).bytes_written == 24 * branch.layout.page_bytes
     branch.everything()
 
 
 @pytest.mark.parametrize("tiers", TIERS)
 def test_a_fork_is_its_own(tmp_path: Path, tiers: str) -> None:
-    branch = archive_of(
-        tmp_path, tiers, 6, limit=None if tiers == "memory" else 5, below=5 if "file" in tiers else None
+    branch = branch_of(
+        tmp_path, tiers, 6, limit=UNBOUNDED if tiers == "memory" else 5, below=5 if "file" in tiers else UNBOUNDED
     )
-    pools = make_pools(tiers, branch.archive.shape, None if tiers == "memory" else 5, 5 if "file" in tiers else None)
-    fork = Branch(branch.archive.fork(pools), list(branch.k))
+    fork = branch.fork()
+    assert fork.tiers.bottom is not branch.tiers.bottom or not disks_of(branch.tiers)
     for seed in range(4):
         branch.add(0, chunks_of(2, 10 + seed))
         fork.add(0, chunks_of(3, 20 + seed))
@@ -430,10 +780,28 @@ def test_a_fork_is_its_own(tmp_path: Path, tiers: str) -> None:
     fork.rounds(0, wanted(fork, 0, *range(18)))
 
 
+def test_shrinking_starts_over_over_the_same_file(tmp_path: Path) -> None:
+    """With fewer slots, beside larger buffers; what was counted stays counted."""
+    branch = branch_of(tmp_path, "device, host, file", 9, limit=12, below=4)
+    branch.tiers.write_down()
+    branch.rounds(1, wanted(branch, 1, 3, 4))
+    before, layout = traffic(branch), branch.layout
+    fewer = 2 * layout.chunk_size
+    branch.tiers.shrink(layout.recent_tokens + fewer)
+    assert branch.top.limit == 12 - fewer * layout.token_bytes // layout.page_bytes
+    assert traffic(branch) == before
+    assert not branch.held(1).any()
+    branch.everything()
+    branch.rounds(0, wanted(branch, 0, *range(9)))
+    with pytest.raises(CapacityError, match="too small for blocks"):
+        branch.tiers.shrink(layout.recent_tokens + 100 * layout.chunk_size)
+    branch.everything()
+
+
 def test_pinned_chunks_stay(tmp_path: Path) -> None:
-    """In an archive from the start, in a fork once they were asked for."""
-    branch = archive_of(tmp_path, "memory, file", 9, limit=4, n_pinned=1)  # two for sinks, two for others
-    fork = Branch(branch.archive.fork(make_pools("memory", branch.archive.shape, 4)), list(branch.k))
+    """In a stack from the start, in a fork once they were asked for."""
+    branch = branch_of(tmp_path, "memory, file", 9, limit=4, pinned=1)  # two for sinks, two for others
+    fork = branch.fork()
     for layer in range(N_LAYERS):
         fork.rounds(layer, wanted(fork, layer, 0))
     for each in (branch, fork):
@@ -445,19 +813,20 @@ def test_pinned_chunks_stay(tmp_path: Path) -> None:
 
 
 def test_single_tokens_come_without_their_chunk(tmp_path: Path) -> None:
-    branch = archive_of(tmp_path, "memory, file", 9, limit=4)
+    branch = branch_of(tmp_path, "memory, file", 9, limit=4)
     before = branch.held(0)
-    out, row = branch.archive.disk.bytes_out, branch.archive.shape.n_bytes // SIZE
+    disk, row = disk_of(branch.tiers), branch.layout.row_bytes
+    out = disk.bytes_out
     branch.tokens(0, np.array([0, 4, 8, 12]))
     assert np.array_equal(branch.held(0), before)
-    assert branch.archive.disk.bytes_out == out + 4 * row
+    assert disk.bytes_out == out + 4 * row
     branch.tokens(0, np.array([0, 5, 7, 8, 10]))  # chunks 1 and 2 come whole
     assert np.flatnonzero(branch.held(0)).tolist() == [1, 2]
-    assert branch.archive.disk.bytes_out == out + 5 * row + 2 * branch.archive.shape.n_bytes
+    assert disk.bytes_out == out + 5 * row + 2 * branch.layout.page_bytes
 
 
 def test_without_a_file_what_does_not_fit_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
-    branch = archive_of(tmp_path, "device, host", 3, limit=2, below=5)
+    branch = branch_of(tmp_path, "device, host", 3, limit=2, below=5)
     with pytest.raises(
         CapacityError, match=r"^the cache of keys and values is full; give --spill-dir, or a larger .*\Z"
     ):
@@ -467,31 +836,31 @@ def test_without_a_file_what_does_not_fit_is_refused_and_nothing_is_lost(tmp_pat
 
 
 def test_prefetching_makes_hits_of_misses(tmp_path: Path) -> None:
-    branch = archive_of(tmp_path, "device, host, file", 9, limit=8, below=4)
+    branch = branch_of(tmp_path, "device, host, file", 9, limit=8, below=4)
     branch.prefetch(1)  # nothing was asked yet
     branch.rounds(1, wanted(branch, 1, 1, 2, 3))
     branch.rounds(0, wanted(branch, 0, *range(8)))
     assert not branch.held(1).any()
     branch.prefetch(1)
-    before = branch.first_pool.traffic.hits
+    before = branch.top.traffic.hits
     branch.rounds(1, wanted(branch, 1, 2, 3, 4))
-    assert branch.first_pool.traffic.early == 3
-    assert branch.first_pool.traffic.hits == before + 2
+    assert branch.top.traffic.early == 3
+    assert branch.top.traffic.hits == before + 2
 
 
 def test_where_copies_are_not_late_nothing_is_prefetched(tmp_path: Path) -> None:
-    branch = archive_of(tmp_path, "memory, file", 9, limit=8)
+    branch = branch_of(tmp_path, "memory, file", 9, limit=8)
     branch.rounds(1, wanted(branch, 1, 1, 2, 3))
     branch.rounds(0, wanted(branch, 0, *range(8)))
     branch.prefetch(1)
     assert not branch.held(1).any()
 
 
-# A disk that refuses the k-th request and those after it until it is well again, for every k.
+# A disk that refuses the k-th request and those after it until it works again, for every k.
 
 
 class Refusals:
-    """Stands in for a call of the system's."""
+    """Stands in for a system call."""
 
     def __init__(self, name: str, number: int) -> None:
         self.call = getattr(os, name)
@@ -514,11 +883,11 @@ CALLS = {"pwrite": errno.EIO, "posix_fallocate": errno.ENOSPC}
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("tiers", ["memory, file", "device, host, file"])
 def test_any_refusal_loses_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiers: str, call: str) -> None:
-    monkeypatch.setattr("lce.cache.rows.GROWTH", 0)
+    monkeypatch.setattr("lce.cache.row_file.GROWTH", 0)
     refusals = Refusals(call, CALLS[call])
     monkeypatch.setattr(os, call, refusals)
 
-    def attempt(branch: Branch, act: Callable[[], Archive | None]) -> Archive | None:
+    def attempt(branch: Branch, act: Callable[[], Branch | None]) -> Branch | None:
         try:
             return act()
         except CapacityError:
@@ -529,16 +898,16 @@ def test_any_refusal_loses_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     k, refusals.fired = 0, True
     while refusals.fired:
-        branch = archive_of(tmp_path, tiers, 0, limit=5, below=3, n_pinned=1)
+        branch = branch_of(tmp_path, tiers, 0, limit=5, below=3, pinned=1)
         refusals.left, refusals.fired = k, False
         for seed in range(4):
             for layer in range(N_LAYERS):
                 attempt(branch, partial(branch.add, layer, chunks_of(3, 2 * seed + layer)))
                 attempt(branch, partial(branch.rounds, layer, wanted(branch, layer, 0, seed, 2 * seed)))
-        fork = attempt(branch, partial(branch.archive.fork, make_pools(tiers, branch.archive.shape, 5, 3)))
+        fork = attempt(branch, branch.fork)
         branch.everything()
         assert fork is not None
-        Branch(fork, branch.k).everything()
+        fork.everything()
         k += 1
     assert k > 1
 
@@ -546,12 +915,13 @@ def test_any_refusal_loses_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("call", CALLS)
 def test_a_cache_survives_any_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """With the smallest budget: a pass that is refused leaves the cache as it was, and goes well the next time."""
-    monkeypatch.setattr("lce.cache.rows.GROWTH", 0)
+    monkeypatch.setattr("lce.cache.row_file.GROWTH", 0)
     refusals = Refusals(call, CALLS[call])
     monkeypatch.setattr(os, call, refusals)
-    shape = CacheShape(N_LAYERS, N_HEADS, DIM, SIZE, torch.float32, CPU)
-    tiering = Tiering(spill_dir=tmp_path, sinks=5, local=3, block=6, apart=True)
-    tiering = replace(tiering, host=tiering.least(shape))
+    layout = CacheLayout(
+        N_LAYERS, N_HEADS, N_HEADS, DIM, torch.float32, CPU, Reach(SIZE, sinks=5, local=3, per_head=True), block=6
+    )
+    layout = replace(layout, budgets=Budgets(host=layout.least_budget, spill_dir=tmp_path))
     text = torch.randn(N_LAYERS, N_HEADS, 48, DIM, generator=torch.Generator().manual_seed(0))
 
     def one_pass(start: int) -> None:
@@ -559,7 +929,7 @@ def test_a_cache_survives_any_refusal(tmp_path: Path, monkeypatch: pytest.Monkey
             cache.reserve(start + 6)
             for layer in cache.layers:
                 layer.write(text[layer.index, :, start : start + 6], -text[layer.index, :, start : start + 6])
-                for _ in layer.rounds(torch.arange(layer.first // SIZE).view(1, 1, -1).expand(N_HEADS, 1, -1)):
+                for _ in layer.tiles(torch.arange(layer.buffer.first // SIZE).view(1, 1, -1).expand(N_HEADS, 1, -1)):
                     pass
         except CapacityError:
             cache.discard()
@@ -568,7 +938,7 @@ def test_a_cache_survives_any_refusal(tmp_path: Path, monkeypatch: pytest.Monkey
 
     k, refusals.fired = 0, True
     while refusals.fired:
-        cache = KVCache(shape, tiering=tiering)
+        cache = KVCache.empty(layout)
         refusals.left, refusals.fired = k, False
         for start in range(0, 48, 6):
             try:
@@ -584,126 +954,3 @@ def test_a_cache_survives_any_refusal(tmp_path: Path, monkeypatch: pytest.Monkey
                 assert torch.equal(values, -keys)
         k += 1
     assert k > 1
-
-
-# Whole methods over a device whose copies are late.
-
-WINDOW = 32
-METHODS: dict[str, tuple[str, dict[str, object]]] = {
-    "longheads": ("longheads", {"chunk_size": 4, "chunks": 6}),
-    "longheads, heads together": ("longheads", {"chunk_size": 8, "chunks": 4, "share": "layer"}),
-    "esa": ("esa", {"sinks": 4, "local": 10, "top_k": 24, "eps": 2, "compress": "none"}),
-    "infllm": ("infllm", {"block_size": 4, "sinks": 4, "local": 10, "top_k": 6, "repr_tokens": 2}),
-    "full": ("full", {}),
-    "dca": ("dca", {"chunk_size": 20}),
-}
-
-
-@dataclass(frozen=True)
-class OnDevice(Tiering):
-    """A device whose copies are late, over `below` pages of memory, over a file; `spare` more pages than the least."""
-
-    below: int | None = None
-    order: str = ORDERS[0]
-    spare: int = 0
-
-    def pools(self, shape: CacheShape) -> list[Pool]:
-        (memory,) = super().pools(shape)
-        assert memory.limit is not None
-        return make_pools("device, host", memory.shape, memory.limit + self.spare, self.below, self.order)
-
-
-def read_text(
-    method: Method, text: tuple[Tensor, ...], blocks: list[int], tiering: Tiering | None, prefetch: bool = True
-) -> tuple[Tensor, KVCache]:
-    """The method's outputs `[layers, H, N, D]` for a text of several layers, read as the engine does; and its cache."""
-    method = method.resolve(WINDOW)
-    n_layers, _, n, dim = text[0].shape
-    chunk = 4 if type(method).cache_chunk is Method.cache_chunk else method.cache_chunk
-    shape = CacheShape(n_layers, text[1].shape[1], dim, chunk, torch.float32, CPU, segment=24)
-    cache = KVCache(shape, tiering=None if tiering is None else legal(tiering, shape, method, max(blocks)))
-    rope, attention = Rope(RopeConfig(), dim, WINDOW, n), Attention.choose("torch")
-    out, start = torch.empty(text[0].shape), 0
-    for size in blocks:
-        step = Step(start, start + size, rope, attention, WINDOW, shape.n_kv_heads)
-        cache.reserve(start + size)
-        for layer in cache.layers:
-            q, k, v = (x[layer.index][:, start : start + size] for x in text)
-            if size == 1 and prefetch:
-                cache.prefetch(layer.index + 1)
-            method.keep(k, v, layer, step)
-            out[layer.index, :, start : start + size] = method.attend(q, layer, step)
-        cache.commit()
-        start += size
-    return out, cache
-
-
-def text_of(n_layers: int, n: int, n_decoded: int) -> tuple[Tensor, ...]:
-    """`q [layers, H, N, D]`, `k v [layers, G, N, D]`; the last queries ask for much the same, one after another."""
-    q, k, v = (torch.stack(x) for x in zip(*(vectors(layer, 4, 2, n, 16) for layer in range(n_layers)), strict=True))
-    q[:, :, n - n_decoded :] = 0.2 * q[:, :, n - n_decoded :] + q[:, :, n - n_decoded - 1 : n - n_decoded]
-    return q, k, v
-
-
-BLOCKS = [30, 1, 1, *cut(6 * WINDOW - 47, 37), *cut(15, 1)]
-
-
-@pytest.mark.parametrize(("name", "knobs"), METHODS.values(), ids=METHODS)
-def test_no_method_sees_what_has_not_arrived(name: str, knobs: dict[str, object], tmp_path: Path) -> None:
-    """To the bit as if all were resident: with the least room there may be, and with some to spare."""
-    text = text_of(3, sum(BLOCKS), 15)
-    calm, _ = read_text(make(name, knobs), text, BLOCKS, None)
-    for (spare, below), order in zip(((0, 1), (7, 3), (40, None)), ORDERS, strict=True):
-        tiering = OnDevice(host=0, spill_dir=tmp_path, below=below, order=order, spare=spare)
-        out, cache = read_text(make(name, knobs), text, BLOCKS, tiering)
-        assert torch.equal(out, calm), f"{spare} pages to spare"
-        assert cache.archive is not None
-        assert cache.traffic["device"].bytes_in > 0
-        assert (cache.traffic["disk"].bytes_in > 0) == (below is not None)
-
-
-@pytest.mark.parametrize(("called", "spare"), [("longheads", 30), ("infllm", 12), ("esa", 20)])
-def test_a_method_finds_more_of_what_was_prefetched(called: str, spare: int, tmp_path: Path) -> None:
-    """Where the device holds what two layers ask for, and not what four do."""
-    method, text = make(*METHODS[called]), text_of(4, sum(BLOCKS), 15)
-    tiering = OnDevice(host=0, spill_dir=tmp_path, below=50, spare=spare)
-    out, cache = read_text(method, text, BLOCKS, tiering)
-    without, plain = read_text(method, text, BLOCKS, tiering, prefetch=False)
-    assert torch.equal(out, without)
-    assert cache.traffic["device"].early > plain.traffic["device"].early == 0
-    assert cache.traffic["device"].hits > plain.traffic["device"].hits * 1.1
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("below", [0, 3, None])
-def test_a_gpu_finds_every_page_again(tmp_path: Path, below: int | None) -> None:
-    """Copies on a stream of their own, while the model's stream is busy, are there when they are used."""
-    shape = CacheShape(4, 2, 64, 16, torch.bfloat16, torch.device("cuda"))
-    tiering = Tiering(spill_dir=tmp_path, sinks=16, local=16, block=64, apart=True)
-    chunk = shape.token_bytes * shape.chunk_size
-    tiering = replace(tiering, device=tiering.least(shape) + chunk, host=None if below is None else below * chunk)
-    text = torch.randn(4, 2, 1024, 64, dtype=torch.bfloat16, device="cuda")
-    cache, busy = KVCache(shape, 1024, tiering), torch.randn(2048, 2048, device="cuda")
-    for start in [*range(0, 960, 64), *range(960, 1024)]:
-        stop = start + (64 if start < 960 else 1)
-        for layer in cache.layers:
-            keys = text[layer.index]
-            cache.prefetch(layer.index + 1)
-            busy = (busy @ busy).clamp(-1, 1)
-            layer.write(keys[:, start:stop], -keys[:, start:stop])
-            chosen = torch.arange(stop // 16, device="cuda")[torch.randperm(stop // 16, device="cuda")[:4]]
-            for table, k, v in layer.rounds(chosen.view(1, 1, -1).expand(4, 1, -1)):
-                for chunk_id in chosen.tolist() if table is not None else ():
-                    for head in range(2):
-                        if (slot := int(table[head, chunk_id])) >= 0:
-                            found, value = (x[slot // x.shape[1], slot % x.shape[1]] for x in (k, v))
-                            assert torch.equal(found, keys[head, chunk_id * 16 : chunk_id * 16 + 16])
-                            assert torch.equal(value, -found)
-        cache.commit()
-    for layer in cache.layers:
-        assert torch.equal(layer.span(0, 1024)[0], text[layer.index])
-        index = torch.arange(0, 1024, 3, device="cuda")
-        assert torch.equal(layer.tokens(index)[1], -text[layer.index][:, index])
-    assert cache.traffic["device"].early > 0
-    assert torch.equal(cache.copy().layers[3].span(0, 1024)[0], text[3])

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lce.cache.kv import KVCache
-from lce.cache.tiering import CacheShape
+from lce.cache.layout import CacheLayout
 from lce.engine.context import Context
-from lce.engine.decode import Generation, StopWatch, decode
+from lce.engine.decode import Generation, Request, StopWatch, decode
 from lce.engine.sampling import Sampling
+from lce.engine.saving import ContextData, Identity
 from lce.models.config import RopeConfig
 from lce.models.rope import Rope
 from lce.tokenizer.tokenizer import Tokenizer
@@ -89,9 +90,9 @@ class Script:
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = tokens
         device = torch.device("cpu")
-        shape = CacheShape(n_layers=1, n_kv_heads=1, head_dim=2, chunk_size=4, dtype=torch.float32, device=device)
-        self.context = Context(KVCache(shape), Rope(RopeConfig(), 2, 64), self, 0)
-        self.context.token_ids = [0]
+        layout = CacheLayout(n_layers=1, n_heads=1, n_kv_heads=1, head_dim=2, dtype=torch.float32, device=device)
+        identity = Identity(lambda: "none", "full", "64", "none", "float32")
+        self.context = Context(ContextData(KVCache.empty(layout), [0]), Rope(RopeConfig(), 2, 64), identity)
         self.calls = 0
 
     def advance(self, context: Context) -> None:
@@ -102,8 +103,8 @@ class Script:
         self, tokenizer: Tokenizer, stop: Sequence[str] = (), max_tokens: int = 999
     ) -> tuple[list[str], Generation]:
         result = Generation()
-        sampling = Sampling(stop=tuple(stop))
-        stream = decode(self.context, tokenizer, sampling, max_tokens, frozenset({EOS, 299}), result, self.advance)
+        request = Request([], Sampling(stop=tuple(stop)), max_tokens, frozenset({EOS, 299}))
+        stream = decode(self.context, request, tokenizer, result, self.advance)
         pieces = [piece.text for piece in stream]
         assert result.text == "".join(pieces)
         assert all(pieces), "an empty piece says nothing"
@@ -192,7 +193,8 @@ def test_the_figures_add_up(tokenizer: Tokenizer) -> None:
 def test_closing_early_keeps_what_was_said(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(TEXT, bos=False)
     script, result = Script(ids), Generation()
-    pieces = decode(script.context, tokenizer, Sampling(), 999, frozenset(), result, script.advance)
+    request = Request([], Sampling(), 999, frozenset())
+    pieces = decode(script.context, request, tokenizer, result, script.advance)
     first = next(pieces).text
     pieces.close()  # type: ignore[attr-defined]
     assert result.text == first

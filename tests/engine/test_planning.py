@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import lce
 from lce import system
 from lce.cache.kv import KVCache
-from lce.cache.tiering import CacheShape, Tiering
+from lce.cache.layout import Budgets, CacheLayout, Reach
+from lce.cache.tiers import Disk, Pool
 from lce.engine.planning import Planner
-from lce.engine.prefill import Reader
-from lce.errors import CapacityError, UsageError
-from lce.methods import Full, LongHeads
-from tests.checkpoints import TINY
+from lce.errors import CapacityError
+from lce.methods import Driver, LongHeads
+from tests.checkpoints import TINY, tokens
 
 WINDOW = TINY["max_position_embeddings"]
 TOKEN = 2 * 2 * 2 * 16 * 4  # bytes of keys and values in the tiny model
 CASES: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in ("dca", "full", "infllm", "longheads", "rerope", "self_extend", "streaming")),
+    *((name, {}) for name in ("dca", "full", "infllm", "longheads", "quest", "rerope", "self_extend", "streaming")),
     ("lm_infinite", {"top_k": 3}),
+    ("longheads", {"placement": "constant"}),
+    ("quest", {"dense_layers": 0}),
     ("esa", {"compress": "pca", "low_dim": 16}),
     ("esa", {"compress": "none"}),
 ]
 SMALL = {"longheads": {"chunk_size": 8}, "infllm": {"block_size": 8, "top_k": 3, "sinks": 4}, "esa": {"sinks": 4}}
-
-
-def ids(n: int) -> list[int]:
-    return torch.randint(2, 300, (n,), generator=torch.Generator().manual_seed(n)).tolist()
 
 
 def method_of(name: str, knobs: dict[str, Any]) -> lce.Method:
@@ -41,8 +37,8 @@ def method_of(name: str, knobs: dict[str, Any]) -> lce.Method:
 
 
 def buffers(cache: KVCache) -> int:
-    """Bytes of the keys and values that are not in an archive."""
-    return sum(x.nbytes for layer in cache.layers for x in (layer.k_buffer, layer.v_buffer))
+    """Bytes of the keys and values that are in no tier."""
+    return sum(layer.buffer.n_bytes for layer in cache.layers)
 
 
 def at_most(monkeypatch: pytest.MonkeyPatch, memory: int | None = None, disk: int | None = None) -> None:
@@ -60,7 +56,7 @@ def test_every_method_is_planned() -> None:
 @pytest.mark.parametrize(("name", "knobs"), CASES, ids=str)
 def test_a_plan_promises_what_is_held_in_memory(name: str, knobs: dict[str, Any], n: int, tiny_model: Path) -> None:
     method = method_of(name, knobs)
-    cache = lce.load(tiny_model, method).prefill(ids(n)).cache
+    cache = lce.load(tiny_model, method).prefill(tokens(n)).cache
     tiers = lce.plan(tiny_model, method, tokens=n).tiers
     assert list(tiers) == ["device"]
     assert tiers["device"].keys_and_values == buffers(cache)
@@ -75,19 +71,18 @@ def test_a_plan_promises_what_is_held_below(
 ) -> None:
     method, options = method_of(name, knobs), {"block": 64, "spill_dir": tmp_path}
     resolved = method.resolve(WINDOW)
-    shape = CacheShape(2, 2, 16, resolved.cache_chunk, torch.float32, torch.device("cpu"))
-    options["kv_host_budget"] = Tiering(0, 0, tmp_path, *resolved.pinned, 64, resolved.apart).least(shape) + 5000
-    cache = lce.load(tiny_model, method, **options).prefill(ids(n)).cache
+    layout = CacheLayout(2, 4, 2, 16, torch.float32, torch.device("cpu"), resolved.reach, block=64)
+    options["kv_host_budget"] = layout.least_budget + 5000
+    cache = lce.load(tiny_model, method, **options).prefill(tokens(n)).cache
     tiers = lce.plan(tiny_model, method, tokens=n, **options).tiers
-    pool = cache.archive.pools[0].n_bytes if cache.archive else 0
+    pool = sum(tier.n_bytes for tier in cache.tiers if isinstance(tier, Pool))
     held, device = cache.bytes_by_tier, tiers["device"]
     assert device.keys_and_values == buffers(cache) + pool <= options["kv_host_budget"]
     assert held["device"] <= device.keys_and_values + device.besides <= held["device"] * 1.6 + 20_000
     assert held["disk"] <= tiers["disk"].needed <= held["disk"] + held["device"]
     if n == 900:
-        assert cache.archive is not None
-        assert cache.archive.file is not None
-        assert cache.archive.file.bytes_taken == tiers["disk"].needed, "it is reserved"
+        assert [type(tier) for tier in cache.tiers] == [Pool, Disk]
+        assert cache.bytes_reserved == tiers["disk"].needed, "it is reserved"
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_host_budget": 200_000}, {"kv_host_budget": 200_000, "spill_dir": "/"}])
@@ -112,88 +107,45 @@ def test_nothing_bounds_what_is_not_known(tiny_model: Path, monkeypatch: pytest.
     assert lce.plan(tiny_model, tokens=1 << 50).fits
 
 
-def test_a_config_is_enough(tmp_path: Path) -> None:
-    config = TINY | {"torch_dtype": "bfloat16"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    for name in ("full", "longheads", "esa"):
-        assert lce.plan(tmp_path, name, tokens=1000).fits
-    plan = lce.plan(tmp_path, tokens=1000)
-    assert (plan.tokens, plan.method, plan.dtype, plan.device) == (1000, "full", "bfloat16", "cpu")
-    assert plan.tiers["device"].keys_and_values == 1024 * TOKEN // 2
-    del config["torch_dtype"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert lce.plan(tmp_path, tokens=1000).dtype == "float32"
-    assert lce.plan(tmp_path, tokens=1000, dtype="float16").dtype == "float16"
-
-
-def test_weights_count_before_they_are_loaded(tiny_model: Path) -> None:
-    weights = lce.plan(tiny_model, tokens=1).tiers["device"].weights
-    assert weights == sum(x.nbytes for x in load_file(tiny_model / "model.safetensors").values())
-
-
-def test_esa_is_planned_as_if_it_had_its_maps() -> None:
-    need = lce.plan("demo", "esa", tokens=3000).tiers["device"]
-    held = lce.load("demo", "esa").prefill(ids(3000)).cache.bytes_by_tier["device"]
-    assert held <= need.keys_and_values + need.besides <= held * 1.6
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"tokens": 0}, "tokens is 0"),
-        ({"tokens": 1, "block": 0}, "block is 0"),
-        ({"tokens": 1, "window": 1}, "window is 1"),
-        ({"tokens": 1, "dtype": "float"}, "unknown dtype"),
-        ({"tokens": 1, "device": "tpu"}, "unknown device|not available"),
-        ({"tokens": 1, "kv_host_budget": "8G"}, "8G"),
-        ({"tokens": 1, "method": "ful"}, "did you mean 'full'"),
-    ],
-    ids=str,
-)
-def test_options_that_cannot_be_are_refused(values: dict[str, Any], message: str, tiny_model: Path) -> None:
-    with pytest.raises(UsageError, match=message):
-        lce.plan(tiny_model, **values)
-
-
-def unread(*_: object) -> Any:
+def no_work(*_: object) -> Any:
     raise AssertionError("work was begun")
 
 
 def test_what_cannot_fit_is_refused_before_any_work(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = lce.load(tiny_model)
-    monkeypatch.setattr(Reader, "read", unread)
+    monkeypatch.setattr(Driver, "forward", no_work)
     at_most(monkeypatch, memory=256 * TOKEN + 100)
-    told = "need 256.2 KiB of memory, and 128.1 KiB is available; the longest that fits is 256 tokens; .*--spill-dir"
+    told = "need 256.0 KiB of memory, and 128.1 KiB is available; the longest that fits is 256 tokens; .*--spill-dir"
     for work in (
-        lambda: engine.generate(ids(7), max_tokens=250),
-        lambda: next(engine.stream(ids(250), max_tokens=7)),
-        lambda: engine.prefill(ids(257)),
-        lambda: engine.prefill(ids(7), length=257),
-        lambda: engine.logits(ids(257)),
-        lambda: engine.trace(ids(257)),
+        lambda: engine.generate(tokens(7), max_tokens=250),
+        lambda: next(engine.stream(tokens(250), max_tokens=7)),
+        lambda: engine.prefill(tokens(257)),
+        lambda: engine.prefill(tokens(7), length=257),
+        lambda: engine.logits(tokens(257)),
+        lambda: engine.trace(tokens(257)),
     ):
         with pytest.raises(CapacityError, match=rf"^257 tokens {told}$"):
             work()
     with pytest.raises(AssertionError, match="begun"):
-        engine.prefill(ids(256))
+        engine.prefill(tokens(256))
 
 
 def test_a_context_may_grow_into_what_it_has(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = lce.load(tiny_model)
-    context = engine.prefill(ids(20), length=256)
+    context = engine.prefill(tokens(20), length=256)
     at_most(monkeypatch, memory=100)
-    engine.generate(ids(30), max_tokens=10, context=context)
+    engine.generate(tokens(30), max_tokens=10, context=context)
     before = list(context.token_ids)
     for work in (
-        lambda: engine.generate(ids(7), max_tokens=250, context=context),
-        lambda: engine.prefill(ids(200), context=context),
-        lambda: engine.prefill(ids(2), context=context, length=257),
+        lambda: engine.generate(tokens(7), max_tokens=250, context=context),
+        lambda: engine.prefill(tokens(200), context=context),
+        lambda: engine.prefill(tokens(2), context=context, length=257),
     ):
         with pytest.raises(CapacityError, match=r"the longest that fits is 256 tokens"):
             work()
         assert context.token_ids == before
     at_most(monkeypatch, memory=256 * TOKEN + 200)
-    assert len(engine.prefill(ids(200), context=context)) == len(before) + 200
+    assert len(engine.prefill(tokens(200), context=context)) == len(before) + 200
 
 
 def test_the_disk_is_looked_at_first(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,13 +153,13 @@ def test_the_disk_is_looked_at_first(tiny_model: Path, tmp_path: Path, monkeypat
     engine = lce.load(tiny_model, method, block=16, kv_host_budget=100_000, spill_dir=tmp_path)
     at_most(monkeypatch, memory=1 << 30, disk=200_000)
     with pytest.raises(CapacityError, match=r"need 496.0 KiB of disk for .*, and 195.3 KiB .* 399 tokens;"):
-        engine.generate(ids(990), max_tokens=10)
-    context = engine.prefill(ids(300))
-    assert context.cache.archive is not None
+        engine.generate(tokens(990), max_tokens=10)
+    context = engine.prefill(tokens(300))
+    assert context.cache.tiers
     at_most(monkeypatch, memory=1 << 30, disk=10_000)
-    engine.generate(ids(2), max_tokens=3, context=context)
+    engine.generate(tokens(2), max_tokens=3, context=context)
     with pytest.raises(CapacityError, match=r"of disk .* the longest that fits is 3[0-9][0-9] tokens"):
-        engine.generate(ids(2), max_tokens=300, context=context)
+        engine.generate(tokens(2), max_tokens=300, context=context)
 
 
 def test_budgets_that_cannot_be(tiny_model: Path, tmp_path: Path) -> None:
@@ -215,11 +167,11 @@ def test_budgets_that_cannot_be(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(
         CapacityError, match=r"and the budget is 150.0 KiB; the longest that fits is 256 tokens; .*spill"
     ):
-        engine.prefill(ids(257))
+        engine.prefill(tokens(257))
     small = lce.load(tiny_model, kv_host_budget=300 * TOKEN, spill_dir=tmp_path)
     with pytest.raises(CapacityError, match=r"blocks of 2048 .* budget of [0-9]+ bytes or more, or a smaller --block"):
-        small.prefill(ids(257))
-    assert small.prefill(ids(256)).cache.archive is None
+        small.prefill(tokens(257))
+    assert small.prefill(tokens(256)).cache.tiers == []
     assert "no text fits" in (lce.plan(tiny_model, tokens=1, kv_host_budget=1).refusal or "")
 
 
@@ -231,15 +183,16 @@ def test_a_token_costs_no_look(
     engine = lce.load(tiny_model, LongHeads(chunk_size=8), block=32, **options)
     looks = []
     monkeypatch.setattr(system, "free_memory", lambda device: looks.append(device))
-    engine.generate(ids(500), max_tokens=40)
+    engine.generate(tokens(500), max_tokens=40)
     assert len(looks) == 1
 
 
-def on_a_gpu(room: dict[str, int | None], **budgets: Any) -> Planner:
+def on_a_gpu(free_bytes: dict[str, int | None], **budgets: Any) -> Planner:
     """A planner for a GPU, which need not be there: 8 KiB a chunk, all heads of a chunk in a page."""
-    shape = CacheShape(2, 2, 16, 16, torch.float32, torch.device("cuda"))
-    method = Full()
-    return Planner(shape, 4, method, Tiering(block=16, **budgets), {"disk": None, "host": None, "device": None} | room)
+    reach, device = Reach(16), torch.device("cuda")
+    layout = CacheLayout(2, 4, 2, 16, torch.float32, device, reach, Budgets(**budgets), block=16)
+    unbounded: dict[str, int | None] = {"disk": None, "host": None, "device": None}
+    return Planner(layout, "full", unbounded | free_bytes)
 
 
 def test_three_tiers() -> None:
@@ -250,8 +203,7 @@ def test_three_tiers() -> None:
         "host": 80,
         "disk": 800,
     }
-    assert needs["device"].besides == 2 * 150 * 32
-    assert [need.besides for need in needs.values()][1:] == [0, 0]
+    assert [need.besides for need in needs.values()] == [0, 0, 0]
     free = on_a_gpu({}, device=100 * kib).needs(n)  # a host without bounds grows by half
     assert {tier: need.keys_and_values // kib for tier, need in free.items()} == {"device": 100, "host": 1200 + 64}
     whole = on_a_gpu({}, host=81 * kib, spill_dir=Path("/")).needs(n)
@@ -259,7 +211,7 @@ def test_three_tiers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("room", "budgets", "message"),
+    ("free_bytes", "budgets", "message"),
     [
         ({"device": 5000}, {}, "device memory, and 4.9 KiB is available; no text fits; .* give a --kv-device-budget$"),
         ({"device": 9000}, {"device": 100_000}, "device memory.* is 16 tokens; .* give a smaller --kv-device-budget$"),
@@ -275,9 +227,9 @@ def test_three_tiers() -> None:
     ],
     ids=str,
 )
-def test_each_tiers_refusal(room: dict[str, int | None], budgets: dict[str, Any], message: str) -> None:
+def test_each_tiers_refusal(free_bytes: dict[str, int | None], budgets: dict[str, Any], message: str) -> None:
     with pytest.raises(CapacityError, match=message):
-        on_a_gpu(room, **budgets).check(1600)
+        on_a_gpu(free_bytes, **budgets).check(1600)
 
 
 @pytest.mark.parametrize("budgets", [{}, {"kv_host_budget": 20_000}], ids=str)
@@ -285,13 +237,13 @@ def test_what_lies_in_an_opened_file_needs_no_memory(
     budgets: dict[str, Any], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method = LongHeads(chunk_size=8, chunks=4)
-    lce.load(tiny_model, method).prefill(ids(400)).save(tmp_path / "saved.lce")
+    lce.load(tiny_model, method).prefill(tokens(400)).save(tmp_path / "saved.lce")
     engine = lce.load(tiny_model, method, block=8, **budgets)
     context = engine.open_context(tmp_path / "saved.lce")
     at_most(monkeypatch, memory=100 * TOKEN)
-    engine.generate(ids(10), max_tokens=5, context=context)
+    engine.generate(tokens(10), max_tokens=5, context=context)
     with pytest.raises(CapacityError, match=r"the longest that fits is 4[0-9][0-9] tokens; .*--spill-dir"):
-        engine.generate(ids(10), max_tokens=500, context=context)
+        engine.generate(tokens(10), max_tokens=500, context=context)
 
 
 def test_a_file_takes_what_memory_may_not_hold(
@@ -299,7 +251,7 @@ def test_a_file_takes_what_memory_may_not_hold(
 ) -> None:
     method, path = LongHeads(chunk_size=8, chunks=4), tmp_path / "read.lce"
     at_most(monkeypatch, memory=60_000, disk=0)  # the file reserves its own place
-    lce.load(tiny_model, method, block=8, kv_host_budget=20_000).prefill_file(ids(100), path)
+    lce.load(tiny_model, method, block=8, kv_host_budget=20_000).prefill_file(tokens(100), path)
     with pytest.raises(CapacityError, match=r"^400 tokens need .* give a --kv-host-budget$"):
-        lce.load(tiny_model, method, block=8).prefill_file(ids(400), tmp_path / "more.lce")
+        lce.load(tiny_model, method, block=8).prefill_file(tokens(400), tmp_path / "more.lce")
     assert list(tmp_path.iterdir()) == [path]

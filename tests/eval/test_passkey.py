@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import cycle, islice
+from itertools import cycle
 from random import Random
 
 import pytest
@@ -10,7 +10,6 @@ import pytest
 import lce
 from lce.eval.needles import NEEDLES
 from lce.eval.passkey import NOISE, evaluate, make_sample, samples, wilson
-from lce.eval.prose import sentences
 from tests.command import assert_error, run
 
 
@@ -61,14 +60,6 @@ def test_wrong_arguments_are_explained(arguments: dict[str, object], message: st
     engine = lce.load("demo")
     with pytest.raises(lce.UsageError, match=message):
         evaluate(engine, length=100, **arguments)  # type: ignore[arg-type]
-
-
-def test_prose_goes_on_and_states_no_fact() -> None:
-    text = " ".join(islice(sentences(Random(3)), 3000))
-    assert len(set(islice(sentences(Random(3)), 3000))) > 2000
-    for word in ("pass key", "secret", "code of", " hid ", "Most of all"):
-        assert word not in text
-    assert not any(character.isdigit() for character in text)
 
 
 def test_wilson_interval() -> None:

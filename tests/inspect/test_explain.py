@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from lce.cache.layer import LayerCache
-from lce.errors import CapacityError, UsageError
-from lce.inspect.explain import HEADS, KV_HEADS, MOST_TOKENS, REACH, Explanation, explain, vectors
-from lce.methods import Method, Step, available, find, make
-from lce.methods.parts import behind
-from lce.models.rope import rotate
+from lce.attention import rotate
+from lce.cache.kv import LayerCache
+from lce.errors import UsageError
+from lce.inspect.explain import HEADS, KV_HEADS, MOST_TOKENS, REACH, explain, vectors
+from lce.methods import Method, Step, available, make
+from lce.methods.parts import attend_behind
 from tests import oracle
 from tests.command import assert_error, run, spawn
-from tests.running import cut
+from tests.running import BY_BLOCK, cut
 
 WINDOW, TOKENS = 16, 40
 KNOBS: dict[str, list[dict[str, object]]] = {
@@ -42,7 +41,10 @@ KNOBS: dict[str, list[dict[str, object]]] = {
         {"chunk_size": 4, "share": "group"},
         {"chunk_size": 3, "rank": "last", "keep_first": False},
         {"chunk_size": 1},
+        {"chunk_size": 2, "placement": "true"},
+        {"chunk_size": 3, "placement": "constant"},
     ],
+    "quest": [{}, {"dense_layers": 0, "page": 2, "budget": 8}],
     "rerope": [{}, {"local": 1}, {"log_scale": True}],
     "self_extend": [{}, {"local": 7, "group": 3}],
     "streaming": [{}, {"sinks": 0}, {"sinks": 1, "local": 1}],
@@ -89,7 +91,7 @@ def test_finds_what_the_definition_says(name: str, knobs: dict[str, object], blo
 def test_decodes_as_it_prefills_where_blocks_do_not_matter(name: str) -> None:
     method = make(name, KNOBS[name][0])
     same = explain(method, tokens=30, block=1).rows() == explain(method, tokens=30, block=30).rows()
-    assert same != find(name).by_block
+    assert same != (name in BY_BLOCK)
 
 
 def test_figure_2_of_dual_chunk_attention() -> None:
@@ -148,7 +150,7 @@ class Seen(Method):
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         places = (step.positions(q.device) + self.shift) * self.stretch
-        return self.see(rotate(q, step.rope.table(places, q.dtype)), cache, step)
+        return self.see(rotate(q, step.rope.turn(places, q.dtype)), cache, step)
 
     def see(self, placed: Tensor, cache: LayerCache, step: Step) -> Tensor:
         return step.attention.dense(placed, *cache.span(0, cache.stop), causal=True)[0]
@@ -159,7 +161,7 @@ class Blind(Seen):
     """Queries do not see themselves."""
 
     def see(self, placed: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        return behind(placed, cache, step, gap=1)[0]
+        return attend_behind(placed, cache, step, gap=1)[0]
 
 
 @dataclass(frozen=True)
@@ -303,63 +305,6 @@ def test_refuses_in_one_line(tmp_path: Path) -> None:
     assert_error(run("explain", "dca", "--plot", tmp_path / "a.pgn"), 2, "a.pgn", "did you mean '.png'?", ".svg")
     assert_error(run("explain", "dca", "--plot", tmp_path / "none"), 2, "unknown kind of picture ''")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "start"), [("a.png", b"\x89PNG\r\n"), ("b.SVG", b"<?xml"), ("c.pdf", b"%PDF-")], ids=lambda x: str(x)
-)
-def test_draws_a_picture(name: str, start: bytes, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    result = run(*FIGURE_2_ARGS, "--plot", tmp_path / name)
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout == run(*FIGURE_2_ARGS).stdout
-    assert [path.name for path in tmp_path.iterdir()] == [name]
-    assert (tmp_path / name).read_bytes().startswith(start)
-
-
-def test_a_picture_shows_the_distances(tmp_path: Path) -> None:
-    """White where nothing is attended, a colour of its own beyond the window, numbers while they are legible."""
-    pytest.importorskip("matplotlib")
-    from matplotlib import colors
-    from matplotlib.figure import Figure
-
-    from lce.inspect.picture import BEYOND, draw
-
-    figures: list[Figure] = []
-
-    def drawn(tokens: int) -> tuple[Figure, Explanation]:
-        found = explain(make("full"), tokens=tokens, window=12)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
-            draw(found, tmp_path / "x.png")
-        return figures[-1], found
-
-    figure, found = drawn(20)
-    axes = figure.axes[0]
-    image = axes.images[0]
-    colour = image.to_rgba(image.get_array())
-    white, beyond = torch.tensor(colors.to_rgba("white")), torch.tensor(colors.to_rgba(BEYOND))
-    shown = torch.from_numpy(colour.copy()).float()
-    assert torch.equal(torch.isclose(shown, white).all(-1), ~found.attended)
-    assert torch.equal(torch.isclose(shown, beyond).all(-1), found.distance >= 12)
-    numbers = {text.get_position()[::-1]: text.get_text() for text in axes.texts}
-    assert numbers == {(i, j): str(i - j) for i in range(20) for j in range(i + 1)}
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("key j", "query i")
-    assert axes.get_title().startswith("full()")
-    assert drawn(33)[0].axes[0].texts[:] == []
-
-
-def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from lce.inspect.picture import draw
-
-    with pytest.raises(CapacityError, match="No such file"):
-        draw(explain(make("full"), tokens=3), tmp_path / "none" / "x.png")
-
-
-def test_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert_error(run(*FIGURE_2_ARGS, "--plot", tmp_path / "a.png"), 2, "pip install 'lce[plot]'")
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -1,4 +1,4 @@
-"""What all methods refuse, and how they are told of it."""
+"""Options that all methods refuse, and their errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dual Chunk Attention: what the oracle's equality does not say."""
+"""Dual Chunk Attention: what the comparison with the oracle does not cover."""
 
 from __future__ import annotations
 
@@ -42,6 +42,6 @@ def test_qwens_config_is_read(tiny_model: Path, tmp_path: Path) -> None:
 def test_a_config_that_makes_no_sense_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     sizes = {"chunk_size": 8, "local_size": 8}
     folder = with_config(tiny_model, tmp_path / "model", dual_chunk_attention_config=sizes)
-    assert lce.load(folder).window == 64  # others do not look at it
+    assert lce.load(folder).window == 64  # other methods do not read it
     with pytest.raises(ModelError, match="a smaller local_size; give -o chunk_size=N"):
         lce.load(folder, method="dca")

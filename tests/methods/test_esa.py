@@ -1,4 +1,4 @@
-"""ESA: what the oracle's equality does not say."""
+"""ESA: what the comparison with the oracle does not cover."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Full attention: the sliding window is its own matter."""
+"""Full attention: it alone applies a checkpoint's sliding window."""
 
 from __future__ import annotations
 

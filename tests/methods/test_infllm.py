@@ -1,4 +1,4 @@
-"""InfLLM: what the oracle's equality does not say."""
+"""InfLLM: what the comparison with the oracle does not cover."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LM-Infinite: what the oracle's equality does not say."""
+"""LM-Infinite: what the comparison with the oracle does not cover."""
 
 from __future__ import annotations
 

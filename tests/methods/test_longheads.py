@@ -1,4 +1,4 @@
-"""LongHeads: what the oracle's equality does not say."""
+"""LongHeads: what the comparison with the oracle does not cover."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,17 +13,17 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from lce.cache.tiering import Tiering
-from lce.methods import available, find, make
+from lce.cache.layout import Budgets
+from lce.methods import Method, available, make
 from lce.models.config import RopeConfig
 from tests import oracle
-from tests.running import cut, run, vectors
+from tests.running import BY_BLOCK, cut, run, vectors
 
 WINDOW = 32
 HEADS = {"multi-head": (4, 4), "grouped-query": (8, 2)}
-# What a method cannot do without, where no model brings it.
+# Knobs that a method needs if no model provides them.
 NEEDS: dict[str, dict[str, object]] = {"esa": {"compress": "none"}}
-# Knobs that every method is also tried with, beside its defaults.
+# Knobs that every method is also tested with, besides its defaults.
 KNOBS: dict[str, list[dict[str, object]]] = {
     "dca": [{"chunk_size": 10}, {"chunk_size": 32}, {"temperature": True}],
     "esa": [
@@ -52,6 +53,14 @@ KNOBS: dict[str, list[dict[str, object]]] = {
         {"chunk_size": 4, "keep_first": False},
         {"chunk_size": 4, "fix_head": True},
         {"chunk_size": 5, "chunks": 6},
+        {"chunk_size": 4, "placement": "true"},
+        {"chunk_size": 4, "placement": "constant"},
+        {"chunk_size": 5, "chunks": 6, "placement": "constant", "share": "group"},
+    ],
+    "quest": [
+        {"dense_layers": 0},
+        {"dense_layers": 0, "page": 4, "budget": 16},
+        {"dense_layers": 0, "page": 5, "budget": 11},
     ],
     "rerope": [{"local": 1}, {"local": 100}, {"log_scale": True}],
     "self_extend": [{"local": 10, "group": 3}, {"local": 1, "group": 16}, {"local": 64}, {"group": 1}],
@@ -68,6 +77,34 @@ CUTS = {
 }
 
 
+def exact_length(method: Method) -> int | None:
+    """The longest text for which the method equals full attention, in tokens; None: any."""
+    knobs = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
+    local, sinks = knobs.get("local", 0), knobs.get("sinks", 0)
+    match method.name:
+        case "full":
+            return None
+        case "dca":
+            return min(2 * knobs["chunk_size"], WINDOW)
+        case "longheads":
+            return knobs["chunk_size"] * (1 if knobs["placement"] == "constant" else knobs["chunks"])
+        case "quest":
+            return None if knobs["dense_layers"] else knobs["budget"] // knobs["page"] * knobs["page"]
+        case "infllm":
+            return local + (1 if knobs["far"] == local else 0)
+        case "lm_infinite":
+            return local + (1 if sinks else 0)
+        case "esa":
+            return sinks + local + 1
+        case "streaming":
+            return sinks + local
+        case "rerope":
+            return local + 1
+        case "self_extend":
+            return local
+    return 1
+
+
 def test_every_method_has_a_definition() -> None:
     assert set(oracle.DEFINITIONS) == set(available())
 
@@ -80,7 +117,7 @@ def test_equals_the_oracle_far_beyond_the_window(name: str, knobs: dict[str, obj
     truth = None
     for called, cutting in CUTS.items():
         blocks = cutting(n)
-        if truth is None or find(name).by_block:
+        if truth is None or name in BY_BLOCK:
             setting = oracle.Setting(WINDOW, blocks)
             truth = oracle.attention(q, k, v, oracle.DEFINITIONS[name](q, k, v, setting, **knobs), setting)
         out = run(make(name, knobs), q, k, v, blocks, window=WINDOW)
@@ -137,7 +174,7 @@ def test_equals_full_attention_while_everything_fits(
     name: str, knobs: dict[str, object], heads: tuple[int, int]
 ) -> None:
     method = make(name, knobs).resolve(WINDOW)
-    n = method.exact_length(WINDOW) or 3 * WINDOW
+    n = exact_length(method) or 3 * WINDOW
     q, k, v = vectors(5, *heads, n, 16)
     truth = run(make("full"), q, k, v, [n], window=WINDOW)
     for blocks in (cut(n, 1), cut(n, 7), [n]):
@@ -147,7 +184,7 @@ def test_equals_full_attention_while_everything_fits(
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_any_blocks_give_the_same(data: st.DataObject) -> None:
-    name, knobs = data.draw(st.sampled_from([case for case in CASES if not find(case[0]).by_block]))
+    name, knobs = data.draw(st.sampled_from([case for case in CASES if case[0] not in BY_BLOCK]))
     n = data.draw(st.integers(1, 5 * WINDOW))
     q, k, v = vectors(data.draw(st.integers(0, 3)), 4, 2, n, 8)
     blocks, left = [], n
@@ -172,12 +209,12 @@ def test_discarded_passes_and_copies_leave_no_trace(name: str, knobs: dict[str, 
 def test_the_smallest_budget_changes_nothing(
     name: str, knobs: dict[str, object], heads: tuple[int, int], tmp_path: Path
 ) -> None:
-    """To the bit: where keys and values are kept is not seen in what is computed from them."""
+    """To the bit: the result does not depend on where keys and values are."""
     q, k, v = vectors(9, *heads, 6 * WINDOW, 16)
     blocks = [30, 1, 1, *cut(6 * WINDOW - 62, 9), *cut(30, 1)]
     calm = run(make(name, knobs), q, k, v, blocks, window=WINDOW, pieces=(4, 24))
-    tiering = Tiering(host=0, spill_dir=tmp_path)
-    out = run(make(name, knobs), q, k, v, blocks, window=WINDOW, pieces=(4, 24), tiering=tiering, disturb=5)
+    budgets = Budgets(host=0, spill_dir=tmp_path)
+    out = run(make(name, knobs), q, k, v, blocks, window=WINDOW, pieces=(4, 24), budgets=budgets, disturb=5)
     assert torch.equal(out, calm)
 
 
@@ -195,15 +232,15 @@ def test_no_budget_changes_anything(data: st.DataObject) -> None:
     pieces = (data.draw(st.integers(1, 40)), data.draw(st.integers(1, 3 * WINDOW)))
     calm = run(make(name, knobs), q, k, v, blocks, window=WINDOW, pieces=pieces)
     with TemporaryDirectory() as folder:
-        tiering = Tiering(host=data.draw(st.integers(0, 2 * k.nbytes)), spill_dir=Path(folder))
-        out = run(make(name, knobs), q, k, v, blocks, window=WINDOW, pieces=pieces, tiering=tiering)
+        budgets = Budgets(host=data.draw(st.integers(0, 2 * k.nbytes)), spill_dir=Path(folder))
+        out = run(make(name, knobs), q, k, v, blocks, window=WINDOW, pieces=pieces, budgets=budgets)
     assert torch.equal(out, calm)
 
 
 @pytest.mark.parametrize("name", available())
 def test_half_precision_stays_close(name: str) -> None:
     method = make(name, NEEDS.get(name, {})).resolve(WINDOW)
-    n = min(method.exact_length(WINDOW) or WINDOW, WINDOW)
+    n = min(exact_length(method) or WINDOW, WINDOW)
     q, k, v = (x.bfloat16() for x in vectors(2, 4, 2, n, 16))
     out = run(method, q, k, v, [n], window=WINDOW)
     truth = run(make("full"), q.float(), k.float(), v.float(), [n], window=WINDOW)

@@ -14,7 +14,7 @@ from lce.methods import Full, LongHeads, Method, find, make, register, registry
 
 @dataclass(frozen=True)
 class Knobbed(Full):
-    """Every kind of knob."""
+    """A knob of every type."""
 
     count: int = 3
     share: float = 0.5
@@ -59,7 +59,10 @@ def test_a_package_may_bring_a_method(offered: Any) -> None:
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"chunksize": 3}, r"no option 'chunksize'; valid, with defaults: chunk_size=none, chunks=none, share=head"),
+        (
+            {"chunksize": 3},
+            r"no option 'chunksize'; valid, with defaults: chunk_size=none, chunks=none, placement=side_by_side, ",
+        ),
         ({"chunk_size": "many"}, "chunk_size=many is not a whole number"),
         ({"chunk_size": 1.5}, "chunk_size=1.5 is not"),
         ({"chunk_size": True}, "chunk_size=True is not"),
@@ -96,3 +99,10 @@ def test_methods_are_values() -> None:
     assert isinstance(LongHeads(), Method)
     with pytest.raises(AttributeError):
         LongHeads().chunk_size = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("value", [10**400, "1e999", "nan", "half"])
+def test_a_number_that_is_none_is_refused(offered: Any, value: object) -> None:
+    offered(knobbed="Knobbed")
+    with pytest.raises(lce.UsageError, match=r"share=.* is not a (finite )?number; default share=0.5"):
+        make("knobbed", {"share": value})

@@ -1,4 +1,4 @@
-"""The base of selective methods: what a selector may leave out, and what its scores cannot do."""
+"""The base of selective methods: what a selector may leave out, and scores that are infinite or NaN."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WINDOW, SIZE = 32, 4
 
 @dataclass(frozen=True)
 class ByMeanKey(SelectiveMethod):
-    """Says nothing but what to keep."""
+    """Overrides only what to keep."""
 
     def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         return k.mean(dim=2).repeat_interleave(len(q) // len(k), dim=0)
@@ -35,7 +35,7 @@ class Constant(ByMeanKey):
 
 @dataclass(frozen=True)
 class ByMeanKeyInFull(ByMeanKey):
-    """The same with the score that selectors have unless they bring their own."""
+    """The same with the default score written out."""
 
     def score(self, q: Tensor, summary: Tensor, step: Step, layer: int) -> Tensor:
         return (q[:, :, None] * summary[:, None]).sum(-1)

@@ -15,8 +15,9 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import lce
+from lce.attention import rotate
 from lce.models.config import RopeConfig
-from lce.models.rope import Rope, rotate
+from lce.models.rope import Rope
 
 WINDOW = 4096
 HEAD_DIM = 64
@@ -80,8 +81,8 @@ def test_ntk_keeps_the_fastest_pair_and_interpolates_the_slowest(factor: float) 
 def test_angles_are_exact_at_a_million(kind: str) -> None:
     rope = Rope(RopeConfig(kind, 500000.0, factor=4.0, original_window=1024), HEAD_DIM, WINDOW, 8 * WINDOW)
     positions = torch.tensor([0, 1, 999_999, 1_000_000])
-    cos, sin = rope.table(positions, torch.float64)
-    half, quarter = (rope.table(positions, dtype) for dtype in (torch.float32, torch.bfloat16))
+    cos, sin = rope.turn(positions, torch.float64)
+    half, quarter = (rope.turn(positions, dtype) for dtype in (torch.float32, torch.bfloat16))
     with mpmath.workdps(40):
         for row, position in enumerate(positions.tolist()):
             for pair, frequency in enumerate(rope.inv_freq.tolist()):
@@ -95,7 +96,7 @@ def test_angles_are_exact_at_a_million(kind: str) -> None:
 
 def test_the_base_frequencies_are_exact_too() -> None:
     """Not only angle from frequency: the whole chain from theta, as exact arithmetic has it."""
-    cos, _ = Rope(RopeConfig(theta=500000.0), HEAD_DIM, WINDOW).table(torch.tensor(1_000_000), torch.float64)
+    cos, _ = Rope(RopeConfig(theta=500000.0), HEAD_DIM, WINDOW).turn(torch.tensor(1_000_000), torch.float64)
     with mpmath.workdps(40):
         for pair in range(HEAD_DIM // 2):
             angle = 1_000_000 * mpmath.power(500000, -mpmath.mpf(2 * pair) / HEAD_DIM)
@@ -112,8 +113,8 @@ def test_a_score_depends_on_the_distance_alone(a: int, b: int, shift: int, seed:
     q, k = torch.randn(2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
     def score(i: int, j: int) -> float:
-        tables = [rope.table(torch.tensor(position), torch.float64) for position in (i, j)]
-        return float(rotate(q, tables[0]) @ rotate(k, tables[1]))
+        turns = [rope.turn(torch.tensor(position), torch.float64) for position in (i, j)]
+        return float(rotate(q, turns[0]) @ rotate(k, turns[1]))
 
     assert score(a, b) == pytest.approx(score(a + shift, b + shift), abs=1e-7)
     assert score(a, b) == pytest.approx(score(a - b, 0), abs=1e-7)  # a query may be turned back instead of the key
@@ -124,37 +125,37 @@ def test_a_score_depends_on_the_distance_alone(a: int, b: int, shift: int, seed:
 def test_a_rotation_keeps_norms_and_has_an_inverse(position: int, seed: int) -> None:
     x = torch.randn(3, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     rope = Rope(RopeConfig(), 16, WINDOW)
-    turned = rotate(x, rope.table(torch.tensor(position), torch.float64))
+    turned = rotate(x, rope.turn(torch.tensor(position), torch.float64))
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
-    torch.testing.assert_close(rotate(turned, rope.table(torch.tensor(-position), torch.float64)), x)
+    torch.testing.assert_close(rotate(turned, rope.turn(torch.tensor(-position), torch.float64)), x)
 
 
 def test_pairs_are_the_two_halves() -> None:
     """As published Llama weights have it, not neighbours."""
     x = torch.zeros(16)
     x[3] = 1.0
-    table = Rope(RopeConfig(), 16, WINDOW).table(torch.tensor(2), torch.float32)
-    turned = rotate(x, table)
-    assert turned[3] == table[0][3]
-    assert turned[3 + 8] == table[1][3]
+    turn = Rope(RopeConfig(), 16, WINDOW).turn(torch.tensor(2), torch.float32)
+    turned = rotate(x, turn)
+    assert turned[3] == turn.cos[3]
+    assert turned[3 + 8] == turn.sin[3]
     assert turned.count_nonzero() == 2
 
 
-def test_tables_broadcast() -> None:
-    """One placed copy a choice: queries `[H, T, 1, D]` and a table `[T, K, D/2]` make `[H, T, K, D]`."""
+def test_turns_broadcast() -> None:
+    """One placed copy a choice: queries `[H, T, 1, D]` and turns `[T, K, D/2]` make `[H, T, K, D]`."""
     rope = Rope(RopeConfig(), 16, WINDOW)
     x, positions = torch.randn(4, 5, 16), torch.arange(15).view(5, 3)
-    many = rotate(x[:, :, None], rope.table(positions, torch.float32))
+    many = rotate(x[:, :, None], rope.turn(positions, torch.float32))
     assert many.shape == (4, 5, 3, 16)
     for choice in range(3):
-        one = rotate(x, rope.table(positions[:, choice], torch.float32))
+        one = rotate(x, rope.turn(positions[:, choice], torch.float32))
         torch.testing.assert_close(many[:, :, choice], one)
 
 
 def test_yarn_scales_the_rotated_vectors() -> None:
-    table = Rope(RopeConfig("yarn", factor=8.0, original_window=512), 16, WINDOW).table(torch.arange(4), torch.float32)
+    turn = Rope(RopeConfig("yarn", factor=8.0, original_window=512), 16, WINDOW).turn(torch.arange(4), torch.float32)
     x = torch.randn(4, 16)
-    torch.testing.assert_close(rotate(x, table).norm(dim=-1), x.norm(dim=-1) * 1.2079442)  # 0.1 ln 8 + 1
+    torch.testing.assert_close(rotate(x, turn).norm(dim=-1), x.norm(dim=-1) * 1.2079442)  # 0.1 ln 8 + 1
 
 
 def test_dynamic_is_fixed_by_the_announced_length(tiny_model: Path) -> None:

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
+import lce
 from lce.errors import CapacityError, DataError, LceError, ModelError, UsageError
-from lce.terminal import options
-from lce.terminal.exits import verdict
+from lce.terminal.exits import classify
 from tests.command import PROMPT, assert_error, run, spawn
 
 
-@pytest.mark.parametrize("place", ["before", "after"])
-def test_debug_shows_the_traceback(place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("position", ["before", "after"])
+def test_debug_shows_the_traceback(position: str, tmp_path: Path) -> None:
     args = ["generate", "--model", "none", "-f", str(tmp_path)]
-    result = run("--debug", *args) if place == "before" else run(*args, "--debug")
+    result = run("--debug", *args) if position == "before" else run(*args, "--debug")
     assert result.exit_code == 3
     assert "Traceback (most recent call last)" in result.stderr
     assert result.stderr.splitlines()[-1].startswith("lce: error: ")
@@ -42,19 +42,19 @@ def test_debug_shows_the_traceback(place: str, tmp_path: Path) -> None:
 def test_every_failure_has_its_exit_code(
     error: Exception, code: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert verdict(error)[0] == code
+    assert classify(error)[0] == code
 
-    def fail(*_: object) -> str:
+    def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(options, "read_prompt", fail)
-    assert_error(run("generate", "--model", "none"), code, words)
+    monkeypatch.setattr(lce, "load", fail)
+    assert_error(run("generate", "--model", "none", "--prompt", PROMPT), code, words)
 
 
 def test_ctrl_c_in_prefill(tiny_model: Path) -> None:
     script = (
-        "from lce.engine.prefill import Reader\nimport time\n"
-        "def read(*_):\n    print('reading', file=sys.stderr, flush=True)\n    time.sleep(60)\nReader.read = read\n"
+        "from lce.methods import Driver\nimport time\n"
+        "def read(*_):\n    print('reading', file=sys.stderr, flush=True)\n    time.sleep(60)\nDriver.forward = read\n"
     )
     process = spawn(script, "generate", "--model", tiny_model, "--prompt", PROMPT)
     assert process.stderr is not None
@@ -66,9 +66,9 @@ def test_ctrl_c_in_prefill(tiny_model: Path) -> None:
 
 def test_ctrl_c_while_writing_ends_the_line(tiny_model: Path) -> None:
     script = (
-        "from lce.engine import decode\npush, said = decode.StopWatch.push, []\n"
-        "def push_or_stop(self, text):\n    if len(said) == 2: os.kill(os.getpid(), signal.SIGINT)\n"
-        "    said.append(text)\n    return push(self, 'ab')\ndecode.StopWatch.push = push_or_stop\n"
+        "from lce.engine import decode\npush, pushed = decode.StopWatch.push, []\n"
+        "def push_or_stop(self, text):\n    if len(pushed) == 2: os.kill(os.getpid(), signal.SIGINT)\n"
+        "    pushed.append(text)\n    return push(self, 'ab')\ndecode.StopWatch.push = push_or_stop\n"
     )
     process = spawn(script, "generate", "--model", tiny_model, "--prompt", PROMPT)
     out, err = process.communicate(timeout=60)
@@ -85,7 +85,7 @@ def test_ctrl_c_while_torch_is_imported() -> None:
     assert (process.returncode, out, err) == (130, "", "\nlce: interrupted\n")
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(tiny_model: Path) -> None:
+def test_a_closed_pipe_is_no_error(tiny_model: Path) -> None:
     read_end, write_end = os.pipe()
     process = spawn("", "generate", "--model", tiny_model, "--prompt", PROMPT, stdout=write_end)
     os.close(write_end)

@@ -1,4 +1,4 @@
-"""Chat templates: parity with transformers on three formats, and templates that mean harm."""
+"""Chat templates: parity with transformers on three formats, and hostile templates."""
 
 import json
 from pathlib import Path
@@ -106,7 +106,7 @@ def test_json_is_not_escaped_and_undefined_names_are_empty() -> None:
     assert rendered("{{ [1] | tojson(indent=2) }}") == "[\n  1\n]"
 
 
-def test_the_year() -> None:
+def test_strftime_now() -> None:
     assert rendered("{{ strftime_now('%Y') }}").isdecimal()
 
 
@@ -132,7 +132,7 @@ def test_a_template_refuses_messages() -> None:
         [{"role": "user", "content": "Hi", "name": 3}],
     ],
 )
-def test_messages_that_are_none(wrong: object) -> None:
+def test_wrong_messages_are_refused(wrong: object) -> None:
     with pytest.raises(DataError) as error:
         render_chat(LLAMA3, wrong, bos_token="", eos_token="")  # type: ignore[arg-type]
     assert "expected a list" in one_line(error)

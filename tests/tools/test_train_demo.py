@@ -1,51 +1,22 @@
-"""The demo model's corpus and training: reproducible, and what it says of itself."""
+"""The demo model's training: plain attention, and a checkpoint that is the trained model."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
 
 import lce
 from lce.engine.loading import DEMO
-from tools.demo_corpus import BOS, WEIGHT_ANSWER, Corpus
 from tools.train_demo import Model, Shape, attention, dropped_keys, resume, save
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer.from_file(str(DEMO / "tokenizer.json"))
-
-
-@pytest.mark.parametrize("length", [64, 512])
-def test_a_seed_says_which_batches(tokenizer: Tokenizer, length: int) -> None:
-    first, again, other = (Corpus(tokenizer, seed).batch(4, length, 0.3) for seed in (1, 1, 2))
-    assert np.array_equal(first[0], again[0])
-    assert np.array_equal(first[1], again[1])
-    assert not np.array_equal(first[0], other[0])
-    assert first[0].shape == (4, length + 1)
-    assert first[1].shape == (4, length)
-
-
-def test_every_answer_was_said_before_it_is_asked_for(tokenizer: Tokenizer) -> None:
-    ids, weights = Corpus(tokenizer, 5).batch(20, 512, 0.0)
-    asked = 0
-    for row, weight in zip(ids, weights, strict=True):
-        starts = np.flatnonzero(row == tokenizer.token_to_id(BOS))
-        answers = np.flatnonzero((weight[1:] == WEIGHT_ANSWER) & (weight[:-1] != WEIGHT_ANSWER)) + 2
-        for at in answers:
-            end = at
-            while end < 512 and weight[end - 1] == WEIGHT_ANSWER:
-                end += 1
-            document = row[starts[starts < at].max() : at]
-            answer = tokenizer.decode(row[at:end].tolist()).strip(" .")
-            assert answer in tokenizer.decode(document.tolist())
-            asked += 1
-    assert asked > 40
 
 
 def test_the_training_attention_is_plain_causal_attention() -> None:

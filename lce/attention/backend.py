@@ -1,0 +1,95 @@
+"""What a backend is: one set of attention kernels, each with its log-sum-exp. One file a backend, found by its name.
+
+A backend answers one question: G independent problems of R query heads that share keys,
+`q [G, R, T, D]`, `k v [G, N, D]` to `out [G, R, T, D]`, `lse [G, R, T]` (float32, natural logarithm). Causal means
+that the last query sees the last key. With `window=w` a query also sees at most its w nearest keys, its own included.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from functools import cache
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lce.attention.parts import Part
+from lce.attention.tiles import AT_ONCE, SlotQueries
+
+
+class Backend(ABC):
+    """One set of kernels."""
+
+    name: ClassVar[str]
+    speed: ClassVar[int] = 0  # `auto` takes the backend with the largest, of those that suit the machine
+
+    @classmethod
+    def missing(cls) -> str | None:
+        """What has to be installed before this backend can be used; None where nothing has."""
+        return None
+
+    @classmethod
+    def suits_machine(cls) -> bool:
+        """Whether `auto` may take this backend here."""
+        return True
+
+    @abstractmethod
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Part:
+        """See the module's text. N ≥ 1, and N ≥ T where causal."""
+
+    def dispatch(self, queries: SlotQueries, tile: Tensor, k: Tensor, v: Tensor, into: Part) -> None:
+        """Row a of the queries attends tile number `tile[a]` of `k v [E, L, D]`; -1 for none.
+
+        Writes the results of rows that have a tile to the same rows of `into`, `out [A, D]`, `lse [A]`; others stay.
+        """
+        n_tiles = len(k)
+        # Stable, so that a tile's rows stand in the same order wherever its keys are.
+        sorted_tiles, order = tile.masked_fill(tile < 0, n_tiles).sort(stable=True)
+        counts = torch.zeros(n_tiles + 1, dtype=torch.int64, device=k.device)
+        counts = counts.scatter_add_(0, sorted_tiles, torch.ones_like(sorted_tiles))[:-1]
+        self.grouped(queries, counts, order, k, v, into)
+
+    def grouped(self, queries: SlotQueries, counts: Tensor, order: Tensor, k: Tensor, v: Tensor, into: Part) -> None:
+        """Ragged work: `order [A]` are the rows sorted by tile, `counts [E]` how many rows each tile has.
+
+        Rows without a tile come last in `order`. Tiles are served in classes of similar load, padded by a quarter at
+        most, so that some dozen batched calls serve them all and each tile is read once. Time: O(A · L · D). Bytes:
+        queries and keys at work, some `AT_ONCE` bytes.
+        """
+        (out, lse), starts, load = into, counts.cumsum(0) - counts, _padded(counts)
+        for size in load.unique().tolist():
+            if not size:
+                continue
+            columns = torch.arange(size, device=k.device)
+            at_once = max(1, AT_ONCE // ((2 * k.shape[1] + 2 * size) * k.shape[2] * k.element_size()))
+            for some in (load == size).nonzero().squeeze(1).split(at_once):
+                # Padding repeats a tile's last row: it writes the same result to the same row.
+                rows = order[starts[some, None] + torch.minimum(columns, counts[some, None] - 1)].flatten()
+                q = queries.take(rows).view(len(some), 1, size, -1)
+                part = self.attend(q, k.index_select(0, some), v.index_select(0, some), causal=False)
+                out.index_copy_(0, rows, part[0].flatten(0, 2))
+                lse.index_copy_(0, rows, part[1].flatten())
+
+
+@cache
+def backends() -> dict[str, type[Backend]]:
+    """All backends by name: those that the files of this folder define."""
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        importlib.import_module(f"lce.attention.{module.name}")
+    found, open_classes = {}, [Backend]
+    while open_classes:
+        for cls in open_classes.pop().__subclasses__():
+            open_classes.append(cls)
+            if cls.__module__.startswith("lce.attention."):
+                found[cls.name] = cls
+    return dict(sorted(found.items()))
+
+
+def _padded(counts: Tensor) -> Tensor:
+    """Each count rounded up to 1, 1.25, 1.5 or 1.75 times a power of two; counts up to 4 stay as they are."""
+    step = 2 ** (torch.log2(counts.clamp(min=4).double()).floor().long() - 2)
+    return -(-counts // step) * step

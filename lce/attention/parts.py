@@ -1,0 +1,49 @@
+"""Parts of one attention, and how they become one softmax again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Part = tuple[Tensor, Tensor]  # out [..., T, D] and its log-sum-exp lse [..., T], float32, natural logarithm
+
+
+def merge(parts: Sequence[Part]) -> Tensor:
+    """One softmax over the keys of all parts, exactly: `out [H, T, D]`. Every query must have seen some key."""
+    return combine(parts)[0]
+
+
+def combine(parts: Sequence[Part]) -> Part:
+    """Merge partial attentions over disjoint keys: one softmax over all of them, and its log-sum-exp.
+
+    Each part `out [..., T, D]`, `lse [..., T]`; a part that saw no key has lse -inf. Time: O(parts · T · D).
+    """
+    if len(parts) == 1:
+        return parts[0]
+    lses = torch.stack([lse for _, lse in parts])
+    total = lses.logsumexp(0)
+    weights = (lses - total.masked_fill(total == -math.inf, 0.0)).exp()
+    out = parts[0][0].float() * weights[0, ..., None]
+    for (part, _), weight in zip(parts[1:], weights[1:], strict=True):
+        out.addcmul_(part.float(), weight[..., None])
+    return out.to(parts[0][0].dtype), total
+
+
+def merge_slots(out: Tensor, lse: Tensor) -> Part:
+    """`out [H, T, K, D]`, `lse [H, T, K]` merged over K, by one small matrix product a query."""
+    total = lse.logsumexp(-1)
+    weights = (lse - total.masked_fill(total == -torch.inf, 0.0)[..., None]).exp()
+    return (weights[..., None, :].to(out.dtype) @ out).squeeze(-2), total
+
+
+def causal_mask(n_queries: int, n_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """`[T, N]`, True where a causal query sees a key: the last query sees the last key.
+
+    With `window`, no query sees a key that many or more behind it.
+    """
+    distance = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None] - torch.arange(n_keys, device=device)
+    seen = distance >= 0
+    return seen if window is None else seen & (distance < window)

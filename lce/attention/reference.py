@@ -1,0 +1,23 @@
+"""Attention as it is written in the papers: for tests and for reading."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from lce.attention.backend import Backend
+from lce.attention.parts import Part, causal_mask
+
+
+class Reference(Backend):
+    """Plain float32 arithmetic over the whole score matrix. Bytes: O(H · T · N)."""
+
+    name = "reference"
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Part:
+        scores = q.float() @ k.float()[:, None].transpose(-1, -2) / math.sqrt(q.shape[-1])
+        if causal:
+            scores = scores.masked_fill(~causal_mask(q.shape[-2], k.shape[-2], window, q.device), -math.inf)
+        lse = scores.logsumexp(-1)
+        return ((scores - lse[..., None]).exp() @ v.float()[:, None]).to(q.dtype), lse

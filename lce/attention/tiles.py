@@ -1,0 +1,70 @@
+"""What `routed` reads: tiles of keys and values, and queries as each of their slots sees them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lce.attention.turn import Turn, rotate
+
+AT_ONCE = 4 << 20  # bytes of queries and keys that are gathered for one batched call: what the caches hold
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles `k v [E, L, D]`, flat, and which of them is which chunk of which KV head.
+
+    A tile is one chunk's keys and values of one KV head. `index [G, chunks]` holds the number of each chunk's tile, -1
+    for a chunk that is in another round. Tiles may lie in a layer's buffer or in a pool's slots: it is all the same.
+
+    Example: a buffer `[G, 4·L, D]` is 4·G tiles; chunk c of KV head g is tile `4g + c`.
+    """
+
+    k: Tensor
+    v: Tensor
+    index: Tensor
+
+    @classmethod
+    def of_chunks(cls, k: Tensor, v: Tensor) -> Tiles:
+        """All chunks `k v [G, M, L, D]`, contiguous, in one round."""
+        n_heads, n_chunks = k.shape[:2]
+        index = torch.arange(n_heads * n_chunks, device=k.device).view(n_heads, n_chunks)
+        return cls(k.flatten(0, 1), v.flatten(0, 1), index)
+
+    def chosen(self, chunk_ids: Tensor) -> Tensor:
+        """The tile of each choice `[H, T, K]`, flat `[H·T·K]`; -1 where it is none of these tiles."""
+        n_heads, rep = len(chunk_ids), len(chunk_ids) // len(self.index)
+        kv_head = torch.arange(n_heads, device=chunk_ids.device) // rep
+        tile = self.index[kv_head[:, None, None], chunk_ids.clamp(min=0)]
+        return tile.masked_fill_(chunk_ids < 0, -1).view(-1)
+
+
+class SlotQueries:
+    """Queries `q [H, T, D]` as each of K slots sees them: row `(h·T + t)·K + s` is `q[h, t]` turned by `turns[t, s]`.
+
+    `turns` are `[T, K, D/2]`, or `[T, 1, D/2]` where all slots see a query alike. Rows are rotated as they are taken,
+    unless all of them are few, or alike: then they are rotated once. Bytes: one copy of the queries, not K.
+    """
+
+    def __init__(self, q: Tensor, turns: Turn, n_slots: int) -> None:
+        n_heads, self.n_queries, dim = q.shape
+        self.n_slots = n_slots
+        self.n_turned = turns.cos.shape[1]
+        self._turns: Turn | None = None
+        if self.n_turned == 1 or n_heads * self.n_queries * n_slots * dim * q.element_size() <= AT_ONCE:
+            self._vectors = rotate(q[:, :, None], turns).view(-1, dim)
+        else:
+            self._vectors = q.reshape(-1, dim)
+            self._turns = Turn(*(x.flatten(0, 1) for x in turns))
+
+    def take(self, rows: Tensor) -> Tensor:
+        """The rows of these numbers, `[n]` to `[n, D]`. Time and bytes: O(n · D)."""
+        if self._turns is not None:
+            turn_rows = rows % len(self._turns.cos)  # t·K + s
+            turn = Turn(*(x.index_select(0, turn_rows) for x in self._turns))
+            return rotate(self._vectors.index_select(0, rows // self.n_slots), turn)
+        if self.n_turned == 1:
+            rows = rows // self.n_slots
+        return self._vectors.index_select(0, rows)

@@ -1,0 +1,36 @@
+"""A turn: the rotation that puts a vector at a position, as cosines and sines (RoPE, Su et al., 2021)."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Turn(NamedTuple):
+    """Cosines and sines, `[..., D/2]` each: one angle for each pair of dimensions."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def at(self, *index: Any) -> Turn:
+        """The turns at an index into the leading dimensions; `None` inserts one."""
+        return Turn(self.cos[index], self.sin[index])
+
+
+def rotate(x: Tensor, turn: Turn) -> Tensor:
+    """`x [..., D]` rotated by a turn that broadcasts against `[..., D/2]`.
+
+    Dimension i is paired with dimension i + D/2, as the published checkpoints have it. Time and bytes: O(result).
+    """
+    cos, sin = turn
+    first, second = x.chunk(2, dim=-1)
+    sizes = zip_longest(reversed(first.shape[:-1]), reversed(cos.shape[:-1]), fillvalue=1)  # they broadcast
+    shape = [a if b == 1 else b for a, b in sizes][::-1]
+    out = torch.empty(*shape, x.shape[-1], dtype=x.dtype, device=x.device)
+    left, right = out.chunk(2, dim=-1)
+    torch.mul(first, cos, out=left).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=right).addcmul_(first, sin)
+    return out

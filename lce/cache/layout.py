@@ -1,0 +1,255 @@
+"""How large a cache is, byte by byte: for the cache itself, for plans, for reservations and for files.
+
+`CacheLayout` binds a model's sizes, a method's reach, the budgets and the device once. Nothing else reckons bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from lce.cache.method_state import MethodState
+from lce.errors import CapacityError
+
+DEVICE, HOST, DISK = "device", "host", "disk"  # the tiers, as users read them
+READ_SIZE = 8192  # tokens that are read in one go by what reads everything
+UNBOUNDED = 1 << 62  # tokens, bytes or slots
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """What a user allows: bytes of keys and values in each kind of memory, None for no bound; a folder for the rest."""
+
+    device: int | None = None
+    host: int | None = None
+    spill_dir: Path | None = None
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What a cache must know of a method.
+
+    `chunk_size` tokens make a chunk. Every query sees the first `sinks` tokens and the `local` tokens before its block:
+    these stay on the device. `per_head` says that heads choose independently, so that keys of one KV head move without
+    the others'.
+    """
+
+    chunk_size: int = 256
+    sinks: int = 0
+    local: int = 0
+    per_head: bool = False
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """What a cache holds of each token in each layer, and how much of it may be where.
+
+    A page is one complete chunk's keys and values, of one KV head where heads choose independently, else of all of
+    them: what moves between tiers. `make_state` makes what a method keeps in a layer besides keys and values. Texts are
+    read in blocks of at most `block` tokens.
+
+    Where the model runs on the CPU, device and host are one memory, and the smaller budget counts.
+    """
+
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    reach: Reach = Reach()
+    budgets: Budgets = Budgets()
+    block: int = 1
+    make_state: Callable[[CacheLayout], Mapping[str, MethodState]] = field(default=lambda layout: {}, compare=False)
+    read_size: int = READ_SIZE
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens in a chunk, L."""
+        return self.reach.chunk_size
+
+    @property
+    def segment(self) -> int:
+        """Tokens between two cuts of what is read in one go: whole chunks, about `read_size`."""
+        return max(1, self.read_size // self.chunk_size) * self.chunk_size
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of one token's keys in one layer, of all KV heads."""
+        return self.n_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def query_bytes(self) -> int:
+        """Bytes of one token's queries in one layer, of all query heads."""
+        return self.n_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of keys and values that one token takes over all layers."""
+        return 2 * self.n_layers * self.key_bytes
+
+    def whole_chunks(self, n_tokens: int) -> int:
+        """`n_tokens` rounded up to whole chunks."""
+        return -(-n_tokens // self.chunk_size) * self.chunk_size
+
+    def state_bytes(self, n_tokens: int) -> int:
+        """The most that the method keeps of `n_tokens`, over all layers, besides keys and values."""
+        states = self.make_state(self).values()
+        return self.n_layers * sum(state.most_bytes(n_tokens, self.block) for state in states)
+
+    # Pages
+
+    @property
+    def page_heads(self) -> int:
+        """KV heads in a page, P."""
+        return 1 if self.reach.per_head else self.n_kv_heads
+
+    @property
+    def n_groups(self) -> int:
+        """Pages of one chunk in one layer: head groups."""
+        return self.n_kv_heads // self.page_heads
+
+    @property
+    def row_shape(self) -> tuple[int, int, int]:
+        """What one token has of a page, as files hold it: keys and values, heads, numbers."""
+        return 2, self.page_heads, self.head_dim
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of `row_shape`."""
+        return 2 * self.page_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        return self.chunk_size * self.row_bytes
+
+    @property
+    def pinned_chunks(self) -> int:
+        """Chunks of sinks, which never leave the device."""
+        return -(-self.reach.sinks // self.chunk_size)
+
+    # Budgets
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether device and host are one memory."""
+        return self.device.type == "cpu"
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes of keys and values in the memory that the model computes in; None for no bound."""
+        if not self.on_cpu:
+            return self.budgets.device
+        return min((x for x in (self.budgets.device, self.budgets.host) if x is not None), default=None)
+
+    @property
+    def overflows(self) -> bool:
+        """Whether what that memory may not hold has somewhere to go."""
+        return self.budgets.spill_dir is not None or (not self.on_cpu and self.budgets.host is None)
+
+    @property
+    def resident_tokens(self) -> int:
+        """How many tokens need no lower tier."""
+        if self.budget is None:
+            return UNBOUNDED
+        return self.budget // (self.token_bytes * self.chunk_size) * self.chunk_size
+
+    @property
+    def recent_tokens(self) -> int:
+        """Tokens in the buffers of a context that is larger than its budget."""
+        return self.whole_chunks(self.reach.local + self.block) + self.chunk_size
+
+    @property
+    def least_pool_bytes(self) -> int:
+        """Bytes of the smallest pool: the sinks, and a chunk of one layer at a time."""
+        chunks = self.pinned_chunks * self.n_layers + 1
+        return chunks * self.chunk_size * self.token_bytes // self.n_layers
+
+    @property
+    def least_budget(self) -> int:
+        """The smallest budget, in bytes, that a context larger than it can be read with."""
+        return self.recent_tokens * self.token_bytes + self.least_pool_bytes
+
+    def device_slots(self, buffer_tokens: int = 0) -> int:
+        """Pages that the device's pool may hold beside buffers of `buffer_tokens`, or of those that are usual.
+
+        Raises `CapacityError` for a budget that is too small.
+        """
+        if self.budget is None:
+            return UNBOUNDED
+        in_buffers = max(buffer_tokens, self.recent_tokens) * self.token_bytes
+        if self.budget < (least := in_buffers + self.least_pool_bytes):
+            raise CapacityError(
+                f"a budget of {self.budget} bytes for keys and values is too small for blocks of {self.block} tokens "
+                f"and what every query sees; expected {least} or more, or a smaller --block"
+            )
+        return (self.budget - in_buffers) // self.page_bytes
+
+    @property
+    def host_slots(self) -> int:
+        """Pages that the host's pool may hold; 0 where there is no such tier."""
+        if self.on_cpu:
+            return 0
+        return UNBOUNDED if self.budgets.host is None else self.budgets.host // self.page_bytes
+
+    def needs(self, n_tokens: int) -> dict[str, int]:
+        """Bytes of keys and values that a context of `n_tokens` comes to hold in each tier, at most.
+
+        What no tier may hold counts for the last one in memory, which then needs more than its budget.
+        """
+        budgets, whole = self.budgets, self.whole_chunks(n_tokens) * self.token_bytes
+        needs = {DEVICE: whole}
+        if not self.on_cpu:
+            needs[HOST] = 0
+        if budgets.spill_dir is not None:
+            needs[DISK] = 0
+        if self.whole_chunks(n_tokens) <= self.resident_tokens or (self.on_cpu and budgets.spill_dir is None):
+            return needs
+        recent, page = self.recent_tokens * self.token_bytes, self.page_bytes
+        complete = max(0, n_tokens - self.reach.local) // self.chunk_size * self.chunk_size * self.token_bytes
+        needs[DEVICE] = max(self.least_budget, recent + ((self.budget or 0) - recent) // page * page)
+        if not self.on_cpu and budgets.host is None:  # grows by half, and nothing ever leaves it
+            needs[HOST] = (complete // page * 3 // 2 + 16) * page
+        elif budgets.spill_dir is not None:
+            needs[DISK] = complete
+            if not self.on_cpu:
+                needs[HOST] = self.host_slots * page
+        else:
+            needs[HOST] = max(self.host_slots * page, whole)
+        return needs
+
+    def file(self, n_tokens: int) -> FileLayout:
+        """Where a context file of `n_tokens` tokens has what."""
+        return FileLayout(self, n_tokens)
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """Byte offsets in a context file whose rows are those of `n_tokens` tokens: header, rows, checks, the rest."""
+
+    cache: CacheLayout
+    n_tokens: int
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of keys and values: one for each token and head group of each layer."""
+        return self.cache.n_layers * self.cache.n_groups * self.n_tokens
+
+    @property
+    def rows_start(self) -> int:
+        """The first byte behind the header, which has ample space."""
+        return (16 + 8 * self.cache.n_layers) * 4096
+
+    @property
+    def checks_start(self) -> int:
+        """The first byte of the rows' checks, four bytes each."""
+        return self.rows_start + self.n_rows * self.cache.row_bytes
+
+    @property
+    def small_start(self) -> int:
+        """The first byte of what is small: all that is read when a context is opened."""
+        return self.checks_start + self.n_rows * 4

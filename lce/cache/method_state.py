@@ -1,0 +1,248 @@
+"""What a method keeps of a layer's text besides keys and values: summaries, token rows, recent keys, tensors.
+
+Rows are written by their index, a chunk's or a token's: an interrupted pass leaves rows behind the committed ones, and
+the next pass overwrites them. What cannot be written that way (`OpenChunk`, `Staged`) takes part in commits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from copy import copy
+from typing import Self
+
+import torch
+from torch import Tensor
+
+Held = tuple[Tensor | None, int]  # a tensor, None before the first write, and a number that says what it holds
+
+
+class MethodState(ABC):
+    """One thing that a method keeps in each layer: a tensor and a number, replaced in one assignment.
+
+    Methods name theirs in `Method.state`. What the number means is each kind's own.
+    """
+
+    def __init__(self) -> None:
+        self._held: Held = (None, 0)
+
+    @abstractmethod
+    def most_bytes(self, n_tokens: int, block: int) -> int:
+        """The most bytes held once `n_tokens` were read in blocks of at most `block`, spare rows included."""
+
+    def committed(self, n_tokens: int) -> Held:
+        """What is held of the first `n_tokens`, views."""
+        return self._held
+
+    def commit(self) -> None:  # noqa: B027  # most kinds have nothing to do here
+        """Keep what the pass that just ended wrote."""
+
+    def discard(self) -> None:  # noqa: B027
+        """Forget what an interrupted pass wrote."""
+
+    def copy(self, n_tokens: int) -> Self:
+        """A state of its own with what this one has of the first `n_tokens`."""
+        other, (tensor, number) = copy(self), self.committed(n_tokens)
+        other._held = (None if tensor is None else tensor.clone(), number)
+        other.discard()
+        return other
+
+    def tensors(self, n_tokens: int) -> dict[str, Tensor]:
+        """What `restore` needs to be the state of the first `n_tokens` again; empty where nothing is held yet."""
+        tensor, number = self.committed(n_tokens)
+        return {} if tensor is None else {"tensor": tensor, "number": torch.tensor(number)}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Be the state that `tensors` were taken of."""
+        self._held = (tensors["tensor"], int(tensors["number"])) if tensors else (None, 0)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes held now."""
+        return 0 if self._held[0] is None else self._held[0].nbytes
+
+
+class GrowingRows(MethodState):
+    """Rows from index 0 on along `axis` of one buffer, which grows by half. The number is how many were written.
+
+    A row stands for `tokens_per_row` tokens and takes `row_bytes`, as declared for plans made before anything is read.
+    """
+
+    axis = 0
+    fewest = 64  # rows of the first buffer
+
+    def __init__(self, row_bytes: int, tokens_per_row: int = 1) -> None:
+        super().__init__()
+        self.row_bytes = row_bytes
+        self.tokens_per_row = tokens_per_row
+
+    def write(self, rows: Tensor, start: int) -> None:
+        """Put `rows` at index `start` and on. Time and bytes: O(rows), amortised."""
+        buffer, stop = self._held[0], start + rows.shape[self.axis]
+        if buffer is None or stop > buffer.shape[self.axis]:
+            shape = list(rows.shape)
+            shape[self.axis] = self._capacity(stop, 0 if buffer is None else buffer.shape[self.axis])
+            grown = rows.new_empty(shape)
+            if buffer is not None:
+                grown.narrow(self.axis, 0, start).copy_(buffer.narrow(self.axis, 0, start))
+            buffer = grown
+        buffer.narrow(self.axis, start, stop - start).copy_(rows)
+        self._held = (buffer, stop)
+
+    def span(self, start: int, stop: int) -> Tensor:
+        """Rows `start..stop-1`, a view."""
+        buffer, n_rows = self._held
+        assert buffer is not None, "nothing was written yet"
+        assert stop <= n_rows, "rows that were not written"
+        return buffer.narrow(self.axis, start, stop - start)
+
+    def committed(self, n_tokens: int) -> Held:
+        buffer, n_rows = self._held[0], min(self._held[1], n_tokens // self.tokens_per_row)
+        return None if buffer is None else buffer.narrow(self.axis, 0, n_rows), n_rows
+
+    def most_bytes(self, n_tokens: int, block: int) -> int:
+        n_rows = n_tokens // self.tokens_per_row
+        return self._capacity(n_rows, n_rows) * self.row_bytes if n_rows else 0
+
+    def _capacity(self, n_rows: int, before: int) -> int:
+        return max(n_rows, before * 3 // 2, self.fewest)
+
+
+class TokenRows(GrowingRows):
+    """A row of numbers `[R]` a token: low-dim keys, for example."""
+
+
+class Summaries(GrowingRows):
+    """A summary a complete chunk, `[S, M, …]`: `row_bytes` for all S together, `tokens_per_row` the chunk size."""
+
+    axis = 1
+    fewest = 16
+
+
+class RecentRows(MethodState):
+    """The last `n_kept` rows `[heads, n, D]` and those of the block at work. The number is the first row's token.
+
+    Recent keys at their positions, for example: near keys are seen at their true distance without being rotated again
+    for every query. Time: O(1) a token, amortised. Bytes: at most `2 · n_kept` rows, and a block's.
+    """
+
+    def __init__(self, n_kept: int, row_bytes: int) -> None:
+        super().__init__()
+        self.n_kept = n_kept
+        self.row_bytes = row_bytes
+
+    def write(self, rows: Tensor, start: int) -> None:
+        """Put the rows `[heads, T, D]` of tokens `start..start+T-1` behind those of the tokens before them."""
+        (buffer, first), stop = self._held, start + rows.shape[1]
+        if buffer is None or stop - first > buffer.shape[1]:
+            kept = 0 if buffer is None else min(start - first, self.n_kept)
+            grown = rows.new_empty(rows.shape[0], kept + max(rows.shape[1], self.n_kept), rows.shape[2])
+            if buffer is not None:
+                grown[:, :kept] = buffer[:, start - first - kept : start - first]
+            buffer, first = grown, start - kept
+        buffer[:, start - first : stop - first] = rows
+        self._held = (buffer, first)
+
+    def span(self, start: int, stop: int) -> Tensor:
+        """The rows of tokens `start..stop-1`, a view; `start` is at most `n_kept` before the block at work."""
+        buffer, first = self._held
+        assert buffer is not None, "nothing was written yet"
+        assert first <= start, "rows that are no longer kept"
+        return buffer[:, start - first : stop - first]
+
+    def committed(self, n_tokens: int) -> Held:
+        buffer, first = self._held
+        start = max(first, n_tokens - self.n_kept)
+        return None if buffer is None else buffer[:, start - first : n_tokens - first], start
+
+    def most_bytes(self, n_tokens: int, block: int) -> int:
+        if n_tokens <= self.n_kept:
+            return self.n_kept * self.row_bytes
+        return (self.n_kept + max(self.n_kept, min(block, n_tokens - self.n_kept))) * self.row_bytes
+
+
+class OpenChunk(MethodState):
+    """Rows `[heads, L, D]` of the tokens in the chunk that is not complete yet. The number is the chunk's.
+
+    Pending queries, for example. A pass that enters another chunk writes to a buffer of its own, which replaces the old
+    one at the commit.
+    """
+
+    def __init__(self, size: int, row_bytes: int) -> None:
+        super().__init__()
+        self.size = size
+        self.row_bytes = row_bytes
+        self._entered: Held = (None, 0)
+
+    def write(self, rows: Tensor, start: int) -> None:
+        """Put the rows `[heads, T, D]` of tokens `start..start+T-1`, all of one chunk. Time and bytes: O(T)."""
+        chunk_id, offset = divmod(start, self.size)
+        in_open = chunk_id == self._held[1]
+        buffer, number = self._held if in_open else self._entered
+        if buffer is None or number != chunk_id:
+            buffer = rows.new_zeros(rows.shape[0], self.size, rows.shape[2])
+        buffer[:, offset : offset + rows.shape[1]] = rows
+        if in_open:
+            self._held = (buffer, chunk_id)
+        else:
+            self._entered = (buffer, chunk_id)
+
+    def span(self, start: int, stop: int) -> Tensor:
+        """The rows of tokens `start..stop-1` of the committed open chunk, a view."""
+        rows, chunk_id = self._held
+        assert rows is not None, "nothing was written yet"
+        assert chunk_id == start // self.size, "rows of a chunk that is not open"
+        return rows[:, start - chunk_id * self.size : stop - chunk_id * self.size]
+
+    @property
+    def n_bytes(self) -> int:
+        return super().n_bytes + (0 if self._entered[0] is None else self._entered[0].nbytes)
+
+    def committed(self, n_tokens: int) -> Held:
+        rows, chunk_id = self._held
+        if rows is not None:  # a discarded pass may have left rows behind the committed ones
+            rows = rows.clone()
+            rows[:, max(0, n_tokens - chunk_id * self.size) :] = 0
+        return rows, chunk_id
+
+    def commit(self) -> None:
+        if self._entered[0] is not None:
+            self._held, self._entered = self._entered, (None, 0)
+
+    def discard(self) -> None:
+        self._entered = (None, 0)
+
+    def most_bytes(self, n_tokens: int, block: int) -> int:
+        return self.size * self.row_bytes * (2 if n_tokens > self.size else 1)
+
+
+class Staged(MethodState):
+    """One tensor, replaced as a whole from the next commit on; `bound(n_tokens, block)` is the most bytes it takes."""
+
+    def __init__(self, bound: Callable[[int, int], int]) -> None:
+        super().__init__()
+        self.bound = bound
+        self._next: Tensor | None = None
+
+    @property
+    def value(self) -> Tensor | None:
+        """The committed tensor: never written in place."""
+        return self._held[0]
+
+    @property
+    def latest(self) -> Tensor | None:
+        """What this pass staged, else what is committed."""
+        return self.value if self._next is None else self._next
+
+    def stage(self, value: Tensor) -> None:
+        """Make `value` the committed tensor once this pass commits."""
+        self._next = value
+
+    def commit(self) -> None:
+        self._held, self._next = (self.latest, 0), None
+
+    def discard(self) -> None:
+        self._next = None
+
+    def most_bytes(self, n_tokens: int, block: int) -> int:
+        return self.bound(n_tokens, block)

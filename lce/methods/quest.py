@@ -1,0 +1,84 @@
+"""Quest: the pages of keys that could answer a query best, at their true positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from lce.attention import rotate
+from lce.cache.kv import LayerCache
+from lce.cache.layout import CacheLayout, Reach
+from lce.cache.method_state import MethodState, Summaries
+from lce.errors import UsageError
+from lce.methods.parts import attend_span
+from lce.methods.registry import register
+from lce.methods.selective import SUMMARIES, ChunkSelection
+from lce.methods.step import Step
+
+
+@register("quest")
+@dataclass(frozen=True)
+class Quest(ChunkSelection):
+    """Quest (Tang et al., 2024, "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference").
+
+    Keys are cut into pages of `page` tokens. A page keeps the minimum and the maximum of each channel of its keys,
+    rotated at their absolute positions. It scores `Σ_d max(q_d · min_d, q_d · max_d)` for a query at its position: no
+    `q · k` of the page exceeds that (Algorithm 1). Every query of every head attends its best pages and its own,
+    `budget` tokens in all, at their true positions. The first `dense_layers` layers attend everything.
+
+    For models whose window is long already: no position is changed. The paper selects in decode alone; here prefill
+    selects as well, query by query.
+
+    Cost: a token is scored against N / page pages, O(H · N / page · D), and attends at most `budget` keys. The pages'
+    bounds are 2 · G · D numbers each.
+    """
+
+    placement = "true"
+    uses_queries: ClassVar[bool] = False
+
+    page: int = 16
+    budget: int | None = None
+    dense_layers: int = 2
+
+    def resolve(self, window: int) -> Self:
+        made = replace(self, budget=max(window // 4, 2 * self.page) if self.budget is None else self.budget)
+        made.expect(page=1, dense_layers=0)
+        if made.n_choices < 1:
+            raise UsageError(f"{self.name}: budget is {made.budget}; expected two pages of {self.page} tokens or more")
+        return made
+
+    @property
+    def size(self) -> int:
+        return self.page
+
+    @property
+    def n_choices(self) -> int:
+        assert self.budget is not None, "resolved before use"
+        return self.budget // self.page - 1
+
+    @property
+    def reach(self) -> Reach:
+        return Reach(self.page, local=self.page, per_head=True)
+
+    def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
+        return {SUMMARIES: Summaries(2 * layout.key_bytes, self.page)}  # over all layers, the dense ones included
+
+    def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        return torch.stack(k.aminmax(dim=2), dim=2)  # [G, m, 2, D]
+
+    def score(self, q: Tensor, summary: Tensor, step: Step, layer: int) -> Tensor:
+        least, most = summary.unbind(dim=2)  # [G, M, D]
+        rows = q.reshape(len(summary), -1, q.shape[-1])  # [G, R·T, D]
+        return (rows.clamp(max=0) @ least.mT + rows.clamp(min=0) @ most.mT).view(*q.shape[:2], -1)
+
+    def forced(self, chunk_ids: Tensor, own: Tensor) -> Tensor:
+        return torch.zeros_like(chunk_ids < own)
+
+    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        if cache.index < self.dense_layers:
+            return attend_span(rotate(q, step.true_turn(q)), cache, step, causal=True)[0]
+        return super().attend(q, cache, step)

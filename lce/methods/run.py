@@ -1,0 +1,123 @@
+"""The loop that drives a method over a cache, and a method on plain tensors, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from lce.attention import Attention
+from lce.cache.kv import KVCache
+from lce.cache.layout import CacheLayout
+from lce.errors import UsageError
+from lce.methods.base import Method
+from lce.methods.registry import make
+from lce.methods.step import Note, Step
+from lce.models.config import RopeConfig
+from lce.models.rope import Rope
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # layer, q [H, T, D], k v [G, T, D], to [H, T, D]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Driver:
+    """Runs blocks of tokens through a model with a method behind its attention hook. Holds no state."""
+
+    method: Method  # resolved
+    attention: Attention
+    window: int
+    n_kv_heads: int
+    sliding_window: int | None = None
+
+    def forward(
+        self, cache: KVCache, rope: Rope, n_tokens: int, model_call: Callable[[Attend], T], note: Note | None = None
+    ) -> T:
+        """Append a block of `n_tokens` tokens to the cache; returns what `model_call` returns.
+
+        `model_call(attend)` runs the model, which calls `attend` once a layer, in order. If that raises, the block is
+        discarded. If the commit after it is interrupted, it is completed: all layers have the block, or none.
+        """
+        start, stop = cache.length, cache.length + n_tokens
+        step = Step(start, stop, rope, self.attention, self.window, self.n_kv_heads, self.sliding_window, note)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if n_tokens == 1:
+                cache.prefetch(layer + 1)
+            self.method.keep(k, v, cache.layers[layer], step)
+            return self.method.attend(q, cache.layers[layer], step)
+
+        try:
+            cache.reserve(stop)
+            if n_tokens == 1:  # a token chooses much the same as the token before it
+                cache.prefetch(0)
+            result = model_call(attend)
+        except BaseException:
+            cache.discard()
+            raise
+        try:
+            cache.commit()
+        except BaseException:  # Ctrl-C between two layers
+            cache.commit()
+            raise
+        return result
+
+    def attend(self, cache: KVCache, rope: Rope, q: Tensor, k: Tensor, v: Tensor, note: Note | None = None) -> Tensor:
+        """Append a block of `q [H, T, D]`, `k v [G, T, D]` to a cache of one layer; returns the output `[H, T, D]`."""
+        return self.forward(cache, rope, q.shape[1], lambda attend: attend(0, q, k, v), note)
+
+
+@torch.no_grad()
+def run(
+    method: str | Method, q: Tensor, k: Tensor, v: Tensor, *, window: int, blocks: int | Sequence[int] | None = None,
+    rope: Rope | None = None, attention: str = "auto", sliding_window: int | None = None, note: Note | None = None,
+) -> Tensor:  # fmt: skip
+    """A method's output `[H, N, D]` for unrotated `q [H, N, D]`, `k v [G, N, D]`, as in the first layer of a model.
+
+    `window` is how many positions that model can be trusted on. `blocks` is one size for all blocks, or the sizes in
+    order; None is what suits the method. `rope` is by default RoPE of base 10000 without scaling, `attention` is the
+    name of a backend, `note` is called as `Step` says. Raises `UsageError` for shapes that do not fit.
+
+    Example: queries of zeros weigh all keys alike, so each output is the mean of the values so far.
+
+        q, v = torch.zeros(1, 3, 2), torch.tensor([[[3.0, 0.0], [1.0, 0.0], [2.0, 6.0]]])
+        lce.methods.run("full", q, q, v, window=8)  # [[[3, 0], [2, 0], [2, 2]]]
+    """
+    _check_shapes(q, k, v, rope)
+    method = (make(method) if isinstance(method, str) else method).resolve(window)
+    n_kv_heads, n, dim = k.shape
+    sizes = _block_sizes(method.block if blocks is None else blocks, n)
+    rope = rope or Rope(RopeConfig(), dim, window, n)
+    layout = CacheLayout(1, len(q), n_kv_heads, dim, k.dtype, k.device, method.reach, make_state=method.state)
+    cache = KVCache.empty(layout)
+    driver = Driver(method, Attention.choose(attention), window, n_kv_heads, sliding_window)
+    parts = zip(q.split(sizes, dim=1), k.split(sizes, dim=1), v.split(sizes, dim=1), strict=True)
+    return torch.cat([driver.attend(cache, rope, *part, note=note) for part in parts], dim=1)
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> None:
+    """Raise `UsageError` for tensors that are not `q [H, N, D]`, `k v [G, N, D]` of one dtype and device."""
+    shapes = f"q is {list(q.shape)}, k is {list(k.shape)}, v is {list(v.shape)}"
+    if q.ndim != 3 or k.shape != v.shape or q.shape[1:] != k.shape[1:] or not q.numel():
+        raise UsageError(f"{shapes}; expected q [H, N, D] and k, v [G, N, D], none of them empty")
+    if len(q) % len(k):
+        raise UsageError(f"{shapes}; expected a multiple of {len(k)} query heads, not {len(q)}")
+    if q.shape[2] % 2 or (rope is not None and rope.head_dim != q.shape[2]):
+        raise UsageError(f"{shapes}; expected D to be {'even' if rope is None else f'{rope.head_dim}, as in rope'}")
+    kinds = [f"{x.dtype} on {x.device}" for x in (q, k, v)]
+    if len({*kinds}) > 1:
+        raise UsageError(f"q, k, v are {', '.join(kinds)}; expected one dtype and one device")
+
+
+def _block_sizes(blocks: int | Sequence[int], n_tokens: int) -> list[int]:
+    """The sizes of the blocks that `n_tokens` tokens are cut into."""
+    if isinstance(blocks, int):
+        if blocks < 1:
+            raise UsageError(f"blocks is {blocks}; expected 1 or more tokens")
+        return [min(blocks, n_tokens - start) for start in range(0, n_tokens, blocks)]
+    if sum(blocks) != n_tokens or min(blocks, default=0) < 1:
+        raise UsageError(f"blocks add up to {sum(blocks)}; expected sizes of 1 or more that add up to {n_tokens}")
+    return list(blocks)

@@ -1,0 +1,271 @@
+"""Selective methods: every query chooses the chunks that it attends.
+
+Selection and placement are two axes. A selector says what to keep of a chunk and how to score it. `placement` says
+where chosen chunks are seen; how keys are cached and which query is scored follow from it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self
+
+import torch
+from torch import Tensor
+
+from lce.attention import Turn, merge, rotate
+from lce.cache.kv import LayerCache
+from lce.cache.layout import CacheLayout, Reach
+from lce.cache.method_state import MethodState, OpenChunk, RecentRows, Summaries
+from lce.errors import UsageError
+from lce.methods.base import Method
+from lce.methods.parts import RECENT, attend_own_chunk
+from lce.methods.step import Step
+
+SCORES_AT_ONCE = 1 << 24  # bounds the scores of a slice of queries: 64 MiB in float32
+SUMMARIES, OPEN_QUERIES = "summaries", "open queries"
+
+
+class Placement(ABC):
+    """Where a query sees the chunks that it chose, and its own chunk."""
+
+    def key_positions(self, indices: Tensor, size: int) -> Tensor | None:
+        """Where keys are rotated to before they are cached; None: left unrotated."""
+        return None
+
+    @abstractmethod
+    def slot_turns(self, q: Tensor, step: Step, size: int, n_slots: int, most: int) -> Turn:
+        """What turns a query for each of `n_slots` choices, `[T, n_slots, D/2]`, or `[T, 1, D/2]` for all alike.
+
+        `most` is how many chunks a query may choose.
+        """
+
+    def scored(self, q: Tensor, step: Step, size: int) -> Tensor:
+        """The block's queries as `score` is given them."""
+        return q
+
+
+class SideBySide(Placement):
+    """Chosen chunks side by side from position 0, the own chunk right after them: all within the window (LongHeads)."""
+
+    def key_positions(self, indices: Tensor, size: int) -> Tensor | None:
+        return indices % size
+
+    def slot_turns(self, q: Tensor, step: Step, size: int, n_slots: int, most: int) -> Turn:
+        """A chunk cached at offsets 0..L-1 is seen at slot s by turning the query back by s·L.
+
+        Example: L = 4, two slots, index 13 (own chunk 3, offset 1): the query is at 9 for slot 0, at 5 for slot 1.
+        """
+        indices = step.positions(q.device)
+        taken = (indices // size).clamp(max=most)[:, None]
+        behind = (taken - torch.arange(n_slots, device=q.device)).clamp(min=0) * size
+        return step.rope.turn(behind + (indices % size)[:, None], q.dtype)
+
+
+class TruePositions(Placement):
+    """Chosen chunks at their true positions: for models whose window is long already, and whose users want speed."""
+
+    def key_positions(self, indices: Tensor, size: int) -> Tensor | None:
+        return indices
+
+    def slot_turns(self, q: Tensor, step: Step, size: int, n_slots: int, most: int) -> Turn:
+        return step.true_turn(q).at(slice(None), None)
+
+    def scored(self, q: Tensor, step: Step, size: int) -> Tensor:
+        return rotate(q, step.true_turn(q))
+
+
+class ConstantDistance(Placement):
+    """Chosen chunks at one distance, the chunk size: the first that the own chunk does not have."""
+
+    def slot_turns(self, q: Tensor, step: Step, size: int, n_slots: int, most: int) -> Turn:
+        return Turn(*(x.expand(q.shape[1], 1, -1) for x in step.far_turn(size, q)))
+
+    def scored(self, q: Tensor, step: Step, size: int) -> Tensor:
+        return rotate(q, step.far_turn(size, q))
+
+
+PLACEMENTS: dict[str, Placement] = {
+    "side_by_side": SideBySide(),
+    "true": TruePositions(),
+    "constant": ConstantDistance(),
+}
+
+
+class ChunkSelection(Method):
+    """What all selectors of chunks share; `SelectiveMethod` adds the usual knobs.
+
+    A query of chunk `o` attends its own part of chunk `o`, and of the complete chunks before it those that `forced`
+    names and the best scoring others: `n_choices` in all.
+    """
+
+    placement: str  # a knob, or fixed
+    uses_queries: ClassVar[bool] = True  # whether `summarise` looks at queries: they are kept while a chunk is open
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Tokens in a chunk, L."""
+
+    @property
+    @abstractmethod
+    def n_choices(self) -> int:
+        """How many whole chunks a query sees besides its own."""
+
+    @property
+    def reach(self) -> Reach:
+        return Reach(self.size, sinks=self.size, local=self.size, per_head=True)
+
+    def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
+        """One vector `[D]` a query head for each complete chunk, the open chunk's queries, and recent keys at need."""
+        kept: dict[str, MethodState] = {SUMMARIES: Summaries(layout.query_bytes, self.size)}
+        if self.uses_queries:
+            kept[OPEN_QUERIES] = OpenChunk(self.size, layout.query_bytes)
+        if self.key_positions(torch.zeros(0, dtype=torch.int64)) is None:
+            kept[RECENT] = RecentRows(self.size, layout.key_bytes)
+        return kept
+
+    def key_positions(self, indices: Tensor) -> Tensor | None:
+        return PLACEMENTS[self.placement].key_positions(indices, self.size)
+
+    def keep(self, k: Tensor, v: Tensor, cache: LayerCache, step: Step) -> None:
+        super().keep(k, v, cache, step)
+        if RECENT in cache.state:
+            cache.kept(RecentRows, RECENT).write(rotate(k, step.true_turn(k)), step.start)
+
+    @abstractmethod
+    def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        """What to keep of m complete chunks: `q [H, m, L, D]`, `k v [G, m, L, D]`, q and k rotated as keys are cached.
+
+        Without `uses_queries`, q is `[H, m, 0, D]`. Returns `[S, m, …]`; for `score` as it stands one vector a chunk,
+        `[H, m, D]`. `x.repeat_interleave(len(q) // len(k), dim=0)` gives query heads what their KV head has.
+        """
+
+    def score(self, q: Tensor, summary: Tensor, step: Step, layer: int) -> Tensor:
+        """How well each chunk answers each query: `q [H, T, D]`, `summary [S, M, …]` to `[C, T, M]`.
+
+        Queries are unrotated for `side_by_side`, at their true positions for `true`, at the constant distance for
+        `constant`. C is how many choose on their own: H, or fewer where heads share a choice (C divides H).
+        """
+        return q @ summary.mT
+
+    def forced(self, chunk_ids: Tensor, own: Tensor) -> Tensor:
+        """`[T, M]`, True where a chunk is taken whatever its score; `own [T, 1]` is the query's chunk."""
+        return (chunk_ids == 0) | (chunk_ids == own - 1)
+
+    def select(self, scores: Tensor, step: Step) -> Tensor:
+        """Scores `[C, T, M]` to the chosen chunks `[C, T, K]`, ascending, -1 behind the last. Time: O(C · T · M).
+
+        Whatever the scores, infinite and NaN ones too, no query is given its own chunk or one after it.
+        """
+        chunk_ids = torch.arange(scores.shape[-1], device=scores.device)
+        own = (step.positions(scores.device) // self.size)[:, None]
+        bias = torch.zeros(own.shape[0], len(chunk_ids), device=scores.device)
+        bias = bias.masked_fill_(self.forced(chunk_ids, own), torch.inf).masked_fill_(chunk_ids >= own, -torch.inf)
+        scores = scores.float() + bias
+        best = scores.topk(min(self.n_choices, scores.shape[-1]), dim=-1, sorted=False)
+        none = torch.iinfo(torch.int64).max
+        barred = (best.values == -torch.inf) | (best.indices >= own)  # the second where scores overflowed
+        chosen = best.indices.masked_fill(barred, none).sort(dim=-1).values
+        return chosen.masked_fill(chosen == none, -1)
+
+    def choose(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
+        """The chunks that each query of each head attends, `[H, T, K]`; None while there is nothing to choose from."""
+        if step.stop <= self.size:
+            return None
+        summary = cache.kept(Summaries, SUMMARIES).span(0, step.stop // self.size)
+        scored = PLACEMENTS[self.placement].scored(q, step, self.size)
+        rows = max(1, SCORES_AT_ONCE // (len(q) * summary.shape[1]))
+        parts = []
+        for start in range(0, q.shape[1], rows):
+            some = step.part(start, min(start + rows, q.shape[1]))
+            here = slice(some.start - step.start, some.stop - step.start)
+            parts.append(self.select(self.score(scored[:, here], summary, some, cache.index), some))
+        chosen = torch.cat(parts, dim=1)
+        return chosen.repeat_interleave(q.shape[0] // chosen.shape[0], 0) if len(chosen) < len(q) else chosen
+
+    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        self._summarise_complete(q, cache, step)
+        chosen = self.choose(q, cache, step)
+        own = attend_own_chunk(rotate(q, step.key_turn(self.key_positions, q) or step.true_turn(q)), cache, step)
+        if chosen is None:
+            return merge([own])
+        if step.note:
+            step.note(cache.index, chosen)
+        n_slots = chosen.shape[-1]
+        turns: Turn = step.once(
+            f"slots {n_slots}",
+            lambda: PLACEMENTS[self.placement].slot_turns(q, step, self.size, n_slots, self.n_choices),
+        )
+        return merge([step.attention.routed(q, turns, chosen, cache.tiles(chosen)), own])
+
+    def _summarise_complete(self, q: Tensor, cache: LayerCache, step: Step) -> None:
+        """Summarise the chunks that this block completes; keep the queries of the one it leaves open."""
+        size = self.size
+        first, stop = step.start // size, step.stop // size
+        if stop > first:
+            k, v = (x.unflatten(1, (-1, size)) for x in cache.span(first * size, stop * size))
+            queries = self._complete_queries(q, first, stop, cache, step)
+            cache.kept(Summaries, SUMMARIES).write(self.summarise(queries, k, v, step), first)
+        open_from = max(step.start, stop * size)
+        if self.uses_queries and open_from < step.stop:
+            cache.kept(OpenChunk, OPEN_QUERIES).write(q[:, open_from - step.start :], open_from)
+
+    def _complete_queries(self, q: Tensor, first: int, stop: int, cache: LayerCache, step: Step) -> Tensor:
+        """The queries of chunks `first..stop-1`, which the block completes, rotated as keys are: `[H, m, L, D]`."""
+        size = self.size
+        if not self.uses_queries:
+            return q.new_empty(len(q), stop - first, 0, q.shape[-1])
+        queries = q[:, : stop * size - step.start]
+        if step.start % size:
+            pending = cache.kept(OpenChunk, OPEN_QUERIES).span(first * size, step.start)
+            queries = torch.cat((pending, queries), dim=1)
+        complete = queries.unflatten(1, (stop - first, size))
+        turn: Turn | None = step.once("chunk turn", lambda: self._chunk_turn(first, stop, q, step))
+        return complete if turn is None else rotate(complete, turn)
+
+    def _chunk_turn(self, first: int, stop: int, q: Tensor, step: Step) -> Turn | None:
+        """The turn of whole chunks' vectors `[…, m, L, D]` as keys are cached; None: unrotated."""
+        positions = self.key_positions(torch.arange(first * self.size, stop * self.size, device=q.device))
+        return None if positions is None else step.rope.turn(positions.view(stop - first, self.size), q.dtype)
+
+
+@dataclass(frozen=True)
+class SelectiveMethod(ChunkSelection):
+    """A method by which every query chooses chunks: keep, score, select, place.
+
+    A new selector overrides what is new. `summarise`: what to keep of a complete chunk. `score`: how well chunks
+    answer queries; by their summaries' dot products, unless overridden. `select`: which are taken. As it stands, a
+    query of chunk `o` attends the first chunk, the best scoring ones, chunk `o-1` and its own part of chunk `o`:
+    `chunks` in all.
+
+    `placement` says where chosen chunks are seen: `side_by_side` in their order from position 0, so that nothing is
+    seen at a distance that the window does not have; `true`, at their own positions; `constant`, at the distance
+    `chunk_size`. The own chunk is always seen at its true distances.
+    """
+
+    chunk_size: int | None = None
+    chunks: int | None = None
+    placement: Literal["side_by_side", "true", "constant"] = "side_by_side"
+
+    def resolve(self, window: int) -> Self:
+        size = self.chunk_size if self.chunk_size is not None else 256 if window >= 4096 else max(1, window // 32)
+        if size < 1:
+            raise UsageError(f"{self.name}: chunk_size is {size}; expected 1 or more tokens")
+        chunks = self.chunks if self.chunks is not None else window // size
+        if chunks < 3:
+            raise UsageError(
+                f"{self.name}: {chunks} chunks of {size} tokens; expected 3 or more: lower chunk_size (window {window})"
+            )
+        return replace(self, chunk_size=size, chunks=chunks)
+
+    @property
+    def size(self) -> int:
+        assert self.chunk_size is not None, "resolved before use"
+        return self.chunk_size
+
+    @property
+    def n_choices(self) -> int:
+        assert self.chunks is not None, "resolved before use"
+        return self.chunks - 1

@@ -1,0 +1,27 @@
+"""Mistral 7B and Nemo (Jiang et al., 2023): Llama's architecture without biases, with a sliding window in some."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lce.models.config import ModelConfig
+from lce.models.fields import Fields
+from lce.models.llama import Llama
+from lce.models.registry import family
+
+
+@family("mistral", "MistralForCausalLM")
+class Mistral(Llama):
+    """Llama with a sliding window. A config that does not mention the window has one of 4096; null means none."""
+
+    defaults = {
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+    @classmethod
+    def configure(cls, config: ModelConfig, fields: Fields) -> ModelConfig:
+        return replace(config, sliding_window=fields.optional_integer("sliding_window"))

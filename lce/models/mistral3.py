@@ -1,0 +1,37 @@
+"""Mistral 3: the layout of an image-and-text checkpoint. Mistral Small 3.1 and Ministral 3 are published in it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+from lce.models.config import ModelConfig
+from lce.models.fields import Fields
+from lce.models.registry import family, family_of
+
+# Keys beside `text_config` that describe the weights of both models.
+_OF_THE_WHOLE = ("dtype", "torch_dtype", "quantization_config", "compression_config")
+
+
+@family("mistral3", "Mistral3ForConditionalGeneration")
+class Mistral3:
+    """Reads the text model, whose family `text_config` names, and leaves the image encoder's weights unused."""
+
+    model_type: ClassVar[str]
+    architecture: ClassVar[str]
+
+    @classmethod
+    def read(cls, fields: Fields, folder: Path) -> ModelConfig:
+        text = fields.inner("text_config", inherited=_OF_THE_WHOLE)
+        found = family_of(text)
+        if found is cls:
+            raise text.refusal("model_type", "the name of a text model's family")
+        config = found.read(text, folder)
+        tied = text.flag("tie_word_embeddings", default=True)
+        return replace(
+            config,
+            tied=fields.flag("tie_word_embeddings", default=tied),
+            weight_prefix="language_model.",
+            unused=("vision_tower.*", "multi_modal_projector.*"),
+        )

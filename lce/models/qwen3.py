@@ -1,0 +1,44 @@
+"""Qwen3 (Yang et al., 2025), dense: Llama's architecture with a norm on each head's queries and keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from lce.models.config import ModelConfig
+from lce.models.fields import Fields
+from lce.models.layers import Attend
+from lce.models.llama import Llama, LlamaLayer
+from lce.models.qwen2 import sliding_window
+from lce.models.registry import family
+
+
+class Qwen3Layer(LlamaLayer):
+    def attention(self, x: Tensor, attend: Attend) -> Tensor:
+        q, k, v = (self.heads(name, x) for name in "qkv")
+        q, k = self.norm("q_norm", q), self.norm("k_norm", k)
+        return self.merged("o", attend(self.index, q, k, v))
+
+
+@family("qwen3", "Qwen3ForCausalLM")
+class Qwen3(Llama):
+    """The norm of queries and keys is over the D channels of a head, before RoPE; all heads share its weight."""
+
+    defaults = {
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    }
+    layer = Qwen3Layer
+    layer_weights = Llama.layer_weights | {
+        "q_norm": ("self_attn.q_norm.weight", "head_dim"),
+        "k_norm": ("self_attn.k_norm.weight", "head_dim"),
+    }
+
+    @classmethod
+    def configure(cls, config: ModelConfig, fields: Fields) -> ModelConfig:
+        biases = ("q", "k", "v", "o") if fields.flag("attention_bias") else ()
+        return replace(config, biases=biases, sliding_window=sliding_window(fields))

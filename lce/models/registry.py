@@ -1,0 +1,92 @@
+"""The model families by name.
+
+A family is one file of this package. Its class registers itself with a decorator under the two names by which a
+config.json refers to it: `model_type`, and the class in `architectures`. Adding a family takes one new file.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar, cast
+
+import lce.models
+from lce.models.config import ModelConfig, config_file
+from lce.models.fields import Fields
+
+if TYPE_CHECKING:
+    from lce.models.layers import Model
+
+
+class Family(Protocol):
+    """What the registry asks of a family's class."""
+
+    model_type: ClassVar[str]
+    architecture: ClassVar[str]
+
+    @classmethod
+    def read(cls, fields: Fields, folder: Path) -> ModelConfig:
+        """The checked config of a checkpoint of this family, with the `architecture` of the model to build."""
+
+
+_FAMILIES: dict[str, type[Family]] = {}
+F = TypeVar("F", bound=type[Family])
+
+
+def family(model_type: str, architecture: str) -> Callable[[F], F]:
+    """Class decorator: make a family known by its `model_type` and by the name in `architectures`."""
+
+    def enter(cls: F) -> F:
+        assert model_type not in _FAMILIES, f"two families are called {model_type}"
+        cls.model_type, cls.architecture = model_type, architecture
+        _FAMILIES[model_type] = cls
+        return cls
+
+    return enter
+
+
+def families() -> Mapping[str, type[Family]]:
+    """All families by `model_type`, in alphabetical order."""
+    _import_all()
+    return dict(sorted(_FAMILIES.items()))
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The config of the checkpoint in `folder`. Raises ModelError if lce cannot run it or cannot trust it."""
+    fields = config_file(Path(folder))
+    return family_of(fields).read(fields, Path(folder))
+
+
+def model_class(config: ModelConfig) -> type[Model]:
+    """The class that builds the model of `config`."""
+    found = next(cls for cls in families().values() if cls.architecture == config.architecture)
+    return cast("type[Model]", found)
+
+
+def family_of(fields: Fields) -> type[Family]:
+    """The family that a config names in `architectures`, in `model_type`, or in both, if they agree.
+
+    An unknown name gets the list of the supported ones and no nearest match: weights of a family whose name is similar
+    (mixtral, mistral) are not interchangeable.
+    """
+    by_type = families()
+    by_architecture = {cls.architecture: cls for cls in by_type.values()}
+    remedy = "use a checkpoint of one of these"
+    listed, model_type = fields.names("architectures"), fields.text("model_type")
+    if model_type is not None and model_type not in by_type:
+        raise fields.refusal("model_type", f"a supported one: {', '.join(by_type)}", remedy)
+    if listed[0] not in by_architecture if listed else model_type is None:
+        raise fields.refusal("architectures", f"a supported one: {', '.join(by_architecture)}", remedy)
+    found = by_architecture[listed[0]] if listed else by_type[model_type or ""]
+    if model_type not in (None, found.model_type):
+        raise fields.refusal("model_type", f"{found.model_type!r}, as architectures says {found.architecture}")
+    return found
+
+
+@functools.cache
+def _import_all() -> None:
+    for module in pkgutil.iter_modules(lce.models.__path__):
+        importlib.import_module(f"{lce.models.__name__}.{module.name}")

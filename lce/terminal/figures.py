@@ -1,0 +1,181 @@
+"""What the commands print: the closing lines of figures, the tables and the JSON objects."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from lce.sizes import size_text
+
+if TYPE_CHECKING:
+    from lce.cache.tiers import Traffic
+    from lce.calibrate import Recall
+    from lce.engine.decode import Generation, Stats
+    from lce.engine.planning import Plan
+    from lce.eval.passkey import Score
+    from lce.inspect.explain import Explanation
+    from lce.methods.base import Method
+
+SCORE_HEADER = f"{'method':<14}{'length':>10}{'samples':>9}{'accuracy':>10}  95% interval"
+
+
+def generation_line(stats: Stats) -> str:
+    """The closing line of a generation."""
+    decode = f"first token {stats.first_token_s:.2f} s | decode {stats.decode_tokens_per_s:,.1f} tok/s"
+    return prefill_line(stats, f"{decode} | ")
+
+
+def prefill_line(stats: Stats, decode: str = "") -> str:
+    """The closing line of a prefill, or of what began with one."""
+    prefill = f"{stats.prompt_tokens:,} prompt tokens | prefill {stats.prefill_tokens_per_s:,.1f} tok/s"
+    return f"{prefill} | {decode}{memory_text(stats)}"
+
+
+def memory_text(stats: Stats) -> str:
+    """The peak memory of each tier and, where there are several tiers, the traffic through each."""
+    peaks = {tier: size for tier, size in stats.memory.items() if size} or stats.memory
+    memory = ", ".join(f"{tier} {size_text(size)}" for tier, size in peaks.items())
+    return f"peak memory: {memory}" + "".join(f" | {tier} {_traffic_text(t)}" for tier, t in stats.traffic.items())
+
+
+def _traffic_text(traffic: Traffic) -> str:
+    """The traffic through one tier of the cache: `93% of 1,024 pages found, 12.0 MiB in, 1.5 GiB out`."""
+    requests = traffic.hits + traffic.misses
+    hits = f"{traffic.hits / requests:.0%} of {requests:,} pages found, " if requests else ""
+    early = f" ({traffic.early:,} ahead of need)" if traffic.early else ""
+    return f"{hits}{size_text(traffic.bytes_in)} in, {size_text(traffic.bytes_out)} out{early}"
+
+
+def generation_object(generation: Generation, method: Method) -> dict[str, Any]:
+    """A generation, with the method and the figures that produced it."""
+    written = dataclasses.asdict(generation)
+    for speed in ("prefill_tokens_per_s", "decode_tokens_per_s"):
+        written["stats"][speed] = getattr(generation.stats, speed)
+    return {**written, "method": {"name": method.name, "repr": repr(method), "knobs": knob_values(method)}}
+
+
+def knob_values(method: Method) -> dict[str, Any]:
+    """A method's knobs, as values that JSON has."""
+    values = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
+    return {
+        name: value if value is None or isinstance(value, str | int | float) else repr(value)
+        for name, value in values.items()
+    }
+
+
+def score_row(score: Score) -> str:
+    """One line of the table under `SCORE_HEADER`."""
+    return (
+        f"{score.method:<14}{score.length:>10,}{score.samples:>9,}{score.accuracy:>10.1%}"
+        f"  {score.low:.1%} to {score.high:.1%}"
+    )
+
+
+def score_table(scores: Sequence[Score]) -> list[str]:
+    """The share of right answers as a Markdown table: a row a method, a column a length."""
+    lengths = list(dict.fromkeys(score.length for score in scores))
+    shares = {(score.method, score.length): f"{score.accuracy:.2f}" for score in scores}
+    methods = dict.fromkeys(score.method for score in scores)
+    head = ["| method | " + " | ".join(f"{length:,}" for length in lengths) + " |", "|---|" + "---:|" * len(lengths)]
+    return head + [f"| `{m}` | " + " | ".join(shares[m, length] for length in lengths) + " |" for m in methods]
+
+
+def recall_lines(recalls: Sequence[Recall]) -> list[str]:
+    """Top-k recall of the low-dim keys: a line a layer, then the mean."""
+    n = len(recalls)
+    rows = [(str(recall.layer), recall.calibrated, recall.pca) for recall in recalls]
+    rows.append(("mean", sum(recall.calibrated for recall in recalls) / n, sum(recall.pca for recall in recalls) / n))
+    head = f"{'layer':<8}{'calibrated':>12}{'pca':>10}  recall of the best {recalls[0].top_k} tokens"
+    return [head, *(f"{layer:<8}{calibrated:>12.1%}{pca:>10.1%}" for layer, calibrated, pca in rows)]
+
+
+def method_object(name: str, cls: type[Method]) -> dict[str, Any]:
+    """A method's name, the first line of its docstring, and its knobs with their types and defaults."""
+    hints = typing.get_type_hints(cls)
+    return {
+        "name": name,
+        "summary": next(iter((cls.__doc__ or "").strip().splitlines()), ""),
+        "options": [
+            {"name": field.name, "type": type_text(hints[field.name]), "default": _default(field)}
+            for field in dataclasses.fields(cls)
+        ],
+    }
+
+
+def method_lines(method: dict[str, Any]) -> list[str]:
+    """The object of `method_object` as text."""
+    from lce.methods.registry import spelled
+
+    options: Sequence[dict[str, Any]] = method["options"]
+    knobs = [f"{option['name']}={spelled(option['default'])}" for option in options]
+    width = max(map(len, knobs), default=0)
+    lines = [f"  {knob:<{width}}  {option['type']}" for knob, option in zip(knobs, options, strict=True)]
+    return [method["name"], f"  {method['summary']}", *(lines or ["  (no options)"])]
+
+
+def plan_object(plan: Plan) -> dict[str, Any]:
+    """A plan, with sizes in bytes; null for a length or size that is unbounded or unknown."""
+    tiers = {tier: {"needed": need.needed, **dataclasses.asdict(need)} for tier, need in plan.tiers.items()}
+    return {**dataclasses.asdict(plan), "tiers": tiers, "fits": plan.fits}
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """A plan as text: a row a tier."""
+    columns = ["needed", "available", "keys and values", "budget", "kept besides", "weights"]
+    rows = [["tier", *columns]]
+    for tier, n in plan.tiers.items():
+        available = "unknown" if n.available is None else size_text(n.available)
+        budget = "none" if n.budget is None else size_text(n.budget)
+        besides, weights = size_text(n.besides), size_text(n.weights)
+        rows.append([tier, size_text(n.needed), available, size_text(n.keys_and_values), budget, besides, weights])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+    longest = "Nothing bounds the length." if plan.longest is None else f"The longest is {plan.longest:,} tokens."
+    asked = f"{plan.tokens:,} tokens, read by {plan.method} on {plan.device}, keys and values in {plan.dtype}"
+    return [asked, "", *table, "", f"{'It fits.' if plan.fits else 'It does not fit.'} {longest}"]
+
+
+def explanation_object(explanation: Explanation) -> dict[str, Any]:
+    """The distances at which a method attends keys (null: not attended), and the settings that reproduce them."""
+    method = {"method": explanation.method.name, "knobs": knob_values(explanation.method)}
+    setting = {name: getattr(explanation, name) for name in ("window", "tokens", "block", "head", "seed")}
+    return {**method, **setting, "distances": explanation.rows()}
+
+
+def explanation_lines(explanation: Explanation) -> list[str]:
+    """An explanation as text: a row a query, a column a key, a dot for a key that is not attended."""
+    rows = [["." if d is None else str(d) for d in row] for row in explanation.rows()]
+    heads = [str(index) for index in range(explanation.tokens)]
+    width = max(len(cell) for row in [heads, *rows] for cell in row)
+    label = max(len(heads[-1]), len("i\\j"))
+    lines = [
+        f"{name:>{label}} |" + "".join(f" {cell:>{width}}" for cell in row)
+        for name, row in zip(["i\\j", *heads], [heads, *rows], strict=True)
+    ]
+    caption = f"{explanation.setting}; the distance at which query i sees key j:"
+    rule = "".join("+" if sign == "|" else "-" for sign in lines[0])
+    return [explanation.title, caption, "", lines[0], rule, *lines[1:]]
+
+
+def type_text(hint: Any) -> str:
+    """A knob's type as a user writes it: `int`, `int or none`, `head, group or layer`."""
+    if hint is type(None):
+        return "none"
+    if typing.get_origin(hint) is Literal:
+        *others, last = map(str, typing.get_args(hint))
+        return f"{', '.join(others)} or {last}" if others else last
+    arms = typing.get_args(hint)
+    if arms:
+        return " or ".join(map(type_text, arms))
+    return getattr(hint, "__name__", str(hint))
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default

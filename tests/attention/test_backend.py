@@ -1,0 +1,76 @@
+"""Backends are found by their names, and `auto` takes one that the machine has."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import lce.attention
+from lce.attention import Attention, Part, Tiles
+from lce.attention.backend import Backend, backends
+from lce.attention.reference import Reference
+from lce.errors import UsageError
+from tests.attention.truth import routed_vectors, turns_of
+
+
+def test_auto_needs_nothing() -> None:
+    assert Attention.choose().backend.name in ("torch", "flash")
+    assert Attention.choose("reference").backend.name == "reference"
+
+
+def test_an_unknown_backend_is_refused_with_the_nearest() -> None:
+    with pytest.raises(
+        UsageError, match=r"'refrence'; did you mean 'reference'\? valid: auto, flash, reference, torch"
+    ):
+        Attention.choose("refrence")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
+def test_flash_says_how_to_install_it() -> None:
+    with pytest.raises(UsageError, match=r"flash-attn package: pip install 'lce\[flash\]'"):
+        Attention.choose("flash")
+
+
+def test_one_file_a_backend() -> None:
+    files = {path.stem for path in Path(lce.attention.__path__[0]).glob("[!_]*.py")}
+    assert set(backends()) <= files
+    assert all(cls.__module__ == f"lce.attention.{name}" for name, cls in backends().items())
+
+
+def test_auto_takes_the_fastest_that_suits(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fast(Reference):
+        name, speed = "fast", 9
+
+    class Absent(Fast):
+        name, speed = "absent", 10
+
+        @classmethod
+        def missing(cls) -> str | None:
+            return "a package that nobody has"
+
+    known: dict[str, type[Backend]] = {**backends(), "fast": Fast, "absent": Absent}
+    monkeypatch.setattr("lce.attention.attention.backends", lambda: known)
+    assert Attention.choose().backend.name == "fast"
+    with pytest.raises(UsageError, match="'absent' needs a package that nobody has"):
+        Attention.choose("absent")
+
+
+def test_a_tile_is_attended_once_however_many_queries_chose_it() -> None:
+    """Calls of the kernel, and the padding of its queries: at most a quarter."""
+    seen: list[tuple[int, int]] = []
+
+    class Counting(Reference):
+        def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Part:
+            seen.append((len(k), q.shape[-2]))
+            return super().attend(q, k, v, causal=causal, window=window)
+
+    q, k, v = routed_vectors(8, 2, 300, 6, 5)
+    chosen = torch.rand(8, 300, 6, generator=torch.Generator().manual_seed(1)).argsort(-1)[..., :3]
+    Attention(Counting()).routed(q, turns_of(300, 3), chosen, [Tiles.of_chunks(k, v)])
+    assert sum(n_tiles for n_tiles, _ in seen) == 12
+    rows = sum(n_tiles * n_queries for n_tiles, n_queries in seen)
+    assert 8 * 300 * 3 <= rows <= 8 * 300 * 3 * 1.25

@@ -1,0 +1,459 @@
+"""A context as a file: where everything is in it, what is refused, and the cache that is made of it again."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lce.cache.context_file import (
+    FORMAT,
+    Draft,
+    Snapshot,
+    digest,
+    open_snapshot,
+    page_facts,
+    restored,
+    row_entries,
+    write_rows,
+)
+from lce.cache.kv import KVCache, Opened, Tiered
+from lce.cache.layout import Budgets, CacheLayout, Reach
+from lce.cache.method_state import MethodState, OpenChunk, RecentRows, Staged, Summaries, TokenRows
+from lce.cache.row_file import fingerprints
+from lce.errors import CapacityError, DataError
+from tests.late import disks_of
+
+N = 77  # tokens, the last chunk incomplete
+
+
+def states(layout: CacheLayout) -> Mapping[str, MethodState]:
+    """One of each kind; what `append` keeps in them."""
+    return {
+        "rows": TokenRows(4 * layout.dtype.itemsize),
+        "summaries": Summaries(layout.key_bytes, layout.chunk_size),
+        "recent": RecentRows(6, layout.key_bytes),
+        "open": OpenChunk(layout.chunk_size, layout.key_bytes),
+        "staged": Staged(lambda n_tokens, block: 4),
+    }
+
+
+LAYOUT = CacheLayout(
+    3, 4, 2, 4, torch.float32, torch.device("cpu"), Reach(8, sinks=3, local=9), block=10, make_state=states
+)
+
+
+def text(n: int, layout: CacheLayout = LAYOUT) -> Tensor:
+    """Keys `[layers, G, n, D]`, of which a longer text has the same first ones."""
+    shape = (layout.n_layers, 400, layout.n_kv_heads, layout.head_dim)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3))[:, :n].transpose(1, 2).to(layout.dtype)
+
+
+def append(cache: KVCache, stop: int, *, commit: bool = True, n_layers: int | None = None) -> None:
+    """Append `text(stop)` from the cache's length on in blocks of 10; `n_layers` of the last block, or all."""
+    k, size = text(stop, cache.layout), cache.layout.chunk_size
+    for start in range(cache.length, stop, 10):
+        end = min(start + 10, stop)
+        cache.reserve(end)
+        for layer in cache.layers[:n_layers] if end == stop else cache.layers:
+            new = k[layer.index][:, start:end]
+            layer.write(new, -new)
+            layer.kept(TokenRows, "rows").write(new[0], start)
+            layer.kept(RecentRows, "recent").write(new, start)
+            layer.kept(Staged, "staged").stage(torch.tensor([end]))
+            first, complete = start // size, end // size
+            if complete > first:
+                chunks = k[layer.index][:, first * size : complete * size].unflatten(1, (-1, size))
+                layer.kept(Summaries, "summaries").write(chunks.amax(dim=2), first)
+            if (opened := max(start, complete * size)) < end:
+                layer.kept(OpenChunk, "open").write(k[layer.index][:, opened:end], opened)
+        if end < stop or commit:
+            cache.commit()
+
+
+def check(cache: KVCache, n: int) -> None:
+    """The cache has `text(n)`, and what `append` kept of it."""
+    assert cache.length == n
+    k, size = text(n, cache.layout), cache.layout.chunk_size
+    for layer in cache.layers:
+        ours = k[layer.index]
+        keys, values = layer.span(0, n)
+        assert torch.equal(keys, ours)
+        assert torch.equal(values, -ours)
+        assert torch.equal(layer.kept(TokenRows, "rows").span(0, n), ours[0])
+        assert torch.equal(layer.kept(RecentRows, "recent").span(max(0, n - 6), n), ours[:, max(0, n - 6) :])
+        chunks = ours[:, : n // size * size].unflatten(1, (-1, size)).amax(dim=2)
+        if n >= size:
+            assert torch.equal(layer.kept(Summaries, "summaries").span(0, n // size), chunks)
+        if n % size:
+            assert torch.equal(layer.kept(OpenChunk, "open").span(n // size * size, n), ours[:, n // size * size :])
+        assert layer.kept(Staged, "staged").value == torch.tensor([n])
+
+
+def cache_of(n: int, layout: CacheLayout = LAYOUT) -> KVCache:
+    cache = KVCache.empty(layout)
+    append(cache, n)
+    return cache
+
+
+def facts(layout: CacheLayout, n: int) -> dict[str, Any]:
+    return {"format": FORMAT, "pages": page_facts(layout), "capacity": n}
+
+
+def saved(cache: KVCache, path: Path, **more: object) -> Path:
+    layout = cache.layout.file(cache.length)
+    draft = Draft.create(path.with_name(path.name + ".tmp"), layout)
+    write_rows(cache, draft.rows)
+    draft.finish(path, cache.tensors(), {**facts(cache.layout, cache.length), **more})
+    return path
+
+
+def opened(path: Path, layout: CacheLayout = LAYOUT) -> Snapshot:
+    return open_snapshot(path, layout, lambda manifest: None)
+
+
+def again(path: Path, layout: CacheLayout = LAYOUT, n: int = N) -> KVCache:
+    snapshot = opened(path, layout)
+    return restored(layout, snapshot.rows, n, snapshot.small, own=False)
+
+
+APART = replace(LAYOUT, reach=replace(LAYOUT.reach, per_head=True))
+LAYOUTS = {"heads together": LAYOUT, "heads apart": APART, "bfloat16": replace(APART, dtype=torch.bfloat16)}
+
+
+# Where everything is
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_offsets_are_those_of_a_file_that_was_written(layout: CacheLayout, tmp_path: Path) -> None:
+    """Against the raw bytes: the header's, the rows', their checks', and what is small behind them."""
+    path, file = saved(cache_of(N, layout), tmp_path / "c.lce"), layout.file(N)
+    raw = path.read_bytes()
+    assert int.from_bytes(raw[:8], "little") == file.rows_start - 8
+    header = json.loads(raw[8 : file.rows_start])
+    assert header["__metadata__"]["lce"].startswith('{"format"')
+    k = text(N, layout)
+    heads, bytes_of = layout.page_heads, lambda x: x.contiguous().view(torch.uint8).numpy().tobytes()
+    for layer in range(layout.n_layers):
+        for group in range(layout.n_groups):
+            ours = k[layer][group * heads : (group + 1) * heads].transpose(0, 1)  # [N, P, D]
+            rows = torch.stack((ours, -ours), dim=1)  # [N, 2, P, D]
+            first = (layer * layout.n_groups + group) * N
+            start = file.rows_start + first * layout.row_bytes
+            assert raw[start : start + N * layout.row_bytes] == bytes_of(rows)
+            start = file.checks_start + first * 4
+            assert raw[start : start + N * 4] == bytes_of(fingerprints(rows, first))
+        for what, start in (("kv", file.rows_start), ("checks", file.checks_start)):
+            size = file.n_rows // layout.n_layers * (layout.row_bytes if what == "kv" else 4)
+            begin = start - file.rows_start + layer * size
+            assert header[f"layers.{layer}.{what}"]["data_offsets"] == [begin, begin + size]
+    small = [entry["data_offsets"] for name, entry in header.items() if name.startswith("layers/")]
+    assert len(small) == 3 * 5 * 2, "a tensor and a number for each state of each layer"
+    assert min(offset[0] for offset in small) == file.small_start - file.rows_start
+    assert max(offset[1] for offset in small) == len(raw) - file.rows_start
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_it_is_an_ordinary_safetensors_file(layout: CacheLayout, tmp_path: Path) -> None:
+    cache = cache_of(N, layout)
+    tensors = load_file(saved(cache, tmp_path / "c.lce"))
+    shape = (layout.n_groups, N, 2, layout.page_heads, 4)
+    for layer in range(3):
+        kv = tensors.pop(f"layers.{layer}.kv")
+        assert kv.shape == shape
+        assert torch.equal(kv[:, :, 0].transpose(1, 2).flatten(0, 1), text(N, layout)[layer])
+        assert tensors.pop(f"layers.{layer}.checks").shape == shape[:2]
+    assert tensors.keys() == cache.tensors().keys()
+    assert all(torch.equal(x, tensors[name]) for name, x in cache.tensors().items())
+
+
+def test_rows_are_those_of_their_layer_group_and_token(tmp_path: Path) -> None:
+    draft = Draft.create(tmp_path / "draft", APART.file(50))
+    assert draft.rows.first_rows(np.array([0, 1, 5]), np.array([0, 7, 49])).tolist() == [0, 57, 299]
+    assert draft.rows.n_rows == APART.file(50).n_rows == 3 * 2 * 50
+    assert draft.rows.allocate_pages(np.array([3, 0]), np.array([2, 1]), 8).tolist() == [166, 8]
+    saved(cache_of(N, APART), tmp_path / "c.lce")
+    with pytest.raises(CapacityError, match="the cache of keys and values is full"):
+        opened(tmp_path / "c.lce", APART).rows.allocate_pages(np.array([0]), np.array([0]), 8)
+
+
+def test_a_header_has_ample_space() -> None:
+    """For as many layers as there may be, with several entries each."""
+    for n_layers in (1, 200):
+        file = replace(LAYOUT, n_layers=n_layers).file(10_000_000)
+        names = [
+            f"layers/{i}/{name}/{part}" for i in range(n_layers) for name in "abcdef" for part in ("rows", "first")
+        ]
+        small = {name: {"dtype": "BF16", "shape": [10**6] * 4, "data_offsets": [10**13] * 2} for name in names}
+        assert len(json.dumps({**row_entries(file), **small})) < file.rows_start // 2
+
+
+# What is opened is what was saved
+
+
+@pytest.mark.parametrize("budgeted", [False, True])
+@pytest.mark.parametrize("n", [1, 8, 9, 17, 72, N])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_restored_cache_goes_on_like_the_original(
+    layout: CacheLayout, n: int, budgeted: bool, tmp_path: Path
+) -> None:
+    path = saved(cache_of(n, layout), tmp_path / "c.lce")
+    if budgeted:
+        layout = replace(layout, budgets=Budgets(host=layout.least_budget, spill_dir=tmp_path / "spill"))
+    cache = again(path, layout, n)
+    assert isinstance(cache.residency, Tiered if budgeted else Opened)
+    check(cache, n)
+    append(cache, 150)
+    check(cache, 150)
+    check(cache.copy(), 150)
+    check(again(saved(cache, tmp_path / "next.lce"), layout, 150), 150)
+    check(again(path, layout, n), n)
+
+
+def test_opening_reads_no_more_than_the_recent_tokens(tmp_path: Path) -> None:
+    """Those since the last complete chunk that local attention does not reach."""
+    snapshot = opened(saved(cache_of(N), tmp_path / "c.lce"))
+    assert snapshot.rows.bytes_read == 0
+    cache = restored(LAYOUT, snapshot.rows, N, snapshot.small, own=False)
+    assert snapshot.rows.bytes_read == 3 * (N - 64) * LAYOUT.row_bytes
+    assert [layer.buffer.first for layer in cache.layers] == [64, 64, 64]
+
+
+def test_a_pass_under_way_is_not_saved(tmp_path: Path) -> None:
+    cache = cache_of(50)
+    append(cache, N, commit=False, n_layers=2)
+    n = cache.length
+    path = saved(cache, tmp_path / "c.lce")
+    check(again(path, n=n), n)
+    cache.discard()
+    check(again(saved(cache, tmp_path / "d.lce"), n=n), n)
+
+
+def test_rows_are_written_from_a_token_on(tmp_path: Path) -> None:
+    cache, file = cache_of(50), LAYOUT.file(N)
+    draft = Draft.create(tmp_path / "draft", file)
+    write_rows(cache, draft.rows)
+    assert draft.rows.bytes_written == 50 * 3 * LAYOUT.row_bytes
+    append(cache, N)
+    write_rows(cache, draft.rows, 50)
+    assert draft.rows.bytes_written == N * 3 * LAYOUT.row_bytes
+    draft.finish(tmp_path / "c.lce", cache.tensors(), facts(LAYOUT, N))
+    check(again(tmp_path / "c.lce"), N)
+
+
+# A file that is the cache's own bottom tier
+
+
+def into_file(folder: Path, n: int, layout: CacheLayout) -> tuple[KVCache, Draft]:
+    draft = Draft.create(folder / "c.lce.part", layout.file(n))
+    return KVCache.empty(layout, n, draft.rows), draft
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_pages_in_its_own_file_are_written_once(layout: CacheLayout, tmp_path: Path) -> None:
+    layout = replace(layout, budgets=Budgets(host=layout.least_budget))
+    cache, draft = into_file(tmp_path, N, layout)
+    assert isinstance(cache.residency, Tiered)
+    append(cache, N)
+    write_rows(cache, draft.rows)
+    assert draft.rows.bytes_written == 3 * layout.n_groups * N * layout.row_bytes
+    draft.finish(tmp_path / "c.lce", cache.tensors(), facts(layout, N))
+    assert (tmp_path / "c.lce").read_bytes() == saved(
+        cache_of(N, replace(layout, budgets=Budgets())), tmp_path / "d.lce"
+    ).read_bytes()
+    check(again(tmp_path / "c.lce", layout), N)
+
+
+def test_a_file_under_work_is_taken_up_again(tmp_path: Path) -> None:
+    """At the tokens that were read then; the rest goes to the same file."""
+    layout = replace(LAYOUT, budgets=Budgets(host=LAYOUT.least_budget))
+    cache, draft = into_file(tmp_path, N, layout)
+    append(cache, 50)
+    write_rows(cache, draft.rows)
+    draft.rows.flush()
+    tensors = {name: x.clone() for name, x in cache.tensors().items()}
+    append(cache, 70)
+    path = draft.path
+    del cache, draft
+    draft = Draft.reopen(path, layout.file(N))
+    cache = restored(layout, draft.rows, 50, tensors, own=True)
+    assert isinstance(cache.residency, Tiered)
+    assert [disk.file for disk in disks_of(cache.residency.tiers)] == [draft.rows]
+    check(cache, 50)
+    append(cache, N)
+    write_rows(cache, draft.rows, 50)
+    draft.finish(tmp_path / "c.lce", cache.tensors(), facts(layout, N))
+    check(again(tmp_path / "c.lce"), N)
+
+
+@pytest.mark.parametrize("n_layers", [1, 2])
+def test_every_layer_is_written_where_an_interrupted_pass_moved_some_of_them(n_layers: int, tmp_path: Path) -> None:
+    """Each layer has its own border between buffer and tiers, once a pass ended between two layers."""
+    layout = replace(LAYOUT, budgets=Budgets(host=LAYOUT.least_budget))
+    for stop in range(41, 71):
+        cache, draft = into_file(tmp_path, N, layout)
+        append(cache, stop, commit=False, n_layers=n_layers)
+        n = cache.length
+        cache.discard()
+        write_rows(cache, draft.rows)
+        draft.finish(tmp_path / "c.lce", cache.tensors(), facts(layout, N))
+        check(again(tmp_path / "c.lce", n=n), n)
+
+
+# A file under work
+
+
+def test_a_file_under_work_is_held(tmp_path: Path) -> None:
+    draft = Draft.create(tmp_path / "draft", LAYOUT.file(N))
+    with pytest.raises(DataError, match="is being written by another process"):
+        Draft.reopen(tmp_path / "draft", LAYOUT.file(N))
+    with pytest.raises(CapacityError, match="File exists"):
+        Draft.create(tmp_path / "draft", LAYOUT.file(N))
+    assert (tmp_path / "draft").stat().st_size == LAYOUT.file(N).small_start, "its space is reserved"
+    draft.discard()
+    draft.discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_the_space_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(CapacityError, match=r"^cannot write .*draft: No space left on device; free some space or n"):
+        Draft.create(tmp_path / "draft", LAYOUT.file(N))
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_old_file_or_the_new_one_whatever_call_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The k-th call of any function of the system's that writes, for all k."""
+    old, new, path = cache_of(30), cache_of(N), tmp_path / "c.lce"
+    k, done = 0, False
+    while not done:
+        k, calls = k + 1, 0
+        saved(old, path)
+
+        def failing(real: Callable[..., object], k: int = k) -> Callable[..., object]:
+            def call(*args: object) -> object:
+                nonlocal calls
+                calls += 1
+                if calls == k:
+                    raise OSError(errno.EIO, "no")
+                return real(*args)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            for name in ("pwrite", "fsync", "posix_fallocate", "ftruncate", "replace"):
+                patch.setattr(os, name, failing(getattr(os, name)))
+            try:
+                saved(new, path)
+                done = calls < k
+            except CapacityError:
+                path.with_name("c.lce.tmp").unlink(missing_ok=True)
+        n = opened(path).manifest["capacity"]
+        assert n in ({N} if done else {30, N})
+        check(again(path, n=n), n)
+    assert k > 10
+
+
+# What is refused
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return saved(cache_of(N), tmp_path / "c.lce")
+
+
+def test_a_manifest_may_be_refused(file: Path) -> None:
+    def refuse(manifest: Mapping[str, Any]) -> None:
+        assert manifest["capacity"] == N
+        raise DataError("another model")
+
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(DataError, match="another model"):
+        open_snapshot(file, LAYOUT, refuse)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_rows_of_another_shape_are_refused(file: Path) -> None:
+    others = (
+        replace(LAYOUT, n_layers=2), replace(LAYOUT, n_kv_heads=4), replace(LAYOUT, head_dim=8), APART,
+        replace(LAYOUT, dtype=torch.float16), replace(LAYOUT, reach=replace(LAYOUT.reach, chunk_size=4)),
+    )  # fmt: skip
+    for layout in others:
+        with pytest.raises(DataError, match="its header contradicts its contents; prefill the text again"):
+            opened(file, layout)
+
+
+@pytest.mark.parametrize("capacity", [N + 1, 0, -1, 77.0, "77", None, True, 10**12])
+def test_a_capacity_that_is_not_so_is_refused(capacity: object, file: Path) -> None:
+    for name, changes in (("capacity", {"capacity": capacity}), ("pages", {"pages": 3})):
+        path = saved(cache_of(N), file.with_name(name), **changes)
+        with pytest.raises(DataError, match="its header contradicts its contents"):
+            opened(path)
+
+
+def test_other_files_are_refused(file: Path, tmp_path: Path) -> None:
+    link, folder = tmp_path / "link.lce", tmp_path / "folder"
+    link.symlink_to(file)
+    folder.mkdir()
+    for path, words in (
+        (link, "is a symbolic link; expected the file itself"), (folder, "is not a file; expected a context"),
+        (tmp_path / "nowhere", "cannot be read: No such file"),
+    ):  # fmt: skip
+        with pytest.raises(DataError, match=words):
+            opened(path)
+    tensors = {"x": torch.zeros(3)}
+    for metadata, words in (
+        (None, "is not a context; expected a file that"), ({"lce": "{"}, "is not a context"),
+        ({"lce": '["format"]'}, "is not a context"), ({"lce": '{"format": "lce context 9"}'}, "'lce context 9'; this"),
+        ({"lce": json.dumps(facts(LAYOUT, N))}, "contradicts its contents"),
+    ):  # fmt: skip
+        save_file(tensors, tmp_path / "other", metadata)
+        with pytest.raises(DataError, match=words):
+            opened(tmp_path / "other")
+
+
+def test_a_file_that_is_cut_short_is_refused(file: Path) -> None:
+    whole = file.read_bytes()
+    for n in (0, 7, 8, 100, LAYOUT.file(N).rows_start, len(whole) // 2, len(whole) - 1):
+        file.write_bytes(whole[:n])
+        with pytest.raises(DataError, match="the file is damaged or incomplete: prefill the text again"):
+            opened(file)
+
+
+def test_an_altered_byte_is_found(file: Path) -> None:
+    """Behind the rows when the file is opened, in the rows and their checks when they are read."""
+    layout, whole = LAYOUT.file(N), file.read_bytes()
+    for place in range(layout.rows_start, len(whole), 97):
+        data = bytearray(whole)
+        data[place] ^= 1 << (place % 8)
+        file.write_bytes(data)
+        if place >= layout.small_start:
+            with pytest.raises(DataError, match="was altered since it was written; prefill the text again"):
+                opened(file)
+            continue
+        with pytest.raises(DataError, match="was altered since it was written"):
+            _ = [layer.span(0, N) for layer in again(file).layers]
+
+
+def test_a_digest_is_of_names_kinds_shapes_and_numbers() -> None:
+    x = torch.arange(6.0)
+    others = ({"b": x}, {"a": x.double()}, {"a": x.view(2, 3)}, {"a": x + 1}, {"a": x, "b": x}, {})
+    assert digest({"a": x}) == digest({"a": x.clone()})
+    assert digest({"a": x, "b": -x}) == digest({"b": -x, "a": x})
+    assert len({digest(other) for other in ({"a": x}, *others)}) == 7
+    assert digest({"a": torch.zeros(2, 3).T}) == digest({"a": torch.zeros(3, 2)})

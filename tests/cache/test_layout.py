@@ -1,0 +1,338 @@
+"""Every byte count: budgets hold, the least one works, what cannot fit is refused, plans equal what is really held."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lce.attention import Attention
+from lce.cache.kv import KVCache, Whole
+from lce.cache.layout import UNBOUNDED, Budgets, CacheLayout, Reach
+from lce.cache.movers import Mover
+from lce.cache.tiers import Disk, TierStack
+from lce.errors import CapacityError
+from lce.methods import Driver, Rope, RopeConfig, make
+from tests.late import LateDevice, disks_of, no_gpu
+from tests.running import cut, vectors
+
+CPU = torch.device("cpu")
+LAYOUT = CacheLayout(3, 4, 2, 4, torch.float32, CPU, Reach(8))
+GPU = replace(LAYOUT, device=torch.device("cuda"))
+CHUNK = LAYOUT.token_bytes * LAYOUT.chunk_size
+
+
+def with_host(layout: CacheLayout, host: int, folder: Path | None = None) -> CacheLayout:
+    return replace(layout, budgets=Budgets(host=host, spill_dir=folder))
+
+
+def text(n: int, layout: CacheLayout) -> Tensor:
+    """Keys `[layers, G, N, D]`."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(layout.n_layers, layout.n_kv_heads, n, layout.head_dim, generator=generator)
+
+
+def read(cache: KVCache, keys: Tensor, start: int, stop: int) -> None:
+    """A pass: reserve, write, look at every chunk and at some tokens, commit."""
+    size, n_heads = cache.layout.chunk_size, cache.layout.n_kv_heads
+    cache.reserve(stop)
+    for layer, k in zip(cache.layers, keys, strict=True):
+        layer.write(k[:, start:stop], -k[:, start:stop])
+        for _ in layer.tiles(torch.arange(stop // size).expand(n_heads, 1, -1)):
+            pass
+        index = torch.arange(0, stop, 3)
+        found = layer.tokens(index)
+        assert torch.equal(found[0], k[:, index])
+        assert torch.equal(found[1], -k[:, index])
+    cache.commit()
+
+
+def in_memory(cache: KVCache) -> int:
+    """Bytes of keys and values in the first memory, whether or not in use."""
+    buffers = sum(layer.buffer.k.nbytes + layer.buffer.v.nbytes for layer in cache.layers)
+    return buffers + (0 if isinstance(cache.residency, Whole) else cache.residency.tiers.top.n_bytes)
+
+
+# Sizes
+
+
+def test_sizes_of_tokens_and_pages() -> None:
+    layout = replace(LAYOUT, dtype=torch.bfloat16)
+    assert (layout.key_bytes, layout.query_bytes, layout.token_bytes) == (2 * 4 * 2, 4 * 4 * 2, 2 * 3 * 2 * 4 * 2)
+    assert (layout.page_heads, layout.n_groups, layout.row_shape) == (2, 1, (2, 2, 4))
+    assert (layout.row_bytes, layout.page_bytes) == (2 * 2 * 4 * 2, 8 * 2 * 2 * 4 * 2)
+    apart = replace(layout, reach=Reach(8, per_head=True))
+    assert (apart.page_heads, apart.n_groups, apart.row_shape) == (1, 2, (2, 1, 4))
+    assert (apart.row_bytes, apart.page_bytes) == (2 * 4 * 2, 8 * 2 * 4 * 2)
+    assert [layout.whole_chunks(n) for n in (0, 1, 8, 9)] == [0, 8, 8, 16]
+
+
+def test_spans_are_cut_at_whole_chunks() -> None:
+    for read_size, segment in ((1, 8), (8, 8), (15, 8), (24, 24), (31, 24)):
+        assert replace(LAYOUT, read_size=read_size).segment == segment
+    layer = KVCache.empty(replace(LAYOUT, read_size=24)).layers[0]
+    assert list(layer.segments(5, 60)) == [(5, 24), (24, 48), (48, 60)]
+    assert list(layer.segments(24, 48)) == [(24, 48)]
+    assert list(layer.segments(7, 7)) == []
+
+
+def test_what_a_method_reaches_is_kept_near() -> None:
+    layout = replace(LAYOUT, reach=Reach(8, sinks=3, local=40, per_head=True), block=16)
+    assert (layout.pinned_chunks, layout.recent_tokens) == (1, 64)
+    assert (layout.n_groups, layout.page_heads) == (2, 1)
+    assert (LAYOUT.pinned_chunks, LAYOUT.n_groups, LAYOUT.page_heads) == (0, 1, 2)
+    longheads = make("longheads", {"chunk_size": 8}).resolve(64)
+    assert longheads.reach == Reach(8, sinks=8, local=8, per_head=True)
+
+
+# Budgets
+
+
+@given(
+    data=st.data(), sinks=st.integers(0, 20), local=st.integers(0, 20), block=st.integers(1, 20), apart=st.booleans()
+)
+@settings(max_examples=15, deadline=None)
+def test_the_least_budget_works_and_one_byte_less_is_refused(
+    data: st.DataObject, sinks: int, local: int, block: int, apart: bool
+) -> None:
+    n_layers, n_kv_heads = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 2, 4]))
+    reach = Reach(data.draw(st.integers(1, 9)), sinks, local, apart)
+    plain = CacheLayout(n_layers, n_kv_heads, n_kv_heads, 4, torch.float32, CPU, reach, block=block)
+    with TemporaryDirectory() as folder:
+        least = plain.least_budget
+        layout = with_host(plain, least, Path(folder))
+        n = least // layout.token_bytes + 40
+        keys = text(n, layout)
+        cache = KVCache.empty(layout)
+        for start in range(0, n, block):
+            read(cache, keys, start, min(start + block, n))
+            assert in_memory(cache) <= least
+        assert not isinstance(cache.residency, Whole)
+        for layer, k in zip(cache.layers, keys, strict=True):
+            assert torch.equal(layer.span(0, n)[0], k)
+        with pytest.raises(CapacityError, match=f"^a budget of {least - 1} bytes .*; expected {least} or more, or a s"):
+            KVCache.empty(with_host(plain, least - 1, Path(folder))).reserve(n)
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 5, 40])
+def test_a_budget_is_kept_to(tmp_path: Path, chunks: int) -> None:
+    """However long the text, and whether it is known from the start or not."""
+    layout = replace(LAYOUT, reach=Reach(8, 3, 9), block=10)
+    budget = layout.least_budget + chunks * CHUNK + 5
+    layout = with_host(layout, budget, tmp_path)
+    keys = text(240, layout)
+    for known in (0, 240):
+        cache = KVCache.empty(layout, known)
+        for start in range(0, 240, 10):
+            read(cache, keys, start, start + 10)
+            assert in_memory(cache) <= budget
+    assert isinstance(cache.residency, Whole) == (chunks == 40)
+
+
+def test_what_fits_is_not_tiered(tmp_path: Path) -> None:
+    for n_chunks in range(7, 12):
+        layout = with_host(LAYOUT, n_chunks * CHUNK, tmp_path)
+        assert layout.resident_tokens == n_chunks * 8
+        for n, fits in ((n_chunks * 8, True), (n_chunks * 8 + 1, False)):
+            cache = KVCache.empty(layout, n)
+            assert isinstance(cache.residency, Whole) is fits
+            assert cache.bytes_by_tier["host"] == 0
+            assert bool(cache.traffic) is not fits
+    assert with_host(LAYOUT, 10 * CHUNK - 1).resident_tokens == 72
+    assert LAYOUT.resident_tokens == UNBOUNDED
+
+
+def test_where_there_is_one_memory_the_smaller_budget_counts() -> None:
+    def budget(layout: CacheLayout, device: int | None = None, host: int | None = None) -> int | None:
+        return replace(layout, budgets=Budgets(device, host)).budget
+
+    assert budget(LAYOUT, device=5, host=9) == budget(LAYOUT, device=9, host=5) == 5
+    assert budget(LAYOUT, device=5) == budget(LAYOUT, host=5) == 5
+    assert budget(LAYOUT) is None
+    assert budget(GPU, device=9, host=5) == 9
+    assert budget(GPU, host=5) is None
+
+
+def test_whether_there_is_somewhere_to_go() -> None:
+    folder = Path("x")
+    assert not with_host(LAYOUT, 5).overflows
+    assert with_host(LAYOUT, 5, folder).overflows
+    assert GPU.overflows
+    assert not with_host(GPU, 5).overflows
+    assert with_host(GPU, 5, folder).overflows
+
+
+def test_without_a_folder_a_text_that_does_not_fit_is_refused() -> None:
+    cache = KVCache.empty(with_host(replace(LAYOUT, block=4), 12 * CHUNK))
+    cache.reserve(96)
+    with pytest.raises(
+        CapacityError,
+        match=rf"^97 tokens need {13 * CHUNK} bytes of keys and values, and the budget is {12 * CHUNK}: 96 tokens; "
+        r"give --spill-dir, or a larger budget\Z",
+    ):
+        cache.reserve(97)
+    read(cache, text(96, LAYOUT), 0, 96)
+
+
+def test_a_folder_without_the_space_is_refused_and_nothing_is_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = replace(LAYOUT, block=4)
+    cache = KVCache.empty(with_host(layout, layout.least_budget, tmp_path))
+    keys = text(200, LAYOUT)
+    read(cache, keys, 0, 16)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(CapacityError, match="No space left on device"):
+            cache.reserve(200)
+    assert cache.residency == Whole()
+    read(cache, keys, 16, 20)
+    for start in range(20, 200, 4):
+        read(cache, keys, start, start + 4)
+
+
+@pytest.mark.parametrize("chunks", [0, 3, 10])
+def test_the_space_that_was_reserved_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
+    """Reading that has begun does not fail for lack of disk space, nor does its first copy."""
+    layout = replace(LAYOUT, reach=Reach(8, 3, 9, per_head=True), block=10)
+    layout = with_host(layout, layout.least_budget + chunks * CHUNK, tmp_path)
+    cache = KVCache.empty(layout, 300)
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("more space was asked for"))
+    keys = text(300, layout)
+    for start in range(0, 300, 10):
+        read(cache, keys, start, start + 10)
+    copy = cache.copy()
+    for layer, k in zip(copy.layers, keys, strict=True):
+        assert torch.equal(layer.span(0, 300)[0], k)
+
+
+# The tiers beside a GPU, without one
+
+
+@pytest.fixture
+def _no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lce.cache.tiers.Cuda", lambda device: Mover())
+    monkeypatch.setattr("lce.cache.tiers.Pinned", Mover)
+
+
+@pytest.mark.usefixtures("_no_gpu_needed")
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [(None, [("device", 2), ("host", UNBOUNDED)]), (3 * CHUNK, [("device", 2), ("host", 9)]), (0, [("device", 2)])],
+)
+def test_tiers_beside_a_gpu(host: int | None, expected: list[tuple[str, int]], tmp_path: Path) -> None:
+    """Where the host may hold nothing, the file is below the device."""
+    layout = replace(GPU, block=8)
+    layout = replace(layout, budgets=Budgets(layout.least_budget + CHUNK // 3, host, tmp_path))
+    tiers = TierStack.empty(layout, 1000, None)
+    assert [(pool.name, pool.limit) for pool in tiers.pools] == expected
+    assert isinstance(tiers.bottom, Disk)
+    assert [tier.name for tier in tiers] == [*(name for name, _ in expected), "disk"]
+
+
+@pytest.mark.usefixtures("_no_gpu_needed")
+def test_a_host_that_cannot_hold_what_a_gpu_does_not() -> None:
+    layout = replace(GPU, budgets=Budgets(20 * CHUNK, 30 * CHUNK))
+    assert [pool.limit for pool in TierStack.empty(layout, 240, None).pools] == [20 * 3 - 6, 90]
+    with pytest.raises(CapacityError, match=f"^241 tokens need .*, and the budget is {30 * CHUNK}: 240 tokens; give"):
+        TierStack.empty(layout, 241, None)
+    assert disks_of(TierStack.empty(replace(layout, budgets=Budgets(20 * CHUNK)), 100_000, None)) == []
+
+
+# Plans: what is needed is what is held
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("n", [7, 100, 231, 300])
+def test_what_is_needed_on_a_cpu_is_what_is_held(tmp_path: Path, n: int, apart: bool) -> None:
+    layout = replace(LAYOUT, reach=Reach(8, 3, 9, apart), block=10)
+    budget = layout.least_budget + 3 * CHUNK + 5
+    keys = text(n, layout)
+    for folder in (None, tmp_path):
+        planned = with_host(layout, budget, folder)
+        needs = planned.needs(n)
+        assert sorted(needs) == (["device"] if folder is None else ["device", "disk"])
+        if planned.whole_chunks(n) > planned.resident_tokens and folder is None:
+            assert needs["device"] == planned.whole_chunks(n) * planned.token_bytes > budget
+            continue
+        cache = KVCache.empty(planned, n)
+        for start in range(0, n, 10):
+            read(cache, keys, start, min(start + 10, n))
+        assert in_memory(cache) == needs["device"] <= budget
+        assert cache.bytes_by_tier["disk"] <= cache.bytes_reserved == needs.get("disk", 0)
+
+
+@pytest.mark.parametrize("folder", [False, True])
+@pytest.mark.parametrize("host", [None, 0, 5, 100])
+@pytest.mark.parametrize("n", [7, 100, 231, 300])
+def test_what_is_needed_beside_a_gpu_is_at_least_what_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int, host: int | None, folder: bool
+) -> None:
+    no_gpu(monkeypatch)
+    layout = LateDevice(3, 4, 2, 4, torch.float32, CPU, Reach(8, 3, 9), block=10)
+    budgets = Budgets(
+        layout.least_budget + 2 * CHUNK, None if host is None else host * CHUNK, tmp_path if folder else None
+    )
+    layout = replace(layout, budgets=budgets)
+    keys, needs = text(n, layout), layout.needs(n)
+    try:
+        cache = KVCache.empty(layout, n)
+    except CapacityError:
+        assert needs["host"] > (budgets.host or 0)
+        return
+    for start in range(0, n, 10):
+        read(cache, keys, start, min(start + 10, n))
+    held = cache.bytes_by_tier
+    assert in_memory(cache) == needs["device"]
+    assert held["host"] <= needs["host"]
+    assert held["disk"] <= cache.bytes_reserved == needs.get("disk", 0)
+    if host is None and not isinstance(cache.residency, Whole):
+        assert needs["host"] <= 3 * (held["host"] + 16 * layout.page_bytes)
+
+
+METHODS = {
+    "full": {},
+    "rerope": {},
+    "self_extend": {},
+    "streaming": {},
+    "lm_infinite": {"top_k": 3},
+    "longheads": {"chunk_size": 4, "chunks": 6},
+    "quest": {"page": 4, "dense_layers": 0},
+    "infllm": {"block_size": 4, "sinks": 4, "local": 10, "top_k": 6, "repr_tokens": 2},
+    "esa": {"sinks": 4, "local": 10, "top_k": 24, "eps": 2, "compress": "pca", "low_dim": 8},
+}
+
+
+@pytest.mark.parametrize("block", [1, 7, 64])
+@pytest.mark.parametrize("name", METHODS)
+def test_what_a_method_keeps_is_bounded_before_it_is_read(name: str, block: int) -> None:
+    """At every length at least, and at the end closely, what its states hold."""
+    method = make(name, METHODS[name]).resolve(32)
+    q, k, v = vectors(0, 4, 2, 300, 16)
+    layout = CacheLayout(
+        1, 4, 2, 16, torch.float32, CPU, method.reach, Budgets(), max(block, 40), make_state=method.state
+    )
+    cache = KVCache.empty(layout)
+    driver = Driver(method, Attention.choose("torch"), 32, 2)
+    rope, start, most = Rope(RopeConfig(), 16, 32, 300), 0, 0
+    for size in (40, *cut(260, block)):
+        driver.attend(cache, rope, *(x[:, start : start + size] for x in (q, k, v)))
+        start += size
+        held = sum(state.n_bytes for state in cache.layers[0].state.values())
+        assert held <= layout.state_bytes(start)
+        most = max(most, held)
+    assert layout.state_bytes(300) <= 2 * most
+    assert layout.state_bytes(0) <= layout.state_bytes(1) <= layout.state_bytes(300)
+    assert replace(layout, n_layers=5).state_bytes(300) == 5 * layout.state_bytes(300)

@@ -1,0 +1,377 @@
+"""What methods keep besides keys and values: found again as it was written, and only what was committed stays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lce.cache.method_state import MethodState, OpenChunk, RecentRows, Staged, Summaries, TokenRows
+
+
+def counted(n: int, start: int = 0) -> Tensor:
+    """`[2, n, 3]`, the rows of tokens, or of chunks, from `start` on: each filled with its number."""
+    return torch.arange(start, start + n).float()[None, :, None].expand(2, n, 3)
+
+
+def same(ours: MethodState, theirs: MethodState, n_tokens: int) -> bool:
+    mine, its = ours.tensors(n_tokens), theirs.tensors(n_tokens)
+    return mine.keys() == its.keys() and all(torch.equal(x, its[name]) for name, x in mine.items())
+
+
+# Summaries
+
+
+def test_summaries_are_kept_in_order() -> None:
+    kept, start = Summaries(24, 4), 0
+    for n in (1, 3, 0, 30, 6):
+        kept.write(counted(n, start), start)
+        start += n
+        assert torch.equal(kept.span(0, start), counted(start))
+    assert torch.equal(kept.span(5, 9), counted(4, 5))
+
+
+def test_summaries_may_be_of_any_shape() -> None:
+    kept = Summaries(5 * 4 * 7 * 2, 4)
+    kept.write(torch.ones(5, 2, 4, 7, dtype=torch.bfloat16), 0)
+    assert kept.span(0, 2).shape == (5, 2, 4, 7)
+    assert kept.span(0, 2).dtype == torch.bfloat16
+
+
+def test_summaries_of_a_discarded_pass_are_overwritten() -> None:
+    kept = Summaries(24, 4)
+    kept.write(counted(1), 0)
+    kept.commit()
+    kept.write(counted(5, 100), 1)
+    kept.discard()
+    assert torch.equal(kept.tensors(4)["tensor"], counted(1))
+    kept.write(counted(5, 200), 1)
+    kept.commit()
+    copy = kept.copy(24)
+    copy.write(counted(1), 6)
+    copy.discard()
+    for each in (kept, copy):
+        assert torch.equal(each.span(0, 1), counted(1))
+        assert torch.equal(each.span(1, 6), counted(5, 200))
+
+
+def test_summaries_are_those_of_complete_chunks() -> None:
+    kept = Summaries(24, 4)
+    kept.write(counted(6), 0)
+    for n_tokens, n in ((0, 0), (3, 0), (4, 1), (23, 5), (24, 6), (27, 6)):
+        assert torch.equal(kept.tensors(n_tokens)["tensor"], counted(n))
+        copy = kept.copy(n_tokens)
+        assert copy.n_bytes == n * 2 * 3 * 4
+        with pytest.raises(AssertionError, match="rows that were not written"):
+            copy.span(0, n + 1)
+
+
+def test_a_copy_of_summaries_is_its_own() -> None:
+    kept = Summaries(24, 4)
+    kept.write(counted(2), 0)
+    copy = kept.copy(8)
+    kept.write(counted(5, 50), 2)
+    assert torch.equal(copy.span(0, 2), counted(2))
+    copy.write(counted(2, 9), 2)
+    assert copy.span(0, 4)[0, :, 0].tolist() == [0, 1, 9, 10]
+    assert kept.span(0, 7)[0, :, 0].tolist() == [0, 1, 50, 51, 52, 53, 54]
+
+
+# Token rows
+
+
+@given(blocks=st.lists(st.integers(1, 90), min_size=1, max_size=12))
+@settings(max_examples=40, deadline=None)
+def test_token_rows_hold_every_token(blocks: list[int]) -> None:
+    everything = torch.arange(sum(blocks) * 3).float().view(-1, 3)
+    rows, start = TokenRows(12), 0
+    for size in blocks:
+        rows.write(torch.full((size + 1, 3), -1.0), start)
+        rows.discard()
+        rows.write(everything[start : start + size], start)
+        start += size
+    assert torch.equal(rows.span(0, start), everything)
+    copy = rows.copy(start)
+    rows.write(torch.zeros(1, 3), 0)
+    assert torch.equal(copy.span(0, start), everything)
+    assert copy.n_bytes == everything.numel() * 4
+
+
+@pytest.mark.parametrize(("kind", "fewest"), [(TokenRows, 64), (Summaries, 16)])
+@pytest.mark.parametrize("n", [1, 100, 3000])
+def test_growing_a_row_at_a_time_moves_seldom(n: int, kind: type[TokenRows | Summaries], fewest: int) -> None:
+    kept, everything = kind(24), counted(n)
+    moves, before = 0, 0
+    for i in range(n):
+        row = everything[:, i : i + 1] if kind is Summaries else everything[0, i : i + 1]
+        kept.write(row, i)
+        moves += kept.span(0, i + 1).data_ptr() != before
+        before = kept.span(0, i + 1).data_ptr()
+    assert moves <= 2 + 2 * math.log2(max(1, n / fewest))
+    assert torch.equal(kept.span(0, n), everything if kind is Summaries else everything[0])
+
+
+# Recent rows
+
+
+@given(keep=st.integers(1, 20), blocks=st.lists(st.integers(1, 30), min_size=1, max_size=30), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_recent_rows_are_the_last_ones(keep: int, blocks: list[int], data: st.DataObject) -> None:
+    everything = torch.arange(sum(blocks)).float().view(1, -1, 1).expand(2, -1, 4)
+    recent, start = RecentRows(keep, 32), 0
+    for size in blocks:
+        stop = start + size
+        if data.draw(st.booleans()):  # a pass that was discarded
+            recent.write(torch.full((2, data.draw(st.integers(1, 40)), 4), -1.0), start)
+            recent.discard()
+        recent.write(everything[:, start:stop], start)
+        first = max(0, start - keep)
+        assert torch.equal(recent.span(first, stop), everything[:, first:stop])
+        start = stop
+        if data.draw(st.booleans()):
+            copied, recent = recent, recent.copy(start)
+            copied.write(torch.zeros(2, 50, 4), start)  # the one no longer reaches the other
+        if data.draw(st.booleans()):
+            recent, saved = RecentRows(keep, 32), recent
+            recent.restore(saved.tensors(start))
+            assert same(recent, saved, start)
+    assert recent.n_bytes <= (3 * keep + max(blocks) + 40) * 2 * 4 * 4
+
+
+def test_rows_that_are_no_longer_kept_are_not_given() -> None:
+    recent = RecentRows(3, 24)
+    with pytest.raises(AssertionError, match="nothing was written yet"):
+        recent.span(0, 0)
+    recent.write(counted(10), 0)
+    recent = recent.copy(10)
+    assert torch.equal(recent.span(7, 10), counted(3, 7))
+    with pytest.raises(AssertionError, match="rows that are no longer kept"):
+        recent.span(6, 10)
+
+
+# The open chunk
+
+
+def test_rows_of_the_open_chunk_are_found_block_by_block() -> None:
+    kept = OpenChunk(8, 24)
+    with pytest.raises(AssertionError, match="nothing was written yet"):
+        kept.span(0, 0)
+    kept.write(counted(3), 0)
+    kept.write(counted(4, 3), 3)
+    kept.commit()
+    assert torch.equal(kept.span(0, 7), counted(7))
+    kept.write(counted(5, 16), 16)
+    kept.commit()
+    assert torch.equal(kept.span(16, 21), counted(5, 16))
+    with pytest.raises(AssertionError, match="rows of a chunk that is not open"):
+        kept.span(0, 7)
+
+
+def test_a_discarded_pass_that_enters_another_chunk_leaves_no_trace() -> None:
+    """Nor does one that goes through a whole chunk, nor is anything of it in a chunk that is entered later."""
+    kept = OpenChunk(8, 24)
+    kept.write(counted(5), 0)
+    kept.commit()
+    before = {name: x.clone() for name, x in kept.tensors(5).items()}
+    for start in (8, 16, 8):
+        kept.write(counted(6, 100), start)
+        assert torch.equal(kept.span(0, 5), counted(5)), "the pass still reads what the chunk has from before it"
+        kept.discard()
+        kept.commit()
+        assert kept.tensors(5).keys() == before.keys()
+        assert all(torch.equal(x, before[name]) for name, x in kept.tensors(5).items())
+    kept.write(counted(3, 5), 5)
+    kept.commit()
+    assert torch.equal(kept.span(0, 8), counted(8))
+    kept.write(counted(2, 8), 8)
+    kept.commit()
+    assert torch.equal(kept.tensors(10)["tensor"][:, 2:], torch.zeros(2, 6, 3))
+    assert torch.equal(kept.span(8, 10), counted(2, 8))
+
+
+def test_a_discarded_pass_in_the_open_chunk_is_overwritten() -> None:
+    kept = OpenChunk(8, 24)
+    kept.write(counted(2), 0)
+    kept.commit()
+    kept.write(counted(6, 50), 2)
+    kept.write(counted(3, 70), 8)
+    kept.discard()
+    kept.write(counted(6, 2), 2)
+    kept.commit()
+    assert torch.equal(kept.span(0, 8), counted(8))
+
+
+@given(
+    size=st.integers(1, 9),
+    passes=st.lists(
+        st.tuples(st.integers(1, 25), st.booleans(), st.sampled_from(["", "copy", "restore"])), max_size=20
+    ),
+)
+@settings(max_examples=80, deadline=None)
+def test_an_open_chunk_has_the_committed_tokens_of_its_chunk(size: int, passes: list[tuple[int, bool, str]]) -> None:
+    """Driven as a selector does: a pass writes the tokens that it leaves in an incomplete chunk."""
+    kept, length = OpenChunk(size, 24), 0
+    for n, keep, then in passes:
+        stop = length + n
+        opened = max(length, stop // size * size)
+        if stop // size > length // size and length % size:  # it completes the open chunk, and so reads it
+            assert torch.equal(kept.span(length // size * size, length), counted(length % size, length - length % size))
+        if opened < stop:
+            kept.write(counted(stop - opened, opened + (0 if keep else 1000)), opened)
+            assert kept.n_bytes <= kept.most_bytes(stop, n)
+        if keep:
+            kept.commit()
+            length = stop
+        else:
+            kept.discard()
+        if then:
+            copy = kept.copy(length) if then == "copy" else OpenChunk(size, 24)
+            if then == "restore":
+                copy.restore({name: x.clone() for name, x in kept.tensors(length).items()})
+            assert same(copy, kept, length)
+            kept.write(torch.full((2, 1, 3), -1.0), length)  # the one no longer reaches the other
+            kept.commit()
+            kept = copy
+        if length % size:
+            assert torch.equal(kept.span(length // size * size, length), counted(length % size, length - length % size))
+
+
+def test_both_chunks_count_while_a_pass_enters_the_second() -> None:
+    kept = OpenChunk(8, 24)
+    kept.write(counted(5), 0)
+    assert kept.n_bytes == 8 * 24 == kept.most_bytes(5, 5)
+    kept.commit()
+    kept.write(counted(2, 8), 8)
+    assert kept.n_bytes == 16 * 24 == kept.most_bytes(10, 5)
+    kept.commit()
+    assert kept.n_bytes == 8 * 24
+
+
+# Staged
+
+
+def test_what_is_staged_takes_effect_with_the_commit() -> None:
+    kept = Staged(lambda n_tokens, block: 40)
+    assert (kept.value, kept.latest, kept.n_bytes, kept.tensors(3)) == (None, None, 0, {})
+    kept.stage(torch.tensor([1.0]))
+    assert kept.value is None
+    assert kept.latest is not None
+    assert kept.latest.tolist() == [1]
+    assert kept.tensors(3) == {}
+    assert kept.copy(3).latest is None
+    kept.commit()
+    assert kept.value is not None
+    assert kept.value.tolist() == [1]
+    kept.stage(torch.tensor([2.0, 3.0]))
+    kept.discard()
+    assert kept.latest is kept.value
+    kept.commit()
+    assert (kept.value.tolist(), kept.n_bytes) == ([1], 4)
+    kept.stage(torch.tensor([2.0, 3.0]))
+    kept.commit()
+    kept.commit()
+    assert (kept.value.tolist(), kept.n_bytes) == ([2, 3], 8)
+
+
+def test_a_copy_of_what_was_staged_is_its_own() -> None:
+    kept = Staged(lambda n_tokens, block: n_tokens + block)
+    kept.stage(torch.ones(2))
+    kept.commit()
+    copy = kept.copy(5)
+    kept.stage(torch.zeros(3))
+    kept.commit()
+    assert copy.value is not None
+    assert copy.value.tolist() == [1, 1]
+    assert copy.most_bytes(5, 2) == 7
+    restored = Staged(lambda n_tokens, block: 0)
+    restored.restore(copy.tensors(5))
+    assert same(restored, copy, 5)
+
+
+# All of them
+
+STATES: dict[str, Callable[[], MethodState]] = {
+    "token rows": lambda: TokenRows(12),
+    "summaries": lambda: Summaries(24, 1),
+    "recent rows": lambda: RecentRows(6, 24),
+    "open chunk": lambda: OpenChunk(10_000, 24),
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_what_is_restored_goes_on_like_the_original(state: str) -> None:
+    """With a pass that was discarded behind what is kept; and nothing kept is restored as nothing."""
+    kept, other = STATES[state](), STATES[state]()
+    assert kept.tensors(0) == {}
+    assert kept.n_bytes == 0
+    other.restore({})
+    assert (other.tensors(0), other.copy(0).tensors(0)) == ({}, {})
+    assert isinstance(kept, TokenRows | Summaries | RecentRows | OpenChunk)
+    assert isinstance(other, TokenRows | Summaries | RecentRows | OpenChunk)
+
+    def rows(n: int, start: int) -> Tensor:
+        return counted(n, start)[0] if state == "token rows" else counted(n, start)
+
+    kept.write(rows(20, 0), 0)
+    kept.commit()
+    kept.write(rows(9, 500), 20)
+    kept.discard()
+    other.restore({name: x.clone() for name, x in kept.tensors(20).items()})
+    for each in (kept, other):
+        each.write(rows(5, 20), 20)
+        each.commit()
+        first = 14 if state == "recent rows" else 0
+        assert torch.equal(each.span(first, 25), rows(25 - first, first))
+    if state != "open chunk":  # it has all rows of its chunk
+        assert same(kept, other, 25)
+
+
+@given(blocks=st.lists(st.integers(1, 200), min_size=1, max_size=20), size=st.integers(1, 30))
+@settings(max_examples=60, deadline=None)
+def test_bytes_are_at_most_what_was_planned(blocks: list[int], size: int) -> None:
+    """Whatever blocks come, and the plan exceeds what is needed by the growth of buffers alone."""
+    token_rows, summaries, recent, opened = (
+        TokenRows(12),
+        Summaries(24, size),
+        RecentRows(size, 24),
+        OpenChunk(size, 24),
+    )
+    start, block = 0, max(blocks)
+    for n in blocks:
+        stop, complete = start + n, start // size
+        token_rows.write(counted(n, start)[0], start)
+        recent.write(counted(n, start), start)
+        if stop // size > complete:
+            summaries.write(counted(stop // size - complete), complete)
+        if (first := max(start, stop // size * size)) < stop:
+            opened.write(counted(stop - first, first), first)
+        start = stop
+        for state in (token_rows, summaries, recent, opened):
+            state.commit()
+            assert state.n_bytes <= state.most_bytes(start, block)
+    assert token_rows.most_bytes(start, block) <= max(64 * 12, start * 3 // 2 * 12)
+    assert summaries.most_bytes(start, block) <= max(16 * 24, start // size * 3 // 2 * 24)
+    assert recent.most_bytes(start, block) <= (2 * size + block) * 24
+    assert opened.most_bytes(start, block) <= 2 * size * 24
+
+
+def test_nothing_is_planned_for_nothing() -> None:
+    assert TokenRows(12).most_bytes(0, 10) == 0
+    assert Summaries(24, 8).most_bytes(7, 10) == 0
+    assert Summaries(24, 8).most_bytes(8, 10) == 16 * 24
+    assert RecentRows(6, 24).most_bytes(3, 10) == 6 * 24
+    assert RecentRows(6, 24).most_bytes(100, 100) == 100 * 24
+
+
+def test_a_buffer_of_exactly_what_is_planned() -> None:
+    """The first write, and growth by half."""
+    rows = TokenRows(12)
+    rows.write(counted(65)[0], 0)
+    assert rows.n_bytes == 65 * 12
+    rows.write(counted(1)[0], 65)
+    assert rows.n_bytes == 97 * 12 <= rows.most_bytes(66, 1) == 99 * 12

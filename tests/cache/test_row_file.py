@@ -1,0 +1,459 @@
+"""Rows in a file: read back as they were written, whatever the disk does, or an error that says so."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lce.cache import row_file
+from lce.cache.row_file import RowFile, SpillFile
+from lce.errors import CapacityError, DataError
+
+ROW = (2, 1, 4)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def some(n: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(n, *ROW, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def spill(folder: Path, n: int = 0, dtype: torch.dtype = torch.float32) -> SpillFile:
+    """A spill file with rows `some(n)`."""
+    file = SpillFile(folder, ROW, dtype)
+    file.write(file.allocate(n), some(n, dtype=dtype))
+    return file
+
+
+def everything(file: RowFile) -> Tensor:
+    return file.read(torch.arange(file.n_rows))
+
+
+@pytest.fixture(autouse=True)
+def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file grows, and releases what was read, after a few rows."""
+    monkeypatch.setattr(row_file, "GROWTH", 100)
+    monkeypatch.setattr(row_file, "MAPPED", 1000)
+    monkeypatch.setattr(row_file, "PER_CALL", 200)
+
+
+@given(data=st.data(), dtype=st.sampled_from(DTYPES))
+@settings(max_examples=60, deadline=None)
+def test_what_is_written_is_read_in_any_order(data: st.DataObject, dtype: torch.dtype) -> None:
+    with TemporaryDirectory() as folder:
+        file, expected = SpillFile(Path(folder), ROW, dtype), torch.zeros(0, *ROW, dtype=dtype)
+        for seed in range(data.draw(st.integers(1, 8))):
+            if data.draw(st.booleans()):  # more rows
+                new = some(data.draw(st.integers(0, 30)), seed, dtype)
+                assert file.allocate(len(new)) == len(expected)
+                file.write(len(expected), new)
+                expected = torch.cat((expected, new))
+            elif len(expected):  # others in place of some
+                first = data.draw(st.integers(0, len(expected) - 1))
+                new = some(data.draw(st.integers(0, len(expected) - first)), seed, dtype)
+                file.write(first, new)
+                expected[first : first + len(new)] = new
+            assert (file.n_rows, file.n_bytes) == (len(expected), expected.nbytes)
+            if len(expected):
+                which = st.lists(st.integers(0, len(expected) - 1), max_size=40)
+                index = torch.tensor(data.draw(which), dtype=torch.int64)
+                assert torch.equal(file.read(index), expected[index])
+
+
+def test_rows_come_in_the_shape_they_are_asked_in(tmp_path: Path) -> None:
+    file = spill(tmp_path, 30)
+    index = torch.tensor([[3, 29, 3], [0, 1, 2]])
+    assert torch.equal(file.read(index), some(30)[index])
+
+
+@given(data=st.data(), size=st.integers(1, 5), dtype=st.sampled_from(DTYPES))
+@settings(max_examples=80, deadline=None)
+def test_pages_are_the_rows_one_after_the_other(data: st.DataObject, size: int, dtype: torch.dtype) -> None:
+    """In any order, apart or side by side, a few or more than there are threads, with and without checks."""
+    with TemporaryDirectory() as folder:
+        file = checked(Path(folder) / "file", 60, dtype=dtype) if data.draw(st.booleans()) else None
+        file = file or spill(Path(folder), 60, dtype)
+        starts = st.lists(st.integers(0, 60 - size), max_size=12)
+        first = [
+            at for start in data.draw(starts) for at in range(start, 61 - size, size)[: data.draw(st.integers(1, 4))]
+        ]
+        found = file.read_pages(np.array(first, np.int64), size)
+        index = torch.tensor(first, dtype=torch.int64)[:, None] + torch.arange(size)
+        assert torch.equal(found, some(60, dtype=dtype)[index])
+        assert file.bytes_read == found.nbytes
+
+
+def test_nothing_is_read_of_an_empty_file(tmp_path: Path) -> None:
+    assert spill(tmp_path).read(torch.zeros(0, dtype=torch.int64)).shape == (0, *ROW)
+
+
+def test_bytes_are_counted(tmp_path: Path) -> None:
+    file = spill(tmp_path, 10)
+    assert (file.row_bytes, file.bytes_written, file.bytes_read) == (32, 320, 0)
+    file.read(torch.tensor([7, 7]))
+    file.write(2, some(3))
+    assert (file.bytes_written, file.bytes_read) == (416, 64)
+
+
+def test_strided_rows_are_written_in_order(tmp_path: Path) -> None:
+    file, rows = spill(tmp_path, 12), some(24, 1)[::2].transpose(1, 3)
+    file.write(0, rows.transpose(1, 3))
+    assert torch.equal(everything(file), rows.transpose(1, 3))
+
+
+def test_what_is_read_is_a_copy(tmp_path: Path) -> None:
+    file = spill(tmp_path, 5)
+    everything(file).zero_()
+    assert torch.equal(everything(file), some(5))
+
+
+def test_growth_is_seldom_and_reserving_makes_it_unnecessary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    original = os.posix_fallocate
+    monkeypatch.setattr(os, "posix_fallocate", lambda *a: (calls.append(a[2]), original(*a)))
+    file = SpillFile(tmp_path, ROW, torch.float32)
+    for _ in range(1000):
+        file.allocate(1)
+    assert 0 < len(calls) < 20
+    assert 1000 * 32 <= calls[-1] <= 1000 * 32 * 2
+    calls.clear()
+    file.reserve(5000)
+    for _ in range(4000):
+        file.allocate(1)
+    file.reserve(4000)
+    assert calls == [5000 * 32]
+    assert file.n_rows == 5000
+
+
+def test_files_are_apart(tmp_path: Path) -> None:
+    one, other = spill(tmp_path, 5), spill(tmp_path, 5)
+    other.write(0, some(5, 1))
+    assert torch.equal(everything(one), some(5))
+
+
+def test_contexts_share_a_file_from_several_threads(tmp_path: Path) -> None:
+    file = SpillFile(tmp_path, ROW, torch.float32)
+
+    def work(seed: int) -> bool:
+        mine = []
+        for step in range(20):
+            mine.append((file.allocate(5), some(5, seed * 100 + step)))
+            file.write(*mine[-1])
+        index = torch.cat([first + torch.arange(5) for first, _ in mine])
+        return torch.equal(file.read(index), torch.cat([rows for _, rows in mine]))
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(work, range(6)))
+    assert file.n_rows == 600
+
+
+def test_the_folder_is_made_and_nothing_is_named_in_it(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    file = spill(folder, 100)
+    assert list(folder.iterdir()) == []
+    assert torch.equal(everything(file), some(100))
+    del file
+    assert list(folder.iterdir()) == []
+
+
+def test_closing_frees_the_space(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        file = spill(tmp_path, 10)
+        everything(file)
+        del file
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
+    script = (
+        "import sys, time, torch\nfrom pathlib import Path\nfrom lce.cache.row_file import SpillFile\n"
+        "file = SpillFile(Path(sys.argv[1]), (2, 1, 4), torch.float32)\n"
+        "file.write(file.allocate(1000), torch.ones(1000, 2, 1, 4))\n"
+        "print(int(file.read(torch.arange(1000)).sum()), flush=True)\ntime.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"8000\n"
+        process.kill()
+    assert process.returncode == -9
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("what", ["a file", "below a file", "read-only"])
+def test_a_folder_that_cannot_be_used(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    folder = {"a file": tmp_path / "file", "below a file": tmp_path / "file" / "spill"}.get(what, tmp_path / "spill")
+    if what == "read-only":
+        monkeypatch.setattr(row_file.tempfile, "TemporaryFile", failing(errno.EROFS))
+    with pytest.raises(CapacityError, match=f"^cannot write {folder}: .*; free some space or name another place$"):
+        SpillFile(folder, ROW, torch.float32)
+
+
+# Faults: what the disk refuses is an error, and what was there before it stays.
+
+
+def failing(number: int) -> Callable[..., int]:
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return refuse
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT], ids=errno.errorcode.get)
+def test_a_write_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    file = spill(tmp_path, 10)
+    first = file.allocate(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", failing(number))
+        with pytest.raises(CapacityError, match=rf"^cannot write the spill file in {tmp_path}: .*; free some .*\Z"):
+            file.write(first, some(3, 1))
+        assert torch.equal(file.read(torch.arange(10)), some(10))
+    assert file.bytes_written == 320
+    file.write(first, some(3, 1))
+    assert torch.equal(everything(file), torch.cat((some(10), some(3, 1))))
+
+
+def test_a_disk_that_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = spill(tmp_path, 10)
+    monkeypatch.setattr(os, "pwrite", lambda *_: 0)
+    with pytest.raises(CapacityError, match="the disk accepted no bytes"):
+        file.write(0, some(10))
+    assert torch.equal(everything(file), some(10))
+
+
+@pytest.mark.parametrize("most", [1, 7, 32, 100])
+def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    file, original = spill(tmp_path, 10), os.pwrite
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", lambda descriptor, data, offset: original(descriptor, data[:most], offset))
+        file.write(file.allocate(8), some(8, 1))
+        file.write(2, some(3, 2))
+    expected = torch.cat((some(10), some(8, 1)))
+    expected[2:5] = some(3, 2)
+    assert torch.equal(everything(file), expected)
+
+
+@pytest.mark.parametrize("most", [1, 7, 32, 100])
+def test_a_short_read_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    file, original = spill(tmp_path, 60), os.preadv
+    monkeypatch.setattr(os, "preadv", lambda descriptor, to, *how: original(descriptor, [to[0][:most]], *how))
+    assert torch.equal(file.read_pages(np.arange(0, 60, 3), 3).flatten(0, 1), some(60))
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EOPNOTSUPP], ids=errno.errorcode.get)
+@pytest.mark.parametrize("n", [1, 3, 60])
+def test_pages_that_are_not_in_memory_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int, number: int
+) -> None:
+    file, original, pages = spill(tmp_path, n), os.preadv, np.arange(n)[::-1].copy()
+
+    def disk(descriptor: int, to: list[memoryview], offset: int, flags: int) -> int:
+        if flags and offset % 3:
+            raise OSError(number, os.strerror(number))
+        return original(descriptor, to, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", disk)
+        assert torch.equal(file.read_pages(pages, 1).squeeze(1), some(n).flip(0))
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_page_that_the_disk_does_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: bool) -> None:
+    file, pages = spill(tmp_path, 60), np.arange(60)[::-1].copy()
+
+    def disk(descriptor: int, to: list[memoryview], offset: int, flags: int) -> int:
+        raise OSError(errno.EAGAIN if flags and not in_memory else errno.EIO, "no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", disk)
+        with pytest.raises(DataError, match=rf"^cannot read the spill file in {tmp_path}: no\Z"):
+            file.read_pages(pages, 1)
+    assert torch.equal(file.read_pages(pages, 1).squeeze(1), some(60).flip(0))
+    os.ftruncate(file._descriptor, 59 * 32)
+    with pytest.raises(DataError, match="was cut short since it was opened; prefill the text again"):
+        file.read_pages(pages, 1)
+
+
+def test_pages_are_read_in_a_process_that_was_forked(tmp_path: Path) -> None:
+    """Its parent's threads are not there."""
+    script = (
+        "import os, sys, time, numpy, torch\nfrom pathlib import Path\nfrom lce.cache.row_file import SpillFile\n"
+        "file = SpillFile(Path(sys.argv[1]), (2, 1, 4), torch.float32)\n"
+        "file.write(file.allocate(100), torch.ones(100, 2, 1, 4))\n"
+        "pages = numpy.arange(0, 100, 2)\n"
+        "original = os.preadv\n"
+        "def disk(descriptor, to, offset, flags):\n"
+        "    if flags: raise BlockingIOError(11, 'not in memory')\n"
+        "    time.sleep(0.01)\n"  # so that every thread has work
+        "    return original(descriptor, to, offset)\n"
+        "os.preadv = disk\n"
+        "def read(): return int(file.read_pages(pages, 1).sum())\n"
+        "read(); child = os.fork()\n"
+        "if child == 0: os._exit(0 if read() == 400 else 1)\n"
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script, str(tmp_path)], timeout=60, check=False)
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("reserve", [False, True], ids=["allocate", "reserve"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG], ids=errno.errorcode.get)
+def test_space_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, reserve: bool) -> None:
+    file = spill(tmp_path, 10)
+    take = file.reserve if reserve else file.allocate
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", failing(number))
+        with pytest.raises(CapacityError, match=r"^cannot write the spill file .*\Z"):
+            take(1000)
+        assert file.n_rows == 10
+        assert torch.equal(everything(file), some(10))
+    take(1000)
+    file.write(file.allocate(3), some(3, 1))
+    assert torch.equal(file.read(torch.arange(10)), some(10))
+
+
+def test_where_there_is_no_space_to_spare_what_is_needed_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_file, "GROWTH", 64 << 20)
+    file, original = SpillFile(tmp_path, ROW, torch.float32), os.posix_fallocate
+
+    def small_disk(descriptor: int, offset: int, size: int) -> None:
+        if offset + size > 100 * 32:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(descriptor, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", small_disk)
+    for seed in range(10):
+        file.write(file.allocate(10), some(10, seed))
+    with pytest.raises(CapacityError, match="No space left on device"):
+        file.allocate(1)
+    assert torch.equal(everything(file), torch.cat([some(10, seed) for seed in range(10)]))
+
+
+def test_flushing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = spill(tmp_path, 10)
+    file.flush()
+    monkeypatch.setattr(os, "fsync", failing(errno.EIO))
+    with pytest.raises(CapacityError, match="Input/output error"):
+        file.flush()
+    assert torch.equal(everything(file), some(10))
+
+
+# Rows with checks: what was altered since it was written is found when it is read.
+
+BEFORE = 24  # bytes before the first row
+
+
+def checked(path: Path, n: int, *, writable: bool = False, dtype: torch.dtype = torch.float32) -> RowFile:
+    """A file at `path` of rows `some(n)`, as it is opened again."""
+    checks = torch.zeros(n, dtype=torch.int64)
+    path.write_bytes(bytes(BEFORE + some(n, dtype=dtype).nbytes))
+    made = RowFile(os.open(path, os.O_RDWR), "it", ROW, dtype, start=BEFORE, n_rows=n, checks=checks)
+    made.write(0, some(n, dtype=dtype))
+    if writable:
+        return made
+    return RowFile(os.open(path, os.O_RDONLY), "it", ROW, dtype, start=BEFORE, n_rows=n, checks=checks, writable=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_was_not_altered_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    file = checked(tmp_path / "file", 20, dtype=dtype)
+    assert torch.equal(everything(file), some(20, dtype=dtype))
+    index = torch.tensor([[19, 0], [3, 3]])
+    assert torch.equal(file.read(index), some(20, dtype=dtype)[index])
+    assert file.read(index[:0]).shape == (0, 2, *ROW)
+
+
+def test_rows_may_be_written_anew(tmp_path: Path) -> None:
+    file = checked(tmp_path / "file", 20, writable=True)
+    file.write(5, some(3, 1))
+    file.write(20, some(0))
+    assert torch.equal(
+        file.read(torch.tensor([4, 5, 7, 8])), torch.cat((some(20)[4:5], some(3, 1)[::2], some(20)[8:9]))
+    )
+
+
+@given(
+    row=st.integers(0, 9), byte=st.integers(0, 31), change=st.integers(1, 255), late=st.booleans(), write=st.booleans()
+)
+@settings(max_examples=100, deadline=None)
+def test_an_altered_byte_is_found(row: int, byte: int, change: int, late: bool, write: bool) -> None:
+    """Whether the file was read before it was altered or not; and the rows beside it are read still."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "file"
+        file = checked(path, 10, writable=write)
+        if late:
+            everything(file)
+        with path.open("r+b") as raw:
+            raw.seek(BEFORE + row * 32 + byte)
+            old = raw.read(1)[0]
+            raw.seek(-1, os.SEEK_CUR)
+            raw.write(bytes([old ^ change]))
+        with pytest.raises(DataError, match=r"^it was altered since it was written; prefill the text again\Z"):
+            everything(file)
+        with pytest.raises(DataError):
+            file.read(torch.tensor([row]))
+        with pytest.raises(DataError, match="was altered"):
+            file.read_pages(np.array([0, row // 2 * 2]), 2)
+        others = torch.tensor([i for i in range(10) if i != row])
+        assert torch.equal(file.read(others), some(10)[others])
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_rows_that_changed_places_are_found(data: st.DataObject) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "file"
+        file, order = checked(path, 10), data.draw(st.permutations(range(10)))
+        with path.open("r+b") as raw:
+            raw.seek(BEFORE)
+            raw.write(some(10)[torch.tensor(order)].numpy().tobytes())
+        for row, came_from in enumerate(order):
+            if row == came_from:
+                file.read(torch.tensor([row]))
+            else:
+                with pytest.raises(DataError, match="was altered"):
+                    file.read(torch.tensor([row]))
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before it was read", "after it was read"])
+@pytest.mark.parametrize("size", [0, BEFORE, BEFORE + 1, BEFORE + 10 * 32 - 1])
+def test_a_truncated_file_is_found(tmp_path: Path, size: int, late: bool) -> None:
+    file = checked(tmp_path / "file", 10)
+    if late:
+        everything(file)
+    os.truncate(tmp_path / "file", size)
+    with pytest.raises(DataError, match=r"^it was cut short since it was opened; prefill the text again\Z"):
+        everything(file)
+
+
+def test_a_file_without_space_for_more_says_so(tmp_path: Path) -> None:
+    file = checked(tmp_path / "file", 10, writable=True)
+    pages = np.zeros(1, np.int64), np.ones(1, np.int64)
+    with pytest.raises(CapacityError, match=r"^the cache of keys and values is full; give --spill-dir, or a larger b"):
+        file.allocate_pages(*pages, 5)
+    with pytest.raises(AssertionError, match="a row that does not exist"):
+        file.write(8, some(3))
+
+
+def test_pages_of_a_spill_file_are_adjacent(tmp_path: Path) -> None:
+    file = spill(tmp_path, 7)
+    groups, chunks = np.array([0, 3, 1]), np.array([9, 9, 0])
+    assert file.allocate_pages(groups, chunks, 5).tolist() == [7, 12, 17]
+    assert file.n_rows == 22
+    file.reserve(100)
+    assert (file.n_bytes, file.bytes_taken) == (22 * 32, 100 * 32)

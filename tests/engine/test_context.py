@@ -1,0 +1,338 @@
+"""Contexts are kept apart, and a failure leaves a context with whole blocks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lce
+from lce.cache.kv import LayerCache
+from lce.methods import Full, LongHeads, Method, Step
+from lce.weights.checkpoint import Checkpoint
+from tests.checkpoints import tokens
+
+BLOCK = 32
+
+
+def last_logits(context: lce.Context) -> Tensor:
+    assert context.logits is not None
+    assert not context.uncached
+    return context.logits
+
+
+def test_a_fork_goes_its_own_way(engine: lce.Engine) -> None:
+    context = engine.prefill(tokens(100))
+    before = last_logits(context).clone()
+    answers = [engine.generate(tokens(9, seed), max_tokens=12, context=context.fork()).token_ids for seed in (1, 2)]
+    assert answers[0] != answers[1]
+    assert len(context) == context.cache.length == 100
+    assert torch.equal(last_logits(context), before)
+    assert engine.generate(tokens(9, 1), max_tokens=12, context=context.fork()).token_ids == answers[0]
+    assert torch.equal(last_logits(context.fork()), before)
+    fork = context.fork()
+    engine.generate(tokens(40, 3), max_tokens=30, context=context)  # and the other way round
+    assert engine.generate(tokens(9, 2), max_tokens=12, context=fork).token_ids == answers[1]
+
+
+def test_a_fork_in_the_middle_of_an_answer_goes_on_alike(engine: lce.Engine) -> None:
+    context = engine.prefill(tokens(100))
+    engine.generate([], max_tokens=5, context=context)
+    fork = context.fork()
+    assert fork.token_ids == context.token_ids
+    assert fork.uncached == context.uncached != []
+    assert fork.logits is not None
+    ours, theirs = (engine.generate([], max_tokens=15, context=c).token_ids for c in (context, fork))
+    assert ours == theirs
+
+
+def test_a_context_is_asked_by_one_thread_at_a_time(engine: lce.Engine) -> None:
+    context = engine.prefill(tokens(40))
+    stream = engine.stream([], max_tokens=5, context=context)
+    next(stream)
+
+    def refusals() -> Iterator[str]:
+        for call in (
+            lambda: engine.generate("x", context=context),
+            lambda: engine.prefill("x", context=context),
+            context.fork,
+        ):
+            with pytest.raises(lce.UsageError) as caught:
+                call()
+            yield str(caught.value)
+
+    with ThreadPoolExecutor(1) as pool:
+        messages = pool.submit(lambda: list(refusals())).result()
+    assert all("fork" in message for message in messages)
+    said = len(context)
+    stream.close()
+    assert len(context) == said
+    engine.generate("x", max_tokens=1, context=context)
+
+
+def test_two_threads_do_as_one_after_the_other(engine: lce.Engine) -> None:
+    def ask(seed: int) -> tuple[list[int], Tensor]:
+        context = engine.prefill(tokens(120, seed))
+        ids = engine.generate(tokens(10, seed + 50), max_tokens=15, context=context).token_ids
+        return ids, engine.logits(tokens(60, seed))
+
+    in_turn = [ask(seed) for seed in range(4)]
+    start = threading.Barrier(2)
+
+    def together(seeds: range) -> list[tuple[list[int], Tensor]]:
+        start.wait()
+        return [ask(seed) for seed in seeds]
+
+    with ThreadPoolExecutor(2) as pool:
+        halves = [pool.submit(together, seeds) for seeds in (range(2), range(2, 4))]
+        at_once = [answer for half in halves for answer in half.result()]
+    for (ids, logits), (same_ids, same_logits) in zip(in_turn, at_once, strict=True):
+        assert ids == same_ids
+        assert torch.equal(logits, same_logits)
+
+
+def test_a_context_says_what_it_is(engine: lce.Engine) -> None:
+    context = engine.prefill(tokens(40))
+    assert len(context) == 40
+    assert repr(context) == f"Context(40 tokens, {context.cache.bytes_by_tier['device']} bytes)"
+
+
+def test_a_context_belongs_to_its_engine(engine: lce.Engine, tiny_model: Path) -> None:
+    """Even to an engine of the same model and options, whose files it can share."""
+    context = engine.prefill(tokens(10))
+    twin = lce.load(tiny_model, engine.method, block=BLOCK)
+    for call in (twin.generate, twin.stream, twin.prefill):
+        with pytest.raises(lce.UsageError, match="made by another engine"):
+            call("x", context=context)
+        call("x", context=twin.prefill(tokens(10)))
+    assert context.fork().identity is context.identity is not twin.identity
+    assert context.identity.facts == twin.identity.facts
+    assert len(context) == 10
+
+
+def test_the_weights_fingerprint_is_read_when_a_file_needs_it(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Checkpoint] = []
+    fingerprint = Checkpoint.fingerprint
+    monkeypatch.setattr(Checkpoint, "fingerprint", lambda self: calls.append(self) or fingerprint(self))
+    engine = lce.load(tiny_model)
+    context = engine.prefill(tokens(10))
+    engine.generate("x", max_tokens=1, context=context.fork())
+    assert calls == []
+    for _ in range(2):
+        context.save(tmp_path / "c.lce")
+        engine.open_context(tmp_path / "c.lce")
+    assert len(calls) == 1
+    assert engine.fingerprint == fingerprint(calls[0])
+
+
+# Failures
+
+
+class Interrupted(Exception):
+    pass
+
+
+class Fuse:
+    """Burns through at the k-th call."""
+
+    def __init__(self) -> None:
+        self.left = -1
+
+    def burn(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise Interrupted
+
+
+FUSE = Fuse()
+
+
+@dataclass(frozen=True)
+class FailingFull(Full):
+    late: bool = False  # fail once the layer has done its work, not before
+
+    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        return failing(super().attend, self.late, q, cache, step)
+
+
+@dataclass(frozen=True)
+class FailingLongHeads(LongHeads):
+    late: bool = False
+
+    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        return failing(super().attend, self.late, q, cache, step)
+
+
+def failing(attend: Callable[..., Tensor], late: bool, *values: Any) -> Tensor:
+    if not late:
+        FUSE.burn()
+    out = attend(*values)
+    if late:
+        FUSE.burn()
+    return out
+
+
+FAILING: dict[str, Method] = {
+    "full": FailingFull(),
+    "full, late": FailingFull(late=True),
+    "longheads": FailingLongHeads(chunk_size=8, chunks=4),
+    "longheads, late": FailingLongHeads(chunk_size=8, chunks=4, late=True),
+}
+
+
+@pytest.fixture(scope="module", params=FAILING)
+def fragile(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[lce.Engine]:
+    yield lce.load(tiny_model, FAILING[request.param], block=BLOCK)
+    FUSE.left = -1
+
+
+def contents(context: lce.Context) -> list[Tensor | int | None]:
+    """All that a context knows, as far as it counts."""
+    known: list[Tensor | int | None] = [
+        context.cache.length,
+        None if context.logits is None else context.logits.clone(),
+    ]
+    for layer in context.cache.layers:
+        known += [layer.length, *(x.clone() for x in layer.span(0, layer.stop))]
+        state = {name: state.tensors(layer.length) for name, state in sorted(layer.state.items())}
+        known += [x.clone() for parts in state.values() for _, x in sorted(parts.items())]
+    return known
+
+
+def assert_same(context: lce.Context, known: list[Tensor | int | None]) -> None:
+    for now, then in zip(contents(context), known, strict=True):
+        if isinstance(then, Tensor) and isinstance(now, Tensor):
+            assert torch.equal(now, then)
+        elif then is None and isinstance(now, Tensor):
+            assert now.numel() == 0  # summaries: room was made, nothing is in it
+        else:
+            assert now == then
+
+
+def test_a_failure_in_any_layer_of_any_block_leaves_whole_blocks(fragile: lce.Engine) -> None:
+    """45 tokens, then 100 more in four blocks through two layers: fail at each of the eight calls, then go on."""
+    start, rest = tokens(45), tokens(100, seed=1)
+    truth = fragile.prefill(rest, context=fragile.prefill(start))
+    for call in range(1, 9):
+        context = fragile.prefill(start)
+        FUSE.left = call
+        with pytest.raises(Interrupted):
+            fragile.prefill(rest, context=context)
+        read = (call - 1) // 2 * BLOCK
+        assert context.token_ids == start + rest[:read]
+        whole = fragile.prefill(start)
+        if read:
+            fragile.prefill(rest[:read], context=whole)
+        assert_same(context, contents(whole))
+        fragile.prefill(rest[read:], context=context)
+        assert_same(context, contents(truth))
+
+
+def test_a_question_that_fails_was_never_asked(fragile: lce.Engine) -> None:
+    """A question of one block: the context is as before, and may be asked again, or forked."""
+    start, question = tokens(45), tokens(20, seed=1)
+    answer = fragile.generate(question, max_tokens=8, context=fragile.prefill(start)).token_ids
+    context = fragile.prefill(start)
+    before = contents(context)
+    for call in (1, 2):
+        FUSE.left = call
+        with pytest.raises(Interrupted):
+            fragile.generate(question, max_tokens=8, context=context)
+        assert context.token_ids == start
+        assert_same(context, before)
+        assert fragile.generate(question, max_tokens=8, context=context.fork()).token_ids == answer
+    assert fragile.generate(question, max_tokens=8, context=context).token_ids == answer
+
+
+def test_a_question_that_fails_takes_no_word_of_the_last_answer_along(fragile: lce.Engine) -> None:
+    """The last token of an answer is not read yet; it was said all the same."""
+    start, question = tokens(45), tokens(20, seed=1)
+    context = fragile.prefill(start)
+    answer = fragile.generate([], max_tokens=5, context=context).token_ids
+    fork = context.fork()
+    FUSE.left = 1
+    with pytest.raises(Interrupted):
+        fragile.prefill(question, context=context)
+    assert context.token_ids == start + answer
+    assert context.uncached == answer[-1:]
+    for each in (context, fork):
+        fragile.prefill(question, context=each)
+    assert_same(context, contents(fork))
+
+
+def test_a_failure_while_writing_loses_no_token(fragile: lce.Engine) -> None:
+    """Nine tokens are read one by one through two layers; whichever fails, the answer can be continued."""
+    start = tokens(45)
+    answer = fragile.generate([], max_tokens=10, context=fragile.prefill(start)).token_ids
+    for call in range(1, 19):
+        context = fragile.prefill(start)
+        FUSE.left = call
+        stream = fragile.stream([], max_tokens=10, context=context)
+        with pytest.raises(Interrupted):
+            list(stream)
+        said = stream.result.token_ids
+        assert len(said) == (call + 1) // 2
+        assert context.token_ids == start + said
+        said = said + fragile.generate([], max_tokens=10 - len(said), context=context).token_ids
+        assert said == answer
+
+
+def test_a_failure_in_the_progress_callback_leaves_whole_blocks(engine: lce.Engine) -> None:
+    start, rest = tokens(45), tokens(100, seed=1)
+    truth = engine.prefill(rest, context=engine.prefill(start))
+    for block in range(1, 5):
+
+        def progress(done: int, total: int, last: int = block) -> None:
+            if done >= min(last * BLOCK, total):
+                raise Interrupted
+
+        for call in ("prefill", "generate"):
+            context = engine.prefill(start)
+            with pytest.raises(Interrupted):
+                getattr(engine, call)(rest, context=context, progress=progress)
+            read = min(block * BLOCK, 100)
+            assert context.token_ids == start + rest[:read]
+            engine.prefill(rest[read:], context=context)
+            assert_same(context, contents(truth))
+
+
+def test_an_interruption_between_two_layers_commits_keeps_the_whole_block(
+    engine: lce.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C may come anywhere: half the layers with a block and half without it would be the end of a context."""
+    start, rest = tokens(40), tokens(20, seed=1)
+    truth = engine.prefill(rest, context=engine.prefill(start))
+    commit = LayerCache.commit
+
+    def interrupted(layer: LayerCache) -> None:
+        if FUSE.left > 0:
+            FUSE.burn()
+        commit(layer)
+
+    monkeypatch.setattr(LayerCache, "commit", interrupted)
+    for call in (1, 2):
+        context = engine.prefill(start)
+        FUSE.left = call
+        with pytest.raises(Interrupted):
+            engine.prefill(rest, context=context)
+        assert context.token_ids == start + rest
+        assert_same(context, contents(truth))
+
+
+def test_a_prefill_that_fails_holds_nothing_up(fragile: lce.Engine) -> None:
+    FUSE.left = 1
+    with pytest.raises(Interrupted):
+        fragile.prefill(tokens(45))
+    FUSE.left = 3
+    with pytest.raises(Interrupted):
+        fragile.logits(tokens(45))
+    assert len(fragile.prefill(tokens(45))) == 45

@@ -1,0 +1,125 @@
+"""`lce.load` and `lce.plan`: what they take from a folder and from options, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import lce
+from lce.methods import LongHeads
+from lce.weights.checkpoint import Checkpoint
+from tests.checkpoints import TINY, tokens
+
+TOKEN = 2 * 2 * 2 * 16 * 4  # bytes of keys and values in the tiny model
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"block": 0}, "block is 0; expected 1 or more tokens"),
+        ({"window": 1}, "window is 1; expected 2 or more positions"),
+        ({"window": 0}, "window is 0"),
+        ({"method": "longhead"}, "unknown method 'longhead'; did you mean 'longheads'"),
+        ({"device": "gpu"}, "unknown device 'gpu'; expected auto, cpu, cuda or cuda:N"),
+        ({"device": "meta"}, "device 'meta' is not available here"),
+        ({"dtype": "float23"}, "unknown dtype 'float23'; did you mean 'float32'"),
+        ({"attention": "torh"}, "unknown attention backend 'torh'; did you mean 'torch'"),
+        ({"rope": "lineer", "rope_factor": 2}, "unknown rope 'lineer'; did you mean 'linear'"),
+        ({"rope": "yarn"}, "rope='yarn' needs a rope_factor"),
+        ({"rope": "linear", "rope_factor": 0.5}, "rope_factor is 0.5; expected 1 or more"),
+        ({"rope": "linear", "rope_factor": float("nan")}, "rope_factor is nan"),
+        ({"rope_factor": 4}, "rope_factor=4 has no scaling to belong to; add rope="),
+        ({"rope": "none", "rope_factor": 4}, "rope_factor=4 has no scaling"),
+    ],
+)
+def test_options_of_load_that_cannot_be_are_refused(tiny_model: Path, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(lce.UsageError, match=message):
+        lce.load(tiny_model, **values)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_is_refused_where_there_is_none(tiny_model: Path) -> None:
+    with pytest.raises(lce.UsageError, match=r"device 'cuda' is not available here; expected auto, cpu$"):
+        lce.load(tiny_model, device="cuda")
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(lce.ModelError, match="does not exist"):
+        lce.load(tmp_path / "absent")
+    with pytest.raises(lce.ModelError, match=r"no config\.json"):
+        lce.load(tmp_path)
+
+
+def test_the_window_may_be_overridden(tiny_model: Path) -> None:
+    engine = lce.load(tiny_model, "longheads", window=32)
+    assert engine.window == 32
+    assert engine.method == LongHeads(chunk_size=1, chunks=32)
+
+
+def test_rope_may_be_overridden(tiny_model: Path) -> None:
+    ids = tokens(100)
+    plain = lce.load(tiny_model).logits(ids)
+    assert torch.equal(lce.load(tiny_model, rope="none").logits(ids), plain)
+    assert (lce.load(tiny_model, rope="linear", rope_factor=1).logits(ids) - plain).abs().max() <= 1e-5
+    kinds = ("linear", "ntk", "dynamic", "yarn", "llama3")
+    scaled = [lce.load(tiny_model, rope=kind, rope_factor=4).logits(ids) for kind in kinds]
+    for i, logits in enumerate(scaled):
+        assert all((logits - other).abs().max() > 1e-2 for other in [plain, *scaled[:i]]), kinds[i]
+
+
+def test_options_are_checked_before_weights_are_loaded(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object, **__: object) -> Any:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(Checkpoint, "load", load)
+    for values in ({"attention": "torh"}, {"rope": "lineer"}, {"kv_host_budget": "8G"}, {"dtype": "float23"}):
+        with pytest.raises(lce.UsageError):
+            lce.load(tiny_model, **values)
+
+
+def test_a_config_is_enough(tmp_path: Path) -> None:
+    config = TINY | {"torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for name in ("full", "longheads", "esa"):
+        assert lce.plan(tmp_path, name, tokens=1000).fits
+    plan = lce.plan(tmp_path, tokens=1000)
+    assert (plan.tokens, plan.method, plan.dtype, plan.device) == (1000, "full", "bfloat16", "cpu")
+    assert plan.tiers["device"].keys_and_values == 1024 * TOKEN // 2
+    del config["torch_dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert lce.plan(tmp_path, tokens=1000).dtype == "float32"
+    assert lce.plan(tmp_path, tokens=1000, dtype="float16").dtype == "float16"
+
+
+def test_weights_count_before_they_are_loaded(tiny_model: Path) -> None:
+    weights = lce.plan(tiny_model, tokens=1).tiers["device"].weights
+    assert weights == sum(x.nbytes for x in load_file(tiny_model / "model.safetensors").values())
+
+
+def test_esa_is_planned_as_if_it_had_its_maps() -> None:
+    need = lce.plan("demo", "esa", tokens=3000).tiers["device"]
+    held = lce.load("demo", "esa").prefill(tokens(3000)).cache.bytes_by_tier["device"]
+    assert held <= need.keys_and_values + need.besides <= held * 1.6
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tokens": 0}, "tokens is 0"),
+        ({"tokens": 1, "block": 0}, "block is 0"),
+        ({"tokens": 1, "window": 1}, "window is 1"),
+        ({"tokens": 1, "dtype": "float"}, "unknown dtype"),
+        ({"tokens": 1, "device": "tpu"}, "unknown device|not available"),
+        ({"tokens": 1, "kv_host_budget": "8G"}, "8G"),
+        ({"tokens": 1, "method": "ful"}, "did you mean 'full'"),
+    ],
+    ids=str,
+)
+def test_options_of_plan_that_cannot_be_are_refused(values: dict[str, Any], message: str, tiny_model: Path) -> None:
+    with pytest.raises(lce.UsageError, match=message):
+        lce.plan(tiny_model, **values)

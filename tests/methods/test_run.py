@@ -1,0 +1,173 @@
+"""`lce.methods.run`: the oracle's output in any blocks, and shapes that do not fit; `Driver`: a block whole or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lce
+from lce.attention import Attention
+from lce.cache.kv import KVCache, LayerCache
+from lce.cache.layout import CacheLayout, Reach
+from lce.errors import UsageError
+from lce.methods import Driver, Full, LongHeads, Rope, RopeConfig, make
+from lce.methods.run import Attend
+from tests import oracle
+from tests.running import cut, vectors
+
+WINDOW, N = 32, 150
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("full", {}),
+    ("streaming", {"sinks": 3}),
+    ("dca", {"chunk_size": 10}),
+    ("longheads", {"chunk_size": 4}),
+    ("esa", {"compress": "none", "sinks": 4, "top_k": 9}),
+]
+
+
+def truth(name: str, knobs: dict[str, Any], blocks: list[int], **setting: Any) -> Tensor:
+    q, k, v = vectors(1, 4, 2, N, 16)
+    known = oracle.Setting(WINDOW, blocks, **setting)
+    return oracle.attention(q, k, v, oracle.DEFINITIONS[name](q, k, v, known, **knobs), known)
+
+
+@pytest.mark.parametrize("blocks", [None, 1, 7, 1000, [3, 90, 1, 56]], ids=str)
+@pytest.mark.parametrize(("name", "knobs"), CASES, ids=str)
+def test_equals_the_oracle(name: str, knobs: dict[str, Any], blocks: Any) -> None:
+    sizes = blocks if isinstance(blocks, list) else cut(N, blocks or make(name, knobs).resolve(WINDOW).block)
+    out = lce.methods.run(make(name, knobs), *vectors(1, 4, 2, N, 16), window=WINDOW, blocks=blocks)
+    assert (out - truth(name, knobs, sizes)).abs().max() <= 1e-4
+
+
+def test_the_worked_example() -> None:
+    q, v = torch.zeros(1, 3, 2), torch.tensor([[[3.0, 0.0], [1.0, 0.0], [2.0, 6.0]]])
+    out = lce.methods.run("full", q, q, v, window=8)
+    assert torch.equal(out, torch.tensor([[[3.0, 0.0], [2.0, 0.0], [2.0, 2.0]]]))
+
+
+def test_a_method_may_be_a_name_and_be_resolved() -> None:
+    q, k, v = vectors(1, 4, 2, N, 16)
+    first, *others = (
+        lce.methods.run(method, q, k, v, window=WINDOW)
+        for method in ("longheads", LongHeads(), LongHeads().resolve(WINDOW))
+    )
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_options_reach_the_method() -> None:
+    q, k, v = vectors(1, 4, 2, N, 16)
+    rope = Rope(RopeConfig(kind="linear", factor=2.0), 16, WINDOW)
+    scaled = lce.methods.run("full", q, k, v, window=WINDOW, rope=rope)
+    assert (scaled - truth("full", {}, [], frequencies=rope.inv_freq)).abs().max() <= 1e-4
+    slid = lce.methods.run("full", q, k, v, window=WINDOW, sliding_window=20, attention="reference")
+    assert (slid - truth("full", {}, [], sliding_window=20)).abs().max() <= 1e-4
+    noted: list[tuple[int, tuple[int, ...]]] = []
+    method = LongHeads(chunk_size=8, chunks=4)
+    lce.methods.run(
+        method, q, k, v, window=WINDOW, blocks=[100, 50], note=lambda i, chosen: noted.append((i, chosen.shape))
+    )
+    assert noted == [(0, (4, 100, 3)), (0, (4, 50, 3))]
+
+
+def test_vectors_that_are_learned_are_only_read() -> None:
+    q, k, v = (x.requires_grad_() for x in vectors(1, 4, 2, 20, 16))
+    assert not lce.methods.run("longheads", q, k, v, window=WINDOW).requires_grad
+
+
+QKV = {"q": (4, 6, 8), "k": (2, 6, 8), "v": (2, 6, 8)}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "message"),
+    [
+        ({"q": (3, 6, 8)}, {}, r"q is \[3, 6, 8\], k is .*; expected a multiple of 2 query heads, not 3"),
+        ({"v": (2, 5, 8)}, {}, r"v is \[2, 5, 8\]; expected q \[H, N, D\] and k, v \[G, N, D\]"),
+        ({"q": (4, 5, 8)}, {}, r"q is \[4, 5, 8\], k is \[2, 6, 8\]"),
+        ({"q": (4, 6, 10)}, {}, r"q is \[4, 6, 10\], k is \[2, 6, 8\]"),
+        ({"q": (6, 8)}, {}, r"q is \[6, 8\]"),
+        ({"q": (4, 0, 8), "k": (2, 0, 8), "v": (2, 0, 8)}, {}, "none of them empty"),
+        ({"q": (4, 6, 7), "k": (2, 6, 7), "v": (2, 6, 7)}, {}, "expected D to be even"),
+        pytest.param({}, {"rope": Rope(RopeConfig(), 16, WINDOW)}, "expected D to be 16, as in rope", id="rope of 16"),
+        ({}, {"blocks": 0}, "blocks is 0; expected 1 or more tokens"),
+        ({}, {"blocks": [3, 2]}, "blocks add up to 5; expected sizes of 1 or more that add up to 6"),
+        ({}, {"blocks": [7, -1]}, "blocks add up to 6; expected sizes of 1 or more"),
+        ({}, {"blocks": []}, "blocks add up to 0"),
+        ({}, {"method": "ful"}, "did you mean 'full'"),
+        ({}, {"method": "esa"}, "compress=pca"),
+        ({}, {"attention": "torh"}, "did you mean 'torch'"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused(shapes: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {name: torch.zeros(shape) for name, shape in (QKV | shapes).items()}
+    with pytest.raises(UsageError, match=message) as caught:
+        lce.methods.run(**({"method": "full", "window": WINDOW} | given | options))
+    assert "\n" not in str(caught.value)
+
+
+def test_dtypes_that_differ_are_refused() -> None:
+    q, k, v = vectors(1, 4, 2, 6, 8)
+    with pytest.raises(UsageError, match=r"float32 on cpu, torch.float64 on cpu, .*; expected one dtype"):
+        lce.methods.run("full", q, k.double(), v, window=WINDOW)
+
+
+# The driver
+
+
+class Interrupted(Exception):
+    pass
+
+
+def driver_of(n_layers: int) -> tuple[Driver, KVCache, Rope]:
+    layout = CacheLayout(n_layers, 4, 2, 8, torch.float32, torch.device("cpu"), Reach(4))
+    return Driver(Full(), Attention.choose("torch"), WINDOW, 2), KVCache.empty(layout), Rope(RopeConfig(), 8, WINDOW)
+
+
+def test_a_model_call_that_fails_leaves_the_cache_as_it_was() -> None:
+    q, k, v = vectors(1, 4, 2, 9, 8)
+    driver, cache, rope = driver_of(2)
+
+    def failing(attend: Attend) -> Tensor:
+        attend(0, q * 2, k * 2, v * 2)
+        raise Interrupted
+
+    for _ in range(2):
+        with pytest.raises(Interrupted):
+            driver.forward(cache, rope, 9, failing)
+        assert [layer.length for layer in cache.layers] == [layer.stop for layer in cache.layers] == [0, 0]
+    outs = driver.forward(cache, rope, 9, lambda attend: [attend(layer, q, k, v) for layer in range(2)])
+    truth = lce.methods.run("full", q, k, v, window=WINDOW)
+    assert all(torch.equal(out, truth) for out in outs)
+    assert cache.length == 9
+
+
+def test_a_commit_that_is_interrupted_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = vectors(1, 4, 2, 9, 8)
+    driver, cache, rope = driver_of(2)
+    commit, calls = LayerCache.commit, []
+
+    def interrupted(layer: LayerCache) -> None:
+        calls.append(layer.index)
+        if len(calls) == 2:
+            raise Interrupted
+        commit(layer)
+
+    monkeypatch.setattr(LayerCache, "commit", interrupted)
+    with pytest.raises(Interrupted):
+        driver.forward(cache, rope, 9, lambda attend: [attend(layer, q, k, v) for layer in range(2)])
+    assert [layer.length for layer in cache.layers] == [9, 9]
+
+
+def test_decode_steps_prefetch_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = vectors(1, 4, 2, 9, 8)
+    driver, cache, rope = driver_of(2)
+    asked: list[int] = []
+    monkeypatch.setattr(KVCache, "prefetch", lambda cache, layer: asked.append(layer))
+    driver.forward(cache, rope, 9, lambda attend: [attend(layer, q, k, v) for layer in range(2)])
+    assert asked == []
+    last = [x[:, -1:] for x in (q, k, v)]
+    driver.forward(cache, rope, 1, lambda attend: [attend(layer, *last) for layer in range(2)])
+    assert asked == [0, 1, 2]

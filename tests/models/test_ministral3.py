@@ -1,0 +1,96 @@
+"""Ministral 3 against transformers, over texts that are several times the window before scaling."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Ministral3Config
+
+import lce
+from lce.errors import ModelError
+from tests.parity import (
+    Kind,
+    Saved,
+    assert_bfloat16_as_close,
+    assert_kind_matters,
+    assert_same_greedy_tokens,
+    assert_same_logits,
+    edited,
+    rope,
+    save_kind,
+)
+
+
+def ministral(beta: float = 0.1, factor: float = 16.0, original: int = 16, **values: float) -> dict[str, Any]:
+    """The published scaling, with a window of 16 or so before it."""
+    known = {"mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": original} | values
+    return rope("yarn", 1e6, type="yarn", factor=factor, llama_4_scaling_beta=beta, **known)
+
+
+MINISTRAL = {"head_dim": 24, "max_position_embeddings": 256, "sliding_window": None, **ministral()}
+KINDS = {
+    "ministral-3": Kind(Ministral3Config, MINISTRAL, ministral(beta=0.0)),
+    "multi-head": Kind(Ministral3Config, {"num_key_value_heads": 4, **MINISTRAL}, ministral(beta=0.0)),
+    "ministral-3-3b": Kind(Ministral3Config, {"tie_word_embeddings": True, **MINISTRAL}, ministral(factor=2.0)),
+    "strong": Kind(Ministral3Config, MINISTRAL | ministral(beta=0.5, original=40), ministral(beta=0.5, original=41)),
+    "yarn-scale": Kind(Ministral3Config, MINISTRAL | ministral(mscale_all_dim=0.0), ministral()),
+    "sliding-window": Kind(Ministral3Config, MINISTRAL | {"sliding_window": 24}, {"sliding_window": 23}),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return save_kind(tmp_path_factory.mktemp(request.param), KINDS[request.param])
+
+
+def test_same_logits_as_transformers(saved: Saved) -> None:
+    assert_same_logits(saved)
+
+
+def test_what_makes_the_kind_makes_a_difference(saved: Saved, tmp_path: Path) -> None:
+    assert_kind_matters(saved, tmp_path / "edited")
+
+
+def test_bfloat16_stays_as_close_as_transformers(saved: Saved, tmp_path: Path) -> None:
+    assert_bfloat16_as_close(tmp_path, saved)
+
+
+@pytest.mark.parametrize("name", ["ministral-3", "strong"])
+def test_greedy_tokens_as_transformers_generates(name: str, tmp_path: Path) -> None:
+    assert_same_greedy_tokens(tmp_path, KINDS[name])
+
+
+def test_queries_grow_with_their_index_in_the_text(tmp_path: Path) -> None:
+    """One token everywhere: the queries of the first layer differ by 1 + beta ln(1 + i // 16) alone."""
+    save_kind(tmp_path, KINDS["ministral-3"])
+    model = lce.load(tmp_path).model
+    seen: list[Tensor] = []
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen.append(q)
+        return torch.zeros_like(q)
+
+    for start, n in ((0, 40), (40, 1), (1_600_000, 3)):
+        model(torch.zeros(n, dtype=torch.int64), start, attend)
+    queries = torch.cat(seen[::2], dim=1)  # [H, 44, D], of the first layer
+    indices = [*range(41), 1_600_000, 1_600_001, 1_600_002]
+    expected = torch.tensor([1 + 0.1 * math.log(1 + i // 16) for i in indices])
+    torch.testing.assert_close(queries, queries[:, :1] * expected[:, None])
+
+
+def test_values_that_are_none(tmp_path: Path) -> None:
+    folder = save_kind(tmp_path / "model", KINDS["ministral-3"]).folder
+    published = ministral()["rope_parameters"]
+    for key, value, message in (
+        ("llama_4_scaling_beta", None, "llama_4_scaling_beta is None; expected a number from 0 to 100"),
+        ("llama_4_scaling_beta", "0.1", "llama_4_scaling_beta is '0.1'; expected a number from 0 to 100"),
+        ("original_max_position_embeddings", None, "original_max_position_embeddings is None; expected a whole number"),
+    ):
+        to = tmp_path / f"{key} {value}"
+        with pytest.raises(ModelError, match=f"rope_parameters: {message}"):
+            lce.load(edited(folder, to, {"rope_parameters": published | {key: value}}))

@@ -1,0 +1,216 @@
+"""Families: found by name and never guessed, one file each, and every method runs on all of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import lce
+from lce.errors import ModelError
+from lce.models.registry import families, read_config
+from tests.checkpoints import TINY, save_tiny
+from tests.parity import assert_equals_the_oracle, difference
+
+ROOT = Path(__file__).parents[2]
+SHARED = {"__init__", "config", "fields", "layers", "registry", "rope"}  # files of lce/models that hold no family
+NESTED = {"mistral3"}  # wraps the text model of another family
+
+UNKNOWN = [
+    *("mixtral", "qwen3_moe", "qwen2_moe", "qwen2_vl", "gemma2", "phi3", "llama4", "ministral", "mistral4", "qwen"),
+    *("Mistral", "llama ", "lama", ""),
+]
+
+
+def tiny(folder: Path, **changes: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps(TINY | changes))
+    return folder
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_unknown_family_gets_the_supported_ones_and_no_guess(name: str, tmp_path: Path) -> None:
+    for changes in ({"architectures": None}, {"architectures": ["MixtralForCausalLM"]}, {}):
+        with pytest.raises(ModelError) as error:
+            read_config(tiny(tmp_path, model_type=name, **changes))
+        message = str(error.value)
+        assert f"model_type is {name!r}; expected a supported one: {', '.join(families())}; use a " in message
+        assert "did you mean" not in message
+        assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "name", ["MixtralForCausalLM", "Qwen3MoeForCausalLM", "Gemma2ForCausalLM", "Qwen2ForSequenceClassification"]
+)
+def test_an_unknown_architecture_gets_no_guess_either(name: str, tmp_path: Path) -> None:
+    for model_type in ("llama", "qwen2", None):
+        with pytest.raises(ModelError) as error:
+            read_config(tiny(tmp_path, architectures=[name], model_type=model_type))
+        message = str(error.value)
+        listed = ", ".join(cls.architecture for cls in families().values())
+        assert f"architectures is [{name!r}]; expected a supported one: {listed}; use a checkpoint of" in message
+        assert "did you mean" not in message
+
+
+@pytest.mark.parametrize("kind", ["longrope", "nope", "mrope", "su", "yarn2"])
+def test_an_unknown_rope_scaling_gets_no_guess(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError) as error:
+        read_config(tiny(tmp_path, rope_scaling={"rope_type": kind, "factor": 2.0}))
+    assert "expected a supported scaling: none, linear, ntk, dynamic, yarn, llama3; use a" in str(error.value)
+    assert "did you mean" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", families())
+def test_either_name_finds_the_family_and_both_must_agree(name: str, tmp_path: Path) -> None:
+    family = families()[name]
+    inner = {"text_config": TINY} if name in NESTED else {}
+    expected = "LlamaForCausalLM" if name in NESTED else family.architecture
+    scaling = {"rope_scaling": None}
+    for names in (
+        {"architectures": None, "model_type": name},
+        {"architectures": [family.architecture], "model_type": None},
+        {"architectures": [family.architecture], "model_type": name},
+    ):
+        assert read_config(tiny(tmp_path, **names, **inner, **scaling)).architecture == expected
+    other = "qwen3" if name != "qwen3" else "llama"
+    with pytest.raises(ModelError, match=f"model_type is '{other}'; expected '{name}', as architectures says"):
+        read_config(tiny(tmp_path, architectures=[family.architecture], model_type=other))
+
+
+def test_one_file_a_family() -> None:
+    files = {path.stem for path in (ROOT / "lce" / "models").glob("*.py")} - SHARED
+    assert files == set(families())
+    for name, family in families().items():
+        assert family.__module__ == f"lce.models.{name}"
+        assert family.__doc__
+
+
+@pytest.mark.parametrize("name", families())
+def test_every_family_is_in_the_readme_with_its_test(name: str) -> None:
+    rows = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    row = next((row for row in rows if row.startswith(f"| `{name}` |")), "")
+    assert f"`tests/models/test_{name}.py`" in row
+    assert (ROOT / "tests" / "models" / f"test_{name}.py").is_file()
+
+
+def test_no_other_module_names_a_family() -> None:
+    names = {family.__name__.lower() for family in families().values()} | set(families())
+    for path in sorted((ROOT / "lce").rglob("*.py")):
+        if path.parent.name == "models":
+            continue
+        with path.open("rb") as file:
+            code = {token.string.strip("'\"").lower() for token in tokenize.tokenize(file.readline)}
+        assert not code & names, path
+
+
+NEW_FAMILY = '''
+from dataclasses import replace
+from lce.models.llama import Llama
+from lce.models.registry import family
+
+@family("parrot", "ParrotForCausalLM")
+class Parrot(Llama):
+    """Llama whose window is in `perch`."""
+
+    @classmethod
+    def configure(cls, config, fields):
+        return replace(config, window=fields.integer("perch", within=(1, 100)))
+'''
+
+
+def test_a_new_family_is_one_file(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "parrot.py").write_text(NEW_FAMILY)
+    config = TINY | {"architectures": ["ParrotForCausalLM"], "model_type": "parrot", "perch": 48}
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in tiny_model.iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    (model / "config.json").write_text(json.dumps(config))
+    code = (
+        "import sys, lce, lce.models; lce.models.__path__.append(sys.argv[1]); engine = lce.load(sys.argv[2]);"
+        "print(type(engine.model).__name__, engine.window, engine.logits([3, 4]).shape)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), str(model)], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.stdout.strip() == "Parrot 48 torch.Size([2, 300])", done.stderr
+
+
+def test_importing_the_registry_does_not_import_torch() -> None:
+    code = "import sys, lce.models.registry; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+YARN = {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.1,
+    "rope_theta": 1e6,
+}  # fmt: skip
+OWN: dict[str, dict[str, Any]] = {"ministral3": {"rope_parameters": YARN}, "mistral": {"sliding_window": None}}
+
+
+@pytest.fixture(scope="module", params=sorted(set(families()) - NESTED))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of each family that has layers of its own."""
+    cls = families()[request.param]
+    own = OWN.get(request.param, {})
+    return save_tiny(
+        tmp_path_factory.mktemp(request.param), model_type=request.param, architectures=[cls.architecture], **own
+    )
+
+
+def test_the_plan_counts_the_weights_as_stored(folder: Path) -> None:
+    stored = sum(weight.nbytes for weight in load_file(folder / "model.safetensors").values())
+    assert lce.plan(folder, tokens=10).tiers["device"].weights == stored
+
+
+@pytest.mark.parametrize("block", [7, 40])
+@pytest.mark.parametrize("method", ["full", "longheads", "dca", "lm_infinite", "rerope"])
+def test_methods_equal_the_oracle_on_every_family(folder: Path, method: str, block: int) -> None:
+    ids = [(7 * i) % 290 + 5 for i in range(150)]
+    assert_equals_the_oracle(lce.load(folder, method=method, block=block), ids)
+
+
+@pytest.mark.parametrize("method", lce.methods.available())
+def test_every_method_writes_on_every_family(folder: Path, method: str) -> None:
+    knobs = {"compress": "none"} if method == "esa" else {}  # it needs a calibrated checkpoint otherwise
+    engine = lce.load(folder, method=lce.methods.make(method, knobs))
+    context = engine.prefill([(7 * i) % 290 + 5 for i in range(150)])
+    first = engine.generate([9, 10], max_tokens=5, context=context.fork()).token_ids
+    assert first == engine.generate([9, 10], max_tokens=5, context=context).token_ids
+
+
+def test_a_saved_context_goes_on_as_if_never_saved(folder: Path, tmp_path: Path) -> None:
+    engine = lce.load(folder, method="longheads", block=16)
+    ids = [(7 * i) % 290 + 5 for i in range(150)]
+    context = engine.prefill(ids[:100])
+    context.save(tmp_path / "half.lce")
+    opened = engine.open_context(tmp_path / "half.lce")
+    engine.prefill(ids[100:], context=opened)
+    assert opened.logits is not None
+    assert difference(opened.logits, engine.logits(ids)[-1]) <= 1e-4
+
+
+def test_a_tied_model_with_a_head_of_its_own_uses_it(tmp_path: Path) -> None:
+    """As transformers 5 does; a head that repeats the embedding changes nothing."""
+    save_tiny(tmp_path, tie_word_embeddings=True)
+    ids = list(range(5, 60))
+    tied = lce.load(tmp_path).logits(ids)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in weights
+    embed = weights["model.embed_tokens.weight"]
+    save_file(weights | {"lm_head.weight": embed.clone()}, tmp_path / "model.safetensors")
+    assert torch.equal(lce.load(tmp_path).logits(ids), tied)
+    save_file(weights | {"lm_head.weight": embed.flip(0)}, tmp_path / "model.safetensors")
+    logits = lce.load(tmp_path).logits(ids)
+    assert difference(logits, tied) > 1
+    from transformers import AutoModelForCausalLM
+
+    with torch.inference_mode():
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path)(torch.tensor([ids])).logits[0]
+    assert difference(logits, theirs) <= 1e-4

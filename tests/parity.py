@@ -1,0 +1,177 @@
+"""A family against transformers: tiny random checkpoints of the published kinds, and the logits of both."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lce
+from tests import oracle
+from tests.checkpoints import VOCAB, save_by_transformers
+from tests.running import cut
+
+N = 150  # tokens, well beyond the window of 64
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+}
+
+
+def rope(kind: str, theta: float = 10000.0, **values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **values}}
+
+
+PLAIN = rope("default")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A published kind of model, and an edit of its config.json that must change the logits."""
+
+    config: type[Any]
+    values: dict[str, Any]
+    matters: dict[str, Any]
+
+    def build(self, **changes: Any) -> Any:
+        return self.config(**SIZES | {"rms_norm_eps": 1e-5} | self.values | changes)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint of one kind, as transformers saves it."""
+
+    kind: Kind
+    folder: Path
+    ids: list[int]
+    model: Any
+
+    @property
+    def logits(self) -> Tensor:
+        return logits_of(self.model, self.ids)
+
+
+def save_kind(folder: Path, kind: Kind) -> Saved:
+    model = save_by_transformers(folder, kind.build())
+    ids = torch.randint(2, VOCAB, (N,), generator=torch.Generator().manual_seed(1)).tolist()
+    return Saved(kind, folder, ids, model)
+
+
+def edited(folder: Path, to: Path, changes: Mapping[str, Any]) -> Path:
+    """A copy of a checkpoint with `changes` over its config.json."""
+    shutil.copytree(folder, to)
+    config = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(config | changes))
+    return to
+
+
+def logits_of(model: Any, ids: list[int]) -> Tensor:
+    with torch.inference_mode():
+        logits: Tensor = model(torch.tensor([ids])).logits[0].float()
+    return logits
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max())
+
+
+def assert_same_logits(saved: Saved) -> None:
+    """As transformers, in one block and in several."""
+    truth = saved.logits
+    for block in (None, 1, 7, 64):
+        logits = lce.load(saved.folder, block=block).logits(saved.ids)
+        assert logits.shape == (N, VOCAB)
+        assert logits.dtype == torch.float32
+        assert difference(logits, truth) <= 1e-4, block
+
+
+def assert_kind_matters(saved: Saved, to: Path) -> None:
+    """Without what makes the kind, the logits are others: equality above proves that it is there."""
+    folder = edited(saved.folder, to, saved.kind.matters)
+    assert difference(lce.load(folder).logits(saved.ids), saved.logits) > 0.05
+
+
+def assert_every_bias_matters(folder: Path, kind: Kind, n_biases: int) -> None:
+    """Every bias that is declared is added: each one, changed alone, changes the logits."""
+    model = save_by_transformers(folder, kind.build())
+    ids = list(range(2, 40))
+    before = lce.load(folder).logits(ids)
+    assert difference(before, logits_of(model, ids)) <= 1e-4
+    biases = [name for name, _ in model.named_parameters() if name.endswith("bias")]
+    assert len(biases) == n_biases
+    for name in biases:
+        weight = model.get_parameter(name)
+        with torch.no_grad():
+            weight += torch.linspace(-1, 1, len(weight))
+        model.save_pretrained(folder)
+        after = lce.load(folder).logits(ids)
+        assert difference(after, before) > 1e-2, name
+        before = after
+    assert difference(before, logits_of(model, ids)) <= 1e-4
+
+
+def assert_bfloat16_as_close(folder: Path, saved: Saved) -> None:
+    """Logits have a spread of 1.7; bfloat16 puts them 0.03 to 0.05 off on average, in transformers as here.
+
+    A mean is compared, because a single logit may be ten times as far off in either. The bound is 1.25 of theirs.
+    """
+    model = save_by_transformers(folder, saved.kind.build()).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    truth = lce.load(folder, dtype="float32").logits(saved.ids)
+    ours, theirs = lce.load(folder).logits(saved.ids), logits_of(model, saved.ids)
+    assert (ours - truth).abs().mean() <= 1.25 * (theirs - truth).abs().mean()
+    assert (ours - truth).abs().mean() <= 0.1
+    assert (ours != truth).any(), "bfloat16 was asked for by the checkpoint"
+
+
+def generated(model: Any, prompt: list[int], n: int, ends: list[int]) -> list[int]:
+    """What transformers' own loop writes."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=n,
+        do_sample=False,
+        eos_token_id=ends,
+        pad_token_id=0,
+    )
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
+
+
+def assert_same_greedy_tokens(folder: Path, kind: Kind) -> None:
+    model = save_by_transformers(folder, kind.build(), seed=3)
+    prompt = list(range(5, 85))
+    theirs = generated(model, prompt, 60, [1])
+    ours = lce.load(folder, block=32).generate(prompt, max_tokens=60)
+    assert ours.token_ids == [token for token in theirs if token != 1]
+    assert len(set(theirs)) > 10
+
+
+def assert_equals_the_oracle(engine: lce.Engine, ids: list[int], **knobs: object) -> None:
+    """The engine's logits in its blocks, beside those of its model with the oracle's definition behind the hook."""
+    scaled = engine.rope_of(len(ids))
+    blocks = cut(len(ids), engine.block)
+    setting = oracle.Setting(engine.window, blocks, frequencies=scaled.inv_freq, factor=scaled.scale)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        tables = oracle.DEFINITIONS[engine.method.name](q, k, v, setting, **knobs)
+        return oracle.attention(q, k, v, tables, setting).to(q.dtype)
+
+    with torch.inference_mode():
+        truth = engine.model.logits(engine.model(torch.tensor(ids), 0, attend))
+    assert difference(engine.logits(ids), truth) <= 1e-4

@@ -1,0 +1,136 @@
+"""The lines, tables and JSON objects that commands print."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+
+from lce.cache.tiers import Traffic
+from lce.calibrate import Recall
+from lce.engine.decode import Generation, Stats
+from lce.engine.planning import Need, Plan
+from lce.eval.passkey import Score
+from lce.inspect.explain import explain
+from lce.methods import LongHeads, Streaming
+from lce.methods.base import Method
+from lce.terminal import figures
+
+STATS = Stats(
+    prompt_tokens=2000, generated_tokens=11, prefill_s=2.0, first_token_s=2.25, decode_s=0.5, memory={"device": 3 << 20}
+)
+
+
+def test_closing_lines() -> None:
+    assert figures.generation_line(STATS) == (
+        "2,000 prompt tokens | prefill 1,000.0 tok/s | first token 2.25 s | decode 20.0 tok/s | "
+        "peak memory: device 3.0 MiB"
+    )
+    assert figures.prefill_line(STATS) == ("2,000 prompt tokens | prefill 1,000.0 tok/s | peak memory: device 3.0 MiB")
+
+
+def test_the_memory_and_traffic_of_each_tier() -> None:
+    traffic = Traffic(hits=930, misses=70, early=5, bytes_in=12 << 20, bytes_out=3 << 29)
+    stats = Stats(memory={"device": 1 << 20, "host": 0, "disk": 4096}, traffic={"device": traffic})
+    assert figures.memory_text(stats) == (
+        "peak memory: device 1.0 MiB, disk 4.0 KiB | "
+        "device 93% of 1,000 pages found, 12.0 MiB in, 1.5 GiB out (5 ahead of need)"
+    )
+    assert figures.memory_text(Stats(memory={"device": 0})) == "peak memory: device 0 B"
+
+
+def test_a_generation_as_json() -> None:
+    method = LongHeads(chunk_size=4)
+    content = json.loads(json.dumps(figures.generation_object(Generation("x", [7], "stop", STATS), method)))
+    assert (content["text"], content["token_ids"], content["finish_reason"]) == ("x", [7], "stop")
+    assert content["method"]["knobs"]["chunk_size"] == 4
+    assert content["stats"]["decode_tokens_per_s"] == 20.0
+
+
+def test_scores_as_rows_and_as_a_table() -> None:
+    scores = [
+        Score(method, "passkey", length, 50, accuracy, 0.5, 0.75)
+        for method, length, accuracy in [("full", 512, 0.6), ("full", 2048, 0.0), ("dca", 512, 1.0), ("dca", 2048, 0.5)]
+    ]
+    assert len(figures.score_row(scores[0]).split("  50.0% to 75.0%")[0]) == len(figures.SCORE_HEADER.split("  95%")[0])
+    assert figures.score_row(scores[0]).split() == ["full", "512", "50", "60.0%", "50.0%", "to", "75.0%"]
+    assert figures.score_table(scores) == [
+        "| method | 512 | 2,048 |",
+        "|---|---:|---:|",
+        "| `full` | 0.60 | 0.00 |",
+        "| `dca` | 1.00 | 0.50 |",
+    ]
+
+
+def test_recalls_and_their_mean() -> None:
+    head, *rows = figures.recall_lines([Recall(0, 32, 0.5, 0.25), Recall(1, 32, 1.0, 0.75)])
+    assert head.endswith("recall of the best 32 tokens")
+    assert [row.split() for row in rows] == [
+        ["0", "50.0%", "25.0%"],
+        ["1", "100.0%", "75.0%"],
+        ["mean", "75.0%", "50.0%"],
+    ]
+
+
+def test_a_plan_of_unknown_sizes() -> None:
+    tiers = {"device": Need(1024, 10, 100, None, None), "disk": Need(2048, budget=4096, available=1024)}
+    plan = Plan(9000, "full", "float32", "cpu", tiers, None, "too long")
+    content = json.loads(json.dumps(figures.plan_object(plan)))
+    assert (content["fits"], content["longest"]) == (False, None)
+    assert content["tiers"]["device"]["needed"] == 1134
+    _, _, _, device, disk, _, verdict = figures.plan_lines(plan)
+    assert "unknown" in device
+    assert "4.0 KiB" in disk
+    assert verdict == "It does not fit. Nothing bounds the length."
+
+
+def test_an_explanation_reads_the_same_as_lines_and_as_json() -> None:
+    explanation = explain(Streaming(sinks=1, local=2), tokens=5, window=4)
+    rows = figures.explanation_object(explanation)["distances"]
+    cells = [line.split("|")[1].split() for line in figures.explanation_lines(explanation)[-5:]]
+    assert cells == [["." if distance is None else str(distance) for distance in row] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("hint", "text"),
+    [
+        (int, "int"),
+        (int | None, "int or none"),
+        (Literal["all"], "all"),
+        (Literal["a", "b", "c"], "a, b or c"),
+        (Literal["a", "b"] | None, "a or b or none"),
+    ],
+)
+def test_types_as_a_user_writes_them(hint: Any, text: str) -> None:
+    assert figures.type_text(hint) == text
+
+
+@dataclass(frozen=True)
+class Knobs(Method):
+    """Nothing but knobs.
+
+    And more that is not shown.
+    """
+
+    size: int
+    ratio: float | None = None
+    names: tuple[str, ...] = field(default_factory=tuple)
+
+    def attend(self, *_: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_a_method_and_its_knobs() -> None:
+    method = figures.method_object("knobs", Knobs)
+    assert method["summary"] == "Nothing but knobs."
+    assert [option["default"] for option in method["options"]] == [None, None, ()]
+    assert figures.method_lines(method)[:4] == [
+        "knobs",
+        "  Nothing but knobs.",
+        "  size=none   int",
+        "  ratio=none  float or none",
+    ]
+    assert figures.knob_values(Knobs(3, names=("a",))) == {"size": 3, "ratio": None, "names": "('a',)"}
+    assert figures.method_lines({"name": "x", "summary": "y", "options": []}) == ["x", "  y", "  (no options)"]

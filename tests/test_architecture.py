@@ -1,0 +1,114 @@
+"""docs/architecture.md is true: its rooms, the order in which they stand, and the names on the page."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+ROOMS = re.findall(r"^\| `(\w+)` \|", PAGE.partition("## The floors")[2].partition("\n## ")[0], re.MULTILINE)
+ON_THE_FACE = {"calibrate", "eval", "inspect"}  # import what an embedder imports, and nothing else
+FACE = {"lce", "lce.methods", "lce.methods.lowdim", "lce.errors", "lce.sizes", "lce.files", "lce.system"}
+DOORS = {"lce.attention"}  # packages whose modules nobody else imports
+
+
+def imported(file: Path, package: Path) -> Iterator[str]:
+    """The package's modules that a file imports anywhere, by their dotted names.
+
+    A string that is a module's name counts too: `import_module` takes those.
+    """
+
+    def is_module(name: str) -> bool:
+        path = package.parent.joinpath(*name.split("."))
+        return path.with_suffix(".py").is_file() or path.is_dir()
+
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module, f"{file}: a relative import; expected the full name"
+            names = [node.module]
+            if node.module in {package.name, *DOORS}:
+                inner = [f"{node.module}.{alias.name}" for alias in node.names]
+                names = [name if is_module(name) else node.module for name in inner]
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"lce(\.\w+)+", str(node.value)):
+            names = [node.value] if is_module(node.value) else []
+        yield from (name for name in names if name.split(".")[0] == package.name)
+
+
+def violations(package: Path, rooms: list[str]) -> list[str]:
+    """The imports that break the order, `rooms` from the ground up. While there are none, there is no circle either."""
+    found = []
+    for file in sorted(package.rglob("*.py")):
+        room = file.relative_to(package).with_suffix("").parts[0]
+        for name in imported(file, package):
+            other = name.split(".")[1] if "." in name else "__init__"
+            if room == other:
+                continue
+            if rooms.index(other) > rooms.index(room):
+                found.append(f"{room}: {name} stands above it")
+            elif room in ON_THE_FACE and name not in FACE:
+                found.append(f"{room}: {name} is not the public face")
+            elif any(name.startswith(f"{door}.") for door in DOORS):
+                found.append(f"{room}: {name} is behind the door")
+    return found
+
+
+def test_every_room_has_one_line_on_the_page() -> None:
+    package = ROOT / "lce"
+    files, folders = package.glob("*.py"), package.glob("*/__init__.py")
+    assert sorted(ROOMS) == sorted([*(file.stem for file in files), *(file.parent.name for file in folders)])
+
+
+def test_a_room_imports_only_what_stands_below_it() -> None:
+    assert violations(ROOT / "lce", ROOMS) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "expected"),
+    [
+        ("cache/kv.py", "from lce.engine.engine import Engine", ["cache: lce.engine.engine stands above it"]),
+        ("cache/kv.py", "import lce.engine.engine as engine", ["cache: lce.engine.engine stands above it"]),
+        ("cache/kv.py", "from lce import Engine", ["cache: lce stands above it"]),
+        ("cache/kv.py", "if TYPE_CHECKING:\n    from lce import engine", ["cache: lce.engine stands above it"]),
+        (
+            "cache/kv.py",
+            "def f():\n    from lce.engine.engine import Engine",
+            ["cache: lce.engine.engine stands above it"],
+        ),
+        ("cache/kv.py", "import_module('lce.engine.engine')", ["cache: lce.engine.engine stands above it"]),
+        ("cache/kv.py", "from lce.attention.tiles import Tiles", ["cache: lce.attention.tiles is behind the door"]),
+        ("cache/kv.py", "from lce.attention import tiles", ["cache: lce.attention.tiles is behind the door"]),
+        ("eval/passkey.py", "from lce.engine.engine import Engine", ["eval: lce.engine.engine is not the public face"]),
+        ("cache/kv.py", "from lce.attention import Tiles", []),
+        ("cache/kv.py", "from lce.cache.tiers import Tier", []),
+        ("attention/__init__.py", "from lce.attention.tiles import Tiles", []),
+        ("eval/passkey.py", "import lce\nfrom lce import Engine\nfrom lce.methods import run", []),
+        ("cli.py", "import lce\nimport torch", []),
+    ],
+)
+def test_the_order_can_be_broken(tmp_path: Path, file: str, line: str, expected: list[str]) -> None:
+    package = tmp_path / "lce"
+    for name in ("attention/tiles.py", "cache/kv.py", "engine/engine.py", "eval/passkey.py"):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).touch()
+    (package / file).write_text(line)
+    assert violations(package, ["attention", "cache", "methods", "engine", "__init__", "eval", "cli"]) == expected
+
+
+@pytest.mark.parametrize("name", sorted({*re.findall(r"`((?:\w+/)+[\w.]*)`", PAGE)}))
+def test_every_file_on_the_page_exists(name: str) -> None:
+    assert (ROOT / name).exists()
+
+
+def test_every_name_on_the_page_is_in_the_code() -> None:
+    code = "\n".join(file.read_text(encoding="utf-8") for file in sorted((ROOT / "lce").rglob("*.py")))
+    words = set(re.findall(r"\w+", code))
+    named = {word for span in re.findall(r"`([A-Za-z_][\w.]*)(?:\(.*?\))?`", PAGE) for word in span.split(".")}
+    assert named - words == set()

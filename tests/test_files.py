@@ -1,0 +1,86 @@
+"""Files that appear whole or not at all, whatever fails and whichever process writes at the same time."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from lce import files
+from lce.errors import CapacityError, DataError
+
+
+def test_a_file_is_written_and_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for data in (b"first", b"", b"third" * 100_000):
+        files.write_whole(path, data)
+        assert path.read_bytes() == data
+        assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_failure_leaves_the_earlier_contents(tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    files.write_whole(path, b"before")
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, step, fail)
+    with pytest.raises(CapacityError, match=r"^cannot write .*/file: No space left on device; free some space"):
+        files.write_whole(path, b"after")
+    assert path.read_bytes() == b"before"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(CapacityError, match="No such file or directory"):
+        files.write_whole(tmp_path / "none" / "file", b"data")
+
+
+def test_what_a_crash_left_is_removed_and_what_is_locked_stays(tmp_path: Path) -> None:
+    target = tmp_path / "file"
+    left, locked = files.draft_path(target), files.draft_path(target)
+    other = files.draft_path(tmp_path / "other")
+    for draft in (left, locked, other):
+        draft.write_bytes(b"half")
+    with locked.open("rb") as file:
+        files.lock(file.fileno(), locked)
+        files.sweep(target)
+        assert not left.exists()
+        assert locked.exists()
+        assert other.exists(), "a draft of another target"
+    files.sweep(target)
+    assert not locked.exists()
+    files.sweep(tmp_path / "none" / "file")
+
+
+def test_one_writer_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    with path.open("rb") as one, path.open("rb") as two:
+        files.lock(one.fileno(), path)
+        with pytest.raises(DataError, match="is being written by another process; wait for it, or name another file"):
+            files.lock(two.fileno(), path)
+    with path.open("rb") as three:
+        files.lock(three.fileno(), path)
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    precious, draft = tmp_path / "precious", files.draft_path(tmp_path / "file")
+    precious.write_bytes(b"data")
+    draft.symlink_to(precious)
+    files.sweep(tmp_path / "file")
+    assert precious.read_bytes() == b"data"
+
+
+def test_a_mapped_copy_never_reaches_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"data" * 2000)
+    with path.open("rb") as file:
+        mapping = files.map_copy(file.fileno(), 8000)
+    mapping[:4] = b"____"
+    assert mapping[:8] == b"____data"
+    assert path.read_bytes() == b"data" * 2000

@@ -1,0 +1,42 @@
+"""Tests mirror the package: each file of lce/ has a test file at its own path, or is covered by a named one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+COVERED = {  # a file of lce/, and the file of tests/ that tests it
+    "__init__.py": "test_package.py",
+    "__main__.py": "test_cli.py",
+    "attention/__init__.py": "test_architecture.py",
+    "attention/flash.py": "attention/test_attention.py",
+    "attention/reference.py": "attention/test_attention.py",
+    "attention/torch.py": "attention/test_attention.py",
+    "methods/__init__.py": "test_package.py",
+    "methods/parts.py": "methods/test_matrix.py",
+    "methods/rerope.py": "methods/test_matrix.py",
+    "methods/self_extend.py": "methods/test_matrix.py",
+    "methods/step.py": "methods/test_run.py",
+    "methods/streaming.py": "methods/test_matrix.py",
+    "version.py": "test_package.py",
+    "models/fields.py": "models/test_config.py",
+}
+
+
+def files() -> set[str]:
+    """The files of lce/ that hold something."""
+    package = ROOT / "lce"
+    return {path.relative_to(package).as_posix() for path in package.rglob("*.py") if path.stat().st_size}
+
+
+def own_test(file: str) -> Path:
+    path = Path(file)
+    return ROOT / "tests" / path.parent / f"test_{path.name}"
+
+
+def test_every_file_has_its_tests() -> None:
+    assert {file for file in files() if not own_test(file).exists()} == set(COVERED)
+
+
+def test_the_files_named_exist() -> None:
+    assert all((ROOT / "tests" / test).exists() for test in COVERED.values())

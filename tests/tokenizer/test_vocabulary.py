@@ -1,0 +1,141 @@
+"""Both kinds of tokenizer file: as the tokenizers library and sentencepiece read them, and alike.
+
+Oracles: the tokenizers library, sentencepiece itself, and transformers' LlamaTokenizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import tokenizers
+from tokenizers import models
+
+from lce.errors import ModelError
+from lce.tokenizer.tokenizer import Tokenizer
+from lce.tokenizer.vocabulary import JsonVocabulary, SentencePieceVocabulary, Vocabulary
+from tests.vocabularies import LLAMA2, TEXTS, byte_level_library, merges_of, one_line, write_json
+
+
+def test_a_json_vocabulary() -> None:
+    raw = byte_level_library().to_str().encode()
+    vocabulary: Vocabulary = JsonVocabulary(raw, Path("tokenizer.json"), ["<|tool|>", "<|not in it|>"])
+    assert (vocabulary.prefix, vocabulary.suffix, vocabulary.bos_id, vocabulary.eos_id) == ([0], [], 0, None)
+    assert (vocabulary.id_of("<|end|>"), vocabulary.token(1)) == (1, "<|end|>")
+    assert vocabulary.special == {0, 1, 2, vocabulary.id_of("<|tool|>")}
+    assert vocabulary.id_of("<|not in it|>") is None
+    assert vocabulary.token(vocabulary.size) is None
+
+
+def test_a_sentencepiece_vocabulary(tiny_sentencepiece: bytes) -> None:
+    path = Path("tokenizer.model")
+    vocabulary: Vocabulary = SentencePieceVocabulary(tiny_sentencepiece, path, ["<tool>"], {"<tool>": 402}, True)
+    assert (vocabulary.prefix, vocabulary.suffix, vocabulary.bos_id, vocabulary.eos_id) == ([1], [], 1, 2)
+    assert (vocabulary.size, vocabulary.token(402), vocabulary.token(401)) == (403, "<tool>", None)
+    assert vocabulary.special == {0, 1, 2, 402}
+    assert vocabulary.encode("<tool></s>") == [402, 2]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_json_encodes_as_the_library_does(made: dict[str, Tokenizer], folders: dict[str, Path], text: str) -> None:
+    for kind in ("byte_level", "llama", "unigram"):
+        library = tokenizers.Tokenizer.from_file(str(folders[kind] / "tokenizer.json"))
+        assert made[kind].encode(text) == library.encode(text).ids
+        assert made[kind].encode(text, bos=False) == library.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("text", [*TEXTS, "<s>[INST] hi [/INST] a </s><s>[INST] b", "</s>a<s>b<unk>c", "▁x"])
+def test_both_files_of_a_model_agree(made: dict[str, Tokenizer], text: str) -> None:
+    ids = made["sentencepiece"].encode(text)
+    assert ids == made["llama"].encode(text)
+    assert made["sentencepiece"].decode(ids) == made["llama"].decode(ids)
+
+
+@pytest.mark.parametrize("text", [text for text in TEXTS if text])
+def test_llama2_is_bos_and_sentencepiece(llama2: Tokenizer, text: str) -> None:
+    model = sentencepiece.SentencePieceProcessor(model_file=str(LLAMA2))
+    ids = llama2.encode(text)
+    assert ids == [1, *model.encode(text)]
+    assert llama2.decode(ids) == model.decode(ids)
+
+
+def test_llama2_decodes_as_transformers_does(llama2: Tokenizer) -> None:
+    from transformers import LlamaTokenizer
+
+    model = sentencepiece.SentencePieceProcessor(model_file=str(LLAMA2))
+    pieces = model.id_to_piece(list(range(len(model))))
+    oracle = LlamaTokenizer({piece: rank for rank, piece in enumerate(pieces)}, merges_of(pieces))
+    for text in ("Hello world", "x <s> y</s> z", "日本語 😀"):
+        ids = llama2.encode(text)
+        for cut in range(len(ids)):
+            for skip in (True, False):
+                assert llama2.decode(ids[cut:], skip_special=skip) == oracle.decode(ids[cut:], skip_special_tokens=skip)
+    for text in ("Hello world", "a b", "x = 1\ny = 2"):
+        assert llama2.encode(text, bos=False) == oracle(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_added_tokens_over_sentencepiece(tiny_sentencepiece: bytes, tmp_path: Path, older: bool) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(tiny_sentencepiece)
+    config: dict[str, object] = {"additional_special_tokens": ["<|im_end|>"]}
+    if older:
+        write_json(tmp_path, "added_tokens.json", {"<|im_end|>": 400, "<tool>": 405})
+    else:
+        config["added_tokens_decoder"] = {
+            "400": {"content": "<|im_end|>", "special": True},
+            "405": {"content": "<tool>", "special": False},
+        }
+    write_json(tmp_path, "tokenizer_config.json", config)
+    tokenizer = Tokenizer.from_folder(tmp_path, vocab_size=410)
+    ids = tokenizer.encode("fox<|im_end|><tool>", bos=False)
+    assert ids[-2:] == [400, 405]
+    assert tokenizer.vocab_size == 406
+    assert tokenizer.decode(ids) == "fox<tool>"
+    assert tokenizer.decode([402, *ids]) == "fox<tool>"  # a gap in the vocabulary
+    with pytest.raises(ModelError) as error:
+        Tokenizer.from_folder(tmp_path, vocab_size=400)
+    assert "406" in one_line(error)
+    assert "400" in one_line(error)
+
+
+def test_space_only_before_the_text_itself(tiny_sentencepiece: bytes, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(tiny_sentencepiece)
+    before_all = Tokenizer.from_folder(tmp_path)
+    write_json(tmp_path, "tokenizer_config.json", {"legacy": False})
+    before_text = Tokenizer.from_folder(tmp_path)
+    assert before_all.encode("a fox") == before_text.encode("a fox")
+    assert before_all.decode(before_all.encode("<s>a</s>b")) == "a b"
+    assert before_text.decode(before_text.encode("<s>a</s>b")) == "ab"
+
+
+def test_truncation_and_padding_of_the_file_are_ignored(folders: dict[str, Path], tmp_path: Path) -> None:
+    library = tokenizers.Tokenizer.from_file(str(folders["byte_level"] / "tokenizer.json"))
+    library.enable_truncation(8)
+    library.enable_padding(length=64)
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("brown fox " * 50)) == "brown fox " * 50
+    assert len(tokenizer.encode("fox")) < 8
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+def test_truncated_and_altered_files(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    (source,) = [path for path in folders[kind].iterdir() if path.name in ("tokenizer.json", "tokenizer.model")]
+    content = source.read_bytes()
+    for cut in range(0, len(content), len(content) // 25):
+        (tmp_path / source.name).write_bytes(content[:cut])
+        with pytest.raises(ModelError):
+            Tokenizer.from_folder(tmp_path)
+        (tmp_path / source.name).write_bytes(content[:cut] + b"\xf5" + content[cut + 1 :])
+        with contextlib.suppress(ModelError):  # an altered byte may go unnoticed; no other error may come
+            Tokenizer.from_folder(tmp_path).encode("the fox")
+
+
+def test_a_vocabulary_without_the_texts_words(tmp_path: Path) -> None:
+    tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    with pytest.raises(ModelError) as error:
+        tokenizer.encode("fox")
+    assert "cannot encode" in one_line(error)

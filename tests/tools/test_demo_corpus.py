@@ -1,0 +1,48 @@
+"""The demo model's corpus: reproducible, and every question has its answer before it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from lce.engine.loading import DEMO
+from tools.demo_corpus import BOS, WEIGHT_ANSWER, Corpus
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("length", [64, 512])
+def test_a_seed_says_which_batches(tokenizer: Tokenizer, length: int) -> None:
+    first, again, other = (Corpus(tokenizer, seed).batch(4, length, 0.3) for seed in (1, 1, 2))
+    assert np.array_equal(first[0], again[0])
+    assert np.array_equal(first[1], again[1])
+    assert not np.array_equal(first[0], other[0])
+    assert first[0].shape == (4, length + 1)
+    assert first[1].shape == (4, length)
+
+
+def test_every_answer_stands_before_it_is_asked_for(tokenizer: Tokenizer) -> None:
+    ids, weights = Corpus(tokenizer, 5).batch(20, 512, 0.0)
+    asked = 0
+    for row, weight in zip(ids, weights, strict=True):
+        starts = np.flatnonzero(row == tokenizer.token_to_id(BOS))
+        answers = np.flatnonzero((weight[1:] == WEIGHT_ANSWER) & (weight[:-1] != WEIGHT_ANSWER)) + 2
+        for at in answers:
+            end = at
+            while end < 512 and weight[end - 1] == WEIGHT_ANSWER:
+                end += 1
+            document = row[starts[starts < at].max() : at]
+            answer = tokenizer.decode(row[at:end].tolist()).strip(" .")
+            assert answer in tokenizer.decode(document.tolist())
+            asked += 1
+    assert asked > 40
+
+
+def test_rows_without_documents_repeat_runs_of_tokens(tokenizer: Tokenizer) -> None:
+    ids, weights = Corpus(tokenizer, 3).batch(4, 64, 1.0)
+    assert (ids[:, 0] == tokenizer.token_to_id(BOS)).all()
+    assert set(np.unique(weights)) == {0.0, 1.0}

@@ -1,0 +1,125 @@
+"""Small tokenizers of every kind, made here."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from lce.errors import LceError
+
+LLAMA2 = Path(__file__).parents[2] / "shared" / "data" / "llama2_tokenizer.model"
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+PROSE = [
+    "The quick brown fox jumps over the lazy dog, and then over the moon.",
+    "Längere Kontexte brauchen kleine Köpfe; naïve façades don't.",
+    "日本語の文章と😀の絵文字。",
+    "def f(x):\n    return x * 2\n",
+] * 8
+TEXTS = [
+    "Hello world",
+    "  two  spaces,\n\ttabs and é",
+    "日本語 😀 नमस्ते 👩‍👩‍👧",
+    "",
+    " ",
+    "a\x00b\ufffd",
+    "The quick brown fox " * 20,
+]
+KINDS = ["byte_level", "llama", "unigram", "sentencepiece"]
+
+
+def write_json(folder: Path, name: str, content: object) -> None:
+    (folder / name).write_text(json.dumps(content), encoding="utf-8")
+
+
+def byte_level_library() -> tokenizers.Tokenizer:
+    """Llama 3's kind: byte-level BPE, a BOS from the post-processor."""
+    library = tokenizers.Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.train_from_iterator(
+        PROSE,
+        trainers.BpeTrainer(
+            vocab_size=400,
+            show_progress=False,
+            special_tokens=["<|begin|>", "<|end|>", "<|eot|>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
+    library.add_tokens(["<|tool|>", "plain added é"])
+    library.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
+    return library
+
+
+def merges_of(pieces: list[str]) -> list[tuple[str, str]]:
+    """The merges behind a sentencepiece BPE vocabulary, whose pieces stand in the order of their merges."""
+    ranks = {piece: rank for rank, piece in enumerate(pieces)}
+    return [
+        (piece[:cut], piece[cut:])
+        for piece in pieces[259:]
+        for cut in range(1, len(piece))
+        if piece[:cut] in ranks and piece[cut:] in ranks
+    ]
+
+
+def llama_library(model: sentencepiece.SentencePieceProcessor) -> tokenizers.Tokenizer:
+    """Llama 2's kind of tokenizer.json, of a sentencepiece BPE model."""
+    pieces = model.id_to_piece(list(range(len(model))))
+    vocab = {piece: rank for rank, piece in enumerate(pieces)}
+    library = tokenizers.Tokenizer(
+        models.BPE(vocab, merges_of(pieces), unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    library.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    library.add_special_tokens(["<unk>", "<s>", "</s>"])
+    library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return library
+
+
+def unigram_library() -> tokenizers.Tokenizer:
+    """A unigram vocabulary with byte fallback and Metaspace for its decoder."""
+    words = ["<unk>", "<s>", "</s>", *BYTES, "▁", "▁the", "▁fox", "fox", "o", "f", "x", "▁▁"]
+    library = tokenizers.Tokenizer(
+        models.Unigram([(word, -1.0 - rank / 100) for rank, word in enumerate(words)], 0, byte_fallback=True)
+    )
+    library.pre_tokenizer = pre_tokenizers.Metaspace()
+    library.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(), decoders.Fuse()])
+    library.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return library
+
+
+def sentencepiece_model() -> bytes:
+    """A sentencepiece BPE of 400 tokens with byte fallback, as the bytes of its file."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(PROSE),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=400,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        split_digits=True,
+        num_threads=1,
+        minloglevel=2,
+    )
+    return model.getvalue()
+
+
+def byte_ids(raw: bytes) -> list[int]:
+    """The ids of single bytes in a vocabulary with byte fallback."""
+    return [3 + byte for byte in raw]
+
+
+def one_line(error: pytest.ExceptionInfo[LceError]) -> str:
+    message = str(error.value)
+    assert "\n" not in message
+    return message
