@@ -163,13 +163,19 @@ def page_facts(layout: CacheLayout) -> dict[str, Any]:
 
 
 def signed(manifest: Mapping[str, Any], small: Mapping[str, Tensor]) -> str:
-    """A manifest as JSON text, with the digest of what is small."""
-    return json.dumps({**manifest, "digest": digest(small)})
+    """A manifest as JSON text, with the digest of itself and of what is small."""
+    return json.dumps({**manifest, "digest": digest(small, manifest)})
 
 
-def digest(tensors: Mapping[str, Tensor]) -> str:
-    """A SHA-256 of named tensors."""
-    found = hashlib.sha256()
+def is_signed(manifest: Mapping[str, Any], small: Mapping[str, Tensor]) -> bool:
+    """Whether a manifest has the digest of itself and of what is small: neither changed since it was written."""
+    rest = {key: value for key, value in manifest.items() if key != "digest"}
+    return bool(manifest.get("digest") == digest(small, rest))
+
+
+def digest(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any] | None = None) -> str:
+    """A SHA-256 of named tensors, and of a manifest."""
+    found = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         found.update(json.dumps([name, _NAMES[tensor.dtype], list(tensor.shape)]).encode())
         found.update(memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
@@ -208,7 +214,7 @@ def open_snapshot(path: Path, layout: CacheLayout, check: Callable[[Mapping[str,
             for name, info in tensors.items()
             if info.start >= rows_layout.small_start
         }
-        if digest(small) != manifest.get("digest"):
+        if not is_signed(manifest, small):
             raise DataError(f"{path} was altered since it was written; {REMEDY}")
         rows = ContextRows(descriptor, str(path), rows_layout, writable=False)
     except BaseException:

@@ -21,6 +21,7 @@ from lce.cache.context_file import (
     Draft,
     Snapshot,
     digest,
+    is_signed,
     open_snapshot,
     page_facts,
     restored,
@@ -237,7 +238,7 @@ def _read_state(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
     except (OSError, SafetensorError, KeyError, ValueError):
         manifest, tensors = {}, {}
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or manifest.get("digest") != digest(tensors):
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or not is_signed(manifest, tensors):
         raise DataError(f"{path} is damaged or of another version of lce; remove it to start again")
     return manifest, tensors
 

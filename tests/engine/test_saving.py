@@ -228,7 +228,7 @@ def test_an_altered_byte_is_an_error_or_not_needed(document: Path, engine: lce.E
 
 
 def test_the_manifest_names_the_text(document: Path, engine: lce.Engine, tmp_path: Path) -> None:
-    """The same for the same tokens, however they were read; another one is not believed."""
+    """The same for the same tokens, however they were read; another one is refused."""
     engine.prefill_file(tokens(300), tmp_path / "same.lce")
     engine.prefill(tokens(301)).save(tmp_path / "other.lce")
     text, same, other = (
@@ -238,8 +238,19 @@ def test_the_manifest_names_the_text(document: Path, engine: lce.Engine, tmp_pat
     with changed(document, tmp_path) as (path, data):
         at = data.index(text.encode())
         data[at : at + 64] = other.encode()
-    with pytest.raises(DataError, match="contradicts its contents"):
+    with pytest.raises(DataError, match="altered since it was written"):
         engine.open_context(path)
+
+
+def test_every_byte_of_the_manifest_is_guarded(document: Path, engine: lce.Engine, tmp_path: Path) -> None:
+    """One bit of each: an error, never another token."""
+    text = json.dumps(json.dumps(manifest_of(document))).encode()[1:-1]  # as it stands in the header
+    first, draw = document.read_bytes().index(text), random.Random(0)
+    for at in range(first, first + len(text)):
+        with changed(document, tmp_path) as (path, data):
+            data[at] ^= 1 << draw.randrange(8)
+        with pytest.raises(DataError):
+            engine.open_context(path)
 
 
 def test_every_key_and_value_is_guarded(document: Path, tiny_model: Path, tmp_path: Path) -> None:
