@@ -14,8 +14,8 @@ from lce.attention import Attention
 from lce.cache.kv import KVCache
 from lce.cache.layout import Budgets, CacheLayout, Reach
 from lce.methods import Driver, Method, Rope, RopeConfig
-from lce.methods.run import Attend
 from lce.methods.step import Note
+from lce.models.layers import Attend
 
 BY_BLOCK = {"esa", "infllm"}  # the queries of a block choose together: other blocks, other choices
 

@@ -17,6 +17,7 @@ class KeyBounds(SelectiveMethod):
     is the middle alone, -1 the lower bound. Keys stand at their offsets in the chunk, the query at its first token.
     """
 
+    summary_vectors = 2
     spread: float = 1.0
 
     def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:

@@ -84,7 +84,8 @@ def backends() -> dict[str, type[Backend]]:
     while open_classes:
         for cls in open_classes.pop().__subclasses__():
             open_classes.append(cls)
-            if cls.__module__.startswith("lce.attention."):
+            if "name" in vars(cls) and cls.__module__.startswith("lce.attention."):
+                assert cls.name not in found, f"two backends are called {cls.name}"
                 found[cls.name] = cls
     return dict(sorted(found.items()))
 

@@ -44,8 +44,9 @@ class Tiles:
 class SlotQueries:
     """Queries `q [H, T, D]` as each of K slots sees them: row `(h·T + t)·K + s` is `q[h, t]` turned by `turns[t, s]`.
 
-    `turns` are `[T, K, D/2]`, or `[T, 1, D/2]` where all slots see a query alike. Rows are rotated as they are taken,
-    unless all of them are few, or alike: then they are rotated once. Bytes: one copy of the queries, not K.
+    `turns` are `[T, K, D/2]`, or `[T, 1, D/2]` where all slots see a query alike. Rows are rotated as they are taken.
+    If all rows fit in `AT_ONCE` bytes, or all slots are alike, they are rotated once. Bytes: one copy of the queries,
+    not K.
     """
 
     def __init__(self, q: Tensor, turns: Turn, n_slots: int) -> None:

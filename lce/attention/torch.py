@@ -52,16 +52,10 @@ class Torch(Backend):
         groups, rep, n_queries, dim = q.shape
         n_keys = k.shape[1]
         span = (-1, -1) if not causal else (-1 if window is None else window - 1, 0)
-        out, lse = self.ragged(
-            q.transpose(1, 2).reshape(groups * n_queries, rep, dim),
-            k.reshape(groups * n_keys, 1, dim),
-            v.reshape(groups * n_keys, 1, dim),
-            _bounds(groups, n_queries, q.device),
-            _bounds(groups, n_keys, q.device),
-            n_queries,
-            n_keys,
-            span,
-        )
+        flat_q = q.transpose(1, 2).reshape(groups * n_queries, rep, dim)
+        flat_k, flat_v = (x.reshape(groups * n_keys, 1, dim) for x in (k, v))
+        q_bounds, k_bounds = (_bounds(groups, n, q.device) for n in (n_queries, n_keys))
+        out, lse = self.ragged(flat_q, flat_k, flat_v, q_bounds, k_bounds, n_queries, n_keys, span)
         out = out.view(groups, n_queries, rep, dim).transpose(1, 2)
         return out, lse.reshape(groups, n_queries, rep).transpose(1, 2)
 
@@ -110,4 +104,4 @@ def _bounds(n: int, size: int, device: torch.device) -> Tensor:
 def _flash_cpu(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, bias: Tensor | None = None) -> Part:
     """PyTorch's CPU flash kernel: `[B, heads, T, D]`, top-left causal; lse is a strided view."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias)
-    return out, lse.contiguous()
+    return out, lse.float().contiguous()

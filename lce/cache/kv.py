@@ -49,7 +49,7 @@ Residency = Whole | Tiered | Opened
 class KVBuffer:
     """Keys and values `k v [G, capacity, D]` of the tokens from `first` on; whole chunks, and contiguous.
 
-    Never changes its size: `resized` and `without` make another one.
+    Never changes its size: `replaced` makes another one.
     """
 
     def __init__(self, layout: CacheLayout, capacity: int, first: int = 0) -> None:
@@ -81,7 +81,7 @@ class KVBuffer:
         return self.k[:, here], self.v[:, here]
 
     def tiles(self, n_chunks: int) -> Tiles:
-        """The buffer as tiles, of a text that begins with chunks that are elsewhere; `n_chunks` in all are complete."""
+        """The buffer as tiles. The text has `n_chunks` complete chunks; those before the buffer have no tile here."""
         size, before = self.layout.chunk_size, self.first // self.layout.chunk_size
         index = self.index
         if before:
@@ -89,12 +89,8 @@ class KVBuffer:
         shape = (self.index.numel(), size, self.layout.head_dim)
         return Tiles(self.k.view(shape), self.v.view(shape), index)
 
-    def resized(self, capacity: int, stop: int) -> KVBuffer:
-        """A buffer of `capacity` tokens with those before `stop`. Bytes: one copy of them."""
-        return self.without(self.first, capacity, stop)
-
-    def without(self, first: int, capacity: int, stop: int) -> KVBuffer:
-        """A buffer that begins at token `first`, with the tokens up to `stop`."""
+    def replaced(self, first: int, capacity: int, stop: int) -> KVBuffer:
+        """Another buffer of `capacity` tokens, with tokens `first..stop-1` of this one. Bytes: one copy of them."""
         other = KVBuffer(self.layout, capacity, first)
         for mine, its in zip(self.span(first, stop), other.span(first, stop), strict=True):
             its.copy_(mine)
@@ -231,14 +227,14 @@ class LayerCache:
                 return
         elif isinstance(self.residency, Whole):
             wanted = max(n_tokens, min(self.buffer.capacity * 3 // 2, layout.resident_tokens))
-        self.buffer = self.buffer.resized(wanted - self.buffer.first, self.length)
+        self.buffer = self.buffer.replaced(self.buffer.first, wanted - self.buffer.first, self.length)
 
     def move_to(self, residency: Tiered) -> None:
         """Leave recent tokens alone in the buffer, and the others to the tiers."""
         self.residency = residency
         self.retire()
         capacity = max(self.layout.recent_tokens, self.length - self.buffer.first)
-        self.buffer = self.buffer.resized(capacity, self.length)
+        self.buffer = self.buffer.replaced(self.buffer.first, capacity, self.length)
 
     def retire(self) -> None:
         """Move complete chunks behind the reach of local attention to the tiers."""
@@ -247,12 +243,12 @@ class LayerCache:
         if border > first:
             self.tiers.add(self.index, first // size, *self.buffer.span(first, border))
             capacity = max(self.layout.recent_tokens, self.length - border)  # less after a refused `move_to`
-            self.buffer = self.buffer.without(border, capacity, self.length)
+            self.buffer = self.buffer.replaced(border, capacity, self.length)
 
     def copy(self, residency: Residency) -> LayerCache:
         """A cache of its own with the committed tokens; `residency` has the tiers of the other context."""
         capacity = self.length if isinstance(residency, Whole) else self.buffer.capacity
-        buffer = self.buffer.resized(capacity, self.length)
+        buffer = self.buffer.replaced(self.buffer.first, capacity, self.length)
         state = {name: state.copy(self.length) for name, state in self.state.items()}
         return LayerCache(self.index, self.layout, buffer, residency, state, self.length)
 
@@ -315,7 +311,7 @@ class KVCache:
                 layer.move_to(self.residency)
 
     def prefetch(self, layer: int) -> None:
-        """Begin to fetch what this layer is likely to ask for, if there is such a layer."""
+        """Begin to fetch what this layer is likely to ask for. Does nothing for a layer behind the last."""
         if not isinstance(self.residency, Whole) and layer < len(self.layers):
             self.residency.tiers.prefetch(layer)
 

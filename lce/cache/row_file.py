@@ -33,6 +33,7 @@ MAPPED = 8 << 20  # bytes read through a map before its pages are released, so t
 READERS = 8  # threads that wait for the disk at once
 NO_WAIT = getattr(os, "RWF_NOWAIT", 0)  # read what the system has in memory, or nothing
 PER_CALL = 1 << 20  # bytes that one system call reads
+FULL = "the cache of keys and values is full; give --spill-dir, or a larger budget"
 GROWTH = 64 << 20  # bytes: a spill file grows by at least this much, and by half of its size
 
 
@@ -81,7 +82,7 @@ class RowFile:
 
         `groups` and `chunks` name the pages, as `lce.cache.tiers.Pages` does.
         """
-        raise CapacityError("the cache of keys and values is full; give --spill-dir, or a larger budget")
+        raise CapacityError(FULL)
 
     def write(self, first: int, rows: Tensor) -> None:
         """Overwrite rows `first..first+n-1`, which exist, with `rows [n, *row_shape]`."""

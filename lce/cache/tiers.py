@@ -23,13 +23,12 @@ from torch import Tensor
 from lce.attention import Tiles
 from lce.cache.layout import DEVICE, DISK, HOST, UNBOUNDED, CacheLayout
 from lce.cache.movers import Cuda, Mover, Pinned
-from lce.cache.row_file import RowFile, SpillFile
+from lce.cache.row_file import FULL, RowFile, SpillFile
 from lce.errors import CapacityError
 
 Numbers = NDArray[np.int64]
 AT_ONCE = 64 << 20  # bytes of pages that are read from a lower tier, or written to it, in one go
 NEVER = np.iinfo(np.int64).max
-FULL = "the cache of keys and values is full; give --spill-dir, or a larger budget"
 
 
 class Pages(NamedTuple):
@@ -115,7 +114,7 @@ class Disk(Tier):
         self.layout = layout
         self.file = file
         self.below = below
-        self.traffic = below.traffic if isinstance(below, Disk) else Traffic()
+        self.traffic = below.traffic if isinstance(below, Disk) else Traffic()  # files are one tier to users
         self.row = PageIndex(layout)  # the first row of each page in the file
 
     @property
@@ -341,13 +340,10 @@ class TierStack:
         """Empty pools above `bottom`, beside buffers of `buffer_tokens` tokens, or of those that are usual."""
         self.layout = layout
         self.bottom = bottom  # what is below all pools: a file, or nowhere
-        self.pools: list[Pool] = []
-        slots = layout.device_slots(buffer_tokens)
-        if layout.host_slots:
-            self.pools.append(Pool(HOST, layout, Pinned(), bottom, layout.host_slots))
-        mover = Mover() if layout.on_cpu else Cuda(layout.device)
-        self.top = Pool(DEVICE, layout, mover, self.pools[0] if self.pools else bottom, slots, layout.pinned_chunks)
-        self.pools.insert(0, self.top)
+        slots, mover = layout.device_slots(buffer_tokens), Mover() if layout.on_cpu else Cuda(layout.device)
+        host = [Pool(HOST, layout, Pinned(), bottom, layout.host_slots)] if layout.host_slots else []
+        self.top = Pool(DEVICE, layout, mover, host[0] if host else bottom, slots, layout.pinned_chunks)
+        self.pools = [self.top, *host]
         self._asked: dict[int, Pages] = {}  # by layer, what was last asked of the first pool
 
     @classmethod

@@ -23,10 +23,10 @@ from lce.engine.saving import ContextData, Identity, PrefillJob, open_saved
 from lce.engine.trace import Trace, TraceRecorder
 from lce.errors import UsageError
 from lce.methods.base import Method
-from lce.methods.run import Attend, Driver
+from lce.methods.run import Driver
 from lce.methods.step import Note
 from lce.models.config import RopeConfig
-from lce.models.layers import Model
+from lce.models.layers import Attend, Model
 from lce.models.rope import Rope
 from lce.tokenizer.tokenizer import Tokenizer, checked_ids
 from lce.weights.checkpoint import Checkpoint

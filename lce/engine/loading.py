@@ -16,7 +16,7 @@ from lce.engine.engine import Engine, EngineOptions
 from lce.engine.planning import Plan, Planner
 from lce.errors import UsageError, nearest
 from lce.methods.base import Method
-from lce.methods.registry import make
+from lce.methods.registry import as_method
 from lce.methods.step import Surroundings
 from lce.models.config import ROPE_KINDS, ModelConfig, RopeConfig
 from lce.models.registry import model_class, read_config
@@ -55,14 +55,14 @@ def load(
         keep_freed_memory()
     checkpoint = Checkpoint.open(folder)
     surroundings = Surroundings(config.published, folder, checkpoint.fingerprint)
-    resolved = (make(method) if isinstance(method, str) else method).for_model(surroundings).resolve(window)
+    resolved = as_method(method).for_model(surroundings).resolve(window)
     budgets = budgets_of(kv_device_budget, kv_host_budget, spill_dir)
     layout = layout_of(config, resolved, dtype_of(dtype, checkpoint.dtype), where, block, budgets)
     scaling = _scaled(config.rope, rope, rope_factor)
     options = EngineOptions(resolved, Attention.choose(attention), window, scaling, layout)
     family = model_class(config)
     wanted = family.weights(config, checkpoint.tensors)
-    weights = checkpoint.load(wanted, dtype=layout.dtype, device=where, ignore=(*family.ignored, *config.unused))
+    weights = checkpoint.load(wanted, dtype=layout.dtype, device=where, ignore=(*family.unused, *config.unused))
     return Engine(family(config, weights), tokenizer, checkpoint, options)
 
 
@@ -83,8 +83,7 @@ def plan(
         raise UsageError(f"tokens is {tokens}; expected 1 or more")
     check_sizes(block, window)
     surroundings = Surroundings(config.published, folder, lambda: Checkpoint.open(folder).fingerprint(), plan_only=True)
-    chosen = make(method) if isinstance(method, str) else method
-    chosen = chosen.for_model(surroundings).resolve(window or config.window)
+    chosen = as_method(method).for_model(surroundings).resolve(window or config.window)
     kind = dtype_of(dtype, partial(DTYPES.__getitem__, config.dtype or "float32"))
     budgets = budgets_of(kv_device_budget, kv_host_budget, spill_dir)
     layout = layout_of(config, chosen, kind, device_of(device), block, budgets)
@@ -97,17 +96,9 @@ def layout_of(
 ) -> CacheLayout:
     """The cache of a model's contexts under a resolved method."""
     return CacheLayout(
-        n_layers=config.n_layers,
-        n_heads=config.n_heads,
-        n_kv_heads=config.n_kv_heads,
-        head_dim=config.head_dim,
-        dtype=dtype,
-        device=device,
-        reach=method.reach,
-        budgets=budgets,
-        block=block or method.block,
-        make_state=method.state,
-    )
+        config.n_layers, config.n_heads, config.n_kv_heads, config.head_dim, dtype, device, method.reach, budgets,
+        block or method.block, method.state,
+    )  # fmt: skip
 
 
 def check_sizes(block: int | None, window: int | None) -> None:

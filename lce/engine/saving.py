@@ -59,13 +59,13 @@ class Identity:
         """The identity as a manifest holds it; error messages use its keys."""
         return {name: getattr(self, name) for name in ("model", "method", "window", "rope", "dtype")}
 
-    def check(self, path: Path, found: object) -> None:
+    def check(self, path: Path, found: object, remedy: str = REMEDY) -> None:
         """Raise `DataError` where `found`, the identity in the file `path`, is another one."""
         theirs = found if isinstance(found, dict) else {}
         for name, ours in self.facts.items():
             if theirs.get(name) != ours:
                 shown = "" if name == "model" else f" {theirs.get(name)}; this engine has {ours}"
-                raise DataError(f"{path} was made with another {name}{shown}; load that one, or {REMEDY}")
+                raise DataError(f"{path} was made with another {name}{shown}; load that one, or {remedy}")
 
 
 @dataclass(frozen=True)
@@ -168,11 +168,10 @@ class PrefillJob:
 
     def _resume(self, text: str) -> tuple[KVCache, Tensor | None]:
         manifest, tensors = _read_state(self.state)
-        self.identity.check(self.state, manifest.get("identity"))
+        remedy = f"remove it and {self.part.name}, or name another file"
+        self.identity.check(self.state, manifest.get("identity"), remedy)
         if manifest.get("text") != text:
-            raise DataError(
-                f"{self.part} belongs to another text; remove it and {self.state.name}, or name another file"
-            )
+            raise DataError(f"{self.state} belongs to another text; {remedy}")
         self.draft = Draft.reopen(self.part, self.layout)
         found = _restored(self.part, self.layout.cache, Snapshot(manifest, tensors, self.draft.rows), own=True)
         return found.cache, found.logits

@@ -30,30 +30,10 @@ from lce.models.config import RopeConfig
 from lce.models.rope import Rope
 
 __all__ = [
-    "ESA",
-    "Driver",
-    "DualChunk",
-    "Full",
-    "InfLLM",
-    "LMInfinite",
-    "LayerCache",
-    "LongHeads",
-    "Method",
-    "Quest",
-    "ReRope",
-    "Rope",
-    "RopeConfig",
-    "SelectiveMethod",
-    "SelfExtend",
-    "Step",
-    "Streaming",
-    "available",
-    "find",
-    "make",
-    "register",
-    "rotate",
-    "run",
-]
+    "ESA", "Driver", "DualChunk", "Full", "InfLLM", "LMInfinite", "LayerCache", "LongHeads", "Method", "Quest",
+    "ReRope", "Rope", "RopeConfig", "SelectiveMethod", "SelfExtend", "Step", "Streaming", "available", "find", "make",
+    "register", "rotate", "run",
+]  # fmt: skip
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")

@@ -26,12 +26,15 @@ from lce.methods.step import Step, Surroundings
 class Method(ABC):
     """A strategy behind the attention hook; its fields are its knobs, `None` where the window decides.
 
-    What a method must say is `attend`; `key_positions` and `keep` where keys are not cached at their absolute position
-    or more is kept of them; `reach` and `state` where it looks at less than everything or keeps something. Everything
-    else has a default.
+    A method defines `attend`. It overrides `key_positions` if keys are not cached at their absolute positions, and
+    `keep` if it keeps more of a block than keys and values. `reach` tells the cache what it needs to know, and `state`
+    what else is kept. Everything has a default but `attend`.
     """
 
     name: ClassVar[str] = ""
+
+    def __init_subclass__(cls) -> None:
+        cls.name = cls.name or cls.__name__  # until it is registered
 
     def for_model(self, model: Surroundings) -> Self:
         """This method with what a model's own files hold for it; called once, before `resolve`."""
@@ -62,9 +65,7 @@ class Method(ABC):
 
     @property
     def choices(self) -> tuple[int, int]:
-        """What the numbers given to `step.note` mean: choice c is the `size` tokens from `first + c·size` on;
-        (first, size).
-        """
+        """`(first, size)`: choice c, as `step.note` is given it, is the `size` tokens from `first + c·size` on."""
         return 0, self.reach.chunk_size
 
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
@@ -94,7 +95,7 @@ class LocalMethod(Method):
     Keys are cached unrotated, to be seen from one position; the last `n_recent` are also kept at their own.
     """
 
-    local: int | None  # a knob of whoever derives from this, and so is `sinks` where there are some
+    local: int | None  # a knob of each derived class, as is `sinks` where there are some
     sinks = 0
 
     @property

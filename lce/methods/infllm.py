@@ -16,12 +16,11 @@ from lce.cache.kv import LayerCache
 from lce.cache.layout import CacheLayout, Reach
 from lce.cache.method_state import MethodState, RecentRows, Staged, Summaries
 from lce.methods.base import LocalMethod
-from lce.methods.parts import RECENT, attend_behind, attend_local
+from lce.methods.parts import RECENT, SCORES_AT_ONCE, attend_behind, attend_local
 from lce.methods.registry import register
 from lce.methods.step import Step
 
 BLOCKS, VOTES = "memory blocks", "votes"
-SCORES_AT_ONCE = 1 << 24  # bounds the weights of a slice of queries: 64 MiB in float32
 
 
 @register("infllm")

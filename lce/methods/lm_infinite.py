@@ -12,11 +12,9 @@ from torch import Tensor
 from lce.attention import Part, merge, rotate
 from lce.cache.kv import LayerCache
 from lce.methods.base import LocalMethod
-from lce.methods.parts import attend_behind, attend_local, concat_queries
+from lce.methods.parts import SCORES_AT_ONCE, attend_behind, attend_local, concat_queries
 from lce.methods.registry import register
 from lce.methods.step import Step
-
-SCORES_AT_ONCE = 1 << 24  # bounds the scores of a slice of queries: 64 MiB in float32
 
 
 @register("lm_infinite")

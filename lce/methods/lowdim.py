@@ -23,9 +23,9 @@ from torch.nn.functional import max_pool1d
 
 from lce.errors import DataError, UsageError
 from lce.files import write_whole
+from lce.methods.parts import SCORES_AT_ONCE
 
 FORMAT = "lce low-dim maps 1"
-SCORES_AT_ONCE = 1 << 24  # bounds the scores of a slice of queries: 64 MiB in float32
 
 
 @dataclass(frozen=True)

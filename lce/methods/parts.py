@@ -17,6 +17,7 @@ from lce.cache.method_state import RecentRows
 from lce.methods.step import Step
 
 RECENT = "recent keys"
+SCORES_AT_ONCE = 1 << 24  # bounds the scores of a slice of queries: 64 MiB in float32
 
 
 def attend_span(
@@ -39,7 +40,7 @@ def attend_span(
 
 
 def attend_local(q: Tensor, cache: LayerCache, step: Step, *, window: int | None = None, first: int = 0) -> Part:
-    """Keys at their true distance: those of tokens from `first` on, and of these the last `window` of each query.
+    """Each query attends the tokens from `first` on, and of these the last `window`, at their true distances.
 
     `q [H, T, D]` is unrotated. For methods that keep as many recent keys. Time: O(H · T · window · D).
     """
@@ -53,7 +54,7 @@ def attend_local(q: Tensor, cache: LayerCache, step: Step, *, window: int | None
 def attend_behind(
     q: Tensor, cache: LayerCache, step: Step, gap: int, *, first: int = 0, stop: int | None = None
 ) -> Part:
-    """Those of tokens `first..stop-1` that are at least `gap` behind each query, as they are cached.
+    """Each query attends those of tokens `first..stop-1` that are at least `gap` behind it, as they are cached.
 
     `q [H, T, D]` is placed; query i sees those up to `i - gap`. The block is cut in three: queries that see none,
     queries that see one more each, queries that see all. Time: O(H · T · N · D).

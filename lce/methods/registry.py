@@ -62,6 +62,38 @@ def _loaded(point: Any) -> type[Method]:
     return cls
 
 
+def as_method(method: str | Method) -> Method:
+    """A method by name, or an instance with checked knobs. Raises `UsageError`."""
+    if isinstance(method, str):
+        return make(method)
+    if isinstance(method, type) and issubclass(method, Method):
+        raise UsageError(f"method is the class {method.__name__}; expected an instance: {method.__name__}()")
+    if not isinstance(method, Method):
+        raise UsageError(f"method is {method!r}; expected a name, or an instance of lce.Method")
+    cls = type(method)
+    if any("__init__" in vars(base) and "__dataclass_fields__" not in vars(base) for base in cls.__mro__[:-1]):
+        raise UsageError(f"method {cls.__name__} has an __init__ of its own; expected a frozen dataclass")
+    kinds = typing.get_type_hints(cls)
+    for field in dataclasses.fields(method):
+        _check_knob(f"{method.name}: {field.name}", getattr(method, field.name), kinds[field.name])
+    return method
+
+
+def _check_knob(what: str, value: Any, kind: Any) -> None:
+    """Raise `UsageError` for a value that is not of its kind. Kinds that `convert` does not know are not checked."""
+    is_union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
+    arms = typing.get_args(kind) if is_union else (kind,)
+    plain = [arm for arm in arms if arm in (int, float, bool, str) or typing.get_origin(arm) is Literal]
+    if not plain or any(isinstance(arm, type) and arm not in plain and isinstance(value, arm) for arm in arms):
+        return
+    try:
+        converted = convert(value, kind)
+    except ValueError as error:
+        raise UsageError(f"{what} is {value!r}; expected {error}") from None
+    if isinstance(value, str) and not isinstance(converted, str):
+        raise UsageError(f"{what} is the text {value!r}; expected {getattr(plain[0], '__name__', plain[0])}")
+
+
 def make(name: str, options: Mapping[str, Any] | None = None) -> Method:
     """The method `name` with these options; values may be text, as on a command line. Raises `UsageError`."""
     cls = find(name)

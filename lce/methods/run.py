@@ -14,12 +14,12 @@ from lce.cache.kv import KVCache
 from lce.cache.layout import CacheLayout
 from lce.errors import UsageError
 from lce.methods.base import Method
-from lce.methods.registry import make
+from lce.methods.registry import as_method
 from lce.methods.step import Note, Step
 from lce.models.config import RopeConfig
+from lce.models.layers import Attend
 from lce.models.rope import Rope
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # layer, q [H, T, D], k v [G, T, D], to [H, T, D]
 T = TypeVar("T")
 
 
@@ -87,7 +87,7 @@ def run(
         lce.methods.run("full", q, q, v, window=8)  # [[[3, 0], [2, 0], [2, 2]]]
     """
     _check_shapes(q, k, v, rope)
-    method = (make(method) if isinstance(method, str) else method).resolve(window)
+    method = as_method(method).resolve(window)
     n_kv_heads, n, dim = k.shape
     sizes = _block_sizes(method.block if blocks is None else blocks, n)
     rope = rope or Rope(RopeConfig(), dim, window, n)

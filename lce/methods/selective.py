@@ -20,10 +20,9 @@ from lce.cache.layout import CacheLayout, Reach
 from lce.cache.method_state import MethodState, OpenChunk, RecentRows, Summaries
 from lce.errors import UsageError
 from lce.methods.base import Method
-from lce.methods.parts import RECENT, attend_own_chunk
+from lce.methods.parts import RECENT, SCORES_AT_ONCE, attend_own_chunk
 from lce.methods.step import Step
 
-SCORES_AT_ONCE = 1 << 24  # bounds the scores of a slice of queries: 64 MiB in float32
 SUMMARIES, OPEN_QUERIES = "summaries", "open queries"
 
 
@@ -77,7 +76,7 @@ class TruePositions(Placement):
 
 
 class ConstantDistance(Placement):
-    """Chosen chunks at one distance, the chunk size: the first that the own chunk does not have."""
+    """Chosen chunks at one distance, the chunk size L. The own chunk has the distances 0 to L - 1."""
 
     def slot_turns(self, q: Tensor, step: Step, size: int, n_slots: int, most: int) -> Turn:
         return Turn(*(x.expand(q.shape[1], 1, -1) for x in step.far_turn(size, q)))
@@ -87,10 +86,8 @@ class ConstantDistance(Placement):
 
 
 PLACEMENTS: dict[str, Placement] = {
-    "side_by_side": SideBySide(),
-    "true": TruePositions(),
-    "constant": ConstantDistance(),
-}
+    "side_by_side": SideBySide(), "true": TruePositions(), "constant": ConstantDistance(),
+}  # fmt: skip
 
 
 class ChunkSelection(Method):
@@ -102,6 +99,7 @@ class ChunkSelection(Method):
 
     placement: str  # a knob, or fixed
     uses_queries: ClassVar[bool] = True  # whether `summarise` looks at queries: they are kept while a chunk is open
+    summary_vectors: ClassVar[int] = 1  # what `summarise` keeps of a chunk, in vectors `[D]` a query head
 
     @property
     @abstractmethod
@@ -118,8 +116,8 @@ class ChunkSelection(Method):
         return Reach(self.size, sinks=self.size, local=self.size, per_head=True)
 
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
-        """One vector `[D]` a query head for each complete chunk, the open chunk's queries, and recent keys at need."""
-        kept: dict[str, MethodState] = {SUMMARIES: Summaries(layout.query_bytes, self.size)}
+        """A summary for each complete chunk, the open chunk's queries, and recent keys at need."""
+        kept: dict[str, MethodState] = {SUMMARIES: Summaries(self.summary_vectors * layout.query_bytes, self.size)}
         if self.uses_queries:
             kept[OPEN_QUERIES] = OpenChunk(self.size, layout.query_bytes)
         if self.key_positions(torch.zeros(0, dtype=torch.int64)) is None:
@@ -157,7 +155,8 @@ class ChunkSelection(Method):
     def select(self, scores: Tensor, step: Step) -> Tensor:
         """Scores `[C, T, M]` to the chosen chunks `[C, T, K]`, ascending, -1 behind the last. Time: O(C · T · M).
 
-        Whatever the scores, infinite and NaN ones too, no query is given its own chunk or one after it.
+        A query gets `n_choices` of the chunks before its own, or all of them where they are fewer: placement counts on
+        it. For any scores, infinite and NaN ones too, no query is given its own chunk or a later one.
         """
         chunk_ids = torch.arange(scores.shape[-1], device=scores.device)
         own = (step.positions(scores.device) // self.size)[:, None]
@@ -191,6 +190,9 @@ class ChunkSelection(Method):
         own = attend_own_chunk(rotate(q, step.key_turn(self.key_positions, q) or step.true_turn(q)), cache, step)
         if chosen is None:
             return merge([own])
+        if chosen.shape[-1] > self.n_choices:
+            got = chosen.shape[-1]
+            raise UsageError(f"{self.name}: select gives {got} chunks a query; expected {self.n_choices} or fewer")
         if step.note:
             step.note(cache.index, chosen)
         n_slots = chosen.shape[-1]
@@ -207,7 +209,13 @@ class ChunkSelection(Method):
         if stop > first:
             k, v = (x.unflatten(1, (-1, size)) for x in cache.span(first * size, stop * size))
             queries = self._complete_queries(q, first, stop, cache, step)
-            cache.kept(Summaries, SUMMARIES).write(self.summarise(queries, k, v, step), first)
+            summaries, kept = self.summarise(queries, k, v, step), cache.kept(Summaries, SUMMARIES)
+            if (n_bytes := summaries[:, 0].numel() * summaries.element_size()) > kept.row_bytes:
+                raise UsageError(
+                    f"{self.name}: summarise keeps {n_bytes} bytes of a chunk; expected at most {kept.row_bytes}, or a "
+                    "larger summary_vectors"
+                )
+            kept.write(summaries, first)
         open_from = max(step.start, stop * size)
         if self.uses_queries and open_from < step.stop:
             cache.kept(OpenChunk, OPEN_QUERIES).write(q[:, open_from - step.start :], open_from)
@@ -240,8 +248,8 @@ class SelectiveMethod(ChunkSelection):
     query of chunk `o` attends the first chunk, the best scoring ones, chunk `o-1` and its own part of chunk `o`:
     `chunks` in all.
 
-    `placement` says where chosen chunks are seen: `side_by_side` in their order from position 0, so that nothing is
-    seen at a distance that the window does not have; `true`, at their own positions; `constant`, at the distance
+    `placement` says where chosen chunks are seen: `side_by_side` in their order from position 0, so that all distances
+    are within the window; `true`, at their own positions; `constant`, at the distance
     `chunk_size`. The own chunk is always seen at its true distances.
     """
 

@@ -69,7 +69,7 @@ class Model:
     layer: ClassVar[type[Layer]]
     model_weights: ClassVar[WeightTable]
     layer_weights: ClassVar[WeightTable]
-    ignored: ClassVar[tuple[str, ...]] = ()  # patterns of published names that no model of the family uses
+    unused: ClassVar[tuple[str, ...]] = ()  # patterns of published names that no model of the family uses
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
         self.config = config

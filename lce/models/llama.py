@@ -47,7 +47,7 @@ class Llama(Model):
         "up": ("mlp.up_proj.weight", "inner hidden"),
         "down": ("mlp.down_proj.weight", "hidden inner"),
     }
-    ignored = ("*.rotary_emb.inv_freq",)  # old checkpoints store the frequencies; ours come from the config
+    unused = ("*.rotary_emb.inv_freq",)  # old checkpoints store the frequencies; ours come from the config
 
     @classmethod
     def configure(cls, config: ModelConfig, fields: Fields) -> ModelConfig:

@@ -157,7 +157,7 @@ _COMPUTING = (
     option("--window", type=int, help="Positions the model can be trusted on.  [default: the checkpoint's]"),
 )
 _ATTENTION = (
-    option("--attention", default="auto", metavar="auto|flash|torch|reference", help="What computes attention."),
+    option("--attention", default="auto", metavar="NAME", help="What computes attention: torch, flash or reference."),
     option("--rope", metavar="none|linear|ntk|dynamic|yarn|llama3", help="RoPE scaling.  [default: the checkpoint's]"),
     option("--rope-factor", type=float, help="How far RoPE scaling stretches the window."),
 )

@@ -245,3 +245,10 @@ def test_routed_on_cuda(
     on_gpu = Turn(turns.cos.cuda(), turns.sin.cuda())
     part = Attention.choose(name).routed(q.cuda(), on_gpu, chosen.cuda(), [Tiles.of_chunks(k.cuda(), v.cuda())])
     assert_same(part, truth, 2 * HALF.get(dtype, 1e-4))
+
+
+def test_float64_works_and_its_log_sum_exp_is_float32() -> None:
+    q, k, v = (x.double() for x in routed_vectors(8, 2, 20, 6, 5))
+    turns, chosen = turns_of(20, 3, torch.float64), choices("some none", 8, 20, 3, 6)
+    part = Attention.choose("torch").routed(q, turns, chosen, [Tiles.of_chunks(k, v)])
+    assert_same(part, routed_truth(q, turns, chosen, (k, v)))

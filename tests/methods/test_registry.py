@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import Any, Literal
@@ -9,7 +10,8 @@ from typing import Any, Literal
 import pytest
 
 import lce
-from lce.methods import Full, LongHeads, Method, find, make, register, registry
+from lce.methods import ESA, Full, LongHeads, Method, find, make, register, registry
+from lce.methods.registry import as_method
 
 
 @dataclass(frozen=True)
@@ -106,3 +108,36 @@ def test_a_number_that_is_none_is_refused(offered: Any, value: object) -> None:
     offered(knobbed="Knobbed")
     with pytest.raises(lce.UsageError, match=r"share=.* is not a (finite )?number; default share=0.5"):
         make("knobbed", {"share": value})
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (LongHeads, "method is the class LongHeads; expected an instance: LongHeads()"),
+        (3, "method is 3; expected a name, or an instance of lce.Method"),
+        (LongHeads(placement="sideways"), "longheads: placement is 'sideways'; expected one of side_by_side, true"),  # type: ignore[arg-type]
+        (LongHeads(share="Layer"), "share is 'Layer'; expected one of head, group, layer"),  # type: ignore[arg-type]
+        (LongHeads(chunk_size=16.0), "chunk_size is 16.0; expected a value of type int"),  # type: ignore[arg-type]
+        (LongHeads(chunk_size="16"), "chunk_size is the text '16'; expected int"),  # type: ignore[arg-type]
+        (LongHeads(chunk_size=True), "chunk_size is True; expected a value of type int"),
+    ],
+    ids=str,
+)
+def test_knobs_of_an_instance_are_checked(method: Any, message: str) -> None:
+    with pytest.raises(lce.UsageError, match=re.escape(message)):
+        as_method(method)
+
+
+def test_instances_that_are_right_pass() -> None:
+    for method in (LongHeads(chunk_size=8), ESA(maps="maps.safetensors"), ESA(maps=None), Knobbed(count=3, share=1)):
+        assert as_method(method) is method
+    assert as_method("full") == Full()
+
+
+def test_a_method_without_a_record_of_its_knobs_is_refused() -> None:
+    class Bare(Full):
+        def __init__(self, knob: int) -> None:
+            self.knob = knob
+
+    with pytest.raises(lce.UsageError, match="method Bare has an __init__ of its own; expected a frozen dataclass"):
+        as_method(Bare(3))

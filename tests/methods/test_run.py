@@ -14,7 +14,7 @@ from lce.cache.kv import KVCache, LayerCache
 from lce.cache.layout import CacheLayout, Reach
 from lce.errors import UsageError
 from lce.methods import Driver, Full, LongHeads, Rope, RopeConfig, make
-from lce.methods.run import Attend
+from lce.models.layers import Attend
 from tests import oracle
 from tests.running import cut, vectors
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lce.errors import UsageError
 from lce.methods import SelectiveMethod, Step
 from tests.running import cut, run, vectors
 
@@ -60,3 +61,33 @@ def test_no_score_lets_a_query_see_ahead(value: float) -> None:
     assert before.isfinite().all()
     assert torch.equal(before[:, :150], after[:, :150])
     assert not torch.equal(before, after)
+
+
+@dataclass(frozen=True)
+class TakesTooMany(ByMeanKey):
+    """Chooses every complete chunk."""
+
+    def select(self, scores: Tensor, step: Step) -> Tensor:
+        return torch.arange(scores.shape[-1]).expand(*scores.shape[:2], -1)
+
+
+@dataclass(frozen=True)
+class KeepsTwice(ByMeanKey):
+    """Keeps two vectors and declares one."""
+
+    def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        return super().summarise(q, k, v, step).repeat(1, 1, 2)
+
+
+def test_more_chunks_than_have_a_position_are_refused() -> None:
+    q, k, v = vectors(1, 4, 2, 100, 8)
+    with pytest.raises(UsageError, match=r"TakesTooMany: select gives .* chunks a query; expected 7 or fewer"):
+        run(TakesTooMany(chunk_size=SIZE), q, k, v, [100], window=WINDOW)
+
+
+def test_more_than_was_declared_is_not_kept() -> None:
+    q, k, v = vectors(1, 4, 2, 100, 8)
+    with pytest.raises(
+        UsageError, match="KeepsTwice: summarise keeps 256 bytes of a chunk; expected at most 128, or a"
+    ):
+        run(KeepsTwice(chunk_size=SIZE), q, k, v, [100], window=WINDOW)
