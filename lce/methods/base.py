@@ -33,8 +33,10 @@ class Method(ABC):
 
     name: ClassVar[str] = ""
 
-    def __init_subclass__(cls) -> None:
-        cls.name = cls.name or cls.__name__  # until it is registered
+    @property
+    def label(self) -> str:
+        """What errors call the method: its name, or its class's if it is not registered."""
+        return self.name or type(self).__name__
 
     def for_model(self, model: Surroundings) -> Self:
         """This method with what a model's own files hold for it; called once, before `resolve`."""
@@ -51,7 +53,7 @@ class Method(ABC):
         """Raise `UsageError` for a knob below its least value."""
         for knob, value in least.items():
             if getattr(self, knob) < value:
-                raise UsageError(f"{self.name}: {knob} is {getattr(self, knob)}; expected {value} or more")
+                raise UsageError(f"{self.label}: {knob} is {getattr(self, knob)}; expected {value} or more")
 
     @property
     def block(self) -> int:

@@ -75,7 +75,7 @@ def as_method(method: str | Method) -> Method:
         raise UsageError(f"method {cls.__name__} has an __init__ of its own; expected a frozen dataclass")
     kinds = typing.get_type_hints(cls)
     for field in dataclasses.fields(method):
-        _check_knob(f"{method.name}: {field.name}", getattr(method, field.name), kinds[field.name])
+        _check_knob(f"{method.label}: {field.name}", getattr(method, field.name), kinds[field.name])
     return method
 
 

@@ -192,7 +192,7 @@ class ChunkSelection(Method):
             return merge([own])
         if chosen.shape[-1] > self.n_choices:
             got = chosen.shape[-1]
-            raise UsageError(f"{self.name}: select gives {got} chunks a query; expected {self.n_choices} or fewer")
+            raise UsageError(f"{self.label}: select gives {got} chunks a query; expected {self.n_choices} or fewer")
         if step.note:
             step.note(cache.index, chosen)
         n_slots = chosen.shape[-1]
@@ -212,7 +212,7 @@ class ChunkSelection(Method):
             summaries, kept = self.summarise(queries, k, v, step), cache.kept(Summaries, SUMMARIES)
             if (n_bytes := summaries[:, 0].numel() * summaries.element_size()) > kept.row_bytes:
                 raise UsageError(
-                    f"{self.name}: summarise keeps {n_bytes} bytes of a chunk; expected at most {kept.row_bytes}, or a "
+                    f"{self.label}: summarise keeps {n_bytes} bytes of a chunk; expected at most {kept.row_bytes}, or a "
                     "larger summary_vectors"
                 )
             kept.write(summaries, first)
@@ -260,11 +260,11 @@ class SelectiveMethod(ChunkSelection):
     def resolve(self, window: int) -> Self:
         size = self.chunk_size if self.chunk_size is not None else 256 if window >= 4096 else max(1, window // 32)
         if size < 1:
-            raise UsageError(f"{self.name}: chunk_size is {size}; expected 1 or more tokens")
+            raise UsageError(f"{self.label}: chunk_size is {size}; expected 1 or more tokens")
         chunks = self.chunks if self.chunks is not None else window // size
         if chunks < 3:
             raise UsageError(
-                f"{self.name}: {chunks} chunks of {size} tokens; expected 3 or more: lower chunk_size (window {window})"
+                f"{self.label}: {chunks} chunks of {size} tokens; expected 3 or more: lower chunk_size (window {window})"
             )
         return replace(self, chunk_size=size, chunks=chunks)
 

@@ -87,7 +87,5 @@ def test_more_chunks_than_have_a_position_are_refused() -> None:
 
 def test_more_than_was_declared_is_not_kept() -> None:
     q, k, v = vectors(1, 4, 2, 100, 8)
-    with pytest.raises(
-        UsageError, match="KeepsTwice: summarise keeps 256 bytes of a chunk; expected at most 128, or a"
-    ):
+    with pytest.raises(UsageError, match="KeepsTwice: summarise keeps 256 bytes of a chunk; expected at most 128"):
         run(KeepsTwice(chunk_size=SIZE), q, k, v, [100], window=WINDOW)
