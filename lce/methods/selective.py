@@ -212,8 +212,8 @@ class ChunkSelection(Method):
             summaries, kept = self.summarise(queries, k, v, step), cache.kept(Summaries, SUMMARIES)
             if (n_bytes := summaries[:, 0].numel() * summaries.element_size()) > kept.row_bytes:
                 raise UsageError(
-                    f"{self.label}: summarise keeps {n_bytes} bytes of a chunk; expected at most {kept.row_bytes}, or a "
-                    "larger summary_vectors"
+                    f"{self.label}: summarise keeps {n_bytes} bytes of a chunk; expected at most {kept.row_bytes}, or "
+                    "a larger summary_vectors"
                 )
             kept.write(summaries, first)
         open_from = max(step.start, stop * size)
@@ -264,7 +264,8 @@ class SelectiveMethod(ChunkSelection):
         chunks = self.chunks if self.chunks is not None else window // size
         if chunks < 3:
             raise UsageError(
-                f"{self.label}: {chunks} chunks of {size} tokens; expected 3 or more: lower chunk_size (window {window})"
+                f"{self.label}: {chunks} chunks of {size} tokens; expected 3 or more: lower chunk_size "
+                f"(window {window})"
             )
         return replace(self, chunk_size=size, chunks=chunks)
 
