@@ -42,7 +42,7 @@ def attend_span(
 def attend_local(q: Tensor, cache: LayerCache, step: Step, *, window: int | None = None, first: int = 0) -> Part:
     """Each query attends the tokens from `first` on, and of these the last `window`, at their true distances.
 
-    `q [H, T, D]` is unrotated. For methods that keep as many recent keys. Time: O(H · T · window · D).
+    `q [H, T, D]` is unrotated. The method must keep that many recent keys. Time: O(H · T · window · D).
     """
     if window is not None:
         first = max(first, step.start - window + 1)
