@@ -13,6 +13,7 @@ do. Ctrl-C stays Python's own KeyboardInterrupt and exits with 130.
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
 
 
@@ -52,3 +53,13 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}valid: {', '.join(names)}"
+
+
+def shown(value: object, most: int = 120) -> str:
+    """A value that a file or a caller gave, as messages show it: on one line, escaped, at most about `most` long."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = most
+    short.maxlevel = 2
+    text = short.repr(value)
+    escaped = text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return escaped if len(escaped) <= 2 * most else f"{escaped[:most]}...{escaped[-most // 4 :]}"

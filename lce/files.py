@@ -11,19 +11,68 @@ import json
 import mmap
 import os
 import secrets
+import stat
 import sys
 from glob import escape
 from pathlib import Path
 from typing import Any
 
-from lce.errors import CapacityError, DataError, ModelError
+from lce.errors import CapacityError, DataError, LceError, ModelError, shown
 
 MAX_FILE_BYTES = 256 << 20  # the largest vocabularies in use are below 40 MiB
 _MAP_NORESERVE = 0x4000  # Linux; Python 3.11's mmap does not name it yet
 
 
+def open_regular(path: str | Path, error: type[LceError] = DataError, *, follow: bool = True) -> int:
+    """A descriptor to read a regular file. Never waits: folders, FIFOs, devices and sockets are refused.
+
+    Raises `error` for those, and for a file that cannot be opened; so for a symbolic link unless `follow`.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
+    try:
+        mode = os.stat(path, follow_symlinks=follow).st_mode  # opening a device may already have an effect
+        descriptor = os.open(path, flags) if stat.S_ISREG(mode) else None
+        mode = mode if descriptor is None else os.fstat(descriptor).st_mode
+    except (OSError, ValueError) as failure:  # ValueError: a NUL in the name
+        reason = getattr(failure, "strerror", None) or str(failure)
+        raise error(f"cannot read {named(path)}: {reason}; check the path and its permissions") from None
+    if descriptor is not None and stat.S_ISREG(mode):
+        return descriptor
+    if descriptor is not None:
+        os.close(descriptor)
+    raise error(f"{named(path)} is {_kind(mode)}; expected a regular file")
+
+
+def check_target(path: str | Path, error: type[LceError] = DataError) -> None:
+    """Raise `error` where something that is no regular file has the name of a file that is to be written."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as failure:
+        reason = getattr(failure, "strerror", None) or str(failure)
+        raise error(f"cannot write {named(path)}: {reason}; name another file") from None
+    if not stat.S_ISREG(mode):
+        raise error(f"{named(path)} is {_kind(mode)}; expected a regular file, or a name that is free")
+
+
+def named(path: str | Path) -> str:
+    """A path as messages show it: as it is where it is printable and short, else escaped and shortened."""
+    text = str(path)
+    return text if text.isprintable() and len(text) <= 512 else shown(text, 240)
+
+
+def _kind(mode: int) -> str:
+    kinds = {
+        stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFLNK: "a symbolic link",
+        stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
+    }  # fmt: skip
+    return kinds.get(stat.S_IFMT(mode), "no file")
+
+
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file so that, after a crash too, it has either all of `data` or its earlier contents."""
+    check_target(path)
     sweep(path)
     draft = draft_path(path)
     try:
@@ -62,8 +111,8 @@ def sweep(target: Path) -> None:
 def remove_leftover(path: Path) -> None:
     """Remove a temporary file, unless a process has locked it."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
+        descriptor = open_regular(path, follow=False)
+    except DataError:
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,25 +1,59 @@
-"""Sizes in bytes, as people write and read them."""
+"""Sizes in bytes and counts of tokens, as people write and read them. A k is 1024 everywhere, an M is 1024 k."""
 
 from __future__ import annotations
 
+import operator
 import re
 from fractions import Fraction
 
-from lce.errors import UsageError
+from lce.errors import UsageError, shown
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(B|KiB|MiB|GiB|TiB)?", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:B|([KMGT])(?:i?B)?)?", re.IGNORECASE)
+_COUNT = re.compile(r"([0-9]{1,15})\s*([KMG]?)", re.IGNORECASE)
 
 
-def in_bytes(size: int | str, what: str) -> int:
-    """`8 << 30`, "8GiB" or "512 MiB" in bytes. For anything else raises `UsageError`, which calls the size `what`."""
+def in_bytes(size: object, what: str) -> int:
+    """`8 << 30`, "8GiB", "8G" or "512 MiB" in bytes. For anything else raises `UsageError`; the size is called `what`.
+
+    All units are powers of 1024: "8G", "8GB" and "8GiB" are the same.
+    """
     match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
     if match is not None:
-        unit = next(i for i, name in enumerate(UNITS) if name.lower() == (match[2] or "B").lower())
-        return int(Fraction(match[1]) * 1024**unit)
-    if isinstance(size, str | bool) or size < 0:
-        raise UsageError(f"{what} is {size!r}; expected a number of bytes, or a size such as 8GiB or 512MiB")
-    return size
+        return int(Fraction(match[1]) * _factor(match[2]))
+    number = _whole(size)
+    if number is None or number < 0:
+        raise UsageError(f"{what} is {shown(size)}; expected a number of bytes, or a size such as 8GiB, 8G or 512MiB")
+    return number
+
+
+def count(value: object, what: str, least: int = 1) -> int:
+    """`4096`, "4096" or "4k" as a number of things; "4k" is 4096. For anything else, and for less than `least`, raises
+    `UsageError`; the number is called `what`.
+    """
+    match = _COUNT.fullmatch(value.strip()) if isinstance(value, str) else None
+    number = int(match[1]) * _factor(match[2]) if match is not None else _whole(value)
+    if number is None:
+        raise UsageError(f"{what} is {shown(value)}; expected a whole number, such as 512 or 4k")
+    if number < least:
+        raise UsageError(f"{what} is {shown(value)}; expected {least} or more")
+    return number
+
+
+def _factor(letter: str | None) -> int:
+    """1024 for k, 1024 k for M, and so on; 1 for no letter."""
+    factor: int = 1024 ** ("", "K", "M", "G", "T").index((letter or "").upper())
+    return factor
+
+
+def _whole(value: object) -> int | None:
+    """A whole number of any kind, NumPy's too, but no truth value and no text; else None."""
+    if isinstance(value, bool | str):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 def size_text(n_bytes: int) -> str:

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from lce import errors
-from lce.errors import CapacityError, DataError, LceError, ModelError, UsageError, nearest
+from lce.errors import CapacityError, DataError, LceError, ModelError, UsageError, nearest, shown
 
 EXIT_CODES = {LceError: 1, UsageError: 2, ModelError: 3, DataError: 3, CapacityError: 4}
 
@@ -28,3 +28,13 @@ def test_the_nearest_name() -> None:
     assert nearest("longhead", ["full", "longheads"]) == "did you mean 'longheads'? valid: full, longheads"
     assert nearest("zzz", ["b", "a"]) == "valid: a, b"
     assert nearest("zzz", []) == "valid: "
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["x" * 10_000, "a\nb\x1b[2J\u202e\0", 10**4000, [["deep"] * 100] * 100, {"\n" * 500: "\x07" * 500}, b"\xff" * 9999],
+)
+def test_a_shown_value_is_one_printable_short_line(value: object) -> None:
+    text = shown(value)
+    assert text.isprintable()
+    assert len(text) <= 300

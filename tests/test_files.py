@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 from pathlib import Path
 
 import pytest
 
 from lce import files
-from lce.errors import CapacityError, DataError
+from lce.errors import CapacityError, DataError, ModelError
 
 
 def test_a_file_is_written_and_replaced(tmp_path: Path) -> None:
@@ -84,3 +85,51 @@ def test_a_mapped_copy_never_reaches_the_file(tmp_path: Path) -> None:
     mapping[:4] = b"____"
     assert mapping[:8] == b"____data"
     assert path.read_bytes() == b"data" * 2000
+
+
+def special(folder: Path, kind: str) -> Path:
+    """Something that is no regular file."""
+    path = folder / kind
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "device":
+        path = Path("/dev/zero")
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(str(path))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["folder", "FIFO", "device", "socket"])
+def test_only_regular_files_are_opened_or_replaced(tmp_path: Path, kind: str) -> None:
+    path = special(tmp_path, kind)
+    with pytest.raises(ModelError, match=f"is a {kind}; expected a regular file$"):
+        files.open_regular(path, ModelError)
+    with pytest.raises(DataError, match=f"is a {kind}; expected a regular file, or a name that is free$"):
+        files.write_whole(path, b"data")
+    assert not path.is_file()
+
+
+def test_a_regular_file_is_opened_through_a_link_unless_that_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"data")
+    (tmp_path / "link").symlink_to("file")
+    descriptor = files.open_regular(tmp_path / "link")
+    assert os.read(descriptor, 9) == b"data"
+    os.close(descriptor)
+    with pytest.raises(DataError, match=r"link is a symbolic link; expected a regular file$"):
+        files.open_regular(tmp_path / "link", follow=False)
+
+
+@pytest.mark.parametrize("name", ["none", "a\0b", "x" * 300, "line\nbreak\x1b[2J"])
+def test_what_cannot_be_opened_is_one_printable_line(tmp_path: Path, name: str) -> None:
+    with pytest.raises(DataError, match=r"^cannot read ") as caught:
+        files.open_regular(tmp_path / name)
+    assert str(caught.value).isprintable()
+
+
+def test_a_fifo_among_leftovers_blocks_nothing(tmp_path: Path) -> None:
+    os.mkfifo(files.draft_path(tmp_path / "file"))
+    files.write_whole(tmp_path / "file", b"data")
+    assert (tmp_path / "file").read_bytes() == b"data"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lce.errors import UsageError
-from lce.sizes import UNITS, in_bytes, size_text
+from lce.sizes import UNITS, count, in_bytes, size_text
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,10 @@ from lce.sizes import UNITS, in_bytes, size_text
         ("0.5TIB", 1 << 39),
         ("007MiB", 7 << 20),
         ("0.3B", 0),
+        ("8G", 8 << 30),
+        ("8gb", 8 << 30),
+        ("512m", 512 << 20),
+        ("1k", 1024),
     ],
 )
 def test_sizes_in_bytes(size: int | str, n_bytes: int) -> None:
@@ -33,12 +37,12 @@ def test_sizes_in_bytes(size: int | str, n_bytes: int) -> None:
 
 @pytest.mark.parametrize(
     "size",
-    ["", " ", "GiB", "8GB", "8G", "8 gigabytes", "-1", "-1GiB", "+1", "1e9", "1.GiB", ".5GiB", "1,5GiB", "1_000",
-     "8GiB8", "8 GiB\n1", "٣GiB", "nan", "inf", "0x10", -1, True, False],
+    ["", " ", "GiB", "8Gi", "8 gigabytes", "-1", "-1GiB", "+1", "1e9", "1.GiB", ".5GiB", "1,5GiB", "1_000",
+     "8GiB8", "8 GiB\n1", "٣GiB", "nan", "inf", "0x10", -1, True, False, 1.5, None, [8]],
 )  # fmt: skip
-def test_other_texts_are_refused(size: int | str) -> None:
+def test_other_values_are_refused(size: object) -> None:
     with pytest.raises(
-        UsageError, match=r"^budget is .*; expected a number of bytes, or a size such as 8GiB or 512MiB\Z"
+        UsageError, match=r"^budget is .*; expected a number of bytes, or a size such as 8GiB, 8G or 512MiB\Z"
     ):
         in_bytes(size, "budget")
 
@@ -67,3 +71,20 @@ def test_a_printed_size_reads_back_to_a_tenth_of_its_unit(n_bytes: int) -> None:
 @given(st.integers(0, 1 << 60), st.sampled_from(UNITS), st.sampled_from(["", " "]))
 def test_whole_numbers_of_a_unit(n: int, unit: str, space: str) -> None:
     assert in_bytes(f"{n}{space}{unit}", "budget") == n << 10 * UNITS.index(unit)
+
+
+@pytest.mark.parametrize(("value", "number"), [(1, 1), ("512", 512), ("4k", 4096), (" 2 K ", 2048), ("1M", 1 << 20)])
+def test_counts(value: object, number: int) -> None:
+    assert count(value, "tokens") == number
+
+
+@pytest.mark.parametrize("value", ["", "k", "1.5k", "4kB", "4KiB", "-1", "1e3", "٣", 1.5, True, None, [4], "1" * 16])
+def test_what_is_no_count_is_refused(value: object) -> None:
+    with pytest.raises(UsageError, match=r"^tokens is .*; expected a whole number, such as 512 or 4k\Z"):
+        count(value, "tokens")
+
+
+@pytest.mark.parametrize(("value", "least"), [(0, 1), ("0k", 1), (-5, 0), (1, 2)])
+def test_too_small_counts_are_refused(value: object, least: int) -> None:
+    with pytest.raises(UsageError, match=rf"^tokens is .*; expected {least} or more\Z"):
+        count(value, "tokens", least)

@@ -22,9 +22,9 @@ from pathlib import Path, PureWindowsPath
 import torch
 from torch import Tensor
 
-from lce.errors import CapacityError, ModelError
+from lce.errors import CapacityError, ModelError, shown
 from lce.files import map_copy
-from lce.weights.header import LARGEST_HEADER, Damaged, TensorInfo, parse_object, read_bytes, read_header, shown
+from lce.weights.header import LARGEST_HEADER, Damaged, TensorInfo, parse_object, read_bytes, read_header
 
 __all__ = ["DTYPES", "Checkpoint", "TensorInfo"]
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from lce.errors import ModelError
+from lce.errors import ModelError, shown
 
 LARGEST_HEADER = 100_000_000  # bytes: the format's own limit
 
@@ -99,13 +98,6 @@ def read_bytes(path: Path, count: int, offset: int = 0) -> bytes:
             return file.read(count)
     except OSError as error:
         raise _unreadable(path, error) from None
-
-
-def shown(value: object) -> str:
-    """A value of the file as messages show it: on one line, shortened."""
-    short = reprlib.Repr()
-    short.maxstring = 120
-    return short.repr(value)
 
 
 def _unreadable(path: Path, error: OSError) -> ModelError:

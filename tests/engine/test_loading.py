@@ -77,7 +77,7 @@ def test_options_are_checked_before_weights_are_loaded(tiny_model: Path, monkeyp
         raise AssertionError("weights were loaded")
 
     monkeypatch.setattr(Checkpoint, "load", load)
-    for values in ({"attention": "torh"}, {"rope": "lineer"}, {"kv_host_budget": "8G"}, {"dtype": "float23"}):
+    for values in ({"attention": "torh"}, {"rope": "lineer"}, {"kv_host_budget": "8Gi"}, {"dtype": "float23"}):
         with pytest.raises(lce.UsageError):
             lce.load(tiny_model, **values)
 
@@ -115,7 +115,7 @@ def test_esa_is_planned_as_if_it_had_its_maps() -> None:
         ({"tokens": 1, "window": 1}, "window is 1"),
         ({"tokens": 1, "dtype": "float"}, "unknown dtype"),
         ({"tokens": 1, "device": "tpu"}, "unknown device|not available"),
-        ({"tokens": 1, "kv_host_budget": "8G"}, "8G"),
+        ({"tokens": 1, "kv_host_budget": "8Gi"}, "8Gi"),
         ({"tokens": 1, "method": "ful"}, "did you mean 'full'"),
     ],
     ids=str,
