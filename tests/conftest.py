@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait must not take the cores of other tests
+
 import torch
 
 from tests.checkpoints import save_tiny

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
@@ -100,3 +100,14 @@ def legal(layout: CacheLayout) -> CacheLayout:
 def cut(n: int, block: int) -> list[int]:
     """Blocks of one size that add up to `n`."""
     return [min(block, n - start) for start in range(0, n, block)]
+
+
+@contextmanager
+def threads(n: int) -> Iterator[None]:
+    """Compute with `n` threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -41,6 +41,18 @@ class Backend(ABC):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Part:
         """See the module's text. N ≥ 1, and N ≥ T where causal."""
 
+    def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Part:
+        """E tiles with T queries each: `q [E, 1, T, D]`, `k v [E, L, D]`.
+
+        The result of a tile must not depend on the tiles beside it, to the bit and for any number of threads: a memory
+        budget decides which tiles come together. A problem on its own may be computed by another routine, or by all
+        threads together, so no tile is alone on the CPU.
+        """
+        if len(q) > 1 or q.is_cuda:
+            return self.attend(q, k, v, causal=False)
+        out, lse = self.attend_tiles(*(x.expand(2, *x.shape[1:]) for x in (q, k, v)))
+        return out[:1], lse[:1]
+
     def dispatch(self, queries: SlotQueries, tile: Tensor, k: Tensor, v: Tensor, into: Part) -> None:
         """Row a of the queries attends tile number `tile[a]` of `k v [E, L, D]`; -1 for none.
 
@@ -70,7 +82,7 @@ class Backend(ABC):
                 # Padding repeats a tile's last row: it writes the same result to the same row.
                 rows = order[starts[some, None] + torch.minimum(columns, counts[some, None] - 1)].flatten()
                 q = queries.take(rows).view(len(some), 1, size, -1)
-                part = self.attend(q, k.index_select(0, some), v.index_select(0, some), causal=False)
+                part = self.attend_tiles(q, k.index_select(0, some), v.index_select(0, some))
                 out.index_copy_(0, rows, part[0].flatten(0, 2))
                 lse.index_copy_(0, rows, part[1].flatten())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from lce.attention.backend import Backend, backends
 from lce.attention.reference import Reference
 from lce.errors import UsageError
 from tests.attention.truth import routed_vectors, turns_of
+from tests.running import threads
 
 
 def test_auto_needs_nothing() -> None:
@@ -74,3 +76,35 @@ def test_a_tile_is_attended_once_however_many_queries_chose_it() -> None:
     assert sum(n_tiles for n_tiles, _ in seen) == 12
     rows = sum(n_tiles * n_queries for n_tiles, n_queries in seen)
     assert 8 * 300 * 3 <= rows <= 8 * 300 * 3 * 1.25
+
+
+@pytest.mark.parametrize("name", ["torch", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("n_threads", [1, 2, 3])
+def test_a_tile_does_not_depend_on_the_tiles_beside_it(name: str, dtype: torch.dtype, n_threads: int) -> None:
+    """To the bit: memory budgets decide which tiles come together."""
+    backend = backends()[name]()
+    random = torch.Generator().manual_seed(2)
+    with threads(n_threads):
+        for n_queries, size, dim in product((1, 2, 3, 4, 5, 7, 10, 16, 40), (1, 8, 15, 64), (16, 20, 64)):
+            q = torch.randn(9, 1, n_queries, dim, generator=random).to(dtype)
+            k, v = (torch.randn(9, size, dim, generator=random).to(dtype) for _ in range(2))
+            whole = backend.attend_tiles(q, k, v)
+            for some in (slice(0, 1), slice(4, 5), slice(1, 3), slice(5, 9)):
+                for one, other in zip(backend.attend_tiles(q[some], k[some], v[some]), whole, strict=True):
+                    assert torch.equal(one, other[some])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n_queries", [1, 3, 4, 5, 9])
+def test_tiles_are_attended_as_the_reference_attends_them(dtype: torch.dtype, n_queries: int) -> None:
+    random = torch.Generator().manual_seed(3)
+    q, k, v = (
+        torch.randn(shape, generator=random).to(dtype) for shape in ((6, 1, n_queries, 16), (6, 8, 16), (6, 8, 16))
+    )
+    for n_tiles in (1, 6):
+        got = backends()["torch"]().attend_tiles(q[:n_tiles], k[:n_tiles], v[:n_tiles])
+        truth = Reference().attend(q[:n_tiles].float(), k[:n_tiles].float(), v[:n_tiles].float(), causal=False)
+        for one, other in zip(got, truth, strict=True):
+            assert (one - other).abs().max() <= (1e-5 if dtype is torch.float32 else 2e-2)
+        assert got[1].dtype is torch.float32

@@ -17,7 +17,7 @@ from lce.cache.layout import Budgets
 from lce.methods import Method, available, make
 from lce.models.config import RopeConfig
 from tests import oracle
-from tests.running import BY_BLOCK, cut, run, vectors
+from tests.running import BY_BLOCK, cut, run, threads, vectors
 
 WINDOW = 32
 HEADS = {"multi-head": (4, 4), "grouped-query": (8, 2)}
@@ -204,17 +204,24 @@ def test_discarded_passes_and_copies_leave_no_trace(name: str, knobs: dict[str, 
         assert torch.equal(run(make(name, knobs), q, k, v, blocks, window=WINDOW, disturb=disturb), calm)
 
 
-@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize(
+    ("heads", "n_threads"), [(HEADS["multi-head"], 1), *((HEADS["grouped-query"], n) for n in (1, 2))], ids=str
+)
 @pytest.mark.parametrize(("name", "knobs"), CASES, ids=str)
 def test_the_smallest_budget_changes_nothing(
-    name: str, knobs: dict[str, object], heads: tuple[int, int], tmp_path: Path
+    name: str, knobs: dict[str, object], heads: tuple[int, int], n_threads: int, tmp_path: Path
 ) -> None:
     """To the bit: the result does not depend on where keys and values are."""
+    with threads(n_threads):
+        check_the_smallest_budget(make(name, knobs), heads, tmp_path)
+
+
+def check_the_smallest_budget(method: Method, heads: tuple[int, int], tmp_path: Path) -> None:
     q, k, v = vectors(9, *heads, 6 * WINDOW, 16)
     blocks = [30, 1, 1, *cut(6 * WINDOW - 62, 9), *cut(30, 1)]
-    calm = run(make(name, knobs), q, k, v, blocks, window=WINDOW, pieces=(4, 24))
+    calm = run(method, q, k, v, blocks, window=WINDOW, pieces=(4, 24))
     budgets = Budgets(host=0, spill_dir=tmp_path)
-    out = run(make(name, knobs), q, k, v, blocks, window=WINDOW, pieces=(4, 24), budgets=budgets, disturb=5)
+    out = run(method, q, k, v, blocks, window=WINDOW, pieces=(4, 24), budgets=budgets, disturb=5)
     assert torch.equal(out, calm)
 
 
@@ -230,8 +237,8 @@ def test_no_budget_changes_anything(data: st.DataObject) -> None:
         blocks.append(data.draw(st.integers(1, min(left, 2 * WINDOW))))
         left -= blocks[-1]
     pieces = (data.draw(st.integers(1, 40)), data.draw(st.integers(1, 3 * WINDOW)))
-    calm = run(make(name, knobs), q, k, v, blocks, window=WINDOW, pieces=pieces)
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, threads(data.draw(st.integers(1, 3))):
+        calm = run(make(name, knobs), q, k, v, blocks, window=WINDOW, pieces=pieces)
         budgets = Budgets(host=data.draw(st.integers(0, 2 * k.nbytes)), spill_dir=Path(folder))
         out = run(make(name, knobs), q, k, v, blocks, window=WINDOW, pieces=pieces, budgets=budgets)
     assert torch.equal(out, calm)
