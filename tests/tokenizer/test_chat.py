@@ -68,7 +68,7 @@ def messages(turns: list[tuple[str, str]]) -> list[dict[str, str]]:
 
 
 def rendered(template: str, turns: list[tuple[str, str]] = CONVERSATIONS[0], prompt: bool = True) -> str:
-    return render_chat(template, messages(turns), bos_token="<s>", eos_token="</s>", add_generation_prompt=prompt)
+    return render_chat(template, messages(turns), bos_token="<s>", eos_token="</s>", add_generation_prompt=prompt).text
 
 
 def one_line(error: pytest.ExceptionInfo[LceError]) -> str:
