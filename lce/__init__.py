@@ -16,6 +16,7 @@ from lce.version import __version__
 
 if TYPE_CHECKING:
     from lce import methods
+    from lce.engine.chat import Conversation
     from lce.engine.context import Context
     from lce.engine.decode import Generation, Piece, Stats, Stream
     from lce.engine.engine import Engine
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from lce.methods.selective import SelectiveMethod
 
 _HOMES = {
+    "lce.engine.chat": ("Conversation",),
     "lce.engine.context": ("Context",),
     "lce.engine.decode": ("Generation", "Piece", "Stats", "Stream"),
     "lce.engine.engine": ("Engine",),
@@ -41,9 +43,9 @@ _HOMES = {
 }
 
 __all__ = [
-    "CapacityError", "Context", "DataError", "Engine", "Generation", "LceError", "Method", "ModelError", "Piece",
-    "Plan", "Sampling", "SelectiveMethod", "Stats", "Stream", "Trace", "UsageError", "__version__", "load", "methods",
-    "plan",
+    "CapacityError", "Context", "Conversation", "DataError", "Engine", "Generation", "LceError", "Method", "ModelError",
+    "Piece", "Plan", "Sampling", "SelectiveMethod", "Stats", "Stream", "Trace", "UsageError", "__version__", "load",
+    "methods", "plan",
 ]  # fmt: skip
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from lce.attention import Attention
 from lce.cache.kv import KVCache
 from lce.cache.layout import CacheLayout
+from lce.engine.chat import Conversation
 from lce.engine.context import Context
 from lce.engine.decode import Generation, Piece, Request, Stats, Stream, decode
 from lce.engine.planning import Planner
@@ -251,6 +253,33 @@ class Engine:
         if not ids and (context is None or not len(context)):
             raise UsageError("the prompt is empty; expected some text")
         return ids
+
+    def conversation(
+        self, system: str | None = None, *, context: Context | None = None, length: int = 0
+    ) -> Conversation:
+        """A chat of several turns, each of which reads only what is new. `system` is the first message.
+
+        With `context` it goes on behind the tokens of a context. `length` announces how long it will become in all.
+        Raises `ModelError` if the model has no chat template.
+        """
+        return Conversation(self, system, context=context, length=length)
+
+    def chat(
+        self, messages: str | Sequence[Mapping[str, str]], *, context: Context | None = None, **options: Any
+    ) -> Generation:
+        """The answer to messages `[{"role": ..., "content": ...}, ...]`, or to a user's message as a text.
+
+        With `context` the messages come behind its tokens, as if they followed an answer. Takes the options of
+        `generate`. Raises `ModelError` if the model has no chat template, and `DataError` for messages that it does
+        not take.
+        """
+        return self.conversation(context=context).ask(messages, **options)
+
+    def chat_stream(
+        self, messages: str | Sequence[Mapping[str, str]], *, context: Context | None = None, **options: Any
+    ) -> Stream:
+        """Like `chat`, a piece of text at a time."""
+        return self.conversation(context=context).stream(messages, **options)
 
 
 def _blocks(ids: Sequence[int], block: int, progress: Progress | None = None, done: int = 0) -> Iterator[Sequence[int]]:

@@ -22,6 +22,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from lce.sizes import size_text
 
 MAX_STEPS = 300_000  # on top of four times the length of the messages: Llama 3.2 loops over their characters
 MAX_CHARS = 1 << 20  # on top of eight times the length of the messages
-MAX_SECONDS = 4  # of a processor, on top of one for 500,000 characters of messages
+MAX_SECONDS = 2  # of a processor, on top of one for 500,000 characters of messages
 MAX_BYTES = 384 << 20  # of the process, on top of 96 times the length of the messages
 _KEPT_VARIABLES = ("TZ", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # the time of day, and what Python may need to start
 _CUTS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # never characters of any text, by the Unicode standard
@@ -48,7 +49,7 @@ class ChatText:
     def parts(self, start: int = 0) -> list[str]:
         """The text from character `start` on, cut."""
         ends = [start, *(cut for cut in self.cuts if cut > start), len(self.text)]
-        return [self.text[i:j] for i, j in zip(ends, ends[1:], strict=False)]
+        return [self.text[i:j] for i, j in pairwise(ends)]
 
 
 def render_chat(
@@ -158,7 +159,8 @@ def _answer(request: str, most: int, seconds: float) -> bytes:
         timer.daemon = True
         try:
             timer.start()
-            assert process.stdin is not None and process.stdout is not None
+            assert process.stdin is not None
+            assert process.stdout is not None
             try:
                 process.stdin.write(request.encode("utf-8", "surrogatepass"))
                 process.stdin.close()

@@ -193,15 +193,19 @@ class Tokenizer:
 
     def render_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> ChatText:
         """The text of `chat`, cut where a message has the text of a control token."""
+        return render_chat(
+            self.require_chat(), messages, bos_token=self.bos_token or "", eos_token=self.eos_token or "",
+            add_generation_prompt=add_generation_prompt, controls=self._controls,
+        )  # fmt: skip
+
+    def require_chat(self) -> str:
+        """The chat template. Raises ModelError if the model has none."""
         if self.chat_template is None:
             raise ModelError(
                 f"the model of {named(self._path)} has no chat template: it continues text; "
                 "use generate, or load a model that was trained to chat"
             )
-        return render_chat(
-            self.chat_template, messages, bos_token=self.bos_token or "", eos_token=self.eos_token or "",
-            add_generation_prompt=add_generation_prompt, controls=self._controls,
-        )  # fmt: skip
+        return self.chat_template
 
     def encode_parts(self, chat: ChatText, start: int = 0) -> list[int]:
         """The ids of a rendered conversation from character `start` on; no BOS is added."""
