@@ -6,6 +6,8 @@ Heavy modules are imported inside the functions, so that `--help` answers at onc
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import click
@@ -14,6 +16,7 @@ from click import option
 import lce
 from lce.errors import CapacityError, UsageError
 from lce.terminal import figures, options
+from lce.terminal.chat import ChatLoop, chat_prompt_options
 from lce.terminal.exits import INTERRUPTED, Root, leave_interrupted, prepare_streams
 from lce.terminal.output import Output
 
@@ -41,7 +44,7 @@ def cli() -> None:
 
 @cli.command()
 @options.model_option
-@options.prompt_options
+@chat_prompt_options
 @option("--context", "context_file", metavar="FILE", help="Continue this file of `lce prefill`; it does not change.")
 @option("--max-tokens", type=int, default=256, help="Write at most this many tokens.")
 @options.method_options
@@ -49,10 +52,10 @@ def cli() -> None:
 @options.loading_options
 @options.output_options
 def generate(
-    model: str, prompt: str, context_file: str | None, max_tokens: int, method: lce.Method, sampling: lce.Sampling,
-    loading: dict[str, Any], output: Output,
+    model: str, prompt: str | list[Any], context_file: str | None, max_tokens: int, method: lce.Method,
+    sampling: lce.Sampling, loading: dict[str, Any], output: Output,
 ) -> None:  # fmt: skip
-    """Continue a prompt.
+    """Continue a prompt, or answer it with --chat.
 
     The text alone goes to stdout, as it is written; progress and figures go to stderr.
 
@@ -61,11 +64,37 @@ def generate(
     """
     engine = lce.load(model, method, **loading)
     context = None if context_file is None else engine.open_context(context_file)
+    ask: Callable[..., lce.Stream] = engine.stream if isinstance(prompt, str) else engine.chat_stream
     with output.bar("prefill", " tok") as bar:
-        stream = engine.stream(prompt, context=context, max_tokens=max_tokens, sampling=sampling, progress=bar)
+        stream = ask(prompt, context=context, max_tokens=max_tokens, sampling=sampling, progress=bar)
         output.generation(stream)
     output.object(figures.generation_object(stream.result, engine.method))
     output.figures(figures.generation_line(stream.result.stats))
+
+
+@cli.command()
+@options.model_option
+@option("--system", metavar="TEXT", help="The system message.")
+@option("--context", "context_file", metavar="FILE", help="Go on from a file of /save or of `lce prefill`.")
+@option("--max-tokens", type=int, default=1024, help="Write at most this many tokens in one answer.")
+@options.method_options
+@options.sampling_options
+@options.loading_options
+@options.output_options
+def chat(
+    model: str, system: str | None, context_file: str | None, max_tokens: int, method: lce.Method,
+    sampling: lce.Sampling, loading: dict[str, Any], output: Output,
+) -> None:  # fmt: skip
+    """Talk with a model that has a chat template.
+
+    A line of stdin is a message; /help lists the commands. Each turn reads only what is new. The answers alone go to
+    stdout. Ctrl-C stops an answer, Ctrl-D ends the chat.
+    """
+    engine = lce.load(model, method, **loading)
+    context = None if context_file is None else engine.open_context(context_file)
+    conversation = engine.conversation(system, context=context)
+    saved = set() if context_file is None else {os.path.realpath(context_file)}
+    ChatLoop(conversation, output, {"max_tokens": max_tokens, "sampling": sampling}, saved).run()
 
 
 @cli.command()

@@ -89,8 +89,7 @@ class Conversation:
         A turn that fails before its answer begins leaves no message behind.
         """
         self._settle()
-        said = {"role": "user", "content": message} if isinstance(message, str) else message
-        new = list(said) if isinstance(said, Sequence) else [said]
+        new = _as_messages(message)
         chat = self._render([*self._messages, *new])
         ids = self._fit(chat)
         assert self.context is not None
@@ -190,6 +189,13 @@ class Conversation:
             return truncate is not None and truncate(n_tokens) is None
         except UsageError:
             return False
+
+
+def _as_messages(message: str | Sequence[Mapping[str, str]]) -> list[Any]:
+    """A text is a user's message. The tokenizer checks the rest."""
+    if isinstance(message, str):
+        return [{"role": "user", "content": message}]
+    return list(message) if isinstance(message, Sequence | Mapping) else [message]
 
 
 def _with_answer(turn: _Turn) -> list[dict[str, str]]:

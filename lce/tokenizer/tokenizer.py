@@ -202,7 +202,7 @@ class Tokenizer:
         """The chat template. Raises ModelError if the model has none."""
         if self.chat_template is None:
             raise ModelError(
-                f"the model of {named(self._path)} has no chat template: it continues text; "
+                f"the model in {named(self._path.parent)} has no chat template: it continues text; "
                 "use generate, or load a model that was trained to chat"
             )
         return self.chat_template

@@ -1,0 +1,251 @@
+"""Conversations: every turn reads only what is new, whatever the template makes of earlier turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lce
+from lce.engine.chat import Conversation
+from tests.checkpoints import save_chat
+
+TURN = "{{ '<|turn|>' ~ message.role ~ '\n' ~ %s ~ '<|end|>\n' }}"
+AS_IT_IS = "{{ bos_token }}{%% for message in messages %%}%s{%% endfor %%}{{ '<|turn|>assistant\n' }}"
+TEMPLATES = {
+    "plain": AS_IT_IS % (TURN % "message.content"),
+    "trim": AS_IT_IS % (TURN % "message.content | trim"),
+    "spaced": AS_IT_IS % (TURN % "' ' ~ message.content.strip() ~ ' '"),
+    "cut": AS_IT_IS % (TURN % "(message.content[:2] if message.role == 'assistant' else message.content)"),
+    "no thoughts": AS_IT_IS.replace("assistant\n' }}", "assistant\n<think>' }}") % (TURN % "message.content"),
+    "last only": (
+        "{{ bos_token }}{% for message in messages[-1:] %}" + TURN % "message.content" + "{% endfor %}"
+        "{{ '<|turn|>assistant\n' }}"
+    ),
+}  # fmt: skip
+APPENDING = ("plain", "trim", "spaced")
+QUESTIONS = ["What is a llama?", "And an alpaca, is it smaller?", " Why?\n", "Thank you, that is all I wanted to know."]
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], lce.Engine]:
+    folders: dict[str, Path] = {}
+
+    def load_one(name: str, **options: Any) -> lce.Engine:
+        if name not in folders:
+            folders[name] = save_chat(tmp_path_factory.mktemp("chat"), TEMPLATES[name])
+        method = lce.methods.LongHeads(chunk_size=8, chunks=4)
+        return lce.load(folders[name], method, block=32, **options)
+
+    return load_one
+
+
+@pytest.fixture
+def engine(load: Callable[[str], lce.Engine]) -> lce.Engine:
+    return load("plain")
+
+
+def read_and_said(conversation: Conversation, reply: lce.Generation) -> tuple[list[int], list[int]]:
+    """The context's tokens before and of the last answer."""
+    assert conversation.context is not None
+    ids = conversation.context.token_ids
+    n = len(reply.token_ids)
+    return ids[: len(ids) - n], ids[len(ids) - n :]
+
+
+@pytest.mark.parametrize("name", APPENDING)
+def test_a_turn_reads_only_what_is_new(load: Callable[[str], lce.Engine], name: str) -> None:
+    engine = load(name)
+    conversation = engine.conversation(system="Be brief.")
+    total, first = 0, None
+    for question in QUESTIONS:
+        reply = conversation.ask(question, max_tokens=12)
+        total += conversation.tokens_read
+        assert reply.stats.prompt_tokens == conversation.tokens_read
+        read, said = read_and_said(conversation, reply)
+        assert said == reply.token_ids
+        assert len(read) == total
+        first = first or conversation.context
+        assert conversation.context is first
+        assert engine.generate(read, max_tokens=12).token_ids == reply.token_ids
+        total += len(reply.token_ids)
+    assert conversation.tokens_read < total / 3
+    assert [message["role"] for message in conversation.messages] == ["system", *["user", "assistant"] * len(QUESTIONS)]
+
+
+def test_what_is_read_is_what_the_template_writes(engine: lce.Engine) -> None:
+    """Answers that are made of known words are encoded as they were generated, so the whole must agree."""
+    conversation, tokenizer = engine.conversation("Be brief."), engine.tokenizer
+    for question in QUESTIONS:
+        reply = conversation.ask(question, max_tokens=12)
+        read, _ = read_and_said(conversation, reply)
+        asked = tokenizer.encode_chat(conversation.messages[:-1])
+        assert tokenizer.decode(read) == tokenizer.decode(asked)
+
+
+@pytest.mark.parametrize("can_cut", [True, False])
+@pytest.mark.parametrize("name", ["cut", "no thoughts", "last only"])
+def test_a_template_that_rewrites_the_history(
+    load: Callable[[str], lce.Engine], name: str, can_cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was written otherwise before is dropped. Where the context cannot be cut, it is read anew."""
+    engine = load(name)
+    if not can_cut:
+
+        def refuse(context: lce.Context, n_tokens: int) -> None:
+            raise lce.UsageError("this cache cannot go back")
+
+        monkeypatch.setattr(lce.Context, "truncate", refuse, raising=False)
+    conversation = engine.conversation()
+    for question in QUESTIONS:
+        reply = conversation.ask(question, max_tokens=12)
+        read, said = read_and_said(conversation, reply)
+        assert said == reply.token_ids
+        asked = conversation.messages[:-1]
+        text = engine.tokenizer.decode(read, skip_special=False)
+        assert text == engine.tokenizer.chat(asked)
+        assert engine.generate(read, max_tokens=12).token_ids == reply.token_ids
+        if not can_cut and question != QUESTIONS[0]:
+            assert conversation.tokens_read == len(read)
+
+
+def test_a_cut_drops_the_answer_alone(load: Callable[[str], lce.Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load("cut")
+    conversation = engine.conversation()
+    asked = len(engine.tokenizer.encode_chat([{"role": "user", "content": QUESTIONS[0]}]))
+    reply = conversation.ask(QUESTIONS[0], max_tokens=12)
+    cuts: list[int] = []
+    monkeypatch.setattr(lce.Context, "truncate", lambda context, n: cuts.append(n), raising=False)
+    conversation.stream(QUESTIONS[1])
+    assert asked <= cuts[0] < asked + len(reply.token_ids)
+
+
+def test_an_end_of_turn_ends_the_answer_and_is_not_read_twice(load: Callable[[str], lce.Engine]) -> None:
+    engine = load("plain")
+    end = engine.tokenizer.encode("<|end|>", bos=False)
+    assert set(end) <= engine._eos_ids
+    assert engine._eos_ids == {1, 301}
+    conversation = engine.conversation()
+    conversation.ask(QUESTIONS[0], max_tokens=5)
+    conversation.ask(QUESTIONS[1], max_tokens=5)
+    assert conversation.context is not None
+    assert conversation.context.token_ids.count(301) == 3  # two questions and the first answer
+
+
+@pytest.mark.parametrize("take", [0, 1, 3])
+def test_a_stream_that_is_left_keeps_what_was_said(engine: lce.Engine, take: int) -> None:
+    conversation = engine.conversation()
+    conversation.ask(QUESTIONS[0], max_tokens=4)
+    stream = conversation.stream(QUESTIONS[1], max_tokens=50)
+    for _ in range(take):
+        next(stream)
+    said = conversation.messages
+    assert len(said) == (4 if take else 2)
+    reply = conversation.ask(QUESTIONS[2], max_tokens=4)
+    read, _ = read_and_said(conversation, reply)
+    assert conversation.messages[: len(said)] == said
+    assert engine.tokenizer.decode(read) == engine.tokenizer.decode(
+        engine.tokenizer.encode_chat(conversation.messages[:-1])
+    )
+    assert engine.generate(read, max_tokens=4).token_ids == reply.token_ids
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_turn_that_fails_leaves_no_message(engine: lce.Engine, at: int) -> None:
+    def fail(done: int, total: int) -> None:
+        if done >= 32 * at:
+            raise KeyboardInterrupt
+
+    conversation = engine.conversation()
+    conversation.ask(QUESTIONS[0], max_tokens=4)
+    before = conversation.messages
+    long = "The quick brown fox jumps over the lazy dog. " * 12
+    with pytest.raises(KeyboardInterrupt):
+        conversation.ask(long, max_tokens=4, progress=fail)
+    assert conversation.messages == before
+    reply = conversation.ask(long, max_tokens=4)
+    read, _ = read_and_said(conversation, reply)
+    assert engine.generate(read, max_tokens=4).token_ids == reply.token_ids
+    turn = f"<|end|>\n<|turn|>user\n{long}<|end|>\n<|turn|>assistant\n"
+    n_turn = 1 + len(engine.tokenizer.encode(turn, bos=False))  # the end of the last answer is read with it
+    assert conversation.tokens_read == n_turn - 32 * at
+
+
+def test_stop_strings_are_not_part_of_the_history(engine: lce.Engine) -> None:
+    free = engine.conversation().ask(QUESTIONS[0], max_tokens=12).text
+    conversation = engine.conversation()
+    reply = conversation.ask(QUESTIONS[0], max_tokens=12, stop=[free[4:6]])
+    assert reply.text == free[: free.index(free[4:6])]
+    conversation.ask(QUESTIONS[1], max_tokens=2)
+    assert conversation.messages[1] == {"role": "assistant", "content": reply.text}
+
+
+def test_a_conversation_goes_on_from_a_file(engine: lce.Engine, tmp_path: Path) -> None:
+    conversation = engine.conversation("Be brief.")
+    conversation.ask(QUESTIONS[0], max_tokens=8)
+    conversation.save(tmp_path / "chat.lce")
+    expected = [conversation.ask(question, max_tokens=8).token_ids for question in QUESTIONS[1:]]
+    other = engine.conversation(context=engine.open_context(tmp_path / "chat.lce"))
+    assert [other.ask(question, max_tokens=8).token_ids for question in QUESTIONS[1:]] == expected
+    assert [m["content"] for m in other.messages[::2]] == QUESTIONS[1:]
+    assert other.tokens_read < 60
+
+
+def test_one_question_behind_a_document(engine: lce.Engine) -> None:
+    document = engine.prefill("The llama is larger than the alpaca. " * 9)
+    n = len(document)
+    said = engine.chat([{"role": "user", "content": "Which is larger?"}], context=document.fork(), max_tokens=6)
+    assert said.stats.prompt_tokens < 60
+    assert len(document) == n
+    context = document.fork()
+    stream = engine.chat_stream("Which is larger?", context=context, max_tokens=6)
+    assert "".join(piece.text for piece in stream) == said.text
+    written = engine.tokenizer.decode(context.token_ids[n:-6], skip_special=False)
+    assert written == "<|end|>\n<|turn|>user\nWhich is larger?<|end|>\n<|turn|>assistant\n"
+
+
+def test_one_question_alone(engine: lce.Engine) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    reply = engine.chat(messages, max_tokens=6)
+    assert reply.token_ids == engine.generate(engine.tokenizer.encode_chat(messages), max_tokens=6).token_ids
+    assert engine.chat("Hi", max_tokens=3).token_ids == engine.conversation().ask("Hi", max_tokens=3).token_ids
+
+
+def test_reset_forgets_all_but_the_beginning(engine: lce.Engine) -> None:
+    conversation = engine.conversation("Be brief.")
+    first = conversation.ask(QUESTIONS[0], max_tokens=8)
+    conversation.ask(QUESTIONS[1], max_tokens=8)
+    conversation.reset()
+    assert conversation.messages == [{"role": "system", "content": "Be brief."}]
+    assert conversation.ask(QUESTIONS[0], max_tokens=8).token_ids == first.token_ids
+    document = engine.prefill("The llama is larger than the alpaca. " * 9)
+    n = len(document)
+    conversation = engine.conversation(context=document)
+    first = conversation.ask(QUESTIONS[0], max_tokens=8)
+    conversation.reset()
+    assert conversation.ask(QUESTIONS[0], max_tokens=8).token_ids == first.token_ids
+    assert conversation.context is not None
+    assert len(conversation.context) == n + first.stats.prompt_tokens + len(first.token_ids)
+
+
+def test_what_is_refused(engine: lce.Engine, tiny_model: Path) -> None:
+    base = lce.load(tiny_model)
+    for ask in (base.conversation, lambda: base.chat("Hi"), lambda: base.chat_stream("Hi")):
+        with pytest.raises(lce.ModelError, match="no chat template: it continues text; use generate"):
+            ask()
+    with pytest.raises(lce.ModelError, match="no chat template"):
+        lce.load("demo").conversation()
+    with pytest.raises(lce.UsageError, match="a system message begins a conversation"):
+        engine.conversation("Be brief.", context=engine.prefill("Hi"))
+    with pytest.raises(lce.UsageError, match="the conversation is empty"):
+        engine.conversation().save("chat.lce")
+    conversation = engine.conversation()
+    for wrong in (3, None, [3], [{"role": "user"}], {"role": "user", "content": "Hi"}, [], b"Hi"):
+        with pytest.raises(lce.DataError, match="expected a list"):
+            conversation.ask(wrong)  # type: ignore[arg-type]
+    with pytest.raises(lce.UsageError, match="max_tokens"):
+        conversation.ask("Hi", max_tokens=0)
+    assert conversation.messages == []
+    conversation.ask("Hi", max_tokens=2)
