@@ -59,14 +59,14 @@ class Conversation:
         self.context = context
         self.tokens_read = 0
         self._length = length
-        self._n_before = 0 if context is None else len(context)  # tokens that no message of ours stands for
-        if self._n_before and system is not None:
+        self._before = [] if context is None else list(context.token_ids)  # what no message of ours stands for
+        if self._before and system is not None:
             raise UsageError("a system message begins a conversation, but this context has begun; leave it out")
         engine.tokenizer.require_chat()
         self._opening = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._opening)
         self._text = ""  # what the context holds behind the tokens before
-        self._marks = [(0, self._n_before)]  # so many characters of that text are so many tokens of the context
+        self._marks = [(0, len(self._before))]  # so many characters of that text are so many tokens of the context
         self._turn: _Turn | None = None
 
     @property
@@ -102,8 +102,8 @@ class Conversation:
         """Forget all messages but the system message, and all tokens but those of the context it went on from."""
         self._settle()
         self._messages = list(self._opening)
-        self._text, self._marks = "", [(0, self._n_before)]
-        if not self._n_before:
+        self._text, self._marks = "", [(0, len(self._before))]
+        if not self._before:
             self.context = None
 
     def save(self, path: str | Path) -> None:
@@ -137,48 +137,47 @@ class Conversation:
     def _render(self, messages: Sequence[Mapping[str, str]]) -> ChatText:
         """What the template writes, behind the tokens before."""
         tokenizer = self.engine.tokenizer
-        if not self._n_before:
+        if not self._before:
             return tokenizer.render_chat(messages)
         before = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _SAID}]
         chat = tokenizer.render_chat([*before, *messages])
         at = chat.text.find(_SAID) + len(_SAID)
         if at < len(_SAID):
             raise ModelError(
-                "the chat template leaves out earlier answers, so it cannot go on from a context; "
+                "nothing can be asked behind this context, because the chat template leaves out earlier answers; "
                 "begin a new conversation"
             )
         return ChatText(chat.text[at:], tuple(cut - at for cut in chat.cuts if cut > at))
 
     def _fit(self, chat: ChatText) -> list[int]:
         """Make the context hold as much of `chat` as it can without reading; returns the ids to read behind it."""
-        encode = self.engine.tokenizer.encode_parts
-        n_same = _common(self._text, chat.text)
-        marks = [(0, self._n_before)]
-        if self.context is not None:
-            marks = [mark for mark in self._marks if mark[0] <= n_same and mark[1] <= len(self.context)]
-            marks += self._mark_of_answer(chat.text, n_same)
-        n_chars, n_tokens = marks[-1]
-        ids = encode(chat, n_chars)
+        encode, beginning = self.engine.tokenizer.encode_parts, (0, len(self._before))
+        n_same, n_held = _common(self._text, chat.text), 0 if self.context is None else len(self.context)
+        marks = [mark for mark in self._marks if mark[0] <= n_same and mark[1] <= n_held]
+        marks += self._mark_of_answer(chat.text, n_same)
+        if marks:
+            n_chars, n_tokens = marks[-1]
+            ids = encode(chat, n_chars)
+        else:  # the context does not even hold what was before
+            n_tokens, ids = 0, [*self._before, *encode(chat)]
         if self.context is not None:  # a turn that failed may have been read in part
             same = _common(self.context.token_ids[n_tokens:], ids[:-1])
             n_tokens, ids = n_tokens + same, ids[same:]
-        self._text, self._marks = chat.text, marks
-        if self.context is None or (n_tokens < len(self.context) and not self._cut(n_tokens)):
-            before = [] if self.context is None else self.context.token_ids[: self._n_before]
-            ids = [*before, *encode(chat)]
+        self._text, self._marks = chat.text, marks or [beginning]
+        if self.context is None or (n_tokens < n_held and not self._cut(n_tokens)):
+            ids = [*self._before, *encode(chat)]
+            self._marks = [beginning]
             self.context = self.engine._new_context(max(len(ids), self._length))
-            self._marks = [(0, self._n_before)]
         return ids
 
     def _mark_of_answer(self, text: str, n_same: int) -> list[tuple[int, int]]:
         """The mark behind the last answer, if `text` has that answer with other white space around it."""
-        assert self.context is not None
-        if len(self._marks) < 3 or self._marks[-1][1] != len(self.context) or not self._marks[-2][0] <= n_same:
+        if self.context is None or len(self._marks) < 3 or self._marks[-1][1] != len(self.context):
             return []
         start, end = self._marks[-2][0], self._marks[-1][0]
         answer = self._text[start:end].strip()
         rest = text[start:].lstrip()
-        if n_same >= end or not answer or not rest.startswith(answer):
+        if not start <= n_same < end or not answer or not rest.startswith(answer):
             return []
         return [(len(text) - len(rest) + len(answer), len(self.context))]
 

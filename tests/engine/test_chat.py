@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import lce
 from lce.engine.chat import Conversation
+from lce.tokenizer import template
 from tests.checkpoints import save_chat
 
 TURN = "{{ '<|turn|>' ~ message.role ~ '\n' ~ %s ~ '<|end|>\n' }}"
@@ -27,6 +32,20 @@ TEMPLATES = {
 }  # fmt: skip
 APPENDING = ("plain", "trim", "spaced")
 QUESTIONS = ["What is a llama?", "And an alpaca, is it smaller?", " Why?\n", "Thank you, that is all I wanted to know."]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _render_here() -> Iterator[None]:
+    """Renders in this process: the templates are ours, and tests/tokenizer tests the other process."""
+
+    def answer(request: str, most: int, seconds: float) -> bytes:
+        asked = json.loads(request)
+        found = template.render(asked["template"], asked["variables"], asked["steps"], asked["chars"])
+        return json.dumps(found).encode()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lce.tokenizer.chat._answer", answer)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +192,52 @@ def test_a_turn_that_fails_leaves_no_message(engine: lce.Engine, at: int) -> Non
     assert conversation.tokens_read == n_turn - 32 * at
 
 
+ACTIONS = st.one_of(
+    st.tuples(st.just("ask"), st.sampled_from(QUESTIONS)),
+    st.tuples(st.just("leave"), st.integers(0, 2)),  # a stream, after so many pieces
+    st.tuples(st.just("fail"), st.integers(1, 3)),  # a prefill, after so many blocks
+    st.tuples(st.just("reset"), st.none()),
+)
+
+
+@settings(max_examples=8, deadline=None)
+@given(actions=st.lists(ACTIONS, max_size=4), name=st.sampled_from(["spaced", "no thoughts"]), behind=st.booleans())
+def test_whatever_happens_the_context_holds_what_the_template_writes(
+    load: Callable[[str], lce.Engine], actions: list[tuple[str, Any]], name: str, behind: bool
+) -> None:
+    def fail(done: int, total: int) -> None:
+        if done >= 32 * value:
+            raise KeyboardInterrupt
+
+    engine = load(name)
+    document = engine.prefill("The llama is larger than the alpaca. " * 3) if behind else None
+    before = document.token_ids[:] if document else []
+    conversation = engine.conversation(context=document)
+    for action, value in [*actions, ("ask", "Is that all?")]:
+        if action == "reset":
+            conversation.reset()
+        elif action == "leave":
+            stream = conversation.stream("Tell me more.", max_tokens=6)
+            for _ in range(value):
+                next(stream)
+        elif action == "fail":
+            with suppress(KeyboardInterrupt):
+                conversation.ask("The quick brown fox jumps over the lazy dog. " * 4, max_tokens=2, progress=fail)
+        else:
+            reply = conversation.ask(value, max_tokens=6)
+    read, said = read_and_said(conversation, reply)
+    assert said == reply.token_ids
+    assert read[: len(before)] == before
+    assert engine.generate(read, max_tokens=6).token_ids == said
+    written = conversation._render(conversation.messages[:-1]).text
+    assert words(engine.tokenizer.decode(read[len(before) :], skip_special=False)) == words(written)
+
+
+def words(text: str) -> str:
+    """The text without white space; the white space around an answer is the model's, not the template's."""
+    return "".join(text.split())
+
+
 def test_stop_strings_are_not_part_of_the_history(engine: lce.Engine) -> None:
     free = engine.conversation().ask(QUESTIONS[0], max_tokens=12).text
     conversation = engine.conversation()
@@ -204,6 +269,13 @@ def test_one_question_behind_a_document(engine: lce.Engine) -> None:
     assert "".join(piece.text for piece in stream) == said.text
     written = engine.tokenizer.decode(context.token_ids[n:-6], skip_special=False)
     assert written == "<|end|>\n<|turn|>user\nWhich is larger?<|end|>\n<|turn|>assistant\n"
+
+
+@pytest.mark.parametrize("name", ["cut", "last only"])
+def test_a_template_that_leaves_answers_out_cannot_go_on(load: Callable[[str], lce.Engine], name: str) -> None:
+    engine = load(name)
+    with pytest.raises(lce.ModelError, match="leaves out earlier answers; begin a new conversation"):
+        engine.chat("Hi", context=engine.prefill("A document."))
 
 
 def test_one_question_alone(engine: lce.Engine) -> None:
