@@ -73,10 +73,10 @@ class ChatLoop:
     answering: dict[str, Any]  # options of `Conversation.stream`
     saved: set[str] = field(default_factory=set)  # files that /save may replace
     files: list[str] = field(default_factory=list)  # texts that go before the next message
+    terminal: bool = field(default_factory=lambda: sys.stdin is not None and sys.stdin.isatty())
 
     def run(self) -> None:
         """Talk until stdin ends or /exit."""
-        self.terminal = sys.stdin is not None and sys.stdin.isatty()
         if self.terminal:
             self._note("Type a message, or /help. Ctrl-D ends.")
         for line in self._lines():

@@ -36,7 +36,7 @@ MAX_BYTES = 384 << 20  # of the process, on top of 96 times the length of the me
 _KEPT_VARIABLES = ("TZ", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # the time of day, and what Python may need to start
 _CUTS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # never characters of any text, by the Unicode standard
 _REMEDY = "use the template that came with this checkpoint"
-_START = "import sys; sys.path += sys.argv[2:]; exec(compile(open(sys.argv[1]).read(), sys.argv[1], 'exec'))"
+_START = "import sys; sys.path += sys.argv[2:]; exec(compile(open(sys.argv[1], 'rb').read(), sys.argv[1], 'exec'))"
 
 
 @dataclass(frozen=True)
