@@ -70,6 +70,14 @@ class Method(ABC):
         """`(first, size)`: choice c, as `step.note` is given it, is the `size` tokens from `first + c·size` on."""
         return 0, self.reach.chunk_size
 
+    def limit(self, window: int, sliding_window: int | None = None) -> int | None:
+        """The longest text that the resolved method can read; None: any, because no distance leaves the window.
+
+        `window` counts the positions that the model can be trusted on, RoPE scaling included. A warning says so of
+        longer texts.
+        """
+        return None
+
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
         """What the method keeps in each layer besides keys and values, empty yet, by names of its own.
 

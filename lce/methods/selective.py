@@ -124,6 +124,9 @@ class ChunkSelection(Method):
             kept[RECENT] = RecentRows(self.size, layout.key_bytes)
         return kept
 
+    def limit(self, window: int, sliding_window: int | None = None) -> int | None:
+        return window if self.placement == "true" else None
+
     def key_positions(self, indices: Tensor) -> Tensor | None:
         return PLACEMENTS[self.placement].key_positions(indices, self.size)
 
