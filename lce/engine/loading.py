@@ -16,6 +16,7 @@ from lce.cache.layout import Budgets, CacheLayout
 from lce.engine.arguments import path_of, tokens_of
 from lce.engine.engine import Engine, EngineOptions
 from lce.engine.planning import Plan, Planner
+from lce.engine.process import uses_threads
 from lce.errors import UsageError, nearest, shown
 from lce.methods.base import Method
 from lce.methods.registry import as_method
@@ -64,6 +65,8 @@ def load(
     layout = layout_of(config, resolved, dtype_of(dtype, checkpoint.dtype), where, block, budgets)
     scaling = _scaled(config.rope, rope, rope_factor)
     options = EngineOptions(resolved, backend_of(attention), window, scaling, layout)
+    if layout.dtype != checkpoint.dtype():
+        uses_threads()  # converting weights is work for several threads
     family = model_class(config)
     wanted = family.weights(config, checkpoint.tensors)
     weights = checkpoint.load(wanted, dtype=layout.dtype, device=where, ignore=(*family.unused, *config.unused))
