@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
+import torch
 from torch import Tensor
 
 from lce.attention import rotate
@@ -18,7 +19,7 @@ from lce.cache.kv import LayerCache
 from lce.cache.layout import CacheLayout, Reach
 from lce.cache.method_state import MethodState, RecentRows
 from lce.errors import UsageError
-from lce.methods.parts import RECENT
+from lce.methods.parts import RECENT, keep_recent
 from lce.methods.step import Step, Surroundings
 
 
@@ -124,11 +125,12 @@ class LocalMethod(Method):
         return Reach(sinks=self.sinks, local=self.n_recent)
 
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
-        return {RECENT: RecentRows(self.n_recent, layout.key_bytes)}
+        unrotated = self.key_positions(torch.zeros(0, dtype=torch.int64)) is None
+        return {RECENT: RecentRows(self.n_recent, layout.key_bytes, remade=unrotated)}
 
     def key_positions(self, indices: Tensor) -> Tensor | None:
         return None
 
     def keep(self, k: Tensor, v: Tensor, cache: LayerCache, step: Step) -> None:
         super().keep(k, v, cache, step)
-        cache.kept(RecentRows, RECENT).write(rotate(k, step.true_turn(k)), step.start)
+        keep_recent(k, cache, step)

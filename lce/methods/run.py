@@ -40,8 +40,9 @@ class Driver:
         """Append a block of `n_tokens` tokens to the cache; returns what `model_call` returns.
 
         `model_call(attend)` runs the model, which calls `attend` once a layer, in order. If that raises, the block is
-        discarded. If the commit after it is interrupted, it is completed: all layers have the block, or none.
+        discarded. A commit that is interrupted is completed: all layers have the block, or none.
         """
+        cache.settle()
         start, stop = cache.length, cache.length + n_tokens
         step = Step(start, stop, rope, self.attention, self.window, self.n_kv_heads, self.sliding_window, note)
 
@@ -52,17 +53,14 @@ class Driver:
             return self.method.attend(q, cache.layers[layer], step)
 
         try:
+            cache.begin()
             cache.reserve(stop)
             if n_tokens == 1:  # a token chooses much the same as the token before it
                 cache.prefetch(0)
             result = model_call(attend)
+            cache.commit()
         except BaseException:
-            cache.discard()
-            raise
-        try:
-            cache.commit()
-        except BaseException:  # Ctrl-C between two layers
-            cache.commit()
+            cache.settle()
             raise
         return result
 
