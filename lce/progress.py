@@ -28,6 +28,8 @@ def reported(progress: Progress | bool | None, label: str, unit: str = " tok") -
         def advance(done: int, total: int) -> None:
             drawn.total = total
             drawn.update(done - drawn.n)
+            if done >= total:
+                drawn.refresh()
 
         yield advance
 

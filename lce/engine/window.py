@@ -7,12 +7,15 @@ import sys
 import warnings
 from pathlib import Path
 
+import torch
+
 from lce.errors import LceError, WindowWarning
 from lce.methods import registry
 from lce.methods.base import Method
+from lce.methods.step import Surroundings
 from lce.models.config import RopeConfig
 
-PACKAGE = str(Path(__file__).parent.parent)
+INSIDE = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))  # lce, and torch's decorators around it
 FIRST = ("longheads", "dca", "esa")  # of the methods that are named first
 
 
@@ -44,10 +47,10 @@ def beyond(method: Method, window: int, rope: RopeConfig, sliding_window: int | 
 @functools.cache
 def _unlimited(window: int) -> tuple[str, ...]:
     """The names of the methods that read texts of any length of a model with this window, by their default knobs."""
-    found = []
+    found, nowhere = [], Surroundings({}, Path(), str, plan_only=True)
     for name in registry.available():
         try:
-            if registry.make(name).resolve(window).limit(window) is None:
+            if registry.make(name).for_model(nowhere).resolve(window).limit(window) is None:
                 found.append(name)
         except LceError:  # another package's method that needs knobs, or cannot be imported
             continue
@@ -57,6 +60,6 @@ def _unlimited(window: int) -> tuple[str, ...]:
 def warn(line: str) -> None:
     """A `WindowWarning` at the line that called lce, however deep this is below it."""
     frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(INSIDE):
         frame, level = frame.f_back, level + 1
     warnings.warn(line, WindowWarning, stacklevel=level)
