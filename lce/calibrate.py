@@ -269,8 +269,9 @@ class _Calibrator:
     def run(self) -> list[Recall]:
         """Read all pieces, learn all layers, and write the maps."""
         for index in range(len(self.pieces)):
-            if not all(self.work.has(_piece(index, layer)) for layer in range(self.n_layers)):
-                self.read_piece(index)
+            missing = [layer for layer in range(self.n_layers) if not self.work.has(_piece(index, layer))]
+            if missing:
+                self.read_piece(index, missing)
             self.progress("reading", index + 1, len(self.pieces))
         learned = [self.layer(layer) for layer in range(self.n_layers)]
         save_maps(LowDimMaps([maps for maps, _ in learned]), self.out, self.learned_for)
@@ -282,13 +283,13 @@ class _Calibrator:
         held_out = range(HELD_OUT - 1, len(self.pieces), HELD_OUT)
         return [index for index in range(len(self.pieces)) if index not in held_out], list(held_out)
 
-    def read_piece(self, index: int) -> None:
-        """Prefill a piece, and write each layer's queries and keys."""
+    def read_piece(self, index: int, layers: Sequence[int]) -> None:
+        """Prefill a piece, and write the queries and keys of some layers."""
         self.seen.clear()
         self.engine.prefill(self.pieces[index])
         rows = {name: torch.cat(parts).contiguous() for name, parts in self.seen.items()}
         self.seen.clear()
-        for layer in range(self.n_layers):
+        for layer in layers:
             self.work.write(_piece(index, layer), {"q": rows[f"q.{layer}"], "k": rows[f"k.{layer}"]})
 
     def rows(self, layer: int, pieces: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -297,7 +298,7 @@ class _Calibrator:
         for index in pieces:
             held = self.work.read(_piece(index, layer))
             if held is None:
-                self.read_piece(index)
+                self.read_piece(index, [layer])
                 held = self.work.read(_piece(index, layer))
             if held is None:
                 raise DataError(f"{named(self.work.folder)} does not keep what is written to it; check the disk")

@@ -75,7 +75,7 @@ class LearnedFor:
     def command(self, model: object = "M") -> str:
         """The command that learns such maps."""
         kind, factor = self.rope.kind, self.rope.factor
-        scaling = f"--rope {kind}" + ("" if kind == "none" else f" --rope-factor {factor:g}")
+        scaling = f"--rope {kind}" + ("" if kind == "none" else f" --rope-factor {factor}")
         return (
             f"lce calibrate --model {shlex.quote(named(str(model)))} --text FILE --out maps.safetensors "
             f"--low-dim {self.low_dim} --far {self.far} --window {self.window} {scaling}"
@@ -97,7 +97,7 @@ class LearnedFor:
             asked = ", ".join(f"{name}={_text(here[name])}" for name in differ)
             raise UsageError(
                 f"{named(source)} was learned for {wrong}, and here {asked}; "
-                f"ask for what it was learned for, or learn others by `{self.command(model)}`"
+                f"ask for what it was learned for, learn others by `{self.command(model)}`, or give -o compress=pca"
             )
 
 
@@ -122,6 +122,8 @@ class LowDimMaps:
         self, layers: Sequence[LowDimMap], source: str = "memory", learned_for: LearnedFor | None = None
     ) -> None:
         self.layers = tuple(layers)
+        if not self.layers:
+            raise UsageError("low-dim maps of no layer; expected a LowDimMap for each layer of the model")
         self.source = source
         self.learned_for = learned_for
         self._cast: dict[tuple[int, torch.dtype, torch.device], LowDimMap] = {}
@@ -164,9 +166,10 @@ def usable(maps: object, low_dim: int, far: int, window: int, method: str) -> Lo
             f"--out maps.safetensors --far {far}` and give -o maps=maps.safetensors, or give -o compress=pca "
             "or -o compress=none"
         )
-    if not maps.layers or maps.low_dim != low_dim:
-        learned = maps.low_dim if maps.layers else None
-        raise UsageError(f"{method}: low_dim is {low_dim}, but {maps!r} has {learned}; give -o low_dim={learned}")
+    if maps.low_dim != low_dim:
+        raise UsageError(
+            f"{method}: low_dim is {low_dim}, but {maps!r} has {maps.low_dim}; give -o low_dim={maps.low_dim}"
+        )
     if maps.learned_for is not None:
         replace(maps.learned_for, far=far, window=window).check(asdict(maps.learned_for), maps.source)
     return maps

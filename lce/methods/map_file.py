@@ -86,12 +86,11 @@ def open_maps(
     wanted = {f"layers.{index}.{name}": shape for index in range(n_layers) for name, shape in shapes.items()}
     with open(open_regular(path), "rb") as file:
         try:
-            raw, header = _header(file, _HEADER_BYTES + _ENTRY_BYTES * len(wanted))
-            metadata = header.pop("__metadata__", {})
+            raw, entries, metadata = _header(file, _HEADER_BYTES + _ENTRY_BYTES * len(wanted))
             if metadata.get("format") != FORMAT:
                 raise ValueError(f"its format is {shown(metadata.get('format'))}, expected {FORMAT!r}")
-            learned_for.check(_object(metadata.get("learned_for", "")), str(path), model)
-            if {name: ("F32", list(shape)) for name, shape in wanted.items()} != _entries(header):
+            learned_for.check(_object(str(metadata.get("learned_for"))), str(path), model)
+            if {name: ("F32", list(shape)) for name, shape in wanted.items()} != entries:
                 raise ValueError(f"its tensors are not those of {n_layers} layers of this model")
             rest = 4 * sum(map(math.prod, wanted.values()))
             if os.fstat(file.fileno()).st_size != len(raw) + rest:
@@ -100,20 +99,26 @@ def open_maps(
             tensors, _ = unsealed(raw)
             if not all(bool(x.isfinite().all()) for x in tensors.values()):
                 raise ValueError("some numbers are not finite")
-        except (OSError, ValueError, LookupError, RecursionError, AttributeError, TypeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise DataError(f"{named(path)} holds no maps that can be used: {error}; {remedy}") from None
     layers = [LowDimMap(**{name: tensors[f"layers.{index}.{name}"] for name in shapes}) for index in range(n_layers)]
     return LowDimMaps(layers, str(path), learned_for)
 
 
-def _header(file: BinaryIO, most: int) -> tuple[bytes, dict[str, Any]]:
-    """The first bytes of a safetensors file, its header included, and the header. Raises `ValueError`."""
+def _header(file: BinaryIO, most: int) -> tuple[bytes, dict[str, Any], dict[str, Any]]:
+    """A safetensors file's bytes up to its data, the dtype and shape of its tensors, and its metadata: all unchecked.
+
+    Raises `ValueError` for what is no header, and for one of more than `most` bytes.
+    """
     prefix = file.read(8)
     length = int.from_bytes(prefix, "little")
     if length > most:
-        raise ValueError(f"a header of {length:,} bytes, expected {most:,} at most")
+        raise ValueError(f"it begins with a header of {length:,} bytes, expected {most:,} at most")
     raw = file.read(length)
-    return prefix + raw, _object(raw)
+    header = _object(raw)
+    metadata = header.pop("__metadata__", None)
+    entries = {name: (x.get("dtype"), x.get("shape")) if isinstance(x, dict) else None for name, x in header.items()}
+    return prefix + raw, entries, metadata if isinstance(metadata, dict) else {}
 
 
 def _object(text: str | bytes) -> dict[str, Any]:
@@ -121,8 +126,3 @@ def _object(text: str | bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{shown(found)} is no JSON object")
     return found
-
-
-def _entries(header: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The dtype and shape of each tensor of a header."""
-    return {name: (entry["dtype"], entry["shape"]) for name, entry in header.items()}
