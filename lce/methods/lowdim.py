@@ -30,7 +30,7 @@ class LowDimMap:
     """One layer's maps: `query [H·D, R]`, `key [G·D, R]`, and their biases `[R]`.
 
     The query's bias gives each key a score of its own, `query_bias · (k B)`. The key's bias adds the same to all scores
-    of a query: it can take the keys' mean away, which low precision likes.
+    of a query: where it takes the keys' mean away, low-dim keys are small and rounded less.
     """
 
     query: Tensor
@@ -45,11 +45,11 @@ class LowDimMap:
 
     def low_queries(self, q: Tensor) -> Tensor:
         """Queries `[N, H·D]` in few dimensions, `[N, R]`."""
-        return q @ self.query + self.query_bias
+        return torch.addmm(self.query_bias, q, self.query)
 
     def low_keys(self, k: Tensor) -> Tensor:
         """Keys `[N, G·D]` in few dimensions, `[N, R]`."""
-        return k @ self.key + self.key_bias
+        return torch.addmm(self.key_bias, k, self.key)  # rounded once: the bias takes most of the product away
 
     def tensors(self) -> dict[str, Tensor]:
         """The four tensors by name."""
