@@ -131,7 +131,7 @@ class Engine(Unique):
 
     def beyond(self, n_tokens: int) -> str | None:
         """One line that says so if texts of `n_tokens` are longer than the method can read; None if they are not."""
-        return beyond(self.method, self.window, self.rope, self.model.config.sliding_window, n_tokens)
+        return beyond(self.method, self.model.config, self.window, self.rope, tokens_of(n_tokens, "n_tokens", least=0))
 
     def _stream(self, ids: list[int], options: Options, flag: CancelFlag) -> Stream:
         request = Request(ids, options.sampling, options.max_tokens, self._eos_ids, options.logprobs)

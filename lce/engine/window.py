@@ -13,7 +13,7 @@ from lce.errors import LceError, WindowWarning
 from lce.methods import registry
 from lce.methods.base import Method
 from lce.methods.step import Surroundings
-from lce.models.config import RopeConfig
+from lce.models.config import ModelConfig, RopeConfig
 
 INSIDE = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))  # lce, and torch's decorators around it
 FIRST = ("longheads", "dca", "esa")  # of the methods that are named first
@@ -31,13 +31,13 @@ def reach(window: int, rope: RopeConfig) -> int:
     return max(window, int((rope.original_window or window) * rope.factor))
 
 
-def beyond(method: Method, window: int, rope: RopeConfig, sliding_window: int | None, n_tokens: int) -> str | None:
+def beyond(method: Method, config: ModelConfig, window: int, rope: RopeConfig, n_tokens: int) -> str | None:
     """What to tell the user of a text that is longer than the method can read; None where it is not."""
     trusted = reach(window, rope)
-    limit = method.limit(trusted, sliding_window)
+    limit = method.limit(trusted, config.sliding_window)
     if limit is None or n_tokens <= limit:
         return None
-    others = ", ".join(_unlimited(trusted)) or "none that is installed"
+    others = ", ".join(_unlimited(config, trusted, rope)) or "none that is installed"
     return (
         f"{n_tokens:,} tokens are more than the {limit:,} that the method {method.label} can read of this model "
         f"(window {window:,}), so the answers will be wrong; methods that read on: {others}"
@@ -45,9 +45,9 @@ def beyond(method: Method, window: int, rope: RopeConfig, sliding_window: int | 
 
 
 @functools.cache
-def _unlimited(window: int) -> tuple[str, ...]:
-    """The names of the methods that read texts of any length of a model with this window, by their default knobs."""
-    found, nowhere = [], Surroundings({}, Path(), str, plan_only=True)
+def _unlimited(config: ModelConfig, window: int, rope: RopeConfig) -> tuple[str, ...]:
+    """The names of the methods that read texts of any length of a model, by their default knobs."""
+    found, nowhere = [], Surroundings(config.published, Path(), str, config, window, rope, plan_only=True)
     for name in registry.available():
         try:
             if registry.make(name).for_model(nowhere).resolve(window).limit(window) is None:

@@ -11,9 +11,15 @@ import pytest
 import lce
 from lce.engine.window import beyond, reach
 from lce.methods import DualChunk, Full, LongHeads, Quest, ReRope, RopeConfig, SelfExtend, Streaming
+from lce.models.config import ModelConfig
 from tests.checkpoints import save_tiny, tokens
 
 W = 64
+
+
+def config(sliding_window: int | None = None) -> ModelConfig:
+    """A model's config."""
+    return ModelConfig("Any", 300, 64, 96, 2, 4, 2, 16, W, sliding_window=sliding_window)
 
 
 @pytest.mark.parametrize(
@@ -55,9 +61,9 @@ def test_the_longest_text_that_a_method_reads(method: lce.Method, sliding: int |
     method = method.resolve(W)
     assert method.limit(W, sliding) == limit
     for n in (W, limit or 10**9):
-        assert beyond(method, W, RopeConfig(), sliding, n) is None
+        assert beyond(method, config(sliding), W, RopeConfig(), n) is None
     if limit is not None:
-        assert str(beyond(method, W, RopeConfig(), sliding, limit + 1)).startswith(f"{limit + 1:,} tokens")
+        assert str(beyond(method, config(sliding), W, RopeConfig(), limit + 1)).startswith(f"{limit + 1:,} tokens")
 
 
 def test_self_extends_limit_is_where_its_distances_leave_the_window() -> None:
@@ -69,7 +75,7 @@ def test_self_extends_limit_is_where_its_distances_leave_the_window() -> None:
 
 
 def test_the_line_names_the_methods_that_read_on() -> None:
-    line = beyond(Full(), 512, RopeConfig(), None, 32000)
+    line = beyond(Full(), config(), 512, RopeConfig(), 32000)
     assert line is not None
     assert line.startswith(
         "32,000 tokens are more than the 512 that the method full can read of this model (window 512)"
