@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-from lce.engine.context import Context
-from lce.engine.decode import Generation, Stream
+from lce.engine.arguments import GenerationOptions, generation_options, tokens_of
+from lce.engine.context import Context, Unique
+from lce.engine.decode import Generation
+from lce.engine.stream import Stream
 from lce.errors import ModelError, UsageError
 from lce.tokenizer.chat import ChatText
 
@@ -28,7 +30,7 @@ class _Turn:
     stream: Stream
 
 
-class Conversation:
+class Conversation(Unique):
     """A chat with a model. Its history is a context: a turn reads the new messages, and nothing again.
 
         conversation = engine.conversation(system="Be brief.")
@@ -37,9 +39,9 @@ class Conversation:
             print(piece.text, end="")
 
     For every turn the template writes all messages anew. Where it writes the same as before, the context stays. Where
-    it writes something else, as Qwen3's does when it leaves out earlier thoughts, the context is cut there and read on
-    from there, or is read anew if it cannot be cut. The white space around an answer stays as the model wrote it.
-    `tokens_read` says how many tokens the last turn had to read.
+    it writes something else, as Qwen3's does when it leaves out earlier thoughts, the context is cut there, or as near
+    before as the method's state can go back to, and read on from there. `tokens_read` says how many tokens the last
+    turn had to read. The white space around an answer stays as the model wrote it.
 
     With `context` the conversation goes on behind the tokens of a context, such as a saved chat or a document: the
     template writes the new messages as if they followed an answer.
@@ -48,8 +50,10 @@ class Conversation:
     written until then stays in the history.
     """
 
+    instead = "save it, or make another one and give it the messages"
+
     def __init__(
-        self, engine: Engine, system: str | None = None, *, context: Context | None = None, length: int = 0
+        self, engine: Engine, system: str | None = None, *, context: Context | None = None, length: int | str = 0
     ) -> None:
         """`length` announces how long the context will become in all; RoPE scaling `dynamic` depends on it.
 
@@ -58,7 +62,7 @@ class Conversation:
         self.engine = engine
         self.context = context
         self.tokens_read = 0
-        self._length = length
+        self._length = tokens_of(length, "length", least=0)
         self._before = [] if context is None else list(context.token_ids)  # what no message of ours stands for
         if self._before and system is not None:
             raise UsageError("a system message begins a conversation, but this context has begun; leave it out")
@@ -76,24 +80,28 @@ class Conversation:
         said = self._messages if turn is None or not self._answered(turn) else [*self._messages, *_with_answer(turn)]
         return [dict(message) for message in said]
 
-    def ask(self, message: str | Sequence[Mapping[str, str]], **options: Any) -> Generation:
-        """The answer to a user's message, or to several messages. Takes the options of `Engine.generate`."""
-        stream = self.stream(message, **options)
-        for _ in stream:
-            pass
-        return stream.result
+    def ask(self, message: str | Sequence[Mapping[str, str]], **options: Unpack[GenerationOptions]) -> Generation:
+        """The answer to a user's message, or to several messages.
 
-    def stream(self, message: str | Sequence[Mapping[str, str]], **options: Any) -> Stream:
+        Takes the options of `Engine.generate`, but for `context`.
+        """
+        return self.stream(message, **options).finish()
+
+    def stream(self, message: str | Sequence[Mapping[str, str]], **options: Unpack[GenerationOptions]) -> Stream:
         """Like `ask`, a piece of text at a time.
 
         A turn that fails before its answer begins leaves no message behind.
         """
+        if options.pop("context", None) is not None:
+            raise UsageError("a conversation has a context of its own; give one when the conversation is made")
+        generation_options(options)
         self._settle()
         new = _as_messages(message)
         chat = self._render([*self._messages, *new])
         ids = self._fit(chat)
         assert self.context is not None
-        stream = self.engine.stream(ids, context=self.context, **options)
+        options["context"] = self.context
+        stream = self.engine.stream(ids, **options)
         self.tokens_read = len(ids)
         self._turn = _Turn([dict(message) for message in new], chat, len(self.context) + len(ids), stream)
         return stream
@@ -151,7 +159,7 @@ class Conversation:
 
     def _fit(self, chat: ChatText) -> list[int]:
         """Make the context hold as much of `chat` as it can without reading; returns the ids to read behind it."""
-        encode, beginning = self.engine.tokenizer.encode_parts, (0, len(self._before))
+        encode = self.engine.tokenizer.encode_parts
         n_same, n_held = _common(self._text, chat.text), 0 if self.context is None else len(self.context)
         marks = [mark for mark in self._marks if mark[0] <= n_same and mark[1] <= n_held]
         marks += self._mark_of_answer(chat.text, n_same)
@@ -160,15 +168,11 @@ class Conversation:
             ids = encode(chat, n_chars)
         else:  # the context does not even hold what was before
             n_tokens, ids = 0, [*self._before, *encode(chat)]
-        if self.context is not None:  # a turn that failed may have been read in part
-            same = _common(self.context.token_ids[n_tokens:], ids[:-1])
-            n_tokens, ids = n_tokens + same, ids[same:]
-        self._text, self._marks = chat.text, marks or [beginning]
-        if self.context is None or (n_tokens < n_held and not self._cut(n_tokens)):
-            ids = [*self._before, *encode(chat)]
-            self._marks = [beginning]
+        self._text, self._marks = chat.text, marks or [(0, len(self._before))]
+        if self.context is None:
             self.context = self.engine._new_context(max(len(ids), self._length))
-        return ids
+        wanted = [*self.context.token_ids[:n_tokens], *ids]  # a turn that failed may have been read in part
+        return wanted[self._cut(_common(self.context.token_ids, wanted[:-1])) :]
 
     def _mark_of_answer(self, text: str, n_same: int) -> list[tuple[int, int]]:
         """The mark behind the last answer, if `text` has that answer with other white space around it."""
@@ -181,13 +185,18 @@ class Conversation:
             return []
         return [(len(text) - len(rest) + len(answer), len(self.context))]
 
-    def _cut(self, n_tokens: int) -> bool:
-        """Drop the context's tokens behind the first `n_tokens`; False if that cannot be done."""
-        truncate = getattr(self.context, "truncate", None)
-        try:
-            return truncate is not None and truncate(n_tokens) is None
-        except UsageError:
-            return False
+    def _cut(self, n_tokens: int) -> int:
+        """Drop the context's tokens behind the first `n_tokens`, or more where the method's state goes back no better.
+
+        Returns how many are left.
+        """
+        assert self.context is not None
+        if n_tokens < len(self.context):
+            cache = self.context.cache
+            if n_tokens < cache.length:
+                n_tokens = cache.nearest(max(0, n_tokens - 1)) + 1  # the last token that is left is read again
+            self.context.truncate(n_tokens)
+        return n_tokens
 
 
 def _as_messages(message: str | Sequence[Mapping[str, str]]) -> list[Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from lce.engine.decode import Stream
+    from lce.engine.stream import Stream
 
 
 @dataclass(frozen=True)
