@@ -108,7 +108,7 @@ class Engine:
         stats, n_prompt = result.stats, len(request.token_ids)
         with self._in_use(context, n_prompt + request.max_tokens) as context:
             started = time.perf_counter()
-            stats.prompt_tokens = n_prompt
+            stats.prompt_tokens, stats.read_before = n_prompt, len(context)
             with context.adding(request.token_ids):
                 self._advance(context, progress)
             stats.prefill_s = time.perf_counter() - started
@@ -164,7 +164,10 @@ class Engine:
         Planner.into_file(self.layout, self.method.name).check(len(ids))
         job = PrefillJob(Path(path), self.layout, self.identity, ids, announced)
         context = self._context(job.data)
-        started, stats = time.perf_counter(), Stats(prompt_tokens=len(context.uncached))
+        started, stats = (
+            time.perf_counter(),
+            Stats(prompt_tokens=len(context.uncached), read_before=context.cache.length),
+        )
         try:
             with torch.inference_mode():
                 for part in _blocks(context.uncached, self.block, progress, done=context.cache.length):
@@ -185,6 +188,13 @@ class Engine:
         Raises `DataError` for a file of another model, method, RoPE scaling or dtype, and for a damaged one.
         """
         return self._context(open_saved(Path(path), self.layout, self.identity))
+
+    def new_context(self, length: int) -> Context:
+        """An empty context that will become `length` tokens long, for calls with `context`; so it can be saved later.
+
+        Raises `CapacityError` if it cannot fit.
+        """
+        return self._new_context(length)
 
     def _context(self, data: ContextData) -> Context:
         return Context(data, self.rope_of(data.announced), self.identity)

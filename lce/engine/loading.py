@@ -20,7 +20,7 @@ from lce.methods.registry import as_method
 from lce.methods.step import Surroundings
 from lce.models.config import ROPE_KINDS, ModelConfig, RopeConfig
 from lce.models.registry import model_class, read_config
-from lce.sizes import in_bytes
+from lce.sizes import count, in_bytes
 from lce.system import keep_freed_memory
 from lce.tokenizer.tokenizer import Tokenizer
 from lce.weights.checkpoint import Checkpoint
@@ -34,7 +34,7 @@ def load(
     device: str = "auto", dtype: str = "auto", block: int | None = None, window: int | None = None,
     attention: str = "auto", rope: str | None = None, rope_factor: float | None = None,
     kv_device_budget: int | str | None = None, kv_host_budget: int | str | None = None,
-    spill_dir: str | Path | None = None,
+    spill_dir: str | Path | None = None, threads: int | None = None,
 ) -> Engine:  # fmt: skip
     """An engine over the model folder `model`, or over the embedded "demo".
 
@@ -42,9 +42,12 @@ def load(
     step; None is what suits the method. `window` overrides the positions that the model is trusted on. `rope` and
     `rope_factor` override the checkpoint's RoPE scaling. The budgets bound the keys and values of a context in each
     kind of memory, in bytes or as "8GiB"; on the CPU both are the same memory and the smaller one counts. Keys and
-    values beyond them go to a file in `spill_dir`, which is removed with the context. Raises `ModelError` for a folder
-    that is no valid model, and `UsageError` for options that cannot be used.
+    values beyond them go to a file in `spill_dir`, which is removed with the context. `threads` is how many the whole
+    process computes with from now on; None changes nothing. Raises `ModelError` for a folder that is no valid model,
+    and `UsageError` for options that cannot be used.
     """
+    if threads is not None:
+        torch.set_num_threads(count(threads, "threads"))
     folder = DEMO if str(model) == "demo" else Path(model)
     config = read_config(folder)
     tokenizer = Tokenizer.from_folder(folder, config.vocab_size)
