@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from lce.engine.saving import ContextData, Identity, save
+from lce.engine.identity import Identity
+from lce.engine.saving import ContextData, save
 from lce.errors import UsageError
 from lce.models.rope import Rope
 

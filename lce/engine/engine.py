@@ -17,9 +17,10 @@ from lce.cache.kv import KVCache
 from lce.cache.layout import CacheLayout
 from lce.engine.context import Context
 from lce.engine.decode import Generation, Piece, Request, Stats, Stream, decode
+from lce.engine.identity import Identity
 from lce.engine.planning import Planner
 from lce.engine.sampling import Sampling
-from lce.engine.saving import ContextData, Identity, PrefillJob, open_saved
+from lce.engine.saving import ContextData, PrefillJob, open_saved
 from lce.engine.trace import Trace, TraceRecorder
 from lce.errors import UsageError
 from lce.methods.base import Method
@@ -58,10 +59,10 @@ class Engine:
         self.block = options.layout.block
         self.window = options.window
         self.rope = options.rope
-        self.identity = Identity(
-            checkpoint.fingerprint, repr(self.method), str(self.window), repr(self.rope), str(self.dtype)
-        )
         config = model.config
+        self.identity = Identity(
+            checkpoint.fingerprint, self.method, self.window, self.rope, self.dtype, config.vocab_size
+        )
         self._driver = Driver(self.method, options.attention, self.window, config.n_kv_heads, config.sliding_window)
         self._eos_ids = frozenset((*config.eos_ids, *tokenizer.eos_ids))
 
