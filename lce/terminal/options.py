@@ -32,7 +32,7 @@ Decorator = Callable[[Command], Command]
 BYTES_OF_TEXT = 16  # memory that a byte of text takes until it is token ids, at most
 
 
-class Count(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
+class Count(click.ParamType):  # type: ignore[type-arg]  # generic in new versions of click
     """A number of things: `4096` or `4k`."""
 
     name = "count"
