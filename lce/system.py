@@ -11,7 +11,7 @@ import os
 import resource
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -185,9 +185,19 @@ def keep_freed_memory() -> None:
     most `TRIM_THRESHOLD` bytes. Allocations above `MMAP_THRESHOLD`, such as the keys of a long context, are still
     returned. Without glibc nothing happens.
     """
-    if not sys.platform.startswith("linux"):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = _glibc("mallopt")
     if mallopt is not None:
         mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD)
         mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD)
+
+
+def give_back_freed_memory() -> None:
+    """Return to the kernel what `keep_freed_memory` keeps and nothing uses. Without glibc nothing happens."""
+    malloc_trim = _glibc("malloc_trim")
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
+def _glibc(name: str) -> Callable[..., int] | None:
+    """A function of the C library; None where the library does not have it."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None

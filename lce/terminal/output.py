@@ -16,7 +16,7 @@ import click
 from lce.errors import WindowWarning
 
 if TYPE_CHECKING:
-    from lce.engine.decode import Stream
+    from lce.engine.stream import Stream
 
 
 FIRST_LINE_S = 5.0  # work that is shorter says nothing where stderr is no terminal

@@ -184,7 +184,7 @@ def test_an_empty_prompt_is_refused(engine: lce.Engine, prompt: Any) -> None:
         ([-1], "token id -1"),
         ([5, 10**30], "token id 1000000"),
         ([5.0], "the prompt is a list; expected text or token ids"),
-        (["a"], "the prompt is a list"),
+        ([None], "the prompt is a list"),
         (None, "the prompt is a NoneType"),
     ],
 )

@@ -45,7 +45,9 @@ def test_an_interrupted_evaluation_goes_on(tmp_path: Path, monkeypatch: pytest.M
 def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "answers"
     file.write_text("some text\n")
-    with pytest.raises(DataError, match="no record of answers: line 1 is 'some text'; correct the line, or name another"):
+    with pytest.raises(
+        DataError, match="no record of answers: line 1 is 'some text'; correct the line, or name another"
+    ):
         Record(file)
     file.write_text(json.dumps({"right": "yes"}) + "\n")
     with pytest.raises(DataError, match="no record"):

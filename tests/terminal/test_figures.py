@@ -32,7 +32,9 @@ def test_closing_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert figures.prefill_line(STATS) == f"2,000 prompt tokens | prefill 1,000.0 tok/s | {memory}"
     resumed = dataclasses.replace(STATS, prompt_tokens=4360, read_before=8192, prefill_s=4.36)
-    assert figures.prefill_line(resumed) == f"12,552 prompt tokens (8,192 read before) | prefill 1,000.0 tok/s | {memory}"
+    assert (
+        figures.prefill_line(resumed) == f"12,552 prompt tokens (8,192 read before) | prefill 1,000.0 tok/s | {memory}"
+    )
 
 
 def test_the_memory_and_traffic_of_each_tier() -> None:

@@ -82,7 +82,9 @@ def test_counts_in_units_of_1024(text: str, lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("text", ["", "many", "2k,", "2x", "-1", "1.5k", "0"])
 def test_what_is_not_a_count(text: str) -> None:
-    with pytest.raises(click.UsageError, match=r"^--option is .*; expected (a whole number, such as 512 or 4k|1 or more)"):
+    with pytest.raises(
+        click.UsageError, match=r"^--option is .*; expected (a whole number, such as 512 or 4k|1 or more)"
+    ):
         options.COUNTS.convert(text, OPTION, CONTEXT)
     assert options.INDEX.convert("0", OPTION, CONTEXT) == 0
 
@@ -164,10 +166,14 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name in (tmp_path / "pipe", "/dev/zero"):
         assert_error(run("generate", "-m", "none", "-f", name), 3, str(name), "expected a")
-    assert_error(run("calibrate", "-m", "none", "-t", tmp_path / "pipe", "--out", tmp_path / "maps"), 3, "- and the text")
+    assert_error(
+        run("calibrate", "-m", "none", "-t", tmp_path / "pipe", "--out", tmp_path / "maps"), 3, "- and the text"
+    )
 
 
-def test_a_text_larger_than_memory_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_larger_than_memory_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with open(tmp_path / "sparse.txt", "wb") as file:
         file.truncate(1 << 40)
     assert_error(run("generate", "-m", "none", "-f", tmp_path / "sparse.txt"), 4, "1.0 TiB", "a shorter text")

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from lce.engine.decode import Generation, Piece, Stream
+from lce.engine.decode import Generation, Piece
+from lce.engine.stream import Stream
 from lce.terminal.output import Output
 
 
