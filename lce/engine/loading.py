@@ -29,6 +29,7 @@ from lce.tokenizer.tokenizer import Tokenizer
 from lce.weights.checkpoint import Checkpoint
 
 MOST_FACTOR = 1_000_000
+MOST_THREADS = 1024
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEMO = Path(__file__).parent.parent / "models" / "demo"
 
@@ -54,7 +55,7 @@ def load(
     """
     folder, block, window = _folder(model), sized(block, "block", 1), sized(window, "window", 2)
     if threads is not None:
-        torch.set_num_threads(count(threads, "threads"))
+        torch.set_num_threads(threads_of(threads))
     config = read_config(folder)
     tokenizer = Tokenizer.from_folder(folder, config.vocab_size)
     window = window or config.window
@@ -98,6 +99,16 @@ def plan(
     layout = layout_of(config, chosen, kind, device_of(device), block, budgets)
     n_weights = sum(math.prod(shape) for _, shape in model_class(config).weights(config).values())
     return Planner.of(layout, chosen.name, n_weights * kind.itemsize).plan(tokens)
+
+
+def threads_of(number: object) -> int:
+    """A number of threads. Raises `UsageError` for more than any machine has cores."""
+    threads = count(number, "threads")
+    if threads > MOST_THREADS:
+        raise UsageError(
+            f"threads is {shown(number)}; expected {MOST_THREADS} or fewer, the cores of the machine at most"
+        )
+    return threads
 
 
 def layout_of(
