@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -10,8 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import lce
+from lce.system import PASSIVE
 from tests.checkpoints import TINY
 from tests.command import PROMPT, assert_error, run, spawn
 
@@ -247,3 +250,69 @@ def test_an_interrupted_prefill_says_how_to_resume(tiny_model: Path, tmp_path: P
     done = run(*command, "--json")
     n_tokens = len(lce.load(tiny_model).tokenizer.encode(PROMPT * 40))
     assert json.loads(done.stdout)["stats"]["prompt_tokens"] == n_tokens - 128
+
+
+def test_threads_wait_passively_from_the_beginning(tiny_model: Path) -> None:
+    """The settings are there when torch is loaded, unless the user has made one of them."""
+    script = (
+        "import builtins\nreal = builtins.__import__\n"
+        "def spy(name, *rest):\n"
+        "    if name == 'torch' and 'torch' not in sys.modules:\n"
+        "        print(os.environ.get('OMP_WAIT_POLICY'), os.environ.get('GOMP_SPINCOUNT'), file=sys.stderr, flush=True)\n"
+        "        os._exit(0)\n"
+        "    return real(name, *rest)\n"
+        "builtins.__import__ = spy\n"
+    )
+    command = ("generate", "-m", tiny_model, PROMPT, "-n", "1", "--quiet")
+    plain = {name: value for name, value in os.environ.items() if name not in PASSIVE}
+    for environment, said in ((plain, "PASSIVE 0\n"), ({**plain, "OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE None\n")):
+        _, err = spawn(script, *command, env=environment).communicate(timeout=60)
+        assert err.splitlines(keepends=True)[0] == said
+
+
+def test_threads_are_set(tiny_model: Path) -> None:
+    run("generate", "-m", tiny_model, PROMPT, "-n", "1", "--threads", "2")
+    assert torch.get_num_threads() == 2
+
+
+def test_full_beyond_the_window_is_said_in_one_line(tiny_model: Path, tmp_path: Path) -> None:
+    for command in (("generate", "-n", "2"), ("prefill", "--out", tmp_path / "a.lce")):
+        args = (command[0], "-m", tiny_model, PROMPT * 9, *command[1:])
+        result = run(*args, "--quiet", "--json")
+        assert re.fullmatch(r"lce: note: [0-9,]+ tokens are more than the 64 .*longheads.*\n", result.stderr)
+        assert json.loads(result.stdout)["warning"] == result.stderr.removeprefix("lce: note: ").strip()
+        within = run(*args, "--method", "longheads", "--json", "--quiet", *(["--force"] if "--out" in args else []))
+        assert json.loads(within.stdout)["warning"] is None
+        assert "tokens are more" not in within.stderr
+
+
+def test_eval_says_what_is_wrong_before_it_prints_anything(tiny_model: Path, tmp_path: Path) -> None:
+    """Also what concerns the last method, or the shortest length, alone."""
+    passkey = ("eval", "passkey", "--model", tiny_model, "--samples", "1")
+    assert_error(run(*passkey, "--lengths", "300,20"), 2, "length is 20; expected at least")
+    assert_error(run(*passkey, "--lengths", "300", "--filler", "nois"), 2, "did you mean 'noise'?")
+    assert_error(
+        run(*passkey, "--lengths", "300", "--method", "dca,longheads", "-o", "longheads.chunks=1"), 2, "chunks"
+    )
+    budget = ("--kv-host-budget", "128KiB")
+    assert_error(run(*passkey, "--lengths", "200,4k", "--method", "streaming", *budget), 4, "tokens need")
+
+
+def test_help_lists_tasks_and_fillers() -> None:
+    text = run("eval", "passkey", "--help").stdout
+    for name in ("passkey|code|secret|place|favourite", "prose|noise"):
+        assert name in text
+
+
+def test_methods_shows_one() -> None:
+    one = json.loads(run("methods", "dca", "--json").stdout)
+    assert one in json.loads(run("methods", "--json").stdout)
+    assert run("methods", "dca").stdout.startswith("dca\n")
+    assert "longheads" not in run("methods", "dca").stdout
+    assert_error(run("methods", "dcaa"), 2, "did you mean 'dca'?")
+
+
+def test_sizes_and_counts_are_as_people_write_them(tiny_model: Path) -> None:
+    args = ("generate", "-m", tiny_model, PROMPT, "-n", "1k", "--stop", " ", "--block", "1K", "--kv-host-budget", "4M")
+    assert run(*args, "--quiet").exit_code == 0
+    assert "1,048,576 tokens" in run("plan", "-m", "demo", "--tokens", "1M").stdout
