@@ -258,7 +258,7 @@ def test_threads_wait_passively_from_the_beginning(tiny_model: Path) -> None:
         "import builtins\nreal = builtins.__import__\n"
         "def spy(name, *rest):\n"
         "    if name == 'torch' and 'torch' not in sys.modules:\n"
-        "        print(os.environ.get('OMP_WAIT_POLICY'), os.environ.get('GOMP_SPINCOUNT'), file=sys.stderr, flush=True)\n"
+        "        print(*map(os.environ.get, ('OMP_WAIT_POLICY', 'GOMP_SPINCOUNT')), file=sys.stderr, flush=True)\n"
         "        os._exit(0)\n"
         "    return real(name, *rest)\n"
         "builtins.__import__ = spy\n"
