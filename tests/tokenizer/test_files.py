@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,14 @@ def test_a_file_is_its_bytes_or_none(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"\x00bytes")
     assert read_file(tmp_path / "file") == b"\x00bytes"
     assert read_file(tmp_path / "none") is None
-    assert read_file(tmp_path) is None
+    (tmp_path / "folder").mkdir()
+    for name in ("folder", "fifo", "broken"):
+        if name == "fifo":
+            os.mkfifo(tmp_path / name)
+        elif name == "broken":
+            (tmp_path / name).symlink_to("nowhere")
+        with pytest.raises(ModelError, match=r"expected a regular file|No such file"):
+            read_file(tmp_path / name)
 
 
 WRONG_FILES: list[tuple[str, bytes]] = [
