@@ -60,7 +60,7 @@ class Model:
     """Embedding, layers, norm, head. A family derives from it and declares the attributes below.
 
     `defaults` holds transformers' values for keys that a config.json of this family may leave out. Weights are
-    views of the checkpoint's file and are never written.
+    never written.
     """
 
     model_type: ClassVar[str]
