@@ -83,17 +83,18 @@ class Context(Unique):
     def truncate(self, n_tokens: int) -> None:
         """Go back to the first `n_tokens` tokens. Raises `UsageError` for more than there are.
 
-        The last of them is read again when the context is next asked, because its logits were not kept. Also raises
-        `UsageError` where the cache cannot go back so far; the context is then as it was.
+        The last of them is read again when the context is next asked, because its logits were not kept. So are the
+        tokens before it of which the method did not keep enough: those of an open chunk at most, all of them for
+        `infllm` and for `esa` with `compress="pca"`. These two and `esa` read them in other blocks than before.
         """
         with self.in_use():
             n_tokens = tokens_of(n_tokens, "n_tokens", least=0)
             if n_tokens > len(self):
                 raise UsageError(f"n_tokens is {n_tokens}; expected {len(self)} or less, the length of the context")
-            if n_tokens < self.cache.length:
-                self.cache.truncate(max(0, n_tokens - 1))
+            if n_tokens < self.cache.length or (n_tokens == self.cache.length and self.logits is None):
+                self.cache.truncate(self.cache.nearest(max(0, n_tokens - 1)))
                 self.logits = None
-            del self.token_ids[n_tokens:]
+            del self.token_ids[n_tokens:]  # last: until here the tokens behind the cache would be read again
 
     def close(self) -> None:
         """Free the context's memory and files. Any later use raises `UsageError`; closing it again does nothing.

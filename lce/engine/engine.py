@@ -45,7 +45,7 @@ from lce.models.layers import Attend, Model
 from lce.models.rope import Rope
 from lce.progress import Progress, check_progress, reported
 from lce.system import give_back_freed_memory
-from lce.tokenizer.tokenizer import Tokenizer
+from lce.tokenizer.tokenizer import NoTokenizer, Tokenizer
 from lce.weights.checkpoint import Checkpoint
 
 
@@ -120,19 +120,17 @@ class Engine(Unique):
 
         A stream may be ended early, from any thread: see `Stream.cancel` and `Stream.close`.
         """
-        checked = generation_options(options)
-        ids = self._ids(prompt, self._own(checked.context))
-        return self._stream(ids, checked, CancelFlag())
+        checked = self._options(options)
+        return self._stream(self._ids(prompt, checked.context), checked, CancelFlag())
 
     def astream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> AsyncStream:
         """Like `stream`, for `async for`. The prompt is read when the loop starts, in a thread of the stream's own."""
-        checked = generation_options(options)
-        context = self._own(checked.context)
-        return AsyncStream(lambda flag: self._stream(self._ids(prompt, context), checked, flag))
+        checked = self._options(options)
+        return AsyncStream(lambda flag: self._stream(self._ids(prompt, checked.context), checked, flag))
 
     def beyond(self, n_tokens: int) -> str | None:
         """One line that says so if texts of `n_tokens` are longer than the method can read; None if they are not."""
-        return beyond(self.method, self.window, self.rope, self.model.config.sliding_window, n_tokens)
+        return beyond(self.method, self.model.config, self.window, self.rope, tokens_of(n_tokens, "n_tokens", least=0))
 
     def _stream(self, ids: list[int], options: Options, flag: CancelFlag) -> Stream:
         request = Request(ids, options.sampling, options.max_tokens, self._eos_ids, options.logprobs)
@@ -313,6 +311,13 @@ class Engine(Unique):
             if context.cache.length == before:  # the block was discarded
                 context.logits = logits
             raise
+
+    def _options(self, given: GenerationOptions) -> Options:
+        options = generation_options(given)
+        self._own(options.context)
+        if options.sampling.stop and isinstance(self.tokenizer, NoTokenizer):
+            raise UsageError("stop is given, but this checkpoint has no tokenizer, so there is no text; leave it out")
+        return options
 
     def _own(self, context: object) -> Context | None:
         """A context of this engine, or None. Refuses one of another engine: its keys may be placed otherwise."""

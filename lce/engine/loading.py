@@ -45,13 +45,12 @@ def load(
     """An engine over the model folder `model`, or over the embedded "demo".
 
     `method` is a name or an instance. `device` and `dtype` are names, or PyTorch's own objects; the `dtype` "auto" is
-    the checkpoint's. `block` tokens are prefilled in one
-    step; None is what suits the method. `window` overrides the positions that the model is trusted on. `rope` and
-    `rope_factor` override the checkpoint's RoPE scaling. The budgets bound the keys and values of a context in each
-    kind of memory, in bytes or as "8GiB"; on the CPU both are the same memory and the smaller one counts. Keys and
-    values beyond them go to a file in `spill_dir`, which is removed with the context. `threads` is how many the whole
-    process computes with from now on; None changes nothing. Raises `ModelError` for a folder that is no valid model,
-    and `UsageError` for options that cannot be used.
+    the checkpoint's. `block` tokens are prefilled in one step; None is what suits the method. `window` overrides the
+    positions that the model is trusted on. `rope` and `rope_factor` override the checkpoint's RoPE scaling. The budgets
+    bound the keys and values of a context in each kind of memory, in bytes or as "8GiB"; on the CPU both are the same
+    memory and the smaller one counts. Keys and values beyond them go to a file in `spill_dir`, which is removed with
+    the context. `threads` is how many the whole process computes with from now on; None changes nothing. Raises
+    `ModelError` for a folder that is no valid model, and `UsageError` for options that cannot be used.
     """
     folder, block, window = _folder(model), sized(block, "block", 1), sized(window, "window", 2)
     if threads is not None:
@@ -63,11 +62,11 @@ def load(
     if where.type == "cpu":
         keep_freed_memory()
     checkpoint = Checkpoint.open(folder)
-    surroundings = Surroundings(config.published, folder, checkpoint.fingerprint)
+    scaling = _scaled(config.rope, rope, rope_factor)
+    surroundings = Surroundings(config.published, folder, checkpoint.fingerprint, config, window, scaling)
     resolved = as_method(method).for_model(surroundings).resolve(window)
     budgets = budgets_of(kv_device_budget, kv_host_budget, spill_dir)
     layout = layout_of(config, resolved, dtype_of(dtype, checkpoint.dtype), where, block, budgets)
-    scaling = _scaled(config.rope, rope, rope_factor)
     options = EngineOptions(resolved, backend_of(attention), window, scaling, layout)
     if layout.dtype != checkpoint.dtype():
         uses_threads()  # converting weights is work for several threads
@@ -92,8 +91,17 @@ def plan(
     folder, block, window = _folder(model), sized(block, "block", 1), sized(window, "window", 2)
     tokens = tokens_of(tokens, "tokens")
     config = read_config(folder)
-    surroundings = Surroundings(config.published, folder, lambda: Checkpoint.open(folder).fingerprint(), plan_only=True)
-    chosen = as_method(method).for_model(surroundings).resolve(window or config.window)
+    window = window or config.window
+    surroundings = Surroundings(
+        config.published,
+        folder,
+        lambda: Checkpoint.open(folder).fingerprint(),
+        config,
+        window,
+        config.rope,
+        plan_only=True,
+    )
+    chosen = as_method(method).for_model(surroundings).resolve(window)
     kind = dtype_of(dtype, partial(DTYPES.__getitem__, config.dtype or "float32"))
     budgets = budgets_of(kv_device_budget, kv_host_budget, spill_dir)
     layout = layout_of(config, chosen, kind, device_of(device), block, budgets)

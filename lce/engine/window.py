@@ -7,12 +7,15 @@ import sys
 import warnings
 from pathlib import Path
 
+import torch
+
 from lce.errors import LceError, WindowWarning
 from lce.methods import registry
 from lce.methods.base import Method
-from lce.models.config import RopeConfig
+from lce.methods.step import Surroundings
+from lce.models.config import ModelConfig, RopeConfig
 
-PACKAGE = str(Path(__file__).parent.parent)
+INSIDE = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))  # lce, and torch's decorators around it
 FIRST = ("longheads", "dca", "esa")  # of the methods that are named first
 
 
@@ -28,13 +31,13 @@ def reach(window: int, rope: RopeConfig) -> int:
     return max(window, int((rope.original_window or window) * rope.factor))
 
 
-def beyond(method: Method, window: int, rope: RopeConfig, sliding_window: int | None, n_tokens: int) -> str | None:
+def beyond(method: Method, config: ModelConfig, window: int, rope: RopeConfig, n_tokens: int) -> str | None:
     """What to tell the user of a text that is longer than the method can read; None where it is not."""
     trusted = reach(window, rope)
-    limit = method.limit(trusted, sliding_window)
+    limit = method.limit(trusted, config.sliding_window)
     if limit is None or n_tokens <= limit:
         return None
-    others = ", ".join(_unlimited(trusted)) or "none that is installed"
+    others = ", ".join(_unlimited(config, trusted, rope)) or "none that is installed"
     return (
         f"{n_tokens:,} tokens are more than the {limit:,} that the method {method.label} can read of this model "
         f"(window {window:,}), so the answers will be wrong; methods that read on: {others}"
@@ -42,12 +45,12 @@ def beyond(method: Method, window: int, rope: RopeConfig, sliding_window: int | 
 
 
 @functools.cache
-def _unlimited(window: int) -> tuple[str, ...]:
-    """The names of the methods that read texts of any length of a model with this window, by their default knobs."""
-    found = []
+def _unlimited(config: ModelConfig, window: int, rope: RopeConfig) -> tuple[str, ...]:
+    """The names of the methods that read texts of any length of a model, by their default knobs."""
+    found, nowhere = [], Surroundings(config.published, Path(), str, config, window, rope, plan_only=True)
     for name in registry.available():
         try:
-            if registry.make(name).resolve(window).limit(window) is None:
+            if registry.make(name).for_model(nowhere).resolve(window).limit(window) is None:
                 found.append(name)
         except LceError:  # another package's method that needs knobs, or cannot be imported
             continue
@@ -57,6 +60,6 @@ def _unlimited(window: int) -> tuple[str, ...]:
 def warn(line: str) -> None:
     """A `WindowWarning` at the line that called lce, however deep this is below it."""
     frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(INSIDE):
         frame, level = frame.f_back, level + 1
     warnings.warn(line, WindowWarning, stacklevel=level)

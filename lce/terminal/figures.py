@@ -117,6 +117,7 @@ def method_object(name: str, cls: type[Method]) -> dict[str, Any]:
             }
             for field in dataclasses.fields(cls)
         ],
+        "presets": {name: dict(knobs) for name, knobs in cls.presets.items()},
     }
 
 
@@ -135,6 +136,8 @@ def method_lines(method: dict[str, Any]) -> list[str]:
     ]
     widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
     lines = [f"  {knob:<{widths[0]}}  {kind:<{widths[1]}}  {meaning}".rstrip() for knob, kind, meaning in rows]
+    for name, values in method.get("presets", {}).items():
+        lines.append(f"  preset={name}  " + " ".join(f"{knob}={spelled(value)}" for knob, value in values.items()))
     return [method["name"], f"  {method['summary']}", *(lines or ["  (no options)"])]
 
 
