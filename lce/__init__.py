@@ -17,6 +17,7 @@ from lce.version import __version__
 if TYPE_CHECKING:
     from lce import methods
     from lce.engine.arguments import GenerationOptions
+    from lce.engine.chat import Conversation
     from lce.engine.context import Context
     from lce.engine.decode import Generation, Piece, Stats, TokenLogprobs
     from lce.engine.engine import Engine
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "lce.engine.arguments": ("GenerationOptions",),
+    "lce.engine.chat": ("Conversation",),
     "lce.engine.context": ("Context",),
     "lce.engine.decode": ("Generation", "Piece", "Stats", "TokenLogprobs"),
     "lce.engine.engine": ("Engine",),
@@ -47,8 +49,8 @@ _HOMES = {
 }
 
 __all__ = [
-    "AsyncStream", "CapacityError", "Context", "DataError", "Engine", "Generation", "GenerationOptions", "LceError",
-    "Method", "ModelError", "Piece", "Plan", "Progress", "Sampling", "SelectiveMethod", "Stats", "Stream",
+    "AsyncStream", "CapacityError", "Context", "Conversation", "DataError", "Engine", "Generation", "GenerationOptions",
+    "LceError", "Method", "ModelError", "Piece", "Plan", "Progress", "Sampling", "SelectiveMethod", "Stats", "Stream",
     "TokenLogprobs", "Trace", "UsageError", "WindowWarning", "__version__", "load", "methods", "plan",
 ]  # fmt: skip
 

@@ -6,6 +6,7 @@ Heavy modules are imported inside the functions, so that `--help` answers at onc
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,7 +19,8 @@ from lce.eval.needles import NEEDLES
 from lce.eval.passkey import FILLERS, Score, check_length, check_task, evaluate
 from lce.system import wait_passively
 from lce.terminal import figures, options
-from lce.terminal.contexts import Chosen, ends, extend
+from lce.terminal.chat import ChatLoop, chat_prompt_options
+from lce.terminal.contexts import Chosen, ask, ends, extend
 from lce.terminal.exits import INTERRUPTED, Root, leave_interrupted, prepare_streams
 from lce.terminal.output import Output
 
@@ -47,7 +49,7 @@ def cli() -> None:
 
 @cli.command()
 @options.model_option
-@options.prompt_options
+@chat_prompt_options
 @options.context_option
 @options.target_options(
     "save", "Keep the text and the answer as a context, to continue with --context.", required=False
@@ -58,10 +60,10 @@ def cli() -> None:
 @options.loading_options
 @options.output_options
 def generate(
-    model: str, prompt: str, context_file: str | None, save: str | None, max_tokens: int, chosen: Chosen,
+    model: str, prompt: str | list[Any], context_file: str | None, save: str | None, max_tokens: int, chosen: Chosen,
     sampling: lce.Sampling, loading: dict[str, Any], output: Output,
 ) -> None:  # fmt: skip
-    """Continue a prompt.
+    """Continue a prompt, or answer it with --chat.
 
     The text alone goes to stdout, as it is written; progress and figures go to stderr.
 
@@ -71,18 +73,40 @@ def generate(
     With --context, the method, its knobs, the window, RoPE scaling and dtype are those of the file.
     """
     engine = chosen.load(model, context_file, loading)
-    text: str | list[int] = prompt
     context = None if context_file is None else engine.open_context(context_file)
-    if save is not None and context is None:
-        text = engine.tokenizer.encode(prompt)
-        context = engine.new_context(len(text) + max_tokens)
     with output.noting(), output.bar("prefill", " tok") as bar:
-        stream = engine.stream(text, context=context, max_tokens=max_tokens, sampling=sampling, progress=bar)
+        stream, keep = ask(engine, prompt, context, max_tokens=max_tokens, sampling=sampling, progress=bar)
         output.generation(stream)
-    if save is not None and context is not None:
-        context.save(save)
+    if save is not None:
+        keep(save)
     output.object({**figures.generation_object(stream.result, engine.method), "context": save})
     output.figures(figures.generation_line(stream.result.stats))
+
+
+@cli.command()
+@options.model_option
+@option("--system", metavar="TEXT", help="The system message.")
+@options.context_option
+@option("--max-tokens", "-n", type=options.COUNT, default=1024, metavar="TOKENS", help="Tokens of one answer at most.")
+@options.chosen_options
+@options.sampling_options
+@options.loading_options
+@options.output_options
+def chat(
+    model: str, system: str | None, context_file: str | None, max_tokens: int, chosen: Chosen,
+    sampling: lce.Sampling, loading: dict[str, Any], output: Output,
+) -> None:  # fmt: skip
+    """Talk with a model that has a chat template.
+
+    A line of stdin is a message; /help lists the commands. Each turn reads only what is new. The answers alone go to
+    stdout. Ctrl-C stops an answer, Ctrl-D ends the chat.
+    """
+    engine = chosen.load(model, context_file, loading)
+    context = None if context_file is None else engine.open_context(context_file)
+    conversation = engine.conversation(system, context=context)
+    saved = set() if context_file is None else {os.path.realpath(context_file)}
+    with output.noting():
+        ChatLoop(conversation, output, {"max_tokens": max_tokens, "sampling": sampling}, saved).run()
 
 
 @cli.command()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from lce.engine.arguments import (
     path_of,
     tokens_of,
 )
+from lce.engine.chat import Conversation
 from lce.engine.context import Context, Unique
 from lce.engine.decode import Generation, Piece, Request, Stats, decode
 from lce.engine.identity import Identity
@@ -338,6 +339,30 @@ class Engine(Unique):
         if not ids and (context is None or not len(context)):
             raise UsageError("the prompt is empty; expected some text")
         return ids
+
+    def conversation(
+        self, system: str | None = None, *, context: Context | None = None, length: int | str = 0
+    ) -> Conversation:
+        """A chat of several turns, each of which reads only what is new. `system` is the first message.
+
+        With `context` it goes on behind the tokens of a context. `length` announces how long it will become in all.
+        Raises `ModelError` if the model has no chat template.
+        """
+        return Conversation(self, system, context=self._own(context), length=length)
+
+    def chat(self, messages: str | Sequence[Mapping[str, str]], **options: Unpack[GenerationOptions]) -> Generation:
+        """The answer to messages `[{"role": ..., "content": ...}, ...]`, or to a user's message as a text.
+
+        Takes the options of `generate`. With `context` the messages come behind its tokens, as if they followed an
+        answer. Raises `ModelError` if the model has no chat template, and `DataError` for messages that it does not
+        take.
+        """
+        return self.chat_stream(messages, **options).finish()
+
+    def chat_stream(self, messages: str | Sequence[Mapping[str, str]], **options: Unpack[GenerationOptions]) -> Stream:
+        """Like `chat`, a piece of text at a time."""
+        context = options.pop("context", None)
+        return self.conversation(context=context).stream(messages, **options)
 
 
 class _End:

@@ -58,7 +58,9 @@ def describe_model(model: str | Path) -> ModelInfo:
     checkpoint = Checkpoint.open(folder) if any(folder.glob("*.safetensors")) else None
     file = next((name for name in TOKENIZERS if (folder / name).is_file()), None)
     tokenizer = None if file is None else Tokenizer.from_folder(folder, config.vocab_size)
-    surroundings = Surroundings(config.published, folder, lambda: Checkpoint.open(folder).fingerprint())
+    surroundings = Surroundings(
+        config.published, folder, lambda: Checkpoint.open(folder).fingerprint(), config, config.window, config.rope
+    )
     methods: dict[str, Method] = {}
     refused: dict[str, str] = {}
     for name in registry.available():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lce
+
+Progress = Callable[[int, int], None]
 
 if TYPE_CHECKING:
     from lce.engine.saving import ContextInfo
@@ -50,9 +52,22 @@ def continued(context: ContextInfo, loading: Mapping[str, Any]) -> dict[str, Any
     return {**loading, **{name: value for name, value in own.items() if loading.get(name) in (None, "auto")}}
 
 
-def extend(
-    engine: lce.Engine, context: lce.Context, text: str, length: int | None, progress: Callable[[int, int], None]
-) -> lce.Stats:
+def ask(
+    engine: lce.Engine, prompt: str | Sequence[Mapping[str, str]], context: lce.Context | None, *,
+    max_tokens: int, sampling: lce.Sampling, progress: Progress,
+) -> tuple[lce.Stream, Callable[[str], None]]:  # fmt: skip
+    """The answer to a prompt, or to the messages of a chat, and what saves it as a context when it is complete."""
+    if not isinstance(prompt, str):
+        conversation = engine.conversation(context=context)
+        stream = conversation.stream(prompt, max_tokens=max_tokens, sampling=sampling, progress=progress)
+        return stream, conversation.save
+    ids = engine.tokenizer.encode(prompt, bos=None if context is None else False)
+    held = engine.new_context(len(ids) + max_tokens) if context is None else context
+    stream = engine.stream(ids, context=held, max_tokens=max_tokens, sampling=sampling, progress=progress)
+    return stream, held.save
+
+
+def extend(engine: lce.Engine, context: lce.Context, text: str, length: int | None, progress: Progress) -> lce.Stats:
     """Prefill a text behind a context, with the figures of it."""
     before, started = len(context), time.perf_counter()
     engine.prefill(text, context=context, length=length, progress=progress)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from lce.errors import DataError, ModelError, UsageError, shown
 from lce.files import named, read_file
-from lce.tokenizer.chat import render_chat
+from lce.tokenizer.chat import ChatText, render_chat
 from lce.tokenizer.files import TokenizerConfig, read_config
 from lce.tokenizer.spelling import Spelling
 from lce.tokenizer.vocabulary import JsonVocabulary, SentencePieceVocabulary, Vocabulary
@@ -91,6 +91,7 @@ class Tokenizer:
                 f"{where} puts the id {wrong} around every text, but there are only ids 0 to {self._id_limit - 1}; "
                 "use the tokenizer files that came with this checkpoint"
             )
+        self._controls = tuple(name for i in sorted(self._special) if (name := vocabulary.token(i)))
 
     def _beyond(self, ids: Sequence[int]) -> int | None:
         """The highest of these ids if neither the tokenizer nor the model has it."""
@@ -135,6 +136,15 @@ class Tokenizer:
         `bos` says whether a BOS comes first; None follows the tokenizer's own rule. A text that already begins with the
         BOS token, as a rendered chat does, never gets a second one.
         """
+        content = self._encode(text)
+        if bos and self.bos_id is None:
+            raise UsageError(f"{named(self._path)} has no BOS token to add; leave bos at None or False")
+        if self.bos_id is not None and content[:1] == [self.bos_id]:
+            bos = False
+        return _with_or_without(self._prefix, self.bos_id, bos, at_end=False) + content + self._suffix
+
+    def _encode(self, text: str) -> list[int]:
+        """The ids of `text` alone. Raises DataError for what is no text."""
         if not isinstance(text, str):
             raise DataError(f"a text to encode is a str, not {type(text).__name__}; decode bytes as UTF-8 first")
         try:
@@ -144,17 +154,13 @@ class Tokenizer:
                 f"the text has half a surrogate pair, U+{ord(text[error.start]):04X}, at character {error.start}; "
                 "expected Unicode text, as decoding with errors='replace' gives"
             ) from error
-        if bos and self.bos_id is None:
-            raise UsageError(f"{named(self._path)} has no BOS token to add; leave bos at None or False")
-        content = self._vocabulary.encode(text)
-        if (wrong := self._beyond(content)) is not None:
+        ids = self._vocabulary.encode(text)
+        if (wrong := self._beyond(ids)) is not None:
             raise ModelError(
                 f"{named(self._path)} encodes this text with the id {wrong}, but there are only ids 0 to "
                 f"{self._id_limit - 1}; use the tokenizer files that came with this checkpoint"
             )
-        if self.bos_id is not None and content[:1] == [self.bos_id]:
-            bos = False
-        return _with_or_without(self._prefix, self.bos_id, bos, at_end=False) + content + self._suffix
+        return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of `ids`. Ids that only pad the embedding have no text; others out of range raise UsageError."""
@@ -190,16 +196,48 @@ class Tokenizer:
         return None if token is None else self._vocabulary.spelling.bytes_of(token, first)
 
     def chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of a conversation in this model's chat format, ready for `encode`. DataError if it has none."""
-        if self.chat_template is None:
-            raise DataError(
-                f"{named(self._path)} comes without a chat template; use a chat model, or write the prompt as plain "
-                "text"
-            )
-        bos, eos = self.bos_token or "", self.eos_token or ""
+        """The text of a conversation in this model's chat format. For its ids use `encode_chat`.
+
+        Raises ModelError if the model has no chat format, or one that cannot be rendered, and DataError for messages
+        that it does not take.
+        """
+        return self.render_chat(messages, add_generation_prompt).text
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> list[int]:
+        """The ids of a conversation, as `chat` writes it.
+
+        Only the template makes control tokens: one that is written out in a message is encoded as plain text.
+        """
+        return self.encode_parts(self.render_chat(messages, add_generation_prompt))
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> ChatText:
+        """The text of `chat`, cut where a message has the text of a control token."""
         return render_chat(
-            self.chat_template, messages, bos_token=bos, eos_token=eos, add_generation_prompt=add_generation_prompt
-        )
+            self.require_chat(), messages, bos_token=self.bos_token or "", eos_token=self.eos_token or "",
+            add_generation_prompt=add_generation_prompt, controls=self._controls,
+        )  # fmt: skip
+
+    def require_chat(self) -> str:
+        """The chat template. Raises ModelError if the model has none."""
+        if self.chat_template is None:
+            raise ModelError(
+                f"the model in {named(self._path.parent)} has no chat template: it continues text; "
+                "use generate, or load a model that was trained to chat"
+            )
+        return self.chat_template
+
+    def encode_parts(self, chat: ChatText, start: int = 0) -> list[int]:
+        """The ids of a rendered conversation from character `start` on; no BOS is added."""
+        parts = chat.parts(start)
+        ids = self._encode(parts[0]) if not start else self._encode_after(parts[0])
+        return [*ids, *(token_id for part in parts[1:] for token_id in self._encode_after(part))]
+
+    def _encode_after(self, text: str) -> list[int]:
+        """The ids of a text that continues another one: without the space that some tokenizers put before a text."""
+        if not self._vocabulary.spelling.strip_count:
+            return self._encode(text)
+        before, ids = self._encode("."), self._encode(f".{text}")
+        return ids[len(before) :] if ids[: len(before)] == before else self._encode(text)
 
 
 class NoTokenizer(Tokenizer):
@@ -230,7 +268,7 @@ class NoTokenizer(Tokenizer):
         """A stream of empty text."""
         return Detokenizer(lambda token_id, first: None, Spelling())
 
-    def chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
+    def require_chat(self) -> str:
         raise self._refusal()
 
 
