@@ -314,10 +314,10 @@ def test_the_command(tiny_model: Path, tmp_path: Path) -> None:
     lines = shown.stdout.splitlines()
     assert lines[0].split()[:3] == ["layer", "calibrated", "pca"]
     assert [line.split()[0] for line in lines[1:]] == ["0", "1", "mean"]
-    told = json.loads(run("calibrate", *common, *small, "--json").stdout)
+    told = json.loads(run("calibrate", *common, *small, "--json", "--force").stdout)
     assert [set(recall) for recall in told] == [{"layer", "top_k", "calibrated", "pca"}] * 2
-    assert_error(run("calibrate", *common, "--epochs", "0"), 2, "epochs is 0")
-    assert_error(run("calibrate", *common, "--far", "-1"), 2, "far is -1")
+    assert_error(run("calibrate", *common, "--epochs", "0"), 2, "--epochs is '0'")
+    assert_error(run("calibrate", *common, "--far", "-1"), 2, "--far is '-1'")
     esa = ("generate", "--model", tiny_model, "--prompt", TEXT[:300], "--max-tokens", "2", "--method", "esa")
     assert_error(run(*esa), 2, "lce calibrate", "compress=pca", "compress=none")
     maps = ("-o", f"maps={tmp_path / 'maps.safetensors'}")

@@ -11,7 +11,8 @@ from typing import ClassVar, NoReturn, Self, SupportsIndex
 
 from lce.cache.kv import KVCache
 from lce.engine.arguments import path_of, tokens_of
-from lce.engine.saving import ContextData, Identity, save
+from lce.engine.identity import Identity
+from lce.engine.saving import ContextData, save
 from lce.errors import UsageError
 from lce.models.rope import Rope
 

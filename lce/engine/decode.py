@@ -16,9 +16,10 @@ from lce.tokenizer.tokenizer import Tokenizer
 
 @dataclass
 class Stats:
-    """The figures of one generation: times in seconds, memory in bytes by tier, the context's traffic so far."""
+    """The figures of one generation: times in seconds, memory of the cache in bytes by tier, its traffic so far."""
 
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # those of this call
+    read_before: int = 0  # tokens in front of them, which the context had already
     generated_tokens: int = 0
     prefill_s: float = 0.0
     first_token_s: float = 0.0

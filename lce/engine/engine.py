@@ -29,10 +29,11 @@ from lce.engine.arguments import (
 from lce.engine.chat import Conversation
 from lce.engine.context import Context, Unique
 from lce.engine.decode import Generation, Piece, Request, Stats, decode
+from lce.engine.identity import Identity
 from lce.engine.planning import Planner
 from lce.engine.process import uses_threads
 from lce.engine.sampling import check_logits
-from lce.engine.saving import ContextData, Identity, PrefillJob, open_saved
+from lce.engine.saving import ContextData, PrefillJob, open_saved
 from lce.engine.stream import AsyncStream, CancelFlag, Cancelled, Stream
 from lce.engine.trace import Trace, TraceRecorder
 from lce.engine.window import beyond, warn
@@ -45,7 +46,7 @@ from lce.models.layers import Attend, Model
 from lce.models.rope import Rope
 from lce.progress import Progress, check_progress, reported
 from lce.system import give_back_freed_memory
-from lce.tokenizer.tokenizer import Tokenizer
+from lce.tokenizer.tokenizer import NoTokenizer, Tokenizer
 from lce.weights.checkpoint import Checkpoint
 
 
@@ -75,10 +76,10 @@ class Engine(Unique):
         self.block = options.layout.block
         self.window = options.window
         self.rope = options.rope
-        self.identity = Identity(
-            checkpoint.fingerprint, repr(self.method), str(self.window), repr(self.rope), str(self.dtype)
-        )
         config = model.config
+        self.identity = Identity(
+            checkpoint.fingerprint, self.method, self.window, self.rope, self.dtype, config.vocab_size
+        )
         self._driver = Driver(self.method, options.attention, self.window, config.n_kv_heads, config.sliding_window)
         self._eos_ids = frozenset((*config.eos_ids, *tokenizer.eos_ids))
         self._end = _End()  # the last attribute: it is freed after the model
@@ -120,15 +121,13 @@ class Engine(Unique):
 
         A stream may be ended early, from any thread: see `Stream.cancel` and `Stream.close`.
         """
-        checked = generation_options(options)
-        ids = self._ids(prompt, self._own(checked.context))
-        return self._stream(ids, checked, CancelFlag())
+        checked = self._options(options)
+        return self._stream(self._ids(prompt, checked.context), checked, CancelFlag())
 
     def astream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> AsyncStream:
         """Like `stream`, for `async for`. The prompt is read when the loop starts, in a thread of the stream's own."""
-        checked = generation_options(options)
-        context = self._own(checked.context)
-        return AsyncStream(lambda flag: self._stream(self._ids(prompt, context), checked, flag))
+        checked = self._options(options)
+        return AsyncStream(lambda flag: self._stream(self._ids(prompt, checked.context), checked, flag))
 
     def beyond(self, n_tokens: int) -> str | None:
         """One line that says so if texts of `n_tokens` are longer than the method can read; None if they are not."""
@@ -148,7 +147,7 @@ class Engine(Unique):
             return
         with self._in_use(options.context, n_prompt + request.max_tokens) as context:
             started = time.perf_counter()
-            stats.prompt_tokens = n_prompt
+            stats.prompt_tokens, stats.read_before = n_prompt, len(context)
             try:
                 with reported(options.progress, "prefill") as progress, context.adding(request.token_ids):
                     self._advance(context, flag.between_blocks(progress))
@@ -231,7 +230,8 @@ class Engine(Unique):
         self._warn(len(ids))
         job = PrefillJob(target, self.layout, self.identity, ids, announced)
         context = self._context(job.data)
-        started, stats = time.perf_counter(), Stats(prompt_tokens=len(context.uncached))
+        stats = Stats(prompt_tokens=len(context.uncached), read_before=context.cache.length)
+        started = time.perf_counter()
         try:
             with torch.inference_mode(), reported(progress, "prefill") as tell:
                 for part in _blocks(context.uncached, self.block, tell, done=context.cache.length):
@@ -252,6 +252,13 @@ class Engine(Unique):
         Raises `DataError` for a file of another model, method, RoPE scaling or dtype, and for a damaged one.
         """
         return self._context(open_saved(path_of(path), self.layout, self.identity))
+
+    def new_context(self, length: int | str) -> Context:
+        """An empty context that will become `length` tokens long, for calls with `context`; so it can be saved later.
+
+        Raises `CapacityError` if it cannot fit.
+        """
+        return self._new_context(tokens_of(length, "length"))
 
     def _context(self, data: ContextData) -> Context:
         return Context(data, self.rope_of(data.announced), self.identity)
@@ -305,6 +312,13 @@ class Engine(Unique):
             if context.cache.length == before:  # the block was discarded
                 context.logits = logits
             raise
+
+    def _options(self, given: GenerationOptions) -> Options:
+        options = generation_options(given)
+        self._own(options.context)
+        if options.sampling.stop and isinstance(self.tokenizer, NoTokenizer):
+            raise UsageError("stop is given, but this checkpoint has no tokenizer, so there is no text; leave it out")
+        return options
 
     def _own(self, context: object) -> Context | None:
         """A context of this engine, or None. Refuses one of another engine: its keys may be placed otherwise."""

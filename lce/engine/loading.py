@@ -23,12 +23,13 @@ from lce.methods.registry import as_method
 from lce.methods.step import Surroundings
 from lce.models.config import ROPE_KINDS, ModelConfig, RopeConfig
 from lce.models.registry import model_class, read_config
-from lce.sizes import in_bytes
+from lce.sizes import count, in_bytes
 from lce.system import keep_freed_memory
 from lce.tokenizer.tokenizer import Tokenizer
 from lce.weights.checkpoint import Checkpoint
 
 MOST_FACTOR = 1_000_000
+MOST_THREADS = 1024
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEMO = Path(__file__).parent.parent / "models" / "demo"
 
@@ -39,7 +40,7 @@ def load(
     block: int | str | None = None, window: int | str | None = None, attention: str | None = "auto",
     rope: str | None = None, rope_factor: float | None = None,
     kv_device_budget: int | str | None = None, kv_host_budget: int | str | None = None,
-    spill_dir: str | Path | None = None,
+    spill_dir: str | Path | None = None, threads: int | None = None,
 ) -> Engine:  # fmt: skip
     """An engine over the model folder `model`, or over the embedded "demo".
 
@@ -48,10 +49,12 @@ def load(
     positions that the model is trusted on. `rope` and `rope_factor` override the checkpoint's RoPE scaling. The budgets
     bound the keys and values of a context in each kind of memory, in bytes or as "8GiB"; on the CPU both are the same
     memory and the smaller one counts. Keys and values beyond them go to a file in `spill_dir`, which is removed with
-    the context. Raises `ModelError` for a folder that is no valid model, and `UsageError` for options that cannot be
-    used.
+    the context. `threads` is how many the whole process computes with from now on; None changes nothing. Raises
+    `ModelError` for a folder that is no valid model, and `UsageError` for options that cannot be used.
     """
     folder, block, window = _folder(model), sized(block, "block", 1), sized(window, "window", 2)
+    if threads is not None:
+        torch.set_num_threads(threads_of(threads))
     config = read_config(folder)
     tokenizer = Tokenizer.from_folder(folder, config.vocab_size)
     window = window or config.window
@@ -104,6 +107,16 @@ def plan(
     layout = layout_of(config, chosen, kind, device_of(device), block, budgets)
     n_weights = sum(math.prod(shape) for _, shape in model_class(config).weights(config).values())
     return Planner.of(layout, chosen.name, n_weights * kind.itemsize).plan(tokens)
+
+
+def threads_of(number: object) -> int:
+    """A number of threads. Raises `UsageError` for more than any machine has cores."""
+    threads = count(number, "threads")
+    if threads > MOST_THREADS:
+        raise UsageError(
+            f"threads is {shown(number)}; expected {MOST_THREADS} or fewer, the cores of the machine at most"
+        )
+    return threads
 
 
 def layout_of(

@@ -53,6 +53,7 @@ class Face:
             "Engine.logits": (self.engine.logits, {"token_ids": [5]}),
             "Engine.trace": (self.engine.trace, {"token_ids": [5]}),
             "Engine.beyond": (self.engine.beyond, {"n_tokens": 3}),
+            "Engine.new_context": (self.engine.new_context, {"length": 3}),
             "Engine.rope_of": (self.engine.rope_of, {"length": 3}),
             "Context.save": (self.context.save, {"path": path}),
             "Context.truncate": (self.context.fork().truncate, {"n_tokens": 20}),

@@ -337,3 +337,31 @@ def test_memory_is_given_back_when_an_engine_ends() -> None:
     before, held, after = map(float, subprocess.run(line, capture_output=True, text=True, check=True).stdout.split())
     assert held - before > 25, "a model and activations"
     assert after - before < 0.35 * (held - before)
+
+
+# A checkpoint without a tokenizer
+
+
+def test_without_a_tokenizer_ids_come_and_go(tiny_model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    whole, engine = lce.load(tiny_model), lce.load(folder)
+    ids = tokens(40)
+    expected = whole.generate(ids, max_tokens=12)
+    given = engine.generate(ids, max_tokens=12)
+    assert (given.text, given.token_ids, given.finish_reason) == ("", expected.token_ids, expected.finish_reason)
+    assert list(engine.stream(ids, max_tokens=12)) == []
+    context = engine.prefill(ids)
+    assert engine.generate([], max_tokens=12, context=context).token_ids == expected.token_ids
+    config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": expected.token_ids[2]}
+    (folder / "config.json").write_text(json.dumps(config))
+    ended = lce.load(folder).generate(ids, max_tokens=12)
+    assert ended.token_ids == expected.token_ids[: expected.token_ids.index(expected.token_ids[2])]
+    assert ended.finish_reason == "stop"
+    for call in (engine.generate, engine.stream, engine.prefill, engine.logits):
+        with pytest.raises(lce.ModelError, match=r"no tokenizer in .*; give token ids"):
+            call("text")
+    for stop in ("x", ["x"], lambda text: True):
+        with pytest.raises(lce.UsageError, match="stop is given, but this checkpoint has no tokenizer"):
+            engine.generate(ids, stop=stop)
