@@ -38,8 +38,9 @@ def test_a_line_is_a_turn_and_answers_alone_go_to_stdout(chatty: Path, engine: l
     texts = [conversation.ask(text, max_tokens=5).text for text in ("Hi", "Why?")]
     assert result.exit_code == 0
     assert result.stdout == "".join(f"{text}\n" for text in texts)
-    assert result.stderr.count("prompt tokens") == result.stderr.count("\n") == 2
-    assert f"{conversation.tokens_read} prompt tokens" in result.stderr.splitlines()[1]
+    figures = [line for line in result.stderr.splitlines() if "prompt tokens" in line]
+    assert len(figures) == 2
+    assert f"{conversation.tokens_read} prompt tokens" in figures[1]
 
 
 def test_quiet_and_json(chatty: Path) -> None:
