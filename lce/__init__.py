@@ -16,34 +16,42 @@ from lce.version import __version__
 
 if TYPE_CHECKING:
     from lce import methods
+    from lce.engine.arguments import GenerationOptions
+    from lce.engine.chat import Conversation
     from lce.engine.context import Context
-    from lce.engine.decode import Generation, Piece, Stats, Stream
+    from lce.engine.decode import Generation, Piece, Stats, TokenLogprobs
     from lce.engine.engine import Engine
     from lce.engine.loading import load, plan
     from lce.engine.planning import Plan
     from lce.engine.sampling import Sampling
+    from lce.engine.stream import AsyncStream, Stream
     from lce.engine.trace import Trace
-    from lce.errors import CapacityError, DataError, LceError, ModelError, UsageError
+    from lce.errors import CapacityError, DataError, LceError, ModelError, UsageError, WindowWarning
     from lce.methods.base import Method
     from lce.methods.selective import SelectiveMethod
+    from lce.progress import Progress
 
 _HOMES = {
+    "lce.engine.arguments": ("GenerationOptions",),
+    "lce.engine.chat": ("Conversation",),
     "lce.engine.context": ("Context",),
-    "lce.engine.decode": ("Generation", "Piece", "Stats", "Stream"),
+    "lce.engine.decode": ("Generation", "Piece", "Stats", "TokenLogprobs"),
     "lce.engine.engine": ("Engine",),
     "lce.engine.loading": ("load", "plan"),
     "lce.engine.planning": ("Plan",),
     "lce.engine.sampling": ("Sampling",),
+    "lce.engine.stream": ("AsyncStream", "Stream"),
     "lce.engine.trace": ("Trace",),
-    "lce.errors": ("CapacityError", "DataError", "LceError", "ModelError", "UsageError"),
+    "lce.errors": ("CapacityError", "DataError", "LceError", "ModelError", "UsageError", "WindowWarning"),
     "lce.methods.base": ("Method",),
     "lce.methods.selective": ("SelectiveMethod",),
+    "lce.progress": ("Progress",),
 }
 
 __all__ = [
-    "CapacityError", "Context", "DataError", "Engine", "Generation", "LceError", "Method", "ModelError", "Piece",
-    "Plan", "Sampling", "SelectiveMethod", "Stats", "Stream", "Trace", "UsageError", "__version__", "load", "methods",
-    "plan",
+    "AsyncStream", "CapacityError", "Context", "Conversation", "DataError", "Engine", "Generation", "GenerationOptions",
+    "LceError", "Method", "ModelError", "Piece", "Plan", "Progress", "Sampling", "SelectiveMethod", "Stats", "Stream",
+    "TokenLogprobs", "Trace", "UsageError", "WindowWarning", "__version__", "load", "methods", "plan",
 ]  # fmt: skip
 
 

@@ -6,20 +6,28 @@ Heavy modules are imported inside the functions, so that `--help` answers at onc
 from __future__ import annotations
 
 import dataclasses
+import os
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
-from click import option
+from click import argument, option
 
 import lce
 from lce.errors import CapacityError, UsageError
+from lce.eval.needles import NEEDLES
+from lce.eval.passkey import FILLERS, Score, check_length, check_task, evaluate
+from lce.system import wait_passively
 from lce.terminal import figures, options
+from lce.terminal.chat import ChatLoop, chat_prompt_options
+from lce.terminal.contexts import Chosen, ask, ends, extend
 from lce.terminal.exits import INTERRUPTED, Root, leave_interrupted, prepare_streams
 from lce.terminal.output import Output
 
 
 def main() -> NoReturn:
     """The console script."""
+    wait_passively()
     prepare_streams()
     try:
         cli.main(prog_name="lce")
@@ -41,56 +49,127 @@ def cli() -> None:
 
 @cli.command()
 @options.model_option
-@options.prompt_options
-@option("--context", "context_file", metavar="FILE", help="Continue this file of `lce prefill`; it does not change.")
-@option("--max-tokens", type=int, default=256, help="Write at most this many tokens.")
-@options.method_options
+@chat_prompt_options
+@options.context_option
+@options.target_options(
+    "save", "Keep the text and the answer as a context, to continue with --context.", required=False
+)
+@options.max_tokens_option
+@options.chosen_options
 @options.sampling_options
 @options.loading_options
 @options.output_options
 def generate(
-    model: str, prompt: str, context_file: str | None, max_tokens: int, method: lce.Method, sampling: lce.Sampling,
-    loading: dict[str, Any], output: Output,
+    model: str, prompt: str | list[Any], context_file: str | None, save: str | None, max_tokens: int, chosen: Chosen,
+    sampling: lce.Sampling, loading: dict[str, Any], output: Output,
 ) -> None:  # fmt: skip
-    """Continue a prompt.
+    """Continue a prompt, or answer it with --chat.
 
     The text alone goes to stdout, as it is written; progress and figures go to stderr.
 
-    With both --prompt-file and --prompt, the file's text comes first and the prompt on a line of its own after it.
-    With neither, stdin is read. The line break that ends a file or stdin is not part of the prompt.
+    The prompt is TEXT, or --prompt. With a --prompt-file too, the file's text comes first and the prompt on a line of
+    its own after it. With neither, stdin is read. The line break that ends a file or stdin is not part of the prompt.
+
+    With --context, the method, its knobs, the window, RoPE scaling and dtype are those of the file.
     """
-    engine = lce.load(model, method, **loading)
+    engine = chosen.load(model, context_file, loading)
     context = None if context_file is None else engine.open_context(context_file)
-    with output.bar("prefill", " tok") as bar:
-        stream = engine.stream(prompt, context=context, max_tokens=max_tokens, sampling=sampling, progress=bar)
+    with output.noting(), output.bar("prefill", " tok") as bar:
+        stream, keep = ask(engine, prompt, context, max_tokens=max_tokens, sampling=sampling, progress=bar)
         output.generation(stream)
-    output.object(figures.generation_object(stream.result, engine.method))
+    if save is not None:
+        keep(save)
+    output.object({**figures.generation_object(stream.result, engine.method), "context": save})
     output.figures(figures.generation_line(stream.result.stats))
 
 
 @cli.command()
 @options.model_option
+@option("--system", metavar="TEXT", help="The system message.")
+@options.context_option
+@option("--max-tokens", "-n", type=options.COUNT, default=1024, metavar="TOKENS", help="Tokens of one answer at most.")
+@options.chosen_options
+@options.sampling_options
+@options.loading_options
+@options.output_options
+def chat(
+    model: str, system: str | None, context_file: str | None, max_tokens: int, chosen: Chosen,
+    sampling: lce.Sampling, loading: dict[str, Any], output: Output,
+) -> None:  # fmt: skip
+    """Talk with a model that has a chat template.
+
+    A line of stdin is a message; /help lists the commands. Each turn reads only what is new. The answers alone go to
+    stdout. Ctrl-C stops an answer, Ctrl-D ends the chat.
+    """
+    engine = chosen.load(model, context_file, loading)
+    context = None if context_file is None else engine.open_context(context_file)
+    conversation = engine.conversation(system, context=context)
+    saved = set() if context_file is None else {os.path.realpath(context_file)}
+    with output.noting():
+        ChatLoop(conversation, output, {"max_tokens": max_tokens, "sampling": sampling}, saved).run()
+
+
+@cli.command()
+@options.model_option
 @options.prompt_options
-@option("--out", required=True, metavar="FILE", help="Where the context goes, for example document.lce.")
-@option("--checkpoint-every", type=int, metavar="TOKENS", help="Save after every so many tokens, to resume from.")
-@option("--length", type=int, metavar="TOKENS", help="Final length of the context; for --rope dynamic.")
-@options.method_options
+@options.context_option
+@options.target_options("out", "Where the context goes, for example document.lce.")
+@option("--checkpoint-every", type=options.COUNT, metavar="TOKENS", help="Save now and then, to resume from.")
+@option("--length", type=options.COUNT, metavar="TOKENS", help="Final length of the context; for --rope dynamic.")
+@options.chosen_options
 @options.loading_options
 @options.output_options
 def prefill(
-    model: str, prompt: str, out: str, method: lce.Method, loading: dict[str, Any], output: Output, **reading: Any
-) -> None:
+    model: str, prompt: str, context_file: str | None, out: str, checkpoint_every: int | None, length: int | None,
+    chosen: Chosen, loading: dict[str, Any], output: Output,
+) -> None:  # fmt: skip
     """Prefill a text once, into a file that can be asked many times: `lce generate --context FILE`.
 
     The file fits only this model, method and its knobs, RoPE scaling and dtype. With --checkpoint-every, an interrupted
-    prefill resumes when the same command is run again.
+    prefill resumes when the same command is run again. With --context, the new file is that context and the text behind
+    it.
     """
-    engine = lce.load(model, method, **loading)
-    with output.bar("prefill", " tok") as bar:
-        stats = engine.prefill_file(prompt, out, progress=bar, **reading)
-    output.object({"context": out, "stats": dataclasses.asdict(stats)})
+    if context_file is not None and checkpoint_every is not None:
+        raise UsageError("--checkpoint-every is for a text that is read from its beginning; leave it or --context out")
+    engine = chosen.load(model, context_file, loading)
+    with output.noting() as notes, output.bar("prefill", " tok") as bar:
+        if context_file is None:
+            stats = engine.prefill_file(prompt, out, length=length, checkpoint_every=checkpoint_every, progress=bar)
+        else:
+            context = engine.open_context(context_file)
+            stats = extend(engine, context, prompt, length, bar)
+            context.save(out)
+    output.object({"context": out, "stats": figures.stats_object(stats), "warning": next(iter(notes), None)})
     if not output.json:
         output.figures(figures.prefill_line(stats))
+
+
+@cli.command()
+@argument("file", metavar="FILE|MODEL")
+@option(
+    "--model", "-m", metavar="PATH|demo", help="The model of a context file, to show where its text begins and ends."
+)
+@options.json_options
+def info(file: str, model: str | None, output: Output) -> None:
+    """Show what a context FILE or the folder of a MODEL holds.
+
+    Of a context only the header is read, of a model config.json, the tokenizer and the headers of the weights.
+    """
+    from lce.terminal import info as about
+
+    if file == "demo" or Path(file).is_dir():
+        from lce.engine.info import describe_model
+
+        described = describe_model(file)
+        output.object(about.model_object(described))
+        output.text(*about.model_lines(described))
+        return
+    from lce.engine.saving import describe
+
+    context = describe(file)
+    shown = None if model is None or not context.complete else ends(model, Path(file), context)
+    output.object(about.context_object(context, shown))
+    output.text(*about.context_lines(context, shown))
 
 
 @cli.group("eval")
@@ -101,11 +180,11 @@ def evaluation() -> None:
 @evaluation.command()
 @options.model_option
 @options.methods_options
-@option("--lengths", required=True, callback=options.parse_lengths, metavar="LIST", help="Such as 512,2k (2k is 2048).")
-@option("--samples", "n", type=int, default=50, help="Prompts for each method and length.")
+@option("--lengths", required=True, type=options.COUNTS, metavar="LIST", help="Such as 512,2k (2k is 2048).")
+@option("--samples", "n", type=options.COUNT, default=50, metavar="N", help="Prompts for each method and length.")
 @option("--seed", type=int, default=0, help="The same seed makes the same prompts.")
-@option("--task", default="passkey", help="What is hidden in the text.")
-@option("--filler", default="prose", metavar="prose|noise", help="The text it is hidden in.")
+@option("--task", default="passkey", metavar="|".join(NEEDLES), help="What is hidden in the text.")
+@option("--filler", default="prose", metavar="|".join(FILLERS), help="The text it is hidden in.")
 @option("--record", metavar="FILE", help="Keep the answers in this file; samples that it has are skipped.")
 @options.loading_options
 @options.output_options
@@ -118,19 +197,26 @@ def passkey(
     Every method gets the same prompts. -o KEY=VALUE is a knob of all methods, -o METHOD.KEY=VALUE of one. With
     --record, an interrupted evaluation resumes when the same command is run again.
     """
-    from lce.eval.passkey import evaluate
     from lce.eval.record import Record
 
+    check_task(task["task"], task["filler"], task["n"])
     answers = Record(record) if record else None
-    scores = []
-    output.text(figures.SCORE_HEADER)
+    for method in methods:  # whatever is refused is refused before the first line of the table
+        refusal = lce.plan(model, method, tokens=max(lengths), **options.planning_of(loading)).refusal
+        if refusal is not None:
+            raise CapacityError(refusal)
+    scores: list[Score] = []
+    objects = []
     for method in methods:
         engine = lce.load(model, method, **loading)
+        if not scores:
+            check_length(engine, min(lengths), **task)
         for length in lengths:
-            with output.bar(f"{method.name} {length:,}", " samples") as bar:
+            with output.noting() as notes, output.bar(f"{method.name} at {length:,}:", " samples") as bar:
                 scores.append(evaluate(engine, length=length, record=answers, progress=bar, **task))
-            output.text(figures.score_row(scores[-1]))
-    output.object([dataclasses.asdict(score) for score in scores])
+            objects.append(figures.score_object(scores[-1], next(iter(notes), None)))
+            output.text(*([figures.SCORE_HEADER] if len(scores) == 1 else []), figures.score_row(scores[-1]))
+    output.object(objects)
     if len(methods) > 1 and len(lengths) > 1:
         output.text("", *figures.score_table(scores))
 
@@ -138,37 +224,47 @@ def passkey(
 @cli.command()
 @options.model_option
 @option("--text", "-t", "text_file", required=True, metavar="FILE", help="A UTF-8 text to learn from; - is stdin.")
-@option("--out", required=True, metavar="FILE", help="The map file to write.")
-@option("--low-dim", type=int, default=128, help="Dimensions of a token's low-dimensional key.")
-@option("--tokens", type=int, default=50_000, help="Read at most this much of the text.")
-@option("--epochs", type=int, default=10, help="Passes over the text.")
-@option("--batch", type=int, default=128, help="Queries and keys of one step.")
-@option("--lr", type=float, default=5e-4, help="Adam's step size.")
+@options.target_options("out", "The map file to write.")
+@option("--low-dim", type=options.COUNT, default=128, metavar="N", help="Dimensions of a token's low-dimensional key.")
+@option("--tokens", type=options.COUNT, default=50_000, metavar="N", help="Read at most this much of the text.")
+@option("--epochs", type=options.COUNT, default=10, metavar="N", help="Passes over the text.")
+@option("--batch", type=options.COUNT, default=128, metavar="N", help="Queries and keys of one step.")
+@option("--lr", type=float, default=5e-4, help="Adam's step size; it falls to 0.")
 @option("--seed", type=int, default=0, help="The same seed learns the same maps.")
+@option(
+    "--far",
+    type=options.COUNT,
+    metavar="N",
+    help="Distance at which esa will place far keys.  [default: half of the window]",
+)
 @options.loading_options
 @options.output_options
 def calibrate(model: str, text_file: str, out: str, loading: dict[str, Any], output: Output, **learning: Any) -> None:
     """Learn the maps to low-dimensional keys, by which `esa` finds single tokens of a long text.
 
     Writes the maps to --out. Prints, for each layer, the share of the best tokens that they find in held-out text, and
-    the share that PCA finds. An interrupted calibration resumes when the same command is run again.
+    the share that PCA finds. An interrupted calibration resumes when the same command is run again. Maps fit the --far,
+    the --window and the RoPE scaling that they were learned with.
     """
     from lce.calibrate import Calibration
     from lce.calibrate import calibrate as learn
 
     text = options.read_text(text_file)
     with output.bars() as bars:
-        recalls = learn(model, text, out, Calibration(**learning), progress=bars, **loading)
+        note = lambda text: output.figures(f"lce: {text}")  # noqa: E731
+        recalls = learn(model, text, out, Calibration(**learning), progress=bars, note=note, **loading)
     output.object([dataclasses.asdict(recall) for recall in recalls])
     output.text(*figures.recall_lines(recalls))
 
 
 @cli.command()
 @options.method_argument
-@option("--tokens", type=int, default=24, help="Length of the made-up text.")
-@option("--window", type=int, default=12, help="Positions the model can be trusted on.")
-@option("--block", type=int, help="Tokens prefilled in one step.  [default: what suits the method]")
-@option("--head", type=int, default=0, help="Which of 4 query heads, over 2 KV heads.")
+@option("--tokens", type=options.COUNT, default=24, metavar="N", help="Length of the made-up text.")
+@option("--window", type=options.COUNT, default=12, metavar="N", help="Positions the model can be trusted on.")
+@option(
+    "--block", type=options.COUNT, metavar="N", help="Tokens prefilled in one step.  [default: what suits the method]"
+)
+@option("--head", type=options.INDEX, default=0, metavar="N", help="Which of 4 query heads, over 2 KV heads.")
 @option("--seed", type=int, default=0, help="Another seed makes another text.")
 @option("--plot", metavar="FILE", help="Also draw the matrix, as .png, .svg or .pdf; needs lce[plot].")
 @options.json_options
@@ -181,6 +277,7 @@ def explain(method: lce.Method, plot: str | None, output: Output, **setting: Any
     """
     from lce.inspect import explain as inspection
 
+    options.new_file(plot, force=True)
     explanation = inspection.explain(method, **setting)
     if plot is not None:
         from lce.inspect.picture import draw
@@ -193,7 +290,7 @@ def explain(method: lce.Method, plot: str | None, output: Output, **setting: Any
 @cli.command()
 @options.model_option
 @options.method_options
-@option("--tokens", required=True, callback=options.parse_length, metavar="N", help="Prompt and answer; 2k is 2048.")
+@option("--tokens", required=True, type=options.COUNT, metavar="N", help="Prompt and answer; 2k is 2048.")
 @options.planning_options
 @options.json_options
 def plan(model: str, method: lce.Method, tokens: int, planning: dict[str, Any], output: Output) -> None:
@@ -210,16 +307,19 @@ def plan(model: str, method: lce.Method, tokens: int, planning: dict[str, Any], 
 
 
 @cli.command()
+@argument("name", required=False)
 @options.json_options
-def methods(output: Output) -> None:
-    """List the methods, their knobs and defaults."""
+def methods(name: str | None, output: Output) -> None:
+    """List the methods, or show the one called NAME: its knobs, their defaults, and what they mean."""
     listed = []
-    for name in lce.methods.available():
+    for each in lce.methods.available() if name is None else [name]:
         try:
-            listed.append(figures.method_object(name, lce.methods.find(name)))
+            listed.append(figures.method_object(each, lce.methods.find(each)))
         except UsageError as error:  # one package's broken method hides no other
+            if name is not None:
+                raise
             click.echo(f"lce: warning: {error}", err=True)
-    output.object(listed)
+    output.object(listed if name is None else listed[0])
     for method in listed:
         output.text(*figures.method_lines(method), "")
     output.text("A knob that is none is derived from the model's window.")

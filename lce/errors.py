@@ -7,7 +7,7 @@
     └── CapacityError        4   not enough memory or disk
 
 The number is the exit code of the command line. A message is one line: what was wrong, what was expected, what to
-do. Ctrl-C stays Python's own KeyboardInterrupt and exits with 130.
+do. Ctrl-C stays Python's own KeyboardInterrupt and exits with 130. `WindowWarning` is the only warning.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ class CapacityError(LceError):
     """Not enough memory or disk for what was asked."""
 
     exit_code = 4
+
+
+class WindowWarning(UserWarning):
+    """A text is longer than the method can read of the model: the answer will be wrong."""
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

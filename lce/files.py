@@ -15,11 +15,12 @@ import stat
 import sys
 from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from lce.errors import CapacityError, DataError, LceError, ModelError, shown
 
-MAX_FILE_BYTES = 256 << 20  # the largest vocabularies in use are below 40 MiB
+MAX_FILE_BYTES = 16 << 20  # of a checkpoint's JSON; the largest published ones, tokenizer.json aside, have 2 MiB
+MAX_JSON_VALUES = 2_000_000  # in it; an entry of added_tokens_decoder has 12
 _MAP_NORESERVE = 0x4000  # Linux; Python 3.11's mmap does not name it yet
 
 
@@ -146,18 +147,28 @@ def map_copy(descriptor: int, size: int) -> mmap.mmap:
 
 
 def read_file(path: Path, most: int = MAX_FILE_BYTES) -> bytes | None:
-    """The bytes of a checkpoint's file, None if there is none. Raises ModelError, without reading, for over `most`."""
-    try:
-        if not path.is_file():
-            return None
-        with path.open("rb") as file:
+    """The bytes of a checkpoint's file, None if there is none.
+
+    Raises ModelError, without reading, for a file of over `most` bytes, and for what is no regular file.
+    """
+    if not os.path.lexists(path):
+        return None
+    with open(open_regular(path, ModelError), "rb", buffering=0) as file:
+        try:
             size = os.fstat(file.fileno()).st_size
-            raw = file.read(most + 1) if size <= most else b""
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror}; check the file and its permissions") from error
+            raw = _read_up_to(file, most + 1) if size <= most else b""
+        except OSError as error:
+            raise ModelError(f"cannot read {named(path)}: {error.strerror}; check the disk") from error
     if max(size, len(raw)) > most:
-        raise ModelError(f"{path} is larger than {most} bytes, which no such file is; download the file again")
+        raise ModelError(f"{named(path)} is larger than {most} bytes, which no such file is; download the file again")
     return raw
+
+
+def _read_up_to(file: BinaryIO, count: int) -> bytes:
+    data = b""
+    while len(data) < count and (part := file.read(count - len(data))):
+        data = data + part if data else part
+    return data
 
 
 def read_object(path: Path, most: int = MAX_FILE_BYTES) -> dict[str, Any]:
@@ -166,11 +177,44 @@ def read_object(path: Path, most: int = MAX_FILE_BYTES) -> dict[str, Any]:
     if raw is None:
         return {}
     try:
-        content = json.loads(raw.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        reason = str(error) if isinstance(error, json.JSONDecodeError) else type(error).__name__
-        raise ModelError(f"{path} is not JSON in UTF-8 ({reason}); correct the file or download it again") from None
+        content = parse_json(raw, MAX_JSON_VALUES)
+    except JsonError as error:
+        raise ModelError(f"{named(path)}: {error}; correct the file or download it again") from None
     if not isinstance(content, dict):
         kind = type(content).__name__
-        raise ModelError(f"{path} holds a {kind}; expected a JSON object; correct the file or download it again")
+        raise ModelError(f"{named(path)} holds a {kind}; expected a JSON object; correct the file or download it again")
     return content
+
+
+class JsonError(ValueError):
+    """Why a text is not JSON that we read: a phrase for the middle of a message."""
+
+
+def parse_json(raw: bytes, most: int, *, unique: bool = False) -> Any:
+    """The value of a JSON text of which nothing is trusted. Raises `JsonError`.
+
+    A text with more than `most` values and names is refused before it is parsed: each takes up to about 100 bytes of
+    memory. With `unique`, so is an object that has a name twice.
+    """
+    n_values = sum(map(raw.count, (b",", b":", b"[", b"{")))  # at least: what stands before each value but the first
+    if n_values > most:
+        raise JsonError(f"more than {most} JSON values; expected far fewer")
+    try:
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=_unique if unique else None)
+    except JsonError:
+        raise
+    except json.JSONDecodeError as error:
+        raise JsonError(f"not valid JSON: {error}") from None
+    except UnicodeDecodeError as error:
+        raise JsonError(f"not valid JSON: byte {error.start} is not UTF-8") from None
+    except RecursionError:
+        raise JsonError("not valid JSON: nested too deeply") from None
+    except ValueError:  # Python's own limit
+        raise JsonError("not valid JSON: a number of thousands of digits") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise JsonError("not valid JSON: a name appears twice")
+    return found

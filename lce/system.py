@@ -1,15 +1,22 @@
-"""The machine: free memory, free disk, and the allocator's settings."""
+"""The machine: free memory and disk, processor cores, and how the allocator and waiting threads behave.
+
+Imports no torch before it is used: `wait_passively` must be called before torch is loaded.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
+import resource
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 MEMINFO = Path("/proc/meminfo")
 MEMBERSHIP = Path("/proc/self/cgroup")
@@ -18,6 +25,8 @@ UNLIMITED = 1 << 60  # version 1 of control groups writes about 2^63 for no limi
 
 TRIM_THRESHOLD = 512 << 20  # bytes of freed memory that glibc keeps at the end of its heap, at most
 MMAP_THRESHOLD = 32 << 20  # larger allocations are mappings of their own, returned to the system when freed
+
+PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
@@ -29,10 +38,15 @@ def free_memory(device: torch.device) -> int | None:
     the device's free memory and the memory that PyTorch has reserved but not allocated.
     """
     if device.type == "cuda":
+        import torch
+
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused
-    if device.type != "cpu":
-        return None
+    return free_host_memory() if device.type == "cpu" else None
+
+
+def free_host_memory() -> int | None:
+    """Bytes that this process can still allocate in host memory, as `free_memory` counts them."""
     return min((x for x in (_system(), *_groups()) if x is not None), default=None)
 
 
@@ -59,20 +73,87 @@ def _system() -> int | None:
         return None
 
 
+def usable_cores() -> int:
+    """How many processor cores this process can keep busy: its affinity, within the quotas of its control groups."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except (AttributeError, OSError):  # only Linux has it
+        cores = os.cpu_count() or 1
+    return max(1, min([cores, *(math.ceil(quota) for quota in _quotas())]))
+
+
+def default_threads() -> int | None:
+    """How many threads to compute with: what torch would take, but no more than `usable_cores`.
+
+    None where the environment says how many.
+    """
+    if any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")):
+        return None
+    import torch
+
+    return min(torch.get_num_threads(), usable_cores())
+
+
+def wait_passively() -> None:
+    """Make threads that wait for others sleep instead of spinning; call it before torch is loaded.
+
+    OpenMP threads spin on a core while they wait for the slowest one. On a machine that does other work, they spin on
+    the core that the slowest one needs. A setting that the environment has already is left alone.
+    """
+    if not any(name in os.environ for name in PASSIVE):
+        os.environ.update(PASSIVE)
+
+
+def peak_memory() -> dict[str, int]:
+    """The most bytes that this process has had so far: resident in memory, and allocated on a GPU if it uses one."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    peaks = {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        peaks["gpu"] = sum(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))
+    return peaks
+
+
 def _groups() -> Iterator[int]:
     """The memory left under each limit of this process's control groups."""
+    for root, path, version in _memberships("memory"):
+        if version == 2:
+            yield from _group(root, path, "memory.max", "memory.current", "")
+        else:
+            yield from _group(root, path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+
+
+def _quotas() -> Iterator[float]:
+    """The processor cores under each limit of this process's control groups."""
+    for root, path, version in _memberships("cpu"):
+        for folder in _folders(root, path):
+            if version == 2:
+                words = _text(folder / "cpu.max").split()
+            else:
+                words = [_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+            if len(words) == 2 and all(word.isdecimal() for word in words) and int(words[1]):
+                yield int(words[0]) / int(words[1])  # no limit is "max" or -1
+
+
+def _memberships(controller: str) -> Iterator[tuple[Path, str, int]]:
+    """Where a controller's limits stand: the root, this process's group below it, and the version of control groups."""
     for line in _text(MEMBERSHIP).splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            yield from _group(CGROUPS, path, "memory.max", "memory.current", "")
-        elif "memory" in controllers.split(","):
-            yield from _group(CGROUPS / "memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+            yield CGROUPS, path, 2
+        elif controller in controllers.split(","):
+            yield CGROUPS / controller, path, 1
+
+
+def _folders(root: Path, path: str) -> list[Path]:
+    """The folders of a group and its parents. A container may not see `path`, but sees `root`."""
+    here = root / path.lstrip("/")
+    return [here, *(parent for parent in here.parents if parent.is_relative_to(root))]
 
 
 def _group(root: Path, path: str, limit: str, usage: str, prefix: str) -> Iterator[int]:
-    """The memory left under each limit of a group and its parents. A container may not see `path`, but sees `root`."""
-    here = root / path.lstrip("/")
-    for folder in (here, *(parent for parent in here.parents if parent.is_relative_to(root))):
+    """The memory left under each limit of a group and its parents."""
+    for folder in _folders(root, path):
         bound = _text(folder / limit).strip()
         if not bound.isdecimal() or int(bound) >= UNLIMITED:
             continue
@@ -104,9 +185,19 @@ def keep_freed_memory() -> None:
     most `TRIM_THRESHOLD` bytes. Allocations above `MMAP_THRESHOLD`, such as the keys of a long context, are still
     returned. Without glibc nothing happens.
     """
-    if not sys.platform.startswith("linux"):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = _glibc("mallopt")
     if mallopt is not None:
         mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD)
         mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD)
+
+
+def give_back_freed_memory() -> None:
+    """Return to the kernel what `keep_freed_memory` keeps and nothing uses. Without glibc nothing happens."""
+    malloc_trim = _glibc("malloc_trim")
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
+def _glibc(name: str) -> Callable[..., int] | None:
+    """A function of the C library; None where the library does not have it."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None

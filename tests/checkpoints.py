@@ -77,6 +77,18 @@ def randomise(model: Any, seed: int = 0) -> None:
             weight.copy_(_random(weight.shape, random))
 
 
+def save_chat(folder: Path, template: str, **changes: Any) -> Path:
+    """A random model that chats: `<|turn|>` and `<|end|>` are special tokens, 300 and 301, and end of turn is 301."""
+    save_tiny(folder, vocab_size=VOCAB + 4, **changes)
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    library.add_special_tokens(["<|turn|>", "<|end|>"])
+    library.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    _write(folder, "tokenizer_config.json", config)
+    _write(folder, "generation_config.json", {"eos_token_id": [1, VOCAB + 1]})
+    return folder
+
+
 def save_tokenizer(folder: Path) -> Path:
     """A byte-level BPE of 300 tokens, 0 `<s>` (put before every text) and 1 `</s>`."""
     (folder / "tokenizer.json").write_text(_tokenizer(), encoding="utf-8")

@@ -19,6 +19,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def _seeds() -> None:
+    torch.set_num_threads(1)
     random.seed(0)
     torch.manual_seed(0)
 

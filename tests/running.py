@@ -41,12 +41,15 @@ def run(
     scaling: RopeConfig | None = None,
     note: Note | None = None,
     disturb: int = 0,
+    truncate: Sequence[int] = (),
     pieces: tuple[int, int] | None = None,
     budgets: Budgets | None = None,
 ) -> Tensor:
     """The method's output `[H, N, D]` for a sequence fed in blocks of these sizes.
 
-    With `disturb`, a block of that many other tokens fails before each block, and the cache is copied after it.
+    With `disturb`, a block of that many other tokens fails before each block, and the cache is copied after it; before
+    some blocks other tokens are read, from which it goes back. Then the text is truncated to each of `truncate` tokens, as near as
+    the method can, and the rest is read again.
     `pieces` is how many tokens are read in one go, and the chunk size if the method has none. `budgets` bound the
     cache; they are raised to the least that the method can work with.
     """
@@ -67,10 +70,21 @@ def run(
             with suppress(Failed):
                 driver.forward(cache, rope, disturb, partial(fail_behind, [x[:, :1] * 3 for x in (q, k, v)], disturb))
             cache = cache.copy()
+        if disturb and len(outs) % 5 == 1:
+            mark = cache.mark()
+            for _ in range(2):
+                driver.attend(cache, rope, *(x[:, :1].expand(-1, disturb, -1) * 2 for x in (q, k, v)))
+            cache.go_back(mark)
         outs.append(driver.attend(cache, rope, *block, note=note))
         start += size
     assert start == q.shape[1]
-    return torch.cat(outs, dim=1)
+    out = torch.cat(outs, dim=1)
+    for n in truncate:
+        cache.truncate(start := cache.nearest(n))
+        assert start <= n
+        again = [x[:, start:].split(max(blocks), dim=1) for x in (q, k, v)]
+        out = torch.cat((out[:, :start], *(driver.attend(cache, rope, *x) for x in zip(*again, strict=True))), dim=1)
+    return out
 
 
 class Failed(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -10,8 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import lce
+from lce.system import PASSIVE
 from tests.checkpoints import TINY
 from tests.command import PROMPT, assert_error, run, spawn
 
@@ -54,7 +57,7 @@ def test_json_is_one_object(tiny_model: Path) -> None:
     )
     assert result.exit_code == 0
     got = json.loads(result.stdout)
-    assert set(got) == {"text", "token_ids", "finish_reason", "method", "stats"}
+    assert set(got) == {"text", "token_ids", "finish_reason", "logprobs", "warning", "method", "stats", "context"}
     assert got["finish_reason"] in ("stop", "length")
     assert got["method"]["name"] == "longheads"
     assert got["method"]["repr"].startswith("LongHeads(chunk_size=8, chunks=4")
@@ -62,6 +65,7 @@ def test_json_is_one_object(tiny_model: Path) -> None:
     assert got["stats"]["generated_tokens"] == len(got["token_ids"])
     assert got["stats"]["memory"]["device"] > 0
     assert got["stats"]["prefill_tokens_per_s"] > 0
+    assert got["stats"]["peak_memory"]["process"] > got["stats"]["memory"]["device"]
 
 
 def test_a_seed_draws_the_same_tokens(tiny_model: Path) -> None:
@@ -91,7 +95,10 @@ def test_options_that_cannot_be_used(tiny_model: Path) -> None:
     assert_error(run(*generate, "--method", "longheads", "-o", "chunks=few"), 2, "chunks=few", "whole number")
     assert_error(run(*generate, "--method", "longheads", "-o", "chunks"), 2, "key=value")
     assert_error(run(*generate, "--top-p", "2"), 2, "top_p is 2.0")
-    assert_error(run(*generate, "--max-tokens", "0"), 2, "max_tokens is 0")
+    assert_error(run(*generate, "--max-tokens", "0"), 2, "--max-tokens is '0'; expected 1 or more")
+    assert_error(run(*generate, "-n", "1k0"), 2, "--max-tokens is '1k0'; expected a whole number, such as 512 or 4k")
+    assert_error(run(*generate, "--threads", "0"), 2, "--threads is '0'")
+    assert_error(run(*generate, "another prompt"), 2, "as an argument and with --prompt")
     assert_error(run(*generate, "--dtype", "float"), 2, "float32")
     assert_error(run(*generate, "--max-token"), 2, "--max-tokens", "lce generate --help")
     assert_error(run("generate", "--prompt", PROMPT), 2, "--model")
@@ -108,17 +115,21 @@ def test_eval_passkey_as_json_and_as_a_table(tiny_model: Path) -> None:
         *(("longheads", 256), ("longheads", 300)),
     ]
     for score in scores:
-        assert set(score) == {"method", "task", "length", "samples", "accuracy", "low", "high"}
+        assert set(score) == {"method", "task", "length", "samples", "accuracy", "low", "high", "warning"}
         assert 0 <= score["low"] <= score["accuracy"] <= score["high"] <= 1
         assert (score["task"], score["samples"]) == ("passkey", 2)
     table = run(*args, *methods)
-    assert (table.exit_code, table.stderr) == (0, "")
+    assert table.exit_code == 0
+    notes = table.stderr.splitlines()
+    assert len(notes) == 2, "full beyond the window, once a length"
+    assert all(re.match(r"lce: note: [0-9]+ tokens are more than the 64 that the method full can", x) for x in notes)
+    assert [bool(score["warning"]) for score in scores] == [True, True, False, False]
     assert len(table.stdout.splitlines()) == 5 + 1 + 4  # the scores, and the methods by lengths
 
 
 def test_eval_passkey_refuses_what_it_cannot_use(tiny_model: Path) -> None:
     passkey = ("eval", "passkey", "--model", tiny_model, "--samples", "1")
-    assert_error(run(*passkey, "--lengths", "2x"), 2, "'2x'", "2k")
+    assert_error(run(*passkey, "--lengths", "2x"), 2, "'2x'", "4k")
     assert_error(run(*passkey, "--lengths", "256", "--method", "full", "-o", "chunks=3"), 2, "'full' has no option")
     assert_error(run(*passkey, "--lengths", "2K", "--task", "passkeys", "--json"), 2, "did you mean 'passkey'?")
     assert_error(run(*passkey), 2, "--lengths")
@@ -156,10 +167,10 @@ def test_plan_says_what_does_not_fit() -> None:
     refused = run(*args, "--json")
     assert (refused.exit_code, refused.stderr) == (4, result.stderr)
     assert json.loads(refused.stdout)["refusal"] in result.stderr
-    assert_error(run("plan", "--model", "demo", "--tokens", "2k,4k"), 2, "more than one")
-    assert_error(run("plan", "--model", "demo", "--tokens", "many"), 2, "'many'", "2k")
+    assert_error(run("plan", "--model", "demo", "--tokens", "2k,4k"), 2, "'2k,4k'")
+    assert_error(run("plan", "--model", "demo", "--tokens", "many"), 2, "'many'", "4k")
     assert_error(run("plan", "--model", "demo"), 2, "--tokens")
-    assert_error(run("plan", "--model", "demo", "--tokens", "0"), 2, "tokens is 0")
+    assert_error(run("plan", "--model", "demo", "--tokens", "0"), 2, "--tokens is '0'")
 
 
 def test_generate_refuses_what_does_not_fit(tiny_model: Path) -> None:
@@ -172,14 +183,14 @@ def test_methods_lists_knobs_and_defaults() -> None:
     listed = {method["name"]: method for method in json.loads(run("methods", "--json").stdout)}
     assert list(listed) == lce.methods.available()
     options = {option["name"]: option for option in listed["longheads"]["options"]}
-    assert options["share"] == {"name": "share", "type": "head, group or layer", "default": "head"}
-    assert options["chunk_size"] == {"name": "chunk_size", "type": "int or none", "default": None}
+    assert options["share"] | {"name": "share", "type": "head, group or layer", "default": "head"} == options["share"]
+    assert options["chunk_size"] | {"type": "int or none", "default": None} == options["chunk_size"]
     text = run("methods").stdout
     for method in listed.values():
         assert method["summary"]
         assert f"{method['name']}\n  {method['summary']}\n" in text
-    assert re.search(r"^  keep_first=true +bool$", text, re.MULTILINE)
-    assert re.search(r"^  chunk_size=none +int or none$", text, re.MULTILINE)
+    assert re.search(r"^  keep_first=true +bool\b", text, re.MULTILINE)
+    assert re.search(r"^  chunk_size=none +int or none\b", text, re.MULTILINE)
 
 
 def test_a_broken_method_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +210,10 @@ def test_generate_continues_a_prefilled_file(tiny_model: Path, tmp_path: Path) -
     engine = lce.load(tiny_model, lce.methods.LongHeads(chunk_size=8, chunks=4))
     expected = engine.generate(" dog", context=engine.prefill(PROMPT * 5), max_tokens=5).text
     assert (asked.exit_code, asked.stdout) == (0, expected + "\n")
-    again = run("prefill", "--model", tiny_model, "--prompt", PROMPT, "--out", out, "--json", *method)
+    command = ("prefill", "--model", tiny_model, "--prompt", PROMPT, "--out", out, "--json", *method)
+    assert_error(run(*command), 2, "text.lce exists", "--force")
+    again = run(*command, "--force")
+    assert again.stderr == f"lce: note: {out} exists and will be replaced\n"
     assert json.loads(again.stdout)["context"] == str(out)
 
 
@@ -207,14 +221,14 @@ def test_a_context_of_another_method_is_refused(tiny_model: Path, tmp_path: Path
     out = tmp_path / "text.lce"
     run("prefill", "--model", tiny_model, "--prompt", PROMPT, "--out", out)
     ask = ("generate", "--model", tiny_model, "--context", out, "--prompt", "x")
-    assert_error(run(*ask, "--method", "streaming"), 3, "another method Full()", "this engine has Streaming(")
+    assert_error(run(*ask, "--method", "streaming"), 3, "another method, full; this engine has streaming")
     assert_error(run(*ask[:4], tmp_path / "no.lce", *ask[5:]), 3, "no.lce", "No such file")
 
 
 def test_an_interrupted_prefill_says_how_to_resume(tiny_model: Path, tmp_path: Path) -> None:
     """Ctrl-C in the middle, then the same command again."""
     command = ("prefill", "--model", tiny_model, "--prompt", PROMPT * 40, "--out", tmp_path / "text.lce")
-    command = (*command, "--block", "16", "--checkpoint-every", "32")
+    command = (*command, "--block", "16", "--checkpoint-every", "32", "--method", "rerope")
     slow = (
         "from lce.methods import Driver\nimport time\n"
         "forward = Driver.forward\n"
@@ -236,3 +250,69 @@ def test_an_interrupted_prefill_says_how_to_resume(tiny_model: Path, tmp_path: P
     done = run(*command, "--json")
     n_tokens = len(lce.load(tiny_model).tokenizer.encode(PROMPT * 40))
     assert json.loads(done.stdout)["stats"]["prompt_tokens"] == n_tokens - 128
+
+
+def test_threads_wait_passively_from_the_beginning(tiny_model: Path) -> None:
+    """The settings are there when torch is loaded, unless the user has made one of them."""
+    script = (
+        "import builtins\nreal = builtins.__import__\n"
+        "def spy(name, *rest):\n"
+        "    if name == 'torch' and 'torch' not in sys.modules:\n"
+        "        print(*map(os.environ.get, ('OMP_WAIT_POLICY', 'GOMP_SPINCOUNT')), file=sys.stderr, flush=True)\n"
+        "        os._exit(0)\n"
+        "    return real(name, *rest)\n"
+        "builtins.__import__ = spy\n"
+    )
+    command = ("generate", "-m", tiny_model, PROMPT, "-n", "1", "--quiet")
+    plain = {name: value for name, value in os.environ.items() if name not in PASSIVE}
+    for environment, said in ((plain, "PASSIVE 0\n"), ({**plain, "OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE None\n")):
+        _, err = spawn(script, *command, env=environment).communicate(timeout=60)
+        assert err.splitlines(keepends=True)[0] == said
+
+
+def test_threads_are_set(tiny_model: Path) -> None:
+    run("generate", "-m", tiny_model, PROMPT, "-n", "1", "--threads", "2")
+    assert torch.get_num_threads() == 2
+
+
+def test_full_beyond_the_window_is_said_in_one_line(tiny_model: Path, tmp_path: Path) -> None:
+    for command in (("generate", "-n", "2"), ("prefill", "--out", tmp_path / "a.lce")):
+        args = (command[0], "-m", tiny_model, PROMPT * 9, *command[1:])
+        result = run(*args, "--quiet", "--json")
+        assert re.fullmatch(r"lce: note: [0-9,]+ tokens are more than the 64 .*longheads.*\n", result.stderr)
+        assert json.loads(result.stdout)["warning"] == result.stderr.removeprefix("lce: note: ").strip()
+        within = run(*args, "--method", "longheads", "--json", "--quiet", *(["--force"] if "--out" in args else []))
+        assert json.loads(within.stdout)["warning"] is None
+        assert "tokens are more" not in within.stderr
+
+
+def test_eval_says_what_is_wrong_before_it_prints_anything(tiny_model: Path, tmp_path: Path) -> None:
+    """Also what concerns the last method, or the shortest length, alone."""
+    passkey = ("eval", "passkey", "--model", tiny_model, "--samples", "1")
+    assert_error(run(*passkey, "--lengths", "300,20"), 2, "length is 20; expected at least")
+    assert_error(run(*passkey, "--lengths", "300", "--filler", "nois"), 2, "did you mean 'noise'?")
+    assert_error(
+        run(*passkey, "--lengths", "300", "--method", "dca,longheads", "-o", "longheads.chunks=1"), 2, "chunks"
+    )
+    budget = ("--kv-host-budget", "128KiB")
+    assert_error(run(*passkey, "--lengths", "200,4k", "--method", "streaming", *budget), 4, "tokens need")
+
+
+def test_help_lists_tasks_and_fillers() -> None:
+    text = run("eval", "passkey", "--help").stdout
+    for name in ("passkey|code|secret|place|favourite", "prose|noise"):
+        assert name in text
+
+
+def test_methods_shows_one() -> None:
+    one = json.loads(run("methods", "dca", "--json").stdout)
+    assert one in json.loads(run("methods", "--json").stdout)
+    assert run("methods", "dca").stdout.startswith("dca\n")
+    assert "longheads" not in run("methods", "dca").stdout
+    assert_error(run("methods", "dcaa"), 2, "did you mean 'dca'?")
+
+
+def test_sizes_and_counts_are_as_people_write_them(tiny_model: Path) -> None:
+    args = ("generate", "-m", tiny_model, PROMPT, "-n", "1k", "--stop", " ", "--block", "1K", "--kv-host-budget", "4M")
+    assert run(*args, "--quiet").exit_code == 0
+    assert "1,048,576 tokens" in run("plan", "-m", "demo", "--tokens", "1M").stdout

@@ -17,6 +17,7 @@ SHARED = {
     "__init__",
     "base",
     "lowdim",
+    "map_file",
     "parts",
     "registry",
     "run",

@@ -1,7 +1,8 @@
-"""Free memory, bounded by control groups, and the free disk of a folder that need not exist."""
+"""Free memory and cores, bounded by control groups; free disk; and how threads are told to wait."""
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -69,3 +70,62 @@ def test_the_free_disk_of_a_folder_that_does_not_exist(tmp_path: Path, monkeypat
     assert system.free_disk(Path("made")) is not None
     (tmp_path / "file").write_text("")
     assert system.free_disk(tmp_path / "file" / "below") is None
+
+
+@pytest.mark.parametrize(
+    ("limits", "cores"),
+    [
+        ({}, 8),
+        ({"jobs/mine/cpu.max": "max 100000"}, 8),
+        ({"jobs/mine/cpu.max": "300000 100000"}, 3),
+        ({"jobs/mine/cpu.max": "150000 100000"}, 2),
+        ({"jobs/mine/cpu.max": "5000 100000"}, 1),
+        ({"jobs/mine/cpu.max": "300000 100000", "jobs/cpu.max": "200000 100000"}, 2),
+        ({"cpu.max": "400000 100000"}, 4),
+        ({"cpu.max": "9900000 100000"}, 8),
+        ({"cpu.max": "what is this"}, 8),
+        ({"cpu.max": "1 0"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "250000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+        ({"cpu/cpu.cfs_quota_us": "250000"}, 8),
+    ],
+)
+def test_usable_cores(limits: dict[str, str], cores: int, machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight cores are open to the process; control groups of both versions may leave it fewer."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    (machine / "MEMBERSHIP").write_text("3:cpu,cpuacct:/outside\n0::/jobs/mine\n")
+    for name, text in limits.items():
+        file = machine / "CGROUPS" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+    assert system.usable_cores() == cores
+
+
+def test_threads_follow_the_environment_before_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    for cores in (1, 3, 64):
+        monkeypatch.setattr(system, "usable_cores", lambda cores=cores: cores)
+        assert system.default_threads() == min(8, cores)
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert system.default_threads() is None
+
+
+def test_passive_waiting_is_set_unless_the_user_has_a_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    for mine in system.PASSIVE:
+        monkeypatch.setattr(os, "environ", {mine: "mine"})
+        system.wait_passively()
+        assert os.environ == {mine: "mine"}
+    monkeypatch.setattr(os, "environ", {})
+    system.wait_passively()
+    assert os.environ == system.PASSIVE
+
+
+def test_the_peak_of_the_process() -> None:
+    peak = system.peak_memory()
+    assert 10 << 20 < peak["process"] < 1 << 50
+    status = Path("/proc/self/status")
+    if status.exists():
+        said = next(line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        assert peak["process"] <= int(said) * 1024 <= system.peak_memory()["process"] + (64 << 20)

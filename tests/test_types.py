@@ -15,6 +15,8 @@ EMBEDDER = """
 from dataclasses import dataclass
 from typing import assert_type
 
+import numpy as np
+import torch
 from torch import Tensor
 
 import lce
@@ -40,11 +42,36 @@ generation = assert_type(engine.generate("text", max_tokens=3, sampling=sampling
 assert_type(generation.text, str)
 assert_type(generation.token_ids, list[int])
 assert_type(generation.stats.decode_tokens_per_s, float)
+assert_type(engine.generate(["one", "two"], temperature=0.7, seed=1), list[lce.Generation])
+assert_type(engine.generate([[1, 2], [3]], stop=lambda text: "." in text), list[lce.Generation])
+assert_type(engine.generate([1, 2], sampling={"top_p": 0.9}, progress=True), lce.Generation)
+assert_type(engine.generate(np.array([1, 2]), max_tokens="1k"), lce.Generation)
+assert_type(engine.generate(torch.tensor([1, 2]), logprobs=3).logprobs, list[lce.TokenLogprobs] | None)
+options: lce.GenerationOptions = {"max_tokens": 8, "top_k": 3}
+with engine.stream("text", **options) as stream:
+    assert_type(stream, lce.Stream)
+
+
+def progress(done: int, total: int) -> None:
+    stream.cancel()
+
+
+told: lce.Progress = progress
+
+
+async def read() -> None:
+    async for piece in engine.astream("text", progress=told):
+        assert_type(piece, lce.Piece)
+
+
 for piece in engine.stream("text"):
     assert_type(piece, lce.Piece)
     assert_type(piece.text, str)
 context = assert_type(engine.prefill("document"), lce.Context)
 assert_type(context.fork(), lce.Context)
+with engine.prefill("document") as closed:
+    assert_type(closed.truncate(3), None)
+assert_type(engine.beyond(1000), str | None)
 assert_type(engine.open_context("document.lce"), lce.Context)
 assert_type(engine.logits([1, 2]), Tensor)
 assert_type(engine.trace([1, 2]), lce.Trace)
@@ -58,7 +85,9 @@ assert_type(lce.CapacityError.exit_code, int)
 MISTAKES = {
     'lce.lode("demo")': "attr-defined",
     'lce.load("demo", blok=3)': "call-arg",
-    'lce.load("demo").generate(3)': "arg-type",
+    'lce.load("demo").generate(3)': "call-overload",
+    'lce.load("demo").stream("x", max_token=3)': "call-arg",
+    'lce.load("demo").stream("x", temperature="hot")': "arg-type",
     'lce.methods.LongHeads(chunk_size="4")': "arg-type",
     "lce.Sampling(temprature=1)": "call-arg",
 }

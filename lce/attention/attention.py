@@ -16,7 +16,7 @@ from lce.attention.backend import Backend, backends
 from lce.attention.parts import Part, merge_slots
 from lce.attention.tiles import SlotQueries, Tiles
 from lce.attention.turn import Turn
-from lce.errors import UsageError, nearest
+from lce.errors import UsageError, nearest, shown
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Attention:
             usable = [backend for backend in known.values() if backend.missing() is None and backend.suits_machine()]
             return cls(max(usable, key=lambda backend: backend.speed)())
         if name not in known:
-            raise UsageError(f"unknown attention backend {name!r}; {nearest(name, ['auto', *known])}")
+            raise UsageError(f"unknown attention backend {shown(name)}; {nearest(name, ['auto', *known])}")
         if (missing := known[name].missing()) is not None:
             raise UsageError(f"attention backend {name!r} needs {missing}")
         return cls(known[name]())

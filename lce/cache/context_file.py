@@ -10,11 +10,9 @@ header, at its end. A file under work has another name and is locked. It takes i
 
 from __future__ import annotations
 
-import hashlib
 import json
 import mmap
 import os
-import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,19 +24,12 @@ from torch import Tensor
 
 from lce.cache.kv import KVBuffer, KVCache, LayerCache, Opened, Tiered, Whole
 from lce.cache.layout import CacheLayout, FileLayout
+from lce.cache.manifest import NAMES, REMEDY, Header, Manifest, contradiction, page_facts, read_header, signed
 from lce.cache.row_file import Numbers, RowFile, SpillFile, write_at
+from lce.cache.small import Small, check_numbers, check_state, read_small, small_entries, small_tensors
 from lce.cache.tiers import Disk, Nowhere, Pages, TierStack
 from lce.errors import DataError
-from lce.files import lock, map_copy, sync_folder, unwritable
-from lce.weights.header import Damaged, TensorInfo, read_all
-
-FORMAT = "lce context 2"
-REMEDY = "prefill the text again"
-KINDS = {
-    "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "I64": torch.int64,
-    "I32": torch.int32, "BOOL": torch.bool,
-}  # fmt: skip
-_NAMES = {kind: name for name, kind in KINDS.items()}
+from lce.files import lock, map_copy, named, open_regular, sync_folder, unwritable
 
 
 class ContextRows(RowFile):
@@ -116,14 +107,12 @@ class Draft:
 
     def finish(self, target: Path, small: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
         """Write the rest and rename the file to `target`."""
-        header = row_entries(self.layout)
-        offset, rows_start = self.layout.small_start, self.layout.rows_start
-        for name, tensor in sorted(small.items()):
-            data = tensor.detach().cpu().contiguous()
-            write_at(self._descriptor, data, offset, str(target))
-            span = [offset - rows_start, (offset := offset + data.nbytes) - rows_start]
-            header[name] = {"dtype": _NAMES[data.dtype], "shape": list(data.shape), "data_offsets": span}
-        raw = json.dumps({"__metadata__": {"lce": signed(manifest, small)}, **header}).encode()
+        rows_start, offset = self.layout.rows_start, self.layout.small_start
+        entries = row_entries(self.layout) | small_entries(small, offset - rows_start)
+        for _, tensor in sorted(small.items()):
+            write_at(self._descriptor, tensor.detach().cpu().contiguous(), offset, str(target))
+            offset += tensor.nbytes
+        raw = json.dumps({"__metadata__": {"lce": signed(manifest, small)}, **entries}).encode()
         assert len(raw) <= rows_start - 8, "the header is larger than its space"
         head = (rows_start - 8).to_bytes(8, "little") + raw.ljust(rows_start - 8)
         write_at(self._descriptor, torch.frombuffer(bytearray(head), dtype=torch.uint8), 0, str(target))
@@ -145,7 +134,7 @@ def row_entries(layout: FileLayout) -> dict[str, dict[str, Any]]:
     cache, offset, entries = layout.cache, 0, {}
     shape = [cache.n_groups, layout.n_tokens]
     for what, kind, row, row_bytes in (
-        ("kv", _NAMES[cache.dtype], list(cache.row_shape), cache.row_bytes),
+        ("kv", NAMES[cache.dtype], list(cache.row_shape), cache.row_bytes),
         ("checks", "I32", [], 4),
     ):
         for layer in range(cache.n_layers):
@@ -154,121 +143,58 @@ def row_entries(layout: FileLayout) -> dict[str, dict[str, Any]]:
     return entries
 
 
-def page_facts(layout: CacheLayout) -> dict[str, Any]:
-    """A page's shape as a manifest holds it."""
-    return {
-        "n_layers": layout.n_layers, "n_groups": layout.n_groups, "heads": layout.page_heads,
-        "chunk_size": layout.chunk_size, "head_dim": layout.head_dim, "dtype": _NAMES[layout.dtype],
-    }  # fmt: skip
-
-
-def signed(manifest: Mapping[str, Any], small: Mapping[str, Tensor]) -> str:
-    """A manifest as JSON text, with the digest of itself and of what is small."""
-    return json.dumps({**manifest, "digest": digest(small, manifest)})
-
-
-def is_signed(manifest: Mapping[str, Any], small: Mapping[str, Tensor]) -> bool:
-    """Whether a manifest has the digest of itself and of what is small: neither changed since it was written."""
-    rest = {key: value for key, value in manifest.items() if key != "digest"}
-    return bool(manifest.get("digest") == digest(small, rest))
-
-
-def digest(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any] | None = None) -> str:
-    """A SHA-256 of named tensors, and of a manifest."""
-    found = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode())
-    for name, tensor in sorted(tensors.items()):
-        found.update(json.dumps([name, _NAMES[tensor.dtype], list(tensor.shape)]).encode())
-        found.update(memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
-    return found.hexdigest()
-
-
 @dataclass(frozen=True)
 class Snapshot:
     """A context file that was opened: its manifest, what is small, and its rows."""
 
-    manifest: dict[str, Any]
+    manifest: Manifest
     small: dict[str, Tensor]
     rows: ContextRows
 
 
-def open_snapshot(path: Path, layout: CacheLayout, check: Callable[[Mapping[str, Any]], None]) -> Snapshot:
-    """Read a context file but for its keys and values. `check` may refuse its manifest by raising `DataError`.
+def open_snapshot(
+    path: Path,
+    layout: CacheLayout,
+    identify: Callable[[Manifest], None] = lambda manifest: None,
+    check: Callable[[Manifest, dict[str, Small]], None] = lambda manifest, small: None,
+) -> Snapshot:
+    """Read a context file but for its keys and values.
 
-    Raises `DataError` for a file that is no context, that is damaged, or whose rows are not those of `layout`.
+    `identify` may refuse its manifest, and `check` what is small besides the method's state, by raising `DataError`;
+    `check` takes out of the mapping what it knows. Raises `DataError` for a file that is no context, that is damaged,
+    or whose rows are not those of `layout`. Nothing large is read, or made, before all of its header is checked.
     """
+    descriptor = open_regular(path, follow=False)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        what = (
-            "is a symbolic link; expected the file itself" if path.is_symlink() else f"cannot be read: {error.strerror}"
-        )
-        raise DataError(f"{path} {what}") from error
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise DataError(f"{path} is not a file; expected a context that `lce prefill` or Context.save wrote")
-        tensors, manifest = _header(path)
-        check(manifest)
-        rows_layout = _rows_layout(path, layout, tensors, manifest)
-        small = {
-            name: _tensor(descriptor, path, info)
-            for name, info in tensors.items()
-            if info.start >= rows_layout.small_start
-        }
-        if not is_signed(manifest, small):
-            raise DataError(f"{path} was altered since it was written; {REMEDY}")
-        rows = ContextRows(descriptor, str(path), rows_layout, writable=False)
+        header = read_header(descriptor, path)
+        manifest = Manifest.of(header.manifest, path)
+        identify(manifest)
+        rows_layout = _rows_layout(path, layout, header, manifest)
+        tensors = small_tensors(header, rows_layout.small_start, row_entries(rows_layout), path)
+        state = dict(tensors)
+        check(manifest, state)
+        check_state(layout, manifest.read, state, path)
+        small = read_small(descriptor, path, tensors, manifest.raw)
+        check_numbers(layout, manifest.read, small, path)
+        rows = ContextRows(descriptor, named(path), rows_layout, writable=False)
     except BaseException:
         os.close(descriptor)
         raise
     return Snapshot(manifest, small, rows)
 
 
-def _header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
-    try:
-        tensors, metadata = read_all(path)
-    except Damaged as error:
-        raise DataError(f"{path}: {error.what}; the file is damaged or incomplete: {REMEDY}") from None
-    try:
-        manifest = json.loads(metadata.get("lce", "null"))
-    except ValueError:
-        manifest = None
-    if not isinstance(manifest, dict) or "format" not in manifest:
-        raise DataError(f"{path} is not a context; expected a file that `lce prefill` or Context.save wrote")
-    if manifest["format"] != FORMAT:
-        raise DataError(f"{path} has the format {manifest['format']!r}; this lce reads {FORMAT!r}; {REMEDY}")
-    return tensors, manifest
-
-
-def _rows_layout(
-    path: Path, layout: CacheLayout, tensors: Mapping[str, TensorInfo], manifest: Mapping[str, Any]
-) -> FileLayout:
-    """Where the rows are, if the header has them where `layout` puts them."""
-    n_tokens = manifest.get("capacity")
-    if manifest.get("pages") == page_facts(layout) and type(n_tokens) is int and n_tokens > 0:
-        rows_layout = layout.file(n_tokens)
-        if all(
-            name in tensors
-            and tensors[name].dtype == entry["dtype"]
-            and tensors[name].shape == tuple(entry["shape"])
-            and tensors[name].start == rows_layout.rows_start + entry["data_offsets"][0]
-            for name, entry in row_entries(rows_layout).items()
-        ):
-            return rows_layout
-    raise DataError(f"{path}: its header contradicts its contents; {REMEDY}")
-
-
-def _tensor(descriptor: int, path: Path, info: TensorInfo) -> Tensor:
-    if info.dtype not in KINDS:
-        raise DataError(f"{path} has numbers of the unknown kind {info.dtype}; {REMEDY}")
-    data = bytearray(os.pread(descriptor, info.stop - info.start, info.start))
-    while len(data) < info.stop - info.start:  # one call reads 2 GiB at most
-        more = os.pread(descriptor, info.stop - info.start - len(data), info.start + len(data))
-        if not more:
-            raise DataError(f"{path} was cut short while it was read; {REMEDY}")
-        data += more
-    if not data:
-        return torch.empty(info.shape, dtype=KINDS[info.dtype])
-    return torch.frombuffer(data, dtype=KINDS[info.dtype]).view(info.shape)
+def _rows_layout(path: Path, layout: CacheLayout, header: Header, manifest: Manifest) -> FileLayout:
+    """Where the rows are, if the header has them where `layout` puts them and the file has space for them."""
+    found = layout.file(manifest.capacity)
+    if (
+        manifest.pages != page_facts(layout)
+        or header.start != found.rows_start
+        or any(header.entries.get(name) != entry for name, entry in row_entries(found).items())
+    ):
+        raise contradiction(path)
+    if found.small_start > header.file_bytes:
+        raise DataError(f"{named(path)}: the file is cut short; it is damaged or incomplete: {REMEDY}")
+    return found
 
 
 def write_rows(cache: KVCache, rows: ContextRows, since: int = 0) -> None:

@@ -1,13 +1,15 @@
 """The KV cache: one `KVCache` a context, one `LayerCache` a layer.
 
 A pass writes its block behind what is committed and then commits once. An interrupted pass commits nothing; the next
-pass overwrites what it wrote.
+pass overwrites what it wrote. Ctrl-C may come between any two bytecodes, so every change here is one assignment, or can
+be made again: `KVCache.settle` does what an interrupted pass left undone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import TypeVar
 
 import numpy as np
@@ -16,10 +18,10 @@ from torch import Tensor
 
 from lce.attention import Tiles
 from lce.cache.layout import DEVICE, DISK, HOST, CacheLayout
-from lce.cache.method_state import MethodState
+from lce.cache.method_state import Held, MethodState
 from lce.cache.row_file import RowFile
 from lce.cache.tiers import Disk, Tier, TierStack, Traffic
-from lce.errors import CapacityError
+from lce.errors import CapacityError, UsageError
 
 S = TypeVar("S", bound=MethodState)
 
@@ -202,13 +204,13 @@ class LayerCache:
         buffer_v.copy_(v)
 
     def commit(self) -> None:
-        """Keep what this pass wrote."""
+        """Keep what this pass wrote. May be repeated."""
         self.length = self.stop
         for state in self.state.values():
-            state.commit()
+            state.commit(self.length)
 
     def discard(self) -> None:
-        """Forget what was written since the last commit."""
+        """Forget what was written since the last commit. May be repeated."""
         self.stop = self.length
         for state in self.state.values():
             state.discard()
@@ -245,6 +247,21 @@ class LayerCache:
             capacity = max(self.layout.recent_tokens, self.length - border)  # less after a refused `move_to`
             self.buffer = self.buffer.replaced(border, capacity, self.length)
 
+    def at(self, n_tokens: int, marks: Mapping[str, Held]) -> LayerCache:
+        """This cache when it had `n_tokens` tokens and `marks` were taken. It takes the place of this one.
+
+        Tokens that local attention sees come back from the tiers to the buffer. Pages of chunks that are no longer
+        complete stay in the tiers, unread: the buffer is in front of them, and `TierStack.add` replaces them.
+        """
+        layout, buffer = self.layout, self.buffer
+        border = max(n_tokens - layout.reach.local, 0) // layout.chunk_size * layout.chunk_size
+        if border < buffer.first:
+            buffer = KVBuffer(layout, max(layout.recent_tokens, n_tokens - border), border)
+            for x, kept in zip(buffer.span(border, n_tokens), self.span(border, n_tokens), strict=True):
+                x.copy_(kept)
+        state = {name: state.at(marks[name]) for name, state in self.state.items()}
+        return LayerCache(self.index, layout, buffer, self.residency, state, n_tokens)
+
     def copy(self, residency: Residency) -> LayerCache:
         """A cache of its own with the committed tokens; `residency` has the tiers of the other context."""
         capacity = self.length if isinstance(residency, Whole) else self.buffer.capacity
@@ -253,9 +270,28 @@ class LayerCache:
         return LayerCache(self.index, self.layout, buffer, residency, state, self.length)
 
 
+@dataclass(frozen=True)
+class Mark:
+    """A length of a cache, and what the method's states need to be those of that length again: see `KVCache.mark`."""
+
+    length: int
+    states: Sequence[Mapping[str, Held]]  # by layer, then by name
+
+
+class Pass(Enum):
+    """What a cache is in the middle of."""
+
+    NONE = 0
+    WRITING = 1
+    COMMITTING = 2
+
+
 class KVCache:
     """The keys and values of one context. While all of them fit their budget there are no tiers, and nothing is done
     for any.
+
+    A pass begins with `begin` and ends with `commit`. After an interruption, `settle` drops the block, or completes its
+    commit: all layers have it, or none.
     """
 
     def __init__(
@@ -265,6 +301,7 @@ class KVCache:
         self.layers = list(layers)
         self.residency = residency
         self.file = file  # takes what memory may not hold; None: a spill file, where the layout has a folder for one
+        self._pass = Pass.NONE
 
     @classmethod
     def empty(cls, layout: CacheLayout, capacity: int = 0, file: RowFile | None = None) -> KVCache:
@@ -315,18 +352,78 @@ class KVCache:
         if not isinstance(self.residency, Whole) and layer < len(self.layers):
             self.residency.tiers.prefetch(layer)
 
+    def begin(self) -> None:
+        """Begin a pass, after what an interrupted one left undone."""
+        self.settle()
+        self._pass = Pass.WRITING
+
     def commit(self) -> None:
         """Keep what the pass that just ended wrote, in every layer."""
+        self._pass = Pass.COMMITTING
         for layer in self.layers:
             layer.commit()
+        self._pass = Pass.NONE
 
     def discard(self) -> None:
-        """Forget an interrupted pass."""
+        """Forget what was written since the last commit, in every layer."""
         for layer in self.layers:
             layer.discard()
+        self._pass = Pass.NONE
+
+    def settle(self) -> None:
+        """Complete a commit that was interrupted; forget a pass that was interrupted before it."""
+        if self._pass is Pass.COMMITTING:
+            self.commit()
+        elif self._pass is Pass.WRITING:
+            self.discard()
+
+    def nearest(self, n_tokens: int) -> int:
+        """The most tokens, at most `n_tokens`, that `truncate` can go back to.
+
+        Keys, values, summaries and token rows go back to any token; pending queries to tokens of the open chunk and to
+        any chunk's border; a tensor that every block replaces goes back to the beginning alone.
+        """
+        self.settle()
+        found, before = n_tokens, n_tokens + 1
+        while found != before:  # one state's answer may be too far for another one
+            before = found
+            for layer in self.layers:
+                for state in layer.state.values():
+                    found = state.nearest(found, layer.length)
+        return found
+
+    def mark(self, n_tokens: int | None = None) -> Mark:
+        """What `go_back` needs: for the tokens so far, or for the first `n_tokens`, which `nearest` allows.
+
+        Nothing is copied: what is committed is never written again. Valid until the cache goes back to before it.
+        """
+        self.settle()
+        n_tokens = self.length if n_tokens is None else n_tokens
+        states = [{name: x.mark(n_tokens) for name, x in layer.state.items()} for layer in self.layers]
+        return Mark(n_tokens, states)
+
+    def go_back(self, mark: Mark) -> None:
+        """Be as when `mark` was taken, bit by bit; all at once. Bytes: a buffer of recent tokens, at need."""
+        self.settle()
+        self.layers = [layer.at(mark.length, marks) for layer, marks in zip(self.layers, mark.states, strict=True)]
+
+    def truncate(self, n_tokens: int) -> None:
+        """Keep the first `n_tokens` tokens alone, as if no more had been read.
+
+        Raises `UsageError` where what the method keeps cannot go back to there: `nearest` says where it can.
+        """
+        if not 0 <= n_tokens <= self.length:
+            raise UsageError(f"cannot go back to {n_tokens:,} tokens; expected 0 to {self.length:,}")
+        if (nearest := self.nearest(n_tokens)) < n_tokens:
+            raise UsageError(
+                f"cannot go back to {n_tokens:,} tokens: what the method keeps of them is gone; "
+                f"go back to {nearest:,}, and prefill the rest again"
+            )
+        self.go_back(self.mark(n_tokens))
 
     def copy(self) -> KVCache:
         """A cache of its own with the same committed tokens. Bytes: one copy of what is in the buffers."""
+        self.settle()
         residency: Residency = Whole()
         if isinstance(self.residency, Tiered):
             residency = Tiered(self.residency.tiers.fork())
@@ -336,6 +433,7 @@ class KVCache:
 
     def tensors(self) -> dict[str, Tensor]:
         """What the method keeps in every layer, as it was committed, by name."""
+        self.settle()
         return {
             f"layers/{layer.index}/{name}/{part}": x
             for layer in self.layers

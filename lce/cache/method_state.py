@@ -1,7 +1,8 @@
 """What a method keeps of a layer's text besides keys and values: summaries, token rows, recent keys, tensors.
 
 Rows are written by their index, a chunk's or a token's: an interrupted pass leaves rows behind the committed ones, and
-the next pass overwrites them. What cannot be written that way (`OpenChunk`, `Staged`) takes part in commits.
+the next pass overwrites them. What cannot be written that way (`OpenChunk`, `Staged`) takes part in commits. So no
+write changes what is committed, and a `mark` of it, to go back to, is a reference or a number.
 """
 
 from __future__ import annotations
@@ -34,11 +35,29 @@ class MethodState(ABC):
         """What is held of the first `n_tokens`, views."""
         return self._held
 
-    def commit(self) -> None:  # noqa: B027  # most kinds have nothing to do here
-        """Keep what the pass that just ended wrote."""
+    def commit(self, n_tokens: int = 0) -> None:  # noqa: B027  # most kinds have nothing to do here
+        """Keep what the pass that just ended wrote; the text has `n_tokens` now. May be repeated."""
 
     def discard(self) -> None:  # noqa: B027
-        """Forget what an interrupted pass wrote."""
+        """Forget what an interrupted pass wrote. May be repeated."""
+
+    def nearest(self, n_tokens: int, length: int) -> int:
+        """The most tokens, at most `n_tokens` of the committed `length`, that this state can go back to. 0 always is."""
+        return n_tokens if n_tokens == length else 0
+
+    def mark(self, n_tokens: int) -> Held:
+        """What `at` needs to be the state of the first `n_tokens`, which `nearest` allows; no copy of rows."""
+        return self._held if n_tokens else (None, 0)
+
+    def at(self, mark: Held) -> Self:
+        """The state when `mark` was taken, or for which it was. Shares rows with this one, which is not used again."""
+        other = copy(self)
+        other._go_back(mark)
+        other.discard()
+        return other
+
+    def _go_back(self, mark: Held) -> None:
+        self._held = mark
 
     def copy(self, n_tokens: int) -> Self:
         """A state of its own with what this one has of the first `n_tokens`."""
@@ -100,6 +119,15 @@ class GrowingRows(MethodState):
         buffer, n_rows = self._held[0], min(self._held[1], n_tokens // self.tokens_per_row)
         return None if buffer is None else buffer.narrow(self.axis, 0, n_rows), n_rows
 
+    def nearest(self, n_tokens: int, length: int) -> int:
+        return n_tokens
+
+    def mark(self, n_tokens: int) -> Held:
+        return None, min(self._held[1], n_tokens // self.tokens_per_row)
+
+    def _go_back(self, mark: Held) -> None:
+        self._held = (self._held[0], mark[1])  # rows that were there then are still there
+
     def most_bytes(self, n_tokens: int, block: int) -> int:
         n_rows = n_tokens // self.tokens_per_row
         return self._capacity(n_rows, n_rows) * self.row_bytes if n_rows else 0
@@ -124,12 +152,16 @@ class RecentRows(MethodState):
 
     Recent keys at their positions, for example: near keys are seen at their true distance without being rotated again
     for every query. Time: O(1) a token, amortised. Bytes: at most `2 · n_kept` rows, and a block's.
+
+    `remade` says that the method writes rows again that are `missing` because the text was truncated to before them.
+    Without it, the state can only go back as far as it has rows.
     """
 
-    def __init__(self, n_kept: int, row_bytes: int) -> None:
+    def __init__(self, n_kept: int, row_bytes: int, *, remade: bool = False) -> None:
         super().__init__()
         self.n_kept = n_kept
         self.row_bytes = row_bytes
+        self.remade = remade
 
     def write(self, rows: Tensor, start: int) -> None:
         """Put the rows `[heads, T, D]` of tokens `start..start+T-1` behind those of the tokens before them."""
@@ -150,10 +182,28 @@ class RecentRows(MethodState):
         assert first <= start, "rows that are no longer kept"
         return buffer[:, start - first : stop - first]
 
+    def missing(self, start: int) -> range:
+        """The tokens before `start` whose rows are to be kept and are not. Empty unless the text was truncated."""
+        return range(max(0, start - self.n_kept), start) if self._held[0] is None else range(start, start)
+
     def committed(self, n_tokens: int) -> Held:
         buffer, first = self._held
         start = max(first, n_tokens - self.n_kept)
         return None if buffer is None else buffer[:, start - first : n_tokens - first], start
+
+    def nearest(self, n_tokens: int, length: int) -> int:
+        return n_tokens if n_tokens == length or self.remade or self._has(n_tokens) else 0
+
+    def mark(self, n_tokens: int) -> Held:
+        return (None, n_tokens) if self.remade else super().mark(n_tokens)
+
+    def _go_back(self, mark: Held) -> None:
+        if not (self.remade and self._has(mark[1])):
+            self._held = mark
+
+    def _has(self, n_tokens: int) -> bool:
+        """Whether the rows that are kept behind `n_tokens` are here."""
+        return self._held[0] is not None and self._held[1] <= max(0, n_tokens - self.n_kept)
 
     def most_bytes(self, n_tokens: int, block: int) -> int:
         if n_tokens <= self.n_kept:
@@ -205,19 +255,26 @@ class OpenChunk(MethodState):
             rows[:, max(0, n_tokens - chunk_id * self.size) :] = 0
         return rows, chunk_id
 
-    def commit(self) -> None:
+    def commit(self, n_tokens: int = 0) -> None:
         if self._entered[0] is not None:
-            self._held, self._entered = self._entered, (None, 0)
+            self._held, self._entered = self._entered, (None, 0)  # in this order: an interruption may come between
 
     def discard(self) -> None:
         self._entered = (None, 0)
+
+    def nearest(self, n_tokens: int, length: int) -> int:
+        in_open = n_tokens // self.size == length // self.size
+        return n_tokens if in_open else n_tokens // self.size * self.size
 
     def most_bytes(self, n_tokens: int, block: int) -> int:
         return self.size * self.row_bytes * (2 if n_tokens > self.size else 1)
 
 
 class Staged(MethodState):
-    """One tensor, replaced as a whole from the next commit on; `bound(n_tokens, block)` is the most bytes it takes."""
+    """One tensor, replaced as a whole from the next commit on; `bound(n_tokens, block)` is the most bytes it takes.
+
+    The number is how many tokens the text had when the tensor was committed; 0: unknown.
+    """
 
     def __init__(self, bound: Callable[[int, int], int]) -> None:
         super().__init__()
@@ -238,11 +295,16 @@ class Staged(MethodState):
         """Make `value` the committed tensor once this pass commits."""
         self._next = value
 
-    def commit(self) -> None:
-        self._held, self._next = (self.latest, 0), None
+    def commit(self, n_tokens: int = 0) -> None:
+        if self._next is not None:
+            self._held, self._next = (self._next, n_tokens), None  # in this order: an interruption may come between
 
     def discard(self) -> None:
         self._next = None
+
+    def nearest(self, n_tokens: int, length: int) -> int:
+        value, since = self._held
+        return n_tokens if value is None or n_tokens == length or 0 < since <= n_tokens else 0
 
     def most_bytes(self, n_tokens: int, block: int) -> int:
         return self.bound(n_tokens, block)

@@ -69,7 +69,8 @@ class Cuda(Mover):
 
     def wait(self, slots: NDArray[np.int64]) -> None:
         current = torch.cuda.current_stream(self.device)
-        for arrival in {
-            id(event): event for slot in slots.tolist() if (event := self._arrivals.pop(slot, None))
-        }.values():
-            current.wait_event(arrival)
+        arrivals = {slot: event for slot in slots.tolist() if (event := self._arrivals.get(slot))}
+        for event in {id(event): event for event in arrivals.values()}.values():
+            current.wait_event(event)
+        for slot in arrivals:  # after all were waited for: an interruption may come between
+            self._arrivals.pop(slot, None)

@@ -85,6 +85,10 @@ class Tier(ABC):
     def write(self, pages: Pages, k: Tensor, v: Tensor) -> None:
         """Take pages `k v [n, P, L, D]` that no tier below has. Not atomic: call again after an error."""
 
+    @abstractmethod
+    def forget(self, pages: Pages) -> None:
+        """Have pages no longer, here or below: other contents are about to be written."""
+
 
 class Nowhere(Tier):
     """The end of the chain: has nothing, takes nothing."""
@@ -103,6 +107,9 @@ class Nowhere(Tier):
 
     def write(self, pages: Pages, k: Tensor, v: Tensor) -> None:
         raise CapacityError(FULL)
+
+    def forget(self, pages: Pages) -> None:
+        pass
 
 
 class Disk(Tier):
@@ -154,6 +161,10 @@ class Disk(Tier):
         self.row[pages] = first
         self.traffic.bytes_in += len(first) * self.layout.page_bytes
 
+    def forget(self, pages: Pages) -> None:
+        self.row[pages] = -1
+        self.below.forget(pages)
+
     def fork(self) -> Disk:
         """A tier of its own over the same file, with the same pages."""
         below = self.below.fork() if isinstance(self.below, Disk) else self.below
@@ -162,11 +173,24 @@ class Disk(Tier):
         return other
 
 
+class Slots(NamedTuple):
+    """What a pool's slots hold: keys and values `k v [n_slots, P, L, D]`, and of which page."""
+
+    k: Tensor
+    v: Tensor
+    group: Numbers  # whose page a slot holds; -1: free
+    chunk: Numbers
+    used: Numbers  # the request that last used a slot
+
+
 class Pool(Tier):
     """Slots for pages in one kind of memory, `k v [n_slots, P, L, D]`: at most `limit` of them.
 
     Pages of the first `pinned_chunks` chunks never leave. An unbounded pool grows by half. Bookkeeping takes 26 bytes a
     slot and 8 a page of the context. Time to free slots: O(n_slots).
+
+    A slot holds a page if its `group` and `chunk` say so and the index leads to it. An interruption may leave a slot for
+    which the index does not: it is as good as free.
     """
 
     def __init__(
@@ -180,13 +204,28 @@ class Pool(Tier):
         self.pinned_chunks = pinned_chunks
         self.traffic = Traffic()
         self.clock = 0  # requests so far
-        self.group = np.zeros(0, np.int64)  # whose page a slot holds; -1: free
-        self.chunk = np.zeros(0, np.int64)
-        self.used = np.zeros(0, np.int64)  # the request that last used a slot
         self._slot = PageIndex(layout)
-        self.k: Tensor
-        self.v: Tensor
-        self._grow(16 if limit == UNBOUNDED else limit)
+        self._slots = self._grown(None, 16 if limit == UNBOUNDED else limit)
+
+    @property
+    def k(self) -> Tensor:
+        return self._slots.k
+
+    @property
+    def v(self) -> Tensor:
+        return self._slots.v
+
+    @property
+    def group(self) -> Numbers:
+        return self._slots.group
+
+    @property
+    def chunk(self) -> Numbers:
+        return self._slots.chunk
+
+    @property
+    def used(self) -> Numbers:
+        return self._slots.used
 
     @property
     def n_slots(self) -> int:
@@ -250,9 +289,12 @@ class Pool(Tier):
         for some in slices(len(pages.group), self.capacity):
             self.clock += 1
             part = pages.at(some)
-            left = self.find(part)  # by a call that failed
-            self._drop(left[left >= 0])
+            self._free(part)  # left by a call that failed
             self._fill(part, k[some], v[some])
+
+    def forget(self, pages: Pages) -> None:
+        self._free(pages)
+        self.below.forget(pages)
 
     def take(self, slots: Numbers) -> tuple[Tensor, Tensor]:
         """Copies of the pages in these slots, `[n, P, L, D]`."""
@@ -262,7 +304,7 @@ class Pool(Tier):
 
     def copy_down(self, target: Tier, held_by: Tier) -> None:
         """Write to `target` the pages here that `held_by` does not have."""
-        held = np.flatnonzero(self.group >= 0)
+        held = self._holding(np.arange(self.n_slots))
         held = held[~held_by.holds(self._pages(held))]
         for some in slices(len(held), AT_ONCE // self.layout.page_bytes):
             target.write(self._pages(held[some]), *self.take(held[some]))
@@ -281,7 +323,7 @@ class Pool(Tier):
         return Pages(self.group[slots], self.chunk[slots])
 
     def _fill(self, pages: Pages, k: Tensor, v: Tensor) -> Numbers:
-        """Put pages into slots that are freed for them; the slots. An interruption leaves them free, or filled."""
+        """Put pages into slots that are freed for them; the slots. They count once the index has them, at the end."""
         slots = self._vacate(len(pages.group))
         self.mover.put(self.k, self.v, slots, k, v)
         self.used[slots], self.chunk[slots] = self.clock, pages.chunk
@@ -293,7 +335,7 @@ class Pool(Tier):
     def _vacate(self, n: int) -> Numbers:
         """`n` slots made free; dirty pages move down first."""
         slots = self._victims(n)
-        held = slots[self.group[slots] >= 0]
+        held = self._holding(slots)
         dirty = held[~self.below.holds(self._pages(held))]
         if len(dirty):
             self.below.write(self._pages(dirty), *self.take(dirty))
@@ -303,31 +345,44 @@ class Pool(Tier):
     def _victims(self, n: int) -> Numbers:
         """`n` slots to fill: free ones, then the least recently used; none pinned, or in use by this request."""
         if self.limit == UNBOUNDED and (short := n - int((self.group < 0).sum())) > 0:
-            self._grow(self.n_slots + max(short, self.n_slots // 2))
+            self._slots = self._grown(self._slots, self.n_slots + max(short, self.n_slots // 2))
         busy = (self.chunk < self.pinned_chunks) | (self.used >= self.clock)
-        age = np.where(self.group < 0, -1, np.where(busy, NEVER, self.used))
+        free = np.ones(self.n_slots, bool)
+        free[self._holding(np.arange(self.n_slots))] = False
+        age = np.where(free, -1, np.where(busy, NEVER, self.used))
         best = np.argpartition(age, n - 1)[:n] if 0 < n <= len(age) else np.arange(n)
         if n > len(age) or (age[best] == NEVER).any():
             raise CapacityError(f"the {self.name} cache has no space for {n} more pages; give it a larger budget")
         return best
 
+    def _holding(self, slots: Numbers) -> Numbers:
+        """Those of these slots that hold a page."""
+        slots = slots[self.group[slots] >= 0]
+        held: Numbers = slots[self._slot[self._pages(slots)] == slots]
+        return held
+
+    def _free(self, pages: Pages) -> None:
+        """Forget these pages here."""
+        slots = self.find(pages)
+        self._drop(slots[slots >= 0])
+
     def _drop(self, slots: Numbers) -> None:
         """Forget what these slots hold."""
-        pages = self._pages(slots)
-        ours = self._slot[pages] == slots
-        self._slot[pages.at(ours)] = -1
+        self._slot[self._pages(self._holding(slots))] = -1
         self.group[slots] = -1
 
-    def _grow(self, n_slots: int) -> None:
-        layout, had = self.layout, self.n_slots
+    def _grown(self, had: Slots | None, n_slots: int) -> Slots:
+        """`n_slots` slots, the first with what these hold."""
+        layout = self.layout
         shape = (n_slots, layout.page_heads, layout.chunk_size, layout.head_dim)
         k, v = self.mover.slots(shape, layout.dtype)
-        if had:
-            self.mover.wait(np.arange(had))
-            k[:had], v[:had] = self.k, self.v
-        self.k, self.v = k, v
-        self.group = np.append(self.group, np.full(n_slots - had, -1))
-        self.chunk, self.used = (np.append(x, np.zeros(n_slots - had, np.int64)) for x in (self.chunk, self.used))
+        group, (chunk, used) = np.full(n_slots, -1), np.zeros((2, n_slots), np.int64)
+        if had is not None:
+            n = len(had.group)
+            self.mover.wait(np.arange(n))
+            k[:n], v[:n] = had.k, had.v
+            group[:n], chunk[:n], used[:n] = had.group, had.chunk, had.used
+        return Slots(k, v, group, chunk, used)
 
 
 class TierStack:
@@ -342,8 +397,8 @@ class TierStack:
         self.bottom = bottom  # what is below all pools: a file, or nowhere
         slots, mover = layout.device_slots(buffer_tokens), Mover() if layout.on_cpu else Cuda(layout.device)
         host = [Pool(HOST, layout, Pinned(), bottom, layout.host_slots)] if layout.host_slots else []
-        self.top = Pool(DEVICE, layout, mover, host[0] if host else bottom, slots, layout.pinned_chunks)
-        self.pools = [self.top, *host]
+        top = Pool(DEVICE, layout, mover, host[0] if host else bottom, slots, layout.pinned_chunks)
+        self.pools = [top, *host]
         self._asked: dict[int, Pages] = {}  # by layer, what was last asked of the first pool
 
     @classmethod
@@ -364,6 +419,11 @@ class TierStack:
             spill.reserve(layout.needs(n_tokens)[DISK] // spill.row_bytes)
         return cls(layout, Nowhere() if file is None else Disk(layout, file, Nowhere()))
 
+    @property
+    def top(self) -> Pool:
+        """The first pool: the device's."""
+        return self.pools[0]
+
     def __iter__(self) -> Iterator[Tier]:
         """The tiers, fastest first."""
         tier: Tier = self.top
@@ -376,11 +436,15 @@ class TierStack:
         return np.arange(layer * self.layout.n_groups, (layer + 1) * self.layout.n_groups)
 
     def add(self, layer: int, first: int, k: Tensor, v: Tensor) -> None:
-        """Take chunks from `first` on of a layer, `k v [G, m·L, D]`. Not atomic: call again after an error."""
+        """Take chunks from `first` on of a layer, `k v [G, m·L, D]`. Not atomic: call again after an error.
+
+        They replace pages of the same names, which a truncation may have left.
+        """
         layout, m = self.layout, k.shape[1] // self.layout.chunk_size
         for some in slices(m, max(1, self.top.capacity // layout.n_groups)):
             tokens = slice(some.start * layout.chunk_size, some.stop * layout.chunk_size)
             pages = Pages.grid(self.groups(layer), np.arange(first + some.start, first + some.stop))
+            self.top.forget(pages)
             self.top.write(pages, *(self._pages_of(x[:, tokens]) for x in (k, v)))
 
     def _pages_of(self, x: Tensor) -> Tensor:
@@ -466,7 +530,7 @@ class TierStack:
         smaller = TierStack(self.layout, self.bottom, buffer_tokens)
         for pool, old in zip(smaller.pools, self.pools, strict=True):
             pool.traffic = old.traffic
-        self.pools, self.top = smaller.pools, smaller.top
+        self.pools = smaller.pools
 
     def fork(self, buffer_tokens: int = 0) -> TierStack:
         """Tiers of another context with the same pages, over the same file; dirty pages are written down first.

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from lce.cache.tiers import Traffic
 from lce.engine.context import Context
 from lce.engine.sampling import Sampler, Sampling
@@ -14,9 +16,10 @@ from lce.tokenizer.tokenizer import Tokenizer
 
 @dataclass
 class Stats:
-    """The figures of one generation: times in seconds, memory in bytes by tier, the context's traffic so far."""
+    """The figures of one generation: times in seconds, memory of the cache in bytes by tier, its traffic so far."""
 
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # those of this call
+    read_before: int = 0  # tokens in front of them, which the context had already
     generated_tokens: int = 0
     prefill_s: float = 0.0
     first_token_s: float = 0.0
@@ -41,16 +44,36 @@ class Request:
     sampling: Sampling
     max_tokens: int
     eos_ids: frozenset[int]
+    logprobs: int | None = None  # how many of the likeliest tokens are kept beside each drawn one; None: nothing
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """The log-probability of a drawn token, and the likeliest tokens with theirs.
+
+    They are the model's own, at temperature 1 and before all filters.
+    """
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
 
 
 @dataclass
 class Generation:
-    """What was generated: `text`, its `token_ids`, why it ended (`stop` or `length`), and the figures."""
+    """What was generated: `text`, its `token_ids`, and the figures.
+
+    `finish_reason` is `stop` for an end token or a stop, `length` for `max_tokens`, `cancelled` for a stream that was
+    ended early, and empty until it ends. `logprobs` has an entry a token where they were asked for. `warning` says that
+    the text became longer than the method can read.
+    """
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    finish_reason: str = "length"
+    finish_reason: str = ""
     stats: Stats = field(default_factory=Stats)
+    logprobs: list[TokenLogprobs] | None = None
+    warning: str | None = None
 
 
 @dataclass(frozen=True)
@@ -63,35 +86,22 @@ class Piece:
         return self.text
 
 
-class Stream:
-    """The pieces of a generation; `result` grows with them and is complete at the end."""
-
-    def __init__(self, pieces: Iterator[Piece], result: Generation) -> None:
-        self._pieces = pieces
-        self.result = result
-
-    def __iter__(self) -> Iterator[Piece]:
-        return self
-
-    def __next__(self) -> Piece:
-        return next(self._pieces)
-
-    def close(self) -> None:
-        """End the generation early. Its context stays usable."""
-        self._pieces.close()  # type: ignore[attr-defined]
-
-
 def decode(
-    context: Context, request: Request, tokenizer: Tokenizer, result: Generation, advance: Callable[[Context], None]
-) -> Iterator[Piece]:
+    context: Context, request: Request, tokenizer: Tokenizer, result: Generation, advance: Callable[[Context], None],
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Iterator[Piece]:  # fmt: skip
     """Draw up to `max_tokens` tokens and yield their text; `advance` prefills the context's tokens not cached yet.
 
     An end token ends the text and is not added to it. A stop string ends it too; only the text before it is yielded.
+    Ends before the next token when `cancelled`. `result.text` is always what was yielded.
     """
-    sampler, detokenizer = Sampler(request.sampling), tokenizer.stream()
-    watch = StopWatch(request.sampling.stop)
+    sampling = request.sampling
+    sampler, detokenizer = Sampler(sampling), tokenizer.stream()
+    watch = StopWatch(sampling.stops)
     started = time.perf_counter()
-    for _ in range(request.max_tokens):
+    for left in range(request.max_tokens - 1, -1, -1):
+        if cancelled():
+            return
         advance(context)
         assert context.logits is not None
         token_id = sampler.pick(context.logits)
@@ -103,14 +113,21 @@ def decode(
         if token_id in request.eos_ids:
             result.finish_reason = "stop"
             break
+        if request.logprobs is not None:
+            found = logprobs_of(context.logits, token_id, request.logprobs)
+            result.logprobs = [*(result.logprobs or []), found]
         context.token_ids.append(token_id)
         result.token_ids.append(token_id)
         result.stats.generated_tokens += 1
         piece = watch.push(detokenizer.push(token_id))
         result.text += piece
+        if watch.stopped or sampling.wants_end(result.text):
+            result.finish_reason = "stop"
+        elif not left:
+            result.finish_reason = "length"
         if piece:
             yield Piece(piece)
-        if watch.stopped:
+        if result.finish_reason:
             break
     piece = watch.push(detokenizer.finish()) + watch.finish()
     if watch.stopped:
@@ -118,6 +135,14 @@ def decode(
     result.text += piece
     if piece:
         yield Piece(piece)
+
+
+def logprobs_of(logits: Tensor, token_id: int, n_top: int) -> TokenLogprobs:
+    """Log-probabilities under logits `[vocab]`, in float32: the token's, and the `n_top` best, best first."""
+    logprobs = logits.float().log_softmax(-1)
+    best = logprobs.topk(min(n_top, len(logprobs)))
+    top = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    return TokenLogprobs(token_id, float(logprobs[token_id]), top)
 
 
 class StopWatch:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Unpack, cast, overload
 
 import torch
 from torch import Tensor
@@ -15,23 +15,39 @@ from torch import Tensor
 from lce.attention import Attention
 from lce.cache.kv import KVCache
 from lce.cache.layout import CacheLayout
-from lce.engine.context import Context
-from lce.engine.decode import Generation, Piece, Request, Stats, Stream, decode
+from lce.engine.arguments import (
+    GenerationOptions,
+    Options,
+    Prompt,
+    Prompts,
+    are_many,
+    generation_options,
+    ids_of,
+    path_of,
+    tokens_of,
+)
+from lce.engine.chat import Conversation
+from lce.engine.context import Context, Unique
+from lce.engine.decode import Generation, Piece, Request, Stats, decode
+from lce.engine.identity import Identity
 from lce.engine.planning import Planner
-from lce.engine.sampling import Sampling
-from lce.engine.saving import ContextData, Identity, PrefillJob, open_saved
+from lce.engine.process import uses_threads
+from lce.engine.sampling import check_logits
+from lce.engine.saving import ContextData, PrefillJob, open_saved
+from lce.engine.stream import AsyncStream, CancelFlag, Cancelled, Stream
 from lce.engine.trace import Trace, TraceRecorder
-from lce.errors import UsageError
+from lce.engine.window import beyond, warn
+from lce.errors import UsageError, shown
 from lce.methods.base import Method
 from lce.methods.run import Driver
 from lce.methods.step import Note
 from lce.models.config import RopeConfig
 from lce.models.layers import Attend, Model
 from lce.models.rope import Rope
-from lce.tokenizer.tokenizer import Tokenizer, checked_ids
+from lce.progress import Progress, check_progress, reported
+from lce.system import give_back_freed_memory
+from lce.tokenizer.tokenizer import NoTokenizer, Tokenizer
 from lce.weights.checkpoint import Checkpoint
-
-Progress = Callable[[int, int], None]  # tokens prefilled, tokens to prefill
 
 
 @dataclass(frozen=True)
@@ -45,8 +61,10 @@ class EngineOptions:
     layout: CacheLayout  # dtype, device, block and budgets are the cache's too
 
 
-class Engine:
+class Engine(Unique):
     """Prefills and generates with one model and one method. Never changes: all state is in contexts."""
+
+    instead = "load the model again in the other process, and hand over contexts as files"
 
     def __init__(self, model: Model, tokenizer: Tokenizer, checkpoint: Checkpoint, options: EngineOptions) -> None:
         self.model = model
@@ -58,12 +76,13 @@ class Engine:
         self.block = options.layout.block
         self.window = options.window
         self.rope = options.rope
-        self.identity = Identity(
-            checkpoint.fingerprint, repr(self.method), str(self.window), repr(self.rope), str(self.dtype)
-        )
         config = model.config
+        self.identity = Identity(
+            checkpoint.fingerprint, self.method, self.window, self.rope, self.dtype, config.vocab_size
+        )
         self._driver = Driver(self.method, options.attention, self.window, config.n_kv_heads, config.sliding_window)
         self._eos_ids = frozenset((*config.eos_ids, *tokenizer.eos_ids))
+        self._end = _End()  # the last attribute: it is freed after the model
 
     @property
     def fingerprint(self) -> str:
@@ -73,72 +92,117 @@ class Engine:
     def __repr__(self) -> str:
         return f"Engine({self.method!r}, window={self.window}, block={self.block}, {self.device}, {self.dtype})"
 
-    def generate(
-        self, prompt: str | Sequence[int], *, max_tokens: int = 256, context: Context | None = None,
-        sampling: Sampling | None = None, stop: Sequence[str] = (), progress: Progress | None = None,
-    ) -> Generation:  # fmt: skip
-        """Prefill `prompt` (text or token ids), behind the tokens of `context`, and generate up to `max_tokens` tokens.
+    @overload
+    def generate(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Generation: ...
 
-        Raises `UsageError` for a prompt or an option that cannot be used, and `CapacityError` before any work if the
-        prompt and `max_tokens` more tokens cannot fit.
+    @overload
+    def generate(self, prompt: Prompts, **options: Unpack[GenerationOptions]) -> list[Generation]: ...
+
+    def generate(self, prompt: Prompt | Prompts, **options: Unpack[GenerationOptions]) -> Generation | list[Generation]:
+        """Prefill `prompt` (text or token ids) and generate up to `max_tokens` tokens.
+
+        Options: `max_tokens` (256), `context` to continue, the knobs of `Sampling` as keywords (`temperature`, `top_k`,
+        `top_p`, `min_p`, `seed`, `stop`) or `sampling=Sampling(...)`, `logprobs=k` for the log-probability of each
+        token and of the k likeliest, and `progress`, True for a bar or a function of tokens done and in all.
+
+        For a list of prompts returns a list: they are read one after the other, each on a fork of `context` if one is
+        given. Raises `UsageError` for a prompt or an option that cannot be used, and `CapacityError` before any work if
+        the prompt and `max_tokens` more tokens cannot fit. Warns by `WindowWarning` of a text that the method cannot
+        read.
         """
-        stream = self.stream(
-            prompt, max_tokens=max_tokens, context=context, sampling=sampling, stop=stop, progress=progress
-        )
-        for _ in stream:
-            pass
-        return stream.result
+        if not are_many(prompt):
+            return self.stream(cast(Prompt, prompt), **options).finish()
+        context = self._own(options.get("context"))
+        all_ids = [self._ids(each, context) for each in prompt]
+        return [self.stream(ids, **self._on_a_fork(options)).finish() for ids in all_ids]
 
-    def stream(
-        self, prompt: str | Sequence[int], *, max_tokens: int = 256, context: Context | None = None,
-        sampling: Sampling | None = None, stop: Sequence[str] = (), progress: Progress | None = None,
-    ) -> Stream:  # fmt: skip
-        """Like `generate`, a piece of text at a time. Work starts at the first `next`; `.result` has the figures."""
-        if max_tokens < 1:
-            raise UsageError(f"max_tokens is {max_tokens}; expected 1 or more")
-        sampling = sampling or Sampling()
-        sampling = dataclasses.replace(sampling, stop=(*sampling.stop, *Sampling(stop=stop).stop))
-        request = Request(self._ids(prompt, context), sampling, max_tokens, self._eos_ids)
-        result = Generation()
-        return Stream(self._pieces(request, context, progress, result), result)
+    def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Stream:
+        """Like `generate`, a piece of text at a time. Work starts at the first `next`; `.result` has the figures.
+
+        A stream may be ended early, from any thread: see `Stream.cancel` and `Stream.close`.
+        """
+        checked = self._options(options)
+        return self._stream(self._ids(prompt, checked.context), checked, CancelFlag())
+
+    def astream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> AsyncStream:
+        """Like `stream`, for `async for`. The prompt is read when the loop starts, in a thread of the stream's own."""
+        checked = self._options(options)
+        return AsyncStream(lambda flag: self._stream(self._ids(prompt, checked.context), checked, flag))
+
+    def beyond(self, n_tokens: int) -> str | None:
+        """One line that says so if texts of `n_tokens` are longer than the method can read; None if they are not."""
+        return beyond(self.method, self.model.config, self.window, self.rope, tokens_of(n_tokens, "n_tokens", least=0))
+
+    def _stream(self, ids: list[int], options: Options, flag: CancelFlag) -> Stream:
+        request = Request(ids, options.sampling, options.max_tokens, self._eos_ids, options.logprobs)
+        result = Generation(logprobs=None if options.logprobs is None else [])
+        result.warning = self._warn(len(ids) + len(options.context or ()))
+        return Stream(self._pieces(request, options, result, flag), result, flag)
 
     def _pieces(
-        self, request: Request, context: Context | None, progress: Progress | None, result: Generation
-    ) -> Iterator[Piece]:
+        self, request: Request, options: Options, result: Generation, flag: CancelFlag
+    ) -> Generator[Piece, None, None]:
         stats, n_prompt = result.stats, len(request.token_ids)
-        with self._in_use(context, n_prompt + request.max_tokens) as context:
+        if flag.is_set:
+            return
+        with self._in_use(options.context, n_prompt + request.max_tokens) as context:
             started = time.perf_counter()
-            stats.prompt_tokens = n_prompt
-            with context.adding(request.token_ids):
-                self._advance(context, progress)
-            stats.prefill_s = time.perf_counter() - started
-            yield from decode(context, request, self.tokenizer, result, self._advance)
-            stats.memory, stats.traffic = context.cache.bytes_by_tier, context.cache.traffic
+            stats.prompt_tokens, stats.read_before = n_prompt, len(context)
+            try:
+                with reported(options.progress, "prefill") as progress, context.adding(request.token_ids):
+                    self._advance(context, flag.between_blocks(progress))
+                stats.prefill_s = time.perf_counter() - started
+                yield from decode(context, request, self.tokenizer, result, self._advance, flag.check)
+            except Cancelled:
+                return
+            finally:
+                stats.memory, stats.traffic = context.cache.bytes_by_tier, context.cache.traffic
+            result.warning = result.warning or self._warn(len(context))
+
+    def _warn(self, n_tokens: int) -> str | None:
+        """Warn of a text that is longer than the method can read; returns the line, or None."""
+        line = self.beyond(n_tokens)
+        if line is not None:
+            warn(line)
+        return line
+
+    def _on_a_fork(self, options: GenerationOptions) -> GenerationOptions:
+        """The options with a fork of the context in the context's place."""
+        context = options.get("context")
+        return options if context is None else {**options, "context": context.fork()}
 
     def prefill(
-        self, document: str | Sequence[int], *, context: Context | None = None, length: int | None = None,
-        progress: Progress | None = None,
+        self, document: Prompt, *, context: Context | None = None, length: int | str | None = None,
+        progress: Progress | bool | None = None,
     ) -> Context:  # fmt: skip
         """Prefill a document, to ask about it later. `length` announces how long the context will become in all.
 
         Raises `UsageError` for a document that cannot be used, and `CapacityError` before any work if it cannot fit.
         """
-        ids = self._ids(document, context)
-        with self._in_use(context, len(ids), length or 0) as context, context.adding(ids):
-            self._advance(context, progress)
+        announced = 0 if length is None else tokens_of(length, "length", least=0)
+        ids = self._ids(document, self._own(context))
+        with reported(progress, "prefill") as tell:
+            self._warn(len(ids) + len(context or ()))
+            with self._in_use(context, len(ids), announced) as context, context.adding(ids):
+                self._advance(context, tell)
         return context
 
     @torch.inference_mode()
-    def logits(self, token_ids: Sequence[int]) -> Tensor:
+    def logits(self, token_ids: Prompt) -> Tensor:
         """Logits after each token: `[T, vocab]`, float32. Raises `UsageError` for ids that the model does not have."""
         ids = self._ids(token_ids)
-        context = self._new_context(len(ids))
-        return torch.cat([self.model.logits(self._append(context, part)) for part in _blocks(ids, self.block)])
+        self._warn(len(ids))
+        context, found = self._new_context(len(ids)), []
+        for part in _blocks(ids, self.block):
+            found.append(self.model.logits(self._append(context, part)))
+            check_logits(found[-1], context.cache.length - len(part))
+        return torch.cat(found)
 
     @torch.inference_mode()
-    def trace(self, token_ids: Sequence[int]) -> Trace:
+    def trace(self, token_ids: Prompt) -> Trace:
         """Which chunks each head of each layer chose for each token."""
         ids = self._ids(token_ids)
+        self._warn(len(ids))
         context = self._new_context(len(ids))
         recorder = TraceRecorder(self.model.config.n_layers, self.model.config.n_heads)
         for part in _blocks(ids, self.block):
@@ -147,8 +211,8 @@ class Engine:
         return recorder.trace(self.method.choices)
 
     def prefill_file(
-        self, document: str | Sequence[int], path: str | Path, *, length: int | None = None,
-        checkpoint_every: int | None = None, progress: Progress | None = None,
+        self, document: Prompt, path: str | Path, *, length: int | str | None = None,
+        checkpoint_every: int | str | None = None, progress: Progress | bool | None = None,
     ) -> Stats:  # fmt: skip
         """Prefill a document into a context file; returns the figures of this call.
 
@@ -157,17 +221,20 @@ class Engine:
         announces how long the context will become in all. Raises `DataError` where `path` is being written for another
         text or by another engine, and `CapacityError` where the disk or the memory is too small.
         """
-        if checkpoint_every is not None and checkpoint_every < 1:
-            raise UsageError(f"checkpoint_every is {checkpoint_every}; expected 1 or more tokens")
-        ids = self._ids(document)
-        announced, every = max(len(ids), length or 0), checkpoint_every or len(ids)
+        every = None if checkpoint_every is None else tokens_of(checkpoint_every, "checkpoint_every")
+        target, ids = path_of(path), self._ids(document)
+        announced = len(ids) if length is None else max(len(ids), tokens_of(length, "length", least=0))
+        every = every or len(ids)
+        check_progress(progress)
         Planner.into_file(self.layout, self.method.name).check(len(ids))
-        job = PrefillJob(Path(path), self.layout, self.identity, ids, announced)
+        self._warn(len(ids))
+        job = PrefillJob(target, self.layout, self.identity, ids, announced)
         context = self._context(job.data)
-        started, stats = time.perf_counter(), Stats(prompt_tokens=len(context.uncached))
+        stats = Stats(prompt_tokens=len(context.uncached), read_before=context.cache.length)
+        started = time.perf_counter()
         try:
-            with torch.inference_mode():
-                for part in _blocks(context.uncached, self.block, progress, done=context.cache.length):
+            with torch.inference_mode(), reported(progress, "prefill") as tell:
+                for part in _blocks(context.uncached, self.block, tell, done=context.cache.length):
                     if context.cache.length - job.n_written >= every:
                         job.checkpoint(context.data)
                     self._append(context, part)
@@ -184,7 +251,14 @@ class Engine:
 
         Raises `DataError` for a file of another model, method, RoPE scaling or dtype, and for a damaged one.
         """
-        return self._context(open_saved(Path(path), self.layout, self.identity))
+        return self._context(open_saved(path_of(path), self.layout, self.identity))
+
+    def new_context(self, length: int | str) -> Context:
+        """An empty context that will become `length` tokens long, for calls with `context`; so it can be saved later.
+
+        Raises `CapacityError` if it cannot fit.
+        """
+        return self._new_context(tokens_of(length, "length"))
 
     def _context(self, data: ContextData) -> Context:
         return Context(data, self.rope_of(data.announced), self.identity)
@@ -223,11 +297,13 @@ class Engine:
         Sets the context's logits to those after the block. After an error or an interruption the context is as it was
         before the block, or as it is after it.
         """
+        uses_threads()
         before, logits = context.cache.length, context.logits
 
         def model_call(attend: Attend) -> Tensor:
             hidden = self.model(torch.tensor(ids, device=self.device), before, attend)
             context.logits = self.model.logits(hidden[-1:])[0]
+            check_logits(context.logits[None], before + len(ids) - 1)
             return hidden
 
         try:
@@ -237,20 +313,63 @@ class Engine:
                 context.logits = logits
             raise
 
-    def _ids(self, prompt: str | Sequence[int], context: Context | None = None) -> list[int]:
-        """A prompt as checked token ids; text that continues a context gets no beginning token.
+    def _options(self, given: GenerationOptions) -> Options:
+        options = generation_options(given)
+        self._own(options.context)
+        if options.sampling.stop and isinstance(self.tokenizer, NoTokenizer):
+            raise UsageError("stop is given, but this checkpoint has no tokenizer, so there is no text; leave it out")
+        return options
 
-        Refuses a context of another engine: its keys may be placed otherwise.
-        """
-        if context is not None and context.identity is not self.identity:
+    def _own(self, context: object) -> Context | None:
+        """A context of this engine, or None. Refuses one of another engine: its keys may be placed otherwise."""
+        if context is None:
+            return None
+        if not isinstance(context, Context):
+            raise UsageError(f"context is {shown(context)}; expected what prefill, open_context or fork returns")
+        if context.identity is not self.identity:
             raise UsageError("this context was made by another engine; ask that one, or prefill the text again")
+        return context
+
+    def _ids(self, prompt: object, context: Context | None = None) -> list[int]:
+        """A prompt as checked token ids; text that continues a context gets no beginning token."""
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt, bos=None if context is None else False) if prompt else []
         else:
-            ids = checked_ids(prompt, self.model.config.vocab_size)
+            ids = ids_of(prompt, self.model.config.vocab_size)
         if not ids and (context is None or not len(context)):
             raise UsageError("the prompt is empty; expected some text")
         return ids
+
+    def conversation(
+        self, system: str | None = None, *, context: Context | None = None, length: int | str = 0
+    ) -> Conversation:
+        """A chat of several turns, each of which reads only what is new. `system` is the first message.
+
+        With `context` it goes on behind the tokens of a context. `length` announces how long it will become in all.
+        Raises `ModelError` if the model has no chat template.
+        """
+        return Conversation(self, system, context=self._own(context), length=length)
+
+    def chat(self, messages: str | Sequence[Mapping[str, str]], **options: Unpack[GenerationOptions]) -> Generation:
+        """The answer to messages `[{"role": ..., "content": ...}, ...]`, or to a user's message as a text.
+
+        Takes the options of `generate`. With `context` the messages come behind its tokens, as if they followed an
+        answer. Raises `ModelError` if the model has no chat template, and `DataError` for messages that it does not
+        take.
+        """
+        return self.chat_stream(messages, **options).finish()
+
+    def chat_stream(self, messages: str | Sequence[Mapping[str, str]], **options: Unpack[GenerationOptions]) -> Stream:
+        """Like `chat`, a piece of text at a time."""
+        context = options.pop("context", None)
+        return self.conversation(context=context).stream(messages, **options)
+
+
+class _End:
+    """Gives freed memory back when an engine ends."""
+
+    def __del__(self) -> None:
+        give_back_freed_memory()
 
 
 def _blocks(ids: Sequence[int], block: int, progress: Progress | None = None, done: int = 0) -> Iterator[Sequence[int]]:

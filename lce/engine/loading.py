@@ -6,60 +6,70 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
+from numbers import Real
 from pathlib import Path
 
 import torch
 
 from lce.attention import Attention
 from lce.cache.layout import Budgets, CacheLayout
+from lce.engine.arguments import path_of, tokens_of
 from lce.engine.engine import Engine, EngineOptions
 from lce.engine.planning import Plan, Planner
-from lce.errors import UsageError, nearest
+from lce.engine.process import uses_threads
+from lce.errors import UsageError, nearest, shown
 from lce.methods.base import Method
 from lce.methods.registry import as_method
 from lce.methods.step import Surroundings
 from lce.models.config import ROPE_KINDS, ModelConfig, RopeConfig
 from lce.models.registry import model_class, read_config
-from lce.sizes import in_bytes
+from lce.sizes import count, in_bytes
 from lce.system import keep_freed_memory
 from lce.tokenizer.tokenizer import Tokenizer
 from lce.weights.checkpoint import Checkpoint
 
+MOST_FACTOR = 1_000_000
+MOST_THREADS = 1024
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEMO = Path(__file__).parent.parent / "models" / "demo"
 
 
 def load(
     model: str | Path, method: str | Method = "full", *,
-    device: str = "auto", dtype: str = "auto", block: int | None = None, window: int | None = None,
-    attention: str = "auto", rope: str | None = None, rope_factor: float | None = None,
+    device: str | torch.device | None = "auto", dtype: str | torch.dtype | None = "auto",
+    block: int | str | None = None, window: int | str | None = None, attention: str | None = "auto",
+    rope: str | None = None, rope_factor: float | None = None,
     kv_device_budget: int | str | None = None, kv_host_budget: int | str | None = None,
-    spill_dir: str | Path | None = None,
+    spill_dir: str | Path | None = None, threads: int | None = None,
 ) -> Engine:  # fmt: skip
     """An engine over the model folder `model`, or over the embedded "demo".
 
-    `method` is a name or an instance. `dtype` "auto" is the checkpoint's own. `block` tokens are prefilled in one
-    step; None is what suits the method. `window` overrides the positions that the model is trusted on. `rope` and
-    `rope_factor` override the checkpoint's RoPE scaling. The budgets bound the keys and values of a context in each
-    kind of memory, in bytes or as "8GiB"; on the CPU both are the same memory and the smaller one counts. Keys and
-    values beyond them go to a file in `spill_dir`, which is removed with the context. Raises `ModelError` for a folder
-    that is no valid model, and `UsageError` for options that cannot be used.
+    `method` is a name or an instance. `device` and `dtype` are names, or PyTorch's own objects; the `dtype` "auto" is
+    the checkpoint's. `block` tokens are prefilled in one step; None is what suits the method. `window` overrides the
+    positions that the model is trusted on. `rope` and `rope_factor` override the checkpoint's RoPE scaling. The budgets
+    bound the keys and values of a context in each kind of memory, in bytes or as "8GiB"; on the CPU both are the same
+    memory and the smaller one counts. Keys and values beyond them go to a file in `spill_dir`, which is removed with
+    the context. `threads` is how many the whole process computes with from now on; None changes nothing. Raises
+    `ModelError` for a folder that is no valid model, and `UsageError` for options that cannot be used.
     """
-    folder = DEMO if str(model) == "demo" else Path(model)
+    folder, block, window = _folder(model), sized(block, "block", 1), sized(window, "window", 2)
+    if threads is not None:
+        torch.set_num_threads(threads_of(threads))
     config = read_config(folder)
     tokenizer = Tokenizer.from_folder(folder, config.vocab_size)
-    check_sizes(block, window)
     window = window or config.window
     where = device_of(device)
     if where.type == "cpu":
         keep_freed_memory()
     checkpoint = Checkpoint.open(folder)
-    surroundings = Surroundings(config.published, folder, checkpoint.fingerprint)
+    scaling = _scaled(config.rope, rope, rope_factor)
+    surroundings = Surroundings(config.published, folder, checkpoint.fingerprint, config, window, scaling)
     resolved = as_method(method).for_model(surroundings).resolve(window)
     budgets = budgets_of(kv_device_budget, kv_host_budget, spill_dir)
     layout = layout_of(config, resolved, dtype_of(dtype, checkpoint.dtype), where, block, budgets)
-    scaling = _scaled(config.rope, rope, rope_factor)
-    options = EngineOptions(resolved, Attention.choose(attention), window, scaling, layout)
+    options = EngineOptions(resolved, backend_of(attention), window, scaling, layout)
+    if layout.dtype != checkpoint.dtype():
+        uses_threads()  # converting weights is work for several threads
     family = model_class(config)
     wanted = family.weights(config, checkpoint.tensors)
     weights = checkpoint.load(wanted, dtype=layout.dtype, device=where, ignore=(*family.unused, *config.unused))
@@ -67,8 +77,9 @@ def load(
 
 
 def plan(
-    model: str | Path, method: str | Method = "full", *, tokens: int,
-    device: str = "auto", dtype: str = "auto", block: int | None = None, window: int | None = None,
+    model: str | Path, method: str | Method = "full", *, tokens: int | str,
+    device: str | torch.device | None = "auto", dtype: str | torch.dtype | None = "auto",
+    block: int | str | None = None, window: int | str | None = None,
     kv_device_budget: int | str | None = None, kv_host_budget: int | str | None = None,
     spill_dir: str | Path | None = None,
 ) -> Plan:  # fmt: skip
@@ -77,18 +88,35 @@ def plan(
     Only config.json is read. The plan counts the weights by their shapes. `dtype` "auto" is the one in config.json,
     float32 where it has none. A method that needs a file of learned maps is planned without the file.
     """
-    folder = DEMO if str(model) == "demo" else Path(model)
+    folder, block, window = _folder(model), sized(block, "block", 1), sized(window, "window", 2)
+    tokens = tokens_of(tokens, "tokens")
     config = read_config(folder)
-    if tokens < 1:
-        raise UsageError(f"tokens is {tokens}; expected 1 or more")
-    check_sizes(block, window)
-    surroundings = Surroundings(config.published, folder, lambda: Checkpoint.open(folder).fingerprint(), plan_only=True)
-    chosen = as_method(method).for_model(surroundings).resolve(window or config.window)
+    window = window or config.window
+    surroundings = Surroundings(
+        config.published,
+        folder,
+        lambda: Checkpoint.open(folder).fingerprint(),
+        config,
+        window,
+        config.rope,
+        plan_only=True,
+    )
+    chosen = as_method(method).for_model(surroundings).resolve(window)
     kind = dtype_of(dtype, partial(DTYPES.__getitem__, config.dtype or "float32"))
     budgets = budgets_of(kv_device_budget, kv_host_budget, spill_dir)
     layout = layout_of(config, chosen, kind, device_of(device), block, budgets)
     n_weights = sum(math.prod(shape) for _, shape in model_class(config).weights(config).values())
     return Planner.of(layout, chosen.name, n_weights * kind.itemsize).plan(tokens)
+
+
+def threads_of(number: object) -> int:
+    """A number of threads. Raises `UsageError` for more than any machine has cores."""
+    threads = count(number, "threads")
+    if threads > MOST_THREADS:
+        raise UsageError(
+            f"threads is {shown(number)}; expected {MOST_THREADS} or fewer, the cores of the machine at most"
+        )
+    return threads
 
 
 def layout_of(
@@ -101,12 +129,13 @@ def layout_of(
     )  # fmt: skip
 
 
-def check_sizes(block: int | None, window: int | None) -> None:
-    """Raise `UsageError` for a block or a window that is too small."""
-    if block is not None and block < 1:
-        raise UsageError(f"block is {block}; expected 1 or more tokens")
-    if window is not None and window < 2:
-        raise UsageError(f"window is {window}; expected 2 or more positions")
+def _folder(model: object) -> Path:
+    return DEMO if isinstance(model, str) and model == "demo" else path_of(model, "model")
+
+
+def sized(value: object, what: str, least: int) -> int | None:
+    """A number of tokens, or None."""
+    return None if value is None else tokens_of(value, what, least)
 
 
 def budgets_of(device: int | str | None, host: int | str | None, spill_dir: str | Path | None) -> Budgets:
@@ -114,41 +143,55 @@ def budgets_of(device: int | str | None, host: int | str | None, spill_dir: str 
     return Budgets(
         None if device is None else in_bytes(device, "kv_device_budget"),
         None if host is None else in_bytes(host, "kv_host_budget"),
-        None if spill_dir is None else Path(spill_dir),
+        None if spill_dir is None else path_of(spill_dir, "spill_dir"),
     )
 
 
-def device_of(name: str) -> torch.device:
+def device_of(name: object) -> torch.device:
     """The device that a user names. Raises `UsageError` for one that this machine does not have."""
-    if name == "auto":
+    if name is None or (isinstance(name, str) and name == "auto"):
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not isinstance(name, str | torch.device):
+        raise UsageError(f"device is {shown(name)}; expected auto, cpu, cuda or cuda:N")
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"unknown device {name!r}; expected auto, cpu, cuda or cuda:N") from None
-    cuda = torch.cuda.is_available()
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not cuda):
-        raise UsageError(f"device {name!r} is not available here; expected auto, cpu{' or cuda' if cuda else ''}")
+        raise UsageError(f"unknown device {shown(name)}; expected auto, cpu, cuda or cuda:N") from None
+    n_devices = {"cpu": 1, "cuda": torch.cuda.device_count()}.get(device.type, 0)
+    if not n_devices or (device.index or 0) >= n_devices:
+        cuda = " or cuda" if torch.cuda.is_available() else ""
+        raise UsageError(f"device {shown(str(name))} is not available here; expected auto, cpu{cuda}")
     return device
 
 
-def dtype_of(name: str, own: Callable[[], torch.dtype]) -> torch.dtype:
+def dtype_of(name: object, own: Callable[[], torch.dtype]) -> torch.dtype:
     """The dtype that a user names; "auto" is the checkpoint's `own`."""
-    if name == "auto":
+    if name is None or (isinstance(name, str) and name == "auto"):
         return own()
-    if name not in DTYPES:
-        raise UsageError(f"unknown dtype {name!r}; {nearest(name, ['auto', *DTYPES])}")
+    if isinstance(name, torch.dtype) and name in DTYPES.values():
+        return name
+    if not isinstance(name, str) or name not in DTYPES:
+        raise UsageError(f"unknown dtype {shown(name)}; {nearest(str(name), ['auto', *DTYPES])}")
     return DTYPES[name]
 
 
-def _scaled(rope: RopeConfig, kind: str | None, factor: float | None) -> RopeConfig:
+def backend_of(name: object) -> Attention:
+    """The attention backend that a user names."""
+    if name is not None and not isinstance(name, str):
+        raise UsageError(f"attention is {shown(name)}; expected the name of a backend, or 'auto'")
+    return Attention.choose(name or "auto")
+
+
+def _scaled(rope: RopeConfig, kind: str | None, factor: object) -> RopeConfig:
     """The checkpoint's RoPE scaling, changed by the user's options."""
-    if kind is not None and kind not in ROPE_KINDS:
-        raise UsageError(f"unknown rope {kind!r}; {nearest(kind, ROPE_KINDS)}")
-    if factor is not None and not factor >= 1:
-        raise UsageError(f"rope_factor is {factor}; expected 1 or more")
+    if kind is not None and str(kind) not in ROPE_KINDS:
+        raise UsageError(f"unknown rope {shown(kind)}; {nearest(str(kind), ROPE_KINDS)}")
+    if factor is not None:
+        if isinstance(factor, bool) or not isinstance(factor, Real) or not 1 <= float(factor) <= MOST_FACTOR:
+            raise UsageError(f"rope_factor is {shown(factor)}; expected 1 or more, and {MOST_FACTOR:,} or less")
+        factor = float(factor)
     if factor is not None and (kind or rope.kind) == "none":
-        raise UsageError(f"rope_factor={factor} has no scaling to belong to; add rope=, for example rope='linear'")
+        raise UsageError(f"rope_factor={factor:g} has no scaling to belong to; add rope=, for example rope='linear'")
     if kind not in (None, "none", rope.kind) and factor is None:
         raise UsageError(f"rope={kind!r} needs a rope_factor, for example 4")
     return dataclasses.replace(rope, kind=kind or rope.kind, factor=factor if factor is not None else rope.factor)

@@ -1,15 +1,18 @@
-"""From logits to the next token."""
+"""From logits to the next token, and logits that are no numbers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import numbers
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from lce.errors import UsageError
+from lce.errors import ModelError, UsageError, shown
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,8 @@ class Sampling:
     With `temperature` above 0 the logits are divided by it, and then filtered in this order: `top_k` keeps the k
     likeliest tokens, `top_p` the fewest whose probabilities add up to p, `min_p` those with at least that share of the
     likeliest token's probability. 0, 1 and 0 switch these filters off. The same `seed` draws the same tokens; None
-    draws others each time. The text ends before the first of the `stop` strings.
+    draws others each time. The text ends before the first of the `stop` strings; or where `stop`, a function that is
+    called with the text so far after each token, returns True.
     """
 
     temperature: float = 0.0
@@ -27,23 +31,62 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
-    stop: Sequence[str] = ()
+    stop: str | Sequence[str] | Callable[[str], object] | None = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        number = int | float
         checks = (
-            ("temperature", "a number, 0 or more", number, lambda x: 0 <= x < math.inf),
-            ("top_k", "a whole number, 0 (off) or more", int, lambda x: x >= 0),
-            ("top_p", "more than 0 and at most 1", number, lambda x: 0 < x <= 1),
-            ("min_p", "0 (off) to 1", number, lambda x: 0 <= x <= 1),
-            ("seed", "a whole number from 0 to 2**63 - 1", int | None, lambda x: x is None or 0 <= x < 2**63),
-            ("stop", "strings, none of them empty", tuple, lambda x: all(isinstance(s, str) and s for s in x)),
+            ("temperature", "a number, 0 or more", _number, lambda x: 0 <= x < math.inf),
+            ("top_k", "a whole number, 0 (off) or more", _whole, lambda x: x >= 0),
+            ("top_p", "more than 0 and at most 1", _number, lambda x: 0 < x <= 1),
+            ("min_p", "0 (off) to 1", _number, lambda x: 0 <= x <= 1),
+            ("seed", "a whole number from 0 to 2**63 - 1", _optional, lambda x: x is None or 0 <= x < 2**63),
+            ("stop", "strings, none of them empty, or a function of the text", _stops, lambda x: True),
         )
         for knob, expected, kind, holds in checks:
             value = getattr(self, knob)
-            if not isinstance(value, kind) or not holds(value):
-                raise UsageError(f"{knob} is {value!r}; expected {expected}")
+            try:
+                plain = kind(value)
+                if not holds(plain):
+                    raise ValueError
+            except (TypeError, ValueError, OverflowError):
+                raise UsageError(f"{knob} is {shown(value)}; expected {expected}") from None
+            object.__setattr__(self, knob, plain)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return () if self.stop is None or callable(self.stop) else tuple(self.stop)
+
+    def wants_end(self, text: str) -> bool:
+        """Whether a `stop` that is a function ends the text here."""
+        return bool(self.stop(text)) if callable(self.stop) else False
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError
+    return float(value)
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool):
+        raise TypeError
+    return operator.index(value)
+
+
+def _optional(value: Any) -> int | None:
+    return None if value is None else _whole(value)
+
+
+def _stops(value: Any) -> tuple[str, ...] | Callable[[str], object]:
+    if callable(value) and not isinstance(value, type):
+        return cast("Callable[[str], object]", value)
+    if isinstance(value, Mapping):
+        raise TypeError
+    stops = () if value is None else (value,) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(stop, str) and stop for stop in stops):
+        raise ValueError
+    return stops
 
 
 class Sampler:
@@ -78,3 +121,19 @@ def probabilities_of(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.min_p > 0:
         probabilities[probabilities < sampling.min_p * probabilities.max()] = 0
     return probabilities / probabilities.sum()
+
+
+def check_logits(logits: Tensor, first: int) -> None:
+    """Raise `ModelError` if logits `[T, vocab]`, those after token `first` and the next ones, are not finite.
+
+    Their sum tells, which is cheaper than a look at each number.
+    """
+    if math.isfinite(logits.sum().item()):
+        return
+    finite = logits.isfinite().all(dim=-1)
+    if not finite.all():  # else only the sum overflowed
+        token = first + int(finite.int().argmin())
+        raise ModelError(
+            f"the model's logits are not finite after token {token}: its weights hold NaN or infinite numbers, or "
+            "float16 overflowed; check the checkpoint, or give dtype='float32'"
+        )

@@ -4,68 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as as_safetensors
 from torch import Tensor
 
-from lce.cache.context_file import (
-    FORMAT,
-    REMEDY,
-    Draft,
-    Snapshot,
-    digest,
-    is_signed,
-    open_snapshot,
-    page_facts,
-    restored,
-    signed,
-    write_rows,
-)
+from lce.cache.context_file import Draft, Snapshot, open_snapshot, restored, write_rows
 from lce.cache.kv import KVCache
 from lce.cache.layout import CacheLayout, FileLayout
+from lce.cache.manifest import FORMAT, REMEDY, Manifest, contradiction, digest, page_facts, read_header, signed
+from lce.cache.small import Small, check_numbers, check_state, read_small, small_entries, small_tensors
+from lce.engine.identity import Identity, knobs_of
 from lce.errors import DataError, UsageError
-from lce.files import draft_path, remove_leftover, sweep, write_whole
+from lce.files import check_target, draft_path, named, open_regular, remove_leftover, sweep, write_whole
 from lce.version import __version__
 
-
-@dataclass(frozen=True, eq=False)
-class Identity:
-    """What an engine must have in common with the engine that wrote a context file, to go on with it.
-
-    An engine has one `Identity` and gives it to its contexts: a context in memory is used by the engine that has the
-    same object. `fingerprint` gives that of the weights; it reads the checkpoint, so it is called on first use.
-    """
-
-    fingerprint: Callable[[], str]
-    method: str
-    window: str
-    rope: str
-    dtype: str
-
-    @cached_property
-    def model(self) -> str:
-        """The fingerprint of the weights."""
-        return self.fingerprint()
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """The identity as a manifest holds it; error messages use its keys."""
-        return {name: getattr(self, name) for name in ("model", "method", "window", "rope", "dtype")}
-
-    def check(self, path: Path, found: object, remedy: str = REMEDY) -> None:
-        """Raise `DataError` where `found`, the identity in the file `path`, is another one."""
-        theirs = found if isinstance(found, dict) else {}
-        for name, ours in self.facts.items():
-            if theirs.get(name) != ours:
-                shown = "" if name == "model" else f" {theirs.get(name)}; this engine has {ours}"
-                raise DataError(f"{path} was made with another {name}{shown}; load that one, or {remedy}")
+MOST_UNREAD = 1 << 16  # tokens of a context that are not in its cache
 
 
 @dataclass(frozen=True)
@@ -86,7 +44,7 @@ class ContextData:
         found = {"tokens": torch.tensor(self.token_ids, dtype=torch.int32), **self.cache.tensors()}
         return found if self.logits is None else {**found, "logits": self.logits}
 
-    def manifest(self, identity: Mapping[str, str], layout: FileLayout) -> dict[str, Any]:
+    def manifest(self, identity: Mapping[str, Any], layout: FileLayout) -> dict[str, Any]:
         """What must match for the file to be used."""
         return {
             "format": FORMAT,
@@ -125,8 +83,80 @@ def open_saved(path: Path, layout: CacheLayout, identity: Identity) -> ContextDa
     sweep(path)
     if not _part(path).exists():
         _state(path).unlink(missing_ok=True)  # left by a process that was killed while it finished
-    snapshot = open_snapshot(path, layout, lambda manifest: identity.check(path, manifest.get("identity")))
-    return _restored(path, layout, snapshot, own=False)
+    snapshot = open_snapshot(
+        path,
+        layout,
+        lambda manifest: identity.check(path, manifest.identity),
+        partial(_check_small, path, identity.vocab_size),
+    )
+    return _restored(path, layout, snapshot, identity.vocab_size, own=False)
+
+
+@dataclass(frozen=True)
+class ContextInfo:
+    """What a context file says of itself. The numbers inside are checked when the context is opened.
+
+    `lce.methods.make(method, knobs)` makes the method again. A file that is not `complete` is a prefill under work, of
+    which `cached` tokens are in the file. `model` is the fingerprint of the weights.
+    """
+
+    path: Path
+    complete: bool
+    format: str
+    lce: str  # the version that wrote it
+    model: str
+    method: str
+    knobs: Mapping[str, Any]
+    window: int
+    rope: str
+    rope_factor: float
+    dtype: str
+    tokens: int
+    cached: int
+    announced: int
+    file_bytes: int
+
+
+def describe(path: str | Path) -> ContextInfo:
+    """What a context file, or a prefill under work for this path, holds. Only its header is read.
+
+    Raises `DataError` for any other file.
+    """
+    path = Path(path)
+    complete = path.exists() or not _state(path).exists()
+    file = path if complete else _state(path)
+    descriptor = open_regular(file, follow=False)
+    try:
+        header = read_header(descriptor, file)
+    finally:
+        os.close(descriptor)
+    manifest = Manifest.of(header.manifest, file)
+    facts, rope, tokens = manifest.identity, manifest.identity.get("rope"), header.entries.get("tokens")
+    shape = tokens.get("shape") if isinstance(tokens, dict) else None
+    texts: list[Any] = [facts.get(name) for name in ("model", "method", "dtype")]
+    texts.append(rope.get("kind") if isinstance(rope, dict) else None)
+    numbers = [facts.get("window"), *(shape if isinstance(shape, list) and len(shape) == 1 else [None])]
+    factor = rope.get("factor") if isinstance(rope, dict) else None
+    if (
+        not all(isinstance(text, str) for text in texts)
+        or not all(type(number) is int for number in numbers)
+        or not isinstance(factor, int | float)
+    ):
+        raise contradiction(file)
+    (model, method, dtype, kind), (window, n_tokens) = texts, numbers
+    file_bytes = header.file_bytes if complete else _part_bytes(path)
+    return ContextInfo(
+        path, complete, FORMAT, manifest.version, model, method, knobs_of(facts), window, kind, float(factor), dtype,
+        n_tokens, manifest.read, manifest.announced, file_bytes,
+    )  # fmt: skip
+
+
+def _part_bytes(path: Path) -> int:
+    """Bytes of the file of a prefill under work."""
+    try:
+        return _part(path).stat().st_size
+    except OSError:
+        return 0
 
 
 class PrefillJob:
@@ -167,13 +197,13 @@ class PrefillJob:
             raise
 
     def _resume(self, text: str) -> tuple[KVCache, Tensor | None]:
-        manifest, tensors = _read_state(self.state)
-        remedy = f"remove it and {self.part.name}, or name another file"
-        self.identity.check(self.state, manifest.get("identity"), remedy)
-        if manifest.get("text") != text:
-            raise DataError(f"{self.state} belongs to another text; {remedy}")
+        remedy = f"remove it and {named(self.part.name)}, or name another file"
+        manifest, tensors = _read_state(self.state, self.layout, self.identity, remedy)
+        if manifest.text != text:
+            raise DataError(f"{named(self.state)} belongs to another text; {remedy}")
         self.draft = Draft.reopen(self.part, self.layout)
-        found = _restored(self.part, self.layout.cache, Snapshot(manifest, tensors, self.draft.rows), own=True)
+        snapshot = Snapshot(manifest, tensors, self.draft.rows)
+        found = _restored(self.state, self.layout.cache, snapshot, self.identity.vocab_size, own=True)
         return found.cache, found.logits
 
     def checkpoint(self, data: ContextData) -> None:
@@ -182,7 +212,7 @@ class PrefillJob:
         self.draft.rows.flush()
         tensors = data.tensors()
         manifest = signed(data.manifest(self.facts, self.layout), tensors)
-        write_whole(self.state, as_safetensors({k: x.contiguous() for k, x in tensors.items()}, {"lce": manifest}))
+        write_whole(self.state, _state_bytes(tensors, manifest))
         self.n_written = data.cache.length
 
     def finish(self, data: ContextData) -> None:
@@ -207,22 +237,38 @@ def _state(path: Path) -> Path:
     return path.with_name(f"{path.name}.part.state")
 
 
-def _restored(path: Path, layout: CacheLayout, snapshot: Snapshot, *, own: bool) -> ContextData:
+def _check_small(path: Path, vocab_size: int, manifest: Manifest, small: dict[str, Small], own: bool = False) -> None:
+    """Take token ids and logits out of `small`. Raises `DataError` where they cannot be those of such a context."""
+    tokens, logits = small.pop("tokens", None), small.pop("logits", None)
+    most = manifest.capacity if own else manifest.capacity + MOST_UNREAD
+    if (
+        tokens is None
+        or logits is None
+        or tokens.dtype != torch.int32
+        or len(tokens.shape) != 1
+        or not manifest.read <= tokens.shape[0] <= most
+        or manifest.capacity != (tokens.shape[0] if own else manifest.read)
+        or (logits.dtype, logits.shape) != (torch.float32, (vocab_size,))
+    ):
+        raise contradiction(path)
+
+
+def _restored(path: Path, layout: CacheLayout, snapshot: Snapshot, vocab_size: int, *, own: bool) -> ContextData:
     """The context of a file, whose rows are the job's `own` or are only read."""
-    manifest, tensors, cache = snapshot.manifest, snapshot.small, None
+    manifest, tensors = snapshot.manifest, snapshot.small
+    tokens, logits = tensors["tokens"], tensors["logits"]
+    if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
+        raise DataError(f"{named(path)} has token ids that the model does not have; {REMEDY}")
+    if not logits.isfinite().all():
+        raise DataError(f"{named(path)} has logits that are no numbers; {REMEDY}")
+    ids = tokens.tolist()
+    if manifest.text != text_hash(ids):
+        raise contradiction(path)
     try:
-        n_cached, announced = int(manifest["read"]), int(manifest["announced"])
-        ids = tensors["tokens"].tolist()
-        same_pages = manifest["pages"] == page_facts(layout)
-        same_text = own or manifest["text"] == text_hash(ids)
-        if same_pages and same_text and 0 < n_cached <= min(len(ids), int(manifest["capacity"])):
-            cache = restored(layout, snapshot.rows, n_cached, tensors, own=own)
+        cache = restored(layout, snapshot.rows, manifest.read, tensors, own=own)
     except (KeyError, TypeError, ValueError, RuntimeError):
-        cache = None
-    if cache is None:
-        raise DataError(f"{path}: its header contradicts its contents; {REMEDY}")
-    logits = tensors.get("logits")
-    return ContextData(cache, ids, None if logits is None else logits.to(layout.device), announced)
+        raise contradiction(path) from None
+    return ContextData(cache, ids, logits.to(layout.device), manifest.announced)
 
 
 def text_hash(token_ids: Sequence[int]) -> str:
@@ -230,20 +276,40 @@ def text_hash(token_ids: Sequence[int]) -> str:
     return digest({"tokens": torch.tensor(token_ids, dtype=torch.int32)})
 
 
-def _read_state(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _state_bytes(tensors: Mapping[str, Tensor], manifest: str) -> bytes:
+    """A checkpoint of a job: an ordinary safetensors file."""
+    header = json.dumps({"__metadata__": {"lce": manifest}, **small_entries(tensors)}).encode()
+    header += b" " * (-len(header) % 8)
+    parts = (
+        x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for _, x in sorted(tensors.items())
+    )
+    return b"".join((len(header).to_bytes(8, "little"), header, *parts))
+
+
+def _read_state(path: Path, layout: FileLayout, identity: Identity, remedy: str) -> tuple[Manifest, dict[str, Tensor]]:
+    """The last checkpoint of a job: as in a context file, but without rows."""
+    descriptor = open_regular(path, follow=False)
     try:
-        with safe_open(path, framework="pt") as file:
-            manifest = json.loads((file.metadata() or {})["lce"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
-    except (OSError, SafetensorError, KeyError, ValueError):
-        manifest, tensors = {}, {}
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or not is_signed(manifest, tensors):
-        raise DataError(f"{path} is damaged or of another version of lce; remove it to start again")
-    return manifest, tensors
+        header = read_header(descriptor, path)
+        manifest = Manifest.of(header.manifest, path)
+        identity.check(path, manifest.identity, remedy)
+        small = small_tensors(header, header.start, {}, path)
+        state = dict(small)
+        _check_small(path, identity.vocab_size, manifest, state, own=True)
+        if manifest.pages != page_facts(layout.cache):
+            raise contradiction(path)
+        check_state(layout.cache, manifest.read, state, path)
+        tensors = read_small(descriptor, path, small, manifest.raw)
+        check_numbers(layout.cache, manifest.read, tensors, path)
+        return manifest, tensors
+    except DataError as error:
+        text = str(error)
+        raise DataError(text if remedy in text else f"{text.removesuffix(REMEDY)}{remedy}") from None
+    finally:
+        os.close(descriptor)
 
 
 def _check_target(path: Path) -> None:
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise UsageError(f"{path} is not a plain file; name another file for the context")
+    check_target(path, UsageError)
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise UsageError(f"{path.parent} is not a folder that can be written; name another file for the context")
+        raise UsageError(f"{named(path.parent)} is not a folder that can be written; name another file for the context")

@@ -7,7 +7,9 @@ begins with the hidden one.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from lce.errors import UsageError, nearest
 from lce.eval.needles import NEEDLES, Needle
 from lce.eval.prose import sentences
+from lce.eval.record import Answer, text_hash
 
 if TYPE_CHECKING:
     from lce import Engine
@@ -69,10 +72,7 @@ def make_sample(
 
 def samples(task: str, filler: str, length: int, n: int, seed: int, count: Callable[[str], int]) -> Iterator[Sample]:
     """`n` samples of one task and length; the same seed gives the same ones."""
-    if task not in NEEDLES:
-        raise UsageError(f"unknown task {task!r}; {nearest(task, NEEDLES)}")
-    if filler not in FILLERS:
-        raise UsageError(f"unknown filler {filler!r}; {nearest(filler, FILLERS)}")
+    check_task(task, filler, n)
     counted = cache(lambda text: count(" " + text))
     for index in range(n):
         rng = Random(f"{seed}/{task}/{length}/{index}")
@@ -86,28 +86,72 @@ def evaluate(
     record: Record | None = None, progress: Callable[[int, int], None] | None = None,
 ) -> Score:  # fmt: skip
     """Ask `n` samples of one length and score the answers; answers that `record` has are taken from it."""
-    if n < 1:
-        raise UsageError(f"samples is {n}; expected 1 or more")
-
-    def count(text: str) -> int:
-        return len(engine.tokenizer.encode(text, bos=False))
-
+    check_task(task, filler, n)
+    count = _counter(engine)
     asked: dict[str, Any] = {"task": task, "filler": filler, "length": length, "samples": n, "seed": seed}
     if record:
         asked |= {"model": engine.fingerprint, "engine": repr(engine), "rope": repr(engine.rope)}
+    spellings = _spellings(record, engine) if record else []
     right = 0
     for index, sample in enumerate(samples(task, filler, length, n, seed, count)):
-        is_right = record.given({**asked, "index": index}) if record else None
-        if is_right is None:
-            answer_tokens = count(" " + sample.answer) + 2
-            text = engine.generate(sample.prompt, max_tokens=answer_tokens).text
-            is_right = text.strip().startswith(sample.answer)
+        recorded = [{**asked, **spelling, "index": index} for spelling in spellings]
+        answer = next((found for key in recorded if record and (found := record.given(key, sample.prompt))), None)
+        if answer is None:
             if record:
-                record.add({**asked, "index": index}, is_right)
-        right += is_right
+                record.prepare()
+            answer = _answer(engine, sample, count(" " + sample.answer) + 2)
+            if record:
+                record.add({**asked, "index": index}, answer)
+        right += answer.right
         if progress:
             progress(index + 1, n)
     return Score(engine.method.name, task, length, n, right / n, *wilson(right, n))
+
+
+def _answer(engine: Engine, sample: Sample, max_tokens: int) -> Answer:
+    text = engine.generate(sample.prompt, max_tokens=max_tokens).text
+    return Answer(text.strip().startswith(sample.answer), text_hash(sample.prompt), sample.answer, text)
+
+
+def _spellings(record: Record, engine: Engine) -> list[dict[str, str]]:
+    """How the record may spell this engine and its scaling: as they are, or without knobs that are at their defaults.
+
+    A knob that was added since a line was written does not make the line another engine's.
+    """
+    spelled = []
+    for name, text, owner in (("engine", repr(engine), engine.method), ("rope", repr(engine.rope), engine.rope)):
+        lean = without_defaults(text, owner)
+        older = sorted(value for value in record.values(name) - {text} if without_defaults(value, owner) == lean)
+        spelled.append([{name: value} for value in (text, *older)])
+    return [engine | rope for engine in spelled[0] for rope in spelled[1]]
+
+
+def without_defaults(text: str, owner: Any) -> str:
+    """A dataclass's repr without the fields that have their defaults; `owner` is an instance of the class."""
+    for field in dataclasses.fields(owner):
+        if field.default is not dataclasses.MISSING:
+            text = re.sub(rf"(?<=[(\s]){field.name}={re.escape(repr(field.default))}(, |(?=\)))", "", text)
+    return text.replace(", )", ")")
+
+
+def check_task(task: str, filler: str, n: int) -> None:
+    """Raise `UsageError` for a task, a filler or a number of samples that cannot be asked."""
+    if task not in NEEDLES:
+        raise UsageError(f"unknown task {task!r}; {nearest(task, NEEDLES)}")
+    if filler not in FILLERS:
+        raise UsageError(f"unknown filler {filler!r}; {nearest(filler, FILLERS)}")
+    if n < 1:
+        raise UsageError(f"samples is {n}; expected 1 or more")
+
+
+def check_length(engine: Engine, length: int, *, task: str, filler: str, n: int, seed: int) -> None:
+    """Raise `UsageError` where a sample does not fit into `length` tokens."""
+    for _ in samples(task, filler, length, n, seed, _counter(engine)):
+        pass
+
+
+def _counter(engine: Engine) -> Callable[[str], int]:
+    return lambda text: len(engine.tokenizer.encode(text, bos=False))
 
 
 def wilson(right: int, n: int, z: float = 1.96) -> tuple[float, float]:

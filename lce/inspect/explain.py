@@ -25,8 +25,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lce.errors import UsageError
-from lce.methods import Method, Rope, RopeConfig, run
+from lce.errors import UsageError, shown
+from lce.methods import Method, Rope, RopeConfig, make, run
+from lce.sizes import count
 
 HEADS, KV_HEADS = 4, 2
 MOST_TOKENS = 512
@@ -75,27 +76,34 @@ class Explanation:
 
 
 def explain(
-    method: Method, *, tokens: int = 24, window: int = 12, block: int | None = None, head: int = 0, seed: int = 0
+    method: str | Method, *, tokens: int = 24, window: int = 12, block: int | None = None, head: int = 0, seed: int = 0
 ) -> Explanation:
-    """Run `method` on `tokens` random tokens, as in the first layer of a model that can be trusted on `window`
-    positions, and measure what query head `head` of 4 (over 2 KV heads) does.
+    """Run `method`, a name or an instance, on `tokens` random tokens, and measure what query head `head` of 4 (over 2
+    KV heads) does, as in the first layer of a model that can be trusted on `window` positions.
 
     `block` is how many queries are prefilled in one step, by default what the engine takes. Another `seed` makes other
     vectors, for which a method may choose other keys. A query whose keys are all at one distance gives the same output
     at any distance; its nearest key is then reported at its distance in the text. Raises `UsageError` for a method
     whose weights depend on positions in another way than by whole distances.
     """
-    limits = (("tokens", tokens, 1, MOST_TOKENS), ("window", window, 1, REACH), ("head", head, 0, HEADS - 1))
-    for what, value, least, most in limits:
-        if not least <= value <= most:
-            raise UsageError(f"{what} is {value}; expected {least} to {most}")
-    if block is not None and block < 1:
-        raise UsageError(f"block is {block}; expected 1 or more")
+    tokens, window = _between("tokens", tokens, 1, MOST_TOKENS), _between("window", window, 1, REACH)
+    head, seed = _between("head", head, 0, HEADS - 1), _between("seed", seed, 0, 2**63 - 1)
+    block = None if block is None else count(block, "block")
+    method = make(method) if isinstance(method, str) else method
+    if not isinstance(method, Method):
+        raise UsageError(f"method is {shown(method)}; expected a name, or an instance of lce.Method")
     method = method.resolve(window)
     block = min(block or method.block, tokens)
     bench = _Bench(method, *vectors(tokens, seed), window, block, head)
     factor = bench.factor()
     return Explanation(method, window, tokens, block, head, seed, bench.attended, _distances(bench, factor), factor)
+
+
+def _between(what: str, value: object, least: int, most: int) -> int:
+    number = count(value, what, least=-MOST_TOKENS)
+    if not least <= number <= most:
+        raise UsageError(f"{what} is {shown(value)}; expected {least} to {most}")
+    return number
 
 
 def vectors(tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:

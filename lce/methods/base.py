@@ -9,8 +9,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor
 
 from lce.attention import rotate
@@ -18,7 +19,7 @@ from lce.cache.kv import LayerCache
 from lce.cache.layout import CacheLayout, Reach
 from lce.cache.method_state import MethodState, RecentRows
 from lce.errors import UsageError
-from lce.methods.parts import RECENT
+from lce.methods.parts import RECENT, keep_recent
 from lce.methods.step import Step, Surroundings
 
 
@@ -26,12 +27,15 @@ from lce.methods.step import Step, Surroundings
 class Method(ABC):
     """A strategy behind the attention hook; its fields are its knobs, `None` where the window decides.
 
+    `presets` are named settings of knobs, such as those of a paper's experiments: `-o preset=NAME` sets them first.
+
     A method defines `attend`. It overrides `key_positions` if keys are not cached at their absolute positions, and
     `keep` if it keeps more of a block than keys and values. `reach` tells the cache what it needs to know, and `state`
     what else is kept. Everything has a default but `attend`.
     """
 
     name: ClassVar[str] = ""
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     @property
     def label(self) -> str:
@@ -69,6 +73,14 @@ class Method(ABC):
     def choices(self) -> tuple[int, int]:
         """`(first, size)`: choice c, as `step.note` is given it, is the `size` tokens from `first + c·size` on."""
         return 0, self.reach.chunk_size
+
+    def limit(self, window: int, sliding_window: int | None = None) -> int | None:
+        """The longest text that the resolved method can read; None: any, because no distance leaves the window.
+
+        `window` counts the positions that the model can be trusted on, RoPE scaling included. A warning says so of
+        longer texts.
+        """
+        return None
 
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
         """What the method keeps in each layer besides keys and values, empty yet, by names of its own.
@@ -116,11 +128,12 @@ class LocalMethod(Method):
         return Reach(sinks=self.sinks, local=self.n_recent)
 
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
-        return {RECENT: RecentRows(self.n_recent, layout.key_bytes)}
+        unrotated = self.key_positions(torch.zeros(0, dtype=torch.int64)) is None
+        return {RECENT: RecentRows(self.n_recent, layout.key_bytes, remade=unrotated)}
 
     def key_positions(self, indices: Tensor) -> Tensor | None:
         return None
 
     def keep(self, k: Tensor, v: Tensor, cache: LayerCache, step: Step) -> None:
         super().keep(k, v, cache, step)
-        cache.kept(RecentRows, RECENT).write(rotate(k, step.true_turn(k)), step.start)
+        keep_recent(k, cache, step)

@@ -27,6 +27,10 @@ class Full(Method):
     def block(self) -> int:
         return 2048  # nothing grows with it but the MLP's activations, and large products run faster
 
+    def limit(self, window: int, sliding_window: int | None = None) -> int | None:
+        """Under a sliding window within the model's window no distance leaves it."""
+        return None if sliding_window is not None and sliding_window <= window else window
+
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         placed = rotate(q, step.true_turn(q))
         return attend_span(placed, cache, step, causal=True, window=step.sliding_window)[0]

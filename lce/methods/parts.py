@@ -20,6 +20,19 @@ RECENT = "recent keys"
 SCORES_AT_ONCE = 1 << 24  # bounds the scores of a slice of queries: 64 MiB in float32
 
 
+def keep_recent(k: Tensor, cache: LayerCache, step: Step) -> None:
+    """Keep the block's unrotated keys `[G, T, D]` at their absolute positions too.
+
+    So are those before it that a truncation took away: they are in the cache, unrotated, and come out the same.
+    """
+    recent = cache.kept(RecentRows, RECENT)
+    if lost := recent.missing(step.start):
+        old = cache.span(lost.start, lost.stop)[0]
+        positions = torch.arange(lost.start, lost.stop, device=k.device)
+        recent.write(rotate(old, step.rope.turn(positions, k.dtype)), lost.start)
+    recent.write(rotate(k, step.true_turn(k)), step.start)
+
+
 def attend_span(
     q: Tensor, cache: LayerCache, step: Step, *, causal: bool, first: int = 0, stop: int | None = None,
     window: int | None = None,

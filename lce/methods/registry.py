@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Any, Literal, TypeVar
 
-from lce.errors import UsageError, nearest
+from lce.errors import UsageError, nearest, shown
 from lce.methods.base import Method
 
 ENTRY_POINTS = "lce.methods"
@@ -43,11 +43,13 @@ def available() -> list[str]:
 
 def find(name: str) -> type[Method]:
     """The class called `name`. Raises `UsageError` with the nearest name."""
+    if not isinstance(name, str):
+        raise UsageError(f"method is {shown(name)}; expected a name; valid: {', '.join(available())}")
     if name not in _REGISTRY:
         for point in entry_points(group=ENTRY_POINTS, name=name):
             register(name)(_loaded(point))
     if name not in _REGISTRY:
-        raise UsageError(f"unknown method {name!r}; {nearest(name, available())}")
+        raise UsageError(f"unknown method {shown(name)}; {nearest(name, available())}")
     return _REGISTRY[name]
 
 
@@ -69,7 +71,7 @@ def as_method(method: str | Method) -> Method:
     if isinstance(method, type) and issubclass(method, Method):
         raise UsageError(f"method is the class {method.__name__}; expected an instance: {method.__name__}()")
     if not isinstance(method, Method):
-        raise UsageError(f"method is {method!r}; expected a name, or an instance of lce.Method")
+        raise UsageError(f"method is {shown(method)}; expected a name, or an instance of lce.Method")
     cls = type(method)
     if any("__init__" in vars(base) and "__dataclass_fields__" not in vars(base) for base in cls.__mro__[:-1]):
         raise UsageError(f"method {cls.__name__} has an __init__ of its own; expected a frozen dataclass")
@@ -95,15 +97,20 @@ def _check_knob(what: str, value: Any, kind: Any) -> None:
 
 
 def make(name: str, options: Mapping[str, Any] | None = None) -> Method:
-    """The method `name` with these options; values may be text, as on a command line. Raises `UsageError`."""
+    """The method `name` with these options; values may be text, as on a command line. Raises `UsageError`.
+
+    The option `preset` names a setting of `cls.presets`; the other options come on top of it.
+    """
     cls = find(name)
+    if options is not None and not isinstance(options, Mapping):
+        raise UsageError(f"the options of method {name!r} are {shown(options)}; expected a mapping of knobs and values")
     kinds = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     values = {}
-    for key, value in (options or {}).items():
+    for key, value in _with_preset(cls, options or {}).items():
         if key not in fields:
             valid = ", ".join(f"{f.name}={spelled(f.default)}" for f in fields.values()) or "(none)"
-            raise UsageError(f"method {name!r} has no option {key!r}; valid, with defaults: {valid}")
+            raise UsageError(f"method {name!r} has no option {shown(key)}; valid, with defaults: {valid}")
         try:
             values[key] = convert(value, kinds[key])
         except ValueError as error:
@@ -114,6 +121,17 @@ def make(name: str, options: Mapping[str, Any] | None = None) -> Method:
         if key not in values and field.default is field.default_factory is dataclasses.MISSING:
             raise UsageError(f"method {name!r} needs {key}: give -o {key}=VALUE")
     return cls(**values)
+
+
+def _with_preset(cls: type[Method], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options, with those of the preset that they name where they do not say otherwise. Raises `UsageError`."""
+    given = dict(options)
+    if not cls.presets or "preset" not in given:
+        return given
+    preset = given.pop("preset")
+    if not isinstance(preset, str) or preset not in cls.presets:
+        raise UsageError(f"method {cls.name!r} has no preset {shown(preset)}; {nearest(str(preset), cls.presets)}")
+    return {**cls.presets[preset], **given}
 
 
 def spelled(value: Any) -> str:

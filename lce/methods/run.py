@@ -12,13 +12,14 @@ from torch import Tensor
 from lce.attention import Attention
 from lce.cache.kv import KVCache
 from lce.cache.layout import CacheLayout
-from lce.errors import UsageError
+from lce.errors import UsageError, shown
 from lce.methods.base import Method
 from lce.methods.registry import as_method
 from lce.methods.step import Note, Step
 from lce.models.config import RopeConfig
 from lce.models.layers import Attend
 from lce.models.rope import Rope
+from lce.sizes import count
 
 T = TypeVar("T")
 
@@ -39,8 +40,9 @@ class Driver:
         """Append a block of `n_tokens` tokens to the cache; returns what `model_call` returns.
 
         `model_call(attend)` runs the model, which calls `attend` once a layer, in order. If that raises, the block is
-        discarded. If the commit after it is interrupted, it is completed: all layers have the block, or none.
+        discarded. A commit that is interrupted is completed: all layers have the block, or none.
         """
+        cache.settle()
         start, stop = cache.length, cache.length + n_tokens
         step = Step(start, stop, rope, self.attention, self.window, self.n_kv_heads, self.sliding_window, note)
 
@@ -51,17 +53,14 @@ class Driver:
             return self.method.attend(q, cache.layers[layer], step)
 
         try:
+            cache.begin()
             cache.reserve(stop)
             if n_tokens == 1:  # a token chooses much the same as the token before it
                 cache.prefetch(0)
             result = model_call(attend)
+            cache.commit()
         except BaseException:
-            cache.discard()
-            raise
-        try:
-            cache.commit()
-        except BaseException:  # Ctrl-C between two layers
-            cache.commit()
+            cache.settle()
             raise
         return result
 
@@ -72,8 +71,9 @@ class Driver:
 
 @torch.no_grad()
 def run(
-    method: str | Method, q: Tensor, k: Tensor, v: Tensor, *, window: int, blocks: int | Sequence[int] | None = None,
-    rope: Rope | None = None, attention: str = "auto", sliding_window: int | None = None, note: Note | None = None,
+    method: str | Method, q: Tensor, k: Tensor, v: Tensor, *, window: int,
+    blocks: int | str | Sequence[int] | None = None, rope: Rope | None = None, attention: str = "auto",
+    sliding_window: int | None = None, note: Note | None = None,
 ) -> Tensor:  # fmt: skip
     """A method's output `[H, N, D]` for unrotated `q [H, N, D]`, `k v [G, N, D]`, as in the first layer of a model.
 
@@ -87,6 +87,12 @@ def run(
         lce.methods.run("full", q, q, v, window=8)  # [[[3, 0], [2, 0], [2, 2]]]
     """
     _check_shapes(q, k, v, rope)
+    window = count(window, "window")
+    sliding_window = None if sliding_window is None else count(sliding_window, "sliding_window")
+    if not isinstance(attention, str):
+        raise UsageError(f"attention is {shown(attention)}; expected the name of a backend, or 'auto'")
+    if note is not None and not callable(note):
+        raise UsageError(f"note is {shown(note)}; expected a function of a layer and its choice")
     method = as_method(method).resolve(window)
     n_kv_heads, n, dim = k.shape
     sizes = _block_sizes(method.block if blocks is None else blocks, n)
@@ -100,8 +106,14 @@ def run(
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> None:
     """Raise `UsageError` for tensors that are not `q [H, N, D]`, `k v [G, N, D]` of one dtype and device."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            got = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise UsageError(f"{name} is {got}; expected a torch.Tensor of floating-point numbers")
+    if rope is not None and not isinstance(rope, Rope):
+        raise UsageError(f"rope is {shown(rope)}; expected a lce.methods.Rope")
     shapes = f"q is {list(q.shape)}, k is {list(k.shape)}, v is {list(v.shape)}"
-    if q.ndim != 3 or k.shape != v.shape or q.shape[1:] != k.shape[1:] or not q.numel():
+    if q.ndim != 3 or k.shape != v.shape or q.shape[1:] != k.shape[1:] or not q.numel() or not k.numel():
         raise UsageError(f"{shapes}; expected q [H, N, D] and k, v [G, N, D], none of them empty")
     if len(q) % len(k):
         raise UsageError(f"{shapes}; expected a multiple of {len(k)} query heads, not {len(q)}")
@@ -112,12 +124,12 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> None:
         raise UsageError(f"q, k, v are {', '.join(kinds)}; expected one dtype and one device")
 
 
-def _block_sizes(blocks: int | Sequence[int], n_tokens: int) -> list[int]:
+def _block_sizes(blocks: int | str | Sequence[int], n_tokens: int) -> list[int]:
     """The sizes of the blocks that `n_tokens` tokens are cut into."""
-    if isinstance(blocks, int):
-        if blocks < 1:
-            raise UsageError(f"blocks is {blocks}; expected 1 or more tokens")
-        return [min(blocks, n_tokens - start) for start in range(0, n_tokens, blocks)]
-    if sum(blocks) != n_tokens or min(blocks, default=0) < 1:
-        raise UsageError(f"blocks add up to {sum(blocks)}; expected sizes of 1 or more that add up to {n_tokens}")
-    return list(blocks)
+    if isinstance(blocks, str) or not isinstance(blocks, Sequence):
+        size = count(blocks, "blocks")
+        return [min(size, n_tokens - start) for start in range(0, n_tokens, size)]
+    sizes = [count(size, "a size in blocks") for size in blocks]
+    if sum(sizes) != n_tokens:
+        raise UsageError(f"blocks add up to {sum(sizes)}; expected sizes of 1 or more that add up to {n_tokens}")
+    return sizes

@@ -20,7 +20,7 @@ from lce.cache.layout import CacheLayout, Reach
 from lce.cache.method_state import MethodState, OpenChunk, RecentRows, Summaries
 from lce.errors import UsageError
 from lce.methods.base import Method
-from lce.methods.parts import RECENT, SCORES_AT_ONCE, attend_own_chunk
+from lce.methods.parts import RECENT, SCORES_AT_ONCE, attend_own_chunk, keep_recent
 from lce.methods.step import Step
 
 SUMMARIES, OPEN_QUERIES = "summaries", "open queries"
@@ -121,8 +121,11 @@ class ChunkSelection(Method):
         if self.uses_queries:
             kept[OPEN_QUERIES] = OpenChunk(self.size, layout.query_bytes)
         if self.key_positions(torch.zeros(0, dtype=torch.int64)) is None:
-            kept[RECENT] = RecentRows(self.size, layout.key_bytes)
+            kept[RECENT] = RecentRows(self.size, layout.key_bytes, remade=True)
         return kept
+
+    def limit(self, window: int, sliding_window: int | None = None) -> int | None:
+        return window if self.placement == "true" else None
 
     def key_positions(self, indices: Tensor) -> Tensor | None:
         return PLACEMENTS[self.placement].key_positions(indices, self.size)
@@ -130,7 +133,7 @@ class ChunkSelection(Method):
     def keep(self, k: Tensor, v: Tensor, cache: LayerCache, step: Step) -> None:
         super().keep(k, v, cache, step)
         if RECENT in cache.state:
-            cache.kept(RecentRows, RECENT).write(rotate(k, step.true_turn(k)), step.start)
+            keep_recent(k, cache, step)
 
     @abstractmethod
     def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:

@@ -38,6 +38,11 @@ class SelfExtend(LocalMethod):
         made.expect(local=1, group=1)
         return made
 
+    def limit(self, window: int, sliding_window: int | None = None) -> int | None:
+        """The text whose farthest distance, `i // group + local - local // group`, is the window's last position."""
+        grouped = window - self.n_local + self.n_local // self.group
+        return max(window, grouped * self.group)
+
     def key_positions(self, indices: Tensor) -> Tensor | None:
         return indices // self.group
 

@@ -59,8 +59,8 @@ class Layer:
 class Model:
     """Embedding, layers, norm, head. A family derives from it and declares the attributes below.
 
-    `defaults` holds transformers' values for keys that a config.json of this family may leave out. Weights may be
-    views of the checkpoint's file and are never written.
+    `defaults` holds transformers' values for keys that a config.json of this family may leave out. Weights are
+    never written.
     """
 
     model_type: ClassVar[str]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from lce.sizes import size_text
+from lce.system import peak_memory
 
 if TYPE_CHECKING:
     from lce.cache.tiers import Traffic
@@ -29,15 +30,18 @@ def generation_line(stats: Stats) -> str:
 
 def prefill_line(stats: Stats, decode: str = "") -> str:
     """The closing line of a prefill, or of what began with one."""
-    prefill = f"{stats.prompt_tokens:,} prompt tokens | prefill {stats.prefill_tokens_per_s:,.1f} tok/s"
-    return f"{prefill} | {decode}{memory_text(stats)}"
+    before = f" ({stats.read_before:,} read before)" if stats.read_before else ""
+    prefill = f"{stats.read_before + stats.prompt_tokens:,} prompt tokens{before}"
+    return f"{prefill} | prefill {stats.prefill_tokens_per_s:,.1f} tok/s | {decode}{memory_text(stats)}"
 
 
-def memory_text(stats: Stats) -> str:
-    """The peak memory of each tier and, where there are several tiers, the traffic through each."""
-    peaks = {tier: size for tier, size in stats.memory.items() if size} or stats.memory
-    memory = ", ".join(f"{tier} {size_text(size)}" for tier, size in peaks.items())
-    return f"peak memory: {memory}" + "".join(f" | {tier} {_traffic_text(t)}" for tier, t in stats.traffic.items())
+def memory_text(stats: Stats, peaks: Mapping[str, int] | None = None) -> str:
+    """What the cache holds in each tier, the peak memory, and the traffic through each of several tiers."""
+    held = {tier: size for tier, size in stats.memory.items() if size} or stats.memory
+    cache = ", ".join(f"{tier} {size_text(size)}" for tier, size in held.items())
+    peak = ", ".join(f"{where} {size_text(size)}" for where, size in (peaks or peak_memory()).items())
+    traffic = "".join(f" | {tier} {_traffic_text(t)}" for tier, t in stats.traffic.items())
+    return f"cache: {cache} | peak memory: {peak}{traffic}"
 
 
 def _traffic_text(traffic: Traffic) -> str:
@@ -50,10 +54,17 @@ def _traffic_text(traffic: Traffic) -> str:
 
 def generation_object(generation: Generation, method: Method) -> dict[str, Any]:
     """A generation, with the method and the figures that produced it."""
-    written = dataclasses.asdict(generation)
-    for speed in ("prefill_tokens_per_s", "decode_tokens_per_s"):
-        written["stats"][speed] = getattr(generation.stats, speed)
-    return {**written, "method": {"name": method.name, "repr": repr(method), "knobs": knob_values(method)}}
+    return {**dataclasses.asdict(generation), "stats": stats_object(generation.stats), "method": _method_used(method)}
+
+
+def stats_object(stats: Stats) -> dict[str, Any]:
+    """The figures of a run, with its speeds and the peak memory of the process."""
+    speeds = {name: getattr(stats, name) for name in ("prefill_tokens_per_s", "decode_tokens_per_s")}
+    return {**dataclasses.asdict(stats), **speeds, "peak_memory": peak_memory()}
+
+
+def _method_used(method: Method) -> dict[str, Any]:
+    return {"name": method.name, "repr": repr(method), "knobs": knob_values(method)}
 
 
 def knob_values(method: Method) -> dict[str, Any]:
@@ -92,27 +103,47 @@ def recall_lines(recalls: Sequence[Recall]) -> list[str]:
 
 
 def method_object(name: str, cls: type[Method]) -> dict[str, Any]:
-    """A method's name, the first line of its docstring, and its knobs with their types and defaults."""
-    hints = typing.get_type_hints(cls)
+    """A method's name, the first line of its docstring, and its knobs with their types, defaults and meanings."""
+    hints, meanings = typing.get_type_hints(cls), knob_meanings(cls)
     return {
         "name": name,
         "summary": next(iter((cls.__doc__ or "").strip().splitlines()), ""),
         "options": [
-            {"name": field.name, "type": type_text(hints[field.name]), "default": _default(field)}
+            {
+                "name": field.name,
+                "type": type_text(hints[field.name]),
+                "default": _default(field),
+                "meaning": meanings.get(field.name),
+            }
             for field in dataclasses.fields(cls)
         ],
+        "presets": {name: dict(knobs) for name, knobs in cls.presets.items()},
     }
+
+
+def knob_meanings(cls: type[Method]) -> dict[str, str]:
+    """What each knob means: the `knob_help` of a class and of the classes that it derives from."""
+    return {name: text for base in reversed(cls.__mro__) for name, text in vars(base).get("knob_help", {}).items()}
 
 
 def method_lines(method: dict[str, Any]) -> list[str]:
     """The object of `method_object` as text."""
     from lce.methods.registry import spelled
 
-    options: Sequence[dict[str, Any]] = method["options"]
-    knobs = [f"{option['name']}={spelled(option['default'])}" for option in options]
-    width = max(map(len, knobs), default=0)
-    lines = [f"  {knob:<{width}}  {option['type']}" for knob, option in zip(knobs, options, strict=True)]
+    rows = [
+        (f"{option['name']}={spelled(option['default'])}", option["type"], option["meaning"] or "")
+        for option in method["options"]
+    ]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
+    lines = [f"  {knob:<{widths[0]}}  {kind:<{widths[1]}}  {meaning}".rstrip() for knob, kind, meaning in rows]
+    for name, values in method.get("presets", {}).items():
+        lines.append(f"  preset={name}  " + " ".join(f"{knob}={spelled(value)}" for knob, value in values.items()))
     return [method["name"], f"  {method['summary']}", *(lines or ["  (no options)"])]
+
+
+def score_object(score: Score, warning: str | None) -> dict[str, Any]:
+    """A score, and what there is to say of texts of its length."""
+    return {**dataclasses.asdict(score), "warning": warning}
 
 
 def plan_object(plan: Plan) -> dict[str, Any]:

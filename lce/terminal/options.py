@@ -8,7 +8,7 @@ happens when the command runs, so that `--help` imports nothing heavy.
 from __future__ import annotations
 
 import functools
-import re
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,12 +18,47 @@ import click
 from click import argument, option
 
 import lce
-from lce.errors import DataError, UsageError, nearest
+from lce.errors import CapacityError, DataError, LceError, UsageError, nearest
+from lce.files import check_target, named, open_regular
+from lce.sizes import count, size_text
+from lce.system import default_threads, free_host_memory
+from lce.terminal.contexts import Chosen
 from lce.terminal.exits import DEBUG
-from lce.terminal.output import Output
+from lce.terminal.output import Output, note
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
+
+BYTES_OF_TEXT = 16  # memory that a byte of text takes until it is token ids, at most
+
+
+class Count(click.ParamType):  # type: ignore[type-arg]  # generic in new versions of click
+    """A number of things: `4096` or `4k`."""
+
+    name = "count"
+
+    def __init__(self, least: int = 1) -> None:
+        self.least = least
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return count(value, max(param.opts, key=len) if param else "the number", self.least)
+        except LceError as error:
+            raise click.UsageError(str(error), ctx) from None
+
+
+class Counts(Count):
+    """Several numbers with commas: `512,2k` is [512, 2048]."""
+
+    name = "counts"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return [super(Counts, self).convert(text, param, ctx) for text in str(value).split(",")]
+
+
+PLANNED = ("device", "dtype", "block", "window", "kv_device_budget", "kv_host_budget", "spill_dir")
+
+COUNT, INDEX, COUNTS = Count(), Count(least=0), Counts()
 
 
 def packed(name: str, make: Callable[..., Any], *options: Decorator) -> Decorator:
@@ -62,21 +97,6 @@ def parse_names(_ctx: click.Context, _param: click.Parameter, values: tuple[str,
     return list(dict.fromkeys(name.strip() for value in values for name in value.split(",") if name.strip()))
 
 
-def parse_length(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
-    """The callback of an option that takes a number of tokens: "2k" is 2048."""
-    if "," in value:
-        raise click.BadParameter(f"{value!r} is more than one number of tokens")
-    match = re.fullmatch(r"\s*([0-9]{1,12})(k?)\s*", value, re.IGNORECASE)
-    if not match:
-        raise click.BadParameter(f"{value!r} is not a number of tokens, for example 512 or 2k")
-    return int(match[1]) * (1024 if match[2] else 1)
-
-
-def parse_lengths(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:
-    """The callback of --lengths: "512, 2k" is [512, 2048]."""
-    return [parse_length(ctx, param, text) for text in value.split(",")]
-
-
 def knobs_for(name: str, knobs: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
     """The knobs of one of several methods: KEY=VALUE is for all of them, and NAME.KEY=VALUE for one overrides it."""
     chosen = {key: value for key, value in knobs.items() if "." not in key}
@@ -89,8 +109,11 @@ def knobs_for(name: str, knobs: Mapping[str, str], names: Sequence[str]) -> dict
     return chosen
 
 
-def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
+def read_prompt(text: str | None, prompt: str | None, prompt_file: str | None) -> str:
     """The prompt that the options name. Raises `UsageError` for none, `DataError` for one that cannot be read."""
+    if text is not None and prompt is not None:
+        raise UsageError("the prompt is given as an argument and with --prompt; give one of them")
+    prompt = text if prompt is None else prompt
     if prompt == "-" and prompt_file == "-":
         raise UsageError("--prompt and --prompt-file are both stdin; give one of them")
     if prompt == "":
@@ -108,22 +131,74 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
 
 
 def read_text(name: str) -> str:
-    """The text of a UTF-8 file, or of stdin for "-", without the line break at its end."""
-    source = "stdin" if name == "-" else name
+    """The text of a UTF-8 file, or of stdin for "-", without the line break at its end.
+
+    Raises `DataError` for what is no text file, and `CapacityError` for a text that is too long for this machine.
+    """
+    source = "stdin" if name == "-" else named(name)
+    data = _stdin_bytes() if name == "-" else _file_bytes(name)
     try:
-        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(
             f"{source} is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}; convert it to UTF-8"
         ) from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"cannot read {source}: {reason}; check the path and its permissions") from error
     text = text.removesuffix("\n").removesuffix("\r")
     if not text:
         raise DataError(f"{source} is empty; expected some text")
     return text
+
+
+def _file_bytes(name: str) -> bytes:
+    """The bytes of a regular file."""
+    try:
+        if Path(name).is_fifo():
+            raise DataError(f"{named(name)} is a pipe; expected a file, or - and the text on stdin: command | lce ...")
+        with open(open_regular(name), "rb") as file:
+            _check_length(os.fstat(file.fileno()).st_size, named(name))
+            return file.read()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"cannot read {named(name)}: {reason}; check the path and its permissions") from error
+
+
+def _stdin_bytes() -> bytes:
+    data = bytearray()
+    try:
+        while piece := sys.stdin.buffer.read(1 << 20):
+            data += piece
+            _check_length(len(data), "stdin")
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read stdin: {getattr(error, 'strerror', None) or error}; give a file") from error
+    return bytes(data)
+
+
+def _check_length(n_bytes: int, source: str) -> None:
+    """Raise `CapacityError` for a text whose bytes, characters and token ids would not fit into memory."""
+    free = free_host_memory()
+    if free is not None and n_bytes * BYTES_OF_TEXT > free:
+        raise CapacityError(
+            f"{source} has {size_text(n_bytes)} of text or more, and {size_text(free)} of memory is free; expected "
+            f"{size_text(free // BYTES_OF_TEXT)} at most; give a shorter text"
+        )
+
+
+def new_file(path: str | None, force: bool) -> str | None:
+    """The path of a file that a command will write, checked before any work; None for none.
+
+    Raises `DataError` for what is no regular file, and `UsageError` for a file that exists unless it is forced.
+    """
+    if path is None:
+        return None
+    check_target(path)
+    if os.path.exists(path):
+        if not force:
+            raise UsageError(f"{named(path)} exists; name another file, or give --force to replace it")
+        note(f"{named(path)} exists and will be replaced")
+    folder = Path(path).absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UsageError(f"{named(folder)} is not a folder that can be written; name another place for {named(path)}")
+    return path
 
 
 def _note_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
@@ -139,8 +214,27 @@ def _methods(names: list[str], knobs: dict[str, str]) -> list[lce.Method]:
     return [_method(name, knobs_for(name, knobs, names)) for name in names]
 
 
-model_option = option("--model", required=True, metavar="PATH|demo", help="Folder of a safetensors checkpoint.")
+def _sampling(**values: Any) -> lce.Sampling:
+    if values["seed"] is not None and values["temperature"] == 0:
+        note("--seed changes nothing at temperature 0, which takes the likeliest token; give --temperature too")
+    return lce.Sampling(**values)
+
+
+def _loading(threads: int | None, **values: Any) -> dict[str, Any]:
+    return {**values, "threads": threads or default_threads()}
+
+
+model_option = option("--model", "-m", required=True, metavar="PATH|demo", help="Folder of a safetensors checkpoint.")
+max_tokens_option = option(
+    "--max-tokens", "-n", type=COUNT, default=256, metavar="TOKENS", help="Write at most this many tokens."
+)
+context_option = option(
+    "--context", "-c", "context_file", metavar="FILE", help="Continue this file of `lce prefill`; it does not change."
+)
 _METHOD = option("--method", default="full", metavar="NAME", help="One of `lce methods`.")
+_CHOSEN = option(
+    "--method", metavar="NAME", help="One of `lce methods`.  [default: that of --context, without one full]"
+)
 _METHODS = option(
     "--method", "names", multiple=True, default=["full"], callback=parse_names, metavar="NAME",
     help="One of `lce methods`; repeatable, or a list with commas.",
@@ -153,8 +247,19 @@ _COMPUTING = (
     option(
         "--dtype", default="auto", metavar="auto|float32|bfloat16|float16", help="Precision; auto is the checkpoint's."
     ),
-    option("--block", type=int, help="Tokens prefilled in one step.  [default: what suits the method]"),
-    option("--window", type=int, help="Positions the model can be trusted on.  [default: the checkpoint's]"),
+    option(
+        "--block", type=COUNT, metavar="TOKENS",
+        help="Tokens prefilled in one step.  [default: what suits the method]",
+    ),
+    option(
+        "--window", type=COUNT, metavar="TOKENS",
+        help="Positions the model can be trusted on.  [default: the checkpoint's]",
+    ),
+)  # fmt: skip
+_THREADS = option(
+    "--threads",
+    type=COUNT,
+    help="Threads to compute with.  [default: OMP_NUM_THREADS, or the cores that are free to use]",
 )
 _ATTENTION = (
     option("--attention", default="auto", metavar="NAME", help="What computes attention: torch, flash or reference."),
@@ -169,17 +274,19 @@ _BUDGETS = (
 _SAMPLING = (
     option("--temperature", type=float, default=0.0, help="0 takes the likeliest token."),
     option("--top-p", type=float, default=1.0, help="Keep the likeliest tokens of this probability in all; 1 is off."),
-    option("--top-k", type=int, default=0, help="Keep this many likeliest tokens; 0 is off."),
+    option("--top-k", type=INDEX, default=0, metavar="N", help="Keep this many likeliest tokens; 0 is off."),
     option("--min-p", type=float, default=0.0, help="Keep tokens this likely relative to the likeliest; 0 is off."),
     option("--seed", type=int, help="The same seed draws the same tokens."),
     option("--stop", multiple=True, metavar="TEXT", help="End the text before this; repeatable."),
 )
 _PROMPT = (
-    option("--prompt", metavar="TEXT|-", help="The text to read; - is stdin."),
+    argument("text", required=False),
+    option("--prompt", "-p", metavar="TEXT|-", help="The text to read, as TEXT is; - is stdin."),
     option("--prompt-file", "-f", metavar="FILE", help="A UTF-8 file with the text; - is stdin."),
 )
 _JSON = option("--json", is_flag=True, help="Print JSON on stdout, and nothing else there.")
-_QUIET = option("--quiet", is_flag=True, help="No progress and no figures on stderr.")
+_QUIET = option("--quiet", is_flag=True, help="No progress and no figures on stderr; notes and errors remain.")
+_FORCE = option("--force", is_flag=True, help="Replace a file that exists.")
 debug_option = option(
     "--debug", is_flag=True, expose_value=False, callback=_note_debug, help="Show an error's traceback."
 )
@@ -187,9 +294,21 @@ debug_option = option(
 prompt_options = packed("prompt", read_prompt, *_PROMPT)
 method_argument = packed("method", _method, argument("method"), _KNOBS)
 method_options = packed("method", _method, _METHOD, _KNOBS)
+chosen_options = packed("chosen", Chosen, _CHOSEN, _KNOBS)
 methods_options = packed("methods", _methods, _METHODS, _KNOBS)
-sampling_options = packed("sampling", lambda **values: lce.Sampling(**values), *_SAMPLING)
-loading_options = packed("loading", dict, *_COMPUTING, *_ATTENTION, *_BUDGETS)
+sampling_options = packed("sampling", _sampling, *_SAMPLING)
+loading_options = packed("loading", _loading, *_COMPUTING, *_ATTENTION, *_BUDGETS, _THREADS)
 planning_options = packed("planning", dict, *_COMPUTING, *_BUDGETS)
 output_options = packed("output", Output, _JSON, _QUIET, debug_option)
 json_options = packed("output", Output, _JSON, debug_option)
+
+
+def planning_of(loading: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `lce.plan` among those of `lce.load`."""
+    return {name: loading[name] for name in PLANNED}
+
+
+def target_options(name: str, help: str, *, required: bool = True) -> Decorator:
+    """The option `--NAME FILE`, a file to write, and `--force`; they reach the command as one checked path."""
+    target = option(f"--{name}", "path", required=required, metavar="FILE", help=help)
+    return packed(name, new_file, target, _FORCE)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,8 +13,50 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lce.errors import WindowWarning
+
 if TYPE_CHECKING:
-    from lce.engine.decode import Stream
+    from lce.engine.stream import Stream
+
+
+FIRST_LINE_S = 5.0  # work that is shorter says nothing where stderr is no terminal
+NEXT_LINE_S = 10.0
+
+
+def note(text: str) -> None:
+    """Writes a line to stderr that a user should know, whatever else is hidden."""
+    click.echo(f"lce: note: {text}", err=True)
+
+
+class ProgressLines:
+    """Progress as a line now and then, for a stderr that is no terminal.
+
+    Example: `prefill 8,192 of 32,000, 1,504 tok/s, 16 s left`.
+    """
+
+    def __init__(self, label: str, unit: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.label = label
+        self.unit = unit
+        self.clock = clock
+        self.due = clock() + FIRST_LINE_S
+        self.begin: tuple[float, int] | None = None  # the time and the units of the first call
+
+    def __call__(self, done: int, total: int) -> None:
+        now = self.clock()
+        self.begin = self.begin or (now, done)
+        if now >= self.due and done < total:
+            self.due = now + NEXT_LINE_S
+            click.echo(self.line(now, done, total), err=True)
+
+    def line(self, now: float, done: int, total: int) -> str:
+        """What is done at the time `now`; the speed is that since the first call, as a job may begin in the middle."""
+        began, before = self.begin or (now, done)
+        text = f"{self.label} {done:,} of {total:,}"
+        if now <= began or done <= before:
+            return text
+        speed = (done - before) / (now - began)
+        rate = f", {speed:,.0f}{self.unit}/s" if speed >= 10 else f", {speed:.2g}{self.unit}/s"
+        return f"{text}{rate if self.unit else ''}, {(total - done) / speed:,.0f} s left"
 
 
 @dataclass(frozen=True)
@@ -24,11 +68,19 @@ class Output:
 
     @contextmanager
     def bar(self, label: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-        """A progress bar with speed and time left, where stderr is a terminal; call it with units done and in all."""
+        """Shows progress on stderr, with speed and time left; call it with units done and in all.
+
+        A bar on a terminal, elsewhere a line now and then.
+        """
+        if self.quiet:
+            yield lambda done, total: None
+            return
+        if not sys.stderr.isatty():
+            yield ProgressLines(label, unit)
+            return
         from tqdm import tqdm
 
-        hidden = self.quiet or not sys.stderr.isatty()
-        with tqdm(desc=label, unit=unit, leave=False, dynamic_ncols=True, disable=hidden) as drawn:
+        with tqdm(desc=label, unit=unit, leave=False, dynamic_ncols=True) as drawn:
 
             def advance(done: int, total: int) -> None:
                 drawn.total = total
@@ -52,6 +104,26 @@ class Output:
                 advance[stage](done, total)
 
             yield advance_stage
+
+    @contextmanager
+    def noting(self) -> Iterator[list[str]]:
+        """Shows lce's own warnings as notes on stderr, the first of a kind, and adds them to the list."""
+        kinds: set[type[Warning]] = set()
+        texts: list[str] = []
+        with warnings.catch_warnings():
+            shown = warnings.showwarning
+
+            def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+                if not category.__module__.startswith("lce"):
+                    shown(message, category, *where, **more)
+                elif category not in kinds:
+                    kinds.add(category)
+                    texts.append(str(message))
+                    note(str(message))
+
+            warnings.simplefilter("always", WindowWarning)
+            warnings.showwarning = show
+            yield texts
 
     def object(self, content: Any) -> None:
         """Writes a result to stdout as JSON, under --json only."""

@@ -1,59 +1,79 @@
 """Chat templates: a checkpoint's own Jinja text that writes a conversation in the format the model was trained on.
 
-A template comes with the checkpoint and is not trusted. It runs in Jinja's immutable sandbox, which keeps it away from
-Python, and without a loader, which keeps it away from files. Steps (rounds of loops and calls), numbers, and the length
-of every joined text are bounded, so that the usual bombs, nested loops, recursion, `'a' * 10**9`, doubling, end in an
-error within seconds. What is not bounded is memory inside one filter or method of Jinja itself.
+A template comes with the checkpoint and is not trusted. It is rendered by `template.py` in a process of its own, under
+hard limits of time and memory, in Jinja's sandbox; a process takes some 50 ms. What the process writes is read up to a
+bound, and is data: a text or a message. Nothing is left behind, whatever ends the rendering.
 
-The globals and filters are those that transformers gives its templates: `raise_exception`, `strftime_now`, a `tojson`
-that does not escape HTML, `break` and `continue`, and `{% generation %}` blocks, which only mark text.
+A message may contain the text of a control token, such as `<|eot_id|>`. It must not end the turn. So the text is cut
+inside of it, and the parts are encoded one after the other: no part has the whole token.
+
+    content     end it with <|eot_id|> now
+    parts       ...end it with <     |eot_id|> now...
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence, Sized
-from datetime import datetime
-from typing import Any, cast
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
-from jinja2 import TemplateError, nodes
-from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import MAX_RANGE, ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
-from jinja2.visitor import NodeTransformer
-
-from lce.errors import DataError, ModelError
+from lce.errors import DataError, ModelError, shown
+from lce.sizes import size_text
 
 MAX_STEPS = 300_000  # on top of four times the length of the messages: Llama 3.2 loops over their characters
 MAX_CHARS = 1 << 20  # on top of eight times the length of the messages
-MAX_BITS = 4096  # of a whole number
+MAX_SECONDS = 2  # of a processor, on top of one for 500,000 characters of messages
+MAX_BYTES = 384 << 20  # of the process, on top of 96 times the length of the messages
+_KEPT_VARIABLES = ("TZ", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # the time of day, and what Python may need to start
+_CUTS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # never characters of any text, by the Unicode standard
+_REMEDY = "use the template that came with this checkpoint"
+_START = "import sys; sys.path += sys.argv[2:]; exec(compile(open(sys.argv[1], 'rb').read(), sys.argv[1], 'exec'))"
+
+
+@dataclass(frozen=True)
+class ChatText:
+    """A conversation as a template writes it. At each of `cuts`, encoding begins anew."""
+
+    text: str
+    cuts: tuple[int, ...] = ()
+
+    def parts(self, start: int = 0) -> list[str]:
+        """The text from character `start` on, cut."""
+        ends = [start, *(cut for cut in self.cuts if cut > start), len(self.text)]
+        return [self.text[i:j] for i, j in pairwise(ends)]
 
 
 def render_chat(
     template: str, messages: Sequence[Mapping[str, str]], *, bos_token: str, eos_token: str,
-    add_generation_prompt: bool = True,
-) -> str:  # fmt: skip
-    """The text of `messages` as `template` writes it, BOS included.
+    add_generation_prompt: bool = True, controls: Iterable[str] = (),
+) -> ChatText:  # fmt: skip
+    """The text of `messages` as `template` writes it, BOS included, cut wherever a message has one of `controls`.
 
     Raises DataError for messages that are not a list of {"role": str, "content": str} or that the template refuses with
     `raise_exception`, and ModelError for a template that is broken or exceeds its bounds.
     """
     conversation = _checked(messages)
-    length = sum(len(text) for message in conversation for text in message.values())
-    environment = _Environment(MAX_STEPS + 4 * length, MAX_CHARS + 8 * length)
+    cut = next((char for char in _CUTS if not any(char in text for text in (template, *_texts(conversation)))), None)
+    if cut is None:
+        raise DataError("the messages hold all of U+FDD0 to U+FDEF, which are no characters; expected Unicode text")
+    length = sum(map(len, _texts(conversation)))
+    conversation = [{key: _split(text, controls, cut) for key, text in message.items()} for message in conversation]
     special = {"bos_token": bos_token, "eos_token": eos_token, "add_generation_prompt": add_generation_prompt}
-    try:
-        return environment.render(template, {"messages": conversation, **special, "tools": None, "documents": None})
-    except _RefusedMessages as error:
-        raise DataError(f"the chat template refuses these messages: {_one_line(error)}; change the messages") from error
-    except Exception as error:  # whatever Python raises inside a template is the template's fault
-        kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
-        raise ModelError(
-            f"the chat template failed: {kind}{_one_line(error)}; use the template that came with this checkpoint"
-        ) from error
+    variables = {"messages": conversation, **special, "tools": None, "documents": None}
+    first, *rest = _rendered(template, variables, length).split(cut)
+    text = ChatText(first)
+    for part in rest:
+        text = ChatText(text.text + part, (*text.cuts, len(text.text)))
+    return text
 
 
 def choose_template(value: object) -> str | None:
@@ -74,7 +94,7 @@ def _checked(messages: object) -> list[dict[str, str]]:
     """Plain copies of the messages: a template must not see objects with methods of their own."""
     expected = 'expected a list of {"role": a string, "content": a string}'
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
-        raise DataError(f"the messages are {repr(messages)[:80]}; {expected}")
+        raise DataError(f"the messages are {shown(messages)}; {expected}")
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise DataError(f"message {number} is a {type(message).__name__}; {expected}")
@@ -83,148 +103,92 @@ def _checked(messages: object) -> list[dict[str, str]]:
                 raise DataError(f"message {number} has no {key}; {expected}")
         wrong = [key for key, text in message.items() if not isinstance(key, str) or not isinstance(text, str)]
         if wrong:
-            raise DataError(f"{wrong[0]!r} of message {number} is not a string; {expected}")
+            raise DataError(f"{shown(wrong[0])} of message {number} is not a string; {expected}")
     return [{str(key): str(text) for key, text in message.items()} for message in messages]
 
 
-class _RefusedMessages(TemplateError):
-    """What `raise_exception` of a template raises."""
+def _texts(conversation: Iterable[Mapping[str, str]]) -> list[str]:
+    return [text for message in conversation for text in message.values()]
 
 
-class _GenerationBlocks(Extension):
-    """`{% generation %}...{% endgeneration %}` marks what the model wrote, for training; the text is the same."""
-
-    tags = {"generation"}  # noqa: RUF012  Jinja's own interface
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Bounds(NodeTransformer):
-    """Checks every loop's items, every joined text and every argument of a filter against the environment's bounds."""
-
-    def visit_For(self, node: nodes.For) -> nodes.For:
-        if node.recursive:
-            raise SecurityError("recursive loops are not allowed")
-        self.generic_visit(node)
-        node.iter = _through("lce_counted", cast(nodes.Expr, node.iter))
-        return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:
-        self.generic_visit(node)
-        return _through("lce_bounded", node)
-
-    def visit_Filter(self, node: nodes.Filter) -> nodes.Filter:
-        self.generic_visit(node)
-        node.args = [_through("lce_bounded", argument) for argument in node.args]
-        for keyword in node.kwargs:
-            keyword.value = _through("lce_bounded", keyword.value)
-        return node
+def _split(text: str, controls: Iterable[str], cut: str) -> str:
+    """`text` with `cut` behind the first character of every control token in it."""
+    found = sorted({name for name in controls if len(name) > 1 and name in text}, key=len, reverse=True)
+    if not found:
+        return text
+    split = re.sub("|".join(map(re.escape, found)), lambda match: match[0][0] + cut + match[0][1:], text)
+    return _split(split, found, cut)  # another one may overlap the first
 
 
-def _through(name: str, node: nodes.Expr) -> nodes.Filter:
-    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+def _rendered(template: str, variables: Mapping[str, Any], length: int) -> str:
+    """What `template.py` answers; `length` is that of the messages."""
+    seconds, chars = MAX_SECONDS + length // 500_000, MAX_CHARS + 8 * length
+    memory = MAX_BYTES + 96 * length
+    request = {
+        "template": template, "variables": variables, "steps": MAX_STEPS + 4 * length, "chars": chars,
+        "seconds": seconds, "bytes": memory,
+    }  # fmt: skip
+    # A character is at most 6 bytes of JSON. A process that waits for others gets twice its own time.
+    raw = _answer(json.dumps(request, ensure_ascii=False), 6 * chars + 4096, 2 * seconds + 1)
+    try:
+        ((kind, text),) = json.loads(raw.decode("utf-8", "surrogatepass")).items()
+    except (ValueError, AttributeError, RecursionError):  # the process was ended while it rendered
+        raise ModelError(
+            f"the chat template failed: it takes more than {seconds} s or {size_text(memory)} of memory; {_REMEDY}"
+        ) from None
+    if kind == "text":
+        return str(text)
+    message = shown(" ".join(str(text).split()), 200)
+    if kind == "refused":
+        raise DataError(f"the chat template refuses these messages: {message}; change the messages")
+    raise ModelError(f"the chat template failed: {message}; {_REMEDY}")
 
 
-class _PlainNamespace(Namespace):
-    """`namespace()` of a template, without names like `__call__` that Jinja itself would look up and trust."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-        for name, value in dict(*args, **kwargs).items():
-            self[name] = value
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if not isinstance(name, str) or name.startswith("_"):
-            raise SecurityError(f"the name {name!r} is not allowed in a namespace")
-        super().__setitem__(name, value)
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox of one rendering; it counts the steps that are left."""
-
-    intercepted_binops = frozenset({"*", "**", "+"})
-
-    def __init__(self, steps: int, chars: int) -> None:
-        super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, "jinja2.ext.loopcontrols"]
-        )
-        self._steps_left = steps
-        self._max_chars = chars
-        self.filters |= {"tojson": _to_json, "lce_counted": self._counted, "lce_bounded": self._bounded}
-        self.globals |= {"raise_exception": _raise_exception, "namespace": _PlainNamespace}
-        self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        del self.globals["lipsum"]
-
-    def render(self, template: str, variables: Mapping[str, Any]) -> str:
-        if len(template) > MAX_CHARS:
-            raise SecurityError(f"it has {len(template)} characters, expected at most {MAX_CHARS}")
-        tree = _Bounds().visit(self.parse(template))
-        pieces, length = [], 0
-        for piece in self.from_string(tree).generate(variables):
-            length += len(piece)
-            self._allow_length(length)
-            pieces.append(piece)
-        return "".join(pieces)
-
-    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        self._spend(1)
-        for argument in (*args, *kwargs.values()):
-            self._bounded(argument)
-        return super().call(context, obj, *args, **kwargs)
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        match operator, left, right:
-            case "+", Sized(), Sized():
-                self._allow_length(len(left) + len(right))
-            case "*", Sized(), int():
-                self._allow_length(len(left) * right)
-            case "*", int(), Sized():
-                self._allow_length(left * len(right))
-            case "*", int(), int():
-                self._allow_bits(left.bit_length() + right.bit_length())
-            case "**", int(), int():
-                self._allow_bits(left.bit_length() * right)
-        return super().call_binop(context, operator, left, right)
-
-    def _counted(self, items: Iterable[Any]) -> list[Any]:
-        items = list(items)
-        self._spend(len(items))
-        return items
-
-    def _bounded(self, value: Any) -> Any:
-        if isinstance(value, int) and abs(value) > MAX_RANGE:
-            raise SecurityError(f"the number {value} is too large here, expected at most {MAX_RANGE}")
-        if isinstance(value, Sized):
-            self._allow_length(len(value))
-        return value
-
-    def _spend(self, steps: int) -> None:
-        self._steps_left -= steps
-        if self._steps_left < 0:
-            raise SecurityError(f"it takes too many steps for these messages, expected about {MAX_STEPS} at most")
-
-    def _allow_length(self, length: int) -> None:
-        if length > self._max_chars:
-            raise SecurityError(f"it makes a text of {length} characters, expected at most {self._max_chars}")
-
-    def _allow_bits(self, bits: int) -> None:
-        if bits > MAX_BITS:
-            raise SecurityError(f"it makes a number of {bits} bits, expected at most {MAX_BITS}")
+def _answer(request: str, most: int, seconds: float) -> bytes:
+    """Up to `most` bytes that a process with `template.py` writes for `request` within `seconds`."""
+    try:
+        process = subprocess.Popen(
+            _command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ},
+            process_group=0,  # Ctrl-C reaches this process alone, which ends the other
+        )  # fmt: skip
+    except OSError as error:
+        raise ModelError(_cannot_start(error.strerror or type(error).__name__)) from None
+    with process:
+        timer = threading.Timer(seconds, process.kill)
+        timer.daemon = True
+        try:
+            timer.start()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                process.stdin.write(request.encode("utf-8", "surrogatepass"))
+                process.stdin.close()
+            except BrokenPipeError:
+                pass  # it has ended; what it wrote says why
+            raw = process.stdout.read(most)
+            failed = len(raw) < most and process.wait() == 1
+        finally:
+            process.kill()
+            process.wait()
+            timer.cancel()
+    if failed:
+        raise ModelError(_cannot_start("Python or Jinja does not start there"))
+    return raw
 
 
-def _raise_exception(message: str) -> None:
-    raise _RefusedMessages(str(message))
+def _command() -> list[str]:
+    """How to start `template.py`: without environment, working folder and site packages, with Jinja's own folders."""
+    script = Path(__file__).with_name("template.py")
+    if getattr(sys, "frozen", False) or not sys.executable or not script.is_file():
+        raise ModelError(_cannot_start("this program has no Python interpreter of its own"))
+    origins = [spec.origin for name in ("jinja2", "markupsafe") if (spec := find_spec(name)) and spec.origin]
+    folders = dict.fromkeys(str(Path(origin).parent.parent) for origin in origins)
+    return [sys.executable, "-I", "-S", "-c", _START, str(script), *folders]
 
 
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:  # fmt: skip
-    """JSON without the HTML escapes of Jinja's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+def _cannot_start(reason: str) -> str:
+    return (
+        f"cannot start a process that renders the chat template: {shown(reason)}; "
+        "write the prompt in the model's format yourself, and use generate"
+    )

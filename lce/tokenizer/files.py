@@ -1,8 +1,8 @@
 """The small files beside a vocabulary, read into one `TokenizerConfig`.
 
 tokenizer_config.json takes precedence over special_tokens_map.json. added_tokens.json is the older place for added
-tokens. generation_config.json may list further ids that end a generation (Llama 3 has three). The chat template may
-have a file of its own. Every file is optional; a broken one raises a ModelError that names it.
+tokens. The chat template may have a file of its own. Every file is optional; a broken one raises a ModelError that
+names it. generation_config.json is read with the model's config.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lce.errors import ModelError
-from lce.files import read_file, read_object
+from lce.errors import ModelError, shown
+from lce.files import named, read_file, read_object
 from lce.tokenizer.chat import choose_template
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -31,7 +31,6 @@ class TokenizerConfig:
     space_before_all: bool  # sentencepiece puts a space before every stretch between special tokens
     special_names: tuple[str, ...]  # every token the files call special
     added: dict[str, int]  # token strings and ids that override the vocabulary's
-    eos_ids: tuple[int, ...]  # those of generation_config.json
     chat_template: str | None
 
 
@@ -42,7 +41,6 @@ def read_config(folder: Path) -> TokenizerConfig:
     config |= {key: value for key, value in own.items() if value is not None}
     added, special_names = _added_tokens(config, read_object(folder / "added_tokens.json"))
     special_names += _special_names(config)
-    eos_ids = read_object(folder / "generation_config.json").get("eos_token_id")
     return TokenizerConfig(
         bos_token=_content(config.get("bos_token"), "bos_token"),
         eos_token=_content(config.get("eos_token"), "eos_token"),
@@ -51,7 +49,6 @@ def read_config(folder: Path) -> TokenizerConfig:
         space_before_all=_flag(config, "legacy") is not False,
         special_names=tuple(dict.fromkeys(special_names)),
         added=added,
-        eos_ids=tuple(i for i in (eos_ids if isinstance(eos_ids, list) else [eos_ids]) if type(i) is int),
         chat_template=_chat_template(folder, config),
     )
 
@@ -61,9 +58,14 @@ def _content(value: object, key: str) -> str | None:
     content = value.get("content") if isinstance(value, dict) else value
     if value is None:
         return None
-    if isinstance(content, str) and content:
+    if isinstance(content, str) and content and _is_text(content):
         return content
     raise _unusable(key, value, 'a string or {"content": a string}')
+
+
+def _is_text(value: str) -> bool:
+    """Whether it has no half of a surrogate pair, which JSON can write and Unicode text cannot have."""
+    return not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def _flag(config: dict[str, Any], key: str) -> bool | None:
@@ -89,13 +91,13 @@ def _added_tokens(config: dict[str, Any], older: dict[str, Any]) -> tuple[dict[s
     decoder = config.get("added_tokens_decoder", {})
     for token_id, entry in decoder.items() if isinstance(decoder, dict) else [("", decoder)]:
         token = _content(entry, "an entry of added_tokens_decoder")
-        if token is None or not token_id.isdecimal():
+        if token is None or not token_id.isdecimal() or len(token_id) > 10:
             raise _unusable("added_tokens_decoder", {token_id: entry}, "an id and its token")
         added[token] = int(token_id)
         if isinstance(entry, dict) and entry.get("special") is True:
             special_names.append(token)
     for token, token_id in added.items():
-        if type(token_id) is not int or token_id < 0 or not token:
+        if type(token_id) is not int or not 0 <= token_id < 2**32 or not token or not _is_text(token):
             raise _unusable("added_tokens.json", {token: token_id}, "a token and its id")
     return added, special_names
 
@@ -109,9 +111,9 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
-        raise ModelError(f"{path} is not UTF-8 text: {error}; download the file again") from error
+        raise ModelError(f"{named(path)} is not UTF-8 text: {error}; download the file again") from error
 
 
 def _unusable(key: str, value: object, expected: str) -> ModelError:
     remedy = "use the tokenizer files that came with this checkpoint"
-    return ModelError(f"{key} of the tokenizer is {repr(value)[:80]}; expected {expected}; {remedy}")
+    return ModelError(f"{key} of the tokenizer is {shown(value)}; expected {expected}; {remedy}")

@@ -17,8 +17,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from lce.errors import ModelError
+from lce.errors import ModelError, shown
 
+MOST_GROWTH, MOST_INSERTED = 64, 64  # published chains replace one character by one
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -69,7 +70,8 @@ class Spelling:
         if decoder is None:
             return cls(separator=" ")
         spelling = cls()
-        for step in _steps(decoder):
+        growth(decoder, "decoder")
+        for step in _steps(decoder, "decoders"):
             spelling = spelling._then(step)
         return spelling
 
@@ -89,7 +91,7 @@ class Spelling:
             case {"type": "Strip", "content": str(char), "start": int(count), "stop": 0}, True if not self.strip:
                 return replace(self, strip=char, strip_count=count)
         raise ModelError(
-            f"the tokenizer's decoder has a step that cannot be read token by token: {str(dict(step))[:120]}; "
+            f"the tokenizer's decoder has a step that cannot be read token by token: {shown(dict(step))}; "
             "expected ByteLevel, or Replace, ByteFallback, Metaspace, Fuse and Strip in the order Llama uses them"
         )
 
@@ -113,9 +115,33 @@ class Spelling:
         return token.encode()
 
 
-def _steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    if decoder.get("type") == "Sequence":
-        for step in decoder["decoders"]:
-            yield from _steps(step)
-    else:
-        yield decoder
+def growth(chain: object, what: str) -> float:
+    """How many times longer the Replace steps of a decoder or normalizer make a text, at most.
+
+    Raises ModelError for more than `MOST_GROWTH`: a few steps could make a text of any length of one letter. `chain` is
+    not trusted; a step that is malformed is left to the library.
+    """
+    times = 1.0
+    for step in _steps(chain, f"{what}s"):
+        pattern, new = step.get("pattern"), step.get("content", step.get("prepend"))
+        old, new = pattern.get("String") if isinstance(pattern, dict) else "", new if isinstance(new, str) else ""
+        if step.get("type") == "Replace":
+            times *= max(1.0, len(new) / len(old) if isinstance(old, str) and old else len(new) + 1.0)
+        if times > MOST_GROWTH or len(new) > MOST_INSERTED:
+            raise ModelError(
+                f"the tokenizer's {what} makes a text more than {MOST_GROWTH} times longer, or adds more than "
+                f"{MOST_INSERTED} characters at once; use the tokenizer files of a published checkpoint"
+            )
+    return times
+
+
+def _steps(chain: object, inner: str) -> Iterator[Mapping[str, Any]]:
+    """The steps of a chain, a Sequence's in its place."""
+    left = [chain]
+    while left:
+        step = left.pop()
+        if isinstance(step, dict) and step.get("type") == "Sequence":
+            parts = step.get(inner)
+            left += reversed(parts) if isinstance(parts, list) else []
+        elif isinstance(step, dict):
+            yield step

@@ -18,12 +18,15 @@ from functools import cache
 from operator import index
 from pathlib import Path
 
-from lce.errors import DataError, ModelError, UsageError
-from lce.files import read_file
-from lce.tokenizer.chat import render_chat
+from lce.errors import DataError, ModelError, UsageError, shown
+from lce.files import named, read_file
+from lce.tokenizer.chat import ChatText, render_chat
 from lce.tokenizer.files import TokenizerConfig, read_config
 from lce.tokenizer.spelling import Spelling
 from lce.tokenizer.vocabulary import JsonVocabulary, SentencePieceVocabulary, Vocabulary
+
+LARGEST_FILE = 64 << 20  # bytes of a tokenizer.json or tokenizer.model; Gemma 3's has 33 MB
+BYTES_A_TOKEN = 1024  # of such a file; published ones have about 130
 
 
 class Detokenizer:
@@ -61,14 +64,15 @@ class Tokenizer:
     """A checkpoint's tokenizer, made by `from_folder`. It never changes and may be shared between threads.
 
     `vocab_size` is the highest id + 1 (the model's embedding may be padded beyond it), `bos_token` and `eos_token` are
-    the strings of `bos_id` and of the first of `eos_ids`, which are all the ids that end a generation.
+    the strings of `bos_id` and of the one id in `eos_ids`. The model's config may name more ids that end a generation.
     """
 
     def __init__(self, vocabulary: Vocabulary, config: TokenizerConfig, path: Path, vocab_size: int | None) -> None:
         self.vocab_size = vocabulary.size
+        where = named(path)
         if vocab_size is not None and vocabulary.size > vocab_size:
             raise ModelError(
-                f"{path} has {vocabulary.size} tokens (ids up to {vocabulary.size - 1}) but the model's embedding has "
+                f"{where} has {vocabulary.size} tokens (ids up to {vocabulary.size - 1}) but the model's embedding has "
                 f"{vocab_size} rows; use the tokenizer files that came with this checkpoint"
             )
         self._vocabulary = vocabulary
@@ -77,31 +81,40 @@ class Tokenizer:
         self._bytes_of = cache(self._spelled)
         self.bos_token, self.bos_id = self._find("bos_token", config.bos_token, vocabulary.bos_id)
         self.eos_token, eos_id = self._find("eos_token", config.eos_token, vocabulary.eos_id)
-        own = () if eos_id is None else (eos_id,)
-        self.eos_ids = tuple(dict.fromkeys((*own, *(i for i in config.eos_ids if 0 <= i < self._id_limit))))
+        self.eos_ids = () if eos_id is None else (eos_id,)
         self._special = vocabulary.special | {i for i in (self.bos_id, eos_id) if i is not None}
         self._prefix = _with_or_without(vocabulary.prefix, self.bos_id, config.add_bos, at_end=False)
         self._suffix = _with_or_without(vocabulary.suffix, eos_id, config.add_eos, at_end=True)
         self.chat_template = config.chat_template
+        if (wrong := self._beyond(self._prefix + self._suffix)) is not None:
+            raise ModelError(
+                f"{where} puts the id {wrong} around every text, but there are only ids 0 to {self._id_limit - 1}; "
+                "use the tokenizer files that came with this checkpoint"
+            )
+        self._controls = tuple(name for i in sorted(self._special) if (name := vocabulary.token(i)))
+
+    def _beyond(self, ids: Sequence[int]) -> int | None:
+        """The highest of these ids if neither the tokenizer nor the model has it."""
+        highest = max(ids, default=0)
+        return highest if highest >= self._id_limit else None
 
     @classmethod
     def from_folder(cls, folder: Path, vocab_size: int | None = None) -> Tokenizer:
         """Read a checkpoint folder's tokenizer. `vocab_size` is the number of rows of the model's embedding.
 
-        Raises ModelError for files that are missing, broken, larger than 256 MiB, or inconsistent with each other.
+        A folder without one gives a `NoTokenizer`. Raises ModelError for files that are broken, larger than any
+        tokenizer of `vocab_size` tokens, or inconsistent with each other.
         """
         folder = Path(folder)
         config = read_config(folder)
+        most = LARGEST_FILE if vocab_size is None else min(LARGEST_FILE, (4 << 20) + BYTES_A_TOKEN * vocab_size)
         vocabulary: Vocabulary
-        if (raw := read_file(path := folder / "tokenizer.json")) is not None:
+        if (raw := read_file(path := folder / "tokenizer.json", most)) is not None:
             vocabulary = JsonVocabulary(raw, path, config.special_names)
-        elif (raw := read_file(path := folder / "tokenizer.model")) is not None:
+        elif (raw := read_file(path := folder / "tokenizer.model", most)) is not None:
             vocabulary = SentencePieceVocabulary(raw, path, config.special_names, config.added, config.space_before_all)
         else:
-            raise ModelError(
-                f"no tokenizer in {folder}: expected tokenizer.json or tokenizer.model; "
-                "copy the checkpoint's tokenizer files there"
-            )
+            return NoTokenizer(folder, vocab_size or 0)
         return cls(vocabulary, config, path, vocab_size)
 
     def _find(self, key: str, name: str | None, default: int | None) -> tuple[str | None, int | None]:
@@ -111,7 +124,8 @@ class Tokenizer:
         token_id = self._vocabulary.id_of(name)
         if token_id is None:
             raise ModelError(
-                f"the {key} {name!r} of tokenizer_config.json or special_tokens_map.json is not in {self._path}; "
+                f"the {key} {shown(name)} of tokenizer_config.json or special_tokens_map.json is not in "
+                f"{named(self._path)}; "
                 "use the tokenizer files of one checkpoint"
             )
         return name, token_id
@@ -122,6 +136,15 @@ class Tokenizer:
         `bos` says whether a BOS comes first; None follows the tokenizer's own rule. A text that already begins with the
         BOS token, as a rendered chat does, never gets a second one.
         """
+        content = self._encode(text)
+        if bos and self.bos_id is None:
+            raise UsageError(f"{named(self._path)} has no BOS token to add; leave bos at None or False")
+        if self.bos_id is not None and content[:1] == [self.bos_id]:
+            bos = False
+        return _with_or_without(self._prefix, self.bos_id, bos, at_end=False) + content + self._suffix
+
+    def _encode(self, text: str) -> list[int]:
+        """The ids of `text` alone. Raises DataError for what is no text."""
         if not isinstance(text, str):
             raise DataError(f"a text to encode is a str, not {type(text).__name__}; decode bytes as UTF-8 first")
         try:
@@ -131,12 +154,13 @@ class Tokenizer:
                 f"the text has half a surrogate pair, U+{ord(text[error.start]):04X}, at character {error.start}; "
                 "expected Unicode text, as decoding with errors='replace' gives"
             ) from error
-        if bos and self.bos_id is None:
-            raise UsageError(f"{self._path} has no BOS token to add; leave bos at None or False")
-        content = self._vocabulary.encode(text)
-        if self.bos_id is not None and content[:1] == [self.bos_id]:
-            bos = False
-        return _with_or_without(self._prefix, self.bos_id, bos, at_end=False) + content + self._suffix
+        ids = self._vocabulary.encode(text)
+        if (wrong := self._beyond(ids)) is not None:
+            raise ModelError(
+                f"{named(self._path)} encodes this text with the id {wrong}, but there are only ids 0 to "
+                f"{self._id_limit - 1}; use the tokenizer files that came with this checkpoint"
+            )
+        return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of `ids`. Ids that only pad the embedding have no text; others out of range raise UsageError."""
@@ -161,8 +185,8 @@ class Tokenizer:
             ) from None
         if not 0 <= token_id < self._id_limit:
             raise UsageError(
-                f"token id {token_id} is out of range: {self._path} and its model have ids 0 to {self._id_limit - 1}; "
-                "decode ids with the tokenizer that made them"
+                f"token id {token_id} is out of range: {named(self._path)} and its model have ids 0 to "
+                f"{self._id_limit - 1}; decode ids with the tokenizer that made them"
             )
         return token_id
 
@@ -172,15 +196,80 @@ class Tokenizer:
         return None if token is None else self._vocabulary.spelling.bytes_of(token, first)
 
     def chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of a conversation in this model's chat format, ready for `encode`. DataError if it has none."""
-        if self.chat_template is None:
-            raise DataError(
-                f"{self._path} comes without a chat template; use a chat model, or write the prompt as plain text"
-            )
-        bos, eos = self.bos_token or "", self.eos_token or ""
+        """The text of a conversation in this model's chat format. For its ids use `encode_chat`.
+
+        Raises ModelError if the model has no chat format, or one that cannot be rendered, and DataError for messages
+        that it does not take.
+        """
+        return self.render_chat(messages, add_generation_prompt).text
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> list[int]:
+        """The ids of a conversation, as `chat` writes it.
+
+        Only the template makes control tokens: one that is written out in a message is encoded as plain text.
+        """
+        return self.encode_parts(self.render_chat(messages, add_generation_prompt))
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> ChatText:
+        """The text of `chat`, cut where a message has the text of a control token."""
         return render_chat(
-            self.chat_template, messages, bos_token=bos, eos_token=eos, add_generation_prompt=add_generation_prompt
+            self.require_chat(), messages, bos_token=self.bos_token or "", eos_token=self.eos_token or "",
+            add_generation_prompt=add_generation_prompt, controls=self._controls,
+        )  # fmt: skip
+
+    def require_chat(self) -> str:
+        """The chat template. Raises ModelError if the model has none."""
+        if self.chat_template is None:
+            raise ModelError(
+                f"the model in {named(self._path.parent)} has no chat template: it continues text; "
+                "use generate, or load a model that was trained to chat"
+            )
+        return self.chat_template
+
+    def encode_parts(self, chat: ChatText, start: int = 0) -> list[int]:
+        """The ids of a rendered conversation from character `start` on; no BOS is added."""
+        parts = chat.parts(start)
+        ids = self._encode(parts[0]) if not start else self._encode_after(parts[0])
+        return [*ids, *(token_id for part in parts[1:] for token_id in self._encode_after(part))]
+
+    def _encode_after(self, text: str) -> list[int]:
+        """The ids of a text that continues another one: without the space that some tokenizers put before a text."""
+        if not self._vocabulary.spelling.strip_count:
+            return self._encode(text)
+        before, ids = self._encode("."), self._encode(f".{text}")
+        return ids[len(before) :] if ids[: len(before)] == before else self._encode(text)
+
+
+class NoTokenizer(Tokenizer):
+    """Stands where a checkpoint has no tokenizer: its model takes and gives token ids. Texts raise ModelError.
+
+    The text of generated ids is empty.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.bos_token = self.bos_id = self.eos_token = self.chat_template = None
+        self.eos_ids = ()
+        self._folder = folder
+
+    def _refusal(self) -> ModelError:
+        return ModelError(
+            f"no tokenizer in {named(self._folder)}: expected tokenizer.json or tokenizer.model; give token ids, or "
+            "copy the checkpoint's tokenizer files there"
         )
+
+    def encode(self, text: str, *, bos: bool | None = None) -> list[int]:
+        raise self._refusal()
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        raise self._refusal()
+
+    def stream(self, *, skip_special: bool = True) -> Detokenizer:
+        """A stream of empty text."""
+        return Detokenizer(lambda token_id, first: None, Spelling())
+
+    def require_chat(self) -> str:
+        raise self._refusal()
 
 
 def _with_or_without(ids: Sequence[int], token_id: int | None, wanted: bool | None, *, at_end: bool) -> list[int]:

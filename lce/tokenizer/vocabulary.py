@@ -4,7 +4,7 @@
 by sentencepiece. Both turn text into ids, recognising special tokens written in it, and ids into token strings, None in
 a gap of the vocabulary; `Tokenizer` does the rest, the same for both. `size` is the highest id + 1, `special` the ids
 that decoding skips, `prefix` and `suffix` the ids that the file puts before and after every text. Every error of the
-libraries becomes a ModelError of one line.
+libraries becomes an error of one line: a ModelError where the file is read, a DataError where a text is encoded.
 """
 
 from __future__ import annotations
@@ -12,29 +12,49 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import sentencepiece
 import tokenizers
 
-from lce.errors import ModelError
-from lce.tokenizer.spelling import Spelling
+from lce.errors import DataError, LceError, ModelError, shown
+from lce.files import named, parse_json
+from lce.tokenizer.spelling import Spelling, growth
 
 # A field written after a protobuf message overrides the one in it. This one sets normalizer_spec.add_dummy_prefix = 0.
 _NO_SPACE_BEFORE = b"\x1a\x02\x18\x00"
 
 
+# The type of a step that can make a text longer, as the value of a key; or a value that is escaped.
+_LENGTHENS = re.compile(rb':\s*"(?:Replace"|Prepend"|[^"\\]*\\u)')
+MOST_VALUES = 8_000_000  # in a tokenizer.json; a vocabulary of 256,000 tokens has 2 million
+# Encoded when a file is read: a library that panics on them would panic on prompts.
+_PROBES = ("", "a", "The fox: 12 dogs\n\tin code();", "é 日本語 नमस्ते 😀 \u200d", " " * 40)
+MOST_AROUND = 64  # ids that a post-processor may add; published ones add three at most
+
+
 @contextmanager
-def _model_errors(what: str, remedy: str) -> Iterator[None]:
-    """Turn every error of a library into a ModelError of one line; a Rust panic is a BaseException."""
+def _one_line(kind: type[LceError], what: str, remedy: str) -> Iterator[None]:
+    """Turn every error of a library into one of `kind`, of one line; a Rust panic is a BaseException."""
     try:
         yield
-    except (ModelError, KeyboardInterrupt, SystemExit, MemoryError):
+    except (LceError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
         raise
     except BaseException as error:
         reason = " ".join(str(error).split())[:200]
-        raise ModelError(f"{what}: {reason}; {remedy}") from error
+        reason = reason if reason.isprintable() else shown(reason)
+        raise kind(f"{what}: {reason}; {remedy}") from error
+
+
+def _check_normalizer(raw: bytes) -> None:
+    """Refuse a normalizer that makes a text many times longer, before the library applies it to the added tokens.
+
+    The file is parsed only if it has a step that can do so: parsing takes as long as the library does.
+    """
+    if _LENGTHENS.search(raw):
+        content = parse_json(raw, MOST_VALUES)
+        growth(content.get("normalizer") if isinstance(content, dict) else None, "normalizer")
 
 
 class JsonVocabulary:
@@ -42,7 +62,9 @@ class JsonVocabulary:
 
     def __init__(self, raw: bytes, path: Path, special_names: Iterable[str]) -> None:
         self._path = path
-        with _model_errors(f"{path} is not a tokenizer the tokenizers library accepts", "download the file again"):
+        what = f"{named(path)} is not a tokenizer the tokenizers library accepts"
+        with _one_line(ModelError, what, "download the file again"):
+            _check_normalizer(raw)
             self._library = tokenizers.Tokenizer.from_buffer(raw)
             self._library.no_truncation()  # a file may turn on either; encoding must not cut or pad
             self._library.no_padding()
@@ -53,21 +75,39 @@ class JsonVocabulary:
             decoder = self._library.decoder
             self.spelling = Spelling.of_decoder(json.loads(decoder.__getstate__()) if decoder else None)
             self.prefix, self.suffix = self._around(next((token.content for token in added.values()), "a"))
+            self._probe()
         self.bos_id = self.prefix[0] if self.prefix else None
         self.eos_id = self.suffix[-1] if self.suffix else None
 
     def _around(self, probe: str) -> tuple[list[int], list[int]]:
-        """The ids that the post-processor puts before and after a text, found by encoding one token."""
+        """The ids that the post-processor puts before and after a text, found by encoding one token.
+
+        The post-processor is then dropped: it has no other effect on ids.
+        """
         if self._library.post_processor is None:
             return [], []
         encoding = self._library.encode(probe)
-        inside = [index for index, added in enumerate(encoding.special_tokens_mask) if not added]
-        if not inside:
-            return encoding.ids, []
-        return encoding.ids[: inside[0]], encoding.ids[inside[-1] + 1 :]
+        self._library.post_processor = None
+        ids, mask, bare = encoding.ids, encoding.special_tokens_mask, self._library.encode(probe).ids
+        inside = [index for index, added in enumerate(mask) if not added] or [len(ids), len(ids) - 1]
+        prefix, suffix = ids[: inside[0]], ids[inside[-1] + 1 :]
+        if ids[inside[0] : inside[-1] + 1] != bare:
+            raise ModelError(f"{named(self._path)}: its post-processor changes the text itself; use another tokenizer")
+        if len(prefix) + len(suffix) > MOST_AROUND:
+            raise ModelError(
+                f"{named(self._path)}: its post-processor adds {len(prefix) + len(suffix)} tokens to every text; "
+                f"expected at most {MOST_AROUND}"
+            )
+        return prefix, suffix
+
+    def _probe(self) -> None:
+        for text in _PROBES:
+            with suppress(Exception):  # a small vocabulary may lack this text; a panic is no Exception
+                self._library.encode(text)
 
     def encode(self, text: str) -> list[int]:
-        with _model_errors(f"{self._path} cannot encode this text", "its vocabulary lacks an unknown token or bytes"):
+        remedy = "its vocabulary lacks an unknown token or bytes; change the text, or use another tokenizer"
+        with _one_line(DataError, f"{named(self._path)} cannot encode this text", remedy):
             ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -93,9 +133,9 @@ class SentencePieceVocabulary:
     ) -> None:
         self._path = path
         remedy = "expected a sentencepiece model (Llama 3's own tokenizer.model is not one: use its tokenizer.json)"
-        with _model_errors(f"{path} cannot be read", remedy):
+        with _one_line(ModelError, f"{named(path)} cannot be read", remedy):
             if not raw:
-                raise ModelError(f"{path} is empty; {remedy}")
+                raise ModelError(f"{named(path)} is empty; {remedy}")
             self._opening = sentencepiece.SentencePieceProcessor(model_proto=raw)
             bare = sentencepiece.SentencePieceProcessor(model_proto=raw + _NO_SPACE_BEFORE)
             ids = list(range(len(self._opening)))
@@ -119,7 +159,7 @@ class SentencePieceVocabulary:
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = []
-        with _model_errors(f"{self._path} cannot encode this text", "please report it with the text"):
+        with _one_line(DataError, f"{named(self._path)} cannot encode this text", "please report it with the text"):
             for index, stretch in enumerate(self._split.split(text)):
                 if index % 2:
                     ids.append(self._ids[stretch])

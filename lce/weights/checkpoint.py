@@ -1,34 +1,46 @@
-"""A checkpoint's weights: safetensors files whose headers are checked in full before any data is mapped.
+"""A checkpoint's weights: safetensors files whose headers are checked in full before any data is read.
 
-On the CPU, weights in their stored dtype are views of a private mapping of the file: nothing is copied, pages are read
-when they are touched, and writing to a tensor never reaches the file. Other weights are converted one at a time, and
-the mapped pages of each are given back, so that peak memory is the converted model and one stored tensor.
+Weights are read into memory of our own, converted on the way: peak memory is the model in its final dtype and 128 MiB
+at most. A file that is altered, cut short or replaced after loading has no effect; one that is while it is loaded, or
+between the check of its header and the end of loading, is refused.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import mmap
+import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path, PureWindowsPath
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from lce import system
 from lce.errors import CapacityError, ModelError, shown
-from lce.files import map_copy
-from lce.weights.header import LARGEST_HEADER, Damaged, TensorInfo, parse_object, read_bytes, read_header
+from lce.files import named, open_regular
+from lce.sizes import size_text
+from lce.weights.header import (
+    LARGEST_HEADER,
+    MOST_TENSORS,
+    Damaged,
+    TensorInfo,
+    parse_object,
+    pread,
+    read_bytes,
+    read_open,
+)
+from lce.weights.reading import DTYPES, Job, Stamp, allocate, fill
 
 __all__ = ["DTYPES", "Checkpoint", "TensorInfo"]
-
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 _SAMPLE = 4096  # bytes of each tensor's beginning, middle and end in the fingerprint
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".npz", ".h5", ".msgpack")
@@ -36,14 +48,18 @@ _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".npz", ".h5"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of a checkpoint folder. `unindexed` are those in a shard that the index does not list."""
+    """The tensors of a checkpoint folder. `unindexed` are those in a shard that the index does not list.
+
+    `stamps` are those of the files when their headers were read.
+    """
 
     folder: Path
     tensors: Mapping[str, TensorInfo]
     unindexed: frozenset[str] = frozenset()
+    stamps: Mapping[Path, Stamp] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def open(cls, folder: Path) -> Checkpoint:
+    def open(cls, folder: Path) -> Self:
         """Find the weights and check every header. Raises ModelError if they are missing, damaged or not safetensors.
 
         As transformers does, `model.safetensors` comes first, then `model.safetensors.index.json` with its shards.
@@ -52,11 +68,13 @@ class Checkpoint:
         """
         folder = Path(folder)
         if not os.path.isdir(folder):
-            raise ModelError(f"{folder} is not a folder; expected a checkpoint's folder; check the path")
+            raise ModelError(f"{named(folder)} is not a folder; expected a checkpoint's folder; check the path")
         whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-        if not os.path.isfile(whole) and os.path.isfile(index):
+        if not os.path.lexists(whole) and os.path.lexists(index):
             return cls(folder, *_sharded(folder, index))
-        return cls(folder, read_header(whole if os.path.isfile(whole) else _only_file(folder)))
+        file = whole if os.path.lexists(whole) else _only_file(folder)
+        tensors, stamp = _header(file)
+        return cls(folder, tensors, stamps={file: stamp})
 
     def load(
         self, wanted: Mapping[str, tuple[str, tuple[int, ...]]], *, dtype: torch.dtype | None, device: torch.device,
@@ -67,19 +85,51 @@ class Checkpoint:
         An entry of `wanted` maps the caller's name to the name in the checkpoint and the shape it must have. Names,
         shapes and stored dtypes are all checked first. Every other tensor of the checkpoint must match one of the
         patterns in `ignore` (`"*.rotary_emb.inv_freq"`). Two entries with one published name share one tensor.
+
+        Raises `CapacityError`, before anything is read, for weights larger than the free memory, and ModelError for
+        NaN and infinity, naming the tensor, and for a file that changed since its header was read.
         """
         shapes = dict(wanted.values())
         self._check(shapes, ignore)
-        by_file: dict[Path, list[str]] = {}
-        for name, info in sorted(self.tensors.items(), key=lambda item: item[1].start):
-            if name in shapes:
-                by_file.setdefault(info.file, []).append(name)
-        loaded: dict[str, Tensor] = {}
-        for file, names in by_file.items():
-            mapping = _map(file, max(info.stop for info in self.tensors.values() if info.file == file))
-            for name in names:
-                loaded[name] = _load_tensor(mapping, self.tensors[name], dtype, device)
+        names = sorted(shapes, key=lambda name: (self.tensors[name].file, self.tensors[name].start))
+        sizes = [(shapes[name], dtype or DTYPES[self.tensors[name].dtype]) for name in names]
+        self._check_memory(sum(math.prod(shape) * kind.itemsize for shape, kind in sizes), device)
+        loaded = dict(zip(names, allocate(sizes, device), strict=True))
+        with self._opened() as files:
+            infos = self.tensors
+            fill([Job(name, infos[name], files[infos[name].file], out) for name, out in loaded.items()])
+            _ = self._fingerprint  # of what was just read
         return {key: loaded[name] for key, (name, _) in wanted.items()}
+
+    def _check_memory(self, needed: int, device: torch.device) -> None:
+        free = system.free_memory(device)
+        if free is not None and needed > free:
+            raise CapacityError(
+                f"the weights of {named(self.folder)} take {size_text(needed)} of memory on {device}, and "
+                f"{size_text(free)} is available; free some, or use a smaller dtype or model"
+            )
+
+    @contextmanager
+    def _opened(self) -> Iterator[dict[Path, int]]:
+        """Descriptors of all files. Raises ModelError if one is not what it was when its header was read.
+
+        It is checked at the end again: what was read in between belongs to the header that was checked.
+        """
+        files: dict[Path, int] = {}
+        try:
+            for file in self.stamps:
+                files[file] = open_regular(file, ModelError)
+            self._check_stamps(files)
+            yield files
+            self._check_stamps(files)
+        finally:
+            for descriptor in files.values():
+                os.close(descriptor)
+
+    def _check_stamps(self, files: Mapping[Path, int]) -> None:
+        for file, descriptor in files.items():
+            if Stamp.of(descriptor) != self.stamps[file]:
+                raise ModelError(f"{named(file)} changed while it was loaded; load it again when nothing writes to it")
 
     def dtype(self) -> torch.dtype:
         """The dtype that most bytes are stored in."""
@@ -89,22 +139,26 @@ class Checkpoint:
         for name, _ in sizes.most_common():
             if name in DTYPES:
                 return DTYPES[name]
-        raise ModelError(f"{self.folder} has no weights in {', '.join(DTYPES)}; use a checkpoint in one of these")
+        where = named(self.folder)
+        raise ModelError(f"{where} has no weights in {', '.join(DTYPES)}; use a checkpoint in one of these")
 
     def fingerprint(self) -> str:
         """A SHA-256 that ties a context or a map file to these weights, however they are sharded or named on disk.
 
         It covers every name, dtype and shape, and three samples of every tensor's bytes; a change elsewhere in a
-        large tensor is not seen. Reads 12 KiB a tensor at most.
+        large tensor is not seen. `load` takes the samples, 12 KiB a tensor at most, with the weights. Without `load`
+        they are read here, and a file that changed since its header was read is refused.
         """
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         digest = hashlib.sha256()
-        for name, info in sorted(self.tensors.items()):
-            digest.update(json.dumps([name, info.dtype, info.shape]).encode() + b"\n")
-            for start, stop in _samples(info.start, info.stop):
-                sample = read_bytes(info.file, stop - start, start)
-                if len(sample) != stop - start:
-                    raise Damaged(info.file, "the file was cut short since it was opened")
-                digest.update(sample)
+        with self._opened() as files:
+            for name, info in sorted(self.tensors.items()):
+                digest.update(json.dumps([name, info.dtype, info.shape]).encode() + b"\n")
+                for start, stop in _samples(info.start, info.stop):
+                    digest.update(pread(files[info.file], stop - start, start, info.file))
         return digest.hexdigest()
 
     def _check(self, wanted: Mapping[str, tuple[int, ...]], ignore: Sequence[str]) -> None:
@@ -119,7 +173,7 @@ class Checkpoint:
         faults += [f"{len(unexpected)} unexpected ({_few(unexpected)})"] if unexpected else []
         if faults:
             remedy = "check that config.json belongs to these weights, or download the checkpoint again"
-            raise ModelError(f"{self.folder}: tensors {' and '.join(faults)}; {remedy}")
+            raise ModelError(f"{named(self.folder)}: tensors {' and '.join(faults)}; {remedy}")
         shapes = [
             f"{shown(name)} is {list(self.tensors[name].shape)}, expected {list(shape)}"
             for name, shape in wanted.items()
@@ -127,13 +181,13 @@ class Checkpoint:
         ]
         if shapes:
             remedy = "check that config.json belongs to these weights"
-            raise ModelError(f"{self.folder}: wrong shapes: {_few(shapes, quoted=False)}; {remedy}")
+            raise ModelError(f"{named(self.folder)}: wrong shapes: {_few(shapes, quoted=False)}; {remedy}")
         unread = [
             f"{name} ({self.tensors[name].dtype})" for name in sorted(wanted) if self.tensors[name].dtype not in DTYPES
         ]
         if unread:
-            remedy = "use an unquantized checkpoint"
-            raise ModelError(f"{self.folder}: expected weights in {', '.join(DTYPES)}, got {_few(unread)}; {remedy}")
+            expected = f"expected weights in {', '.join(DTYPES)}"
+            raise ModelError(f"{named(self.folder)}: {expected}, got {_few(unread)}; use an unquantized checkpoint")
 
 
 def _few(names: Sequence[str], quoted: bool = True) -> str:
@@ -141,12 +195,23 @@ def _few(names: Sequence[str], quoted: bool = True) -> str:
     return first + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
+def _header(file: Path) -> tuple[dict[str, TensorInfo], Stamp]:
+    """The tensors of a file, and its stamp from before its header was read."""
+    descriptor = open_regular(file, ModelError)
+    try:
+        stamp = Stamp.of(descriptor)
+        return read_open(descriptor, file)[0], stamp
+    finally:
+        os.close(descriptor)
+
+
 def _only_file(folder: Path) -> Path:
     """The one safetensors file of a folder that has neither of the usual names."""
+    where = named(folder)
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
-        raise ModelError(f"{folder} cannot be read ({error.strerror}); check its permissions") from None
+        raise ModelError(f"{where} cannot be read ({error.strerror}); check its permissions") from None
     found = [name for name in names if name.endswith(".safetensors")]
     own = [name for name in found if not name.startswith(("consolidated", "adapter"))]
     best = [name for name in own if name.startswith("model")] or own or found
@@ -154,16 +219,16 @@ def _only_file(folder: Path) -> Path:
         return folder / best[0]
     if best:
         remedy = "download model.safetensors.index.json, or leave one whole file"
-        raise ModelError(f"{folder} has {_few(best)} but no index; expected one file or shards with an index; {remedy}")
+        raise ModelError(f"{where} has {_few(best)} but no index; expected one file or shards with an index; {remedy}")
     others = [name for name in names if name.endswith(_OTHER_WEIGHTS)]
     if others:
         remedy = "convert them, e.g. with transformers' save_pretrained(folder, safe_serialization=True)"
-        raise ModelError(f"{folder} has weights only as {_few(others)}; lce reads safetensors alone; {remedy}")
-    raise ModelError(f"{folder} has no weights; expected model.safetensors or shards with an index; check the path")
+        raise ModelError(f"{where} has weights only as {_few(others)}; lce reads safetensors alone; {remedy}")
+    raise ModelError(f"{where} has no weights; expected model.safetensors or shards with an index; check the path")
 
 
-def _sharded(folder: Path, index: Path) -> tuple[dict[str, TensorInfo], frozenset[str]]:
-    """All tensors of the index's shards, and the names of those that the index does not list."""
+def _sharded(folder: Path, index: Path) -> tuple[dict[str, TensorInfo], frozenset[str], dict[Path, Stamp]]:
+    """All tensors of the index's shards, the names of those that the index does not list, and the shards' stamps."""
     raw = read_bytes(index, LARGEST_HEADER + 1)
     if len(raw) > LARGEST_HEADER:
         raise Damaged(index, f"more than {LARGEST_HEADER} bytes")
@@ -173,15 +238,19 @@ def _sharded(folder: Path, index: Path) -> tuple[dict[str, TensorInfo], frozense
     shards = sorted(set(weight_map.values()))
     _check_shard_names(folder, index, shards)
     tensors: dict[str, TensorInfo] = {}
+    stamps: dict[Path, Stamp] = {}
     for shard in shards:
-        for name, info in read_header(folder / shard).items():
+        found, stamps[folder / shard] = _header(folder / shard)
+        for name, info in found.items():
             if name in tensors or weight_map.get(name, shard) != shard:
-                raise Damaged(index, f"tensor {shown(name)} is in {shard} and in another shard")
+                raise Damaged(index, f"tensor {shown(name)} is in {shown(shard)} and in another shard")
             tensors[name] = info
+        if len(tensors) > MOST_TENSORS:
+            raise Damaged(index, f"its shards have more than {MOST_TENSORS} tensors")
     absent = [name for name in weight_map if name not in tensors]
     if absent:
         raise Damaged(index, f"its shards lack {len(absent)} of the tensors that it lists ({_few(absent)})")
-    return tensors, frozenset(tensors.keys() - weight_map.keys())
+    return tensors, frozenset(tensors.keys() - weight_map.keys()), stamps
 
 
 def _check_shard_names(folder: Path, index: Path, shards: Iterable[str]) -> None:
@@ -189,36 +258,10 @@ def _check_shard_names(folder: Path, index: Path, shards: Iterable[str]) -> None
     for shard in shards:
         if PureWindowsPath(shard).name != shard or not shard.endswith(".safetensors") or "\0" in shard:
             remedy = "use a checkpoint from a source you trust"
-            raise ModelError(f"{index}: the shard {shown(shard)} is not a plain *.safetensors name; {remedy}")
-    missing = [shard for shard in shards if not os.path.isfile(folder / shard)]
+            raise ModelError(f"{named(index)}: the shard {shown(shard)} is not a plain *.safetensors name; {remedy}")
+    missing = [shard for shard in shards if not os.path.lexists(folder / shard)]
     if missing:
-        raise ModelError(f"{folder} lacks {len(missing)} of the index's shards ({_few(missing)}); download them")
-
-
-def _map(file: Path, size: int) -> mmap.mmap:
-    """A private, writable mapping of the whole file. On Linux it reserves no swap, so it may be larger than memory."""
-    try:
-        with file.open("rb") as handle:
-            if os.fstat(handle.fileno()).st_size != size:
-                raise Damaged(file, "the file changed since it was opened")
-            return map_copy(handle.fileno(), size)
-    except OSError as error:
-        kind = CapacityError if error.errno == errno.ENOMEM else ModelError
-        raise kind(f"{file} cannot be mapped ({error.strerror}); check the file, its permissions and memory") from None
-
-
-def _load_tensor(mapping: mmap.mmap, info: TensorInfo, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    """One tensor: a view of the mapping if dtype and device allow it, else a copy; then its pages are given back."""
-    stored = DTYPES[info.dtype]
-    if info.start == info.stop:
-        return torch.empty(info.shape, dtype=dtype or stored, device=device)
-    raw = torch.frombuffer(mapping, dtype=torch.uint8, count=info.stop - info.start, offset=info.start)
-    aligned = raw.clone() if info.start % stored.itemsize else raw
-    tensor = aligned.view(stored).view(info.shape).to(device=device, dtype=dtype or stored)
-    if tensor.data_ptr() != raw.data_ptr() and hasattr(mmap, "MADV_DONTNEED"):
-        start = info.start - info.start % mmap.PAGESIZE
-        mapping.madvise(mmap.MADV_DONTNEED, start, info.stop - start)
-    return tensor
+        raise ModelError(f"{named(folder)} lacks {len(missing)} of the index's shards ({_few(missing)}); download them")
 
 
 def _samples(start: int, stop: int) -> list[tuple[int, int]]:

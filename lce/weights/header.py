@@ -1,21 +1,24 @@
 """The header of a safetensors file, parsed from its raw bytes and checked in full.
 
 A file is eight bytes of header length, the header (a JSON object: name -> dtype, shape, data_offsets), and the data,
-which the tensors must tile exactly: no overlap, no hole, nothing left over. A file that passes can be mapped
-without further checks.
+which the tensors must tile exactly: no overlap, no hole, nothing left over. A file that passes can be read without
+further checks. Its header is bounded before it is parsed, far above any published one, so that a hostile file takes
+neither time nor memory.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from lce.errors import ModelError, shown
+from lce.files import JsonError, named, open_regular, parse_json
 
-LARGEST_HEADER = 100_000_000  # bytes: the format's own limit
+LARGEST_HEADER = 16 << 20  # bytes; the largest published headers are below 1 MiB
+MOST_TENSORS = 100_000  # of a checkpoint; the largest models of our families have about 1,200
+_VALUES = 12  # JSON values and names in the entry of a matrix
 
 ITEM_SIZES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
@@ -42,7 +45,7 @@ class Damaged(ModelError):
     """A damaged file; `what` is wrong with it."""
 
     def __init__(self, path: Path, what: str) -> None:
-        super().__init__(f"{path}: {what}; the file is damaged or incomplete: download it again")
+        super().__init__(f"{named(path)}: {what}; the file is damaged or incomplete: download it again")
         self.what = what
 
 
@@ -53,11 +56,22 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 def read_all(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """The tensors of the file and the metadata of its header; otherwise as `read_header`."""
-    raw, file_size = _header_bytes(path)
+    descriptor = open_regular(path, ModelError)
+    try:
+        return read_open(descriptor, path)
+    finally:
+        os.close(descriptor)
+
+
+def read_open(descriptor: int, path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """As `read_all`, of a file that is open already."""
+    raw, file_size = _header_bytes(descriptor, path)
     entries = parse_object(raw, path)
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise Damaged(path, "__metadata__ is not an object of strings")
+    if len(entries) > MOST_TENSORS:
+        raise Damaged(path, f"{len(entries)} tensors; expected at most {MOST_TENSORS}")
     data_start = 8 + len(raw)
     tensors = {name: _tensor(path, name, entry, data_start) for name, entry in entries.items()}
     end = data_start
@@ -74,17 +88,10 @@ def read_all(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
 
 def parse_object(raw: bytes, path: Path) -> dict[str, object]:
     """The JSON object in `raw`. Raises ModelError for anything else, and for a name that appears twice."""
-
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise ValueError("a name appears twice")
-        return found
-
     try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise Damaged(path, f"not valid JSON: {error}") from None
+        value = parse_json(raw, most=MOST_TENSORS * _VALUES, unique=True)
+    except JsonError as error:
+        raise Damaged(path, str(error)) from None
     if not isinstance(value, dict):
         raise Damaged(path, f"a JSON {type(value).__name__} where an object is expected")
     return value
@@ -92,35 +99,36 @@ def parse_object(raw: bytes, path: Path) -> dict[str, object]:
 
 def read_bytes(path: Path, count: int, offset: int = 0) -> bytes:
     """Up to `count` bytes of the file. Raises ModelError if it cannot be read."""
+    descriptor = open_regular(path, ModelError)
     try:
-        with path.open("rb", buffering=0) as file:
-            file.seek(offset)
-            return file.read(count)
+        return pread(descriptor, count, offset, path)
+    finally:
+        os.close(descriptor)
+
+
+def pread(descriptor: int, count: int, offset: int, path: Path) -> bytes:
+    """Up to `count` bytes of an open file: fewer only at its end. Raises ModelError if it cannot be read."""
+    parts, left = [], count
+    try:
+        while left and (part := os.pread(descriptor, left, offset + count - left)):
+            parts.append(part)
+            left -= len(part)
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise ModelError(f"{named(path)} cannot be read ({error.strerror}); check the disk") from None
+    return b"".join(parts)
 
 
-def _unreadable(path: Path, error: OSError) -> ModelError:
-    return ModelError(f"{path} cannot be read ({error.strerror}); check the file and its permissions")
-
-
-def _header_bytes(path: Path) -> tuple[bytes, int]:
+def _header_bytes(descriptor: int, path: Path) -> tuple[bytes, int]:
     """The header's JSON and the size of the file."""
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise Damaged(path, "not a regular file")
-    try:
-        with path.open("rb", buffering=0) as file:
-            file_size, prefix = os.fstat(file.fileno()).st_size, file.read(8)
-            length = int.from_bytes(prefix, "little")
-            if prefix == b"version ":
-                raise ModelError(f"{path} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`")
-            if len(prefix) < 8 or length + 8 > file_size:
-                raise Damaged(path, f"a header of {length} bytes does not fit in a file of {file_size}")
-            if length > LARGEST_HEADER:
-                raise Damaged(path, f"a header of {length} bytes; expected at most {LARGEST_HEADER}")
-            raw = file.read(length)
-    except OSError as error:
-        raise _unreadable(path, error) from None
+    file_size, prefix = os.fstat(descriptor).st_size, pread(descriptor, 8, 0, path)
+    length = int.from_bytes(prefix, "little")
+    if prefix == b"version ":
+        raise ModelError(f"{named(path)} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`")
+    if len(prefix) < 8 or length + 8 > file_size:
+        raise Damaged(path, f"a header of {length} bytes does not fit in a file of {file_size}")
+    if length > LARGEST_HEADER:
+        raise Damaged(path, f"a header of {length} bytes; expected at most {LARGEST_HEADER}")
+    raw = pread(descriptor, length, 8, path)
     if len(raw) != length or raw[:1] != b"{":
         raise Damaged(path, "the header does not begin with '{'")
     return raw, file_size

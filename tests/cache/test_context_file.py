@@ -16,19 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lce.cache.context_file import (
-    FORMAT,
-    Draft,
-    Snapshot,
-    digest,
-    open_snapshot,
-    page_facts,
-    restored,
-    row_entries,
-    write_rows,
-)
+from lce.cache.context_file import Draft, Snapshot, open_snapshot, restored, row_entries, write_rows
 from lce.cache.kv import KVCache, Opened, Tiered
 from lce.cache.layout import Budgets, CacheLayout, Reach
+from lce.cache.manifest import FORMAT, Manifest, digest, page_facts
 from lce.cache.method_state import MethodState, OpenChunk, RecentRows, Staged, Summaries, TokenRows
 from lce.cache.row_file import fingerprints
 from lce.errors import CapacityError, DataError
@@ -44,7 +35,7 @@ def states(layout: CacheLayout) -> Mapping[str, MethodState]:
         "summaries": Summaries(layout.key_bytes, layout.chunk_size),
         "recent": RecentRows(6, layout.key_bytes),
         "open": OpenChunk(layout.chunk_size, layout.key_bytes),
-        "staged": Staged(lambda n_tokens, block: 4),
+        "staged": Staged(lambda n_tokens, block: 8),
     }
 
 
@@ -106,8 +97,9 @@ def cache_of(n: int, layout: CacheLayout = LAYOUT) -> KVCache:
     return cache
 
 
-def facts(layout: CacheLayout, n: int) -> dict[str, Any]:
-    return {"format": FORMAT, "pages": page_facts(layout), "capacity": n}
+def facts(layout: CacheLayout, n: int, read: int | None = None) -> dict[str, Any]:
+    numbers = {"capacity": n, "read": n if read is None else read, "announced": n}
+    return {"format": FORMAT, "lce": "", "identity": {}, "text": "", "pages": page_facts(layout), **numbers}
 
 
 def saved(cache: KVCache, path: Path, **more: object) -> Path:
@@ -306,7 +298,7 @@ def test_every_layer_is_written_where_an_interrupted_pass_moved_some_of_them(n_l
         n = cache.length
         cache.discard()
         write_rows(cache, draft.rows)
-        draft.finish(tmp_path / "c.lce", cache.tensors(), facts(layout, N))
+        draft.finish(tmp_path / "c.lce", cache.tensors(), facts(layout, N, n))
         check(again(tmp_path / "c.lce", n=n), n)
 
 
@@ -363,7 +355,7 @@ def test_the_old_file_or_the_new_one_whatever_call_fails(tmp_path: Path, monkeyp
                 done = calls < k
             except CapacityError:
                 path.with_name("c.lce.tmp").unlink(missing_ok=True)
-        n = opened(path).manifest["capacity"]
+        n = opened(path).manifest.capacity
         assert n in ({N} if done else {30, N})
         check(again(path, n=n), n)
     assert k > 10
@@ -378,8 +370,8 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_a_manifest_may_be_refused(file: Path) -> None:
-    def refuse(manifest: Mapping[str, Any]) -> None:
-        assert manifest["capacity"] == N
+    def refuse(manifest: Manifest) -> None:
+        assert manifest.capacity == N
         raise DataError("another model")
 
     before = len(os.listdir("/proc/self/fd"))
@@ -411,8 +403,8 @@ def test_other_files_are_refused(file: Path, tmp_path: Path) -> None:
     link.symlink_to(file)
     folder.mkdir()
     for path, words in (
-        (link, "is a symbolic link; expected the file itself"), (folder, "is not a file; expected a context"),
-        (tmp_path / "nowhere", "cannot be read: No such file"),
+        (link, "is a symbolic link; expected a regular file"), (folder, "is a folder; expected a regular file"),
+        (tmp_path / "nowhere", "cannot read .*nowhere: No such file"),
     ):  # fmt: skip
         with pytest.raises(DataError, match=words):
             opened(path)
@@ -431,7 +423,7 @@ def test_a_file_that_is_cut_short_is_refused(file: Path) -> None:
     whole = file.read_bytes()
     for n in (0, 7, 8, 100, LAYOUT.file(N).rows_start, len(whole) // 2, len(whole) - 1):
         file.write_bytes(whole[:n])
-        with pytest.raises(DataError, match="the file is damaged or incomplete: prefill the text again"):
+        with pytest.raises(DataError, match="it is damaged or incomplete: prefill the text again"):
             opened(file)
 
 

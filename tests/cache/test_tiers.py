@@ -160,6 +160,10 @@ class Everything(Tier):
         self.have.update(new)
         self.written += new
 
+    def forget(self, pages: Pages) -> None:
+        assert self.have is not None
+        self.have.difference_update((int(group), int(chunk)) for group, chunk in zip(*pages, strict=True))
+
 
 def pool(limit: int, below: Tier | None = None, pinned: int = 0) -> Pool:
     return Pool("host", layout_of(), Mover(), below or Everything(), limit, pinned)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import pickle
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -336,3 +340,115 @@ def test_a_prefill_that_fails_holds_nothing_up(fragile: lce.Engine) -> None:
     with pytest.raises(Interrupted):
         fragile.logits(tokens(45))
     assert len(fragile.prefill(tokens(45))) == 45
+
+
+# Going back, closing, copying
+
+EVERY: dict[str, Method] = {
+    "full": Full(),
+    "streaming": lce.methods.Streaming(local=20),
+    "self_extend": lce.methods.SelfExtend(local=8),
+    "longheads": LongHeads(chunk_size=8, chunks=4),
+    "constant": LongHeads(chunk_size=8, chunks=4, placement="constant"),
+    "quest": lce.methods.Quest(page=4, budget=16, dense_layers=0),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "budget"), [*((name, None) for name in EVERY), ("longheads", "64KiB"), ("quest", "64KiB")]
+)
+def test_a_truncated_context_goes_on_as_if_no_more_had_been_read(
+    tiny_model: Path, tmp_path: Path, name: str, budget: str | None
+) -> None:
+    spill: dict[str, Any] = {} if budget is None else {"kv_host_budget": budget, "spill_dir": tmp_path}
+    engine = lce.load(tiny_model, EVERY[name], block=BLOCK, **spill)
+    ids, question = tokens(150), tokens(9, seed=1)
+    context = engine.prefill(ids)
+    engine.generate([], max_tokens=5, context=context)  # its last token is not read yet
+    for n in (154, 149, 148, 96, 33, 1):
+        context.truncate(n)
+        assert len(context) == n
+        assert context.token_ids[:150] == ids[:n]
+        fork = context.fork()
+        logits = engine.prefill([], context=fork).logits
+        assert logits is not None
+        assert (logits - engine.logits(fork.token_ids)[-1]).abs().max() <= 1e-4
+        asked = engine.generate(question, max_tokens=4, context=fork).token_ids
+        fresh = engine.prefill(fork.token_ids[:n])
+        assert asked == engine.generate(question, max_tokens=4, context=fresh).token_ids
+    context.truncate(0)
+    assert len(context) == context.cache.length == 0
+    with pytest.raises(lce.UsageError, match="the prompt is empty"):
+        engine.generate([], context=context)
+    assert engine.prefill(ids, context=context).token_ids == ids
+
+
+def test_a_context_is_truncated_to_what_it_has(engine: lce.Engine) -> None:
+    context = engine.prefill(tokens(40))
+    before = last_logits(context)
+    context.truncate(40)
+    assert torch.equal(last_logits(context), before)
+    for wrong in (41, -1, 1.5, None):
+        with pytest.raises(lce.UsageError, match="n_tokens is"):
+            context.truncate(wrong)  # type: ignore[arg-type]
+    assert len(context) == context.cache.length == 40
+
+
+def test_a_saved_context_may_be_truncated(engine: lce.Engine, tmp_path: Path) -> None:
+    engine.prefill(tokens(100)).save(tmp_path / "c.lce")
+    context = engine.open_context(tmp_path / "c.lce")
+    context.truncate(60)
+    asked = engine.generate(tokens(9, 1), max_tokens=6, context=context).token_ids
+    assert asked == engine.generate(tokens(9, 1), max_tokens=6, context=engine.prefill(tokens(60))).token_ids
+
+
+def test_with_closes_a_context_and_frees_its_files_at_once(tiny_model: Path, tmp_path: Path) -> None:
+    engine = lce.load(tiny_model, EVERY["longheads"], block=BLOCK, kv_host_budget="64KiB", spill_dir=tmp_path)
+
+    def open_files() -> list[str]:
+        links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+        names = [os.readlink(link) for link in links if os.path.islink(link)]
+        return [name for name in names if name.startswith(str(tmp_path))]
+
+    with engine.prefill(tokens(300)) as context:
+        weak = weakref.ref(context.cache)
+        assert context.cache.bytes_by_tier["disk"]
+        assert open_files()
+    assert weak() is None
+    assert open_files() == []
+    assert list(tmp_path.iterdir()) == []
+    assert repr(context) == "Context(300 tokens, closed)"
+    context.close()
+    for call in (
+        context.fork,
+        context.__enter__,
+        lambda: context.truncate(3),
+        lambda: context.save(tmp_path / "c.lce"),
+        lambda: engine.generate("x", context=context),
+        lambda: engine.prefill("x", context=context),
+    ):
+        with pytest.raises(lce.UsageError, match="this context was closed"):
+            call()
+
+
+def test_a_context_that_is_being_asked_is_not_closed(engine: lce.Engine) -> None:
+    context = engine.prefill(tokens(40))
+    with engine.stream([], max_tokens=5, context=context) as stream:
+        next(stream)
+        with pytest.raises(lce.UsageError, match="being asked already"):
+            context.close()
+    context.close()
+
+
+def test_engines_contexts_and_streams_are_neither_pickled_nor_copied(engine: lce.Engine) -> None:
+    context = engine.prefill(tokens(10))
+    things = (engine, context, engine.stream("x", context=context), engine.astream("x", context=context))
+    for thing in things:
+        for how in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(
+                lce.UsageError, match=f"this {type(thing).__name__} cannot be pickled or copied"
+            ) as error:
+                how(thing)
+            assert "\n" not in str(error.value)
+    with pytest.raises(lce.UsageError, match=r"copy it with fork\(\), or write it with save\(\)"):
+        copy.copy(context)

@@ -14,8 +14,10 @@ from lce.cache.kv import KVCache
 from lce.cache.layout import CacheLayout
 from lce.engine.context import Context
 from lce.engine.decode import Generation, Request, StopWatch, decode
+from lce.engine.identity import Identity
 from lce.engine.sampling import Sampling
-from lce.engine.saving import ContextData, Identity
+from lce.engine.saving import ContextData
+from lce.methods import Full
 from lce.models.config import RopeConfig
 from lce.models.rope import Rope
 from lce.tokenizer.tokenizer import Tokenizer
@@ -91,7 +93,7 @@ class Script:
         self.tokens = tokens
         device = torch.device("cpu")
         layout = CacheLayout(n_layers=1, n_heads=1, n_kv_heads=1, head_dim=2, dtype=torch.float32, device=device)
-        identity = Identity(lambda: "none", "full", "64", "none", "float32")
+        identity = Identity(lambda: "none", Full(), 64, RopeConfig(), torch.float32, 300)
         self.context = Context(ContextData(KVCache.empty(layout), [0]), Rope(RopeConfig(), 2, 64), identity)
         self.calls = 0
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +186,7 @@ def test_an_empty_prompt_is_refused(engine: lce.Engine, prompt: Any) -> None:
         ([-1], "token id -1"),
         ([5, 10**30], "token id 1000000"),
         ([5.0], "the prompt is a list; expected text or token ids"),
-        (["a"], "the prompt is a list"),
+        ([None], "the prompt is a list"),
         (None, "the prompt is a NoneType"),
     ],
 )
@@ -219,3 +221,147 @@ def test_options_that_cannot_be_are_refused_at_once(engine: lce.Engine, values: 
         with pytest.raises(lce.UsageError, match=message):
             call("x", context=context, **values)
     assert len(context) == 10
+
+
+# Several prompts
+
+
+def test_a_list_of_prompts_gives_a_list(engine: lce.Engine) -> None:
+    texts = ["The old miller", "In the morning", "日本語"]
+    expected = [engine.generate(text, max_tokens=6).token_ids for text in texts]
+    assert [g.token_ids for g in engine.generate(texts, max_tokens=6)] == expected
+    assert [g.token_ids for g in engine.generate([engine.tokenizer.encode(t) for t in texts], max_tokens=6)] == expected
+    with pytest.raises(lce.UsageError, match="the prompt is empty"):
+        engine.generate(["a", ""])
+
+
+def test_prompts_of_a_list_are_asked_on_forks(engine: lce.Engine) -> None:
+    context = engine.prefill(tokens(50))
+    questions = [tokens(9, seed) for seed in (1, 2)]
+    expected = [engine.generate(q, max_tokens=6, context=context.fork()).token_ids for q in questions]
+    assert [g.token_ids for g in engine.generate(questions, max_tokens=6, context=context)] == expected
+    assert context.token_ids == tokens(50)
+
+
+# Log-probabilities
+
+
+def test_logprobs_are_those_of_the_model(engine: lce.Engine) -> None:
+    """Whatever the filters: the distribution is the raw one."""
+    prompt = tokens(40)
+    for sampling in ({}, {"temperature": 0.7, "top_k": 5, "seed": 1}):
+        result = engine.generate(prompt, max_tokens=8, logprobs=3, **sampling)
+        assert result.logprobs is not None
+        assert [entry.token_id for entry in result.logprobs] == result.token_ids
+        rows = engine.logits([*prompt, *result.token_ids]).double().log_softmax(-1)[len(prompt) - 1 : -1]
+        for row, entry in zip(rows, result.logprobs, strict=True):
+            assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-4)
+            best = row.topk(3)
+            assert [token for token, _ in entry.top] == best.indices.tolist()
+            assert [x for _, x in entry.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+    assert engine.generate(prompt, max_tokens=2).logprobs is None
+    none, everything = (engine.generate(prompt, max_tokens=1, logprobs=k).logprobs for k in (0, 10**6))
+    assert none is not None
+    assert everything is not None
+    assert [len(none[0].top), len(everything[0].top)] == [0, 300]
+
+
+def test_stop_may_be_a_function_of_the_text_so_far(engine: lce.Engine) -> None:
+    whole = engine.generate(TEXT, max_tokens=30)
+    seen: list[str] = []
+
+    def stop(text: str) -> bool:
+        seen.append(text)
+        return len(text) >= 6
+
+    cut = engine.generate(TEXT, max_tokens=30, stop=stop)
+    assert whole.text.startswith(cut.text)
+    assert cut.text == seen[-1]
+    assert all(len(text) < 6 for text in seen[:-1])
+    assert cut.finish_reason == "stop"
+    assert "".join(p.text for p in engine.stream(TEXT, max_tokens=30, stop=stop)) == cut.text
+    assert engine.generate(TEXT, max_tokens=30, stop=None).text == whole.text
+
+
+# Logits that are no numbers
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("weight", ["head", "embed", "down"])
+def test_logits_that_are_not_finite_are_refused_and_the_block_is_discarded(
+    tiny_model: Path, value: float, weight: str
+) -> None:
+    engine = lce.load(tiny_model, block=16)
+    engine.model.embed, engine.model.head = engine.model.embed.clone(), engine.model.head.clone()
+    context = engine.prefill(tokens(20))
+    before = last_logits(context).clone()
+    if weight == "head":
+        engine.model.head[7, 3] = value
+    elif weight == "embed":
+        engine.model.embed[9, 3] = value  # of one token only
+    else:
+        engine.model.layers[1].w["down"] = engine.model.layers[1].w["down"].clone()
+        engine.model.layers[1].w["down"][5, 5] = value
+    question = [*tokens(3), 9]
+    for call in (engine.generate, engine.prefill):
+        with pytest.raises(lce.ModelError, match="the model's logits are not finite after token 23: its weights hold"):
+            call(question, context=context)
+        assert context.token_ids == tokens(20)
+        assert torch.equal(last_logits(context), before)
+    with pytest.raises(lce.ModelError, match="not finite after token 3:"):
+        engine.logits(question)
+
+
+# Memory
+
+RSS = """
+import gc, sys, torch
+import lce
+def rss():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
+torch.set_num_threads(1)
+lce.load(sys.argv[1]).generate("warm up", max_tokens=2)
+gc.collect()
+before = rss()
+engine = lce.load(sys.argv[1], "longheads", dtype="bfloat16")
+engine.generate([5] * 2000, max_tokens=2)
+held = rss()
+del engine
+print(before, held, rss())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
+def test_memory_is_given_back_when_an_engine_ends() -> None:
+    line = [sys.executable, "-W", "ignore", "-c", RSS, "demo"]
+    before, held, after = map(float, subprocess.run(line, capture_output=True, text=True, check=True).stdout.split())
+    assert held - before > 25, "a model and activations"
+    assert after - before < 0.35 * (held - before)
+
+
+# A checkpoint without a tokenizer
+
+
+def test_without_a_tokenizer_ids_come_and_go(tiny_model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    whole, engine = lce.load(tiny_model), lce.load(folder)
+    ids = tokens(40)
+    expected = whole.generate(ids, max_tokens=12)
+    given = engine.generate(ids, max_tokens=12)
+    assert (given.text, given.token_ids, given.finish_reason) == ("", expected.token_ids, expected.finish_reason)
+    assert list(engine.stream(ids, max_tokens=12)) == []
+    context = engine.prefill(ids)
+    assert engine.generate([], max_tokens=12, context=context).token_ids == expected.token_ids
+    config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": expected.token_ids[2]}
+    (folder / "config.json").write_text(json.dumps(config))
+    ended = lce.load(folder).generate(ids, max_tokens=12)
+    assert ended.token_ids == expected.token_ids[: expected.token_ids.index(expected.token_ids[2])]
+    assert ended.finish_reason == "stop"
+    for call in (engine.generate, engine.stream, engine.prefill, engine.logits):
+        with pytest.raises(lce.ModelError, match=r"no tokenizer in .*; give token ids"):
+            call("text")
+    for stop in ("x", ["x"], lambda text: True):
+        with pytest.raises(lce.UsageError, match="stop is given, but this checkpoint has no tokenizer"):
+            engine.generate(ids, stop=stop)

@@ -21,8 +21,8 @@ TOKEN = 2 * 2 * 2 * 16 * 4  # bytes of keys and values in the tiny model
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"block": 0}, "block is 0; expected 1 or more tokens"),
-        ({"window": 1}, "window is 1; expected 2 or more positions"),
+        ({"block": 0}, "block is 0; expected 1 or more"),
+        ({"window": 1}, "window is 1; expected 2 or more"),
         ({"window": 0}, "window is 0"),
         ({"method": "longhead"}, "unknown method 'longhead'; did you mean 'longheads'"),
         ({"device": "gpu"}, "unknown device 'gpu'; expected auto, cpu, cuda or cuda:N"),

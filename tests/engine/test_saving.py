@@ -22,8 +22,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lce
-from lce.cache.context_file import FORMAT, Draft
+from lce.cache.context_file import Draft
+from lce.cache.manifest import FORMAT
 from lce.cache.tiers import Disk
+from lce.engine.saving import describe
 from lce.errors import CapacityError, DataError, UsageError
 from lce.files import draft_path
 from lce.weights.header import read_all
@@ -270,7 +272,7 @@ def test_other_files_are_refused(document: Path, engine: lce.Engine, tiny_model:
     link, folder, weights = tmp_path / "link.lce", tmp_path / "folder", tiny_model / "model.safetensors"
     link.symlink_to(document)
     folder.mkdir()
-    for path, words in ((link, "symbolic link"), (folder, "not a file"), (weights, "not a context")):
+    for path, words in ((link, "symbolic link"), (folder, "is a folder"), (weights, "not a context")):
         with pytest.raises(DataError, match=words):
             engine.open_context(path)
     with pytest.raises(DataError, match="No such file"):
@@ -290,7 +292,7 @@ def test_a_link_is_not_written_through(document: Path, engine: lce.Engine, tmp_p
     victim.write_text("mine")
     link.symlink_to(victim)
     for call in (engine.open_context(document).save, lambda path: engine.prefill_file(tokens(9), path)):
-        with pytest.raises(UsageError, match="plain file"):
+        with pytest.raises(UsageError, match="a symbolic link; expected a regular file"):
             call(link)
         with pytest.raises(UsageError, match="folder"):
             call(tmp_path / "no" / "where.lce")
@@ -504,3 +506,29 @@ def test_a_prefill_under_work_is_not_another(engine: lce.Engine, tiny_model: Pat
 def test_checkpoint_every_is_a_number_of_tokens(engine: lce.Engine, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="checkpoint_every is 0"):
         engine.prefill_file(tokens(9), tmp_path / "c.lce", checkpoint_every=0)
+
+
+# What a file says of itself
+
+
+def test_a_file_is_described_without_an_engine(document: Path, engine: lce.Engine, tmp_path: Path) -> None:
+    info = describe(document)
+    assert (info.complete, info.method, info.window, info.tokens, info.cached) == (True, "longheads", 64, 300, 300)
+    assert (info.rope, info.rope_factor, info.dtype, info.format) == ("none", 1.0, "float32", FORMAT)
+    assert (info.lce, info.model) == (lce.__version__, engine.fingerprint)
+    assert info.file_bytes == document.stat().st_size
+    assert lce.methods.make(info.method, info.knobs) == engine.method
+    with pytest.raises(DataError, match="cannot read"):
+        describe(tmp_path / "nowhere")
+
+
+def test_a_prefill_under_work_is_described(engine: lce.Engine, tmp_path: Path) -> None:
+    def progress(done: int, total: int) -> None:
+        if done > 3 * BLOCK:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        engine.prefill_file(tokens(300), tmp_path / "c.lce", checkpoint_every=BLOCK, progress=progress)
+    info = describe(tmp_path / "c.lce")
+    assert (info.complete, info.tokens, info.cached) == (False, 300, 3 * BLOCK)
+    assert info.file_bytes == (tmp_path / "c.lce.part").stat().st_size

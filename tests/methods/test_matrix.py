@@ -204,6 +204,22 @@ def test_discarded_passes_and_copies_leave_no_trace(name: str, knobs: dict[str, 
         assert torch.equal(run(make(name, knobs), q, k, v, blocks, window=WINDOW, disturb=disturb), calm)
 
 
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_truncated_text_goes_on_as_if_no_more_had_been_read(data: st.DataObject) -> None:
+    """In any budget. What the method cannot go back to is read again, in other blocks."""
+    name, knobs = data.draw(st.sampled_from([case for case in CASES if case[0] not in BY_BLOCK]))
+    n, budgets = 5 * WINDOW, None
+    q, k, v = vectors(9, 4, 2, n, 16)
+    whole = run(make(name, knobs), q, k, v, cut(n, 30), window=WINDOW)
+    cuts = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=3))
+    with TemporaryDirectory() as folder:
+        if data.draw(st.booleans()):
+            budgets = Budgets(host=0, spill_dir=Path(folder))
+        out = run(make(name, knobs), q, k, v, cut(n, 30), window=WINDOW, budgets=budgets, truncate=cuts)
+    assert (out - whole).abs().max() <= 1e-4
+
+
 @pytest.mark.parametrize(
     ("heads", "n_threads"), [(HEADS["multi-head"], 1), *((HEADS["grouped-query"], n) for n in (1, 2))], ids=str
 )

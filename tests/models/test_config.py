@@ -462,13 +462,14 @@ def test_what_lce_cannot_run_is_refused(tmp_path: Path, change: dict[str, Any], 
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (b"", "is not JSON in UTF-8"),
-        (b"{", "is not JSON in UTF-8"),
+        (b"", "not valid JSON: Expecting value"),
+        (b"{", "not valid JSON: Expecting"),
         (b"[1, 2]", "holds a list; expected a JSON object"),
         (b"null", "holds a NoneType; expected a JSON object"),
-        (b'{"model_type": "\xff"}', r"is not JSON in UTF-8 \(UnicodeDecodeError\)"),
-        (b"[" * 200_000, r"is not JSON in UTF-8 \(RecursionError\)"),
-        (b'{"vocab_size": ' + b"9" * 5000 + b"}", "is not JSON in UTF-8"),
+        (b'{"model_type": "\xff"}', "not valid JSON: byte 16 is not UTF-8"),
+        (b"[" * 200_000, "not valid JSON: nested too deeply"),
+        (b'{"vocab_size": ' + b"9" * 5000 + b"}", "not valid JSON: a number of thousands of digits"),
+        (b'{"a":[0' + b",0" * 2_000_000 + b"]}", "more than 2000000 JSON values"),
         (b" " * (5 << 20), "is larger than 4194304 bytes"),
     ],
 )
@@ -476,7 +477,7 @@ def test_what_lce_cannot_run_is_refused(tmp_path: Path, change: dict[str, Any], 
 def test_files_that_are_no_json_objects(tmp_path: Path, name: str, raw: bytes, message: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_2))
     (tmp_path / name).write_bytes(raw)
-    with pytest.raises(ModelError, match=f"{name} {message}"):
+    with pytest.raises(ModelError, match=f"{name}:? {message}"):
         read_config(tmp_path)
 
 

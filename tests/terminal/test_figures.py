@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 
@@ -14,7 +16,7 @@ from lce.engine.decode import Generation, Stats
 from lce.engine.planning import Need, Plan
 from lce.eval.passkey import Score
 from lce.inspect.explain import explain
-from lce.methods import LongHeads, Streaming
+from lce.methods import InfLLM, LongHeads, Streaming
 from lce.methods.base import Method
 from lce.terminal import figures
 
@@ -23,22 +25,29 @@ STATS = Stats(
 )
 
 
-def test_closing_lines() -> None:
+def test_closing_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "peak_memory", lambda: {"process": 5 << 20, "gpu": 7 << 20})
+    memory = "cache: device 3.0 MiB | peak memory: process 5.0 MiB, gpu 7.0 MiB"
     assert figures.generation_line(STATS) == (
-        "2,000 prompt tokens | prefill 1,000.0 tok/s | first token 2.25 s | decode 20.0 tok/s | "
-        "peak memory: device 3.0 MiB"
+        f"2,000 prompt tokens | prefill 1,000.0 tok/s | first token 2.25 s | decode 20.0 tok/s | {memory}"
     )
-    assert figures.prefill_line(STATS) == ("2,000 prompt tokens | prefill 1,000.0 tok/s | peak memory: device 3.0 MiB")
+    assert figures.prefill_line(STATS) == f"2,000 prompt tokens | prefill 1,000.0 tok/s | {memory}"
+    resumed = dataclasses.replace(STATS, prompt_tokens=4360, read_before=8192, prefill_s=4.36)
+    assert (
+        figures.prefill_line(resumed) == f"12,552 prompt tokens (8,192 read before) | prefill 1,000.0 tok/s | {memory}"
+    )
 
 
 def test_the_memory_and_traffic_of_each_tier() -> None:
     traffic = Traffic(hits=930, misses=70, early=5, bytes_in=12 << 20, bytes_out=3 << 29)
     stats = Stats(memory={"device": 1 << 20, "host": 0, "disk": 4096}, traffic={"device": traffic})
-    assert figures.memory_text(stats) == (
-        "peak memory: device 1.0 MiB, disk 4.0 KiB | "
+    assert figures.memory_text(stats, {"process": 9 << 20}) == (
+        "cache: device 1.0 MiB, disk 4.0 KiB | peak memory: process 9.0 MiB | "
         "device 93% of 1,000 pages found, 12.0 MiB in, 1.5 GiB out (5 ahead of need)"
     )
-    assert figures.memory_text(Stats(memory={"device": 0})) == "peak memory: device 0 B"
+    assert figures.memory_text(Stats(memory={"device": 0}), {"process": 1}) == (
+        "cache: device 0 B | peak memory: process 1 B"
+    )
 
 
 def test_a_generation_as_json() -> None:
@@ -114,6 +123,8 @@ class Knobs(Method):
     And more that is not shown.
     """
 
+    knob_help: ClassVar[dict[str, str]] = {"size": "how large", "ratio": "how many of them"}
+
     size: int
     ratio: float | None = None
     names: tuple[str, ...] = field(default_factory=tuple)
@@ -126,11 +137,26 @@ def test_a_method_and_its_knobs() -> None:
     method = figures.method_object("knobs", Knobs)
     assert method["summary"] == "Nothing but knobs."
     assert [option["default"] for option in method["options"]] == [None, None, ()]
-    assert figures.method_lines(method)[:4] == [
-        "knobs",
-        "  Nothing but knobs.",
-        "  size=none   int",
-        "  ratio=none  float or none",
+    name, summary, *knobs = figures.method_lines(method)
+    assert (name, summary) == ("knobs", "  Nothing but knobs.")
+    assert [re.split(" {2,}", line)[1:] for line in knobs[:2]] == [
+        ["size=none", "int", "how large"],
+        ["ratio=none", "float or none", "how many of them"],
     ]
+    infllm = figures.method_lines(figures.method_object("infllm", InfLLM))
+    assert infllm[-1] == "  preset=released  block_size=128 repr_tokens=4 top_k=16 sinks=128 local=4096"
     assert figures.knob_values(Knobs(3, names=("a",))) == {"size": 3, "ratio": None, "names": "('a',)"}
     assert figures.method_lines({"name": "x", "summary": "y", "options": []}) == ["x", "  y", "  (no options)"]
+
+
+@dataclass(frozen=True)
+class MoreKnobs(Knobs):
+    """Another meaning for one of them."""
+
+    knob_help: ClassVar[dict[str, str]] = {"ratio": "how few"}
+
+
+def test_the_meaning_of_a_knob_is_inherited() -> None:
+    assert figures.knob_meanings(MoreKnobs) == {"size": "how large", "ratio": "how few"}
+    options = figures.method_object("more", MoreKnobs)["options"]
+    assert [option["meaning"] for option in options] == ["how large", "how few", None]

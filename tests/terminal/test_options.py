@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,8 @@ def test_a_group_of_options_is_one_argument() -> None:
 
 def test_groups_stand_in_the_help_in_their_order() -> None:
     names = [param.name for param in cli.prefill.params]
-    assert names[:8] == ["model", "prompt", "prompt_file", "out", "checkpoint_every", "length", "method", "knobs"]
+    assert names[:6] == ["model", "text", "prompt", "prompt_file", "context_file", "path"]
+    assert names[6:11] == ["force", "checkpoint_every", "length", "method", "knobs"]
     assert names[-3:] == ["json", "quiet", "debug"]
 
 
@@ -72,27 +74,44 @@ def test_a_knob_for_all_methods_and_for_one() -> None:
         options.knobs_for("dca", {"dac.parts": "all"}, ["dca"])
 
 
-@pytest.mark.parametrize(("text", "lengths"), [("512, 2k,1K", [512, 2048, 1024]), ("0", [0]), (" 7 ", [7])])
-def test_lengths_in_units_of_1024(text: str, lengths: list[int]) -> None:
-    assert options.parse_lengths(CONTEXT, OPTION, text) == lengths
+@pytest.mark.parametrize(("text", "lengths"), [("512, 2k,1K", [512, 2048, 1024]), ("1M", [1 << 20]), (" 7 ", [7])])
+def test_counts_in_units_of_1024(text: str, lengths: list[int]) -> None:
+    assert options.COUNTS.convert(text, OPTION, CONTEXT) == lengths
+    assert options.COUNT.convert(text.split(",")[-1], OPTION, CONTEXT) == lengths[-1]
 
 
-@pytest.mark.parametrize("text", ["", "many", "2k,", "2m", "-1", "1.5k"])
-def test_what_is_not_a_length(text: str) -> None:
-    with pytest.raises(click.BadParameter, match="is not a number of tokens, for example 512 or 2k"):
-        options.parse_lengths(CONTEXT, OPTION, text)
+@pytest.mark.parametrize("text", ["", "many", "2k,", "2x", "-1", "1.5k", "0"])
+def test_what_is_not_a_count(text: str) -> None:
+    with pytest.raises(
+        click.UsageError, match=r"^--option is .*; expected (a whole number, such as 512 or 4k|1 or more)"
+    ):
+        options.COUNTS.convert(text, OPTION, CONTEXT)
+    assert options.INDEX.convert("0", OPTION, CONTEXT) == 0
 
 
-def test_one_length_alone() -> None:
-    assert options.parse_length(CONTEXT, OPTION, "32k") == 32768
-    with pytest.raises(click.BadParameter, match="more than one number of tokens"):
-        options.parse_length(CONTEXT, OPTION, "1k,2k")
+def every_option() -> list[tuple[str, click.Option]]:
+    """The options of all commands, each with the name of its command."""
+    groups: list[tuple[str, click.Command]] = [("lce", cli.cli)]
+    found = []
+    for name, command in groups:
+        if isinstance(command, click.Group):
+            groups += [(f"{name} {each}", inner) for each, inner in command.commands.items()]
+        found += [(name, param) for param in command.params if isinstance(param, click.Option)]
+    return found
+
+
+@pytest.mark.parametrize(("command", "param"), [(c, p) for c, p in every_option() if p.type.name == "integer"])
+def test_every_count_is_parsed_by_one_rule(command: str, param: click.Option) -> None:
+    assert param.name == "seed", f"{command} {param.opts} takes a plain integer; expected options.COUNT"
 
 
 @pytest.mark.parametrize(
     ("args", "stdin", "expected"),
     [
         (["--prompt", "-"], "from stdin\n", "from stdin"),
+        (["as an argument"], None, "as an argument"),
+        (["-", "-f", "{file}"], "from stdin", "a file’s text\n\nfrom stdin"),
+        (["-p", "by a short flag"], None, "by a short flag"),
         ([], "from stdin", "from stdin"),
         (["-f", "-"], "from stdin\r\n", "from stdin"),
         (["-f", "{file}"], None, "a file’s text\n"),
@@ -124,7 +143,7 @@ def test_prompts_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
     generate = ("generate", "--model", "none")
     assert_error(run(*generate, "-f", tmp_path / "missing.txt"), 3, "missing.txt", "No such file")
-    assert_error(run(*generate, "-f", tmp_path), 3, str(tmp_path), "directory")
+    assert_error(run(*generate, "-f", tmp_path), 3, str(tmp_path), "is a folder; expected a regular file")
     assert_error(run(*generate, "-f", tmp_path / "empty.txt"), 3, "empty.txt", "is empty")
     assert_error(run(*generate, "-f", tmp_path / "latin.txt"), 3, "latin.txt", "not UTF-8", "byte 2")
     assert_error(run(*generate, "--prompt", "-", stdin=b"\xff"), 3, "stdin", "not UTF-8")
@@ -140,14 +159,71 @@ def test_no_prompt_on_a_terminal_is_a_usage_error(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(sys, "stdin", Terminal())
     with pytest.raises(UsageError, match="no prompt"):
-        options.read_prompt(None, None)
+        options.read_prompt(None, None, None)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name in (tmp_path / "pipe", "/dev/zero"):
+        assert_error(run("generate", "-m", "none", "-f", name), 3, str(name), "expected a")
+    assert_error(
+        run("calibrate", "-m", "none", "-t", tmp_path / "pipe", "--out", tmp_path / "maps"), 3, "- and the text"
+    )
+
+
+def test_a_text_larger_than_memory_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open(tmp_path / "sparse.txt", "wb") as file:
+        file.truncate(1 << 40)
+    assert_error(run("generate", "-m", "none", "-f", tmp_path / "sparse.txt"), 4, "1.0 TiB", "a shorter text")
+    monkeypatch.setattr(options, "free_host_memory", lambda: 16 << 20)
+    assert_error(run("generate", "-m", "none", stdin=b"x" * (3 << 20)), 4, "stdin", "expected 1.0 MiB at most")
+    monkeypatch.setattr(options, "free_host_memory", lambda: None)
+    assert_error(run("generate", "-m", "none", stdin=b"x" * (3 << 20)), 3, "none does not exist")
+
+
+def test_targets_are_checked_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("precious")
+    (tmp_path / "link").symlink_to("old")
+    os.mkfifo(tmp_path / "pipe")
+    commands = [
+        ("prefill", "-m", "none", "x", "--out"),
+        ("generate", "-m", "none", "x", "--save"),
+        ("calibrate", "-m", "none", "-t", tmp_path / "old", "--out"),
+    ]
+    for command in commands:
+        assert_error(run(*command, tmp_path / "old"), 2, "old exists; name another file, or give --force")
+        assert_error(run(*command, tmp_path / "no" / "file"), 2, "is not a folder")
+        for force in ((), ("--force",)):
+            assert_error(run(*command, tmp_path / "link", *force), 3, "link is a symbolic link")
+            assert_error(run(*command, tmp_path / "pipe", *force), 3, "pipe is a FIFO")
+            assert_error(run(*command, "/dev/full", *force), 3, "/dev/full is a device")
+            assert_error(run(*command, tmp_path, *force), 3, "is a folder")
+    for target in ("pipe", "link"):
+        assert_error(run("explain", "full", "--plot", tmp_path / target), 3, target)
+    assert_error(run("explain", "full", "--plot", tmp_path / "no" / "file.png"), 2, "is not a folder")
+    assert (tmp_path / "old").read_text() == "precious"
+
+
+def test_a_seed_that_changes_nothing_is_said() -> None:
+    for args, said in (["--seed", "1"], True), (["--seed", "1", "--temperature", "0.5"], False), ([], False):
+        result = run("generate", "-m", "none", "x", *args)
+        assert ("lce: note: --seed changes nothing" in result.stderr) == said
+        assert "none does not exist" in result.stderr
+
+
+def test_threads_are_those_asked_for_or_what_the_machine_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "default_threads", lambda: 3)
+    assert received(["--threads", "5"], options.loading_options)["loading"]["threads"] == 5
+    assert received([], options.loading_options)["loading"]["threads"] == 3
 
 
 def test_defaults_are_those_of_the_library() -> None:
     defaults = {parameter.name: parameter.default for parameter in cli.generate.params}
     without = (
         *("model", "prompt", "stop", "block", "window", "rope", "rope_factor", "seed"),
-        *("kv_device_budget", "kv_host_budget", "spill_dir"),
+        *("kv_device_budget", "kv_host_budget", "spill_dir", "method", "threads"),
     )
     for function in (lce.load, lce.Engine.stream, lce.Sampling):
         for name, parameter in inspect.signature(function).parameters.items():

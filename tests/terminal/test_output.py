@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import sys
 import time
+import warnings
 from collections.abc import Iterator
+from contextlib import redirect_stderr
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from lce.engine.decode import Generation, Piece, Stream
-from lce.terminal.output import Output
+from lce.engine.decode import Generation, Piece
+from lce.engine.stream import Stream
+from lce.errors import WindowWarning
+from lce.terminal.output import FIRST_LINE_S, NEXT_LINE_S, Output, ProgressLines
 
 
 def pieces(n: int, *, broken: bool = False) -> Stream:
@@ -122,8 +130,75 @@ def test_a_hidden_bar_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert screen.getvalue() == ""
 
 
-def test_nothing_is_written_where_stderr_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_work_writes_nothing_where_stderr_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with Output().bar("prefill", " tok") as advance, Output().bars() as advance_stage:
         advance(5, 10)
         advance_stage("read", 5, 10)
     assert capsys.readouterr().err == ""
+
+
+def told(label: str, unit: str, calls: list[tuple[float, int]], total: int, capsys: Any) -> list[str]:
+    """The lines of work that calls at these seconds, with these units done."""
+    now = [0.0]
+    lines = ProgressLines(label, unit, lambda: now[0])
+    for second, done in calls:
+        now[0] = second
+        lines(done, total)
+    text: str = capsys.readouterr().err
+    return text.splitlines()
+
+
+def test_long_work_writes_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    steady = [(second, second * 1500) for second in range(1, 22)]
+    assert told("prefill", " tok", [*steady], 32_000, capsys) == [
+        "prefill 7,500 of 32,000, 1,500 tok/s, 16 s left",
+        "prefill 22,500 of 32,000, 1,500 tok/s, 6 s left",
+    ]
+
+
+def test_progress_that_begins_in_the_middle_has_its_own_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert told("prefill", " tok", [(1, 10_000), (6, 10_100)], 20_000, capsys) == [
+        "prefill 10,100 of 20,000, 20 tok/s, 495 s left"
+    ]
+
+
+def test_progress_that_has_no_speed_yet_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    calls = [(7.0, 1), (18.0, 1), (28.0, 2)]
+    assert told("longheads at 8,192:", " samples", calls, 50, capsys) == [
+        "longheads at 8,192: 1 of 50",
+        "longheads at 8,192: 1 of 50",
+        "longheads at 8,192: 2 of 50, 0.048 samples/s, 1,008 s left",
+    ]
+    assert told("reading", "", [(1.0, 1), (6.0, 2), (7.0, 3)], 3, capsys) == ["reading 2 of 3, 5 s left"]
+
+
+@given(st.lists(st.tuples(st.floats(0, 60), st.integers(0, 10**9)), max_size=200), st.integers(1, 10**9))
+def test_lines_keep_their_distance(steps: list[tuple[float, int]], total: int) -> None:
+    """Whatever is reported whenever: nothing in the first seconds, then a line in ten, and none at the end."""
+    now, said = [0.0], []
+    lines = ProgressLines("x", " y", lambda: now[0])
+    for wait, done in steps:
+        now[0] += wait
+        stderr = io.StringIO()
+        with redirect_stderr(stderr):
+            lines(done, total)
+        if stderr.getvalue():
+            assert done < total
+            assert stderr.getvalue().count("\n") == 1
+            said.append(now[0])
+    assert all(second >= FIRST_LINE_S for second in said)
+    assert all(b - a >= NEXT_LINE_S for a, b in itertools.pairwise(said))
+
+
+def test_warnings_of_lce_are_notes_and_one_of_a_kind_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        for _ in range(2):  # each time anew
+            with Output(quiet=True).noting() as notes:
+                for n in (3, 4):
+                    warnings.warn(f"{n} tokens are too many", WindowWarning, stacklevel=1)
+                warnings.warn("of another package", DeprecationWarning, stacklevel=1)
+            assert notes == ["3 tokens are too many"]
+            err = capsys.readouterr().err
+            assert err.startswith("lce: note: 3 tokens are too many\n")
+            assert err.count("tokens") == 1

@@ -1,15 +1,27 @@
 """Chat templates: parity with transformers on three formats, and hostile templates."""
 
 import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
 from lce.errors import DataError, LceError, ModelError
-from lce.tokenizer.chat import choose_template, render_chat
+from lce.tokenizer.chat import MAX_BYTES, choose_template, render_chat
 from lce.tokenizer.tokenizer import Tokenizer
+from tests.vocabularies import KINDS
 
 LLAMA2 = """{% if messages[0]['role'] == 'system' %}
     {% set rest = messages[1:] %}{% set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}
@@ -68,7 +80,7 @@ def messages(turns: list[tuple[str, str]]) -> list[dict[str, str]]:
 
 
 def rendered(template: str, turns: list[tuple[str, str]] = CONVERSATIONS[0], prompt: bool = True) -> str:
-    return render_chat(template, messages(turns), bos_token="<s>", eos_token="</s>", add_generation_prompt=prompt)
+    return render_chat(template, messages(turns), bos_token="<s>", eos_token="</s>", add_generation_prompt=prompt).text
 
 
 def one_line(error: pytest.ExceptionInfo[LceError]) -> str:
@@ -191,7 +203,6 @@ BOMBS = [
     "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
     "{% for a in range(100000) %}{% for b in range(100000) if false %}{% endfor %}{% endfor %}",
     "{% for a in range(90000) recursive %}{{ loop(range(90000)) }}{% endfor %}",
-    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "{{ 'a' * 10 ** 9 }}",
     "{{ 10 ** 9 * 'a' }}",
@@ -209,6 +220,52 @@ BOMBS = [
     "{% for i in range(100000) %}" + "x" * 100 + "{% endfor %}",
 ]
 
+TEXT = "{% set t = 'ab' * 500000 %}"
+LIST = "{% set l = range(100000) | list %}"
+TREE = "{% set ns = namespace(x=['a']) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
+LOOP = "{% for i in range(99999) %}"
+MEMORY_BOMBS = [  # of one step: what Jinja and Python take before anything can look at it
+    "{{ '%1000000000d' % 1 }}",
+    "{{ '%*d' % (1000000000, 1) }}",
+    "{{ '%1000000000d' | format(1) }}",
+    "{{ '%(a)1000000000d' | format(a=1) }}",
+    "{{ '{:>1000000000}'.format(1) }}",
+    "{{ '{0[0]:>{0[1]}}'.format([1, 1000000000]) }}",
+    "{{ '{x:>1000000000}'.format_map({'x': 1}) }}",
+    TEXT + "{{ t.replace('a', t) }}",
+    TEXT + "{{ t | replace('a', t) }}",
+    TEXT + "{{ t.join(t) }}",
+    TEXT + "{{ t.translate({97: t}) }}",
+    TEXT + "{{ t | wordwrap(79, true, t) }}",
+    TEXT + LIST + "{{ l | join(t) }}",
+    TEXT + LIST + "{{ l | map('replace', '1', t) | join }}",
+    LIST + "{{ l | map('center', 99999) | join }}",
+    LIST + "{{ l | tojson(indent=99999) }}",
+    "{{ ('a\\n' * 500000) | indent(99999) }}",
+    "{% filter indent(99999) %}" + "a\n" * 100000 + "{% endfilter %}",
+    "{{ ('\\t' * 1000000).expandtabs(99999) }}",
+    "{{ [1] | batch(99999, 'x' * 1000000) | list | tojson }}",
+    "{{ range(100000) | slice(99999, 'x' * 1000000) | list | tojson }}",
+    "{{ ([['a' * 1000] * 10000] * 10000) | map('join') | join }}",
+]
+TIME_BOMBS = [
+    TREE + "{{ ns.x | tojson }}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    TREE + "{{ ns.x | pprint }}",
+    TREE + "{{ ns.x }}",
+    TREE + "{% set a = ns.x %}" + TREE + "{{ ns.x == a }}",
+    TEXT + "{{ t | wordwrap(1, true, t) }}",
+    LIST + "{{ l | select('in', l) | list | length }}",
+    LOOP + "{% set x = ('a' * 1000000) | upper %}{% endfor %}",
+    LOOP + "{{ range(99999) | list | sort | length }}{% endfor %}",
+    LOOP + "{% if range(99999) | sum %}{% endif %}{% endfor %}",
+    LOOP + "{% set a = ('a' * 900000) in ('a' * 999999 ~ 'b') %}{% endfor %}",
+    LOOP + "{{ ('a' * 1000000).splitlines() | length }}{% endfor %}",
+    "{% set ns = namespace(x=[]) %}" + LOOP + "{% set ns.x = ns.x + [i] %}{% endfor %}",
+    "{% set ns = namespace(x='') %}" + LOOP + "{% set ns.x = ns.x ~ 'aaaaaaaaaa' %}{% endfor %}",
+    "{{ 1" + "+1" * 300000 + " }}",
+]
+
 
 @pytest.mark.parametrize("template", BROKEN)
 def test_broken_templates(template: str) -> None:
@@ -224,11 +281,172 @@ def test_the_sandbox_holds(template: str) -> None:
     assert "the chat template failed" in one_line(error)
 
 
-@pytest.mark.parametrize("template", BOMBS)
-def test_bombs_end_in_an_error(template: str) -> None:
+def assert_it_ends(template: str) -> None:
+    started = time.monotonic()
     with pytest.raises(ModelError) as error:
         rendered(template)
     assert "the chat template failed" in one_line(error)
+    assert time.monotonic() - started < 7
+
+
+@pytest.mark.parametrize("template", [*BOMBS, *MEMORY_BOMBS])
+def test_bombs_end_in_an_error(template: str) -> None:
+    assert_it_ends(template)
+
+
+@pytest.mark.parametrize(
+    "template", [TIME_BOMBS[0], *(pytest.param(bomb, marks=pytest.mark.slow) for bomb in TIME_BOMBS[1:])]
+)
+def test_slow_bombs_end_in_an_error(template: str) -> None:
+    assert_it_ends(template)
+
+
+SUBJECTS = [
+    "'ab' * 500000",
+    "'a ' * 9999",
+    "range(99999) | list",
+    "{'k': 'v' * 99999}",
+    "7 ** 1400",
+    "'%9999999d {:9999999}'",
+]
+ARGUMENTS = [
+    "99999",
+    "'x' * 1000000",
+    "true",
+    "range(99999)",
+    "'upper'",
+    "[0] * 1000000",
+    "{97: 'x' * 1000000}",
+    "-99999",
+]
+FILTERS = """abs attr batch capitalize center count d default dictsort e escape filesizeformat first float forceescape
+    format groupby indent int items join last length list lower map max min pprint random reject rejectattr replace
+    reverse round safe select selectattr slice sort string striptags sum title tojson trim truncate unique upper
+    urlencode urlize wordcount wordwrap xmlattr""".split()
+METHODS = sorted({name for kind in (str, list, dict, int) for name in dir(kind) if not name.startswith("_")})
+USES = [f" | {name}({{}})" for name in FILTERS] + [f".{name}({{}})" for name in METHODS]
+
+
+def any_use(data: st.DataObject) -> None:
+    """Two filters or methods of Jinja, on something large, with large arguments: a text or an error, and soon."""
+    expression = f"({data.draw(st.sampled_from(SUBJECTS))})"
+    for use in data.draw(st.lists(st.sampled_from(USES), min_size=1, max_size=2)):
+        given = ", ".join(data.draw(st.lists(st.sampled_from(ARGUMENTS), max_size=3)))
+        expression = f"({expression}{use.format(given)})"
+    started = time.monotonic()
+    with suppress(ModelError):
+        assert len(rendered(f"{{{{ {expression} }}}}")) <= (1 << 20) + 100
+    assert time.monotonic() - started < 7
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_any_filter_or_method_ends(data: st.DataObject) -> None:
+    any_use(data)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000, deadline=None)
+@given(data=st.data())
+def test_many_filters_and_methods_end(data: st.DataObject) -> None:
+    any_use(data)
+
+
+def test_every_filter_of_jinja_is_tried() -> None:
+    from jinja2.filters import FILTERS as jinjas
+
+    assert set(FILTERS) == set(jinjas)
+
+
+def test_memory_is_bounded() -> None:
+    """Measured in a process whose only children are the renderings."""
+    script = """if True:
+        import resource, sys
+        from lce.errors import ModelError
+        from lce.tokenizer.chat import render_chat
+        for template in sys.argv[1:]:
+            try:
+                render_chat(template, [{"role": "user", "content": "Hi"}], bos_token="", eos_token="")
+            except ModelError:
+                pass
+        print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+    """
+    worst = [LIST + "{{ l | tojson(indent=99999) }}", TEXT + "{{ t.translate({97: t}) }}", MEMORY_BOMBS[-2]]
+    done = subprocess.run([sys.executable, "-c", script, *worst], capture_output=True, text=True, check=True)
+    assert 100 << 10 < int(done.stdout) <= MAX_BYTES >> 10
+
+
+def test_ctrl_c_ends_the_rendering_and_leaves_nothing() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    main = threading.get_ident()
+    timer = threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT))
+    started, children = time.monotonic(), {child.pid for child in psutil.Process().children()}
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            rendered(TIME_BOMBS[0])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert time.monotonic() - started < 2
+    assert {child.pid for child in psutil.Process().children()} <= children
+    assert threading.active_count() <= 2  # the timer of the rendering is gone, or going
+
+
+def test_the_environment_and_the_folder_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("jinja2.py", "json.py", "sitecustomize.py"):
+        (tmp_path / name).write_text("raise SystemExit(9)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONHOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert rendered("{{ messages[0].content }}") == "Hi"
+
+
+def test_open_files_and_limits_of_this_process_stay(tmp_path: Path) -> None:
+    limits = [resource.getrlimit(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_FSIZE)]
+    opened = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+    for template in ("{{ messages[0].content }}", "{{ nothing() }}"):
+        with suppress(ModelError):
+            rendered(template)
+    assert limits == [
+        resource.getrlimit(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_FSIZE)
+    ]
+    assert opened == (len(os.listdir("/proc/self/fd")) if opened else 0)
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        (None, "cannot start"),  # no interpreter, or a frozen program
+        ("", "cannot start"),  # a file that cannot be executed
+        ("#!/bin/sh\nexit 1\n", "cannot start"),
+        ("#!/bin/sh\nexit 0\n", "the chat template failed"),
+        ("#!/bin/sh\necho '[1]'\n", "the chat template failed"),
+        ("#!/bin/sh\nexec yes '{'\n", "the chat template failed"),
+        ("#!/bin/sh\nkill -SEGV $$\n", "the chat template failed"),
+    ],
+)
+def test_whatever_the_process_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, words: str
+) -> None:
+    other = tmp_path / "python"
+    other.write_text(script or "")
+    other.chmod(0o755 if script else 0o644)
+    monkeypatch.setattr(sys, "executable", "" if script is None else str(other))
+    with pytest.raises(ModelError) as error:
+        rendered("{{ messages[0].content }}")
+    assert words in one_line(error)
+
+
+def test_a_frozen_program_does_not_start_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    with pytest.raises(ModelError, match="cannot start"):
+        rendered("{{ messages[0].content }}")
+
+
+def test_what_a_template_says_is_shown_on_one_line() -> None:
+    with pytest.raises(DataError) as error:
+        rendered("{{ raise_exception('a\\n\x1b[2J' ~ 'b' * 9999) }}")
+    assert one_line(error).isprintable()
 
 
 def test_long_messages_are_within_the_bounds() -> None:
@@ -265,7 +483,7 @@ def test_a_tokenizer_chats_and_adds_no_second_bos(folder: Path) -> None:
     tokenizer = Tokenizer.from_folder(folder)
     text = tokenizer.chat(messages([("user", "hi")]))
     assert text == "<s>[INST] hi [/INST]"
-    assert tokenizer.encode(text) == [0, 4, 3, 2]
+    assert tokenizer.encode(text) == tokenizer.encode_chat(messages([("user", "hi")])) == [0, 4, 3, 2]
     assert tokenizer.encode("hi") == [0, 3]
 
 
@@ -282,6 +500,58 @@ def test_a_tokenizer_without_a_template(folder: Path) -> None:
     (folder / "tokenizer_config.json").unlink()
     tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer.chat_template is None
-    with pytest.raises(DataError) as error:
-        tokenizer.chat(messages([("user", "hi")]))
-    assert "without a chat template" in one_line(error)
+    for ask in (tokenizer.chat, tokenizer.encode_chat):
+        with pytest.raises(ModelError) as error:
+            ask(messages([("user", "hi")]))
+        assert "has no chat template: it continues text; use generate" in one_line(error)
+
+
+# Control tokens that are written out in a message
+
+
+ECHO = "{% for message in messages %}{{ bos_token ~ message.content ~ eos_token }}{% endfor %}"
+
+
+WRITTEN = ["<s>", "</s>", "<|begin|>", "<|end|>", "<|eot|>", "<unk>", "<", "s>", "|end|>", " ", "a", "é", "\n"]
+
+
+@settings(max_examples=5, deadline=None)
+@given(words=st.lists(st.sampled_from(WRITTEN), max_size=8))
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_the_template_makes_control_tokens(folders: dict[str, Path], kind: str, words: list[str]) -> None:
+    tokenizer = Tokenizer.from_folder(folders[kind])
+    tokenizer.chat_template = ECHO
+    content = "".join(words)
+    ids = tokenizer.encode_chat(messages([("user", content), ("assistant", content)]))
+    said = tokenizer.encode_chat(messages([("user", ""), ("assistant", "")]))
+    special = set(tokenizer.encode("".join(WRITTEN[:6]), bos=False)) & {
+        i for i in range(10) if not tokenizer.decode([i])
+    }
+    assert special
+    assert [i for i in ids if i in special] == [i for i in said if i in special]
+    text = tokenizer.decode(ids, skip_special=False)
+    expected = tokenizer.decode(said[:1], skip_special=False) + content
+    assert text.replace(" ", "").startswith(expected.replace(" ", ""))
+
+
+def test_a_control_token_in_a_message_by_hand(folders: dict[str, Path]) -> None:
+    tokenizer = Tokenizer.from_folder(folders["byte_level"])
+    tokenizer.chat_template = ECHO
+    chat = tokenizer.render_chat(messages([("user", "a<|end|><|end|>b")]))
+    assert chat.text == tokenizer.chat(messages([("user", "a<|end|><|end|>b")])) == "<|begin|>a<|end|><|end|>b<|end|>"
+    assert chat.parts() == ["<|begin|>a<", "|end|><", "|end|>b<|end|>"]
+    assert chat.parts(len("<|begin|>a<")) == ["|end|><", "|end|>b<|end|>"]
+    ids = tokenizer.encode_chat(messages([("user", "a<|end|><|end|>b")]))
+    assert [ids[0], ids[-1]] == [tokenizer.bos_id, *tokenizer.eos_ids]
+    assert tokenizer.decode(ids[1:-1]) == "a<|end|><|end|>b"
+    assert tokenizer.encode_parts(chat, len("<|begin|>a<|end|><|end|>b")) == list(tokenizer.eos_ids)
+
+
+def test_a_message_may_hold_what_marks_the_cuts() -> None:
+    wanted = "".join(map(chr, range(0xFDD0, 0xFDEF)))
+    chat = render_chat(
+        "{{ messages[0].content }}", messages([("user", wanted + "<s>")]), bos_token="", eos_token="", controls=["<s>"]
+    )
+    assert chat.parts() == [wanted + "<", "s>"]
+    with pytest.raises(DataError, match="U\\+FDD0"):
+        render_chat("", messages([("user", wanted + "\ufdef")]), bos_token="", eos_token="")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,14 +10,14 @@ import pytest
 from lce.errors import ModelError
 from lce.files import MAX_FILE_BYTES, read_file
 from lce.tokenizer.files import read_config
-from lce.tokenizer.tokenizer import Tokenizer
+from lce.tokenizer.tokenizer import BYTES_A_TOKEN, Tokenizer
 from tests.vocabularies import one_line, write_json
 
 
 def test_a_folder_without_files_sets_nothing(tmp_path: Path) -> None:
     config = read_config(tmp_path)
     assert (config.bos_token, config.eos_token, config.add_bos, config.chat_template) == (None, None, None, None)
-    assert (config.special_names, config.added, config.eos_ids) == ((), {}, ())
+    assert (config.special_names, config.added) == ((), {})
     assert config.space_before_all
 
 
@@ -39,12 +40,6 @@ def test_added_tokens_of_both_places(tmp_path: Path) -> None:
     assert set(config.special_names) == {"<b>", "<x>"}
 
 
-@pytest.mark.parametrize(("value", "eos_ids"), [(2, (2,)), ([2, 3], (2, 3)), (None, ()), ([2, "3", True], (2,))])
-def test_the_ids_of_generation_config(tmp_path: Path, value: object, eos_ids: tuple[int, ...]) -> None:
-    write_json(tmp_path, "generation_config.json", {"eos_token_id": value})
-    assert read_config(tmp_path).eos_ids == eos_ids
-
-
 def test_the_place_of_the_chat_template(tmp_path: Path) -> None:
     write_json(tmp_path, "tokenizer_config.json", {"chat_template": "config"})
     assert read_config(tmp_path).chat_template == "config"
@@ -58,7 +53,14 @@ def test_a_file_is_its_bytes_or_none(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"\x00bytes")
     assert read_file(tmp_path / "file") == b"\x00bytes"
     assert read_file(tmp_path / "none") is None
-    assert read_file(tmp_path) is None
+    (tmp_path / "folder").mkdir()
+    for name in ("folder", "fifo", "broken"):
+        if name == "fifo":
+            os.mkfifo(tmp_path / name)
+        elif name == "broken":
+            (tmp_path / name).symlink_to("nowhere")
+        with pytest.raises(ModelError, match=r"expected a regular file|No such file"):
+            read_file(tmp_path / name)
 
 
 WRONG_FILES: list[tuple[str, bytes]] = [
@@ -85,7 +87,14 @@ WRONG_FILES: list[tuple[str, bytes]] = [
     ("special_tokens_map.json", b"\x00"),
     ("added_tokens.json", b'{"a": "b"}'),
     ("added_tokens.json", b'{"a": -1}'),
-    ("generation_config.json", b"nonsense"),
+    ("tokenizer_config.json", b'{"bos_token": "\\ud800"}'),
+    ("tokenizer_config.json", b'{"bos_token": "' + b"x\\n" * 1000 + b'"}'),
+    ("tokenizer_config.json", b'{"added_tokens_decoder": {"' + b"9" * 5000 + b'": {"content": "a"}}}'),
+    ("tokenizer_config.json", b'{"add_bos_token": 1e999}'),
+    ("tokenizer_config.json", b'{"a": [0' + b",0" * 2_000_000 + b"]}"),
+    ("added_tokens.json", b'{"\\ud800": 5}'),
+    ("added_tokens.json", b'{"a": ' + b"9" * 4000 + b"}"),
+    ("added_tokens.json", b'{"a": 4294967296}'),
     ("chat_template.json", b"nonsense"),
     ("chat_template.jinja", b"\xff"),
 ]
@@ -101,9 +110,25 @@ def test_broken_files(folders: dict[str, Path], tmp_path: Path, name: str, conte
     assert len(one_line(error)) < 600
 
 
-def test_a_file_too_large_is_not_read(tmp_path: Path) -> None:
-    with (tmp_path / "tokenizer.json").open("wb") as file:
-        file.truncate(MAX_FILE_BYTES + 1)
+@pytest.mark.parametrize(
+    ("name", "most"), [("tokenizer.json", (4 << 20) + 300 * BYTES_A_TOKEN), ("tokenizer_config.json", MAX_FILE_BYTES)]
+)
+def test_a_file_too_large_is_not_read(tmp_path: Path, name: str, most: int) -> None:
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(most + 1)
     with pytest.raises(ModelError) as error:
+        Tokenizer.from_folder(tmp_path, 300)
+    assert f"{name} is larger than {most} bytes" in one_line(error)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
+        *("added_tokens.json", "chat_template.jinja", "chat_template.json"),
+    ],
+)
+def test_what_is_no_regular_file_is_refused_and_does_not_block(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ModelError, match=f"{name} is a FIFO; expected a regular file"):
         Tokenizer.from_folder(tmp_path)
-    assert str(MAX_FILE_BYTES) in one_line(error)

@@ -87,16 +87,6 @@ def test_bos_and_eos_without_any_config(folders: dict[str, Path], tmp_path: Path
     assert tokenizer.encode("a")[-1] == 2
 
 
-def test_every_id_that_ends_a_generation(folders: dict[str, Path], tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_bytes((folders["byte_level"] / "tokenizer.json").read_bytes())
-    write_json(tmp_path, "tokenizer_config.json", {"eos_token": "<|eot|>"})
-    write_json(tmp_path, "generation_config.json", {"eos_token_id": [1, 2, 10**9]})
-    tokenizer = Tokenizer.from_folder(tmp_path)
-    assert (tokenizer.eos_token, tokenizer.eos_ids) == ("<|eot|>", (2, 1))
-    write_json(tmp_path, "generation_config.json", {"eos_token_id": 1})
-    assert Tokenizer.from_folder(tmp_path).eos_ids == (2, 1)
-
-
 def test_special_tokens_are_skipped_or_shown(made: dict[str, Tokenizer]) -> None:
     tokenizer = made["byte_level"]
     ids = tokenizer.encode("fox<|end|><|tool|>dog")
@@ -211,10 +201,18 @@ def test_not_a_text(made: dict[str, Tokenizer], text: str) -> None:
 
 
 def test_no_tokenizer(tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path / "absent"):
+    """Ids need none: the stream has no text. A text is refused."""
+    tokenizer = Tokenizer.from_folder(tmp_path, 300)
+    assert (tokenizer.vocab_size, tokenizer.eos_ids, tokenizer.bos_id, tokenizer.chat_template) == (300, (), None, None)
+    assert streamed(tokenizer, [5, 299, 1000]) == ["", "", "", ""]
+    for call in (
+        lambda: tokenizer.encode("a"),
+        lambda: tokenizer.decode([1]),
+        lambda: tokenizer.chat([{"role": "user", "content": "Hi"}]),
+    ):
         with pytest.raises(ModelError) as error:
-            Tokenizer.from_folder(folder)
-        assert "expected tokenizer.json or tokenizer.model" in one_line(error)
+            call()
+        assert "expected tokenizer.json or tokenizer.model; give token ids, or copy" in one_line(error)
 
 
 def test_importing_it_is_light() -> None:

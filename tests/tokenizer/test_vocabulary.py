@@ -6,14 +6,16 @@ Oracles: the tokenizers library, sentencepiece itself, and transformers' LlamaTo
 from __future__ import annotations
 
 import contextlib
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sentencepiece
 import tokenizers
 from tokenizers import models
 
-from lce.errors import ModelError
+from lce.errors import DataError, ModelError
 from lce.tokenizer.tokenizer import Tokenizer
 from lce.tokenizer.vocabulary import JsonVocabulary, SentencePieceVocabulary, Vocabulary
 from tests.vocabularies import LLAMA2, TEXTS, byte_level_library, merges_of, one_line, write_json
@@ -136,6 +138,115 @@ def test_truncated_and_altered_files(kind: str, folders: dict[str, Path], tmp_pa
 def test_a_vocabulary_without_the_texts_words(tmp_path: Path) -> None:
     tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer.from_folder(tmp_path)
-    with pytest.raises(ModelError) as error:
+    with pytest.raises(DataError) as error:
         tokenizer.encode("fox")
     assert "cannot encode" in one_line(error)
+
+
+def template(special: list[int], single: str) -> dict[str, Any]:
+    """A post-processor: A is the text, S the special ids."""
+    pieces = {"A": {"Sequence": {"id": "A", "type_id": 0}}, "S": {"SpecialToken": {"id": "S", "type_id": 0}}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [pieces[letter] for letter in single],
+        "pair": [pieces["A"], {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"S": {"id": "S", "ids": special, "tokens": ["S"] * len(special)}},
+    }
+
+
+def replacing(old: str, new: str, times: int = 1) -> list[dict[str, Any]]:
+    return [{"type": "Replace", "pattern": {"String": old}, "content": new}] * times
+
+
+def sequence(kind: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
+    return {kind: {"type": "Sequence", f"{kind}s": steps}}
+
+
+BEYOND = r"puts the id {} around every text, but there are only ids 0 to 388"
+HOSTILE: list[tuple[dict[str, Any], str]] = [
+    ({"post_processor": template([389], "SA")}, BEYOND.format(389)),
+    ({"post_processor": template([0, 2**32 - 1], "AS")}, BEYOND.format(2**32 - 1)),
+    (
+        {"post_processor": {"type": "BertProcessing", "sep": ["x", 99999], "cls": ["y", 0]}},
+        BEYOND.format(99999),
+    ),
+    ({"post_processor": template([0], "S")}, "its post-processor changes the text itself"),
+    ({"post_processor": template([0], "AA")}, "its post-processor changes the text itself"),
+    ({"post_processor": template([0], "ASA")}, "its post-processor changes the text itself"),
+    ({"post_processor": template([0] * 65, "SA")}, "its post-processor adds 65 tokens to every text"),
+    (sequence("normalizer", replacing("a", "a" * 10, 9)), "the tokenizer's normalizer makes a text more than 64 times"),
+    (sequence("normalizer", replacing("", "x" * 64)), "the tokenizer's normalizer makes a text more than 64 times"),
+    ({"normalizer": {"type": "Prepend", "prepend": "x" * 65}}, "adds more than 64 characters at once"),
+    (
+        {
+            "normalizer": {
+                "type": "Sequence",
+                "normalizers": [sequence("normalizer", replacing("a", "a" * 10, 9))["normalizer"]],
+            }
+        },
+        "the tokenizer's normalizer makes a text more than 64 times",
+    ),
+    (sequence("decoder", replacing("a", "a" * 10, 9)), "the tokenizer's decoder makes a text more than 64 times"),
+    (
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8="}},  # a panic at every text
+        "is not a tokenizer the tokenizers library accepts: index out of bounds",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), HOSTILE)
+def test_files_that_would_fail_later_are_refused_when_they_are_read(
+    folders: dict[str, Path], tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    content = json.loads((folders["byte_level"] / "tokenizer.json").read_bytes())
+    write_json(tmp_path, "tokenizer.json", content | change)
+    with pytest.raises(ModelError, match=message) as error:
+        Tokenizer.from_folder(tmp_path)
+    assert len(one_line(error)) < 600
+
+
+def test_a_step_that_is_written_with_escapes_is_found_too(folders: dict[str, Path], tmp_path: Path) -> None:
+    content = json.loads((folders["byte_level"] / "tokenizer.json").read_bytes())
+    text = json.dumps(content | sequence("normalizer", replacing("a", "a" * 10, 9)))
+    (tmp_path / "tokenizer.json").write_text(text.replace("Replace", "Repl\\u0061ce"))
+    with pytest.raises(ModelError, match="the tokenizer's normalizer makes a text more than 64 times"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("single", ["A", "SA", "AS", "SAS"])
+def test_a_post_processor_gives_what_the_library_gives(folders: dict[str, Path], tmp_path: Path, single: str) -> None:
+    content = json.loads((folders["byte_level"] / "tokenizer.json").read_bytes())
+    write_json(tmp_path, "tokenizer.json", content | {"post_processor": template([1, 2], single)})
+    library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for text in ("", "a fox", "日本語"):
+        assert Tokenizer.from_folder(tmp_path).encode(text) == library.encode(text).ids
+
+
+def test_a_panic_at_a_text_is_an_error_of_that_text(folders: dict[str, Path], tmp_path: Path) -> None:
+    """A regular expression that gives up, and a panic that no probe met."""
+    content = json.loads((folders["byte_level"] / "tokenizer.json").read_bytes())
+    runaway = {"type": "Replace", "pattern": {"Regex": "(q+)+$"}, "content": ""}
+    write_json(tmp_path, "tokenizer.json", content | {"normalizer": runaway})
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.encode("fox")
+    with pytest.raises(DataError, match=r"cannot encode this text: .*retry-limit") as error:
+        tokenizer.encode("q" * 60 + "!")
+    one_line(error)
+
+
+class Panic(BaseException):
+    """As pyo3's, which is no Exception."""
+
+
+def test_a_panic_is_a_data_error_and_an_interruption_stays_one(
+    made: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken:
+        def encode(self, text: str, **_: object) -> None:
+            raise {"panic": Panic("line\nbreak\x1b"), "stop": KeyboardInterrupt()}[text]
+
+    monkeypatch.setattr(made["byte_level"]._vocabulary, "_library", Broken())
+    with pytest.raises(DataError, match=r"cannot encode this text: 'line break\\x1b'; its vocabulary"):
+        made["byte_level"].encode("panic")
+    with pytest.raises(KeyboardInterrupt):
+        made["byte_level"].encode("stop")

@@ -1,0 +1,181 @@
+"""What a context file says of itself: a safetensors header and, in its metadata, the manifest, JSON both.
+
+Nothing in a file is trusted. A header is read whole only where its length and its parts can be those of a context, so
+that a hostile one costs little memory. The digest covers the manifest and all that is small.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lce.cache.layout import CacheLayout
+from lce.errors import DataError, shown
+from lce.files import named
+
+FORMAT = "lce context 3"
+REMEDY = "prefill the text again"
+KINDS = {
+    "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "I64": torch.int64,
+    "I32": torch.int32, "BOOL": torch.bool,
+}  # fmt: skip
+NAMES = {kind: name for name, kind in KINDS.items()}
+MOST_TOKENS = 1 << 40  # of a text
+_LARGEST_HEADER = 16 << 20  # bytes: that of 500 layers
+_MOST_PARTS = 200_000  # objects, lists and strings in a header
+_DIGITS = 18  # of a whole number
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The manifest of a context file; `raw` is all of it. `capacity` rows a head group, `read` tokens in the cache."""
+
+    raw: Mapping[str, Any]
+    identity: Mapping[str, Any]
+    pages: Mapping[str, Any]
+    text: str
+    version: str  # of the lce that wrote it
+    capacity: int
+    read: int
+    announced: int
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any], path: Path) -> Manifest:
+        """Checked: each entry is of its kind, and its numbers are possible. Raises `DataError`."""
+        identity, pages, text, version = (raw.get(name) for name in ("identity", "pages", "text", "lce"))
+        numbers = (raw.get(name) for name in ("capacity", "read", "announced"))
+        capacity, read, announced = (x if type(x) is int else -1 for x in numbers)
+        possible = 0 < read <= capacity <= MOST_TOKENS and 0 <= announced <= MOST_TOKENS
+        if isinstance(identity, dict) and isinstance(pages, dict) and isinstance(text, str) and possible:
+            return cls(
+                raw, identity, pages, text, version if isinstance(version, str) else "", capacity, read, announced
+            )
+        raise contradiction(path)
+
+
+@dataclass(frozen=True)
+class Header:
+    """A file's header: `entries` of tensors by name, not checked; the data begin at byte `start` of `file_bytes`."""
+
+    entries: Mapping[str, Any]
+    manifest: Mapping[str, Any]
+    start: int
+    file_bytes: int
+
+
+def contradiction(path: Path) -> DataError:
+    """The error for a file that says of itself what cannot be."""
+    return DataError(f"{named(path)}: its header contradicts its contents; {REMEDY}")
+
+
+def read_header(descriptor: int, path: Path) -> Header:
+    """The header of an open file. Raises `DataError` for one that no context of this format has."""
+    strange = DataError(f"{named(path)} is not a context; expected a file that `lce prefill` or Context.save wrote")
+    file_bytes = os.fstat(descriptor).st_size
+    length = int.from_bytes(pread(descriptor, 8, 0, path), "little") if file_bytes > 8 else 0
+    if file_bytes <= 8 or length > file_bytes - 8:
+        raise DataError(f"{named(path)}: the header does not fit in the file; it is damaged or incomplete: {REMEDY}")
+    if length > _LARGEST_HEADER:
+        raise strange
+    raw = pread(descriptor, length, 8, path)
+    if sum(map(raw.count, (b"{", b"[", b'"'))) > _MOST_PARTS:
+        raise strange
+    try:
+        entries = strict_object(raw)
+    except (ValueError, RecursionError):
+        raise DataError(f"{named(path)}: the header is not JSON; it is damaged or incomplete: {REMEDY}") from None
+    metadata = entries.pop("__metadata__", None)
+    try:
+        manifest = strict_object(metadata["lce"]) if isinstance(metadata, dict) else {}
+    except (KeyError, TypeError, ValueError, RecursionError):
+        raise strange from None
+    if "format" not in manifest:
+        raise strange
+    if manifest["format"] != FORMAT:
+        found = shown(manifest["format"], 40)
+        raise DataError(f"{named(path)} has the format {found}; this lce reads {FORMAT!r}; {REMEDY}")
+    return Header(entries, manifest, 8 + length, file_bytes)
+
+
+def strict_object(text: str | bytes | bytearray) -> dict[str, Any]:
+    """A JSON object, without names that appear twice and without numbers that JSON or a machine cannot hold.
+
+    Raises `ValueError` or `RecursionError`.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a name appears twice")
+        return found
+
+    def whole(digits: str) -> int:
+        if len(digits) > _DIGITS:
+            raise ValueError("a number that is too large")
+        return int(digits)
+
+    def number(digits: str) -> float:
+        if not math.isfinite(value := float(digits)):
+            raise ValueError("a number that is too large")
+        return value
+
+    def refused(name: str) -> None:
+        raise ValueError(f"{name} is no number")
+
+    text = text if isinstance(text, str) else text.decode("utf-8")
+    value = json.loads(text, object_pairs_hook=unique, parse_int=whole, parse_float=number, parse_constant=refused)
+    if not isinstance(value, dict):
+        raise ValueError("no object")
+    return value
+
+
+def pread(descriptor: int, n_bytes: int, offset: int, path: Path) -> bytearray:
+    """All of `n_bytes` bytes from an offset on. Raises `DataError` where the file ends before, or is not read."""
+    data = bytearray(n_bytes)
+    left = memoryview(data)
+    while left:  # one call reads 2 GiB at most
+        try:
+            n = os.preadv(descriptor, [left], offset)
+        except OSError as error:
+            raise DataError(f"cannot read {named(path)}: {error.strerror}; {REMEDY}") from error
+        if n == 0:
+            raise DataError(f"{named(path)} was cut short while it was read; {REMEDY}")
+        left, offset = left[n:], offset + n
+    return data
+
+
+def page_facts(layout: CacheLayout) -> dict[str, Any]:
+    """A page's shape as a manifest holds it."""
+    return {
+        "n_layers": layout.n_layers, "n_groups": layout.n_groups, "heads": layout.page_heads,
+        "chunk_size": layout.chunk_size, "head_dim": layout.head_dim, "dtype": NAMES[layout.dtype],
+    }  # fmt: skip
+
+
+def signed(manifest: Mapping[str, Any], small: Mapping[str, Tensor]) -> str:
+    """A manifest as JSON text, with the digest of itself and of what is small."""
+    return json.dumps({**manifest, "digest": digest(small, manifest)})
+
+
+def is_signed(manifest: Mapping[str, Any], small: Mapping[str, Tensor]) -> bool:
+    """Whether a manifest has the digest of itself and of what is small: neither changed since it was written."""
+    rest = {key: value for key, value in manifest.items() if key != "digest"}
+    return bool(manifest.get("digest") == digest(small, rest))
+
+
+def digest(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any] | None = None) -> str:
+    """A SHA-256 of named tensors, and of a manifest."""
+    found = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        found.update(json.dumps([name, NAMES[tensor.dtype], list(tensor.shape)]).encode())
+        found.update(memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+    return found.hexdigest()

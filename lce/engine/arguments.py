@@ -1,0 +1,145 @@
+"""What callers give: each check returns a value of one type, or raises `UsageError` in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lce.engine.sampling import Sampling
+from lce.errors import UsageError, nearest, shown
+from lce.progress import Progress, check_progress
+from lce.sizes import count
+from lce.tokenizer.tokenizer import checked_ids
+
+if TYPE_CHECKING:
+    from lce.engine.context import Context
+
+MOST_TOKENS = 1 << 40  # nothing that counts tokens or positions is larger
+
+TokenIds = Sequence[int] | NDArray[np.integer[Any]] | Tensor
+Prompt = str | TokenIds
+Prompts = list[str] | tuple[str, ...] | Sequence[Sequence[int]] | Sequence[NDArray[np.integer[Any]]] | Sequence[Tensor]
+
+
+class GenerationOptions(TypedDict, total=False):
+    """The options of `Engine.generate`, `stream` and `astream`."""
+
+    max_tokens: int | str  # at most so many tokens are generated; 256 by default, "1k" is 1024
+    context: Context | None  # to be continued; None: a new one
+    sampling: Sampling | Mapping[str, Any] | None  # None: greedy; the following knobs of `Sampling` override its own
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int | None
+    stop: str | Sequence[str] | Callable[[str], object] | None
+    logprobs: int | None  # keep each token's log-probability, and those of so many of the likeliest tokens
+    progress: (
+        Progress | bool | None
+    )  # of the prefill: True for a bar on stderr, or a function of tokens done and in all
+
+
+SAMPLING = tuple(field.name for field in dataclasses.fields(Sampling))
+
+
+@dataclass(frozen=True)
+class Options:
+    """Checked `GenerationOptions`; only the engine can check the context."""
+
+    max_tokens: int
+    context: Context | None
+    sampling: Sampling
+    logprobs: int | None
+    progress: Progress | bool | None
+
+
+def generation_options(given: Mapping[str, Any]) -> Options:
+    """Raises `UsageError` for an unknown option, and for a value that cannot be used."""
+    check_names(given, GenerationOptions.__annotations__, "option")
+    logprobs, progress = given.get("logprobs"), given.get("progress")
+    check_progress(progress)
+    return Options(
+        tokens_of(given.get("max_tokens", 256), "max_tokens"),
+        given.get("context"),
+        sampling_of(given.get("sampling"), {knob: given[knob] for knob in SAMPLING if knob in given}),
+        None if logprobs is None else tokens_of(logprobs, "logprobs", least=0),
+        progress,
+    )
+
+
+def check_names(given: Mapping[str, Any], valid: Iterable[str], what: str) -> None:
+    """Raise `UsageError` for a name that is not valid."""
+    unknown = next((name for name in given if name not in valid), None)
+    if unknown is not None:
+        raise UsageError(f"unknown {what} {shown(unknown)}; {nearest(str(unknown), valid)}")
+
+
+def sampling_of(sampling: object, knobs: Mapping[str, Any]) -> Sampling:
+    """A `Sampling`, a mapping of its knobs, or None for the default, with `knobs` changed."""
+    if isinstance(sampling, Mapping):
+        check_names(sampling, SAMPLING, "knob of sampling")
+        sampling = Sampling(**sampling)
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise UsageError(f"sampling is {shown(sampling)}; expected lce.Sampling(...), or its knobs as keywords")
+    return dataclasses.replace(sampling or Sampling(), **knobs)
+
+
+def tokens_of(value: object, what: str, least: int = 1) -> int:
+    """A number of tokens, as `lce.sizes.count` reads it."""
+    number = count(value, what, least)
+    if number > MOST_TOKENS:
+        raise UsageError(f"{what} is {shown(value)}; expected {MOST_TOKENS} or less")
+    return number
+
+
+def path_of(path: object, what: str = "the path") -> Path:
+    """A path that files may have."""
+    if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
+        raise UsageError(f"{what} is {shown(path)}; expected a str or a pathlib.Path")
+    text = os.fspath(path)
+    try:
+        fits = all(len(os.fsencode(part)) <= 255 for part in Path(text).parts) and "\0" not in text and text != ""
+    except UnicodeEncodeError:
+        fits = False
+    if not fits:
+        raise UsageError(f"{what} is {shown(text)}; expected the name of a file or a folder")
+    return Path(text)
+
+
+def are_many(prompt: object) -> bool:
+    """Whether this is a list of prompts: texts, or lists of token ids."""
+    if not isinstance(prompt, list | tuple) or not prompt:
+        return False
+    return isinstance(prompt[0], str | list | tuple | range) or getattr(prompt[0], "ndim", 0) == 1
+
+
+def ids_of(prompt: object, vocab_size: int) -> list[int]:
+    """A prompt of token ids: integers in a sequence, an array or a tensor. Refuses ids that the model does not have."""
+    if isinstance(prompt, bytes | bytearray | memoryview):
+        raise UsageError("the prompt is bytes; expected text or token ids: decode it, as prompt.decode() does")
+    if isinstance(prompt, Tensor | np.ndarray):
+        if prompt.ndim != 1 or not _is_whole(prompt):
+            kind = f"{prompt.dtype} of shape {list(prompt.shape)}"
+            raise UsageError(f"the prompt is {kind}; expected text, or token ids: whole numbers of one dimension")
+        return checked_ids(prompt.tolist(), vocab_size)
+    if isinstance(prompt, Mapping | Set) or not isinstance(prompt, Iterable):
+        raise UsageError(f"the prompt is a {type(prompt).__name__}; expected text or token ids")
+    ids: list[Any] = list(prompt)
+    if any(isinstance(token_id, bool | np.bool_) for token_id in ids):
+        raise UsageError("the prompt has truth values; expected text or token ids")
+    return checked_ids(ids, vocab_size)
+
+
+def _is_whole(x: Tensor | NDArray[Any]) -> bool:
+    if isinstance(x, Tensor):
+        return not x.is_floating_point() and not x.is_complex() and x.dtype != torch.bool
+    return np.issubdtype(x.dtype, np.integer)

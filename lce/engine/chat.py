@@ -1,0 +1,218 @@
+"""Conversations: a chat whose history is a context, so that each turn reads only what is new."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+from lce.engine.arguments import GenerationOptions, generation_options, tokens_of
+from lce.engine.context import Context, Unique
+from lce.engine.decode import Generation
+from lce.engine.stream import Stream
+from lce.errors import ModelError, UsageError
+from lce.tokenizer.chat import ChatText
+
+if TYPE_CHECKING:
+    from lce.engine.engine import Engine
+
+_SAID = "This is what was said before."  # stands for the tokens of a context whose messages are not known
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """One question to the model: the new messages, the text up to the answer, and the answer as it comes."""
+
+    messages: list[dict[str, str]]
+    chat: ChatText
+    n_asked: int  # tokens of the context before the answer
+    stream: Stream
+
+
+class Conversation(Unique):
+    """A chat with a model. Its history is a context: a turn reads the new messages, and nothing again.
+
+        conversation = engine.conversation(system="Be brief.")
+        print(conversation.ask("What is a llama?").text)
+        for piece in conversation.stream("And an alpaca?"):
+            print(piece.text, end="")
+
+    For every turn the template writes all messages anew. Where it writes the same as before, the context stays. Where
+    it writes something else, as Qwen3's does when it leaves out earlier thoughts, the context is cut there, or as near
+    before as the method's state can go back to, and read on from there. `tokens_read` says how many tokens the last
+    turn had to read. The white space around an answer stays as the model wrote it.
+
+    With `context` the conversation goes on behind the tokens of a context, such as a saved chat or a document: the
+    template writes the new messages as if they followed an answer.
+
+    One call at a time uses a conversation. A new turn ends a stream of the last turn that is still open; what was
+    written until then stays in the history.
+    """
+
+    instead = "save it, or make another one and give it the messages"
+
+    def __init__(
+        self, engine: Engine, system: str | None = None, *, context: Context | None = None, length: int | str = 0
+    ) -> None:
+        """`length` announces how long the context will become in all; RoPE scaling `dynamic` depends on it.
+
+        Raises `ModelError` if the model has no chat template.
+        """
+        self.engine = engine
+        self.context = context
+        self.tokens_read = 0
+        self._length = tokens_of(length, "length", least=0)
+        self._before = [] if context is None else list(context.token_ids)  # what no message of ours stands for
+        if self._before and system is not None:
+            raise UsageError("a system message begins a conversation, but this context has begun; leave it out")
+        engine.tokenizer.require_chat()
+        self._opening = [] if system is None else [{"role": "system", "content": system}]
+        self._messages = list(self._opening)
+        self._text = ""  # what the context holds behind the tokens before
+        self._marks = [(0, len(self._before))]  # so many characters of that text are so many tokens of the context
+        self._turn: _Turn | None = None
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The messages so far, with the part of an answer that has come."""
+        turn = self._turn
+        said = self._messages if turn is None or not self._answered(turn) else [*self._messages, *_with_answer(turn)]
+        return [dict(message) for message in said]
+
+    def ask(self, message: str | Sequence[Mapping[str, str]], **options: Unpack[GenerationOptions]) -> Generation:
+        """The answer to a user's message, or to several messages.
+
+        Takes the options of `Engine.generate`, but for `context`.
+        """
+        return self.stream(message, **options).finish()
+
+    def stream(self, message: str | Sequence[Mapping[str, str]], **options: Unpack[GenerationOptions]) -> Stream:
+        """Like `ask`, a piece of text at a time.
+
+        A turn that fails before its answer begins leaves no message behind.
+        """
+        if options.pop("context", None) is not None:
+            raise UsageError("a conversation has a context of its own; give one when the conversation is made")
+        generation_options(options)
+        self._settle()
+        new = _as_messages(message)
+        chat = self._render([*self._messages, *new])
+        ids = self._fit(chat)
+        assert self.context is not None
+        options["context"] = self.context
+        stream = self.engine.stream(ids, **options)
+        self.tokens_read = len(ids)
+        self._turn = _Turn([dict(message) for message in new], chat, len(self.context) + len(ids), stream)
+        return stream
+
+    def reset(self) -> None:
+        """Forget all messages but the system message, and all tokens but those of the context it went on from."""
+        self._settle()
+        self._messages = list(self._opening)
+        self._text, self._marks = "", [(0, len(self._before))]
+        if not self._before:
+            self.context = None
+
+    def save(self, path: str | Path) -> None:
+        """Save the context, to go on from by `conversation(context=engine.open_context(path))`."""
+        self._settle()
+        if self.context is None or not len(self.context):
+            raise UsageError("the conversation is empty; ask something before it is saved")
+        self.context.save(path)
+
+    def _answered(self, turn: _Turn) -> bool:
+        result = turn.stream.result
+        return bool(result.token_ids) or result.finish_reason == "stop"
+
+    def _settle(self) -> None:
+        """End the last turn, and note what the context holds of it."""
+        turn, self._turn = self._turn, None
+        if turn is None:
+            return
+        turn.stream.close()
+        assert self.context is not None
+        if not self._answered(turn):
+            return  # the context may hold some of the messages; `_fit` finds out
+        self._messages += _with_answer(turn)
+        result = turn.stream.result
+        self._text = turn.chat.text + result.text
+        self._marks.append((len(turn.chat.text), turn.n_asked))
+        whole = self.engine.tokenizer.decode(result.token_ids) == result.text  # nothing was left out at its end
+        if whole and len(self.context) == turn.n_asked + len(result.token_ids):
+            self._marks.append((len(self._text), len(self.context)))
+
+    def _render(self, messages: Sequence[Mapping[str, str]]) -> ChatText:
+        """What the template writes, behind the tokens before."""
+        tokenizer = self.engine.tokenizer
+        if not self._before:
+            return tokenizer.render_chat(messages)
+        before = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _SAID}]
+        chat = tokenizer.render_chat([*before, *messages])
+        at = chat.text.find(_SAID) + len(_SAID)
+        if at < len(_SAID):
+            raise ModelError(
+                "nothing can be asked behind this context, because the chat template leaves out earlier answers; "
+                "begin a new conversation"
+            )
+        return ChatText(chat.text[at:], tuple(cut - at for cut in chat.cuts if cut > at))
+
+    def _fit(self, chat: ChatText) -> list[int]:
+        """Make the context hold as much of `chat` as it can without reading; returns the ids to read behind it."""
+        encode = self.engine.tokenizer.encode_parts
+        n_same, n_held = _common(self._text, chat.text), 0 if self.context is None else len(self.context)
+        marks = [mark for mark in self._marks if mark[0] <= n_same and mark[1] <= n_held]
+        marks += self._mark_of_answer(chat.text, n_same)
+        if marks:
+            n_chars, n_tokens = marks[-1]
+            ids = encode(chat, n_chars)
+        else:  # the context does not even hold what was before
+            n_tokens, ids = 0, [*self._before, *encode(chat)]
+        self._text, self._marks = chat.text, marks or [(0, len(self._before))]
+        if self.context is None:
+            self.context = self.engine._new_context(max(len(ids), self._length))
+        wanted = [*self.context.token_ids[:n_tokens], *ids]  # a turn that failed may have been read in part
+        return wanted[self._cut(_common(self.context.token_ids, wanted[:-1])) :]
+
+    def _mark_of_answer(self, text: str, n_same: int) -> list[tuple[int, int]]:
+        """The mark behind the last answer, if `text` has that answer with other white space around it."""
+        if self.context is None or len(self._marks) < 3 or self._marks[-1][1] != len(self.context):
+            return []
+        start, end = self._marks[-2][0], self._marks[-1][0]
+        answer = self._text[start:end].strip()
+        rest = text[start:].lstrip()
+        if not start <= n_same < end or not answer or not rest.startswith(answer):
+            return []
+        return [(len(text) - len(rest) + len(answer), len(self.context))]
+
+    def _cut(self, n_tokens: int) -> int:
+        """Drop the context's tokens behind the first `n_tokens`, or more where the method's state goes back no better.
+
+        Returns how many are left.
+        """
+        assert self.context is not None
+        if n_tokens < len(self.context):
+            cache = self.context.cache
+            if n_tokens < cache.length:
+                n_tokens = cache.nearest(max(0, n_tokens - 1)) + 1  # the last token that is left is read again
+            self.context.truncate(n_tokens)
+        return n_tokens
+
+
+def _as_messages(message: str | Sequence[Mapping[str, str]]) -> list[Any]:
+    """A text is a user's message. The tokenizer checks the rest."""
+    if isinstance(message, str):
+        return [{"role": "user", "content": message}]
+    return list(message) if isinstance(message, Sequence | Mapping) else [message]
+
+
+def _with_answer(turn: _Turn) -> list[dict[str, str]]:
+    return [*turn.messages, {"role": "assistant", "content": turn.stream.result.text}]
+
+
+def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """The length of the longest common beginning."""
+    n = min(len(one), len(other))
+    if one[:n] == other[:n]:
+        return n
+    return next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)

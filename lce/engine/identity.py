@@ -1,0 +1,148 @@
+"""What engine a context fits: the model, the method and its knobs, the window, the RoPE scaling, the dtype."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from lce.cache.manifest import REMEDY
+from lce.errors import DataError, shown
+from lce.files import named
+from lce.methods.base import Method
+from lce.methods.registry import spelled
+from lce.models.config import RopeConfig
+
+_MOST_SHOWN = 6  # knobs in one message
+
+
+@runtime_checkable
+class FromFile(Protocol):
+    """A knob that was read from a file, as maps are; `digest` tells its contents from others."""
+
+    source: str
+
+    @property
+    def digest(self) -> str: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Identity:
+    """What an engine must have in common with the engine that wrote a context file, to go on with it.
+
+    An engine has one `Identity` and gives it to its contexts: a context in memory is used by the engine that has the
+    same object. `fingerprint` gives that of the weights; it reads the checkpoint, so it is called on first use.
+    """
+
+    fingerprint: Callable[[], str]
+    method: Method
+    window: int
+    rope: RopeConfig
+    dtype: torch.dtype
+    vocab_size: int
+
+    @cached_property
+    def model(self) -> str:
+        """The fingerprint of the weights."""
+        return self.fingerprint()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The identity as a manifest holds it: JSON values."""
+        knobs = {field.name: getattr(self.method, field.name) for field in dataclasses.fields(self.method)}
+        return {
+            "model": self.model,
+            "method": self.method.label,
+            "knobs": {name: _as_json(value) for name, value in knobs.items()},
+            "window": self.window,
+            "rope": {name: _as_json(value) for name, value in dataclasses.asdict(self.rope).items()},
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }
+
+    def check(self, path: Path, found: object, remedy: str = REMEDY) -> None:
+        """Raise `DataError` where `found`, the identity in the file `path`, is another one. Says what differs alone."""
+        theirs = found if isinstance(found, dict) else {}
+        for difference, option in _differences(theirs, self.facts):
+            raise DataError(f"{named(path)} was made with {_cut(difference, 280)}: {_cut(option, 140)}, or {remedy}")
+
+
+def knobs_of(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The knobs in an identity's facts, as `lce.methods.make` takes them: what was read from a file goes by its path.
+
+    A knob that no text can give, such as maps made in memory, is left out.
+    """
+    knobs = facts.get("knobs")
+    found = knobs if isinstance(knobs, dict) else {}
+    values = {name: value.get("file") if isinstance(value, dict) else value for name, value in found.items()}
+    return {name: value for name, value in values.items() if not (value is None and isinstance(found[name], dict))}
+
+
+def _as_json(value: object) -> Any:
+    """A knob as JSON. What is no plain value: the file that it was read from, or how it describes itself."""
+    if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    if isinstance(value, FromFile):
+        path = Path(value.source)
+        return {"digest": value.digest, "file": str(path.absolute()) if path.is_file() else None}
+    return {"digest": repr(value), "file": None}
+
+
+def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What two identities differ in, and what makes them the same; what needs the most work comes first."""
+    if theirs.get("model") != ours["model"]:
+        yield "another model", "load that one"
+    method, name = ours["method"], _text(theirs.get("method"))
+    if theirs.get("method") != method:
+        yield f"another method, {name}; this engine has {method}", f"give --method {name}"
+    if knobs := list(_differing(theirs.get("knobs"), ours["knobs"])):
+        made, here = (" ".join(f"{each[0]}={_text(each[i])}" for each in knobs) for i in (1, 2))
+        options = " ".join(f"-o {name}={_text(value)}" for name, value, _ in knobs)
+        yield f"another method, {method} {made}; this engine has {here}", f"give {options}"
+    if scaling := {each[0]: each[1:] for each in _differing(theirs.get("rope"), ours["rope"])}:
+        made, here = (" ".join(f"{name}={_text(pair[i])}" for name, pair in scaling.items()) for i in (0, 1))
+        rope = theirs.get("rope")
+        kind, factor = (_text(rope.get(key) if isinstance(rope, dict) else None) for key in ("kind", "factor"))
+        factor = "" if kind == "none" else f" --rope-factor {factor}"
+        own = scaling.keys() - {"kind", "factor"}  # options do not change these
+        yield (
+            f"another rope, {made}; this engine has {here}",
+            "load the model with the config.json of before" if own else f"give --rope {kind}{factor}",
+        )
+    for key in ("window", "dtype"):
+        if theirs.get(key) != ours[key]:
+            value = _text(theirs.get(key))
+            yield f"another {key}, {value}; this engine has {ours[key]}", f"give --{key} {value}"
+
+
+def _differing(theirs: object, ours: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Name, their value and ours of the first entries that differ; of a file, the contents count."""
+    found = theirs if isinstance(theirs, dict) else {}
+    names = [*ours, *sorted(found.keys() - ours.keys())]
+    differing = (name for name in names if _content(found.get(name)) != _content(ours.get(name)))
+    for _, name in zip(range(_MOST_SHOWN), differing, strict=False):
+        yield (name if name in ours else _text(name)), found.get(name), ours.get(name)
+
+
+def _content(value: Any) -> tuple[str, Any]:
+    """What is compared: 1, 1.0 and true differ."""
+    compared = value.get("digest") if isinstance(value, dict) else value
+    return type(compared).__name__, compared
+
+
+def _cut(text: str, most: int) -> str:
+    """A text of at most `most` letters, whatever a file holds."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def _text(value: object) -> str:
+    """A value of a manifest as a user would type it, short and printable whatever it is."""
+    if isinstance(value, dict):
+        value = value.get("file") or value.get("digest")
+    text = spelled(value) if isinstance(value, str | int | float | None) else ""
+    return text if 0 < len(text) <= 48 and text.isprintable() else shown(value, 24)

@@ -1,0 +1,92 @@
+"""What a model folder holds, without loading its weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lce.engine.loading import DEMO
+from lce.errors import LceError
+from lce.methods import registry
+from lce.methods.base import Method
+from lce.methods.step import Surroundings
+from lce.models.config import RopeConfig
+from lce.models.registry import families, model_class, read_config
+from lce.tokenizer.tokenizer import Tokenizer
+from lce.weights.checkpoint import Checkpoint
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A checkpoint folder as its config, its tokenizer and the headers of its weights describe it.
+
+    `methods` are the registered methods with their knobs derived for this model's window; `refused` says why others
+    cannot be used with it. What the folder does not have is None.
+    """
+
+    folder: Path
+    family: str
+    architecture: str
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    window: int
+    sliding_window: int | None
+    rope: RopeConfig
+    parameters: int
+    dtype: str | None  # that most weights are stored in
+    weight_bytes: int | None
+    fingerprint: str | None
+    tokenizer: str | None  # its file
+    chat_template: bool
+    methods: Mapping[str, Method] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+def describe_model(model: str | Path) -> ModelInfo:
+    """What the folder `model`, or the embedded "demo", holds. Raises `ModelError` where it is no valid model."""
+    folder = DEMO if str(model) == "demo" else Path(model)
+    config = read_config(folder)
+    shapes = dict(model_class(config).weights(config).values())  # tied weights have one name
+    checkpoint = Checkpoint.open(folder) if any(folder.glob("*.safetensors")) else None
+    file = next((name for name in TOKENIZERS if (folder / name).is_file()), None)
+    tokenizer = None if file is None else Tokenizer.from_folder(folder, config.vocab_size)
+    surroundings = Surroundings(
+        config.published, folder, lambda: Checkpoint.open(folder).fingerprint(), config, config.window, config.rope
+    )
+    methods: dict[str, Method] = {}
+    refused: dict[str, str] = {}
+    for name in registry.available():
+        try:
+            methods[name] = registry.make(name).for_model(surroundings).resolve(config.window)
+        except LceError as error:
+            refused[name] = str(error)
+    return ModelInfo(
+        folder=folder,
+        family=next(name for name, cls in families().items() if cls.architecture == config.architecture),
+        architecture=config.architecture,
+        n_layers=config.n_layers,
+        n_heads=config.n_heads,
+        n_kv_heads=config.n_kv_heads,
+        head_dim=config.head_dim,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        window=config.window,
+        sliding_window=config.sliding_window,
+        rope=config.rope,
+        parameters=sum(math.prod(shape) for shape in shapes.values()),
+        dtype=None if checkpoint is None else str(checkpoint.dtype()).removeprefix("torch."),
+        weight_bytes=None if checkpoint is None else sum(x.stop - x.start for x in checkpoint.tensors.values()),
+        fingerprint=None if checkpoint is None else checkpoint.fingerprint(),
+        tokenizer=file,
+        chat_template=tokenizer is not None and tokenizer.chat_template is not None,
+        methods=methods,
+        refused=refused,
+    )

@@ -1,0 +1,166 @@
+"""Streams: the pieces of a generation as they come, for a `for` loop, and for an `async for` loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Self
+
+from lce.engine.context import Unique
+from lce.engine.decode import Generation, Piece
+from lce.progress import Progress
+
+
+class Cancelled(Exception):
+    """Ends a prefill whose stream was cancelled; no caller of lce sees it."""
+
+
+class CancelFlag:
+    """Set from any thread; the loops of prefill and decode look at it between their steps."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+    def set(self) -> None:
+        self.is_set = True
+
+    def check(self) -> bool:
+        return self.is_set
+
+    def between_blocks(self, progress: Progress) -> Progress:
+        """`progress`, which also raises `Cancelled` once the flag is set."""
+
+        def advance(done: int, total: int) -> None:
+            progress(done, total)
+            if self.is_set:
+                raise Cancelled
+
+        return advance
+
+
+class Stream(Unique):
+    """The pieces of a generation; `result` grows with them and is complete at the end.
+
+    `cancel` and `close` may be called from any thread, and `with` closes the stream at its end. A stream that is ended
+    early has the `finish_reason` "cancelled"; its context stays usable, as after an error.
+    """
+
+    instead = "its result can be"
+
+    def __init__(
+        self, pieces: Generator[Piece, None, None], result: Generation, flag: CancelFlag | None = None
+    ) -> None:
+        self.result = result
+        self._pieces = pieces
+        self._flag = flag or CancelFlag()
+        self._step = threading.RLock()  # held by the thread that runs a step
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        with self._step:
+            try:
+                return next(self._pieces)
+            except StopIteration:
+                self._settle()
+                raise
+
+    def finish(self) -> Generation:
+        """Run to the end; returns the result."""
+        for _ in self:
+            pass
+        return self.result
+
+    def cancel(self) -> None:
+        """Ask for the end, and return at once: the step under way, of one block or one token, is the last."""
+        self._flag.set()
+
+    def close(self) -> None:
+        """End the generation. Waits for a step that runs in another thread; after that the context is free."""
+        self.cancel()
+        with self._step:
+            try:
+                self._pieces.close()
+            except ValueError:  # called by a callback of this very step, which ends when it looks at the flag
+                return
+            self._settle()
+
+    def _settle(self) -> None:
+        if self._flag.is_set and not self.result.finish_reason:
+            self.result.finish_reason = "cancelled"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class AsyncStream(Unique):
+    """The pieces of a generation for `async for`. Steps run in a thread of the stream's own, which ends with it.
+
+    Cancelling the task that waits for a piece cancels the generation; the task ends once the step under way has ended.
+    Leave the loop early by `await stream.aclose()`, or use `async with`; a stream that is dropped ends as well.
+    """
+
+    instead = "its result can be"
+
+    def __init__(self, start: Callable[[CancelFlag], Stream]) -> None:
+        self._start = start
+        self._flag = CancelFlag()
+        self._stream: Stream | None = None
+        self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(1, thread_name_prefix="lce-stream")
+
+    @property
+    def result(self) -> Generation:
+        """What was generated so far."""
+        return Generation() if self._stream is None else self._stream.result
+
+    def __aiter__(self) -> AsyncIterator[Piece]:
+        return self
+
+    async def __anext__(self) -> Piece:
+        if self._thread is None:
+            raise StopAsyncIteration
+        try:
+            piece = await asyncio.get_running_loop().run_in_executor(self._thread, self._next)
+        except BaseException:
+            await self.aclose()
+            raise
+        if piece is None:
+            await self.aclose()
+            raise StopAsyncIteration
+        return piece
+
+    def _next(self) -> Piece | None:
+        if self._stream is None:
+            self._stream = self._start(self._flag)
+        return next(self._stream, None)
+
+    def cancel(self) -> None:
+        """Ask for the end, and return at once. May be called from any thread."""
+        self._flag.set()
+
+    async def aclose(self) -> None:
+        """End the generation and its thread. Waits for the step under way; after that the context is free."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self.cancel()
+        try:
+            await asyncio.shield(asyncio.get_running_loop().run_in_executor(thread, self._close))
+        finally:
+            thread.shutdown(wait=False)
+
+    def _close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.aclose()

@@ -1,0 +1,64 @@
+"""Progress of long calls: a callback, or a bar on stderr."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from lce.errors import UsageError, shown
+
+Progress = Callable[[int, int], None]  # tokens done, tokens in all; what it raises ends the call
+StageProgress = Callable[[str, int, int], None]  # the stage, units done, units in all
+
+
+def nothing(done: int, total: int) -> None:
+    """Progress that nobody looks at."""
+
+
+@contextmanager
+def reported(progress: Progress | bool | None, label: str, unit: str = " tok") -> Iterator[Progress]:
+    """The callback that a user's `progress=` asks for: for True a bar on stderr, in Jupyter a widget."""
+    check_progress(progress)
+    if progress is not True:
+        yield progress or nothing
+        return
+    from tqdm.auto import tqdm
+
+    with tqdm(desc=label, unit=unit, leave=False, dynamic_ncols=True) as drawn:
+
+        def advance(done: int, total: int) -> None:
+            drawn.total = total
+            drawn.update(done - drawn.n)
+            if done >= total:
+                drawn.refresh()
+
+        yield advance
+
+
+def stages(progress: StageProgress | bool | None) -> StageProgress:
+    """As `reported`, for work in stages: one bar after another, each from its first call to its last."""
+    check_progress(progress)
+    if progress is not True:
+        return progress or (lambda stage, done, total: None)
+    from tqdm.auto import tqdm
+
+    drawn: dict[str, tqdm[NoReturn]] = {}
+
+    def advance(stage: str, done: int, total: int) -> None:
+        bar = drawn.get(stage) or drawn.setdefault(stage, tqdm(desc=stage, total=total, dynamic_ncols=True))
+        bar.update(done - bar.n)
+        if done >= total:
+            drawn.pop(stage).close()
+
+    return advance
+
+
+def check_progress(progress: object) -> None:
+    """Raise `UsageError` for what is neither a callback, nor True, False or None."""
+    if (
+        progress is not None
+        and not isinstance(progress, bool)
+        and (isinstance(progress, type) or not callable(progress))
+    ):
+        raise UsageError(f"progress is {shown(progress)}; expected True, or a function of units done and in all")

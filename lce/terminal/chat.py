@@ -1,0 +1,191 @@
+"""`lce chat`: the conversation at a terminal or through a pipe, and the options by which `lce generate` chats."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+from click import option
+
+import lce
+from lce.errors import DataError, LceError, UsageError, nearest
+from lce.files import named, open_regular
+from lce.terminal import figures, options
+from lce.terminal.output import Output
+
+MAX_MESSAGES_BYTES = 256 << 20
+HELP = """\
+/file PATH  put a file's text before the next message
+/save PATH  save the conversation; `lce chat --context PATH` goes on with it
+/reset      begin again
+/help       show these commands
+/exit       end; so does Ctrl-D. Ctrl-C stops an answer.
+A line that begins with // is a message that begins with /."""
+
+
+def read_chat(chat: bool, system: str | None, messages: str | None, **prompt: Any) -> str | list[Any]:
+    """What `lce generate` is asked: a prompt, or messages if one of the options of a chat is given."""
+    if not chat and system is None and messages is None:
+        return options.read_prompt(**prompt)
+    said = [] if messages is None else read_messages(messages)
+    if messages is None or any(value is not None for value in prompt.values()):
+        said.append({"role": "user", "content": options.read_prompt(**prompt)})
+    return said if system is None else [{"role": "system", "content": system}, *said]
+
+
+def read_messages(name: str) -> list[Any]:
+    """The list in a JSON file, or in stdin for "-". The chat template's own check looks at its entries."""
+    source = "stdin" if name == "-" else named(name)
+    if name == "-":
+        raw = sys.stdin.buffer.read(MAX_MESSAGES_BYTES + 1)
+    else:
+        with os.fdopen(open_regular(name), "rb") as file:
+            raw = file.read(MAX_MESSAGES_BYTES + 1)
+    if len(raw) > MAX_MESSAGES_BYTES:
+        raise DataError(f"{source} is larger than {MAX_MESSAGES_BYTES} bytes; expected messages of a chat")
+    expected = 'expected a list of {"role": a string, "content": a string}'
+    try:
+        found = json.loads(raw.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        reason = str(error) if isinstance(error, json.JSONDecodeError) else type(error).__name__
+        raise DataError(f"{source} is not JSON in UTF-8 ({reason}); {expected}") from None
+    if not isinstance(found, list):
+        raise DataError(f"{source} holds a {type(found).__name__}; {expected}")
+    return found
+
+
+@dataclass
+class ChatLoop:
+    """Reads messages and commands from stdin, a line each, and writes answers to stdout.
+
+    All else goes to stderr: the prompt mark, notes, progress and figures.
+    """
+
+    conversation: lce.Conversation
+    output: Output
+    answering: dict[str, Any]  # options of `Conversation.stream`
+    saved: set[str] = field(default_factory=set)  # files that /save may replace
+    files: list[str] = field(default_factory=list)  # texts that go before the next message
+    terminal: bool = field(default_factory=lambda: sys.stdin is not None and sys.stdin.isatty())
+
+    def run(self) -> None:
+        """Talk until stdin ends or /exit."""
+        if self.terminal:
+            self._note("Type a message, or /help. Ctrl-D ends.")
+        for line in self._lines():
+            try:
+                if line.startswith("/") and not line.startswith("//"):
+                    if not self._command(*line[1:].split(maxsplit=1)):
+                        return
+                elif line.strip():
+                    self._answer(line.removeprefix("/"))
+            except LceError as error:
+                if not self.terminal:
+                    raise
+                self._note(f"error: {error}")
+
+    def _lines(self) -> Iterator[str]:
+        read = self._read_typed if self.terminal else self._read_piped
+        if self.terminal:
+            with suppress(ImportError):
+                import readline  # noqa: F401  makes `input` edit lines and remember them
+        while True:
+            try:
+                line = read()
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                if not self.terminal:
+                    raise
+                self._note("\nCtrl-D ends the chat.")
+            else:
+                yield line
+
+    def _read_typed(self) -> str:
+        if sys.stdout.isatty():
+            return input("> ")  # only so does readline know the mark
+        click.echo("> ", err=True, nl=False)
+        return input()
+
+    def _read_piped(self) -> str:
+        raw = b"" if sys.stdin is None else sys.stdin.buffer.readline()
+        if not raw:
+            raise EOFError
+        try:
+            return raw.decode("utf-8-sig").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"stdin is not UTF-8 text: a byte is 0x{raw[error.start]:02x}; convert it to UTF-8"
+            ) from None
+
+    def _command(self, name: str = "", argument: str = "") -> bool:
+        """Obey a command; False if it ends the chat."""
+        commands: dict[str, Callable[[str], None] | None] = {
+            "file": self._file, "save": self._save, "reset": self._reset, "help": lambda _: self._note(HELP),
+            "exit": None,
+        }  # fmt: skip
+        if name not in commands:
+            hint = nearest(f"/{name}", [f"/{known}" for known in commands])
+            raise UsageError(f"/{name} is no command; {hint}; begin with // to send it as a message")
+        if name in ("file", "save") and not argument:
+            raise UsageError(
+                f"/{name} takes a path, such as /{name} {'document.txt' if name == 'file' else 'chat.lce'}"
+            )
+        command = commands[name]
+        if command is not None:
+            command(argument.strip())
+        return command is not None
+
+    def _file(self, name: str) -> None:
+        text = options.read_text(os.path.expanduser(name))
+        self.files.append(text)
+        self._note(f"{named(name)}: {len(text):,} characters go before the next message")
+
+    def _save(self, name: str) -> None:
+        path = os.path.expanduser(name)
+        if Path(path).exists() and os.path.realpath(path) not in self.saved:
+            raise UsageError(f"{named(path)} exists; name another file")
+        self.conversation.save(path)
+        self.saved.add(os.path.realpath(path))
+        self._note(f"saved {named(path)}")
+
+    def _reset(self, _: str) -> None:
+        self.files.clear()
+        self.conversation.reset()
+        self._note("the conversation begins again")
+
+    def _answer(self, line: str) -> None:
+        before = len(self.conversation.messages)
+        try:
+            with self.output.bar("prefill", " tok") as bar:
+                message = "\n\n".join([*self.files, line])
+                stream = self.conversation.stream(message, progress=bar, **self.answering)
+                self.output.generation(stream)
+        except KeyboardInterrupt:
+            if len(self.conversation.messages) == before:
+                self._note("stopped; the message was not answered and is forgotten")
+                return
+            self._note("stopped; the answer so far is kept")
+        else:
+            self.output.object(figures.generation_object(stream.result, self.conversation.engine.method))
+            self.output.figures(figures.generation_line(stream.result.stats))
+        self.files.clear()
+
+    def _note(self, text: str) -> None:
+        if self.terminal or not self.output.quiet:
+            click.echo(text, err=True)
+
+
+chat_prompt_options = options.packed(
+    "prompt", read_chat, *options._PROMPT,
+    option("--chat", is_flag=True, help="Ask in the model's chat format; the prompt is a user's message."),
+    option("--system", metavar="TEXT", help="The system message of a chat."),
+    option("--messages", metavar="FILE", help="Messages of a chat: a JSON list of role and content; - is stdin."),
+)  # fmt: skip

@@ -1,0 +1,84 @@
+"""Commands that go on with a context file: what is taken from the file, and what the command line says itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lce
+
+Progress = Callable[[int, int], None]
+
+if TYPE_CHECKING:
+    from lce.engine.saving import ContextInfo
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The method that a command line names, if it names one, and the knobs."""
+
+    method: str | None
+    knobs: Mapping[str, str]
+
+    def load(self, model: str, context_file: str | None, loading: Mapping[str, Any]) -> lce.Engine:
+        """The engine for a new text, `full` if no method is named; or for a context file, made as the file was.
+
+        What the command line says comes before what the file says. It is not compared here: `Engine.open_context`
+        refuses an engine that contradicts the file.
+        """
+        if context_file is None:
+            return lce.load(model, lce.methods.make(self.method or "full", self.knobs), **loading)
+        from lce.engine.saving import describe
+
+        return self.load_for(model, describe(context_file), loading)
+
+    def load_for(self, model: str, context: ContextInfo, loading: Mapping[str, Any]) -> lce.Engine:
+        """The engine for a context that is described."""
+        same = self.method in (None, context.method)
+        method = lce.methods.make(self.method or context.method, {**(context.knobs if same else {}), **self.knobs})
+        return lce.load(model, method, **continued(context, loading))
+
+
+def continued(context: ContextInfo, loading: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `lce.load` with what they leave open taken from a context file."""
+    own: dict[str, Any] = {"window": context.window}
+    if loading.get("rope") is None and loading.get("rope_factor") is None:
+        own |= {"rope": context.rope, "rope_factor": None if context.rope == "none" else context.rope_factor}
+    if loading.get("dtype", "auto") == "auto":
+        own["dtype"] = context.dtype
+    return {**loading, **{name: value for name, value in own.items() if loading.get(name) in (None, "auto")}}
+
+
+def ask(
+    engine: lce.Engine, prompt: str | Sequence[Mapping[str, str]], context: lce.Context | None, *,
+    max_tokens: int, sampling: lce.Sampling, progress: Progress,
+) -> tuple[lce.Stream, Callable[[str], None]]:  # fmt: skip
+    """The answer to a prompt, or to the messages of a chat, and what saves it as a context when it is complete."""
+    if not isinstance(prompt, str):
+        conversation = engine.conversation(context=context)
+        stream = conversation.stream(prompt, max_tokens=max_tokens, sampling=sampling, progress=progress)
+        return stream, conversation.save
+    ids = engine.tokenizer.encode(prompt, bos=None if context is None else False)
+    held = engine.new_context(len(ids) + max_tokens) if context is None else context
+    stream = engine.stream(ids, context=held, max_tokens=max_tokens, sampling=sampling, progress=progress)
+    return stream, held.save
+
+
+def extend(engine: lce.Engine, context: lce.Context, text: str, length: int | None, progress: Progress) -> lce.Stats:
+    """Prefill a text behind a context, with the figures of it."""
+    before, started = len(context), time.perf_counter()
+    engine.prefill(text, context=context, length=length, progress=progress)
+    return lce.Stats(
+        prompt_tokens=len(context) - before, read_before=before, prefill_s=time.perf_counter() - started,
+        memory=context.cache.bytes_by_tier, traffic=context.cache.traffic,
+    )  # fmt: skip
+
+
+def ends(model: str, path: Path, context: ContextInfo, n_tokens: int = 24) -> tuple[str, str]:
+    """The first and last words of a context's text, by the model that read it."""
+    engine = Chosen(None, {}).load_for(model, context, {})
+    ids = engine.open_context(path).token_ids
+    return engine.tokenizer.decode(ids[:n_tokens]), engine.tokenizer.decode(ids[-n_tokens:])

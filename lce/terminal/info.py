@@ -1,0 +1,118 @@
+"""What `lce info` prints of a model folder and of a context file."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lce.errors import shown
+from lce.files import named
+from lce.sizes import size_text
+from lce.terminal.figures import knob_values
+
+if TYPE_CHECKING:
+    from lce.engine.info import ModelInfo
+    from lce.engine.saving import ContextInfo
+    from lce.methods.base import Method
+
+SHOWN_CHARS = 60  # of a context's text, at each end
+
+
+def model_object(model: ModelInfo) -> dict[str, Any]:
+    """A model as JSON; null for what the folder does not have."""
+    plain = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+    methods = {name: knob_values(method) for name, method in model.methods.items()}
+    return {
+        "kind": "model", **plain, "folder": str(model.folder), "rope": dataclasses.asdict(model.rope),
+        "methods": methods, "refused": dict(model.refused),
+    }  # fmt: skip
+
+
+def model_lines(model: ModelInfo) -> list[str]:
+    """A model as text: what it is, then each method's knobs for its window."""
+    rows = {
+        "model": named(model.folder),
+        "family": f"{model.family} ({model.architecture})",
+        "layers": f"{model.n_layers}, hidden size {model.hidden_size:,}",
+        "heads": f"{model.n_heads} over {model.n_kv_heads} of keys and values, dimension {model.head_dim}",
+        "window": f"{model.window:,} tokens{_sliding(model)}",
+        "rope": _rope(model.rope.kind, model.rope.factor, f", theta {model.rope.theta:,.0f}"),
+        "parameters": f"{model.parameters:,}",
+        "weights": _weights(model),
+        "fingerprint": model.fingerprint or "none",
+        "tokenizer": f"{model.tokenizer}, {model.vocab_size:,} tokens" if model.tokenizer else "none",
+        "chat template": "yes" if model.chat_template else "no: it continues text",
+    }
+    methods = {f"  {name}": _knobs(method) for name, method in model.methods.items()}
+    refused = {f"  {name}": reason for name, reason in model.refused.items()}
+    return [
+        *_table(rows),
+        "",
+        f"methods, with their knobs for a window of {model.window:,}",
+        *_table(methods | refused),
+    ]
+
+
+def context_object(context: ContextInfo, ends: Sequence[str] | None) -> dict[str, Any]:
+    """A context file as JSON; `ends` are the first and last words of its text, where a model read them."""
+    plain = dataclasses.asdict(context)
+    return {"kind": "context", **plain, "path": str(context.path), "knobs": dict(context.knobs), "text": ends}
+
+
+def context_lines(context: ContextInfo, ends: Sequence[str] | None) -> list[str]:
+    """A context file as text."""
+    state = (
+        "complete" if context.complete else f"under work: {context.cached:,} tokens are read; prefill again to go on"
+    )
+    rows = {
+        "context": named(context.path),
+        "state": state,
+        "tokens": f"{context.tokens:,}",
+        "method": f"{shown(context.method)[1:-1]} {_pairs(context.knobs)}".strip(),
+        "window": f"{context.window:,} tokens",
+        "rope": _rope(shown(context.rope)[1:-1], context.rope_factor),
+        "dtype": shown(context.dtype)[1:-1],
+        "model": shown(context.model)[1:-1],
+        "size": f"{size_text(context.file_bytes)}, {context.file_bytes // max(1, context.cached):,} bytes a token",
+        "written by": f"lce {shown(context.lce)[1:-1]}, format {shown(context.format)}",
+    }
+    if context.announced > context.tokens:
+        rows["announced"] = f"{context.announced:,} tokens in the end"
+    if ends is not None:
+        rows |= {"begins": ascii_line(ends[0]), "ends": ascii_line(ends[1])}
+    return _table(rows)
+
+
+def ascii_line(text: str) -> str:
+    """A piece of text on one line, its control characters escaped."""
+    return shown(text, 2 * SHOWN_CHARS)
+
+
+def _sliding(model: ModelInfo) -> str:
+    return f", sliding window {model.sliding_window:,}" if model.sliding_window else ""
+
+
+def _weights(model: ModelInfo) -> str:
+    return "none" if model.weight_bytes is None else f"{size_text(model.weight_bytes)} in {model.dtype}"
+
+
+def _rope(kind: str, factor: float, more: str = "") -> str:
+    return f"{kind}{'' if kind == 'none' else f', factor {factor:g}'}{more}"
+
+
+def _knobs(method: Method) -> str:
+    return _pairs(knob_values(method)) or "(no options)"
+
+
+def _pairs(knobs: Mapping[str, Any]) -> str:
+    from lce.methods.registry import spelled
+
+    texts = {name: shown(value) if isinstance(value, str) else spelled(value) for name, value in knobs.items()}
+    plain = {name: text[1:-1] if text[:1] == "'" else text for name, text in texts.items()}
+    return " ".join(f"{name}={text}" for name, text in plain.items())
+
+
+def _table(rows: Mapping[str, str]) -> list[str]:
+    width = max(map(len, rows), default=0)
+    return [f"{name:<{width}}  {text}" for name, text in rows.items()]

@@ -1,0 +1,323 @@
+"""Conversations: every turn reads only what is new, whatever the template makes of earlier turns."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lce
+from lce.engine.chat import Conversation
+from lce.tokenizer import template
+from tests.checkpoints import save_chat, save_tiny
+
+TURN = "{{ '<|turn|>' ~ message.role ~ '\n' ~ %s ~ '<|end|>\n' }}"
+AS_IT_IS = "{{ bos_token }}{%% for message in messages %%}%s{%% endfor %%}{{ '<|turn|>assistant\n' }}"
+TEMPLATES = {
+    "plain": AS_IT_IS % (TURN % "message.content"),
+    "trim": AS_IT_IS % (TURN % "message.content | trim"),
+    "spaced": AS_IT_IS % (TURN % "' ' ~ message.content.strip() ~ ' '"),
+    "cut": AS_IT_IS % (TURN % "(message.content[:2] if message.role == 'assistant' else message.content)"),
+    "no thoughts": AS_IT_IS.replace("assistant\n' }}", "assistant\n<think>' }}") % (TURN % "message.content"),
+    "last only": (
+        "{{ bos_token }}{% for message in messages[-1:] %}" + TURN % "message.content" + "{% endfor %}"
+        "{{ '<|turn|>assistant\n' }}"
+    ),
+}  # fmt: skip
+METHODS: dict[str, lce.Method] = {
+    "longheads": lce.methods.LongHeads(chunk_size=8, chunks=4),
+    "infllm": lce.methods.InfLLM(block_size=8, top_k=2, sinks=4, local=16),
+    "streaming": lce.methods.Streaming(sinks=4, local=32),
+}
+APPENDING = ("plain", "trim", "spaced")
+QUESTIONS = ["What is a llama?", "And an alpaca, is it smaller?", " Why?\n", "Thank you, that is all I wanted to know."]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _render_here() -> Iterator[None]:
+    """Renders in this process: the templates are ours, and tests/tokenizer tests the other process."""
+
+    def answer(request: str, most: int, seconds: float) -> bytes:
+        asked = json.loads(request)
+        found = template.render(asked["template"], asked["variables"], asked["steps"], asked["chars"])
+        return json.dumps(found).encode()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lce.tokenizer.chat._answer", answer)
+        yield
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., lce.Engine]:
+    folders: dict[str, Path] = {}
+
+    def load_one(name: str, method: lce.Method = METHODS["longheads"]) -> lce.Engine:
+        if name not in folders:
+            folders[name] = save_chat(tmp_path_factory.mktemp("chat"), TEMPLATES[name])
+        return lce.load(folders[name], method, block=32)
+
+    return load_one
+
+
+@pytest.fixture
+def engine(load: Callable[..., lce.Engine]) -> lce.Engine:
+    return load("plain")
+
+
+def read_and_said(conversation: Conversation, reply: lce.Generation) -> tuple[list[int], list[int]]:
+    """The context's tokens before and of the last answer."""
+    assert conversation.context is not None
+    ids = conversation.context.token_ids
+    n = len(reply.token_ids)
+    return ids[: len(ids) - n], ids[len(ids) - n :]
+
+
+@pytest.mark.parametrize("name", APPENDING)
+def test_a_turn_reads_only_what_is_new(load: Callable[..., lce.Engine], name: str) -> None:
+    engine = load(name)
+    conversation = engine.conversation(system="Be brief.")
+    total, first = 0, None
+    for question in QUESTIONS:
+        reply = conversation.ask(question, max_tokens=12)
+        total += conversation.tokens_read
+        assert reply.stats.prompt_tokens == conversation.tokens_read
+        read, said = read_and_said(conversation, reply)
+        assert said == reply.token_ids
+        assert len(read) == total
+        first = first or conversation.context
+        assert conversation.context is first
+        assert engine.generate(read, max_tokens=12).token_ids == reply.token_ids
+        total += len(reply.token_ids)
+    assert conversation.tokens_read < total / 3
+    assert [message["role"] for message in conversation.messages] == ["system", *["user", "assistant"] * len(QUESTIONS)]
+
+
+def test_what_is_read_is_what_the_template_writes(engine: lce.Engine) -> None:
+    """Answers that are made of known words are encoded as they were generated, so the whole must agree."""
+    conversation, tokenizer = engine.conversation("Be brief."), engine.tokenizer
+    for question in QUESTIONS:
+        reply = conversation.ask(question, max_tokens=12)
+        read, _ = read_and_said(conversation, reply)
+        asked = tokenizer.encode_chat(conversation.messages[:-1])
+        assert tokenizer.decode(read) == tokenizer.decode(asked)
+
+
+@pytest.mark.parametrize("method", ["longheads", "infllm", "streaming"])
+@pytest.mark.parametrize("name", ["cut", "no thoughts", "last only"])
+def test_a_template_that_rewrites_the_history(load: Callable[..., lce.Engine], name: str, method: str) -> None:
+    """What was written otherwise before is dropped, and no more than the method needs is read again."""
+    engine = load(name, METHODS[method])
+    conversation = engine.conversation()
+    for question in QUESTIONS:
+        before = len(conversation.context or [])
+        reply = conversation.ask(question, max_tokens=12)
+        read, said = read_and_said(conversation, reply)
+        assert said == reply.token_ids
+        asked = conversation.messages[:-1]
+        assert engine.tokenizer.decode(read, skip_special=False) == engine.tokenizer.chat(asked)
+        if method != "infllm":  # its blocks depend on what is read in one go
+            assert engine.generate(read, max_tokens=12).token_ids == reply.token_ids
+        if name != "last only" and before and method == "streaming":
+            assert conversation.tokens_read <= len(read) - before + 12 + len("assistant\n<think>")
+
+
+def test_an_end_of_turn_ends_the_answer_and_is_not_read_twice(load: Callable[..., lce.Engine]) -> None:
+    engine = load("plain")
+    end = engine.tokenizer.encode("<|end|>", bos=False)
+    assert set(end) <= engine._eos_ids
+    assert engine._eos_ids == {1, 301}
+    conversation = engine.conversation()
+    conversation.ask(QUESTIONS[0], max_tokens=5)
+    conversation.ask(QUESTIONS[1], max_tokens=5)
+    assert conversation.context is not None
+    assert conversation.context.token_ids.count(301) == 3  # two questions and the first answer
+
+
+@pytest.mark.parametrize("take", [0, 1, 3])
+def test_a_stream_that_is_left_keeps_what_was_said(engine: lce.Engine, take: int) -> None:
+    conversation = engine.conversation()
+    conversation.ask(QUESTIONS[0], max_tokens=4)
+    stream = conversation.stream(QUESTIONS[1], max_tokens=50)
+    for _ in range(take):
+        next(stream)
+    said = conversation.messages
+    assert len(said) == (4 if take else 2)
+    reply = conversation.ask(QUESTIONS[2], max_tokens=4)
+    read, _ = read_and_said(conversation, reply)
+    assert conversation.messages[: len(said)] == said
+    assert engine.tokenizer.decode(read) == engine.tokenizer.decode(
+        engine.tokenizer.encode_chat(conversation.messages[:-1])
+    )
+    assert engine.generate(read, max_tokens=4).token_ids == reply.token_ids
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_turn_that_fails_leaves_no_message(engine: lce.Engine, at: int) -> None:
+    def fail(done: int, total: int) -> None:
+        if done >= 32 * at:
+            raise KeyboardInterrupt
+
+    conversation = engine.conversation()
+    conversation.ask(QUESTIONS[0], max_tokens=4)
+    before = conversation.messages
+    long = "The quick brown fox jumps over the lazy dog. " * 12
+    with pytest.raises(KeyboardInterrupt):
+        conversation.ask(long, max_tokens=4, progress=fail)
+    assert conversation.messages == before
+    reply = conversation.ask(long, max_tokens=4)
+    read, _ = read_and_said(conversation, reply)
+    assert engine.generate(read, max_tokens=4).token_ids == reply.token_ids
+    turn = f"<|end|>\n<|turn|>user\n{long}<|end|>\n<|turn|>assistant\n"
+    n_turn = 1 + len(engine.tokenizer.encode(turn, bos=False))  # the end of the last answer is read with it
+    assert conversation.tokens_read == n_turn - 32 * at
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("ask"), st.sampled_from(QUESTIONS)),
+    st.tuples(st.just("leave"), st.integers(0, 2)),  # a stream, after so many pieces
+    st.tuples(st.just("fail"), st.integers(1, 3)),  # a prefill, after so many blocks
+    st.tuples(st.just("reset"), st.none()),
+)
+
+
+@settings(max_examples=8, deadline=None)
+@given(actions=st.lists(ACTIONS, max_size=4), name=st.sampled_from(["spaced", "no thoughts"]), behind=st.booleans())
+def test_whatever_happens_the_context_holds_what_the_template_writes(
+    load: Callable[..., lce.Engine], actions: list[tuple[str, Any]], name: str, behind: bool
+) -> None:
+    def fail(done: int, total: int) -> None:
+        if done >= 32 * value:
+            raise KeyboardInterrupt
+
+    engine = load(name)
+    document = engine.prefill("The llama is larger than the alpaca. " * 3) if behind else None
+    before = document.token_ids[:] if document else []
+    conversation = engine.conversation(context=document)
+    for action, value in [*actions, ("ask", "Is that all?")]:
+        if action == "reset":
+            conversation.reset()
+        elif action == "leave":
+            stream = conversation.stream("Tell me more.", max_tokens=6)
+            for _ in range(value):
+                next(stream)
+        elif action == "fail":
+            with suppress(KeyboardInterrupt):
+                conversation.ask("The quick brown fox jumps over the lazy dog. " * 4, max_tokens=2, progress=fail)
+        else:
+            reply = conversation.ask(value, max_tokens=6)
+    read, said = read_and_said(conversation, reply)
+    assert said == reply.token_ids
+    assert read[: len(before)] == before
+    assert engine.generate(read, max_tokens=6).token_ids == said
+    written = conversation._render(conversation.messages[:-1]).text
+    assert words(engine.tokenizer.decode(read[len(before) :], skip_special=False)) == words(written)
+
+
+def words(text: str) -> str:
+    """The text without white space; the white space around an answer is the model's, not the template's."""
+    return "".join(text.split())
+
+
+def test_stop_strings_are_not_part_of_the_history(engine: lce.Engine) -> None:
+    free = engine.conversation().ask(QUESTIONS[0], max_tokens=12).text
+    conversation = engine.conversation()
+    reply = conversation.ask(QUESTIONS[0], max_tokens=12, stop=[free[4:6]])
+    assert reply.text == free[: free.index(free[4:6])]
+    conversation.ask(QUESTIONS[1], max_tokens=2)
+    assert conversation.messages[1] == {"role": "assistant", "content": reply.text}
+
+
+def test_a_conversation_goes_on_from_a_file(engine: lce.Engine, tmp_path: Path) -> None:
+    conversation = engine.conversation("Be brief.")
+    conversation.ask(QUESTIONS[0], max_tokens=8)
+    conversation.save(tmp_path / "chat.lce")
+    expected = [conversation.ask(question, max_tokens=8).token_ids for question in QUESTIONS[1:]]
+    other = engine.conversation(context=engine.open_context(tmp_path / "chat.lce"))
+    assert [other.ask(question, max_tokens=8).token_ids for question in QUESTIONS[1:]] == expected
+    assert [m["content"] for m in other.messages[::2]] == QUESTIONS[1:]
+    assert other.tokens_read < 60
+
+
+def test_one_question_behind_a_document(engine: lce.Engine) -> None:
+    document = engine.prefill("The llama is larger than the alpaca. " * 9)
+    n = len(document)
+    said = engine.chat([{"role": "user", "content": "Which is larger?"}], context=document.fork(), max_tokens=6)
+    assert said.stats.prompt_tokens < 60
+    assert len(document) == n
+    context = document.fork()
+    stream = engine.chat_stream("Which is larger?", context=context, max_tokens=6)
+    assert "".join(piece.text for piece in stream) == said.text
+    written = engine.tokenizer.decode(context.token_ids[n:-6], skip_special=False)
+    assert written == "<|end|>\n<|turn|>user\nWhich is larger?<|end|>\n<|turn|>assistant\n"
+
+
+@pytest.mark.parametrize("name", ["cut", "last only"])
+def test_a_template_that_leaves_answers_out_cannot_go_on(load: Callable[..., lce.Engine], name: str) -> None:
+    engine = load(name)
+    with pytest.raises(lce.ModelError, match="leaves out earlier answers; begin a new conversation"):
+        engine.chat("Hi", context=engine.prefill("A document."))
+
+
+def test_one_question_alone(engine: lce.Engine) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    reply = engine.chat(messages, max_tokens=6)
+    assert reply.token_ids == engine.generate(engine.tokenizer.encode_chat(messages), max_tokens=6).token_ids
+    assert engine.chat("Hi", max_tokens=3).token_ids == engine.conversation().ask("Hi", max_tokens=3).token_ids
+
+
+def test_reset_forgets_all_but_the_beginning(engine: lce.Engine) -> None:
+    conversation = engine.conversation("Be brief.")
+    first = conversation.ask(QUESTIONS[0], max_tokens=8)
+    conversation.ask(QUESTIONS[1], max_tokens=8)
+    conversation.reset()
+    assert conversation.messages == [{"role": "system", "content": "Be brief."}]
+    assert conversation.ask(QUESTIONS[0], max_tokens=8).token_ids == first.token_ids
+    document = engine.prefill("The llama is larger than the alpaca. " * 9)
+    n = len(document)
+    conversation = engine.conversation(context=document)
+    first = conversation.ask(QUESTIONS[0], max_tokens=8)
+    conversation.reset()
+    assert conversation.ask(QUESTIONS[0], max_tokens=8).token_ids == first.token_ids
+    assert conversation.context is not None
+    assert len(conversation.context) == n + first.stats.prompt_tokens + len(first.token_ids)
+
+
+def test_what_is_refused(engine: lce.Engine, tiny_model: Path, tmp_path: Path) -> None:
+    base = lce.load(tiny_model)
+    for ask in (base.conversation, lambda: base.chat("Hi"), lambda: base.chat_stream("Hi")):
+        with pytest.raises(lce.ModelError, match="no chat template: it continues text; use generate"):
+            ask()
+    with pytest.raises(lce.ModelError, match="no chat template"):
+        lce.load("demo").conversation()
+    bare = save_tiny(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (bare / name).unlink()
+    with pytest.raises(lce.ModelError, match="no tokenizer in"):
+        lce.load(bare).chat("Hi")
+    with pytest.raises(lce.UsageError, match="a system message begins a conversation"):
+        engine.conversation("Be brief.", context=engine.prefill("Hi"))
+    with pytest.raises(lce.UsageError, match="the conversation is empty"):
+        engine.conversation().save("chat.lce")
+    conversation = engine.conversation()
+    for wrong in (3, None, [3], [{"role": "user"}], {"role": "user", "content": "Hi"}, [], b"Hi"):
+        with pytest.raises(lce.DataError, match="expected a list"):
+            conversation.ask(wrong)  # type: ignore[arg-type]
+    with pytest.raises(lce.UsageError, match="max_tokens"):
+        conversation.ask("Hi", max_tokens=0)
+    with pytest.raises(lce.UsageError, match="a context of its own"):
+        conversation.ask("Hi", context=engine.prefill("Hi"))
+    with pytest.raises(lce.UsageError, match="another engine"):
+        engine.conversation(context=base.prefill("Hi"))
+    with pytest.raises(lce.UsageError, match="length"):
+        engine.conversation(length="x")
+    with pytest.raises(lce.UsageError, match="cannot be pickled"):
+        copy.copy(conversation)
+    assert conversation.messages == []
+    conversation.ask("Hi", max_tokens=2)

@@ -1,0 +1,269 @@
+"""Streams end early from any thread, and leave their context usable; `async for` has a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import lce
+from lce.engine.stream import CancelFlag, Cancelled
+from tests.checkpoints import tokens
+
+PROMPT = tokens(150)  # five blocks of 32
+
+
+def in_a_thread(function: Callable[[], Any]) -> None:
+    """Run it in another thread, and wait for it for ten seconds."""
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive(), "it hangs"
+
+
+def stream_threads() -> list[threading.Thread]:
+    """The threads of streams that live; one that was told to end has a second to do so."""
+    end = time.monotonic() + 1
+    while (left := [t for t in threading.enumerate() if t.name.startswith("lce-stream")]) and time.monotonic() < end:
+        time.sleep(0.002)
+    return left
+
+
+def assert_usable(engine: lce.Engine, context: lce.Context) -> None:
+    """What the context holds is what it says: a fresh context of the same tokens goes on alike."""
+    assert context.cache.length <= len(context) <= context.cache.length + 1
+    fresh = engine.prefill(context.token_ids)
+    ours, theirs = (engine.generate(tokens(9, 5), max_tokens=6, context=c).token_ids for c in (context, fresh))
+    assert ours == theirs
+
+
+def test_a_stream_ends_when_another_thread_closes_it_between_two_steps(engine: lce.Engine) -> None:
+    context = engine.prefill(tokens(40))
+    stream = engine.stream([], max_tokens=50, context=context)
+    first = next(stream)
+    in_a_thread(stream.close)
+    assert list(stream) == []
+    assert stream.result.finish_reason == "cancelled"
+    assert stream.result.text == first.text
+    assert context.token_ids == tokens(40) + stream.result.token_ids
+    assert_usable(engine, context)
+
+
+class Ender:
+    """A progress callback that ends its stream after the k-th block, in its own thread or in another one."""
+
+    def __init__(self, block: int, end: Callable[[lce.Stream], Any]) -> None:
+        self.block, self.end = block, end
+        self.told = 0
+        self.stream: lce.Stream | None = None
+
+    def __call__(self, done: int, total: int) -> None:
+        self.told += 1
+        if self.told == self.block:
+            assert self.stream is not None
+            self.end(self.stream)
+
+
+ENDS: dict[str, Callable[[lce.Stream], Any]] = {
+    "close": lce.Stream.close,
+    "cancel": lce.Stream.cancel,
+    "cancel elsewhere": lambda stream: in_a_thread(stream.cancel),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_stream_ends_within_a_block_of_its_prefill(engine: lce.Engine, end: str) -> None:
+    for block in range(1, 6):
+        context, ender = engine.prefill(tokens(40)), Ender(block, ENDS[end])
+        stream = ender.stream = engine.stream(PROMPT, max_tokens=5, context=context, progress=ender)
+        assert list(stream) == []
+        assert ender.told == block, "no block is read after it"
+        assert stream.result.finish_reason == "cancelled"
+        assert stream.result.token_ids == []
+        assert_usable(engine, context)
+
+
+def test_close_waits_for_a_step_that_runs_in_another_thread(engine: lce.Engine) -> None:
+    context = engine.prefill(tokens(40))
+    running, go_on = threading.Event(), threading.Event()
+
+    def progress(done: int, total: int) -> None:
+        running.set()
+        assert go_on.wait(10)
+
+    stream = engine.stream(PROMPT, max_tokens=5, context=context, progress=progress)
+    reader = threading.Thread(target=lambda: list(stream), daemon=True)
+    closer = threading.Thread(target=stream.close, daemon=True)
+    reader.start()
+    assert running.wait(10)
+    closer.start()
+    closer.join(0.05)
+    assert closer.is_alive(), "the step runs on"
+    go_on.set()
+    closer.join(10)
+    reader.join(10)
+    assert not closer.is_alive()
+    assert_usable(engine, context)
+    assert stream.result.finish_reason == "cancelled"
+
+
+def test_any_thread_may_close_at_any_time(engine: lce.Engine) -> None:
+    """Readers and closers race; whatever wins, the stream ends and the context goes on."""
+    for wait_ms in range(0, 24, 2):
+        context = engine.prefill(tokens(40))
+        stream = engine.stream(PROMPT, max_tokens=100, context=context)
+        reader = threading.Thread(target=lambda stream=stream: list(stream), daemon=True)
+        reader.start()
+        time.sleep(wait_ms / 1000)
+        in_a_thread(stream.close)
+        reader.join(10)
+        assert not reader.is_alive()
+        assert stream.result.finish_reason in ("cancelled", "stop")
+        assert_usable(engine, context)
+
+
+def test_closing_before_the_first_piece_and_after_the_last(engine: lce.Engine) -> None:
+    context = engine.prefill(tokens(40))
+    stream = engine.stream(PROMPT, max_tokens=5, context=context)
+    stream.close()
+    assert list(stream) == []
+    assert stream.result.finish_reason == "cancelled"
+    assert len(context) == 40
+    stream = engine.stream(PROMPT, max_tokens=5, context=context)
+    stream.cancel()
+    assert list(stream) == []
+    assert len(context) == 40
+    stream = engine.stream(PROMPT, max_tokens=5, context=context)
+    reason = stream.finish().finish_reason
+    assert reason in ("stop", "length")
+    stream.close()
+    assert stream.result.finish_reason == reason
+
+
+def test_with_closes_a_stream(engine: lce.Engine) -> None:
+    context = engine.prefill(tokens(40))
+    with engine.stream([], max_tokens=50, context=context) as stream:
+        next(stream)
+    assert stream.result.finish_reason == "cancelled"
+    assert_usable(engine, context)
+
+
+def test_a_cancelled_stream_says_all_that_it_drew_or_nothing_of_it(engine: lce.Engine) -> None:
+    """Text that is held back for a stop string is not said when the stream is cancelled."""
+    whole = engine.generate(PROMPT, max_tokens=12).text
+    stream = engine.stream(PROMPT, max_tokens=12, stop=[whole[1:] + "never"])
+    said = next(stream).text
+    stream.close()
+    assert stream.result.text == said == whole[:1]
+
+
+def test_a_flag_ends_progress() -> None:
+    told: list[int] = []
+    flag = CancelFlag()
+    progress = flag.between_blocks(lambda done, total: told.append(done))
+    progress(1, 2)
+    flag.set()
+    with pytest.raises(Cancelled):
+        progress(2, 2)
+    assert told == [1, 2]
+
+
+# async for
+
+
+def test_an_async_stream_is_the_stream(engine: lce.Engine) -> None:
+    async def read() -> tuple[str, lce.Generation]:
+        stream = engine.astream(PROMPT, max_tokens=12, logprobs=1)
+        assert stream.result.token_ids == []
+        return "".join([piece.text async for piece in stream]), stream.result
+
+    expected = engine.generate(PROMPT, max_tokens=12, logprobs=1)
+    text, result = asyncio.run(read())
+    assert (text, result.token_ids, result.logprobs) == (expected.text, expected.token_ids, expected.logprobs)
+    assert result.finish_reason == expected.finish_reason
+    assert stream_threads() == []
+
+
+def test_async_streams_run_beside_each_other(engine: lce.Engine) -> None:
+    async def read(seed: int) -> str:
+        return "".join([piece.text async for piece in engine.astream(tokens(80, seed), max_tokens=8)])
+
+    async def all_of_them() -> list[str]:
+        return list(await asyncio.gather(*map(read, range(3))))
+
+    expected = [engine.generate(tokens(80, seed), max_tokens=8).text for seed in range(3)]
+    assert asyncio.run(all_of_them()) == expected
+
+
+def test_cancelling_the_task_cancels_the_stream(engine: lce.Engine) -> None:
+    context = engine.prefill(tokens(40))
+    reading = threading.Event()
+
+    async def read(stream: lce.AsyncStream) -> None:
+        async for _ in stream:
+            pass
+
+    async def main() -> lce.Generation:
+        def progress(done: int, total: int) -> None:
+            reading.set()
+            time.sleep(0.02)
+
+        stream = engine.astream(PROMPT, max_tokens=100, context=context, progress=progress)
+        task = asyncio.ensure_future(read(stream))
+        await asyncio.to_thread(reading.wait, 10)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert_usable(engine, context)  # it is free as soon as the task has ended
+        return stream.result
+
+    assert asyncio.run(main()).finish_reason == "cancelled"
+    assert stream_threads() == []
+
+
+@pytest.mark.parametrize("how", ["aclose", "with", "break", "cancel"])
+def test_leaving_an_async_loop_early_ends_the_thread(engine: lce.Engine, how: str) -> None:
+    context = engine.prefill(tokens(40))
+
+    async def main() -> None:
+        stream = engine.astream([], max_tokens=100, context=context)
+        if how == "with":
+            async with stream:
+                await anext(stream)
+        else:
+            await anext(stream)
+        if how == "aclose":
+            await stream.aclose()
+            await stream.aclose()
+        if how == "cancel":
+            stream.cancel()
+            assert [piece async for piece in stream] == []
+        if how != "break":
+            assert stream.result.finish_reason == "cancelled"
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+
+    asyncio.run(main())
+    assert stream_threads() == []
+    assert_usable(engine, context)
+
+
+def test_an_error_in_an_async_stream_reaches_the_loop(engine: lce.Engine) -> None:
+    def progress(done: int, total: int) -> None:
+        raise KeyError("mine")
+
+    async def read(prompt: Any, **options: Any) -> None:
+        async for _ in engine.astream(prompt, **options):
+            pass
+
+    with pytest.raises(KeyError, match="mine"):
+        asyncio.run(read(PROMPT, progress=progress))
+    with pytest.raises(lce.UsageError, match="the prompt is empty"):
+        asyncio.run(read(""))
+    with pytest.raises(lce.UsageError, match="max_tokens is 0"):
+        engine.astream(PROMPT, max_tokens=0)
+    assert stream_threads() == []

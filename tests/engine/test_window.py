@@ -1,0 +1,135 @@
+"""How far methods read, and what is said of longer texts: once a call, at the caller's line."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lce
+from lce.engine.window import beyond, reach
+from lce.methods import DualChunk, Full, LongHeads, Quest, ReRope, RopeConfig, SelfExtend, Streaming
+from lce.models.config import ModelConfig
+from tests.checkpoints import save_tiny, tokens
+
+W = 64
+
+
+def config(sliding_window: int | None = None) -> ModelConfig:
+    """A model's config."""
+    return ModelConfig("Any", 300, 64, 96, 2, 4, 2, 16, W, sliding_window=sliding_window)
+
+
+@pytest.mark.parametrize(
+    ("window", "rope", "expected"),
+    [
+        (4096, RopeConfig(), 4096),
+        (4096, RopeConfig("linear", factor=4.0), 16384),  # the user's, or Vicuna 16k's
+        (4096, RopeConfig("ntk", factor=2.0), 8192),
+        (4096, RopeConfig("dynamic", factor=2.0), 8192),
+        (131072, RopeConfig("llama3", factor=8.0, original_window=8192), 131072),  # Llama 3.1
+        (32768, RopeConfig("yarn", factor=4.0, original_window=32768), 131072),  # Qwen2.5, as its card says
+        (131072, RopeConfig("yarn", factor=32.0, original_window=4096), 131072),
+        (4096, RopeConfig("yarn", factor=4.0), 16384),  # the user's
+    ],
+)
+def test_a_scaling_stretches_the_window_that_was_trained(window: int, rope: RopeConfig, expected: int) -> None:
+    assert reach(window, rope) == expected
+
+
+@pytest.mark.parametrize(
+    ("method", "sliding", "limit"),
+    [
+        (Full(), None, W),
+        (Full(), 32, None),  # no distance exceeds it
+        (Full(), 100, W),
+        (Quest(), None, W),
+        (LongHeads(chunk_size=4), None, None),
+        (LongHeads(chunk_size=4, placement="true"), 32, W),
+        (LongHeads(chunk_size=4, placement="constant"), None, None),
+        (SelfExtend(local=16, group=8), None, (64 - 16 + 2) * 8),
+        (SelfExtend(local=16, group=1), None, W),
+        (Streaming(), None, None),
+        (DualChunk(), None, None),
+        (ReRope(), None, None),
+    ],
+    ids=str,
+)
+def test_the_longest_text_that_a_method_reads(method: lce.Method, sliding: int | None, limit: int | None) -> None:
+    method = method.resolve(W)
+    assert method.limit(W, sliding) == limit
+    for n in (W, limit or 10**9):
+        assert beyond(method, config(sliding), W, RopeConfig(), n) is None
+    if limit is not None:
+        assert str(beyond(method, config(sliding), W, RopeConfig(), limit + 1)).startswith(f"{limit + 1:,} tokens")
+
+
+def test_self_extends_limit_is_where_its_distances_leave_the_window() -> None:
+    for local, group in ((16, 8), (7, 3), (1, 2), (33, 5)):
+        limit = SelfExtend(local=local, group=group).limit(W)
+        assert limit is not None
+        farthest = [(n - 1) // group + local - local // group for n in (limit, limit + 1)]
+        assert farthest[0] == W - 1 < farthest[1]
+
+
+def test_the_line_names_the_methods_that_read_on() -> None:
+    line = beyond(Full(), config(), 512, RopeConfig(), 32000)
+    assert line is not None
+    assert line.startswith(
+        "32,000 tokens are more than the 512 that the method full can read of this model (window 512)"
+    )
+    named = line.rpartition(": ")[2].split(", ")
+    assert named[0] == "longheads"
+    assert {"dca", "esa", "infllm", "streaming"} <= set(named)
+    assert not {"full", "quest", "self_extend"} & set(named)
+    assert line.isprintable()
+
+
+CALLS: dict[str, Any] = {
+    "generate": lambda engine, n: engine.generate(tokens(n), max_tokens=1),
+    "stream": lambda engine, n: engine.stream(tokens(n), max_tokens=1).finish(),
+    "prefill": lambda engine, n: engine.prefill(tokens(n)),
+    "context": lambda engine, n: engine.generate(tokens(n - 20), max_tokens=1, context=engine.prefill(tokens(20))),
+    "logits": lambda engine, n: engine.logits(tokens(n)),
+    "trace": lambda engine, n: engine.trace(tokens(n)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_warns_once_and_at_its_own_line(tiny_model: Path, name: str) -> None:
+    engine = lce.load(tiny_model, block=16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        CALLS[name](engine, W - 1)
+        CALLS[name](lce.load(tiny_model, rope="linear", rope_factor=2), W + 30)
+        CALLS[name](lce.load(tiny_model, "longheads"), W + 30)
+    with pytest.warns(lce.WindowWarning, match="95 tokens are more than the 64") as caught:
+        CALLS[name](engine, 95)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+
+
+def test_an_answer_that_leaves_the_window_is_said_too(tiny_model: Path) -> None:
+    engine = lce.load(tiny_model)
+    with pytest.warns(lce.WindowWarning) as caught:
+        result = engine.generate(tokens(W - 3), max_tokens=10)
+    assert len(result.token_ids) == 10
+    assert [str(warning.message) for warning in caught] == [result.warning]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert engine.generate(tokens(W - 3), max_tokens=2).warning is None
+
+
+def test_a_file_is_warned_of_as_well(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.warns(lce.WindowWarning, match="95 tokens"):
+        lce.load(tiny_model).prefill_file(tokens(95), tmp_path / "c.lce")
+
+
+def test_a_sliding_window_keeps_full_in_its_window(tmp_path: Path) -> None:
+    folder = save_tiny(
+        tmp_path, model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=24
+    )  # fmt: skip
+    assert lce.load(folder).beyond(10_000) is None
+    assert lce.load(folder, "quest").beyond(10_000) is not None

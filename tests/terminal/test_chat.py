@@ -1,0 +1,196 @@
+"""`lce chat` and the chat of `lce generate`: what goes where, the commands, Ctrl-C, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+import lce
+from tests.checkpoints import save_chat
+from tests.command import assert_error, run, spawn
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ '<|turn|>' ~ message.role ~ '\n' ~ message.content ~ '<|end|>\n' }}"
+    "{% endfor %}{{ '<|turn|>assistant\n' }}"
+)
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_chat(tmp_path_factory.mktemp("chat"), TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def engine(chatty: Path) -> lce.Engine:
+    return lce.load(chatty)
+
+
+def test_a_line_is_a_turn_and_answers_alone_go_to_stdout(chatty: Path, engine: lce.Engine) -> None:
+    result = run("chat", "--model", chatty, "--max-tokens", "5", "--system", "Be brief.", stdin="Hi\n\nWhy?\n")
+    conversation = engine.conversation("Be brief.")
+    texts = [conversation.ask(text, max_tokens=5).text for text in ("Hi", "Why?")]
+    assert result.exit_code == 0
+    assert result.stdout == "".join(f"{text}\n" for text in texts)
+    figures = [line for line in result.stderr.splitlines() if "prompt tokens" in line]
+    assert len(figures) == 2
+    assert f"{conversation.tokens_read} prompt tokens" in figures[1]
+
+
+def test_quiet_and_json(chatty: Path) -> None:
+    quiet = run("chat", "--model", chatty, "--max-tokens", "2", "--quiet", stdin="Hi\n/help\n")
+    assert (quiet.exit_code, quiet.stderr) == (0, "")
+    result = run("chat", "--model", chatty, "--max-tokens", "2", "--json", stdin="Hi\nWhy?\n")
+    assert [len(json.loads(line)["token_ids"]) for line in result.stdout.splitlines()] == [2, 2]
+
+
+def test_the_commands(chatty: Path, engine: lce.Engine, tmp_path: Path) -> None:
+    document, saved = tmp_path / "a document.txt", tmp_path / "chat.lce"
+    document.write_text("The llama is larger.\n")
+    lines = f"Hi\n/reset\n/file {document}\n/file {document}\nWhich?\n/save {saved}\n//x\n/help\n/exit\nnever\n"
+    result = run("chat", "--model", chatty, "--max-tokens", "5", stdin=lines)
+    assert result.exit_code == 0
+    conversation = engine.conversation()
+    texts = [engine.chat("Hi", max_tokens=5).text]
+    for said in ("The llama is larger.\n\nThe llama is larger.\n\nWhich?", "/x"):
+        texts.append(conversation.ask(said, max_tokens=5).text)
+    assert result.stdout == "".join(f"{text}\n" for text in texts)
+    for words in ("20 characters go before the next message", f"saved {saved}", "begins again", "/file PATH"):
+        assert words in result.stderr
+    assert saved.exists()
+
+
+def test_a_saved_chat_goes_on(chatty: Path, engine: lce.Engine, tmp_path: Path) -> None:
+    saved = tmp_path / "chat.lce"
+    args = ("chat", "--model", chatty, "--max-tokens", "5")
+    first = run(*args, stdin=f"Hi\n/save {saved}\nWhy?\n")
+    again = run(*args, "--context", saved, stdin=f"Why?\n/save {saved}\nAnd?\n")
+    assert again.exit_code == 0
+    assert again.stdout.startswith(first.stdout.split("\n", 1)[1])
+    expected = engine.conversation()
+    texts = [expected.ask(text, max_tokens=5).text for text in ("Hi", "Why?", "And?")]
+    assert again.stdout == "".join(f"{text}\n" for text in texts[1:])
+    assert len(engine.open_context(saved)) < len(expected.context or [])
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "words"),
+    [
+        ("/nothing", 2, ["/nothing is no command", "/save", "begin with //"]),
+        ("/fil a.txt", 2, ["did you mean '/file'?"]),
+        ("/", 2, ["is no command"]),
+        ("/file", 2, ["/file takes a path"]),
+        ("/file no such file", 3, ["no such file"]),
+        ("/save", 2, ["/save takes a path"]),
+        ("/save chat.lce", 2, ["the conversation is empty"]),
+        ("/save taken", 2, ["taken exists; name another file"]),
+        (b"\xff\n", 3, ["not UTF-8"]),
+    ],
+)
+def test_a_bad_line_of_a_pipe_ends_it(
+    chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str | bytes, code: int, words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("taken").write_text("text")
+    assert_error(run("chat", "--model", chatty, stdin=line), code, *words)
+    assert Path("taken").read_text() == "text"
+
+
+def test_a_model_without_a_template(tiny_model: Path) -> None:
+    for args in (["chat"], ["generate", "--chat", "--prompt", "Hi"], ["generate", "--prompt", "Hi", "--system", "Be"]):
+        result = run(*args, "--model", tiny_model, stdin="Hi\n")
+        assert_error(result, 3, "has no chat template: it continues text; use generate")
+
+
+def test_a_system_message_and_a_context(chatty: Path, engine: lce.Engine, tmp_path: Path) -> None:
+    engine.prefill("A document.").save(tmp_path / "document.lce")
+    args = ("--model", chatty, "--context", tmp_path / "document.lce", "--max-tokens", "3")
+    assert_error(run("chat", *args, "--system", "Be brief.", stdin="Hi\n"), 2, "a system message begins")
+    result = run("chat", *args, stdin="Hi\n")
+    expected = engine.chat("Hi", context=engine.prefill("A document."), max_tokens=3)
+    assert (result.exit_code, result.stdout) == (0, expected.text + "\n")
+
+
+def test_generate_chats(chatty: Path, engine: lce.Engine, tmp_path: Path) -> None:
+    history = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+    (tmp_path / "history.json").write_text(json.dumps(history))
+    user, system = {"role": "user", "content": "Why?"}, {"role": "system", "content": "Be brief."}
+    args = ("generate", "--model", chatty, "--max-tokens", "5")
+    for options, stdin, messages in (
+        (("--chat", "--prompt", "Why?"), None, [user]),
+        (("--chat",), "Why?\n", [user]),
+        (("--system", "Be brief.", "--prompt", "Why?"), None, [system, user]),
+        (("--messages", tmp_path / "history.json", "--prompt", "Why?"), None, [*history, user]),
+        (("--messages", tmp_path / "history.json", "--chat"), None, history),
+        (("--messages", "-", "--system", "Be brief."), json.dumps([*history, user]), [system, *history, user]),
+    ):
+        result = run(*args, *options, stdin=stdin)
+        assert (result.exit_code, result.stdout) == (0, engine.chat(messages, max_tokens=5).text + "\n")
+    assert run(*args, "--prompt", "Why?").stdout == engine.generate("Why?", max_tokens=5).text + "\n"
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", "3", "[", "[]", '[{"role": "user"}]', '["a"]', "[" * 9999, '"\\ud800"', "NaN"]
+)
+def test_messages_that_are_none(chatty: Path, tmp_path: Path, content: str) -> None:
+    (tmp_path / "messages.json").write_text(content)
+    result = run("generate", "--model", chatty, "--messages", tmp_path / "messages.json")
+    assert_error(result, 3, "expected a list of")
+
+
+def test_messages_from_a_fifo_are_refused(chatty: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    assert_error(run("generate", "--model", chatty, "--messages", tmp_path / "fifo"), 3, "is a FIFO")
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(chatty: Path) -> None:
+    process = spawn("", "chat", "--model", chatty, "--max-tokens", "100000", stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("Hi\n")
+    process.stdin.flush()
+    assert process.stdout.read(3)  # it answers
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    out, err = process.communicate("/help\n", timeout=60)
+    assert process.returncode == 0
+    assert out.endswith("\n")
+    assert "stopped; the answer so far is kept\n/file PATH" in err
+    assert "Traceback" not in err
+
+
+def test_at_a_terminal(chatty: Path, tmp_path: Path) -> None:
+    """The mark, a note for a mistake, Ctrl-C at the mark, and Ctrl-D."""
+    theirs, ours = pty.openpty()
+    process = spawn("", "chat", "--model", chatty, "--max-tokens", "4", stdin=ours, stderr=ours)
+    os.close(ours)
+    seen = ""
+
+    def expect(words: str) -> None:
+        nonlocal seen
+        while words not in seen:
+            seen += os.read(theirs, 4096).decode(errors="replace")
+        seen = seen.partition(words)[2]
+
+    expect("Ctrl-D ends.")
+    expect("> ")
+    os.write(theirs, b"/nothing\n")
+    expect("error: /nothing is no command")
+    expect("> ")
+    process.send_signal(signal.SIGINT)
+    expect("Ctrl-D ends the chat.")
+    expect("> ")
+    os.write(theirs, b"Hi\n")
+    expect("prompt tokens")
+    expect("> ")
+    os.write(theirs, b"\x04")
+    out, _ = process.communicate(timeout=60)
+    os.close(theirs)
+    assert process.returncode == 0
+    assert out == lce.load(chatty).chat("Hi", max_tokens=4).text + "\n"

@@ -1,0 +1,121 @@
+"""Commands that go on with a context file: what they take from it, what they keep, what they refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lce
+from lce.engine.saving import describe
+from lce.terminal.contexts import continued
+from tests.command import PROMPT, assert_error, run
+
+SETTINGS: list[tuple[str, ...]] = [
+    (),
+    ("--method", "longheads", "-o", "chunk_size=8", "-o", "chunks=4", "-o", "share=group"),
+    ("--method", "dca", "--window", "40"),
+    ("--method", "rerope", "--rope", "yarn", "--rope-factor", "4"),
+    ("--method", "infllm", "-o", "repr_tokens=2", "--dtype", "bfloat16"),
+    ("--rope", "dynamic", "--rope-factor", "3"),
+]
+
+
+def last_json(*args: str | Path) -> dict[str, Any]:
+    result = run(*args, "--json")
+    assert result.exit_code == 0, result.stderr
+    content: dict[str, Any] = json.loads(result.stdout)
+    return content
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_come_from_the_file(setting: tuple[str, ...], tiny_model: Path, tmp_path: Path) -> None:
+    """Prefill, append, ask and ask again, without a word of the settings, is one text read with them."""
+    first, second, third = (tmp_path / name for name in ("a.lce", "b.lce", "c.lce"))
+    last_json("prefill", "-m", tiny_model, "-p", PROMPT * 2, "--out", first, *setting)
+    appended = last_json("prefill", "-m", tiny_model, "-c", first, "-p", PROMPT, "--out", second)
+    assert appended["stats"]["read_before"] == describe(first).tokens
+    assert describe(second).tokens == describe(first).tokens + appended["stats"]["prompt_tokens"]
+    asked = last_json("generate", "-m", tiny_model, "-c", second, " dog", "-n", "5", "--save", third)
+    again = last_json("generate", "-m", tiny_model, "-c", third, " and", "-n", "5")
+    for name in ("method", "window", "rope", "rope_factor", "dtype", "model", "knobs", "announced"):
+        assert getattr(describe(third), name) == getattr(describe(first), name)
+    whole = lce.load(tiny_model, **_of(first)).open_context(first)
+    engine = lce.load(tiny_model, **_of(first))
+    context = engine.open_context(first)
+    engine.prefill(PROMPT, context=context)
+    assert engine.generate(" dog", context=context, max_tokens=5).token_ids == asked["token_ids"]
+    assert engine.generate(" and", context=context, max_tokens=5).token_ids == again["token_ids"]
+    assert len(whole) == describe(first).tokens, "the files of before did not change"
+
+
+def _of(path: Path) -> dict[str, Any]:
+    info = describe(path)
+    return {"method": lce.methods.make(info.method, info.knobs), **continued(info, {})}
+
+
+def test_what_is_given_contradicts_the_file_or_agrees(tiny_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "a.lce"
+    last_json("prefill", "-m", tiny_model, "-p", PROMPT, "--out", out, *SETTINGS[1])
+    ask = ("generate", "-m", tiny_model, "-c", out, " dog", "-n", "2")
+    expected = last_json(*ask)["token_ids"]
+    for same in (SETTINGS[1], ("--method", "longheads"), ("-o", "chunks=4"), ("--window", "64"), ("--rope", "none")):
+        assert last_json(*ask, *same)["token_ids"] == expected
+    for other, words in [
+        (("--method", "dca"), "another method"),
+        (("-o", "chunks=5"), "chunks"),
+        (("--window", "63"), "another window"),
+        (("--rope", "linear", "--rope-factor", "2"), "another rope"),
+        (("--dtype", "float16"), "another dtype"),
+    ]:
+        assert_error(run(*ask, *other), 3, words)
+    assert_error(run(*ask, "-o", "sinks=3"), 2, "has no option 'sinks'")
+
+
+def test_what_the_file_says_fills_what_is_open() -> None:
+    info = describe_of(window=9, rope="linear", rope_factor=2.0, dtype="float32")
+    open_ = {"window": None, "rope": None, "rope_factor": None, "dtype": "auto", "block": 7}
+    assert continued(info, open_) == {
+        "window": 9, "rope": "linear", "rope_factor": 2.0, "dtype": "float32", "block": 7
+    }  # fmt: skip
+    assert continued(info, {**open_, "rope": "none"})["rope_factor"] is None
+    assert continued(info, {**open_, "window": 3})["window"] == 3
+    assert continued(info, {**open_, "dtype": "float16"})["dtype"] == "float16"
+    assert continued(dataclasses.replace(info, rope="none"), open_)["rope_factor"] is None
+
+
+def describe_of(**facts: Any) -> Any:
+    from lce.engine.saving import ContextInfo
+
+    names = {field.name: None for field in dataclasses.fields(ContextInfo)}
+    return ContextInfo(**{**names, **facts})
+
+
+def test_a_text_and_its_answer_are_kept(tiny_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "a.lce"
+    asked = last_json("generate", "-m", tiny_model, PROMPT, "-n", "4", "--save", out)
+    assert asked["context"] == str(out)
+    assert asked["token_ids"] == lce.load(tiny_model).generate(PROMPT, max_tokens=4).token_ids
+    kept = lce.load(tiny_model).open_context(out).token_ids
+    assert kept[-len(asked["token_ids"]) :] == asked["token_ids"]
+    assert len(kept) == asked["stats"]["prompt_tokens"] + len(asked["token_ids"])
+
+
+def test_checkpoints_are_for_a_whole_text(tiny_model: Path, tmp_path: Path) -> None:
+    command = ("prefill", "-m", tiny_model, "-p", PROMPT, "--out", tmp_path / "b.lce", "--checkpoint-every", "1k")
+    assert_error(run(*command, "-c", tmp_path / "a.lce"), 2, "--checkpoint-every", "--context")
+
+
+def test_a_context_may_be_replaced_by_its_continuation(tiny_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "a.lce"
+    last_json("prefill", "-m", tiny_model, "-p", PROMPT, "--out", out)
+    before = describe(out).tokens
+    command = ("prefill", "-m", tiny_model, "-p", PROMPT, "-c", out, "--out", out)
+    assert_error(run(*command), 2, "exists", "--force")
+    result = run(*command, "--force")
+    assert result.exit_code == 0
+    assert f"({before} read before)" in result.stderr
+    assert describe(out).tokens > before
