@@ -81,6 +81,18 @@ def test_the_first_chunk_may_have_to_compete() -> None:
     assert {len(row) for row in free[0][-300:]} == {4}
 
 
+def test_the_last_complete_chunk_may_have_to_compete() -> None:
+    _, kept = choices(LongHeads(chunk_size=4, chunks=5), 400, [400])
+    _, free = choices(LongHeads(chunk_size=4, chunks=5, keep_last=False), 400, [400])
+    _, both = choices(LongHeads(chunk_size=4, chunks=5, keep_first=False, keep_last=False), 400, [400])
+    last = [i // 4 - 1 for i in range(100, 400)]
+    assert all(chunk in row for chunk, row in zip(last, kept[0][100:], strict=True))
+    assert not all(chunk in row for chunk, row in zip(last, free[0][100:], strict=True))
+    assert all(0 in row for row in free[0][100:])
+    assert not all(0 in row for row in both[0][100:])
+    assert {len(row) for row in (*free[0][100:], *both[0][100:])} == {4}
+
+
 def test_nothing_is_seen_beyond_the_window() -> None:
     q, k, v = vectors(11, 4, 2, 300, 8)
     distance = oracle.longheads(q, k, v, oracle.Setting(WINDOW), chunk_size=4).distance
