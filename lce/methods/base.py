@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from lce.cache.kv import LayerCache
 from lce.cache.layout import CacheLayout, Reach
 from lce.cache.method_state import MethodState, RecentRows
 from lce.errors import UsageError
+from lce.methods.hooks import METHOD_CHECKS, Check, guard
 from lce.methods.parts import RECENT
 from lce.methods.step import Step, Surroundings
 
@@ -32,6 +33,12 @@ class Method(ABC):
     """
 
     name: ClassVar[str] = ""
+    hook_checks: ClassVar[Mapping[str, Check]] = METHOD_CHECKS
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.__module__.partition(".")[0] != "lce":
+            guard(cls, cls.hook_checks)
 
     @property
     def label(self) -> str:
