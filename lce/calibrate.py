@@ -2,38 +2,60 @@
 
 The text is prefilled in pieces of one window, and the queries and keys of every layer are written to a work folder
 beside the map file. Then the two maps of each layer are learned from them. Finished pieces and layers stay in the work
-folder, so that an interrupted calibration resumes when it is called again.
+folder, so that an interrupted calibration resumes when it is called again. Each work file is sealed and says what it
+is a part of; one that is damaged is computed again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
+import re
 import shutil
+import stat
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from lce import Engine, load
 from lce.errors import CapacityError, DataError, UsageError
-from lce.files import write_whole
-from lce.methods import Full, LayerCache, Step, rotate
-from lce.methods.lowdim import LowDimMap, LowDimMaps, block_scores, concat_heads, first_best, principal, spread
+from lce.files import check_target, named, open_regular, write_whole
+from lce.methods import ESA, Full, LayerCache, Step, rotate
+from lce.methods.lowdim import (
+    LearnedFor,
+    LowDimMap,
+    LowDimMaps,
+    block_scores,
+    concat_heads,
+    first_best,
+    principal,
+    spread,
+)  # fmt: skip
+from lce.methods.map_file import read_sealed, save_maps, sealed
 
 Progress = Callable[[str, int, int], None]  # the stage, units done, units in all
 HELD_OUT = 8  # one piece in 8 measures recall and is not learned from
+_PLAN = "plan.json"
+_PLAN_BYTES = 1 << 16
+_HEADER_BYTES = 1 << 16  # of a work file, besides its tensors
+_WORK_FILE = re.compile(r"\.?(piece|layer)-\d+.*\.(safetensors|tmp)|\.plan\.json\..*\.tmp")
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """How maps are learned: by Adam, on the squared error of the scores of `batch` queries and `batch` keys a step."""
+    """How maps are learned: by Adam, on the squared error of the scores of `batch` queries and `batch` keys a step.
+
+    `lr` is the first step's size; it falls to 0. `far` is the distance at which queries are placed, as in `esa`; None
+    is half of the window.
+    """
 
     low_dim: int = 128
     tokens: int = 50_000
@@ -41,13 +63,16 @@ class Calibration:
     batch: int = 128
     lr: float = 5e-4
     seed: int = 0
+    far: int | None = None
 
     def __post_init__(self) -> None:
         for knob in ("low_dim", "tokens", "epochs", "batch"):
             if getattr(self, knob) < 1:
                 raise UsageError(f"{knob} is {getattr(self, knob)}; expected 1 or more")
-        if not self.lr > 0:
+        if not 0 < self.lr < math.inf:
             raise UsageError(f"lr is {self.lr}; expected more than 0")
+        if self.far is not None and self.far < 0:
+            raise UsageError(f"far is {self.far}; expected 0 or more")
 
 
 @dataclass(frozen=True)
@@ -62,47 +87,51 @@ class Recall:
 
 @dataclass(frozen=True)
 class Recorder(Full):
-    """Full attention that passes each layer's unrotated queries and keys to `sink`, as "q.0" or "k.0"."""
+    """Full attention that passes each layer's unrotated keys ("k.0") and queries at `far` ("q.0") to `sink`."""
 
+    far: int | None = None
     sink: Callable[[str, Tensor], None] = lambda name, x: None
+
+    def resolve(self, window: int) -> Self:
+        return replace(self, far=max(1, window // 2) if self.far is None else self.far)
 
     def keep(self, k: Tensor, v: Tensor, cache: LayerCache, step: Step) -> None:
         self.sink(f"k.{cache.index}", k)
         super().keep(k, v, cache, step)
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        self.sink(f"q.{cache.index}", q)
+        assert self.far is not None, "resolved before use"
+        self.sink(f"q.{cache.index}", rotate(q, step.far_turn(self.far, q)))
         return super().attend(q, cache, step)
+
+
+def _note(text: str) -> None:
+    warnings.warn(text, stacklevel=3)
 
 
 def calibrate(
     model: str | Path, text: str, out: str | Path, options: Calibration | None = None, *,
-    progress: Progress = lambda what, done, total: None, **loading: Any,
+    progress: Progress = lambda what, done, total: None, note: Callable[[str], None] = _note, **loading: Any,
 ) -> list[Recall]:  # fmt: skip
     """Learn a model's maps from `text`, write them to `out`, and return each layer's recall on held-out pieces.
 
-    `loading` are options of `lce.load`. Raises `DataError` for too little text, `CapacityError` for too little disk,
-    `UsageError` where `out` was begun with other options.
+    `loading` are options of `lce.load`: maps fit the window and the RoPE scaling that they were learned with. `note` is
+    called with a line about each work file that must be computed again. Raises `DataError` for too little text,
+    `CapacityError` for too little disk, `UsageError` where `out` was begun with other options.
     """
     out, options = Path(out), options or Calibration()
-    if out.is_dir() or not out.parent.is_dir():
-        raise DataError(f"cannot write {out}: expected a file in a folder that exists")
+    check_target(out)
+    if not out.parent.is_dir():
+        raise DataError(f"cannot write {named(out)}: expected a file in a folder that exists")
     seen: dict[str, list[Tensor]] = defaultdict(list)
-    engine = load(model, Recorder(sink=lambda name, x: seen[name].append(concat_heads(x).cpu())), **loading)
-    pieces = _pieces(engine, text, options)
-    work = _work_folder(out, engine, pieces, options)
-    for index, ids in enumerate(pieces):
-        file = work / f"piece-{index:05}.safetensors"
-        if not file.exists():
-            seen.clear()
-            engine.prefill(ids)
-            write_whole(file, save({name: torch.cat(rows).contiguous() for name, rows in seen.items()}))
-        progress("reading", index + 1, len(pieces))
-    n_layers = engine.model.config.n_layers
-    learned = [_layer(work, layer, engine, len(pieces), options, progress) for layer in range(n_layers)]
-    LowDimMaps([maps for maps, _ in learned]).save(out, engine.fingerprint)
-    shutil.rmtree(work)
-    return [recall for _, recall in learned]
+    recorder = Recorder(far=options.far, sink=lambda name, x: seen[name].append(concat_heads(x).cpu()))
+    engine = load(model, recorder, **loading)
+    if engine.rope.kind == "dynamic":
+        raise UsageError(
+            "under dynamic RoPE scaling queries rotate by the length of each text, and maps are learned for one "
+            "rotation; give --rope ntk --rope-factor F"
+        )
+    return _Calibrator(engine, seen, _pieces(engine, text, options), out, options, progress, note).run()
 
 
 def _pieces(engine: Engine, text: str, options: Calibration) -> list[list[int]]:
@@ -115,129 +144,241 @@ def _pieces(engine: Engine, text: str, options: Calibration) -> list[list[int]]:
     return pieces
 
 
-def _work_folder(out: Path, engine: Engine, pieces: Sequence[Sequence[int]], options: Calibration) -> Path:
-    """The work folder, new or of an earlier call with the same plan. Raises `UsageError` for another plan."""
-    work = out.with_name(out.name + ".work")
-    plan = {
-        **asdict(options),
-        "fingerprint": engine.fingerprint,
-        "text": hashlib.sha256(json.dumps(pieces).encode()).hexdigest(),
-        "dtype": str(engine.dtype),
-        "rope": repr(engine.rope),
-    }
-    plan_file = work / "plan.json"
-    config = engine.model.config
-    if plan_file.exists() and json.loads(plan_file.read_text()) != plan:
-        raise UsageError(f"{work} was begun with other options, text or model; finish it with those, or delete it")
-    row = (config.n_heads + config.n_kv_heads) * config.head_dim * engine.dtype.itemsize
-    needed = row * config.n_layers * sum(map(len, pieces))
-    free = shutil.disk_usage(out.parent).free
-    if not plan_file.exists() and needed > free:
-        raise CapacityError(
-            f"calibrating needs {needed:,} bytes for queries and keys in {work}, {free:,} are free; give fewer --tokens"
-        )
-    try:
-        work.mkdir(exist_ok=True)
-    except OSError as error:
-        raise DataError(f"cannot write {work}: {error.strerror}") from error
-    write_whole(plan_file, json.dumps(plan).encode())
-    return work
+class WorkFolder:
+    """The work folder of one calibration. A file in it belongs to one plan and one place, and is sealed.
 
-
-def _layer(
-    work: Path, layer: int, engine: Engine, n_pieces: int, options: Calibration, progress: Progress
-) -> tuple[LowDimMap, Recall]:
-    """One layer's maps and their recall, from the work folder if they are there, else learned and written to it."""
-    file = work / f"layer-{layer:03}.safetensors"
-    if not file.exists():
-        held_out = range(HELD_OUT - 1, n_pieces, HELD_OUT)
-        learn = [index for index in range(n_pieces) if index not in held_out]
-        q, q_test = (_turned(_rows(work, f"q.{layer}", pieces, engine), engine) for pieces in (learn, held_out))
-        k, k_test = (_rows(work, f"k.{layer}", pieces, engine) for pieces in (learn, held_out))
-        n_kv_heads = engine.model.config.n_kv_heads
-        pca = _shared(principal(k.unflatten(1, (n_kv_heads, -1)).transpose(0, 1), options.low_dim), engine)
-        maps = _learn(q, k, pca, engine, options, layer, progress)
-        top_k = max(1, min(engine.window // 4, len(k_test) // 4))
-        calibrated, plain = (_recall(q_test, k_test, made, engine, top_k) for made in (maps, pca))
-        metadata = {"recall": json.dumps(asdict(Recall(layer, top_k, calibrated, plain)))}
-        tensors = {"query": maps.query.cpu().contiguous(), "key": maps.key.cpu().contiguous()}
-        write_whole(file, save(tensors, metadata))
-    with safe_open(file, framework="pt") as held:
-        recall = Recall(**json.loads(held.metadata()["recall"]))
-        return LowDimMap(held.get_tensor("query"), held.get_tensor("key")), recall
-
-
-def _rows(work: Path, name: str, pieces: Sequence[int], engine: Engine) -> Tensor:
-    """The queries or keys (`name` is "q.0" or "k.0") of some pieces, one behind the other."""
-    rows = []
-    for file in (work / f"piece-{index:05}.safetensors" for index in pieces):
-        try:
-            with safe_open(file, framework="pt") as held:
-                rows.append(held.get_tensor(name))
-        except (OSError, SafetensorError) as error:
-            raise DataError(f"cannot read {file}: {error}; delete {work} and calibrate again") from error
-    return torch.cat(rows).to(engine.device, torch.float32)
-
-
-def _turned(q: Tensor, engine: Engine) -> Tensor:
-    """Queries `[N, H·D]` rotated to `far`, half of the window."""
-    far = torch.tensor([max(1, engine.window // 2)], device=q.device)
-    turn = engine.rope_of(0).turn(far, q.dtype)
-    heads = q.unflatten(1, (-1, engine.model.config.head_dim))
-    return rotate(heads, turn).flatten(1)
-
-
-def _shared(basis: Tensor, engine: Engine) -> LowDimMap:
-    """The maps of a basis `[G·D, R]` of the keys; query heads take the basis of their KV head."""
-    config = engine.model.config
-    query = basis.unflatten(0, (config.n_kv_heads, -1)).repeat_interleave(config.n_heads // config.n_kv_heads, 0)
-    return LowDimMap(query.flatten(0, 1), basis)
-
-
-def _exact(q: Tensor, engine: Engine) -> Tensor:
-    """Queries `[N, H·D]` summed over the heads of each KV head, `[N, G·D]`; exact scores are these times the keys."""
-    config = engine.model.config
-    summed: Tensor = q.unflatten(1, (config.n_kv_heads, -1, config.head_dim)).sum(dim=2)
-    return summed.flatten(1)
-
-
-def _learn(
-    q: Tensor, k: Tensor, start: LowDimMap, engine: Engine, options: Calibration, layer: int,
-    progress: Progress,
-) -> LowDimMap:  # fmt: skip
-    """Maps of least squared error for `q [N, H·D]`, `k [N, G·D]`, trained from `start`.
-
-    The keys' mean is subtracted first: it adds the same to all scores of a query and changes no ranking.
+    `most` bounds the size of a file. Only the calibration's own files are read, replaced and removed.
     """
-    k = k - k.mean(dim=0)
-    shared = _exact(q, engine)
-    query, key = start.query.clone().requires_grad_(), start.key.clone().requires_grad_()
-    optimizer = torch.optim.Adam([query, key], lr=options.lr)
-    random = torch.Generator().manual_seed(options.seed * 1000 + layer)
-    steps = max(1, len(q) // options.batch)
-    scale = float((shared[:1000] @ k[:1000].T).square().mean())
-    with torch.enable_grad():
-        for epoch in range(options.epochs):
-            orders = [torch.randperm(len(q), generator=random) for _ in range(2)]
-            for step in range(steps):
-                rows, columns = (order[step * options.batch : (step + 1) * options.batch] for order in orders)
-                truth = shared[rows] @ k[columns].T
-                loss = ((q[rows] @ query) @ (k[columns] @ key).T - truth).square().mean() / scale
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-            progress("learning", layer * options.epochs + epoch + 1, engine.model.config.n_layers * options.epochs)
-    return LowDimMap(query.detach(), key.detach())
+
+    def __init__(self, folder: Path, plan: dict[str, Any], most: int, note: Callable[[str], None]) -> None:
+        self.folder = folder
+        self.plan = plan
+        self.most = most
+        self.note = note
+        self._plan_digest = _digest(plan)
+
+    def begin(self, needed: int) -> None:
+        """Make the folder, for `needed` bytes, or go on with that of an earlier call with the same plan."""
+        try:
+            mode = os.lstat(self.folder).st_mode
+        except FileNotFoundError:
+            mode = None
+        if mode is not None and not stat.S_ISDIR(mode):
+            raise DataError(f"{named(self.folder)} is no folder; remove it, or give another name for the maps")
+        earlier = self._earlier_plan()
+        if earlier is not None and earlier != self.plan:
+            differ = ", ".join(key for key in self.plan if earlier.get(key) != self.plan[key])
+            raise UsageError(
+                f"{named(self.folder)} was begun with other options, text or model ({differ}); finish it with those, "
+                "or delete it"
+            )
+        free = shutil.disk_usage(self.folder.parent).free
+        if earlier is None and needed > free:
+            raise CapacityError(
+                f"calibrating needs {needed:,} bytes for queries and keys in {named(self.folder)}, {free:,} are free; "
+                "give fewer --tokens"
+            )
+        if earlier is None:
+            try:
+                self.folder.mkdir(exist_ok=True)
+            except OSError as error:
+                raise DataError(f"cannot write {named(self.folder)}: {error.strerror}") from error
+            content = {"plan": self.plan, "digest": self._plan_digest}
+            write_whole(self.folder / _PLAN, json.dumps(content).encode())
+
+    def _earlier_plan(self) -> dict[str, Any] | None:
+        """The plan of an earlier call; None if there was none, or if its file is damaged."""
+        path = self.folder / _PLAN
+        if not os.path.lexists(path):
+            return None
+        with open(open_regular(path, follow=False), "rb") as file:
+            raw = file.read(_PLAN_BYTES)
+        try:
+            content = json.loads(raw)
+            plan: dict[str, Any] = content["plan"]
+            if content["digest"] == _digest(plan):
+                return plan
+        except (ValueError, LookupError, TypeError, RecursionError):
+            pass
+        self.note(f"{named(path)} is damaged; work that belongs to the present options is kept")
+        return None
+
+    def has(self, place: str) -> bool:
+        """Whether there is a file of this place, whole or not."""
+        return os.path.lexists(self.folder / place)
+
+    def write(self, place: str, tensors: dict[str, Tensor], facts: str = "") -> None:
+        """Write the file of a place; it appears whole or not at all."""
+        data = sealed(tensors, {"plan": self._plan_digest, "place": place, "facts": facts})
+        write_whole(self.folder / place, data)
+
+    def read(self, place: str) -> tuple[dict[str, Tensor], str] | None:
+        """The tensors and facts of a place; None if there is no file, or a damaged one, or one of another place."""
+        if not self.has(place):
+            return None
+        path = self.folder / place
+        try:
+            tensors, metadata = read_sealed(path, self.most)
+            if (metadata.get("plan"), metadata.get("place")) != (self._plan_digest, place):
+                raise ValueError("it belongs to another calibration or place")
+        except (OSError, ValueError) as error:
+            self.note(f"{named(path)} cannot be used: {error}; it is computed again")
+            return None
+        return tensors, metadata["facts"]
+
+    def remove(self) -> None:
+        """Remove the folder, unless it holds files that are not the calibration's."""
+        for path in sorted(self.folder.iterdir()):
+            if _WORK_FILE.fullmatch(path.name) and path.is_file():
+                path.unlink()
+        (self.folder / _PLAN).unlink(missing_ok=True)
+        if not any(self.folder.iterdir()):
+            self.folder.rmdir()
 
 
-def _recall(q: Tensor, k: Tensor, maps: LowDimMap, engine: Engine, top_k: int, block: int = 128, eps: int = 1) -> float:
-    """The share of the `top_k` best keys `[N, G·D]` of each block of queries that low-dim scores find too."""
+def _digest(plan: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
-    def best(queries: Tensor, keys: Tensor) -> set[int]:
-        scores = block_scores(lambda rows: queries[rows] @ keys.T, len(queries), len(keys))
-        return set(first_best(spread(scores, eps), top_k).tolist())
 
-    blocks = zip(_exact(q, engine).split(block), (q @ maps.query).split(block), strict=True)
-    low_k = k @ maps.key
-    shares = [len(best(exact, k) & best(low, low_k)) / top_k for exact, low in blocks]
-    return sum(shares) / len(shares)
+class _Calibrator:
+    """One calibration: the engine that reads, `seen` to which it passes queries and keys, and the work folder."""
+
+    def __init__(
+        self, engine: Engine, seen: dict[str, list[Tensor]], pieces: Sequence[Sequence[int]], out: Path,
+        options: Calibration, progress: Progress, note: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        assert isinstance(engine.method, Recorder)
+        assert engine.method.far is not None, "resolved"
+        self.engine, self.seen, self.pieces, self.out = engine, seen, pieces, out
+        self.options, self.progress = options, progress
+        config, far = engine.model.config, engine.method.far
+        self.n_layers, self.n_heads, self.n_kv_heads = config.n_layers, config.n_heads, config.n_kv_heads
+        widths = (self.n_heads + self.n_kv_heads) * config.head_dim
+        n_learned = sum(len(pieces[index]) for index in self.split()[0])
+        self.low_dim = min(options.low_dim, self.n_kv_heads * config.head_dim, n_learned - 1)  # as many as `principal`
+        self.learned_for = LearnedFor(engine.fingerprint, self.low_dim, far, engine.window, engine.rope)
+        plan = {
+            **asdict(options), **asdict(self.learned_for), "dtype": str(engine.dtype),
+            "text": hashlib.sha256(json.dumps(pieces).encode()).hexdigest(),
+        }  # fmt: skip
+        rows = sum(map(len, pieces)) * widths * engine.dtype.itemsize
+        largest = max(len(pieces[0]) * widths * engine.dtype.itemsize, 4 * (widths + 2) * self.low_dim)
+        self.work = WorkFolder(out.with_name(out.name + ".work"), plan, largest + _HEADER_BYTES, note)
+        self.work.begin(rows * self.n_layers)
+
+    def run(self) -> list[Recall]:
+        """Read all pieces, learn all layers, and write the maps."""
+        for index in range(len(self.pieces)):
+            missing = [layer for layer in range(self.n_layers) if not self.work.has(_piece(index, layer))]
+            if missing:
+                self.read_piece(index, missing)
+            self.progress("reading", index + 1, len(self.pieces))
+        learned = [self.layer(layer) for layer in range(self.n_layers)]
+        save_maps(LowDimMaps([maps for maps, _ in learned]), self.out, self.learned_for)
+        self.work.remove()
+        return [recall for _, recall in learned]
+
+    def split(self) -> tuple[list[int], list[int]]:
+        """The numbers of the pieces that are learned from, and of those that are held out."""
+        held_out = range(HELD_OUT - 1, len(self.pieces), HELD_OUT)
+        return [index for index in range(len(self.pieces)) if index not in held_out], list(held_out)
+
+    def read_piece(self, index: int, layers: Sequence[int]) -> None:
+        """Prefill a piece, and write the queries and keys of some layers."""
+        self.seen.clear()
+        self.engine.prefill(self.pieces[index])
+        rows = {name: torch.cat(parts).contiguous() for name, parts in self.seen.items()}
+        self.seen.clear()
+        for layer in layers:
+            self.work.write(_piece(index, layer), {"q": rows[f"q.{layer}"], "k": rows[f"k.{layer}"]})
+
+    def rows(self, layer: int, pieces: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The queries and keys of some pieces, one behind the other."""
+        found = []
+        for index in pieces:
+            held = self.work.read(_piece(index, layer))
+            if held is None:
+                self.read_piece(index, [layer])
+                held = self.work.read(_piece(index, layer))
+            if held is None:
+                raise DataError(f"{named(self.work.folder)} does not keep what is written to it; check the disk")
+            found.append(held[0])
+        q, k = (torch.cat([tensors[name] for tensors in found]).to(self.engine.device, torch.float32) for name in "qk")
+        return q, k
+
+    def layer(self, layer: int) -> tuple[LowDimMap, Recall]:
+        """One layer's maps and their recall, from the work folder if they are there, else learned and written to it."""
+        place = f"layer-{layer:03}.safetensors"
+        held = self.work.read(place)
+        if held is not None:
+            return LowDimMap(**held[0]), Recall(**json.loads(held[1]))
+        (q, k), (q_test, k_test) = (self.rows(layer, pieces) for pieces in self.split())
+        pca = self.shared(principal(k.unflatten(1, (self.n_kv_heads, -1)).transpose(0, 1), self.low_dim))
+        maps = self.learn(q, k, pca, layer)
+        if not all(bool(x.isfinite().all()) for x in maps.tensors().values()):
+            raise DataError(
+                f"the maps of layer {layer} are not finite; give a smaller --lr, or check the model's weights"
+            )
+        top_k = max(1, min(self.engine.window // 4, len(k_test) // 4))
+        recall = Recall(layer, top_k, *(self.recall(q_test, k_test, made, top_k) for made in (maps, pca)))
+        tensors = {name: x.cpu().contiguous() for name, x in maps.tensors().items()}
+        self.work.write(place, tensors, json.dumps(asdict(recall)))
+        return LowDimMap(**tensors), recall
+
+    def shared(self, basis: Tensor) -> LowDimMap:
+        """The maps of a basis `[G·D, R]` of the keys; query heads take the basis of their KV head."""
+        query = basis.unflatten(0, (self.n_kv_heads, -1)).repeat_interleave(self.n_heads // self.n_kv_heads, 0)
+        return LowDimMap.unbiased(query.flatten(0, 1), basis)
+
+    def exact(self, q: Tensor) -> Tensor:
+        """Queries `[N, H·D]` summed over the heads of each KV head, `[N, G·D]`; these times the keys are the scores."""
+        grouped: Tensor = q.unflatten(1, (self.n_kv_heads, self.n_heads // self.n_kv_heads, -1))
+        return grouped.sum(dim=2).flatten(1)
+
+    def learn(self, q: Tensor, k: Tensor, start: LowDimMap, layer: int) -> LowDimMap:
+        """Maps of least squared error for `q [N, H·D]`, `k [N, G·D]`, trained from `start`.
+
+        The error is that of Eq. 7, on keys less their mean: a query's product with the mean key is the same in all its
+        scores and changes no choice, so it needs no dimension. When the maps are used, the keys' bias subtracts the
+        mean.
+        """
+        options, mean = self.options, k.mean(dim=0)
+        k = k - mean
+        shared = self.exact(q)
+        trained = LowDimMap(**{name: x.clone().requires_grad_() for name, x in start.tensors().items()})
+        optimizer = torch.optim.Adam(list(trained.tensors().values()), lr=options.lr)
+        random = torch.Generator().manual_seed(options.seed * 1000 + layer)
+        steps = max(1, len(q) // options.batch)
+        scale = float((shared[:1000] @ k[:1000].T).square().mean())
+        with torch.enable_grad():
+            for epoch in range(options.epochs):
+                orders = [torch.randperm(len(q), generator=random) for _ in range(2)]
+                for step in range(steps):
+                    optimizer.param_groups[0]["lr"] = options.lr * (1 - (epoch + step / steps) / options.epochs)
+                    rows, columns = (order[step * options.batch : (step + 1) * options.batch] for order in orders)
+                    scores = trained.low_queries(q[rows]) @ trained.low_keys(k[columns]).T
+                    loss = (scores - shared[rows] @ k[columns].T).square().mean() / scale
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+                done = layer * options.epochs + epoch + 1
+                self.progress("learning", done, self.n_layers * options.epochs)
+        query, key, query_bias, key_bias = (x.detach() for x in trained.tensors().values())
+        return LowDimMap(query, key, query_bias, key_bias - mean @ key)
+
+    def recall(self, q: Tensor, k: Tensor, maps: LowDimMap, top_k: int, block: int = 128) -> float:
+        """The share of the `top_k` best keys `[N, G·D]` of each block of queries that low-dim scores find too."""
+
+        def best(queries: Tensor, keys: Tensor) -> set[int]:
+            scores = block_scores(lambda rows: queries[rows] @ keys.T, len(queries), len(keys))
+            return set(first_best(spread(scores, ESA.eps), top_k).tolist())
+
+        blocks = zip(self.exact(q).split(block), maps.low_queries(q).split(block), strict=True)
+        low_k = maps.low_keys(k)
+        shares = [len(best(exact, k) & best(low, low_k)) / top_k for exact, low in blocks]
+        return sum(shares) / len(shares)
+
+
+def _piece(index: int, layer: int) -> str:
+    """The name of a piece's work file."""
+    return f"piece-{index:05}-{layer:03}.safetensors"

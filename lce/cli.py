@@ -143,22 +143,25 @@ def passkey(
 @option("--tokens", type=int, default=50_000, help="Read at most this much of the text.")
 @option("--epochs", type=int, default=10, help="Passes over the text.")
 @option("--batch", type=int, default=128, help="Queries and keys of one step.")
-@option("--lr", type=float, default=5e-4, help="Adam's step size.")
+@option("--lr", type=float, default=5e-4, help="Adam's step size; it falls to 0.")
 @option("--seed", type=int, default=0, help="The same seed learns the same maps.")
+@option("--far", type=int, help="Distance at which esa will place far keys.  [default: half of the window]")
 @options.loading_options
 @options.output_options
 def calibrate(model: str, text_file: str, out: str, loading: dict[str, Any], output: Output, **learning: Any) -> None:
     """Learn the maps to low-dimensional keys, by which `esa` finds single tokens of a long text.
 
     Writes the maps to --out. Prints, for each layer, the share of the best tokens that they find in held-out text, and
-    the share that PCA finds. An interrupted calibration resumes when the same command is run again.
+    the share that PCA finds. An interrupted calibration resumes when the same command is run again. Maps fit the --far,
+    the --window and the RoPE scaling that they were learned with.
     """
     from lce.calibrate import Calibration
     from lce.calibrate import calibrate as learn
 
     text = options.read_text(text_file)
     with output.bars() as bars:
-        recalls = learn(model, text, out, Calibration(**learning), progress=bars, **loading)
+        note = lambda text: output.figures(f"lce: {text}")  # noqa: E731
+        recalls = learn(model, text, out, Calibration(**learning), progress=bars, note=note, **loading)
     output.object([dataclasses.asdict(recall) for recall in recalls])
     output.text(*figures.recall_lines(recalls))
 

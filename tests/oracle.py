@@ -8,7 +8,7 @@ on each query's logits (`scale [N]`). `attention` then takes one softmax over ea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -370,12 +370,13 @@ def esa(
     sinks: int = 128,
     local: int | None = None,
     top_k: int | None = None,
-    eps: int = 1,
+    eps: int = 3,
     low_dim: int = 128,
     compress: str = "none",
     far: int | None = None,
+    maps: Mapping[str, Tensor] | None = None,
 ) -> Tables:
-    """ESA, block of queries by block of queries."""
+    """ESA, block of queries by block of queries; `maps` are those of one layer, with their biases."""
     local = local or setting.window // 2
     far = local if far is None else far
     top_k = top_k or setting.window // 4
@@ -391,7 +392,12 @@ def esa(
             if compress == "pca" and basis is None:
                 basis = directions(k[:, :start], low_dim)
             f = torch.zeros(size, border - sinks, dtype=torch.float64)
-            for h in range(n_heads):
+            if maps is not None:
+                placed = [turned(q[h, start : start + size], torch.full((size,), far), setting) for h in range(n_heads)]
+                low_q = torch.cat([torch.cat((x.real, x.imag), 1) for x in placed], 1) @ maps["query"].double()
+                low_k = torch.cat([k[g, sinks:border].double() for g in range(len(k))], 1) @ maps["key"].double()
+                f = (low_q + maps["query_bias"].double()) @ (low_k + maps["key_bias"].double()).T
+            for h in range(n_heads if maps is None else 0):
                 queries = turned(q[h, start : start + size], torch.full((size,), far), setting)
                 keys = as_complex(k[h // rep, sinks:border])
                 if basis is not None:  # key heads side by side, projected to the low dimension and back

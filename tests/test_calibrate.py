@@ -1,9 +1,15 @@
-"""Learning low-dim maps: what is learned, what is measured, and resuming after an interruption."""
+"""Learning low-dim maps: what is learned, what is measured, and resuming after an interruption or damage."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +18,30 @@ import lce
 import lce.calibrate as calibration
 from lce.calibrate import Calibration, calibrate
 from lce.errors import CapacityError, DataError, UsageError
-from lce.methods.lowdim import LowDimMaps
+from lce.methods import ESA
+from lce.methods.lowdim import LearnedFor, LowDimMap
+from lce.methods.map_file import read_sealed, sealed
 from tests.checkpoints import save_tiny
 from tests.command import assert_error, run
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then over the moon. " * 120
-SMALL = Calibration(low_dim=8, tokens=1024, epochs=2, batch=64)
+SMALL = Calibration(low_dim=8, tokens=1024, epochs=2, batch=64, far=8)
+TINY = Calibration(low_dim=4, tokens=512, epochs=1, batch=64)
 KNOBS = {"sinks": 2, "local": 8, "top_k": 6}
+
+
+def bytes_of(out: Path) -> dict[str, bytes]:
+    """The numbers of a map file, to the bit."""
+    tensors, metadata = read_sealed(out, 1 << 20)
+    return {name: x.numpy().tobytes() for name, x in tensors.items()} | {"for": metadata["learned_for"].encode()}
+
+
+@pytest.fixture
+def whole(tiny_model: Path, tmp_path: Path) -> dict[str, bytes]:
+    """The maps of an undisturbed calibration."""
+    out = tmp_path / "whole.safetensors"
+    calibrate(tiny_model, TEXT, out, TINY)
+    return bytes_of(out)
 
 
 def test_maps_are_learned_and_used(tiny_model: Path, tmp_path: Path) -> None:
@@ -29,26 +52,93 @@ def test_maps_are_learned_and_used(tiny_model: Path, tmp_path: Path) -> None:
     assert all(0 < recall.calibrated <= 1 and 0 < recall.pca <= 1 for recall in recalls)
     assert stages[-1] == ("learning", 4, 4)
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
-    engine = lce.load(tiny_model, method=lce.methods.ESA(maps=str(out), low_dim=8, **KNOBS))
+    engine = lce.load(tiny_model, method=ESA(maps=str(out), low_dim=8, **KNOBS))
     assert engine.generate(TEXT[:400], max_tokens=4).token_ids
+    assert isinstance(engine.method, ESA)
+    assert engine.method.maps.learned_for == LearnedFor(engine.fingerprint, 8, 8, 64, engine.rope)  # type: ignore[union-attr]
+    layers = engine.method.maps.layers  # type: ignore[union-attr]
+    assert all(bool(maps.query_bias.any()) and bool(maps.key_bias.any()) for maps in layers)
 
 
 def test_as_many_dimensions_as_the_keys_lose_nothing(tiny_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "maps.safetensors"
-    recalls = calibrate(tiny_model, TEXT, out, Calibration(low_dim=32, tokens=1024, epochs=1, lr=1e-9))
+    recalls = calibrate(tiny_model, TEXT, out, Calibration(low_dim=64, tokens=1024, epochs=1, lr=1e-9, far=8))
     assert [(recall.calibrated, recall.pca) for recall in recalls] == [(1.0, 1.0)] * 2
-    exact = lce.load(tiny_model, method=lce.methods.ESA(compress="none", **KNOBS), block=50)
+    exact = lce.load(tiny_model, method=ESA(compress="none", **KNOBS), block=50)
     ids = exact.tokenizer.encode(TEXT)[:150]
-    for knobs in ({"maps": str(out), "low_dim": 32}, {"compress": "pca"}):
-        engine = lce.load(tiny_model, method=lce.methods.ESA(**knobs, **KNOBS), block=50)
+    for knobs in ({"maps": str(out), "low_dim": 32}, {"compress": "pca"}):  # keys have 32
+        engine = lce.load(tiny_model, method=ESA(**knobs, **KNOBS), block=50)
         assert (engine.logits(ids) - exact.logits(ids)).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("at", [1, 5, 16, 17, 19])
-def test_an_interrupted_calibration_goes_on(tiny_model: Path, tmp_path: Path, at: int) -> None:
-    whole, cut = tmp_path / "whole.safetensors", tmp_path / "cut.safetensors"
-    recalls = calibrate(tiny_model, TEXT, whole, SMALL)
-    steps = 0
+@pytest.mark.parametrize("rope", [{}, {"rope": "yarn", "rope_factor": 2}], ids=["plain", "yarn"])
+def test_queries_are_learned_as_the_method_places_them(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rope: dict[str, Any]
+) -> None:
+    learned, placed = [], []
+    learn, scorer = calibration._Calibrator.learn, ESA.scorer
+
+    def note_learned(self: Any, q: torch.Tensor, *rest: Any) -> LowDimMap:
+        learned.append(q)
+        return learn(self, q, *rest)
+
+    def note_placed(self: ESA, q: torch.Tensor, *rest: Any) -> Any:
+        placed.append(q.transpose(0, 1).flatten(1))
+        return scorer(self, q, *rest)
+
+    monkeypatch.setattr(calibration._Calibrator, "learn", note_learned)
+    monkeypatch.setattr(ESA, "scorer", note_placed)
+    out = tmp_path / "maps.safetensors"
+    calibrate(tiny_model, TEXT, out, Calibration(low_dim=4, tokens=512, epochs=1, far=5), **rope)
+    method = ESA(maps=str(out), low_dim=4, sinks=1, local=2, top_k=2, far=5)
+    engine = lce.load(tiny_model, method, block=8, **rope)
+    engine.prefill(engine.tokenizer.encode(TEXT, bos=False)[:16])
+    assert torch.allclose(placed[0], learned[0][8:16], atol=1e-5)  # the first layer's, before choices differ
+
+
+def test_an_error_names_the_command_that_learns_the_right_maps(tiny_model: Path, tmp_path: Path) -> None:
+    out, text = tmp_path / "maps.safetensors", tmp_path / "text.txt"
+    text.write_text(TEXT)
+    calibrate(tiny_model, TEXT, out, SMALL)
+    wanted = ESA(maps=str(out), low_dim=4, far=20, **KNOBS)
+    loading = {"window": 48, "rope": "ntk", "rope_factor": 1.5}
+    with pytest.raises(UsageError) as caught:
+        lce.load(tiny_model, wanted, **loading)
+    command = re.search("`lce (calibrate .*?)`", str(caught.value))
+    assert command is not None
+    words = {"FILE": str(text), "maps.safetensors": str(out)}
+    args = [words.get(word, word) for word in shlex.split(command[1])]
+    assert run(*args, "--tokens", "1024", "--epochs", "1").exit_code == 0
+    lce.load(tiny_model, wanted, **loading)
+
+
+def test_a_calibration_goes_on_after_every_write(
+    tiny_model: Path, tmp_path: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call is interrupted after its first write, until one has nothing left to write but the maps."""
+    out = tmp_path / "maps.safetensors"
+    write, calls = calibration.write_whole, 0
+
+    def write_once(path: Path, data: bytes) -> None:
+        write(path, data)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calibration, "write_whole", write_once)
+    for _ in range(40):
+        calls += 1
+        try:
+            calibrate(tiny_model, TEXT, out, TINY)
+            break
+        except KeyboardInterrupt:
+            assert not out.exists()
+    assert calls == 1 + 8 * 2 + 2 + 1  # the plan, pieces, layers, and the call that ends
+    assert bytes_of(out) == whole
+    assert sorted(tmp_path.iterdir()) == [out, tmp_path / "whole.safetensors"]
+
+
+@pytest.mark.parametrize("at", [1, 5, 8, 9, 10])
+def test_an_interrupted_calibration_goes_on(tiny_model: Path, tmp_path: Path, whole: dict[str, bytes], at: int) -> None:
+    out, steps = tmp_path / "cut.safetensors", 0
 
     def interrupt(what: str, done: int, total: int) -> None:
         nonlocal steps
@@ -57,18 +147,129 @@ def test_an_interrupted_calibration_goes_on(tiny_model: Path, tmp_path: Path, at
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        calibrate(tiny_model, TEXT, cut, SMALL, progress=interrupt)
-    assert not cut.exists()
-    with pytest.raises(UsageError, match="begun with other options"):
-        calibrate(tiny_model, TEXT, cut, Calibration(low_dim=9, tokens=1024))
-    assert calibrate(tiny_model, TEXT, cut, SMALL) == recalls
-    fingerprint = lce.load(tiny_model).fingerprint
-    for ours, theirs in zip(
-        LowDimMaps.open(whole, fingerprint).layers, LowDimMaps.open(cut, fingerprint).layers, strict=True
-    ):
-        assert torch.equal(ours.query, theirs.query)
-        assert torch.equal(ours.key, theirs.key)
-    assert not cut.with_name(cut.name + ".work").exists()
+        calibrate(tiny_model, TEXT, out, TINY, progress=interrupt)
+    assert not out.exists()
+    with pytest.raises(UsageError, match=r"begun with other options, text or model \(low_dim\); finish"):
+        calibrate(tiny_model, TEXT, out, Calibration(low_dim=9, tokens=512, epochs=1, batch=64))
+    with pytest.raises(UsageError, match=r"\(far, window, rope, text\)"):
+        calibrate(tiny_model, TEXT, out, TINY, window=48, rope="linear", rope_factor=2)
+    calibrate(tiny_model, TEXT, out, TINY)
+    assert bytes_of(out) == whole
+    assert not out.with_name(out.name + ".work").exists()
+
+
+# Damaged and hostile work folders
+
+
+@pytest.fixture
+def begun(tiny_model: Path, tmp_path: Path) -> Path:
+    """The work folder of a calibration that was interrupted when all pieces and one layer were finished."""
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        if (what, done) == ("learning", 2):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(tiny_model, TEXT, tmp_path / "maps.safetensors", TINY, progress=interrupt)
+    return tmp_path / "maps.safetensors.work"
+
+
+KINDS = ["plan.json", "piece-00003-001.safetensors", "layer-000.safetensors"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_work_file_changes_no_map(
+    tiny_model: Path, begun: Path, whole: dict[str, bytes], kind: str, tmp_path: Path
+) -> None:
+    out, kept = tmp_path / "maps.safetensors", tmp_path / "kept"
+    shutil.copytree(begun, kept)
+    good = (begun / kind).read_bytes()
+    at = [*range(0, 200, 41), *range(200, len(good), max(97, len(good) // 6))]
+    damages = [bytes([*good[:i], good[i] ^ 1 << i % 8, *good[i + 1 :]]) for i in at if i < len(good)]
+    for damage in (*damages, b"", good[:-3], good + b"\0", b"{", b'{"plan": 3}', b"[" * 60_000, b"9" * 5000):
+        shutil.rmtree(begun, ignore_errors=True)
+        shutil.copytree(kept, begun)
+        (begun / kind).write_bytes(damage)
+        notes: list[str] = []
+        calibrate(tiny_model, TEXT, out, TINY, note=notes.append)
+        assert bytes_of(out) == whole
+        assert len(notes) == 1
+        assert kind in notes[0]
+        assert notes[0].isprintable()
+        assert not begun.exists()
+
+
+def test_a_work_file_of_another_place_or_plan_changes_no_map(
+    tiny_model: Path, begun: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    notes: list[str] = []
+    place = begun / "piece-00003-001.safetensors"
+    shutil.copy(begun / "piece-00004-001.safetensors", place)
+    tensors, metadata = read_sealed(begun / "piece-00005-001.safetensors", 1 << 20)
+    other = sealed({name: x + 1 for name, x in tensors.items()}, metadata | {"plan": "0" * 64})
+    (begun / "piece-00005-001.safetensors").write_bytes(other)
+    calibrate(tiny_model, TEXT, tmp_path / "maps.safetensors", TINY, note=notes.append)
+    assert bytes_of(tmp_path / "maps.safetensors") == whole
+    assert [note.split(": ")[1] for note in notes] == [
+        "it belongs to another calibration or place; it is computed again"
+    ] * 2
+
+
+def test_a_note_is_a_warning_by_default(tiny_model: Path, begun: Path, tmp_path: Path) -> None:
+    (begun / KINDS[1]).write_bytes(b"")
+    with pytest.warns(UserWarning, match="it is computed again"):
+        calibrate(tiny_model, TEXT, tmp_path / "maps.safetensors", TINY)
+
+
+def fifo(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def folder(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.mkdir()
+
+
+def link(path: Path) -> None:
+    os.replace(path, path.with_name("moved"))
+    path.symlink_to(path.with_name("moved"))
+
+
+@pytest.mark.parametrize("make", [fifo, folder, link])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_file_in_the_work_folder_is_refused(
+    tiny_model: Path, begun: Path, kind: str, make: Callable[[Path], None], tmp_path: Path
+) -> None:
+    make(begun / kind)
+    with pytest.raises(DataError, match=rf"{kind} is a .*; expected a regular file"):
+        calibrate(tiny_model, TEXT, tmp_path / "maps.safetensors", TINY)
+
+
+def test_what_is_no_work_folder_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    work, out = tmp_path / "maps.safetensors.work", tmp_path / "maps.safetensors"
+    (tmp_path / "elsewhere").mkdir()
+    for make in (work.touch, lambda: os.mkfifo(work), lambda: work.symlink_to(tmp_path / "elsewhere")):
+        make()
+        with pytest.raises(DataError, match=r"\.work is no folder; remove it"):
+            calibrate(tiny_model, TEXT, out, TINY)
+        work.unlink()
+    for make in (lambda: os.mkfifo(out), out.mkdir, lambda: out.symlink_to("nowhere")):
+        make()
+        with pytest.raises(DataError, match=r"maps.safetensors is a .*; expected a regular file"):
+            calibrate(tiny_model, TEXT, out, TINY)
+        out.rmdir() if out.is_dir() else out.unlink()
+    assert list(tmp_path.iterdir()) == [tmp_path / "elsewhere"]
+
+
+def test_files_of_others_in_the_work_folder_stay(tiny_model: Path, begun: Path, tmp_path: Path) -> None:
+    (begun / "notes.txt").write_text("mine")
+    (begun / ".piece-00001-000.safetensors.123-abcd.tmp").touch()
+    calibrate(tiny_model, TEXT, tmp_path / "maps.safetensors", TINY)
+    assert [path.name for path in begun.iterdir()] == ["notes.txt"]
+
+
+# What is refused
 
 
 def test_what_is_refused(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,14 +278,22 @@ def test_what_is_refused(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.M
         calibrate(tiny_model, TEXT[:300], out, SMALL)
     with pytest.raises(DataError, match="a folder that exists"):
         calibrate(tiny_model, TEXT, tmp_path / "none" / "maps", SMALL)
-    with pytest.raises(UsageError, match="epochs is 0; expected 1 or more"):
-        Calibration(epochs=0)
-    with pytest.raises(UsageError, match="lr is nan"):
-        Calibration(lr=float("nan"))
+    with pytest.raises(UsageError, match=r"rotate by the length of each text, .* --rope ntk"):
+        calibrate(tiny_model, TEXT, out, SMALL, rope="dynamic", rope_factor=2)
+    for knob, value in (("epochs", 0), ("lr", float("nan")), ("lr", float("inf")), ("lr", 0.0), ("far", -1)):
+        with pytest.raises(UsageError, match=f"{knob} is {value}; expected"):
+            Calibration(**{knob: value})
     monkeypatch.setattr(calibration.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
     with pytest.raises(CapacityError, match="1,000 are free; give fewer --tokens"):
         calibrate(tiny_model, TEXT, out, SMALL)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_maps_that_diverge_are_not_written(tiny_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "maps.safetensors"
+    with pytest.raises(DataError, match="layer 0 are not finite; give a smaller --lr"):
+        calibrate(tiny_model, TEXT, out, Calibration(low_dim=4, tokens=512, epochs=3, lr=1e30))
+    assert not out.exists()
 
 
 def test_maps_of_another_model_are_refused(tiny_model: Path, tmp_path: Path) -> None:
@@ -93,7 +302,7 @@ def test_maps_of_another_model_are_refused(tiny_model: Path, tmp_path: Path) -> 
     (tmp_path / "other").mkdir()
     other = save_tiny(tmp_path / "other", seed=5)
     with pytest.raises(DataError, match="another model's weights"):
-        lce.load(other, method=lce.methods.ESA(maps=str(out), low_dim=8))
+        lce.load(other, method=ESA(maps=str(out), low_dim=8, **KNOBS))
 
 
 def test_the_command(tiny_model: Path, tmp_path: Path) -> None:
@@ -108,9 +317,13 @@ def test_the_command(tiny_model: Path, tmp_path: Path) -> None:
     told = json.loads(run("calibrate", *common, *small, "--json").stdout)
     assert [set(recall) for recall in told] == [{"layer", "top_k", "calibrated", "pca"}] * 2
     assert_error(run("calibrate", *common, "--epochs", "0"), 2, "epochs is 0")
+    assert_error(run("calibrate", *common, "--far", "-1"), 2, "far is -1")
     esa = ("generate", "--model", tiny_model, "--prompt", TEXT[:300], "--max-tokens", "2", "--method", "esa")
     assert_error(run(*esa), 2, "lce calibrate", "compress=pca", "compress=none")
     maps = ("-o", f"maps={tmp_path / 'maps.safetensors'}")
-    assert_error(run(*esa, *maps), 2, "low_dim is 128", "-o low_dim=8")
+    assert_error(run(*esa, *maps), 2, "low_dim=8, and here low_dim=128")
+    assert_error(
+        run(*esa, *maps, "-o", "low_dim=8", "-o", "local=8"), 2, "far=32, and here far=8", "--far 8 --window 64"
+    )
     used = run(*esa, *maps, "-o", "low_dim=8", "-o", "sinks=2", "--json")
     assert json.loads(used.stdout)["method"]["knobs"]["maps"].startswith("LowDimMaps('maps.safetensors', ")

@@ -54,11 +54,11 @@ def load(
     if where.type == "cpu":
         keep_freed_memory()
     checkpoint = Checkpoint.open(folder)
-    surroundings = Surroundings(config.published, folder, checkpoint.fingerprint)
+    scaling = _scaled(config.rope, rope, rope_factor)
+    surroundings = Surroundings(config.published, folder, checkpoint.fingerprint, config, window, scaling)
     resolved = as_method(method).for_model(surroundings).resolve(window)
     budgets = budgets_of(kv_device_budget, kv_host_budget, spill_dir)
     layout = layout_of(config, resolved, dtype_of(dtype, checkpoint.dtype), where, block, budgets)
-    scaling = _scaled(config.rope, rope, rope_factor)
     options = EngineOptions(resolved, Attention.choose(attention), window, scaling, layout)
     family = model_class(config)
     wanted = family.weights(config, checkpoint.tensors)
@@ -82,8 +82,17 @@ def plan(
     if tokens < 1:
         raise UsageError(f"tokens is {tokens}; expected 1 or more")
     check_sizes(block, window)
-    surroundings = Surroundings(config.published, folder, lambda: Checkpoint.open(folder).fingerprint(), plan_only=True)
-    chosen = as_method(method).for_model(surroundings).resolve(window or config.window)
+    window = window or config.window
+    surroundings = Surroundings(
+        config.published,
+        folder,
+        lambda: Checkpoint.open(folder).fingerprint(),
+        config,
+        window,
+        config.rope,
+        plan_only=True,
+    )
+    chosen = as_method(method).for_model(surroundings).resolve(window)
     kind = dtype_of(dtype, partial(DTYPES.__getitem__, config.dtype or "float32"))
     budgets = budgets_of(kv_device_budget, kv_host_budget, spill_dir)
     layout = layout_of(config, chosen, kind, device_of(device), block, budgets)

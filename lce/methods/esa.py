@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -14,8 +14,20 @@ from lce.attention import merge, rotate
 from lce.cache.kv import LayerCache
 from lce.cache.layout import CacheLayout
 from lce.cache.method_state import MethodState, Staged, TokenRows
+from lce.errors import UsageError
 from lce.methods.base import LocalMethod
-from lce.methods.lowdim import LowDimMaps, block_scores, concat_heads, first_best, principal, spread, usable
+from lce.methods.lowdim import (
+    LearnedFor,
+    LowDimMap,
+    LowDimMaps,
+    block_scores,
+    concat_heads,
+    first_best,
+    principal,
+    spread,
+    usable,
+)  # fmt: skip
+from lce.methods.map_file import open_maps
 from lce.methods.parts import attend_local
 from lce.methods.registry import register
 from lce.methods.step import Step, Surroundings
@@ -36,11 +48,12 @@ class ESA(LocalMethod):
 
     The score of token m for query c is `f(m;c) = Σ_h q_h · k_h`: the logit that the far part would give, summed over
     query heads. The score for the block is `F(m) = max_c (f(m;c) - max_m' f(m';c))` (Eq. 3-4), and then its maximum
-    over `m ± eps`, which selects the neighbours of a good token too (Eq. 8).
+    over `m ± eps`, which selects the neighbours of a good token too (Eq. 8; the paper's main results have eps = 3).
 
-    `compress` says how `f` is computed. `none`: exactly. `calibrated`: as `(q A)·(k B)` with `low_dim` numbers a token
-    (Eq. 5-7), with maps learned on text by `lce calibrate`; `maps` is their file, by default the one beside the model.
-    `pca`: the same, with the principal components of the prompt's first keys.
+    `compress` says how `f` is computed. `none`: exactly. `calibrated`: as `(q A + a)·(k B + b)` with `low_dim` numbers
+    a token (Eq. 5-7), with maps learned on text by `lce calibrate`; `maps` is their file, by default the one beside the
+    model. Maps are learned for one `far`, window and RoPE scaling, and refused under others. `pca`: as `(q A)·(k A)`,
+    with the principal components of the prompt's first keys.
 
     Cost: a block of T queries is scored against M tokens in O(T · M · R) (exactly: O(T · M · H · D)), and attends
     `sinks + top_k + local + T` keys; R numbers more a token and layer.
@@ -49,30 +62,53 @@ class ESA(LocalMethod):
     sinks: int = 128
     local: int | None = None
     top_k: int | None = None
-    eps: int = 1
+    eps: int = 3
     low_dim: int = 128
     compress: Literal["calibrated", "pca", "none"] = "calibrated"
     far: int | None = None
     maps: str | LowDimMaps | None = None
 
+    presets: ClassVar = {"paper": {"sinks": 128, "local": 4096, "top_k": 2048, "eps": 3, "low_dim": 128}}  # 8k models
+
     def for_model(self, model: Surroundings) -> Self:
-        if self.compress != "calibrated" or isinstance(self.maps, LowDimMaps):
+        if self.compress != "calibrated":
             return self
         if model.plan_only:
             return replace(self, compress="pca", maps=None)  # keeps as much
+        if model.rope.kind == "dynamic":
+            raise UsageError(
+                f"{self.name}: under dynamic RoPE scaling queries rotate by the length of each text, and maps are "
+                "learned for one rotation; give --rope ntk --rope-factor F, -o compress=pca or -o compress=none"
+            )
+        sized = self.sized(model.window)
+        assert sized.far is not None, "sized"
+        wanted = LearnedFor(model.fingerprint(), self.low_dim, sized.far, model.window, model.rope)
+        sizes = (model.model.n_heads, model.model.n_kv_heads, model.model.head_dim)
+        if isinstance(self.maps, LowDimMaps):
+            if self.maps.learned_for is not None:
+                wanted.check(asdict(self.maps.learned_for), self.maps.source, model.folder)
+            self.maps.check_shapes(model.model.n_layers, *sizes)
+            return self
         path = model.folder / MAPS_FILE if self.maps is None else Path(self.maps)
         if self.maps is None and not path.exists():
             return self  # `resolve` says what is missing
-        return replace(self, maps=LowDimMaps.open(path, model.fingerprint()))
+        shapes = LowDimMap.shapes(*sizes, self.low_dim)
+        return replace(self, maps=open_maps(path, wanted, shapes, model.model.n_layers, model.folder))
 
-    def resolve(self, window: int) -> Self:
+    def sized(self, window: int) -> Self:
+        """This method with every size filled in."""
         local = max(1, window // 2) if self.local is None else self.local
         far = local if self.far is None else self.far
         made = replace(self, local=local, far=far, top_k=max(1, window // 4) if self.top_k is None else self.top_k)
         made.expect(sinks=0, local=1, top_k=1, eps=0, low_dim=1, far=0)
+        return made
+
+    def resolve(self, window: int) -> Self:
+        made = self.sized(window)
         if made.compress != "calibrated":
             return made
-        return replace(made, maps=usable(made.maps, made.low_dim, self.name))
+        assert made.far is not None, "sized"
+        return replace(made, maps=usable(made.maps, made.low_dim, made.far, window, self.name))
 
     @property
     def block(self) -> int:
@@ -87,6 +123,8 @@ class ESA(LocalMethod):
         return self.sinks + self.n_local
 
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
+        if isinstance(self.maps, LowDimMaps) and self.compress == "calibrated":
+            self.maps.check_shapes(layout.n_layers, layout.n_heads, layout.n_kv_heads, layout.head_dim)
         kept = dict(super().state(layout))
         if self.compress != "none":
             kept[LOW_DIM_KEYS] = TokenRows(self.low_dim * layout.dtype.itemsize)
@@ -96,15 +134,16 @@ class ESA(LocalMethod):
 
     def keep(self, k: Tensor, v: Tensor, cache: LayerCache, step: Step) -> None:
         super().keep(k, v, cache, step)
-        basis = self.key_map(cache, k)
-        if basis is not None:
-            cache.kept(TokenRows, LOW_DIM_KEYS).write(concat_heads(k) @ basis, step.start)
+        maps = self.layer_maps(cache, k)
+        if maps is not None:
+            cache.kept(TokenRows, LOW_DIM_KEYS).write(maps.low_keys(concat_heads(k)), step.start)
 
-    def key_map(self, cache: LayerCache, like: Tensor) -> Tensor | None:
-        """What turns this layer's keys into low-dim ones, `[G·D, R]`; None where nothing does (yet)."""
+    def layer_maps(self, cache: LayerCache, like: Tensor) -> LowDimMap | None:
+        """This layer's maps; None where there are none (yet). Those of `pca` take queries summed to KV heads."""
         if isinstance(self.maps, LowDimMaps) and self.compress == "calibrated":
-            return self.maps.layer(cache.index, like).key
-        return cache.kept(Staged, BASIS).latest if self.compress == "pca" else None
+            return self.maps.layer(cache.index, like)
+        basis = cache.kept(Staged, BASIS).latest if self.compress == "pca" else None
+        return None if basis is None else LowDimMap.unbiased(basis, basis)
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         border = step.start - self.n_local
@@ -148,11 +187,8 @@ class ESA(LocalMethod):
                 return torch.cat([(shared[:, rows] @ k.transpose(1, 2)).sum(dim=0) for k in keys], dim=1)
 
             return exact
-        if isinstance(self.maps, LowDimMaps) and self.compress == "calibrated":
-            low_q = concat_heads(q) @ self.maps.layer(cache.index, q).query
-        else:
-            basis = self.key_map(cache, q)
-            assert basis is not None, "found before it is used"
-            low_q = concat_heads(shared) @ basis
+        maps = self.layer_maps(cache, q)
+        assert maps is not None, "found before it is used"
+        low_q = maps.low_queries(concat_heads(shared if self.compress == "pca" else q))
         low_k = cache.kept(TokenRows, LOW_DIM_KEYS).span(self.sinks, border).T
         return lambda rows: low_q[rows] @ low_k

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -47,6 +47,10 @@ class InfLLM(LocalMethod):
     sinks: int = 128
     local: int | None = None
     far: int | None = None
+
+    presets: ClassVar = {  # the authors' settings for Llama 3 and Mistral
+        "released": {"block_size": 128, "repr_tokens": 4, "top_k": 16, "sinks": 128, "local": 4096}
+    }
 
     def resolve(self, window: int) -> Self:
         local = max(1, window // 2) if self.local is None else self.local

@@ -1,47 +1,131 @@
-"""Low-dimensional keys: the maps that make them, and the file in which learned maps are kept.
+"""Low-dimensional keys: the maps that make them, and the choice of tokens by them.
 
-A sum of dot products over all heads of a layer becomes one short product: `Σ_h q_h · k_h ≈ (q A)·(k B)`, with `q` all
-query heads of a token side by side and `k` all its KV heads. The low-dim keys `k B` are kept as the keys are written.
+A sum of dot products over all heads of a layer becomes one short product: `Σ_h q_h · k_h ≈ (q A + a)·(k B + b)`, with
+`q` all query heads of a token side by side and `k` all its KV heads. The low-dim keys `k B + b` are kept as the keys
+are written.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 from torch.nn.functional import max_pool1d
 
-from lce.errors import DataError, UsageError
-from lce.files import write_whole
+from lce.errors import DataError, UsageError, shown
+from lce.files import named
 from lce.methods.parts import SCORES_AT_ONCE
-
-FORMAT = "lce low-dim maps 1"
+from lce.models.config import RopeConfig
 
 
 @dataclass(frozen=True)
 class LowDimMap:
-    """One layer's maps: `query [H·D, R]` and `key [G·D, R]`."""
+    """One layer's maps: `query [H·D, R]`, `key [G·D, R]`, and their biases `[R]`.
+
+    The query's bias gives each key a score of its own, `query_bias · (k B)`. The key's bias adds the same to all scores
+    of a query: it can take the keys' mean away, which low precision likes.
+    """
 
     query: Tensor
     key: Tensor
+    query_bias: Tensor
+    key_bias: Tensor
+
+    @classmethod
+    def unbiased(cls, query: Tensor, key: Tensor) -> Self:
+        """Maps whose biases are zero."""
+        return cls(query, key, query.new_zeros(query.shape[1]), key.new_zeros(key.shape[1]))
+
+    def low_queries(self, q: Tensor) -> Tensor:
+        """Queries `[N, H·D]` in few dimensions, `[N, R]`."""
+        return q @ self.query + self.query_bias
+
+    def low_keys(self, k: Tensor) -> Tensor:
+        """Keys `[N, G·D]` in few dimensions, `[N, R]`."""
+        return k @ self.key + self.key_bias
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The four tensors by name."""
+        return {"query": self.query, "key": self.key, "query_bias": self.query_bias, "key_bias": self.key_bias}
+
+    @staticmethod
+    def shapes(n_heads: int, n_kv_heads: int, head_dim: int, low_dim: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of the four tensors by name."""
+        query, key = (n_heads * head_dim, low_dim), (n_kv_heads * head_dim, low_dim)
+        return {"query": query, "key": key, "query_bias": (low_dim,), "key_bias": (low_dim,)}
+
+
+@dataclass(frozen=True)
+class LearnedFor:
+    """What maps are learned for: a model, and queries at the distance `far` under this RoPE, in texts of one window."""
+
+    fingerprint: str
+    low_dim: int
+    far: int
+    window: int
+    rope: RopeConfig
+
+    def command(self, model: object = "M") -> str:
+        """The command that learns such maps."""
+        kind, factor = self.rope.kind, self.rope.factor
+        scaling = f"--rope {kind}" + ("" if kind == "none" else f" --rope-factor {factor}")
+        return (
+            f"lce calibrate --model {shlex.quote(named(str(model)))} --text FILE --out maps.safetensors "
+            f"--low-dim {self.low_dim} --far {self.far} --window {self.window} {scaling}"
+        )
+
+    def check(self, found: Mapping[str, Any], source: str, model: object = "M") -> None:
+        """Raise an error unless maps that were learned for `found`, an `asdict` of this class, can be used here.
+
+        Raises `DataError` for another model's maps, `UsageError` for those of other options.
+        """
+        if found.get("fingerprint") != self.fingerprint:
+            raise DataError(
+                f"{named(source)} was calibrated on another model's weights; learn its own by `{self.command(model)}`"
+            )
+        here, there = _flat(asdict(self)), _flat(found)
+        differ = [name for name in here if there.get(name) != here[name]]
+        if differ:
+            wrong = ", ".join(f"{name}={_text(there.get(name))}" for name in differ)
+            asked = ", ".join(f"{name}={_text(here[name])}" for name in differ)
+            raise UsageError(
+                f"{named(source)} was learned for {wrong}, and here {asked}; "
+                f"ask for what it was learned for, learn others by `{self.command(model)}`, or give -o compress=pca"
+            )
+
+
+def _flat(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts with RoPE's fields beside the others, `rope.kind` and so on."""
+    rope = facts.get("rope")
+    plain = {name: value for name, value in facts.items() if name != "rope"}
+    return plain | {f"rope.{name}": value for name, value in (rope if isinstance(rope, dict) else {}).items()}
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) and value.isalnum() and len(value) < 20 else shown(value)
 
 
 class LowDimMaps:
-    """A model's maps, one pair a layer, all of one `low_dim`."""
+    """A model's maps, one pair a layer, all of one `low_dim`.
 
-    def __init__(self, layers: Sequence[LowDimMap], source: str = "memory") -> None:
+    `learned_for` says what a map file was learned for. Maps made in memory may be without, and are used as they are.
+    """
+
+    def __init__(
+        self, layers: Sequence[LowDimMap], source: str = "memory", learned_for: LearnedFor | None = None
+    ) -> None:
         self.layers = tuple(layers)
+        if not self.layers:
+            raise UsageError("low-dim maps of no layer; expected a LowDimMap for each layer of the model")
         self.source = source
+        self.learned_for = learned_for
         self._cast: dict[tuple[int, torch.dtype, torch.device], LowDimMap] = {}
 
     def __repr__(self) -> str:
@@ -50,7 +134,7 @@ class LowDimMaps:
     @cached_property
     def digest(self) -> str:
         """Eight letters that tell these maps from others of the same name."""
-        numbers = (x.float().numpy().tobytes() for maps in self.layers for x in (maps.query, maps.key))
+        numbers = (x.float().numpy(force=True).tobytes() for maps in self.layers for x in maps.tensors().values())
         return hashlib.sha256(b"".join(numbers)).hexdigest()[:8]
 
     @property
@@ -62,54 +146,32 @@ class LowDimMaps:
         """One layer's maps in the dtype and on the device of `like`."""
         kind = (index, like.dtype, like.device)
         if kind not in self._cast:
-            maps = self.layers[index]
-            self._cast[kind] = LowDimMap(maps.query.to(like), maps.key.to(like))
+            self._cast[kind] = LowDimMap(**{name: x.to(like) for name, x in self.layers[index].tensors().items()})
         return self._cast[kind]
 
-    def save(self, path: Path, fingerprint: str) -> None:
-        """Write the maps, tied to the model of this fingerprint; the file appears whole or not at all."""
-        tensors = {}
-        for index, maps in enumerate(self.layers):
-            tensors[f"layers.{index}.query"] = maps.query.contiguous()
-            tensors[f"layers.{index}.key"] = maps.key.contiguous()
-        metadata = {"format": FORMAT, "fingerprint": fingerprint, "layers": json.dumps(len(self.layers))}
-        write_whole(path, save(tensors, metadata))
-
-    @classmethod
-    def open(cls, path: Path, fingerprint: str) -> Self:
-        """The maps of a file. Raises `DataError` for another model's, and for a file that cannot be trusted."""
-        remedy = "make it anew with `lce calibrate`"
-        try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("format") != FORMAT:
-                    raise DataError(f"{path} holds no low-dim maps (format {metadata.get('format')!r}); {remedy}")
-                if metadata.get("fingerprint") != fingerprint:
-                    raise DataError(f"{path} was calibrated on another model's weights; {remedy}")
-                names = [(f"layers.{i}.query", f"layers.{i}.key") for i in range(len(file.keys()) // 2)]
-                if not names or set(file.keys()) != set(chain(*names)):
-                    raise DataError(f"{path} lacks maps of some layers; {remedy}")
-                layers = [LowDimMap(file.get_tensor(query), file.get_tensor(key)) for query, key in names]
-        except (OSError, SafetensorError) as error:
-            raise DataError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}; {remedy}") from error
-        shapes = {(*maps.query.shape, *maps.key.shape) for maps in layers}
-        if len(shapes) != 1 or any(maps.query.ndim != 2 or maps.query.shape[1] != maps.key.shape[1] for maps in layers):
-            raise DataError(f"{path} has maps of unequal shapes; {remedy}")
-        return cls(layers, str(path))
+    def check_shapes(self, n_layers: int, n_heads: int, n_kv_heads: int, head_dim: int) -> None:
+        """Raise `UsageError` unless these are maps of a model with such layers, `n_layers` of them or more."""
+        wanted = LowDimMap.shapes(n_heads, n_kv_heads, head_dim, self.low_dim)
+        fit = all({name: tuple(x.shape) for name, x in maps.tensors().items()} == wanted for maps in self.layers)
+        if not fit or len(self.layers) < n_layers:
+            sizes = ", ".join(f"{name} {list(shape)}" for name, shape in wanted.items())
+            raise UsageError(f"{self!r} does not fit this model: expected maps of {n_layers} layers, each {sizes}")
 
 
-def usable(maps: object, low_dim: int, method: str) -> LowDimMaps:
-    """`maps`, if they are what a method with this `low_dim` can use. Raises `UsageError` that says how to get them."""
+def usable(maps: object, low_dim: int, far: int, window: int, method: str) -> LowDimMaps:
+    """`maps`, if they are what a method with these knobs can use. Raises `UsageError` that says how to get them."""
     if not isinstance(maps, LowDimMaps):
         raise UsageError(
             f"{method}: this model has no calibrated maps; make them by `lce calibrate --model M --text FILE "
-            "--out maps.safetensors` and give -o maps=maps.safetensors, or give -o compress=pca or -o compress=none"
+            f"--out maps.safetensors --far {far}` and give -o maps=maps.safetensors, or give -o compress=pca "
+            "or -o compress=none"
         )
     if maps.low_dim != low_dim:
         raise UsageError(
-            f"{method}: low_dim is {low_dim}, but the maps were learned with {maps.low_dim}; "
-            f"give -o low_dim={maps.low_dim}, or calibrate anew"
+            f"{method}: low_dim is {low_dim}, but {maps!r} has {maps.low_dim}; give -o low_dim={maps.low_dim}"
         )
+    if maps.learned_for is not None:
+        replace(maps.learned_for, far=far, window=window).check(asdict(maps.learned_for), maps.source)
     return maps
 
 

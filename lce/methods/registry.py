@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Any, Literal, TypeVar
 
-from lce.errors import UsageError, nearest
+from lce.errors import UsageError, nearest, shown
 from lce.methods.base import Method
 
 ENTRY_POINTS = "lce.methods"
@@ -95,12 +95,15 @@ def _check_knob(what: str, value: Any, kind: Any) -> None:
 
 
 def make(name: str, options: Mapping[str, Any] | None = None) -> Method:
-    """The method `name` with these options; values may be text, as on a command line. Raises `UsageError`."""
+    """The method `name` with these options; values may be text, as on a command line. Raises `UsageError`.
+
+    The option `preset` names a setting of `cls.presets`; the other options come on top of it.
+    """
     cls = find(name)
     kinds = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     values = {}
-    for key, value in (options or {}).items():
+    for key, value in _with_preset(cls, options or {}).items():
         if key not in fields:
             valid = ", ".join(f"{f.name}={spelled(f.default)}" for f in fields.values()) or "(none)"
             raise UsageError(f"method {name!r} has no option {key!r}; valid, with defaults: {valid}")
@@ -114,6 +117,17 @@ def make(name: str, options: Mapping[str, Any] | None = None) -> Method:
         if key not in values and field.default is field.default_factory is dataclasses.MISSING:
             raise UsageError(f"method {name!r} needs {key}: give -o {key}=VALUE")
     return cls(**values)
+
+
+def _with_preset(cls: type[Method], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options, with those of the preset that they name where they do not say otherwise. Raises `UsageError`."""
+    given = dict(options)
+    if not cls.presets or "preset" not in given:
+        return given
+    preset = given.pop("preset")
+    if not isinstance(preset, str) or preset not in cls.presets:
+        raise UsageError(f"method {cls.name!r} has no preset {shown(preset)}; {nearest(str(preset), cls.presets)}")
+    return {**cls.presets[preset], **given}
 
 
 def spelled(value: Any) -> str:

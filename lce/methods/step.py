@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lce.attention import Attention, Turn
+from lce.models.config import ModelConfig, RopeConfig
 from lce.models.rope import Rope
 
 Note = Callable[[int, Tensor], None]  # a layer, and the chunks that it chose `[H, T, K]`
@@ -80,9 +81,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """A checkpoint as a method sees it: the values of its config.json, its folder, and its weights' fingerprint."""
+    """A checkpoint as a method sees it: the values of its config.json, its folder, and its weights' fingerprint.
+
+    `model` has the sizes. `window` and `rope` are those that the engine uses, the user's options included.
+    """
 
     config: Mapping[str, Any]
     folder: Path
     fingerprint: Callable[[], str]
+    model: ModelConfig
+    window: int
+    rope: RopeConfig
     plan_only: bool = False  # nothing will be attended: a method that learns from a file is taken as if it had it

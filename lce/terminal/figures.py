@@ -101,6 +101,7 @@ def method_object(name: str, cls: type[Method]) -> dict[str, Any]:
             {"name": field.name, "type": type_text(hints[field.name]), "default": _default(field)}
             for field in dataclasses.fields(cls)
         ],
+        "presets": {name: dict(knobs) for name, knobs in cls.presets.items()},
     }
 
 
@@ -112,6 +113,8 @@ def method_lines(method: dict[str, Any]) -> list[str]:
     knobs = [f"{option['name']}={spelled(option['default'])}" for option in options]
     width = max(map(len, knobs), default=0)
     lines = [f"  {knob:<{width}}  {option['type']}" for knob, option in zip(knobs, options, strict=True)]
+    for name, values in method.get("presets", {}).items():
+        lines.append(f"  preset={name}  " + " ".join(f"{knob}={spelled(value)}" for knob, value in values.items()))
     return [method["name"], f"  {method['summary']}", *(lines or ["  (no options)"])]
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
 
 import lce
+from lce.engine.loading import DEMO
 from lce.errors import UsageError
-from lce.methods import ESA, lowdim
+from lce.methods import ESA, lowdim, make
+from lce.methods.lowdim import LowDimMap, LowDimMaps
+from tests import oracle
 from tests.running import cut, run, vectors
 
 WINDOW = 32
@@ -20,6 +24,35 @@ def test_defaults_follow_the_window() -> None:
     method = ESA(compress="none").resolve(4096)
     assert (method.local, method.top_k, method.far, method.block) == (2048, 1024, 2048, 512)
     assert ESA(compress="none").resolve(512).block == 128
+    assert ESA.eps == 3  # the paper's main results
+
+
+def test_the_preset_is_the_papers() -> None:
+    method = make("esa", {"preset": "paper", "compress": "none", "top_k": "1024"})
+    assert method == ESA(sinks=128, local=4096, top_k=1024, eps=3, low_dim=128, compress="none")
+    assert ESA(compress="none", **ESA.presets["paper"]).resolve(8192).far == 4096
+
+
+def learned(n_heads: int, n_kv_heads: int, dim: int, low_dim: int) -> LowDimMap:
+    """Random maps with biases that matter."""
+    random = torch.Generator().manual_seed(5)
+    shapes = LowDimMap.shapes(n_heads, n_kv_heads, dim, low_dim)
+    tensors = {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
+    return LowDimMap(**tensors | {"query_bias": tensors["query_bias"] * 40})
+
+
+@pytest.mark.parametrize("blocks", [[100, 60, 40], [90, *cut(110, 1)], cut(200, 7)], ids=["3", "decode", "7"])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
+def test_learned_maps_equal_the_oracle(heads: tuple[int, int], blocks: list[int]) -> None:
+    q, k, v = vectors(3, *heads, 200, 8)
+    maps = learned(*heads, 8, 6)
+    setting = oracle.Setting(WINDOW, blocks)
+    tables = oracle.esa(q, k, v, setting, compress="calibrated", maps=maps.tensors(), **KNOBS)
+    method = ESA(maps=LowDimMaps([maps]), low_dim=6, **KNOBS)
+    out = run(method, q, k, v, blocks, window=WINDOW)
+    assert (out - oracle.attention(q, k, v, tables, setting)).abs().max() <= 1e-4
+    unbiased = ESA(maps=LowDimMaps([LowDimMap.unbiased(maps.query, maps.key)]), low_dim=6, **KNOBS)
+    assert (out - run(unbiased, q, k, v, blocks, window=WINDOW)).abs().max() > 1e-2
 
 
 def test_compression_to_the_keys_own_dimension_is_exact() -> None:
@@ -42,7 +75,7 @@ def test_long_texts_are_scored_in_slices(compress: str, monkeypatch: pytest.Monk
 
 
 def test_the_trace_names_tokens() -> None:
-    engine = lce.load("demo", method=ESA(**KNOBS), block=20)
+    engine = lce.load("demo", method=ESA(far=256, **KNOBS), block=20)
     trace = engine.trace(list(range(2, 102)))
     assert (trace.chunk_size, trace.first) == (1, 0)
     chosen = trace.chosen[0][:, 80:]  # the last block's: sinks 0-3, local from 70 on
@@ -62,6 +95,48 @@ def test_the_demo_brings_its_maps() -> None:
 def test_without_maps_the_remedies_are_named(tiny_model: object) -> None:
     with pytest.raises(UsageError, match=r"lce calibrate --model M --text FILE .*compress=pca or -o compress=none"):
         lce.load(tiny_model, method="esa")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "options", "words"),
+    [
+        ({"far": 128}, {}, ["far=256, and here far=128", "--far 128 --window 512 --rope none"]),
+        ({"local": 100}, {}, ["far=256, and here far=100"]),
+        ({"low_dim": 64}, {}, ["low_dim=128, and here low_dim=64"]),
+        ({"far": 256}, {"window": 1024}, ["window=512, and here window=1024", "--far 256 --window 1024"]),
+        ({}, {"rope": "linear", "rope_factor": 4}, ["rope.kind=none", "--rope linear --rope-factor 4"]),
+        ({}, {"rope": "dynamic", "rope_factor": 4}, ["the length of each text", "--rope ntk", "compress=pca"]),
+    ],
+    ids=str,
+)
+def test_maps_learned_for_something_else_are_refused(
+    knobs: dict[str, Any], options: dict[str, Any], words: list[str]
+) -> None:
+    opened = lce.load("demo", "esa").method.maps  # type: ignore[attr-defined]
+    for maps in (None, str(DEMO / "esa_maps.safetensors"), opened):
+        with pytest.raises(UsageError) as caught:
+            lce.load("demo", ESA(maps=maps, **knobs), **options)
+        assert all(word in str(caught.value) for word in words)
+        assert "\n" not in str(caught.value)
+    for compress in ("pca", "none"):
+        lce.load("demo", ESA(compress=compress, maps="not read", **knobs), **options)  # type: ignore[arg-type]
+
+
+def test_maps_made_in_memory_are_checked_by_their_sizes() -> None:
+    q, k, v = vectors(1, 8, 4, 20, 64)
+    maps = LowDimMaps([learned(8, 4, 64, 6)] * 4)
+    lce.load("demo", ESA(maps=maps, low_dim=6, far=3))
+    lce.methods.run(ESA(maps=maps, low_dim=6, far=3), q, k, v, window=8)
+    with pytest.raises(UsageError, match=r"low_dim is 5, but .* has 6; give -o low_dim=6"):
+        lce.methods.run(ESA(maps=maps, low_dim=5), q, k, v, window=8)
+    for bad in (LowDimMaps([learned(8, 4, 64, 6)]), LowDimMaps([learned(8, 2, 64, 6)] * 4)):
+        with pytest.raises(UsageError, match="expected maps of 4 layers"):
+            lce.load("demo", ESA(maps=bad, low_dim=6))
+    with pytest.raises(UsageError, match=r"does not fit this model"):
+        lce.methods.run(ESA(maps=maps, low_dim=6), q[:4], k, v, window=8)
+    opened = lce.load("demo", "esa").method
+    with pytest.raises(UsageError, match="far=256, window=512, and here far=4, window=8"):
+        lce.methods.run(opened.__class__(maps=opened.maps), q, k, v, window=8)  # type: ignore[attr-defined, call-arg]
 
 
 def test_a_discarded_pass_leaves_no_trace() -> None:

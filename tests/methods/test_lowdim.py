@@ -1,60 +1,57 @@
-"""Low-dimensional keys: the choice of tokens, the maps and their file."""
+"""Low-dimensional keys: the choice of tokens, and the maps."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from lce.errors import CapacityError, DataError
+from lce.errors import UsageError
 from lce.methods import lowdim
 from lce.methods.lowdim import LowDimMap, LowDimMaps, block_scores, first_best, principal, spread
 
 
-def maps(n_layers: int = 2) -> LowDimMaps:
-    return LowDimMaps([LowDimMap(torch.randn(16, 3), torch.randn(8, 3)) for _ in range(n_layers)])
+def layer(n_heads: int = 4, n_kv_heads: int = 2, low_dim: int = 3) -> LowDimMap:
+    shapes = LowDimMap.shapes(n_heads, n_kv_heads, 4, low_dim)
+    return LowDimMap(**{name: torch.randn(shape) for name, shape in shapes.items()})
 
 
-def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
-    made, file = maps(), tmp_path / "maps.safetensors"
-    made.save(file, "this model")
-    opened = LowDimMaps.open(file, "this model")
-    assert opened.low_dim == 3
-    assert list(tmp_path.iterdir()) == [file]
-    for ours, theirs in zip(made.layers, opened.layers, strict=True):
-        assert torch.equal(ours.query, theirs.query)
-        assert torch.equal(ours.key, theirs.key)
-    assert opened.layer(1, torch.zeros(1, dtype=torch.bfloat16)).key.dtype == torch.bfloat16
+def test_a_map_is_a_product_and_a_bias() -> None:
+    maps, q, k = layer(), torch.randn(5, 16), torch.randn(7, 8)
+    for ours, x, weight, bias in (
+        (maps.low_queries(q), q, maps.query, maps.query_bias),
+        (maps.low_keys(k), k, maps.key, maps.key_bias),
+    ):
+        rows = [[float(row @ column) + float(b) for column, b in zip(weight.T, bias, strict=True)] for row in x]
+        assert (ours - torch.tensor(rows)).abs().max() < 1e-5
+    plain = LowDimMap.unbiased(maps.query, maps.key)
+    assert torch.equal(plain.low_keys(k), k @ maps.key)
+    assert torch.equal(plain.low_queries(q), q @ maps.query)
 
 
-def test_files_that_are_refused(tmp_path: Path) -> None:
-    file, remedy = tmp_path / "maps.safetensors", "lce calibrate"
-    with pytest.raises(DataError, match=remedy):
-        LowDimMaps.open(file, "this model")
-    maps().save(file, "another")
-    with pytest.raises(DataError, match=f"another model's weights; .*{remedy}"):
-        LowDimMaps.open(file, "this model")
-    file.write_bytes(file.read_bytes()[:-5])
-    with pytest.raises(DataError, match=remedy):
-        LowDimMaps.open(file, "another")
-    save_file({"x": torch.zeros(1)}, file)
-    with pytest.raises(DataError, match="holds no low-dim maps"):
-        LowDimMaps.open(file, "another")
-    metadata = {"format": lowdim.FORMAT, "fingerprint": "m"}
-    save_file({"layers.0.query": torch.zeros(4, 2)}, file, metadata)
-    with pytest.raises(DataError, match="lacks maps"):
-        LowDimMaps.open(file, "m")
-    save_file({"layers.0.query": torch.zeros(4, 2), "layers.0.key": torch.zeros(4, 3)}, file, metadata)
-    with pytest.raises(DataError, match="unequal shapes"):
-        LowDimMaps.open(file, "m")
+def test_the_digest_covers_every_number() -> None:
+    first = layer()
+    digests = {LowDimMaps([first]).digest, LowDimMaps([first, first]).digest}
+    for name, x in first.tensors().items():
+        changed = x.clone()
+        changed.view(-1)[-1] += 1
+        digests.add(LowDimMaps([replace(first, **{name: changed})]).digest)
+    assert len(digests) == 6
 
 
-def test_an_unwritable_place_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(CapacityError, match="cannot write"):
-        maps().save(tmp_path / "none" / "maps.safetensors", "m")
+def test_maps_of_no_layer_are_refused() -> None:
+    with pytest.raises(UsageError, match="of no layer"):
+        LowDimMaps([])
+
+
+@pytest.mark.parametrize("layers", [[layer()], [layer(), layer(8)], [layer(), layer(4, 1)], [layer(), layer(4, 2, 2)]])
+def test_maps_of_other_sizes_are_refused(layers: list[LowDimMap]) -> None:
+    LowDimMaps([layer(), layer()]).check_shapes(2, 4, 2, 4)
+    LowDimMaps([layer(), layer()]).check_shapes(1, 4, 2, 4)
+    with pytest.raises(UsageError, match=r"expected maps of 2 layers"):
+        LowDimMaps(layers).check_shapes(2, 4, 2, 4)
 
 
 def test_principal_directions_are_those_of_the_largest_variance() -> None:

@@ -1,0 +1,128 @@
+"""Files of low-dim maps, and the seal by which any change of such a file is noticed.
+
+A sealed file is a safetensors file. Its metadata has a digest over all its other bytes, the header's too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor, float32
+
+from lce.errors import DataError, shown
+from lce.files import named, open_regular, write_whole
+from lce.methods.lowdim import LearnedFor, LowDimMap, LowDimMaps
+
+FORMAT = "lce low-dim maps 2"
+_SEAL = re.compile(rb'"digest":"([0-9a-f]{64})"')
+_HEADER_BYTES, _ENTRY_BYTES = 1 << 16, 256  # of a header: without its tensors, and of a tensor's entry
+
+
+def sealed(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """The bytes of a safetensors file that `unsealed` recognises as whole and unchanged."""
+    raw = save(dict(tensors), {**metadata, "digest": "0" * 64})
+    match = _SEAL.search(raw)
+    assert match is not None, "just written"
+    return b"".join((raw[: match.start(1)], _digest(raw, match).encode(), raw[match.end(1) :]))
+
+
+def unsealed(raw: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and the metadata of a sealed file's bytes. Raises `ValueError` if any byte was changed."""
+    match = _SEAL.search(raw)
+    if match is None or _digest(raw, match) != match[1].decode():
+        raise ValueError("its contents do not match their digest")
+    try:
+        return load(raw), json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"]
+    except (SafetensorError, RecursionError, LookupError, TypeError) as error:
+        raise ValueError(shown(str(error))) from None
+
+
+def read_sealed(path: Path, most: int) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """What `unsealed` gives of a file of at most `most` bytes. Raises `DataError` for what is no regular file."""
+    with open(open_regular(path, follow=False), "rb") as file:
+        raw = file.read(most + 1)
+    if len(raw) > most:
+        raise ValueError(f"it is longer than {most:,} bytes")
+    return unsealed(raw)
+
+
+def _digest(raw: bytes, seal: re.Match[bytes]) -> str:
+    """A SHA-256 over a sealed file's bytes without its digest."""
+    view = memoryview(raw)
+    total = hashlib.sha256(view[: seal.start(1)])
+    total.update(view[seal.end(1) :])
+    return total.hexdigest()
+
+
+def save_maps(maps: LowDimMaps, path: Path, learned_for: LearnedFor) -> None:
+    """Write maps, tied to what they are learned for; the file appears whole or not at all."""
+    tensors = {
+        f"layers.{index}.{name}": x.to("cpu", float32).contiguous()
+        for index, layer in enumerate(maps.layers)
+        for name, x in layer.tensors().items()
+    }
+    write_whole(path, sealed(tensors, {"format": FORMAT, "learned_for": json.dumps(asdict(learned_for))}))
+
+
+def open_maps(
+    path: Path, learned_for: LearnedFor, shapes: Mapping[str, tuple[int, ...]], n_layers: int, model: object = "M"
+) -> LowDimMaps:
+    """The maps of a file, for a model of `n_layers` layers whose maps have these shapes. `model` is for messages.
+
+    The header says whether the rest is worth reading. Raises `UsageError` for maps that are learned for other options,
+    `DataError` for another model's and for a file that cannot be trusted.
+    """
+    remedy = f"make it anew by `{learned_for.command(model)}`"
+    wanted = {f"layers.{index}.{name}": shape for index in range(n_layers) for name, shape in shapes.items()}
+    with open(open_regular(path), "rb") as file:
+        try:
+            raw, entries, metadata = _header(file, _HEADER_BYTES + _ENTRY_BYTES * len(wanted))
+            if metadata.get("format") != FORMAT:
+                raise ValueError(f"its format is {shown(metadata.get('format'))}, expected {FORMAT!r}")
+            learned_for.check(_object(str(metadata.get("learned_for"))), str(path), model)
+            if {name: ("F32", list(shape)) for name, shape in wanted.items()} != entries:
+                raise ValueError(f"its tensors are not those of {n_layers} layers of this model")
+            rest = 4 * sum(map(math.prod, wanted.values()))
+            if os.fstat(file.fileno()).st_size != len(raw) + rest:
+                raise ValueError("it is cut short, or too long")
+            raw += file.read(rest)
+            tensors, _ = unsealed(raw)
+            if not all(bool(x.isfinite().all()) for x in tensors.values()):
+                raise ValueError("some numbers are not finite")
+        except (OSError, ValueError, RecursionError) as error:
+            raise DataError(f"{named(path)} holds no maps that can be used: {error}; {remedy}") from None
+    layers = [LowDimMap(**{name: tensors[f"layers.{index}.{name}"] for name in shapes}) for index in range(n_layers)]
+    return LowDimMaps(layers, str(path), learned_for)
+
+
+def _header(file: BinaryIO, most: int) -> tuple[bytes, dict[str, Any], dict[str, Any]]:
+    """A safetensors file's bytes up to its data, the dtype and shape of its tensors, and its metadata: all unchecked.
+
+    Raises `ValueError` for what is no header, and for one of more than `most` bytes.
+    """
+    prefix = file.read(8)
+    length = int.from_bytes(prefix, "little")
+    if length > most:
+        raise ValueError(f"it begins with a header of {length:,} bytes, expected {most:,} at most")
+    raw = file.read(length)
+    header = _object(raw)
+    metadata = header.pop("__metadata__", None)
+    entries = {name: (x.get("dtype"), x.get("shape")) if isinstance(x, dict) else None for name, x in header.items()}
+    return prefix + raw, entries, metadata if isinstance(metadata, dict) else {}
+
+
+def _object(text: str | bytes) -> dict[str, Any]:
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"{shown(found)} is no JSON object")
+    return found
