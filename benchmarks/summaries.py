@@ -2,8 +2,8 @@
 
     python benchmarks/summaries.py --model demo
 
-Reads one text of pass keys. For each layer it prints the median over chunks and heads of `|c - mean| / |mean|`: c is the
-summary, mean the mean of the chunk's keys at their offsets.
+Reads one text of pass keys. For each layer it prints the median over chunks and heads of `|c - mean| / |mean|`: c is
+the summary, mean the mean of the chunk's keys at their offsets.
 """
 
 from __future__ import annotations

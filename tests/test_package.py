@@ -18,6 +18,7 @@ SHARED = {
     "base",
     "hooks",
     "lowdim",
+    "map_file",
     "parts",
     "registry",
     "run",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -32,7 +32,8 @@ class LongHeads(SelectiveMethod):
     head (`group`), or all heads (`layer`). The paper's ablations: `rank` takes the best, the worst or random chunks;
     `keep_first=False` lets chunk 0 compete, `keep_last=False` the last complete chunk: a query attends `chunks` chunks
     all the same. With `fix_head` all heads follow the first, with `fix_layer` all layers.
-    `placement` is that of `SelectiveMethod`; the paper's is `side_by_side`.
+    `placement` is that of `SelectiveMethod`; the paper's is `side_by_side`. The preset `released` is what the authors'
+    code sets for Llama 2.
 
     Cost: a token is scored against M summaries, O(H · M · D), and attends at most `chunks · L` keys. A summary is
     H · D numbers a chunk.
@@ -44,6 +45,8 @@ class LongHeads(SelectiveMethod):
     keep_last: bool = True
     fix_head: bool = False
     fix_layer: bool = False
+
+    presets: ClassVar = {"released": {"chunk_size": 256, "chunks": 16}}
 
     def resolve(self, window: int) -> Self:
         if self.fix_head and self.share != "head":

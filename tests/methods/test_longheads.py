@@ -32,6 +32,14 @@ def test_defaults_follow_the_window() -> None:
     assert (large.chunk_size, large.chunks) == (256, 16)
 
 
+def test_the_released_setting_is_a_preset() -> None:
+    assert make("longheads", {"preset": "released"}) == LongHeads(chunk_size=256, chunks=16)
+    assert make("longheads", {"preset": "released", "chunks": 8}) == LongHeads(chunk_size=256, chunks=8)
+    assert make("longheads", {"preset": "released"}).resolve(4096) == make("longheads").resolve(4096)
+    with pytest.raises(lce.UsageError, match="has no preset 'relased'; did you mean 'released'"):
+        make("longheads", {"preset": "relased"})
+
+
 def test_random_choices_do_not_depend_on_blocks() -> None:
     method = LongHeads(chunk_size=4, rank="random")
     whole, chosen = choices(method, 200, [200])
