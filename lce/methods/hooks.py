@@ -37,13 +37,17 @@ def guard(cls: type, checks: Mapping[str, Check]) -> None:
             setattr(cls, name, _checked(hook, check))
         elif isinstance(hook, property) and isinstance(hook.fget, FunctionType):
             setattr(cls, name, property(_checked(hook.fget, check)))
+        elif isinstance(hook, functools.cached_property):
+            hook.func = _checked(hook.func, check)
 
 
-def _checked(hook: FunctionType, check: Check) -> Callable[..., Any]:
+def _checked(hook: Callable[..., Any], check: Check) -> Callable[..., Any]:
+    name: str = hook.__name__
+
     @functools.wraps(hook)
     def checked(method: Labelled, *args: Any, **kwargs: Any) -> Any:
         got = hook(method, *args, **kwargs)
-        check(method, hook.__name__, got, *args, **kwargs)
+        check(method, name, got, *args, **kwargs)
         return got
 
     return checked

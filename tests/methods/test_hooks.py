@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -266,6 +267,22 @@ def test_a_method_that_derives_from_one_of_ours_is_checked_where_it_differs() ->
 
     with pytest.raises(UsageError, match=r"longheads\.score returned \[4, 40\] float32; expected \[C, 40, 10\]"):
         run(Louder(chunk_size=SIZE))
+
+
+def test_a_property_may_be_cached() -> None:
+    @dataclass(frozen=True)
+    class Cached(Full):
+        @functools.cached_property
+        def reach(self) -> Any:  # type: ignore[override]
+            return 16
+
+        @functools.cached_property
+        def block(self) -> int:  # type: ignore[override]
+            return 8
+
+    assert Cached().block == 8
+    with pytest.raises(UsageError, match=r"full\.reach returned 16; expected a Reach"):
+        run(Cached())
 
 
 def test_ours_are_not_wrapped() -> None:
