@@ -1,8 +1,8 @@
 """What the hooks of a method must return, checked as they are called.
 
 A class that derives from `Method` outside of lce has the hooks that it defines wrapped once, when the class is made.
-The methods of lce are tested instead and run as they are. A check compares shapes, dtypes and devices: no value is
-looked at, so nothing waits for a device.
+The methods of lce are tested instead and run as they are. A check compares shapes, dtypes and devices, and looks at
+values only on the CPU, so that nothing waits for a device.
 """
 
 from __future__ import annotations

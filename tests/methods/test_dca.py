@@ -14,7 +14,6 @@ import lce
 from lce.errors import ModelError, UsageError
 from lce.inspect.explain import explain
 from lce.methods import DualChunk
-from lce.methods.step import Surroundings
 
 
 def test_the_default_chunk_is_three_quarters_of_the_window() -> None:
@@ -46,10 +45,12 @@ def test_qwens_config_is_read(tiny_model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("size", "kept"), [(12, 3), (12, 8), (12, 6), (9, 0), (8, 1)])
-def test_qwens_models_are_read_as_they_are_served(size: int, kept: int) -> None:
+def test_qwens_models_are_read_as_they_are_served(size: int, kept: int, tiny_model: Path, tmp_path: Path) -> None:
     """The tables of Qwen's serving code: where queries and keys are, by their offset in a chunk of `size - kept`."""
-    config = {"dual_chunk_attention_config": {"chunk_size": size, "local_size": kept}}
-    method = DualChunk().for_model(Surroundings(config, Path("model"), str))
+    sizes = {"chunk_size": size, "local_size": kept, "original_max_position_embeddings": size}
+    method = lce.load(
+        with_config(tiny_model, tmp_path / "model", dual_chunk_attention_config=sizes), method="dca"
+    ).method
     length, n = size - kept, 4 * size
     successive = [min(offset + length, size) for offset in range(length)]
     inter = successive[-1]
