@@ -19,6 +19,7 @@ from lce.cache.kv import LayerCache
 from lce.cache.layout import CacheLayout, Reach
 from lce.cache.method_state import MethodState, RecentRows
 from lce.errors import UsageError
+from lce.methods.hooks import METHOD_CHECKS, Check, guard
 from lce.methods.parts import RECENT, keep_recent
 from lce.methods.step import Step, Surroundings
 
@@ -36,6 +37,12 @@ class Method(ABC):
 
     name: ClassVar[str] = ""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    hook_checks: ClassVar[Mapping[str, Check]] = METHOD_CHECKS
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.__module__.partition(".")[0] != "lce":
+            guard(cls, cls.hook_checks)
 
     @property
     def label(self) -> str:
