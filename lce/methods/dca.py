@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -44,6 +44,13 @@ class DualChunk(Method):
     parts: Literal["all", "intra", "intra+inter"] = "all"
     temperature: bool = False
     far: int | None = None
+
+    knob_help: ClassVar = {
+        "chunk_size": "tokens of a chunk; none is 3/4 of the window",
+        "parts": "which of the paper's parts are attended: intra, inter, successive",
+        "temperature": "the factor of the released code, which the paper's results do not have",
+        "far": "the query's position for chunks before the previous one; none is W - 1",
+    }
 
     def for_model(self, model: Surroundings) -> Self:
         """Qwen's `dual_chunk_attention_config`: its chunk holds `local_size` positions kept for the previous chunk.

@@ -46,6 +46,15 @@ class LongHeads(SelectiveMethod):
     fix_head: bool = False
     fix_layer: bool = False
 
+    knob_help: ClassVar = {
+        "share": "which heads choose together: none, those of a KV head, or all",
+        "rank": "take the best chunks, the worst or random ones",
+        "keep_first": "the first chunk is always attended",
+        "keep_last": "the last complete chunk is always attended",
+        "fix_head": "all heads take the choice of the first",
+        "fix_layer": "all layers take the choice of the first",
+    }
+
     presets: ClassVar = {"released": {"chunk_size": 256, "chunks": 16}}
 
     def resolve(self, window: int) -> Self:

@@ -264,6 +264,12 @@ class SelectiveMethod(ChunkSelection):
     chunks: int | None = None
     placement: Literal["side_by_side", "true", "constant"] = "side_by_side"
 
+    knob_help: ClassVar = {
+        "chunk_size": "tokens of a chunk; none is derived from the window",
+        "chunks": "chunks that a query attends, its own one too; none is what the window holds",
+        "placement": "where chosen chunks are seen: side by side, at true positions, or at one distance",
+    }
+
     def resolve(self, window: int) -> Self:
         size = self.chunk_size if self.chunk_size is not None else 256 if window >= 4096 else max(1, window // 32)
         if size < 1:
