@@ -28,7 +28,8 @@ from lce.methods.step import Step, Surroundings
 class Method(ABC):
     """A strategy behind the attention hook; its fields are its knobs, `None` where the window decides.
 
-    `knob_help` says in a few words what each knob means. `presets` are named settings of knobs, such as those of a paper's experiments: `-o preset=NAME` sets them first.
+    `knob_help` says in a few words what each knob means. `presets` are named settings of knobs, such as those of a
+    paper's experiments: `-o preset=NAME` sets them first.
 
     A method defines `attend`. It overrides `key_positions` if keys are not cached at their absolute positions, and
     `keep` if it keeps more of a block than keys and values. `reach` tells the cache what it needs to know, and `state`
