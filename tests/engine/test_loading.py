@@ -73,7 +73,7 @@ def test_a_model_without_a_tokenizer_takes_and_gives_token_ids(tiny_model: Path,
     result = engine.generate(ids, max_tokens=5)
     assert (result.text, result.token_ids) == ("", lce.load(tiny_model).generate(ids, max_tokens=5).token_ids)
     assert result.token_ids
-    with pytest.raises(lce.ModelError, match="no tokenizer in .*; give token ids, or copy"):
+    with pytest.raises(lce.ModelError, match=r"no tokenizer in .*; give token ids, or copy"):
         engine.generate("a text")
 
 
