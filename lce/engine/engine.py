@@ -77,17 +77,19 @@ class Engine(Unique):
         self.window = options.window
         self.rope = options.rope
         config = model.config
+        self._fingerprint = checkpoint.fingerprint
         self.identity = Identity(
-            checkpoint.fingerprint, self.method, self.window, self.rope, self.dtype, config.vocab_size
-        )
+            lambda: config.identity(checkpoint.fingerprint()),
+            self.method, self.window, self.rope, self.dtype, config.vocab_size,
+        )  # fmt: skip
         self._driver = Driver(self.method, options.attention, self.window, config.n_kv_heads, config.sliding_window)
         self._eos_ids = frozenset((*config.eos_ids, *tokenizer.eos_ids))
         self._end = _End()  # the last attribute: it is freed after the model
 
     @property
     def fingerprint(self) -> str:
-        """What ties a file to this model's weights."""
-        return self.identity.model
+        """What ties a file of learned maps to this model's weights. Contexts are tied to the config too."""
+        return self._fingerprint()
 
     def __repr__(self) -> str:
         return f"Engine({self.method!r}, window={self.window}, block={self.block}, {self.device}, {self.dtype})"
