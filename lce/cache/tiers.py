@@ -149,8 +149,7 @@ class Disk(Tier):
     def write(self, pages: Pages, k: Tensor, v: Tensor) -> None:
         rows = torch.stack((k, v), dim=1).permute(0, 3, 1, 2, 4)  # [n, 2, P, L, D] -> [n, L, 2, P, D]
         first = self.file.allocate_pages(*pages, self.layout.chunk_size)
-        for start, page in zip(first.tolist(), rows, strict=True):
-            self.file.write(start, page)
+        self.file.write_pages(first, rows)
         self.row[pages] = first
         self.traffic.bytes_in += len(first) * self.layout.page_bytes
 
