@@ -16,11 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lce.cache.layout import CHECK_BYTES
 from lce.errors import CapacityError, DataError
 from lce.files import unwritable
 
 Numbers = NDArray[np.int64]
-CHECK_BYTES = 4  # of a row
 BLOCK = 1 << 14  # checks that are read together
 FEWEST = 1 << 12  # checks of the first table
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lce.cache.checks import Checks, FiledChecks, Numbers, write_all
+from lce.cache.checks import FiledChecks, Numbers, write_all
 from lce.cache.kv import KVBuffer, KVCache, LayerCache, Opened, Tiered, Whole
 from lce.cache.layout import CacheLayout, FileLayout
 from lce.cache.manifest import NAMES, REMEDY, Header, Manifest, contradiction, page_facts, read_header, signed
@@ -35,10 +35,8 @@ from lce.files import lock, named, open_regular, sync_folder, unwritable
 class ContextRows(RowFile):
     """The rows of a context file: token t of head group g is row `g · N + t`."""
 
-    def __init__(
-        self, descriptor: int, name: str, layout: FileLayout, *, writable: bool, checks: Checks | None = None
-    ) -> None:
-        checks = checks or FiledChecks(descriptor, name, layout.checks_start, layout.n_rows)
+    def __init__(self, descriptor: int, name: str, layout: FileLayout, *, writable: bool) -> None:
+        checks = FiledChecks(descriptor, name, layout.checks_start, layout.n_rows)
         super().__init__(
             descriptor, name, layout.cache.row_shape, layout.cache.dtype, checks, start=layout.rows_start,
             n_rows=layout.n_rows, writable=writable,
@@ -49,6 +47,12 @@ class ContextRows(RowFile):
         if not self._writable:
             return super().allocate_pages(groups, chunks, size)
         return self.first_rows(groups, chunks * size)
+
+    def for_fork(self) -> RowFile:
+        """Read-only where this one is written: each token has one place, which belongs to one context."""
+        if not self._writable:
+            return self
+        return ContextRows(os.dup(self._descriptor), self.name, self.layout, writable=False)
 
     def first_rows(self, groups: Numbers, tokens: Numbers | int) -> Numbers:
         """The row of a token of each head group, counted over all layers."""

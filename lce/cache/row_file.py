@@ -54,6 +54,7 @@ class RowFile:
         self._descriptor = descriptor
         self._start = start
         self._writable = writable
+        self._no_wait = NO_WAIT
         self._lock = Lock()
         finalize(self, os.close, descriptor)
 
@@ -78,6 +79,10 @@ class RowFile:
         `groups` and `chunks` name the pages, as `lce.cache.tiers.Pages` does.
         """
         raise CapacityError(FULL)
+
+    def for_fork(self) -> RowFile:
+        """The file as another context with the same rows uses it."""
+        return self
 
     def write(self, first: int, rows: Tensor) -> None:
         """Overwrite rows `first..first+n-1`, which exist, with `rows [n, *row_shape]`."""
@@ -162,15 +167,19 @@ class RowFile:
         descriptor, preadv, waiting = self._descriptor, os.preadv, []
         for data, offset in parts:  # thousands of them: a microsecond each
             try:
-                n = preadv(descriptor, [data], offset, NO_WAIT)
+                n = preadv(descriptor, [data], offset, self._no_wait)
             except OSError as error:
-                if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP):
+                if error.errno == errno.EOPNOTSUPP and self._no_wait:
+                    self._no_wait = 0  # this file system cannot tell; its files are read one part after the other
+                elif error.errno != errno.EAGAIN:
                     raise DataError(f"cannot read {self.name}: {error.strerror}") from error
                 n = 0
             if n < len(data):
                 waiting.append((data[n:], offset + n))
-        shares = [waiting[i::READERS] for i in range(min(READERS, len(waiting)))]
-        if shares:
+        if len(waiting) < 2:
+            self._wait_for(waiting)
+        else:
+            shares = [waiting[i::READERS] for i in range(min(READERS, len(waiting)))]
             list(_readers().map(self._wait_for, shares))
 
     def _wait_for(self, parts: Sequence[tuple[memoryview, int]]) -> None:

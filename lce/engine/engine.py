@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,23 +148,27 @@ class Engine:
         return recorder.trace(self.method.choices)
 
     def prefill_file(
-        self, document: str | Sequence[int], path: str | Path, *, length: int | None = None,
-        checkpoint_every: int | None = None, progress: Progress | None = None,
+        self, document: str | Sequence[int], path: str | Path, *, context: Context | None = None,
+        length: int | None = None, checkpoint_every: int | None = None, progress: Progress | None = None,
     ) -> Stats:  # fmt: skip
-        """Prefill a document into a context file; returns the figures of this call.
+        """Prefill a document into a context file, behind a copy of `context`; returns the figures of this call.
 
         Keys and values beyond the memory budget go straight to the file and are written once. With `checkpoint_every`
         tokens between checkpoints, an interrupted call resumes from its last checkpoint when it is made again. `length`
-        announces how long the context will become in all. Raises `DataError` where `path` is being written for another
-        text or by another engine, and `CapacityError` where the disk or the memory is too small.
+        announces how long the context will become in all; a context has announced its own. Raises `DataError` where
+        `path` is being written for another text or by another engine, and `CapacityError` where the disk or the memory
+        is too small. `context` stays as it is, and `path` may be the file that it was opened from.
         """
         if checkpoint_every is not None and checkpoint_every < 1:
             raise UsageError(f"checkpoint_every is {checkpoint_every}; expected 1 or more tokens")
-        ids = self._ids(document)
-        announced, every = max(len(ids), length or 0), checkpoint_every or len(ids)
-        Planner.into_file(self.layout, self.method.name).check(len(ids))
-        job = PrefillJob(Path(path), self.layout, self.identity, ids, announced)
-        context = self._context(job.data)
+        ids = self._ids(document, context)
+        with nullcontext() if context is None else context.in_use():
+            before = None if context is None else context.data
+            ids = ids if before is None else [*before.token_ids, *ids]
+            announced = max(len(ids), length or 0) if before is None else before.announced
+            Planner.into_file(self.layout, self.method.name).check(len(ids))
+            job = PrefillJob(Path(path), self.layout, self.identity, ids, announced, before)
+        every, context = checkpoint_every or len(ids), self._context(job.data)
         started, stats = time.perf_counter(), Stats(prompt_tokens=len(context.uncached))
         try:
             with torch.inference_mode():

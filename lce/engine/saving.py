@@ -164,12 +164,14 @@ class PrefillJob:
 
     `path.part` takes keys and values as they come; `path.part.state` is the last checkpoint. `data` is where a run
     starts: run the tokens behind `data.cache.length` into that cache, call `checkpoint` from time to time, then
-    `finish`, or `abandon` after an error.
+    `finish`, or `abandon` after an error. With `before`, a context that the text begins with, a run that does not
+    resume another starts from a copy of it. `before` may be of a file that has the name `path` until `finish`.
     """
 
     def __init__(
-        self, path: Path, layout: CacheLayout, identity: Identity, token_ids: Sequence[int], announced: int
-    ) -> None:
+        self, path: Path, layout: CacheLayout, identity: Identity, token_ids: Sequence[int], announced: int,
+        before: ContextData | None = None,
+    ) -> None:  # fmt: skip
         _check_target(path)
         sweep(path)
         self.path = path
@@ -178,29 +180,38 @@ class PrefillJob:
         self.part, self.state = _part(path), _state(path)
         self.layout = layout.file(len(token_ids))
         if self.state.exists() and self.part.exists():
-            cache, logits = self._resume(text_hash(token_ids))
+            cache, logits = self._resume(text_hash(token_ids), announced)
         else:
-            cache, logits = self._begin(), None
+            cache, logits = self._begin(before)
         self.n_written = cache.length
         self.data = ContextData(cache, token_ids, logits, announced)
 
-    def _begin(self) -> KVCache:
+    def _begin(self, before: ContextData | None) -> tuple[KVCache, Tensor | None]:
         remove_leftover(self.part)
         if self.part.exists():
             raise DataError(f"{self.part} is being written by another process; wait for it, or name another file")
         self.state.unlink(missing_ok=True)
         self.draft = Draft.create(self.part, self.layout)
         try:
-            return KVCache.empty(self.layout.cache, self.layout.n_tokens, self.draft.rows)
+            if before is None or not before.cache.length:
+                return KVCache.empty(self.layout.cache, self.layout.n_tokens, self.draft.rows), None
+            write_rows(before.cache, self.draft.rows)
+            tensors = {name: x.clone() for name, x in before.cache.tensors().items()}
+            return restored(self.layout.cache, self.draft.rows, before.cache.length, tensors, own=True), before.logits
         except BaseException:
             self.draft.discard()
             raise
 
-    def _resume(self, text: str) -> tuple[KVCache, Tensor | None]:
+    def _resume(self, text: str, announced: int) -> tuple[KVCache, Tensor | None]:
         remedy = f"remove it and {named(self.part.name)}, or name another file"
         manifest, tensors = _read_state(self.state, self.layout, self.identity, remedy)
         if manifest.text != text:
             raise DataError(f"{named(self.state)} belongs to another text; {remedy}")
+        if manifest.announced != announced:  # its keys may be rotated for that length
+            begun = manifest.announced
+            raise DataError(
+                f"{named(self.state)} was begun with a length of {begun}; give --length {begun}, or {remedy}"
+            )
         self.draft = Draft.reopen(self.part, self.layout)
         snapshot = Snapshot(manifest, tensors, self.draft.rows)
         found = _restored(self.state, self.layout.cache, snapshot, self.identity.vocab_size, own=True)
