@@ -199,6 +199,7 @@ def _rows_layout(path: Path, layout: CacheLayout, header: Header, manifest: Mani
     return found
 
 
+@torch.inference_mode()  # reading may put pages into pools that were made in it
 def write_rows(cache: KVCache, rows: ContextRows, since: int = 0) -> None:
     """Write the keys and values of committed tokens, from `since` on, to a context file.
 

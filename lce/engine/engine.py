@@ -237,9 +237,11 @@ class Engine:
 
         try:
             return self._driver.forward(context.cache, context.rope, len(ids), model_call, note)
-        except BaseException:
+        except BaseException as error:
             if context.cache.length == before:  # the block was discarded
                 context.logits = logits
+            if (other := context.data.unfit(error)) is not error:
+                raise other from error
             raise
 
     def _ids(self, prompt: str | Sequence[int], context: Context | None = None) -> list[int]:

@@ -19,11 +19,12 @@ from lce.cache.layout import CacheLayout, FileLayout
 from lce.cache.manifest import FORMAT, REMEDY, Manifest, contradiction, digest, page_facts, read_header, signed
 from lce.cache.small import Small, check_numbers, check_state, read_small, small_entries, small_tensors
 from lce.engine.identity import Identity, knobs_of
-from lce.errors import DataError, UsageError
+from lce.errors import DataError, UsageError, shown
 from lce.files import check_target, draft_path, named, open_regular, remove_leftover, sweep, write_whole
 from lce.version import __version__
 
 MOST_UNREAD = 1 << 16  # tokens of a context that are not in its cache
+_MISFITS = (RuntimeError, IndexError, ValueError, TypeError, AssertionError)  # what tensors of wrong shapes lead to
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,25 @@ class ContextData:
     """What a context is made of, in memory and in a file.
 
     `logits` `[vocab]` are those after the last token in the cache, which may lag behind `token_ids`. `announced` is the
-    length that the context was started for; some RoPE scalings depend on it.
+    length that the context was started for; some RoPE scalings depend on it. `source` names the file that it is of.
     """
 
     cache: KVCache
     token_ids: Sequence[int] = ()
     logits: Tensor | None = None
     announced: int = 0
+    source: str | None = None
+
+    def unfit(self, error: BaseException) -> BaseException:
+        """The error to raise for one that was met while these data were used.
+
+        Not every shape of what a method keeps can be checked when a file is opened: what does not fit fails here.
+        """
+        memory = isinstance(error, torch.OutOfMemoryError) or "memory" in str(error)
+        if self.source is None or memory or not isinstance(error, _MISFITS):
+            return error
+        what = f"{type(error).__name__}: {shown(str(error), 80)}"
+        return DataError(f"{self.source} holds what does not fit the method ({what}); {REMEDY}")
 
     def tensors(self) -> dict[str, Tensor]:
         """All but keys and values, as a file holds it."""
@@ -279,7 +292,7 @@ def _restored(path: Path, layout: CacheLayout, snapshot: Snapshot, vocab_size: i
         cache = restored(layout, snapshot.rows, manifest.read, tensors, own=own)
     except (KeyError, TypeError, ValueError, RuntimeError):
         raise contradiction(path) from None
-    return ContextData(cache, ids, logits.to(layout.device), manifest.announced)
+    return ContextData(cache, ids, logits.to(layout.device), manifest.announced, named(path))
 
 
 def text_hash(token_ids: Sequence[int]) -> str:

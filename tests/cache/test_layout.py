@@ -20,8 +20,8 @@ from lce.cache.layout import UNBOUNDED, Budgets, CacheLayout, Reach
 from lce.cache.movers import Mover
 from lce.cache.tiers import Disk, TierStack
 from lce.errors import CapacityError
-from lce.sizes import enough_text
 from lce.methods import Driver, Rope, RopeConfig, make
+from lce.sizes import enough_text
 from tests.late import LateDevice, disks_of, no_gpu
 from tests.running import cut, vectors
 
@@ -119,7 +119,9 @@ def test_the_least_budget_works_and_one_byte_less_is_refused(
         assert not isinstance(cache.residency, Whole)
         for layer, k in zip(cache.layers, keys, strict=True):
             assert torch.equal(layer.span(0, n)[0], k)
-        with pytest.raises(CapacityError, match=f"^a budget of .*; give --kv-host-budget {enough_text(least)} or more, or"):
+        with pytest.raises(
+            CapacityError, match=f"^a budget of .*; give --kv-host-budget {enough_text(least)} or more, or"
+        ):
             KVCache.empty(with_host(plain, least - 1, Path(folder))).reserve(n)
 
 
