@@ -94,8 +94,8 @@ def open_saved(path: Path, layout: CacheLayout, identity: Identity) -> ContextDa
     Raises `DataError` for a file of another model, method, RoPE scaling, dtype or format, and for a damaged one.
     """
     sweep(path)
-    if not _part(path).exists():
-        _state(path).unlink(missing_ok=True)  # left by a process that was killed while it finished
+    if not os.path.lexists(_part(path)):
+        remove_leftover(_state(path))  # left by a process that was killed while it finished
     snapshot = open_snapshot(
         path,
         layout,
@@ -136,7 +136,7 @@ def describe(path: str | Path) -> ContextInfo:
     Raises `DataError` for any other file.
     """
     path = Path(path)
-    complete = path.exists() or not _state(path).exists()
+    complete = os.path.lexists(path) or not os.path.lexists(_state(path))
     file = path if complete else _state(path)
     descriptor = open_regular(file, follow=False)
     try:
@@ -191,8 +191,10 @@ class PrefillJob:
         self.identity = identity
         self.facts = identity.facts  # here, because it reads the checkpoint: an error in that comes before the work
         self.part, self.state = _part(path), _state(path)
+        for each in (self.part, self.state):
+            check_target(each, UsageError)
         self.layout = layout.file(len(token_ids))
-        if self.state.exists() and self.part.exists():
+        if os.path.lexists(self.state) and os.path.lexists(self.part):
             cache, logits = self._resume(text_hash(token_ids), announced)
         else:
             cache, logits = self._begin(before)
@@ -201,9 +203,11 @@ class PrefillJob:
 
     def _begin(self, before: ContextData | None) -> tuple[KVCache, Tensor | None]:
         remove_leftover(self.part)
-        if self.part.exists():
-            raise DataError(f"{self.part} is being written by another process; wait for it, or name another file")
-        self.state.unlink(missing_ok=True)
+        if os.path.lexists(self.part):
+            raise DataError(
+                f"{named(self.part)} is being written by another process; wait for it, or name another file"
+            )
+        remove_leftover(self.state)
         self.draft = Draft.create(self.part, self.layout)
         try:
             if before is None or not before.cache.length:
@@ -243,11 +247,11 @@ class PrefillJob:
         """Write the rest and give the file its name `path`."""
         write_rows(data.cache, self.draft.rows, self.n_written)
         self.draft.finish(self.path, data.tensors(), data.manifest(self.facts, self.layout))
-        self.state.unlink(missing_ok=True)
+        remove_leftover(self.state)
 
     def abandon(self, error: BaseException) -> None:
         """End without `finish`. A job with a checkpoint stays and a note on `error` says so; others leave no file."""
-        if self.state.exists():
+        if os.path.lexists(self.state):
             error.add_note(f"the same command goes on from {self.n_written:,} tokens")
         else:
             self.draft.discard()
