@@ -18,9 +18,10 @@ from lce.cache.layout import CacheLayout
 from lce.engine.context import Context
 from lce.engine.decode import Generation, Piece, Request, Stats, Stream, decode
 from lce.engine.identity import Identity
+from lce.engine.job import PrefillJob
 from lce.engine.planning import Planner
 from lce.engine.sampling import Sampling
-from lce.engine.saving import ContextData, PrefillJob, open_saved
+from lce.engine.saving import ContextData, open_saved
 from lce.engine.trace import Trace, TraceRecorder
 from lce.errors import UsageError
 from lce.methods.base import Method
