@@ -60,3 +60,10 @@ def size_text(n_bytes: int) -> str:
     """Bytes in the largest unit that they fill: `size_text(1536)` is "1.5 KiB"."""
     power = min(max(0, n_bytes.bit_length() - 1) // 10, len(UNITS) - 1)
     return f"{n_bytes / 1024**power:.1f} {UNITS[power]}" if power else f"{n_bytes} B"
+
+
+def enough_text(n_bytes: int) -> str:
+    """The least size that is `n_bytes` or more, as an option takes it: `enough_text(1537)` is "1.6KiB"."""
+    power = min(max(0, n_bytes.bit_length() - 1) // 10, len(UNITS) - 1)
+    tenths = -(-10 * n_bytes // 1024**power)
+    return f"{tenths // 10}.{tenths % 10}{UNITS[power]}" if power and tenths % 10 else f"{tenths // 10}{UNITS[power]}"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lce.errors import UsageError
-from lce.sizes import UNITS, count, in_bytes, size_text
+from lce.sizes import UNITS, count, enough_text, in_bytes, size_text
 
 
 @pytest.mark.parametrize(
@@ -88,3 +88,12 @@ def test_what_is_no_count_is_refused(value: object) -> None:
 def test_too_small_counts_are_refused(value: object, least: int) -> None:
     with pytest.raises(UsageError, match=rf"^tokens is .*; expected {least} or more\Z"):
         count(value, "tokens", least)
+
+
+@given(n_bytes=st.integers(0, 1 << 55))
+def test_enough_is_enough_and_little_more(n_bytes: int) -> None:
+    """Given back as an option it holds the bytes: rounded up, where other texts are rounded to the nearest."""
+    text = enough_text(n_bytes)
+    assert n_bytes <= in_bytes(text, "it") <= n_bytes * 1.1 + 1
+    assert " " not in text
+    assert enough_text(in_bytes(text, "it")) == text

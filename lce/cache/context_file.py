@@ -11,7 +11,6 @@ header, at its end. A file under work has another name and is locked. It takes i
 from __future__ import annotations
 
 import json
-import mmap
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,36 +21,38 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lce.cache.checks import FiledChecks, Numbers, write_all
 from lce.cache.kv import KVBuffer, KVCache, LayerCache, Opened, Tiered, Whole
 from lce.cache.layout import CacheLayout, FileLayout
 from lce.cache.manifest import NAMES, REMEDY, Header, Manifest, contradiction, page_facts, read_header, signed
-from lce.cache.row_file import Numbers, RowFile, SpillFile, write_at
+from lce.cache.row_file import RowFile, SpillFile
 from lce.cache.small import Small, check_numbers, check_state, read_small, small_entries, small_tensors
 from lce.cache.tiers import Disk, Nowhere, Pages, TierStack
 from lce.errors import DataError
-from lce.files import lock, map_copy, named, open_regular, sync_folder, unwritable
+from lce.files import lock, named, open_regular, sync_folder, unwritable
 
 
 class ContextRows(RowFile):
     """The rows of a context file: token t of head group g is row `g · N + t`."""
 
     def __init__(self, descriptor: int, name: str, layout: FileLayout, *, writable: bool) -> None:
-        mapping = mmap.mmap(descriptor, layout.small_start) if writable else map_copy(descriptor, layout.small_start)
-        checks = torch.frombuffer(mapping, dtype=torch.int32, offset=layout.checks_start, count=layout.n_rows)
+        checks = FiledChecks(descriptor, name, layout.checks_start, layout.n_rows)
         super().__init__(
-            descriptor, name, layout.cache.row_shape, layout.cache.dtype, start=layout.rows_start,
-            n_rows=layout.n_rows, checks=checks, writable=writable,
+            descriptor, name, layout.cache.row_shape, layout.cache.dtype, checks, start=layout.rows_start,
+            n_rows=layout.n_rows, writable=writable,
         )  # fmt: skip
         self.layout = layout
-        self._checks_map = mapping
-
-    def _mappings(self) -> list[mmap.mmap]:
-        return [*super()._mappings(), self._checks_map]
 
     def allocate_pages(self, groups: Numbers, chunks: Numbers, size: int) -> Numbers:
         if not self._writable:
             return super().allocate_pages(groups, chunks, size)
         return self.first_rows(groups, chunks * size)
+
+    def for_fork(self) -> RowFile:
+        """Read-only where this one is written: each token has one place, which belongs to one context."""
+        if not self._writable:
+            return self
+        return ContextRows(os.dup(self._descriptor), self.name, self.layout, writable=False)
 
     def first_rows(self, groups: Numbers, tokens: Numbers | int) -> Numbers:
         """The row of a token of each head group, counted over all layers."""
@@ -110,12 +111,13 @@ class Draft:
         rows_start, offset = self.layout.rows_start, self.layout.small_start
         entries = row_entries(self.layout) | small_entries(small, offset - rows_start)
         for _, tensor in sorted(small.items()):
-            write_at(self._descriptor, tensor.detach().cpu().contiguous(), offset, str(target))
+            data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            write_all(self._descriptor, memoryview(data), offset, named(target))  # type: ignore[arg-type]
             offset += tensor.nbytes
         raw = json.dumps({"__metadata__": {"lce": signed(manifest, small)}, **entries}).encode()
         assert len(raw) <= rows_start - 8, "the header is larger than its space"
         head = (rows_start - 8).to_bytes(8, "little") + raw.ljust(rows_start - 8)
-        write_at(self._descriptor, torch.frombuffer(bytearray(head), dtype=torch.uint8), 0, str(target))
+        write_all(self._descriptor, memoryview(head), 0, named(target))
         try:
             os.ftruncate(self._descriptor, offset)
             os.fsync(self._descriptor)
@@ -197,6 +199,7 @@ def _rows_layout(path: Path, layout: CacheLayout, header: Header, manifest: Mani
     return found
 
 
+@torch.inference_mode()  # reading may put pages into pools that were made in it
 def write_rows(cache: KVCache, rows: ContextRows, since: int = 0) -> None:
     """Write the keys and values of committed tokens, from `since` on, to a context file.
 

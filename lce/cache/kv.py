@@ -22,6 +22,7 @@ from lce.cache.method_state import Held, MethodState
 from lce.cache.row_file import RowFile
 from lce.cache.tiers import Disk, Tier, TierStack, Traffic
 from lce.errors import CapacityError, UsageError
+from lce.sizes import size_text
 
 S = TypeVar("S", bound=MethodState)
 
@@ -62,8 +63,8 @@ class KVBuffer:
             self.k, self.v = (torch.empty(shape, dtype=layout.dtype, device=layout.device) for _ in range(2))
         except RuntimeError as error:
             raise CapacityError(
-                f"no memory for {shape[1]} tokens in the cache: {shape[1] * layout.key_bytes} bytes a layer for each "
-                "of keys and values; ask for fewer tokens, or give --kv-host-budget and --spill-dir"
+                f"no memory for {shape[1]:,} tokens in the cache: {size_text(2 * shape[1] * layout.key_bytes)} a layer "
+                "for keys and values; ask for fewer tokens, or give --kv-host-budget and --spill-dir"
             ) from error
         n_chunks = shape[1] // layout.chunk_size
         self.index = torch.arange(shape[0] * n_chunks, device=layout.device).view(shape[0], n_chunks)
@@ -443,12 +444,14 @@ class KVCache:
 
     @property
     def bytes_by_tier(self) -> dict[str, int]:
-        """Bytes held now: keys and values, and what the method keeps."""
+        """Bytes held now: keys and values, what the method keeps, and the checks of rows on the disk."""
         held = {DEVICE: 0, HOST: 0, DISK: 0}
         for layer in self.layers:
             held[DEVICE] += layer.buffer.n_bytes + sum(state.n_bytes for state in layer.state.values())
         for tier in self.tiers:
             held[tier.name] += tier.n_bytes
+            if isinstance(tier, Disk):
+                held[DEVICE if self.layout.on_cpu else HOST] += tier.file.checks.n_bytes
         return held
 
     @property

@@ -13,9 +13,11 @@ import torch
 
 from lce.cache.method_state import MethodState
 from lce.errors import CapacityError
+from lce.sizes import enough_text, size_text
 
 DEVICE, HOST, DISK = "device", "host", "disk"  # the tiers, as users read them
 READ_SIZE = 8192  # tokens that are read in one go by what reads everything
+CHECK_BYTES = 4  # of a row in a file
 UNBOUNDED = 1 << 62  # tokens, bytes or slots
 
 
@@ -147,6 +149,13 @@ class CacheLayout:
         return min((x for x in (self.budgets.device, self.budgets.host) if x is not None), default=None)
 
     @property
+    def budget_option(self) -> str:
+        """The option that sets `budget`."""
+        host, device = self.budgets.host, self.budgets.device
+        by_host = self.on_cpu and host is not None and (device is None or host <= device)
+        return "--kv-host-budget" if by_host else "--kv-device-budget"
+
+    @property
     def overflows(self) -> bool:
         """Whether what that memory may not hold has somewhere to go."""
         return self.budgets.spill_dir is not None or (not self.on_cpu and self.budgets.host is None)
@@ -184,8 +193,9 @@ class CacheLayout:
         in_buffers = max(buffer_tokens, self.recent_tokens) * self.token_bytes
         if self.budget < (least := in_buffers + self.least_pool_bytes):
             raise CapacityError(
-                f"a budget of {self.budget} bytes for keys and values is too small for blocks of {self.block} tokens "
-                f"and what every query sees; expected {least} or more, or a smaller --block"
+                f"a budget of {size_text(self.budget)} for keys and values is too small for blocks of {self.block} "
+                f"tokens and what every query sees; give {self.budget_option} {enough_text(least)} or more, or a "
+                "smaller --block"
             )
         return (self.budget - in_buffers) // self.page_bytes
 
@@ -222,6 +232,14 @@ class CacheLayout:
             needs[HOST] = max(self.host_slots * page, whole)
         return needs
 
+    def check_bytes(self, n_tokens: int, n_filed: int = 0) -> int:
+        """The most memory that the checks of rows on the disk take: of `n_tokens`, and of `n_filed` in a context file.
+
+        A spill file's table of them grows by half.
+        """
+        spilled = self.needs(n_tokens).get(DISK, 0) // self.row_bytes
+        return (-(-spilled * 3 // 2) + self.file(n_filed).n_rows) * CHECK_BYTES
+
     def file(self, n_tokens: int) -> FileLayout:
         """Where a context file of `n_tokens` tokens has what."""
         return FileLayout(self, n_tokens)
@@ -252,4 +270,4 @@ class FileLayout:
     @property
     def small_start(self) -> int:
         """The first byte of what is small: all that is read when a context is opened."""
-        return self.checks_start + self.n_rows * 4
+        return self.checks_start + self.n_rows * CHECK_BYTES

@@ -119,7 +119,7 @@ def strict_object(text: str | bytes | bytearray) -> dict[str, Any]:
         return found
 
     def whole(digits: str) -> int:
-        if len(digits) > _DIGITS:
+        if len(digits.lstrip("-")) > _DIGITS:
             raise ValueError("a number that is too large")
         return int(digits)
 

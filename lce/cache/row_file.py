@@ -1,18 +1,16 @@
 """Rows of numbers in a file: the keys and values that memory does not hold.
 
-A row is what one token has in one page's heads, `[2, P, D]`: its keys and its values. Rows are written through the file
-descriptor, so that a full disk or a failing one is an error and not a signal. Single rows are read through a memory
-map: one gather wherever they lie. Pages of many rows are read through the descriptor: first what the system has in
-memory, then the rest by several threads, because a map waits for the disk a few kilobytes at a time.
+A row is what one token has in one page's heads, `[2, P, D]`: its keys and its values. Rows are read and written through
+the file descriptor, so that a full disk, a failing one, or a file that somebody else cuts short is an error and not a
+signal. What the system has in memory is read first, then the rest by several threads.
 """
 
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
@@ -22,17 +20,17 @@ from weakref import finalize
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from lce.cache.checks import Checks, Numbers, fingerprints, read_all, runs, write_all
 from lce.errors import CapacityError, DataError
-from lce.files import map_copy, unwritable
+from lce.files import named, unwritable
 
-Numbers = NDArray[np.int64]
-MAPPED = 8 << 20  # bytes read through a map before its pages are released, so that they do not count as our memory
 READERS = 8  # threads that wait for the disk at once
 NO_WAIT = getattr(os, "RWF_NOWAIT", 0)  # read what the system has in memory, or nothing
 PER_CALL = 1 << 20  # bytes that one system call reads
+GAP = 4096  # bytes that are read in vain rather than make another call
+AT_ONCE = 4096  # single rows that are read together
 FULL = "the cache of keys and values is full; give --spill-dir, or a larger budget"
 GROWTH = 64 << 20  # bytes: a spill file grows by at least this much, and by half of its size
 
@@ -40,26 +38,24 @@ GROWTH = 64 << 20  # bytes: a spill file grows by at least this much, and by hal
 class RowFile:
     """Rows `[*row_shape]` of one dtype in an open file, from byte `start` on; the first `n_rows` exist.
 
-    `checks`, where given, holds a number for each row. A row that was altered since it was written is found by it when
-    it is read: see `fingerprints`.
+    `checks` has a number for each row, by which a row that was altered since it was written is found when it is read.
     """
 
     def __init__(
-        self, descriptor: int, name: str, row_shape: Sequence[int], dtype: torch.dtype, *, start: int = 0,
-        n_rows: int = 0, checks: Tensor | None = None, writable: bool = True,
+        self, descriptor: int, name: str, row_shape: Sequence[int], dtype: torch.dtype, checks: Checks, *,
+        start: int = 0, n_rows: int = 0, writable: bool = True,
     ) -> None:  # fmt: skip
         self.name = name
         self.row_shape = tuple(row_shape)
         self.dtype = dtype
         self.n_rows = n_rows
         self.bytes_read = self.bytes_written = 0
+        self.checks = checks
         self._descriptor = descriptor
         self._start = start
-        self._checks = checks
         self._writable = writable
-        self._touched = 0  # bytes read and written since the maps' pages were released
+        self._no_wait = NO_WAIT
         self._lock = Lock()
-        self._mapped: tuple[mmap.mmap, Tensor] | None = None
         finalize(self, os.close, descriptor)
 
     @property
@@ -84,27 +80,66 @@ class RowFile:
         """
         raise CapacityError(FULL)
 
+    def for_fork(self) -> RowFile:
+        """The file as another context with the same rows uses it."""
+        return self
+
     def write(self, first: int, rows: Tensor) -> None:
         """Overwrite rows `first..first+n-1`, which exist, with `rows [n, *row_shape]`."""
-        assert first + len(rows) <= self.n_rows, "a row that does not exist"
-        data = rows.contiguous().cpu()
-        if self._checks is not None:
-            self._checks[first : first + len(rows)] = fingerprints(data, first)
-        write_at(self._descriptor, data, self._start + first * self.row_bytes, self.name)
-        self.bytes_written += len(rows) * self.row_bytes
-        self._touch(len(rows) * self.row_bytes)
+        self.write_pages(np.array([first]), rows[None])
+
+    def write_pages(self, first: Numbers, pages: Tensor) -> None:
+        """Overwrite rows `first[i]..first[i]+size-1`, which exist, with `pages [n, size, *row_shape]`."""
+        size = pages.shape[1]
+        assert not len(first) or int(first.max()) + size <= self.n_rows, "a row that does not exist"
+        if not pages.numel():
+            return
+        data, rows = pages.contiguous().cpu(), _rows_of(first, size)
+        raw = memoryview(data.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        page = size * self.row_bytes
+        for a, b in runs(first, size):
+            write_all(
+                self._descriptor, raw[a * page : b * page], self._start + int(first[a]) * self.row_bytes, self.name
+            )
+        self.checks.put(rows, fingerprints(data.flatten(0, 1), torch.from_numpy(rows)))
+        self.bytes_written += len(raw)
 
     def read(self, rows: Tensor) -> Tensor:
         """The rows of these numbers, `[*rows.shape, *row_shape]`. Time and bytes: O(rows), for a file of any size.
 
-        Raises `DataError` for a row that is not what was written.
+        Raises `DataError` for a row that is not what was written, and for a disk that does not read.
         """
-        if not rows.numel():
-            return torch.empty(*rows.shape, *self.row_shape, dtype=self.dtype)
-        flat = rows.reshape(-1)
-        found = self._map().index_select(0, flat)
+        flat = rows.reshape(-1).numpy()
+        found = torch.empty(len(flat), *self.row_shape, dtype=self.dtype)
+        for start in range(0, len(flat), AT_ONCE):
+            self._gather(flat[start : start + AT_ONCE], found[start : start + AT_ONCE])
         self._check(found, flat)
         return found.view(*rows.shape, *self.row_shape)
+
+    def _gather(self, rows: Numbers, found: Tensor) -> None:
+        """Read these rows into `found`: near ones in one go, with what is between them."""
+        order = None if (rows[1:] > rows[:-1]).all() else np.argsort(rows, kind="stable")
+        ascending = rows if order is None else rows[order]
+        cuts = np.flatnonzero((np.diff(ascending) - 1) * self.row_bytes > GAP) + 1
+        begins, ends = np.concatenate(([0], cuts)), np.concatenate((cuts, [len(rows)]))
+        first, lengths = ascending[begins], ascending[ends - 1] + 1 - ascending[begins]
+        stops = np.cumsum(lengths)
+        whole = order is None and int(stops[-1]) == len(rows)
+        scratch = found if whole else found.new_empty(int(stops[-1]), *self.row_shape)
+        raw = self._raw(scratch)
+        bounds = np.concatenate(([0], stops * self.row_bytes)).tolist()
+        self._fetch(
+            (raw[start:stop], offset)
+            for (start, stop), offset in zip(
+                pairwise(bounds), (self._start + first * self.row_bytes).tolist(), strict=True
+            )
+        )
+        if whole:
+            return
+        at = ascending - np.repeat(first - stops + lengths, ends - begins)  # in the scratch
+        if order is not None:
+            at[order] = at.copy()
+        torch.index_select(scratch, 0, torch.from_numpy(at), out=found)
 
     def read_pages(self, first: Numbers, size: int) -> Tensor:
         """Rows `first[i]..first[i]+size-1` of each page: `[n, size, *row_shape]`. Time and bytes: O(n · size).
@@ -114,47 +149,48 @@ class RowFile:
         found = torch.empty(len(first), size, *self.row_shape, dtype=self.dtype)
         if not found.numel():
             return found
-        data = memoryview(found.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-        page = size * self.row_bytes
-        parts = [(data[a * page : b * page], int(first[a])) for a, b in _runs(first, size, max(1, PER_CALL // page))]
-        waiting = [part for part in parts if not self._fill(*part, NO_WAIT)]
-        shares = [waiting[i::READERS] for i in range(min(READERS, len(waiting)))]
-        list(_readers().map(lambda share: [self._fill(*part) for part in share], shares))
-        self._check(found.flatten(0, 1), (torch.from_numpy(first)[:, None] + torch.arange(size)).flatten())
+        data, page = self._raw(found), size * self.row_bytes
+        most = max(1, PER_CALL // page)
+        self._fetch(
+            (data[at * page : min(at + most, b) * page], self._start + int(first[at]) * self.row_bytes)
+            for a, b in runs(first, size)
+            for at in range(a, b, most)
+        )
+        self._check(found.flatten(0, 1), _rows_of(first, size))
         return found
 
-    def _fill(self, data: memoryview, row: int, flags: int = 0) -> bool:
-        """Fill `data` from a row on; False where `NO_WAIT` was given and the disk would have to be waited for."""
-        offset = self._start + row * self.row_bytes
-        while data:
-            try:
-                n = os.preadv(self._descriptor, [data], offset, flags)
-            except OSError as error:
-                if flags and error.errno in (errno.EAGAIN, errno.EOPNOTSUPP):
-                    return False
-                raise DataError(f"cannot read {self.name}: {error.strerror}") from error
-            if n == 0:
-                raise DataError(f"{self.name} was cut short since it was opened; prefill the text again")
-            data, offset = data[n:], offset + n
-        return True
+    def _raw(self, rows: Tensor) -> memoryview:
+        return memoryview(rows.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
-    def _check(self, found: Tensor, rows: Tensor) -> None:
+    def _fetch(self, parts: Iterable[tuple[memoryview, int]]) -> None:
+        """Fill each part from a byte offset on: with what the system has in memory first, then wait for the rest."""
+        descriptor, preadv, waiting = self._descriptor, os.preadv, []
+        for data, offset in parts:  # thousands of them: a microsecond each
+            try:
+                n = preadv(descriptor, [data], offset, self._no_wait)
+            except OSError as error:
+                if error.errno == errno.EOPNOTSUPP and self._no_wait:
+                    self._no_wait = 0  # this file system cannot tell; its files are read one part after the other
+                elif error.errno != errno.EAGAIN:
+                    raise DataError(f"cannot read {self.name}: {error.strerror}") from error
+                n = 0
+            if n < len(data):
+                waiting.append((data[n:], offset + n))
+        if len(waiting) < 2:
+            self._wait_for(waiting)
+        else:
+            shares = [waiting[i::READERS] for i in range(min(READERS, len(waiting)))]
+            list(_readers().map(self._wait_for, shares))
+
+    def _wait_for(self, parts: Sequence[tuple[memoryview, int]]) -> None:
+        for data, offset in parts:
+            read_all(self._descriptor, data, offset, self.name)
+
+    def _check(self, found: Tensor, rows: Numbers) -> None:
         """Compare rows `found [n, …]` with their checks, and count them as read."""
-        if self._checks is not None and (fingerprints(found, rows) != self._checks[rows]).any():
+        if len(rows) and (fingerprints(found, torch.from_numpy(rows)).numpy() != self.checks.of(rows)).any():
             raise DataError(f"{self.name} was altered since it was written; prefill the text again")
         self.bytes_read += len(rows) * self.row_bytes
-        self._touch(len(rows) * self.row_bytes)
-
-    def _touch(self, n_bytes: int) -> None:
-        """Release the maps' pages now and then; the system keeps them in its own cache as long as it likes."""
-        self._touched += n_bytes
-        if self._touched > MAPPED:
-            self._touched = 0
-            for mapping in self._mappings():
-                mapping.madvise(mmap.MADV_DONTNEED)
-
-    def _mappings(self) -> list[mmap.mmap]:
-        return [] if self._mapped is None else [self._mapped[0]]
 
     def flush(self) -> None:
         """Make the rows written so far survive a power cut."""
@@ -162,16 +198,6 @@ class RowFile:
             os.fsync(self._descriptor)
         except OSError as error:
             raise unwritable(self.name, error) from error
-
-    def _map(self) -> Tensor:
-        stop, mapped = self._start + self.bytes_taken // self.row_bytes * self.row_bytes, self._mapped
-        if os.fstat(self._descriptor).st_size < stop:  # reading behind the end is a signal, not an error
-            raise DataError(f"{self.name} was cut short since it was opened; prefill the text again")
-        if mapped is None or len(mapped[0]) < stop:
-            mapping = mmap.mmap(self._descriptor, stop) if self._writable else map_copy(self._descriptor, stop)
-            numbers = torch.frombuffer(mapping, dtype=self.dtype, offset=self._start)
-            self._mapped = mapped = (mapping, numbers.view(-1, *self.row_shape))
-        return mapped[1]  # not self._mapped, which another thread may have replaced by a shorter one
 
 
 class SpillFile(RowFile):
@@ -184,7 +210,7 @@ class SpillFile(RowFile):
                 descriptor = os.dup(file.fileno())
         except OSError as error:
             raise unwritable(str(folder), error) from error
-        super().__init__(descriptor, f"the spill file in {folder}", row_shape, dtype)
+        super().__init__(descriptor, f"the spill file in {named(folder)}", row_shape, dtype, Checks())
         self._reserved = 0
 
     def allocate_pages(self, groups: Numbers, chunks: Numbers, size: int) -> Numbers:
@@ -201,7 +227,8 @@ class SpillFile(RowFile):
             return first
 
     def reserve(self, n: int) -> None:
-        """Take disk space for `n` rows now, so that writing them cannot fail for lack of it."""
+        """Take disk space for `n` rows now, so that writing them cannot fail for lack of it, and memory for checks."""
+        self.checks.reserve(n)
         if n * self.row_bytes > self._reserved:
             self._take(n * self.row_bytes, n * self.row_bytes)
 
@@ -220,10 +247,10 @@ class SpillFile(RowFile):
         raise unwritable(self.name, failure) from failure
 
 
-def _runs(first: Numbers, size: int, most: int) -> list[tuple[int, int]]:
-    """Runs of pages `a..b-1` that are adjacent in the file, at most `most` pages each."""
-    borders = [0, *(np.flatnonzero(np.diff(first) != size) + 1).tolist(), len(first)]
-    return [(at, min(at + most, b)) for a, b in pairwise(borders) for at in range(a, b, most)]
+def _rows_of(first: Numbers, size: int) -> Numbers:
+    """The rows of pages, in order."""
+    rows: Numbers = (first[:, None] + np.arange(size)).reshape(-1)
+    return rows
 
 
 @cache
@@ -232,35 +259,3 @@ def _readers() -> ThreadPoolExecutor:
 
 
 os.register_at_fork(after_in_child=_readers.cache_clear)  # threads stay behind in the parent
-
-
-def write_at(descriptor: int, data: Tensor, offset: int, name: str) -> None:
-    """Write a contiguous CPU tensor at a byte offset, all of it. Raises `CapacityError` where the disk refuses."""
-    left = memoryview(data.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-    try:
-        while left:
-            n = os.pwrite(descriptor, left, offset)
-            if n == 0:
-                raise OSError(5, "the disk accepted no bytes")
-            left, offset = left[n:], offset + n
-    except OSError as error:
-        raise unwritable(name, error) from error
-
-
-def fingerprints(rows: Tensor, index: int | Tensor) -> Tensor:
-    """A check of each row `[n, …]` of the file, `[n]` int32: a hash of its words' inner product with odd weights.
-
-    `index` is the number of the first row, or of each row. One damaged or exchanged row in 2^32 goes unseen. The check
-    guards against faulty disks and mistakes, not against forgery. Time: that of reading the rows.
-    """
-    words = rows.flatten(1).view(torch.int64)
-    weights = _mixed(torch.arange(1, words.shape[1] + 1)) | 1
-    numbers = torch.arange(index, index + len(rows)) if isinstance(index, int) else index
-    return _mixed(words @ weights + numbers).view(torch.int32)[::2]
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """A hash of each number, as in SplitMix64, but with shifts of signed numbers."""
-    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-        x = (x ^ (x >> shift)) * factor
-    return x ^ (x >> 31)

@@ -121,13 +121,20 @@ def check_state(layout: CacheLayout, n_tokens: int, tensors: Mapping[str, Small]
 
 
 def check_numbers(layout: CacheLayout, n_tokens: int, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Raise `DataError` where the number beside a tensor of the method's is not one that its kind can have."""
+    """Raise `DataError` where a tensor of the method's is not finite, or the number beside it not one of its kind."""
     for name, state in layout.make_state(layout).items():
         for layer in range(layout.n_layers):
             at = f"layers/{layer}/{name}/"
             number, tensor = tensors.get(f"{at}number"), tensors.get(f"{at}tensor")
-            if number is not None and tensor is not None and not _agrees(state, tensor, int(number), n_tokens):
+            if number is None or tensor is None:
+                continue
+            if not _is_finite(tensor) or not _agrees(state, tensor, int(number), n_tokens):
                 raise contradiction(path)
+
+
+def _is_finite(x: Tensor) -> bool:
+    """Whether all numbers are finite: their sum is, as a rule."""
+    return not x.is_floating_point() or bool(x.sum().isfinite()) or bool(x.isfinite().all())
 
 
 def _possible(state: MethodState, parts: Mapping[str, Small], n_tokens: int) -> bool:

@@ -25,6 +25,7 @@ from lce.cache.layout import DEVICE, DISK, HOST, UNBOUNDED, CacheLayout
 from lce.cache.movers import Cuda, Mover, Pinned
 from lce.cache.row_file import FULL, RowFile, SpillFile
 from lce.errors import CapacityError
+from lce.sizes import size_text
 
 Numbers = NDArray[np.int64]
 AT_ONCE = 64 << 20  # bytes of pages that are read from a lower tier, or written to it, in one go
@@ -156,8 +157,7 @@ class Disk(Tier):
     def write(self, pages: Pages, k: Tensor, v: Tensor) -> None:
         rows = torch.stack((k, v), dim=1).permute(0, 3, 1, 2, 4)  # [n, 2, P, L, D] -> [n, L, 2, P, D]
         first = self.file.allocate_pages(*pages, self.layout.chunk_size)
-        for start, page in zip(first.tolist(), rows, strict=True):
-            self.file.write(start, page)
+        self.file.write_pages(first, rows)
         self.row[pages] = first
         self.traffic.bytes_in += len(first) * self.layout.page_bytes
 
@@ -166,11 +166,16 @@ class Disk(Tier):
         self.below.forget(pages)
 
     def fork(self) -> Disk:
-        """A tier of its own over the same file, with the same pages."""
-        below = self.below.fork() if isinstance(self.below, Disk) else self.below
-        other = Disk(self.layout, self.file, below)
+        """A tier of its own with the same pages, over the same file.
+
+        If the file has one place for each page, the other context only reads it, and writes to a spill file, if any.
+        """
+        file, folder = self.file.for_fork(), self.layout.budgets.spill_dir
+        other = Disk(self.layout, file, self.below.fork() if isinstance(self.below, Disk) else self.below)
         other.row = self.row.copy()
-        return other
+        if file is self.file or folder is None:
+            return other
+        return Disk(self.layout, SpillFile(folder, self.layout.row_shape, self.layout.dtype), other)
 
 
 class Slots(NamedTuple):
@@ -411,8 +416,8 @@ class TierStack:
             held = (layout.budget if layout.on_cpu else layout.budgets.host) or 0
             if (needed := layout.whole_chunks(n_tokens) * layout.token_bytes) > held:
                 raise CapacityError(
-                    f"{n_tokens} tokens need {needed} bytes of keys and values, and the budget is {held}: "
-                    f"{held // layout.token_bytes} tokens; give --spill-dir, or a larger budget"
+                    f"{n_tokens:,} tokens need {size_text(needed)} for keys and values, and the budget is "
+                    f"{size_text(held)}: {held // layout.token_bytes:,} tokens; give --spill-dir, or a larger budget"
                 )
         if file is None and layout.budgets.spill_dir is not None:
             file = spill = SpillFile(layout.budgets.spill_dir, layout.row_shape, layout.dtype)

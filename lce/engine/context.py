@@ -48,6 +48,7 @@ class Context(Unique):
         self.token_ids = list(data.token_ids)
         self.logits = data.logits  # [vocab], after the last token in the cache
         self.announced = data.announced  # tokens; some RoPE scalings depend on it
+        self.source = data.source  # the file that it was opened from
         self._busy = threading.Lock()
 
     def __len__(self) -> int:
@@ -73,7 +74,7 @@ class Context(Unique):
     @property
     def data(self) -> ContextData:
         """What the context is made of."""
-        return ContextData(self.cache, self.token_ids, self.logits, self.announced)
+        return ContextData(self.cache, self.token_ids, self.logits, self.announced, self.source)
 
     def fork(self) -> Context:
         """An independent copy of the context. Bytes: one copy of its cache."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack, cast, overload
@@ -30,10 +30,11 @@ from lce.engine.chat import Conversation
 from lce.engine.context import Context, Unique
 from lce.engine.decode import Generation, Piece, Request, Stats, decode
 from lce.engine.identity import Identity
+from lce.engine.job import PrefillJob
 from lce.engine.planning import Planner
 from lce.engine.process import uses_threads
 from lce.engine.sampling import check_logits
-from lce.engine.saving import ContextData, PrefillJob, open_saved
+from lce.engine.saving import ContextData, open_saved
 from lce.engine.stream import AsyncStream, CancelFlag, Cancelled, Stream
 from lce.engine.trace import Trace, TraceRecorder
 from lce.engine.window import beyond, warn
@@ -213,25 +214,29 @@ class Engine(Unique):
         return recorder.trace(self.method.choices)
 
     def prefill_file(
-        self, document: Prompt, path: str | Path, *, length: int | str | None = None,
+        self, document: Prompt, path: str | Path, *, context: Context | None = None, length: int | str | None = None,
         checkpoint_every: int | str | None = None, progress: Progress | bool | None = None,
     ) -> Stats:  # fmt: skip
-        """Prefill a document into a context file; returns the figures of this call.
+        """Prefill a document into a context file, behind a copy of `context`; returns the figures of this call.
 
         Keys and values beyond the memory budget go straight to the file and are written once. With `checkpoint_every`
         tokens between checkpoints, an interrupted call resumes from its last checkpoint when it is made again. `length`
-        announces how long the context will become in all. Raises `DataError` where `path` is being written for another
-        text or by another engine, and `CapacityError` where the disk or the memory is too small.
+        announces how long the context will become in all; a context has announced its own. Raises `DataError` where
+        `path` is being written for another text or by another engine, and `CapacityError` where the disk or the memory
+        is too small. `context` stays as it is, and `path` may be the file that it was opened from.
         """
         every = None if checkpoint_every is None else tokens_of(checkpoint_every, "checkpoint_every")
-        target, ids = path_of(path), self._ids(document)
-        announced = len(ids) if length is None else max(len(ids), tokens_of(length, "length", least=0))
-        every = every or len(ids)
+        target, ids = path_of(path), self._ids(document, self._own(context))
+        wanted = 0 if length is None else tokens_of(length, "length", least=0)
         check_progress(progress)
-        Planner.into_file(self.layout, self.method.name).check(len(ids))
-        self._warn(len(ids))
-        job = PrefillJob(target, self.layout, self.identity, ids, announced)
-        context = self._context(job.data)
+        with nullcontext() if context is None else context.in_use():
+            before = None if context is None else context.data
+            ids = ids if before is None else [*before.token_ids, *ids]
+            announced = max(len(ids), wanted) if before is None else before.announced
+            Planner.into_file(self.layout, self.method.name).check(len(ids))
+            self._warn(len(ids))
+            job = PrefillJob(target, self.layout, self.identity, ids, announced, before)
+        every, context = every or len(ids), self._context(job.data)
         stats = Stats(prompt_tokens=len(context.uncached), read_before=context.cache.length)
         started = time.perf_counter()
         try:
@@ -310,9 +315,11 @@ class Engine(Unique):
 
         try:
             return self._driver.forward(context.cache, context.rope, len(ids), model_call, note)
-        except BaseException:
+        except BaseException as error:
             if context.cache.length == before:  # the block was discarded
                 context.logits = logits
+            if (other := context.data.unfit(error)) is not error:
+                raise other from error
             raise
 
     def _options(self, given: GenerationOptions) -> Options:

@@ -18,7 +18,7 @@ from lce import system
 from lce.cache.kv import KVCache, Opened
 from lce.cache.layout import DEVICE, DISK, HOST, CacheLayout
 from lce.errors import CapacityError
-from lce.sizes import size_text
+from lce.sizes import enough_text, size_text
 
 MOST = 1 << 40  # tokens: a context that fits so many counts as unbounded
 
@@ -28,7 +28,7 @@ class Need:
     """What a tier must hold, in bytes. `budget` bounds the keys and values. None: no budget; `available` is unknown."""
 
     keys_and_values: int
-    besides: int = 0  # summaries, recent keys, low-dim keys
+    besides: int = 0  # summaries, recent keys, low-dim keys; checks of rows on the disk
     weights: int = 0
     budget: int | None = None
     available: int | None = None
@@ -108,16 +108,19 @@ class Planner:
     def needs(self, n_tokens: int) -> dict[str, Need]:
         """What each tier must hold, by its name."""
         budgets = {DEVICE: self.layout.budget, HOST: self.layout.budgets.host}
-        state, new = self.layout.state_bytes(n_tokens), self.layout.needs(max(0, n_tokens - self.n_filed))
+        n_new = max(0, n_tokens - self.n_filed)
+        besides = {DEVICE: self.layout.state_bytes(n_tokens)}
+        memory = DEVICE if self.layout.on_cpu else HOST
+        besides[memory] = besides.get(memory, 0) + self.layout.check_bytes(n_new, self.n_filed)
         return {
             tier: Need(
                 keys_and_values + (self.pool_bytes if tier == DEVICE else 0),
-                state if tier == DEVICE else 0,
+                besides.get(tier, 0),
                 self.weights if tier == DEVICE else 0,
                 budgets.get(tier),
                 self.free_bytes[tier],
             )
-            for tier, keys_and_values in new.items()
+            for tier, keys_and_values in self.layout.needs(n_new).items()
         }
 
     def fits(self, n_tokens: int) -> bool:
@@ -153,9 +156,10 @@ class Planner:
                 f"{most}; ask for fewer, or {self._remedy(tier)}"
             )
         if tier == DEVICE and need.keys_and_values == self.layout.least_budget:
+            least = f"{self.layout.budget_option} {enough_text(need.keys_and_values)}"
             return (
                 f"{text} cannot be read in blocks of {self.layout.block} with {size_text(need.budget or 0)} for keys "
-                f"and values; expected a budget of {need.keys_and_values} bytes or more, or a smaller --block; {most}"
+                f"and values; give {least} or more, or a smaller --block; {most}"
             )
         return (
             f"{text} need {size_text(need.keys_and_values)} of {where} for keys and values, and the budget is "

@@ -1,8 +1,7 @@
-"""Contexts as files, and a prefill into a file that can be interrupted and resumed."""
+"""Contexts as files, and what a context file holds."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,14 +15,15 @@ from torch import Tensor
 from lce.cache.context_file import Draft, Snapshot, open_snapshot, restored, write_rows
 from lce.cache.kv import KVCache
 from lce.cache.layout import CacheLayout, FileLayout
-from lce.cache.manifest import FORMAT, REMEDY, Manifest, contradiction, digest, page_facts, read_header, signed
-from lce.cache.small import Small, check_numbers, check_state, read_small, small_entries, small_tensors
+from lce.cache.manifest import FORMAT, REMEDY, Manifest, contradiction, digest, page_facts, read_header
+from lce.cache.small import Small
 from lce.engine.identity import Identity, knobs_of
-from lce.errors import DataError, UsageError
-from lce.files import check_target, draft_path, named, open_regular, remove_leftover, sweep, write_whole
+from lce.errors import DataError, UsageError, shown
+from lce.files import check_target, draft_path, named, open_regular, remove_leftover, sweep
 from lce.version import __version__
 
 MOST_UNREAD = 1 << 16  # tokens of a context that are not in its cache
+_MISFITS = (RuntimeError, IndexError, ValueError, TypeError, AssertionError)  # what tensors of wrong shapes lead to
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,25 @@ class ContextData:
     """What a context is made of, in memory and in a file.
 
     `logits` `[vocab]` are those after the last token in the cache, which may lag behind `token_ids`. `announced` is the
-    length that the context was started for; some RoPE scalings depend on it.
+    length that the context was started for; some RoPE scalings depend on it. `source` names the file that it is of.
     """
 
     cache: KVCache
     token_ids: Sequence[int] = ()
     logits: Tensor | None = None
     announced: int = 0
+    source: str | None = None
+
+    def unfit(self, error: BaseException) -> BaseException:
+        """The error to raise for one that was met while these data were used.
+
+        Not every shape of what a method keeps can be checked when a file is opened: what does not fit fails here.
+        """
+        memory = isinstance(error, torch.OutOfMemoryError) or "memory" in str(error)
+        if self.source is None or memory or not isinstance(error, _MISFITS):
+            return error
+        what = f"{type(error).__name__}: {shown(str(error), 80)}"
+        return DataError(f"{self.source} holds what does not fit the method ({what}); {REMEDY}")
 
     def tensors(self) -> dict[str, Tensor]:
         """All but keys and values, as a file holds it."""
@@ -63,7 +75,7 @@ def save(path: Path, data: ContextData, identity: Identity) -> None:
     cache = data.cache
     if not cache.length:
         raise UsageError("the context is empty; prefill some text before it is saved")
-    _check_target(path)
+    check_writable(path)
     sweep(path)
     layout = cache.layout.file(cache.length)
     draft = Draft.create(draft_path(path), layout)
@@ -81,15 +93,15 @@ def open_saved(path: Path, layout: CacheLayout, identity: Identity) -> ContextDa
     Raises `DataError` for a file of another model, method, RoPE scaling, dtype or format, and for a damaged one.
     """
     sweep(path)
-    if not _part(path).exists():
-        _state(path).unlink(missing_ok=True)  # left by a process that was killed while it finished
+    if not os.path.lexists(part_of(path)):
+        remove_leftover(state_of(path))  # left by a process that was killed while it finished
     snapshot = open_snapshot(
         path,
         layout,
         lambda manifest: identity.check(path, manifest.identity),
-        partial(_check_small, path, identity.vocab_size),
+        partial(check_texts, path, identity.vocab_size),
     )
-    return _restored(path, layout, snapshot, identity.vocab_size, own=False)
+    return data_of(path, layout, snapshot, identity.vocab_size, own=False)
 
 
 @dataclass(frozen=True)
@@ -123,8 +135,8 @@ def describe(path: str | Path) -> ContextInfo:
     Raises `DataError` for any other file.
     """
     path = Path(path)
-    complete = path.exists() or not _state(path).exists()
-    file = path if complete else _state(path)
+    complete = os.path.lexists(path) or not os.path.lexists(state_of(path))
+    file = path if complete else state_of(path)
     descriptor = open_regular(file, follow=False)
     try:
         header = read_header(descriptor, file)
@@ -154,90 +166,20 @@ def describe(path: str | Path) -> ContextInfo:
 def _part_bytes(path: Path) -> int:
     """Bytes of the file of a prefill under work."""
     try:
-        return _part(path).stat().st_size
+        return part_of(path).stat().st_size
     except OSError:
         return 0
 
 
-class PrefillJob:
-    """A prefill into the context file `path`, over one or more runs.
-
-    `path.part` takes keys and values as they come; `path.part.state` is the last checkpoint. `data` is where a run
-    starts: run the tokens behind `data.cache.length` into that cache, call `checkpoint` from time to time, then
-    `finish`, or `abandon` after an error.
-    """
-
-    def __init__(
-        self, path: Path, layout: CacheLayout, identity: Identity, token_ids: Sequence[int], announced: int
-    ) -> None:
-        _check_target(path)
-        sweep(path)
-        self.path = path
-        self.identity = identity
-        self.facts = identity.facts  # here, because it reads the checkpoint: an error in that comes before the work
-        self.part, self.state = _part(path), _state(path)
-        self.layout = layout.file(len(token_ids))
-        if self.state.exists() and self.part.exists():
-            cache, logits = self._resume(text_hash(token_ids))
-        else:
-            cache, logits = self._begin(), None
-        self.n_written = cache.length
-        self.data = ContextData(cache, token_ids, logits, announced)
-
-    def _begin(self) -> KVCache:
-        remove_leftover(self.part)
-        if self.part.exists():
-            raise DataError(f"{self.part} is being written by another process; wait for it, or name another file")
-        self.state.unlink(missing_ok=True)
-        self.draft = Draft.create(self.part, self.layout)
-        try:
-            return KVCache.empty(self.layout.cache, self.layout.n_tokens, self.draft.rows)
-        except BaseException:
-            self.draft.discard()
-            raise
-
-    def _resume(self, text: str) -> tuple[KVCache, Tensor | None]:
-        remedy = f"remove it and {named(self.part.name)}, or name another file"
-        manifest, tensors = _read_state(self.state, self.layout, self.identity, remedy)
-        if manifest.text != text:
-            raise DataError(f"{named(self.state)} belongs to another text; {remedy}")
-        self.draft = Draft.reopen(self.part, self.layout)
-        snapshot = Snapshot(manifest, tensors, self.draft.rows)
-        found = _restored(self.state, self.layout.cache, snapshot, self.identity.vocab_size, own=True)
-        return found.cache, found.logits
-
-    def checkpoint(self, data: ContextData) -> None:
-        """Write what is new; an interrupted job resumes here. Bytes: the new keys and values, and `data.tensors()`."""
-        write_rows(data.cache, self.draft.rows, self.n_written)
-        self.draft.rows.flush()
-        tensors = data.tensors()
-        manifest = signed(data.manifest(self.facts, self.layout), tensors)
-        write_whole(self.state, _state_bytes(tensors, manifest))
-        self.n_written = data.cache.length
-
-    def finish(self, data: ContextData) -> None:
-        """Write the rest and give the file its name `path`."""
-        write_rows(data.cache, self.draft.rows, self.n_written)
-        self.draft.finish(self.path, data.tensors(), data.manifest(self.facts, self.layout))
-        self.state.unlink(missing_ok=True)
-
-    def abandon(self, error: BaseException) -> None:
-        """End without `finish`. A job with a checkpoint stays and a note on `error` says so; others leave no file."""
-        if self.state.exists():
-            error.add_note(f"the same command goes on from {self.n_written:,} tokens")
-        else:
-            self.draft.discard()
-
-
-def _part(path: Path) -> Path:
+def part_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.part")
 
 
-def _state(path: Path) -> Path:
+def state_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.part.state")
 
 
-def _check_small(path: Path, vocab_size: int, manifest: Manifest, small: dict[str, Small], own: bool = False) -> None:
+def check_texts(path: Path, vocab_size: int, manifest: Manifest, small: dict[str, Small], own: bool = False) -> None:
     """Take token ids and logits out of `small`. Raises `DataError` where they cannot be those of such a context."""
     tokens, logits = small.pop("tokens", None), small.pop("logits", None)
     most = manifest.capacity if own else manifest.capacity + MOST_UNREAD
@@ -253,7 +195,7 @@ def _check_small(path: Path, vocab_size: int, manifest: Manifest, small: dict[st
         raise contradiction(path)
 
 
-def _restored(path: Path, layout: CacheLayout, snapshot: Snapshot, vocab_size: int, *, own: bool) -> ContextData:
+def data_of(path: Path, layout: CacheLayout, snapshot: Snapshot, vocab_size: int, *, own: bool) -> ContextData:
     """The context of a file, whose rows are the job's `own` or are only read."""
     manifest, tensors = snapshot.manifest, snapshot.small
     tokens, logits = tensors["tokens"], tensors["logits"]
@@ -268,7 +210,7 @@ def _restored(path: Path, layout: CacheLayout, snapshot: Snapshot, vocab_size: i
         cache = restored(layout, snapshot.rows, manifest.read, tensors, own=own)
     except (KeyError, TypeError, ValueError, RuntimeError):
         raise contradiction(path) from None
-    return ContextData(cache, ids, logits.to(layout.device), manifest.announced)
+    return ContextData(cache, ids, logits.to(layout.device), manifest.announced, named(path))
 
 
 def text_hash(token_ids: Sequence[int]) -> str:
@@ -276,40 +218,7 @@ def text_hash(token_ids: Sequence[int]) -> str:
     return digest({"tokens": torch.tensor(token_ids, dtype=torch.int32)})
 
 
-def _state_bytes(tensors: Mapping[str, Tensor], manifest: str) -> bytes:
-    """A checkpoint of a job: an ordinary safetensors file."""
-    header = json.dumps({"__metadata__": {"lce": manifest}, **small_entries(tensors)}).encode()
-    header += b" " * (-len(header) % 8)
-    parts = (
-        x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for _, x in sorted(tensors.items())
-    )
-    return b"".join((len(header).to_bytes(8, "little"), header, *parts))
-
-
-def _read_state(path: Path, layout: FileLayout, identity: Identity, remedy: str) -> tuple[Manifest, dict[str, Tensor]]:
-    """The last checkpoint of a job: as in a context file, but without rows."""
-    descriptor = open_regular(path, follow=False)
-    try:
-        header = read_header(descriptor, path)
-        manifest = Manifest.of(header.manifest, path)
-        identity.check(path, manifest.identity, remedy)
-        small = small_tensors(header, header.start, {}, path)
-        state = dict(small)
-        _check_small(path, identity.vocab_size, manifest, state, own=True)
-        if manifest.pages != page_facts(layout.cache):
-            raise contradiction(path)
-        check_state(layout.cache, manifest.read, state, path)
-        tensors = read_small(descriptor, path, small, manifest.raw)
-        check_numbers(layout.cache, manifest.read, tensors, path)
-        return manifest, tensors
-    except DataError as error:
-        text = str(error)
-        raise DataError(text if remedy in text else f"{text.removesuffix(REMEDY)}{remedy}") from None
-    finally:
-        os.close(descriptor)
-
-
-def _check_target(path: Path) -> None:
+def check_writable(path: Path) -> None:
     check_target(path, UsageError)
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise UsageError(f"{named(path.parent)} is not a folder that can be written; name another file for the context")

@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lce.cache.checks import fingerprints
 from lce.cache.context_file import Draft, Snapshot, open_snapshot, restored, row_entries, write_rows
 from lce.cache.kv import KVCache, Opened, Tiered
 from lce.cache.layout import Budgets, CacheLayout, Reach
 from lce.cache.manifest import FORMAT, Manifest, digest, page_facts
 from lce.cache.method_state import MethodState, OpenChunk, RecentRows, Staged, Summaries, TokenRows
-from lce.cache.row_file import fingerprints
 from lce.errors import CapacityError, DataError
 from tests.late import disks_of
 
@@ -449,3 +449,27 @@ def test_a_digest_is_of_names_kinds_shapes_and_numbers() -> None:
     assert digest({"a": x, "b": -x}) == digest({"b": -x, "a": x})
     assert len({digest(other) for other in ({"a": x}, *others)}) == 7
     assert digest({"a": torch.zeros(2, 3).T}) == digest({"a": torch.zeros(3, 2)})
+
+
+@pytest.mark.parametrize("spill", [False, True])
+def test_a_fork_does_not_write_to_a_file_under_work(spill: bool, tmp_path: Path) -> None:
+    """Each row of the file is of one context; the fork's own go elsewhere, or are refused."""
+    budgets = Budgets(host=LAYOUT.least_budget, spill_dir=tmp_path / "spill" if spill else None)
+    layout = replace(LAYOUT, budgets=budgets)
+    cache, draft = into_file(tmp_path, 150, layout)
+    append(cache, 80)
+    fork, written = cache.copy(), draft.rows.bytes_written
+    if spill:
+        append(fork, 140)
+        check(fork, 140)
+    else:
+        with pytest.raises(CapacityError, match="the cache of keys and values is full"):
+            append(fork, 140)
+    assert draft.rows.bytes_written == written
+    append(cache, 150)
+    check(cache, 150)
+    write_rows(cache, draft.rows)
+    draft.finish(tmp_path / "c.lce", cache.tensors(), facts(layout, 150))
+    del cache, draft
+    assert fork.layers[0].span(0, 80)[0].shape == (2, 80, 4), "it has a descriptor of its own"
+    check(again(tmp_path / "c.lce", n=150), 150)

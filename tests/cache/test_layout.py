@@ -21,6 +21,7 @@ from lce.cache.movers import Mover
 from lce.cache.tiers import Disk, TierStack
 from lce.errors import CapacityError
 from lce.methods import Driver, Rope, RopeConfig, make
+from lce.sizes import enough_text
 from tests.late import LateDevice, disks_of, no_gpu
 from tests.running import cut, vectors
 
@@ -118,7 +119,9 @@ def test_the_least_budget_works_and_one_byte_less_is_refused(
         assert not isinstance(cache.residency, Whole)
         for layer, k in zip(cache.layers, keys, strict=True):
             assert torch.equal(layer.span(0, n)[0], k)
-        with pytest.raises(CapacityError, match=f"^a budget of {least - 1} bytes .*; expected {least} or more, or a s"):
+        with pytest.raises(
+            CapacityError, match=f"^a budget of .*; give --kv-host-budget {enough_text(least)} or more, or"
+        ):
             KVCache.empty(with_host(plain, least - 1, Path(folder))).reserve(n)
 
 
@@ -175,7 +178,7 @@ def test_without_a_folder_a_text_that_does_not_fit_is_refused() -> None:
     cache.reserve(96)
     with pytest.raises(
         CapacityError,
-        match=rf"^97 tokens need {13 * CHUNK} bytes of keys and values, and the budget is {12 * CHUNK}: 96 tokens; "
+        match=r"^97 tokens need 19.5 KiB for keys and values, and the budget is 18.0 KiB: 96 tokens; "
         r"give --spill-dir, or a larger budget\Z",
     ):
         cache.reserve(97)
@@ -246,7 +249,7 @@ def test_tiers_beside_a_gpu(host: int | None, expected: list[tuple[str, int]], t
 def test_a_host_that_cannot_hold_what_a_gpu_does_not() -> None:
     layout = replace(GPU, budgets=Budgets(20 * CHUNK, 30 * CHUNK))
     assert [pool.limit for pool in TierStack.empty(layout, 240, None).pools] == [20 * 3 - 6, 90]
-    with pytest.raises(CapacityError, match=f"^241 tokens need .*, and the budget is {30 * CHUNK}: 240 tokens; give"):
+    with pytest.raises(CapacityError, match=r"^241 tokens need .*, and the budget is 45\.0 KiB: 240 tokens; give"):
         TierStack.empty(layout, 241, None)
     assert disks_of(TierStack.empty(replace(layout, budgets=Budgets(20 * CHUNK)), 100_000, None)) == []
 

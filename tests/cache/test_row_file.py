@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lce.cache import row_file
+from lce.cache.checks import Checks
 from lce.cache.row_file import RowFile, SpillFile
 from lce.errors import CapacityError, DataError
 
@@ -43,10 +44,11 @@ def everything(file: RowFile) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file grows, and releases what was read, after a few rows."""
+    """A file grows, and is read, a few rows at a time."""
     monkeypatch.setattr(row_file, "GROWTH", 100)
-    monkeypatch.setattr(row_file, "MAPPED", 1000)
     monkeypatch.setattr(row_file, "PER_CALL", 200)
+    monkeypatch.setattr(row_file, "GAP", 100)
+    monkeypatch.setattr(row_file, "AT_ONCE", 25)
 
 
 @given(data=st.data(), dtype=st.sampled_from(DTYPES))
@@ -260,7 +262,7 @@ def test_pages_that_are_not_in_memory_are_waited_for(
 ) -> None:
     file, original, pages = spill(tmp_path, n), os.preadv, np.arange(n)[::-1].copy()
 
-    def disk(descriptor: int, to: list[memoryview], offset: int, flags: int) -> int:
+    def disk(descriptor: int, to: list[memoryview], offset: int, flags: int = 0) -> int:
         if flags and offset % 3:
             raise OSError(number, os.strerror(number))
         return original(descriptor, to, offset)
@@ -274,7 +276,7 @@ def test_pages_that_are_not_in_memory_are_waited_for(
 def test_a_page_that_the_disk_does_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: bool) -> None:
     file, pages = spill(tmp_path, 60), np.arange(60)[::-1].copy()
 
-    def disk(descriptor: int, to: list[memoryview], offset: int, flags: int) -> int:
+    def disk(descriptor: int, to: list[memoryview], offset: int, flags: int = 0) -> int:
         raise OSError(errno.EAGAIN if flags and not in_memory else errno.EIO, "no")
 
     with monkeypatch.context() as patch:
@@ -295,7 +297,7 @@ def test_pages_are_read_in_a_process_that_was_forked(tmp_path: Path) -> None:
         "file.write(file.allocate(100), torch.ones(100, 2, 1, 4))\n"
         "pages = numpy.arange(0, 100, 2)\n"
         "original = os.preadv\n"
-        "def disk(descriptor, to, offset, flags):\n"
+        "def disk(descriptor, to, offset, flags=0):\n"
         "    if flags: raise BlockingIOError(11, 'not in memory')\n"
         "    time.sleep(0.01)\n"  # so that every thread has work
         "    return original(descriptor, to, offset)\n"
@@ -360,13 +362,13 @@ BEFORE = 24  # bytes before the first row
 
 def checked(path: Path, n: int, *, writable: bool = False, dtype: torch.dtype = torch.float32) -> RowFile:
     """A file at `path` of rows `some(n)`, as it is opened again."""
-    checks = torch.zeros(n, dtype=torch.int64)
+    checks = Checks()
     path.write_bytes(bytes(BEFORE + some(n, dtype=dtype).nbytes))
-    made = RowFile(os.open(path, os.O_RDWR), "it", ROW, dtype, start=BEFORE, n_rows=n, checks=checks)
+    made = RowFile(os.open(path, os.O_RDWR), "it", ROW, dtype, checks, start=BEFORE, n_rows=n)
     made.write(0, some(n, dtype=dtype))
     if writable:
         return made
-    return RowFile(os.open(path, os.O_RDONLY), "it", ROW, dtype, start=BEFORE, n_rows=n, checks=checks, writable=False)
+    return RowFile(os.open(path, os.O_RDONLY), "it", ROW, dtype, checks, start=BEFORE, n_rows=n, writable=False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import random
 import shutil
@@ -23,9 +24,10 @@ from safetensors.torch import load_file, save_file
 
 import lce
 from lce.cache.context_file import Draft
-from lce.cache.manifest import FORMAT
+from lce.cache.manifest import FORMAT, KINDS, signed
+from lce.cache.small import small_entries
 from lce.cache.tiers import Disk
-from lce.engine.saving import describe
+from lce.engine.saving import describe, text_hash
 from lce.errors import CapacityError, DataError, UsageError
 from lce.files import draft_path
 from lce.weights.header import read_all
@@ -532,3 +534,278 @@ def test_a_prefill_under_work_is_described(engine: lce.Engine, tmp_path: Path) -
     info = describe(tmp_path / "c.lce")
     assert (info.complete, info.tokens, info.cached) == (False, 300, 3 * BLOCK)
     assert info.file_bytes == (tmp_path / "c.lce.part").stat().st_size
+
+
+# Forged files: whoever changes them makes the digest anew. Another answer can come of another text alone.
+
+
+def forged(document: Path, path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], None]) -> None:
+    """Write `document` to `path` with a changed manifest and changed small tensors, signed anew."""
+    raw = document.read_bytes()
+    data_start = 8 + int.from_bytes(raw[:8], "little")
+    entries = json.loads(raw[8:data_start])
+    manifest = json.loads(entries.pop("__metadata__")["lce"])
+    rows = {name: entry for name, entry in entries.items() if name.startswith("layers.")}
+    rows_bytes = max(entry["data_offsets"][1] for entry in rows.values())
+    small = {name: x for name, x in load_file(document).items() if name not in rows}
+    del manifest["digest"]
+    change(manifest, small)
+    if "tokens" in small and isinstance(manifest.get("text"), str):
+        manifest["text"] = text_hash(small["tokens"].tolist())
+    header = json.dumps({"__metadata__": {"lce": signed(manifest, small)}, **rows, **small_entries(small, rows_bytes)})
+    with path.open("wb") as file:
+        file.write(raw[:8] + header.encode().ljust(data_start - 8) + raw[data_start : data_start + rows_bytes])
+        for _, x in sorted(small.items()):
+            file.write(x.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+
+EVIL = [
+    None,
+    -1,
+    0,
+    3,
+    2**40,
+    10**17,
+    1.5,
+    1e300,
+    math.nan,
+    math.inf,
+    True,
+    "x" * 300,
+    "\0\x1b[2J\n",
+    [],
+    {"a": [[[]]]},
+]
+
+
+def evil_manifests(manifest: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Where something can be changed in a manifest: its entries and theirs."""
+    for name, value in manifest.items():
+        yield (name,)
+        yield from ((name, inner) for inner in value) if isinstance(value, dict) else ()
+
+
+def evil_tensors(x: torch.Tensor) -> Iterator[torch.Tensor | None]:
+    """Tensors that differ from `x` in their shape, their kind, or by numbers that cannot be; None: there is none."""
+    yield None
+    yield x[None]
+    yield x.reshape(-1)[:0]
+    for axis in range(x.ndim):
+        yield x.narrow(axis, 0, x.shape[axis] - 1)
+    if x.ndim > 1:
+        yield from (x.transpose(0, 1), x.transpose(-1, -2), x.reshape(-1))
+    yield from (x.to(kind) for kind in KINDS.values() if kind != x.dtype)
+    values = [math.nan, math.inf] if x.is_floating_point() else [-1, 10**9, 300]
+    yield from (torch.full_like(x, value) for value in values)
+
+
+def evil_cases(document: Path) -> Iterator[tuple[str, Callable[[dict[str, Any], dict[str, torch.Tensor]], None]]]:
+    manifest = manifest_of(document)
+    for place in evil_manifests({name: value for name, value in manifest.items() if name != "digest"}):
+        for value in EVIL:
+
+            def entry(manifest: dict[str, Any], _: object, place: tuple[str, ...] = place, value: Any = value) -> None:
+                (manifest[place[0]] if len(place) > 1 else manifest)[place[-1]] = value
+
+            yield f"{place}: {value!r}", entry
+    for name, x in load_file(document).items():
+        for other in evil_tensors(x) if not name.startswith(("layers.", "layers/0/")) else ():
+
+            def tensor(_: object, small: dict[str, torch.Tensor], name: str = name, other: Any = other) -> None:
+                small.update({name: other}) if other is not None else small.pop(name)
+
+            shape = None if other is None else (other.dtype, tuple(other.shape))
+            yield f"{name}: {shape}", tensor
+
+
+@pytest.mark.parametrize("name", ["longheads", "esa", "infllm"])
+def test_a_forged_file_is_an_error_or_changes_nothing(name: str, tiny_model: Path, tmp_path: Path) -> None:
+    engine, document, path = load(tiny_model, name), tmp_path / "document.lce", tmp_path / "forged.lce"
+    engine.prefill(tokens(333)).save(document)
+    truth, refused = answer(engine, engine.open_context(document)), 0
+    for what, change in evil_cases(document):
+        if name != "longheads" and not what.startswith("layers/"):
+            continue  # what does not depend on the method
+        if "votes" in what and what.endswith("(torch.float32, (4, 44))"):
+            continue  # fewer votes are those of another text
+        forged(document, path, change)
+        try:
+            assert answer(engine, engine.open_context(path)) == truth, what
+        except DataError as error:
+            text, refused = str(error), refused + 1
+            assert text.isprintable(), what
+            assert len(text.replace(str(path), "")) < 500, what
+    assert refused > 20
+
+
+# What somebody else does to a file while it is used
+
+
+READER = """
+import lce, torch
+torch.set_num_threads(1)
+engine = lce.load({model!r}, lce.methods.make("longheads", {knobs!r}), block=64)
+context = engine.open_context({path!r})
+print("ready", flush=True)
+for seed in range(1000):
+    try:
+        print(engine.generate([5, 6, 7], context=context.fork(), max_tokens=12).token_ids, flush=True)
+    except lce.DataError as error:
+        print("refused", flush=True)
+        break
+"""
+
+
+@pytest.mark.parametrize("how", ["cut", "overwritten"])
+def test_a_file_that_changes_while_it_is_read_is_an_error(
+    how: str, document: Path, engine: lce.Engine, tiny_model: Path, tmp_path: Path
+) -> None:
+    """At once, or when a row of it is read again: never a signal, never another token."""
+    path = tmp_path / "c.lce"
+    truth = engine.generate([5, 6, 7], context=engine.open_context(document), max_tokens=12).token_ids
+    script = READER.format(model=str(tiny_model), knobs=NEEDS["longheads"], path=str(path))
+    rows_start, rows_stop = engine.layout.file(300).rows_start, engine.layout.file(300).checks_start
+    shutil.copy(document, path)
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        assert process.stdout.readline() == f"{truth}\n"
+        with path.open("r+b") as file:
+            if how == "cut":
+                file.truncate(rows_start + 100)
+            else:
+                file.seek(rows_start)
+                file.write(bytes(rows_stop - rows_start))
+        *answers, last = process.stdout.read().splitlines()
+    assert process.returncode == 0
+    assert last == "refused"
+    assert set(answers) <= {str(truth)}
+
+
+@pytest.mark.parametrize("name", ["longheads", "esa", "full"])
+def test_a_damaged_spill_file_is_an_error(name: str, tiny_model: Path, tmp_path: Path) -> None:
+    """Wherever it is damaged; what is not damaged gives the same answer as before."""
+    engine, truths, refused = load(tiny_model, name, tmp_path), set(), []
+    for seed in range(4):
+        context = engine.prefill(tokens(400 if name == "longheads" else 1100))
+        (disk,) = (tier for tier in context.cache.tiers if isinstance(tier, Disk))
+        if seed:
+            byte = random.Random(seed).randrange(disk.file.n_bytes)
+            old = os.pread(disk.file._descriptor, 1, byte)
+            os.pwrite(disk.file._descriptor, bytes([old[0] ^ 1 << seed]), byte)
+        try:
+            truths.add(tuple(answer(engine, context)))
+        except DataError as error:
+            refused.append(str(error))
+    assert len(truths) == 1, "the first one is of a file that is whole"
+    assert len(refused) == 3 or name != "full", "full attention reads everything"
+    said = f"the spill file in {tmp_path} was altered since it was written; prefill the text again"
+    assert set(refused) <= {said}
+
+
+# A context goes on into another file
+
+
+@pytest.mark.parametrize("budget", [None, SMALL])
+@pytest.mark.parametrize("name", ["longheads", "esa", "infllm", "full"])
+def test_a_context_goes_on_into_a_file(name: str, budget: str | None, tiny_model: Path, tmp_path: Path) -> None:
+    """Another one or its own; interrupted in between or not. It is the file that one prefill of all would have made."""
+    engine, ids = load(tiny_model, name, tmp_path / "spill" if budget else None), tokens(900)
+    cut = 6 * BLOCK
+    engine.prefill_file(ids, tmp_path / "truth", length=900)
+    engine.prefill_file(ids[:cut], tmp_path / "old", length=900)
+
+    def progress(done: int, total: int) -> None:
+        assert total == 900
+        if done >= 11 * BLOCK:
+            raise Interrupted
+
+    context = engine.open_context(tmp_path / "old")
+    with pytest.raises(Interrupted):
+        engine.prefill_file(ids[cut:], tmp_path / "new", context=context, checkpoint_every=BLOCK, progress=progress)
+    for target in ("new", "old"):
+        context = engine.open_context(tmp_path / "old")
+        stats = engine.prefill_file(ids[cut:], tmp_path / target, context=context, checkpoint_every=BLOCK)
+        assert stats.prompt_tokens == (900 - 10 * BLOCK if target == "new" else 900 - cut)
+        assert len(context) == cut, "it stays as it is"
+        assert (tmp_path / target).read_bytes() == (tmp_path / "truth").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["new", "old", "truth"]
+
+
+def test_an_opened_context_is_saved_after_it_was_asked(engine: lce.Engine, tmp_path: Path) -> None:
+    engine.prefill(tokens(2000)).save(tmp_path / "old")
+    context, truth = (engine.open_context(tmp_path / "old") for _ in range(2))
+    said = answer(engine, context)
+    context.save(tmp_path / "new")
+    assert answer(engine, truth) == said
+    assert answer(engine, engine.open_context(tmp_path / "new")) == answer(engine, truth)
+
+
+def test_a_context_with_an_answer_goes_on_into_a_file(document: Path, engine: lce.Engine, tmp_path: Path) -> None:
+    """The last token of the answer is not in its cache yet."""
+    context = engine.open_context(document)
+    said = answer(engine, context)
+    assert context.uncached
+    engine.prefill_file(tokens(40, 2), tmp_path / "c.lce", context=context)
+    ids = [*tokens(300), *tokens(9, 1), *said, *tokens(40, 2)]
+    found = engine.open_context(tmp_path / "c.lce")
+    assert found.token_ids == ids
+    engine.prefill(tokens(40, 2), context=context)
+    assert answer(engine, found) == answer(engine, context)
+
+
+def test_a_prefill_that_was_begun_with_another_length_is_refused(engine: lce.Engine, tmp_path: Path) -> None:
+    """Its keys may be rotated for that length."""
+
+    def progress(done: int, total: int) -> None:
+        if done > 2 * BLOCK:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        engine.prefill_file(tokens(300), tmp_path / "c", length=512, checkpoint_every=BLOCK, progress=progress)
+    with pytest.raises(DataError, match="was begun with a length of 512; give --length 512, or remove it"):
+        engine.prefill_file(tokens(300), tmp_path / "c", checkpoint_every=BLOCK)
+    engine.prefill_file(tokens(300), tmp_path / "c", length=512, checkpoint_every=BLOCK)
+
+
+# What lies beside a context
+
+
+@pytest.mark.parametrize("kind", ["folder", "FIFO", "link", "loop"])
+@pytest.mark.parametrize("suffix", ["", ".part", ".part.state"])
+def test_what_is_no_file_beside_a_context_is_refused(
+    suffix: str, kind: str, document: Path, engine: lce.Engine, tmp_path: Path
+) -> None:
+    """Nothing is waited for, nothing is written through a link, and an opening does not need what is beside a file."""
+    path, beside, victim = tmp_path / "c.lce", tmp_path / f"c.lce{suffix}", tmp_path / "victim"
+    victim.write_text("mine")
+    make: dict[str, Callable[[], None]] = {
+        "folder": beside.mkdir, "FIFO": lambda: os.mkfifo(beside), "link": lambda: beside.symlink_to(victim),
+        "loop": lambda: beside.symlink_to(beside),
+    }  # fmt: skip
+    make[kind]()
+    said = "a folder" if kind == "folder" else "a FIFO" if kind == "FIFO" else "a symbolic link"
+    with pytest.raises(UsageError, match=f"is {said}; expected a regular file, or a name that is free"):
+        engine.prefill_file(tokens(300), path, checkpoint_every=BLOCK)
+    if suffix:
+        shutil.copy(document, path)
+        assert len(engine.open_context(path)) == 300
+        assert describe(path).complete
+    else:
+        for call in (engine.open_context, describe):
+            with pytest.raises(DataError):
+                call(path)
+    assert os.path.lexists(beside)
+    assert victim.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["x" * 253, "x" * 300, "a\0b", "a\nb"])
+def test_strange_names_are_refused_in_a_line(name: str, engine: lce.Engine, tmp_path: Path) -> None:
+    said = []
+    for call in (engine.open_context, describe, lambda path: engine.prefill_file(tokens(9), path)):
+        try:
+            call(tmp_path / name)
+        except lce.LceError as error:
+            said.append(str(error))
+    assert len(said) == (2 if name == "a\nb" else 3), "it can be written to, like any other name"
+    assert all(text.isprintable() and len(text) < 700 for text in said)
