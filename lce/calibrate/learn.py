@@ -195,6 +195,10 @@ class Calibrator:
                 raise DataError(f"{named(self.work.folder)} does not keep what is written to it; check the disk")
             found.append(held[0])
         q, k = (torch.cat([tensors[name] for tensors in found]).to(self.engine.device, torch.float32) for name in "qk")
+        if not bool(q.isfinite().all() & k.isfinite().all()):
+            raise DataError(
+                f"queries or keys of layer {layer} are not finite; check the model's weights, or give --dtype"
+            )
         return q, k
 
     def layer(self, layer: int) -> tuple[LowDimMap, Recall]:

@@ -146,3 +146,15 @@ def test_the_command(tiny_model: Path, tmp_path: Path) -> None:
     )
     used = run(*esa, *maps, "-o", "low_dim=8", "-o", "sinks=2", "--json")
     assert json.loads(used.stdout)["method"]["knobs"]["maps"].startswith("LowDimMaps('maps.safetensors', ")
+
+
+def test_a_model_of_broken_numbers_is_refused(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: learn.Recorder, k: torch.Tensor, *rest: Any) -> None:
+        self.sink(f"k.{rest[1].index}", torch.full_like(k, torch.nan))
+        super(learn.Recorder, self).keep(k, *rest)
+
+    monkeypatch.setattr(learn.Recorder, "keep", broken)
+    with pytest.raises(DataError, match="keys of layer 0 are not finite; check the model's weights"):
+        calibrate(tiny_model, TEXT, tmp_path / "maps.safetensors", SMALL)
