@@ -158,14 +158,18 @@ class LowDimMaps:
             raise UsageError(f"{self!r} does not fit this model: expected maps of {n_layers} layers, each {sizes}")
 
 
+def missing(method: str, command: str) -> UsageError:
+    """The error for a method without maps; `command` learns them."""
+    return UsageError(
+        f"{method}: this model has no calibrated maps; make them by `{command}` and give -o maps=maps.safetensors, "
+        "or give -o compress=pca or -o compress=none"
+    )
+
+
 def usable(maps: object, low_dim: int, far: int, window: int, method: str) -> LowDimMaps:
     """`maps`, if they are what a method with these knobs can use. Raises `UsageError` that says how to get them."""
     if not isinstance(maps, LowDimMaps):
-        raise UsageError(
-            f"{method}: this model has no calibrated maps; make them by `lce calibrate --model M --text FILE "
-            f"--out maps.safetensors --far {far}` and give -o maps=maps.safetensors, or give -o compress=pca "
-            "or -o compress=none"
-        )
+        raise missing(method, f"lce calibrate --model M --text FILE --out maps.safetensors --far {far}")
     if maps.low_dim != low_dim:
         raise UsageError(
             f"{method}: low_dim is {low_dim}, but {maps!r} has {maps.low_dim}; give -o low_dim={maps.low_dim}"
