@@ -158,4 +158,4 @@ def _agrees(state: MethodState, tensor: Tensor, number: int, n_tokens: int) -> b
         current, rest = divmod(n_tokens, state.size)
         in_order = number == current if rest else 0 <= number <= current
         return tensor.ndim == 3 and row_bytes == state.row_bytes and shape[1] == state.size and in_order
-    return number == 0
+    return 0 <= number <= n_tokens
