@@ -1,6 +1,6 @@
 """A checkpoint's weights: safetensors files whose headers are checked in full before any data is read.
 
-Weights are read into memory of our own, converted on the way: peak memory is the model in its final dtype and 128 MiB
+Weights are read into memory of our own, converted on the way: peak memory is the model in its final dtype and 64 MiB
 at most. A file that is altered, cut short or replaced after loading has no effect; one that is while it is loaded, or
 between the check of its header and the end of loading, is refused.
 """
