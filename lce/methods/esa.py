@@ -23,6 +23,7 @@ from lce.methods.lowdim import (
     block_scores,
     concat_heads,
     first_best,
+    missing,
     principal,
     spread,
     usable,
@@ -91,7 +92,7 @@ class ESA(LocalMethod):
             return self
         path = model.folder / MAPS_FILE if self.maps is None else Path(self.maps)
         if self.maps is None and not path.exists():
-            return self  # `resolve` says what is missing
+            raise missing(self.name, wanted.command(model.folder))
         shapes = LowDimMap.shapes(*sizes, self.low_dim)
         return replace(self, maps=open_maps(path, wanted, shapes, model.model.n_layers, model.folder))
 

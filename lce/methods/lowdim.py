@@ -30,7 +30,7 @@ class LowDimMap:
     """One layer's maps: `query [H·D, R]`, `key [G·D, R]`, and their biases `[R]`.
 
     The query's bias gives each key a score of its own, `query_bias · (k B)`. The key's bias adds the same to all scores
-    of a query: it can take the keys' mean away, which low precision likes.
+    of a query: where it takes the keys' mean away, low-dim keys are small and rounded less.
     """
 
     query: Tensor
@@ -45,11 +45,11 @@ class LowDimMap:
 
     def low_queries(self, q: Tensor) -> Tensor:
         """Queries `[N, H·D]` in few dimensions, `[N, R]`."""
-        return q @ self.query + self.query_bias
+        return torch.addmm(self.query_bias, q, self.query)
 
     def low_keys(self, k: Tensor) -> Tensor:
         """Keys `[N, G·D]` in few dimensions, `[N, R]`."""
-        return k @ self.key + self.key_bias
+        return torch.addmm(self.key_bias, k, self.key)  # rounded once: the bias takes most of the product away
 
     def tensors(self) -> dict[str, Tensor]:
         """The four tensors by name."""
@@ -158,14 +158,18 @@ class LowDimMaps:
             raise UsageError(f"{self!r} does not fit this model: expected maps of {n_layers} layers, each {sizes}")
 
 
+def missing(method: str, command: str) -> UsageError:
+    """The error for a method without maps; `command` learns them."""
+    return UsageError(
+        f"{method}: this model has no calibrated maps; make them by `{command}` and give -o maps=maps.safetensors, "
+        "or give -o compress=pca or -o compress=none"
+    )
+
+
 def usable(maps: object, low_dim: int, far: int, window: int, method: str) -> LowDimMaps:
     """`maps`, if they are what a method with these knobs can use. Raises `UsageError` that says how to get them."""
     if not isinstance(maps, LowDimMaps):
-        raise UsageError(
-            f"{method}: this model has no calibrated maps; make them by `lce calibrate --model M --text FILE "
-            f"--out maps.safetensors --far {far}` and give -o maps=maps.safetensors, or give -o compress=pca "
-            "or -o compress=none"
-        )
+        raise missing(method, f"lce calibrate --model M --text FILE --out maps.safetensors --far {far}")
     if maps.low_dim != low_dim:
         raise UsageError(
             f"{method}: low_dim is {low_dim}, but {maps!r} has {maps.low_dim}; give -o low_dim={maps.low_dim}"

@@ -93,7 +93,9 @@ def test_the_demo_brings_its_maps() -> None:
 
 
 def test_without_maps_the_remedies_are_named(tiny_model: object) -> None:
-    with pytest.raises(UsageError, match=r"lce calibrate --model M --text FILE .*compress=pca or -o compress=none"):
+    with pytest.raises(
+        UsageError, match=r"`lce calibrate --model /.* --far 32 --window 64 --rope none` and .*=pca or -o compress=none"
+    ):
         lce.load(tiny_model, method="esa")  # type: ignore[arg-type]
 
 

@@ -35,7 +35,7 @@ KNOBS: dict[str, list[dict[str, object]]] = {
     ],
     "esa": [
         {"sinks": 4, "top_k": 9},
-        {"sinks": 0, "local": 5, "top_k": 4, "eps": 3},
+        {"sinks": 0, "local": 5, "top_k": 4, "eps": 1},
         {"sinks": 3, "local": 7, "eps": 0, "far": 20},
         {"sinks": 4, "top_k": 9, "compress": "pca", "low_dim": 12},
     ],

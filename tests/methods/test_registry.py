@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 
 import lce
-from lce.methods import ESA, Full, LongHeads, Method, find, make, register, registry
+from lce.methods import ESA, Full, LongHeads, Method, available, find, make, register, registry
 from lce.methods.registry import as_method
 
 
@@ -75,6 +75,26 @@ def test_a_package_may_bring_a_method(offered: Any) -> None:
 def test_wrong_knobs_are_explained(knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(lce.UsageError, match=message):
         make("longheads", knobs)
+
+
+@pytest.mark.parametrize("name", [name for name in available() if find(name).presets])
+def test_a_preset_sets_knobs_that_others_override(name: str) -> None:
+    cls = find(name)
+    for preset, knobs in cls.presets.items():
+        assert make(name, {"preset": preset}) == cls(**knobs)
+        first = next(iter(knobs))
+        assert make(name, {first: "7", "preset": preset}) == cls(**{**knobs, first: 7})
+
+
+def test_an_unknown_preset_gets_the_nearest() -> None:
+    with pytest.raises(lce.UsageError, match="'esa' has no preset 'papre'; did you mean 'paper'"):
+        make("esa", {"preset": "papre"})
+    for other in ("\x1b[2J" * 1000, 3):
+        with pytest.raises(lce.UsageError, match="valid: paper") as caught:
+            make("esa", {"preset": other})
+        assert str(caught.value).isprintable()
+    with pytest.raises(lce.UsageError, match="no option 'preset'"):
+        make("full", {"preset": "paper"})
 
 
 def test_an_unknown_name_gets_the_nearest() -> None:

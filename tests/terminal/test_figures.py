@@ -14,7 +14,7 @@ from lce.engine.decode import Generation, Stats
 from lce.engine.planning import Need, Plan
 from lce.eval.passkey import Score
 from lce.inspect.explain import explain
-from lce.methods import LongHeads, Streaming
+from lce.methods import InfLLM, LongHeads, Streaming
 from lce.methods.base import Method
 from lce.terminal import figures
 
@@ -132,5 +132,7 @@ def test_a_method_and_its_knobs() -> None:
         "  size=none   int",
         "  ratio=none  float or none",
     ]
+    infllm = figures.method_lines(figures.method_object("infllm", InfLLM))
+    assert infllm[-1] == "  preset=released  block_size=128 repr_tokens=4 top_k=16 sinks=128 local=4096"
     assert figures.knob_values(Knobs(3, names=("a",))) == {"size": 3, "ratio": None, "names": "('a',)"}
     assert figures.method_lines({"name": "x", "summary": "y", "options": []}) == ["x", "  y", "  (no options)"]

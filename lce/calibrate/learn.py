@@ -1,20 +1,10 @@
-"""Learns a model's low-dim maps from text (Wang et al., 2025, Eq. 5-7), and measures their top-k recall.
-
-The text is prefilled in pieces of one window, and the queries and keys of every layer are written to a work folder
-beside the map file. Then the two maps of each layer are learned from them. Finished pieces and layers stay in the work
-folder, so that an interrupted calibration resumes when it is called again. Each work file is sealed and says what it
-is a part of; one that is damaged is computed again.
-"""
+"""What a calibration does: it reads the text, learns the maps of each layer, and measures their recall."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-import os
-import re
-import shutil
-import stat
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -26,8 +16,9 @@ import torch
 from torch import Tensor
 
 from lce import Engine, load
-from lce.errors import CapacityError, DataError, UsageError
-from lce.files import check_target, named, open_regular, write_whole
+from lce.calibrate.work import WorkFolder
+from lce.errors import DataError, UsageError
+from lce.files import check_target, named
 from lce.methods import ESA, Full, LayerCache, Step, rotate
 from lce.methods.lowdim import (
     LearnedFor,
@@ -38,15 +29,11 @@ from lce.methods.lowdim import (
     first_best,
     principal,
     spread,
-)  # fmt: skip
-from lce.methods.map_file import read_sealed, save_maps, sealed
+)
+from lce.methods.map_file import save_maps
 
 Progress = Callable[[str, int, int], None]  # the stage, units done, units in all
 HELD_OUT = 8  # one piece in 8 measures recall and is not learned from
-_PLAN = "plan.json"
-_PLAN_BYTES = 1 << 16
-_HEADER_BYTES = 1 << 16  # of a work file, besides its tensors
-_WORK_FILE = re.compile(r"\.?(piece|layer)-\d+.*\.(safetensors|tmp)|\.plan\.json\..*\.tmp")
 
 
 @dataclass(frozen=True)
@@ -131,7 +118,7 @@ def calibrate(
             "under dynamic RoPE scaling queries rotate by the length of each text, and maps are learned for one "
             "rotation; give --rope ntk --rope-factor F"
         )
-    return _Calibrator(engine, seen, _pieces(engine, text, options), out, options, progress, note).run()
+    return Calibrator(engine, seen, _pieces(engine, text, options), out, options, progress, note).run()
 
 
 def _pieces(engine: Engine, text: str, options: Calibration) -> list[list[int]]:
@@ -144,103 +131,7 @@ def _pieces(engine: Engine, text: str, options: Calibration) -> list[list[int]]:
     return pieces
 
 
-class WorkFolder:
-    """The work folder of one calibration. A file in it belongs to one plan and one place, and is sealed.
-
-    `most` bounds the size of a file. Only the calibration's own files are read, replaced and removed.
-    """
-
-    def __init__(self, folder: Path, plan: dict[str, Any], most: int, note: Callable[[str], None]) -> None:
-        self.folder = folder
-        self.plan = plan
-        self.most = most
-        self.note = note
-        self._plan_digest = _digest(plan)
-
-    def begin(self, needed: int) -> None:
-        """Make the folder, for `needed` bytes, or go on with that of an earlier call with the same plan."""
-        try:
-            mode = os.lstat(self.folder).st_mode
-        except FileNotFoundError:
-            mode = None
-        if mode is not None and not stat.S_ISDIR(mode):
-            raise DataError(f"{named(self.folder)} is no folder; remove it, or give another name for the maps")
-        earlier = self._earlier_plan()
-        if earlier is not None and earlier != self.plan:
-            differ = ", ".join(key for key in self.plan if earlier.get(key) != self.plan[key])
-            raise UsageError(
-                f"{named(self.folder)} was begun with other options, text or model ({differ}); finish it with those, "
-                "or delete it"
-            )
-        free = shutil.disk_usage(self.folder.parent).free
-        if earlier is None and needed > free:
-            raise CapacityError(
-                f"calibrating needs {needed:,} bytes for queries and keys in {named(self.folder)}, {free:,} are free; "
-                "give fewer --tokens"
-            )
-        if earlier is None:
-            try:
-                self.folder.mkdir(exist_ok=True)
-            except OSError as error:
-                raise DataError(f"cannot write {named(self.folder)}: {error.strerror}") from error
-            content = {"plan": self.plan, "digest": self._plan_digest}
-            write_whole(self.folder / _PLAN, json.dumps(content).encode())
-
-    def _earlier_plan(self) -> dict[str, Any] | None:
-        """The plan of an earlier call; None if there was none, or if its file is damaged."""
-        path = self.folder / _PLAN
-        if not os.path.lexists(path):
-            return None
-        with open(open_regular(path, follow=False), "rb") as file:
-            raw = file.read(_PLAN_BYTES)
-        try:
-            content = json.loads(raw)
-            plan: dict[str, Any] = content["plan"]
-            if content["digest"] == _digest(plan):
-                return plan
-        except (ValueError, LookupError, TypeError, RecursionError):
-            pass
-        self.note(f"{named(path)} is damaged; work that belongs to the present options is kept")
-        return None
-
-    def has(self, place: str) -> bool:
-        """Whether there is a file of this place, whole or not."""
-        return os.path.lexists(self.folder / place)
-
-    def write(self, place: str, tensors: dict[str, Tensor], facts: str = "") -> None:
-        """Write the file of a place; it appears whole or not at all."""
-        data = sealed(tensors, {"plan": self._plan_digest, "place": place, "facts": facts})
-        write_whole(self.folder / place, data)
-
-    def read(self, place: str) -> tuple[dict[str, Tensor], str] | None:
-        """The tensors and facts of a place; None if there is no file, or a damaged one, or one of another place."""
-        if not self.has(place):
-            return None
-        path = self.folder / place
-        try:
-            tensors, metadata = read_sealed(path, self.most)
-            if (metadata.get("plan"), metadata.get("place")) != (self._plan_digest, place):
-                raise ValueError("it belongs to another calibration or place")
-        except (OSError, ValueError) as error:
-            self.note(f"{named(path)} cannot be used: {error}; it is computed again")
-            return None
-        return tensors, metadata["facts"]
-
-    def remove(self) -> None:
-        """Remove the folder, unless it holds files that are not the calibration's."""
-        for path in sorted(self.folder.iterdir()):
-            if _WORK_FILE.fullmatch(path.name) and path.is_file():
-                path.unlink()
-        (self.folder / _PLAN).unlink(missing_ok=True)
-        if not any(self.folder.iterdir()):
-            self.folder.rmdir()
-
-
-def _digest(plan: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
-
-
-class _Calibrator:
+class Calibrator:
     """One calibration: the engine that reads, `seen` to which it passes queries and keys, and the work folder."""
 
     def __init__(
@@ -263,7 +154,7 @@ class _Calibrator:
         }  # fmt: skip
         rows = sum(map(len, pieces)) * widths * engine.dtype.itemsize
         largest = max(len(pieces[0]) * widths * engine.dtype.itemsize, 4 * (widths + 2) * self.low_dim)
-        self.work = WorkFolder(out.with_name(out.name + ".work"), plan, largest + _HEADER_BYTES, note)
+        self.work = WorkFolder(out.with_name(out.name + ".work"), plan, largest, note)
         self.work.begin(rows * self.n_layers)
 
     def run(self) -> list[Recall]:
@@ -304,6 +195,10 @@ class _Calibrator:
                 raise DataError(f"{named(self.work.folder)} does not keep what is written to it; check the disk")
             found.append(held[0])
         q, k = (torch.cat([tensors[name] for tensors in found]).to(self.engine.device, torch.float32) for name in "qk")
+        if not bool(q.isfinite().all() & k.isfinite().all()):
+            raise DataError(
+                f"queries or keys of layer {layer} are not finite; check the model's weights, or give --dtype"
+            )
         return q, k
 
     def layer(self, layer: int) -> tuple[LowDimMap, Recall]:

@@ -1,0 +1,160 @@
+"""Learning low-dim maps: what is learned, what is measured, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lce
+from lce.calibrate import Calibration, calibrate, learn, work
+from lce.errors import CapacityError, DataError, UsageError
+from lce.methods import ESA
+from lce.methods.lowdim import LearnedFor, LowDimMap
+from tests.calibrate.texts import SMALL, TEXT
+from tests.checkpoints import save_tiny
+from tests.command import assert_error, run
+
+KNOBS = {"sinks": 2, "local": 8, "top_k": 6}
+
+
+def test_maps_are_learned_and_used(tiny_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "maps.safetensors"
+    stages: list[tuple[str, int, int]] = []
+    recalls = calibrate(tiny_model, TEXT, out, SMALL, progress=lambda *stage: stages.append(stage))
+    assert [recall.layer for recall in recalls] == [0, 1]
+    assert all(0 < recall.calibrated <= 1 and 0 < recall.pca <= 1 for recall in recalls)
+    assert stages[-1] == ("learning", 4, 4)
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]
+    engine = lce.load(tiny_model, method=ESA(maps=str(out), low_dim=8, **KNOBS))
+    assert engine.generate(TEXT[:400], max_tokens=4).token_ids
+    assert isinstance(engine.method, ESA)
+    assert engine.method.maps.learned_for == LearnedFor(engine.fingerprint, 8, 8, 64, engine.rope)  # type: ignore[union-attr]
+    layers = engine.method.maps.layers  # type: ignore[union-attr]
+    assert all(bool(maps.query_bias.any()) and bool(maps.key_bias.any()) for maps in layers)
+
+
+def test_as_many_dimensions_as_the_keys_lose_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "maps.safetensors"
+    recalls = calibrate(tiny_model, TEXT, out, Calibration(low_dim=64, tokens=1024, epochs=1, lr=1e-9, far=8))
+    assert [(recall.calibrated, recall.pca) for recall in recalls] == [(1.0, 1.0)] * 2
+    exact = lce.load(tiny_model, method=ESA(compress="none", **KNOBS), block=50)
+    ids = exact.tokenizer.encode(TEXT)[:150]
+    for knobs in ({"maps": str(out), "low_dim": 32}, {"compress": "pca"}):  # keys have 32
+        engine = lce.load(tiny_model, method=ESA(**knobs, **KNOBS), block=50)
+        assert (engine.logits(ids) - exact.logits(ids)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("rope", [{}, {"rope": "yarn", "rope_factor": 2}], ids=["plain", "yarn"])
+def test_queries_are_learned_as_the_method_places_them(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rope: dict[str, Any]
+) -> None:
+    learned, placed = [], []
+    learn_layer, scorer = learn.Calibrator.learn, ESA.scorer
+
+    def note_learned(self: Any, q: torch.Tensor, *rest: Any) -> LowDimMap:
+        learned.append(q)
+        return learn_layer(self, q, *rest)
+
+    def note_placed(self: ESA, q: torch.Tensor, *rest: Any) -> Any:
+        placed.append(q.transpose(0, 1).flatten(1))
+        return scorer(self, q, *rest)
+
+    monkeypatch.setattr(learn.Calibrator, "learn", note_learned)
+    monkeypatch.setattr(ESA, "scorer", note_placed)
+    out = tmp_path / "maps.safetensors"
+    calibrate(tiny_model, TEXT, out, Calibration(low_dim=4, tokens=512, epochs=1, far=5), **rope)
+    method = ESA(maps=str(out), low_dim=4, sinks=1, local=2, top_k=2, far=5)
+    engine = lce.load(tiny_model, method, block=8, **rope)
+    engine.prefill(engine.tokenizer.encode(TEXT, bos=False)[:16])
+    assert torch.allclose(placed[0], learned[0][8:16], atol=1e-5)  # the first layer's, before choices differ
+
+
+def test_an_error_names_the_command_that_learns_the_right_maps(tiny_model: Path, tmp_path: Path) -> None:
+    out, text = tmp_path / "maps.safetensors", tmp_path / "text.txt"
+    text.write_text(TEXT)
+    calibrate(tiny_model, TEXT, out, SMALL)
+    wanted = ESA(maps=str(out), low_dim=4, far=20, **KNOBS)
+    loading = {"window": 48, "rope": "ntk", "rope_factor": 1.5}
+    with pytest.raises(UsageError) as caught:
+        lce.load(tiny_model, wanted, **loading)
+    command = re.search("`lce (calibrate .*?)`", str(caught.value))
+    assert command is not None
+    words = {"FILE": str(text), "maps.safetensors": str(out)}
+    args = [words.get(word, word) for word in shlex.split(command[1])]
+    assert run(*args, "--tokens", "1024", "--epochs", "1").exit_code == 0
+    lce.load(tiny_model, wanted, **loading)
+
+
+def test_what_is_refused(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "maps.safetensors"
+    with pytest.raises(DataError, match="expected 512 or more: give a longer one"):
+        calibrate(tiny_model, TEXT[:300], out, SMALL)
+    with pytest.raises(DataError, match="a folder that exists"):
+        calibrate(tiny_model, TEXT, tmp_path / "none" / "maps", SMALL)
+    with pytest.raises(UsageError, match=r"rotate by the length of each text, .* --rope ntk"):
+        calibrate(tiny_model, TEXT, out, SMALL, rope="dynamic", rope_factor=2)
+    for knob, value in (("epochs", 0), ("lr", float("nan")), ("lr", float("inf")), ("lr", 0.0), ("far", -1)):
+        with pytest.raises(UsageError, match=f"{knob} is {value}; expected"):
+            Calibration(**{knob: value})
+    monkeypatch.setattr(work.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    with pytest.raises(CapacityError, match="1,000 are free; give fewer --tokens"):
+        calibrate(tiny_model, TEXT, out, SMALL)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_maps_that_diverge_are_not_written(tiny_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "maps.safetensors"
+    with pytest.raises(DataError, match="layer 0 are not finite; give a smaller --lr"):
+        calibrate(tiny_model, TEXT, out, Calibration(low_dim=4, tokens=512, epochs=3, lr=1e30))
+    assert not out.exists()
+
+
+def test_maps_of_another_model_are_refused(tiny_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "maps.safetensors"
+    calibrate(tiny_model, TEXT, out, SMALL)
+    (tmp_path / "other").mkdir()
+    other = save_tiny(tmp_path / "other", seed=5)
+    with pytest.raises(DataError, match="another model's weights"):
+        lce.load(other, method=ESA(maps=str(out), low_dim=8, **KNOBS))
+
+
+def test_the_command(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    common = ("--model", tiny_model, "--text", tmp_path / "text.txt", "--out", tmp_path / "maps.safetensors")
+    small = ("--low-dim", "8", "--tokens", "1024", "--epochs", "1")
+    shown = run("calibrate", *common, *small)
+    assert (shown.exit_code, shown.stderr) == (0, "")
+    lines = shown.stdout.splitlines()
+    assert lines[0].split()[:3] == ["layer", "calibrated", "pca"]
+    assert [line.split()[0] for line in lines[1:]] == ["0", "1", "mean"]
+    told = json.loads(run("calibrate", *common, *small, "--json").stdout)
+    assert [set(recall) for recall in told] == [{"layer", "top_k", "calibrated", "pca"}] * 2
+    assert_error(run("calibrate", *common, "--epochs", "0"), 2, "epochs is 0")
+    assert_error(run("calibrate", *common, "--far", "-1"), 2, "far is -1")
+    esa = ("generate", "--model", tiny_model, "--prompt", TEXT[:300], "--max-tokens", "2", "--method", "esa")
+    assert_error(run(*esa), 2, "lce calibrate", "compress=pca", "compress=none")
+    maps = ("-o", f"maps={tmp_path / 'maps.safetensors'}")
+    assert_error(run(*esa, *maps), 2, "low_dim=8, and here low_dim=128")
+    assert_error(
+        run(*esa, *maps, "-o", "low_dim=8", "-o", "local=8"), 2, "far=32, and here far=8", "--far 8 --window 64"
+    )
+    used = run(*esa, *maps, "-o", "low_dim=8", "-o", "sinks=2", "--json")
+    assert json.loads(used.stdout)["method"]["knobs"]["maps"].startswith("LowDimMaps('maps.safetensors', ")
+
+
+def test_a_model_of_broken_numbers_is_refused(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: learn.Recorder, k: torch.Tensor, *rest: Any) -> None:
+        self.sink(f"k.{rest[1].index}", torch.full_like(k, torch.nan))
+        super(learn.Recorder, self).keep(k, *rest)
+
+    monkeypatch.setattr(learn.Recorder, "keep", broken)
+    with pytest.raises(DataError, match="keys of layer 0 are not finite; check the model's weights"):
+        calibrate(tiny_model, TEXT, tmp_path / "maps.safetensors", SMALL)
