@@ -58,7 +58,7 @@ KNOBS: dict[str, list[dict[str, object]]] = {
         {"chunk_size": 4, "share": "layer"},
         {"chunk_size": 4, "rank": "last"},
         {"chunk_size": 4, "keep_first": False},
-        {"chunk_size": 4, "keep_last": False},
+        {"chunk_size": 8, "keep_last": False},
         {"chunk_size": 8, "chunks": 3, "keep_first": False, "keep_last": False},
         {"chunk_size": 4, "fix_head": True},
         {"chunk_size": 5, "chunks": 6},
