@@ -170,6 +170,7 @@ def _answer(request: str, most: int, seconds: float) -> bytes:
             failed = len(raw) < most and process.wait() == 1
         finally:
             process.kill()
+            process.wait()
             timer.cancel()
     if failed:
         raise ModelError(_cannot_start("Python or Jinja does not start there"))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import lce
 from lce.engine.chat import Conversation
 from lce.tokenizer import template
-from tests.checkpoints import save_chat
+from tests.checkpoints import save_chat, save_tiny
 
 TURN = "{{ '<|turn|>' ~ message.role ~ '\n' ~ %s ~ '<|end|>\n' }}"
 AS_IT_IS = "{{ bos_token }}{%% for message in messages %%}%s{%% endfor %%}{{ '<|turn|>assistant\n' }}"
@@ -289,13 +289,18 @@ def test_reset_forgets_all_but_the_beginning(engine: lce.Engine) -> None:
     assert len(conversation.context) == n + first.stats.prompt_tokens + len(first.token_ids)
 
 
-def test_what_is_refused(engine: lce.Engine, tiny_model: Path) -> None:
+def test_what_is_refused(engine: lce.Engine, tiny_model: Path, tmp_path: Path) -> None:
     base = lce.load(tiny_model)
     for ask in (base.conversation, lambda: base.chat("Hi"), lambda: base.chat_stream("Hi")):
         with pytest.raises(lce.ModelError, match="no chat template: it continues text; use generate"):
             ask()
     with pytest.raises(lce.ModelError, match="no chat template"):
         lce.load("demo").conversation()
+    bare = save_tiny(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (bare / name).unlink()
+    with pytest.raises(lce.ModelError, match="no tokenizer in"):
+        lce.load(bare).chat("Hi")
     with pytest.raises(lce.UsageError, match="a system message begins a conversation"):
         engine.conversation("Be brief.", context=engine.prefill("Hi"))
     with pytest.raises(lce.UsageError, match="the conversation is empty"):
