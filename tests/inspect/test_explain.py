@@ -298,7 +298,7 @@ def test_refuses_in_one_line(tmp_path: Path) -> None:
     assert_error(run("explain", "dcaa"), 2, "unknown method 'dcaa'; did you mean 'dca'?")
     assert_error(run("explain", "dca", "-o", "chunks=3"), 2, "no option 'chunks'", "chunk_size")
     assert_error(run("explain", "dca", "-o", "chunk_size=13"), 2, "at most the window, 12")
-    assert_error(run("explain", "dca", "--tokens", "0"), 2, "tokens is 0")
+    assert_error(run("explain", "dca", "--tokens", "0"), 2, "--tokens is '0'")
     assert_error(run("explain", "dca", "--head", "4"), 2, "head is 4; expected 0 to 3")
     assert_error(run("explain", "esa"), 2, "lce calibrate", "compress=pca")
     assert_error(run("explain"), 2, "METHOD")

@@ -40,7 +40,8 @@ def test_a_line_is_a_turn_and_answers_alone_go_to_stdout(chatty: Path, engine: l
     assert result.stdout == "".join(f"{text}\n" for text in texts)
     figures = [line for line in result.stderr.splitlines() if "prompt tokens" in line]
     assert len(figures) == 2
-    assert f"{conversation.tokens_read} prompt tokens" in figures[1]
+    before = len(conversation.context or []) - 5 - conversation.tokens_read
+    assert f"{before + conversation.tokens_read} prompt tokens ({before} read before)" in figures[1]
 
 
 def test_quiet_and_json(chatty: Path) -> None:
