@@ -212,7 +212,8 @@ def passkey(
         if not scores:
             check_length(engine, min(lengths), **task)
         for length in lengths:
-            with output.noting() as notes, output.bar(f"{method.name} at {length:,}:", " samples") as bar:
+            noting = output.noting(engine.beyond(length))  # also where all answers are recorded
+            with noting as notes, output.bar(f"{method.name} at {length:,}:", " samples") as bar:
                 scores.append(evaluate(engine, length=length, record=answers, progress=bar, **task))
             objects.append(figures.score_object(scores[-1], next(iter(notes), None)))
             output.text(*([figures.SCORE_HEADER] if len(scores) == 1 else []), figures.score_row(scores[-1]))

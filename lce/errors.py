@@ -52,10 +52,15 @@ class WindowWarning(UserWarning):
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """The end of a message about an unknown name: `did you mean 'x'? valid: a, b, x`."""
+    """The end of a message about an unknown name: `did you mean 'x'? valid: a, b, x`.
+
+    A name is suggested if one slip of three or more letters gives it, as `esb` for `esa`, or if `name` begins it.
+    """
     names = sorted(valid)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}? " if close else ""
+    known, wrong = {x.lower(): x for x in names}, name[:64].lower()
+    begun = [x for x in known if x.startswith(wrong)] if len(wrong) >= 3 else []
+    close = difflib.get_close_matches(wrong, known, n=1, cutoff=0.65) or begun
+    hint = f"did you mean {known[close[0]]!r}? " if close else ""
     return f"{hint}valid: {', '.join(names)}"
 
 

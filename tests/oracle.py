@@ -158,16 +158,20 @@ def dca(
     v: Tensor,
     setting: Setting,
     chunk_size: int | None = None,
+    parts: str = "all",
     temperature: bool = False,
+    far: int | None = None,
 ) -> Tables:
     """Dual Chunk Attention, case by case (Eq. 2-7)."""
     size = chunk_size or 3 * setting.window // 4
     i, j, everyone = indices(q)
     behind = i // size - j // size
-    own, last = i % size, torch.full_like(i, setting.window - 1)
-    place = torch.where(behind == 0, own, torch.where(behind == 1, torch.minimum(own + size, last), last))
+    own, last = i % size, torch.full_like(i, setting.window - 1 if far is None else far)
+    successive = torch.minimum(own + size, last) if parts == "all" else last
+    place = torch.where(behind == 0, own, torch.where(behind == 1, successive, last))
+    mask = (j <= i) & ((behind == 0) | (parts != "intra"))
     scale = [max(1.0, 1 + 0.05 * math.log((row + 1) / setting.window)) ** 2 for row in range(q.shape[1])]
-    return Tables(everyone(j <= i), everyone(place - j % size), torch.tensor(scale).double() if temperature else None)
+    return Tables(everyone(mask), everyone(place - j % size), torch.tensor(scale).double() if temperature else None)
 
 
 def longheads(
@@ -180,6 +184,7 @@ def longheads(
     share: str = "head",
     rank: str = "top",
     keep_first: bool = True,
+    keep_last: bool = True,
     fix_head: bool = False,
     placement: str = "side_by_side",
 ) -> Tables:
@@ -200,7 +205,7 @@ def longheads(
             "layer": list(range(n_heads)),
         }[share]
         total = sum(scores[g, i] for g in heads)
-        fixed = [0, own - 1] if keep_first else [own - 1]
+        fixed = [0] * keep_first + [own - 1] * keep_last
         free = [c for c in range(own) if c not in fixed]
         free.sort(key=lambda c: float(total[c]), reverse=rank == "top")
         return sorted(fixed + free[: budget - 1 - len(fixed)])

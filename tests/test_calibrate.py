@@ -108,7 +108,7 @@ def test_an_error_names_the_command_that_learns_the_right_maps(tiny_model: Path,
     assert command is not None
     words = {"FILE": str(text), "maps.safetensors": str(out)}
     args = [words.get(word, word) for word in shlex.split(command[1])]
-    assert run(*args, "--tokens", "1024", "--epochs", "1").exit_code == 0
+    assert run(*args, "--tokens", "1024", "--epochs", "1", "--force").exit_code == 0
     lce.load(tiny_model, wanted, **loading)
 
 

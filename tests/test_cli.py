@@ -15,6 +15,7 @@ import torch
 
 import lce
 from lce.system import PASSIVE
+from lce.terminal.figures import knob_meanings
 from tests.checkpoints import TINY
 from tests.command import PROMPT, assert_error, run, spawn
 
@@ -316,3 +317,11 @@ def test_sizes_and_counts_are_as_people_write_them(tiny_model: Path) -> None:
     args = ("generate", "-m", tiny_model, PROMPT, "-n", "1k", "--stop", " ", "--block", "1K", "--kv-host-budget", "4M")
     assert run(*args, "--quiet").exit_code == 0
     assert "1,048,576 tokens" in run("plan", "-m", "demo", "--tokens", "1M").stdout
+
+
+@pytest.mark.parametrize("name", lce.methods.available())
+def test_every_knob_has_a_meaning(name: str) -> None:
+    options = json.loads(run("methods", name, "--json").stdout)["options"]
+    assert [option["name"] for option in options if not option["meaning"]] == []
+    assert all(len(option["meaning"]) <= 90 for option in options)
+    assert knob_meanings(lce.methods.find(name)).keys() <= {option["name"] for option in options}

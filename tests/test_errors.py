@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lce import errors
 from lce.errors import CapacityError, DataError, LceError, ModelError, UsageError, nearest, shown
@@ -28,6 +30,31 @@ def test_the_nearest_name() -> None:
     assert nearest("longhead", ["full", "longheads"]) == "did you mean 'longheads'? valid: full, longheads"
     assert nearest("zzz", ["b", "a"]) == "valid: a, b"
     assert nearest("zzz", []) == "valid: "
+    assert nearest("LongHeads", ["full", "longheads"]).startswith("did you mean 'longheads'? ")
+    assert nearest("stream", ["full", "streaming"]).startswith("did you mean 'streaming'? ")
+
+
+NAMES = ["full", "esa", "dca", "longheads", "lm_infinite", "rerope", "auto", "torch", "compiled", "bfloat16", "Q4_K"]
+
+
+@given(name=st.sampled_from(NAMES), at=st.integers(0, 10), slip=st.sampled_from(["drop", "double", "swap", "other"]))
+def test_one_slip_is_mended(name: str, at: int, slip: str) -> None:
+    at %= len(name)
+    first, letter, rest = name[:at], name[at], name[at + 1 :]
+    if slip == "drop" and len(name) < 4:
+        return  # two letters may be anything
+    wrong = {
+        "drop": first + rest,
+        "double": first + 2 * letter + rest,
+        "swap": first + rest[:1] + letter + rest[1:],
+        "other": first + "#" + rest,
+    }[slip]
+    assert nearest(wrong, NAMES).startswith(f"did you mean {name!r}? ")
+
+
+@pytest.mark.parametrize("wrong", ["nosuch", "zzz", "", "a", "method", "gpt", "best", "none", "x" * 10_000])
+def test_what_is_like_none_of_them_gets_no_suggestion(wrong: str) -> None:
+    assert nearest(wrong, NAMES) == f"valid: {', '.join(sorted(NAMES))}"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from itertools import cycle
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from lce.errors import UsageError, nearest
+from lce.errors import LceError, UsageError, nearest
 from lce.eval.needles import NEEDLES, Needle
 from lce.eval.prose import sentences
 from lce.eval.record import Answer, text_hash
@@ -114,23 +114,32 @@ def _answer(engine: Engine, sample: Sample, max_tokens: int) -> Answer:
 
 
 def _spellings(record: Record, engine: Engine) -> list[dict[str, str]]:
-    """How the record may spell this engine and its scaling: as they are, or without knobs that are at their defaults.
+    """How the record may spell this engine and its RoPE scaling: as they are, or as they were before some knobs.
 
-    A knob that was added since a line was written does not make the line another engine's.
+    A knob that was added since a line was written does not make the line another engine's while it has its default.
     """
+    method, rope = engine.method, engine.rope
+    try:
+        plain: Any = type(method)().resolve(engine.window)
+    except (LceError, TypeError):  # no defaults, or none that fit this window
+        plain = method
     spelled = []
-    for name, text, owner in (("engine", repr(engine), engine.method), ("rope", repr(engine.rope), engine.rope)):
-        lean = without_defaults(text, owner)
-        older = sorted(value for value in record.values(name) - {text} if without_defaults(value, owner) == lean)
-        spelled.append([{name: value} for value in (text, *older)])
-    return [engine | rope for engine in spelled[0] for rope in spelled[1]]
+    for name, text, owner, default in (
+        ("engine", repr(engine), method, plain),
+        ("rope", repr(rope), rope, type(rope)()),
+    ):
+        older = sorted(line for line in record.values(name) - {text} if without_new(text, line, owner, default) == line)
+        spelled.append([{name: each} for each in (text, *older)])
+    return [by_engine | by_rope for by_engine in spelled[0] for by_rope in spelled[1]]
 
 
-def without_defaults(text: str, owner: Any) -> str:
-    """A dataclass's repr without the fields that have their defaults; `owner` is an instance of the class."""
+def without_new(text: str, line: str, owner: Any, default: Any) -> str:
+    """A text with a dataclass's repr, without the fields that `line` does not name and that have their defaults."""
     for field in dataclasses.fields(owner):
-        if field.default is not dataclasses.MISSING:
-            text = re.sub(rf"(?<=[(\s]){field.name}={re.escape(repr(field.default))}(, |(?=\)))", "", text)
+        value = getattr(owner, field.name)
+        is_new = not re.search(rf"[(\s]{field.name}=", line)
+        if is_new and value == getattr(default, field.name, dataclasses.MISSING):
+            text = re.sub(rf"(?<=[(\s]){field.name}={re.escape(repr(value))}(, |(?=\)))", "", text)
     return text.replace(", )", ")")
 
 

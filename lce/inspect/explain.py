@@ -60,7 +60,7 @@ class Explanation:
 
     @property
     def title(self) -> str:
-        """The method as it was resolved: `dca(chunk_size=6, temperature=False)`."""
+        """The method as it was resolved: `rerope(local=6, log_scale=False)`."""
         knobs = (f"{field.name}={getattr(self.method, field.name)}" for field in dataclasses.fields(self.method))
         return f"{self.method.name}({', '.join(knobs)})"
 

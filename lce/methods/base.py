@@ -19,6 +19,7 @@ from lce.cache.kv import LayerCache
 from lce.cache.layout import CacheLayout, Reach
 from lce.cache.method_state import MethodState, RecentRows
 from lce.errors import UsageError
+from lce.methods.hooks import METHOD_CHECKS, Check, guard
 from lce.methods.parts import RECENT, keep_recent
 from lce.methods.step import Step, Surroundings
 
@@ -27,7 +28,8 @@ from lce.methods.step import Step, Surroundings
 class Method(ABC):
     """A strategy behind the attention hook; its fields are its knobs, `None` where the window decides.
 
-    `presets` are named settings of knobs, such as those of a paper's experiments: `-o preset=NAME` sets them first.
+    `knob_help` says in a few words what each knob means. `presets` are named settings of knobs, such as those of a
+    paper's experiments: `-o preset=NAME` sets them first.
 
     A method defines `attend`. It overrides `key_positions` if keys are not cached at their absolute positions, and
     `keep` if it keeps more of a block than keys and values. `reach` tells the cache what it needs to know, and `state`
@@ -35,7 +37,14 @@ class Method(ABC):
     """
 
     name: ClassVar[str] = ""
+    knob_help: ClassVar[Mapping[str, str]] = {}
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    hook_checks: ClassVar[Mapping[str, Check]] = METHOD_CHECKS
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.__module__.partition(".")[0] != "lce":
+            guard(cls, cls.hook_checks)
 
     @property
     def label(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from lce.attention import Turn, merge, rotate
 from lce.cache.kv import LayerCache
 from lce.cache.layout import Reach
-from lce.errors import ModelError, UsageError
+from lce.errors import ModelError, UsageError, shown
 from lce.methods.base import Method
 from lce.methods.parts import attend_span
 from lce.methods.registry import register
@@ -24,12 +24,15 @@ from lce.methods.step import Step, Surroundings
 class DualChunk(Method):
     """Dual Chunk Attention (An et al., 2024, "Training-Free Long-Context Scaling of Large Language Models").
 
-    With `s = chunk_size`, a key sits at `j mod s` (Eq. 2). The query sits at `i mod s` for its own chunk (Eq. 3-4), at
-    `min(s + i mod s, W - 1)` for the previous one (Eq. 6-7), so that neighbours keep their true distance across the
-    border, and at `W - 1` for all older ones (Eq. 5). No distance exceeds `W - 1`. The three are dense parts of one
-    softmax (Eq. 8).
+    With `s = chunk_size`, a key sits at `j mod s` (Eq. 2). The query sits at `i mod s` for its own chunk (Eq. 3-4,
+    "intra"), at `min(s + i mod s, far)` for the previous one (Eq. 6-7, "successive"), so that neighbours keep their
+    true distance across the border, and at `far` for all older ones (Eq. 5, "inter"). `far` is `W - 1`, so that no
+    distance exceeds it. The three are dense parts of one softmax (Eq. 8).
 
     Example: `s=6, W=10`; query 11 is at 5 for keys 6..11 (at 0..5), and at 9 for keys 0..5.
+
+    `parts` is the paper's ablation (Figure 4). `intra`: a query attends its own chunk alone. `intra+inter`: it attends
+    every earlier chunk as well, the previous one too, from `far`. `all`: the previous chunk is successive.
 
     `temperature` multiplies the logits of query i by the square of `max(1, 1 + 0.05 ln((i + 1) / W))`, as the released
     code does and the paper's results do not.
@@ -38,26 +41,42 @@ class DualChunk(Method):
     """
 
     chunk_size: int | None = None
+    parts: Literal["all", "intra", "intra+inter"] = "all"
     temperature: bool = False
+    far: int | None = None
+
+    knob_help: ClassVar = {
+        "chunk_size": "tokens of a chunk; none is 3/4 of the window",
+        "parts": "which of the paper's parts are attended: intra, inter, successive",
+        "temperature": "the factor of the released code, which the paper's results do not have",
+        "far": "the query's position for chunks before the previous one; none is W - 1",
+    }
 
     def for_model(self, model: Surroundings) -> Self:
-        """Qwen's `dual_chunk_attention_config`: its chunk holds `local_size` positions kept for the previous chunk."""
+        """Qwen's `dual_chunk_attention_config`: its chunk holds `local_size` positions kept for the previous chunk.
+
+        The query of older chunks is at Qwen's `chunk_size`, as where these models are served: one beyond the paper's
+        `c - 1`. The successive positions may end before it, at `2s - 1`; then it is there.
+        """
         config = model.config.get("dual_chunk_attention_config")
         if config is None or self.chunk_size is not None:
             return self
         size, kept = (config.get(key) for key in ("chunk_size", "local_size"))
         if not isinstance(size, int) or not isinstance(kept, int) or not 0 <= kept < size:
             raise ModelError(
-                f"{model.folder}: dual_chunk_attention_config is {config!r}; expected a chunk_size and a smaller "
+                f"{model.folder}: dual_chunk_attention_config is {shown(config)}; expected a chunk_size and a smaller "
                 "local_size; give -o chunk_size=N"
             )
-        return replace(self, chunk_size=size - kept)
+        far = min(size, 2 * (size - kept) - 1) if self.far is None else self.far
+        return replace(self, chunk_size=size - kept, far=far)
 
     def resolve(self, window: int) -> Self:
-        made = replace(self, chunk_size=max(1, 3 * window // 4) if self.chunk_size is None else self.chunk_size)
+        size = max(1, 3 * window // 4) if self.chunk_size is None else self.chunk_size
+        made = replace(self, chunk_size=size, far=window - 1 if self.far is None else self.far)
         made.expect(chunk_size=1)
-        if made.size > window:
-            raise UsageError(f"{self.name}: chunk_size is {made.chunk_size}; expected at most the window, {window}")
+        if size > window:
+            raise UsageError(f"{self.label}: chunk_size is {size}; expected at most the window, {window}")
+        made.expect(far=size - 1)  # a nearer query would stand before keys of its past
         return made
 
     @property
@@ -69,6 +88,12 @@ class DualChunk(Method):
         """`chunk_size`, once it is resolved."""
         assert self.chunk_size is not None, "resolved before use"
         return self.chunk_size
+
+    @property
+    def farthest(self) -> int:
+        """`far`, once it is resolved."""
+        assert self.far is not None, "resolved before use"
+        return self.far
 
     @property
     def reach(self) -> Reach:
@@ -87,20 +112,23 @@ class DualChunk(Method):
             here = slice(start - step.start, stop - step.start)
             border = start // size * size
             parts = [attend_span(own[:, here], cache, step, causal=True, first=border, stop=stop)]
-            if border:
-                parts.append(
-                    attend_span(previous[:, here], cache, step, causal=False, first=border - size, stop=border)
-                )
-            if border > size:
-                parts.append(attend_span(older[:, here], cache, step, causal=False, stop=border - size))
+            inter = self.inter_stop(border)
+            if border > inter and self.parts == "all":
+                parts.append(attend_span(previous[:, here], cache, step, causal=False, first=inter, stop=border))
+            if inter:
+                parts.append(attend_span(older[:, here], cache, step, causal=False, stop=inter))
             outs.append(merge(parts))
         return torch.cat(outs, dim=1)
+
+    def inter_stop(self, border: int) -> int:
+        """Where the keys end that a query sees from `far`; `border` is where its own chunk begins."""
+        return {"all": max(0, border - self.size), "intra": 0, "intra+inter": border}[self.parts]
 
     def turns(self, q: Tensor, step: Step) -> tuple[Turn, Turn, Turn]:
         """What turns the queries for their own chunk, for the previous one and for older ones."""
         offsets = step.positions(q.device) % self.size
-        last = step.window - 1
-        previous, older = (offsets + self.size).clamp(max=last), torch.full_like(offsets, last)
+        far = self.farthest
+        previous, older = (offsets + self.size).clamp(max=far), torch.full_like(offsets, far)
         return step.rope.turn(offsets, q.dtype), step.rope.turn(previous, q.dtype), step.rope.turn(older, q.dtype)
 
 

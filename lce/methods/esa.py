@@ -68,6 +68,17 @@ class ESA(LocalMethod):
     far: int | None = None
     maps: str | LowDimMaps | None = None
 
+    knob_help: ClassVar = {
+        "sinks": "first tokens, always attended",
+        "local": "last tokens, at exact distances; none is half of the window",
+        "top_k": "tokens between that a block of queries chooses; none is a quarter of the window",
+        "eps": "a token scores as the best one at most so many away",
+        "low_dim": "numbers in a low-dimensional key",
+        "compress": "where low-dimensional keys come from: learned maps, PCA of the prompt, or nowhere",
+        "far": "distance of the sinks and the chosen tokens; none is local",
+        "maps": "file of lce calibrate; none is the one beside the model",
+    }
+
     presets: ClassVar = {"paper": {"sinks": 128, "local": 4096, "top_k": 2048, "eps": 3, "low_dim": 128}}  # 8k models
 
     def for_model(self, model: Surroundings) -> Self:

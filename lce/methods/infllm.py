@@ -48,6 +48,15 @@ class InfLLM(LocalMethod):
     local: int | None = None
     far: int | None = None
 
+    knob_help: ClassVar = {
+        "block_size": "tokens of a memory block",
+        "repr_tokens": "tokens that represent a memory block",
+        "top_k": "memory blocks that a block of queries chooses",
+        "sinks": "first tokens, always attended",
+        "local": "last tokens, at exact distances; none is half of the window",
+        "far": "distance of everything else; none is local",
+    }
+
     presets: ClassVar = {  # the authors' settings for Llama 3 and Mistral
         "released": {"block_size": 128, "repr_tokens": 4, "top_k": 16, "sinks": 128, "local": 4096}
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -36,6 +36,13 @@ class LMInfinite(LocalMethod):
     local: int | None = None
     top_k: int = 0
     from_layer: int = 0
+
+    knob_help: ClassVar = {
+        "sinks": "first tokens, always attended",
+        "local": "last tokens, and the largest distance; none is the window",
+        "top_k": "tokens between that each head chooses; 0 is none",
+        "from_layer": "first layer that chooses tokens between",
+    }
 
     def resolve(self, window: int) -> Self:
         made = replace(self, local=window if self.local is None else self.local)

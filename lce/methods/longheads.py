@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -30,8 +30,10 @@ class LongHeads(SelectiveMethod):
 
     `share` says which heads sum their scores and choose together: none (`head`, the paper), the query heads of one KV
     head (`group`), or all heads (`layer`). The paper's ablations: `rank` takes the best, the worst or random chunks;
-    `keep_first=False` lets chunk 0 compete; with `fix_head` all heads follow the first, with `fix_layer` all layers.
-    `placement` is that of `SelectiveMethod`; the paper's is `side_by_side`.
+    `keep_first=False` lets chunk 0 compete, `keep_last=False` the last complete chunk: a query attends `chunks` chunks
+    all the same. With `fix_head` all heads follow the first, with `fix_layer` all layers.
+    `placement` is that of `SelectiveMethod`; the paper's is `side_by_side`. The preset `released` is what the authors'
+    code sets for Llama 2.
 
     Cost: a token is scored against M summaries, O(H · M · D), and attends at most `chunks · L` keys. A summary is
     H · D numbers a chunk.
@@ -40,8 +42,20 @@ class LongHeads(SelectiveMethod):
     share: Literal["head", "group", "layer"] = "head"
     rank: Literal["top", "last", "random"] = "top"
     keep_first: bool = True
+    keep_last: bool = True
     fix_head: bool = False
     fix_layer: bool = False
+
+    knob_help: ClassVar = {
+        "share": "which heads choose together: none, those of a KV head, or all",
+        "rank": "take the best chunks, the worst or random ones",
+        "keep_first": "the first chunk is always attended",
+        "keep_last": "the last complete chunk is always attended",
+        "fix_head": "all heads take the choice of the first",
+        "fix_layer": "all layers take the choice of the first",
+    }
+
+    presets: ClassVar = {"released": {"chunk_size": 256, "chunks": 16}}
 
     def resolve(self, window: int) -> Self:
         if self.fix_head and self.share != "head":
@@ -77,7 +91,8 @@ class LongHeads(SelectiveMethod):
         return scores
 
     def forced(self, chunk_ids: Tensor, own: Tensor) -> Tensor:
-        return super().forced(chunk_ids, own) if self.keep_first else chunk_ids == own - 1
+        first, last = chunk_ids == 0, chunk_ids == own - 1
+        return (first & self.keep_first) | (last & self.keep_last)
 
     def choose(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
         if not self.fix_layer:

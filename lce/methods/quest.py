@@ -44,6 +44,12 @@ class Quest(ChunkSelection):
     budget: int | None = None
     dense_layers: int = 2
 
+    knob_help: ClassVar = {
+        "page": "tokens of a page",
+        "budget": "tokens that a query attends; none is a quarter of the window",
+        "dense_layers": "first layers, which attend everything",
+    }
+
     def resolve(self, window: int) -> Self:
         made = replace(self, budget=max(window // 4, 2 * self.page) if self.budget is None else self.budget)
         made.expect(page=1, dense_layers=0)

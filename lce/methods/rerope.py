@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -33,6 +33,11 @@ class ReRope(LocalMethod):
 
     local: int | None = None
     log_scale: bool = False
+
+    knob_help: ClassVar = {
+        "local": "the largest distance; none is half of the window",
+        "log_scale": "multiply queries by a factor that grows with their index",
+    }
 
     def resolve(self, window: int) -> Self:
         made = replace(self, local=max(1, window // 2) if self.local is None else self.local)

@@ -20,6 +20,7 @@ from lce.cache.layout import CacheLayout, Reach
 from lce.cache.method_state import MethodState, OpenChunk, RecentRows, Summaries
 from lce.errors import UsageError
 from lce.methods.base import Method
+from lce.methods.hooks import SELECTION_CHECKS
 from lce.methods.parts import RECENT, SCORES_AT_ONCE, attend_own_chunk, keep_recent
 from lce.methods.step import Step
 
@@ -97,6 +98,7 @@ class ChunkSelection(Method):
     names and the best scoring others: `n_choices` in all.
     """
 
+    hook_checks = SELECTION_CHECKS
     placement: str  # a knob, or fixed
     uses_queries: ClassVar[bool] = True  # whether `summarise` looks at queries: they are kept while a chunk is open
     summary_vectors: ClassVar[int] = 1  # what `summarise` keeps of a chunk, in vectors `[D]` a query head
@@ -151,6 +153,11 @@ class ChunkSelection(Method):
         """
         return q @ summary.mT
 
+    @property
+    def keeps_vectors(self) -> bool:
+        """Whether queries are compared with summaries as they stand: one vector a chunk and query head."""
+        return type(self).score is ChunkSelection.score
+
     def forced(self, chunk_ids: Tensor, own: Tensor) -> Tensor:
         """`[T, M]`, True where a chunk is taken whatever its score; `own [T, 1]` is the query's chunk."""
         return (chunk_ids == 0) | (chunk_ids == own - 1)
@@ -193,9 +200,6 @@ class ChunkSelection(Method):
         own = attend_own_chunk(rotate(q, step.key_turn(self.key_positions, q) or step.true_turn(q)), cache, step)
         if chosen is None:
             return merge([own])
-        if chosen.shape[-1] > self.n_choices:
-            got = chosen.shape[-1]
-            raise UsageError(f"{self.label}: select gives {got} chunks a query; expected {self.n_choices} or fewer")
         if step.note:
             step.note(cache.index, chosen)
         n_slots = chosen.shape[-1]
@@ -259,6 +263,12 @@ class SelectiveMethod(ChunkSelection):
     chunk_size: int | None = None
     chunks: int | None = None
     placement: Literal["side_by_side", "true", "constant"] = "side_by_side"
+
+    knob_help: ClassVar = {
+        "chunk_size": "tokens of a chunk; none is derived from the window",
+        "chunks": "chunks that a query attends, its own one too; none is what the window holds",
+        "placement": "where chosen chunks are seen: side by side, at true positions, or at one distance",
+    }
 
     def resolve(self, window: int) -> Self:
         size = self.chunk_size if self.chunk_size is not None else 256 if window >= 4096 else max(1, window // 32)

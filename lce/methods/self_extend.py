@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 from torch import Tensor
 
@@ -32,6 +32,11 @@ class SelfExtend(LocalMethod):
 
     local: int | None = None
     group: int = 8
+
+    knob_help: ClassVar = {
+        "local": "last tokens, at exact distances; none is a quarter of the window",
+        "group": "tokens that share a position farther away",
+    }
 
     def resolve(self, window: int) -> Self:
         made = replace(self, local=max(1, window // 4) if self.local is None else self.local)

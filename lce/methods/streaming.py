@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 from torch import Tensor
 
@@ -33,6 +33,11 @@ class Streaming(Method):
 
     sinks: int = 4
     local: int | None = None
+
+    knob_help: ClassVar = {
+        "sinks": "first tokens, always attended",
+        "local": "last tokens; none is the window without the sinks",
+    }
 
     def resolve(self, window: int) -> Self:
         made = replace(self, local=max(1, window - self.sinks) if self.local is None else self.local)

@@ -106,10 +106,15 @@ class Output:
             yield advance_stage
 
     @contextmanager
-    def noting(self) -> Iterator[list[str]]:
-        """Shows lce's own warnings as notes on stderr, the first of a kind, and adds them to the list."""
-        kinds: set[type[Warning]] = set()
-        texts: list[str] = []
+    def noting(self, beyond: str | None = None) -> Iterator[list[str]]:
+        """Shows lce's own warnings as notes on stderr, the first of a kind, and adds them to the list.
+
+        `beyond` is a warning of the window that is known already.
+        """
+        kinds: set[type[Warning]] = set() if beyond is None else {WindowWarning}
+        texts = [] if beyond is None else [beyond]
+        for text in texts:
+            note(text)
         with warnings.catch_warnings():
             shown = warnings.showwarning
 

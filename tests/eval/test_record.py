@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import fcntl
 import json
@@ -16,7 +17,7 @@ import pytest
 
 import lce
 from lce.errors import CapacityError, DataError, LceError
-from lce.eval.passkey import evaluate, without_defaults
+from lce.eval.passkey import _spellings, evaluate, without_new
 from lce.eval.record import Answer, Record, text_hash
 from tests.command import assert_error, run
 
@@ -112,7 +113,19 @@ def test_a_knob_that_came_later_does_not_change_what_was_asked(tmp_path: Path) -
     assert file.read_text() == older, "not asked again"
     evaluate(lce.load("demo", lce.methods.LongHeads(share="group")), length=100, n=1, record=Record(file))
     assert len(file.read_text().splitlines()) == 2
-    assert without_defaults("LongHeads(chunk_size=16, share='head')", engine.method) == "LongHeads(chunk_size=16)"
+
+
+def test_the_published_answers_are_those_of_todays_methods() -> None:
+    """Of methods that got knobs since, `dca` one whose default depends on the window."""
+    record = Record(Path(lce.__file__).parent.parent / "benchmarks" / "answers.jsonl")
+    for name in ("dca", "longheads", "streaming"):
+        engine = lce.load("demo", name)
+        spelled = [spelling["engine"] for spelling in _spellings(record, engine)]
+        assert len(record.values("engine") & set(spelled)) == 1
+    text, line = "X(a=1, b=None, c=3)", "X(a=1)"
+    owner = dataclasses.make_dataclass("X", [("a", int, 1), ("b", int | None, None), ("c", int, 3)])
+    assert without_new(text, line, owner(1, None, 3), owner()) == line
+    assert without_new(text, line, owner(1, None, 3), owner(c=4)) == "X(a=1, c=3)"
 
 
 @pytest.mark.parametrize("cut", [*range(0, len(LINE), 7), len(LINE) - 1])

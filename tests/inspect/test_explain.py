@@ -277,7 +277,7 @@ def test_prints_an_aligned_matrix() -> None:
     result = run(*FIGURE_2_ARGS)
     assert (result.exit_code, result.stderr) == (0, "")
     title, setting, empty, heads, rule, *rows = result.stdout.splitlines()
-    assert title == "dca(chunk_size=6, temperature=False)"
+    assert title == "dca(chunk_size=6, parts=all, temperature=False, far=9)"
     assert setting.startswith("window 10, 12 tokens, block 12, head 0")
     assert heads.split() == ["i\\j", "|", *map(str, range(12))]
     assert rule == "----+" + "-" * 36
@@ -290,7 +290,7 @@ def test_prints_an_aligned_matrix() -> None:
 def test_prints_json() -> None:
     got = json.loads(run(*FIGURE_2_ARGS, "--json", "--block", "5", "--head", "2").stdout)
     assert got.pop("distances") == [row + [None] * (12 - len(row)) for row in FIGURE_2_ROWS]
-    knobs = {"chunk_size": 6, "temperature": False}
+    knobs = {"chunk_size": 6, "parts": "all", "temperature": False, "far": 9}
     assert got == {"method": "dca", "knobs": knobs, "window": 10, "tokens": 12, "block": 5, "head": 2, "seed": 0}
 
 

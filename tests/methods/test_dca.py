@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import lce
 from lce.errors import ModelError, UsageError
+from lce.inspect.explain import explain
 from lce.methods import DualChunk
 
 
@@ -35,8 +38,47 @@ def test_qwens_config_is_read(tiny_model: Path, tmp_path: Path) -> None:
         tiny_model, tmp_path / "model", dual_chunk_attention_config=sizes, max_position_embeddings=4096
     )
     engine = lce.load(folder, method="dca")
-    assert (engine.method, engine.window) == (DualChunk(chunk_size=32), 48)
-    assert lce.load(folder, method=DualChunk(chunk_size=20)).method == DualChunk(chunk_size=20)
+    assert (engine.method, engine.window) == (DualChunk(chunk_size=32, far=40), 48)
+    assert "far=40" in repr(engine)
+    assert lce.load(folder, method=DualChunk(chunk_size=20)).method == DualChunk(chunk_size=20, far=47)
+    assert lce.load(folder, method=DualChunk(far=47)).method == DualChunk(chunk_size=32, far=47)
+
+
+@pytest.mark.parametrize(("size", "kept"), [(12, 3), (12, 8), (12, 6), (9, 0), (8, 1)])
+def test_qwens_models_are_read_as_they_are_served(size: int, kept: int, tiny_model: Path, tmp_path: Path) -> None:
+    """The tables of Qwen's serving code: where queries and keys are, by their offset in a chunk of `size - kept`."""
+    sizes = {"chunk_size": size, "local_size": kept, "original_max_position_embeddings": size}
+    method = lce.load(
+        with_config(tiny_model, tmp_path / "model", dual_chunk_attention_config=sizes), method="dca"
+    ).method
+    length, n = size - kept, 4 * size
+    successive = [min(offset + length, size) for offset in range(length)]
+    inter = successive[-1]
+    distance = explain(method, tokens=n, window=size).distance
+    for i in range(n):
+        for j in range(i + 1):
+            behind = i // length - j // length
+            query = {0: i % length, 1: successive[i % length]}.get(behind, inter)
+            assert distance[i, j] == query - j % length, (i, j)
+
+
+@pytest.mark.parametrize("parts", ["all", "intra", "intra+inter"])
+def test_each_part_is_what_the_others_lack(parts: Any) -> None:
+    """Figure 4: which keys are attended, and where positions are those of full attention."""
+    found = explain(DualChunk(chunk_size=6, parts=parts), tokens=20, window=10)
+    i, j = torch.arange(20)[:, None], torch.arange(20)
+    behind = i // 6 - j // 6
+    assert torch.equal(found.attended, (j <= i) & ((behind == 0) | (parts != "intra")))
+    previous = found.attended & (behind == 1)
+    from_far = (9 - j % 6).expand(20, 20)
+    assert torch.equal(found.distance[previous], from_far[previous]) == (parts != "all")
+    assert torch.equal(found.distance[behind == 0], (i - j).clamp(min=-1)[behind == 0])
+
+
+def test_a_query_never_stands_before_a_key_of_its_past() -> None:
+    with pytest.raises(UsageError, match="dca: far is 8; expected 9 or more"):
+        DualChunk(chunk_size=10, far=8).resolve(64)
+    assert DualChunk(chunk_size=10, far=9).resolve(64).farthest == 9
 
 
 def test_a_config_that_makes_no_sense_is_refused(tiny_model: Path, tmp_path: Path) -> None:

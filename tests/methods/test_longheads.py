@@ -32,6 +32,14 @@ def test_defaults_follow_the_window() -> None:
     assert (large.chunk_size, large.chunks) == (256, 16)
 
 
+def test_the_released_setting_is_a_preset() -> None:
+    assert make("longheads", {"preset": "released"}) == LongHeads(chunk_size=256, chunks=16)
+    assert make("longheads", {"preset": "released", "chunks": 8}) == LongHeads(chunk_size=256, chunks=8)
+    assert make("longheads", {"preset": "released"}).resolve(4096) == make("longheads").resolve(4096)
+    with pytest.raises(lce.UsageError, match="has no preset 'relased'; did you mean 'released'"):
+        make("longheads", {"preset": "relased"})
+
+
 def test_random_choices_do_not_depend_on_blocks() -> None:
     method = LongHeads(chunk_size=4, rank="random")
     whole, chosen = choices(method, 200, [200])
@@ -79,6 +87,18 @@ def test_the_first_chunk_may_have_to_compete() -> None:
     assert all(0 in row for row in kept[0][-300:])
     assert not all(0 in row for row in free[0][-300:])
     assert {len(row) for row in free[0][-300:]} == {4}
+
+
+def test_the_last_complete_chunk_may_have_to_compete() -> None:
+    _, kept = choices(LongHeads(chunk_size=4, chunks=5), 400, [400])
+    _, free = choices(LongHeads(chunk_size=4, chunks=5, keep_last=False), 400, [400])
+    _, both = choices(LongHeads(chunk_size=4, chunks=5, keep_first=False, keep_last=False), 400, [400])
+    last = [i // 4 - 1 for i in range(100, 400)]
+    assert all(chunk in row for chunk, row in zip(last, kept[0][100:], strict=True))
+    assert not all(chunk in row for chunk, row in zip(last, free[0][100:], strict=True))
+    assert all(0 in row for row in free[0][100:])
+    assert not all(0 in row for row in both[0][100:])
+    assert {len(row) for row in (*free[0][100:], *both[0][100:])} == {4}
 
 
 def test_nothing_is_seen_beyond_the_window() -> None:

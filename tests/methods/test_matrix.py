@@ -25,7 +25,14 @@ HEADS = {"multi-head": (4, 4), "grouped-query": (8, 2)}
 NEEDS: dict[str, dict[str, object]] = {"esa": {"compress": "none"}}
 # Knobs that every method is also tested with, besides its defaults.
 KNOBS: dict[str, list[dict[str, object]]] = {
-    "dca": [{"chunk_size": 10}, {"chunk_size": 32}, {"temperature": True}],
+    "dca": [
+        {"chunk_size": 10},
+        {"chunk_size": 32},
+        {"temperature": True},
+        {"chunk_size": 10, "parts": "intra"},
+        {"chunk_size": 10, "parts": "intra+inter", "temperature": True},
+        {"chunk_size": 20, "far": 32},
+    ],
     "esa": [
         {"sinks": 4, "top_k": 9},
         {"sinks": 0, "local": 5, "top_k": 4, "eps": 3},
@@ -51,6 +58,8 @@ KNOBS: dict[str, list[dict[str, object]]] = {
         {"chunk_size": 4, "share": "layer"},
         {"chunk_size": 4, "rank": "last"},
         {"chunk_size": 4, "keep_first": False},
+        {"chunk_size": 4, "keep_last": False},
+        {"chunk_size": 8, "chunks": 3, "keep_first": False, "keep_last": False},
         {"chunk_size": 4, "fix_head": True},
         {"chunk_size": 5, "chunks": 6},
         {"chunk_size": 4, "placement": "true"},
@@ -85,7 +94,8 @@ def exact_length(method: Method) -> int | None:
         case "full":
             return None
         case "dca":
-            return min(2 * knobs["chunk_size"], WINDOW)
+            size, far = knobs["chunk_size"], knobs["far"]
+            return min(2 * size, far + 1) if knobs["parts"] == "all" else size
         case "longheads":
             return knobs["chunk_size"] * (1 if knobs["placement"] == "constant" else knobs["chunks"])
         case "quest":

@@ -78,10 +78,13 @@ class KeepsTwice(ByMeanKey):
     def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         return super().summarise(q, k, v, step).repeat(1, 1, 2)
 
+    def score(self, q: Tensor, summary: Tensor, step: Step, layer: int) -> Tensor:
+        return q @ summary[..., : q.shape[-1]].mT
+
 
 def test_more_chunks_than_have_a_position_are_refused() -> None:
     q, k, v = vectors(1, 4, 2, 100, 8)
-    with pytest.raises(UsageError, match=r"TakesTooMany: select gives .* chunks a query; expected 7 or fewer"):
+    with pytest.raises(UsageError, match=r"TakesTooMany\.select returned \[4, 100, 25\] int64; .* with K 7 or fewer"):
         run(TakesTooMany(chunk_size=SIZE), q, k, v, [100], window=WINDOW)
 
 

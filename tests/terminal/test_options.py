@@ -127,9 +127,13 @@ def test_where_the_prompt_comes_from(
     prompts = []
 
     class Engine:
-        """Notes the prompt and ends the command there."""
+        """Notes the prompt and ends the command there; it is its own tokenizer."""
 
-        def stream(self, prompt: str, **_: object) -> None:
+        @property
+        def tokenizer(self) -> Engine:
+            return self
+
+        def encode(self, prompt: str, **_: object) -> None:
             prompts.append(prompt)
             raise LceError
 

@@ -190,9 +190,13 @@ def test_lines_keep_their_distance(steps: list[tuple[float, int]], total: int) -
     assert all(b - a >= NEXT_LINE_S for a, b in itertools.pairwise(said))
 
 
-def test_warnings_of_lce_are_notes_and_one_of_a_kind_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_of_lce_are_notes_and_one_of_a_kind_is_enough(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("default")
+        other = io.StringIO()
+        monkeypatch.setattr(warnings, "showwarning", lambda message, *_, **__: print(message, file=other))
         for _ in range(2):  # each time anew
             with Output(quiet=True).noting() as notes:
                 for n in (3, 4):
@@ -201,4 +205,9 @@ def test_warnings_of_lce_are_notes_and_one_of_a_kind_is_enough(capsys: pytest.Ca
             assert notes == ["3 tokens are too many"]
             err = capsys.readouterr().err
             assert err.startswith("lce: note: 3 tokens are too many\n")
-            assert err.count("tokens") == 1
+            assert err.count("\n") == 1
+        with Output().noting("5 tokens are too many") as notes:
+            warnings.warn("6 tokens are too many", WindowWarning, stacklevel=1)
+        assert notes == ["5 tokens are too many"]
+        assert capsys.readouterr().err == "lce: note: 5 tokens are too many\n"
+        assert other.getvalue() == "of another package\n" * 2

@@ -1,0 +1,249 @@
+"""What the hooks of a method must return, checked as they are called.
+
+A class that derives from `Method` outside of lce has the hooks that it defines wrapped once, when the class is made.
+The methods of lce are tested instead and run as they are. A check compares shapes, dtypes and devices, and looks at
+values only on the CPU, so that nothing waits for a device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lce.cache.layout import Reach
+from lce.cache.method_state import MethodState
+from lce.errors import UsageError, shown
+
+Check = Callable[..., None]  # the method, the hook's name, what it returned, and what it was given
+
+
+class Labelled(Protocol):
+    """A method, as far as errors know it."""
+
+    @property
+    def label(self) -> str: ...
+
+
+def guard(cls: type, checks: Mapping[str, Check]) -> None:
+    """Wrap the hooks that `cls` itself defines, functions and properties, in their checks."""
+    for name, check in checks.items():
+        hook = vars(cls).get(name)
+        if isinstance(hook, FunctionType) and not getattr(hook, "__isabstractmethod__", False):
+            setattr(cls, name, _checked(hook, check))
+        elif isinstance(hook, property) and isinstance(hook.fget, FunctionType):
+            setattr(cls, name, property(_checked(hook.fget, check)))
+        elif isinstance(hook, functools.cached_property):
+            hook.func = _checked(hook.func, check)
+
+
+def _checked(hook: Callable[..., Any], check: Check) -> Callable[..., Any]:
+    name: str = hook.__name__
+
+    @functools.wraps(hook)
+    def checked(method: Labelled, *args: Any, **kwargs: Any) -> Any:
+        got = hook(method, *args, **kwargs)
+        check(method, name, got, *args, **kwargs)
+        return got
+
+    return checked
+
+
+def refuse(method: Labelled, hook: str, got: Any, expected: str) -> UsageError:
+    """The error for a hook that returned what it should not."""
+    return UsageError(f"{method.label}.{hook} returned {described(got)}; expected {expected}")
+
+
+def described(value: Any) -> str:
+    """A returned value in a few words: `[4, 8, 16] float32`, `None`, `ndarray [4, 8, 16] float32`."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is None:
+        is_plain = value is None or isinstance(value, (bool, int, float, str))
+        return shown(value) if is_plain else f"a {type(value).__name__}"
+    kind = "" if isinstance(value, Tensor) else f"{type(value).__name__} "
+    return f"{kind}{list(shape)} {str(dtype).removeprefix('torch.')}"
+
+
+def expect_tensor(
+    method: Labelled, hook: str, got: Any, shape: Sequence[int | str], like: Tensor,
+    dtype: torch.dtype | None = None, words: str = "",
+) -> None:  # fmt: skip
+    """Raise unless `got` is a tensor of this shape on the device of `like`, of `dtype` if one is given.
+
+    A word in `shape` stands for any size of 1 or more; the last one may stand for several dimensions: `...`.
+    """
+    if isinstance(got, Tensor) and _fits(got.shape, shape):
+        if dtype not in (None, got.dtype):
+            pass
+        elif got.device == like.device:
+            return
+        else:
+            raise refuse(method, hook, got, f"it on {like.device}, not on {got.device}")
+    kind = "" if dtype is None else f" {str(dtype).removeprefix('torch.')}"
+    raise refuse(method, hook, got, f"[{', '.join(map(str, shape))}]{kind}{words}")
+
+
+def _fits(got: Sequence[int], shape: Sequence[int | str]) -> bool:
+    if shape[-1] == "...":
+        shape = [*shape[:-1], *got[len(shape) - 1 :]]
+    return len(got) == len(shape) and all(
+        n == most if isinstance(most, int) else n > 0 for n, most in zip(got, shape, strict=True)
+    )
+
+
+# The hooks of every method
+
+
+def check_attend(method: Labelled, hook: str, got: Any, q: Tensor, cache: Any, step: Any) -> None:
+    expect_tensor(method, hook, got, q.shape, q, q.dtype)
+
+
+def check_keep(method: Labelled, hook: str, got: Any, k: Tensor, v: Tensor, cache: Any, step: Any) -> None:
+    if got is not None:
+        raise refuse(method, hook, got, "None: it puts the block into the cache")
+    if cache.stop != step.stop:
+        cached = max(0, cache.stop - step.start)
+        raise UsageError(
+            f"{method.label}.{hook} cached {cached} of the block's {step.stop - step.start} tokens; expected all of "
+            "them: call super().keep(k, v, cache, step)"
+        )
+
+
+def check_key_positions(method: Labelled, hook: str, got: Any, indices: Tensor) -> None:
+    if got is None:
+        return
+    expect_tensor(method, hook, got, indices.shape, indices, words=" numbers, or None")
+    if got.dtype == torch.bool or got.is_complex():
+        raise refuse(method, hook, got, f"{list(indices.shape)} whole or real numbers, or None")
+
+
+def check_state(method: Labelled, hook: str, got: Any, layout: Any) -> None:
+    if not isinstance(got, Mapping):
+        raise refuse(method, hook, got, "a mapping of names to what is kept under them")
+    for name, kept in got.items():
+        if not isinstance(name, str) or not isinstance(kept, MethodState):
+            raise UsageError(
+                f"{method.label}.{hook} returned {described(kept)} under {shown(name)}; expected a name and an "
+                "instance of MethodState, such as Summaries or TokenRows"
+            )
+
+
+def check_reach(method: Labelled, hook: str, got: Any) -> None:
+    if not isinstance(got, Reach):
+        raise refuse(method, hook, got, "a Reach")
+    for what, value, least in (("chunk_size", got.chunk_size, 1), ("sinks", got.sinks, 0), ("local", got.local, 0)):
+        if not _is_count(value, least):
+            raise UsageError(
+                f"{method.label}.{hook} returned {what}={shown(value)}; expected a whole number, {least} or more"
+            )
+
+
+def check_block(method: Labelled, hook: str, got: Any) -> None:
+    if not _is_count(got, 1):
+        raise refuse(method, hook, got, "a whole number of tokens, 1 or more")
+
+
+def check_choices(method: Labelled, hook: str, got: Any) -> None:
+    if not (isinstance(got, tuple) and len(got) == 2 and _is_count(got[0], 0) and _is_count(got[1], 1)):
+        raise refuse(method, hook, got, "the first token of choice 0 and the tokens of a choice, two whole numbers")
+
+
+def check_method(method: Labelled, hook: str, got: Any, *given: Any, **named: Any) -> None:
+    if not hasattr(got, "attend"):
+        raise refuse(method, hook, got, "a method: self, or dataclasses.replace(self, ...)")
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+METHOD_CHECKS: Mapping[str, Check] = {
+    "attend": check_attend,
+    "keep": check_keep,
+    "key_positions": check_key_positions,
+    "state": check_state,
+    "reach": check_reach,
+    "block": check_block,
+    "choices": check_choices,
+    "for_model": check_method,
+    "resolve": check_method,
+}
+
+
+# The hooks of methods that select chunks
+
+
+class Selector(Labelled, Protocol):
+    """A method that selects chunks, as far as its checks know it."""
+
+    @property
+    def n_choices(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def keeps_vectors(self) -> bool: ...
+
+
+def check_summarise(method: Selector, hook: str, got: Any, q: Tensor, k: Tensor, v: Tensor, step: Any) -> None:
+    if method.keeps_vectors:
+        words = " for score as it stands" if not isinstance(got, Tensor) or got.dtype == q.dtype else ""
+        expect_tensor(method, hook, got, (len(q), k.shape[1], k.shape[3]), q, q.dtype, words)
+    else:
+        expect_tensor(method, hook, got, ("S", k.shape[1], "..."), q)
+
+
+def check_score(method: Selector, hook: str, got: Any, q: Tensor, summary: Tensor, step: Any, layer: int) -> None:
+    expect_tensor(method, hook, got, ("C", q.shape[1], summary.shape[1]), q)
+    if len(q) % len(got) or got.is_complex():
+        expected = f"[C, {q.shape[1]}, {summary.shape[1]}] real numbers, where C divides {len(q)}"
+        raise refuse(method, hook, got, expected)
+
+
+def check_forced(method: Selector, hook: str, got: Any, chunk_ids: Tensor, own: Tensor) -> None:
+    shape = len(own), len(chunk_ids)
+    is_mask = isinstance(got, Tensor) and got.ndim <= 2 and got.dtype == torch.bool and got.device == own.device
+    if not is_mask or any(n not in (1, most) for n, most in zip(got.shape[::-1], shape[::-1], strict=False)):
+        raise refuse(method, hook, got, f"{list(shape)} bool on {own.device}")
+
+
+def check_select(method: Selector, hook: str, got: Any, scores: Tensor, step: Any) -> None:
+    _check_chosen(method, hook, got, len(scores), scores.shape[1], scores)
+    if got.device.type == "cpu" and got.numel():  # where looking waits for nothing
+        own = (step.positions(got.device) // method.size)[:, None]
+        before, after = got[..., :-1], got[..., 1:]
+        rising = ((after > before) & (before >= 0)) | (after == -1)
+        if not rising.all() or not ((got >= -1) & (got < own)).all():
+            raise UsageError(
+                f"{method.label}.{hook} returned chunks out of order, twice, or not before the query's own; expected "
+                "ascending ones, -1 behind the last"
+            )
+
+
+def check_choose(method: Selector, hook: str, got: Any, q: Tensor, cache: Any, step: Any) -> None:
+    if got is not None:
+        _check_chosen(method, hook, got, len(q), q.shape[1], q)
+
+
+def _check_chosen(method: Selector, hook: str, got: Any, n_heads: int, n_queries: int, like: Tensor) -> None:
+    most = method.n_choices
+    expect_tensor(method, hook, got, (n_heads, n_queries, "K"), like, torch.int64, f" with K {most} or fewer")
+    if got.shape[-1] > most:
+        raise refuse(method, hook, got, f"[{n_heads}, {n_queries}, K] int64 with K {most} or fewer")
+
+
+SELECTION_CHECKS: Mapping[str, Check] = {
+    **METHOD_CHECKS,
+    "summarise": check_summarise,
+    "score": check_score,
+    "forced": check_forced,
+    "select": check_select,
+    "choose": check_choose,
+}
