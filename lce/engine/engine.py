@@ -241,8 +241,7 @@ class Engine:
         except BaseException as error:
             if context.cache.length == before:  # the block was discarded
                 context.logits = logits
-            if (other := context.data.unfit(error)) is not error:
-                raise other from error
+            context.data.blame(error)
             raise
 
     def _ids(self, prompt: str | Sequence[int], context: Context | None = None) -> list[int]:
