@@ -41,7 +41,7 @@ class ContextData:
     source: str | None = None
 
     def blame(self, error: BaseException) -> None:
-        """Raise `DataError` for an error, met while these data were used, that a file's tensors of wrong shapes lead to.
+        """Raise `DataError` for an error that tensors of wrong shapes in the file lead to, met while they are used.
 
         Not every shape of what a method keeps can be checked when a file is opened: what does not fit fails here.
         """
