@@ -77,7 +77,7 @@ class FiledChecks(Checks):
 
     @property
     def n_bytes(self) -> int:
-        return int(self._known.sum()) * BLOCK * CHECK_BYTES
+        return min(int(self._known.sum()) * BLOCK, len(self._table)) * CHECK_BYTES
 
     def put(self, rows: Numbers, checks: Tensor) -> None:
         for first, stop in runs(rows, 1):

@@ -444,14 +444,12 @@ class KVCache:
 
     @property
     def bytes_by_tier(self) -> dict[str, int]:
-        """Bytes held now: keys and values, what the method keeps, and the checks of rows on the disk."""
+        """Bytes held now: keys and values, and what the method keeps."""
         held = {DEVICE: 0, HOST: 0, DISK: 0}
         for layer in self.layers:
             held[DEVICE] += layer.buffer.n_bytes + sum(state.n_bytes for state in layer.state.values())
         for tier in self.tiers:
             held[tier.name] += tier.n_bytes
-            if isinstance(tier, Disk):
-                held[DEVICE if self.layout.on_cpu else HOST] += tier.file.checks.n_bytes
         return held
 
     @property

@@ -318,8 +318,7 @@ class Engine(Unique):
         except BaseException as error:
             if context.cache.length == before:  # the block was discarded
                 context.logits = logits
-            if (other := context.data.unfit(error)) is not error:
-                raise other from error
+            context.data.blame(error)
             raise
 
     def _options(self, given: GenerationOptions) -> Options:

@@ -40,16 +40,15 @@ class ContextData:
     announced: int = 0
     source: str | None = None
 
-    def unfit(self, error: BaseException) -> BaseException:
-        """The error to raise for one that was met while these data were used.
+    def blame(self, error: BaseException) -> None:
+        """Raise `DataError` for an error that tensors of wrong shapes in the file lead to, met while they are used.
 
         Not every shape of what a method keeps can be checked when a file is opened: what does not fit fails here.
         """
         memory = isinstance(error, torch.OutOfMemoryError) or "memory" in str(error)
-        if self.source is None or memory or not isinstance(error, _MISFITS):
-            return error
-        what = f"{type(error).__name__}: {shown(str(error), 80)}"
-        return DataError(f"{self.source} holds what does not fit the method ({what}); {REMEDY}")
+        if self.source is not None and not memory and isinstance(error, _MISFITS):
+            what = f"{type(error).__name__}: {shown(str(error), 80)}"
+            raise DataError(f"{self.source} holds what does not fit the method ({what}); {REMEDY}") from error
 
     def tensors(self) -> dict[str, Tensor]:
         """All but keys and values, as a file holds it."""

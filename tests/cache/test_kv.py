@@ -21,6 +21,7 @@ from lce.cache.kv import KVBuffer, KVCache, LayerCache, Opened, Tiered, Whole
 from lce.cache.layout import Budgets, CacheLayout, Reach
 from lce.cache.method_state import MethodState, Staged, Summaries, TokenRows
 from lce.errors import CapacityError
+from lce.sizes import size_text
 from tests.late import disks_of
 
 CPU = torch.device("cpu")
@@ -281,7 +282,7 @@ def test_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch, "empty", refuse)
         with pytest.raises(
             CapacityError,
-            match=r"^no memory for 1000 tokens in the cache: 32000 bytes a layer for each of keys and values; ask for "
+            match=r"^no memory for 1,000 tokens in the cache: 62.5 KiB a layer for keys and values; ask for "
             r"fewer tokens, or give --kv-host-budget and --spill-dir\Z",
         ):
             cache.reserve(1000)
@@ -512,7 +513,7 @@ def test_an_opened_cache_grows_at_the_cost_of_its_pool(tmp_path: Path) -> None:
     assert isinstance(cache.residency, Opened)
     slots, n = [cache.residency.tiers.top.n_slots], 100
     assert has(cache, 100)
-    with pytest.raises(CapacityError, match=f"^a budget of {budget} bytes"):  # noqa: PT012  # any of them may be it
+    with pytest.raises(CapacityError, match=f"^a budget of {size_text(budget)} for keys"):  # noqa: PT012  # any of them may be it
         while n < 400:
             counted = cache.traffic["device"].bytes_in
             filled(cache, n + 10, n)
