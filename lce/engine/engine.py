@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +14,9 @@ from torch import Tensor
 from lce.attention import Attention
 from lce.cache.kv import KVCache
 from lce.cache.layout import CacheLayout
-from lce.engine.context import Context
+from lce.engine.context import Context, ContextMark
 from lce.engine.decode import Generation, Piece, Request, Stats, Stream, decode
+from lce.engine.holding import Streaming
 from lce.engine.planning import Planner
 from lce.engine.sampling import Sampling
 from lce.engine.saving import ContextData, Identity, PrefillJob, open_saved
@@ -80,40 +80,64 @@ class Engine:
         """Prefill `prompt` (text or token ids), behind the tokens of `context`, and generate up to `max_tokens` tokens.
 
         Raises `UsageError` for a prompt or an option that cannot be used, and `CapacityError` before any work if the
-        prompt and `max_tokens` more tokens cannot fit.
+        prompt and `max_tokens` more tokens cannot fit. After any error or Ctrl-C, `context` is as it was before.
         """
-        stream = self.stream(
-            prompt, max_tokens=max_tokens, context=context, sampling=sampling, stop=stop, progress=progress
-        )
-        for _ in stream:
-            pass
+        stream = self._stream(prompt, max_tokens, context, sampling, stop, progress, undo=True)
+        try:
+            for _ in stream:
+                pass
+        except BaseException:
+            stream.close()  # a traceback may keep it
+            raise
         return stream.result
 
     def stream(
         self, prompt: str | Sequence[int], *, max_tokens: int = 256, context: Context | None = None,
         sampling: Sampling | None = None, stop: Sequence[str] = (), progress: Progress | None = None,
     ) -> Stream:  # fmt: skip
-        """Like `generate`, a piece of text at a time. Work starts at the first `next`; `.result` has the figures."""
+        """Like `generate`, a piece of text at a time. Work starts at the first `next`; `.result` has the figures.
+
+        If prefill fails or is interrupted, `context` is as it was before; later, what was said stays in it. A stream
+        uses its context until it ends, or is closed.
+        """
+        return self._stream(prompt, max_tokens, context, sampling, stop, progress)
+
+    def _stream(
+        self, prompt: str | Sequence[int], max_tokens: int, context: Context | None, sampling: Sampling | None,
+        stop: Sequence[str], progress: Progress | None, *, undo: bool = False,
+    ) -> Stream:  # fmt: skip
         if max_tokens < 1:
             raise UsageError(f"max_tokens is {max_tokens}; expected 1 or more")
         sampling = sampling or Sampling()
         sampling = dataclasses.replace(sampling, stop=(*sampling.stop, *Sampling(stop=stop).stop))
         request = Request(self._ids(prompt, context), sampling, max_tokens, self._eos_ids)
-        result = Generation()
-        return Stream(self._pieces(request, context, progress, result), result)
+        result, holder = Generation(), Streaming()
+        return Stream(holder.bind(self._pieces(request, context, progress, result, holder, undo=undo)), result)
 
     def _pieces(
-        self, request: Request, context: Context | None, progress: Progress | None, result: Generation
-    ) -> Iterator[Piece]:
+        self, request: Request, context: Context | None, progress: Progress | None, result: Generation,
+        holder: Streaming, *, undo: bool,
+    ) -> Generator[Piece, None, None]:  # fmt: skip
+        """The pieces of a generation. `undo`: if it does not reach its end, it leaves nothing in the context."""
         stats, n_prompt = result.stats, len(request.token_ids)
-        with self._in_use(context, n_prompt + request.max_tokens) as context:
-            started = time.perf_counter()
+        held = self._new_context(n_prompt + request.max_tokens) if context is None else context
+        held.hold(holder)
+        self._reserve(held, len(held) + n_prompt + request.max_tokens)
+        mark: ContextMark | None = held.mark()
+        started = time.perf_counter()
+        try:
             stats.prompt_tokens = n_prompt
-            with context.adding(request.token_ids):
-                self._advance(context, progress)
+            held.token_ids.extend(request.token_ids)
+            self._advance(held, progress)
             stats.prefill_s = time.perf_counter() - started
-            yield from decode(context, request, self.tokenizer, result, self._advance)
-            stats.memory, stats.traffic = context.cache.bytes_by_tier, context.cache.traffic
+            if not undo:
+                mark = None  # what is said from here on stays
+            yield from decode(held, request, self.tokenizer, result, self._advance)
+            stats.memory, stats.traffic = held.cache.bytes_by_tier, held.cache.traffic
+        except BaseException:
+            if mark is not None:
+                held.go_back(mark)
+            raise
 
     def prefill(
         self, document: str | Sequence[int], *, context: Context | None = None, length: int | None = None,
@@ -122,11 +146,20 @@ class Engine:
         """Prefill a document, to ask about it later. `length` announces how long the context will become in all.
 
         Raises `UsageError` for a document that cannot be used, and `CapacityError` before any work if it cannot fit.
+        After any error or Ctrl-C, `context` is as it was before.
         """
         ids = self._ids(document, context)
-        with self._in_use(context, len(ids), length or 0) as context, context.adding(ids):
-            self._advance(context, progress)
-        return context
+        held = self._new_context(max(len(ids), length or 0)) if context is None else context
+        with held.in_use():
+            self._reserve(held, max(len(held) + len(ids), length or 0))
+            mark = held.mark()
+            try:
+                held.token_ids.extend(ids)
+                self._advance(held, progress)
+            except BaseException:
+                held.go_back(mark)
+                raise
+        return held
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int]) -> Tensor:
@@ -194,18 +227,11 @@ class Engine:
         Planner.of(self.layout, self.method.name).check(length)
         return self._context(ContextData(KVCache.empty(self.layout, length), announced=length))
 
-    @contextmanager
-    def _in_use(self, context: Context | None, more: int, length: int = 0) -> Iterator[Context]:
-        """Hold a context, or a new one, for a call that adds `more` tokens, or makes it `length` tokens long.
-
-        Raises `CapacityError` before any work where they cannot fit.
-        """
-        held = self._new_context(max(more, length)) if context is None else context
-        with held.in_use():
-            if context is not None:
-                Planner.growing(context.cache, self.method.name).check(max(len(context) + more, length))
-            held.cache.reserve(max(len(held) + more, length))
-            yield held
+    def _reserve(self, context: Context, length: int) -> None:
+        """Make space for a context to become `length` tokens long. Raises `CapacityError` where they cannot fit."""
+        if len(context):  # a new one was checked
+            Planner.growing(context.cache, self.method.name).check(length)
+        context.cache.reserve(length)
 
     def rope_of(self, length: int) -> Rope:
         """The rotation of a context that was announced to become `length` tokens long."""
@@ -213,7 +239,9 @@ class Engine:
 
     @torch.inference_mode()
     def _advance(self, context: Context, progress: Progress | None = None) -> None:
-        """Prefill the context's tokens that are not in its cache yet."""
+        """Prefill the context's tokens that are not in its cache yet, and have its logits."""
+        if context.logits is None and len(context) == context.cache.length > 0:
+            context.cache.truncate(context.cache.nearest(context.cache.length - 1))
         for part in _blocks(context.uncached, self.block, progress):
             self._append(context, part)
 
@@ -223,18 +251,19 @@ class Engine:
         Sets the context's logits to those after the block. After an error or an interruption the context is as it was
         before the block, or as it is after it.
         """
+        context.cache.settle()
         before, logits = context.cache.length, context.logits
 
         def model_call(attend: Attend) -> Tensor:
             hidden = self.model(torch.tensor(ids, device=self.device), before, attend)
-            context.logits = self.model.logits(hidden[-1:])[0]
+            context.set_logits(self.model.logits(hidden[-1:])[0], before + len(ids))
             return hidden
 
         try:
             return self._driver.forward(context.cache, context.rope, len(ids), model_call, note)
         except BaseException:
             if context.cache.length == before:  # the block was discarded
-                context.logits = logits
+                context.set_logits(logits, before)
             raise
 
     def _ids(self, prompt: str | Sequence[int], context: Context | None = None) -> list[int]:
