@@ -69,9 +69,13 @@ class Stream(Unique):
                 raise
 
     def finish(self) -> Generation:
-        """Run to the end; returns the result."""
-        for _ in self:
-            pass
+        """Run to the end; returns the result. After an error the stream is closed."""
+        try:
+            for _ in self:
+                pass
+        except BaseException:
+            self.close()  # a traceback may keep it
+            raise
         return self.result
 
     def cancel(self) -> None:

@@ -1,4 +1,4 @@
-"""Contexts are kept apart, and a failure leaves a context with whole blocks."""
+"""Contexts are kept apart, and a call that fails leaves a context as it was."""
 
 from __future__ import annotations
 
@@ -222,22 +222,19 @@ def assert_same(context: lce.Context, known: list[Tensor | int | None]) -> None:
             assert now == then
 
 
-def test_a_failure_in_any_layer_of_any_block_leaves_whole_blocks(fragile: lce.Engine) -> None:
-    """45 tokens, then 100 more in four blocks through two layers: fail at each of the eight calls, then go on."""
+def test_a_failure_in_any_layer_of_any_block_leaves_the_context_as_it_was(fragile: lce.Engine) -> None:
+    """45 tokens, then 100 more in four blocks through two layers: fail at each of the eight calls, then try again."""
     start, rest = tokens(45), tokens(100, seed=1)
     truth = fragile.prefill(rest, context=fragile.prefill(start))
     for call in range(1, 9):
         context = fragile.prefill(start)
+        before = contents(context)
         FUSE.left = call
         with pytest.raises(Interrupted):
             fragile.prefill(rest, context=context)
-        read = (call - 1) // 2 * BLOCK
-        assert context.token_ids == start + rest[:read]
-        whole = fragile.prefill(start)
-        if read:
-            fragile.prefill(rest[:read], context=whole)
-        assert_same(context, contents(whole))
-        fragile.prefill(rest[read:], context=context)
+        assert context.token_ids == start
+        assert_same(context, before)
+        fragile.prefill(rest, context=context)
         assert_same(context, contents(truth))
 
 
@@ -290,7 +287,22 @@ def test_a_failure_while_writing_loses_no_token(fragile: lce.Engine) -> None:
         assert said == answer
 
 
-def test_a_failure_in_the_progress_callback_leaves_whole_blocks(engine: lce.Engine) -> None:
+def test_generate_that_fails_says_nothing(fragile: lce.Engine) -> None:
+    """Whichever layer of whichever token fails: `generate` gave no answer, so there is none in the context."""
+    start, question = tokens(45), tokens(9, seed=1)
+    context = fragile.prefill(start)
+    before = contents(context)
+    answer = fragile.generate(question, max_tokens=6, context=context.fork()).token_ids
+    for call in range(1, 13):
+        FUSE.left = call
+        with pytest.raises(Interrupted):
+            fragile.generate(question, max_tokens=6, context=context)
+        assert context.token_ids == start
+        assert_same(context, before)
+    assert fragile.generate(question, max_tokens=6, context=context).token_ids == answer
+
+
+def test_a_failure_in_the_progress_callback_leaves_the_context_as_it_was(engine: lce.Engine) -> None:
     start, rest = tokens(45), tokens(100, seed=1)
     truth = engine.prefill(rest, context=engine.prefill(start))
     for block in range(1, 5):
@@ -303,13 +315,12 @@ def test_a_failure_in_the_progress_callback_leaves_whole_blocks(engine: lce.Engi
             context = engine.prefill(start)
             with pytest.raises(Interrupted):
                 getattr(engine, call)(rest, context=context, progress=progress)
-            read = min(block * BLOCK, 100)
-            assert context.token_ids == start + rest[:read]
-            engine.prefill(rest[read:], context=context)
+            assert context.token_ids == start
+            engine.prefill(rest, context=context)
             assert_same(context, contents(truth))
 
 
-def test_an_interruption_between_two_layers_commits_keeps_the_whole_block(
+def test_an_interruption_between_two_layers_commits_can_be_undone(
     engine: lce.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C may come anywhere: half the layers with a block and half without it would be the end of a context."""
@@ -328,8 +339,17 @@ def test_an_interruption_between_two_layers_commits_keeps_the_whole_block(
         FUSE.left = call
         with pytest.raises(Interrupted):
             engine.prefill(rest, context=context)
-        assert context.token_ids == start + rest
+        assert context.token_ids == start
+        engine.prefill(rest, context=context)
         assert_same(context, contents(truth))
+
+
+def test_logits_that_are_not_known_are_read_again(engine: lce.Engine) -> None:
+    """As after a truncation: the last token is read once more, or more tokens where the method needs them."""
+    context = engine.prefill(tokens(45))
+    answer = engine.generate([], max_tokens=4, context=context.fork()).token_ids
+    context.logits = None
+    assert engine.generate([], max_tokens=4, context=context).token_ids == answer
 
 
 def test_a_prefill_that_fails_holds_nothing_up(fragile: lce.Engine) -> None:

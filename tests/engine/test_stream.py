@@ -82,6 +82,7 @@ def test_a_stream_ends_within_a_block_of_its_prefill(engine: lce.Engine, end: st
         stream = ender.stream = engine.stream(PROMPT, max_tokens=5, context=context, progress=ender)
         assert list(stream) == []
         assert ender.told == block, "no block is read after it"
+        assert context.token_ids == tokens(40), "as before the call"
         assert stream.result.finish_reason == "cancelled"
         assert stream.result.token_ids == []
         assert_usable(engine, context)
