@@ -156,8 +156,10 @@ class AsyncStream(Unique):
         self.cancel()
         try:
             await asyncio.shield(asyncio.get_running_loop().run_in_executor(thread, self._close))
-        finally:
-            thread.shutdown(wait=False)
+        except BaseException:
+            thread.shutdown(wait=False)  # it ends with its step
+            raise
+        thread.shutdown()  # it has nothing to do: this waits for no step
 
     def _close(self) -> None:
         if self._stream is not None:
