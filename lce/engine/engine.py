@@ -196,9 +196,9 @@ class Engine:
         announced, every = max(len(ids), length or 0), checkpoint_every or len(ids)
         Planner.into_file(self.layout, self.method.name).check(len(ids))
         job = PrefillJob(Path(path), self.layout, self.identity, ids, announced)
-        context = self._context(job.data)
-        started, stats = time.perf_counter(), Stats(prompt_tokens=len(context.uncached))
         try:
+            context = self._context(job.data)
+            started, stats = time.perf_counter(), Stats(prompt_tokens=len(context.uncached))
             with torch.inference_mode():
                 for part in _blocks(context.uncached, self.block, progress, done=context.cache.length):
                     if context.cache.length - job.n_written >= every:
