@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lce.cache.kv import KVBuffer, KVCache, LayerCache, Opened, Tiered, Whole
 from lce.cache.layout import CacheLayout, FileLayout
-from lce.cache.row_file import Numbers, RowFile, SpillFile, write_at
+from lce.cache.row_file import Descriptor, Numbers, RowFile, SpillFile, write_at
 from lce.cache.tiers import Disk, Nowhere, Pages, TierStack
 from lce.errors import DataError
 from lce.files import lock, map_copy, sync_folder, unwritable
@@ -93,7 +93,7 @@ class Draft:
     @classmethod
     def _locked(cls, path: Path, layout: FileLayout, how: int) -> Draft:
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | how, 0o644)
+            descriptor = Descriptor(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | how, 0o644))
         except OSError as error:
             raise unwritable(str(path), error) from error
         try:
@@ -103,15 +103,14 @@ class Draft:
             os.posix_fallocate(descriptor, 0, layout.small_start)
             return cls(path, descriptor, layout)
         except FileNotFoundError:
-            os.close(descriptor)
+            descriptor.close()
             raise
-        except OSError as error:
-            os.close(descriptor)
+        except BaseException as error:
+            descriptor.close()
             if how:
                 path.unlink(missing_ok=True)
-            raise unwritable(str(path), error) from error
-        except BaseException:
-            os.close(descriptor)
+            if isinstance(error, OSError):
+                raise unwritable(str(path), error) from error
             raise
 
     def finish(self, target: Path, small: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
@@ -138,6 +137,7 @@ class Draft:
     def discard(self) -> None:
         """Remove the file."""
         self.path.unlink(missing_ok=True)
+        self.rows.close()
 
 
 def row_entries(layout: FileLayout) -> dict[str, dict[str, Any]]:
@@ -197,7 +197,7 @@ def open_snapshot(path: Path, layout: CacheLayout, check: Callable[[Mapping[str,
     Raises `DataError` for a file that is no context, that is damaged, or whose rows are not those of `layout`.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = Descriptor(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
     except OSError as error:
         what = (
             "is a symbolic link; expected the file itself" if path.is_symlink() else f"cannot be read: {error.strerror}"
@@ -218,7 +218,7 @@ def open_snapshot(path: Path, layout: CacheLayout, check: Callable[[Mapping[str,
             raise DataError(f"{path} was altered since it was written; {REMEDY}")
         rows = ContextRows(descriptor, str(path), rows_layout, writable=False)
     except BaseException:
-        os.close(descriptor)
+        descriptor.close()
         raise
     return Snapshot(manifest, small, rows)
 

@@ -18,7 +18,6 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from threading import Lock
-from weakref import finalize
 
 import numpy as np
 import torch
@@ -37,6 +36,19 @@ FULL = "the cache of keys and values is full; give --spill-dir, or a larger budg
 GROWTH = 64 << 20  # bytes: a spill file grows by at least this much, and by half of its size
 
 
+class Descriptor(int):
+    """A file descriptor, closed once: by `close`, or when nothing refers to it any more."""
+
+    _open = True
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            os.close(self)
+
+    __del__ = close
+
+
 class RowFile:
     """Rows `[*row_shape]` of one dtype in an open file, from byte `start` on; the first `n_rows` exist.
 
@@ -53,14 +65,13 @@ class RowFile:
         self.dtype = dtype
         self.n_rows = n_rows
         self.bytes_read = self.bytes_written = 0
-        self._descriptor = descriptor
+        self._descriptor = descriptor if isinstance(descriptor, Descriptor) else Descriptor(descriptor)
         self._start = start
         self._checks = checks
         self._writable = writable
         self._touched = 0  # bytes read and written since the maps' pages were released
         self._lock = Lock()
         self._mapped: tuple[mmap.mmap, Tensor] | None = None
-        finalize(self, os.close, descriptor)
 
     @property
     def row_bytes(self) -> int:
@@ -156,6 +167,10 @@ class RowFile:
     def _mappings(self) -> list[mmap.mmap]:
         return [] if self._mapped is None else [self._mapped[0]]
 
+    def close(self) -> None:
+        """Close the file, and so unlock it; nothing can be read or written any more."""
+        self._descriptor.close()
+
     def flush(self) -> None:
         """Make the rows written so far survive a power cut."""
         try:
@@ -181,7 +196,7 @@ class SpillFile(RowFile):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder, prefix="lce-spill-") as file:
-                descriptor = os.dup(file.fileno())
+                descriptor = Descriptor(os.dup(file.fileno()))
         except OSError as error:
             raise unwritable(str(folder), error) from error
         super().__init__(descriptor, f"the spill file in {folder}", row_shape, dtype)

@@ -242,9 +242,9 @@ class Engine(Unique):
         Planner.into_file(self.layout, self.method.name).check(len(ids))
         self._warn(len(ids))
         job = PrefillJob(target, self.layout, self.identity, ids, announced)
-        context = self._context(job.data)
-        started, stats = time.perf_counter(), Stats(prompt_tokens=len(context.uncached))
         try:
+            context = self._context(job.data)
+            started, stats = time.perf_counter(), Stats(prompt_tokens=len(context.uncached))
             with torch.inference_mode(), reported(progress, "prefill") as tell:
                 for part in _blocks(context.uncached, self.block, tell, done=context.cache.length):
                     if context.cache.length - job.n_written >= every:

@@ -108,12 +108,13 @@ def save(path: Path, data: ContextData, identity: Identity) -> None:
     _check_target(path)
     sweep(path)
     layout = cache.layout.file(cache.length)
-    draft = Draft.create(draft_path(path), layout)
+    draft_at = draft_path(path)
     try:
+        draft = Draft.create(draft_at, layout)
         write_rows(cache, draft.rows)
         draft.finish(path, data.tensors(), data.manifest(identity.facts, layout))
     except BaseException:
-        draft.discard()
+        draft_at.unlink(missing_ok=True)
         raise
 
 
@@ -195,6 +196,7 @@ class PrefillJob:
         """End without `finish`. A job with a checkpoint stays and a note on `error` says so; others leave no file."""
         if self.state.exists():
             error.add_note(f"the same command goes on from {self.n_written:,} tokens")
+            self.draft.rows.close()  # a traceback may keep this job, and the same call must find the file unlocked
         else:
             self.draft.discard()
 
