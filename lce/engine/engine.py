@@ -74,18 +74,20 @@ class Engine(Unique):
         self.block = options.layout.block
         self.window = options.window
         self.rope = options.rope
-        self.identity = Identity(
-            checkpoint.fingerprint, repr(self.method), str(self.window), repr(self.rope), str(self.dtype)
-        )
         config = model.config
+        self._fingerprint = checkpoint.fingerprint
+        self.identity = Identity(
+            lambda: config.identity(checkpoint.fingerprint()),
+            repr(self.method), str(self.window), repr(self.rope), str(self.dtype),
+        )  # fmt: skip
         self._driver = Driver(self.method, options.attention, self.window, config.n_kv_heads, config.sliding_window)
         self._eos_ids = frozenset((*config.eos_ids, *tokenizer.eos_ids))
         self._end = _End()  # the last attribute: it is freed after the model
 
     @property
     def fingerprint(self) -> str:
-        """What ties a file to this model's weights."""
-        return self.identity.model
+        """What ties a file of learned maps to this model's weights. Contexts are tied to the config too."""
+        return self._fingerprint()
 
     def __repr__(self) -> str:
         return f"Engine({self.method!r}, window={self.window}, block={self.block}, {self.device}, {self.dtype})"

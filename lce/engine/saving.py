@@ -51,7 +51,7 @@ class Identity:
 
     @cached_property
     def model(self) -> str:
-        """The fingerprint of the weights."""
+        """What ties a file to the model: its weights and the numbers of its config."""
         return self.fingerprint()
 
     @property

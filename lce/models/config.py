@@ -8,19 +8,35 @@ error is a ModelError of one line: the file, the key, its value, what was expect
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lce.errors import ModelError
-from lce.files import read_object
+from lce.errors import ModelError, shown
+from lce.files import named, read_object
 from lce.models.fields import Fields
 
 ROPE_KINDS = ("none", "linear", "ntk", "dynamic", "yarn", "llama3")
 DTYPES = ("float32", "bfloat16", "float16")
 LARGEST_FILE = 4 << 20  # bytes; published files have a few thousand
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+# Keys of other families' configs that change what a model computes, and the values at which they change nothing. A
+# model that has one is not the architecture that its name says.
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), (0,)),
+    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "query_pre_attn_scalar", "clip_qkv"), ()),
+    **dict.fromkeys(
+        ("logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier", "scale_emb"), (1,)
+    ),
+    **dict.fromkeys(("attention_multiplier", "scale_depth", "attention_chunk_size", "sliding_window_pattern"), ()),
+    **dict.fromkeys(("no_rope_layers", "cross_attention_layers"), ([],)),
+    **dict.fromkeys(("no_rope_layer_interval", "attn_temperature_tuning", "use_qk_norm", "qk_norm"), (0,)),
+    **dict.fromkeys(("alibi", "parallel_attn", "use_parallel_residual", "attn_output_gate", "use_mrope"), (0,)),
+}
 
 
 @dataclass(frozen=True)
@@ -107,22 +123,58 @@ class ModelConfig:
             published=fields.values,
         )
 
+    def identity(self, fingerprint: str) -> str:
+        """A SHA-256 of the weights' fingerprint and of every number here that changes what the model computes.
+
+        It ties contexts to the model. The same weights under another `norm_eps` or RoPE base give other keys.
+        """
+        same = replace(self, dtype=None, bos_id=None, eos_ids=(), weight_prefix="", unused=(), published={})
+        return hashlib.sha256(f"{fingerprint} {same!r}".encode()).hexdigest()
+
 
 def config_file(folder: Path) -> Fields:
     """The config.json of the checkpoint in `folder`; ModelError if there is none."""
     if not os.path.isdir(folder):
         kind = "is not a folder" if os.path.exists(folder) else "does not exist"
-        raise ModelError(f"{folder} {kind}; expected a checkpoint's folder with a config.json; check the path")
+        raise ModelError(f"{named(folder)} {kind}; expected a checkpoint's folder with a config.json; check the path")
     path = folder / "config.json"
-    if not os.path.isfile(path):
-        raise ModelError(f"{folder} has no config.json; expected a checkpoint's folder; check the path")
-    return Fields(str(path), read_object(path, LARGEST_FILE))
+    if not os.path.lexists(path):
+        raise ModelError(f"{named(folder)} has no config.json; expected a checkpoint's folder; check the path")
+    return Fields(named(path), read_object(path, LARGEST_FILE))
 
 
 def rope_section(fields: Fields) -> Fields:
-    """The object that holds the RoPE scaling, in either layout."""
-    older = fields.section("rope_scaling")
-    return older if older.values else fields.section("rope_parameters")
+    """The RoPE scaling, in either layout: `rope_scaling` or `rope_parameters`. If a file has both, they must agree."""
+    older, newer = fields.section("rope_scaling"), fields.section("rope_parameters")
+    if not older.values or not fields.values.get("rope_parameters"):
+        return older if older.values else newer
+    kinds = [{_kind(section.values)} - {None} for section in (older, newer)]
+    differing = ["rope_type"] if kinds[0] and kinds[1] and kinds[0] != kinds[1] else []
+    shared = (older.values.keys() & newer.values.keys()) - {"rope_type", "type"}
+    differing += sorted(key for key in shared if older.values[key] != newer.values[key])
+    if differing:
+        raise fields.refusal("rope_parameters", f"the same {differing[0]} as in rope_scaling, {shown(older.values)}")
+    return Fields(older.where, {**newer.values, **older.values})
+
+
+def _kind(values: Mapping[str, object]) -> str | None:
+    kind = values.get("rope_type") or values.get("type")
+    return None if kind is None else shown(kind)
+
+
+def check_layer_types(fields: Fields, config: ModelConfig) -> None:
+    """Raise ModelError for `layer_types` that say otherwise than the config that was read."""
+    kinds = fields.names("layer_types")
+    if not kinds:
+        return
+    if len(kinds) != config.n_layers:
+        raise fields.refusal("layer_types", f"one for each of the {config.n_layers} layers")
+    if len(set(kinds)) > 1 or kinds[0] not in LAYER_TYPES:
+        expected = f"one kind of attention in all layers, {' or '.join(LAYER_TYPES)}"
+        raise fields.refusal("layer_types", expected, "use another checkpoint")
+    own = LAYER_TYPES[config.sliding_window is not None]
+    if kinds[0] != own:
+        raise fields.refusal("layer_types", f"{own} in all layers, as the sliding window says")
 
 
 def _refuse_unsupported(fields: Fields) -> None:
@@ -132,8 +184,10 @@ def _refuse_unsupported(fields: Fields) -> None:
             raise fields.refusal(key, expected, "use the checkpoint before its quantization")
     if fields.text("hidden_act") not in (None, "silu", "swish"):
         raise fields.refusal("hidden_act", "'silu', the only activation of these families", "use another checkpoint")
-    if len(set(fields.names("layer_types"))) > 1:
-        raise fields.refusal("layer_types", "one kind of attention in all layers", "use another checkpoint")
+    for key, neutral in _UNSUPPORTED.items():
+        if fields.values.get(key) is not None and fields.values[key] not in neutral:
+            expected = " or ".join(["null", *map(str, neutral)])
+            raise fields.refusal(key, f"{expected}: lce does not implement it", "use another checkpoint")
 
 
 def _heads(fields: Fields) -> tuple[int, int, int]:
@@ -168,7 +222,7 @@ def _dtype(fields: Fields) -> str | None:
 def _special_tokens(fields: Fields, folder: Path, vocab_size: int) -> tuple[int | None, tuple[int, ...]]:
     """The token that begins a text, and all that end one: those of generation_config.json, then those of the config."""
     path = folder / "generation_config.json"
-    generation = Fields(str(path), read_object(path, LARGEST_FILE))
+    generation = Fields(named(path), read_object(path, LARGEST_FILE))
     bos = fields.token_ids("bos_token_id", vocab_size) + generation.token_ids("bos_token_id", vocab_size)
     eos = generation.token_ids("eos_token_id", vocab_size) + fields.token_ids("eos_token_id", vocab_size)
     bos = bos or _default_token(fields, "bos_token_id", vocab_size)
@@ -210,7 +264,7 @@ def _rope(fields: Fields, window: int, head_dim: int) -> RopeConfig:
 def _rope_kind(scaling: Fields) -> str:
     kind, older = scaling.text("rope_type"), scaling.text("type")
     if kind is not None and older is not None and kind != older:
-        raise scaling.refusal("rope_type", f"the same as type, which is {older[:80]!r}")
+        raise scaling.refusal("rope_type", f"the same as type, which is {shown(older)}")
     kind = kind or older
     if kind is None and scaling.values.get("factor") is not None:
         raise scaling.refusal("rope_type", f"the kind of scaling that factor belongs to: {', '.join(ROPE_KINDS)}")

@@ -6,11 +6,10 @@ means that the file is damaged or hostile. A family that reads a key of its own 
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lce.errors import ModelError
+from lce.errors import ModelError, shown
 
 _RANGES: dict[str, tuple[float, float]] = {
     "vocab_size": (1, 2**24),
@@ -51,9 +50,11 @@ class Fields:
         self.defaults = defaults or {}
 
     def refusal(self, key: str, expected: str, remedy: str = _REMEDY) -> ModelError:
-        short = reprlib.Repr()
-        short.maxstring = 80
-        got = f"is {short.repr(self.values[key])}" if key in self.values else "is missing"
+        got = "is missing"
+        if key in self.values:
+            got = f"is {shown(self.values[key])}"
+        elif key in self.defaults:
+            got += f", which means {shown(self.defaults[key])}"
         return ModelError(f"{self.where}: {key} {got}; expected {expected}; {remedy}")
 
     def optional_integer(self, key: str) -> int | None:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lce.models.config import ModelConfig
+from lce.models.config import ModelConfig, check_layer_types
 from lce.models.fields import Fields
 
 # The attention hook: (layer, q [H, T, D], k [G, T, D], v [G, T, D]), all unrotated, to [H, T, D].
@@ -93,7 +93,9 @@ class Model:
     def read(cls, fields: Fields, folder: Path) -> ModelConfig:
         """The checked config of a checkpoint of this family. Raises ModelError if lce cannot run it."""
         fields = Fields(fields.where, fields.values, cls.defaults)
-        return cls.configure(ModelConfig.read(fields, folder, cls.architecture), fields)
+        config = cls.configure(ModelConfig.read(fields, folder, cls.architecture), fields)
+        check_layer_types(fields, config)
+        return config
 
     @classmethod
     def configure(cls, config: ModelConfig, fields: Fields) -> ModelConfig:

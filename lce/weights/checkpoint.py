@@ -120,8 +120,10 @@ class Checkpoint:
             for file in self.stamps:
                 files[file] = open_regular(file, ModelError)
             self._check_stamps(files)
-            yield files
-            self._check_stamps(files)
+            try:
+                yield files
+            finally:  # after an error too: another process that writes to a file explains it
+                self._check_stamps(files)
         finally:
             for descriptor in files.values():
                 os.close(descriptor)

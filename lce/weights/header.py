@@ -16,8 +16,8 @@ from pathlib import Path
 from lce.errors import ModelError, shown
 from lce.files import JsonError, named, open_regular, parse_json
 
-LARGEST_HEADER = 16 << 20  # bytes; the largest published headers are below 1 MiB
-MOST_TENSORS = 100_000  # of a checkpoint; the largest models of our families have about 1,200
+LARGEST_HEADER = 8 << 20  # bytes; the largest published headers are below 1 MiB
+MOST_TENSORS = 50_000  # of a checkpoint; the largest models of our families have about 1,200
 _VALUES = 12  # JSON values and names in the entry of a matrix
 
 ITEM_SIZES = {

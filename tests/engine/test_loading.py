@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 import lce
 from lce.methods import LongHeads
 from lce.weights.checkpoint import Checkpoint
-from tests.checkpoints import TINY, tokens
+from tests.checkpoints import TINY, save_tiny, tokens
 
 TOKEN = 2 * 2 * 2 * 16 * 4  # bytes of keys and values in the tiny model
 
@@ -53,6 +54,38 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
         lce.load(tmp_path / "absent")
     with pytest.raises(lce.ModelError, match=r"no config\.json"):
         lce.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json"])
+def test_a_fifo_in_a_model_folder_is_refused_and_does_not_block(tmp_path: Path, name: str) -> None:
+    folder = save_tiny(tmp_path)
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(lce.ModelError, match=f"{name} is a FIFO; expected a regular file"):
+        lce.load(folder)
+
+
+def test_a_model_without_a_tokenizer_takes_and_gives_token_ids(tiny_model: Path, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    engine, ids = lce.load(folder), tokens(50)
+    result = engine.generate(ids, max_tokens=5)
+    assert (result.text, result.token_ids) == ("", lce.load(tiny_model).generate(ids, max_tokens=5).token_ids)
+    assert result.token_ids
+    with pytest.raises(lce.ModelError, match=r"no tokenizer in .*; give token ids, or copy"):
+        engine.generate("a text")
+
+
+def test_contexts_are_tied_to_the_numbers_of_the_config(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path)
+    lce.load(folder).prefill(tokens(20)).save(tmp_path / "c.lce")
+    config = json.loads((folder / "config.json").read_text())
+    lce.load(folder).open_context(tmp_path / "c.lce")
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-4}))
+    changed = lce.load(folder)
+    with pytest.raises(lce.DataError, match="was made with another model; load that one"):
+        changed.open_context(tmp_path / "c.lce")
 
 
 def test_the_window_may_be_overridden(tiny_model: Path) -> None:

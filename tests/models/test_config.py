@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -328,6 +329,45 @@ def test_yarn_without_a_factor_takes_the_ratio_of_the_windows(tmp_path: Path) ->
     assert read(tmp_path, LLAMA_2 | {"rope_scaling": scaling}).rope.factor == 4.0
 
 
+def test_two_sections_that_agree_are_one(tmp_path: Path) -> None:
+    sections = {"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_theta": 5e5}}
+    assert read(tmp_path, LLAMA_2 | sections).rope == RopeConfig("linear", theta=5e5, factor=2.0)
+    sections = {"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_type": "linear"}}
+    assert read(tmp_path, LLAMA_2 | sections).rope == RopeConfig("linear", factor=2.0)
+
+
+def test_keys_of_other_families_may_say_that_they_change_nothing(tmp_path: Path) -> None:
+    neutral = {"num_experts": 0, "final_logit_softcapping": None, "logit_scale": 1.0, "no_rope_layers": []}
+    layers = {"use_mrope": False, "layer_types": ["full_attention"] * 32}
+    assert read(tmp_path, LLAMA_2 | neutral | layers) == read(tmp_path, LLAMA_2)
+
+
+def test_a_default_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    config = without(QWEN_3, "num_key_value_heads")
+    with pytest.raises(
+        ModelError, match="num_key_value_heads is missing, which means 32; expected a divisor of num_att"
+    ):
+        read(tmp_path, config)
+
+
+def test_the_identity_covers_what_changes_results(tmp_path: Path) -> None:
+    """Every size and number, and nothing that only a text's ends or the files' layout depend on."""
+    base = read(tmp_path, NEMO)
+    rope = {"rope_scaling": {"type": "linear", "factor": 2}}
+    changes: list[dict[str, Any]] = [
+        {"rms_norm_eps": 1e-6}, {"rope_theta": 5e5}, {"sliding_window": 4096}, {"head_dim": 64, "vocab_size": 131073},
+        {"num_attention_heads": 64}, {"num_key_value_heads": 16}, {"max_position_embeddings": 4096}, rope,
+    ]  # fmt: skip
+    others = [read(tmp_path, NEMO | change).identity("w") for change in changes]
+    assert len({base.identity("w"), base.identity("v"), *others}) == len(changes) + 2
+    same = read(tmp_path, NEMO | {"eos_token_id": 7, "bos_token_id": 9, "torch_dtype": "float16", "comment": 1})
+    assert same.identity("w") == base.identity("w")
+    betas = [{"llama_4_scaling_beta": beta} for beta in (0.1, 0.2)]
+    text: dict[str, Any] = MINISTRAL_3["text_config"]
+    ministrals = [text | {"rope_parameters": text["rope_parameters"] | beta} for beta in betas]
+    assert len({read(tmp_path, MINISTRAL_3 | {"text_config": config}).identity("w") for config in ministrals}) == 2
+
+
 def test_a_model_that_transformers_saved(tmp_path: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig(**TINY, num_key_value_heads=2, head_dim=16, attention_bias=True))
     model.generation_config.eos_token_id = [5, 2]
@@ -410,7 +450,30 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": 3}, "model_type is 3; expected a string"),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; expected 'silu'"),
     ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is .*gptq.*before its quantization"),
-    ({"layer_types": ["full_attention", "sliding_attention"]}, "expected one kind of attention in all layers"),
+    ({"layer_types": ["full_attention", "sliding_attention"] * 16}, "expected one kind of attention in all layers"),
+    ({"layer_types": ["linear_attention"] * 32}, "expected one kind of attention in all layers, full_attention or"),
+    ({"layer_types": ["full_attention"] * 31}, "expected one for each of the 32 layers"),
+    ({"layer_types": ["sliding_attention"] * 32}, "expected full_attention in all layers, as the sliding window says"),
+    ({"num_local_experts": 8}, "num_local_experts is 8; expected null or 0: lce does not implement it"),
+    ({"num_experts": 128}, "num_experts is 128; expected null or 0"),
+    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0; expected null: lce does not implement it"),
+    ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; expected null"),
+    ({"logits_scaling": 8.0}, "logits_scaling is 8.0; expected null or 1"),
+    ({"attention_chunk_size": 8192}, "attention_chunk_size is 8192; expected null"),
+    ({"no_rope_layers": [1, 1, 1, 0]}, r"no_rope_layers is \[1, 1, 1, 0\]; expected null or \[\]"),
+    ({"qk_norm": True}, "qk_norm is True; expected null or 0"),
+    (
+        {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": None, "layer_types": [3]},
+        "layer_types is .*; expected a list of names",
+    ),
+    (
+        {"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_type": "yarn", "factor": 2}},
+        "rope_parameters is .*; expected the same rope_type as in rope_scaling, {'factor': 2, 'type': 'linear'}",
+    ),
+    (
+        {"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_type": "linear", "factor": 4}},
+        "expected the same factor as in rope_scaling",
+    ),
     ({"torch_dtype": "float64"}, "torch_dtype is 'float64'; expected one of float32, bfloat16, float16"),
     ({"dtype": 16}, "dtype is 16; expected a string"),
     ({"bos_token_id": 32000}, "bos_token_id is 32000; expected token ids below the vocab_size of 32000"),
@@ -489,8 +552,8 @@ def test_folders_without_a_config(tmp_path: Path) -> None:
         read_config(tmp_path / "weights.bin")
     with pytest.raises(ModelError, match=r"has no config\.json"):
         read_config(tmp_path)
-    (tmp_path / "config.json").mkdir()
-    with pytest.raises(ModelError, match=r"has no config\.json"):
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ModelError, match=r"config\.json is a FIFO; expected a regular file"):
         read_config(tmp_path)
     with pytest.raises(ModelError, match="does not exist"):
         read_config(tmp_path / ("long" * 1000))

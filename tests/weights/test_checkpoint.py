@@ -224,7 +224,7 @@ def test_a_file_that_changes_while_it_is_loaded(folder: Path, monkeypatch: pytes
         return preadv(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", change_first)
-    with pytest.raises(ModelError, match=r"was cut short while it was read" if cut else r"changed while it was loaded"):
+    with pytest.raises(ModelError, match=r"changed while it was loaded; load it again"):
         checkpoint.load(wanted_of(TENSORS), dtype=None, device=CPU)
 
 
