@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from lce.cache.kv import LayerCache
 from lce.methods import Full, LongHeads, Method, Step
 from lce.weights.checkpoint import Checkpoint
 from tests.checkpoints import tokens
+from tests.interrupts import interrupted, places
 
 BLOCK = 32
 
@@ -472,3 +474,84 @@ def test_engines_contexts_and_streams_are_neither_pickled_nor_copied(engine: lce
             assert "\n" not in str(error.value)
     with pytest.raises(lce.UsageError, match=r"copy it with fork\(\), or write it with save\(\)"):
         copy.copy(context)
+
+
+# Ctrl-C at any bytecode
+
+
+def check_interruptions(engine: lce.Engine, what: str, every: int) -> None:
+    """Interrupt a call at one of `every` instructions, then make it again: it gives what it gives otherwise.
+
+    The context's last token is not cached yet.
+    """
+    question, base = tokens(40, seed=1), engine.prefill(tokens(45))
+    engine.generate([], max_tokens=3, context=base)
+    whole = base.fork()
+    answer = engine.generate(question, max_tokens=5, context=whole).token_ids
+
+    def call(context: lce.Context) -> None:
+        if what == "generate":
+            engine.generate(question, max_tokens=5, context=context)
+        elif what == "prefill":
+            engine.prefill(question, context=context)
+        elif what == "fork":
+            context.fork()
+        else:
+            with closing(engine.stream(question, max_tokens=5, context=context)) as stream:
+                list(stream)
+
+    call(base.fork())  # what is made once is made
+    probe = base.fork()
+    for place, nth in places(lambda: call(probe), every):
+        context = base.fork()
+        interrupted(lambda context=context: call(context), place, nth)
+        said = context.token_ids[len(base) + len(question) :]
+        if len(context) == len(base):  # never asked
+            assert engine.generate(question, max_tokens=5, context=context).token_ids == answer, place
+            assert context.token_ids == whole.token_ids
+            assert_same(context, contents(whole))
+        elif what == "stream" and len(said) < 5:
+            rest = engine.generate([], max_tokens=5 - len(said), context=context).token_ids
+            assert said + rest == answer, place
+        else:  # interrupted when it was done
+            assert context.token_ids == (whole.token_ids if what != "prefill" else base.token_ids + question), place
+            assert context.logits is not None
+
+
+@pytest.mark.parametrize("what", ["generate", "prefill", "stream", "fork"])
+def test_an_interruption_anywhere_leaves_a_context_that_can_be_asked_again(engine: lce.Engine, what: str) -> None:
+    check_interruptions(engine, what, 307 if what != "fork" else 50)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["generate", "prefill", "stream", "fork"])
+def test_an_interruption_at_any_bytecode_leaves_a_context_that_can_be_asked_again(
+    engine: lce.Engine, what: str
+) -> None:
+    check_interruptions(engine, what, 1)
+
+
+@dataclass(frozen=True)
+class Stopped(Full):
+    """Raises `KeyboardInterrupt` in decode, where a user would see it."""
+
+    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        FUSE.burn()
+        return super().attend(q, cache, step)
+
+
+def test_a_traceback_that_is_kept_keeps_no_context_in_use(tiny_model: Path) -> None:
+    """As in a notebook, which keeps the last one."""
+    engine = lce.load(tiny_model, Stopped(), block=BLOCK)
+    context = engine.prefill(tokens(20))
+    kept: list[BaseException] = []
+    for call in range(1, 7):
+        FUSE.left = call
+        try:
+            engine.generate(tokens(5), max_tokens=4, context=context)
+        except Interrupted as error:
+            kept.append(error)
+        assert len(context) == 20
+        assert len(context.fork()) == 20
+    assert len(kept) == 6
+    FUSE.left = -1
