@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from lce.errors import CapacityError, DataError, LceError, ModelError, shown
 
 MAX_FILE_BYTES = 16 << 20  # of a checkpoint's JSON; the largest published ones, tokenizer.json aside, have 2 MiB
-MAX_JSON_VALUES = 2_000_000  # in it; an entry of added_tokens_decoder has 12
+MAX_JSON_VALUES = 1_000_000  # in it; an entry of added_tokens_decoder has 12
 _MAP_NORESERVE = 0x4000  # Linux; Python 3.11's mmap does not name it yet
 
 

@@ -1,6 +1,6 @@
 """A checkpoint's weights: safetensors files whose headers are checked in full before any data is read.
 
-Weights are read into memory of our own, converted on the way: peak memory is the model in its final dtype and 128 MiB
+Weights are read into memory of our own, converted on the way: peak memory is the model in its final dtype and 64 MiB
 at most. A file that is altered, cut short or replaced after loading has no effect; one that is while it is loaded, or
 between the check of its header and the end of loading, is refused.
 """
@@ -42,6 +42,7 @@ from lce.weights.reading import DTYPES, Job, Stamp, allocate, fill
 
 __all__ = ["DTYPES", "Checkpoint", "TensorInfo"]
 
+_MOST_SHARDS = 4096
 _SAMPLE = 4096  # bytes of each tensor's beginning, middle and end in the fingerprint
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".npz", ".h5", ".msgpack")
 
@@ -238,6 +239,8 @@ def _sharded(folder: Path, index: Path) -> tuple[dict[str, TensorInfo], frozense
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
         raise Damaged(index, "weight_map is not an object of tensor names and file names")
     shards = sorted(set(weight_map.values()))
+    if len(shards) > _MOST_SHARDS:
+        raise Damaged(index, f"{len(shards)} shards; expected at most {_MOST_SHARDS}")
     _check_shard_names(folder, index, shards)
     tensors: dict[str, TensorInfo] = {}
     stamps: dict[Path, Stamp] = {}

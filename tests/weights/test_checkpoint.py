@@ -364,6 +364,11 @@ def test_indexes_that_do_not_fit_their_shards(sharded: Path) -> None:
         open_index(sharded, **GOOD_MAP)
 
 
+def test_an_index_of_shards_without_number(sharded: Path) -> None:
+    with pytest.raises(ModelError, match="4097 shards; expected at most 4096"):
+        open_index(sharded, **{f"{i}": f"{i}.safetensors" for i in range(4097)})
+
+
 def test_tensors_that_the_index_does_not_know(sharded: Path) -> None:
     checkpoint = open_index(sharded, embed="a.safetensors", norm="b.safetensors")
     assert checkpoint.unindexed == {"proj"}
