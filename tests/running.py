@@ -48,8 +48,8 @@ def run(
     """The method's output `[H, N, D]` for a sequence fed in blocks of these sizes.
 
     With `disturb`, a block of that many other tokens fails before each block, and the cache is copied after it; before
-    some blocks other tokens are read, from which it goes back. Then the text is truncated to each of `truncate` tokens, as near as
-    the method can, and the rest is read again.
+    some blocks other tokens are read, from which it goes back. At the end the text is truncated to each of `truncate`
+    tokens, as near as the method can, and the rest is read again.
     `pieces` is how many tokens are read in one go, and the chunk size if the method has none. `budgets` bound the
     cache; they are raised to the least that the method can work with.
     """

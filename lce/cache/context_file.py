@@ -25,7 +25,7 @@ from lce.cache.checks import FiledChecks, Numbers, write_all
 from lce.cache.kv import KVBuffer, KVCache, LayerCache, Opened, Tiered, Whole
 from lce.cache.layout import CacheLayout, FileLayout
 from lce.cache.manifest import NAMES, REMEDY, Header, Manifest, contradiction, page_facts, read_header, signed
-from lce.cache.row_file import RowFile, SpillFile
+from lce.cache.row_file import Descriptor, RowFile, SpillFile
 from lce.cache.small import Small, check_numbers, check_state, read_small, small_entries, small_tensors
 from lce.cache.tiers import Disk, Nowhere, Pages, TierStack
 from lce.errors import DataError
@@ -85,7 +85,7 @@ class Draft:
     @classmethod
     def _locked(cls, path: Path, layout: FileLayout, how: int) -> Draft:
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | how, 0o644)
+            descriptor = Descriptor(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | how, 0o644))
         except OSError as error:
             raise unwritable(str(path), error) from error
         try:
@@ -95,15 +95,14 @@ class Draft:
             os.posix_fallocate(descriptor, 0, layout.small_start)
             return cls(path, descriptor, layout)
         except FileNotFoundError:
-            os.close(descriptor)
+            descriptor.close()
             raise
-        except OSError as error:
-            os.close(descriptor)
+        except BaseException as error:
+            descriptor.close()
             if how:
                 path.unlink(missing_ok=True)
-            raise unwritable(str(path), error) from error
-        except BaseException:
-            os.close(descriptor)
+            if isinstance(error, OSError):
+                raise unwritable(str(path), error) from error
             raise
 
     def finish(self, target: Path, small: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
@@ -129,6 +128,7 @@ class Draft:
     def discard(self) -> None:
         """Remove the file."""
         self.path.unlink(missing_ok=True)
+        self.rows.close()
 
 
 def row_entries(layout: FileLayout) -> dict[str, dict[str, Any]]:
@@ -166,7 +166,7 @@ def open_snapshot(
     `check` takes out of the mapping what it knows. Raises `DataError` for a file that is no context, that is damaged,
     or whose rows are not those of `layout`. Nothing large is read, or made, before all of its header is checked.
     """
-    descriptor = open_regular(path, follow=False)
+    descriptor = Descriptor(open_regular(path, follow=False))
     try:
         header = read_header(descriptor, path)
         manifest = Manifest.of(header.manifest, path)
@@ -180,7 +180,7 @@ def open_snapshot(
         check_numbers(layout, manifest.read, small, path)
         rows = ContextRows(descriptor, named(path), rows_layout, writable=False)
     except BaseException:
-        os.close(descriptor)
+        descriptor.close()
         raise
     return Snapshot(manifest, small, rows)
 

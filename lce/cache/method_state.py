@@ -42,7 +42,7 @@ class MethodState(ABC):
         """Forget what an interrupted pass wrote. May be repeated."""
 
     def nearest(self, n_tokens: int, length: int) -> int:
-        """The most tokens, at most `n_tokens` of the committed `length`, that this state can go back to. 0 always is."""
+        """The most tokens, at most `n_tokens` of the committed `length`, that this state can go back to; 0 at least."""
         return n_tokens if n_tokens == length else 0
 
     def mark(self, n_tokens: int) -> Held:

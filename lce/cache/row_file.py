@@ -16,7 +16,6 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from threading import Lock
-from weakref import finalize
 
 import numpy as np
 import torch
@@ -35,6 +34,19 @@ FULL = "the cache of keys and values is full; give --spill-dir, or a larger budg
 GROWTH = 64 << 20  # bytes: a spill file grows by at least this much, and by half of its size
 
 
+class Descriptor(int):
+    """A file descriptor, closed once: by `close`, or when nothing refers to it any more."""
+
+    _open = True
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            os.close(self)
+
+    __del__ = close
+
+
 class RowFile:
     """Rows `[*row_shape]` of one dtype in an open file, from byte `start` on; the first `n_rows` exist.
 
@@ -51,12 +63,11 @@ class RowFile:
         self.n_rows = n_rows
         self.bytes_read = self.bytes_written = 0
         self.checks = checks
-        self._descriptor = descriptor
+        self._descriptor = descriptor if isinstance(descriptor, Descriptor) else Descriptor(descriptor)
         self._start = start
         self._writable = writable
         self._no_wait = NO_WAIT
         self._lock = Lock()
-        finalize(self, os.close, descriptor)
 
     @property
     def row_bytes(self) -> int:
@@ -192,6 +203,10 @@ class RowFile:
             raise DataError(f"{self.name} was altered since it was written; prefill the text again")
         self.bytes_read += len(rows) * self.row_bytes
 
+    def close(self) -> None:
+        """Close the file, and so unlock it; nothing can be read or written any more."""
+        self._descriptor.close()
+
     def flush(self) -> None:
         """Make the rows written so far survive a power cut."""
         try:
@@ -207,7 +222,7 @@ class SpillFile(RowFile):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder, prefix="lce-spill-") as file:
-                descriptor = os.dup(file.fileno())
+                descriptor = Descriptor(os.dup(file.fileno()))
         except OSError as error:
             raise unwritable(str(folder), error) from error
         super().__init__(descriptor, f"the spill file in {named(folder)}", row_shape, dtype, Checks())

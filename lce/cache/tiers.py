@@ -194,8 +194,8 @@ class Pool(Tier):
     Pages of the first `pinned_chunks` chunks never leave. An unbounded pool grows by half. Bookkeeping takes 26 bytes a
     slot and 8 a page of the context. Time to free slots: O(n_slots).
 
-    A slot holds a page if its `group` and `chunk` say so and the index leads to it. An interruption may leave a slot for
-    which the index does not: it is as good as free.
+    A slot holds a page if its `group` and `chunk` say so and the index leads to it. An interruption may leave a slot
+    to which the index does not lead: it is as good as free.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ from lce.tokenizer.tokenizer import checked_ids
 if TYPE_CHECKING:
     from lce.engine.context import Context
 
-MOST_TOKENS = 1 << 40  # nothing that counts tokens or positions is larger
+MOST_TOKENS = 1 << 60  # nothing that counts tokens or positions is larger
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]] | Tensor
 Prompt = str | TokenIds

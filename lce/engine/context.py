@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, NoReturn, Self, SupportsIndex
 
-from lce.cache.kv import KVCache
+from torch import Tensor
+
+from lce.cache.kv import KVCache, Mark
 from lce.engine.arguments import path_of, tokens_of
+from lce.engine.holding import Holder, Holders, InUse
 from lce.engine.identity import Identity
 from lce.engine.saving import ContextData, save
 from lce.errors import UsageError
 from lce.models.rope import Rope
+
+
+@dataclass(frozen=True)
+class ContextMark:
+    """What a context goes back to: see `Context.mark`."""
+
+    cache: Mark
+    n_tokens: int
+    logits: Tensor | None
 
 
 class Unique:
@@ -34,7 +44,8 @@ class Context(Unique):
     next tokens are. Asking a context adds the question and the answer to it; ask a `fork` to keep the context as it
     is. One call at a time uses a context; different contexts of one engine may be used from different threads.
 
-    If prefill fails or is interrupted, tokens that are not cached yet are dropped; cached blocks stay.
+    A call that fails or is interrupted leaves the context as it was before the call, so that it can be made again. A
+    stream that has begun to answer leaves what it said: an empty prompt continues it.
 
     `close` frees memory and files at once, as the end of `with engine.prefill(...) as context:` does.
     """
@@ -46,10 +57,10 @@ class Context(Unique):
         self.rope = rope
         self._cache: KVCache | None = data.cache
         self.token_ids = list(data.token_ids)
-        self.logits = data.logits  # [vocab], after the last token in the cache
         self.announced = data.announced  # tokens; some RoPE scalings depend on it
         self.source = data.source  # the file that it was opened from
-        self._busy = threading.Lock()
+        self._last = (data.cache.length, data.logits)
+        self._holders = Holders()
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -65,6 +76,20 @@ class Context(Unique):
         if self._cache is None:
             raise UsageError("this context was closed; prefill its text again, or open its file")
         return self._cache
+
+    @property
+    def logits(self) -> Tensor | None:
+        """Logits `[vocab]` after the last token in the cache; None where they are not known."""
+        length, logits = self._last
+        return logits if length == self.cache.length else None
+
+    @logits.setter
+    def logits(self, logits: Tensor | None) -> None:
+        self.set_logits(logits, self.cache.length)
+
+    def set_logits(self, logits: Tensor | None, length: int) -> None:
+        """Have `logits` be those after the first `length` tokens: they count while the cache has so many."""
+        self._last = (length, logits)
 
     @property
     def uncached(self) -> list[int]:
@@ -92,9 +117,8 @@ class Context(Unique):
             n_tokens = tokens_of(n_tokens, "n_tokens", least=0)
             if n_tokens > len(self):
                 raise UsageError(f"n_tokens is {n_tokens}; expected {len(self)} or less, the length of the context")
-            if n_tokens < self.cache.length or (n_tokens == self.cache.length and self.logits is None):
+            if n_tokens < self.cache.length:
                 self.cache.truncate(self.cache.nearest(max(0, n_tokens - 1)))
-                self.logits = None
             del self.token_ids[n_tokens:]  # last: until here the tokens behind the cache would be read again
 
     def close(self) -> None:
@@ -104,7 +128,7 @@ class Context(Unique):
         """
         if self._cache is not None:
             with self.in_use():
-                self._cache = self.logits = None
+                self._cache, self._last = None, (0, None)
 
     def __enter__(self) -> Self:
         self.cache  # noqa: B018  refuses a context that was closed
@@ -121,23 +145,25 @@ class Context(Unique):
         with self.in_use():
             save(path_of(path), self.data, self.identity)
 
-    @contextmanager
-    def adding(self, ids: Sequence[int]) -> Iterator[None]:
-        """Append `ids` for the code inside to prefill; if that fails, those that are not cached yet are dropped."""
-        before = len(self)
-        self.token_ids.extend(ids)
-        try:
-            yield
-        except BaseException:
-            del self.token_ids[max(before, self.cache.length) :]
-            raise
+    def in_use(self) -> InUse:
+        """Use the context alone for the code inside `with`, in one call. Raises `UsageError` if another one uses it.
 
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Hold the context for one call. Raises `UsageError` if another call holds it."""
-        if not self._busy.acquire(blocking=False):
-            raise UsageError("this context is being asked already: wait for that answer, or ask a fork() of it")
+        A call that ended in any way no longer counts. A generator uses `hold` instead.
+        """
+        return InUse(self._holders, sys._getframe(1))
+
+    def hold(self, holder: Holder) -> None:
+        """Have `holder` use the context alone until it ends. Raises `UsageError` if another one uses it."""
+        self._holders.add(holder)
+
+    def mark(self) -> ContextMark:
+        """What `go_back` needs to undo what comes; no copy."""
+        return ContextMark(self.cache.mark(), len(self.token_ids), self.logits)
+
+    def go_back(self, mark: ContextMark) -> None:
+        """Be as when `mark` was taken. If the cache cannot be read back, the blocks that it has stay."""
         try:
-            yield
+            self.cache.go_back(mark.cache)
+            self.set_logits(mark.logits, mark.cache.length)
         finally:
-            self._busy.release()
+            del self.token_ids[max(mark.n_tokens, self.cache.length) :]

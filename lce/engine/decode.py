@@ -114,8 +114,8 @@ def decode(
             result.finish_reason = "stop"
             break
         if request.logprobs is not None:
-            found = logprobs_of(context.logits, token_id, request.logprobs)
-            result.logprobs = [*(result.logprobs or []), found]
+            assert result.logprobs is not None
+            result.logprobs.append(logprobs_of(context.logits, token_id, request.logprobs))
         context.token_ids.append(token_id)
         result.token_ids.append(token_id)
         result.stats.generated_tokens += 1

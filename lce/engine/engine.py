@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Unpack, cast, overload
+from typing import Unpack, overload
 
 import torch
 from torch import Tensor
@@ -27,8 +27,9 @@ from lce.engine.arguments import (
     tokens_of,
 )
 from lce.engine.chat import Conversation
-from lce.engine.context import Context, Unique
+from lce.engine.context import Context, ContextMark, Unique
 from lce.engine.decode import Generation, Piece, Request, Stats, decode
+from lce.engine.holding import Streaming
 from lce.engine.identity import Identity
 from lce.engine.job import PrefillJob
 from lce.engine.planning import Planner
@@ -111,18 +112,20 @@ class Engine(Unique):
         For a list of prompts returns a list: they are read one after the other, each on a fork of `context` if one is
         given. Raises `UsageError` for a prompt or an option that cannot be used, and `CapacityError` before any work if
         the prompt and `max_tokens` more tokens cannot fit. Warns by `WindowWarning` of a text that the method cannot
-        read.
+        read. After any error or Ctrl-C, `context` is as it was before.
         """
-        if not are_many(prompt):
-            return self.stream(cast(Prompt, prompt), **options).finish()
-        context = self._own(options.get("context"))
-        all_ids = [self._ids(each, context) for each in prompt]
-        return [self.stream(ids, **self._on_a_fork(options)).finish() for ids in all_ids]
+        checked, many = self._options(options), are_many(prompt)
+        all_ids = [self._ids(each, checked.context) for each in (prompt if many else [prompt])]
+        if not many:
+            return self._stream(all_ids[0], checked, CancelFlag(), undo=True).finish()
+        return [self._stream(ids, _on_a_fork(checked), CancelFlag()).finish() for ids in all_ids]
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Stream:
         """Like `generate`, a piece of text at a time. Work starts at the first `next`; `.result` has the figures.
 
-        A stream may be ended early, from any thread: see `Stream.cancel` and `Stream.close`.
+        If prefill fails, or is interrupted or cancelled, `context` is as it was before; later, what was said stays in
+        it. A stream uses its context until it ends, or is ended early, from any thread: see `Stream.cancel` and
+        `Stream.close`.
         """
         checked = self._options(options)
         return self._stream(self._ids(prompt, checked.context), checked, CancelFlag())
@@ -136,31 +139,41 @@ class Engine(Unique):
         """One line that says so if texts of `n_tokens` are longer than the method can read; None if they are not."""
         return beyond(self.method, self.model.config, self.window, self.rope, tokens_of(n_tokens, "n_tokens", least=0))
 
-    def _stream(self, ids: list[int], options: Options, flag: CancelFlag) -> Stream:
+    def _stream(self, ids: list[int], options: Options, flag: CancelFlag, *, undo: bool = False) -> Stream:
         request = Request(ids, options.sampling, options.max_tokens, self._eos_ids, options.logprobs)
-        result = Generation(logprobs=None if options.logprobs is None else [])
+        result, holder = Generation(logprobs=None if options.logprobs is None else []), Streaming()
         result.warning = self._warn(len(ids) + len(options.context or ()))
-        return Stream(self._pieces(request, options, result, flag), result, flag)
+        return Stream(holder.bind(self._pieces(request, options, result, flag, holder, undo=undo)), result, flag)
 
     def _pieces(
-        self, request: Request, options: Options, result: Generation, flag: CancelFlag
+        self, request: Request, options: Options, result: Generation, flag: CancelFlag, holder: Streaming, *, undo: bool
     ) -> Generator[Piece, None, None]:
-        stats, n_prompt = result.stats, len(request.token_ids)
+        """The pieces of a generation. `undo`: if it does not reach its end, it leaves nothing in the context."""
+        stats, n_new = result.stats, len(request.token_ids) + request.max_tokens
         if flag.is_set:
             return
-        with self._in_use(options.context, n_prompt + request.max_tokens) as context:
-            started = time.perf_counter()
-            stats.prompt_tokens, stats.read_before = n_prompt, len(context)
-            try:
-                with reported(options.progress, "prefill") as progress, context.adding(request.token_ids):
-                    self._advance(context, flag.between_blocks(progress))
-                stats.prefill_s = time.perf_counter() - started
-                yield from decode(context, request, self.tokenizer, result, self._advance, flag.check)
-            except Cancelled:
-                return
-            finally:
-                stats.memory, stats.traffic = context.cache.bytes_by_tier, context.cache.traffic
-            result.warning = result.warning or self._warn(len(context))
+        held = self._new_context(n_new) if options.context is None else options.context
+        held.hold(holder)
+        self._reserve(held, len(held) + n_new)
+        mark: ContextMark | None = held.mark()
+        started = time.perf_counter()
+        try:
+            stats.prompt_tokens, stats.read_before = len(request.token_ids), len(held)
+            held.token_ids.extend(request.token_ids)
+            with reported(options.progress, "prefill") as progress:
+                self._advance(held, flag.between_blocks(progress))
+            stats.prefill_s = time.perf_counter() - started
+            if not undo:
+                mark = None  # what is said from here on stays
+            yield from decode(held, request, self.tokenizer, result, self._advance, flag.check)
+            result.warning = result.warning or self._warn(len(held))
+        except BaseException as error:
+            if mark is not None:
+                held.go_back(mark)
+            if not isinstance(error, Cancelled):
+                raise
+        finally:
+            stats.memory, stats.traffic = held.cache.bytes_by_tier, held.cache.traffic
 
     def _warn(self, n_tokens: int) -> str | None:
         """Warn of a text that is longer than the method can read; returns the line, or None."""
@@ -169,11 +182,6 @@ class Engine(Unique):
             warn(line)
         return line
 
-    def _on_a_fork(self, options: GenerationOptions) -> GenerationOptions:
-        """The options with a fork of the context in the context's place."""
-        context = options.get("context")
-        return options if context is None else {**options, "context": context.fork()}
-
     def prefill(
         self, document: Prompt, *, context: Context | None = None, length: int | str | None = None,
         progress: Progress | bool | None = None,
@@ -181,14 +189,22 @@ class Engine(Unique):
         """Prefill a document, to ask about it later. `length` announces how long the context will become in all.
 
         Raises `UsageError` for a document that cannot be used, and `CapacityError` before any work if it cannot fit.
+        After any error or Ctrl-C, `context` is as it was before.
         """
         announced = 0 if length is None else tokens_of(length, "length", least=0)
         ids = self._ids(document, self._own(context))
-        with reported(progress, "prefill") as tell:
-            self._warn(len(ids) + len(context or ()))
-            with self._in_use(context, len(ids), announced) as context, context.adding(ids):
-                self._advance(context, tell)
-        return context
+        held = self._new_context(max(len(ids), announced)) if context is None else context
+        with held.in_use(), reported(progress, "prefill") as tell:
+            self._warn(len(ids) + len(held))
+            self._reserve(held, max(len(held) + len(ids), announced))
+            mark = held.mark()
+            try:
+                held.token_ids.extend(ids)
+                self._advance(held, tell)
+            except BaseException:
+                held.go_back(mark)
+                raise
+        return held
 
     @torch.inference_mode()
     def logits(self, token_ids: Prompt) -> Tensor:
@@ -236,10 +252,11 @@ class Engine(Unique):
             Planner.into_file(self.layout, self.method.name).check(len(ids))
             self._warn(len(ids))
             job = PrefillJob(target, self.layout, self.identity, ids, announced, before)
-        every, context = every or len(ids), self._context(job.data)
-        stats = Stats(prompt_tokens=len(context.uncached), read_before=context.cache.length)
-        started = time.perf_counter()
+        every = every or len(ids)
         try:
+            context = self._context(job.data)
+            stats = Stats(prompt_tokens=len(context.uncached), read_before=context.cache.length)
+            started = time.perf_counter()
             with torch.inference_mode(), reported(progress, "prefill") as tell:
                 for part in _blocks(context.uncached, self.block, tell, done=context.cache.length):
                     if context.cache.length - job.n_written >= every:
@@ -275,18 +292,11 @@ class Engine(Unique):
         Planner.of(self.layout, self.method.name).check(length)
         return self._context(ContextData(KVCache.empty(self.layout, length), announced=length))
 
-    @contextmanager
-    def _in_use(self, context: Context | None, more: int, length: int = 0) -> Iterator[Context]:
-        """Hold a context, or a new one, for a call that adds `more` tokens, or makes it `length` tokens long.
-
-        Raises `CapacityError` before any work where they cannot fit.
-        """
-        held = self._new_context(max(more, length)) if context is None else context
-        with held.in_use():
-            if context is not None:
-                Planner.growing(context.cache, self.method.name).check(max(len(context) + more, length))
-            held.cache.reserve(max(len(held) + more, length))
-            yield held
+    def _reserve(self, context: Context, length: int) -> None:
+        """Make space for a context to become `length` tokens long. Raises `CapacityError` where they cannot fit."""
+        if len(context):  # a new one was checked
+            Planner.growing(context.cache, self.method.name).check(length)
+        context.cache.reserve(length)
 
     def rope_of(self, length: int) -> Rope:
         """The rotation of a context that was announced to become `length` tokens long."""
@@ -294,7 +304,9 @@ class Engine(Unique):
 
     @torch.inference_mode()
     def _advance(self, context: Context, progress: Progress | None = None) -> None:
-        """Prefill the context's tokens that are not in its cache yet."""
+        """Prefill the context's tokens that are not in its cache yet, and have its logits."""
+        if context.logits is None and len(context) == context.cache.length > 0:
+            context.cache.truncate(context.cache.nearest(context.cache.length - 1))
         for part in _blocks(context.uncached, self.block, progress):
             self._append(context, part)
 
@@ -305,19 +317,21 @@ class Engine(Unique):
         before the block, or as it is after it.
         """
         uses_threads()
+        context.cache.settle()
         before, logits = context.cache.length, context.logits
 
         def model_call(attend: Attend) -> Tensor:
             hidden = self.model(torch.tensor(ids, device=self.device), before, attend)
-            context.logits = self.model.logits(hidden[-1:])[0]
-            check_logits(context.logits[None], before + len(ids) - 1)
+            last = self.model.logits(hidden[-1:])
+            check_logits(last, before + len(ids) - 1)
+            context.set_logits(last[0], before + len(ids))
             return hidden
 
         try:
             return self._driver.forward(context.cache, context.rope, len(ids), model_call, note)
         except BaseException as error:
             if context.cache.length == before:  # the block was discarded
-                context.logits = logits
+                context.set_logits(logits, before)
             context.data.blame(error)
             raise
 
@@ -371,6 +385,11 @@ class Engine(Unique):
         """Like `chat`, a piece of text at a time."""
         context = options.pop("context", None)
         return self.conversation(context=context).stream(messages, **options)
+
+
+def _on_a_fork(options: Options) -> Options:
+    """The options with a fork of the context in the context's place."""
+    return options if options.context is None else replace(options, context=options.context.fork())
 
 
 class _End:

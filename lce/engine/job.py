@@ -102,6 +102,7 @@ class PrefillJob:
         """End without `finish`. A job with a checkpoint stays and a note on `error` says so; others leave no file."""
         if os.path.lexists(self.state):
             error.add_note(f"the same command goes on from {self.n_written:,} tokens")
+            self.draft.rows.close()  # a traceback may keep this job, and the same call must find the file unlocked
         else:
             self.draft.discard()
 

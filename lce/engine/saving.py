@@ -77,12 +77,13 @@ def save(path: Path, data: ContextData, identity: Identity) -> None:
     check_writable(path)
     sweep(path)
     layout = cache.layout.file(cache.length)
-    draft = Draft.create(draft_path(path), layout)
+    draft_at = draft_path(path)
     try:
+        draft = Draft.create(draft_at, layout)
         write_rows(cache, draft.rows)
         draft.finish(path, data.tensors(), data.manifest(identity.facts, layout))
     except BaseException:
-        draft.discard()
+        draft_at.unlink(missing_ok=True)
         raise
 
 

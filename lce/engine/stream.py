@@ -69,9 +69,13 @@ class Stream(Unique):
                 raise
 
     def finish(self) -> Generation:
-        """Run to the end; returns the result."""
-        for _ in self:
-            pass
+        """Run to the end; returns the result. After an error the stream is closed."""
+        try:
+            for _ in self:
+                pass
+        except BaseException:
+            self.close()  # a traceback may keep it
+            raise
         return self.result
 
     def cancel(self) -> None:
@@ -152,8 +156,10 @@ class AsyncStream(Unique):
         self.cancel()
         try:
             await asyncio.shield(asyncio.get_running_loop().run_in_executor(thread, self._close))
-        finally:
-            thread.shutdown(wait=False)
+        except BaseException:
+            thread.shutdown(wait=False)  # it ends with its step
+            raise
+        thread.shutdown()  # it has nothing to do: this waits for no step
 
     def _close(self) -> None:
         if self._stream is not None:

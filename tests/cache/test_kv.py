@@ -20,7 +20,7 @@ from lce.cache.context_file import Draft, restored, write_rows
 from lce.cache.kv import KVBuffer, KVCache, LayerCache, Opened, Tiered, Whole
 from lce.cache.layout import Budgets, CacheLayout, Reach
 from lce.cache.method_state import MethodState, Staged, Summaries, TokenRows
-from lce.errors import CapacityError
+from lce.errors import CapacityError, UsageError
 from lce.sizes import size_text
 from tests.late import disks_of
 
@@ -291,6 +291,105 @@ def test_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     cache.discard()
     append(cache, 4, 70)
     assert torch.equal(held(cache.layers[1], "k"), torch.cat((rows(13, 1), rows(4, 71)), dim=1))
+
+
+# Going back
+
+
+@given(data=st.data(), tiered=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_a_truncated_cache_is_as_if_no_more_had_been_read(data: st.DataObject, tiered: bool) -> None:
+    """Whatever was read between, to wherever its pages went, and again."""
+    with TemporaryDirectory() as folder:
+        cache, k, start = KVCache.empty(tight(Path(folder)) if tiered else SMALL), text(0), 0
+        for seed in range(data.draw(st.integers(1, 4))):
+            stop = start + data.draw(st.integers(0, 150))
+            k = torch.cat((k[:, :, :start], other(seed, stop - start)), dim=2)
+            append_text(cache, k, start)
+            assert_has(cache, k)
+            start = data.draw(st.integers(0, stop))
+            cache.truncate(start)
+            assert_has(cache, k[:, :, :start])
+            assert_has(cache.copy(), k[:, :, :start])
+
+
+def other(seed: int, n: int) -> Tensor:
+    return torch.randn(3, 2, n, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def append_text(cache: KVCache, k: Tensor, start: int) -> None:
+    """Append `k [layers, G, N, D]` from token `start` on, in blocks of 10."""
+    n = k.shape[2]
+    for at in range(start, n, 10):
+        cache.reserve(min(at + 10, n))
+        for layer, x in zip(cache.layers, k[:, :, at : at + 10], strict=True):
+            layer.write(x, -x)
+        cache.commit()
+
+
+def assert_has(cache: KVCache, k: Tensor) -> None:
+    n = k.shape[2]
+    assert cache.length == n
+    for layer, x in zip(cache.layers, k, strict=True):
+        for start in (0, n // 3, max(0, n - 5)):
+            assert torch.equal(layer.span(start, n)[0], x[:, start:])
+            assert torch.equal(layer.span(start, n)[1], -x[:, start:])
+        if n >= 8:
+            check_tiles(layer, torch.arange(n // 8).expand(4, 1, -1), x)
+
+
+def test_a_cache_goes_back_to_a_mark_in_every_layer_at_once() -> None:
+    cache = KVCache.empty(WITH_STATE)
+    append(cache, 13)
+    staged(cache.layers[0]).stage(torch.ones(1))
+    cache.commit()
+    mark, layers = cache.mark(), cache.layers
+    append(cache, 20, 50)
+    staged(cache.layers[0]).stage(torch.zeros(1))
+    cache.commit()
+    cache.go_back(mark)
+    assert cache.layers is not layers
+    assert [layer.length for layer in cache.layers] == [layer.stop for layer in cache.layers] == [13] * 3
+    assert staged(cache.layers[0]).value == 1
+    assert torch.equal(held(cache.layers[2], "k"), rows(13, 2))
+
+
+def test_what_is_gone_is_said() -> None:
+    cache = KVCache.empty(WITH_STATE)
+    append(cache, 13)
+    staged(cache.layers[1]).stage(torch.ones(1))
+    cache.commit()
+    assert [cache.nearest(n) for n in (0, 12, 13)] == [0, 0, 13]
+    with pytest.raises(
+        UsageError, match=r"^cannot go back to 12 tokens: .* go back to 0, and prefill the rest again\Z"
+    ):
+        cache.truncate(12)
+    for n in (-1, 14):
+        with pytest.raises(UsageError, match=rf"^cannot go back to {n} tokens; expected 0 to 13\Z"):
+            cache.truncate(n)
+    cache.truncate(13)
+    assert cache.length == 13
+    cache.truncate(0)
+    assert staged(cache.layers[1]).value is None
+
+
+def test_a_commit_that_was_interrupted_is_completed_by_whatever_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if what should have completed it at once was interrupted too."""
+    for then in (KVCache.settle, KVCache.copy, KVCache.mark, KVCache.tensors, KVCache.begin):
+        cache = KVCache.empty(LAYOUT)
+        cache.begin()
+        write(cache, 13)
+        with monkeypatch.context() as patch:
+            patch.setattr(cache.layers[1], "commit", lambda: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                cache.commit()
+        assert [layer.length for layer in cache.layers] == [13, 0, 0]
+        then(cache)
+        assert [layer.length for layer in cache.layers] == [13, 13, 13]
+        cache.begin()
+        write(cache, 5)
+        then(cache)
+        assert [layer.stop for layer in cache.layers] == [13, 13, 13]
 
 
 # Tiles

@@ -375,3 +375,68 @@ def test_a_buffer_of_exactly_what_is_planned() -> None:
     assert rows.n_bytes == 65 * 12
     rows.write(counted(1)[0], 65)
     assert rows.n_bytes == 97 * 12 <= rows.most_bytes(66, 1) == 99 * 12
+
+
+# Going back
+
+
+@given(data=st.data())
+def test_a_state_goes_back_to_a_mark(data: st.DataObject) -> None:
+    """What it has of the marked tokens is as it was, whatever was written since; `nearest` says how far it can go."""
+    size, n_kept = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 6))
+    text = torch.randn(2, 60, 3)
+    kept: dict[str, MethodState] = {
+        "rows": TokenRows(12),
+        "recent": RecentRows(n_kept, 24),
+        "open": OpenChunk(size, 24),
+        "staged": Staged(lambda n_tokens, block: 8),
+    }
+
+    def read(start: int, stop: int, x: Tensor) -> None:
+        for name, state in kept.items():
+            if isinstance(state, TokenRows):
+                state.write(x[0, start:stop], start)
+            elif isinstance(state, RecentRows):
+                state.write(x[:, start:stop], start)
+            elif isinstance(state, OpenChunk) and (opened := max(start, stop // size * size)) < stop:
+                state.write(x[:, opened:stop], opened)
+            elif isinstance(state, Staged):
+                state.stage(x[0, :stop].sum(dim=0))
+            kept[name].commit(stop)
+
+    def has(n: int) -> None:
+        assert torch.equal(kept["rows"].tensors(n)["tensor"], text[0, :n])
+        assert torch.equal(kept["recent"].tensors(n)["tensor"][:, -min(n, n_kept) :], text[:, max(0, n - n_kept) : n])
+        if n % size:
+            assert torch.equal(kept["open"].tensors(n)["tensor"][:, : n % size], text[:, n // size * size : n])
+        assert torch.equal(kept["staged"].tensors(n)["tensor"], text[0, :n].sum(dim=0))
+
+    n = 0
+    while n < 40:
+        read(n, n := min(40, n + data.draw(st.integers(1, 20))), text)
+        marks, stop, wrong = {name: state.mark(n) for name, state in kept.items()}, n, torch.randn(2, 60, 3)
+        for _ in range(data.draw(st.integers(0, 3))):
+            read(stop, stop := min(60, stop + data.draw(st.integers(1, 15))), wrong)
+        kept = {name: state.at(marks[name]) for name, state in kept.items()}
+        has(n)
+        back = data.draw(st.integers(0, n))
+        for name, state in kept.items():
+            nearest = state.nearest(back, n)
+            assert nearest == (n if back == n else nearest) <= back
+            assert state.nearest(0, n) == 0
+            if nearest and (name == "rows" or (name == "open" and nearest % size)):
+                found = state.at(state.mark(nearest)).tensors(nearest)["tensor"]
+                whole = text[0, :nearest] if name == "rows" else text[:, nearest // size * size : nearest]
+                assert torch.equal(found if name == "rows" else found[:, : nearest % size], whole)
+
+
+def test_recent_rows_that_are_made_again_are_named() -> None:
+    recent = RecentRows(4, 24, remade=True)
+    assert list(recent.missing(0)) == []
+    recent.write(torch.zeros(2, 9, 3), 0)
+    recent.write(torch.zeros(2, 9, 3), 9)
+    assert list(recent.missing(18)) == []
+    assert recent.nearest(5, 18) == 5
+    back = recent.at(recent.mark(5))
+    assert list(back.missing(5)) == [1, 2, 3, 4]
+    assert RecentRows(4, 24).nearest(5, 18) == 0

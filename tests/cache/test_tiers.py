@@ -25,6 +25,7 @@ from lce.cache.movers import Mover
 from lce.cache.row_file import RowFile, SpillFile
 from lce.cache.tiers import Disk, Nowhere, Numbers, PageIndex, Pages, Pool, Tier, TierStack, Traffic, slices
 from lce.errors import CapacityError
+from tests.interrupts import interrupted, places
 from tests.late import ORDERS, LateDevice, disks_of, no_gpu
 
 CPU = torch.device("cpu")
@@ -958,3 +959,69 @@ def test_a_cache_survives_any_refusal(tmp_path: Path, monkeypatch: pytest.Monkey
                 assert torch.equal(values, -keys)
         k += 1
     assert k > 1
+
+
+# Ctrl-C
+
+
+def check_interruptions(tiers: str, every: int, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Add pages, interrupted anywhere; add them again, with others: all are found, with their latest contents."""
+    no_gpu(patch)
+    layout = tiers_of(tiers, limit=6)
+
+    def pages(first: int, stop: int, seed: int) -> tuple[Tensor, Tensor]:
+        k = torch.randn(N_HEADS, 12 * SIZE, DIM, generator=torch.Generator().manual_seed(seed))
+        return k[:, first * SIZE : stop * SIZE], -k[:, first * SIZE : stop * SIZE]
+
+    def add(to: TierStack, seed: int) -> None:
+        for layer in range(N_LAYERS):
+            to.add(layer, 4, *pages(4, 9, seed + layer))
+            to.chunks(layer, 2, 6)
+            list(to.rounds(layer, np.ones((N_HEADS, 5), bool)))
+
+    def filled() -> TierStack:
+        made = stack(layout, file_for(tiers, layout, folder))
+        for layer in range(N_LAYERS):
+            made.add(layer, 0, *pages(0, 6, layer))  # of which two are to be replaced
+        return made
+
+    probe = filled()
+    for place, nth in places(lambda: add(probe, 10), every, "tiers.py", "movers.py"):
+        under_test = filled()
+        interrupted(lambda under_test=under_test: add(under_test, 10), place, nth)
+        add(under_test, 20)
+        under_test.top.bring(Pages.grid(under_test.groups(0), np.arange(2)))
+        for each in (under_test, under_test.fork()):
+            for layer in range(N_LAYERS):
+                found = each.chunks(layer, 0, 9)
+                for x, old, new in zip(found, pages(0, 4, layer), pages(4, 9, 20 + layer), strict=True):
+                    assert torch.equal(x, torch.cat((old, new), dim=1)), place
+
+
+@pytest.mark.parametrize("tiers", TIERS[1:])
+def test_an_interruption_anywhere_leaves_tiers_that_can_be_used(
+    tiers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_interruptions(tiers, 37, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tiers", TIERS[1:])
+def test_an_interruption_at_any_bytecode_leaves_tiers_that_can_be_used(
+    tiers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_interruptions(tiers, 1, tmp_path, monkeypatch)
+
+
+def test_pages_that_are_added_again_replace_the_old_ones(tmp_path: Path) -> None:
+    """As after a truncation: in the pool, in the file, and when they leave the pool."""
+    layout = tiers_of("memory, file", limit=6)
+    tiers = stack(layout, file_for("memory, file", layout, tmp_path))
+    old, new = torch.randn(2, N_HEADS, 9 * SIZE, DIM)
+    tiers.add(0, 0, old, -old)
+    tiers.write_down()
+    tiers.add(0, 4, new[:, 4 * SIZE :], -new[:, 4 * SIZE :])
+    for _ in range(2):
+        assert torch.equal(tiers.chunks(0, 0, 9)[0], torch.cat((old[:, : 4 * SIZE], new[:, 4 * SIZE :]), dim=1))
+        for chunk in range(4):
+            tiers.top.bring(Pages.grid(tiers.groups(0), np.array([chunk])))

@@ -1,4 +1,4 @@
-"""Contexts are kept apart, and a failure leaves a context with whole blocks."""
+"""Contexts are kept apart, and a call that fails leaves a context as it was."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from lce.cache.kv import LayerCache
 from lce.methods import Full, LongHeads, Method, Step
 from lce.weights.checkpoint import Checkpoint
 from tests.checkpoints import tokens
+from tests.interrupts import interrupted, places
 
 BLOCK = 32
 
@@ -222,22 +224,19 @@ def assert_same(context: lce.Context, known: list[Tensor | int | None]) -> None:
             assert now == then
 
 
-def test_a_failure_in_any_layer_of_any_block_leaves_whole_blocks(fragile: lce.Engine) -> None:
-    """45 tokens, then 100 more in four blocks through two layers: fail at each of the eight calls, then go on."""
+def test_a_failure_in_any_layer_of_any_block_leaves_the_context_as_it_was(fragile: lce.Engine) -> None:
+    """45 tokens, then 100 more in four blocks through two layers: fail at each of the eight calls, then try again."""
     start, rest = tokens(45), tokens(100, seed=1)
     truth = fragile.prefill(rest, context=fragile.prefill(start))
     for call in range(1, 9):
         context = fragile.prefill(start)
+        before = contents(context)
         FUSE.left = call
         with pytest.raises(Interrupted):
             fragile.prefill(rest, context=context)
-        read = (call - 1) // 2 * BLOCK
-        assert context.token_ids == start + rest[:read]
-        whole = fragile.prefill(start)
-        if read:
-            fragile.prefill(rest[:read], context=whole)
-        assert_same(context, contents(whole))
-        fragile.prefill(rest[read:], context=context)
+        assert context.token_ids == start
+        assert_same(context, before)
+        fragile.prefill(rest, context=context)
         assert_same(context, contents(truth))
 
 
@@ -290,7 +289,22 @@ def test_a_failure_while_writing_loses_no_token(fragile: lce.Engine) -> None:
         assert said == answer
 
 
-def test_a_failure_in_the_progress_callback_leaves_whole_blocks(engine: lce.Engine) -> None:
+def test_generate_that_fails_says_nothing(fragile: lce.Engine) -> None:
+    """Whichever layer of whichever token fails: `generate` gave no answer, so there is none in the context."""
+    start, question = tokens(45), tokens(9, seed=1)
+    context = fragile.prefill(start)
+    before = contents(context)
+    answer = fragile.generate(question, max_tokens=6, context=context.fork()).token_ids
+    for call in range(1, 13):
+        FUSE.left = call
+        with pytest.raises(Interrupted):
+            fragile.generate(question, max_tokens=6, context=context)
+        assert context.token_ids == start
+        assert_same(context, before)
+    assert fragile.generate(question, max_tokens=6, context=context).token_ids == answer
+
+
+def test_a_failure_in_the_progress_callback_leaves_the_context_as_it_was(engine: lce.Engine) -> None:
     start, rest = tokens(45), tokens(100, seed=1)
     truth = engine.prefill(rest, context=engine.prefill(start))
     for block in range(1, 5):
@@ -303,13 +317,12 @@ def test_a_failure_in_the_progress_callback_leaves_whole_blocks(engine: lce.Engi
             context = engine.prefill(start)
             with pytest.raises(Interrupted):
                 getattr(engine, call)(rest, context=context, progress=progress)
-            read = min(block * BLOCK, 100)
-            assert context.token_ids == start + rest[:read]
-            engine.prefill(rest[read:], context=context)
+            assert context.token_ids == start
+            engine.prefill(rest, context=context)
             assert_same(context, contents(truth))
 
 
-def test_an_interruption_between_two_layers_commits_keeps_the_whole_block(
+def test_an_interruption_between_two_layers_commits_can_be_undone(
     engine: lce.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C may come anywhere: half the layers with a block and half without it would be the end of a context."""
@@ -328,8 +341,17 @@ def test_an_interruption_between_two_layers_commits_keeps_the_whole_block(
         FUSE.left = call
         with pytest.raises(Interrupted):
             engine.prefill(rest, context=context)
-        assert context.token_ids == start + rest
+        assert context.token_ids == start
+        engine.prefill(rest, context=context)
         assert_same(context, contents(truth))
+
+
+def test_logits_that_are_not_known_are_read_again(engine: lce.Engine) -> None:
+    """As after a truncation: the last token is read once more, or more tokens where the method needs them."""
+    context = engine.prefill(tokens(45))
+    answer = engine.generate([], max_tokens=4, context=context.fork()).token_ids
+    context.logits = None
+    assert engine.generate([], max_tokens=4, context=context).token_ids == answer
 
 
 def test_a_prefill_that_fails_holds_nothing_up(fragile: lce.Engine) -> None:
@@ -452,3 +474,84 @@ def test_engines_contexts_and_streams_are_neither_pickled_nor_copied(engine: lce
             assert "\n" not in str(error.value)
     with pytest.raises(lce.UsageError, match=r"copy it with fork\(\), or write it with save\(\)"):
         copy.copy(context)
+
+
+# Ctrl-C at any bytecode
+
+
+def check_interruptions(engine: lce.Engine, what: str, every: int) -> None:
+    """Interrupt a call at one of `every` instructions, then make it again: it gives what it gives otherwise.
+
+    The context's last token is not cached yet.
+    """
+    question, base = tokens(40, seed=1), engine.prefill(tokens(45))
+    engine.generate([], max_tokens=3, context=base)
+    whole = base.fork()
+    answer = engine.generate(question, max_tokens=5, context=whole).token_ids
+
+    def call(context: lce.Context) -> None:
+        if what == "generate":
+            engine.generate(question, max_tokens=5, context=context)
+        elif what == "prefill":
+            engine.prefill(question, context=context)
+        elif what == "fork":
+            context.fork()
+        else:
+            with closing(engine.stream(question, max_tokens=5, context=context)) as stream:
+                list(stream)
+
+    call(base.fork())  # what is made once is made
+    probe = base.fork()
+    for place, nth in places(lambda: call(probe), every):
+        context = base.fork()
+        interrupted(lambda context=context: call(context), place, nth)
+        said = context.token_ids[len(base) + len(question) :]
+        if len(context) == len(base):  # never asked
+            assert engine.generate(question, max_tokens=5, context=context).token_ids == answer, place
+            assert context.token_ids == whole.token_ids
+            assert_same(context, contents(whole))
+        elif what == "stream" and len(said) < 5:
+            rest = engine.generate([], max_tokens=5 - len(said), context=context).token_ids
+            assert said + rest == answer, place
+        else:  # interrupted when it was done
+            assert context.token_ids == (whole.token_ids if what != "prefill" else base.token_ids + question), place
+            assert context.logits is not None
+
+
+@pytest.mark.parametrize("what", ["generate", "prefill", "stream", "fork"])
+def test_an_interruption_anywhere_leaves_a_context_that_can_be_asked_again(engine: lce.Engine, what: str) -> None:
+    check_interruptions(engine, what, 307 if what != "fork" else 50)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["generate", "prefill", "stream", "fork"])
+def test_an_interruption_at_any_bytecode_leaves_a_context_that_can_be_asked_again(
+    engine: lce.Engine, what: str
+) -> None:
+    check_interruptions(engine, what, 1)
+
+
+@dataclass(frozen=True)
+class Stopped(Full):
+    """Raises `KeyboardInterrupt` in decode, where a user would see it."""
+
+    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        FUSE.burn()
+        return super().attend(q, cache, step)
+
+
+def test_a_traceback_that_is_kept_keeps_no_context_in_use(tiny_model: Path) -> None:
+    """As in a notebook, which keeps the last one."""
+    engine = lce.load(tiny_model, Stopped(), block=BLOCK)
+    context = engine.prefill(tokens(20))
+    kept: list[BaseException] = []
+    for call in range(1, 7):
+        FUSE.left = call
+        try:
+            engine.generate(tokens(5), max_tokens=4, context=context)
+        except Interrupted as error:
+            kept.append(error)
+        assert len(context) == 20
+        assert len(context.fork()) == 20
+    assert len(kept) == 6
+    FUSE.left = -1

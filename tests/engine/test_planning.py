@@ -251,8 +251,10 @@ def test_a_file_takes_what_memory_may_not_hold(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method, path = LongHeads(chunk_size=8, chunks=4), tmp_path / "read.lce"
+    bounded = lce.load(tiny_model, method, block=8, kv_host_budget=20_000)
+    unbounded = lce.load(tiny_model, method, block=8)
     at_most(monkeypatch, memory=60_000, disk=0)  # the file reserves its own place
-    lce.load(tiny_model, method, block=8, kv_host_budget=20_000).prefill_file(tokens(100), path)
+    bounded.prefill_file(tokens(100), path)
     with pytest.raises(CapacityError, match=r"^400 tokens need .* give a --kv-host-budget$"):
-        lce.load(tiny_model, method, block=8).prefill_file(tokens(400), tmp_path / "more.lce")
+        unbounded.prefill_file(tokens(400), tmp_path / "more.lce")
     assert list(tmp_path.iterdir()) == [path]

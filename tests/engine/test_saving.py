@@ -30,8 +30,10 @@ from lce.cache.tiers import Disk
 from lce.engine.saving import describe, text_hash
 from lce.errors import CapacityError, DataError, UsageError
 from lce.files import draft_path
+from lce.methods import LongHeads
 from lce.weights.header import read_all
 from tests.checkpoints import save_tiny, tokens
+from tests.interrupts import interrupted, places
 
 BLOCK = 64
 NEEDS: dict[str, dict[str, object]] = {
@@ -809,3 +811,51 @@ def test_strange_names_are_refused_in_a_line(name: str, engine: lce.Engine, tmp_
             said.append(str(error))
     assert len(said) == (2 if name == "a\nb" else 3), "it can be written to, like any other name"
     assert all(text.isprintable() and len(text) < 700 for text in said)
+
+
+# Ctrl-C at any bytecode
+
+
+def check_interruptions(engine: lce.Engine, what: str, every: int, folder: Path) -> None:
+    """Interrupt a call that writes or opens a file: no file is left but those that it documents."""
+    context, text = engine.prefill(tokens(45)), tokens(120, seed=1)
+    context.save(folder / "saved.lce")
+    answer = engine.generate([], max_tokens=3, context=context.fork()).token_ids
+    path = folder / "new" / "c.lce"
+    path.parent.mkdir()
+
+    def call() -> None:
+        if what == "save":
+            context.save(path)
+        elif what == "open":
+            engine.open_context(folder / "saved.lce")
+        else:
+            engine.prefill_file(text, path, checkpoint_every=64)
+
+    call()
+    path.unlink(missing_ok=True)
+    before = len(os.listdir("/proc/self/fd"))
+    errors = []
+    for place, nth in places(call, every):
+        path.unlink(missing_ok=True)
+        try:
+            interrupted(call, place, nth)
+        except BaseException as error:  # a traceback that is kept
+            errors.append(error)
+        left = {file.name for file in path.parent.iterdir()}
+        allowed = [set(), {"c.lce"}]
+        if what == "prefill_file":
+            allowed += [{"c.lce.part", "c.lce.part.state"}, {"c.lce", "c.lce.part.state"}]
+        assert left in allowed, place
+        assert engine.generate([], max_tokens=3, context=context.fork()).token_ids == answer
+        if what == "prefill_file":
+            call()
+            assert engine.open_context(path).token_ids == text
+            assert {file.name for file in path.parent.iterdir()} == {"c.lce"}
+    errors.clear()
+    assert len(os.listdir("/proc/self/fd")) <= before + 2  # an interruption right behind `open` loses its descriptor
+
+
+@pytest.mark.parametrize(("what", "every"), [("save", 67), ("open", 101), ("prefill_file", 503)])
+def test_an_interruption_anywhere_leaves_no_file(what: str, every: int, tiny_model: Path, tmp_path: Path) -> None:
+    check_interruptions(lce.load(tiny_model, LongHeads(chunk_size=8, chunks=4), block=32), what, every, tmp_path)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +14,13 @@ from torch import Tensor
 import lce
 from lce.attention import Attention
 from lce.cache.kv import KVCache, LayerCache
-from lce.cache.layout import CacheLayout, Reach
+from lce.cache.layout import Budgets, CacheLayout, Reach
 from lce.errors import UsageError
 from lce.methods import Driver, Full, LongHeads, Rope, RopeConfig, make
 from lce.models.layers import Attend
 from tests import oracle
-from tests.running import cut, vectors
+from tests.interrupts import interrupted, places
+from tests.running import cut, layout_for, legal, vectors
 
 WINDOW, N = 32, 150
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -171,3 +175,61 @@ def test_decode_steps_prefetch_each_layer(monkeypatch: pytest.MonkeyPatch) -> No
     last = [x[:, -1:] for x in (q, k, v)]
     driver.forward(cache, rope, 1, lambda attend: [attend(layer, *last) for layer in range(2)])
     assert asked == [0, 1, 2]
+
+
+# Ctrl-C
+
+INTERRUPTED: dict[str, dict[str, object]] = {
+    "full": {},
+    "longheads": {"chunk_size": 4},
+    "esa": {"compress": "pca", "sinks": 2, "local": 6, "top_k": 5, "low_dim": 4},
+    "infllm": {"block_size": 4, "sinks": 2, "top_k": 2, "local": 6},
+}
+
+
+def check_interruptions(name: str, start: int, every: int, folder: Path) -> None:
+    """Read `start` tokens, then a block and a token, interrupted at one of `every` instructions, then what is left.
+
+    Each output equals, to the bit, that of a run which is not interrupted; so does that of a copy.
+    """
+    method = make(name, INTERRUPTED[name]).resolve(WINDOW)
+    x = vectors(3, 4, 2, start + 16, 8)
+    layout = layout_for(method, 4, x[1], 10, Budgets(host=0, spill_dir=folder))
+    layout = legal(replace(layout, n_layers=2, reach=replace(layout.reach, chunk_size=4)))
+    driver, rope = Driver(method, Attention.choose("torch"), WINDOW, 2), Rope(RopeConfig(), 8, WINDOW, start + 16)
+
+    def read(cache: KVCache, spans: Sequence[tuple[int, int]]) -> dict[tuple[int, int], list[Tensor]]:
+        outs = {}
+        for a, b in spans:
+            block = [y[:, a:b] for y in x]
+
+            def model_call(attend: Attend, block: list[Tensor] = block) -> list[Tensor]:
+                return [attend(layer, *block) for layer in range(2)]
+
+            outs[a, b] = driver.forward(cache, rope, b - a, model_call)
+        return outs
+
+    base = KVCache.empty(layout)
+    read(base, [(a, min(a + 10, start)) for a in range(0, start, 10)])
+    spans = [(start, start + 10), (start + 10, start + 11), (start + 11, start + 16)]
+    truth, probe = read(base.copy(), spans), base.copy()
+    for place, nth in places(lambda: read(probe, spans[:2]), every, "/cache/", "run.py", "parts.py"):
+        cache = base.copy()
+        interrupted(lambda cache=cache: read(cache, spans[:2]), place, nth)
+        for each in (cache.copy(), cache):
+            assert each.length in (start, start + 10, start + 11), place
+            for span, outs in read(each, [span for span in spans if span[0] >= each.length]).items():
+                assert all(torch.equal(a, b) for a, b in zip(outs, truth[span], strict=True)), place
+
+
+@pytest.mark.parametrize("start", [20, 50], ids=["becomes tiered", "is tiered"])
+@pytest.mark.parametrize(("name", "every"), [("full", 101), ("longheads", 607), ("esa", 303), ("infllm", 505)])
+def test_an_interruption_anywhere_loses_nothing(name: str, every: int, start: int, tmp_path: Path) -> None:
+    check_interruptions(name, start, every, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [20, 50], ids=["becomes tiered", "is tiered"])
+@pytest.mark.parametrize("name", INTERRUPTED)
+def test_an_interruption_at_any_bytecode_loses_nothing(name: str, start: int, tmp_path: Path) -> None:
+    check_interruptions(name, start, 1, tmp_path)
