@@ -41,26 +41,31 @@ class Tracer:
         return self
 
 
-def places(call: Callable[[], object], every: int = 1, *files: str) -> list[tuple[Place, int]]:
+def places(call: Callable[[], object], every: int = 1, *names: str) -> list[tuple[Place, int]]:
     """Which instructions that `call` runs to interrupt, and at which of their first runs.
 
-    Each instruction once, or one of `every`; those of lce's `files` alone, or all. Early and late runs take turns.
+    Each instruction once, or one of `every`; those in files or functions of these `names`, or all. Early and late runs
+    take turns.
     """
     tracer = Tracer()
     _traced(call, tracer)
-    runs = Counter(place for place in tracer.seen if not files or any(x in place[0].co_filename for x in files))
+    runs = Counter(place for place in tracer.seen if not names or any(name in _called(place) for name in names))
     return [(place, 1 + i % min(n, 5)) for i, (place, n) in enumerate(runs.items())][::every]
 
 
-def interrupted(call: Callable[[], object], place: Place, nth: int) -> bool:
-    """Make the call, interrupted there; False if it does not come there. Fails for a call that swallows Ctrl-C."""
+def _called(place: Place) -> str:
+    return f"{place[0].co_filename}:{place[0].co_qualname}."
+
+
+def interrupted(call: Callable[[], object], place: Place, nth: int) -> KeyboardInterrupt | None:
+    """Make the call, interrupted there; None if it does not come there. Fails for a call that swallows Ctrl-C."""
     tracer = Tracer(place, nth)
     try:
         _traced(call, tracer)
-    except KeyboardInterrupt:
-        return True
+    except KeyboardInterrupt as error:
+        return error
     assert not tracer.raised, f"swallowed in {place[0].co_qualname}"
-    return False
+    return None
 
 
 def _traced(call: Callable[[], object], tracer: Tracer) -> None:

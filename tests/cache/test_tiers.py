@@ -964,7 +964,7 @@ def test_a_cache_survives_any_refusal(tmp_path: Path, monkeypatch: pytest.Monkey
 # Ctrl-C
 
 
-def check_interruptions(tiers: str, every: int, folder: Path, patch: pytest.MonkeyPatch) -> None:
+def check_interruptions(tiers: str, every: int, folder: Path, patch: pytest.MonkeyPatch, *where: str) -> None:
     """Add pages, interrupted anywhere; add them again, with others: all are found, with their latest contents."""
     no_gpu(patch)
     layout = tiers_of(tiers, limit=6)
@@ -986,7 +986,7 @@ def check_interruptions(tiers: str, every: int, folder: Path, patch: pytest.Monk
         return made
 
     probe = filled()
-    for place, nth in places(lambda: add(probe, 10), every, "tiers.py", "movers.py"):
+    for place, nth in places(lambda: add(probe, 10), every, *(where or ("tiers.py", "movers.py"))):
         under_test = filled()
         interrupted(lambda under_test=under_test: add(under_test, 10), place, nth)
         add(under_test, 20)
@@ -1003,6 +1003,13 @@ def test_an_interruption_anywhere_leaves_tiers_that_can_be_used(
     tiers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_interruptions(tiers, 37, tmp_path, monkeypatch)
+
+
+def test_an_interruption_while_slots_change_hands_loses_no_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every bytecode of it."""
+    check_interruptions("memory, file", 1, tmp_path, monkeypatch, "Pool._fill.")
 
 
 @pytest.mark.slow

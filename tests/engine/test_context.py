@@ -479,7 +479,7 @@ def test_engines_contexts_and_streams_are_neither_pickled_nor_copied(engine: lce
 # Ctrl-C at any bytecode
 
 
-def check_interruptions(engine: lce.Engine, what: str, every: int) -> None:
+def check_interruptions(engine: lce.Engine, what: str, every: int, *where: str) -> None:
     """Interrupt a call at one of `every` instructions, then make it again: it gives what it gives otherwise.
 
     The context's last token is not cached yet.
@@ -501,10 +501,10 @@ def check_interruptions(engine: lce.Engine, what: str, every: int) -> None:
                 list(stream)
 
     call(base.fork())  # what is made once is made
-    probe = base.fork()
-    for place, nth in places(lambda: call(probe), every):
+    probe, kept = base.fork(), list[object]()  # the traceback is kept, as a notebook keeps it
+    for place, nth in places(lambda: call(probe), every, *where):
         context = base.fork()
-        interrupted(lambda context=context: call(context), place, nth)
+        kept[:] = [interrupted(lambda context=context: call(context), place, nth)]
         said = context.token_ids[len(base) + len(question) :]
         if len(context) == len(base):  # never asked
             assert engine.generate(question, max_tokens=5, context=context).token_ids == answer, place
@@ -515,7 +515,14 @@ def check_interruptions(engine: lce.Engine, what: str, every: int) -> None:
             assert said + rest == answer, place
         else:  # interrupted when it was done
             assert context.token_ids == (whole.token_ids if what != "prefill" else base.token_ids + question), place
+            assert len(context.uncached) == (0 if what == "prefill" else 1)
             assert context.logits is not None
+
+
+@pytest.mark.parametrize("what", ["generate", "prefill"])
+def test_an_interruption_of_the_calls_themselves_undoes_them(tiny_model: Path, what: str) -> None:
+    engine = lce.load(tiny_model, Full(), block=BLOCK)
+    check_interruptions(engine, what, 3, "Engine.generate.", "Engine.prefill.", "Engine._pieces.", "Stream.")
 
 
 @pytest.mark.parametrize("what", ["generate", "prefill", "stream", "fork"])

@@ -187,7 +187,10 @@ INTERRUPTED: dict[str, dict[str, object]] = {
 }
 
 
-def check_interruptions(name: str, start: int, every: int, folder: Path) -> None:
+CACHE = ("/cache/", "run.py", "parts.py")
+
+
+def check_interruptions(name: str, start: int, every: int, folder: Path, *where: str) -> None:
     """Read `start` tokens, then a block and a token, interrupted at one of `every` instructions, then what is left.
 
     Each output equals, to the bit, that of a run which is not interrupted; so does that of a copy.
@@ -213,7 +216,7 @@ def check_interruptions(name: str, start: int, every: int, folder: Path) -> None
     read(base, [(a, min(a + 10, start)) for a in range(0, start, 10)])
     spans = [(start, start + 10), (start + 10, start + 11), (start + 11, start + 16)]
     truth, probe = read(base.copy(), spans), base.copy()
-    for place, nth in places(lambda: read(probe, spans[:2]), every, "/cache/", "run.py", "parts.py"):
+    for place, nth in places(lambda: read(probe, spans[:2]), every, *(where or CACHE)):
         cache = base.copy()
         interrupted(lambda cache=cache: read(cache, spans[:2]), place, nth)
         for each in (cache.copy(), cache):
@@ -226,6 +229,11 @@ def check_interruptions(name: str, start: int, every: int, folder: Path) -> None
 @pytest.mark.parametrize(("name", "every"), [("full", 101), ("longheads", 607), ("esa", 303), ("infllm", 505)])
 def test_an_interruption_anywhere_loses_nothing(name: str, every: int, start: int, tmp_path: Path) -> None:
     check_interruptions(name, start, every, tmp_path)
+
+
+def test_an_interruption_of_a_commit_is_as_if_it_came_before_or_after(tmp_path: Path) -> None:
+    """At every bytecode of it."""
+    check_interruptions("infllm", 20, 1, tmp_path, "KVCache.commit.", "Staged.commit.")
 
 
 @pytest.mark.slow
