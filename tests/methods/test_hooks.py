@@ -305,7 +305,7 @@ def test_ours_are_not_wrapped() -> None:
         (TokenRows, "the class TokenRows"),
         (TokenRows(4), "a TokenRows"),
     ],
-    ids=str,
+    ids=range(8),
 )
 def test_values_in_a_few_words(value: Any, words: str) -> None:
     assert described(value) == words
