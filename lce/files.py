@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import fcntl
 import json
-import mmap
 import os
 import secrets
 import stat
-import sys
 from glob import escape
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,7 +19,6 @@ from lce.errors import CapacityError, DataError, LceError, ModelError, shown
 
 MAX_FILE_BYTES = 16 << 20  # of a checkpoint's JSON; the largest published ones, tokenizer.json aside, have 2 MiB
 MAX_JSON_VALUES = 1_000_000  # in it; an entry of added_tokens_decoder has 12
-_MAP_NORESERVE = 0x4000  # Linux; Python 3.11's mmap does not name it yet
 
 
 def open_regular(path: str | Path, error: type[LceError] = DataError, *, follow: bool = True) -> int:
@@ -136,14 +133,6 @@ def sync_folder(folder: Path) -> None:
 def unwritable(name: str, error: OSError) -> CapacityError:
     """The error for a file that cannot be written."""
     return CapacityError(f"cannot write {name}: {error.strerror}; free some space or name another place")
-
-
-def map_copy(descriptor: int, size: int) -> mmap.mmap:
-    """A private mapping of a file's first bytes: writes never reach the file, and no memory is reserved for them."""
-    if sys.platform != "linux":
-        return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
-    protection = mmap.PROT_READ | mmap.PROT_WRITE
-    return mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE, prot=protection)
 
 
 def read_file(path: Path, most: int = MAX_FILE_BYTES) -> bytes | None:

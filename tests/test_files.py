@@ -77,16 +77,6 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     assert precious.read_bytes() == b"data"
 
 
-def test_a_mapped_copy_never_reaches_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"data" * 2000)
-    with path.open("rb") as file:
-        mapping = files.map_copy(file.fileno(), 8000)
-    mapping[:4] = b"____"
-    assert mapping[:8] == b"____data"
-    assert path.read_bytes() == b"data" * 2000
-
-
 def special(folder: Path, kind: str) -> Path:
     """Something that is no regular file."""
     path = folder / kind

@@ -123,3 +123,14 @@ def test_runs_are_adjacent_pages(first: list[int], size: int) -> None:
     assert [at for a, b in found for at in range(a, b)] == list(range(len(first)))
     assert all(first[i + 1] - first[i] == size for a, b in found for i in range(a, b - 1))
     assert all(first[b] - first[b - 1] != size for _, b in found if b < len(first))
+
+
+@pytest.mark.parametrize("bit", range(64))
+def test_two_flips_of_the_same_bit_are_seen(bit: int) -> None:
+    """Of a word's highest bits a product modulo 2^64 keeps little."""
+    words = torch.randint(-(2**62), 2**62, (1, 16), generator=torch.Generator().manual_seed(bit))
+    truth, flip = fingerprints(words, 5), torch.tensor(1).bitwise_left_shift(bit)
+    pairs = torch.combinations(torch.arange(16))
+    damaged = words.repeat(len(pairs), 1)
+    damaged.scatter_(1, pairs, damaged.gather(1, pairs) ^ flip)
+    assert (fingerprints(damaged, torch.full((len(pairs),), 5)) != truth).all()
