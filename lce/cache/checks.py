@@ -7,9 +7,9 @@ a time, as rows are asked for, and kept; what a writer adds goes to the file too
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
-from threading import Lock
 
 import numpy as np
 import torch
@@ -17,48 +17,52 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lce.cache.layout import CHECK_BYTES
-from lce.errors import CapacityError, DataError
+from lce.errors import DataError
 from lce.files import unwritable
 
 Numbers = NDArray[np.int64]
 BLOCK = 1 << 14  # checks that are read together
-FEWEST = 1 << 12  # checks of the first table
 
 
 class Checks:
-    """The checks of rows that are written here: a table in memory that grows by half."""
+    """The checks of rows that are written here, in blocks that are made as rows come.
+
+    Several contexts may share a file, in several threads. No lock guards the blocks, which Ctrl-C could leave locked: a
+    block is made once, and never replaced.
+    """
 
     def __init__(self) -> None:
-        self._table = np.zeros(0, np.int32)
-        self._lock = Lock()  # a context and its forks share a file
+        self._blocks: dict[int, NDArray[np.int32]] = {}
 
     @property
     def n_bytes(self) -> int:
         """Bytes of memory."""
-        return self._table.nbytes
+        return len(self._blocks) * BLOCK * CHECK_BYTES
 
     def reserve(self, n: int) -> None:
         """Make space for those of `n` rows."""
-        with self._lock:
-            self._cover(n, n)
+        for block in range(-(-n // BLOCK)):
+            self._block(block)
 
     def put(self, rows: Numbers, checks: Tensor) -> None:
         """Set the checks `[n]` int32 of these rows."""
-        if len(rows):
-            with self._lock:
-                self._cover(int(rows.max()) + 1, max(FEWEST, len(self._table) * 3 // 2))
-                self._table[rows] = checks.numpy()
+        for block, some, places in _by_block(rows):
+            self._block(block)[places] = checks[some].numpy()
 
     def of(self, rows: Numbers) -> NDArray[np.int32]:
         """The checks of rows that were written."""
-        found: NDArray[np.int32] = self._table[rows]
+        found = np.empty(len(rows), np.int32)
+        for block, some, places in _by_block(rows):
+            found[some] = self._block(block)[places]
         return found
 
-    def _cover(self, least: int, best: int) -> None:
-        if least > len(self._table):
-            grown = np.zeros(max(least, best), np.int32)
-            grown[: len(self._table)] = self._table
-            self._table = grown
+    def _block(self, block: int) -> NDArray[np.int32]:
+        if block not in self._blocks:
+            self._blocks.setdefault(block, self._new(block))
+        return self._blocks[block]
+
+    def _new(self, block: int) -> NDArray[np.int32]:
+        return np.zeros(BLOCK, np.int32)
 
 
 class FiledChecks(Checks):
@@ -69,37 +73,29 @@ class FiledChecks(Checks):
         self._descriptor = descriptor
         self._name = name
         self._start = start
-        try:
-            self._table = np.zeros(n, np.int32)  # the system gives memory only where something is written
-            self._known = np.zeros(-(-n // BLOCK), bool)
-        except (MemoryError, ValueError) as error:
-            raise CapacityError(f"no memory for the checks of {n:,} rows of {name}; free some memory") from error
-
-    @property
-    def n_bytes(self) -> int:
-        return min(int(self._known.sum()) * BLOCK, len(self._table)) * CHECK_BYTES
+        self._n = n
 
     def put(self, rows: Numbers, checks: Tensor) -> None:
         for first, stop in runs(rows, 1):
             data = memoryview(checks[first:stop].numpy()).cast("B")  # type: ignore[arg-type]
             write_all(self._descriptor, data, self._start + int(rows[first]) * CHECK_BYTES, self._name)
-        with self._lock:
-            self._table[rows] = checks.numpy()  # a block that is not known is read from the file all the same
+        super().put(rows, checks)
 
-    def of(self, rows: Numbers) -> NDArray[np.int32]:
+    def _new(self, block: int) -> NDArray[np.int32]:
+        first = block * BLOCK
+        found = np.zeros(min(BLOCK, self._n - first), np.int32)
+        data = memoryview(found).cast("B")  # type: ignore[arg-type]
+        read_all(self._descriptor, data, self._start + first * CHECK_BYTES, self._name)
+        return found
+
+
+def _by_block(rows: Numbers) -> Iterator[tuple[int, slice, Numbers]]:
+    """Rows in runs of one block: the block, which of `rows`, and their places in the block."""
+    if len(rows):
         blocks = rows // BLOCK
-        missing = np.unique(blocks[~self._known[blocks]])
-        if len(missing):
-            with self._lock:
-                for block in missing.tolist():
-                    self._load(block)
-        return super().of(rows)
-
-    def _load(self, block: int) -> None:
-        if not self._known[block]:
-            data = memoryview(self._table[block * BLOCK : (block + 1) * BLOCK]).cast("B")  # type: ignore[arg-type]
-            read_all(self._descriptor, data, self._start + block * BLOCK * CHECK_BYTES, self._name)
-            self._known[block] = True
+        for first, stop in pairwise([0, *(np.flatnonzero(np.diff(blocks)) + 1).tolist(), len(rows)]):
+            block = int(blocks[first])
+            yield block, slice(first, stop), rows[first:stop] - block * BLOCK
 
 
 def runs(first: Numbers, size: int) -> list[tuple[int, int]]:

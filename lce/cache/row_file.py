@@ -12,10 +12,10 @@ import os
 import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from threading import Lock
 
 import numpy as np
 import torch
@@ -60,19 +60,23 @@ class RowFile:
         self.name = name
         self.row_shape = tuple(row_shape)
         self.dtype = dtype
-        self.n_rows = n_rows
+        self._n_rows = n_rows
         self.bytes_read = self.bytes_written = 0
         self.checks = checks
         self._descriptor = descriptor if isinstance(descriptor, Descriptor) else Descriptor(descriptor)
         self._start = start
         self._writable = writable
         self._no_wait = NO_WAIT
-        self._lock = Lock()
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a row."""
         return torch.Size(self.row_shape).numel() * self.dtype.itemsize
+
+    @property
+    def n_rows(self) -> int:
+        """Rows that exist."""
+        return self._n_rows
 
     @property
     def bytes_taken(self) -> int:
@@ -215,6 +219,14 @@ class RowFile:
             raise unwritable(self.name, error) from error
 
 
+@dataclass
+class _Taken:
+    """Rows that one call of `allocate` took: how many, and where they end, once that is known."""
+
+    n: int
+    stop: int | None = None
+
+
 class SpillFile(RowFile):
     """A file without a name: the system removes it when it is closed, however the process ends."""
 
@@ -225,6 +237,7 @@ class SpillFile(RowFile):
                 descriptor = Descriptor(os.dup(file.fileno()))
         except OSError as error:
             raise unwritable(str(folder), error) from error
+        self._taken = [_Taken(0, 0)]  # by the contexts that share the file, without a lock, which Ctrl-C could lose
         super().__init__(descriptor, f"the spill file in {named(folder)}", row_shape, dtype, Checks())
         self._reserved = 0
 
@@ -233,13 +246,34 @@ class SpillFile(RowFile):
 
     def allocate(self, n: int) -> int:
         """Take disk space for `n` more rows; the number of the first."""
-        with self._lock:  # a context and its forks share a file
-            first = self.n_rows
-            wanted = (first + n) * self.row_bytes
-            if wanted > self._reserved:
-                self._take(wanted, max(wanted, self._reserved * 3 // 2, self._reserved + GROWTH))
-            self.n_rows = first + n
-            return first
+        self._have(self.n_rows + n)
+        taken = _Taken(n)
+        self._taken.append(taken)  # of two threads one is the first: from here on the rows are taken
+        at = next(at for at in reversed(range(len(self._taken))) if self._taken[at] is taken)
+        stop = self._stop(at)
+        self._have(stop)
+        return stop - n
+
+    @property
+    def n_rows(self) -> int:
+        """Rows that were taken."""
+        return self._stop(len(self._taken) - 1)
+
+    def _have(self, n: int) -> None:
+        """Take disk space for `n` rows in all, and some to spare."""
+        wanted = n * self.row_bytes
+        if wanted > self._reserved:
+            self._take(wanted, max(wanted, self._reserved * 3 // 2, self._reserved + GROWTH))
+
+    def _stop(self, at: int) -> int:
+        """The rows of all calls of `allocate` up to number `at`."""
+        known = at
+        while self._taken[known].stop is None:
+            known -= 1
+        stop = self._taken[known].stop or 0
+        for taken in self._taken[known + 1 : at + 1]:
+            taken.stop = stop = stop + taken.n
+        return stop
 
     def reserve(self, n: int) -> None:
         """Take disk space for `n` rows now, so that writing them cannot fail for lack of it, and memory for checks."""
@@ -255,7 +289,7 @@ class SpillFile(RowFile):
         for size in (best, least):
             try:
                 os.posix_fallocate(self._descriptor, 0, size)
-                self._reserved = size
+                self._reserved = max(self._reserved, size)
                 return
             except OSError as error:
                 failure = error

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lce.cache import checks as module
 from lce.cache.checks import Checks, FiledChecks, fingerprints, runs
-from lce.errors import CapacityError, DataError
+from lce.errors import DataError
 
 START, N = 10, 50  # bytes before the checks of a file, and how many there are
 
@@ -22,7 +22,6 @@ START, N = 10, 50  # bytes before the checks of a file, and how many there are
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BLOCK", 8)
-    monkeypatch.setattr(module, "FEWEST", 4)
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def test_a_table_is_what_was_put_there(data: st.DataObject) -> None:
         truth.update(zip(rows, numbers, strict=True))
     known = sorted(truth)
     assert checks.of(np.array(known, np.int64)).tolist() == [truth[row] for row in known]
-    assert checks.n_bytes <= 4 * max(4, (max(truth, default=0) + 1) * 3 // 2)
+    assert checks.n_bytes == 4 * 8 * len({row // 8 for row in truth})
 
 
 def test_what_is_reserved_does_not_grow() -> None:
@@ -54,7 +53,7 @@ def test_what_is_reserved_does_not_grow() -> None:
     checks.reserve(100)
     taken = checks.n_bytes
     checks.put(np.arange(100), torch.arange(100, dtype=torch.int32))
-    assert checks.n_bytes == taken == 400
+    assert checks.n_bytes == taken == 4 * 104  # whole blocks
 
 
 @given(asked=st.lists(st.lists(st.integers(0, N - 1), min_size=1), max_size=5))
@@ -67,7 +66,7 @@ def test_a_file_is_read_a_block_at_a_time(asked: list[list[int]], tmp_path_facto
         assert checks.n_bytes == 0
         for rows in asked:
             assert checks.of(np.array(rows)).tolist() == rows
-        assert checks.n_bytes == 4 * min(N, 8 * len({row // 8 for rows in asked for row in rows}))
+        assert checks.n_bytes == 4 * 8 * len({row // 8 for rows in asked for row in rows})
 
 
 def test_what_is_put_goes_to_the_file(descriptor: int) -> None:
@@ -88,20 +87,6 @@ def test_a_file_that_is_cut_short_is_an_error_and_what_is_known_stays(descriptor
     assert checks.of(np.array([7])).tolist() == [1007]
     with pytest.raises(DataError, match=r"^it was cut short since it was opened; prefill the text again\Z"):
         checks.of(np.array([22]))
-
-
-def test_no_memory_for_checks(monkeypatch: pytest.MonkeyPatch, descriptor: int) -> None:
-    real = np.zeros
-
-    def refuse(n: int, kind: type) -> object:
-        if n == N:
-            raise MemoryError
-        return real(n, kind)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module.np, "zeros", refuse)
-        with pytest.raises(CapacityError, match="no memory for the checks of 50 rows of it"):
-            FiledChecks(descriptor, "it", START, N)
 
 
 @given(data=st.data(), width=st.sampled_from([8, 16, 64]))

@@ -86,7 +86,7 @@ WRONG: dict[str, Mapping[str, Tensor]] = {
     },
     "a chunk that is not open": {"layers/0/open/number": torch.tensor(1)},
     "an open chunk of another size": {"layers/0/open/tensor": torch.rand(2, 4, 4)},
-    "a number where none is": {"layers/0/staged/number": torch.tensor(1)},
+    "made after more tokens than there are": {"layers/0/staged/number": torch.tensor(10**6)},
     "a number below all": {"layers/0/rows/number": torch.tensor(-1)},
 }
 
