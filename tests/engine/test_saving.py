@@ -519,7 +519,7 @@ def test_a_file_is_described_without_an_engine(document: Path, engine: lce.Engin
     info = describe(document)
     assert (info.complete, info.method, info.window, info.tokens, info.cached) == (True, "longheads", 64, 300, 300)
     assert (info.rope, info.rope_factor, info.dtype, info.format) == ("none", 1.0, "float32", FORMAT)
-    assert (info.lce, info.model) == (lce.__version__, engine.fingerprint)
+    assert (info.lce, info.model) == (lce.__version__, engine.identity.model)
     assert info.file_bytes == document.stat().st_size
     assert lce.methods.make(info.method, info.knobs) == engine.method
     with pytest.raises(DataError, match="cannot read"):
