@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import pytest
 import lce
 from lce.engine.stream import CancelFlag, Cancelled
 from tests.checkpoints import tokens
+from tests.interrupts import interrupted, places
 
 PROMPT = tokens(150)  # five blocks of 32
 
@@ -157,6 +158,43 @@ def test_a_cancelled_stream_says_all_that_it_drew_or_nothing_of_it(engine: lce.E
     said = next(stream).text
     stream.close()
     assert stream.result.text == said == whole[:1]
+
+
+def test_a_callback_cannot_ask_for_the_next_piece(engine: lce.Engine) -> None:
+    context = engine.prefill(tokens(40))
+    ender = Ender(2, next)
+    ender.stream = engine.stream(PROMPT, max_tokens=5, context=context, progress=ender)
+    with pytest.raises(lce.UsageError, match="a callback asks for the next piece of the stream that has called it"):
+        list(ender.stream)
+    assert len(context) == 40
+    assert_usable(engine, context)
+
+
+def test_an_error_of_a_step_is_not_taken_for_one_of_the_stream() -> None:
+    def pieces() -> Generator[lce.Piece, None, None]:
+        yield lce.Piece("a")
+        raise ValueError("generator already executing")
+
+    stream = lce.Stream(pieces(), lce.Generation())
+    assert next(stream).text == "a"
+    with pytest.raises(ValueError, match="already executing"):
+        next(stream)
+
+
+def test_after_an_interruption_any_thread_may_close() -> None:
+    """At every bytecode of the stream itself."""
+
+    def pieces() -> Generator[lce.Piece, None, None]:
+        yield from (lce.Piece(text) for text in "ab")
+
+    def stream() -> lce.Stream:
+        return lce.Stream(pieces(), lce.Generation())
+
+    for place, nth in places(lambda: list(stream()), 1, "stream.py"):
+        under_test = stream()
+        interrupted(lambda under_test=under_test: list(under_test), place, nth)
+        in_a_thread(under_test.close)
+        assert list(under_test) == []
 
 
 def test_a_flag_ends_progress() -> None:
