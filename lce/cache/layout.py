@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from lce.cache.method_state import MethodState
 from lce.errors import CapacityError
@@ -51,8 +52,8 @@ class CacheLayout:
     """What a cache holds of each token in each layer, and how much of it may be where.
 
     A page is one complete chunk's keys and values, of one KV head where heads choose independently, else of all of
-    them: what moves between tiers. `make_state` makes what a method keeps in a layer besides keys and values. Texts are
-    read in blocks of at most `block` tokens.
+    them: what moves between tiers. `make_state` makes what a method keeps in a layer besides keys and values, and
+    `could_keep` says whether tensors of a file can be that. Texts are read in blocks of at most `block` tokens.
 
     Where the model runs on the CPU, device and host are one memory, and the smaller budget counts.
     """
@@ -67,6 +68,9 @@ class CacheLayout:
     budgets: Budgets = Budgets()
     block: int = 1
     make_state: Callable[[CacheLayout], Mapping[str, MethodState]] = field(default=lambda layout: {}, compare=False)
+    could_keep: Callable[[int, Mapping[str, Tensor], CacheLayout, int], bool] = field(
+        default=lambda layer, kept, layout, n_tokens: True, compare=False
+    )
     read_size: int = READ_SIZE
 
     @property

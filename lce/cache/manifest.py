@@ -31,7 +31,7 @@ KINDS = {
 NAMES = {kind: name for name, kind in KINDS.items()}
 MOST_TOKENS = 1 << 40  # of a text
 _LARGEST_HEADER = 16 << 20  # bytes: that of 500 layers
-_MOST_PARTS = 200_000  # objects, lists and strings in a header
+_MOST_PARTS = 200_000  # objects, lists, strings and commas in a header
 _DIGITS = 18  # of a whole number
 
 
@@ -87,7 +87,7 @@ def read_header(descriptor: int, path: Path) -> Header:
     if length > _LARGEST_HEADER:
         raise strange
     raw = pread(descriptor, length, 8, path)
-    if sum(map(raw.count, (b"{", b"[", b'"'))) > _MOST_PARTS:
+    if sum(map(raw.count, (b"{", b"[", b'"', b","))) > _MOST_PARTS:
         raise strange
     try:
         entries = strict_object(raw)

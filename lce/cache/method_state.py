@@ -98,6 +98,7 @@ class GrowingRows(MethodState):
     def write(self, rows: Tensor, start: int) -> None:
         """Put `rows` at index `start` and on. Time and bytes: O(rows), amortised."""
         buffer, stop = self._held[0], start + rows.shape[self.axis]
+        assert start <= self._held[1], "rows before these were not written"
         if buffer is None or stop > buffer.shape[self.axis]:
             shape = list(rows.shape)
             shape[self.axis] = self._capacity(stop, 0 if buffer is None else buffer.shape[self.axis])

@@ -121,15 +121,23 @@ def check_state(layout: CacheLayout, n_tokens: int, tensors: Mapping[str, Small]
 
 
 def check_numbers(layout: CacheLayout, n_tokens: int, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Raise `DataError` where a tensor of the method's is not finite, or the number beside it not one of its kind."""
-    for name, state in layout.make_state(layout).items():
-        for layer in range(layout.n_layers):
+    """Raise `DataError` for what the method keeps, where it could not be kept of `n_tokens` tokens.
+
+    That is a tensor that is not finite, a number beside it that is none of its kind, and what the method refuses.
+    """
+    states = layout.make_state(layout)
+    for layer in range(layout.n_layers):
+        kept = {}
+        for name, state in states.items():
             at = f"layers/{layer}/{name}/"
             number, tensor = tensors.get(f"{at}number"), tensors.get(f"{at}tensor")
             if number is None or tensor is None:
                 continue
             if not _is_finite(tensor) or not _agrees(state, tensor, int(number), n_tokens):
                 raise contradiction(path)
+            kept[name] = tensor
+        if not layout.could_keep(layer, kept, layout, n_tokens):
+            raise contradiction(path)
 
 
 def _is_finite(x: Tensor) -> bool:

@@ -125,7 +125,7 @@ def layout_of(
     """The cache of a model's contexts under a resolved method."""
     return CacheLayout(
         config.n_layers, config.n_heads, config.n_kv_heads, config.head_dim, dtype, device, method.reach, budgets,
-        block or method.block, method.state,
+        block or method.block, method.state, method.could_keep,
     )  # fmt: skip
 
 

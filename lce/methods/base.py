@@ -98,6 +98,14 @@ class Method(ABC):
         """
         return {}
 
+    def could_keep(self, layer: int, kept: Mapping[str, Tensor], layout: CacheLayout, n_tokens: int) -> bool:
+        """Whether a layer could keep these tensors, by the names of `state`, of `n_tokens` tokens.
+
+        Asked of a context file, which is not trusted. Kinds of state check what they know; a method checks the shapes
+        that would broadcast, and what must agree between states. What keeps nothing yet has no tensor.
+        """
+        return True
+
     def key_positions(self, indices: Tensor) -> Tensor | None:
         """Where the keys of tokens `indices [T]` are rotated to before they are cached; None: left unrotated."""
         return indices
@@ -139,6 +147,9 @@ class LocalMethod(Method):
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
         unrotated = self.key_positions(torch.zeros(0, dtype=torch.int64)) is None
         return {RECENT: RecentRows(self.n_recent, layout.key_bytes, remade=unrotated)}
+
+    def could_keep(self, layer: int, kept: Mapping[str, Tensor], layout: CacheLayout, n_tokens: int) -> bool:
+        return RECENT in kept and kept[RECENT].shape[::2] == (layout.n_kv_heads, layout.head_dim)
 
     def key_positions(self, indices: Tensor) -> Tensor | None:
         return None

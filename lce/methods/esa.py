@@ -29,7 +29,7 @@ from lce.methods.lowdim import (
     usable,
 )  # fmt: skip
 from lce.methods.map_file import open_maps
-from lce.methods.parts import attend_local
+from lce.methods.parts import attend_local, is_like
 from lce.methods.registry import register
 from lce.methods.step import Step, Surroundings
 
@@ -143,6 +143,16 @@ class ESA(LocalMethod):
         if self.compress == "pca":
             kept[BASIS] = Staged(lambda n_tokens, block: layout.key_bytes * self.low_dim)
         return kept
+
+    def could_keep(self, layer: int, kept: Mapping[str, Tensor], layout: CacheLayout, n_tokens: int) -> bool:
+        keys, basis = kept.get(LOW_DIM_KEYS), kept.get(BASIS)
+        low_dim = self.low_dim if basis is None else min(basis.shape[-1] if basis.ndim else 0, self.low_dim)
+        return (
+            super().could_keep(layer, kept, layout, n_tokens)
+            and (keys is None) == (self.compress == "none" or (self.compress == "pca" and basis is None))
+            and (keys is None or is_like(keys, (n_tokens, low_dim), layout.dtype))
+            and (basis is None or is_like(basis, (layout.n_kv_heads * layout.head_dim, low_dim), layout.dtype))
+        )
 
     def keep(self, k: Tensor, v: Tensor, cache: LayerCache, step: Step) -> None:
         super().keep(k, v, cache, step)

@@ -16,7 +16,7 @@ from lce.cache.kv import LayerCache
 from lce.cache.layout import CacheLayout, Reach
 from lce.cache.method_state import MethodState, RecentRows, Staged, Summaries
 from lce.methods.base import LocalMethod
-from lce.methods.parts import RECENT, SCORES_AT_ONCE, attend_behind, attend_local
+from lce.methods.parts import RECENT, SCORES_AT_ONCE, attend_behind, attend_local, is_like
 from lce.methods.registry import register
 from lce.methods.step import Step
 
@@ -85,6 +85,17 @@ class InfLLM(LocalMethod):
 
         blocks = Summaries(layout.query_bytes, self.block_size)
         return {**super().state(layout), BLOCKS: blocks, VOTES: Staged(votes_bytes)}
+
+    def could_keep(self, layer: int, kept: Mapping[str, Tensor], layout: CacheLayout, n_tokens: int) -> bool:
+        blocks, votes = kept.get(BLOCKS), kept.get(VOTES)
+        n_blocks = 0 if blocks is None else blocks.shape[1]
+        n_votes = n_tokens - self.sinks - n_blocks * self.block_size
+        return (
+            super().could_keep(layer, kept, layout, n_tokens)
+            and (blocks is None or is_like(blocks, (layout.n_heads, n_blocks, layout.head_dim), layout.dtype))
+            and (votes is None) == (n_tokens <= self.sinks)
+            and (votes is None or is_like(votes, (layout.n_heads, n_votes), torch.float32))
+        )
 
     def memory_end(self, cache: LayerCache, step: Step) -> int:
         """The first token that is in no memory block (and no sink): where the votes of this pass begin."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
@@ -9,11 +10,11 @@ import torch
 from torch import Tensor
 
 from lce.cache.kv import LayerCache
-from lce.cache.layout import Reach
+from lce.cache.layout import CacheLayout, Reach
 from lce.errors import UsageError
-from lce.methods.parts import fold_chunks, unfold_chunks
+from lce.methods.parts import fold_chunks, is_like, unfold_chunks
 from lce.methods.registry import register
-from lce.methods.selective import SelectiveMethod
+from lce.methods.selective import SUMMARIES, SelectiveMethod
 from lce.methods.step import Step
 
 
@@ -68,6 +69,10 @@ class LongHeads(SelectiveMethod):
     def reach(self) -> Reach:
         per_head = self.share != "layer" and not self.fix_head
         return Reach(self.size, sinks=self.size if self.keep_first else 0, local=self.size, per_head=per_head)
+
+    def could_keep(self, layer: int, kept: Mapping[str, Tensor], layout: CacheLayout, n_tokens: int) -> bool:
+        summaries, shape = kept.get(SUMMARIES), (layout.n_heads, n_tokens // self.size, layout.head_dim)
+        return summaries is None or is_like(summaries, shape, layout.dtype)
 
     def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         n_kv_heads, n_chunks = k.shape[:2]

@@ -20,6 +20,11 @@ RECENT = "recent keys"
 SCORES_AT_ONCE = 1 << 24  # bounds the scores of a slice of queries: 64 MiB in float32
 
 
+def is_like(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether a tensor of a file has this shape and dtype."""
+    return tuple(x.shape) == shape and x.dtype == dtype
+
+
 def keep_recent(k: Tensor, cache: LayerCache, step: Step) -> None:
     """Keep the block's unrotated keys `[G, T, D]` at their absolute positions too.
 

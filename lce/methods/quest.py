@@ -14,7 +14,7 @@ from lce.cache.kv import LayerCache
 from lce.cache.layout import CacheLayout, Reach
 from lce.cache.method_state import MethodState, Summaries
 from lce.errors import UsageError
-from lce.methods.parts import attend_span
+from lce.methods.parts import attend_span, is_like
 from lce.methods.registry import register
 from lce.methods.selective import SUMMARIES, ChunkSelection
 from lce.methods.step import Step
@@ -72,6 +72,13 @@ class Quest(ChunkSelection):
 
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
         return {SUMMARIES: Summaries(2 * layout.key_bytes, self.page)}  # over all layers, the dense ones included
+
+    def could_keep(self, layer: int, kept: Mapping[str, Tensor], layout: CacheLayout, n_tokens: int) -> bool:
+        summaries, shape = kept.get(SUMMARIES), (layout.n_kv_heads, n_tokens // self.size, 2, layout.head_dim)
+        if summaries is None or not is_like(summaries, shape, layout.dtype):
+            return summaries is None
+        least, most = summaries.unbind(dim=2)
+        return bool((least <= most).all())
 
     def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         return torch.stack(k.aminmax(dim=2), dim=2)  # [G, m, 2, D]

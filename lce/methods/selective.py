@@ -21,7 +21,7 @@ from lce.cache.method_state import MethodState, OpenChunk, RecentRows, Summaries
 from lce.errors import UsageError
 from lce.methods.base import Method
 from lce.methods.hooks import SELECTION_CHECKS
-from lce.methods.parts import RECENT, SCORES_AT_ONCE, attend_own_chunk, keep_recent
+from lce.methods.parts import RECENT, SCORES_AT_ONCE, attend_own_chunk, is_like, keep_recent
 from lce.methods.step import Step
 
 SUMMARIES, OPEN_QUERIES = "summaries", "open queries"
@@ -125,6 +125,15 @@ class ChunkSelection(Method):
         if self.key_positions(torch.zeros(0, dtype=torch.int64)) is None:
             kept[RECENT] = RecentRows(self.size, layout.key_bytes, remade=True)
         return kept
+
+    def could_keep(self, layer: int, kept: Mapping[str, Tensor], layout: CacheLayout, n_tokens: int) -> bool:
+        summaries, n_chunks = kept.get(SUMMARIES), n_tokens // self.size
+        if summaries is None:
+            return True  # not every layer needs them; one that does notices
+        vectors = not self.keeps_vectors or is_like(
+            summaries, (layout.n_heads, n_chunks, layout.head_dim), layout.dtype
+        )
+        return vectors and summaries.shape[1] == n_chunks
 
     def limit(self, window: int, sliding_window: int | None = None) -> int | None:
         return window if self.placement == "true" else None

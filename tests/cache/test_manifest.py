@@ -82,6 +82,13 @@ def test_a_hostile_header_takes_little_memory(part: str, tmp_path: Path) -> None
     assert most < 20 << 20
 
 
+def test_a_header_of_numbers_without_end_is_refused_unparsed(tmp_path: Path) -> None:
+    """Python reads some million of them a second."""
+    for text in ('{"a": [' + "1.5," * (3 << 20) + "1]}", with_manifest('{"a": [' + "12," * (1 << 20) + "1]}")):
+        with pytest.raises(DataError, match="is not a context"):
+            header_of(tmp_path / "file", text)
+
+
 def test_a_sparse_file_with_a_long_header_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "file").open("wb") as file:
         file.write((1 << 33).to_bytes(8, "little"))
