@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from lce.engine.context import Context
     from lce.engine.decode import Generation, Piece, Stats, TokenLogprobs
     from lce.engine.engine import Engine
+    from lce.engine.info import ModelInfo, info
     from lce.engine.loading import load, plan
     from lce.engine.planning import Plan
     from lce.engine.sampling import Sampling
+    from lce.engine.saving import ContextInfo
     from lce.engine.stream import AsyncStream, Stream
     from lce.engine.trace import Trace
     from lce.errors import CapacityError, DataError, LceError, ModelError, UsageError, WindowWarning
@@ -37,9 +39,11 @@ _HOMES = {
     "lce.engine.context": ("Context",),
     "lce.engine.decode": ("Generation", "Piece", "Stats", "TokenLogprobs"),
     "lce.engine.engine": ("Engine",),
+    "lce.engine.info": ("ModelInfo", "info"),
     "lce.engine.loading": ("load", "plan"),
     "lce.engine.planning": ("Plan",),
     "lce.engine.sampling": ("Sampling",),
+    "lce.engine.saving": ("ContextInfo",),
     "lce.engine.stream": ("AsyncStream", "Stream"),
     "lce.engine.trace": ("Trace",),
     "lce.errors": ("CapacityError", "DataError", "LceError", "ModelError", "UsageError", "WindowWarning"),
@@ -49,9 +53,10 @@ _HOMES = {
 }
 
 __all__ = [
-    "AsyncStream", "CapacityError", "Context", "Conversation", "DataError", "Engine", "Generation", "GenerationOptions",
-    "LceError", "Method", "ModelError", "Piece", "Plan", "Progress", "Sampling", "SelectiveMethod", "Stats", "Stream",
-    "TokenLogprobs", "Trace", "UsageError", "WindowWarning", "__version__", "load", "methods", "plan",
+    "AsyncStream", "CapacityError", "Context", "ContextInfo", "Conversation", "DataError", "Engine", "Generation",
+    "GenerationOptions", "LceError", "Method", "ModelError", "ModelInfo", "Piece", "Plan", "Progress", "Sampling",
+    "SelectiveMethod", "Stats", "Stream", "TokenLogprobs", "Trace", "UsageError", "WindowWarning", "__version__",
+    "info", "load", "methods", "plan",
 ]  # fmt: skip
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -16,13 +15,14 @@ from click import argument, option
 import lce
 from lce.errors import CapacityError, UsageError
 from lce.eval.needles import NEEDLES
-from lce.eval.passkey import FILLERS, Score, check_length, check_task, evaluate
+from lce.eval.passkey import FILLERS
 from lce.system import wait_passively
 from lce.terminal import figures, options
 from lce.terminal.chat import ChatLoop, chat_prompt_options
 from lce.terminal.contexts import Chosen, ask, ends, extend
 from lce.terminal.exits import INTERRUPTED, Root, leave_interrupted, prepare_streams
 from lce.terminal.output import Output
+from lce.terminal.reading import read_text
 
 
 def main() -> NoReturn:
@@ -136,9 +136,7 @@ def prefill(
         if context_file is None:
             stats = engine.prefill_file(prompt, out, length=length, checkpoint_every=checkpoint_every, progress=bar)
         else:
-            context = engine.open_context(context_file)
-            stats = extend(engine, context, prompt, length, bar)
-            context.save(out)
+            stats = extend(engine, context_file, prompt, out, length=length, progress=bar)
     output.object({"context": out, "stats": figures.stats_object(stats), "warning": next(iter(notes), None)})
     if not output.json:
         output.figures(figures.prefill_line(stats))
@@ -146,9 +144,7 @@ def prefill(
 
 @cli.command()
 @argument("file", metavar="FILE|MODEL")
-@option(
-    "--model", "-m", metavar="PATH|demo", help="The model of a context file, to show where its text begins and ends."
-)
+@option("--model", "-m", metavar="PATH|demo", help="The model of a context file, to show how its text begins and ends.")
 @options.json_options
 def info(file: str, model: str | None, output: Output) -> None:
     """Show what a context FILE or the folder of a MODEL holds.
@@ -157,19 +153,16 @@ def info(file: str, model: str | None, output: Output) -> None:
     """
     from lce.terminal import info as about
 
-    if file == "demo" or Path(file).is_dir():
-        from lce.engine.info import describe_model
-
-        described = describe_model(file)
-        output.object(about.model_object(described))
-        output.text(*about.model_lines(described))
-        return
-    from lce.engine.saving import describe
-
-    context = describe(file)
-    shown = None if model is None or not context.complete else ends(model, Path(file), context)
-    output.object(about.context_object(context, shown))
-    output.text(*about.context_lines(context, shown))
+    found = lce.info(file)
+    if isinstance(found, lce.ModelInfo):
+        if model is not None:
+            raise UsageError("--model is for a context file, and FILE|MODEL is a model already; leave one of them out")
+        output.object(about.model_object(found))
+        output.text(*about.model_lines(found))
+    else:
+        shown = None if model is None or not found.complete else ends(model, found)
+        output.object(about.context_object(found, shown))
+        output.text(*about.context_lines(found, shown))
 
 
 @cli.group("eval")
@@ -197,29 +190,9 @@ def passkey(
     Every method gets the same prompts. -o KEY=VALUE is a knob of all methods, -o METHOD.KEY=VALUE of one. With
     --record, an interrupted evaluation resumes when the same command is run again.
     """
-    from lce.eval.record import Record
+    from lce.terminal.scoring import Table
 
-    check_task(task["task"], task["filler"], task["n"])
-    answers = Record(record) if record else None
-    for method in methods:  # whatever is refused is refused before the first line of the table
-        refusal = lce.plan(model, method, tokens=max(lengths), **options.planning_of(loading)).refusal
-        if refusal is not None:
-            raise CapacityError(refusal)
-    scores: list[Score] = []
-    objects = []
-    for method in methods:
-        engine = lce.load(model, method, **loading)
-        if not scores:
-            check_length(engine, min(lengths), **task)
-        for length in lengths:
-            noting = output.noting(engine.beyond(length))  # also where all answers are recorded
-            with noting as notes, output.bar(f"{method.name} at {length:,}:", " samples") as bar:
-                scores.append(evaluate(engine, length=length, record=answers, progress=bar, **task))
-            objects.append(figures.score_object(scores[-1], next(iter(notes), None)))
-            output.text(*([figures.SCORE_HEADER] if len(scores) == 1 else []), figures.score_row(scores[-1]))
-    output.object(objects)
-    if len(methods) > 1 and len(lengths) > 1:
-        output.text("", *figures.score_table(scores))
+    Table(model, methods, lengths, task, loading).measure(record, output)
 
 
 @cli.command()
@@ -233,10 +206,7 @@ def passkey(
 @option("--lr", type=float, default=5e-4, help="Adam's step size; it falls to 0.")
 @option("--seed", type=int, default=0, help="The same seed learns the same maps.")
 @option(
-    "--far",
-    type=options.COUNT,
-    metavar="N",
-    help="Distance at which esa will place far keys.  [default: half of the window]",
+    "--far", type=options.COUNT, metavar="N", help="Distance at which esa places far keys.  [default: half the window]"
 )
 @options.loading_options
 @options.output_options
@@ -250,7 +220,7 @@ def calibrate(model: str, text_file: str, out: str, loading: dict[str, Any], out
     from lce.calibrate import Calibration
     from lce.calibrate import calibrate as learn
 
-    text = options.read_text(text_file)
+    text = read_text(text_file)
     with output.bars() as bars:
         note = lambda text: output.figures(f"lce: {text}")  # noqa: E731
         recalls = learn(model, text, out, Calibration(**learning), progress=bars, note=note, **loading)

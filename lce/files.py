@@ -6,16 +6,18 @@ Temporary files that no process has locked are left over from a crash; the next 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import secrets
 import stat
+from contextlib import suppress
 from glob import escape
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lce.errors import CapacityError, DataError, LceError, ModelError, shown
+from lce.errors import CapacityError, DataError, LceError, ModelError, UsageError, shown
 
 MAX_FILE_BYTES = 16 << 20  # of a checkpoint's JSON; the largest published ones, tokenizer.json aside, have 2 MiB
 MAX_JSON_VALUES = 1_000_000  # in it; an entry of added_tokens_decoder has 12
@@ -52,6 +54,25 @@ def check_target(path: str | Path, error: type[LceError] = DataError) -> None:
         raise error(f"cannot write {named(path)}: {reason}; name another file") from None
     if not stat.S_ISREG(mode):
         raise error(f"{named(path)} is {_kind(mode)}; expected a regular file, or a name that is free")
+
+
+def check_folder(path: str | Path) -> None:
+    """Raise an error where no file can be made beside `path`. Makes one and removes it.
+
+    Permissions do not tell of file systems that are read-only, full, or make no files.
+    """
+    draft = draft_path(Path(path).absolute())
+    try:
+        os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    except (OSError, ValueError) as failure:
+        if isinstance(failure, OSError) and failure.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise unwritable(named(path), failure) from failure
+        reason = getattr(failure, "strerror", None) or str(failure)
+        place = named(draft.parent)
+        raise UsageError(f"{place} is not a folder that can be written ({reason}); name another place") from None
+    finally:
+        with suppress(OSError, ValueError):
+            os.unlink(draft)
 
 
 def named(path: str | Path) -> str:

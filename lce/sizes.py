@@ -10,7 +10,8 @@ from lce.errors import UsageError, shown
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:B|([KMGT])(?:i?B)?)?", re.IGNORECASE)
-_COUNT = re.compile(r"([0-9]{1,15})\s*([KMG]?)", re.IGNORECASE)
+_COUNT = re.compile(r"([0-9]{1,100})\s*([KMG]?)", re.IGNORECASE)
+MOST = 1 << 60  # nothing that is counted is more
 
 
 def in_bytes(size: object, what: str) -> int:
@@ -35,6 +36,8 @@ def count(value: object, what: str, least: int = 1) -> int:
     number = int(match[1]) * _factor(match[2]) if match is not None else _whole(value)
     if number is None:
         raise UsageError(f"{what} is {shown(value)}; expected a whole number, such as 512 or 4k")
+    if number > MOST:
+        raise UsageError(f"{what} is {shown(value)}; expected {MOST} or less")
     if number < least:
         raise UsageError(f"{what} is {shown(value)}; expected {least} or more")
     return number

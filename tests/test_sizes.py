@@ -78,7 +78,7 @@ def test_counts(value: object, number: int) -> None:
     assert count(value, "tokens") == number
 
 
-@pytest.mark.parametrize("value", ["", "k", "1.5k", "4kB", "4KiB", "-1", "1e3", "٣", 1.5, True, None, [4], "1" * 16])
+@pytest.mark.parametrize("value", ["", "k", "1.5k", "4kB", "4KiB", "-1", "1e3", "٣", 1.5, True, None, [4], "1" * 101])
 def test_what_is_no_count_is_refused(value: object) -> None:
     with pytest.raises(UsageError, match=r"^tokens is .*; expected a whole number, such as 512 or 4k\Z"):
         count(value, "tokens")
@@ -97,3 +97,9 @@ def test_enough_is_enough_and_little_more(n_bytes: int) -> None:
     assert n_bytes <= in_bytes(text, "it") <= n_bytes * 1.1 + 1
     assert " " not in text
     assert enough_text(in_bytes(text, "it")) == text
+
+
+@pytest.mark.parametrize("value", [2**60 + 1, "9" * 19, "9" * 90, "2000000000G"])
+def test_too_large_counts_are_refused(value: object) -> None:
+    with pytest.raises(UsageError, match="expected 1152921504606846976 or less"):
+        count(value, "tokens")

@@ -37,7 +37,7 @@ class Identity:
     """What an engine must have in common with the engine that wrote a context file, to go on with it.
 
     An engine has one `Identity` and gives it to its contexts: a context in memory is used by the engine that has the
-    same object. `fingerprint` gives that of the weights; it reads the checkpoint, so it is called on first use.
+    same object. `fingerprint` gives that of the model; it reads the checkpoint, so it is called on first use.
     """
 
     fingerprint: Callable[[], str]
@@ -49,7 +49,7 @@ class Identity:
 
     @cached_property
     def model(self) -> str:
-        """The fingerprint of the weights."""
+        """The fingerprint of the weights and the config."""
         return self.fingerprint()
 
     @property

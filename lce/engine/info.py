@@ -1,4 +1,4 @@
-"""What a model folder holds, without loading its weights."""
+"""What a model folder or a context file holds, without loading weights or reading keys and values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lce.engine.arguments import path_of
 from lce.engine.loading import DEMO
+from lce.engine.saving import ContextInfo, describe
 from lce.errors import LceError
 from lce.methods import registry
 from lce.methods.base import Method
@@ -25,7 +27,8 @@ class ModelInfo:
     """A checkpoint folder as its config, its tokenizer and the headers of its weights describe it.
 
     `methods` are the registered methods with their knobs derived for this model's window; `refused` says why others
-    cannot be used with it. What the folder does not have is None.
+    cannot be used with it. `fingerprint` is that of the weights. `identity` covers the config too; context files name
+    the model by it. What the folder does not have is None.
     """
 
     folder: Path
@@ -44,10 +47,23 @@ class ModelInfo:
     dtype: str | None  # that most weights are stored in
     weight_bytes: int | None
     fingerprint: str | None
+    identity: str | None
     tokenizer: str | None  # its file
     chat_template: bool
     methods: Mapping[str, Method] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
+
+
+def info(path: str | Path) -> ModelInfo | ContextInfo:
+    """What the folder of a model, the embedded "demo", or a context file holds. Reads headers and small files only.
+
+    Example: `lce.info("document.lce").tokens`. Raises `ModelError` for a folder without a valid model, `DataError` for
+    a file that is no context.
+    """
+    path = path_of(path, "path")
+    if str(path) == "demo" or path.is_dir():
+        return describe_model(path)
+    return describe(path)
 
 
 def describe_model(model: str | Path) -> ModelInfo:
@@ -85,6 +101,7 @@ def describe_model(model: str | Path) -> ModelInfo:
         dtype=None if checkpoint is None else str(checkpoint.dtype()).removeprefix("torch."),
         weight_bytes=None if checkpoint is None else sum(x.stop - x.start for x in checkpoint.tensors.values()),
         fingerprint=None if checkpoint is None else checkpoint.fingerprint(),
+        identity=None if checkpoint is None else config.identity(checkpoint.fingerprint()),
         tokenizer=file,
         chat_template=tokenizer is not None and tokenizer.chat_template is not None,
         methods=methods,

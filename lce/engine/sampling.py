@@ -14,6 +14,8 @@ from torch import Tensor
 
 from lce.errors import ModelError, UsageError, shown
 
+SMALLEST = torch.finfo(torch.float32).tiny  # temperature; a smaller one is 0 in float32
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -110,7 +112,7 @@ class Sampler:
 
 def probabilities_of(logits: Tensor, sampling: Sampling) -> Tensor:
     """The distribution `[vocab]` that a token is drawn from, behind all filters."""
-    scaled = (logits - logits.max()) / sampling.temperature
+    scaled = (logits - logits.max()) / max(sampling.temperature, SMALLEST)
     if 0 < sampling.top_k < len(scaled):
         scaled = scaled.masked_fill(scaled < scaled.topk(sampling.top_k).values[-1], -torch.inf)
     probabilities = scaled.softmax(-1)

@@ -109,7 +109,7 @@ class ContextInfo:
     """What a context file says of itself. The numbers inside are checked when the context is opened.
 
     `lce.methods.make(method, knobs)` makes the method again. A file that is not `complete` is a prefill under work, of
-    which `cached` tokens are in the file. `model` is the fingerprint of the weights.
+    which `cached` tokens are in the file. `model` is the model's `ModelInfo.identity`.
     """
 
     path: Path

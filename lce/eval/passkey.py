@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import cycle
+from itertools import cycle, islice
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -74,11 +74,16 @@ def samples(task: str, filler: str, length: int, n: int, seed: int, count: Calla
     """`n` samples of one task and length; the same seed gives the same ones."""
     check_task(task, filler, n)
     counted = cache(lambda text: count(" " + text))
+    for rng, depth in _draws(task, length, n, seed):
+        text = sentences(rng) if filler == "prose" else cycle(NOISE)
+        yield make_sample(NEEDLES[task](rng), length, depth, text, counted)
+
+
+def _draws(task: str, length: int, n: int, seed: int) -> Iterator[tuple[Random, float]]:
+    """The random numbers of each sample, and its depth."""
     for index in range(n):
         rng = Random(f"{seed}/{task}/{length}/{index}")
-        text = sentences(rng) if filler == "prose" else cycle(NOISE)
-        depth = (index + rng.random()) / n
-        yield make_sample(NEEDLES[task](rng), length, depth, text, counted)
+        yield rng, (index + rng.random()) / n
 
 
 def evaluate(
@@ -154,9 +159,10 @@ def check_task(task: str, filler: str, n: int) -> None:
 
 
 def check_length(engine: Engine, length: int, *, task: str, filler: str, n: int, seed: int) -> None:
-    """Raise `UsageError` where a sample does not fit into `length` tokens."""
-    for _ in samples(task, filler, length, n, seed, _counter(engine)):
-        pass
+    """Raise `UsageError` where one of the first samples does not fit into `length` tokens. Makes no filler."""
+    check_task(task, filler, n)
+    for rng, depth in islice(_draws(task, length, n, seed), 1000):
+        make_sample(NEEDLES[task](rng), length, depth, iter(()), _counter(engine))
 
 
 def _counter(engine: Engine) -> Callable[[str], int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -16,11 +15,11 @@ from click import option
 
 import lce
 from lce.errors import DataError, LceError, UsageError, nearest
-from lce.files import named, open_regular
+from lce.files import named
 from lce.terminal import figures, options
 from lce.terminal.output import Output
+from lce.terminal.reading import read_chat, read_text
 
-MAX_MESSAGES_BYTES = 256 << 20
 HELP = """\
 /file PATH  put a file's text before the next message
 /save PATH  save the conversation; `lce chat --context PATH` goes on with it
@@ -28,37 +27,6 @@ HELP = """\
 /help       show these commands
 /exit       end; so does Ctrl-D. Ctrl-C stops an answer.
 A line that begins with // is a message that begins with /."""
-
-
-def read_chat(chat: bool, system: str | None, messages: str | None, **prompt: Any) -> str | list[Any]:
-    """What `lce generate` is asked: a prompt, or messages if one of the options of a chat is given."""
-    if not chat and system is None and messages is None:
-        return options.read_prompt(**prompt)
-    said = [] if messages is None else read_messages(messages)
-    if messages is None or any(value is not None for value in prompt.values()):
-        said.append({"role": "user", "content": options.read_prompt(**prompt)})
-    return said if system is None else [{"role": "system", "content": system}, *said]
-
-
-def read_messages(name: str) -> list[Any]:
-    """The list in a JSON file, or in stdin for "-". The chat template's own check looks at its entries."""
-    source = "stdin" if name == "-" else named(name)
-    if name == "-":
-        raw = sys.stdin.buffer.read(MAX_MESSAGES_BYTES + 1)
-    else:
-        with os.fdopen(open_regular(name), "rb") as file:
-            raw = file.read(MAX_MESSAGES_BYTES + 1)
-    if len(raw) > MAX_MESSAGES_BYTES:
-        raise DataError(f"{source} is larger than {MAX_MESSAGES_BYTES} bytes; expected messages of a chat")
-    expected = 'expected a list of {"role": a string, "content": a string}'
-    try:
-        found = json.loads(raw.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        reason = str(error) if isinstance(error, json.JSONDecodeError) else type(error).__name__
-        raise DataError(f"{source} is not JSON in UTF-8 ({reason}); {expected}") from None
-    if not isinstance(found, list):
-        raise DataError(f"{source} holds a {type(found).__name__}; {expected}")
-    return found
 
 
 @dataclass
@@ -144,7 +112,7 @@ class ChatLoop:
         return command is not None
 
     def _file(self, name: str) -> None:
-        text = options.read_text(os.path.expanduser(name))
+        text = read_text(os.path.expanduser(name))
         self.files.append(text)
         self._note(f"{named(name)}: {len(text):,} characters go before the next message")
 

@@ -5,15 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lce
 
 Progress = Callable[[int, int], None]
-
-if TYPE_CHECKING:
-    from lce.engine.saving import ContextInfo
 
 
 @dataclass(frozen=True)
@@ -35,14 +31,14 @@ class Chosen:
 
         return self.load_for(model, describe(context_file), loading)
 
-    def load_for(self, model: str, context: ContextInfo, loading: Mapping[str, Any]) -> lce.Engine:
+    def load_for(self, model: str, context: lce.ContextInfo, loading: Mapping[str, Any]) -> lce.Engine:
         """The engine for a context that is described."""
         same = self.method in (None, context.method)
         method = lce.methods.make(self.method or context.method, {**(context.knobs if same else {}), **self.knobs})
         return lce.load(model, method, **continued(context, loading))
 
 
-def continued(context: ContextInfo, loading: Mapping[str, Any]) -> dict[str, Any]:
+def continued(context: lce.ContextInfo, loading: Mapping[str, Any]) -> dict[str, Any]:
     """The options of `lce.load` with what they leave open taken from a context file."""
     own: dict[str, Any] = {"window": context.window}
     if loading.get("rope") is None and loading.get("rope_factor") is None:
@@ -67,18 +63,23 @@ def ask(
     return stream, held.save
 
 
-def extend(engine: lce.Engine, context: lce.Context, text: str, length: int | None, progress: Progress) -> lce.Stats:
-    """Prefill a text behind a context, with the figures of it."""
+def extend(
+    engine: lce.Engine, source: str, text: str, target: str, *, length: int | None, progress: Progress
+) -> lce.Stats:
+    """Write a context file and the text behind it to another file, with the figures of that text."""
+    context = engine.open_context(source)
     before, started = len(context), time.perf_counter()
     engine.prefill(text, context=context, length=length, progress=progress)
-    return lce.Stats(
+    stats = lce.Stats(
         prompt_tokens=len(context) - before, read_before=before, prefill_s=time.perf_counter() - started,
         memory=context.cache.bytes_by_tier, traffic=context.cache.traffic,
     )  # fmt: skip
+    context.save(target)
+    return stats
 
 
-def ends(model: str, path: Path, context: ContextInfo, n_tokens: int = 24) -> tuple[str, str]:
+def ends(model: str, context: lce.ContextInfo, n_tokens: int = 24) -> tuple[str, str]:
     """The first and last words of a context's text, by the model that read it."""
     engine = Chosen(None, {}).load_for(model, context, {})
-    ids = engine.open_context(path).token_ids
+    ids = engine.open_context(context.path).token_ids
     return engine.tokenizer.decode(ids[:n_tokens]), engine.tokenizer.decode(ids[-n_tokens:])

@@ -12,8 +12,7 @@ from lce.sizes import size_text
 from lce.terminal.figures import knob_values
 
 if TYPE_CHECKING:
-    from lce.engine.info import ModelInfo
-    from lce.engine.saving import ContextInfo
+    from lce import ContextInfo, ModelInfo
     from lce.methods.base import Method
 
 SHOWN_CHARS = 60  # of a context's text, at each end
@@ -41,6 +40,7 @@ def model_lines(model: ModelInfo) -> list[str]:
         "parameters": f"{model.parameters:,}",
         "weights": _weights(model),
         "fingerprint": model.fingerprint or "none",
+        "in contexts": model.identity or "none",
         "tokenizer": f"{model.tokenizer}, {model.vocab_size:,} tokens" if model.tokenizer else "none",
         "chat template": "yes" if model.chat_template else "no: it continues text",
     }

@@ -9,27 +9,24 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import click
 from click import argument, option
 
 import lce
-from lce.errors import CapacityError, DataError, LceError, UsageError, nearest
-from lce.files import check_target, named, open_regular
-from lce.sizes import count, size_text
-from lce.system import default_threads, free_host_memory
+from lce.errors import LceError, UsageError, nearest
+from lce.files import check_folder, check_target, named
+from lce.sizes import count
+from lce.system import default_threads
 from lce.terminal.contexts import Chosen
 from lce.terminal.exits import DEBUG
 from lce.terminal.output import Output, note
+from lce.terminal.reading import read_prompt
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
-
-BYTES_OF_TEXT = 16  # memory that a byte of text takes until it is token ids, at most
 
 
 class Count(click.ParamType):  # type: ignore[type-arg]  # generic in new versions of click
@@ -109,80 +106,6 @@ def knobs_for(name: str, knobs: Mapping[str, str], names: Sequence[str]) -> dict
     return chosen
 
 
-def read_prompt(text: str | None, prompt: str | None, prompt_file: str | None) -> str:
-    """The prompt that the options name. Raises `UsageError` for none, `DataError` for one that cannot be read."""
-    if text is not None and prompt is not None:
-        raise UsageError("the prompt is given as an argument and with --prompt; give one of them")
-    prompt = text if prompt is None else prompt
-    if prompt == "-" and prompt_file == "-":
-        raise UsageError("--prompt and --prompt-file are both stdin; give one of them")
-    if prompt == "":
-        raise UsageError("--prompt is empty; expected some text")
-    if prompt is None and prompt_file is None:
-        if sys.stdin is None or sys.stdin.isatty():
-            raise UsageError("no prompt; give --prompt TEXT, --prompt-file FILE, or text on stdin")
-        prompt = "-"
-    parts = []
-    if prompt_file is not None:
-        parts.append(read_text(prompt_file))
-    if prompt is not None:
-        parts.append(read_text("-") if prompt == "-" else prompt)
-    return "\n".join(parts)
-
-
-def read_text(name: str) -> str:
-    """The text of a UTF-8 file, or of stdin for "-", without the line break at its end.
-
-    Raises `DataError` for what is no text file, and `CapacityError` for a text that is too long for this machine.
-    """
-    source = "stdin" if name == "-" else named(name)
-    data = _stdin_bytes() if name == "-" else _file_bytes(name)
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{source} is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}; convert it to UTF-8"
-        ) from None
-    text = text.removesuffix("\n").removesuffix("\r")
-    if not text:
-        raise DataError(f"{source} is empty; expected some text")
-    return text
-
-
-def _file_bytes(name: str) -> bytes:
-    """The bytes of a regular file."""
-    try:
-        if Path(name).is_fifo():
-            raise DataError(f"{named(name)} is a pipe; expected a file, or - and the text on stdin: command | lce ...")
-        with open(open_regular(name), "rb") as file:
-            _check_length(os.fstat(file.fileno()).st_size, named(name))
-            return file.read()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"cannot read {named(name)}: {reason}; check the path and its permissions") from error
-
-
-def _stdin_bytes() -> bytes:
-    data = bytearray()
-    try:
-        while piece := sys.stdin.buffer.read(1 << 20):
-            data += piece
-            _check_length(len(data), "stdin")
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot read stdin: {getattr(error, 'strerror', None) or error}; give a file") from error
-    return bytes(data)
-
-
-def _check_length(n_bytes: int, source: str) -> None:
-    """Raise `CapacityError` for a text whose bytes, characters and token ids would not fit into memory."""
-    free = free_host_memory()
-    if free is not None and n_bytes * BYTES_OF_TEXT > free:
-        raise CapacityError(
-            f"{source} has {size_text(n_bytes)} of text or more, and {size_text(free)} of memory is free; expected "
-            f"{size_text(free // BYTES_OF_TEXT)} at most; give a shorter text"
-        )
-
-
 def new_file(path: str | None, force: bool) -> str | None:
     """The path of a file that a command will write, checked before any work; None for none.
 
@@ -190,14 +113,14 @@ def new_file(path: str | None, force: bool) -> str | None:
     """
     if path is None:
         return None
+    if not path:
+        raise UsageError("the file to write has no name; give one, for example document.lce")
     check_target(path)
     if os.path.exists(path):
         if not force:
             raise UsageError(f"{named(path)} exists; name another file, or give --force to replace it")
         note(f"{named(path)} exists and will be replaced")
-    folder = Path(path).absolute().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UsageError(f"{named(folder)} is not a folder that can be written; name another place for {named(path)}")
+    check_folder(path)
     return path
 
 

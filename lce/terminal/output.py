@@ -106,13 +106,13 @@ class Output:
             yield advance_stage
 
     @contextmanager
-    def noting(self, beyond: str | None = None) -> Iterator[list[str]]:
+    def noting(self, *beyond: str | None) -> Iterator[list[str]]:
         """Shows lce's own warnings as notes on stderr, the first of a kind, and adds them to the list.
 
-        `beyond` is a warning of the window that is known already.
+        `beyond` is what is known of the window already, None if the text is within it; no more is said of it then.
         """
-        kinds: set[type[Warning]] = set() if beyond is None else {WindowWarning}
-        texts = [] if beyond is None else [beyond]
+        kinds: set[type[Warning]] = {WindowWarning} if beyond else set()
+        texts = [text for text in beyond if text is not None]
         for text in texts:
             note(text)
         with warnings.catch_warnings():

@@ -26,12 +26,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lce.errors import DataError, ModelError, shown
+from lce.errors import DataError, LceError, ModelError, shown
 from lce.sizes import size_text
 
 MAX_STEPS = 300_000  # on top of four times the length of the messages: Llama 3.2 loops over their characters
 MAX_CHARS = 1 << 20  # on top of eight times the length of the messages
 MAX_SECONDS = 2  # of a processor, on top of one for 500,000 characters of messages
+MOST_WAITED = 60  # seconds for the process, which gets them only where others keep the processor from it
 MAX_BYTES = 384 << 20  # of the process, on top of 96 times the length of the messages
 _KEPT_VARIABLES = ("TZ", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # the time of day, and what Python may need to start
 _CUTS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # never characters of any text, by the Unicode standard
@@ -128,8 +129,7 @@ def _rendered(template: str, variables: Mapping[str, Any], length: int) -> str:
         "template": template, "variables": variables, "steps": MAX_STEPS + 4 * length, "chars": chars,
         "seconds": seconds, "bytes": memory,
     }  # fmt: skip
-    # A character is at most 6 bytes of JSON. A process that waits for others gets twice its own time.
-    raw = _answer(json.dumps(request, ensure_ascii=False), 6 * chars + 4096, 2 * seconds + 1)
+    raw = _answer(json.dumps(request, ensure_ascii=False), 6 * chars + 4096)  # a character is at most 6 bytes of JSON
     try:
         ((kind, text),) = json.loads(raw.decode("utf-8", "surrogatepass")).items()
     except (ValueError, AttributeError, RecursionError):  # the process was ended while it rendered
@@ -144,8 +144,18 @@ def _rendered(template: str, variables: Mapping[str, Any], length: int) -> str:
     raise ModelError(f"the chat template failed: {message}; {_REMEDY}")
 
 
-def _answer(request: str, most: int, seconds: float) -> bytes:
-    """Up to `most` bytes that a process with `template.py` writes for `request` within `seconds`."""
+def _answer(request: str, most: int) -> bytes:
+    """Up to `most` bytes that a process with `template.py` writes for `request`.
+
+    The process bounds its own time of a processor. A busy machine may give it little of one, so it is waited for much
+    longer than that; a template cannot sleep.
+    """
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        process.kill()
+
     try:
         process = subprocess.Popen(
             _command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
@@ -155,7 +165,7 @@ def _answer(request: str, most: int, seconds: float) -> bytes:
     except OSError as error:
         raise ModelError(_cannot_start(error.strerror or type(error).__name__)) from None
     with process:
-        timer = threading.Timer(seconds, process.kill)
+        timer = threading.Timer(MOST_WAITED, end)
         timer.daemon = True
         try:
             timer.start()
@@ -172,6 +182,8 @@ def _answer(request: str, most: int, seconds: float) -> bytes:
             process.kill()
             process.wait()
             timer.cancel()
+    if late.is_set():
+        raise LceError(f"the chat template was not rendered within {MOST_WAITED} s: the machine is too busy; try again")
     if failed:
         raise ModelError(_cannot_start("Python or Jinja does not start there"))
     return raw

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,3 +27,26 @@ def test_the_demo_has_its_maps() -> None:
 def test_what_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(lce.ModelError, match=r"config\.json"):
         describe_model(tmp_path)
+
+
+def test_info_tells_models_from_contexts(tiny_model: Path, tmp_path: Path) -> None:
+    engine = lce.load(tiny_model)
+    engine.prefill([2, 3, 4]).save(tmp_path / "c.lce")
+    context = lce.info(tmp_path / "c.lce")
+    assert isinstance(context, lce.ContextInfo)
+    assert (context.tokens, context.model) == (3, describe_model(tiny_model).identity)
+    assert lce.info(tiny_model) == lce.info(str(tiny_model)) == describe_model(tiny_model)
+    demo = lce.info("demo")
+    assert isinstance(demo, lce.ModelInfo)
+    assert demo.fingerprint == describe_model("demo").fingerprint
+
+
+@pytest.mark.parametrize("path", [b"demo", 3, None, "", "a\0b", "\ud800", "x" * 300])
+def test_what_is_no_path(path: Any) -> None:
+    with pytest.raises(lce.UsageError, match="path is "):
+        lce.info(path)
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(lce.DataError, match="No such file"):
+        lce.info(tmp_path / "none")

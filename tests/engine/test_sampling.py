@@ -108,6 +108,13 @@ def test_a_small_temperature_is_nearly_greedy_and_a_large_one_nearly_even() -> N
     torch.testing.assert_close(probabilities_of(logits, Sampling(temperature=1e6)), torch.full((3,), 1 / 3))
 
 
+@given(logits=LOGITS, temperature=st.floats(0, exclude_min=True, allow_infinity=False))
+@settings(deadline=None)
+def test_any_temperature_leaves_a_distribution(logits: Tensor, temperature: float) -> None:
+    assert Sampler(Sampling(temperature)).pick(logits) < len(logits)
+    assert probabilities_of(logits, Sampling(temperature)).sum().item() == pytest.approx(1, abs=1e-5)
+
+
 def test_a_seed_repeats_and_none_does_not() -> None:
     logits = torch.zeros(1000)
 

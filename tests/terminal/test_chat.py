@@ -139,18 +139,9 @@ def test_generate_chats(chatty: Path, engine: lce.Engine, tmp_path: Path) -> Non
     assert run(*args, "--prompt", "Why?").stdout == engine.generate("Why?", max_tokens=5).text + "\n"
 
 
-@pytest.mark.parametrize(
-    "content", ["{}", "3", "[", "[]", '[{"role": "user"}]', '["a"]', "[" * 9999, '"\\ud800"', "NaN"]
-)
-def test_messages_that_are_none(chatty: Path, tmp_path: Path, content: str) -> None:
-    (tmp_path / "messages.json").write_text(content)
-    result = run("generate", "--model", chatty, "--messages", tmp_path / "messages.json")
-    assert_error(result, 3, "expected a list of")
-
-
-def test_messages_from_a_fifo_are_refused(chatty: Path, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "fifo")
-    assert_error(run("generate", "--model", chatty, "--messages", tmp_path / "fifo"), 3, "is a FIFO")
+@pytest.mark.parametrize("content", ["[]", '[{"role": "user"}]', '["a"]'])
+def test_messages_that_are_none(chatty: Path, content: str) -> None:
+    assert_error(run("generate", "--model", chatty, "--messages", "-", stdin=content), 3, "expected a list of")
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(chatty: Path) -> None:

@@ -60,7 +60,7 @@ def test_a_context(tiny_model: Path, tmp_path: Path) -> None:
     assert (found["window"], found["rope"], found["rope_factor"], found["dtype"]) == (48, "linear", 2.0, "float32")
     assert (found["tokens"], found["cached"], found["complete"]) == (n_tokens, n_tokens, True)
     assert found["file_bytes"] == out.stat().st_size
-    assert found["model"] == lce.load(tiny_model).fingerprint
+    assert found["model"] == info(tiny_model)["identity"] == rows(tiny_model)["in contexts"]
     assert found["text"] is None
     assert "chunk_size=36" in rows(out)["method"]
     first, last = info(out, "-m", tiny_model)["text"]
@@ -76,4 +76,5 @@ def test_what_is_neither(tmp_path: Path) -> None:
     assert_error(run("info", tmp_path / "text.txt"), 3, "text.txt")
     assert_error(run("info", tmp_path / "empty"), 3, "config.json")
     assert_error(run("info", "/dev/zero"), 3, "/dev/zero is a device")
+    assert_error(run("info", "demo", "-m", "demo"), 2, "--model is for a context file")
     assert_error(run("info"), 2, "FILE|MODEL")

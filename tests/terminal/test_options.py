@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from click.testing import CliRunner
 
 import lce
 from lce import cli
-from lce.errors import LceError, UsageError
+from lce.errors import UsageError
 from lce.terminal import options
 from lce.terminal.output import Output
 from tests.command import assert_error, run
@@ -105,88 +104,6 @@ def test_every_count_is_parsed_by_one_rule(command: str, param: click.Option) ->
     assert param.name == "seed", f"{command} {param.opts} takes a plain integer; expected options.COUNT"
 
 
-@pytest.mark.parametrize(
-    ("args", "stdin", "expected"),
-    [
-        (["--prompt", "-"], "from stdin\n", "from stdin"),
-        (["as an argument"], None, "as an argument"),
-        (["-", "-f", "{file}"], "from stdin", "a file’s text\n\nfrom stdin"),
-        (["-p", "by a short flag"], None, "by a short flag"),
-        ([], "from stdin", "from stdin"),
-        (["-f", "-"], "from stdin\r\n", "from stdin"),
-        (["-f", "{file}"], None, "a file’s text\n"),
-        (["-f", "{file}", "--prompt", "and a question"], None, "a file’s text\n\nand a question"),
-        (["-f", "{file}", "--prompt", "-"], "from stdin", "a file’s text\n\nfrom stdin"),
-    ],
-)
-def test_where_the_prompt_comes_from(
-    args: list[str], stdin: str | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "prompt.txt"
-    file.write_bytes("\ufeffa file’s text\n\n".encode())  # as some editors write it; one line break ends the file
-    prompts = []
-
-    class Engine:
-        """Notes the prompt and ends the command there; it is its own tokenizer."""
-
-        @property
-        def tokenizer(self) -> Engine:
-            return self
-
-        def encode(self, prompt: str, **_: object) -> None:
-            prompts.append(prompt)
-            raise LceError
-
-    monkeypatch.setattr(lce, "load", lambda *_, **__: Engine())
-    assert run("generate", "--model", "none", *(arg.format(file=file) for arg in args), stdin=stdin).exit_code == 1
-    assert prompts == [expected]
-
-
-def test_prompts_that_cannot_be_read(tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").write_text("\n")
-    (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
-    generate = ("generate", "--model", "none")
-    assert_error(run(*generate, "-f", tmp_path / "missing.txt"), 3, "missing.txt", "No such file")
-    assert_error(run(*generate, "-f", tmp_path), 3, str(tmp_path), "is a folder; expected a regular file")
-    assert_error(run(*generate, "-f", tmp_path / "empty.txt"), 3, "empty.txt", "is empty")
-    assert_error(run(*generate, "-f", tmp_path / "latin.txt"), 3, "latin.txt", "not UTF-8", "byte 2")
-    assert_error(run(*generate, "--prompt", "-", stdin=b"\xff"), 3, "stdin", "not UTF-8")
-    assert_error(run(*generate), 3, "stdin is empty")
-    assert_error(run(*generate, "--prompt", ""), 2, "--prompt is empty")
-    assert_error(run(*generate, "--prompt", "-", "-f", "-"), 2, "both stdin")
-
-
-def test_no_prompt_on_a_terminal_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal:
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setattr(sys, "stdin", Terminal())
-    with pytest.raises(UsageError, match="no prompt"):
-        options.read_prompt(None, None, None)
-
-
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    for name in (tmp_path / "pipe", "/dev/zero"):
-        assert_error(run("generate", "-m", "none", "-f", name), 3, str(name), "expected a")
-    assert_error(
-        run("calibrate", "-m", "none", "-t", tmp_path / "pipe", "--out", tmp_path / "maps"), 3, "- and the text"
-    )
-
-
-def test_a_text_larger_than_memory_is_refused_before_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with open(tmp_path / "sparse.txt", "wb") as file:
-        file.truncate(1 << 40)
-    assert_error(run("generate", "-m", "none", "-f", tmp_path / "sparse.txt"), 4, "1.0 TiB", "a shorter text")
-    monkeypatch.setattr(options, "free_host_memory", lambda: 16 << 20)
-    assert_error(run("generate", "-m", "none", stdin=b"x" * (3 << 20)), 4, "stdin", "expected 1.0 MiB at most")
-    monkeypatch.setattr(options, "free_host_memory", lambda: None)
-    assert_error(run("generate", "-m", "none", stdin=b"x" * (3 << 20)), 3, "none does not exist")
-
-
 def test_targets_are_checked_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "old").write_text("precious")
     (tmp_path / "link").symlink_to("old")
@@ -199,6 +116,8 @@ def test_targets_are_checked_before_any_work(tmp_path: Path) -> None:
     for command in commands:
         assert_error(run(*command, tmp_path / "old"), 2, "old exists; name another file, or give --force")
         assert_error(run(*command, tmp_path / "no" / "file"), 2, "is not a folder")
+        assert_error(run(*command, "/proc/file"), 2, "/proc is not a folder that can be written")
+        assert_error(run(*command, ""), 2, "has no name")
         for force in ((), ("--force",)):
             assert_error(run(*command, tmp_path / "link", *force), 3, "link is a symbolic link")
             assert_error(run(*command, tmp_path / "pipe", *force), 3, "pipe is a FIFO")

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
 from lce.errors import DataError, LceError, ModelError
+from lce.tokenizer import chat
 from lce.tokenizer.chat import MAX_BYTES, choose_template, render_chat
 from lce.tokenizer.tokenizer import Tokenizer
 from tests.vocabularies import KINDS
@@ -441,6 +442,18 @@ def test_whatever_the_process_does(
     with pytest.raises(ModelError) as error:
         rendered("{{ messages[0].content }}")
     assert words in one_line(error)
+
+
+def test_a_process_that_gets_no_processor_is_no_fault_of_the_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "python"
+    other.write_text("#!/bin/sh\nexec sleep 60\n")
+    other.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(other))
+    monkeypatch.setattr(chat, "MOST_WAITED", 0.2)
+    with pytest.raises(LceError, match="the machine is too busy; try again"):
+        rendered("{{ messages[0].content }}")
 
 
 def test_a_frozen_program_does_not_start_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,124 @@
+"""The texts that commands read: prompts, documents and the messages of a chat, from files and from stdin."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from lce.errors import CapacityError, DataError, UsageError
+from lce.files import JsonError, named, open_regular, parse_json
+from lce.sizes import size_text
+from lce.system import free_host_memory
+
+BYTES_OF_TEXT = 16  # memory that a byte of text takes until it is token ids, at most
+MAX_MESSAGES_BYTES = 256 << 20
+MAX_MESSAGES_VALUES = 1 << 20
+
+
+def read_prompt(text: str | None, prompt: str | None, prompt_file: str | None) -> str:
+    """The prompt that the options name. Raises `UsageError` for none, `DataError` for one that cannot be read."""
+    if text is not None and prompt is not None:
+        raise UsageError("the prompt is given as an argument and with --prompt; give one of them")
+    prompt = text if prompt is None else prompt
+    if prompt == "-" and prompt_file == "-":
+        raise UsageError("--prompt and --prompt-file are both stdin; give one of them")
+    if prompt == "":
+        raise UsageError("--prompt is empty; expected some text")
+    if prompt is None and prompt_file is None:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise UsageError("no prompt; give --prompt TEXT, --prompt-file FILE, or text on stdin")
+        prompt = "-"
+    parts = []
+    if prompt_file is not None:
+        parts.append(read_text(prompt_file))
+    if prompt is not None:
+        parts.append(read_text("-") if prompt == "-" else prompt)
+    return "\n".join(parts)
+
+
+def read_chat(chat: bool, system: str | None, messages: str | None, **prompt: Any) -> str | list[Any]:
+    """What `lce generate` is asked: a prompt, or messages if one of the options of a chat is given."""
+    if not chat and system is None and messages is None:
+        return read_prompt(**prompt)
+    if messages == "-" and "-" in prompt.values():
+        raise UsageError("--messages and the prompt are both stdin; give one of them")
+    said = [] if messages is None else read_messages(messages)
+    if messages is None or any(value is not None for value in prompt.values()):
+        said.append({"role": "user", "content": read_prompt(**prompt)})
+    return said if system is None else [{"role": "system", "content": system}, *said]
+
+
+def read_text(name: str) -> str:
+    """The text of a UTF-8 file, or of stdin for "-", without the line break at its end.
+
+    Raises `DataError` for what is no text file, and `CapacityError` for a text that is too long for this machine.
+    """
+    source, data = read_bytes(name)
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{source} is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}; convert it to UTF-8"
+        ) from None
+    text = text.removesuffix("\n").removesuffix("\r")
+    if not text:
+        raise DataError(f"{source} is empty; expected some text")
+    return text
+
+
+def read_messages(name: str) -> list[Any]:
+    """The list in a JSON file, or in stdin for "-". The chat template's own check looks at its entries."""
+    source, data = read_bytes(name)
+    if len(data) > MAX_MESSAGES_BYTES:
+        raise DataError(f"{source} is larger than {MAX_MESSAGES_BYTES} bytes; expected messages of a chat")
+    expected = 'expected a list of {"role": a string, "content": a string}'
+    try:
+        found = parse_json(data.removeprefix("\ufeff".encode()), MAX_MESSAGES_VALUES)
+    except JsonError as error:
+        raise DataError(f"{source}: {error}; {expected}") from None
+    if not isinstance(found, list):
+        raise DataError(f"{source} holds a {type(found).__name__}; {expected}")
+    return found
+
+
+def read_bytes(name: str) -> tuple[str, bytes]:
+    """What messages call a file, or stdin for "-", and its bytes."""
+    return ("stdin", _stdin_bytes()) if name == "-" else (named(name), _file_bytes(name))
+
+
+def _file_bytes(name: str) -> bytes:
+    """The bytes of a regular file."""
+    try:
+        if Path(name).is_fifo():
+            raise DataError(f"{named(name)} is a pipe; expected a file, or - and the text on stdin: command | lce ...")
+        with open(open_regular(name), "rb") as file:
+            _check_length(os.fstat(file.fileno()).st_size, named(name))
+            return file.read()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"cannot read {named(name)}: {reason}; check the path and its permissions") from error
+
+
+def _stdin_bytes() -> bytes:
+    if sys.stdin is None:
+        raise DataError("stdin is closed; give a file")
+    data = bytearray()
+    try:
+        while piece := sys.stdin.buffer.read(1 << 20):
+            data += piece
+            _check_length(len(data), "stdin")
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read stdin: {getattr(error, 'strerror', None) or error}; give a file") from error
+    return bytes(data)
+
+
+def _check_length(n_bytes: int, source: str) -> None:
+    """Raise `CapacityError` for a text whose bytes, characters and token ids would not fit into memory."""
+    free = free_host_memory()
+    if free is not None and n_bytes * BYTES_OF_TEXT > free:
+        raise CapacityError(
+            f"{source} has {size_text(n_bytes)} of text or more, and {size_text(free)} of memory is free; expected "
+            f"{size_text(free // BYTES_OF_TEXT)} at most; give a shorter text"
+        )

@@ -1,0 +1,125 @@
+"""The texts that commands read: where they come from, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+import lce
+from lce.errors import DataError, LceError, UsageError
+from lce.terminal import reading
+from tests.command import assert_error, run
+
+
+@pytest.mark.parametrize(
+    ("args", "stdin", "expected"),
+    [
+        (["--prompt", "-"], "from stdin\n", "from stdin"),
+        (["as an argument"], None, "as an argument"),
+        (["-", "-f", "{file}"], "from stdin", "a file’s text\n\nfrom stdin"),
+        (["-p", "by a short flag"], None, "by a short flag"),
+        ([], "from stdin", "from stdin"),
+        (["-f", "-"], "from stdin\r\n", "from stdin"),
+        (["-f", "{file}"], None, "a file’s text\n"),
+        (["-f", "{file}", "--prompt", "and a question"], None, "a file’s text\n\nand a question"),
+        (["-f", "{file}", "--prompt", "-"], "from stdin", "a file’s text\n\nfrom stdin"),
+    ],
+)
+def test_where_the_prompt_comes_from(
+    args: list[str], stdin: str | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes("\ufeffa file’s text\n\n".encode())  # as some editors write it; one line break ends the file
+    prompts = []
+
+    class Engine:
+        """Notes the prompt and ends the command there; it is its own tokenizer."""
+
+        @property
+        def tokenizer(self) -> Engine:
+            return self
+
+        def encode(self, prompt: str, **_: object) -> None:
+            prompts.append(prompt)
+            raise LceError
+
+    monkeypatch.setattr(lce, "load", lambda *_, **__: Engine())
+    assert run("generate", "--model", "none", *(arg.format(file=file) for arg in args), stdin=stdin).exit_code == 1
+    assert prompts == [expected]
+
+
+def test_prompts_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
+    generate = ("generate", "--model", "none")
+    assert_error(run(*generate, "-f", tmp_path / "missing.txt"), 3, "missing.txt", "No such file")
+    assert_error(run(*generate, "-f", tmp_path), 3, str(tmp_path), "is a folder; expected a regular file")
+    assert_error(run(*generate, "-f", tmp_path / "empty.txt"), 3, "empty.txt", "is empty")
+    assert_error(run(*generate, "-f", tmp_path / "latin.txt"), 3, "latin.txt", "not UTF-8", "byte 2")
+    assert_error(run(*generate, "--prompt", "-", stdin=b"\xff"), 3, "stdin", "not UTF-8")
+    assert_error(run(*generate), 3, "stdin is empty")
+    assert_error(run(*generate, "--prompt", ""), 2, "--prompt is empty")
+    assert_error(run(*generate, "--prompt", "-", "-f", "-"), 2, "both stdin")
+
+
+def test_no_prompt_on_a_terminal_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal:
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    with pytest.raises(UsageError, match="no prompt"):
+        reading.read_prompt(None, None, None)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name in (tmp_path / "pipe", "/dev/zero"):
+        assert_error(run("generate", "-m", "none", "-f", name), 3, str(name), "expected a")
+    assert_error(
+        run("calibrate", "-m", "none", "-t", tmp_path / "pipe", "--out", tmp_path / "maps"), 3, "- and the text"
+    )
+
+
+def test_a_text_larger_than_memory_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open(tmp_path / "sparse.txt", "wb") as file:
+        file.truncate(1 << 40)
+    assert_error(run("generate", "-m", "none", "-f", tmp_path / "sparse.txt"), 4, "1.0 TiB", "a shorter text")
+    monkeypatch.setattr(reading, "free_host_memory", lambda: 16 << 20)
+    assert_error(run("generate", "-m", "none", stdin=b"x" * (3 << 20)), 4, "stdin", "expected 1.0 MiB at most")
+    monkeypatch.setattr(reading, "free_host_memory", lambda: None)
+    assert_error(run("generate", "-m", "none", stdin=b"x" * (3 << 20)), 3, "none does not exist")
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", "3", "[", '"\\ud800"', "NaN", "[" * 9999, "[" + "[]," * reading.MAX_MESSAGES_VALUES + "[]]"]
+)
+def test_messages_that_are_no_list(content: str, tmp_path: Path) -> None:
+    (tmp_path / "messages.json").write_text(content)
+    result = run("generate", "--model", "none", "--messages", tmp_path / "messages.json")
+    assert_error(result, 3, "messages.json", "expected a list of")
+
+
+def test_messages_from_a_fifo_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    assert_error(run("generate", "--model", "none", "--messages", tmp_path / "fifo"), 3, "is a pipe")
+
+
+def test_stdin_is_read_once() -> None:
+    for prompt in (("-p", "-"), ("-f", "-"), ("-",)):
+        assert_error(run("generate", "--model", "none", "--messages", "-", *prompt, stdin="[]"), 2, "both stdin")
+
+
+def test_stdin_that_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python has no sys.stdin then."""
+    monkeypatch.setattr(sys, "stdin", None)
+    for read in (reading.read_text, reading.read_messages):
+        with pytest.raises(DataError, match="stdin is closed; give a file"):
+            read("-")
+    with pytest.raises(UsageError, match="no prompt"):
+        reading.read_prompt(None, None, None)
