@@ -197,6 +197,10 @@ class LayerCache:
 
     def write(self, k: Tensor, v: Tensor) -> None:
         """Put a block's keys and values `[G, T, D]` behind the committed ones. Time and bytes: O(T)."""
+        layout = self.layout
+        if k.shape != v.shape or (k.shape[0], k.shape[2:]) != (layout.n_kv_heads, (layout.head_dim,)):
+            expected = f"[{layout.n_kv_heads}, T, {layout.head_dim}]"  # fewer would be repeated silently
+            raise UsageError(f"keys {list(k.shape)} and values {list(v.shape)} for the cache; expected {expected} each")
         stop = self.length + k.shape[1]
         self.reserve(stop)
         self.stop = stop

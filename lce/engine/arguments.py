@@ -130,7 +130,10 @@ def ids_of(prompt: object, vocab_size: int) -> list[int]:
         if prompt.ndim != 1 or not _is_whole(prompt):
             kind = f"{prompt.dtype} of shape {list(prompt.shape)}"
             raise UsageError(f"the prompt is {kind}; expected text, or token ids: whole numbers of one dimension")
-        return checked_ids(prompt.tolist(), vocab_size)
+        try:
+            return checked_ids(prompt.tolist(), vocab_size)
+        except (RuntimeError, NotImplementedError):  # a tensor without numbers, or not dense
+            raise UsageError("the prompt is a tensor that has no list of numbers; expected a dense one") from None
     if isinstance(prompt, Mapping | Set) or not isinstance(prompt, Iterable):
         raise UsageError(f"the prompt is a {type(prompt).__name__}; expected text or token ids")
     ids: list[Any] = list(prompt)

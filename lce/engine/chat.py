@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -28,6 +28,20 @@ class _Turn:
     chat: ChatText
     n_asked: int  # tokens of the context before the answer
     stream: Stream
+
+
+@dataclass(frozen=True)
+class _Past:
+    """What a conversation knows of its context, replaced in one assignment: Ctrl-C may come between any two.
+
+    `text` is what the context holds behind the tokens before; `marks` say that so many characters of it are so many
+    tokens of the context. `turn` is the last one, until it is among the messages.
+    """
+
+    messages: Sequence[dict[str, str]]
+    text: str
+    marks: Sequence[tuple[int, int]]
+    turn: _Turn | None = None
 
 
 class Conversation(Unique):
@@ -68,16 +82,13 @@ class Conversation(Unique):
             raise UsageError("a system message begins a conversation, but this context has begun; leave it out")
         engine.tokenizer.require_chat()
         self._opening = [] if system is None else [{"role": "system", "content": system}]
-        self._messages = list(self._opening)
-        self._text = ""  # what the context holds behind the tokens before
-        self._marks = [(0, len(self._before))]  # so many characters of that text are so many tokens of the context
-        self._turn: _Turn | None = None
+        self._past = _Past(self._opening, "", [(0, len(self._before))])
 
     @property
     def messages(self) -> list[dict[str, str]]:
         """The messages so far, with the part of an answer that has come."""
-        turn = self._turn
-        said = self._messages if turn is None or not self._answered(turn) else [*self._messages, *_with_answer(turn)]
+        said, turn = self._past.messages, self._past.turn
+        said = said if turn is None or not self._answered(turn) else [*said, *_with_answer(turn)]
         return [dict(message) for message in said]
 
     def ask(self, message: str | Sequence[Mapping[str, str]], **options: Unpack[GenerationOptions]) -> Generation:
@@ -97,20 +108,20 @@ class Conversation(Unique):
         generation_options(options)
         self._settle()
         new = _as_messages(message)
-        chat = self._render([*self._messages, *new])
+        chat = self._render([*self._past.messages, *new])
         ids = self._fit(chat)
         assert self.context is not None
         options["context"] = self.context
         stream = self.engine.stream(ids, **options)
         self.tokens_read = len(ids)
-        self._turn = _Turn([dict(message) for message in new], chat, len(self.context) + len(ids), stream)
+        turn = _Turn([dict(message) for message in new], chat, len(self.context) + len(ids), stream)
+        self._past = replace(self._past, turn=turn)
         return stream
 
     def reset(self) -> None:
         """Forget all messages but the system message, and all tokens but those of the context it went on from."""
         self._settle()
-        self._messages = list(self._opening)
-        self._text, self._marks = "", [(0, len(self._before))]
+        self._past = _Past(self._opening, "", [(0, len(self._before))])
         if not self._before:
             self.context = None
 
@@ -126,21 +137,21 @@ class Conversation(Unique):
         return bool(result.token_ids) or result.finish_reason == "stop"
 
     def _settle(self) -> None:
-        """End the last turn, and note what the context holds of it."""
-        turn, self._turn = self._turn, None
+        """End the last turn, and note what the context holds of it. May be repeated."""
+        past, turn = self._past, self._past.turn
         if turn is None:
             return
         turn.stream.close()
         assert self.context is not None
         if not self._answered(turn):
-            return  # the context may hold some of the messages; `_fit` finds out
-        self._messages += _with_answer(turn)
-        result = turn.stream.result
-        self._text = turn.chat.text + result.text
-        self._marks.append((len(turn.chat.text), turn.n_asked))
+            self._past = replace(past, turn=None)  # the context may hold some of the messages; `_fit` finds out
+            return
+        result, marks = turn.stream.result, [*past.marks, (len(turn.chat.text), turn.n_asked)]
+        text = turn.chat.text + result.text
         whole = self.engine.tokenizer.decode(result.token_ids) == result.text  # nothing was left out at its end
         if whole and len(self.context) == turn.n_asked + len(result.token_ids):
-            self._marks.append((len(self._text), len(self.context)))
+            marks.append((len(text), len(self.context)))
+        self._past = _Past([*past.messages, *_with_answer(turn)], text, marks)
 
     def _render(self, messages: Sequence[Mapping[str, str]]) -> ChatText:
         """What the template writes, behind the tokens before."""
@@ -160,15 +171,16 @@ class Conversation(Unique):
     def _fit(self, chat: ChatText) -> list[int]:
         """Make the context hold as much of `chat` as it can without reading; returns the ids to read behind it."""
         encode = self.engine.tokenizer.encode_parts
-        n_same, n_held = _common(self._text, chat.text), 0 if self.context is None else len(self.context)
-        marks = [mark for mark in self._marks if mark[0] <= n_same and mark[1] <= n_held]
+        past = self._past
+        n_same, n_held = _common(past.text, chat.text), 0 if self.context is None else len(self.context)
+        marks = [mark for mark in past.marks if mark[0] <= n_same and mark[1] <= n_held]
         marks += self._mark_of_answer(chat.text, n_same)
         if marks:
             n_chars, n_tokens = marks[-1]
             ids = encode(chat, n_chars)
         else:  # the context does not even hold what was before
             n_tokens, ids = 0, [*self._before, *encode(chat)]
-        self._text, self._marks = chat.text, marks or [(0, len(self._before))]
+        self._past = _Past(past.messages, chat.text, marks or [(0, len(self._before))])
         if self.context is None:
             self.context = self.engine.new_context(max(len(ids), self._length))
         wanted = [*self.context.token_ids[:n_tokens], *ids]  # a turn that failed may have been read in part
@@ -176,10 +188,11 @@ class Conversation(Unique):
 
     def _mark_of_answer(self, text: str, n_same: int) -> list[tuple[int, int]]:
         """The mark behind the last answer, if `text` has that answer with other white space around it."""
-        if self.context is None or len(self._marks) < 3 or self._marks[-1][1] != len(self.context):
+        past = self._past
+        if self.context is None or len(past.marks) < 3 or past.marks[-1][1] != len(self.context):
             return []
-        start, end = self._marks[-2][0], self._marks[-1][0]
-        answer = self._text[start:end].strip()
+        start, end = past.marks[-2][0], past.marks[-1][0]
+        answer = past.text[start:end].strip()
         rest = text[start:].lstrip()
         if not start <= n_same < end or not answer or not rest.startswith(answer):
             return []

@@ -93,48 +93,73 @@ def decode(
     """Draw up to `max_tokens` tokens and yield their text; `advance` prefills the context's tokens not cached yet.
 
     An end token ends the text and is not added to it. A stop string ends it too; only the text before it is yielded.
-    Ends before the next token when `cancelled`. `result.text` is always what was yielded.
+    Ends before the next token when `cancelled`. `result.text` is always what was yielded; after an error the tokens of
+    the context and of the result are those of that text.
     """
     sampling = request.sampling
     sampler, detokenizer = Sampler(sampling), tokenizer.stream()
     watch = StopWatch(sampling.stops)
-    started = time.perf_counter()
-    for left in range(request.max_tokens - 1, -1, -1):
-        if cancelled():
-            return
-        advance(context)
-        assert context.logits is not None
-        token_id = sampler.pick(context.logits)
-        now = time.perf_counter()
-        if not result.token_ids:
-            result.stats.first_token_s = result.stats.prefill_s + now - started
-            started = now
-        result.stats.decode_s = now - started
-        if token_id in request.eos_ids:
+    started, said = time.perf_counter(), _Said(len(context))
+    try:
+        for left in range(request.max_tokens - 1, -1, -1):
+            if cancelled():
+                return
+            advance(context)
+            assert context.logits is not None
+            token_id = sampler.pick(context.logits)
+            now = time.perf_counter()
+            if not result.token_ids:
+                result.stats.first_token_s = result.stats.prefill_s + now - started
+                started = now
+            result.stats.decode_s = now - started
+            if token_id in request.eos_ids:
+                result.finish_reason = "stop"
+                break
+            if request.logprobs is not None:
+                assert result.logprobs is not None
+                result.logprobs.append(logprobs_of(context.logits, token_id, request.logprobs))
+            context.token_ids.append(token_id)
+            result.token_ids.append(token_id)
+            result.stats.generated_tokens = len(result.token_ids)
+            piece = watch.push(detokenizer.push(token_id))
+            result.text += piece
+            if watch.stopped or sampling.wants_end(result.text):
+                result.finish_reason = "stop"
+            elif not left:
+                result.finish_reason = "length"
+            said = _Said(said.n_before, len(result.token_ids), result.text, result.finish_reason)
+            if piece:
+                yield Piece(piece)
+            if result.finish_reason:
+                break
+        piece = watch.push(detokenizer.finish()) + watch.finish()
+        if watch.stopped:
             result.finish_reason = "stop"
-            break
-        if request.logprobs is not None:
-            assert result.logprobs is not None
-            result.logprobs.append(logprobs_of(context.logits, token_id, request.logprobs))
-        context.token_ids.append(token_id)
-        result.token_ids.append(token_id)
-        result.stats.generated_tokens += 1
-        piece = watch.push(detokenizer.push(token_id))
         result.text += piece
-        if watch.stopped or sampling.wants_end(result.text):
-            result.finish_reason = "stop"
-        elif not left:
-            result.finish_reason = "length"
+        said = _Said(said.n_before, len(result.token_ids), result.text, result.finish_reason)
         if piece:
             yield Piece(piece)
-        if result.finish_reason:
-            break
-    piece = watch.push(detokenizer.finish()) + watch.finish()
-    if watch.stopped:
-        result.finish_reason = "stop"
-    result.text += piece
-    if piece:
-        yield Piece(piece)
+    except BaseException:
+        said.restore(context, result)
+        raise
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What was said so far. A token counts once all that it brings is known: an error before that takes it back."""
+
+    n_before: int  # tokens of the context before the answer
+    n_tokens: int = 0
+    text: str = ""
+    finish_reason: str = ""
+
+    def restore(self, context: Context, result: Generation) -> None:
+        del context.token_ids[self.n_before + self.n_tokens :]
+        del result.token_ids[self.n_tokens :]
+        if result.logprobs is not None:
+            del result.logprobs[self.n_tokens :]
+        result.stats.generated_tokens = self.n_tokens
+        result.text, result.finish_reason = self.text, self.finish_reason
 
 
 def logprobs_of(logits: Tensor, token_id: int, n_top: int) -> TokenLogprobs:

@@ -1,20 +1,17 @@
-"""The engine: a model, a method, and the loops that prefill, decode, save and trace."""
+"""The engine: what is done with one model and one method. Prefills, generates, saves and traces."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Unpack, overload
 
 import torch
 from torch import Tensor
 
-from lce.attention import Attention
-from lce.cache.kv import KVCache
-from lce.cache.layout import CacheLayout
 from lce.engine.arguments import (
     GenerationOptions,
     Options,
@@ -27,66 +24,24 @@ from lce.engine.arguments import (
     tokens_of,
 )
 from lce.engine.chat import Conversation
-from lce.engine.context import Context, ContextMark, Unique
+from lce.engine.context import Context, ContextMark
 from lce.engine.decode import Generation, Piece, Request, Stats, decode
 from lce.engine.holding import Streaming
-from lce.engine.identity import Identity
 from lce.engine.job import PrefillJob
 from lce.engine.planning import Planner
-from lce.engine.process import uses_threads
+from lce.engine.runner import Runner, blocks
 from lce.engine.sampling import check_logits
-from lce.engine.saving import ContextData, open_saved
+from lce.engine.saving import open_saved
 from lce.engine.stream import AsyncStream, CancelFlag, Cancelled, Stream
 from lce.engine.trace import Trace, TraceRecorder
 from lce.engine.window import beyond, warn
 from lce.errors import UsageError, shown
-from lce.methods.base import Method
-from lce.methods.run import Driver
-from lce.methods.step import Note
-from lce.models.config import RopeConfig
-from lce.models.layers import Attend, Model
-from lce.models.rope import Rope
 from lce.progress import Progress, check_progress, reported
-from lce.system import give_back_freed_memory
-from lce.tokenizer.tokenizer import NoTokenizer, Tokenizer
-from lce.weights.checkpoint import Checkpoint
+from lce.tokenizer.tokenizer import NoTokenizer
 
 
-@dataclass(frozen=True)
-class EngineOptions:
-    """What was chosen when an engine was loaded, with every default filled in and the method resolved."""
-
-    method: Method
-    attention: Attention
-    window: int
-    rope: RopeConfig
-    layout: CacheLayout  # dtype, device, block and budgets are the cache's too
-
-
-class Engine(Unique):
+class Engine(Runner):
     """Prefills and generates with one model and one method. Never changes: all state is in contexts."""
-
-    instead = "load the model again in the other process, and hand over contexts as files"
-
-    def __init__(self, model: Model, tokenizer: Tokenizer, checkpoint: Checkpoint, options: EngineOptions) -> None:
-        self.model = model
-        self.tokenizer = tokenizer
-        self.method = options.method
-        self.layout = options.layout
-        self.device = options.layout.device
-        self.dtype = options.layout.dtype
-        self.block = options.layout.block
-        self.window = options.window
-        self.rope = options.rope
-        config = model.config
-        self._fingerprint = checkpoint.fingerprint
-        self.identity = Identity(
-            lambda: config.identity(checkpoint.fingerprint()),
-            self.method, self.window, self.rope, self.dtype, config.vocab_size,
-        )  # fmt: skip
-        self._driver = Driver(self.method, options.attention, self.window, config.n_kv_heads, config.sliding_window)
-        self._eos_ids = frozenset((*config.eos_ids, *tokenizer.eos_ids))
-        self._end = _End()  # the last attribute: it is freed after the model
 
     @property
     def fingerprint(self) -> str:
@@ -212,7 +167,7 @@ class Engine(Unique):
         ids = self._ids(token_ids)
         self._warn(len(ids))
         context, found = self._new_context(len(ids)), []
-        for part in _blocks(ids, self.block):
+        for part in blocks(ids, self.block):
             found.append(self.model.logits(self._append(context, part)))
             check_logits(found[-1], context.cache.length - len(part))
         return torch.cat(found)
@@ -224,7 +179,7 @@ class Engine(Unique):
         self._warn(len(ids))
         context = self._new_context(len(ids))
         recorder = TraceRecorder(self.model.config.n_layers, self.model.config.n_heads)
-        for part in _blocks(ids, self.block):
+        for part in blocks(ids, self.block):
             self._append(context, part, recorder.note)
             recorder.end_block(len(part))
         return recorder.trace(self.method.choices)
@@ -245,27 +200,29 @@ class Engine(Unique):
         target, ids = path_of(path), self._ids(document, self._own(context))
         wanted = 0 if length is None else tokens_of(length, "length", least=0)
         check_progress(progress)
-        with nullcontext() if context is None else context.in_use():
-            before = None if context is None else context.data
-            ids = ids if before is None else [*before.token_ids, *ids]
-            announced = max(len(ids), wanted) if before is None else before.announced
-            Planner.into_file(self.layout, self.method.name).check(len(ids))
-            self._warn(len(ids))
-            job = PrefillJob(target, self.layout, self.identity, ids, announced, before)
-        every = every or len(ids)
+        job: PrefillJob | None = None
         try:
-            context = self._context(job.data)
+            with nullcontext() if context is None else context.in_use():
+                before = None if context is None else context.data
+                ids = ids if before is None else [*before.token_ids, *ids]
+                announced = max(len(ids), wanted) if before is None else before.announced
+                Planner.into_file(self.layout, self.method.name).check(len(ids))
+                self._warn(len(ids))
+                job = PrefillJob(target, self.layout, self.identity, ids, announced)
+                context = self._context(job.start(before))
+            every = every or len(ids)
             stats = Stats(prompt_tokens=len(context.uncached), read_before=context.cache.length)
             started = time.perf_counter()
             with torch.inference_mode(), reported(progress, "prefill") as tell:
-                for part in _blocks(context.uncached, self.block, tell, done=context.cache.length):
+                for part in blocks(context.uncached, self.block, tell, done=context.cache.length):
                     if context.cache.length - job.n_written >= every:
                         job.checkpoint(context.data)
                     self._append(context, part)
             stats.prefill_s = time.perf_counter() - started
             job.finish(context.data)
         except BaseException as error:
-            job.abandon(error)
+            if job is not None:
+                job.abandon(error)
             raise
         stats.memory, stats.traffic = context.cache.bytes_by_tier, context.cache.traffic
         return stats
@@ -283,57 +240,6 @@ class Engine(Unique):
         Raises `CapacityError` if it cannot fit.
         """
         return self._new_context(tokens_of(length, "length"))
-
-    def _context(self, data: ContextData) -> Context:
-        return Context(data, self.rope_of(data.announced), self.identity)
-
-    def _new_context(self, length: int) -> Context:
-        """An empty context, announced to become `length` tokens long."""
-        Planner.of(self.layout, self.method.name).check(length)
-        return self._context(ContextData(KVCache.empty(self.layout, length), announced=length))
-
-    def _reserve(self, context: Context, length: int) -> None:
-        """Make space for a context to become `length` tokens long. Raises `CapacityError` where they cannot fit."""
-        if len(context):  # a new one was checked
-            Planner.growing(context.cache, self.method.name).check(length)
-        context.cache.reserve(length)
-
-    def rope_of(self, length: int) -> Rope:
-        """The rotation of a context that was announced to become `length` tokens long."""
-        return Rope(self.rope, self.model.config.head_dim, self.model.config.window, length)
-
-    @torch.inference_mode()
-    def _advance(self, context: Context, progress: Progress | None = None) -> None:
-        """Prefill the context's tokens that are not in its cache yet, and have its logits."""
-        if context.logits is None and len(context) == context.cache.length > 0:
-            context.cache.truncate(context.cache.nearest(context.cache.length - 1))
-        for part in _blocks(context.uncached, self.block, progress):
-            self._append(context, part)
-
-    def _append(self, context: Context, ids: Sequence[int], note: Note | None = None) -> Tensor:
-        """Append a block of tokens to the context's cache; their hidden states `[T, hidden]`.
-
-        Sets the context's logits to those after the block. After an error or an interruption the context is as it was
-        before the block, or as it is after it.
-        """
-        uses_threads()
-        context.cache.settle()
-        before, logits = context.cache.length, context.logits
-
-        def model_call(attend: Attend) -> Tensor:
-            hidden = self.model(torch.tensor(ids, device=self.device), before, attend)
-            last = self.model.logits(hidden[-1:])
-            check_logits(last, before + len(ids) - 1)
-            context.set_logits(last[0], before + len(ids))
-            return hidden
-
-        try:
-            return self._driver.forward(context.cache, context.rope, len(ids), model_call, note)
-        except BaseException as error:
-            if context.cache.length == before:  # the block was discarded
-                context.set_logits(logits, before)
-            context.data.blame(error)
-            raise
 
     def _options(self, given: GenerationOptions) -> Options:
         options = generation_options(given)
@@ -390,19 +296,3 @@ class Engine(Unique):
 def _on_a_fork(options: Options) -> Options:
     """The options with a fork of the context in the context's place."""
     return options if options.context is None else replace(options, context=options.context.fork())
-
-
-class _End:
-    """Gives freed memory back when an engine ends."""
-
-    def __del__(self) -> None:
-        give_back_freed_memory()
-
-
-def _blocks(ids: Sequence[int], block: int, progress: Progress | None = None, done: int = 0) -> Iterator[Sequence[int]]:
-    """`ids` in blocks; `progress` is called after each block, and counts `done` tokens before the first."""
-    for start in range(0, len(ids), block):
-        part = ids[start : start + block]
-        yield part
-        if progress:
-            progress(done + start + len(part), done + len(ids))

@@ -24,16 +24,14 @@ from lce.files import check_target, named, open_regular, remove_leftover, sweep,
 class PrefillJob:
     """A prefill into the context file `path`, over one or more runs.
 
-    `path.part` takes keys and values as they come; `path.part.state` is the last checkpoint. `data` is where a run
+    `path.part` takes keys and values as they come; `path.part.state` is the last checkpoint. `start` says where a run
     starts: run the tokens behind `data.cache.length` into that cache, call `checkpoint` from time to time, then
-    `finish`, or `abandon` after an error. With `before`, a context that the text begins with, a run that does not
-    resume another starts from a copy of it. `before` may be of a file that has the name `path` until `finish`.
+    `finish`; from `start` on, `abandon` after an error.
     """
 
     def __init__(
-        self, path: Path, layout: CacheLayout, identity: Identity, token_ids: Sequence[int], announced: int,
-        before: ContextData | None = None,
-    ) -> None:  # fmt: skip
+        self, path: Path, layout: CacheLayout, identity: Identity, token_ids: Sequence[int], announced: int
+    ) -> None:
         check_writable(path)
         sweep(path)
         self.path = path
@@ -43,12 +41,28 @@ class PrefillJob:
         for each in (self.part, self.state):
             check_target(each, UsageError)
         self.layout = layout.file(len(token_ids))
+        self.token_ids = token_ids
+        self.announced = announced
+        self.n_written = 0
+        self._draft: Draft | None = None
+
+    @property
+    def draft(self) -> Draft:
+        """The file under work."""
+        assert self._draft is not None, "started before use"
+        return self._draft
+
+    def start(self, before: ContextData | None = None) -> ContextData:
+        """Take up the job where the last run left it, or begin it: with a copy of `before`, if the text begins so.
+
+        `before` may be of a file that has the name `path` until `finish`.
+        """
         if os.path.lexists(self.state) and os.path.lexists(self.part):
-            cache, logits = self._resume(text_hash(token_ids), announced)
+            cache, logits = self._resume(text_hash(self.token_ids), self.announced)
         else:
             cache, logits = self._begin(before)
         self.n_written = cache.length
-        self.data = ContextData(cache, token_ids, logits, announced)
+        return ContextData(cache, self.token_ids, logits, self.announced)
 
     def _begin(self, before: ContextData | None) -> tuple[KVCache, Tensor | None]:
         remove_leftover(self.part)
@@ -57,16 +71,12 @@ class PrefillJob:
                 f"{named(self.part)} is being written by another process; wait for it, or name another file"
             )
         remove_leftover(self.state)
-        self.draft = Draft.create(self.part, self.layout)
-        try:
-            if before is None or not before.cache.length:
-                return KVCache.empty(self.layout.cache, self.layout.n_tokens, self.draft.rows), None
-            write_rows(before.cache, self.draft.rows)
-            tensors = {name: x.clone() for name, x in before.cache.tensors().items()}
-            return restored(self.layout.cache, self.draft.rows, before.cache.length, tensors, own=True), before.logits
-        except BaseException:
-            self.draft.discard()
-            raise
+        self._draft = draft = Draft.create(self.part, self.layout)
+        if before is None or not before.cache.length:
+            return KVCache.empty(self.layout.cache, self.layout.n_tokens, draft.rows), None
+        write_rows(before.cache, draft.rows)
+        tensors = {name: x.clone() for name, x in before.cache.tensors().items()}
+        return restored(self.layout.cache, draft.rows, before.cache.length, tensors, own=True), before.logits
 
     def _resume(self, text: str, announced: int) -> tuple[KVCache, Tensor | None]:
         remedy = f"remove it and {named(self.part.name)}, or name another file"
@@ -78,7 +88,7 @@ class PrefillJob:
             raise DataError(
                 f"{named(self.state)} was begun with a length of {begun}; give --length {begun}, or {remedy}"
             )
-        self.draft = Draft.reopen(self.part, self.layout)
+        self._draft = Draft.reopen(self.part, self.layout)
         snapshot = Snapshot(manifest, tensors, self.draft.rows)
         found = data_of(self.state, self.layout.cache, snapshot, self.identity.vocab_size, own=True)
         return found.cache, found.logits
@@ -99,12 +109,18 @@ class PrefillJob:
         remove_leftover(self.state)
 
     def abandon(self, error: BaseException) -> None:
-        """End without `finish`. A job with a checkpoint stays and a note on `error` says so; others leave no file."""
+        """End without `finish`. A job with a checkpoint stays and a note on `error` says so; others leave no file.
+
+        A traceback may keep this job, and the same call must find the file unlocked: it is closed.
+        """
         if os.path.lexists(self.state):
-            error.add_note(f"the same command goes on from {self.n_written:,} tokens")
-            self.draft.rows.close()  # a traceback may keep this job, and the same call must find the file unlocked
+            if self._draft is not None:
+                error.add_note(f"the same command goes on from {self.n_written:,} tokens")
+                self._draft.rows.close()
+        elif self._draft is not None:
+            self._draft.discard()
         else:
-            self.draft.discard()
+            remove_leftover(self.part)  # made right before the error, unless another process has locked it
 
 
 def _state_bytes(tensors: Mapping[str, Tensor], manifest: str) -> bytes:

@@ -14,9 +14,10 @@ import torch
 from lce.attention import Attention
 from lce.cache.layout import Budgets, CacheLayout
 from lce.engine.arguments import path_of, tokens_of
-from lce.engine.engine import Engine, EngineOptions
+from lce.engine.engine import Engine
 from lce.engine.planning import Plan, Planner
 from lce.engine.process import uses_threads
+from lce.engine.runner import EngineOptions
 from lce.errors import UsageError, nearest, shown
 from lce.methods.base import Method
 from lce.methods.registry import as_method

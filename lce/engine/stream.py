@@ -177,16 +177,15 @@ class AsyncStream(Unique):
 
     async def aclose(self) -> None:
         """End the generation and its thread. Waits for the step under way; after that the context is free."""
-        thread, self._thread = self._thread, None
-        if thread is None:
-            return
-        self.cancel()
         try:
-            await asyncio.shield(asyncio.get_running_loop().run_in_executor(thread, self._close))
-        except BaseException:
-            thread.shutdown(wait=False)  # it ends with its step
-            raise
-        thread.shutdown()  # it has nothing to do: this waits for no step
+            if (thread := self._thread) is not None:
+                self.cancel()
+                await asyncio.shield(asyncio.get_running_loop().run_in_executor(thread, self._close))
+                thread.shutdown()  # it has nothing to do: this waits for no step
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown(wait=False)  # it ends with its step
+                self._thread = None
 
     def _close(self) -> None:
         if self._stream is not None:

@@ -18,6 +18,7 @@ from lce.errors import UsageError, nearest, shown
 from lce.methods.base import Method
 
 ENTRY_POINTS = "lce.methods"
+MOST = 1 << 31  # no whole number of a knob is larger, so that products of two do not overflow
 _REGISTRY: dict[str, type[Method]] = {}
 M = TypeVar("M", bound=type[Method])
 
@@ -65,7 +66,7 @@ def _loaded(point: Any) -> type[Method]:
 
 
 def as_method(method: str | Method) -> Method:
-    """A method by name, or an instance with checked knobs. Raises `UsageError`."""
+    """A method by name, or an instance with checked knobs, each of its own type. Raises `UsageError`."""
     if isinstance(method, str):
         return make(method)
     if isinstance(method, type) and issubclass(method, Method):
@@ -76,24 +77,29 @@ def as_method(method: str | Method) -> Method:
     if any("__init__" in vars(base) and "__dataclass_fields__" not in vars(base) for base in cls.__mro__[:-1]):
         raise UsageError(f"method {cls.__name__} has an __init__ of its own; expected a frozen dataclass")
     kinds = typing.get_type_hints(cls)
-    for field in dataclasses.fields(method):
-        _check_knob(f"{method.label}: {field.name}", getattr(method, field.name), kinds[field.name])
-    return method
+    given = {field.name: getattr(method, field.name) for field in dataclasses.fields(method) if field.init}
+    knobs = {name: _knob(f"{method.label}: {name}", value, kinds[name]) for name, value in given.items()}
+    changed = {name: value for name, value in knobs.items() if value is not given[name]}
+    return dataclasses.replace(method, **changed) if changed else method
 
 
-def _check_knob(what: str, value: Any, kind: Any) -> None:
-    """Raise `UsageError` for a value that is not of its kind. Kinds that `convert` does not know are not checked."""
+def _knob(what: str, value: Any, kind: Any) -> Any:
+    """A value as its kind: for a bool, 0 and 1 will do. Raises `UsageError` for others.
+
+    Kinds that `convert` does not know are not checked.
+    """
     is_union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
     arms = typing.get_args(kind) if is_union else (kind,)
     plain = [arm for arm in arms if arm in (int, float, bool, str) or typing.get_origin(arm) is Literal]
     if not plain or any(isinstance(arm, type) and arm not in plain and isinstance(value, arm) for arm in arms):
-        return
+        return value
     try:
         converted = convert(value, kind)
     except ValueError as error:
-        raise UsageError(f"{what} is {value!r}; expected {error}") from None
+        raise UsageError(f"{what} is {shown(value)}; expected {error}") from None
     if isinstance(value, str) and not isinstance(converted, str):
-        raise UsageError(f"{what} is the text {value!r}; expected {getattr(plain[0], '__name__', plain[0])}")
+        raise UsageError(f"{what} is the text {shown(value)}; expected {getattr(plain[0], '__name__', plain[0])}")
+    return converted if isinstance(converted, bool) else value
 
 
 def make(name: str, options: Mapping[str, Any] | None = None) -> Method:
@@ -115,7 +121,8 @@ def make(name: str, options: Mapping[str, Any] | None = None) -> Method:
             values[key] = convert(value, kinds[key])
         except ValueError as error:
             raise UsageError(
-                f"method {name!r}: {key}={value} is not {error}; default {key}={spelled(fields[key].default)}"
+                f"method {name!r}: {key}={_as_given(value)} is not {error}; "
+                f"default {key}={spelled(fields[key].default)}"
             ) from None
     for key, field in fields.items():
         if key not in values and field.default is field.default_factory is dataclasses.MISSING:
@@ -134,6 +141,11 @@ def _with_preset(cls: type[Method], options: Mapping[str, Any]) -> dict[str, Any
     return {**cls.presets[preset], **given}
 
 
+def _as_given(value: Any) -> str:
+    """An option's value as it was typed, where a line of text can show that."""
+    return value if isinstance(value, str) and value.isprintable() and len(value) <= 80 else shown(value)
+
+
 def spelled(value: Any) -> str:
     """An option's value as text that `convert` takes."""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
@@ -146,19 +158,20 @@ def convert(value: Any, kind: Any) -> Any:
     """
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         inner = [arm for arm in typing.get_args(kind) if arm is not type(None)]
-        return None if value is None or value == "none" else convert(value, inner[0])
+        is_none = value is None or (isinstance(value, str) and value == "none")
+        return None if is_none else convert(value, inner[0])
     if typing.get_origin(kind) is Literal:
         choices = {str(choice): choice for choice in typing.get_args(kind)}
-        if str(value) not in choices:
+        if _text(value) not in choices:
             raise ValueError("one of " + ", ".join(choices))
-        return choices[str(value)]
+        return choices[_text(value)]
     if kind is bool:
         words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
         if isinstance(value, bool):
             return value
-        if str(value).lower() not in words:
+        if _text(value).lower() not in words:
             raise ValueError("true or false")
-        return words[str(value).lower()]
+        return words[_text(value).lower()]
     if kind in (int, float) and isinstance(value, (int, kind, str)) and not isinstance(value, bool):
         try:
             number = kind(value)
@@ -166,7 +179,14 @@ def convert(value: Any, kind: Any) -> Any:
             raise ValueError("a whole number" if kind is int else "a number") from None
         if kind is float and not math.isfinite(number):
             raise ValueError("a finite number")
+        if kind is int and abs(number) > MOST:
+            raise ValueError(f"a whole number of {MOST} or less")
         return number
     if kind is str and isinstance(value, str):
         return value
     raise ValueError(f"a value of type {getattr(kind, '__name__', kind)}")
+
+
+def _text(value: Any) -> str:
+    """A word of a knob as text; none for what is neither text nor a number."""
+    return str(value) if isinstance(value, str | int) else ""

@@ -12,7 +12,7 @@ from torch import Tensor
 from lce.attention import Attention
 from lce.cache.kv import KVCache
 from lce.cache.layout import CacheLayout
-from lce.errors import UsageError, shown
+from lce.errors import CapacityError, UsageError, shown
 from lce.methods.base import Method
 from lce.methods.registry import as_method
 from lce.methods.step import Note, Step
@@ -79,7 +79,8 @@ def run(
 
     `window` is how many positions that model can be trusted on. `blocks` is one size for all blocks, or the sizes in
     order; None is what suits the method. `rope` is by default RoPE of base 10000 without scaling, `attention` is the
-    name of a backend, `note` is called as `Step` says. Raises `UsageError` for shapes that do not fit.
+    name of a backend, `note` is called as `Step` says. Raises `UsageError` for shapes that do not fit, and
+    `CapacityError` for knobs that need more memory than there is.
 
     Example: queries of zeros weigh all keys alike, so each output is the mean of the values so far.
 
@@ -101,7 +102,12 @@ def run(
     cache = KVCache.empty(layout)
     driver = Driver(method, Attention.choose(attention), window, n_kv_heads, sliding_window)
     parts = zip(q.split(sizes, dim=1), k.split(sizes, dim=1), v.split(sizes, dim=1), strict=True)
-    return torch.cat([driver.attend(cache, rope, *part, note=note) for part in parts], dim=1)
+    try:
+        return torch.cat([driver.attend(cache, rope, *part, note=note) for part in parts], dim=1)
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+            raise CapacityError(f"no memory for what {method.label} keeps of a text; give it smaller knobs") from error
+        raise
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> None:

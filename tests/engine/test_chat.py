@@ -17,6 +17,7 @@ import lce
 from lce.engine.chat import Conversation
 from lce.tokenizer import template
 from tests.checkpoints import save_chat, save_tiny
+from tests.interrupts import interrupted, places
 
 TURN = "{{ '<|turn|>' ~ message.role ~ '\n' ~ %s ~ '<|end|>\n' }}"
 AS_IT_IS = "{{ bos_token }}{%% for message in messages %%}%s{%% endfor %%}{{ '<|turn|>assistant\n' }}"
@@ -175,9 +176,7 @@ def test_a_turn_that_fails_leaves_no_message(engine: lce.Engine, at: int) -> Non
     read, _ = read_and_said(conversation, reply)
     assert engine.generate(read, max_tokens=4).token_ids == reply.token_ids
     turn = f"<|end|>\n<|turn|>user\n{long}<|end|>\n<|turn|>assistant\n"
-    assert conversation.tokens_read == len(engine.tokenizer.encode(turn, bos=False)), (
-        "all of it: nothing was left behind"
-    )
+    assert conversation.tokens_read == len(engine.tokenizer.encode(turn, bos=False)), "the context is as it was before"
 
 
 ACTIONS = st.one_of(
@@ -322,3 +321,43 @@ def test_what_is_refused(engine: lce.Engine, tiny_model: Path, tmp_path: Path) -
         copy.copy(conversation)
     assert conversation.messages == []
     conversation.ask("Hi", max_tokens=2)
+
+
+# Ctrl-C
+
+
+@pytest.mark.parametrize("name", ["plain", "trim"])
+def test_an_interruption_loses_no_turn(name: str, load: Callable[..., lce.Engine]) -> None:
+    engine = load(name)
+
+    def begun() -> Conversation:
+        conversation = engine.conversation("Be brief.")
+        conversation.ask(QUESTIONS[0], max_tokens=4)
+        return conversation
+
+    whole = begun()
+    first = whole.messages
+    answer = whole.ask(QUESTIONS[1], max_tokens=4).text
+    probe = begun()
+    for place, nth in places(lambda: probe.ask(QUESTIONS[1], max_tokens=4), 37, "engine/chat.py"):
+        conversation = begun()
+        interrupted(lambda conversation=conversation: conversation.ask(QUESTIONS[1], max_tokens=4), place, nth)
+        assert conversation.messages[:3] == first, place
+        if len(conversation.messages) == 3:
+            assert conversation.ask(QUESTIONS[1], max_tokens=4).text == answer, place
+        assert conversation.messages == whole.messages, place
+
+
+def test_a_reset_that_is_interrupted_happens_or_does_not(engine: lce.Engine) -> None:
+    def begun() -> Conversation:
+        conversation = engine.conversation("Be brief.")
+        conversation.ask(QUESTIONS[0], max_tokens=4)
+        return conversation
+
+    first, probe = begun().messages, begun()
+    for place, nth in places(probe.reset, 17, "engine/chat.py"):
+        conversation = begun()
+        interrupted(conversation.reset, place, nth)
+        assert conversation.messages in (first, first[:1]), place
+        conversation.reset()
+        assert conversation.ask(QUESTIONS[0], max_tokens=4).text == first[2]["content"]

@@ -188,6 +188,8 @@ def test_an_empty_prompt_is_refused(engine: lce.Engine, prompt: Any) -> None:
         ([5.0], "the prompt is a list; expected text or token ids"),
         ([None], "the prompt is a list"),
         (None, "the prompt is a NoneType"),
+        (torch.tensor([3, 4]).to("meta"), "expected a dense one"),
+        (torch.tensor([3, 0, 4]).to_sparse(), "expected a dense one"),
     ],
 )
 def test_tokens_that_the_model_lacks_are_refused(engine: lce.Engine, prompt: Any, message: str) -> None:

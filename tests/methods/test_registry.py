@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import Any, Literal
 
+import numpy as np
 import pytest
+import torch
 
 import lce
 from lce.methods import ESA, Full, LongHeads, Method, available, find, make, register, registry
@@ -152,6 +154,41 @@ def test_instances_that_are_right_pass() -> None:
     for method in (LongHeads(chunk_size=8), ESA(maps="maps.safetensors"), ESA(maps=None), Knobbed(count=3, share=1)):
         assert as_method(method) is method
     assert as_method("full") == Full()
+
+
+def test_a_knob_that_is_true_or_false_may_be_0_or_1() -> None:
+    method: Any = LongHeads(keep_first=0, keep_last=1)  # type: ignore[arg-type]
+    assert (as_method(method).keep_first, as_method(method).keep_last) == (False, True)  # type: ignore[attr-defined]
+    assert type(as_method(method).keep_first) is bool  # type: ignore[attr-defined]
+
+
+class NoText:
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+
+LONG: list[Any] = ["x" * 5000, "a\nb", "\ud800", torch.zeros(3, 3), np.array([1, 2]), NoText(), {}]
+
+
+def test_whole_numbers_have_a_limit() -> None:
+    for number in (10**30, 1 << 40, -(1 << 40)):
+        for call in (lambda n: make("longheads", {"chunks": n}), lambda n: as_method(LongHeads(chunks=n))):
+            with pytest.raises(lce.UsageError, match="a whole number of 2147483648 or less"):
+                call(number)
+
+
+@pytest.mark.parametrize("name", ["count", "share", "flag", "maybe", "word", "level"])
+@pytest.mark.parametrize("value", LONG, ids=lambda value: type(value).__name__)
+def test_whatever_a_knob_is_given_is_told_in_a_line(offered: Any, name: str, value: Any) -> None:
+    offered(knobbed="Knobbed")
+    for call in (lambda: make("knobbed", {name: value}), lambda: as_method(Knobbed(**{name: value}))):
+        if isinstance(value, str) and name == "word":
+            call()
+            continue
+        with pytest.raises(lce.UsageError) as error:
+            call()
+        assert str(error.value).isprintable()
+        assert len(str(error.value)) < 500
 
 
 def test_a_method_without_a_record_of_its_knobs_is_refused() -> None:
