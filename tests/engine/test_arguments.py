@@ -18,7 +18,7 @@ import lce
 from lce.engine.arguments import are_many, path_of
 from lce.inspect.explain import explain
 from lce.methods import LongHeads
-from tests.checkpoints import tokens
+from tests.checkpoints import save_chat, tokens
 
 WRONG: list[Any] = [
     "", None, -1, 0, 1.5, "x", "4k", [], {}, (), object(), b"x", float("nan"), float("inf"), True, 2**59, 10**30,
@@ -27,6 +27,7 @@ WRONG: list[Any] = [
 ]  # fmt: skip
 FOR_ENGINES = {"in_use", "hold", "mark", "go_back", "set_logits"}  # methods of Context that engines call
 Q = torch.ones(2, 3, 4)
+TEMPLATE = "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}<|turn|>assistant\n"
 
 
 class Face:
@@ -38,11 +39,15 @@ class Face:
         self.folder, self.model = folder, model
         self.context.save(folder / "c.lce")
 
+    def chat_stream(self, **options: Any) -> lce.Generation:
+        return self.engine.chat_stream(**options).finish()
+
     def functions(self) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         """Every public function by name, with arguments that it takes."""
         path = self.folder / "written.lce"
         return {
             "load": (lce.load, {"model": self.model}),
+            "info": (lce.info, {"path": self.model}),
             "plan": (lce.plan, {"model": self.model, "tokens": 10}),
             "Sampling": (lce.Sampling, {}),
             "Engine.generate": (self.engine.generate, {"prompt": [5], "max_tokens": 1}),
@@ -55,6 +60,9 @@ class Face:
             "Engine.trace": (self.engine.trace, {"token_ids": [5]}),
             "Engine.beyond": (self.engine.beyond, {"n_tokens": 3}),
             "Engine.new_context": (self.engine.new_context, {"length": 3}),
+            "Engine.chat": (self.engine.chat, {"messages": "Hi", "max_tokens": 1}),
+            "Engine.chat_stream": (self.chat_stream, {"messages": "Hi", "max_tokens": 1}),
+            "Engine.conversation": (self.engine.conversation, {}),
             "Engine.rope_of": (self.engine.rope_of, {"length": 3}),
             "Context.save": (self.context.save, {"path": path}),
             "Context.truncate": (self.context.fork().truncate, {"n_tokens": 20}),
@@ -88,7 +96,7 @@ def parameters(name: str) -> Iterator[str]:
 
 
 NAMES = [
-    "load", "plan", "Sampling", "explain", "methods.run", "methods.make", "methods.find", "methods.available",
+    "load", "info", "plan", "Sampling", "explain", "methods.run", "methods.make", "methods.find", "methods.available",
     *(f"{cls.__name__}.{name}" for cls in (lce.Engine, lce.Context) for name, _ in inspect.getmembers(cls, callable)
       if not name.startswith("_") and name not in FOR_ENGINES),
 ]  # fmt: skip
@@ -105,6 +113,18 @@ def test_any_value_works_or_is_refused_in_one_line(
     face: Face, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where some of the values are files' names
+    check_values(face, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Engine.chat", "Engine.chat_stream", "Engine.conversation"])
+def test_any_value_of_a_chat_works_or_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    """With a model that has a chat template; each value that works is rendered in a process of its own."""
+    (tmp_path / "chatty").mkdir()
+    check_values(Face(save_chat(tmp_path / "chatty", TEMPLATE), tmp_path), name)
+
+
+def check_values(face: Face, name: str) -> None:
     raw = []
     for parameter in parameters(name):
         for value in WRONG:
