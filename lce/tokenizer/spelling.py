@@ -20,6 +20,7 @@ from typing import Any, Literal
 from lce.errors import ModelError, shown
 
 MOST_GROWTH, MOST_INSERTED = 64, 64  # published chains replace one character by one
+MOST_STEPS = 64  # of a chain; published ones have up to six
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -116,17 +117,24 @@ class Spelling:
 
 
 def growth(chain: object, what: str) -> float:
-    """How many times longer the Replace steps of a decoder or normalizer make a text, at most.
+    """How many times longer the steps of a decoder, normalizer or pre-tokenizer make a text, at most.
 
-    Raises ModelError for more than `MOST_GROWTH`: a few steps could make a text of any length of one letter. `chain` is
-    not trusted; a step that is malformed is left to the library.
+    Raises ModelError for more than `MOST_GROWTH`, and for more than `MOST_STEPS` steps: a few steps could make a text
+    of any length of one letter. `chain` is not trusted; a step that is malformed is left to the library.
     """
     times = 1.0
-    for step in _steps(chain, f"{what}s"):
+    for number, step in enumerate(_steps(chain, f"{what}s")):
         pattern, new = step.get("pattern"), step.get("content", step.get("prepend"))
         old, new = pattern.get("String") if isinstance(pattern, dict) else "", new if isinstance(new, str) else ""
         if step.get("type") == "Replace":
             times *= max(1.0, len(new) / len(old) if isinstance(old, str) and old else len(new) + 1.0)
+        if step.get("type") == "ByteLevel":  # a letter that is not ASCII becomes two or more
+            times *= 2
+        if number == MOST_STEPS:
+            raise ModelError(
+                f"the tokenizer's {what} has more than {MOST_STEPS} steps; use the tokenizer files of a published "
+                "checkpoint"
+            )
         if times > MOST_GROWTH or len(new) > MOST_INSERTED:
             raise ModelError(
                 f"the tokenizer's {what} makes a text more than {MOST_GROWTH} times longer, or adds more than "

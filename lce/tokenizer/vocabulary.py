@@ -20,7 +20,7 @@ import tokenizers
 
 from lce.errors import DataError, LceError, ModelError, shown
 from lce.files import named, parse_json
-from lce.tokenizer.spelling import Spelling, growth
+from lce.tokenizer.spelling import MOST_STEPS, Spelling, growth
 
 # A field written after a protobuf message overrides the one in it. This one sets normalizer_spec.add_dummy_prefix = 0.
 _NO_SPACE_BEFORE = b"\x1a\x02\x18\x00"
@@ -28,9 +28,13 @@ _NO_SPACE_BEFORE = b"\x1a\x02\x18\x00"
 
 # The type of a step that can make a text longer, as the value of a key; or a value that is escaped.
 _LENGTHENS = re.compile(rb':\s*"(?:Replace"|Prepend"|[^"\\]*\\u)')
+MOST_BYTE_LEVEL = 6  # steps that make two letters of one; published files have three, in three chains
+MOST_PATTERN = 4096  # characters of a regular expression; published ones have some 400
+MOST_WORD = 1000  # characters of a word under WordPiece; published files say 100
 MOST_VALUES = 8_000_000  # in a tokenizer.json; a vocabulary of 256,000 tokens has 2 million
 # Encoded when a file is read: a library that panics on them would panic on prompts.
 _PROBES = ("", "a", "The fox: 12 dogs\n\tin code();", "é 日本語 नमस्ते 😀 \u200d", " " * 40)
+_ESCAPES, _RECALLS = re.compile(r"\\.|\(\?\(", re.DOTALL), {*(rf"\{c}" for c in "123456789kg"), "(?("}
 MOST_AROUND = 64  # ids that a post-processor may add; published ones add three at most
 
 
@@ -47,14 +51,39 @@ def _one_line(kind: type[LceError], what: str, remedy: str) -> Iterator[None]:
         raise kind(f"{what}: {reason}; {remedy}") from error
 
 
-def _check_normalizer(raw: bytes) -> None:
-    """Refuse a normalizer that makes a text many times longer, before the library applies it to the added tokens.
+def _check_normalizer(raw: bytes, path: Path) -> None:
+    """Refuse a normalizer that makes a text many times longer, or takes too long.
 
-    The file is parsed only if it has a step that can do so: parsing takes as long as the library does.
+    That is before the library applies it to the added tokens. The file is parsed only if it has a step that can do so:
+    parsing takes as long as the library does.
     """
-    if _LENGTHENS.search(raw):
+    if _LENGTHENS.search(raw) or raw.count(b'ByteLevel"') > MOST_BYTE_LEVEL or raw.count(b'"type"') > MOST_STEPS:
         content = parse_json(raw, MOST_VALUES)
-        growth(content.get("normalizer") if isinstance(content, dict) else None, "normalizer")
+        normalizer = content.get("normalizer") if isinstance(content, dict) else None
+        growth(normalizer, "normalizer")
+        _check_patterns(normalizer, path)
+
+
+def _check_patterns(step: object, path: Path) -> None:
+    """Refuse regular expressions that look back at what they matched, call themselves, or are long, below a step.
+
+    The library bounds how often a match is tried anew, not what one try compares: 20,000 letters may take hours.
+    """
+    left = [step]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            left += value.values()
+            pattern = value.get("Regex")
+            if not isinstance(pattern, str):
+                continue
+            if len(pattern) > MOST_PATTERN or any(found in _RECALLS for found in _ESCAPES.findall(pattern)):
+                raise ModelError(
+                    f"{named(path)}: its regular expression {shown(pattern)} refers to an earlier match, or has more "
+                    f"than {MOST_PATTERN} characters; use the tokenizer files of a published checkpoint"
+                )
+        elif isinstance(value, list):
+            left += value
 
 
 class JsonVocabulary:
@@ -64,10 +93,17 @@ class JsonVocabulary:
         self._path = path
         what = f"{named(path)} is not a tokenizer the tokenizers library accepts"
         with _one_line(ModelError, what, "download the file again"):
-            _check_normalizer(raw)
+            _check_normalizer(raw, path)
             self._library = tokenizers.Tokenizer.from_buffer(raw)
+            if self._library.pre_tokenizer is not None:
+                steps = json.loads(self._library.pre_tokenizer.__getstate__())
+                growth(steps, "pretokenizer")
+                _check_patterns(steps, path)
             self._library.no_truncation()  # a file may turn on either; encoding must not cut or pad
             self._library.no_padding()
+            self._check_words()
+            if isinstance(self._library.model, tokenizers.models.BPE):
+                self._library.model.dropout = None  # of merges, at random: for training alone
             self._library.add_special_tokens([name for name in special_names if self.id_of(name) is not None])
             self.size = max(self._library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
             added = self._library.get_added_tokens_decoder()
@@ -79,13 +115,27 @@ class JsonVocabulary:
         self.bos_id = self.prefix[0] if self.prefix else None
         self.eos_id = self.suffix[-1] if self.suffix else None
 
+    def _check_words(self) -> None:
+        """Refuse words of any length where the time for one is more than linear in its length."""
+        model = self._library.model
+        if isinstance(model, tokenizers.models.WordPiece) and model.max_input_chars_per_word > MOST_WORD:
+            raise ModelError(
+                f"max_input_chars_per_word is {model.max_input_chars_per_word}; expected at most {MOST_WORD}"
+            )
+
     def _around(self, probe: str) -> tuple[list[int], list[int]]:
         """The ids that the post-processor puts before and after a text, found by encoding one token.
 
         The post-processor is then dropped: it has no other effect on ids.
         """
-        if self._library.post_processor is None:
+        processor = self._library.post_processor
+        if processor is None:
             return [], []
+        if (n_added := processor.num_special_tokens_to_add(False)) > MOST_AROUND:
+            raise ModelError(
+                f"{named(self._path)}: its post-processor adds {n_added} tokens to every text; expected at most "
+                f"{MOST_AROUND}"
+            )
         encoding = self._library.encode(probe)
         self._library.post_processor = None
         ids, mask, bare = encoding.ids, encoding.special_tokens_mask, self._library.encode(probe).ids
@@ -93,11 +143,6 @@ class JsonVocabulary:
         prefix, suffix = ids[: inside[0]], ids[inside[-1] + 1 :]
         if ids[inside[0] : inside[-1] + 1] != bare:
             raise ModelError(f"{named(self._path)}: its post-processor changes the text itself; use another tokenizer")
-        if len(prefix) + len(suffix) > MOST_AROUND:
-            raise ModelError(
-                f"{named(self._path)}: its post-processor adds {len(prefix) + len(suffix)} tokens to every text; "
-                f"expected at most {MOST_AROUND}"
-            )
         return prefix, suffix
 
     def _probe(self) -> None:

@@ -112,6 +112,14 @@ def test_space_only_before_the_text_itself(tiny_sentencepiece: bytes, tmp_path: 
     assert before_text.decode(before_text.encode("<s>a</s>b")) == "ab"
 
 
+def test_merges_are_not_dropped_at_random(folders: dict[str, Path], tmp_path: Path) -> None:
+    content = json.loads((folders["byte_level"] / "tokenizer.json").read_bytes())
+    write_json(tmp_path, "tokenizer.json", content | {"model": content["model"] | {"dropout": 0.9}})
+    text = "The quick brown fox jumps over the lazy dog. " * 9
+    expected = Tokenizer.from_folder(folders["byte_level"]).encode(text)
+    assert Tokenizer.from_folder(tmp_path).encode(text) == expected
+
+
 def test_truncation_and_padding_of_the_file_are_ignored(folders: dict[str, Path], tmp_path: Path) -> None:
     library = tokenizers.Tokenizer.from_file(str(folders["byte_level"] / "tokenizer.json"))
     library.enable_truncation(8)
@@ -159,7 +167,14 @@ def replacing(old: str, new: str, times: int = 1) -> list[dict[str, Any]]:
 
 
 def sequence(kind: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
-    return {kind: {"type": "Sequence", f"{kind}s": steps}}
+    return {kind: {"type": "Sequence", f"{kind}s".replace("pre_tokenizers", "pretokenizers"): steps}}
+
+
+def split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 
 
 BEYOND = r"puts the id {} around every text, but there are only ids 0 to 388"
@@ -174,6 +189,14 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"post_processor": template([0], "AA")}, "its post-processor changes the text itself"),
     ({"post_processor": template([0], "ASA")}, "its post-processor changes the text itself"),
     ({"post_processor": template([0] * 65, "SA")}, "its post-processor adds 65 tokens to every text"),
+    (
+        {
+            "model": {"type": "WordPiece", "vocab": {"a": 0}, "unk_token": "a", "max_input_chars_per_word": 1001}
+            | {"continuing_subword_prefix": "##"}
+        },
+        "max_input_chars_per_word is 1001; expected at most 1000",
+    ),
+    ({"post_processor": template([0] * 9999, "S" * 9999 + "A")}, "its post-processor adds 99980001 tokens to every"),
     (sequence("normalizer", replacing("a", "a" * 10, 9)), "the tokenizer's normalizer makes a text more than 64 times"),
     (sequence("normalizer", replacing("", "x" * 64)), "the tokenizer's normalizer makes a text more than 64 times"),
     ({"normalizer": {"type": "Prepend", "prepend": "x" * 65}}, "adds more than 64 characters at once"),
@@ -187,6 +210,18 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
         "the tokenizer's normalizer makes a text more than 64 times",
     ),
     (sequence("decoder", replacing("a", "a" * 10, 9)), "the tokenizer's decoder makes a text more than 64 times"),
+    (sequence("normalizer", [{"type": "ByteLevel"}] * 7), "the tokenizer's normalizer makes a text more than 64 times"),
+    (sequence("pre_tokenizer", [split("a")] * 65), "the tokenizer's pretokenizer has more than 64 steps"),
+    (sequence("pre_tokenizer", [BYTE_LEVEL] * 7), "the tokenizer's pretokenizer makes a text more than 64 times"),
+    (sequence("normalizer", [{"type": "NFKD"}] * 65), "the tokenizer's normalizer has more than 64 steps"),
+    ({"pre_tokenizer": split(r"(.*)\1\1$")}, "refers to an earlier match"),
+    ({"pre_tokenizer": split(r"(?<x>a\g<x>?b)")}, "refers to an earlier match"),
+    (sequence("pre_tokenizer", [split(r"(?<x>.*)\k<x>"), BYTE_LEVEL]), "refers to an earlier match"),
+    ({"pre_tokenizer": split("|".join(f"a{i}" for i in range(1000)))}, "has more than 4096 characters"),
+    (
+        {"normalizer": {"type": "Replace", "pattern": {"Regex": r"(.*)\1$"}, "content": ""}},
+        "refers to an earlier match",
+    ),
     (
         {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8="}},  # a panic at every text
         "is not a tokenizer the tokenizers library accepts: index out of bounds",
@@ -203,6 +238,14 @@ def test_files_that_would_fail_later_are_refused_when_they_are_read(
     with pytest.raises(ModelError, match=message) as error:
         Tokenizer.from_folder(tmp_path)
     assert len(one_line(error)) < 600
+
+
+@pytest.mark.parametrize("pattern", [r"\\\\1a", r"(?i:'s|'t)|\s+(?!\S)|\p{N}{1,3}", r"(?:a)(b)"])
+def test_patterns_that_only_look_alike_are_read(folders: dict[str, Path], tmp_path: Path, pattern: str) -> None:
+    content = json.loads((folders["byte_level"] / "tokenizer.json").read_bytes())
+    steps = sequence("pre_tokenizer", [split(pattern), BYTE_LEVEL])
+    write_json(tmp_path, "tokenizer.json", content | steps)
+    assert Tokenizer.from_folder(tmp_path).encode("fox")
 
 
 def test_a_step_that_is_written_with_escapes_is_found_too(folders: dict[str, Path], tmp_path: Path) -> None:
