@@ -78,7 +78,7 @@ def check_folder(path: str | Path) -> None:
 def named(path: str | Path) -> str:
     """A path as messages show it: as it is where it is printable and short, else escaped and shortened."""
     text = str(path)
-    return text if text.isprintable() and len(text) <= 512 else shown(text, 240)
+    return text if text and text.isprintable() and len(text) <= 512 else shown(text, 240)
 
 
 def _kind(mode: int) -> str:
