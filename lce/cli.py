@@ -20,7 +20,7 @@ from lce.system import wait_passively
 from lce.terminal import figures, options
 from lce.terminal.chat import ChatLoop, chat_prompt_options
 from lce.terminal.contexts import Chosen, ask, ends, extend
-from lce.terminal.exits import INTERRUPTED, Root, leave_interrupted, prepare_streams
+from lce.terminal.exits import INTERRUPTED, Root, keep_interrupts, leave_interrupted, prepare_streams
 from lce.terminal.output import Output
 from lce.terminal.reading import read_text
 
@@ -29,6 +29,7 @@ def main() -> NoReturn:
     """The console script."""
     wait_passively()
     prepare_streams()
+    keep_interrupts()
     try:
         cli.main(prog_name="lce")
     except SystemExit as end:

@@ -48,7 +48,7 @@ class CapacityError(LceError):
 
 
 class WindowWarning(UserWarning):
-    """A text is longer than the method can read of the model: the answer will be wrong."""
+    """A text is longer than the method can read of the model: the answer is probably wrong."""
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

@@ -81,7 +81,7 @@ def named(path: str | Path) -> str:
     What it gives stays as it is when it is given again.
     """
     text = str(path)
-    return text if text.isprintable() and len(text) <= 512 else shown(text, 240)
+    return text if text and text.isprintable() and len(text) <= 512 else shown(text, 240)
 
 
 def _kind(mode: int) -> str:

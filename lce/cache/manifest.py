@@ -83,7 +83,9 @@ def read_header(descriptor: int, path: Path) -> Header:
     file_bytes = os.fstat(descriptor).st_size
     length = int.from_bytes(pread(descriptor, 8, 0, path), "little") if file_bytes > 8 else 0
     if file_bytes <= 8 or length > file_bytes - 8:
-        raise DataError(f"{named(path)}: the header does not fit in the file; it is damaged or incomplete: {REMEDY}")
+        raise DataError(
+            f"{named(path)} has no header of a context; if it was one, it is damaged or incomplete: {REMEDY}"
+        )
     if length > _LARGEST_HEADER:
         raise strange
     raw = pread(descriptor, length, 8, path)

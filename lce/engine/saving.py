@@ -17,6 +17,7 @@ from lce.cache.kv import KVCache
 from lce.cache.layout import CacheLayout, FileLayout
 from lce.cache.manifest import FORMAT, REMEDY, Manifest, contradiction, digest, page_facts, read_header
 from lce.cache.small import Small
+from lce.engine.arguments import path_of
 from lce.engine.identity import Identity, knobs_of
 from lce.errors import DataError, UsageError, shown
 from lce.files import check_target, draft_path, named, open_regular, remove_leftover, sweep
@@ -134,7 +135,7 @@ def describe(path: str | Path) -> ContextInfo:
 
     Raises `DataError` for any other file.
     """
-    path = Path(path)
+    path = path_of(path)
     complete = os.path.lexists(path) or not os.path.lexists(state_of(path))
     file = path if complete else state_of(path)
     descriptor = open_regular(file, follow=False)

@@ -40,7 +40,7 @@ def beyond(method: Method, config: ModelConfig, window: int, rope: RopeConfig, n
     others = ", ".join(_unlimited(config, trusted, rope)) or "none that is installed"
     return (
         f"{n_tokens:,} tokens are more than the {limit:,} that the method {method.label} can read of this model "
-        f"(window {window:,}), so the answers will be wrong; methods that read on: {others}"
+        f"(window {window:,}), so answers are probably wrong; methods that read on: {others}"
     )
 
 

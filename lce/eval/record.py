@@ -4,7 +4,7 @@ The file has one JSON line an answer: everything that the answer depends on, the
 expected, the model's answer, and whether it is right. A sample in it is not asked again. Older lines lack the texts.
 
 Lines are appended under a lock and flushed to disk, so several processes may add to one file. An incomplete last line,
-left by a crash, is ignored and then overwritten.
+left by a crash, is ignored and then overwritten. A file whose last line begins in another way is refused.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 from lce.errors import DataError, shown
 from lce.files import check_target, lock, named, open_regular, unwritable
 
+BEGINNING = b'{"task": '  # of every line
 LARGEST_FILE = 1 << 30  # bytes; a line has some 700
 LOCK_TRIES, LOCK_PAUSE_S = 50, 0.1  # another process holds the lock while it writes one line
 
@@ -43,9 +44,11 @@ class Record:
         self._values: dict[str, set[str]] = {}
         check_target(self.path)
         if self.path.exists():
-            data = self._bytes()
-            for number, line in enumerate(data[: data.rfind(b"\n") + 1].split(b"\n")[:-1], 1):
+            *lines, rest = self._bytes().split(b"\n")
+            for number, line in enumerate(lines, 1):
                 self._read(line, number)
+            if rest[: len(BEGINNING)] != BEGINNING[: len(rest)]:
+                raise self._strange(rest, len(lines) + 1)
 
     def _bytes(self) -> bytes:
         with open(open_regular(self.path), "rb") as file:
@@ -65,15 +68,15 @@ class Record:
             if not isinstance(answer.right, bool) or not all(isinstance(x, str | None) for x in texts):
                 raise TypeError
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            text = shown(line[:60].decode(errors="replace"))
-            raise DataError(
-                f"{named(self.path)} is no record of answers: line {number} is {text}; correct the line, or name "
-                "another file"
-            ) from None
+            raise self._strange(line, number) from None
         for name, value in sample.items():
             if isinstance(value, str):
                 self._values.setdefault(name, set()).add(value)
         self._answers[_key(sample)] = answer
+
+    def _strange(self, line: bytes, number: int) -> DataError:
+        found = f"line {number} is {shown(line[:60].decode(errors='replace'))}"
+        return DataError(f"{named(self.path)} is no record of answers: {found}; correct the line, or name another file")
 
     def values(self, name: str) -> set[str]:
         """The texts that the samples in the file have under a name."""

@@ -26,7 +26,9 @@ class Chosen:
         refuses an engine that contradicts the file.
         """
         if context_file is None:
-            return lce.load(model, lce.methods.make(self.method or "full", self.knobs), **loading)
+            return lce.load(
+                model, lce.methods.make("full" if self.method is None else self.method, self.knobs), **loading
+            )
         from lce.engine.saving import describe
 
         return self.load_for(model, describe(context_file), loading)
@@ -34,7 +36,9 @@ class Chosen:
     def load_for(self, model: str, context: lce.ContextInfo, loading: Mapping[str, Any]) -> lce.Engine:
         """The engine for a context that is described."""
         same = self.method in (None, context.method)
-        method = lce.methods.make(self.method or context.method, {**(context.knobs if same else {}), **self.knobs})
+        method = lce.methods.make(
+            context.method if self.method is None else self.method, {**(context.knobs if same else {}), **self.knobs}
+        )
         return lce.load(model, method, **continued(context, loading))
 
 

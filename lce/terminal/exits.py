@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
+import threading
 import traceback
 from typing import Any, NoReturn
 
@@ -32,6 +34,8 @@ class Root(click.Group):
             code = error.exit_code
         except click.Abort:  # Ctrl-C while the command line was being read
             code = report_failure(KeyboardInterrupt())
+        except OSError as error:  # help that cannot be written
+            code = report_failure(error)
         sys.exit(code)
 
     def invoke(self, ctx: click.Context) -> None:
@@ -56,6 +60,22 @@ def prepare_streams() -> None:
             stream.reconfigure(errors="replace")
 
 
+def keep_interrupts() -> None:
+    """Make Ctrl-C in a finaliser, where Python would print a traceback and go on, end the command a little later."""
+    shown = sys.unraisablehook
+
+    def hook(ignored: sys.UnraisableHookArgs) -> None:
+        if issubclass(ignored.exc_type, KeyboardInterrupt):
+            main = threading.main_thread().ident
+            again = threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT))  # it also ends a wait
+            again.daemon = True
+            again.start()
+        else:
+            shown(ignored)
+
+    sys.unraisablehook = hook
+
+
 def leave_interrupted() -> NoReturn:
     """Exit without Python's own shutdown, in which another Ctrl-C would print a traceback."""
     sys.stdout.flush()
@@ -67,7 +87,7 @@ def report_failure(error: BaseException) -> int:
     """Print the line of a failure to stderr; returns its exit code."""
     _settle_stdout()
     notes: list[str] = getattr(error, "__notes__", [])  # how to resume; an embedder finds it there too
-    if isinstance(error, KeyboardInterrupt):
+    if _was_interrupted(error):
         click.echo("; ".join(["\nlce: interrupted", *notes]), err=True)
         code = INTERRUPTED
     elif isinstance(error, BrokenPipeError):  # the reader of stdout closed it, as `head` does
@@ -76,6 +96,13 @@ def report_failure(error: BaseException) -> int:
         code, message = classify(error)
         click.echo("; ".join([f"lce: error: {message}", *notes]), err=True)
     return code
+
+
+def _was_interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is the error, or is behind it: compiled modules that it interrupts raise an ImportError."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def classify(error: BaseException) -> tuple[int, str]:

@@ -91,7 +91,10 @@ def parse_knobs(_ctx: click.Context, _param: click.Parameter, values: tuple[str,
 
 def parse_names(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> list[str]:
     """The callback of a repeatable option that also takes lists with commas: each name once."""
-    return list(dict.fromkeys(name.strip() for value in values for name in value.split(",") if name.strip()))
+    names = list(dict.fromkeys(name.strip() for value in values for name in value.split(",") if name.strip()))
+    if not names:
+        raise click.BadParameter("no name is given; expected one of `lce methods`")
+    return names
 
 
 def knobs_for(name: str, knobs: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:

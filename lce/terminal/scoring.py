@@ -27,8 +27,9 @@ class Table:
 
     def measure(self, record: str | None, output: Output) -> None:
         """Measure and print it. Whatever is refused is refused before the first line."""
-        self._check()
-        answers = Record(record) if record else None
+        check_task(self.task["task"], self.task["filler"], self.task["n"])
+        answers = None if record is None else Record(record)
+        self._check_capacity()
         scores: list[Score] = []
         objects = []
         for method in self.methods:
@@ -45,8 +46,7 @@ class Table:
         if len(self.methods) > 1 and len(self.lengths) > 1:
             output.text("", *figures.score_table(scores))
 
-    def _check(self) -> None:
-        check_task(self.task["task"], self.task["filler"], self.task["n"])
+    def _check_capacity(self) -> None:
         for method in self.methods:
             options = planning_of(self.loading)
             refusal = lce.plan(self.model, method, tokens=max(self.lengths), **options).refusal

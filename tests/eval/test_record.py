@@ -232,3 +232,12 @@ def test_the_command_takes_one(tmp_path: Path) -> None:
     assert len(file.read_text().splitlines()) == 2
     file.write_text("{}\n")
     assert_error(run(*args, "--json"), 3, "no record of answers")
+
+
+@pytest.mark.parametrize("text", ["some notes", '{"name": "a config"}', "{}", "x\n", '{"task": 3}\nnotes', "\0" * 9])
+def test_another_file_is_refused_and_stays_as_it_is(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text(text)
+    with pytest.raises(DataError, match="is no record of answers: line"):
+        Record(file)
+    assert file.read_text() == text

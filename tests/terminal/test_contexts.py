@@ -72,6 +72,8 @@ def test_what_is_given_contradicts_the_file_or_agrees(tiny_model: Path, tmp_path
         (("--dtype", "float16"), "another dtype"),
     ]:
         assert_error(run(*ask, *other), 3, words)
+    assert_error(run(*ask, "--method", ""), 2, "unknown method ''")
+    assert_error(run("generate", "-m", tiny_model, "-c", "", " dog"), 2, "path is ''")
     assert_error(run(*ask, "-o", "sinks=3"), 2, "has no option 'sinks'")
 
 

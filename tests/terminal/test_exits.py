@@ -51,6 +51,18 @@ def test_every_failure_has_its_exit_code(
     assert_error(run("generate", "--model", "none", "--prompt", PROMPT), code, words)
 
 
+def test_ctrl_c_behind_another_error_is_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise UsageError("this needs a package") from None
+
+    monkeypatch.setattr(lce, "load", fail)
+    result = run("generate", "--model", "none", "--prompt", PROMPT)
+    assert (result.exit_code, result.stderr) == (130, "\nlce: interrupted\n")
+
+
 def test_ctrl_c_in_prefill(tiny_model: Path) -> None:
     script = (
         "from lce.methods import Driver\nimport time\n"
@@ -92,3 +104,22 @@ def test_a_closed_pipe_is_no_error(tiny_model: Path) -> None:
     os.close(read_end)
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
+
+
+def test_help_that_cannot_be_written_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        process = spawn("", "--help", stdout=full)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (4, "lce: error: No space left on device\n")
+
+
+def test_ctrl_c_in_a_finaliser_is_not_lost() -> None:
+    """Python can only print an exception there. The command must end all the same, without a traceback."""
+    script = (
+        "import time\n"
+        "class Last:\n    def __del__(self):\n        os.kill(os.getpid(), signal.SIGINT)\n        time.sleep(0.01)\n"
+        "import lce\ndef load(*_, **__):\n    Last()\n    time.sleep(60)\nlce.load = load\n"
+    )
+    process = spawn(script, "generate", "--model", "demo", "--prompt", PROMPT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "", "\nlce: interrupted\n")

@@ -41,6 +41,8 @@ def test_eval_passkey_refuses_what_it_cannot_use(tiny_model: Path) -> None:
     assert_error(run(*passkey, "--lengths", "2x"), 2, "'2x'", "4k")
     assert_error(run(*passkey, "--lengths", "256", "--method", "full", "-o", "chunks=3"), 2, "'full' has no option")
     assert_error(run(*passkey, "--lengths", "2K", "--task", "passkeys", "--json"), 2, "did you mean 'passkey'?")
+    assert_error(run(*passkey, "--lengths", "256", "--method", ","), 2, "no name is given")
+    assert_error(run(*passkey, "--lengths", "256", "--record", ""), 3, "is a folder")
     assert_error(run(*passkey), 2, "--lengths")
 
 
