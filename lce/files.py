@@ -55,7 +55,10 @@ def check_target(path: str | Path, error: type[LceError] = DataError) -> None:
 
 
 def named(path: str | Path) -> str:
-    """A path as messages show it: as it is where it is printable and short, else escaped and shortened."""
+    """A path as messages show it: as it is where it is printable and short, else escaped and shortened.
+
+    What it gives stays as it is when it is given again.
+    """
     text = str(path)
     return text if text.isprintable() and len(text) <= 512 else shown(text, 240)
 
@@ -82,7 +85,7 @@ def write_whole(path: Path, data: bytes) -> None:
             os.replace(draft, path)
         sync_folder(path.parent)
     except OSError as error:
-        raise unwritable(str(path), error) from error
+        raise unwritable(path, error) from error
     finally:
         draft.unlink(missing_ok=True)
 
@@ -92,7 +95,9 @@ def lock(descriptor: int, path: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        raise DataError(f"{path} is being written by another process; wait for it, or name another file") from None
+        raise DataError(
+            f"{named(path)} is being written by another process; wait for it, or name another file"
+        ) from None
 
 
 def draft_path(target: Path) -> Path:
@@ -130,9 +135,9 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def unwritable(name: str, error: OSError) -> CapacityError:
+def unwritable(name: str | Path, error: OSError) -> CapacityError:
     """The error for a file that cannot be written."""
-    return CapacityError(f"cannot write {name}: {error.strerror}; free some space or name another place")
+    return CapacityError(f"cannot write {named(name)}: {error.strerror}; free some space or name another place")
 
 
 def read_file(path: Path, most: int = MAX_FILE_BYTES) -> bytes | None:

@@ -119,6 +119,19 @@ def test_what_cannot_be_opened_is_one_printable_line(tmp_path: Path, name: str) 
     assert str(caught.value).isprintable()
 
 
+@pytest.mark.parametrize("name", ["line\nbreak\x1b[2J", "\u202edlof", "x" * 600])
+def test_what_cannot_be_written_is_one_printable_line(name: str, tmp_path: Path) -> None:
+    path, full = tmp_path / name, OSError(errno.ENOSPC, "No space left on device")
+    (tmp_path / "file").touch()
+    said = [str(files.unwritable(x, full)) for x in (path, str(path), files.named(path))]
+    with open(tmp_path / "file") as held, open(tmp_path / "file") as second:
+        files.lock(held.fileno(), path)
+        with pytest.raises(DataError, match="another process") as caught:
+            files.lock(second.fileno(), path)
+    assert said[0] == said[1] == said[2]
+    assert all(text.isprintable() and len(text) < 600 for text in (*said, str(caught.value)))
+
+
 def test_a_fifo_among_leftovers_blocks_nothing(tmp_path: Path) -> None:
     os.mkfifo(files.draft_path(tmp_path / "file"))
     files.write_whole(tmp_path / "file", b"data")

@@ -16,12 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lce.cache.layout import CHECK_BLOCK as BLOCK
 from lce.cache.layout import CHECK_BYTES
 from lce.errors import DataError
 from lce.files import unwritable
 
 Numbers = NDArray[np.int64]
-BLOCK = 1 << 14  # checks that are read together
 
 
 class Checks:
@@ -37,7 +37,7 @@ class Checks:
     @property
     def n_bytes(self) -> int:
         """Bytes of memory."""
-        return len(self._blocks) * BLOCK * CHECK_BYTES
+        return sum(block.nbytes for block in list(self._blocks.values()))
 
     def reserve(self, n: int) -> None:
         """Make space for those of `n` rows."""

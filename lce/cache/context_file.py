@@ -66,7 +66,7 @@ class Draft:
     def __init__(self, path: Path, descriptor: int, layout: FileLayout) -> None:
         self.path = path
         self.layout = layout
-        self.rows = ContextRows(descriptor, str(path), layout, writable=True)
+        self.rows = ContextRows(descriptor, named(path), layout, writable=True)
         self._descriptor = descriptor  # the rows close it
 
     @classmethod
@@ -87,7 +87,7 @@ class Draft:
         try:
             descriptor = Descriptor(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | how, 0o644))
         except OSError as error:
-            raise unwritable(str(path), error) from error
+            raise unwritable(path, error) from error
         try:
             lock(descriptor, path)
             if os.fstat(descriptor).st_nlink == 0:
@@ -102,7 +102,7 @@ class Draft:
             if how:
                 path.unlink(missing_ok=True)
             if isinstance(error, OSError):
-                raise unwritable(str(path), error) from error
+                raise unwritable(path, error) from error
             raise
 
     def finish(self, target: Path, small: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
@@ -123,7 +123,7 @@ class Draft:
             os.replace(self.path, target)
             sync_folder(target.parent)
         except OSError as error:
-            raise unwritable(str(target), error) from error
+            raise unwritable(target, error) from error
 
     def discard(self) -> None:
         """Remove the file."""

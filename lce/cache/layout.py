@@ -18,6 +18,7 @@ from lce.sizes import enough_text, size_text
 DEVICE, HOST, DISK = "device", "host", "disk"  # the tiers, as users read them
 READ_SIZE = 8192  # tokens that are read in one go by what reads everything
 CHECK_BYTES = 4  # of a row in a file
+CHECK_BLOCK = 1 << 12  # checks that are kept, and read, together
 UNBOUNDED = 1 << 62  # tokens, bytes or slots
 
 
@@ -235,10 +236,10 @@ class CacheLayout:
     def check_bytes(self, n_tokens: int, n_filed: int = 0) -> int:
         """The most memory that the checks of rows on the disk take: of `n_tokens`, and of `n_filed` in a context file.
 
-        A spill file's table of them grows by half.
+        A spill file's are made in blocks.
         """
         spilled = self.needs(n_tokens).get(DISK, 0) // self.row_bytes
-        return (-(-spilled * 3 // 2) + self.file(n_filed).n_rows) * CHECK_BYTES
+        return (-(-spilled // CHECK_BLOCK) * CHECK_BLOCK + self.file(n_filed).n_rows) * CHECK_BYTES
 
     def file(self, n_tokens: int) -> FileLayout:
         """Where a context file of `n_tokens` tokens has what."""

@@ -236,7 +236,7 @@ class SpillFile(RowFile):
             with tempfile.TemporaryFile(dir=folder, prefix="lce-spill-") as file:
                 descriptor = Descriptor(os.dup(file.fileno()))
         except OSError as error:
-            raise unwritable(str(folder), error) from error
+            raise unwritable(folder, error) from error
         self._taken = [_Taken(0, 0)]  # by the contexts that share the file, without a lock, which Ctrl-C could lose
         super().__init__(descriptor, f"the spill file in {named(folder)}", row_shape, dtype, Checks())
         self._reserved = 0

@@ -182,7 +182,7 @@ class Conversation(Unique):
             n_tokens, ids = 0, [*self._before, *encode(chat)]
         self._past = _Past(past.messages, chat.text, marks or [(0, len(self._before))])
         if self.context is None:
-            self.context = self.engine._new_context(max(len(ids), self._length))
+            self.context = self.engine.new_context(max(len(ids), self._length))
         wanted = [*self.context.token_ids[:n_tokens], *ids]  # a turn that failed may have been read in part
         return wanted[self._cut(_common(self.context.token_ids, wanted[:-1])) :]
 

@@ -103,7 +103,7 @@ class Record:
                 os.ftruncate(descriptor, end)
                 raise
         except OSError as error:
-            raise unwritable(named(self.path), error) from error
+            raise unwritable(self.path, error) from error
         finally:
             os.close(descriptor)
         self._answers[_key(sample)] = answer

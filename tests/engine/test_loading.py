@@ -84,7 +84,7 @@ def test_contexts_are_tied_to_the_numbers_of_the_config(tmp_path: Path) -> None:
     lce.load(folder).open_context(tmp_path / "c.lce")
     (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-4}))
     changed = lce.load(folder)
-    with pytest.raises(lce.DataError, match="was made with another model; load that one"):
+    with pytest.raises(lce.DataError, match="was made with another model: load that one"):
         changed.open_context(tmp_path / "c.lce")
 
 

@@ -204,7 +204,7 @@ def test_three_tiers() -> None:
         "host": 80,
         "disk": 800,
     }
-    assert [need.besides for need in needs.values()] == [0, 1600 * 2 * 3 // 2 * 4, 0], "checks of rows, in two layers"
+    assert [need.besides for need in needs.values()] == [0, 4096 * 4, 0], "checks of 3,200 rows: one block"
     free = on_a_gpu({}, device=100 * kib).needs(n)  # a host without bounds grows by half
     assert {tier: need.keys_and_values // kib for tier, need in free.items()} == {"device": 100, "host": 1200 + 64}
     whole = on_a_gpu({}, host=81 * kib, spill_dir=Path("/")).needs(n)
