@@ -34,7 +34,9 @@ class Face:
     """An engine, a context and valid arguments for every public function, by the names of its parameters."""
 
     def __init__(self, model: Path, folder: Path) -> None:
-        self.engine = lce.load(model, LongHeads(chunk_size=8, chunks=4), block=32)
+        method = LongHeads(chunk_size=8, chunks=4)
+        self.engine = lce.load(model, method, block=32)
+        self.chatty = lce.load(save_chat(folder, "{{ messages[-1].content }}"), method, block=32)
         self.context = self.engine.prefill(tokens(20))
         self.folder, self.model = folder, model
         self.context.save(folder / "c.lce")
@@ -56,6 +58,11 @@ class Face:
             "Engine.prefill": (self.engine.prefill, {"document": [5]}),
             "Engine.prefill_file": (self.engine.prefill_file, {"document": [5], "path": path}),
             "Engine.open_context": (self.engine.open_context, {"path": self.folder / "c.lce"}),
+            "Engine.conversation": (self.chatty.conversation, {}),
+            "Engine.chat": (self.chatty.chat, {"messages": "x", "max_tokens": 1}),
+            "Engine.chat_stream": (
+                lambda **o: self.chatty.chat_stream(**o).finish(), {"messages": "x", "max_tokens": 1},
+            ),
             "Engine.logits": (self.engine.logits, {"token_ids": [5]}),
             "Engine.trace": (self.engine.trace, {"token_ids": [5]}),
             "Engine.beyond": (self.engine.beyond, {"n_tokens": 3}),
