@@ -20,18 +20,21 @@ from lce.system import wait_passively
 from lce.terminal import figures, options
 from lce.terminal.chat import ChatLoop, chat_prompt_options
 from lce.terminal.contexts import Chosen, ask, ends, extend
-from lce.terminal.exits import INTERRUPTED, Root, keep_interrupts, leave_interrupted, prepare_streams
+from lce.terminal.exits import INTERRUPTED, Root, keep_interrupts, leave_interrupted, prepare_streams, report_failure
 from lce.terminal.output import Output
 from lce.terminal.reading import read_text
 
 
 def main() -> NoReturn:
     """The console script."""
-    wait_passively()
-    prepare_streams()
-    keep_interrupts()
     try:
+        wait_passively()
+        prepare_streams()
+        keep_interrupts()
         cli.main(prog_name="lce")
+    except KeyboardInterrupt as error:  # before or after the command
+        report_failure(error)
+        leave_interrupted()
     except SystemExit as end:
         if end.code == INTERRUPTED:
             leave_interrupted()
@@ -221,10 +224,9 @@ def calibrate(model: str, text_file: str, out: str, loading: dict[str, Any], out
     from lce.calibrate import Calibration
     from lce.calibrate import calibrate as learn
 
-    text = read_text(text_file)
     with output.bars() as bars:
         note = lambda text: output.figures(f"lce: {text}")  # noqa: E731
-        recalls = learn(model, text, out, Calibration(**learning), progress=bars, note=note, **loading)
+        recalls = learn(model, read_text(text_file), out, Calibration(**learning), progress=bars, note=note, **loading)
     output.object([dataclasses.asdict(recall) for recall in recalls])
     output.text(*figures.recall_lines(recalls))
 
