@@ -27,7 +27,6 @@ WRONG: list[Any] = [
 ]  # fmt: skip
 FOR_ENGINES = {"in_use", "hold", "mark", "go_back", "set_logits"}  # methods of Context that engines call
 Q = torch.ones(2, 3, 4)
-TEMPLATE = "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}<|turn|>assistant\n"
 
 
 class Face:
@@ -40,9 +39,6 @@ class Face:
         self.context = self.engine.prefill(tokens(20))
         self.folder, self.model = folder, model
         self.context.save(folder / "c.lce")
-
-    def chat_stream(self, **options: Any) -> lce.Generation:
-        return self.engine.chat_stream(**options).finish()
 
     def functions(self) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         """Every public function by name, with arguments that it takes."""
@@ -67,9 +63,6 @@ class Face:
             "Engine.trace": (self.engine.trace, {"token_ids": [5]}),
             "Engine.beyond": (self.engine.beyond, {"n_tokens": 3}),
             "Engine.new_context": (self.engine.new_context, {"length": 3}),
-            "Engine.chat": (self.engine.chat, {"messages": "Hi", "max_tokens": 1}),
-            "Engine.chat_stream": (self.chat_stream, {"messages": "Hi", "max_tokens": 1}),
-            "Engine.conversation": (self.engine.conversation, {}),
             "Engine.rope_of": (self.engine.rope_of, {"length": 3}),
             "Context.save": (self.context.save, {"path": path}),
             "Context.truncate": (self.context.fork().truncate, {"n_tokens": 20}),
@@ -121,14 +114,6 @@ def test_any_value_works_or_is_refused_in_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where some of the values are files' names
     check_values(face, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["Engine.chat", "Engine.chat_stream", "Engine.conversation"])
-def test_any_value_of_a_chat_works_or_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
-    """With a model that has a chat template; each value that works is rendered in a process of its own."""
-    (tmp_path / "chatty").mkdir()
-    check_values(Face(save_chat(tmp_path / "chatty", TEMPLATE), tmp_path), name)
 
 
 def check_values(face: Face, name: str) -> None:
