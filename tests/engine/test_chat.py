@@ -45,7 +45,7 @@ QUESTIONS = ["What is a llama?", "And an alpaca, is it smaller?", " Why?\n", "Th
 def _render_here() -> Iterator[None]:
     """Renders in this process: the templates are ours, and tests/tokenizer tests the other process."""
 
-    def answer(request: str, most: int, seconds: float) -> bytes:
+    def answer(request: str, most: int) -> bytes:
         asked = json.loads(request)
         found = template.render(asked["template"], asked["variables"], asked["steps"], asked["chars"])
         return json.dumps(found).encode()
