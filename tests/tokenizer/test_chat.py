@@ -388,6 +388,7 @@ def test_ctrl_c_ends_the_rendering_and_leaves_nothing() -> None:
     main = threading.get_ident()
     timer = threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT))
     started, children = time.monotonic(), {child.pid for child in psutil.Process().children()}
+    threads = {*threading.enumerate()}
     timer.start()
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -396,7 +397,9 @@ def test_ctrl_c_ends_the_rendering_and_leaves_nothing() -> None:
         signal.signal(signal.SIGINT, before)
     assert time.monotonic() - started < 2
     assert {child.pid for child in psutil.Process().children()} <= children
-    assert threading.active_count() <= 2  # the timer of the rendering is gone, or going
+    for thread in {*threading.enumerate()} - threads:  # the timer of the rendering is gone, or going
+        thread.join(timeout=2)
+        assert not thread.is_alive()
 
 
 def test_the_environment_and_the_folder_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
