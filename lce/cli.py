@@ -19,7 +19,7 @@ from lce.eval.passkey import FILLERS
 from lce.system import wait_passively
 from lce.terminal import figures, options
 from lce.terminal.chat import ChatLoop, chat_prompt_options
-from lce.terminal.contexts import Chosen, ask, ends, extend
+from lce.terminal.contexts import Chosen, ask, ends
 from lce.terminal.exits import INTERRUPTED, Root, keep_interrupts, leave_interrupted, prepare_streams, report_failure
 from lce.terminal.output import Output
 from lce.terminal.reading import read_text
@@ -136,11 +136,11 @@ def prefill(
     if context_file is not None and checkpoint_every is not None:
         raise UsageError("--checkpoint-every is for a text that is read from its beginning; leave it or --context out")
     engine = chosen.load(model, context_file, loading)
+    context = None if context_file is None else engine.open_context(context_file)
     with output.noting() as notes, output.bar("prefill", " tok") as bar:
-        if context_file is None:
-            stats = engine.prefill_file(prompt, out, length=length, checkpoint_every=checkpoint_every, progress=bar)
-        else:
-            stats = extend(engine, context_file, prompt, out, length=length, progress=bar)
+        stats = engine.prefill_file(
+            prompt, out, context=context, length=length, checkpoint_every=checkpoint_every, progress=bar
+        )
     output.object({"context": out, "stats": figures.stats_object(stats), "warning": next(iter(notes), None)})
     if not output.json:
         output.figures(figures.prefill_line(stats))

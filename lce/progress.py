@@ -32,6 +32,7 @@ def reported(progress: Progress | bool | None, label: str, unit: str = " tok") -
             drawn.update(done - drawn.n)
             if done >= total:
                 drawn.refresh()
+                drawn.close()  # what is written next stands on a line of its own
 
         yield advance
 

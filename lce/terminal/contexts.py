@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,21 +64,6 @@ def ask(
     held = engine.new_context(len(ids) + max_tokens) if context is None else context
     stream = engine.stream(ids, context=held, max_tokens=max_tokens, sampling=sampling, progress=progress)
     return stream, held.save
-
-
-def extend(
-    engine: lce.Engine, source: str, text: str, target: str, *, length: int | None, progress: Progress
-) -> lce.Stats:
-    """Write a context file and the text behind it to another file, with the figures of that text."""
-    context = engine.open_context(source)
-    before, started = len(context), time.perf_counter()
-    engine.prefill(text, context=context, length=length, progress=progress)
-    stats = lce.Stats(
-        prompt_tokens=len(context) - before, read_before=before, prefill_s=time.perf_counter() - started,
-        memory=context.cache.bytes_by_tier, traffic=context.cache.traffic,
-    )  # fmt: skip
-    context.save(target)
-    return stats
 
 
 def ends(model: str, context: lce.ContextInfo, n_tokens: int = 24) -> tuple[str, str]:

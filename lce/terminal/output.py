@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lce.errors import WindowWarning
+from lce.progress import reported
 
 if TYPE_CHECKING:
     from lce.engine.stream import Stream
@@ -78,16 +79,7 @@ class Output:
         if not sys.stderr.isatty():
             yield ProgressLines(label, unit)
             return
-        from tqdm import tqdm
-
-        with tqdm(desc=label, unit=unit, leave=False, dynamic_ncols=True) as drawn:
-
-            def advance(done: int, total: int) -> None:
-                drawn.total = total
-                drawn.update(done - drawn.n)
-                if done >= total:
-                    drawn.close()
-
+        with reported(True, label, unit) as advance:
             yield advance
 
     @contextmanager
