@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lce.attention.backend import Backend, backends
-from lce.attention.parts import Part, merge_slots
+from lce.attention.parts import Part
 from lce.attention.tiles import SlotQueries, Tiles
 from lce.attention.turn import Turn
 from lce.errors import UsageError, nearest, shown
@@ -68,4 +68,4 @@ class Attention:
         lse = q.new_full((chunk_ids.numel(),), -torch.inf, dtype=torch.float32)
         for some in tiles:  # every choice is served in exactly one round
             self.backend.dispatch(queries, some.chosen(chunk_ids), some.k, some.v, (out, lse))
-        return merge_slots(out.view(n_heads, n_queries, n_slots, q.shape[-1]), lse.view(chunk_ids.shape))
+        return self.backend.merge_slots(out.view(n_heads, n_queries, n_slots, q.shape[-1]), lse.view(chunk_ids.shape))

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lce.attention.parts import Part
+from lce.attention.parts import Part, merge_slots
 from lce.attention.tiles import AT_ONCE, SlotQueries
 
 
@@ -52,6 +52,10 @@ class Backend(ABC):
             return self.attend(q, k, v, causal=False)
         out, lse = self.attend_tiles(*(x.expand(2, *x.shape[1:]) for x in (q, k, v)))
         return out[:1], lse[:1]
+
+    def merge_slots(self, out: Tensor, lse: Tensor) -> Part:
+        """Partial results of K slots, `out [H, T, K, D]`, `lse [H, T, K]`, as one softmax over all of their keys."""
+        return merge_slots(out, lse)
 
     def dispatch(self, queries: SlotQueries, tile: Tensor, k: Tensor, v: Tensor, into: Part) -> None:
         """Row a of the queries attends tile number `tile[a]` of `k v [E, L, D]`; -1 for none.

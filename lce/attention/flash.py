@@ -7,15 +7,15 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from lce.attention.compiled import Compiled
 from lce.attention.parts import Part
-from lce.attention.torch import Torch
 
 
-class Flash(Torch):
-    """flash-attn on CUDA in half precision; elsewhere PyTorch's kernels."""
+class Flash(Compiled):
+    """flash-attn on CUDA in half precision; elsewhere the `compiled` backend."""
 
     name = "flash"
-    speed = 2
+    speed = 3
 
     @classmethod
     def missing(cls) -> str | None:

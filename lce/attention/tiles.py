@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -50,21 +51,27 @@ class SlotQueries:
     """
 
     def __init__(self, q: Tensor, turns: Turn, n_slots: int) -> None:
-        n_heads, self.n_queries, dim = q.shape
+        self.q = q
+        self.turns = turns
         self.n_slots = n_slots
         self.n_turned = turns.cos.shape[1]
-        self._turns: Turn | None = None
-        if self.n_turned == 1 or n_heads * self.n_queries * n_slots * dim * q.element_size() <= AT_ONCE:
-            self._vectors = rotate(q[:, :, None], turns).view(-1, dim)
-        else:
-            self._vectors = q.reshape(-1, dim)
-            self._turns = Turn(*(x.flatten(0, 1) for x in turns))
+
+    @cached_property
+    def _once(self) -> bool:
+        """Whether all rows are rotated at once."""
+        return self.n_turned == 1 or self.q.numel() * self.n_slots * self.q.element_size() <= AT_ONCE
+
+    @cached_property
+    def _vectors(self) -> Tensor:
+        dim = self.q.shape[-1]
+        return rotate(self.q[:, :, None], self.turns).view(-1, dim) if self._once else self.q.reshape(-1, dim)
 
     def take(self, rows: Tensor) -> Tensor:
         """The rows of these numbers, `[n]` to `[n, D]`. Time and bytes: O(n · D)."""
-        if self._turns is not None:
-            turn_rows = rows % len(self._turns.cos)  # t·K + s
-            turn = Turn(*(x.index_select(0, turn_rows) for x in self._turns))
+        if not self._once:
+            flat = Turn(*(x.flatten(0, 1) for x in self.turns))
+            turn_rows = rows % len(flat.cos)  # t·K + s
+            turn = Turn(*(x.index_select(0, turn_rows) for x in flat))
             return rotate(self._vectors.index_select(0, rows // self.n_slots), turn)
         if self.n_turned == 1:
             rows = rows // self.n_slots

@@ -78,6 +78,11 @@ def inner(body: Callable[..., Any]) -> Callable[..., Any]:
     return cast("Callable[..., Any]", numba.njit(**_OPTIONS)(body))
 
 
+def inline(body: Callable[..., Any]) -> Callable[..., Any]:
+    """A small function that is part of the loops which call it."""
+    return cast("Callable[..., Any]", numba.njit(forceinline=True, **_OPTIONS)(body))
+
+
 def _label(x: Any) -> Any:
     """What tells a function, its closure included, from others of this room's source."""
     function = getattr(x, "py_func", x)

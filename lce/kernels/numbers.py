@@ -1,4 +1,4 @@
-"""What kernels compute with: addresses as arrays, half-precision numbers as their bits, and the exponential function."""
+"""What kernels compute with: addresses as arrays, half-precision numbers as bits, and the exponential function."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic, register_jitable
+from numba import types
+from numba.extending import intrinsic
+
+from lce.kernels.compiling import inline
 
 # How the numbers of a dtype lie in memory, for Numba, which has no bfloat16 and no float16 on CPUs.
 STORED = {torch.float32: types.float32, torch.bfloat16: types.uint16, torch.float16: types.uint16}
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def pointer(typing: Any, address: Any, kind: Any) -> Any:
     """`pointer(address, float32)`: where numbers of a type lie; `carray` makes an array of it."""
     result = types.CPointer(kind.dtype)
@@ -25,7 +27,7 @@ def pointer(typing: Any, address: Any, kind: Any) -> Any:
     return result(types.intp, kind), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def float_of_bits(typing: Any, bits: Any) -> Any:
     """The float32 that these 32 bits are."""
     return types.float32(types.uint32), lambda context, builder, signature, args: builder.bitcast(
@@ -33,7 +35,7 @@ def float_of_bits(typing: Any, bits: Any) -> Any:
     )
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def bits_of_float(typing: Any, number: Any) -> Any:
     """The 32 bits of a float32."""
     return types.uint32(types.float32), lambda context, builder, signature, args: builder.bitcast(
@@ -41,7 +43,7 @@ def bits_of_float(typing: Any, number: Any) -> Any:
     )
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _float_of_half(typing: Any, bits: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
@@ -49,7 +51,7 @@ def _float_of_half(typing: Any, bits: Any) -> Any:
     return types.float32(types.uint16), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _half_of_float(typing: Any, number: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
@@ -57,21 +59,21 @@ def _half_of_float(typing: Any, number: Any) -> Any:
     return types.uint16(types.float32), generate
 
 
-@register_jitable(inline="always")  # type: ignore[untyped-decorator]
-def _read_bfloat16(bits):  # type: ignore[no-untyped-def]
+@inline
+def _read_bfloat16(bits):
     return float_of_bits(np.uint32(bits) << np.uint32(16))
 
 
-@register_jitable(inline="always")  # type: ignore[untyped-decorator]
-def _write_bfloat16(number):  # type: ignore[no-untyped-def]
+@inline
+def _write_bfloat16(number):
     bits = bits_of_float(np.float32(number))
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     is_nan = (bits & np.uint32(0x7FFF_FFFF)) > np.uint32(0x7F80_0000)
     return np.uint16(np.uint32(0x7FC0) if is_nan else rounded)
 
 
-@register_jitable(inline="always")  # type: ignore[untyped-decorator]
-def _same(number):  # type: ignore[no-untyped-def]
+@inline
+def _same(number):
     return np.float32(number)
 
 
@@ -80,8 +82,8 @@ READ = {torch.float32: _same, torch.bfloat16: _read_bfloat16, torch.float16: _fl
 WRITE = {torch.float32: _same, torch.bfloat16: _write_bfloat16, torch.float16: _half_of_float}
 
 
-@register_jitable(inline="always")  # type: ignore[untyped-decorator]
-def exp(x):  # type: ignore[no-untyped-def]
+@inline
+def exp(x):
     """`e**x` in float32 for x ≤ 88, to 2 units in the last place; 0 below -87. Vectorised, unlike the C library's."""
     x = max(np.float32(x), np.float32(-87.33))
     n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
@@ -94,3 +96,20 @@ def exp(x):  # type: ignore[no-untyped-def]
     p = p * r + np.float32(5.0000001201e-1)
     y = p * r * r + r + np.float32(1)
     return y * float_of_bits(np.uint32(np.int32(n) + np.int32(127)) << np.uint32(23))
+
+
+@inline
+def exp2(x):
+    """`2**x` in float32 for x ≤ 0, to 2 units in the last place; 0 below -126."""
+    y = max(np.float32(x), np.float32(-126))
+    n = np.floor(y + np.float32(0.5))
+    r = y - n
+    p = np.float32(1.53375769e-4)
+    p = p * r + np.float32(1.33998604e-3)
+    p = p * r + np.float32(9.61851953e-3)
+    p = p * r + np.float32(5.55032900e-2)
+    p = p * r + np.float32(2.40226466e-1)
+    p = p * r + np.float32(6.93147206e-1)
+    p = p * r + np.float32(1)
+    power = float_of_bits((np.int32(n) + np.int32(127)) << np.int32(23))
+    return p * power if x >= np.float32(-126) else np.float32(0)

@@ -42,7 +42,7 @@ def _product(dtype: torch.dtype) -> Callable[..., Any]:
     stored, read, write = STORED[dtype], READ[dtype], WRITE[dtype]
 
     @kernel("void(intp, intp, intp, intp, intp, intp, intp)")
-    def compiled(x_at, weight_at, bias_at, out_at, n, n_out, size):  # type: ignore[no-untyped-def]
+    def compiled(x_at, weight_at, bias_at, out_at, n, n_out, size):
         x = carray(pointer(x_at, float32), (n, size))
         weight = carray(pointer(weight_at, stored), (n_out, size))
         bias = carray(pointer(bias_at, stored), (n_out,))

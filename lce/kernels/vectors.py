@@ -31,6 +31,9 @@ class _BFloat(ir.HalfType):
         return "bfloat"
 
 
+_PAIRED = ir.VectorType(_BFloat(), 2 * LANES)
+
+
 def _const(value: int) -> Any:
     return ir.Constant(_I64, value)
 
@@ -45,28 +48,22 @@ def _splat(builder: Any, number: Any, kind: Any) -> Any:
     return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(_WORDS, [0] * LANES))
 
 
-def multiply(rows: int, columns: int, pairs: bool) -> Callable[..., Any]:
+def multiply(rows: int, columns: int, pairs: bool, dtype: torch.dtype = torch.float32) -> Callable[..., Any]:
     """The product that everything rests on: `C [rows, 16·columns] += A [rows, n] · B [n, 16·columns]`.
 
-    The intrinsic takes `(a, a_stride, b, b_stride, c, c_stride, n)`: addresses, strides in words of four bytes, and n,
-    1 or more. C is float32. A and B are float32, or with `pairs` words of two bfloat16 numbers, whose products are
-    added to C both. C stays in registers: `rows · columns` of them, and `columns` for B. Each number of C is one sum
-    over n in order, so that it does not depend on `rows` and `columns`.
+    The intrinsic takes `(a, a_stride, b, b_stride, c, c_stride, n)`: addresses, strides in bytes, and n, 1 or more.
+    A and C are float32, and B is of `dtype`. With `pairs`, A and B are words of two bfloat16 numbers, whose products
+    are added to C both. C stays in registers: `rows · columns` of them, and `columns` for B. Each number of C is one
+    sum over n in order, so that it does not depend on `rows` and `columns`.
     """
-    paired = ir.VectorType(_BFloat(), 2 * LANES)
+    width = 64 if pairs else 16 * dtype.itemsize  # bytes of a vector of B
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         a, a_stride, b, b_stride, c, c_stride, n = args
-        module = builder.module
-        if pairs:
-            kind = ir.FunctionType(_FLOATS, [_FLOATS, paired, paired])
-            multiply_add = _declared(module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
-        else:
-            multiply_add = _declared(module, ir.FunctionType(_FLOATS, [_FLOATS] * 3), "llvm.fma.v16f32")
-        a_row, b_row, c_row = (builder.mul(x, _const(4)) for x in (a_stride, b_stride, c_stride))
+        multiply_add = _multiply_add(builder.module, pairs)
         cells = [(i, j) for i in range(rows) for j in range(columns)]
         places = {
-            (i, j): _at(builder, c, builder.add(builder.mul(c_row, _const(i)), _const(64 * j)), _FLOATS)
+            (i, j): _at(builder, c, builder.add(builder.mul(c_stride, _const(i)), _const(64 * j)), _FLOATS)
             for i, j in cells
         }
         sums = {cell: builder.load(places[cell], align=4) for cell in cells}
@@ -76,22 +73,23 @@ def multiply(rows: int, columns: int, pairs: bool) -> Callable[..., Any]:
         step = builder.phi(_I64)
         step.add_incoming(_const(0), before)
         phis = {cell: builder.phi(_FLOATS) for cell in cells}
-        here = builder.mul(step, b_row)
+        here = builder.mul(step, b_stride)
         right = [
-            builder.load(_at(builder, b, builder.add(here, _const(64 * j)), _WORDS if pairs else _FLOATS), align=4)
+            _load_words(builder, b, builder.add(here, _const(width * j)), torch.float32 if pairs else dtype)
             for j in range(columns)
         ]
         after = {}
         for i in range(rows):
-            offset = builder.add(builder.mul(a_row, _const(i)), builder.mul(step, _const(4)))
+            offset = builder.add(builder.mul(a_stride, _const(i)), builder.mul(step, _const(4)))
             word = builder.load(_at(builder, a, offset, _I32 if pairs else _F32), align=4)
             left = _splat(builder, word, _WORDS if pairs else _FLOATS)
             for j in range(columns):
                 if pairs:
-                    factors = builder.bitcast(left, paired), builder.bitcast(right[j], paired)
+                    factors = builder.bitcast(left, _PAIRED), builder.bitcast(right[j], _PAIRED)
                     after[i, j] = builder.call(multiply_add, [phis[i, j], *factors])
                 else:
-                    after[i, j] = builder.call(multiply_add, [left, right[j], phis[i, j]])
+                    factor = builder.bitcast(right[j], _FLOATS)
+                    after[i, j] = builder.call(multiply_add, [left, factor, phis[i, j]])
         following = builder.add(step, _const(1))
         step.add_incoming(following, builder.block)
         for cell in cells:
@@ -104,7 +102,62 @@ def multiply(rows: int, columns: int, pairs: bool) -> Callable[..., Any]:
             builder.store(after[cell], places[cell], align=4)
         return context.get_dummy_value()
 
-    return _intrinsic(f"multiply {rows} {columns} {pairs}", types.void(*[types.intp] * 7), generate)
+    return _intrinsic(f"multiply {rows} {columns} {pairs} {dtype}", types.void(*[types.intp] * 7), generate)
+
+
+def dots(rows: int, pairs: bool, dtype: torch.dtype) -> Callable[..., Any]:
+    """Dot products of `rows` vectors with `16 / rows` others, which are read as they lie: `Q · Kᵀ` of few queries.
+
+    The intrinsic takes `(q, q_stride, k, k_stride, out, out_stride, n)`: addresses, strides in bytes, and how many
+    chunks of 16 numbers a vector has, 1 or more. Q and the result are float32, K is of `dtype`; with `pairs`, both are
+    bfloat16, and a chunk has 32 numbers. Each result is added up in the same order, whatever `rows` is.
+    """
+    n_keys, width = LANES // rows, 64 if pairs else 16 * dtype.itemsize
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        q, q_stride, k, k_stride, out, out_stride, n = args
+        multiply_add = _multiply_add(builder.module, pairs)
+        before, loop = builder.block, builder.append_basic_block("dots")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        step = builder.phi(_I64)
+        step.add_incoming(_const(0), before)
+        phis = [builder.phi(_FLOATS) for _ in range(LANES)]
+        kind = torch.float32 if pairs else dtype
+        here, there = builder.mul(step, _const(64)), builder.mul(step, _const(width))
+        left = [
+            _load_words(builder, q, builder.add(builder.mul(q_stride, _const(i)), here), torch.float32)
+            for i in range(rows)
+        ]
+        after = [None] * LANES
+        for j in range(n_keys):
+            key = _load_words(builder, k, builder.add(builder.mul(k_stride, _const(j)), there), kind)
+            for i in range(rows):
+                cell = i * n_keys + j
+                factors = [builder.bitcast(x, _PAIRED if pairs else _FLOATS) for x in (left[i], key)]
+                order = [phis[cell], *factors] if pairs else [*factors, phis[cell]]
+                after[cell] = builder.call(multiply_add, order)
+        following = builder.add(step, _const(1))
+        step.add_incoming(following, builder.block)
+        zero = ir.Constant(_FLOATS, [0.0] * LANES)
+        for phi, sums in zip(phis, after, strict=True):
+            phi.add_incoming(zero, before)
+            phi.add_incoming(sums, builder.block)
+        end = builder.append_basic_block("dotted")
+        builder.cbranch(builder.icmp_signed("<", following, n), loop, end)
+        builder.position_at_end(end)
+        sums, distance = after, LANES // 2
+        while distance:  # half as many vectors at each turn, each with the sums of twice as many
+            halves = [_exchanged(builder, sums[i], sums[i + distance], distance) for i in range(distance)]
+            sums, distance = [builder.fadd(*pair) for pair in halves], distance // 2
+        for i in range(rows):
+            lanes = ir.Constant(ir.VectorType(_I32, n_keys), list(range(i * n_keys, (i + 1) * n_keys)))
+            part = builder.shuffle_vector(sums[0], sums[0], lanes)
+            place = _at(builder, out, builder.mul(out_stride, _const(i)), ir.VectorType(_F32, n_keys))
+            builder.store(part, place, align=4)
+        return context.get_dummy_value()
+
+    return _intrinsic(f"dots {rows} {pairs} {dtype}", types.void(*[types.intp] * 7), generate)
 
 
 def transpose(dtype: torch.dtype, pairs: bool) -> Callable[..., Any]:
@@ -123,16 +176,30 @@ def transpose(dtype: torch.dtype, pairs: bool) -> Callable[..., Any]:
             for i in range(LANES):
                 if i & distance:
                     continue
-                first, second = rows[i], rows[i + distance]
-                low = [e if not e & distance else LANES + e - distance for e in range(LANES)]
-                high = [e + distance if not e & distance else LANES + e for e in range(LANES)]
-                rows[i] = builder.shuffle_vector(first, second, ir.Constant(_WORDS, low))
-                rows[i + distance] = builder.shuffle_vector(first, second, ir.Constant(_WORDS, high))
+                rows[i], rows[i + distance] = _exchanged(builder, rows[i], rows[i + distance], distance)
         for i, row in enumerate(rows):
             builder.store(row, _at(builder, target, builder.mul(target_stride, _const(i)), _WORDS), align=4)
         return context.get_dummy_value()
 
     return _intrinsic(f"transpose {dtype} {pairs}", types.void(*[types.intp] * 4), generate)
+
+
+def _multiply_add(module: Any, pairs: bool) -> Any:
+    """`(sum, x, y)` of pairs of bfloat16 numbers, or `(x, y, sum)` of float32: LLVM's own functions."""
+    if pairs:
+        kind, name = ir.FunctionType(_FLOATS, [_FLOATS, _PAIRED, _PAIRED]), "llvm.x86.avx512bf16.dpbf16ps.512"
+    else:
+        kind, name = ir.FunctionType(_FLOATS, [_FLOATS] * 3), "llvm.fma.v16f32"
+    found = module.globals.get(name)
+    return found if found is not None else ir.Function(module, kind, name)
+
+
+def _exchanged(builder: Any, first: Any, second: Any, distance: int) -> tuple[Any, Any]:
+    """A step of a transposition: lanes with and without the bit `distance`, of two vectors side by side."""
+    low = [e if not e & distance else LANES + e - distance for e in range(LANES)]
+    high = [e + distance if not e & distance else LANES + e for e in range(LANES)]
+    result = (builder.shuffle_vector(first, second, ir.Constant(_WORDS, lanes)) for lanes in (low, high))
+    return next(result), next(result)
 
 
 def _load_words(builder: Any, address: Any, offset: Any, dtype: torch.dtype) -> Any:
@@ -174,11 +241,6 @@ def _take(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     return builder.atomic_rmw("add", _at(builder, args[0], _const(0), _I64), _const(1), "monotonic")
 
 
-def _declared(module: Any, kind: Any, name: str) -> Any:
-    found = module.globals.get(name)
-    return found if found is not None else ir.Function(module, kind, name)
-
-
 def _intrinsic(name: str, signature: Any, generate: Callable[..., Any]) -> Callable[..., Any]:
     """An intrinsic of one signature. Its name tells it from others in the cache's keys."""
     n_args = len(signature.args)
@@ -193,5 +255,7 @@ def _intrinsic(name: str, signature: Any, generate: Callable[..., Any]) -> Calla
     return result
 
 
-largest = _intrinsic("largest", types.float32(types.intp, types.intp), _largest)  # of n floats at an address, n a multiple of 16
-take = _intrinsic("take", types.intp(types.intp), _take)  # the number at an address, which is counted up: a queue of tasks
+# The largest of n floats at an address, n a multiple of 16.
+largest = _intrinsic("largest", types.float32(types.intp, types.intp), _largest)
+# The number at an address, which is counted up: a queue of tasks.
+take = _intrinsic("take", types.intp(types.intp), _take)

@@ -20,7 +20,7 @@ from tests.running import threads
 
 
 def test_auto_needs_nothing() -> None:
-    assert Attention.choose().backend.name in ("torch", "flash")
+    assert Attention.choose().backend.name in ("compiled", "flash")
     assert Attention.choose("reference").backend.name == "reference"
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lce.attention import Turn
 
-BACKENDS = ("torch", "reference")
+BACKENDS = ("compiled", "torch", "reference")
 HEADS = {"multi-head": (3, 3), "grouped-query": (8, 2), "one for all": (4, 1)}
 Part = tuple[Tensor, Tensor]
 AS_IT_IS = Turn(torch.ones(1, 1, 8), torch.zeros(1, 1, 8))
