@@ -8,13 +8,17 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numba
 import torch
 from numba.core import event
 
 MOST_ROWS = 8  # rows of a product that are a few: decode, and drafts of some tokens
+
+_OPTIONS: dict[str, Any] = {
+    "fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy", "boundscheck": False,
+}  # fmt: skip
 
 _lock = threading.RLock()
 _threads = threading.local()
@@ -55,14 +59,32 @@ def kernel(signature: str, *, parallel: bool = True) -> Callable[[Callable[..., 
             _use_torch_threads()
             before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(cache_folder())
             try:
-                flags = {"reassoc", "contract", "nsz", "arcp"}
-                options = {"cache": True, "fastmath": flags, "nogil": True, "error_model": "numpy", "boundscheck": False}
-                compiled: Callable[..., Any] = numba.njit(signature, parallel=parallel, **options)(body)
+                compiled: Any = numba.njit(parallel=parallel, cache=True, nogil=True, **_OPTIONS)(body)
             finally:
                 numba.config.CACHE_DIR = before
-        return compiled
+            # Numba's own key has pickles of the closure, which differ between processes. The folder stands for the
+            # source, so that names are enough.
+            label = _label(body)
+            compiled._cache._index_key = lambda types, codegen: (types, codegen.magic_tuple(), label)
+            compiled.compile(signature)
+            compiled.disable_compile()
+        return cast("Callable[..., Any]", compiled)
 
     return compile_it
+
+
+def inner(body: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that kernels call, compiled into each of them."""
+    return cast("Callable[..., Any]", numba.njit(**_OPTIONS)(body))
+
+
+def _label(x: Any) -> Any:
+    """What tells a function, its closure included, from others of this room's source."""
+    function = getattr(x, "py_func", x)
+    name = getattr(function, "__qualname__", None)
+    if name is None:
+        return repr(x)
+    return name, tuple(_label(cell.cell_contents) for cell in getattr(function, "__closure__", None) or ())
 
 
 def n_threads() -> int:
