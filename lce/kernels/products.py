@@ -14,10 +14,9 @@ import numba
 import numpy as np
 import torch
 from numba import carray, float32
-from numba.extending import register_jitable
 from torch import Tensor
 
-from lce.kernels.compiling import MOST_ROWS, kernel, n_threads
+from lce.kernels.compiling import MOST_ROWS, inner, kernel, n_threads
 from lce.kernels.numbers import READ, STORED, WRITE, exp, pointer
 
 _ROWS = 64  # weight rows that a thread takes at a time
@@ -112,7 +111,7 @@ def _dots(dtype: torch.dtype) -> Callable[..., Any]:
     """
     read = READ[dtype]
 
-    @register_jitable  # type: ignore[untyped-decorator]
+    @inner
     def dots(x, n, weight, begin, n_here, sums):  # type: ignore[no-untyped-def]
         size = weight.shape[1]
         for row in range(n_here):
