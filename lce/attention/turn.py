@@ -41,7 +41,7 @@ def rotate(x: Tensor, turn: Turn) -> Tensor:
 
 
 def append(k: Tensor, v: Tensor, into_k: Tensor, into_v: Tensor, at: int, turn: Turn | None = None) -> None:
-    """`k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; k rotated by a turn `[T, D/2]`, if there is one."""
+    """`k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; k rotated by a turn `[T, D/2]`, if any."""
     dtype = into_k.dtype
     if elementwise.runs_on(k) and k.dtype is dtype is v.dtype and (turn is None or turn.cos.dtype is dtype):
         elementwise.append(k, v, into_k, into_v, at, *(turn or (None, None)))

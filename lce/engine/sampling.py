@@ -103,7 +103,7 @@ class Sampler:
             self._random.manual_seed(sampling.seed)
 
     def pick(self, logits: Tensor) -> int:
-        """The next token for logits `[vocab]`. Time: O(vocab), but with a top_p that keeps thousands of tokens: O(vocab log vocab)."""
+        """The next token for logits `[vocab]`. Time: O(vocab), times its logarithm if top_p keeps thousands of them."""
         if self.sampling.temperature == 0:
             return int(logits.argmax())
         probabilities = probabilities_of(logits.float().cpu(), self.sampling)

@@ -31,7 +31,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     out = torch.empty(x.shape, dtype=x.dtype)
     heads, n, dim = (1, *x.shape) if x.ndim == 2 else x.shape
-    assert weight.shape == (dim,) and weight.dtype is x.dtype and weight.is_contiguous(), (x.shape, weight.shape)
+    fits = weight.shape == (dim,) and weight.dtype is x.dtype and weight.is_contiguous()
+    assert fits, (x.shape, weight.shape)
     if x.stride(-1) != 1:
         x = x.contiguous()
     _norm(x.dtype, _shared(out))(
@@ -47,7 +48,8 @@ def silu_mul(x: Tensor) -> Tensor:
     Computed in float32 and rounded once. Bytes: x once, the result once.
     """
     n, dim = x.shape[0], x.shape[1] // 2
-    assert x.is_contiguous() and x.shape[1] == 2 * dim, (x.shape, x.stride())
+    fits = x.is_contiguous() and x.shape[1] == 2 * dim
+    assert fits, (x.shape, x.stride())
     out = torch.empty(n, dim, dtype=x.dtype)
     _silu_mul(x.dtype, _shared(out))(x.data_ptr(), out.data_ptr(), n, dim)
     return out
@@ -87,22 +89,26 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def append(
     k: Tensor, v: Tensor, into_k: Tensor, into_v: Tensor, at: int, cos: Tensor | None, sin: Tensor | None
 ) -> None:
-    """`k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; k rotated by angles `cos sin [T, D/2]`, if any.
+    """`k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; k rotated by `cos sin [T, D/2]`, if any.
 
     One call and no view, for the one token of a decode step. Bytes: k and v once, the rows once.
     """
     shape, into, dtype = k.shape, into_k.shape, k.dtype
     heads, n, dim = shape
-    assert v.shape == shape and into_v.shape == into and v.dtype is dtype is into_k.dtype is into_v.dtype, (shape, into)
-    assert into[0] == heads and into[2] == dim and 0 <= at <= into[1] - n, (shape, into, at)
-    assert into_k.is_contiguous() and into_v.is_contiguous()
+    alike = v.shape == shape and into_v.shape == into and v.dtype is dtype is into_k.dtype is into_v.dtype
+    assert alike, (shape, v.shape, into, into_v.shape)
+    fits = into[0] == heads and into[2] == dim and 0 <= at <= into[1] - n
+    assert fits, (shape, into, at)
+    contiguous = into_k.is_contiguous() and into_v.is_contiguous()
+    assert contiguous, (into_k.stride(), into_v.stride())
     k_stride, v_stride = k.stride(), v.stride()
     if k_stride[2] != 1 or v_stride[2] != 1:
         k, v = k.contiguous(), v.contiguous()
         k_stride, v_stride = k.stride(), v.stride()
     cos_at = sin_at = 0
     if cos is not None and sin is not None:
-        assert cos.shape == sin.shape == (n, dim // 2) and cos.dtype is dtype is sin.dtype, (cos.shape, sin.shape)
+        fits = cos.shape == sin.shape == (n, dim // 2) and cos.dtype is dtype is sin.dtype
+        assert fits, (cos.shape, sin.shape)
         cos, sin = cos.contiguous(), sin.contiguous()
         cos_at, sin_at = cos.data_ptr(), sin.data_ptr()
     offset = at * dim * dtype.itemsize
