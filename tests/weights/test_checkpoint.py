@@ -176,7 +176,7 @@ def test_joined_tensors_lie_beneath_each_other(tmp_path: Path, dtype: torch.dtyp
 
 def test_a_joined_tensor_is_checked_by_its_own_name(folder: Path) -> None:
     wanted = wanted_of(TENSORS) | {"own.norm": ("norm", (3,))}
-    with pytest.raises(ModelError, match=r"norm is \[2\], expected \[3\]"):
+    with pytest.raises(ModelError, match=r"'norm' is \[2\], expected \[3\]"):
         Checkpoint.open(folder).load(wanted, dtype=None, device=CPU, joined={"whole": ("own.norm", "own.embed")})
 
 
