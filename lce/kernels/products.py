@@ -48,8 +48,7 @@ def product(
     assert onto is None or (onto.shape == (n, n_out) and onto.dtype is dtype), (onto.shape, onto.dtype)
     assert norm is None or norm.dtype is dtype, norm.dtype
     assert bias is None or bias.dtype is dtype, bias.dtype
-    n_threads()
-    _product(dtype)(
+    _product(dtype, n_threads() > 1)(
         x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), 0 if norm is None else norm.data_ptr(),
         eps, out.data_ptr(), n, n_out, size, gated, onto is not None,
     )  # fmt: skip
@@ -57,11 +56,11 @@ def product(
 
 
 @cache
-def _product(dtype: torch.dtype) -> Callable[..., Any]:
+def _product(dtype: torch.dtype, parallel: bool) -> Callable[..., Any]:
     stored, read, write = STORED[dtype], READ[dtype], WRITE[dtype]
     dots = _dots(dtype)
 
-    @kernel("void(intp, intp, intp, intp, float32, intp, intp, intp, intp, boolean, boolean)")
+    @kernel("void(intp, intp, intp, intp, float32, intp, intp, intp, intp, boolean, boolean)", parallel=parallel)
     def compiled(  # type: ignore[no-untyped-def]
         x_at, weight_at, bias_at, norm_at, eps, out_at, n, n_out, size, gated, adds
     ):
