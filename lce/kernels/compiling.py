@@ -64,7 +64,7 @@ def kernel(signature: str, *, parallel: bool = True) -> Callable[[Callable[..., 
                 numba.config.CACHE_DIR = before
             # Numba's own key has pickles of the closure, which differ between processes. The folder stands for the
             # source, so that names are enough.
-            label = _label(body)
+            label = parallel, _label(body)
             compiled._cache._index_key = lambda types, codegen: (types, codegen.magic_tuple(), label)
             compiled.compile(signature)
             compiled.disable_compile()
@@ -95,6 +95,8 @@ def _label(x: Any) -> Any:
 def n_threads() -> int:
     """PyTorch's number of threads, which Numba is told to use too. Called before each parallel kernel: 0.2 us."""
     number = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    if number == 1:  # serial kernels: Numba must not start its threads, with which a forked child could not run
+        return 1
     if getattr(_threads, "number", 0) != number:
         before = torch.get_num_threads()
         numba.set_num_threads(number)

@@ -69,7 +69,7 @@ def _write_bfloat16(number):
     bits = bits_of_float(np.float32(number))
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     is_nan = (bits & np.uint32(0x7FFF_FFFF)) > np.uint32(0x7F80_0000)
-    return np.uint16(np.uint32(0x7FC0) if is_nan else rounded)
+    return np.uint16(rounded | np.uint32(is_nan) * np.uint32(0x7FC0))
 
 
 @inline

@@ -322,7 +322,7 @@ import lce
 def rss():
     return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
 torch.set_num_threads(1)
-lce.load(sys.argv[1]).generate("warm up", max_tokens=2)
+lce.load(sys.argv[1], "longheads", dtype="bfloat16").generate([5] * 300, max_tokens=2)
 gc.collect()
 before = rss()
 engine = lce.load(sys.argv[1], "longheads", dtype="bfloat16")

@@ -114,7 +114,7 @@ def test_any_thread_may_close_at_any_time(engine: lce.Engine) -> None:
     """Readers and closers race; whatever wins, the stream ends and the context goes on."""
     for wait_ms in range(0, 24, 2):
         context = engine.prefill(tokens(40))
-        stream = engine.stream(PROMPT, max_tokens=100, context=context)
+        stream = engine.stream(PROMPT, max_tokens=1000, context=context)
         reader = threading.Thread(target=lambda stream=stream: list(stream), daemon=True)
         reader.start()
         time.sleep(wait_ms / 1000)
