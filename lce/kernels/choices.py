@@ -14,10 +14,9 @@ import numba
 import numpy as np
 import torch
 from numba import carray, float32, int32, int64, uint8
-from numba.extending import register_jitable
 from torch import Tensor
 
-from lce.kernels.compiling import kernel, n_threads
+from lce.kernels.compiling import inner, kernel, n_threads
 from lce.kernels.numbers import READ, STORED, bits_of_float, float_of_bits, pointer
 
 _ROWS = 8  # rows of scores that a thread takes at a time
@@ -59,7 +58,7 @@ def best_tokens(scores: Tensor, n: int, eps: int = 0) -> Tensor:
     return chosen
 
 
-@register_jitable(inline="always")  # type: ignore[untyped-decorator]
+@inner
 def key_of_score(score):  # type: ignore[no-untyped-def]
     """An int32 that is ordered as the scores are; NaN is the largest."""
     bits = bits_of_float(score)
@@ -69,7 +68,7 @@ def key_of_score(score):  # type: ignore[no-untyped-def]
     return np.int32(0x7FFF_FFFE) if is_nan else ordered
 
 
-@register_jitable(inline="always")  # type: ignore[untyped-decorator]
+@inner
 def score_of_key(key):  # type: ignore[no-untyped-def]
     """The score that a key was made of."""
     return float_of_bits(np.uint32(key ^ ((key >> np.int32(31)) & np.int32(0x7FFFFFFF))))
@@ -78,7 +77,7 @@ def score_of_key(key):  # type: ignore[no-untyped-def]
 _LEAST = np.int32(-0x7F80_0001)  # the key of -inf
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@inner
 def _sink(heap, n):  # type: ignore[no-untyped-def]
     """Move the first key of a heap whose first is the smallest to its place."""
     key, at = heap[0], 0
@@ -96,7 +95,7 @@ def _sink(heap, n):  # type: ignore[no-untyped-def]
 @cache
 def _best_chunks(dtype: torch.dtype) -> Callable[..., Any]:
     stored, read, item, key, sink = STORED[dtype], READ[dtype], dtype.itemsize, key_of_score, _sink
-    group, least, must = _GROUP, _LEAST, np.int32(0x7FFF_FFFF)
+    group, least = _GROUP, _LEAST
 
     @kernel("void(intp, intp, intp, intp, intp, intp, intp, intp, intp)")
     def compiled(scores_at, forced_at, chosen_at, n_choosers, n_queries, n_chunks, n, start, size):  # type: ignore[no-untyped-def]
@@ -105,7 +104,7 @@ def _best_chunks(dtype: torch.dtype) -> Callable[..., Any]:
         for task in numba.prange((n_rows + _ROWS - 1) // _ROWS):
             heap, tops = np.empty(n, np.int32), np.empty(n_groups, np.int32)
             keys = np.empty(n_groups * group, np.int32)
-            grouped = keys.reshape(n_groups, group)
+            at = keys.ctypes.data
             for row in range(task * _ROWS, min(n_rows, task * _ROWS + _ROWS)):
                 query = row % n_queries
                 seen = min(n_chunks, (start + query) // size)
@@ -113,20 +112,23 @@ def _best_chunks(dtype: torch.dtype) -> Callable[..., Any]:
                 forced = carray(pointer(forced_at + query * n_chunks, uint8), (n_chunks,))
                 n_seen = (seen + group - 1) // group
                 for i in range(seen):
-                    keys[i] = must if forced[i] else key(read(scores[i]))
+                    keys[i] = key(read(scores[i]))
+                for i in range(seen):  # the largest key where it is forced, else the smallest
+                    keys[i] = max(keys[i], np.int32(np.int32(-np.int32(forced[i])) ^ np.int32(-0x8000_0000)))
                 for i in range(seen, n_seen * group):
                     keys[i] = least
                 for i in range(n):
                     heap[i] = least  # what is no better is not taken
                 for number in range(n_seen):
                     top = least
+                    some = carray(pointer(at + 4 * group * number, int32), (group,))
                     for i in range(group):
-                        top = max(top, grouped[number, i])
+                        top = max(top, some[i])
                     tops[number] = top
                     if top > heap[0]:
                         for i in range(group):
-                            if grouped[number, i] > heap[0]:
-                                heap[0] = grouped[number, i]
+                            if some[i] > heap[0]:
+                                heap[0] = some[i]
                                 sink(heap, n)
                 worst, equal, taken = heap[0], 0, 0
                 if worst > least:
@@ -179,7 +181,7 @@ def _spread_keys() -> Callable[..., Any]:
     return compiled
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@inner
 def _nth_largest(keys, n):  # type: ignore[no-untyped-def]
     """The n-th largest of int32 keys: a digit of 11, 11 and 10 bits at a time. Time: O(keys)."""
     counts = np.empty(2048, np.int64)

@@ -20,6 +20,11 @@ _KEYS = 256  # keys that a thread takes at a time
 _COLUMNS = 512
 
 
+def compiled_for(x: Tensor) -> bool:
+    """Whether there are kernels for a tensor: it is on the CPU, and its dtype is one that they read."""
+    return x.device.type == "cpu" and x.dtype in STORED
+
+
 def scores_of_few(q: Tensor, keys: Tensor) -> Tensor:
     """Dot products of `q [G, T, D]` and `keys [G, M, D]`: float32 `[G, T, M]`, for few queries.
 

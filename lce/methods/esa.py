@@ -25,7 +25,7 @@ from lce.methods.lowdim import (
     first_best,
     missing,
     principal,
-    spread,
+    scores_by_token,
     usable,
 )  # fmt: skip
 from lce.methods.map_file import open_maps
@@ -193,8 +193,10 @@ class ESA(LocalMethod):
         if n_middle <= self.top_k:
             chosen = torch.arange(self.sinks, border, device=q.device)
         else:
-            best = block_scores(self.scorer(q, cache, step, border), q.shape[1], n_middle)
-            chosen = first_best(spread(best, self.eps), self.top_k) + self.sinks
+            scores = self.scorer(q, cache, step, border)
+            # One query's scores need not be compared with another's.
+            best = block_scores(scores, q.shape[1], n_middle) if q.shape[1] > 1 else scores(slice(None))[0]
+            chosen = first_best(best, self.top_k, self.eps) + self.sinks
         if step.note:
             step.note(cache.index, chosen.expand(*q.shape[:2], -1))
         return chosen
@@ -212,5 +214,5 @@ class ESA(LocalMethod):
         maps = self.layer_maps(cache, q)
         assert maps is not None, "found before it is used"
         low_q = maps.low_queries(concat_heads(shared if self.compress == "pca" else q))
-        low_k = cache.kept(TokenRows, LOW_DIM_KEYS).span(self.sinks, border).T
-        return lambda rows: low_q[rows] @ low_k
+        low_k = cache.kept(TokenRows, LOW_DIM_KEYS).span(self.sinks, border)
+        return lambda rows: scores_by_token(low_q[rows], low_k)
