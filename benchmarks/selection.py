@@ -3,8 +3,9 @@
     python benchmarks/selection.py
     python benchmarks/selection.py --methods longheads,esa --lengths 8192,131072 --shape tinyllama
 
-One layer of random queries, keys and values, bfloat16, W = 4,096. `attention` is the time in `dense` and `routed` outside
-summaries; `outside` is everything else that the method does: `keep`, summaries, scores and choices, votes, merging. Medians.
+Some layers of random queries, keys and values, bfloat16, W = 4,096. `attention` is the time in `dense` and `routed`
+outside summaries; `outside` is everything else that the method does: `keep`, summaries and votes, scores and choices,
+copies of chosen tokens, merging. Medians.
 The cache is filled without attention, so a filled cache chooses as random vectors do.
 """
 
@@ -24,7 +25,7 @@ from vs_transformers import machine
 
 import lce.methods
 from lce.attention import Attention, Part
-from lce.cache.kv import KVCache
+from lce.cache.kv import KVCache, LayerCache
 from lce.cache.layout import CacheLayout
 from lce.methods import esa, infllm, selective
 from lce.methods.run import Driver
@@ -43,13 +44,14 @@ PARTS = [  # what is timed apart: a class or module, a function of it, and the n
     (selective, "merge", "merge"),
     (infllm, "merge", "merge"),
     (esa, "merge", "merge"),
+    (LayerCache, "tokens", "gather"),
     (Attention, "dense", "attention"),
     (Attention, "routed", "attention"),
 ]
 
 
 class Clock:
-    """Adds up the seconds of parts; a part within another one counts for itself, attention within a summary does not."""
+    """Adds up the seconds of parts. A part within another one counts for itself, unless that one is a summary."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -115,7 +117,9 @@ def measure(name: str, n: int, args: argparse.Namespace) -> dict[str, tuple[int,
     dtype, random = getattr(torch, args.dtype), torch.Generator().manual_seed(n)
     method = lce.methods.make(name, KNOBS.get(name)).resolve(args.window)
     block = args.block or method.block
-    layout = CacheLayout(1, n_heads, n_kv_heads, dim, dtype, torch.device("cpu"), method.reach, make_state=method.state)
+    layout = CacheLayout(
+        args.layers, n_heads, n_kv_heads, dim, dtype, torch.device("cpu"), method.reach, make_state=method.state
+    )
     longest = n + (args.repeats + 1) * block + 64
     rope, cache = Rope(RopeConfig(), dim, args.window, longest), KVCache.empty(layout, longest)
     blank = Driver(method, Blank(Attention.choose(args.attention).backend), args.window, n_kv_heads)
@@ -124,8 +128,10 @@ def measure(name: str, n: int, args: argparse.Namespace) -> dict[str, tuple[int,
     def vectors(heads: int, t: int) -> Tensor:
         return torch.randn(heads, t, dim, generator=random).to(dtype)
 
-    def feed(driver: Driver, t: int) -> None:
-        driver.attend(cache, rope, vectors(n_heads, t), vectors(n_kv_heads, t), vectors(n_kv_heads, t))
+    def feed(driver: Driver, t: int, clock: Clock | None = None) -> None:
+        q, k, v = vectors(n_heads, t), vectors(n_kv_heads, t), vectors(n_kv_heads, t)
+        forward = driver.forward if clock is None else clock.timed("rest", driver.forward)
+        forward(cache, rope, t, lambda attend: [attend(layer, q, k, v) for layer in range(args.layers)])
 
     with shortcuts():
         while cache.length < n:
@@ -136,13 +142,12 @@ def measure(name: str, n: int, args: argparse.Namespace) -> dict[str, tuple[int,
         for _ in range(repeats + 1):
             clock = Clock()
             patches = [patch.object(o, f, method_of(clock, part, getattr(o, f))) for o, f, part in PARTS]
-            q, k, v = vectors(n_heads, t), vectors(n_kv_heads, t), vectors(n_kv_heads, t)
             for one in patches:
                 one.start()
-            clock.timed("rest", driver.attend)(cache, rope, q, k, v)
+            feed(driver, t, clock)
             for one in patches:
                 one.stop()
-            runs.append(clock.seconds)
+            runs.append({part: seconds / args.layers for part, seconds in clock.seconds.items()})
         result[phase] = t, runs[1:]
     return result
 
@@ -160,12 +165,16 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--window", type=int, default=4096)
     parser.add_argument("--block", type=int, help="tokens of a prefill block; what suits the method")
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    names = ["attention", "summaries", "choice", "merge", "rest"]
+    names = ["attention", "summaries", "choice", "gather", "merge", "rest"]
     print(f"{machine()}; {args.shape}, {args.dtype}, window {args.window}; medians of {args.repeats}; ms a layer\n")
-    print(f"| method | after | step of | outside, a token | outside | {' | '.join(names)} |\n|---|---:|---:|" + "---:|" * 7)
+    print(
+        f"| method | after | step of | outside, a token | outside | {' | '.join(names)} |\n|---|---:|---:|"
+        + "---:|" * 8
+    )
     for name in args.methods.split(","):
         for n in map(int, args.lengths.split(",")):
             with torch.no_grad():

@@ -31,8 +31,8 @@ def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     held = [(part.contiguous(), lse.contiguous()) for part, lse in parts]
     assert 2 <= n_parts <= MOST_PARTS, n_parts
     for part, lse in held:
-        assert part.dtype == dtype and part.shape == out.shape, (part.dtype, part.shape)
-        assert lse.dtype == torch.float32 and lse.shape == total.shape, (lse.dtype, lse.shape)
+        assert (part.dtype, part.shape) == (dtype, out.shape), (part.dtype, part.shape)
+        assert (lse.dtype, lse.shape) == (torch.float32, total.shape), (lse.dtype, lse.shape)
     addresses = [(part.data_ptr(), lse.data_ptr()) for part, lse in held] + [(0, 0)] * (MOST_PARTS - n_parts)
     n_threads()
     _merged(dtype)(*(x for pair in addresses for x in pair), out.data_ptr(), total.data_ptr(), n_parts, n, size)

@@ -35,11 +35,10 @@ def scores_of_few(q: Tensor, keys: Tensor) -> Tensor:
     group_stride, row_stride, one = keys.stride()
     out = torch.empty(n_groups, n, n_keys, dtype=torch.float32)
     wide = q.float().contiguous()
-    assert keys.shape == (n_groups, n_keys, dim) and one == 1 and row_stride == dim, (keys.shape, keys.stride())
+    assert keys.shape == (n_groups, n_keys, dim), keys.shape
+    assert (row_stride, one) == (dim, 1), keys.stride()
     n_threads()
-    _scores_of_few(keys.dtype)(
-        wide.data_ptr(), keys.data_ptr(), out.data_ptr(), n_groups, n, n_keys, dim, group_stride
-    )
+    _scores_of_few(keys.dtype)(wide.data_ptr(), keys.data_ptr(), out.data_ptr(), n_groups, n, n_keys, dim, group_stride)
     return out
 
 
@@ -49,7 +48,8 @@ def best_below_top(scores: Tensor) -> Tensor:
     Contiguous. Float32. Bytes: the scores, twice.
     """
     n_tokens, n = scores.shape
-    assert scores.is_contiguous() and n_tokens and n, scores.shape
+    assert scores.is_contiguous(), scores.stride()
+    assert scores.numel(), scores.shape
     tops = torch.empty(-(-n_tokens // _COLUMNS), n, dtype=torch.float32)
     best = torch.empty(n_tokens, dtype=torch.float32)
     n_threads()
@@ -67,8 +67,9 @@ def add_weights(logits: Tensor, lse: Tensor, scale: float, into: Tensor, first_b
     `first_behind + t`, sees no later key, and none that is `window` or more behind it. Time: O(H · T · window).
     """
     n_heads, n_queries, n_keys = logits.shape
-    assert logits.is_contiguous() and lse.is_contiguous() and lse.dtype == torch.float32, lse.dtype
-    assert into.shape == (n_heads, n_keys) and into.stride(1) == 1 and into.dtype == torch.float32, into.shape
+    assert (lse.dtype, into.dtype) == (torch.float32, torch.float32), (lse.dtype, into.dtype)
+    assert (lse.shape, into.shape) == ((n_heads, n_queries), (n_heads, n_keys)), (lse.shape, into.shape)
+    assert all(x.is_contiguous() for x in (logits, lse, into[0])), (logits.stride(), lse.stride(), into.stride())
     n_threads()
     _add_weights(logits.dtype)(
         logits.data_ptr(), lse.data_ptr(), into.data_ptr(), n_heads, n_queries, n_keys, into.stride(0), scale,

@@ -26,6 +26,7 @@ from lce.methods.lowdim import (
     missing,
     principal,
     scores_by_token,
+    slice_rows,
     usable,
 )  # fmt: skip
 from lce.methods.map_file import open_maps
@@ -195,7 +196,11 @@ class ESA(LocalMethod):
         else:
             scores = self.scorer(q, cache, step, border)
             # One query's scores need not be compared with another's.
-            best = block_scores(scores, q.shape[1], n_middle) if q.shape[1] > 1 else scores(slice(None))[0]
+            best = (
+                block_scores(scores, q.shape[1], self.row_size(q, n_middle))
+                if q.shape[1] > 1
+                else scores(slice(None))[0]
+            )
             chosen = first_best(best, self.top_k, self.eps) + self.sinks
         if step.note:
             step.note(cache.index, chosen.expand(*q.shape[:2], -1))
@@ -215,4 +220,10 @@ class ESA(LocalMethod):
         assert maps is not None, "found before it is used"
         low_q = maps.low_queries(concat_heads(shared if self.compress == "pca" else q))
         low_k = cache.kept(TokenRows, LOW_DIM_KEYS).span(self.sinks, border)
-        return lambda rows: scores_by_token(low_q[rows], low_k)
+        most = slice_rows(len(low_q), self.row_size(q, border - self.sinks)) * len(low_k)
+        buffer: Tensor = step.once(f"scores {most}", lambda: low_q.new_empty(most if len(low_q) > 1 else 0))
+        return lambda rows: scores_by_token(low_q[rows], low_k, buffer)
+
+    def row_size(self, q: Tensor, n_middle: int) -> int:
+        """A query's scores as `block_scores` counts them: numbers of four bytes."""
+        return max(1, n_middle if self.compress == "none" else n_middle * q.element_size() // 4)
