@@ -186,9 +186,9 @@ class InfLLM(LocalMethod):
         total = torch.zeros(n_heads, n_keys, dtype=torch.float32)
         rows = max(1, SCORES_AT_ONCE // (n_heads * n_keys))
         for start in range(0, n_queries, rows):
-            some, own = q[:, start : start + rows], n_keys - n_queries + start
+            some, own = q[:, start : start + rows] / math.sqrt(dim), n_keys - n_queries + start
             grouped = some.reshape(len(keys), -1, dim)
             logits = dot_products(grouped, keys).view(n_heads, -1, n_keys)
             part = lse[:, start : start + rows].contiguous()
-            add_weights(logits, part, 1 / math.sqrt(dim), total, own, self.n_recent)
+            add_weights(logits, part, 1.0, total, own, self.n_recent)
         return total
