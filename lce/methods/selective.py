@@ -310,6 +310,12 @@ class SelectiveMethod(ChunkSelection):
         return replace(self, chunk_size=size, chunks=chunks)
 
     @property
+    def block(self) -> int:
+        """Half of what a query attends, 512 to 2,048: the more queries, the more of them choose the same chunk."""
+        assert self.chunks is not None, "resolved before use"
+        return max(512, min(2048, self.chunks * self.size // 2))
+
+    @property
     def size(self) -> int:
         assert self.chunk_size is not None, "resolved before use"
         return self.chunk_size
