@@ -8,6 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lce.kernels.merging import MOST_PARTS, merged
+from lce.kernels.numbers import STORED
+
 Part = tuple[Tensor, Tensor]  # out [..., T, D] and its log-sum-exp lse [..., T], float32, natural logarithm
 
 
@@ -23,6 +26,9 @@ def combine(parts: Sequence[Part]) -> Part:
     """
     if len(parts) == 1:
         return parts[0]
+    out, lse = parts[0]
+    if len(parts) <= MOST_PARTS and out.device.type == "cpu" and out.dtype in STORED and lse.dtype == torch.float32:
+        return merged(parts)
     lses = torch.stack([lse for _, lse in parts])
     total = lses.logsumexp(0)
     weights = (lses - total.masked_fill(total == -math.inf, 0.0)).exp()

@@ -22,6 +22,7 @@ from lce.cache.method_state import Held, MethodState
 from lce.cache.row_file import RowFile
 from lce.cache.tiers import Disk, Tier, TierStack, Traffic
 from lce.errors import CapacityError, UsageError
+from lce.kernels.gathering import take_rows
 from lce.sizes import size_text
 
 S = TypeVar("S", bound=MethodState)
@@ -158,7 +159,7 @@ class LayerCache:
         """Keys and values of the tokens `index [n]`, ascending: `[G, n, D]` each, copied."""
         first = self.buffer.first
         if not first:
-            return self.buffer.k.index_select(1, index), self.buffer.v.index_select(1, index)
+            return take_rows((self.buffer.k, self.buffer.v), index)
         numbers = index.cpu().numpy()
         n_old = int(np.searchsorted(numbers, first))
         old = self.tiers.tokens(self.index, numbers[:n_old])

@@ -25,7 +25,8 @@ from lce.methods.lowdim import (
     first_best,
     missing,
     principal,
-    spread,
+    scores_by_token,
+    slice_rows,
     usable,
 )  # fmt: skip
 from lce.methods.map_file import open_maps
@@ -193,8 +194,14 @@ class ESA(LocalMethod):
         if n_middle <= self.top_k:
             chosen = torch.arange(self.sinks, border, device=q.device)
         else:
-            best = block_scores(self.scorer(q, cache, step, border), q.shape[1], n_middle)
-            chosen = first_best(spread(best, self.eps), self.top_k) + self.sinks
+            scores = self.scorer(q, cache, step, border)
+            # One query's scores need not be compared with another's.
+            best = (
+                block_scores(scores, q.shape[1], self.row_size(q, n_middle))
+                if q.shape[1] > 1
+                else scores(slice(None))[0]
+            )
+            chosen = first_best(best, self.top_k, self.eps) + self.sinks
         if step.note:
             step.note(cache.index, chosen.expand(*q.shape[:2], -1))
         return chosen
@@ -212,5 +219,11 @@ class ESA(LocalMethod):
         maps = self.layer_maps(cache, q)
         assert maps is not None, "found before it is used"
         low_q = maps.low_queries(concat_heads(shared if self.compress == "pca" else q))
-        low_k = cache.kept(TokenRows, LOW_DIM_KEYS).span(self.sinks, border).T
-        return lambda rows: low_q[rows] @ low_k
+        low_k = cache.kept(TokenRows, LOW_DIM_KEYS).span(self.sinks, border)
+        most = slice_rows(len(low_q), self.row_size(q, border - self.sinks)) * len(low_k)
+        buffer: Tensor = step.once(f"scores {most}", lambda: low_q.new_empty(most if len(low_q) > 1 else 0))
+        return lambda rows: scores_by_token(low_q[rows], low_k, buffer)
+
+    def row_size(self, q: Tensor, n_middle: int) -> int:
+        """A query's scores as `block_scores` counts them: numbers of four bytes."""
+        return max(1, n_middle if self.compress == "none" else n_middle * q.element_size() // 4)

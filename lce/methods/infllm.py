@@ -15,9 +15,12 @@ from lce.attention import causal_mask, merge, rotate
 from lce.cache.kv import LayerCache
 from lce.cache.layout import CacheLayout, Reach
 from lce.cache.method_state import MethodState, RecentRows, Staged, Summaries
+from lce.kernels.scores import add_weights, compiled_for
 from lce.methods.base import LocalMethod
+from lce.methods.lowdim import first_best
 from lce.methods.parts import RECENT, SCORES_AT_ONCE, attend_behind, attend_local, is_like
 from lce.methods.registry import register
+from lce.methods.selective import dot_products
 from lce.methods.step import Step
 
 BLOCKS, VOTES = "memory blocks", "votes"
@@ -128,8 +131,8 @@ class InfLLM(LocalMethod):
     def select(self, q: Tensor, n_blocks: int, cache: LayerCache, step: Step) -> Tensor:
         """The memory blocks that the placed queries `[H, T, D]` find most relevant together, `[top_k]`."""
         summary = cache.kept(Summaries, BLOCKS).span(0, n_blocks)
-        relevance = torch.einsum("hd,hmd->m", q.mean(dim=1), summary)
-        chosen = relevance.topk(self.top_k).indices.sort().values
+        relevance = dot_products(q.mean(dim=1, keepdim=True), summary).sum(dim=0)[0]
+        chosen = first_best(relevance, self.top_k)
         if step.note:
             step.note(cache.index, chosen.expand(*q.shape[:2], -1))
         return chosen
@@ -165,6 +168,8 @@ class InfLLM(LocalMethod):
         Probabilities are computed again from the logits and `lse`, for some queries at a time. Time: O(H · T · n · D).
         """
         keys = cache.kept(RecentRows, RECENT).span(first, step.stop)
+        if compiled_for(keys):
+            return self._votes(rotate(q, step.true_turn(q)), lse, keys)
         unseen = ~causal_mask(q.shape[1], keys.shape[1], self.n_recent, q.device)
         grouped = rotate(q, step.true_turn(q)).unflatten(0, (keys.shape[0], -1)) / math.sqrt(q.shape[-1])
         total = q.new_zeros(q.shape[0], keys.shape[1], dtype=torch.float32)
@@ -173,4 +178,17 @@ class InfLLM(LocalMethod):
             some = slice(start, start + rows)
             logits = (grouped[:, :, some] @ keys[:, None].transpose(-1, -2)).flatten(0, 1).float()
             total += (logits - lse[:, some, None]).masked_fill_(unseen[some], -torch.inf).exp_().sum(dim=1)
+        return total
+
+    def _votes(self, q: Tensor, lse: Tensor, keys: Tensor) -> Tensor:
+        """The same for placed queries `[H, T, D]` and keys `[G, n, D]`, by a product and a pass over its numbers."""
+        (n_heads, n_queries, dim), n_keys = q.shape, keys.shape[1]
+        total = torch.zeros(n_heads, n_keys, dtype=torch.float32)
+        rows = max(1, SCORES_AT_ONCE // (n_heads * n_keys))
+        for start in range(0, n_queries, rows):
+            some, own = q[:, start : start + rows] / math.sqrt(dim), n_keys - n_queries + start
+            grouped = some.reshape(len(keys), -1, dim)
+            logits = dot_products(grouped, keys).view(n_heads, -1, n_keys)
+            part = lse[:, start : start + rows].contiguous()
+            add_weights(logits, part, 1.0, total, own, self.n_recent)
         return total

@@ -14,7 +14,7 @@ from lce.cache.layout import CacheLayout, Reach
 from lce.errors import UsageError
 from lce.methods.parts import fold_chunks, is_like, unfold_chunks
 from lce.methods.registry import register
-from lce.methods.selective import SUMMARIES, SelectiveMethod
+from lce.methods.selective import SUMMARIES, SelectiveMethod, dot_products
 from lce.methods.step import Step
 
 
@@ -84,7 +84,10 @@ class LongHeads(SelectiveMethod):
 
     def score(self, q: Tensor, summary: Tensor, step: Step, layer: int) -> Tensor:
         choosers = slice(0, 1) if self.fix_head else slice(None)
-        scores = (q[choosers] @ summary[choosers].transpose(1, 2)).float()  # [H, T, M]
+        scores = dot_products(q[choosers], summary[choosers])  # [H, T, M]
+        if self.rank == "top" and self.share == "head":
+            return scores
+        scores = scores.float()
         if self.rank == "random":
             scores = _random_scores(scores, step, layer)
         elif self.rank == "last":

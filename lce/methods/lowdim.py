@@ -21,8 +21,12 @@ from torch.nn.functional import max_pool1d
 
 from lce.errors import DataError, UsageError, shown
 from lce.files import named
+from lce.kernels.choices import best_tokens
+from lce.kernels.scores import best_below_top, compiled_for, scores_of_few
 from lce.methods.parts import SCORES_AT_ONCE
 from lce.models.config import RopeConfig
+
+TOKENS_AT_ONCE = 4096  # of a product of queries and low-dim keys
 
 
 @dataclass(frozen=True)
@@ -197,20 +201,47 @@ def concat_heads(x: Tensor) -> Tensor:
     return x.transpose(0, 1).flatten(1)
 
 
+def slice_rows(n_queries: int, row_size: int) -> int:
+    """How many of the queries `block_scores` looks at together."""
+    return max(1, min(n_queries, SCORES_AT_ONCE // row_size))
+
+
 def block_scores(f: Callable[[slice], Tensor], n_queries: int, row_size: int) -> Tensor:
     """What tokens are worth to a block of queries, `[M]`: `max_c (f(m; c) - max_m' f(m'; c))`.
 
     `f` gives the scores `[t, M]` of a slice of the queries, `row_size` numbers of work a query; so many queries are
     looked at together that memory stays bounded. Time: O(n_queries · M), and that of `f`.
     """
-    at_once = max(1, SCORES_AT_ONCE // row_size)
+    at_once = slice_rows(n_queries, row_size)
     best: Tensor | None = None
     for start in range(0, n_queries, at_once):
-        scores = f(slice(start, start + at_once)).float()
-        here = (scores - scores.amax(dim=-1, keepdim=True)).amax(dim=0)
+        scores = f(slice(start, start + at_once))
+        if compiled_for(scores) and scores.T.is_contiguous():
+            here = best_below_top(scores.T)
+        else:
+            scores = scores.float()
+            here = (scores - scores.amax(dim=-1, keepdim=True)).amax(dim=0)
         best = here if best is None else torch.maximum(best, here)
     assert best is not None, "a block has queries"
     return best
+
+
+def scores_by_token(q: Tensor, k: Tensor, into: Tensor | None = None) -> Tensor:
+    """Dot products of `q [t, R]` and `k [M, R]`, a view `[t, M]` of scores that lie by token.
+
+    The product is made for some thousand tokens at a time: on CPUs a long one runs at a quarter of the speed. For one
+    query scores are float32, and the keys are read at the speed of memory. `into [t·M]`, or longer, is overwritten:
+    memory that is new to a process is slow.
+    """
+    if not compiled_for(k):
+        return q @ k.T
+    if len(q) == 1:
+        return scores_of_few(q[None], k[None])[0]
+    into = torch.empty(len(k) * len(q), dtype=q.dtype) if into is None else into
+    scores = into[: len(k) * len(q)].view(len(k), len(q))
+    for some, out in zip(k.split(TOKENS_AT_ONCE), scores.split(TOKENS_AT_ONCE), strict=True):
+        torch.mm(some, q.T, out=out)
+    return scores.T
 
 
 def spread(scores: Tensor, eps: int) -> Tensor:
@@ -218,8 +249,14 @@ def spread(scores: Tensor, eps: int) -> Tensor:
     return max_pool1d(scores[None], 2 * eps + 1, stride=1, padding=eps)[0] if eps else scores
 
 
-def first_best(scores: Tensor, n: int) -> Tensor:
-    """The indices `[n]` of the largest scores `[M]`, ascending; of equal ones the first. Time: O(M)."""
+def first_best(scores: Tensor, n: int, eps: int = 0) -> Tensor:
+    """The indices `[n]` of the largest scores `[M]`, ascending; of equal ones the first. Time: O(M · eps).
+
+    A token's score is the largest of those at most `eps` away.
+    """
+    if compiled_for(scores):
+        return best_tokens(scores.float().contiguous(), n, eps)
+    scores = spread(scores, eps)
     least = scores.topk(n).values[-1]
     above, equal = scores > least, scores == least
     taken = above | (equal & (equal.cumsum(0) <= n - above.sum()))

@@ -19,12 +19,22 @@ from lce.cache.kv import LayerCache
 from lce.cache.layout import CacheLayout, Reach
 from lce.cache.method_state import MethodState, OpenChunk, RecentRows, Summaries
 from lce.errors import UsageError
+from lce.kernels.choices import best_chunks
+from lce.kernels.compiling import MOST_ROWS
+from lce.kernels.scores import compiled_for, scores_of_few
 from lce.methods.base import Method
 from lce.methods.hooks import SELECTION_CHECKS
 from lce.methods.parts import RECENT, SCORES_AT_ONCE, attend_own_chunk, is_like, keep_recent
 from lce.methods.step import Step
 
 SUMMARIES, OPEN_QUERIES = "summaries", "open queries"
+
+
+def dot_products(q: Tensor, vectors: Tensor) -> Tensor:
+    """`q [S, T, D]`, `vectors [S, M, D]` to `[S, T, M]`: for few queries in float32, by one pass over the vectors."""
+    if q.shape[1] <= MOST_ROWS and compiled_for(vectors):
+        return scores_of_few(q, vectors)
+    return q @ vectors.mT
 
 
 class Placement(ABC):
@@ -160,7 +170,7 @@ class ChunkSelection(Method):
         Queries are unrotated for `side_by_side`, at their true positions for `true`, at the constant distance for
         `constant`. C is how many choose on their own: H, or fewer where heads share a choice (C divides H).
         """
-        return q @ summary.mT
+        return dot_products(q, summary)
 
     @property
     def keeps_vectors(self) -> bool:
@@ -177,10 +187,18 @@ class ChunkSelection(Method):
         A query gets `n_choices` of the chunks before its own, or all of them where they are fewer: placement counts on
         it. For any scores, infinite and NaN ones too, no query is given its own chunk or a later one.
         """
-        chunk_ids = torch.arange(scores.shape[-1], device=scores.device)
-        own = (step.positions(scores.device) // self.size)[:, None]
+        n_chunks = scores.shape[-1]
+
+        def make() -> tuple[Tensor, Tensor, Tensor]:
+            chunk_ids = torch.arange(n_chunks, device=scores.device)
+            own = (step.positions(scores.device) // self.size)[:, None]
+            return chunk_ids, own, self.forced(chunk_ids, own).expand(len(own), n_chunks).contiguous()
+
+        chunk_ids, own, forced = step.once(f"forced {n_chunks}", make)
+        if compiled_for(scores):
+            return best_chunks(scores.contiguous(), forced, self.n_choices, step.start, self.size)
         bias = torch.zeros(own.shape[0], len(chunk_ids), device=scores.device)
-        bias = bias.masked_fill_(self.forced(chunk_ids, own), torch.inf).masked_fill_(chunk_ids >= own, -torch.inf)
+        bias = bias.masked_fill_(forced, torch.inf).masked_fill_(chunk_ids >= own, -torch.inf)
         scores = scores.float() + bias
         best = scores.topk(min(self.n_choices, scores.shape[-1]), dim=-1, sorted=False)
         none = torch.iinfo(torch.int64).max
@@ -197,10 +215,10 @@ class ChunkSelection(Method):
         rows = max(1, SCORES_AT_ONCE // (len(q) * summary.shape[1]))
         parts = []
         for start in range(0, q.shape[1], rows):
-            some = step.part(start, min(start + rows, q.shape[1]))
+            some = step.part(start, min(start + rows, q.shape[1])) if rows < q.shape[1] else step
             here = slice(some.start - step.start, some.stop - step.start)
             parts.append(self.select(self.score(scored[:, here], summary, some, cache.index), some))
-        chosen = torch.cat(parts, dim=1)
+        chosen = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
         return chosen.repeat_interleave(q.shape[0] // chosen.shape[0], 0) if len(chosen) < len(q) else chosen
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
@@ -290,6 +308,12 @@ class SelectiveMethod(ChunkSelection):
                 f"(window {window})"
             )
         return replace(self, chunk_size=size, chunks=chunks)
+
+    @property
+    def block(self) -> int:
+        """Half of what a query attends, 512 to 2,048: the more queries, the more of them choose the same chunk."""
+        assert self.chunks is not None, "resolved before use"
+        return max(512, min(2048, self.chunks * self.size // 2))
 
     @property
     def size(self) -> int:
