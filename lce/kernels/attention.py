@@ -19,7 +19,7 @@ from numba import carray, float32, int64, uint32
 from torch import Tensor
 
 from lce.kernels import vectors
-from lce.kernels.compiling import inner, kernel, n_threads
+from lce.kernels.compiling import Kernel, inner, kernel, n_threads
 from lce.kernels.numbers import READ, STORED, WRITE, bits_of_float, exp2, float_of_bits, pointer
 from lce.kernels.vectors import largest, take
 
@@ -90,7 +90,6 @@ def merge_slots(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     assert lse.dtype == torch.float32
     assert lse.shape == out.shape[:-1]
     merged, total = torch.empty(*shape, dim, dtype=out.dtype), torch.empty(*shape)
-    n_threads()
     _merge_slots(out.dtype)(
         out.data_ptr(), lse.data_ptr(), merged.data_ptr(), total.data_ptr(), total.numel(), n_slots, dim
     )
@@ -332,9 +331,10 @@ def _core(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], C
                     column = begin
                     while column < end:
                         width = min(end, column // 64 * 64 + 64) - column
+                        at_keys = keys[column // 64, 0, column % 64 :].ctypes.data
                         product(
-                            rows, queries[row:].ctypes.data, 4 * words, keys[column // 64, 0, column % 64 :].ctypes.data,
-                            256, scores[0, column:].ctypes.data, 4 * KEYS, words, width,
+                            rows, queries[row:].ctypes.data, 4 * words, at_keys, 256,
+                            scores[0, column:].ctypes.data, 4 * KEYS, words, width,
                         )  # fmt: skip
                         column += width
                     for i in range(rows):
@@ -409,7 +409,7 @@ def _scratch(at, n_rows, dim, per_word):
 
 
 @cache
-def _attend(dtype: torch.dtype) -> Callable[..., Any]:
+def _attend(dtype: torch.dtype) -> Kernel:
     stored, itemsize = STORED[dtype], dtype.itemsize
     put_query, attend_rows, finish, per_word = _core(dtype)
 
@@ -498,7 +498,7 @@ def _attend(dtype: torch.dtype) -> Callable[..., Any]:
 
 
 @cache
-def _attend_tiles(dtype: torch.dtype) -> Callable[..., Any]:
+def _attend_tiles(dtype: torch.dtype) -> Kernel:
     stored, itemsize = STORED[dtype], dtype.itemsize
     put_query, attend_rows, finish, per_word = _core(dtype)
 
@@ -584,7 +584,7 @@ def _sorted_rows(tile, n_tiles):
 
 
 @cache
-def _merge_slots(dtype: torch.dtype) -> Callable[..., Any]:
+def _merge_slots(dtype: torch.dtype) -> Kernel:
     stored, read, write = STORED[dtype], READ[dtype], WRITE[dtype]
 
     @kernel("void(intp, intp, intp, intp, intp, intp, intp)")

@@ -6,9 +6,7 @@ choice depends on nothing but its scores.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import numba
 import numpy as np
@@ -16,7 +14,7 @@ import torch
 from numba import carray, float32, int32, int64, uint8
 from torch import Tensor
 
-from lce.kernels.compiling import inner, kernel, n_threads
+from lce.kernels.compiling import Kernel, inner, kernel
 from lce.kernels.numbers import READ, STORED, bits_of_float, float_of_bits, pointer
 
 _ROWS = 8  # rows of scores that a thread takes at a time
@@ -37,7 +35,6 @@ def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int, size: int) -
     assert all(x.is_contiguous() for x in (scores, forced)), (scores.stride(), forced.stride())
     n = min(n, n_chunks)
     chosen = torch.empty(n_choosers, n_queries, n, dtype=torch.int64)
-    n_threads()
     _best_chunks(scores.dtype)(
         scores.data_ptr(), forced.data_ptr(), chosen.data_ptr(), n_choosers, n_queries, n_chunks, n, start, size
     )
@@ -55,14 +52,13 @@ def best_tokens(scores: Tensor, n: int, eps: int = 0) -> Tensor:
     assert 0 < n <= n_tokens, (n, n_tokens)
     keys = torch.empty(n_tokens + -(-n_tokens // _GROUP), dtype=torch.int32)  # of the scores, and of groups of them
     chosen = torch.empty(n, dtype=torch.int64)
-    n_threads()
     _spread_keys()(scores.data_ptr(), keys.data_ptr(), n_tokens, eps)
     _best_keys()(keys.data_ptr(), chosen.data_ptr(), n_tokens, n)
     return chosen
 
 
 @inner
-def key_of_score(score):  # type: ignore[no-untyped-def]
+def key_of_score(score):
     """An int32 that is ordered as the scores are; NaN is the largest."""
     bits = bits_of_float(score)
     signed = np.int32(bits)
@@ -72,7 +68,7 @@ def key_of_score(score):  # type: ignore[no-untyped-def]
 
 
 @inner
-def score_of_key(key):  # type: ignore[no-untyped-def]
+def score_of_key(key):
     """The score that a key was made of."""
     return float_of_bits(np.uint32(key ^ ((key >> np.int32(31)) & np.int32(0x7FFFFFFF))))
 
@@ -81,11 +77,11 @@ _LEAST = np.int32(-0x7F80_0001)  # the key of -inf
 
 
 @cache
-def _best_chunks(dtype: torch.dtype) -> Callable[..., Any]:
+def _best_chunks(dtype: torch.dtype) -> Kernel:
     stored, read, item, key, least = STORED[dtype], READ[dtype], dtype.itemsize, key_of_score, _LEAST
 
     @kernel("void(intp, intp, intp, intp, intp, intp, intp, intp, intp)")
-    def compiled(scores_at, forced_at, chosen_at, n_choosers, n_queries, n_chunks, n, start, size):  # type: ignore[no-untyped-def]
+    def compiled(scores_at, forced_at, chosen_at, n_choosers, n_queries, n_chunks, n, start, size):
         chosen = carray(pointer(chosen_at, int64), (n_choosers * n_queries, n))
         n_rows = n_choosers * n_queries
         for task in numba.prange((n_rows + _ROWS - 1) // _ROWS):
@@ -124,11 +120,11 @@ def _best_chunks(dtype: torch.dtype) -> Callable[..., Any]:
 
 
 @cache
-def _spread_keys() -> Callable[..., Any]:
+def _spread_keys() -> Kernel:
     key, piece, group = key_of_score, _PIECE, _GROUP
 
     @kernel("void(intp, intp, intp, intp)")
-    def compiled(scores_at, keys_at, n, eps):  # type: ignore[no-untyped-def]
+    def compiled(scores_at, keys_at, n, eps):
         for task in numba.prange((n + piece - 1) // piece):
             first = task * piece
             stop = min(n, first + piece)
@@ -158,7 +154,7 @@ def _spread_keys() -> Callable[..., Any]:
 
 
 @inner
-def _nth_largest(keys, n):  # type: ignore[no-untyped-def]
+def _nth_largest(keys, n):
     """The n-th largest of int32 keys: a digit of 11, 11 and 10 bits at a time. Time: O(keys)."""
     counts = np.empty(2048, np.int64)
     found, mask, shift = np.uint32(0), np.uint32(0), 32
@@ -179,11 +175,11 @@ def _nth_largest(keys, n):  # type: ignore[no-untyped-def]
 
 
 @cache
-def _best_keys() -> Callable[..., Any]:
+def _best_keys() -> Kernel:
     nth_largest, group = _nth_largest, _GROUP
 
     @kernel("void(intp, intp, intp, intp)", parallel=False)
-    def compiled(keys_at, chosen_at, n_keys, n):  # type: ignore[no-untyped-def]
+    def compiled(keys_at, chosen_at, n_keys, n):
         """n groups have a key of `least` or more each, so the n best keys are no less."""
         n_groups = (n_keys + group - 1) // group
         keys = carray(pointer(keys_at, int32), (n_keys + n_groups,))

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,30 +48,55 @@ def cache_folder() -> Path:
     return Path(home) / "lce" / f"kernels-{digest.hexdigest()[:12]}"
 
 
-def kernel(signature: str, *, parallel: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Compiles a function for one signature, at once: numbers and addresses (`intp`), no arrays.
+class Kernel:
+    """A function compiled for one signature, twice: for several threads, and for one. Each when it is first called.
 
-    Sums may be reassociated, so that they are vectorised; the order does not depend on the number of threads.
-    `numba.prange` divides its range among the threads. The GIL is released.
+    One thread never starts Numba's threads, with which a forked process could not go on. Both give the same bits: a
+    kernel's sums do not depend on how its work is divided.
     """
 
-    def compile_it(body: Callable[..., Any]) -> Callable[..., Any]:
+    def __init__(self, body: Callable[..., Any], signature: str, parallel: bool) -> None:
+        self._body = body
+        self._signature = signature
+        self._parallel = parallel
+
+    def __call__(self, *args: Any) -> Any:
+        return self.shared(*args) if self._parallel and n_threads() > 1 else self.alone(*args)
+
+    @cached_property
+    def shared(self) -> Callable[..., Any]:
+        """For several threads, which must have been started by `n_threads`."""
+        return self._compiled(parallel=True)
+
+    @cached_property
+    def alone(self) -> Callable[..., Any]:
+        """For one thread: small work is not worth waking the others."""
+        return self._compiled(parallel=False)
+
+    def _compiled(self, *, parallel: bool) -> Callable[..., Any]:
         with _lock, event.install_listener("numba:compile", _Announcement()):
             _use_torch_threads()
             before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(cache_folder())
             try:
-                compiled: Any = numba.njit(parallel=parallel, cache=True, nogil=True, **_OPTIONS)(body)
+                compiled: Any = numba.njit(parallel=parallel, cache=True, nogil=True, **_OPTIONS)(self._body)
             finally:
                 numba.config.CACHE_DIR = before
             # Numba's own key has pickles of the closure, which differ between processes. The folder stands for the
             # source, so that names are enough.
-            label = parallel, _label(body)
+            label = parallel, _label(self._body)
             compiled._cache._index_key = lambda types, codegen: (types, codegen.magic_tuple(), label)
-            compiled.compile(signature)
+            compiled.compile(self._signature)
             compiled.disable_compile()
         return cast("Callable[..., Any]", compiled)
 
-    return compile_it
+
+def kernel(signature: str, *, parallel: bool = True) -> Callable[[Callable[..., Any]], Kernel]:
+    """Makes a `Kernel` of a function of numbers and addresses (`intp`), no arrays.
+
+    Sums may be reassociated, so that they are vectorised; the order does not depend on the number of threads.
+    `numba.prange` divides its range among the threads, unless `parallel` is False. The GIL is released.
+    """
+    return lambda body: Kernel(body, signature, parallel)
 
 
 def inner(body: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,9 +119,9 @@ def _label(x: Any) -> Any:
 
 
 def n_threads() -> int:
-    """PyTorch's number of threads, which Numba is told to use too. Called before each parallel kernel: 0.2 us."""
+    """PyTorch's number of threads, which Numba is told to use too: 0.2 us."""
     number = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
-    if number == 1:  # serial kernels: Numba must not start its threads, with which a forked child could not run
+    if number == 1:
         return 1
     if getattr(_threads, "number", 0) != number:
         before = torch.get_num_threads()

@@ -12,7 +12,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from lce.kernels.compiling import inner, kernel, n_threads
+from lce.kernels.compiling import Kernel, inner, kernel
 from lce.kernels.numbers import READ, STORED, WRITE, exp, pointer
 
 ALONE = 1 << 15  # numbers that one thread computes sooner than others wake up
@@ -35,7 +35,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     assert fits, (x.shape, weight.shape)
     if x.stride(-1) != 1:
         x = x.contiguous()
-    _norm(x.dtype, _shared(out))(
+    _suited(_norm(x.dtype), out)(
         x.data_ptr(), x.stride(0) if x.ndim == 3 else 0, x.stride(-2), weight.data_ptr(), eps, out.data_ptr(),
         heads, n, dim,
     )  # fmt: skip
@@ -51,7 +51,7 @@ def silu_mul(x: Tensor) -> Tensor:
     fits = x.is_contiguous() and x.shape[1] == 2 * dim
     assert fits, (x.shape, x.stride())
     out = torch.empty(n, dim, dtype=x.dtype)
-    _silu_mul(x.dtype, _shared(out))(x.data_ptr(), out.data_ptr(), n, dim)
+    _suited(_silu_mul(x.dtype), out)(x.data_ptr(), out.data_ptr(), n, dim)
     return out
 
 
@@ -79,7 +79,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         lead = (1,) * (3 - len(common)) + tuple(common)
         x_strides, turn_strides = (_strides(each, common) for each in (x, cos))
         out = torch.empty(*common, shape[-1], dtype=dtype)
-    _rotate(dtype, _shared(out))(
+    _suited(_rotate(dtype), out)(
         x.data_ptr(), *x_strides, cos.data_ptr(), sin.data_ptr(), *turn_strides,
         out.data_ptr(), lead[1] * lead[2] * 2 * half, lead[2] * 2 * half, 2 * half, *lead, half,
     )  # fmt: skip
@@ -112,7 +112,7 @@ def append(
         cos, sin = cos.contiguous(), sin.contiguous()
         cos_at, sin_at = cos.data_ptr(), sin.data_ptr()
     offset = at * dim * dtype.itemsize
-    _append(dtype, _shared(k))(
+    _suited(_append(dtype), k)(
         k.data_ptr(), k_stride[0], k_stride[1], v.data_ptr(), v_stride[0], v_stride[1], cos_at, sin_at,
         into_k.data_ptr() + offset, into_v.data_ptr() + offset, into[1] * dim, heads, n, dim,
     )  # fmt: skip
@@ -124,18 +124,16 @@ def _strides(x: Tensor, common: Sequence[int]) -> tuple[int, ...]:
     return (0,) * (3 - len(common)) + tuple(strides)
 
 
-def _shared(out: Tensor) -> bool:
-    """Whether several threads share the work."""
-    if out.numel() < ALONE:
-        return False
-    return n_threads() > 1
+def _suited(kernel: Kernel, out: Tensor) -> Callable[..., Any]:
+    """The kernel, or its variant for one thread where the work is small."""
+    return kernel.alone if out.numel() < ALONE else kernel
 
 
 @cache
-def _norm(dtype: torch.dtype, parallel: bool) -> Callable[..., Any]:
+def _norm(dtype: torch.dtype) -> Kernel:
     stored, read, write = STORED[dtype], READ[dtype], WRITE[dtype]
 
-    @kernel("void(intp, intp, intp, intp, float32, intp, intp, intp, intp)", parallel=parallel)
+    @kernel("void(intp, intp, intp, intp, float32, intp, intp, intp, intp)")
     def compiled(x_at, head_stride, row_stride, weight_at, eps, out_at, n_heads, n, dim):
         weight = carray(pointer(weight_at, stored), (dim,))
         out = carray(pointer(out_at, stored), (n_heads * n, dim))
@@ -156,10 +154,10 @@ def _norm(dtype: torch.dtype, parallel: bool) -> Callable[..., Any]:
 
 
 @cache
-def _silu_mul(dtype: torch.dtype, parallel: bool) -> Callable[..., Any]:
+def _silu_mul(dtype: torch.dtype) -> Kernel:
     stored, read, write = STORED[dtype], READ[dtype], WRITE[dtype]
 
-    @kernel("void(intp, intp, intp, intp)", parallel=parallel)
+    @kernel("void(intp, intp, intp, intp)")
     def compiled(x_at, out_at, n, dim):
         x = carray(pointer(x_at, stored), (n, 2, dim))
         out = carray(pointer(out_at, stored), (n, dim))
@@ -173,14 +171,12 @@ def _silu_mul(dtype: torch.dtype, parallel: bool) -> Callable[..., Any]:
 
 
 @cache
-def _rotate(dtype: torch.dtype, parallel: bool) -> Callable[..., Any]:
+def _rotate(dtype: torch.dtype) -> Kernel:
     """Rows of three leading dimensions."""
     stored, size, turn = STORED[dtype], dtype.itemsize, _turn(dtype)
 
-    @kernel(f"void({', '.join(['intp'] * 17)})", parallel=parallel)
-    def compiled(
-        x_at, x0, x1, x2, cos_at, sin_at, turn0, turn1, turn2, out_at, out0, out1, out2, n0, n1, n2, half
-    ):
+    @kernel(f"void({', '.join(['intp'] * 17)})")
+    def compiled(x_at, x0, x1, x2, cos_at, sin_at, turn0, turn1, turn2, out_at, out0, out1, out2, n0, n1, n2, half):
         n_rows = n0 * n1 * n2
         for task in numba.prange((n_rows + _ROWS - 1) // _ROWS):
             for row in range(task * _ROWS, min(n_rows, task * _ROWS + _ROWS)):
@@ -196,13 +192,11 @@ def _rotate(dtype: torch.dtype, parallel: bool) -> Callable[..., Any]:
 
 
 @cache
-def _append(dtype: torch.dtype, parallel: bool) -> Callable[..., Any]:
+def _append(dtype: torch.dtype) -> Kernel:
     stored, size, turn = STORED[dtype], dtype.itemsize, _turn(dtype)
 
-    @kernel(f"void({', '.join(['intp'] * 14)})", parallel=parallel)
-    def compiled(
-        k_at, k0, k1, v_at, v0, v1, cos_at, sin_at, into_k_at, into_v_at, into0, heads, n, dim
-    ):
+    @kernel(f"void({', '.join(['intp'] * 14)})")
+    def compiled(k_at, k0, k1, v_at, v0, v1, cos_at, sin_at, into_k_at, into_v_at, into0, heads, n, dim):
         half = dim // 2
         for task in numba.prange((heads * n + _ROWS - 1) // _ROWS):
             for row in range(task * _ROWS, min(heads * n, task * _ROWS + _ROWS)):

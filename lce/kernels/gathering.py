@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import numba
 import torch
 from numba import carray, int64, uint64
 from torch import Tensor
 
-from lce.kernels.compiling import kernel, n_threads
+from lce.kernels.compiling import Kernel, kernel
 from lce.kernels.numbers import pointer
 
 _ROWS = 64  # rows that a thread takes at a time
@@ -33,7 +31,6 @@ def take_rows(tensors: tuple[Tensor, Tensor], index: Tensor) -> tuple[Tensor, Te
     assert index.dtype == torch.int64, index.dtype
     index = index.contiguous()
     taken = one.new_empty(2, n_groups, len(index), dim)
-    n_threads()
     _take_rows()(
         one.data_ptr(), two.data_ptr(), index.data_ptr(), taken.data_ptr(), n_groups, n_rows, len(index), words,
         strides[0] * one.element_size(),
@@ -42,9 +39,9 @@ def take_rows(tensors: tuple[Tensor, Tensor], index: Tensor) -> tuple[Tensor, Te
 
 
 @cache
-def _take_rows() -> Callable[..., Any]:
+def _take_rows() -> Kernel:
     @kernel("void(intp, intp, intp, intp, intp, intp, intp, intp, intp)")
-    def compiled(one_at, two_at, index_at, taken_at, n_groups, n_rows, n, words, stride):  # type: ignore[no-untyped-def]
+    def compiled(one_at, two_at, index_at, taken_at, n_groups, n_rows, n, words, stride):
         index = carray(pointer(index_at, int64), (n,))
         n_pieces = (n + _ROWS - 1) // _ROWS
         for task in numba.prange(2 * n_groups * n_pieces):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import numba
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from numba import carray, float32
 from torch import Tensor
 
-from lce.kernels.compiling import kernel, n_threads
+from lce.kernels.compiling import Kernel, kernel
 from lce.kernels.numbers import READ, STORED, WRITE, exp, pointer
 
 MOST_PARTS = 4
@@ -34,17 +33,16 @@ def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         assert (part.dtype, part.shape) == (dtype, out.shape), (part.dtype, part.shape)
         assert (lse.dtype, lse.shape) == (torch.float32, total.shape), (lse.dtype, lse.shape)
     addresses = [(part.data_ptr(), lse.data_ptr()) for part, lse in held] + [(0, 0)] * (MOST_PARTS - n_parts)
-    n_threads()
     _merged(dtype)(*(x for pair in addresses for x in pair), out.data_ptr(), total.data_ptr(), n_parts, n, size)
     return out, total
 
 
 @cache
-def _merged(dtype: torch.dtype) -> Callable[..., Any]:
+def _merged(dtype: torch.dtype) -> Kernel:
     stored, read, write, item, rows = STORED[dtype], READ[dtype], WRITE[dtype], dtype.itemsize, _ROWS
 
     @kernel("void(intp, intp, intp, intp, intp, intp, intp, intp, intp, intp, intp, intp, intp)")
-    def compiled(out0, lse0, out1, lse1, out2, lse2, out3, lse3, out_at, total_at, n_parts, n, size):  # type: ignore[no-untyped-def]
+    def compiled(out0, lse0, out1, lse1, out2, lse2, out3, lse3, out_at, total_at, n_parts, n, size):
         outs, lses = (out0, out1, out2, out3), (lse0, lse1, lse2, lse3)
         for task in numba.prange((n + rows - 1) // rows):
             sums, weights = np.empty(size, np.float32), np.empty(4, np.float32)

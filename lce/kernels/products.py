@@ -16,7 +16,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from lce.kernels.compiling import MOST_ROWS, inner, kernel, n_threads
+from lce.kernels.compiling import MOST_ROWS, Kernel, inner, kernel
 from lce.kernels.numbers import READ, STORED, WRITE, exp, pointer
 
 _ROWS = 64  # weight rows that a thread takes at a time
@@ -48,7 +48,7 @@ def product(
     assert onto is None or (onto.shape == (n, n_out) and onto.dtype is dtype), (onto.shape, onto.dtype)
     assert norm is None or norm.dtype is dtype, norm.dtype
     assert bias is None or bias.dtype is dtype, bias.dtype
-    _product(dtype, n_threads() > 1)(
+    _product(dtype)(
         x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), 0 if norm is None else norm.data_ptr(),
         eps, out.data_ptr(), n, n_out, size, gated, onto is not None,
     )  # fmt: skip
@@ -56,14 +56,12 @@ def product(
 
 
 @cache
-def _product(dtype: torch.dtype, parallel: bool) -> Callable[..., Any]:
+def _product(dtype: torch.dtype) -> Kernel:
     stored, read, write = STORED[dtype], READ[dtype], WRITE[dtype]
     dots = _dots(dtype)
 
-    @kernel("void(intp, intp, intp, intp, float32, intp, intp, intp, intp, boolean, boolean)", parallel=parallel)
-    def compiled(
-        x_at, weight_at, bias_at, norm_at, eps, out_at, n, n_out, size, gated, adds
-    ):
+    @kernel("void(intp, intp, intp, intp, float32, intp, intp, intp, intp, boolean, boolean)")
+    def compiled(x_at, weight_at, bias_at, norm_at, eps, out_at, n, n_out, size, gated, adds):
         n_parts = 2 if gated else 1
         weight = carray(pointer(weight_at, stored), (n_parts * n_out, size))
         bias = carray(pointer(bias_at, stored), (n_parts * n_out,))

@@ -13,7 +13,7 @@ from numba import carray, float32
 from torch import Tensor
 
 from lce.kernels.choices import key_of_score, score_of_key
-from lce.kernels.compiling import kernel, n_threads
+from lce.kernels.compiling import Kernel, kernel
 from lce.kernels.numbers import READ, STORED, exp, pointer
 
 _KEYS = 256  # keys that a thread takes at a time
@@ -37,7 +37,6 @@ def scores_of_few(q: Tensor, keys: Tensor) -> Tensor:
     wide = q.float().contiguous()
     assert keys.shape == (n_groups, n_keys, dim), keys.shape
     assert (row_stride, one) == (dim, 1), keys.stride()
-    n_threads()
     _scores_of_few(keys.dtype)(wide.data_ptr(), keys.data_ptr(), out.data_ptr(), n_groups, n, n_keys, dim, group_stride)
     return out
 
@@ -52,7 +51,6 @@ def best_below_top(scores: Tensor) -> Tensor:
     assert scores.numel(), scores.shape
     tops = torch.empty(-(-n_tokens // _COLUMNS), n, dtype=torch.float32)
     best = torch.empty(n_tokens, dtype=torch.float32)
-    n_threads()
     tops_of, best_of = _best_below_top(scores.dtype)
     tops_of(scores.data_ptr(), tops.data_ptr(), n_tokens, n)
     top = tops.amax(dim=0)
@@ -70,7 +68,6 @@ def add_weights(logits: Tensor, lse: Tensor, scale: float, into: Tensor, first_b
     assert (lse.dtype, into.dtype) == (torch.float32, torch.float32), (lse.dtype, into.dtype)
     assert (lse.shape, into.shape) == ((n_heads, n_queries), (n_heads, n_keys)), (lse.shape, into.shape)
     assert all(x.is_contiguous() for x in (logits, lse, into[0])), (logits.stride(), lse.stride(), into.stride())
-    n_threads()
     _add_weights(logits.dtype)(
         logits.data_ptr(), lse.data_ptr(), into.data_ptr(), n_heads, n_queries, n_keys, into.stride(0), scale,
         first_behind, window,
@@ -78,11 +75,11 @@ def add_weights(logits: Tensor, lse: Tensor, scale: float, into: Tensor, first_b
 
 
 @cache
-def _scores_of_few(dtype: torch.dtype) -> Callable[..., Any]:
+def _scores_of_few(dtype: torch.dtype) -> Kernel:
     stored, read, item = STORED[dtype], READ[dtype], dtype.itemsize
 
     @kernel("void(intp, intp, intp, intp, intp, intp, intp, intp)")
-    def compiled(q_at, keys_at, out_at, n_groups, n, n_keys, dim, group_stride):  # type: ignore[no-untyped-def]
+    def compiled(q_at, keys_at, out_at, n_groups, n, n_keys, dim, group_stride):
         q = carray(pointer(q_at, float32), (n_groups, n, dim))
         out = carray(pointer(out_at, float32), (n_groups, n, n_keys))
         n_pieces = (n_keys + _KEYS - 1) // _KEYS
@@ -105,7 +102,7 @@ def _best_below_top(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..
     key, number_of = key_of_score, score_of_key
 
     @kernel("void(intp, intp, intp, intp)")
-    def tops_of(scores_at, tops_at, n_tokens, n):  # type: ignore[no-untyped-def]
+    def tops_of(scores_at, tops_at, n_tokens, n):
         scores = carray(pointer(scores_at, stored), (n_tokens, n))
         tops = carray(pointer(tops_at, float32), ((n_tokens + _COLUMNS - 1) // _COLUMNS, n))
         for task in numba.prange((n_tokens + _COLUMNS - 1) // _COLUMNS):
@@ -117,7 +114,7 @@ def _best_below_top(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..
                     tops[task, t] = max(tops[task, t], read(scores[i, t]))
 
     @kernel("void(intp, intp, intp, intp, intp)")
-    def best_of(scores_at, top_at, best_at, n_tokens, n):  # type: ignore[no-untyped-def]
+    def best_of(scores_at, top_at, best_at, n_tokens, n):
         scores = carray(pointer(scores_at, stored), (n_tokens, n))
         top = carray(pointer(top_at, float32), (n,))
         best = carray(pointer(best_at, float32), (n_tokens,))
@@ -132,11 +129,11 @@ def _best_below_top(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..
 
 
 @cache
-def _add_weights(dtype: torch.dtype) -> Callable[..., Any]:
+def _add_weights(dtype: torch.dtype) -> Kernel:
     stored, read, item = STORED[dtype], READ[dtype], dtype.itemsize
 
     @kernel("void(intp, intp, intp, intp, intp, intp, intp, float64, intp, intp)")
-    def compiled(logits_at, lse_at, into_at, n_heads, n, n_keys, stride, scale, first_behind, window):  # type: ignore[no-untyped-def]
+    def compiled(logits_at, lse_at, into_at, n_heads, n, n_keys, stride, scale, first_behind, window):
         lse = carray(pointer(lse_at, float32), (n_heads, n))
         into = carray(pointer(into_at, float32), (n_heads, stride))
         factor = np.float32(scale)
