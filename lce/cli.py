@@ -210,9 +210,7 @@ def passkey(
 @option("--profile", is_flag=True, help="Also show where a decode step's and a prefill block's time goes.")
 @options.loading_options
 @options.report_options
-def bench(
-    model: str, methods: list[lce.Method], loading: dict[str, Any], output: ReportOutput, **what: Any
-) -> None:
+def bench(model: str, methods: list[lce.Method], loading: dict[str, Any], output: ReportOutput, **what: Any) -> None:
     """Measure prefill and decode, for some methods at some lengths, beside what the machine can do.
 
     Prints Markdown: medians and spread, and the share of the machine's own speed of reading memory (decode) or of

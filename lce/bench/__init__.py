@@ -8,7 +8,7 @@
 """
 
 from lce.bench.machine import Ceilings, machine
-from lce.bench.measure import Bench, bench
+from lce.bench.measure import Bench, Subject, bench
 from lce.bench.report import Report, Row, Spread, StepTimes
 
-__all__ = ["Bench", "Ceilings", "Report", "Row", "Spread", "StepTimes", "bench", "machine"]
+__all__ = ["Bench", "Ceilings", "Report", "Row", "Spread", "StepTimes", "Subject", "bench", "machine"]

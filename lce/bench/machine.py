@@ -57,7 +57,7 @@ def ceilings(shapes: Iterable[Shape], rows: int, dtype: torch.dtype, device: tor
     """Measure the machine with torch's threads of now. Time: a second or two. Bytes: 2 GiB, less where memory is."""
     best = Stopwatch(device)
     free = free_memory(device) or 8 * MOST_BYTES
-    n = max(LEAST_BYTES, min(MOST_BYTES, free // 8)) // 4
+    n = max(LEAST_BYTES, min(MOST_BYTES, free // 8)) // torch.float32.itemsize
     numbers, other = (torch.ones(n, dtype=torch.float32, device=device) for _ in range(2))
     whole = numbers.view(torch.int64)
     reading = numbers.nbytes / min(best(lambda: numbers.sum()), best(lambda: whole.sum()))

@@ -13,7 +13,7 @@ times the head dimension for each pair of a query and a key that it sees. Scores
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,16 +43,11 @@ class Runs:
 
 
 class Subject:
-    """One engine that is measured, with the text that it reads."""
+    """One engine that is measured. `ids` makes the text of a length; by default random tokens."""
 
-    def __init__(self, engine: lce.Engine, seed: int = 0) -> None:
+    def __init__(self, engine: lce.Engine, ids: Callable[[int], list[int]] | None = None) -> None:
         self.engine = engine
-        self.seed = seed
-
-    def ids(self, length: int) -> list[int]:
-        """Random tokens; a longer text begins with the shorter ones."""
-        rng = random.Random(self.seed)
-        return [rng.randrange(self.engine.model.config.vocab_size) for _ in range(length)]
+        self.ids = ids or random_text(engine)
 
     def prefill(self, length: int, more: int) -> tuple[lce.Context, lce.Generation]:
         """A new context with `length` tokens and the first token drawn, and space for `more`."""
@@ -62,12 +57,11 @@ class Subject:
     def decode(self, context: lce.Context, n_tokens: int, first: lce.Generation) -> float:
         """Tokens a second over `n_tokens` decode steps after one that is not timed.
 
-        Where the model ends its text, it goes on behind a random token; that step is not timed either.
+        Where the model ends its text, it goes on behind another token; that step is not timed either.
         """
-        rng = random.Random(self.seed + 1)
         seconds, left, last = 0.0, n_tokens, first
         while left > 0:
-            prompt = [rng.randrange(self.engine.model.config.vocab_size)] if last.finish_reason == "stop" else []
+            prompt = self.ids(1) if last.finish_reason == "stop" else []
             last = self.engine.generate(prompt, context=context, max_tokens=left + 1)
             # The step that draws an end token is timed too, and the first token of each call is not.
             left -= last.stats.generated_tokens - (last.finish_reason != "stop")
@@ -93,6 +87,17 @@ class Subject:
         """Bytes of the weights that a decode step reads: all but an embedding that is not the head too."""
         model = self.engine.model
         return memory_of([*(vars(layer) for layer in model.layers), model.head, model.final_norm])
+
+
+def random_text(engine: lce.Engine, seed: int = 0) -> Callable[[int], list[int]]:
+    """Makes texts of random tokens of an engine's vocabulary, the same for a seed; longer ones begin with shorter."""
+    vocab_size = engine.model.config.vocab_size
+
+    def ids(length: int) -> list[int]:
+        rng = random.Random(seed)
+        return [rng.randrange(vocab_size) for _ in range(length)]
+
+    return ids
 
 
 def memory_of(*things: Any) -> int:
@@ -140,7 +145,7 @@ class Bench:
         for method in methods:
             engine = lce.load(model, method, sharing=first, **loading)
             first = first or engine
-            self.subjects[_name(engine.method, self.subjects)] = Subject(engine, seed)
+            self.subjects[_name(engine.method, self.subjects)] = Subject(engine, random_text(engine, seed))
         assert first is not None
         self.engine = first
         for subject in self.subjects.values():
