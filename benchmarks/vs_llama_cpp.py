@@ -1,7 +1,7 @@
 """The speed of lce relative to llama.cpp: the same random weights, on the same machine, in one run.
 
     python benchmarks/vs_llama_cpp.py --models models                  # both shapes, bfloat16, 8 and 4 bits
-    python benchmarks/vs_llama_cpp.py --models models --shape small --dtypes bf16 --lengths 512,2048 --methods full,longheads
+    python benchmarks/vs_llama_cpp.py --models models --shape small --dtypes bf16 --methods full,longheads
 
 Needs the packages llama-cpp-python and gguf; without them it says so in one line and exits with 0. Build llama.cpp for
 the machine, or it is measured below what it can do:
@@ -132,6 +132,8 @@ def gguf_of(folder: Path, kind: str) -> Path:
     if not path.exists():
         import llama_cpp
 
+        silent = llama_cpp.llama_log_callback(lambda level, text, data: None)  # it logs every tensor
+        llama_cpp.llama_log_set(silent, None)
         draft = path.with_suffix(".making")
         params = llama_cpp.llama_model_quantize_default_params()
         params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{name}")

@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -58,17 +59,21 @@ def ceilings(shapes: Iterable[Shape], rows: int, dtype: torch.dtype, device: tor
     best = Stopwatch(device)
     free = free_memory(device) or 8 * MOST_BYTES
     n = max(LEAST_BYTES, min(MOST_BYTES, free // 8)) // torch.float32.itemsize
-    numbers, other = (torch.ones(n, dtype=torch.float32, device=device) for _ in range(2))
-    whole = numbers.view(torch.int64)
-    reading = numbers.nbytes / min(best(lambda: numbers.sum()), best(lambda: whole.sum()))
-    copying = 2 * numbers.nbytes / best(lambda: other.copy_(numbers))
-    del numbers, other, whole
+    reading, copying = _memory(n, device, best)
     flops = seconds = 0.0
     for n_in, n_out in shapes:
         x, weight = (torch.randn(size, n_in, device=device).to(dtype) for size in (rows, n_out))
         flops += 2.0 * rows * n_in * n_out
-        seconds += min(best(lambda p=p, x=x, w=weight: p(x, w)) for p in products(dtype, device))
+        seconds += min(best(partial(product, x, weight)) for product in products(dtype, device))
     return Ceilings(reading, copying, flops / seconds, rows)
+
+
+def _memory(n: int, device: torch.device, best: Stopwatch) -> tuple[float, float]:
+    """Bytes a second of reading `n` numbers, and of copying them, which reads and writes each byte."""
+    numbers, other = (torch.ones(n, dtype=torch.float32, device=device) for _ in range(2))
+    whole = numbers.view(torch.int64)
+    reading = min(best(lambda: numbers.sum()), best(lambda: whole.sum()))
+    return numbers.nbytes / reading, 2 * numbers.nbytes / best(lambda: other.copy_(numbers))
 
 
 def products(dtype: torch.dtype, device: torch.device) -> list[Callable[[Tensor, Tensor], Tensor]]:

@@ -27,8 +27,8 @@ class Spread:
 class Row:
     """One method at one length. `prefill` and `decode` are tokens a second, `first_token` seconds.
 
-    A decode step reads `weight_bytes` of weights and `cache_bytes` of keys, values and what a method compares. A prefill
-    computes `prefill_flops`. The shares are those of the machine's ceilings of reading and of products that the medians
+    A decode step reads `weight_bytes` of weights and `cache_bytes` of keys, values and what a method compares. A
+    prefill computes `prefill_flops`. The shares are those of the machine's ceilings of reading and of products that the medians
     reach. `warning` says that the text is longer than the method can read.
     """
 

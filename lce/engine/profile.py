@@ -229,7 +229,7 @@ class _Work:
 
     def counter(self, owner: Any, name: str) -> Callable[..., None] | None:
         """What counts the calls of a hook; None where there is nothing to count."""
-        counters = {
+        counters: dict[tuple[Any, str], Callable[..., None]] = {
             (attention.Attention, "dense"): self.dense,
             (attention.Attention, "routed"): self.routed,
             (method_state.GrowingRows, "span"): self.compared,
