@@ -7,7 +7,7 @@
 `Bench` is the same in steps: its `report` is there at any time, after Ctrl-C too.
 """
 
-from lce.bench.machine import Ceilings, machine
+from lce.bench.ceilings import Ceilings, machine
 from lce.bench.measure import Bench, Subject, bench
 from lce.bench.report import Report, Row, Spread, StepTimes
 

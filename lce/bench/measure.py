@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 import lce
-from lce.bench.machine import Ceilings, Shape, ceilings, machine
+from lce.bench.ceilings import Ceilings, Shape, ceilings, machine
 from lce.bench.report import Report, Row, Spread, StepTimes
-from lce.errors import UsageError
+from lce.errors import CapacityError, UsageError
 from lce.progress import Progress, nothing
 from lce.sizes import count
 
@@ -101,8 +102,8 @@ def random_text(engine: lce.Engine, seed: int = 0) -> Callable[[int], list[int]]
 
 
 def memory_of(*things: Any) -> int:
-    """Bytes of memory behind all tensors in objects, what several of them share once."""
-    spans = sorted({(x.data_ptr(), x.data_ptr() + x.nbytes) for x in _tensors(things, set())})
+    """Bytes of memory behind all tensors and arrays in objects, what several of them share once."""
+    spans = sorted({(start, start + n_bytes) for start, n_bytes in _arrays(things, set())})
     total = end = 0
     for start, stop in spans:
         total += max(0, stop - max(start, end))
@@ -110,17 +111,20 @@ def memory_of(*things: Any) -> int:
     return total
 
 
-def _tensors(thing: Any, seen: set[int]) -> Iterator[Tensor]:
+def _arrays(thing: Any, seen: set[int]) -> Iterator[tuple[int, int]]:
+    """The address and the bytes of each tensor and array in an object of lce, and in what it holds."""
     if id(thing) in seen:
         return
     seen.add(id(thing))
     if isinstance(thing, Tensor):
-        yield thing
+        yield thing.data_ptr(), thing.nbytes
+    elif isinstance(thing, np.ndarray):
+        yield thing.ctypes.data, thing.nbytes
     elif isinstance(thing, dict | list | tuple):
         for part in thing.values() if isinstance(thing, dict) else thing:
-            yield from _tensors(part, seen)
+            yield from _arrays(part, seen)
     elif hasattr(thing, "__dict__") and type(thing).__module__.startswith("lce."):
-        yield from _tensors(vars(thing), seen)
+        yield from _arrays(vars(thing), seen)
 
 
 class Bench:
@@ -148,12 +152,20 @@ class Bench:
             self.subjects[_name(engine.method, self.subjects)] = Subject(engine, random_text(engine, seed))
         assert first is not None
         self.engine = first
-        for subject in self.subjects.values():
-            for length in self.lengths:
-                subject.engine.new_context(self._most(length)).close()  # refuses what cannot fit
+        for length in self.lengths:
+            self._check(length)
         self.ceilings: Ceilings | None = None
         self._runs: dict[tuple[int, str], Runs] = {}
         self._profile: list[StepTimes] = []
+
+    def _check(self, length: int) -> None:
+        """Raise `CapacityError` for a length that cannot fit under one of the methods."""
+        for name, subject in self.subjects.items():
+            try:
+                subject.engine.new_context(self._most(length)).close()
+            except CapacityError as error:
+                error.add_note(f"this is what {name} is measured with at a length of {length:,}")
+                raise
 
     def run(self, progress: Progress | None = None) -> Report:
         """Measure everything. `progress` is called with runs done and in all."""
@@ -194,8 +206,8 @@ class Bench:
         runs.attention_flops = prefill.attention_flops
         with context:
             subject.decode(context, 1, first)
-            with lce.profiled(subject.engine) as step:
-                subject.engine.prefill(subject.ids(1), context=context.fork())
+            with context.fork() as fork, lce.profiled(subject.engine) as step:
+                subject.engine.prefill(subject.ids(1), context=fork)
             runs.cache_bytes = step.read_bytes
 
     def _time(self, name: str, subject: Subject, length: int, runs: Runs, *, profile: bool) -> None:

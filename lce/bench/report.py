@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from lce.bench.machine import Ceilings
+from lce.bench.ceilings import Ceilings
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Row:
     """One method at one length. `prefill` and `decode` are tokens a second, `first_token` seconds.
 
     A decode step reads `weight_bytes` of weights and `cache_bytes` of keys, values and what a method compares. A
-    prefill computes `prefill_flops`. The shares are those of the machine's ceilings of reading and of products that the medians
-    reach. `warning` says that the text is longer than the method can read.
+    prefill computes `prefill_flops`. The shares are those of the machine's ceilings of reading and of products that the
+    medians reach. `warning` says that the text is longer than the method can read.
     """
 
     method: str

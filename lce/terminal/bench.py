@@ -31,12 +31,14 @@ class ReportOutput:
 
     def run(self, bench: Bench) -> None:
         """Run a benchmark and write its report; also what was measured before an error or Ctrl-C."""
-        output = self.output
+        output, longest = self.output, max(bench.lengths)
+        beyond = next((line for each in bench.subjects.values() if (line := each.engine.beyond(longest))), None)
         try:
-            with output.noting(), output.bar("bench", " runs") as bar:
+            with output.noting(beyond), output.bar("bench", " runs") as bar:
                 bench.run(bar)
         finally:
-            self.write(bench.report)
+            if (report := bench.report).rows:
+                self.write(report)
 
     def write(self, report: Report) -> None:
         content = report_object(report)
