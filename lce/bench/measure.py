@@ -25,7 +25,7 @@ import lce
 from lce.bench.ceilings import Ceilings, Shape, ceilings, machine
 from lce.bench.report import Report, Row, Spread, StepTimes
 from lce.errors import CapacityError, UsageError
-from lce.progress import Progress, nothing
+from lce.progress import Progress, reported
 from lce.sizes import count
 
 OTHER = "Python and other"  # what no timer of a profile covers
@@ -131,22 +131,23 @@ class Bench:
     """A benchmark in steps: `run` measures, and `report` is what was measured so far, at any time."""
 
     def __init__(
-        self, model: str | Path, methods: Sequence[str | lce.Method] = ("full",), *,
-        lengths: Iterable[int | str] = (512, 2048, 8192), repeats: int | str = 3, new_tokens: int | str = 32,
-        seed: int = 0, profile: bool = False, **loading: Any,
+        self, model: str | Path, methods: str | lce.Method | Sequence[str | lce.Method] = "full", *,
+        lengths: int | str | Sequence[int | str] = (512, 2048, 8192), repeats: int | str = 3,
+        new_tokens: int | str = 32, seed: int = 0, profile: bool = False, **loading: Any,
     ) -> None:  # fmt: skip
         """Load the model once for all methods. `loading` are options of `lce.load`.
 
         Raises `UsageError` for what cannot be measured, and `CapacityError` for a length that cannot fit.
         """
-        self.model, self.seed, self.profile = str(model), seed, profile
-        self.lengths = [count(length, "a length") for length in lengths]
+        self.model, self.seed, self.profile = str(model), count(seed, "seed", least=0), bool(profile)
+        self.lengths = [count(length, "a length") for length in _several(lengths)]
         self.repeats, self.new_tokens = count(repeats, "repeats"), count(new_tokens, "new_tokens")
-        if not methods or not self.lengths:
+        wanted = _several(methods)
+        if not wanted or not self.lengths:
             raise UsageError("nothing to measure; give one method and one length, or more")
         self.subjects: dict[str, Subject] = {}
         first: lce.Engine | None = None
-        for method in methods:
+        for method in wanted:
             engine = lce.load(model, method, sharing=first, **loading)
             first = first or engine
             self.subjects[_name(engine.method, self.subjects)] = Subject(engine, random_text(engine, seed))
@@ -167,10 +168,14 @@ class Bench:
                 error.add_note(f"this is what {name} is measured with at a length of {length:,}")
                 raise
 
-    def run(self, progress: Progress | None = None) -> Report:
-        """Measure everything. `progress` is called with runs done and in all."""
-        tell, done = progress or nothing, 0
-        total = len(self.lengths) * len(self.subjects) * (self.repeats + 1)
+    def run(self, progress: Progress | bool | None = None) -> Report:
+        """Measure everything. `progress` is True for a bar, or called with runs done and in all."""
+        with reported(progress, "bench", " runs") as tell:
+            self._run(tell)
+        return self.report
+
+    def _run(self, tell: Progress) -> None:
+        done, total = 0, len(self.lengths) * len(self.subjects) * (self.repeats + 1)
         tell(done, total)
         self._measure_machine()
         for length in self.lengths:
@@ -185,7 +190,6 @@ class Bench:
                     done += 1
                     tell(done, total)
         self._measure_machine()
-        return self.report
 
     def _most(self, length: int) -> int:
         """Tokens of the longest context at a length."""
@@ -264,11 +268,16 @@ class Bench:
 
 
 def bench(
-    model: str | Path, methods: Sequence[str | lce.Method] = ("full",), *, progress: Progress | None = None,
-    **options: Any,
+    model: str | Path, methods: str | lce.Method | Sequence[str | lce.Method] = "full", *,
+    progress: Progress | bool | None = None, **options: Any,
 ) -> Report:  # fmt: skip
     """Measure a model with some methods at some lengths; takes the options of `Bench`."""
     return Bench(model, methods, **options).run(progress)
+
+
+def _several(things: Any) -> list[Any]:
+    """One thing or several, as a list."""
+    return list(things) if isinstance(things, list | tuple) else [things]
 
 
 def _name(method: lce.Method, taken: Iterable[str]) -> str:

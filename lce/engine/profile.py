@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
@@ -23,6 +23,7 @@ import lce.attention as attention
 from lce.cache import kv, method_state
 from lce.engine import runner, sampling
 from lce.engine.engine import Engine
+from lce.errors import UsageError, shown
 from lce.methods import lowdim
 from lce.models import layers
 
@@ -74,8 +75,7 @@ class Profile:
         return sum(self.seconds.values())
 
 
-@contextmanager
-def profiled(engine: Engine) -> Iterator[Profile]:
+def profiled(engine: Engine) -> AbstractContextManager[Profile]:
     """Profile what the code inside `with` does with `engine` in this thread; read the profile after it.
 
         with lce.profiled(engine) as profile:
@@ -84,6 +84,13 @@ def profiled(engine: Engine) -> Iterator[Profile]:
     While it lasts, other engines of this process run the timed functions too, untimed. On a GPU every timed call waits
     for the device, so that times are those of its work. A timed call costs about a microsecond.
     """
+    if not isinstance(engine, Engine):
+        raise UsageError(f"engine is {shown(engine)}; expected what lce.load returns")
+    return _profiled(engine)
+
+
+@contextmanager
+def _profiled(engine: Engine) -> Iterator[Profile]:
     profile = Profile()
     clock = _Clock(profile, engine.device)
     work = _Work(profile, engine)

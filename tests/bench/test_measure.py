@@ -138,9 +138,14 @@ def test_what_cannot_be_measured(tiny_model: Path) -> None:
         Bench(tiny_model, ["longhead"])
     with pytest.raises(UsageError, match="nothing to measure"):
         Bench(tiny_model, [])
-    for options in ({"lengths": [0]}, {"repeats": 0}, {"new_tokens": "many"}):
+    for options in (
+        {"lengths": [0]}, {"lengths": "8,16"}, {"lengths": None}, {"lengths": {8}}, {"repeats": 0},
+        {"new_tokens": "many"}, {"seed": -1}, {"seed": "x"}, {"methods": 5}, {"methods": [None]},
+    ):  # fmt: skip
         with pytest.raises(UsageError, match="expected"):
-            Bench(tiny_model, **options)
+            Bench(tiny_model, **options)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="progress is 3"):
+        bench(tiny_model, lengths=8, progress=3)  # type: ignore[arg-type]
 
 
 def test_a_report_is_data(tiny_model: Path) -> None:
