@@ -17,9 +17,11 @@ import sys
 import time
 from pathlib import Path
 
-from vs_transformers import SHAPES, machine, make_checkpoint, peak_memory
+from models import SHAPES, make_checkpoint
+from workers import peak_memory
 
 import lce
+from lce.bench import machine
 from lce.cache.tiers import Disk
 from lce.sizes import size_text
 from lce.terminal.figures import memory_text

@@ -23,9 +23,10 @@ import time
 import warnings
 from pathlib import Path
 
-from vs_transformers import SHAPES, machine, make_checkpoint
+from models import SHAPES, make_checkpoint, token_ids
 
 import lce
+from lce.bench import machine
 
 NEEDS = {"esa": {"compress": "pca"}}  # random weights have no learned maps
 
@@ -96,10 +97,6 @@ def load_from(root: str, name: str, folder: str, args: argparse.Namespace) -> lc
     engine.generate(list(range(2, 66)), max_tokens=2)
     sys.path.remove(root)
     return engine
-
-
-def token_ids(length: int) -> list[int]:
-    return [(i * 7919) % 31000 + 2 for i in range(length)]
 
 
 def compare(engines: dict[str, lce.Engine], length: int, repeats: int, new_tokens: int) -> None:

@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from vs_transformers import machine
 
 from lce.attention import Attention, Tiles, Turn, tiles
+from lce.bench import machine
 
 TURNED_FIRST, AS_GATHERED = 1 << 62, tiles.AT_ONCE
 

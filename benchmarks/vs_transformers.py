@@ -12,72 +12,15 @@ included. Speeds are medians. lce is better where a ratio of speeds is above 1, 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
-SHAPES = {
-    # TinyLlama's: 1.1 billion parameters.
-    "tinyllama": {
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 22,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "vocab_size": 32000,
-    },
-    "small": {
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 12,
-        "vocab_size": 32000,
-    },
-}
-WINDOW = 16384
+from models import SHAPES, make_checkpoint, token_ids
+from workers import Remote, serve
 
-
-def make_checkpoint(folder: Path, shape: dict[str, int], dtype: str) -> None:
-    """A random checkpoint in the published layout, with the demo model's tokenizer beside it."""
-    import torch
-    from safetensors.torch import save_file
-
-    from lce.engine.loading import DEMO
-    from lce.models.registry import model_class, read_config
-
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **shape,
-        "hidden_act": "silu",
-        "max_position_embeddings": WINDOW,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "torch_dtype": dtype,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / name, folder / name)
-    torch.manual_seed(0)
-    kind = getattr(torch, dtype)
-    model = read_config(folder)
-    tensors = {
-        name: torch.ones(size, dtype=kind) if len(size) == 1 else torch.empty(size, dtype=kind).normal_(std=0.02)
-        for name, size in model_class(model).weights(model).values()
-    }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+from lce.bench import machine
 
 
 class Lce:
@@ -92,8 +35,7 @@ class Lce:
         return time.perf_counter() - started
 
     def run(self, length: int, new_tokens: int) -> tuple[float, float]:
-        ids = [(i * 7919) % 31000 + 2 for i in range(length)]
-        stats = self.engine.generate(ids, max_tokens=new_tokens).stats
+        stats = self.engine.generate(token_ids(length), max_tokens=new_tokens).stats
         return stats.prefill_tokens_per_s, stats.decode_tokens_per_s
 
 
@@ -111,7 +53,7 @@ class Transformers:
     def run(self, length: int, new_tokens: int) -> tuple[float, float]:
         import torch
 
-        ids = torch.tensor([[(i * 7919) % 31000 + 2 for i in range(length)]])
+        ids = torch.tensor([token_ids(length)])
         with torch.inference_mode():
             started = time.perf_counter()
             out = self.model(ids, use_cache=True, logits_to_keep=1)
@@ -127,63 +69,16 @@ class Transformers:
 ENGINES = {"lce": Lce, "transformers": Transformers}
 
 
-def peak_memory() -> int:
-    """Bytes of this process's largest resident set."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def serve(name: str) -> None:
-    """Answer the parent's requests, a JSON line each."""
-    worker = ENGINES[name]()
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints goes to stderr
-    for line in sys.stdin:
-        request = json.loads(line)
-        what = request.pop("what")
-        result: Any = peak_memory() if what == "memory" else getattr(worker, what)(**request)
-        answers.write(json.dumps(result) + "\n")
-        answers.flush()
-
-
-class Remote:
-    """One engine in its own process."""
-
-    def __init__(self, name: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def ask(self, what: str, **request: Any) -> Any:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps({"what": what, **request}) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"the worker ended with {self.process.wait()}")
-        return json.loads(line)
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
-
-
 def measure(folder: Path, dtype: str, lengths: list[int], repeats: int, new_tokens: int) -> dict[str, dict[str, float]]:
     """Figures by name, each `{engine: median}`."""
     loads: dict[str, list[float]] = {name: [] for name in ENGINES}
     for _ in range(repeats):
         for name in ENGINES:
-            remote = Remote(name)
+            remote = Remote(__file__, name)
             loads[name].append(remote.ask("load", folder=str(folder), dtype=dtype))
             remote.close()
     figures = {"load s": {name: statistics.median(times) for name, times in loads.items()}}
-    remotes = {name: Remote(name) for name in ENGINES}
+    remotes = {name: Remote(__file__, name) for name in ENGINES}
     for remote in remotes.values():
         remote.ask("load", folder=str(folder), dtype=dtype)
         remote.ask("run", length=64, new_tokens=4)
@@ -210,21 +105,6 @@ def report(title: str, figures: dict[str, dict[str, float]]) -> None:
         print(f"| {what} | {values['lce']:.4g} | {values['transformers']:.4g} | {ratio:.2f} |", flush=True)
 
 
-def machine() -> str:
-    import torch
-    import transformers
-
-    cpu = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
-        if line.startswith("model name"):
-            cpu = line.split(":", 1)[1].strip()
-            break
-    return (
-        f"{cpu}, {os.cpu_count()} cores, torch {torch.__version__} with {torch.get_num_threads()} threads, "
-        f"transformers {transformers.__version__}, Python {platform.python_version()}"
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, action="append")
@@ -235,9 +115,11 @@ def main() -> None:
     parser.add_argument("--serve", choices=ENGINES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        serve(args.serve)
+        serve(ENGINES[args.serve]())
         return
-    print(f"{machine()}; medians of {args.repeats}", flush=True)
+    import transformers
+
+    print(f"{machine()}, transformers {transformers.__version__}; medians of {args.repeats}", flush=True)
     for shape in args.shape or SHAPES:
         for dtype in args.dtype or ["float32", "bfloat16"]:
             with tempfile.TemporaryDirectory() as folder:

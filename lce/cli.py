@@ -18,6 +18,7 @@ from lce.eval.needles import NEEDLES
 from lce.eval.passkey import FILLERS
 from lce.system import wait_passively
 from lce.terminal import figures, options
+from lce.terminal.bench import ReportOutput
 from lce.terminal.chat import ChatLoop, chat_prompt_options
 from lce.terminal.contexts import Chosen, ask, ends
 from lce.terminal.exits import INTERRUPTED, Root, keep_interrupts, leave_interrupted, prepare_streams, report_failure
@@ -197,6 +198,28 @@ def passkey(
     from lce.terminal.scoring import Table
 
     Table(model, methods, lengths, task, loading).measure(record, output)
+
+
+@cli.command()
+@options.model_option
+@options.methods_options
+@option("--lengths", default="512,2k,8k", type=options.COUNTS, metavar="LIST", help="Tokens of the texts.")
+@option("--repeats", type=options.COUNT, default=3, metavar="N", help="Timed runs of each method and length.")
+@option("--new-tokens", type=options.COUNT, default=32, metavar="N", help="Tokens to decode in a run.")
+@option("--seed", type=int, default=0, help="The same seed makes the same texts.")
+@option("--profile", is_flag=True, help="Also show where a decode step's and a prefill block's time goes.")
+@options.loading_options
+@options.report_options
+def bench(model: str, methods: list[lce.Method], loading: dict[str, Any], output: ReportOutput, **what: Any) -> None:
+    """Measure prefill and decode, for some methods at some lengths, beside what the machine can do.
+
+    Prints Markdown: medians and spread, and the share of the machine's own speed of reading memory (decode) or of
+    multiplying matrices (prefill), measured in the same run. Texts are random tokens. Methods take turns, after one run
+    each that is not timed. Ctrl-C prints what was measured so far.
+    """
+    from lce.bench import Bench
+
+    output.run(Bench(model, methods, **what, **loading))
 
 
 @cli.command()

@@ -9,6 +9,7 @@ COVERED = {  # a file of lce/, and the file of tests/ that tests it
     "__init__.py": "test_package.py",
     "__main__.py": "test_cli.py",
     "attention/__init__.py": "test_architecture.py",
+    "bench/__init__.py": "bench/test_measure.py",
     "calibrate/__init__.py": "calibrate/test_learn.py",
     "attention/flash.py": "attention/test_attention.py",
     "attention/reference.py": "attention/test_attention.py",

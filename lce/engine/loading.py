@@ -41,7 +41,7 @@ def load(
     block: int | str | None = None, window: int | str | None = None, attention: str | None = "auto",
     rope: str | None = None, rope_factor: float | None = None,
     kv_device_budget: int | str | None = None, kv_host_budget: int | str | None = None,
-    spill_dir: str | Path | None = None, threads: int | None = None,
+    spill_dir: str | Path | None = None, threads: int | None = None, sharing: Engine | None = None,
 ) -> Engine:  # fmt: skip
     """An engine over the model folder `model`, or over the embedded "demo".
 
@@ -50,7 +50,8 @@ def load(
     positions that the model is trusted on. `rope` and `rope_factor` override the checkpoint's RoPE scaling. The budgets
     bound the keys and values of a context in each kind of memory, in bytes or as "8GiB"; on the CPU both are the same
     memory and the smaller one counts. Keys and values beyond them go to a file in `spill_dir`, which is removed with
-    the context. `threads` is how many the whole process computes with from now on; None changes nothing. Raises
+    the context. `threads` is how many the whole process computes with from now on; None changes nothing. `sharing` is
+    an engine of the same model, device and dtype: the new one uses its weights and reads none. Raises
     `ModelError` for a folder that is no valid model, and `UsageError` for options that cannot be used.
     """
     folder, block, window = _folder(model), sized(block, "block", 1), sized(window, "window", 2)
@@ -69,6 +70,9 @@ def load(
     budgets = budgets_of(kv_device_budget, kv_host_budget, spill_dir)
     layout = layout_of(config, resolved, dtype_of(dtype, checkpoint.dtype), where, block, budgets)
     options = EngineOptions(resolved, backend_of(attention), window, scaling, layout)
+    if sharing is not None:
+        _check_same(sharing, config, checkpoint, layout)
+        return Engine(sharing.model, tokenizer, checkpoint, options)
     if layout.dtype != checkpoint.dtype():
         uses_threads()  # converting weights is work for several threads
     family = model_class(config)
@@ -76,6 +80,19 @@ def load(
     ignore = (*family.unused, *config.unused)
     weights = checkpoint.load(wanted, dtype=layout.dtype, device=where, ignore=ignore, joined=family.joined(config))
     return Engine(family(config, weights), tokenizer, checkpoint, options)
+
+
+def _check_same(sharing: object, config: ModelConfig, checkpoint: Checkpoint, layout: CacheLayout) -> None:
+    """Raise `UsageError` unless an engine's weights are those of this model, dtype and device."""
+    if not isinstance(sharing, Engine):
+        raise UsageError(f"sharing is {shown(sharing)}; expected an engine of the same model")
+    if sharing.model.config != config or sharing.fingerprint != checkpoint.fingerprint():
+        raise UsageError(f"sharing is an engine of another model than {checkpoint.folder}; leave it out")
+    if (sharing.dtype, sharing.device) != (layout.dtype, layout.device):
+        raise UsageError(
+            f"sharing is an engine in {sharing.dtype} on {sharing.device}; expected {layout.dtype} on {layout.device}, "
+            "as asked"
+        )
 
 
 def plan(

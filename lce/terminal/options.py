@@ -20,6 +20,7 @@ from lce.errors import LceError, UsageError, nearest
 from lce.files import check_folder, check_target, named
 from lce.sizes import count
 from lce.system import default_threads
+from lce.terminal.bench import report_output
 from lce.terminal.contexts import Chosen
 from lce.terminal.exits import DEBUG
 from lce.terminal.output import Output, note
@@ -227,6 +228,11 @@ loading_options = packed("loading", _loading, *_COMPUTING, *_ATTENTION, *_BUDGET
 planning_options = packed("planning", dict, *_COMPUTING, *_BUDGETS)
 output_options = packed("output", Output, _JSON, _QUIET, debug_option)
 json_options = packed("output", Output, _JSON, debug_option)
+report_options = packed(
+    "output", report_output,
+    option("--json", "json_file", metavar="FILE|-", help="Write JSON to this file, or - to stdout and no table."),
+    _QUIET, debug_option,
+)  # fmt: skip
 
 
 def planning_of(loading: Mapping[str, Any]) -> dict[str, Any]:

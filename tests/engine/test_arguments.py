@@ -47,6 +47,7 @@ class Face:
             "load": (lce.load, {"model": self.model}),
             "info": (lce.info, {"path": self.model}),
             "plan": (lce.plan, {"model": self.model, "tokens": 10}),
+            "profiled": (lce.profiled, {"engine": self.engine}),
             "Sampling": (lce.Sampling, {}),
             "Engine.generate": (self.engine.generate, {"prompt": [5], "max_tokens": 1}),
             "Engine.stream": (lambda **o: self.engine.stream(**o).finish(), {"prompt": [5], "max_tokens": 1}),
@@ -96,7 +97,8 @@ def parameters(name: str) -> Iterator[str]:
 
 
 NAMES = [
-    "load", "info", "plan", "Sampling", "explain", "methods.run", "methods.make", "methods.find", "methods.available",
+    "load", "info", "plan", "profiled", "Sampling", "explain",
+    "methods.run", "methods.make", "methods.find", "methods.available",
     *(f"{cls.__name__}.{name}" for cls in (lce.Engine, lce.Context) for name, _ in inspect.getmembers(cls, callable)
       if not name.startswith("_") and name not in FOR_ENGINES),
 ]  # fmt: skip

@@ -1,0 +1,125 @@
+"""`lce bench`: the report as Markdown tables and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lce.files import named, write_whole
+from lce.sizes import size_text
+from lce.terminal.output import Output
+
+if TYPE_CHECKING:
+    from lce.bench import Bench, Report, Row, Spread, StepTimes
+
+
+@dataclass(frozen=True)
+class ReportOutput:
+    """Where a report goes: Markdown to stdout, JSON to a file, or to stdout alone where the file is `-`."""
+
+    json_file: str | None
+    quiet: bool
+
+    @property
+    def output(self) -> Output:
+        return Output(json=self.json_file == "-", quiet=self.quiet)
+
+    def run(self, bench: Bench) -> None:
+        """Run a benchmark and write its report; also what was measured before an error or Ctrl-C."""
+        output, longest = self.output, max(bench.lengths)
+        beyond = next((line for each in bench.subjects.values() if (line := each.engine.beyond(longest))), None)
+        try:
+            with output.noting(beyond), output.bar("bench", " runs") as bar:
+                bench.run(bar)
+        finally:
+            if (report := bench.report).rows:
+                self.write(report)
+
+    def write(self, report: Report) -> None:
+        content = report_object(report)
+        self.output.object(content)
+        self.output.text(*report_lines(report))
+        if self.json_file is not None and self.json_file != "-":
+            write_whole(Path(self.json_file), json.dumps(content, indent=1).encode() + b"\n")
+            self.output.figures(f"lce: wrote {named(self.json_file)}")
+
+
+def report_object(report: Report) -> dict[str, Any]:
+    """A report as JSON has it: every field, times in seconds, sizes in bytes."""
+    return dataclasses.asdict(report)
+
+
+def report_lines(report: Report) -> list[str]:
+    """A report as Markdown: the setting, the ceilings, a row for each method and length, and where the time goes."""
+    best, runs = report.ceilings, f"{report.repeats} run{'s' if report.repeats > 1 else ''}"
+    setting = f"{report.model}, {report.dtype} on {report.device}, window {report.window:,}; lce {report.version}"
+    return [
+        f"{report.machine}",
+        "",
+        f"{setting}. Medians of {runs} (lowest to highest); decode over {report.new_tokens} tokens.",
+        "",
+        "| the machine | |",
+        "|---|---:|",
+        f"| reading memory | {best.reading / 1e9:.1f} GB/s |",
+        f"| copying memory, read and written | {best.copying / 1e9:.1f} GB/s |",
+        f"| products of {best.rows} rows, {report.dtype} | {best.product / 1e9:,.0f} GFLOP/s |",
+        "",
+        "| method | length | prefill tok/s | of products | decode tok/s | of reading | read a token | first token s |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        *map(_row, report.rows),
+        *_profile(report),
+    ]
+
+
+def _row(row: Row) -> str:
+    cells = (
+        f"`{row.method}`", f"{row.length:,}", _spread(row.prefill), f"{row.prefill_share:.2f}", _spread(row.decode),
+        f"{row.decode_share:.2f}", size_text(row.weight_bytes + row.cache_bytes), _spread(row.first_token),
+    )  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def _spread(spread: Spread) -> str:
+    """`101 (98.2 to 103)`."""
+    if spread.low == spread.high:
+        return _number(spread.median)
+    return f"{_number(spread.median)} ({_number(spread.low)} to {_number(spread.high)})"
+
+
+def _number(x: float) -> str:
+    """Three figures: `1,622`, `40.7`, `0.316`."""
+    return f"{x:,.0f}" if x >= 1000 else f"{x:#.3g}".rstrip(".")
+
+
+def _profile(report: Report) -> list[str]:
+    """Where the time of a step goes, in milliseconds and shares."""
+    if not report.profile:
+        return []
+    names = list(report.profile[0].seconds)
+    return [
+        "",
+        f"| method | length | step | ms | {' | '.join(names)} | timers ms |",
+        "|---|---:|---|---:|" + "---:|" * (len(names) + 1),
+        *map(_step, report.profile),
+    ]
+
+
+def _step(times: StepTimes) -> str:
+    shares = " | ".join(f"{s / times.total_s:.0%}" for s in times.seconds.values())
+    what = f"{times.step}, {times.tokens:,} token{'s' if times.tokens > 1 else ''}"
+    milliseconds, timers = (_number(1000 * s) for s in (times.total_s, times.timers_s))
+    return f"| `{times.method}` | {times.length:,} | {what} | {milliseconds} | {shares} | {timers} |"
+
+
+def report_output(json_file: str | None, quiet: bool) -> ReportOutput:
+    """The options --json and --quiet of `lce bench`; a file that cannot be written is refused before any work."""
+    from lce.terminal.options import new_file
+
+    if json_file == "":
+        raise click.UsageError("--json needs a file, or - for stdout")
+    return ReportOutput(json_file if json_file == "-" else new_file(json_file, force=True), quiet)
