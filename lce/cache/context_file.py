@@ -40,7 +40,7 @@ from lce.files import lock, named, open_regular, sync_folder, unwritable
 
 
 class ContextRows(RowFile):
-    """The rows of a context file: token t of head group g is row `g · N + t`; of packed rows see `first_rows`."""
+    """The rows of a context file: token t of head group g is row `g · N + t`, or later for packed pages."""
 
     def __init__(self, descriptor: int, name: str, layout: FileLayout, *, writable: bool) -> None:
         checks = FiledChecks(descriptor, name, layout.checks_start, layout.n_rows)
@@ -53,7 +53,7 @@ class ContextRows(RowFile):
     def allocate_pages(self, groups: Numbers, chunks: Numbers, size: int) -> Numbers:
         if not self._writable:
             return super().allocate_pages(groups, chunks, size)
-        return self.first_rows(groups, chunks)
+        return self.first_rows(groups, chunks * self.layout.cache.chunk_size)
 
     def for_fork(self) -> RowFile:
         """Read-only where this one is written: each token has one place, which belongs to one context."""
@@ -61,14 +61,11 @@ class ContextRows(RowFile):
             return self
         return ContextRows(os.dup(self._descriptor), self.name, self.layout, writable=False)
 
-    def first_rows(self, groups: Numbers, chunks: Numbers | int) -> Numbers:
-        """The first row of a page of each head group, counted over all layers."""
-        rows: Numbers = groups * self.layout.group_rows + chunks * self.layout.cache.page_rows
-        return rows
-
-    def token_rows(self, groups: Numbers, token: int) -> Numbers:
-        """The row of a token of each head group, where rows are not packed."""
-        rows: Numbers = groups * self.layout.group_rows + token
+    def first_rows(self, groups: Numbers, tokens: Numbers | int) -> Numbers:
+        """The row of a token of each head group, counted over all layers."""
+        cache = self.layout.cache
+        scale_rows = tokens // cache.chunk_size * (cache.page_rows - cache.chunk_size)  # of packed pages before
+        rows: Numbers = groups * self.layout.group_rows + tokens + scale_rows
         return rows
 
 
@@ -231,7 +228,7 @@ def write_rows(cache: KVCache, rows: ContextRows, since: int = 0) -> None:
         for start, stop in layer.segments(max(since, first), layer.length):
             k, v = (x.unflatten(0, (layout.n_groups, -1)) for x in layer.span(start, stop))
             found = torch.stack((k, v), dim=1).permute(0, 3, 1, 2, 4)  # [groups, 2, P, n, D] -> [groups, n, 2, P, D]
-            for row, part in zip(rows.token_rows(groups, start).tolist(), found, strict=True):
+            for row, part in zip(rows.first_rows(groups, start).tolist(), found, strict=True):
                 rows.write(row, part)
 
 
@@ -241,7 +238,7 @@ def _write_packed(layer: LayerCache, rows: ContextRows, groups: Numbers, first: 
     for start, stop in layer.segments(first, layout.old(layer.length)):
         pages = Pages.grid(groups, np.arange(start // layout.chunk_size, stop // layout.chunk_size))
         parts = pack(*(pages_of(x, layout) for x in layer.span(start, stop)))
-        rows.write_pages(rows.first_rows(*pages), to_rows(parts, layout))
+        rows.write_pages(rows.first_rows(pages.group, pages.chunk * layout.chunk_size), to_rows(parts, layout))
 
 
 def restored(
@@ -255,7 +252,7 @@ def restored(
     border = layout.old(n_tokens)
     bottom = Disk(layout, rows, Nowhere())
     old = Pages.grid(np.arange(layout.n_layers * layout.n_groups), np.arange(border // layout.chunk_size))
-    bottom.row[old] = rows.first_rows(*old)
+    bottom.row[old] = rows.first_rows(old.group, old.chunk * layout.chunk_size)
     if not own and layout.budgets.spill_dir is not None:
         bottom = Disk(layout, SpillFile(layout.budgets.spill_dir, layout.row_shape, layout.row_dtype), bottom)
     tiers = TierStack(layout, bottom)
@@ -267,7 +264,7 @@ def restored(
         if layout.packed:
             recent = tensors[f"{UNROUNDED}/{index}"]
         else:
-            found = rows.read_pages(rows.token_rows(tiers.groups(index), border), n_tokens - border)
+            found = rows.read_pages(rows.first_rows(tiers.groups(index), border), n_tokens - border)
             recent = found.permute(2, 0, 3, 1, 4).flatten(1, 2)  # [groups, n, 2, P, D] -> [2, G, n, D]
         for x, kept in zip(buffer.span(border, n_tokens), recent, strict=True):
             x.copy_(kept)

@@ -180,8 +180,8 @@ class CacheLayout:
         return n_tokens // self.chunk_size * self.n_layers * self.n_groups * self.stored_page_bytes
 
     def file_rows(self, n_tokens: int) -> int:
-        """Rows that the first `n_tokens` tokens have in a file, for one head group: of packed ones whole chunks."""
-        return n_tokens // self.chunk_size * self.page_rows if self.packed else n_tokens
+        """Rows that the first `n_tokens` tokens of a head group have in a file, and so the row of the next token."""
+        return n_tokens + n_tokens // self.chunk_size * (self.page_rows - self.chunk_size)
 
     @property
     def pinned_chunks(self) -> int:

@@ -432,9 +432,9 @@ class TierStack:
         self.layout = layout
         self.bottom = bottom  # what is below all pools: a file, or nowhere
         slots, mover = layout.device_slots(buffer_tokens), Mover() if layout.on_cpu else Cuda(layout.device)
-        host = (
-            [Pool(HOST, layout, Pinned(), bottom, layout.host_slots, packed=layout.packed)] if layout.host_slots else []
-        )
+        host = []
+        if layout.host_slots:
+            host.append(Pool(HOST, layout, Pinned(), bottom, layout.host_slots, packed=layout.packed))
         top = Pool(DEVICE, layout, mover, host[0] if host else bottom, slots, layout.pinned_chunks)
         self.pools = [top, *host]
         self._asked: dict[int, Pages] = {}  # by layer, what was last asked of the first pool

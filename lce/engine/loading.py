@@ -51,8 +51,9 @@ def load(
     bound the keys and values of a context in each kind of memory, in bytes or as "8GiB"; on the CPU both are the same
     memory and the smaller one counts. Keys and values beyond them go to a file in `spill_dir`, which is removed with
     the context. `kv_dtype` "int8" keeps old keys and values in 8 bits below the device, that is in host memory beside a
-    GPU, in that file and in context files: half the bytes of 16 bits, and results that are rounded. `threads` is how many the whole process computes with from now on; None changes nothing. Raises
-    `ModelError` for a folder that is no valid model, and `UsageError` for options that cannot be used.
+    GPU, in that file and in context files: half the bytes of 16 bits, and results that are rounded. `threads` is how
+    many the whole process computes with from now on; None changes nothing. Raises `ModelError` for a folder that is no
+    valid model, and `UsageError` for options that cannot be used.
     """
     folder, block, window = _folder(model), sized(block, "block", 1), sized(window, "window", 2)
     if threads is not None:

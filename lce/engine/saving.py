@@ -91,7 +91,7 @@ def save(path: Path, data: ContextData, identity: Identity) -> None:
 def open_saved(path: Path, layout: CacheLayout, identity: Identity) -> ContextData:
     """Open a context file; its keys and values are read when they are needed.
 
-    Raises `DataError` for a file of another model, method, RoPE scaling, dtype, kv_dtype or format, and for a damaged one.
+    Raises `DataError` for a file of another model, method, RoPE scaling, dtype or format, and for a damaged one.
     """
     sweep(path)
     if not os.path.lexists(part_of(path)):
