@@ -71,10 +71,15 @@ def to_rows(parts: Parts, layout: CacheLayout) -> Tensor:
     numbers, scales = rows[:, :size, : layout.scale_at], rows[:, :size, layout.scale_at : layout.scale_stop]
     for half, x in zip(numbers.view(torch.int8).chunk(2, dim=-1), (k, v), strict=True):
         half.unflatten(-1, (layout.page_heads, -1)).copy_(x.transpose(1, 2))
-    scales.copy_(v_scale.squeeze(-1).transpose(1, 2).contiguous().view(torch.uint8))
-    key_scales = k_scale.reshape(n, -1).contiguous().view(torch.uint8)
+    scales.copy_(_bytes(v_scale.squeeze(-1).transpose(1, 2)).view(scales.shape))
+    key_scales = _bytes(k_scale).view(n, layout.page_heads * layout.head_dim * torch.float32.itemsize)
     rows.view(n, -1)[:, size * layout.row_bytes :][:, : key_scales.shape[1]].copy_(key_scales)
     return rows
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """The bytes of all numbers, in order."""
+    return x.reshape(-1).view(torch.uint8)
 
 
 def from_rows(rows: Tensor, layout: CacheLayout, name: str) -> Parts:

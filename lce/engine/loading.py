@@ -185,7 +185,7 @@ def kv_dtype_of(name: object) -> torch.dtype | None:
     """The dtype that a user names for keys and values below the device; None for "auto", as the model computes them."""
     if name is None or (isinstance(name, str) and name == "auto"):
         return None
-    if name != "int8" and name is not torch.int8:
+    if name is not torch.int8 and not (isinstance(name, str) and name == "int8"):
         raise UsageError(f"unknown kv_dtype {shown(name)}; expected auto or int8")
     return torch.int8
 
