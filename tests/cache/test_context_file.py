@@ -22,6 +22,7 @@ from lce.cache.kv import KVCache, Opened, Tiered
 from lce.cache.layout import Budgets, CacheLayout, Reach
 from lce.cache.manifest import FORMAT, Manifest, digest, page_facts
 from lce.cache.method_state import MethodState, OpenChunk, RecentRows, Staged, Summaries, TokenRows
+from lce.cache.packing import from_rows, unpack
 from lce.errors import CapacityError, DataError
 from tests.late import disks_of
 from tests.running import rounded
@@ -162,11 +163,17 @@ def test_offsets_are_those_of_a_file_that_was_written(layout: CacheLayout, tmp_p
 def test_it_is_an_ordinary_safetensors_file(layout: CacheLayout, tmp_path: Path) -> None:
     cache = cache_of(N, layout)
     tensors = load_file(saved(cache, tmp_path / "c.lce"))
-    shape = (layout.n_groups, N, 2, layout.page_heads, 4)
+    shape = (layout.n_groups, layout.file(N).group_rows, *layout.row_shape)
     for layer in range(3):
         kv = tensors.pop(f"layers.{layer}.kv")
         assert kv.shape == shape
-        assert torch.equal(kv[:, :, 0].transpose(1, 2).flatten(0, 1), text(N, layout)[layer])
+        if layout.packed:
+            pages = from_rows(kv.unflatten(1, (-1, layout.page_rows)).flatten(0, 1), layout, "")
+            keys = unpack(pages, layout.dtype)[0].unflatten(0, (layout.n_groups, -1)).transpose(1, 2)
+            assert torch.equal(keys.flatten(0, 1).flatten(1, 2), text(layout.old(N), layout)[layer])
+            assert torch.equal(tensors[f"unrounded/{layer}"][0], text(N, layout)[layer][:, layout.old(N) :])
+        else:
+            assert torch.equal(kv[:, :, 0].transpose(1, 2).flatten(0, 1), text(N, layout)[layer])
         assert tensors.pop(f"layers.{layer}.checks").shape == shape[:2]
     assert tensors.keys() == cache.tensors().keys()
     assert all(torch.equal(x, tensors[name]) for name, x in cache.tensors().items())
@@ -261,7 +268,7 @@ def test_pages_in_its_own_file_are_written_once(layout: CacheLayout, tmp_path: P
     assert isinstance(cache.residency, Tiered)
     append(cache, N)
     write_rows(cache, draft.rows)
-    assert draft.rows.bytes_written == 3 * layout.n_groups * N * layout.row_bytes
+    assert draft.rows.bytes_written == layout.file(N).n_rows * layout.row_bytes
     draft.finish(tmp_path / "c.lce", cache.tensors(), facts(layout, N))
     assert (tmp_path / "c.lce").read_bytes() == saved(
         cache_of(N, replace(layout, budgets=Budgets())), tmp_path / "d.lce"

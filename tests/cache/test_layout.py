@@ -79,7 +79,7 @@ def test_sizes_of_tokens_and_pages() -> None:
 
 
 def test_sizes_of_packed_pages() -> None:
-    """By hand: 2 KV heads of 4 numbers. A row has 8 keys, 8 values, a scale for each head's values; a page has 2 more."""
+    """By hand: 2 KV heads of 4 numbers. A row has 8 keys, 8 values and 2 scales; a page has 2 more."""
     layout = replace(LAYOUT, kv_dtype=torch.int8)
     assert (layout.row_bytes, layout.page_rows, layout.stored_page_bytes) == (8 + 8 + 2 * 4, 8 + 2, 24 * 10)
     assert layout.page_bytes == LAYOUT.page_bytes == LAYOUT.stored_page_bytes

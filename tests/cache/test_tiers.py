@@ -578,7 +578,7 @@ class AnyOrder(RuleBasedStateMachine):
             return branch
         self.attempt(branch.tiers.write_down)
         assert isinstance(branch.tiers.bottom, Disk)
-        self.files.append(SpillFile(Path(self.folder.name), self.layout.row_shape, self.layout.dtype))
+        self.files.append(SpillFile(Path(self.folder.name), self.layout.row_shape, self.layout.row_dtype))
         bottom = Disk(self.layout, self.files[-1], branch.tiers.bottom.fork())
         self.all.append(Branch(TierStack(self.layout, bottom), list(branch.k)))
         return self.all[-1]
@@ -607,7 +607,7 @@ class AnyOrder(RuleBasedStateMachine):
         if not self.refused:
             written = sum(x.bytes_written for x in self.files)
             assert sum(disk_of(branch.tiers).bytes_in for branch in self.all) == written
-            assert written <= self.n_added * self.layout.page_bytes
+            assert written <= self.n_added * self.layout.stored_page_bytes
 
     def teardown(self) -> None:
         if not hasattr(self, "all"):
