@@ -117,6 +117,8 @@ def rounded(x: Tensor, size: int) -> Tensor:
     """`[…, N, D]` with every chunk of `size` tokens rounded as keys and as values are: packing leaves it as it is."""
     whole = -(-x.shape[-2] // size) * size
     chunks = torch.nn.functional.pad(x, (0, 0, 0, whole - x.shape[-2])).unflatten(-2, (-1, size)).flatten(0, -3)
+    if not x.numel():
+        return x
     chunks = (chunks * 127 / chunks.abs().amax()).round_().clamp_(-127, 127)
     chunks[:, 0] = chunks[:, :, 0] = 127.0  # the peak of each channel, and of each token
     return (chunks / 64).flatten(0, 1).view(*x.shape[:-2], whole, x.shape[-1])[..., : x.shape[-2], :]

@@ -209,6 +209,7 @@ class LayerCache:
             expected = f"[{layout.n_kv_heads}, T, {layout.head_dim}]"  # fewer would be repeated silently
             raise UsageError(f"keys {list(k.shape)} and values {list(v.shape)} for the cache; expected {expected} each")
         stop = self.length + k.shape[1]
+        self.round_old()
         self.reserve(stop)
         self.stop = stop
         buffer_k, buffer_v = self.buffer.span(self.length, stop)
@@ -253,15 +254,17 @@ class LayerCache:
     def retire(self) -> None:
         """Move complete chunks behind the reach of local attention to the tiers."""
         size, first = self.layout.chunk_size, self.buffer.first
-        border = self.layout.old(self.length)
+        border = min(self.layout.old(self.length), self.rounded if self.layout.packed else self.length)
         if border > first:
-            self.round_old()
             self.tiers.add(self.index, first // size, *self.buffer.span(first, border))
             capacity = max(self.layout.recent_tokens, self.length - border)  # less after a refused `move_to`
             self.buffer = self.buffer.replaced(border, capacity, self.length)
 
     def round_old(self) -> None:
-        """Round to 8 bits what the next tokens do not see as local. May be repeated. Time: O(what is new of it)."""
+        """Round to 8 bits what the next tokens do not see as local. Time: O(what is new of it).
+
+        Only a pass does so, whatever the budget: a call that fails before goes back to tokens that are as they were.
+        """
         border = self.layout.old(self.length)
         if self.layout.packed and border > self.rounded:
             round_chunks(*self.buffer.span(self.rounded, border), self.layout.chunk_size)
@@ -293,8 +296,7 @@ class LayerCache:
             if buffer is self.buffer:
                 self.rounded = max(rounded, buffer.first)  # after an interruption this cache rounds them again
             first = max(unrounded[0], buffer.first)
-            for x, kept in zip(buffer.span(first, n_tokens), unrounded[1][:, :, first - unrounded[0] :], strict=True):
-                x.copy_(kept)
+            _overwrite(buffer.span(first, n_tokens), unrounded[1][:, :, first - unrounded[0] :])
         state = {name: state.at(marks[name]) for name, state in self.state.items()}
         return LayerCache(self.index, layout, buffer, self.residency, state, n_tokens, rounded)
 
@@ -304,6 +306,12 @@ class LayerCache:
         buffer = self.buffer.replaced(self.buffer.first, capacity, self.length)
         state = {name: state.copy(self.length) for name, state in self.state.items()}
         return LayerCache(self.index, self.layout, buffer, residency, state, self.length, self.rounded)
+
+
+@torch.inference_mode()  # the tensors may have been made in it
+def _overwrite(held: tuple[Tensor, Tensor], kept: Tensor) -> None:
+    for x, new in zip(held, kept, strict=True):
+        x.copy_(new)
 
 
 @dataclass(frozen=True)
@@ -375,8 +383,6 @@ class KVCache:
         Beyond the budget, old chunks go to the tiers from now on. Raises `CapacityError` where they cannot.
         """
         layout = self.layout
-        for layer in self.layers:
-            layer.round_old()
         if isinstance(self.residency, Whole) and layout.whole_chunks(n_tokens) > layout.resident_tokens:
             self.residency = Tiered(TierStack.empty(layout, n_tokens, self.file))
         if isinstance(self.residency, Opened):

@@ -36,6 +36,7 @@ def unpack(parts: Parts, dtype: torch.dtype) -> Parts:
     return (k * k_scale).to(dtype), (v * v_scale).to(dtype)
 
 
+@torch.inference_mode()  # the buffer may have been made in it
 def round_chunks(k: Tensor, v: Tensor, size: int) -> None:
     """Round whole chunks `k v [G, m · size, D]` in place, as if they had been packed. May be repeated.
 

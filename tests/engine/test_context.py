@@ -424,7 +424,9 @@ def test_a_truncated_context_of_8_bits_is_near_and_the_same_in_any_budget(
             context.truncate(n)
             logits.append(engine.prefill(tokens(9, seed=1), context=context.fork()).logits)
         fresh = roomy.prefill(tokens(9, seed=1), context=roomy.prefill(tokens(150)[:n])).logits
-        assert logits[0] is not None and logits[1] is not None and fresh is not None
+        assert logits[0] is not None
+        assert logits[1] is not None
+        assert fresh is not None
         assert torch.equal(logits[0], logits[1])
         assert (logits[0] - fresh).abs().max() <= 0.1 * fresh.std()
 
@@ -557,7 +559,7 @@ def test_an_interruption_anywhere_leaves_a_context_that_can_be_asked_again(engin
 @pytest.mark.parametrize("what", ["generate", "prefill", "stream"])
 def test_an_interruption_gives_back_what_was_rounded_to_8_bits(tiny_model: Path, what: str) -> None:
     """As if the question had not been asked: the tokens that it made old are not rounded."""
-    engine = lce.load(tiny_model, METHODS["longheads"], block=32, kv_dtype="int8")
+    engine = lce.load(tiny_model, FAILING["longheads"], block=32, kv_dtype="int8")
     check_interruptions(engine, what, 407)
     check_interruptions(engine, what, 7, "LayerCache.round_old.", "LayerCache.at.", "KVCache.go_back.")
 

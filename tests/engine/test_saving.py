@@ -653,7 +653,9 @@ def evil_cases(document: Path) -> Iterator[tuple[str, Callable[[dict[str, Any], 
                 small.update({name: other}) if other is not None else small.pop(name)
 
             shape = None if other is None else (other.dtype, tuple(other.shape))
-            yield f"{name}: {shape}", tensor
+            plausible = other is not None and (other.dtype, other.shape) == (x.dtype, x.shape)
+            if not (plausible and name.startswith("unrounded/") and other.isfinite().all()):  # other keys, as good
+                yield f"{name}: {shape}", tensor
 
 
 @pytest.mark.parametrize("name", ["longheads", "esa", "infllm", "quest", "longheads, int8"])
