@@ -38,9 +38,7 @@ def main() -> None:
         print(f"skipped: there is no {', '.join(missing)}; give --text FILE, or none for prose made here")
         return
     text = read(args.text) if args.text else made()
-    print(
-        f"lce {lce.__version__}, PyTorch {torch.__version__}, {args.model}, {args.tokens:,} tokens, dtype {args.dtype}\n"
-    )
+    print(f"PyTorch {torch.__version__}, {args.model}, {args.tokens:,} tokens, dtype {args.dtype}\n")
     print("| method | perplexity | in 8 bits | KL, nats | same |\n|---|---:|---:|---:|---:|")
     for method in args.method or ["full", "longheads", "infllm", "streaming"]:
         exact, rounded = (logits_of(text, args, method, kv_dtype) for kv_dtype in ("auto", "int8"))
