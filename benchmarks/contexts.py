@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--block", type=int)
     parser.add_argument("--kv-host-budget")
     parser.add_argument("--spill-dir")
+    parser.add_argument("--kv-dtype", default="auto")
     parser.add_argument("--checkpoint-every", type=int)
     parser.add_argument("--lines", type=int, default=20, help="of progress")
     parser.add_argument("--ask", action="store_true", help=argparse.SUPPRESS)
@@ -50,12 +51,13 @@ def main() -> None:
     method = lce.methods.make(args.method, dict(knob.split("=", 1) for knob in args.knobs))
     engine = lce.load(
         args.model, method, dtype=args.dtype, window=args.window, block=args.block,
-        kv_host_budget=args.kv_host_budget, spill_dir=args.spill_dir,
+        kv_host_budget=args.kv_host_budget, spill_dir=args.spill_dir, kv_dtype=args.kv_dtype,
     )  # fmt: skip
     if args.ask:
         ask(engine, args.out)
         return
-    print(f"{machine()}; {engine!r}, {args.tokens:,} tokens, budget {args.kv_host_budget}", flush=True)
+    print(f"{machine()}; {engine!r}, {args.tokens:,} tokens, budget {args.kv_host_budget}, "
+          f"kv_dtype {args.kv_dtype}", flush=True)  # fmt: skip
     if not Path(args.out).exists():
         read(engine, args)
     subprocess.run([sys.executable, *sys.argv, "--ask"], check=True)

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lce.cache.layout import CacheLayout
-from lce.cache.movers import Mover
+from lce.cache.movers import Mover, fitting
+from lce.cache.packing import Parts
 from lce.cache.tiers import Disk, TierStack
 
 ORDERS = ("only what is waited for", "last first", "random")
@@ -26,16 +27,18 @@ class Late(Mover):
     def __init__(self, order: str = ORDERS[0], seed: int = 0) -> None:
         self.order = order
         self.random = Random(seed)
-        self.coming: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}  # by slot, the oldest first
+        self.coming: dict[int, tuple[Parts, Parts]] = {}  # by slot, the oldest first: where to, and what
 
-    def slots(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype)
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.full(shape, torch.nan, dtype=dtype)
 
-    def put(self, k: Tensor, v: Tensor, slots: NDArray[np.int64], new_k: Tensor, new_v: Tensor) -> None:
+    def put(self, held: Parts, slots: NDArray[np.int64], pages: Parts) -> None:
+        pages = fitting(pages, held)
         for page, slot in enumerate(slots.tolist()):
-            k[slot] = v[slot] = torch.nan
+            for x in held:
+                x[slot] = torch.nan
             self.coming.pop(slot, None)
-            self.coming[slot] = (k, v, new_k[page], new_v[page])
+            self.coming[slot] = held, tuple(x[page] for x in pages)
 
     def wait(self, slots: NDArray[np.int64]) -> None:
         waited = set(slots.tolist())
@@ -46,8 +49,8 @@ class Late(Mover):
             if not waited & self.coming.keys():
                 return
             if slot in waited or self.order != "only what is waited for":
-                k, v, new_k, new_v = self.coming.pop(slot)
-                k[slot], v[slot] = new_k, new_v
+                for x, new in zip(*self.coming.pop(slot), strict=True):
+                    x[slot] = new
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ def run(
     truncate: Sequence[int] = (),
     pieces: tuple[int, int] | None = None,
     budgets: Budgets | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The method's output `[H, N, D]` for a sequence fed in blocks of these sizes.
 
@@ -51,11 +52,12 @@ def run(
     some blocks other tokens are read, from which it goes back. At the end the text is truncated to each of `truncate`
     tokens, as near as the method can, and the rest is read again.
     `pieces` is how many tokens are read in one go, and the chunk size if the method has none. `budgets` bound the
-    cache; they are raised to the least that the method can work with.
+    cache; they are raised to the least that the method can work with. `kv_dtype` is that of pages below the device.
     """
     method = method.resolve(window)
     dim = q.shape[-1]
     layout = layout_for(method, len(q), k, max(blocks), budgets or Budgets())
+    layout = dataclasses.replace(layout, kv_dtype=kv_dtype)
     if pieces is not None:
         chunk = pieces[0] if method.reach.chunk_size == Reach().chunk_size else method.reach.chunk_size
         reach = dataclasses.replace(layout.reach, chunk_size=chunk)
@@ -109,6 +111,17 @@ def legal(layout: CacheLayout) -> CacheLayout:
     """The layout with its host budget raised to the least that works."""
     host = max(layout.budgets.host or 0, layout.least_budget)
     return dataclasses.replace(layout, budgets=dataclasses.replace(layout.budgets, host=host))
+
+
+def rounded(x: Tensor, size: int) -> Tensor:
+    """`[…, N, D]` with every chunk of `size` tokens rounded as keys and as values are: packing leaves it as it is."""
+    whole = -(-x.shape[-2] // size) * size
+    chunks = torch.nn.functional.pad(x, (0, 0, 0, whole - x.shape[-2])).unflatten(-2, (-1, size)).flatten(0, -3)
+    if not x.numel():
+        return x
+    chunks = (chunks * 127 / chunks.abs().amax()).round_().clamp_(-127, 127)
+    chunks[:, 0] = chunks[:, :, 0] = 127.0  # the peak of each channel, and of each token
+    return (chunks / 64).flatten(0, 1).view(*x.shape[:-2], whole, x.shape[-1])[..., : x.shape[-2], :]
 
 
 def cut(n: int, block: int) -> list[int]:

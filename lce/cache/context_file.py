@@ -4,6 +4,12 @@
     layers.I.checks   [groups, N]           a number for each row, by which damage is found when the row is read
     others            what is small: token ids, logits, what the method keeps; read and checked on opening
 
+With keys and values in 8 bits, the rows are those of packed pages (`lce.cache.packing`): all complete chunks that local
+attention does not reach. The tokens after them are among what is small, as the model computed them.
+
+    layers.I.kv       [groups, R, bytes]    R = chunks · (L + 2)
+    unrounded/I       [2, G, n, D]
+
 The first two have their offsets from the start, so that a long prefill writes them as it goes, and the rest, with the
 header, at its end. A file under work has another name and is locked. It takes its own name whole, or not at all.
 """
@@ -22,23 +28,24 @@ import torch
 from torch import Tensor
 
 from lce.cache.checks import FiledChecks, Numbers, write_all
-from lce.cache.kv import KVBuffer, KVCache, LayerCache, Opened, Tiered, Whole
+from lce.cache.kv import UNROUNDED, KVBuffer, KVCache, LayerCache, Opened, Tiered, Whole
 from lce.cache.layout import CacheLayout, FileLayout
 from lce.cache.manifest import NAMES, REMEDY, Header, Manifest, contradiction, page_facts, read_header, signed
+from lce.cache.packing import pack, to_rows
 from lce.cache.row_file import Descriptor, RowFile, SpillFile
-from lce.cache.small import Small, check_numbers, check_state, read_small, small_entries, small_tensors
-from lce.cache.tiers import Disk, Nowhere, Pages, TierStack
+from lce.cache.small import Small, check_numbers, check_state, check_unrounded, read_small, small_entries, small_tensors
+from lce.cache.tiers import Disk, Nowhere, Pages, TierStack, pages_of
 from lce.errors import DataError
 from lce.files import lock, named, open_regular, sync_folder, unwritable
 
 
 class ContextRows(RowFile):
-    """The rows of a context file: token t of head group g is row `g · N + t`."""
+    """The rows of a context file: token t of head group g is row `g · N + t`, or later for packed pages."""
 
     def __init__(self, descriptor: int, name: str, layout: FileLayout, *, writable: bool) -> None:
         checks = FiledChecks(descriptor, name, layout.checks_start, layout.n_rows)
         super().__init__(
-            descriptor, name, layout.cache.row_shape, layout.cache.dtype, checks, start=layout.rows_start,
+            descriptor, name, layout.cache.row_shape, layout.cache.row_dtype, checks, start=layout.rows_start,
             n_rows=layout.n_rows, writable=writable,
         )  # fmt: skip
         self.layout = layout
@@ -46,7 +53,7 @@ class ContextRows(RowFile):
     def allocate_pages(self, groups: Numbers, chunks: Numbers, size: int) -> Numbers:
         if not self._writable:
             return super().allocate_pages(groups, chunks, size)
-        return self.first_rows(groups, chunks * size)
+        return self.first_rows(groups, chunks * self.layout.cache.chunk_size)
 
     def for_fork(self) -> RowFile:
         """Read-only where this one is written: each token has one place, which belongs to one context."""
@@ -56,7 +63,9 @@ class ContextRows(RowFile):
 
     def first_rows(self, groups: Numbers, tokens: Numbers | int) -> Numbers:
         """The row of a token of each head group, counted over all layers."""
-        rows: Numbers = groups * self.layout.n_tokens + tokens
+        cache = self.layout.cache
+        scale_rows = tokens // cache.chunk_size * (cache.page_rows - cache.chunk_size)  # of packed pages before
+        rows: Numbers = groups * self.layout.group_rows + tokens + scale_rows
         return rows
 
 
@@ -134,13 +143,13 @@ class Draft:
 def row_entries(layout: FileLayout) -> dict[str, dict[str, Any]]:
     """The rows' part of a safetensors header."""
     cache, offset, entries = layout.cache, 0, {}
-    shape = [cache.n_groups, layout.n_tokens]
+    shape = [cache.n_groups, layout.group_rows]
     for what, kind, row, row_bytes in (
-        ("kv", NAMES[cache.dtype], list(cache.row_shape), cache.row_bytes),
+        ("kv", NAMES[cache.row_dtype], list(cache.row_shape), cache.row_bytes),
         ("checks", "I32", [], 4),
     ):
         for layer in range(cache.n_layers):
-            span = [offset, offset := offset + cache.n_groups * layout.n_tokens * row_bytes]
+            span = [offset, offset := offset + cache.n_groups * layout.group_rows * row_bytes]
             entries[f"layers.{layer}.{what}"] = {"dtype": kind, "shape": [*shape, *row], "data_offsets": span}
     return entries
 
@@ -175,6 +184,7 @@ def open_snapshot(
         tensors = small_tensors(header, rows_layout.small_start, row_entries(rows_layout), path)
         state = dict(tensors)
         check(manifest, state)
+        check_unrounded(layout, manifest.read, state, path)
         check_state(layout, manifest.read, state, path)
         small = read_small(descriptor, path, tensors, manifest.raw)
         check_numbers(layout, manifest.read, small, path)
@@ -212,11 +222,23 @@ def write_rows(cache: KVCache, rows: ContextRows, since: int = 0) -> None:
     for layer in cache.layers:
         first = layer.buffer.first if own else 0  # after an interrupted pass layers differ
         groups = np.arange(layer.index * layout.n_groups, (layer.index + 1) * layout.n_groups)
+        if layout.packed:
+            _write_packed(layer, rows, groups, max(layout.old(since), first))
+            continue
         for start, stop in layer.segments(max(since, first), layer.length):
             k, v = (x.unflatten(0, (layout.n_groups, -1)) for x in layer.span(start, stop))
             found = torch.stack((k, v), dim=1).permute(0, 3, 1, 2, 4)  # [groups, 2, P, n, D] -> [groups, n, 2, P, D]
             for row, part in zip(rows.first_rows(groups, start).tolist(), found, strict=True):
                 rows.write(row, part)
+
+
+def _write_packed(layer: LayerCache, rows: ContextRows, groups: Numbers, first: int) -> None:
+    """Write the old chunks of a layer from token `first` on."""
+    layout = layer.layout
+    for start, stop in layer.segments(first, layout.old(layer.length)):
+        pages = Pages.grid(groups, np.arange(start // layout.chunk_size, stop // layout.chunk_size))
+        parts = pack(*(pages_of(x, layout) for x in layer.span(start, stop)))
+        rows.write_pages(rows.first_rows(pages.group, pages.chunk * layout.chunk_size), to_rows(parts, layout))
 
 
 def restored(
@@ -227,24 +249,28 @@ def restored(
     What comes later goes to memory, and beyond the budget to `rows` where they are the cache's `own`, else to a spill
     file; where there is none it stays in the buffers.
     """
-    border = max(n_tokens - layout.reach.local, 0) // layout.chunk_size * layout.chunk_size
+    border = layout.old(n_tokens)
     bottom = Disk(layout, rows, Nowhere())
     old = Pages.grid(np.arange(layout.n_layers * layout.n_groups), np.arange(border // layout.chunk_size))
     bottom.row[old] = rows.first_rows(old.group, old.chunk * layout.chunk_size)
     if not own and layout.budgets.spill_dir is not None:
-        bottom = Disk(layout, SpillFile(layout.budgets.spill_dir, layout.row_shape, layout.dtype), bottom)
+        bottom = Disk(layout, SpillFile(layout.budgets.spill_dir, layout.row_shape, layout.row_dtype), bottom)
     tiers = TierStack(layout, bottom)
     overflows = (own or layout.overflows) and layout.budget is not None
     residency = Tiered(tiers) if overflows else Opened(tiers)
     layers = []
     for index in range(layout.n_layers):
         buffer = KVBuffer(layout, max(layout.recent_tokens, n_tokens - border), border)
-        found = rows.read_pages(rows.first_rows(tiers.groups(index), border), n_tokens - border)  # [groups, n, 2, P, D]
-        for kind, x in enumerate(buffer.span(border, n_tokens)):
-            x.copy_(found[:, :, kind].transpose(1, 2).flatten(0, 1))
+        if layout.packed:
+            recent = tensors[f"{UNROUNDED}/{index}"]
+        else:
+            found = rows.read_pages(rows.first_rows(tiers.groups(index), border), n_tokens - border)
+            recent = found.permute(2, 0, 3, 1, 4).flatten(1, 2)  # [groups, n, 2, P, D] -> [2, G, n, D]
+        for x, kept in zip(buffer.span(border, n_tokens), recent, strict=True):
+            x.copy_(kept)
         state = layout.make_state(layout)
-        for name, kept in state.items():
+        for name, own_state in state.items():
             at = f"layers/{index}/{name}/"
-            kept.restore({key[len(at) :]: x.to(layout.device) for key, x in tensors.items() if key.startswith(at)})
+            own_state.restore({key[len(at) :]: x.to(layout.device) for key, x in tensors.items() if key.startswith(at)})
         layers.append(LayerCache(index, layout, buffer, residency, state, n_tokens))
     return KVCache(layout, layers, residency)

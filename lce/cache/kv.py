@@ -3,6 +3,9 @@
 A pass writes its block behind what is committed and then commits once. An interrupted pass commits nothing; the next
 pass overwrites what it wrote. Ctrl-C may come between any two bytecodes, so every change here is one assignment, or can
 be made again: `KVCache.settle` does what an interrupted pass left undone.
+
+With keys and values in 8 bits, a pass that begins at token s sees the tokens before `layout.old(s)` rounded, and all
+others as they are. They are rounded once, in the buffer, whatever the budget; tiers keep rounded numbers as they are.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from torch import Tensor
 from lce.attention import Tiles, Turn, append
 from lce.cache.layout import DEVICE, DISK, HOST, CacheLayout
 from lce.cache.method_state import Held, MethodState
+from lce.cache.packing import round_chunks
 from lce.cache.row_file import RowFile
 from lce.cache.tiers import Disk, Tier, TierStack, Traffic
 from lce.errors import CapacityError, UsageError
@@ -26,6 +30,8 @@ from lce.kernels.gathering import take_rows
 from lce.sizes import size_text
 
 S = TypeVar("S", bound=MethodState)
+Unrounded = tuple[int, Tensor]  # the first of some tokens, and their keys and values `[2, G, n, D]`
+UNROUNDED = "unrounded"  # tokens of a layer in a file whose rows are packed: "unrounded/0"
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,7 @@ class LayerCache:
 
     def __init__(
         self, index: int, layout: CacheLayout, buffer: KVBuffer, residency: Residency,
-        state: Mapping[str, MethodState], length: int = 0,
+        state: Mapping[str, MethodState], length: int = 0, rounded: int = 0,
     ) -> None:  # fmt: skip
         self.index = index
         self.layout = layout
@@ -114,6 +120,7 @@ class LayerCache:
         self.residency = residency
         self.state = dict(state)
         self.length = length  # committed tokens
+        self.rounded = max(rounded, buffer.first)  # tokens that are rounded, with keys and values in 8 bits
         self.stop = length  # tokens written, those of the pass under way included
 
     @property
@@ -202,6 +209,7 @@ class LayerCache:
             expected = f"[{layout.n_kv_heads}, T, {layout.head_dim}]"  # fewer would be repeated silently
             raise UsageError(f"keys {list(k.shape)} and values {list(v.shape)} for the cache; expected {expected} each")
         stop = self.length + shape[1]
+        self.round_old()
         self.reserve(stop)
         self.stop = stop
         buffer = self.buffer
@@ -245,41 +253,76 @@ class LayerCache:
     def retire(self) -> None:
         """Move complete chunks behind the reach of local attention to the tiers."""
         size, first = self.layout.chunk_size, self.buffer.first
-        border = max(self.length - self.layout.reach.local, 0) // size * size
+        border = min(self.layout.old(self.length), self.rounded if self.layout.packed else self.length)
         if border > first:
             self.tiers.add(self.index, first // size, *self.buffer.span(first, border))
             capacity = max(self.layout.recent_tokens, self.length - border)  # less after a refused `move_to`
             self.buffer = self.buffer.replaced(border, capacity, self.length)
 
-    def at(self, n_tokens: int, marks: Mapping[str, Held]) -> LayerCache:
+    def round_old(self) -> None:
+        """Round to 8 bits what the next tokens do not see as local. Time: O(what is new of it).
+
+        Only a pass does so, whatever the budget: a call that fails before goes back to tokens that are as they were.
+        """
+        border = self.layout.old(self.length)
+        if self.layout.packed and border > self.rounded:
+            round_chunks(*self.buffer.span(self.rounded, border), self.layout.chunk_size)
+            self.rounded = border
+
+    def unrounded(self) -> Unrounded | None:
+        """A copy of the tokens that are not rounded yet, where any ever are. Bytes: local tokens, and a block."""
+        if not self.layout.packed:
+            return None
+        return self.rounded, torch.stack(self.buffer.span(self.rounded, self.length))
+
+    def at(self, n_tokens: int, marks: Mapping[str, Held], unrounded: Unrounded | None = None) -> LayerCache:
         """This cache when it had `n_tokens` tokens and `marks` were taken. It takes the place of this one.
 
         Tokens that local attention sees come back from the tiers to the buffer. Pages of chunks that are no longer
         complete stay in the tiers, unread: the buffer is in front of them, and `TierStack.add` replaces them.
+
+        What was rounded since comes back from `unrounded`, taken with the marks; without that, it stays rounded.
         """
         layout, buffer = self.layout, self.buffer
-        border = max(n_tokens - layout.reach.local, 0) // layout.chunk_size * layout.chunk_size
+        border = layout.old(n_tokens)
         if border < buffer.first:
             buffer = KVBuffer(layout, max(layout.recent_tokens, n_tokens - border), border)
             for x, kept in zip(buffer.span(border, n_tokens), self.span(border, n_tokens), strict=True):
                 x.copy_(kept)
+        rounded = min(self.rounded, border)
+        if unrounded is not None:
+            rounded = min(rounded, unrounded[0])
+            if buffer is self.buffer:
+                self.rounded = max(rounded, buffer.first)  # after an interruption this cache rounds them again
+            first = max(unrounded[0], buffer.first)
+            _overwrite(buffer.span(first, n_tokens), unrounded[1][:, :, first - unrounded[0] :])
         state = {name: state.at(marks[name]) for name, state in self.state.items()}
-        return LayerCache(self.index, layout, buffer, self.residency, state, n_tokens)
+        return LayerCache(self.index, layout, buffer, self.residency, state, n_tokens, rounded)
 
     def copy(self, residency: Residency) -> LayerCache:
         """A cache of its own with the committed tokens; `residency` has the tiers of the other context."""
         capacity = self.length if isinstance(residency, Whole) else self.buffer.capacity
         buffer = self.buffer.replaced(self.buffer.first, capacity, self.length)
         state = {name: state.copy(self.length) for name, state in self.state.items()}
-        return LayerCache(self.index, self.layout, buffer, residency, state, self.length)
+        return LayerCache(self.index, self.layout, buffer, residency, state, self.length, self.rounded)
+
+
+@torch.inference_mode()  # the tensors may have been made in it
+def _overwrite(held: tuple[Tensor, Tensor], kept: Tensor) -> None:
+    for x, new in zip(held, kept, strict=True):
+        x.copy_(new)
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A length of a cache, and what the method's states need to be those of that length again: see `KVCache.mark`."""
+    """A length of a cache, and what the method's states need to be those of that length again: see `KVCache.mark`.
+
+    `unrounded` are the tokens of each layer that were not rounded to 8 bits; None where they are not known.
+    """
 
     length: int
     states: Sequence[Mapping[str, Held]]  # by layer, then by name
+    unrounded: Sequence[Unrounded | None]
 
 
 class Pass(Enum):
@@ -399,20 +442,24 @@ class KVCache:
     def mark(self, n_tokens: int | None = None) -> Mark:
         """What `go_back` needs: for the tokens so far, or for the first `n_tokens`, which `nearest` allows.
 
-        Nothing is copied: what is committed is never written again. Valid until the cache goes back to before it.
+        Nothing is copied: what is committed is never written again. With keys and values in 8 bits, tokens that are
+        not rounded yet are copied, if the mark is of all tokens; else what is rounded stays so.
+        Valid until the cache goes back to before it.
         """
         self.settle()
+        unrounded = [layer.unrounded() if n_tokens is None else None for layer in self.layers]
         n_tokens = self.length if n_tokens is None else n_tokens
         states = [{name: x.mark(n_tokens) for name, x in layer.state.items()} for layer in self.layers]
-        return Mark(n_tokens, states)
+        return Mark(n_tokens, states, unrounded)
 
     def go_back(self, mark: Mark) -> None:
         """Be as when `mark` was taken, bit by bit; all at once. Bytes: a buffer of recent tokens, at need."""
         self.settle()
-        self.layers = [layer.at(mark.length, marks) for layer, marks in zip(self.layers, mark.states, strict=True)]
+        held = zip(self.layers, mark.states, mark.unrounded, strict=True)
+        self.layers = [layer.at(mark.length, marks, unrounded) for layer, marks, unrounded in held]
 
     def truncate(self, n_tokens: int) -> None:
-        """Keep the first `n_tokens` tokens alone, as if no more had been read.
+        """Keep the first `n_tokens` tokens alone, as if no more had been read; but what was rounded stays so.
 
         Raises `UsageError` where what the method keeps cannot go back to there: `nearest` says where it can.
         """
@@ -436,14 +483,22 @@ class KVCache:
         return KVCache(self.layout, [layer.copy(residency) for layer in self.layers], residency)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What the method keeps in every layer, as it was committed, by name."""
+        """What the method keeps in every layer, as it was committed, by name.
+
+        With keys and values in 8 bits, also the tokens that are not in packed rows: `unrounded/LAYER`, `[2, G, n, D]`.
+        """
         self.settle()
-        return {
+        kept = {
             f"layers/{layer.index}/{name}/{part}": x
             for layer in self.layers
             for name, state in layer.state.items()
             for part, x in state.tensors(layer.length).items()
         }
+        if self.layout.packed:
+            border = self.layout.old(self.length)
+            for layer in self.layers:
+                kept[f"{UNROUNDED}/{layer.index}"] = torch.stack(layer.span(border, layer.length))
+        return kept
 
     @property
     def bytes_by_tier(self) -> dict[str, int]:

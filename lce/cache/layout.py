@@ -20,6 +20,7 @@ DEVICE, HOST, DISK = "device", "host", "disk"  # the tiers, as users read them
 READ_SIZE = 8192  # tokens that are read in one go by what reads everything
 CHECK_BYTES = 4  # of a row in a file
 CHECK_BLOCK = 1 << 12  # checks that are kept, and read, together
+SCALE_ROWS = 2  # behind a packed page's tokens: with its keys' scales
 UNBOUNDED = 1 << 62  # tokens, bytes or slots
 
 
@@ -56,6 +57,9 @@ class CacheLayout:
     `could_keep` says whether tensors of a file can be that. Texts are read in blocks of at most `block` tokens.
 
     Where the model runs on the CPU, device and host are one memory, and the smaller budget counts.
+
+    With `kv_dtype` int8 complete chunks are rounded once they are `old`: when local attention no longer reaches them.
+    The device has them in `dtype`; lower tiers and files have them packed, in 8 bits (`lce.cache.packing`).
     """
 
     n_layers: int
@@ -72,6 +76,7 @@ class CacheLayout:
         default=lambda layer, kept, layout, n_tokens: True, compare=False
     )
     read_size: int = READ_SIZE
+    kv_dtype: torch.dtype | None = None  # int8; None: keys and values are everywhere as the model computes them
 
     @property
     def chunk_size(self) -> int:
@@ -102,6 +107,15 @@ class CacheLayout:
         """`n_tokens` rounded up to whole chunks."""
         return -(-n_tokens // self.chunk_size) * self.chunk_size
 
+    @property
+    def packed(self) -> bool:
+        """Whether old chunks are rounded to 8 bits, and pages below the device packed."""
+        return self.kv_dtype is not None
+
+    def old(self, n_tokens: int) -> int:
+        """The tokens of `n_tokens` in complete chunks that the next tokens do not see as local: `0..old-1`."""
+        return max(n_tokens - self.reach.local, 0) // self.chunk_size * self.chunk_size
+
     def state_bytes(self, n_tokens: int) -> int:
         """The most that the method keeps of `n_tokens`, over all layers, besides keys and values."""
         states = self.make_state(self).values()
@@ -120,19 +134,54 @@ class CacheLayout:
         return self.n_kv_heads // self.page_heads
 
     @property
-    def row_shape(self) -> tuple[int, int, int]:
-        """What one token has of a page, as files hold it: keys and values, heads, numbers."""
-        return 2, self.page_heads, self.head_dim
+    def page_bytes(self) -> int:
+        """Bytes of a page on the device."""
+        return 2 * self.chunk_size * self.page_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """What one token has of a page, as files hold it: keys and values, heads, numbers. Packed: bytes."""
+        return (self.row_bytes,) if self.packed else (2, self.page_heads, self.head_dim)
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """The dtype of `row_shape`."""
+        return torch.uint8 if self.packed else self.dtype
+
+    @property
+    def scale_at(self) -> int:
+        """Where a packed row has its values' scales: behind its keys and values."""
+        return 2 * self.page_heads * self.head_dim
+
+    @property
+    def scale_stop(self) -> int:
+        """Where those scales end: float32, one a head."""
+        return self.scale_at + self.page_heads * torch.float32.itemsize
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row of `row_shape`."""
+        """Bytes of a row of `row_shape`. Packed rows are filled up to whole words of 8 bytes, for their checks."""
+        if self.packed:
+            return -(-self.scale_stop // 8) * 8
         return 2 * self.page_heads * self.head_dim * self.dtype.itemsize
 
     @property
-    def page_bytes(self) -> int:
-        """Bytes of a page."""
-        return self.chunk_size * self.row_bytes
+    def page_rows(self) -> int:
+        """Rows of a page: one a token, and behind a packed page's the scales of its keys, float32, one a channel."""
+        return self.chunk_size + (SCALE_ROWS if self.packed else 0)
+
+    @property
+    def stored_page_bytes(self) -> int:
+        """Bytes of a page in a tier below the device, and in a file."""
+        return self.page_rows * self.row_bytes
+
+    def stored_bytes(self, n_tokens: int) -> int:
+        """Bytes of `n_tokens` tokens, whole chunks of all layers, below the device."""
+        return n_tokens // self.chunk_size * self.n_layers * self.n_groups * self.stored_page_bytes
+
+    def file_rows(self, n_tokens: int) -> int:
+        """Rows that the first `n_tokens` tokens of a head group have in a file, and so the row of the next token."""
+        return n_tokens + n_tokens // self.chunk_size * (self.page_rows - self.chunk_size)
 
     @property
     def pinned_chunks(self) -> int:
@@ -209,7 +258,7 @@ class CacheLayout:
         """Pages that the host's pool may hold; 0 where there is no such tier."""
         if self.on_cpu:
             return 0
-        return UNBOUNDED if self.budgets.host is None else self.budgets.host // self.page_bytes
+        return UNBOUNDED if self.budgets.host is None else self.budgets.host // self.stored_page_bytes
 
     def needs(self, n_tokens: int) -> dict[str, int]:
         """Bytes of keys and values that a context of `n_tokens` comes to hold in each tier, at most.
@@ -225,16 +274,16 @@ class CacheLayout:
         if self.whole_chunks(n_tokens) <= self.resident_tokens or (self.on_cpu and budgets.spill_dir is None):
             return needs
         recent, page = self.recent_tokens * self.token_bytes, self.page_bytes
-        complete = max(0, n_tokens - self.reach.local) // self.chunk_size * self.chunk_size * self.token_bytes
+        stored, complete = self.stored_page_bytes, self.stored_bytes(self.old(n_tokens))
         needs[DEVICE] = max(self.least_budget, recent + ((self.budget or 0) - recent) // page * page)
         if not self.on_cpu and budgets.host is None:  # grows by half, and nothing ever leaves it
-            needs[HOST] = (complete // page * 3 // 2 + 16) * page
+            needs[HOST] = (complete // stored * 3 // 2 + 16) * stored
         elif budgets.spill_dir is not None:
             needs[DISK] = complete
             if not self.on_cpu:
-                needs[HOST] = self.host_slots * page
+                needs[HOST] = self.host_slots * stored
         else:
-            needs[HOST] = max(self.host_slots * page, whole)
+            needs[HOST] = max(self.host_slots * stored, self.stored_bytes(self.whole_chunks(n_tokens)))
         return needs
 
     def check_bytes(self, n_tokens: int, n_filed: int = 0) -> int:
@@ -243,7 +292,8 @@ class CacheLayout:
         A spill file's are made in blocks.
         """
         spilled = self.needs(n_tokens).get(DISK, 0) // self.row_bytes
-        return (-(-spilled // CHECK_BLOCK) * CHECK_BLOCK + self.file(n_filed).n_rows) * CHECK_BYTES
+        filed = self.n_layers * self.n_groups * self.file_rows(n_filed)
+        return (-(-spilled // CHECK_BLOCK) * CHECK_BLOCK + filed) * CHECK_BYTES
 
     def file(self, n_tokens: int) -> FileLayout:
         """Where a context file of `n_tokens` tokens has what."""
@@ -252,15 +302,23 @@ class CacheLayout:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Byte offsets in a context file whose rows are those of `n_tokens` tokens: header, rows, checks, the rest."""
+    """Byte offsets in a context file whose rows are those of `n_tokens` tokens: header, rows, checks, the rest.
+
+    Packed rows are those of old chunks alone. Recent tokens, which are not rounded, are with what is small.
+    """
 
     cache: CacheLayout
     n_tokens: int
 
     @property
+    def group_rows(self) -> int:
+        """Rows of one head group of one layer."""
+        return self.cache.file_rows(self.cache.old(self.n_tokens) if self.cache.packed else self.n_tokens)
+
+    @property
     def n_rows(self) -> int:
-        """Rows of keys and values: one for each token and head group of each layer."""
-        return self.cache.n_layers * self.cache.n_groups * self.n_tokens
+        """Rows of keys and values: of each token, or packed page, and head group of each layer."""
+        return self.cache.n_layers * self.cache.n_groups * self.group_rows
 
     @property
     def rows_start(self) -> int:

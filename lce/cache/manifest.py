@@ -26,7 +26,7 @@ FORMAT = "lce context 3"
 REMEDY = "prefill the text again"
 KINDS = {
     "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "I64": torch.int64,
-    "I32": torch.int32, "BOOL": torch.bool,
+    "I32": torch.int32, "BOOL": torch.bool, "U8": torch.uint8,
 }  # fmt: skip
 NAMES = {kind: name for name, kind in KINDS.items()}
 MOST_TOKENS = 1 << 40  # of a text
@@ -156,10 +156,11 @@ def pread(descriptor: int, n_bytes: int, offset: int, path: Path) -> bytearray:
 
 
 def page_facts(layout: CacheLayout) -> dict[str, Any]:
-    """A page's shape as a manifest holds it."""
+    """A page's shape as a manifest holds it, and in what its rows are if not as the model computes."""
+    packed = {"kv_dtype": str(layout.kv_dtype).removeprefix("torch.")} if layout.packed else {}
     return {
         "n_layers": layout.n_layers, "n_groups": layout.n_groups, "heads": layout.page_heads,
-        "chunk_size": layout.chunk_size, "head_dim": layout.head_dim, "dtype": NAMES[layout.dtype],
+        "chunk_size": layout.chunk_size, "head_dim": layout.head_dim, "dtype": NAMES[layout.dtype], **packed,
     }  # fmt: skip
 
 

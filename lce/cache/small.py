@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lce.cache.kv import UNROUNDED
 from lce.cache.layout import CacheLayout
 from lce.cache.manifest import KINDS, NAMES, REMEDY, Header, contradiction, is_signed, pread
 from lce.cache.method_state import GrowingRows, MethodState, OpenChunk, RecentRows, Staged
@@ -108,6 +109,16 @@ def read_small(
     return found
 
 
+def check_unrounded(layout: CacheLayout, n_tokens: int, tensors: dict[str, Small], path: Path) -> None:
+    """Take the recent tokens out of `tensors` where rows are packed. Raise `DataError` where they cannot be those."""
+    if layout.packed:
+        shape = (2, layout.n_kv_heads, n_tokens - layout.old(n_tokens), layout.head_dim)
+        for layer in range(layout.n_layers):
+            found = tensors.pop(f"{UNROUNDED}/{layer}", None)
+            if found is None or (found.dtype, found.shape) != (layout.dtype, shape):
+                raise contradiction(path)
+
+
 def check_state(layout: CacheLayout, n_tokens: int, tensors: Mapping[str, Small], path: Path) -> None:
     """Raise `DataError` for tensors that the method cannot keep of `n_tokens` tokens, or that no layer has."""
     states = dict(layout.make_state(layout))
@@ -123,10 +134,13 @@ def check_state(layout: CacheLayout, n_tokens: int, tensors: Mapping[str, Small]
 def check_numbers(layout: CacheLayout, n_tokens: int, tensors: Mapping[str, Tensor], path: Path) -> None:
     """Raise `DataError` for what the method keeps, where it could not be kept of `n_tokens` tokens.
 
-    That is a tensor that is not finite, a number beside it that is none of its kind, and what the method refuses.
+    That is a tensor that is not finite, recent keys and values among them, a number beside it that is none of its kind,
+    and what the method refuses.
     """
     states = layout.make_state(layout)
     for layer in range(layout.n_layers):
+        if layout.packed and not _is_finite(tensors[f"{UNROUNDED}/{layer}"]):
+            raise contradiction(path)
         kept = {}
         for name, state in states.items():
             at = f"layers/{layer}/{name}/"

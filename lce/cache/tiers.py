@@ -5,6 +5,9 @@
 
 What moves is a page (see `CacheLayout`). Complete chunks never change, so a page may be in several tiers at once. It is
 dirty while no tier below has it. A full pool gives up its least recently used pages: dirty ones move down first.
+
+With keys and values in 8 bits, the device's pool has plain pages, whose numbers were rounded before they came; tiers
+below have them packed. A page is packed on its way down and unpacked on its way up, which changes nothing.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lce.attention import Tiles
-from lce.cache.layout import DEVICE, DISK, HOST, UNBOUNDED, CacheLayout
-from lce.cache.movers import Cuda, Mover, Pinned
+from lce.cache.layout import DEVICE, DISK, HOST, SCALE_ROWS, UNBOUNDED, CacheLayout
+from lce.cache.movers import Cuda, Mover, Pinned, fitting
+from lce.cache.packing import Parts, from_rows, key_scales_of, pack, to_rows, tokens_of_rows
 from lce.cache.row_file import FULL, RowFile, SpillFile
 from lce.errors import CapacityError
 from lce.sizes import size_text
@@ -69,22 +73,23 @@ class Tier(ABC):
     traffic: Traffic
     below: Tier
     n_bytes: int  # held now
+    packed: bool = False  # whether its pages are
 
     @abstractmethod
     def holds(self, pages: Pages) -> NDArray[np.bool_]:
         """Which pages are in this tier or in one below it."""
 
     @abstractmethod
-    def read(self, pages: Pages) -> tuple[Tensor, Tensor]:
-        """Copies of pages, `k v [n, P, L, D]`, from here or from below."""
+    def read(self, pages: Pages) -> Parts:
+        """Copies of pages, `k v [n, P, L, D]` or packed, from here or from below."""
 
     @abstractmethod
     def read_rows(self, pages: Pages, offsets: Numbers) -> Tensor:
         """Copies of single tokens of pages, rows `[n, 2, P, D]`, from here or from below."""
 
     @abstractmethod
-    def write(self, pages: Pages, k: Tensor, v: Tensor) -> None:
-        """Take pages `k v [n, P, L, D]` that no tier below has. Not atomic: call again after an error."""
+    def write(self, pages: Pages, *parts: Tensor) -> None:
+        """Take pages, `k v [n, P, L, D]` or packed, that no tier below has. Not atomic: call again after an error."""
 
     @abstractmethod
     def forget(self, pages: Pages) -> None:
@@ -100,13 +105,13 @@ class Nowhere(Tier):
     def holds(self, pages: Pages) -> NDArray[np.bool_]:
         return np.zeros(np.broadcast(*pages).shape, bool)
 
-    def read(self, pages: Pages) -> tuple[Tensor, Tensor]:
+    def read(self, pages: Pages) -> Parts:
         raise AssertionError("a page that is in no tier")
 
     def read_rows(self, pages: Pages, offsets: Numbers) -> Tensor:
         raise AssertionError("a page that is in no tier")
 
-    def write(self, pages: Pages, k: Tensor, v: Tensor) -> None:
+    def write(self, pages: Pages, *parts: Tensor) -> None:
         raise CapacityError(FULL)
 
     def forget(self, pages: Pages) -> None:
@@ -122,6 +127,7 @@ class Disk(Tier):
         self.layout = layout
         self.file = file
         self.below = below
+        self.packed = layout.packed
         self.traffic = below.traffic if isinstance(below, Disk) else Traffic()  # files are one tier to users
         self.row = PageIndex(layout)  # the first row of each page in the file
 
@@ -132,34 +138,42 @@ class Disk(Tier):
     def holds(self, pages: Pages) -> NDArray[np.bool_]:
         return (self.row[pages] >= 0) | self.below.holds(pages)
 
-    def read(self, pages: Pages) -> tuple[Tensor, Tensor]:
+    def read(self, pages: Pages) -> Parts:
         first = self.row[pages]
         here, missing = np.flatnonzero(first >= 0), np.flatnonzero(first < 0)
         self.traffic.hits += len(here)
-        self.traffic.bytes_out += len(here) * self.layout.page_bytes
-        rows = self.file.read_pages(first[here], self.layout.chunk_size)  # [n, L, 2, P, D]
-        k, v = (x.transpose(1, 2) for x in rows.unbind(dim=2))
+        self.traffic.bytes_out += len(here) * self.layout.stored_page_bytes
+        parts = from_rows(self.file.read_pages(first[here], self.layout.page_rows), self.layout, self.file.name)
         if not len(missing):
-            return k, v
-        k, v = _joined((here, missing), ((k, v), self.below.read(pages.at(missing))))
-        return k, v
+            return parts
+        return _joined((here, missing), (parts, self.below.read(pages.at(missing))))
 
     def read_rows(self, pages: Pages, offsets: Numbers) -> Tensor:
         first = self.row[pages]
         here, missing = np.flatnonzero(first >= 0), np.flatnonzero(first < 0)
         self.traffic.bytes_out += len(here) * self.file.row_bytes
         rows = self.file.read(torch.from_numpy(first[here] + offsets[here]))
+        if self.packed:
+            rows = self._unpacked(rows, first[here])
         if not len(missing):
             return rows
         rest = self.below.read_rows(pages.at(missing), offsets[missing])
         return _joined((here, missing), ((rows,), (rest,)))[0]
 
-    def write(self, pages: Pages, k: Tensor, v: Tensor) -> None:
-        rows = torch.stack((k, v), dim=1).permute(0, 3, 1, 2, 4)  # [n, 2, P, L, D] -> [n, L, 2, P, D]
-        first = self.file.allocate_pages(*pages, self.layout.chunk_size)
+    def _unpacked(self, rows: Tensor, first: Numbers) -> Tensor:
+        """Packed rows of pages that begin at rows `first`, `[n, 2, P, D]`; reads the scales of each page once."""
+        page, of_page = np.unique(first, return_inverse=True)
+        found = self.file.read_pages(page + self.layout.chunk_size, SCALE_ROWS)
+        self.traffic.bytes_out += found.nbytes
+        scales = key_scales_of(found, self.layout, self.file.name).index_select(0, torch.from_numpy(of_page))
+        return tokens_of_rows(rows, scales, self.layout, self.file.name)
+
+    def write(self, pages: Pages, *parts: Tensor) -> None:
+        rows = to_rows(parts, self.layout)
+        first = self.file.allocate_pages(*pages, self.layout.page_rows)
         self.file.write_pages(first, rows)
         self.row[pages] = first
-        self.traffic.bytes_in += len(first) * self.layout.page_bytes
+        self.traffic.bytes_in += len(first) * self.layout.stored_page_bytes
 
     def forget(self, pages: Pages) -> None:
         self.row[pages] = -1
@@ -175,21 +189,20 @@ class Disk(Tier):
         other.row = self.row.copy()
         if file is self.file or folder is None:
             return other
-        return Disk(self.layout, SpillFile(folder, self.layout.row_shape, self.layout.dtype), other)
+        return Disk(self.layout, SpillFile(folder, self.layout.row_shape, self.layout.row_dtype), other)
 
 
 class Slots(NamedTuple):
-    """What a pool's slots hold: keys and values `k v [n_slots, P, L, D]`, and of which page."""
+    """What a pool's slots hold: `k v [n_slots, P, L, D]`, or packed pages, and of which page."""
 
-    k: Tensor
-    v: Tensor
+    parts: Parts
     group: Numbers  # whose page a slot holds; -1: free
     chunk: Numbers
     used: Numbers  # the request that last used a slot
 
 
 class Pool(Tier):
-    """Slots for pages in one kind of memory, `k v [n_slots, P, L, D]`: at most `limit` of them.
+    """Slots for pages in one kind of memory, `k v [n_slots, P, L, D]` or packed ones: at most `limit` of them.
 
     Pages of the first `pinned_chunks` chunks never leave. An unbounded pool grows by half. Bookkeeping takes 26 bytes a
     slot and 8 a page of the context. Time to free slots: O(n_slots).
@@ -199,14 +212,17 @@ class Pool(Tier):
     """
 
     def __init__(
-        self, name: str, layout: CacheLayout, mover: Mover, below: Tier, limit: int = UNBOUNDED, pinned_chunks: int = 0
-    ) -> None:
+        self, name: str, layout: CacheLayout, mover: Mover, below: Tier, limit: int = UNBOUNDED, pinned_chunks: int = 0,
+        *, packed: bool = False,
+    ) -> None:  # fmt: skip
         self.name = name
         self.layout = layout
         self.mover = mover
         self.below = below
         self.limit = limit
         self.pinned_chunks = pinned_chunks
+        self.packed = packed
+        self.page_bytes = layout.stored_page_bytes if packed else layout.page_bytes
         self.traffic = Traffic()
         self.clock = 0  # requests so far
         self._slot = PageIndex(layout)
@@ -214,11 +230,11 @@ class Pool(Tier):
 
     @property
     def k(self) -> Tensor:
-        return self._slots.k
+        return self._slots.parts[0]
 
     @property
     def v(self) -> Tensor:
-        return self._slots.v
+        return self._slots.parts[1]
 
     @property
     def group(self) -> Numbers:
@@ -248,7 +264,7 @@ class Pool(Tier):
 
     @property
     def n_bytes(self) -> int:  # type: ignore[override]
-        return self.n_slots * self.layout.page_bytes
+        return self.n_slots * self.page_bytes
 
     def find(self, pages: Pages) -> Numbers:
         """The slot of each page, -1 where it is not here."""
@@ -260,59 +276,71 @@ class Pool(Tier):
     def bring(self, pages: Pages) -> Numbers:
         """Have these pages, at most `capacity`, in slots; the slots. The pages stay there until the next request."""
         slots, missing = self._request(pages)
-        for some in slices(len(missing), AT_ONCE // self.layout.page_bytes):
+        for some in slices(len(missing), AT_ONCE // self.page_bytes):
             part = missing[some]
             found = self.below.read(pages.at(part))
             slots[part] = self._fill(pages.at(part), *found)
         return slots
 
-    def read(self, pages: Pages) -> tuple[Tensor, Tensor]:
+    def read(self, pages: Pages) -> Parts:
         """Missing pages pass by: they get slots only where slots are free."""
         slots, missing = self._request(pages)
         if not len(missing):
             return self.take(slots)
         here, found = np.flatnonzero(slots >= 0), self.below.read(pages.at(missing))
         held = self.take(slots[here])
+        found = fitting(tuple(x.to(self.k.device) for x in found), held)
         if self.n_free >= len(missing):
             self._fill(pages.at(missing), *found)
-        k, v = _joined((here, missing), (held, found), self.k.device)
-        return k, v
+        return _joined((here, missing), (held, found), self.k.device)
 
     def read_rows(self, pages: Pages, offsets: Numbers) -> Tensor:
         slots, device = self.find(pages), self.k.device
         here, missing = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
         self.used[slots[here]] = self.clock
         self.mover.wait(np.unique(slots[here]))
-        slot, offset = (torch.from_numpy(x[here]).to(device) for x in (slots, offsets))
-        held = torch.stack((self.k[slot, :, offset], self.v[slot, :, offset]), dim=1)
+        held = self._rows(*(torch.from_numpy(x[here]).to(device) for x in (slots, offsets)))
         if not len(missing):
             return held
         rest = self.below.read_rows(pages.at(missing), offsets[missing])
         return _joined((here, missing), ((held,), (rest,)), device)[0]
 
-    def write(self, pages: Pages, k: Tensor, v: Tensor) -> None:
+    def _rows(self, slot: Tensor, offset: Tensor) -> Tensor:
+        """Single tokens of slots, `[n, 2, P, D]`."""
+        if not self.packed:
+            return torch.stack((self.k[slot, :, offset], self.v[slot, :, offset]), dim=1)
+        k, k_scale, v, v_scale = self._slots.parts
+        rows = torch.stack((k[slot, :, offset] * k_scale[slot, :, 0], v[slot, :, offset] * v_scale[slot, :, offset]), 1)
+        return rows.to(self.layout.dtype)
+
+    def write(self, pages: Pages, *parts: Tensor) -> None:
         for some in slices(len(pages.group), self.capacity):
             self.clock += 1
             part = pages.at(some)
             self._free(part)  # left by a call that failed
-            self._fill(part, k[some], v[some])
+            self._fill(part, *(x[some] for x in parts))
 
     def forget(self, pages: Pages) -> None:
         self._free(pages)
         self.below.forget(pages)
 
-    def take(self, slots: Numbers) -> tuple[Tensor, Tensor]:
-        """Copies of the pages in these slots, `[n, P, L, D]`."""
+    def take(self, slots: Numbers) -> Parts:
+        """Copies of the pages in these slots."""
         self.mover.wait(slots)
-        self.traffic.bytes_out += len(slots) * self.layout.page_bytes
-        return self.mover.pick(self.k, slots), self.mover.pick(self.v, slots)
+        self.traffic.bytes_out += len(slots) * self.page_bytes
+        return tuple(self.mover.pick(x, slots) for x in self._slots.parts)
+
+    def _hand_down(self, slots: Numbers, target: Tier) -> None:
+        """Write the pages in these slots to another tier, packed if that one's are."""
+        parts = self.take(slots)
+        target.write(self._pages(slots), *(pack(*parts) if target.packed and not self.packed else parts))
 
     def copy_down(self, target: Tier, held_by: Tier) -> None:
         """Write to `target` the pages here that `held_by` does not have."""
         held = self._holding(np.arange(self.n_slots))
         held = held[~held_by.holds(self._pages(held))]
-        for some in slices(len(held), AT_ONCE // self.layout.page_bytes):
-            target.write(self._pages(held[some]), *self.take(held[some]))
+        for some in slices(len(held), AT_ONCE // self.page_bytes):
+            self._hand_down(held[some], target)
 
     def _request(self, pages: Pages) -> tuple[Numbers, Numbers]:
         """The slots of pages, -1 where they are missing, and which are; their use is noted."""
@@ -327,14 +355,14 @@ class Pool(Tier):
     def _pages(self, slots: Numbers) -> Pages:
         return Pages(self.group[slots], self.chunk[slots])
 
-    def _fill(self, pages: Pages, k: Tensor, v: Tensor) -> Numbers:
+    def _fill(self, pages: Pages, *parts: Tensor) -> Numbers:
         """Put pages into slots that are freed for them; the slots. They count once the index has them, at the end."""
         slots = self._vacate(len(pages.group))
-        self.mover.put(self.k, self.v, slots, k, v)
+        self.mover.put(self._slots.parts, slots, parts)
         self.used[slots], self.chunk[slots] = self.clock, pages.chunk
         self.group[slots] = pages.group
         self._slot[pages] = slots
-        self.traffic.bytes_in += len(slots) * self.layout.page_bytes
+        self.traffic.bytes_in += len(slots) * self.page_bytes
         return slots
 
     def _vacate(self, n: int) -> Numbers:
@@ -343,7 +371,7 @@ class Pool(Tier):
         held = self._holding(slots)
         dirty = held[~self.below.holds(self._pages(held))]
         if len(dirty):
-            self.below.write(self._pages(dirty), *self.take(dirty))
+            self._hand_down(dirty, self.below)
         self._drop(held)
         return slots
 
@@ -378,16 +406,19 @@ class Pool(Tier):
 
     def _grown(self, had: Slots | None, n_slots: int) -> Slots:
         """`n_slots` slots, the first with what these hold."""
-        layout = self.layout
-        shape = (n_slots, layout.page_heads, layout.chunk_size, layout.head_dim)
-        k, v = self.mover.slots(shape, layout.dtype)
+        heads, size, dim = self.layout.page_heads, self.layout.chunk_size, self.layout.head_dim
+        numbers, scale = torch.int8 if self.packed else self.layout.dtype, torch.float32
+        kinds = [((heads, size, dim), numbers), ((heads, 1, dim), scale), ((heads, size, dim), numbers)]
+        kinds = [*kinds, ((heads, size, 1), scale)] if self.packed else kinds[::2]
+        parts = tuple(self.mover.empty((n_slots, *shape), dtype) for shape, dtype in kinds)
         group, (chunk, used) = np.full(n_slots, -1), np.zeros((2, n_slots), np.int64)
         if had is not None:
             n = len(had.group)
             self.mover.wait(np.arange(n))
-            k[:n], v[:n] = had.k, had.v
+            for x, old in zip(parts, had.parts, strict=True):
+                x[:n] = old
             group[:n], chunk[:n], used[:n] = had.group, had.chunk, had.used
-        return Slots(k, v, group, chunk, used)
+        return Slots(parts, group, chunk, used)
 
 
 class TierStack:
@@ -401,7 +432,9 @@ class TierStack:
         self.layout = layout
         self.bottom = bottom  # what is below all pools: a file, or nowhere
         slots, mover = layout.device_slots(buffer_tokens), Mover() if layout.on_cpu else Cuda(layout.device)
-        host = [Pool(HOST, layout, Pinned(), bottom, layout.host_slots)] if layout.host_slots else []
+        host = []
+        if layout.host_slots:
+            host.append(Pool(HOST, layout, Pinned(), bottom, layout.host_slots, packed=layout.packed))
         top = Pool(DEVICE, layout, mover, host[0] if host else bottom, slots, layout.pinned_chunks)
         self.pools = [top, *host]
         self._asked: dict[int, Pages] = {}  # by layer, what was last asked of the first pool
@@ -414,13 +447,17 @@ class TierStack:
         """
         if file is None and not layout.overflows:
             held = (layout.budget if layout.on_cpu else layout.budgets.host) or 0
-            if (needed := layout.whole_chunks(n_tokens) * layout.token_bytes) > held:
+            chunk_bytes = layout.chunk_size * layout.token_bytes
+            if not layout.on_cpu:
+                chunk_bytes = layout.stored_bytes(layout.chunk_size)
+            if (needed := layout.whole_chunks(n_tokens) // layout.chunk_size * chunk_bytes) > held:
+                most = held * layout.chunk_size // chunk_bytes
                 raise CapacityError(
                     f"{n_tokens:,} tokens need {size_text(needed)} for keys and values, and the budget is "
-                    f"{size_text(held)}: {held // layout.token_bytes:,} tokens; give --spill-dir, or a larger budget"
+                    f"{size_text(held)}: {most:,} tokens; give --spill-dir, or a larger budget"
                 )
         if file is None and layout.budgets.spill_dir is not None:
-            file = spill = SpillFile(layout.budgets.spill_dir, layout.row_shape, layout.dtype)
+            file = spill = SpillFile(layout.budgets.spill_dir, layout.row_shape, layout.row_dtype)
             spill.reserve(layout.needs(n_tokens)[DISK] // spill.row_bytes)
         return cls(layout, Nowhere() if file is None else Disk(layout, file, Nowhere()))
 
@@ -450,13 +487,7 @@ class TierStack:
             tokens = slice(some.start * layout.chunk_size, some.stop * layout.chunk_size)
             pages = Pages.grid(self.groups(layer), np.arange(first + some.start, first + some.stop))
             self.top.forget(pages)
-            self.top.write(pages, *(self._pages_of(x[:, tokens]) for x in (k, v)))
-
-    def _pages_of(self, x: Tensor) -> Tensor:
-        """Whole chunks of a buffer `[G, m·L, D]` as pages `[groups·m, P, L, D]`."""
-        heads = x.unflatten(1, (-1, self.layout.chunk_size)).unflatten(0, (-1, self.layout.page_heads))
-        pages: Tensor = heads.transpose(1, 2).flatten(0, 1)
-        return pages
+            self.top.write(pages, *(pages_of(x[:, tokens], layout) for x in (k, v)))
 
     def chunks(self, layer: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
         """All of chunks `first..stop-1` of a layer, `k v [G, (stop - first)·L, D]`, copied.
@@ -580,16 +611,20 @@ class PageIndex:
             self._numbers = grown
 
 
+def pages_of(x: Tensor, layout: CacheLayout) -> Tensor:
+    """Whole chunks of a buffer `[G, m·L, D]` as pages `[groups·m, P, L, D]`."""
+    heads = x.unflatten(1, (-1, layout.chunk_size)).unflatten(0, (-1, layout.page_heads))
+    pages: Tensor = heads.transpose(1, 2).flatten(0, 1)
+    return pages
+
+
 def slices(n: int, size: int) -> Iterator[slice]:
     """`0..n-1` in runs of at most `size`, and of one at least."""
     for start in range(0, n, max(size, 1)):
         yield slice(start, min(start + max(size, 1), n))
 
 
-def _joined(
-    where: tuple[Numbers, Numbers], parts: tuple[tuple[Tensor, ...], tuple[Tensor, ...]],
-    device: torch.device | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def _joined(where: tuple[Numbers, Numbers], parts: tuple[Parts, Parts], device: torch.device | None = None) -> Parts:
     """Two runs of tensors as one of both: `parts[i]` are the entries `where[i]`."""
     order = torch.from_numpy(np.argsort(np.concatenate(where)))
     return tuple(

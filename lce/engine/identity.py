@@ -1,4 +1,4 @@
-"""What engine a context fits: the model, the method and its knobs, the window, the RoPE scaling, the dtype."""
+"""What engine a context fits: the model, the method and its knobs, the window, the RoPE scaling, the dtypes."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ class Identity:
     rope: RopeConfig
     dtype: torch.dtype
     vocab_size: int
+    kv_dtype: torch.dtype | None = None  # of keys and values in lower tiers and files; None: `dtype`
 
     @cached_property
     def model(self) -> str:
@@ -63,6 +64,7 @@ class Identity:
             "window": self.window,
             "rope": {name: _as_json(value) for name, value in dataclasses.asdict(self.rope).items()},
             "dtype": str(self.dtype).removeprefix("torch."),
+            **({} if self.kv_dtype is None else {"kv_dtype": str(self.kv_dtype).removeprefix("torch.")}),
         }
 
     def check(self, path: Path, found: object, remedy: str = REMEDY) -> None:
@@ -114,10 +116,10 @@ def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator
             f"another rope, {made}; this engine has {here}",
             "load the model with the config.json of before" if own else f"give --rope {kind}{factor}",
         )
-    for key in ("window", "dtype"):
-        if theirs.get(key) != ours[key]:
-            value = _text(theirs.get(key))
-            yield f"another {key}, {value}; this engine has {ours[key]}", f"give --{key} {value}"
+    for key, usual in (("window", None), ("dtype", None), ("kv_dtype", "auto")):
+        if theirs.get(key, usual) != ours.get(key, usual):
+            value, here = _text(theirs.get(key, usual)), ours.get(key, usual)
+            yield f"another {key}, {value}; this engine has {here}", f"give --{key.replace('_', '-')} {value}"
 
 
 def _differing(theirs: object, ours: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -14,7 +14,7 @@ from lce.cache.context_file import Draft, Snapshot, restored, write_rows
 from lce.cache.kv import KVCache
 from lce.cache.layout import CacheLayout, FileLayout
 from lce.cache.manifest import REMEDY, Manifest, contradiction, page_facts, read_header, signed
-from lce.cache.small import check_numbers, check_state, read_small, small_entries, small_tensors
+from lce.cache.small import check_numbers, check_state, check_unrounded, read_small, small_entries, small_tensors
 from lce.engine.identity import Identity
 from lce.engine.saving import ContextData, check_texts, check_writable, data_of, part_of, state_of, text_hash
 from lce.errors import DataError, UsageError
@@ -145,6 +145,7 @@ def _read_state(path: Path, layout: FileLayout, identity: Identity, remedy: str)
         check_texts(path, identity.vocab_size, manifest, state, own=True)
         if manifest.pages != page_facts(layout.cache):
             raise contradiction(path)
+        check_unrounded(layout.cache, manifest.read, state, path)
         check_state(layout.cache, manifest.read, state, path)
         tensors = read_small(descriptor, path, small, manifest.raw)
         check_numbers(layout.cache, manifest.read, tensors, path)

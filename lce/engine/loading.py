@@ -41,7 +41,8 @@ def load(
     block: int | str | None = None, window: int | str | None = None, attention: str | None = "auto",
     rope: str | None = None, rope_factor: float | None = None,
     kv_device_budget: int | str | None = None, kv_host_budget: int | str | None = None,
-    spill_dir: str | Path | None = None, threads: int | None = None, sharing: Engine | None = None,
+    spill_dir: str | Path | None = None, kv_dtype: str | torch.dtype | None = "auto", threads: int | None = None,
+    sharing: Engine | None = None,
 ) -> Engine:  # fmt: skip
     """An engine over the model folder `model`, or over the embedded "demo".
 
@@ -50,9 +51,11 @@ def load(
     positions that the model is trusted on. `rope` and `rope_factor` override the checkpoint's RoPE scaling. The budgets
     bound the keys and values of a context in each kind of memory, in bytes or as "8GiB"; on the CPU both are the same
     memory and the smaller one counts. Keys and values beyond them go to a file in `spill_dir`, which is removed with
-    the context. `threads` is how many the whole process computes with from now on; None changes nothing. `sharing` is
-    an engine of the same model, device and dtype: the new one uses its weights and reads none. Raises
-    `ModelError` for a folder that is no valid model, and `UsageError` for options that cannot be used.
+    the context. `kv_dtype` "int8" keeps old keys and values in 8 bits below the device, that is in host memory beside a
+    GPU, in that file and in context files: half the bytes of 16 bits, and results that are rounded. `threads` is how
+    many the whole process computes with from now on; None changes nothing. `sharing` is an engine of the same model,
+    device and dtype: the new one uses its weights and reads none. Raises `ModelError` for a folder that is no valid
+    model, and `UsageError` for options that cannot be used.
     """
     folder, block, window = _folder(model), sized(block, "block", 1), sized(window, "window", 2)
     if threads is not None:
@@ -68,7 +71,9 @@ def load(
     surroundings = Surroundings(config.published, folder, checkpoint.fingerprint, config, window, scaling)
     resolved = as_method(method).for_model(surroundings).resolve(window)
     budgets = budgets_of(kv_device_budget, kv_host_budget, spill_dir)
-    layout = layout_of(config, resolved, dtype_of(dtype, checkpoint.dtype), where, block, budgets)
+    layout = layout_of(
+        config, resolved, dtype_of(dtype, checkpoint.dtype), where, block, budgets, kv_dtype_of(kv_dtype)
+    )
     options = EngineOptions(resolved, backend_of(attention), window, scaling, layout)
     if sharing is not None:
         _check_same(sharing, config, checkpoint, layout)
@@ -100,7 +105,7 @@ def plan(
     device: str | torch.device | None = "auto", dtype: str | torch.dtype | None = "auto",
     block: int | str | None = None, window: int | str | None = None,
     kv_device_budget: int | str | None = None, kv_host_budget: int | str | None = None,
-    spill_dir: str | Path | None = None,
+    spill_dir: str | Path | None = None, kv_dtype: str | torch.dtype | None = "auto",
 ) -> Plan:  # fmt: skip
     """What a context of `tokens` tokens needs of each tier, and the longest that fits. Takes options of `load`.
 
@@ -123,7 +128,7 @@ def plan(
     chosen = as_method(method).for_model(surroundings).resolve(window)
     kind = dtype_of(dtype, partial(DTYPES.__getitem__, config.dtype or "float32"))
     budgets = budgets_of(kv_device_budget, kv_host_budget, spill_dir)
-    layout = layout_of(config, chosen, kind, device_of(device), block, budgets)
+    layout = layout_of(config, chosen, kind, device_of(device), block, budgets, kv_dtype_of(kv_dtype))
     n_weights = sum(math.prod(shape) for _, shape in model_class(config).weights(config).values())
     return Planner.of(layout, chosen.name, n_weights * kind.itemsize).plan(tokens)
 
@@ -139,12 +144,13 @@ def threads_of(number: object) -> int:
 
 
 def layout_of(
-    config: ModelConfig, method: Method, dtype: torch.dtype, device: torch.device, block: int | None, budgets: Budgets
-) -> CacheLayout:
+    config: ModelConfig, method: Method, dtype: torch.dtype, device: torch.device, block: int | None, budgets: Budgets,
+    kv_dtype: torch.dtype | None = None,
+) -> CacheLayout:  # fmt: skip
     """The cache of a model's contexts under a resolved method."""
     return CacheLayout(
         config.n_layers, config.n_heads, config.n_kv_heads, config.head_dim, dtype, device, method.reach, budgets,
-        block or method.block, method.state, method.could_keep,
+        block or method.block, method.state, method.could_keep, kv_dtype=kv_dtype,
     )  # fmt: skip
 
 
@@ -192,6 +198,15 @@ def dtype_of(name: object, own: Callable[[], torch.dtype]) -> torch.dtype:
     if not isinstance(name, str) or name not in DTYPES:
         raise UsageError(f"unknown dtype {shown(name)}; {nearest(str(name), ['auto', *DTYPES])}")
     return DTYPES[name]
+
+
+def kv_dtype_of(name: object) -> torch.dtype | None:
+    """The dtype that a user names for keys and values below the device; None for "auto", as the model computes them."""
+    if name is None or (isinstance(name, str) and name == "auto"):
+        return None
+    if name is not torch.int8 and not (isinstance(name, str) and name == "int8"):
+        raise UsageError(f"unknown kv_dtype {shown(name)}; expected auto or int8")
+    return torch.int8
 
 
 def backend_of(name: object) -> Attention:

@@ -58,6 +58,7 @@ class Plan:
     tokens: int
     method: str
     dtype: str
+    kv_dtype: str  # of keys and values below the device: "int8", or `dtype`
     device: str
     tiers: Mapping[str, Need]
     longest: int | None
@@ -133,7 +134,8 @@ class Planner:
     def plan(self, n_tokens: int) -> Plan:
         dtype, device = str(self.layout.dtype).removeprefix("torch."), str(self.layout.device)
         needs = self.needs(n_tokens)
-        return Plan(n_tokens, self.method, dtype, device, needs, self.longest(), self.refusal(n_tokens))
+        kv_dtype = str(self.layout.kv_dtype or self.layout.dtype).removeprefix("torch.")
+        return Plan(n_tokens, self.method, dtype, kv_dtype, device, needs, self.longest(), self.refusal(n_tokens))
 
     def check(self, n_tokens: int) -> None:
         """Raise `CapacityError` if a context of `n_tokens` does not fit."""

@@ -60,6 +60,7 @@ class Runner(Unique):
         self.identity = Identity(
             lambda: config.identity(checkpoint.fingerprint()),
             self.method, self.window, self.rope, self.dtype, config.vocab_size,
+            options.layout.kv_dtype,
         )  # fmt: skip
         self._driver = Driver(self.method, options.attention, self.window, config.n_kv_heads, config.sliding_window)
         self._eos_ids = frozenset((*config.eos_ids, *tokenizer.eos_ids))

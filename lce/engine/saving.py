@@ -124,6 +124,7 @@ class ContextInfo:
     rope: str
     rope_factor: float
     dtype: str
+    kv_dtype: str  # of keys and values in the file: "int8", or "auto" for `dtype`
     tokens: int
     cached: int
     announced: int
@@ -147,6 +148,7 @@ def describe(path: str | Path) -> ContextInfo:
     facts, rope, tokens = manifest.identity, manifest.identity.get("rope"), header.entries.get("tokens")
     shape = tokens.get("shape") if isinstance(tokens, dict) else None
     texts: list[Any] = [facts.get(name) for name in ("model", "method", "dtype")]
+    texts.append(facts.get("kv_dtype", "auto"))
     texts.append(rope.get("kind") if isinstance(rope, dict) else None)
     numbers = [facts.get("window"), *(shape if isinstance(shape, list) and len(shape) == 1 else [None])]
     factor = rope.get("factor") if isinstance(rope, dict) else None
@@ -156,11 +158,11 @@ def describe(path: str | Path) -> ContextInfo:
         or not isinstance(factor, int | float)
     ):
         raise contradiction(file)
-    (model, method, dtype, kind), (window, n_tokens) = texts, numbers
+    (model, method, dtype, kv_dtype, kind), (window, n_tokens) = texts, numbers
     file_bytes = header.file_bytes if complete else _part_bytes(path)
     return ContextInfo(
         path, complete, FORMAT, manifest.version, model, method, knobs_of(facts), window, kind, float(factor), dtype,
-        n_tokens, manifest.read, manifest.announced, file_bytes,
+        kv_dtype, n_tokens, manifest.read, manifest.announced, file_bytes,
     )  # fmt: skip
 
 

@@ -70,14 +70,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if cos.stride(-1) != 1 or cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
     if len(shape) == 3 and len(turns) == 2 and turns[0] == shape[1]:  # heads and tokens
-        stride = x.stride()
-        lead, x_strides, turn_strides = (1, shape[0], shape[1]), (0, stride[0], stride[1]), (0, 0, cos.stride(0))
+        stride, x_strides, turn_strides = x.stride(), (0, 0, 0), (0, 0, cos.stride(0))
+        lead, x_strides = (1, shape[0], shape[1]), (0, stride[0], stride[1])
         out = torch.empty(shape, dtype=dtype)
     else:
         common = torch.broadcast_shapes(shape[:-1], turns[:-1])
         assert len(common) <= 3, f"{list(common)}: more than three leading dimensions"
         lead = (1,) * (3 - len(common)) + tuple(common)
-        x_strides, turn_strides = (_strides(each, common) for each in (x, cos))
+        x_strides, turn_strides = _strides(x, common), _strides(cos, common)
         out = torch.empty(*common, shape[-1], dtype=dtype)
     _suited(_rotate(dtype), out)(
         x.data_ptr(), *x_strides, cos.data_ptr(), sin.data_ptr(), *turn_strides,
@@ -118,10 +118,11 @@ def append(
     )  # fmt: skip
 
 
-def _strides(x: Tensor, common: Sequence[int]) -> tuple[int, ...]:
+def _strides(x: Tensor, common: Sequence[int]) -> tuple[int, int, int]:
     """The strides of x's leading dimensions once they are expanded to three, 0 where they are."""
     strides = x.expand(*common, x.shape[-1]).stride()[:-1]
-    return (0,) * (3 - len(common)) + tuple(strides)
+    first, second, third = (0,) * (3 - len(common)) + tuple(strides)
+    return first, second, third
 
 
 def _suited(kernel: Kernel, out: Tensor) -> Callable[..., Any]:

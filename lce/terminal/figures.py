@@ -168,6 +168,8 @@ def plan_lines(plan: Plan) -> list[str]:
     ]
     longest = "Nothing bounds the length." if plan.longest is None else f"The longest is {plan.longest:,} tokens."
     asked = f"{plan.tokens:,} tokens, read by {plan.method} on {plan.device}, keys and values in {plan.dtype}"
+    if plan.kv_dtype != plan.dtype:
+        asked = f"{asked}, below the device in {plan.kv_dtype}"
     return [asked, "", *table, "", f"{'It fits.' if plan.fits else 'It does not fit.'} {longest}"]
 
 

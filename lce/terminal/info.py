@@ -73,6 +73,7 @@ def context_lines(context: ContextInfo, ends: Sequence[str] | None) -> list[str]
         "window": f"{context.window:,} tokens",
         "rope": _rope(shown(context.rope)[1:-1], context.rope_factor),
         "dtype": shown(context.dtype)[1:-1],
+        "kv dtype": shown(context.kv_dtype)[1:-1],
         "model": shown(context.model)[1:-1],
         "size": f"{size_text(context.file_bytes)}, {context.file_bytes // max(1, context.cached):,} bytes a token",
         "written by": f"lce {shown(context.lce)[1:-1]}, format {shown(context.format)}",

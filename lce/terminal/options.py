@@ -54,7 +54,7 @@ class Counts(Count):
         return [super(Counts, self).convert(text, param, ctx) for text in str(value).split(",")]
 
 
-PLANNED = ("device", "dtype", "block", "window", "kv_device_budget", "kv_host_budget", "spill_dir")
+PLANNED = ("device", "dtype", "block", "window", "kv_device_budget", "kv_host_budget", "spill_dir", "kv_dtype")
 
 COUNT, INDEX, COUNTS = Count(), Count(least=0), Counts()
 
@@ -197,6 +197,13 @@ _BUDGETS = (
     option("--kv-device-budget", metavar="SIZE", help="Limit of keys and values on the device, for example 8GiB."),
     option("--kv-host-budget", metavar="SIZE", help="Limit of keys and values in host memory."),
     option("--spill-dir", metavar="DIR", help="Folder for keys and values beyond the limits."),
+    option(
+        "--kv-dtype",
+        default="auto",
+        metavar="auto|int8",
+        help="Old keys and values in host memory beside a GPU, in that folder and in context files: as computed, or "
+        "rounded to 8 bits.",
+    ),
 )
 _SAMPLING = (
     option("--temperature", type=float, default=0.0, help="0 takes the likeliest token."),

@@ -22,8 +22,10 @@ from lce.cache.kv import KVCache, Opened, Tiered
 from lce.cache.layout import Budgets, CacheLayout, Reach
 from lce.cache.manifest import FORMAT, Manifest, digest, page_facts
 from lce.cache.method_state import MethodState, OpenChunk, RecentRows, Staged, Summaries, TokenRows
+from lce.cache.packing import from_rows, unpack
 from lce.errors import CapacityError, DataError
 from tests.late import disks_of
+from tests.running import rounded
 
 N = 77  # tokens, the last chunk incomplete
 
@@ -45,9 +47,10 @@ LAYOUT = CacheLayout(
 
 
 def text(n: int, layout: CacheLayout = LAYOUT) -> Tensor:
-    """Keys `[layers, G, n, D]`, of which a longer text has the same first ones."""
+    """Keys `[layers, G, n, D]`, the same in 8 bits. A longer text has the same first ones."""
     shape = (layout.n_layers, 400, layout.n_kv_heads, layout.head_dim)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(3))[:, :n].transpose(1, 2).to(layout.dtype)
+    keys = torch.randn(shape, generator=torch.Generator().manual_seed(3)).transpose(1, 2)
+    return rounded(keys, layout.chunk_size)[:, :, :n].to(layout.dtype)
 
 
 def append(cache: KVCache, stop: int, *, commit: bool = True, n_layers: int | None = None) -> None:
@@ -121,6 +124,7 @@ def again(path: Path, layout: CacheLayout = LAYOUT, n: int = N) -> KVCache:
 
 APART = replace(LAYOUT, reach=replace(LAYOUT.reach, per_head=True))
 LAYOUTS = {"heads together": LAYOUT, "heads apart": APART, "bfloat16": replace(APART, dtype=torch.bfloat16)}
+PACKED = {f"{name}, 8 bits": replace(layout, kv_dtype=torch.int8) for name, layout in LAYOUTS.items()}
 
 
 # Where everything is
@@ -155,15 +159,21 @@ def test_offsets_are_those_of_a_file_that_was_written(layout: CacheLayout, tmp_p
     assert max(offset[1] for offset in small) == len(raw) - file.rows_start
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("layout", (LAYOUTS | PACKED).values(), ids=LAYOUTS | PACKED)
 def test_it_is_an_ordinary_safetensors_file(layout: CacheLayout, tmp_path: Path) -> None:
     cache = cache_of(N, layout)
     tensors = load_file(saved(cache, tmp_path / "c.lce"))
-    shape = (layout.n_groups, N, 2, layout.page_heads, 4)
+    shape = (layout.n_groups, layout.file(N).group_rows, *layout.row_shape)
     for layer in range(3):
         kv = tensors.pop(f"layers.{layer}.kv")
         assert kv.shape == shape
-        assert torch.equal(kv[:, :, 0].transpose(1, 2).flatten(0, 1), text(N, layout)[layer])
+        if layout.packed:
+            pages = from_rows(kv.unflatten(1, (-1, layout.page_rows)).flatten(0, 1), layout, "")
+            keys = unpack(pages, layout.dtype)[0].unflatten(0, (layout.n_groups, -1)).transpose(1, 2)
+            assert torch.equal(keys.flatten(0, 1).flatten(1, 2), text(layout.old(N), layout)[layer])
+            assert torch.equal(tensors[f"unrounded/{layer}"][0], text(N, layout)[layer][:, layout.old(N) :])
+        else:
+            assert torch.equal(kv[:, :, 0].transpose(1, 2).flatten(0, 1), text(N, layout)[layer])
         assert tensors.pop(f"layers.{layer}.checks").shape == shape[:2]
     assert tensors.keys() == cache.tensors().keys()
     assert all(torch.equal(x, tensors[name]) for name, x in cache.tensors().items())
@@ -195,7 +205,7 @@ def test_a_header_has_ample_space() -> None:
 
 @pytest.mark.parametrize("budgeted", [False, True])
 @pytest.mark.parametrize("n", [1, 8, 9, 17, 72, N])
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("layout", (LAYOUTS | PACKED).values(), ids=LAYOUTS | PACKED)
 def test_a_restored_cache_goes_on_like_the_original(
     layout: CacheLayout, n: int, budgeted: bool, tmp_path: Path
 ) -> None:
@@ -251,14 +261,14 @@ def into_file(folder: Path, n: int, layout: CacheLayout) -> tuple[KVCache, Draft
     return KVCache.empty(layout, n, draft.rows), draft
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("layout", (LAYOUTS | PACKED).values(), ids=LAYOUTS | PACKED)
 def test_pages_in_its_own_file_are_written_once(layout: CacheLayout, tmp_path: Path) -> None:
     layout = replace(layout, budgets=Budgets(host=layout.least_budget))
     cache, draft = into_file(tmp_path, N, layout)
     assert isinstance(cache.residency, Tiered)
     append(cache, N)
     write_rows(cache, draft.rows)
-    assert draft.rows.bytes_written == 3 * layout.n_groups * N * layout.row_bytes
+    assert draft.rows.bytes_written == layout.file(N).n_rows * layout.row_bytes
     draft.finish(tmp_path / "c.lce", cache.tensors(), facts(layout, N))
     assert (tmp_path / "c.lce").read_bytes() == saved(
         cache_of(N, replace(layout, budgets=Budgets())), tmp_path / "d.lce"

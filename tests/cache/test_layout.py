@@ -23,12 +23,13 @@ from lce.errors import CapacityError
 from lce.methods import Driver, Rope, RopeConfig, make
 from lce.sizes import enough_text
 from tests.late import LateDevice, disks_of, no_gpu
-from tests.running import cut, vectors
+from tests.running import cut, rounded, vectors
 
 CPU = torch.device("cpu")
 LAYOUT = CacheLayout(3, 4, 2, 4, torch.float32, CPU, Reach(8))
 GPU = replace(LAYOUT, device=torch.device("cuda"))
 CHUNK = LAYOUT.token_bytes * LAYOUT.chunk_size
+KV_DTYPES = pytest.mark.parametrize("kv_dtype", [None, torch.int8])
 
 
 def with_host(layout: CacheLayout, host: int, folder: Path | None = None) -> CacheLayout:
@@ -36,9 +37,10 @@ def with_host(layout: CacheLayout, host: int, folder: Path | None = None) -> Cac
 
 
 def text(n: int, layout: CacheLayout) -> Tensor:
-    """Keys `[layers, G, N, D]`."""
+    """Keys `[layers, G, N, D]`, which are the same in 8 bits."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(layout.n_layers, layout.n_kv_heads, n, layout.head_dim, generator=generator)
+    keys = torch.randn(layout.n_layers, layout.n_kv_heads, n, layout.head_dim, generator=generator)
+    return rounded(keys, layout.chunk_size)
 
 
 def read(cache: KVCache, keys: Tensor, start: int, stop: int) -> None:
@@ -74,6 +76,21 @@ def test_sizes_of_tokens_and_pages() -> None:
     assert (apart.page_heads, apart.n_groups, apart.row_shape) == (1, 2, (2, 1, 4))
     assert (apart.row_bytes, apart.page_bytes) == (2 * 4 * 2, 8 * 2 * 4 * 2)
     assert [layout.whole_chunks(n) for n in (0, 1, 8, 9)] == [0, 8, 8, 16]
+
+
+def test_sizes_of_packed_pages() -> None:
+    """By hand: 2 KV heads of 4 numbers. A row has 8 keys, 8 values and 2 scales; a page has 2 more."""
+    layout = replace(LAYOUT, kv_dtype=torch.int8)
+    assert (layout.row_bytes, layout.page_rows, layout.stored_page_bytes) == (8 + 8 + 2 * 4, 8 + 2, 24 * 10)
+    assert layout.page_bytes == LAYOUT.page_bytes == LAYOUT.stored_page_bytes
+    assert layout.stored_bytes(16) == 2 * 3 * 240
+    apart = replace(layout, reach=Reach(8, per_head=True))
+    assert (apart.row_bytes, apart.stored_page_bytes) == (4 + 4 + 4 + 4, 160), "rows are whole words of 8 bytes"
+    large = replace(layout, n_kv_heads=8, head_dim=128, dtype=torch.bfloat16, reach=Reach(256))
+    assert 0.5 < large.stored_page_bytes / large.page_bytes < 0.53
+    assert [layout.old(n) for n in (0, 7, 8, 9, 24)] == [0, 0, 8, 8, 24]
+    assert replace(layout, reach=Reach(8, local=5)).old(20) == 8
+    assert layout.file(21).n_rows == 3 * 2 * 10, "the last 5 tokens are among what is small"
 
 
 def test_spans_are_cut_at_whole_chunks() -> None:
@@ -206,10 +223,13 @@ def test_a_folder_without_the_space_is_refused_and_nothing_is_begun(
         read(cache, keys, start, start + 4)
 
 
+@KV_DTYPES
 @pytest.mark.parametrize("chunks", [0, 3, 10])
-def test_the_space_that_was_reserved_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
+def test_the_space_that_was_reserved_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunks: int, kv_dtype: torch.dtype | None
+) -> None:
     """Reading that has begun does not fail for lack of disk space, nor does its first copy."""
-    layout = replace(LAYOUT, reach=Reach(8, 3, 9, per_head=True), block=10)
+    layout = replace(LAYOUT, reach=Reach(8, 3, 9, per_head=True), block=10, kv_dtype=kv_dtype)
     layout = with_host(layout, layout.least_budget + chunks * CHUNK, tmp_path)
     cache = KVCache.empty(layout, 300)
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("more space was asked for"))
@@ -257,10 +277,13 @@ def test_a_host_that_cannot_hold_what_a_gpu_does_not() -> None:
 # Plans: what is needed is what is held
 
 
+@KV_DTYPES
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("n", [7, 100, 231, 300])
-def test_what_is_needed_on_a_cpu_is_what_is_held(tmp_path: Path, n: int, apart: bool) -> None:
-    layout = replace(LAYOUT, reach=Reach(8, 3, 9, apart), block=10)
+def test_what_is_needed_on_a_cpu_is_what_is_held(
+    tmp_path: Path, n: int, apart: bool, kv_dtype: torch.dtype | None
+) -> None:
+    layout = replace(LAYOUT, reach=Reach(8, 3, 9, apart), block=10, kv_dtype=kv_dtype)
     budget = layout.least_budget + 3 * CHUNK + 5
     keys = text(n, layout)
     for folder in (None, tmp_path):
@@ -277,14 +300,16 @@ def test_what_is_needed_on_a_cpu_is_what_is_held(tmp_path: Path, n: int, apart: 
         assert cache.bytes_by_tier["disk"] <= cache.bytes_reserved == needs.get("disk", 0)
 
 
+@KV_DTYPES
 @pytest.mark.parametrize("folder", [False, True])
 @pytest.mark.parametrize("host", [None, 0, 5, 100])
 @pytest.mark.parametrize("n", [7, 100, 231, 300])
 def test_what_is_needed_beside_a_gpu_is_at_least_what_is_held(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int, host: int | None, folder: bool
-) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int, host: int | None, folder: bool,
+    kv_dtype: torch.dtype | None,
+) -> None:  # fmt: skip
     no_gpu(monkeypatch)
-    layout = LateDevice(3, 4, 2, 4, torch.float32, CPU, Reach(8, 3, 9), block=10)
+    layout = LateDevice(3, 4, 2, 4, torch.float32, CPU, Reach(8, 3, 9), block=10, kv_dtype=kv_dtype)
     budgets = Budgets(
         layout.least_budget + 2 * CHUNK, None if host is None else host * CHUNK, tmp_path if folder else None
     )

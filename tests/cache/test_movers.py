@@ -24,14 +24,14 @@ CUDA = torch.cuda.is_available()
 
 def check_mover(mover: Mover, device: torch.device) -> None:
     """Slots are filled in any order and again, and picked in any order; the others stay as they are."""
-    k, v = mover.slots((5, 2, 4, 3), torch.float32)
+    k, v = (mover.empty((5, 2, 4, 3), torch.float32) for _ in range(2))
     assert k.shape == v.shape == (5, 2, 4, 3)
     assert k.device.type == device.type
     k.zero_()
     v.zero_()
     new = torch.randn(3, 2, 4, 3)
     for slots, pages in (([4, 0, 2], [0, 1, 2]), ([2, 4], [0, 2])):
-        mover.put(k, v, np.array(slots), new[pages], -new[pages].to(device))
+        mover.put((k, v), np.array(slots), (new[pages], -new[pages].to(device)))
     mover.wait(np.array([0, 2, 4]))
     mover.wait(np.array([0, 2, 4]))
     found_k, found_v = (mover.pick(x, np.array([2, 0, 4])) for x in (k, v))
@@ -52,8 +52,8 @@ def test_plain_memory() -> None:
 def test_a_device_whose_copies_are_late(order: str) -> None:
     """The stand-in for a GPU is late indeed, and has everything that was waited for."""
     mover = Late(order)
-    k, v = mover.slots((2, 1, 1, 1), torch.float32)
-    mover.put(k, v, np.array([1]), torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1))
+    k, v = (mover.empty((2, 1, 1, 1), torch.float32) for _ in range(2))
+    mover.put((k, v), np.array([1]), (torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1)))
     assert k.isnan().all()
     mover.wait(np.array([1]))
     assert k.flatten().tolist()[1] == v.flatten().tolist()[1] == 1
@@ -64,7 +64,7 @@ def test_a_device_whose_copies_are_late(order: str) -> None:
 def test_memory_of_a_gpu() -> None:
     check_mover(Cuda(torch.device("cuda")), torch.device("cuda"))
     check_mover(Pinned(), CPU)
-    pinned = Pinned().slots((5, 2, 4, 3), torch.float32)[0]
+    pinned = Pinned().empty((5, 2, 4, 3), torch.float32)
     assert pinned.is_pinned()
     assert Pinned().pick(pinned, np.array([3, 1])).is_pinned()
     assert Cuda.asynchronous

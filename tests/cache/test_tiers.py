@@ -27,6 +27,7 @@ from lce.cache.tiers import Disk, Nowhere, Numbers, PageIndex, Pages, Pool, Tier
 from lce.errors import CapacityError
 from tests.interrupts import interrupted, places
 from tests.late import ORDERS, LateDevice, disks_of, no_gpu
+from tests.running import rounded
 
 CPU = torch.device("cpu")
 N_LAYERS, N_HEADS, SIZE, DIM = 2, 2, 4, 2  # of most layouts here
@@ -40,22 +41,23 @@ def layout_of(heads: int = 1, *, pinned: int = 0) -> CacheLayout:
 
 
 def tiers_of(
-    tiers: str, *, heads: int = 1, limit: int = UNBOUNDED, below: int = UNBOUNDED, pinned: int = 0
-) -> CacheLayout:
+    tiers: str, *, heads: int = 1, limit: int = UNBOUNDED, below: int = UNBOUNDED, pinned: int = 0,
+    kv_dtype: torch.dtype | None = None,
+) -> CacheLayout:  # fmt: skip
     """A layout with these tiers: `limit` pages in the first, `below` in the host's."""
-    plain = layout_of(heads, pinned=pinned)
+    plain = replace(layout_of(heads, pinned=pinned), kv_dtype=kv_dtype)
     budget = None
     if limit != UNBOUNDED:
         budget = plain.recent_tokens * plain.token_bytes + limit * plain.page_bytes
     if "memory" in tiers:
         return replace(plain, budgets=Budgets(host=budget))
-    host = None if below == UNBOUNDED else below * plain.page_bytes
-    late = LateDevice(N_LAYERS, N_HEADS, N_HEADS, DIM, torch.float32, CPU, plain.reach)
+    host = None if below == UNBOUNDED else below * plain.stored_page_bytes
+    late = LateDevice(N_LAYERS, N_HEADS, N_HEADS, DIM, torch.float32, CPU, plain.reach, kv_dtype=kv_dtype)
     return replace(late, budgets=Budgets(budget, host if "host" in tiers else 0))
 
 
 def file_for(tiers: str, layout: CacheLayout, folder: Path) -> RowFile | None:
-    return SpillFile(folder, layout.row_shape, layout.dtype) if "file" in tiers else None
+    return SpillFile(folder, layout.row_shape, layout.row_dtype) if "file" in tiers else None
 
 
 def stack(layout: CacheLayout, file: RowFile | None) -> TierStack:
@@ -479,8 +481,8 @@ class Branch:
 
 
 def chunks_of(n: int, seed: int = 0) -> Tensor:
-    """Keys of `n` chunks, `[G, n, L, D]`."""
-    return torch.randn(N_HEADS, n, SIZE, DIM, generator=torch.Generator().manual_seed(seed))
+    """Keys of `n` chunks, `[G, n, L, D]`, which are the same in 8 bits."""
+    return rounded(torch.randn(N_HEADS, n, SIZE, DIM, generator=torch.Generator().manual_seed(seed)), SIZE)
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -491,14 +493,17 @@ class AnyOrder(RuleBasedStateMachine):
     @initialize(
         target=branches, tiers=st.sampled_from(TIERS), heads=st.sampled_from([1, N_HEADS]), spare=st.integers(1, 3),
         below=st.integers(1, 9), pinned=st.integers(0, 1), order=st.sampled_from(ORDERS),
+        kv_dtype=st.sampled_from([None, torch.int8]),
     )  # fmt: skip
-    def start(self, tiers: str, heads: int, spare: int, below: int, pinned: int, order: str) -> Branch:
+    def start(
+        self, tiers: str, heads: int, spare: int, below: int, pinned: int, order: str, kv_dtype: torch.dtype | None
+    ) -> Branch:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(os, "pwrite", self.write)
         no_gpu(self.patch, order)
         limit = UNBOUNDED if tiers == "memory" else N_HEADS // heads * (spare + pinned * N_LAYERS)
         below = below if "file" in tiers else UNBOUNDED
-        self.layout = tiers_of(tiers, heads=heads, limit=limit, below=below, pinned=pinned)
+        self.layout = tiers_of(tiers, heads=heads, limit=limit, below=below, pinned=pinned, kv_dtype=kv_dtype)
         self.folder = TemporaryDirectory()
         file = file_for(tiers, self.layout, Path(self.folder.name))
         self.files = [] if file is None else [file]
@@ -573,7 +578,7 @@ class AnyOrder(RuleBasedStateMachine):
             return branch
         self.attempt(branch.tiers.write_down)
         assert isinstance(branch.tiers.bottom, Disk)
-        self.files.append(SpillFile(Path(self.folder.name), self.layout.row_shape, self.layout.dtype))
+        self.files.append(SpillFile(Path(self.folder.name), self.layout.row_shape, self.layout.row_dtype))
         bottom = Disk(self.layout, self.files[-1], branch.tiers.bottom.fork())
         self.all.append(Branch(TierStack(self.layout, bottom), list(branch.k)))
         return self.all[-1]
@@ -602,7 +607,7 @@ class AnyOrder(RuleBasedStateMachine):
         if not self.refused:
             written = sum(x.bytes_written for x in self.files)
             assert sum(disk_of(branch.tiers).bytes_in for branch in self.all) == written
-            assert written <= self.n_added * self.layout.page_bytes
+            assert written <= self.n_added * self.layout.stored_page_bytes
 
     def teardown(self) -> None:
         if not hasattr(self, "all"):
@@ -964,13 +969,15 @@ def test_a_cache_survives_any_refusal(tmp_path: Path, monkeypatch: pytest.Monkey
 # Ctrl-C
 
 
-def check_interruptions(tiers: str, every: int, folder: Path, patch: pytest.MonkeyPatch, *where: str) -> None:
+def check_interruptions(
+    tiers: str, every: int, folder: Path, patch: pytest.MonkeyPatch, *where: str, kv_dtype: torch.dtype | None = None
+) -> None:
     """Add pages, interrupted anywhere; add them again, with others: all are found, with their latest contents."""
     no_gpu(patch)
-    layout = tiers_of(tiers, limit=6)
+    layout = tiers_of(tiers, limit=6, kv_dtype=kv_dtype)
 
     def pages(first: int, stop: int, seed: int) -> tuple[Tensor, Tensor]:
-        k = torch.randn(N_HEADS, 12 * SIZE, DIM, generator=torch.Generator().manual_seed(seed))
+        k = rounded(torch.randn(N_HEADS, 12 * SIZE, DIM, generator=torch.Generator().manual_seed(seed)), SIZE)
         return k[:, first * SIZE : stop * SIZE], -k[:, first * SIZE : stop * SIZE]
 
     def add(to: TierStack, seed: int) -> None:
@@ -998,11 +1005,11 @@ def check_interruptions(tiers: str, every: int, folder: Path, patch: pytest.Monk
                     assert torch.equal(x, torch.cat((old, new), dim=1)), place
 
 
-@pytest.mark.parametrize("tiers", TIERS[1:])
+@pytest.mark.parametrize(("tiers", "kv_dtype"), [*((x, None) for x in TIERS[1:]), ("device, host, file", torch.int8)])
 def test_an_interruption_anywhere_leaves_tiers_that_can_be_used(
-    tiers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiers: str, kv_dtype: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_interruptions(tiers, 37, tmp_path, monkeypatch)
+    check_interruptions(tiers, 37, tmp_path, monkeypatch, kv_dtype=kv_dtype)
 
 
 def test_an_interruption_while_slots_change_hands_loses_no_page(

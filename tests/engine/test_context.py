@@ -192,12 +192,14 @@ FAILING: dict[str, Method] = {
     "full, late": FailingFull(late=True),
     "longheads": FailingLongHeads(chunk_size=8, chunks=4),
     "longheads, late": FailingLongHeads(chunk_size=8, chunks=4, late=True),
+    "longheads, late, int8": FailingLongHeads(chunk_size=8, chunks=4, late=True),
 }
 
 
 @pytest.fixture(scope="module", params=FAILING)
 def fragile(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[lce.Engine]:
-    yield lce.load(tiny_model, FAILING[request.param], block=BLOCK)
+    kv_dtype = "int8" if "int8" in request.param else "auto"
+    yield lce.load(tiny_model, FAILING[request.param], block=BLOCK, kv_dtype=kv_dtype)
     FUSE.left = -1
 
 
@@ -405,6 +407,30 @@ def test_a_truncated_context_goes_on_as_if_no_more_had_been_read(
     assert engine.prefill(ids, context=context).token_ids == ids
 
 
+@pytest.mark.parametrize("name", ["full", "longheads", "quest"])
+def test_a_truncated_context_of_8_bits_is_near_and_the_same_in_any_budget(
+    tiny_model: Path, tmp_path: Path, name: str
+) -> None:
+    """What was rounded stays so: near to a context that read no more, and to the bit alike whatever the budget."""
+    roomy = lce.load(tiny_model, EVERY[name], block=BLOCK, kv_dtype="int8")
+    tight = lce.load(
+        tiny_model, EVERY[name], block=BLOCK, kv_dtype="int8", kv_host_budget=roomy.layout.least_budget,
+        spill_dir=tmp_path,
+    )  # fmt: skip
+    contexts = [engine.prefill(tokens(150)) for engine in (roomy, tight)]
+    for n in (149, 97, 33):
+        logits = []
+        for engine, context in zip((roomy, tight), contexts, strict=True):
+            context.truncate(n)
+            logits.append(engine.prefill(tokens(9, seed=1), context=context.fork()).logits)
+        fresh = roomy.prefill(tokens(9, seed=1), context=roomy.prefill(tokens(150)[:n])).logits
+        assert logits[0] is not None
+        assert logits[1] is not None
+        assert fresh is not None
+        assert torch.equal(logits[0], logits[1])
+        assert (logits[0] - fresh).abs().max() <= 0.1 * fresh.std()
+
+
 def test_a_context_is_truncated_to_what_it_has(engine: lce.Engine) -> None:
     context = engine.prefill(tokens(40))
     before = last_logits(context)
@@ -528,6 +554,14 @@ def test_an_interruption_of_the_calls_themselves_undoes_them(tiny_model: Path, w
 @pytest.mark.parametrize("what", ["generate", "prefill", "stream", "fork"])
 def test_an_interruption_anywhere_leaves_a_context_that_can_be_asked_again(engine: lce.Engine, what: str) -> None:
     check_interruptions(engine, what, 307 if what != "fork" else 50)
+
+
+@pytest.mark.parametrize("what", ["generate", "prefill", "stream"])
+def test_an_interruption_gives_back_what_was_rounded_to_8_bits(tiny_model: Path, what: str) -> None:
+    """As if the question had not been asked: the tokens that it made old are not rounded."""
+    engine = lce.load(tiny_model, FAILING["longheads"], block=32, kv_dtype="int8")
+    check_interruptions(engine, what, 407)
+    check_interruptions(engine, what, 7, "LayerCache.round_old.", "LayerCache.at.", "KVCache.go_back.")
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ def test_recalls_and_their_mean() -> None:
 
 def test_a_plan_of_unknown_sizes() -> None:
     tiers = {"device": Need(1024, 10, 100, None, None), "disk": Need(2048, budget=4096, available=1024)}
-    plan = Plan(9000, "full", "float32", "cpu", tiers, None, "too long")
+    plan = Plan(9000, "full", "float32", "int8", "cpu", tiers, None, "too long")
     content = json.loads(json.dumps(figures.plan_object(plan)))
     assert (content["fits"], content["longest"]) == (False, None)
     assert content["tiers"]["device"]["needed"] == 1134
