@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lce.kernels import elementwise
+
 
 class Turn(NamedTuple):
     """Cosines and sines, `[..., D/2]` each: one angle for each pair of dimensions."""
@@ -26,6 +28,8 @@ def rotate(x: Tensor, turn: Turn) -> Tensor:
     Dimension i is paired with dimension i + D/2, as the published checkpoints have it. Time and bytes: O(result).
     """
     cos, sin = turn
+    if elementwise.runs_on(x) and cos.dtype is x.dtype:
+        return elementwise.rotate(x, cos, sin)
     first, second = x.chunk(2, dim=-1)
     sizes = zip_longest(reversed(first.shape[:-1]), reversed(cos.shape[:-1]), fillvalue=1)  # they broadcast
     shape = [a if b == 1 else b for a, b in sizes][::-1]
@@ -34,3 +38,11 @@ def rotate(x: Tensor, turn: Turn) -> Tensor:
     torch.mul(first, cos, out=left).addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=right).addcmul_(first, sin)
     return out
+
+
+def put_rows(x: Tensor, into: Tensor, at: int, turn: Turn | None = None) -> None:
+    """`x [G, T, D]`, rotated by a turn `[T, D/2]` if there is one, to rows `at..at+T-1` of `into [G, n, D]`."""
+    if elementwise.runs_on(x) and (turn is None or turn.cos.dtype is x.dtype):
+        elementwise.put_rows(x, into, at, *(turn or (None, None)))
+    else:
+        into[:, at : at + x.shape[1]].copy_(x if turn is None else rotate(x, turn))

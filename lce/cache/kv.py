@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lce.attention import Tiles
+from lce.attention import Tiles, Turn, put_rows
 from lce.cache.layout import DEVICE, DISK, HOST, CacheLayout
 from lce.cache.method_state import Held, MethodState
 from lce.cache.row_file import RowFile
@@ -66,13 +66,9 @@ class KVBuffer:
                 f"no memory for {shape[1]:,} tokens in the cache: {size_text(2 * shape[1] * layout.key_bytes)} a layer "
                 "for keys and values; ask for fewer tokens, or give --kv-host-budget and --spill-dir"
             ) from error
+        self.capacity = shape[1]  # tokens
         n_chunks = shape[1] // layout.chunk_size
         self.index = torch.arange(shape[0] * n_chunks, device=layout.device).view(shape[0], n_chunks)
-
-    @property
-    def capacity(self) -> int:
-        """Tokens."""
-        return self.k.shape[1]
 
     @property
     def n_bytes(self) -> int:
@@ -195,18 +191,21 @@ class LayerCache:
             index = torch.nn.functional.pad(tiles.index, (0, n_chunks - n_old), value=-1)
             yield Tiles(tiles.k, tiles.v, index)
 
-    def write(self, k: Tensor, v: Tensor) -> None:
-        """Put a block's keys and values `[G, T, D]` behind the committed ones. Time and bytes: O(T)."""
-        layout = self.layout
-        if k.shape != v.shape or (k.shape[0], k.shape[2:]) != (layout.n_kv_heads, (layout.head_dim,)):
+    def write(self, k: Tensor, v: Tensor, turn: Turn | None = None) -> None:
+        """Put a block's keys and values `[G, T, D]` behind the committed ones. Time and bytes: O(T).
+
+        With a turn `[T, D/2]` the keys are rotated on the way.
+        """
+        layout, shape = self.layout, k.shape
+        if v.shape != shape or (shape[0], shape[2:]) != (layout.n_kv_heads, (layout.head_dim,)):
             expected = f"[{layout.n_kv_heads}, T, {layout.head_dim}]"  # fewer would be repeated silently
             raise UsageError(f"keys {list(k.shape)} and values {list(v.shape)} for the cache; expected {expected} each")
-        stop = self.length + k.shape[1]
+        stop = self.length + shape[1]
         self.reserve(stop)
         self.stop = stop
-        buffer_k, buffer_v = self.buffer.span(self.length, stop)
-        buffer_k.copy_(k)
-        buffer_v.copy_(v)
+        buffer = self.buffer
+        put_rows(k, buffer.k, self.length - buffer.first, turn)
+        put_rows(v, buffer.v, self.length - buffer.first)
 
     def commit(self) -> None:
         """Keep what this pass wrote. May be repeated."""

@@ -73,7 +73,8 @@ def load(
         uses_threads()  # converting weights is work for several threads
     family = model_class(config)
     wanted = family.weights(config, checkpoint.tensors)
-    weights = checkpoint.load(wanted, dtype=layout.dtype, device=where, ignore=(*family.unused, *config.unused))
+    ignore = (*family.unused, *config.unused)
+    weights = checkpoint.load(wanted, dtype=layout.dtype, device=where, ignore=ignore, joined=family.joined(config))
     return Engine(family(config, weights), tokenizer, checkpoint, options)
 
 

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from lce.attention import rotate
 from lce.cache.kv import LayerCache
 from lce.cache.layout import CacheLayout, Reach
 from lce.cache.method_state import MethodState, RecentRows
@@ -112,8 +111,7 @@ class Method(ABC):
 
     def keep(self, k: Tensor, v: Tensor, cache: LayerCache, step: Step) -> None:
         """Put the block's unrotated keys and its values `[G, T, D]` into the cache."""
-        turn = step.key_turn(self.key_positions, k)
-        cache.write(k if turn is None else rotate(k, turn), v)
+        cache.write(k, v, step.key_turn(self.key_positions, k))
 
     @abstractmethod
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:

@@ -42,9 +42,10 @@ class Step:
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
         """`make()`, called once a pass and `name`; later calls return the first result."""
-        if name not in self.memo:
-            self.memo[name] = make()
-        return self.memo[name]
+        memo = self.memo
+        if name not in memo:
+            memo[name] = make()
+        return memo[name]
 
     def positions(self, device: torch.device) -> Tensor:
         """The indices of the block's tokens, `[T]`."""
@@ -54,7 +55,10 @@ class Step:
         """What rotates the block's vectors to where a method caches its keys; None where it leaves them unrotated."""
 
         def make() -> Turn | None:
-            positions = key_positions(self.positions(like.device))
+            indices = self.positions(like.device)
+            positions = key_positions(indices)
+            if positions is indices:
+                return self.true_turn(like)
             return None if positions is None else self.rope.turn(positions, like.dtype)
 
         turn: Turn | None = self.once("key turn", make)

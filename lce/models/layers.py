@@ -16,12 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lce.kernels import elementwise
+from lce.kernels.compiling import MOST_ROWS
+from lce.kernels.elementwise import runs_on
+from lce.kernels.numbers import STORED
+from lce.kernels.products import product
 from lce.models.config import ModelConfig, check_layer_types
 from lce.models.fields import Fields
 
 # The attention hook: (layer, q [H, T, D], k [G, T, D], v [G, T, D]), all unrotated, to [H, T, D].
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 WeightTable = Mapping[str, tuple[str, str]]
+FEW = 8192  # numbers of several rows that a product by the kernel takes: more do not stay in the nearest cache
 
 
 class Layer:
@@ -40,20 +46,25 @@ class Layer:
     def norm(self, name: str, x: Tensor) -> Tensor:
         return rms_norm(x, self.w[name], self.config.norm_eps)
 
-    def project(self, name: str, x: Tensor) -> Tensor:
-        return linear(x, self.w[name], self.w.get(f"{name}_bias"))
+    def project(
+        self, name: str, x: Tensor, *, norm: str | None = None, gated: bool = False, onto: Tensor | None = None
+    ) -> Tensor:
+        """`x [T, in]` through a matrix and its bias, if it has one; `norm` names what normalises x: see `linear`."""
+        scale = None if norm is None else self.w[norm]
+        return linear(
+            x, self.w[name], self.w.get(f"{name}_bias"), norm=scale, eps=self.config.norm_eps, gated=gated, onto=onto
+        )
 
-    def heads(self, name: str, x: Tensor) -> Tensor:
-        """`x [T, hidden]` projected and split into heads: `[H, T, D]`, or `[G, T, D]`."""
-        return self.project(name, x).view(len(x), -1, self.config.head_dim).transpose(0, 1)
-
-    def merged(self, name: str, out: Tensor) -> Tensor:
-        """The heads' outputs `[H, T, D]` side by side, projected to `[T, hidden]`."""
-        return self.project(name, out.transpose(0, 1).flatten(1))
-
-    def gated_mlp(self, x: Tensor) -> Tensor:
-        """`down(silu(gate(x)) * up(x))`."""
-        return self.project("down", F.silu(self.project("gate", x), inplace=True).mul_(self.project("up", x)))
+    def heads(self, x: Tensor, norm: str) -> tuple[Tensor, Tensor, Tensor]:
+        """`x [T, hidden]`, normalised, to `q [H, T, D]`, `k v [G, T, D]`: views of one product."""
+        config = self.config
+        joined = self.project("qkv", x, norm=norm)
+        if len(x) == 1:
+            rows = joined.view(-1, 1, config.head_dim)
+        else:
+            rows = joined.view(len(x), -1, config.head_dim).transpose(0, 1)
+        q, k, v = rows.split_with_sizes((config.n_heads, config.n_kv_heads, config.n_kv_heads))
+        return q, k, v
 
 
 class Model:
@@ -69,6 +80,7 @@ class Model:
     layer: ClassVar[type[Layer]]
     model_weights: ClassVar[WeightTable]
     layer_weights: ClassVar[WeightTable]
+    joins: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # matrices that lie one beneath the other, under one name
     unused: ClassVar[tuple[str, ...]] = ()  # patterns of published names that no model of the family uses
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
@@ -87,7 +99,7 @@ class Model:
 
     def logits(self, x: Tensor) -> Tensor:
         """Hidden states `[T, hidden]` to logits `[T, vocab]`, float32."""
-        return linear(rms_norm(x, self.final_norm, self.config.norm_eps), self.head).to(torch.float32)
+        return linear(x, self.head, norm=self.final_norm, eps=self.config.norm_eps).to(torch.float32)
 
     @classmethod
     def read(cls, fields: Fields, folder: Path) -> ModelConfig:
@@ -127,6 +139,19 @@ class Model:
         }
 
 
+    @classmethod
+    def joined(cls, config: ModelConfig) -> dict[str, tuple[str, ...]]:
+        """What `joins` says, for every layer and for biases: the name of each whole to the names of its parts."""
+        found = {}
+        for whole, parts in cls.joins.items():
+            kinds = ("", "_bias") if parts[0] in config.biases else ("",)
+            assert len({part in config.biases for part in parts}) == 1, f"some of {parts} have a bias"
+            for kind in kinds:
+                for i in range(config.n_layers):
+                    found[f"{i}.{whole}{kind}"] = tuple(f"{i}.{part}{kind}" for part in parts)
+        return found
+
+
 def _sizes(config: ModelConfig) -> dict[str, int]:
     """The words in which a weight table writes shapes."""
     return {
@@ -139,11 +164,39 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
     }
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm: Tensor | None = None, eps: float = 0.0,
+    gated: bool = False, onto: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`x [T, in]` times `weight [out, in]` transposed, plus `bias [out]`. Time: O(T · in · out).
 
-    In float32 on a CPU it calls oneDNN, which PyTorch uses only for narrower dtypes. On AMD processors oneDNN is about
-    twice as fast as the MKL routine behind `torch.nn.functional.linear`, and as exact.
+    With `norm [in]` x is normalised first, as `rms_norm` does. `gated` takes SiLU of the first half of the result times
+    the second: `[T, out / 2]`. With `onto` the result is added to that tensor, in place. A few rows on a CPU take a
+    kernel that reads the weights at the speed of memory, and rounds once at the end.
+    """
+    n, size = x.shape
+    if x.is_cpu and (n == 1 or n * size <= FEW) and n <= MOST_ROWS and _plain(x, weight, onto):
+        return product(x, weight, bias, norm=norm, eps=eps, gated=gated, onto=onto)
+    if norm is not None:
+        x = rms_norm(x, norm, eps)
+    out = _product_of_many(x, weight, bias)
+    if gated:
+        out = silu_mul(out)
+    return out if onto is None else onto.add_(out)
+
+
+def _plain(x: Tensor, weight: Tensor, onto: Tensor | None) -> bool:
+    """Whether the kernel takes these tensors as they lie."""
+    if x.dtype not in STORED or weight.dtype is not x.dtype or x.requires_grad or weight.requires_grad:
+        return False
+    return x.is_contiguous() and weight.is_contiguous() and (onto is None or onto.is_contiguous())
+
+
+def _product_of_many(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """In float32 on a CPU by oneDNN, which PyTorch uses only for narrower dtypes.
+
+    On AMD processors oneDNN is about twice as fast as the MKL routine behind `torch.nn.functional.linear`, and as
+    exact.
     """
     if _ONEDNN and x.dtype == torch.float32 and not x.is_cuda:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -152,16 +205,24 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x [..., D]` over its root mean square, times `weight [D]`; computed in float32 for any dtype.
+    """`x [..., D]` over its root mean square, times `weight [D]`; computed in float32 for any dtype."""
+    if runs_on(x):
+        return elementwise.rms_norm(x, weight, eps)
+    return F.rms_norm(x, weight.shape, weight, eps)
 
-    On a CPU it is written out, in place after one copy: PyTorch's own is several times slower there in bfloat16.
-    """
-    if x.is_cuda:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-    scale = scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    out = x * scale if x.dtype == torch.float32 else x.float().mul_(scale)
-    return out.mul_(weight).to(x.dtype)
+
+def silu_mul(x: Tensor) -> Tensor:
+    """SiLU of the first half of `x [T, 2·D]` times the second half: `[T, D]`."""
+    if runs_on(x):
+        return elementwise.silu_mul(x)
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def merge_heads(out: Tensor) -> Tensor:
+    """The heads' outputs `[H, T, D]` side by side, `[T, H · D]`; a view for one token."""
+    n = out.shape[1]
+    return out.reshape(1, -1) if n == 1 else out.transpose(0, 1).reshape(n, -1)
 
 
 def _onednn_works() -> bool:

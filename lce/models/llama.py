@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lce.models.config import ModelConfig
 from lce.models.fields import Fields
-from lce.models.layers import Attend, Layer, Model
+from lce.models.layers import Attend, Layer, Model, merge_heads
 from lce.models.registry import family
 
 
@@ -16,13 +16,13 @@ class LlamaLayer(Layer):
     """Attention, then the gated MLP. Each reads the normalised hidden states and adds its result to them."""
 
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
-        x += self.attention(self.norm("attention_norm", x), attend)
-        x += self.gated_mlp(self.norm("mlp_norm", x))
+        self.project("o", merge_heads(self.attention(x, attend)), onto=x)
+        self.project("down", self.project("gate_up", x, norm="mlp_norm", gated=True), onto=x)
         return x
 
     def attention(self, x: Tensor, attend: Attend) -> Tensor:
-        q, k, v = (self.heads(name, x) for name in "qkv")
-        return self.merged("o", attend(self.index, q, k, v))
+        q, k, v = self.heads(x, norm="attention_norm")
+        return attend(self.index, q, k, v)
 
 
 @family("llama", "LlamaForCausalLM")
@@ -47,6 +47,7 @@ class Llama(Model):
         "up": ("mlp.up_proj.weight", "inner hidden"),
         "down": ("mlp.down_proj.weight", "hidden inner"),
     }
+    joins = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
     unused = ("*.rotary_emb.inv_freq",)  # old checkpoints store the frequencies; ours come from the config
 
     @classmethod

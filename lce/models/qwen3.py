@@ -16,9 +16,8 @@ from lce.models.registry import family
 
 class Qwen3Layer(LlamaLayer):
     def attention(self, x: Tensor, attend: Attend) -> Tensor:
-        q, k, v = (self.heads(name, x) for name in "qkv")
-        q, k = self.norm("q_norm", q), self.norm("k_norm", k)
-        return self.merged("o", attend(self.index, q, k, v))
+        q, k, v = self.heads(x, norm="attention_norm")
+        return attend(self.index, self.norm("q_norm", q), self.norm("k_norm", k), v)
 
 
 @family("qwen3", "Qwen3ForCausalLM")

@@ -7,6 +7,7 @@ between the check of its header and the end of loading, is refused.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -79,28 +80,42 @@ class Checkpoint:
 
     def load(
         self, wanted: Mapping[str, tuple[str, tuple[int, ...]]], *, dtype: torch.dtype | None, device: torch.device,
-        ignore: Sequence[str] = (),
+        ignore: Sequence[str] = (), joined: Mapping[str, Sequence[str]] | None = None,
     ) -> dict[str, Tensor]:  # fmt: skip
         """The tensors of `wanted`, under its keys, in `dtype` (None: as stored) on `device`.
 
         An entry of `wanted` maps the caller's name to the name in the checkpoint and the shape it must have. Names,
         shapes and stored dtypes are all checked first. Every other tensor of the checkpoint must match one of the
-        patterns in `ignore` (`"*.rotary_emb.inv_freq"`). Two entries with one published name share one tensor.
+        patterns in `ignore` (`"*.rotary_emb.inv_freq"`). Two entries with one published name share one tensor. `joined`
+        maps a name of its own to names of `wanted` that come as one tensor instead, one beneath the other; they are
+        read into it.
 
         Raises `CapacityError`, before anything is read, for weights larger than the free memory, and ModelError for
         NaN and infinity, naming the tensor, and for a file that changed since its header was read.
         """
         shapes = dict(wanted.values())
         self._check(shapes, ignore)
-        names = sorted(shapes, key=lambda name: (self.tensors[name].file, self.tensors[name].start))
-        sizes = [(shapes[name], dtype or DTYPES[self.tensors[name].dtype]) for name in names]
+        wholes = {name: [wanted[part][0] for part in parts] for name, parts in (joined or {}).items()}
+        apart = {key: [name] for key, (name, _) in wanted.items() if key not in _parts(joined)}
+        together = {tuple(names): key for key, names in (apart | wholes).items()}  # one entry a tensor
+        groups = sorted(together, key=lambda names: (self.tensors[names[0]].file, self.tensors[names[0]].start))
+        sizes = [(_beneath([shapes[name] for name in names]), dtype or self._dtype_of(names)) for names in groups]
         self._check_memory(sum(math.prod(shape) * kind.itemsize for shape, kind in sizes), device)
-        loaded = dict(zip(names, allocate(sizes, device), strict=True))
+        loaded = dict(zip(groups, allocate(sizes, device), strict=True))
+        outs: dict[str, Tensor] = {}
+        for names, whole in loaded.items():
+            rows = whole.split([shapes[name][0] for name in names]) if len(names) > 1 else [whole]
+            outs.update(zip(names, rows, strict=True))
+        order = sorted(outs, key=lambda name: (self.tensors[name].file, self.tensors[name].start))
         with self._opened() as files:
             infos = self.tensors
-            fill([Job(name, infos[name], files[infos[name].file], out) for name, out in loaded.items()])
+            fill([Job(name, infos[name], files[infos[name].file], outs[name]) for name in order])
             _ = self._fingerprint  # of what was just read
-        return {key: loaded[name] for key, (name, _) in wanted.items()}
+        return {key: loaded[tuple(names)] for key, names in (apart | wholes).items()}
+
+    def _dtype_of(self, names: Sequence[str]) -> torch.dtype:
+        """The widest dtype in which one of these is stored."""
+        return functools.reduce(torch.promote_types, (DTYPES[self.tensors[name].dtype] for name in names))
 
     def _check_memory(self, needed: int, device: torch.device) -> None:
         free = system.free_memory(device)
@@ -191,6 +206,16 @@ class Checkpoint:
         if unread:
             expected = f"expected weights in {', '.join(DTYPES)}"
             raise ModelError(f"{named(self.folder)}: {expected}, got {_few(unread)}; use an unquantized checkpoint")
+
+
+def _parts(joined: Mapping[str, Sequence[str]] | None) -> set[str]:
+    return {part for parts in (joined or {}).values() for part in parts}
+
+
+def _beneath(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape of tensors one beneath the other."""
+    assert len({shape[1:] for shape in shapes}) == 1, f"{shapes} do not lie beneath each other"
+    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
 def _few(names: Sequence[str], quoted: bool = True) -> str:
