@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lce.engine.info import ModelInfo, info
     from lce.engine.loading import load, plan
     from lce.engine.planning import Plan
+    from lce.engine.quantising import quantize
     from lce.engine.sampling import Sampling
     from lce.engine.saving import ContextInfo
     from lce.engine.stream import AsyncStream, Stream
@@ -42,6 +43,7 @@ _HOMES = {
     "lce.engine.info": ("ModelInfo", "info"),
     "lce.engine.loading": ("load", "plan"),
     "lce.engine.planning": ("Plan",),
+    "lce.engine.quantising": ("quantize",),
     "lce.engine.sampling": ("Sampling",),
     "lce.engine.saving": ("ContextInfo",),
     "lce.engine.stream": ("AsyncStream", "Stream"),
@@ -56,7 +58,7 @@ __all__ = [
     "AsyncStream", "CapacityError", "Context", "ContextInfo", "Conversation", "DataError", "Engine", "Generation",
     "GenerationOptions", "LceError", "Method", "ModelError", "ModelInfo", "Piece", "Plan", "Progress", "Sampling",
     "SelectiveMethod", "Stats", "Stream", "TokenLogprobs", "Trace", "UsageError", "WindowWarning", "__version__",
-    "info", "load", "methods", "plan",
+    "info", "load", "methods", "plan", "quantize",
 ]  # fmt: skip
 
 

@@ -128,6 +128,7 @@ class ContextInfo:
     cached: int
     announced: int
     file_bytes: int
+    weights: str | None = None  # the scheme of rounded ones
 
 
 def describe(path: str | Path) -> ContextInfo:
@@ -149,7 +150,7 @@ def describe(path: str | Path) -> ContextInfo:
     texts: list[Any] = [facts.get(name) for name in ("model", "method", "dtype")]
     texts.append(rope.get("kind") if isinstance(rope, dict) else None)
     numbers = [facts.get("window"), *(shape if isinstance(shape, list) and len(shape) == 1 else [None])]
-    factor = rope.get("factor") if isinstance(rope, dict) else None
+    factor, weights = rope.get("factor") if isinstance(rope, dict) else None, facts.get("weights")
     if (
         not all(isinstance(text, str) for text in texts)
         or not all(type(number) is int for number in numbers)
@@ -160,7 +161,7 @@ def describe(path: str | Path) -> ContextInfo:
     file_bytes = header.file_bytes if complete else _part_bytes(path)
     return ContextInfo(
         path, complete, FORMAT, manifest.version, model, method, knobs_of(facts), window, kind, float(factor), dtype,
-        n_tokens, manifest.read, manifest.announced, file_bytes,
+        n_tokens, manifest.read, manifest.announced, file_bytes, weights if isinstance(weights, str) else None,
     )  # fmt: skip
 
 

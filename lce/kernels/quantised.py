@@ -27,8 +27,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from lce.kernels.compiling import MOST_ROWS, kernel, n_threads
-from lce.kernels.numbers import READ, STORED, WRITE, pointer
+from lce.kernels.compiling import MOST_ROWS, inner, kernel, n_threads
+from lce.kernels.numbers import READ, STORED, WRITE, exp, pointer
 from lce.kernels.vectors import LANES
 
 GROUPS = {8: 128, 4: 32}  # bits: inputs that share a scale
@@ -65,23 +65,33 @@ def pack(weight: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) ->
 
 
 def product(
-    x: Tensor, n_out: int, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None = None
-) -> Tensor:
-    """`x [T, in]` times a packed matrix `[n_out, in]` transposed, plus `bias [n_out]`: `[T, n_out]`, T to `MOST_ROWS`.
+    x: Tensor, n_rows: int, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None = None, *,
+    norm: Tensor | None = None, eps: float = 0.0, gated: bool = False, onto: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`x [T, in]` times a packed matrix `[n_rows, in]` transposed, plus `bias`: as `lce.kernels.products.product`.
 
-    Sums are float32. Bytes: the packed weights, once. Each number of the result is one sum in one order, whatever T and
-    the number of threads.
+    T is up to `MOST_ROWS`. With `gated` the two halves of the rows are whole blocks. Sums are float32. Bytes: the
+    packed weights, once. Each number of the result is one sum in one order, whatever T and the number of threads.
     """
     n, n_in = x.shape
-    bits = _check((n_out, n_in), codes, scales, zeros)
-    assert n <= MOST_ROWS and x.is_contiguous() and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous()))
-    out = x.new_empty(n, n_out)
-    rows = next(rows for rows in (1, 2, 4, 8) if n <= rows)
+    bits = _check((n_rows, n_in), codes, scales, zeros)
+    dtype, n_out = x.dtype, n_rows // 2 if gated else n_rows
+    out = torch.empty(n, n_out, dtype=dtype) if onto is None else onto
+    assert n <= MOST_ROWS
+    assert x.is_contiguous()
+    assert out.is_contiguous()
+    assert not gated or n_out % LANES == 0
+    assert out.shape == (n, n_out), out.shape
+    assert out.dtype is dtype, out.dtype
+    assert norm is None or (norm.dtype is dtype and norm.shape == (n_in,)), norm
+    assert bias is None or (bias.dtype is dtype and bias.shape == (n_rows,)), bias
+    rows = 1 if n == 1 else 2 if n == 2 else 4 if n <= 4 else MOST_ROWS
     n_threads()
-    _product(bits, x.dtype, rows)(
+    _product(bits, dtype, rows)(
         x.data_ptr(), codes.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(),
-        0 if bias is None else bias.data_ptr(), out.data_ptr(),
+        0 if bias is None else bias.data_ptr(), 0 if norm is None else norm.data_ptr(), eps, out.data_ptr(),
         _working(rows, codes.shape[0] * LANES, scales.shape[1] * (GROUPS[bits] + 1)), n, n_out, n_in,
+        gated, onto is not None,
     )  # fmt: skip
     return out
 
@@ -89,7 +99,9 @@ def product(
 def unpack(first: int, out: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> None:
     """The rows from `first` on, a multiple of 16, of a packed matrix as numbers: into `out [rows, in]`, any dtype."""
     bits = 8 if zeros is None else 4
-    assert first % LANES == 0 and first + len(out) <= codes.shape[0] * LANES and out.is_contiguous()
+    assert first % LANES == 0
+    assert first + len(out) <= codes.shape[0] * LANES
+    assert out.is_contiguous()
     _check((codes.shape[0] * LANES, out.shape[1]), codes, scales, zeros)
     n_threads()
     _unpack(bits, out.dtype)(
@@ -101,7 +113,10 @@ def rows_of(ids: Tensor, out: Tensor, codes: Tensor, scales: Tensor, zeros: Tens
     """The rows `ids [T]` (int64) of a packed matrix as numbers: into `out [T, in]`, any dtype."""
     bits = 8 if zeros is None else 4
     _check((codes.shape[0] * LANES, out.shape[1]), codes, scales, zeros)
-    assert len(ids) == len(out) and ids.dtype == torch.int64 and ids.is_contiguous() and out.is_contiguous()
+    assert len(ids) == len(out)
+    assert ids.dtype == torch.int64
+    assert ids.is_contiguous()
+    assert out.is_contiguous()
     assert not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < codes.shape[0] * LANES)
     _rows_of(bits, out.dtype)(
         ids.data_ptr(), codes.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(), out.data_ptr(),
@@ -113,8 +128,11 @@ def _check(shape: Any, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> i
     """The bits of a packed matrix of this shape."""
     bits = 8 if zeros is None else 4
     blocks, groups = -(-shape[0] // LANES), -(-shape[1] // GROUPS[bits])
-    assert codes.shape == (blocks, groups * GROUPS[bits] * bits // 8, LANES) and scales.shape == (blocks, groups, LANES)
-    assert codes.is_contiguous() and scales.is_contiguous() and scales.dtype == torch.bfloat16
+    assert codes.shape == (blocks, groups * GROUPS[bits] * bits // 8, LANES)
+    assert scales.shape == (blocks, groups, LANES)
+    assert codes.is_contiguous()
+    assert scales.is_contiguous()
+    assert scales.dtype == torch.bfloat16
     assert zeros is None or (zeros.shape == scales.shape and zeros.is_contiguous())
     return bits
 
@@ -220,7 +238,7 @@ def _dot(bits: int, rows: int) -> Callable[..., Any]:
 
 
 def _rows(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
-    """The intrinsic `(codes, scales, zeros, n, out, stride)`: the weights of a block's 16 rows and 32 inputs, as numbers.
+    """The intrinsic `(codes, scales, zeros, n, out, stride)`: a block's 16 rows and 32 inputs as numbers.
 
     The inputs are `32·n` to `32·n + 31`. Row i goes to `out + i · stride`, in bytes. Two numbers of two bytes make a
     word, and 16 words of 16 rows are transposed in registers: about 0.4 instructions a weight.
@@ -287,43 +305,78 @@ def _turned(builder: Any, rows: list[Any]) -> list[Any]:
 @cache
 def _product(bits: int, dtype: torch.dtype, rows: int) -> Callable[..., Any]:
     stored, read, write, dot, size = STORED[dtype], READ[dtype], WRITE[dtype], _dot(bits, rows), GROUPS[bits]
+    widen = _widen(bits, dtype)
 
-    @kernel("void(intp, intp, intp, intp, intp, intp, intp, intp, intp, intp)")
-    def quantised_product(x_at, codes, scales, zeros, bias_at, out_at, working, n, n_out, n_in):  # type: ignore[no-untyped-def]
+    @kernel("void(intp, intp, intp, intp, intp, intp, float32, intp, intp, intp, intp, intp, boolean, boolean)")
+    def quantised_product(  # type: ignore[no-untyped-def]
+        x_at, codes, scales, zeros, bias_at, norm_at, eps, out_at, working, n, n_out, n_in, gated, adds
+    ):
+        n_parts = 2 if gated else 1
         n_groups, n_blocks = (n_in + size - 1) // size, (n_out + LANES - 1) // LANES
-        x, bias = carray(pointer(x_at, stored), (n, n_in)), carray(pointer(bias_at, stored), (n_out,))
+        bias = carray(pointer(bias_at, stored), (n_parts * n_out,))
         out = carray(pointer(out_at, stored), (n, n_out))
-        wide = carray(pointer(working, float32), (rows, n_groups * size))
         sums_at = working + 4 * rows * n_groups * size
-        sums = carray(pointer(sums_at, float32), (rows, n_groups))
         dots_at = sums_at + 4 * rows * n_groups
-        dots = carray(pointer(dots_at, float32), (n_blocks, rows, LANES))
+        dots = carray(pointer(dots_at, float32), (n_parts * n_blocks, rows, LANES))
+        widen(x_at, norm_at, eps, working, sums_at, rows, n, n_in)
+        for task in numba.prange((n_blocks + _TASK - 1) // _TASK):
+            for first in range(task * _TASK, min(n_blocks, task * _TASK + _TASK)):
+                for block in range(first, n_parts * n_blocks, n_blocks):
+                    group = block * n_groups * LANES
+                    dot(
+                        working, sums_at, codes + group * size * bits // 8, scales + 2 * group, zeros + group,
+                        n_groups, dots_at + 4 * block * rows * LANES,
+                    )  # fmt: skip
+                for i in range(n):
+                    for lane in range(min(LANES, n_out - first * LANES)):
+                        row = first * LANES + lane
+                        total = dots[first, i, lane]
+                        if bias_at:
+                            total += read(bias[row])
+                        if gated:
+                            other = dots[first + n_blocks, i, lane]
+                            if bias_at:
+                                other += read(bias[row + n_out])
+                            total = total / (np.float32(1) + exp(min(-total, np.float32(88)))) * other
+                        if adds:
+                            total += read(out[i, row])
+                        out[i, row] = write(total)
+
+    return quantised_product
+
+
+@cache
+def _widen(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
+    """x as float32 `[rows, groups * size]`, normalised and padded, and the sums of its groups, times -1/16."""
+    stored, read, size = STORED[dtype], READ[dtype], GROUPS[bits]
+
+    @inner
+    def widen(x_at, norm_at, eps, wide_at, sums_at, rows, n, n_in):  # type: ignore[no-untyped-def]
+        n_groups = (n_in + size - 1) // size
+        x, norm = carray(pointer(x_at, stored), (n, n_in)), carray(pointer(norm_at, stored), (n_in,))
+        wide = carray(pointer(wide_at, float32), (rows, n_groups * size))
+        sums = carray(pointer(sums_at, float32), (rows, n_groups))
         for i in range(rows):
             used = n_in if i < n else 0
             for j in range(used):
                 wide[i, j] = read(x[i, j])
             for j in range(used, n_groups * size):
                 wide[i, j] = np.float32(0)
+            if norm_at and i < n:
+                total = np.float32(0)
+                for j in range(n_in):
+                    total += wide[i, j] * wide[i, j]
+                scale = np.float32(1) / np.sqrt(total / np.float32(n_in) + eps)
+                for j in range(n_in):
+                    wide[i, j] *= scale * read(norm[j])
             if bits == 4:
                 for g in range(n_groups):
                     total = np.float32(0)
                     for j in range(g * size, g * size + size):
                         total += wide[i, j]
                     sums[i, g] = total * np.float32(-0.0625)
-        for task in numba.prange((n_blocks + _TASK - 1) // _TASK):
-            for block in range(task * _TASK, min(n_blocks, task * _TASK + _TASK)):
-                group = block * n_groups * LANES
-                dot(
-                    working, sums_at, codes + group * size * bits // 8, scales + 2 * group, zeros + group, n_groups,
-                    dots_at + 4 * block * rows * LANES,
-                )  # fmt: skip
-                for i in range(n):
-                    for lane in range(min(LANES, n_out - block * LANES)):
-                        row = block * LANES + lane
-                        start = read(bias[row]) if bias_at else np.float32(0)
-                        out[i, row] = write(start + dots[block, i, lane])
 
-    return quantised_product
+    return widen
 
 
 @cache
@@ -367,7 +420,9 @@ def _rows_of(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
         for i in range(n):
             block, lane = ids[i] // LANES, ids[i] % LANES
             group = block * n_groups * LANES
-            codes = carray(pointer(codes_at + group * size * bits // 8, code_type), (n_groups * size * bits // 8, LANES))
+            codes = carray(
+                pointer(codes_at + group * size * bits // 8, code_type), (n_groups * size * bits // 8, LANES)
+            )
             scales = carray(pointer(scales_at + 2 * group, uint16), (n_groups, LANES))
             zeros = carray(pointer(zeros_at + group, uint8), (n_groups, LANES))
             for j in range(n_in):
@@ -422,7 +477,7 @@ def _pack(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
                     for attempt in range(_SHRINKS):
                         factor = np.float32(1) - _SHRINK * np.float32(attempt)
                         step, least = (high / 15 - low / 15) * factor, low * factor
-                        for fit in range(_FITS + 1):
+                        for _fit in range(_FITS + 1):
                             bits_of_scale = write_scale(step)
                             scale = read_scale(bits_of_scale)
                             if not scale > np.float32(1e-30):
