@@ -29,9 +29,9 @@ def quantize(
 ) -> Path:
     """Write the folder `out`: the model's config and tokenizer, and its weights in "int8" or "int4".
 
-XX
-    empty folder. Peak memory is one matrix, twice. `progress` counts bytes. Raises `ModelError` for a folder that is no valid
-    model or quantised already, and `UsageError` for weights or a folder that cannot be used.
+    `lce.load(out)` computes what `lce.load(model, weights=…)` does, and opens the same contexts. `out` is a new or an
+    empty folder. Peak memory is one matrix, twice. `progress` counts bytes. Raises `ModelError` for a folder that is no
+    valid model or quantised already, and `UsageError` for weights or a folder that cannot be used.
     """
     folder, target, scheme = folder_of(model), path_of(out, "out"), scheme_of(weights)
     check_progress(progress)
