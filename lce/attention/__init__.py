@@ -3,6 +3,6 @@
 from lce.attention.attention import Attention
 from lce.attention.parts import Part, causal_mask, combine, merge
 from lce.attention.tiles import Tiles
-from lce.attention.turn import Turn, put_rows, rotate
+from lce.attention.turn import Turn, append, rotate
 
-__all__ = ["Attention", "Part", "Tiles", "Turn", "causal_mask", "combine", "merge", "put_rows", "rotate"]
+__all__ = ["Attention", "Part", "Tiles", "Turn", "append", "causal_mask", "combine", "merge", "rotate"]

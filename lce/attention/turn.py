@@ -40,9 +40,11 @@ def rotate(x: Tensor, turn: Turn) -> Tensor:
     return out
 
 
-def put_rows(x: Tensor, into: Tensor, at: int, turn: Turn | None = None) -> None:
-    """`x [G, T, D]`, rotated by a turn `[T, D/2]` if there is one, to rows `at..at+T-1` of `into [G, n, D]`."""
-    if elementwise.runs_on(x) and (turn is None or turn.cos.dtype is x.dtype):
-        elementwise.put_rows(x, into, at, *(turn or (None, None)))
+def append(k: Tensor, v: Tensor, into_k: Tensor, into_v: Tensor, at: int, turn: Turn | None = None) -> None:
+    """`k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; k rotated by a turn `[T, D/2]`, if any."""
+    dtype = into_k.dtype
+    if elementwise.runs_on(k) and k.dtype is dtype is v.dtype and (turn is None or turn.cos.dtype is dtype):
+        elementwise.append(k, v, into_k, into_v, at, *(turn or (None, None)))
     else:
-        into[:, at : at + x.shape[1]].copy_(x if turn is None else rotate(x, turn))
+        into_k[:, at : at + k.shape[1]].copy_(k if turn is None else rotate(k, turn))
+        into_v[:, at : at + v.shape[1]].copy_(v)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lce.attention import Tiles, Turn, put_rows
+from lce.attention import Tiles, Turn, append
 from lce.cache.layout import DEVICE, DISK, HOST, CacheLayout
 from lce.cache.method_state import Held, MethodState
 from lce.cache.row_file import RowFile
@@ -204,8 +204,7 @@ class LayerCache:
         self.reserve(stop)
         self.stop = stop
         buffer = self.buffer
-        put_rows(k, buffer.k, self.length - buffer.first, turn)
-        put_rows(v, buffer.v, self.length - buffer.first)
+        append(k, v, buffer.k, buffer.v, self.length - buffer.first, turn)
 
     def commit(self) -> None:
         """Keep what this pass wrote. May be repeated."""

@@ -103,7 +103,7 @@ class Sampler:
             self._random.manual_seed(sampling.seed)
 
     def pick(self, logits: Tensor) -> int:
-        """The next token for logits `[vocab]`. Time: O(vocab log vocab) when sampling, O(vocab) when greedy."""
+        """The next token for logits `[vocab]`. Time: O(vocab), times its logarithm if top_p keeps thousands of them."""
         if self.sampling.temperature == 0:
             return int(logits.argmax())
         probabilities = probabilities_of(logits.float().cpu(), self.sampling)
@@ -117,12 +117,31 @@ def probabilities_of(logits: Tensor, sampling: Sampling) -> Tensor:
         scaled = scaled.masked_fill(scaled < scaled.topk(sampling.top_k).values[-1], -torch.inf)
     probabilities = scaled.softmax(-1)
     if sampling.top_p < 1:
-        ranked, order = probabilities.sort(descending=True, stable=True)
-        beyond = ranked.cumsum(0) - ranked >= sampling.top_p  # the likelier tokens add up to top_p already
-        probabilities[order[beyond]] = 0
+        _cut_nucleus(probabilities, sampling.top_p)
     if sampling.min_p > 0:
         probabilities[probabilities < sampling.min_p * probabilities.max()] = 0
     return probabilities / probabilities.sum()
+
+
+def _cut_nucleus(probabilities: Tensor, top_p: float) -> None:
+    """Set to 0 what top_p cuts of `probabilities [vocab]`: a token whose likelier ones add up to it already.
+
+    Of equally likely tokens the first in the vocabulary come first. Time: O(vocab) if some hundred tokens are kept.
+    Their sums are those of a full sort, bit by bit: cumulative sums grow, so nothing behind the first cut is kept.
+    """
+    n_ranked = min(len(probabilities), 256)
+    while True:
+        ranked = probabilities.topk(n_ranked).values
+        beyond = ranked.cumsum(0) - ranked >= top_p
+        if beyond[-1] or n_ranked == len(probabilities):
+            break
+        n_ranked = min(len(probabilities), 8 * n_ranked)
+    n_kept = n_ranked - int(beyond.sum())
+    least = ranked[n_kept - 1]
+    equal = (probabilities == least).nonzero().squeeze(1)
+    n_equal = n_kept - int((ranked > least).sum())
+    probabilities[probabilities < least] = 0
+    probabilities[equal[n_equal:]] = 0
 
 
 def check_logits(logits: Tensor, first: int) -> None:

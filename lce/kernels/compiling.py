@@ -64,7 +64,7 @@ def kernel(signature: str, *, parallel: bool = True) -> Callable[[Callable[..., 
                 numba.config.CACHE_DIR = before
             # Numba's own key has pickles of the closure, which differ between processes. The folder stands for the
             # source, so that names are enough.
-            label = _label(body)
+            label = parallel, _label(body)
             compiled._cache._index_key = lambda types, codegen: (types, codegen.magic_tuple(), label)
             compiled.compile(signature)
             compiled.disable_compile()

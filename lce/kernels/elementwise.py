@@ -12,7 +12,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from lce.kernels.compiling import kernel, n_threads
+from lce.kernels.compiling import inner, kernel, n_threads
 from lce.kernels.numbers import READ, STORED, WRITE, exp, pointer
 
 ALONE = 1 << 15  # numbers that one thread computes sooner than others wake up
@@ -31,7 +31,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     out = torch.empty(x.shape, dtype=x.dtype)
     heads, n, dim = (1, *x.shape) if x.ndim == 2 else x.shape
-    assert weight.shape == (dim,) and weight.dtype is x.dtype and weight.is_contiguous(), (x.shape, weight.shape)
+    fits = weight.shape == (dim,) and weight.dtype is x.dtype and weight.is_contiguous()
+    assert fits, (x.shape, weight.shape)
     if x.stride(-1) != 1:
         x = x.contiguous()
     _norm(x.dtype, _shared(out))(
@@ -47,7 +48,8 @@ def silu_mul(x: Tensor) -> Tensor:
     Computed in float32 and rounded once. Bytes: x once, the result once.
     """
     n, dim = x.shape[0], x.shape[1] // 2
-    assert x.is_contiguous() and x.shape[1] == 2 * dim, (x.shape, x.stride())
+    fits = x.is_contiguous() and x.shape[1] == 2 * dim
+    assert fits, (x.shape, x.stride())
     out = torch.empty(n, dim, dtype=x.dtype)
     _silu_mul(x.dtype, _shared(out))(x.data_ptr(), out.data_ptr(), n, dim)
     return out
@@ -58,49 +60,61 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Dimension i is paired with dimension i + D/2. Computed in float32 and rounded once. Bytes: x once, the result once.
     """
-    shape = x.shape
+    shape, dtype = x.shape, x.dtype
     half = shape[-1] // 2
-    if cos.shape[-1] != half or cos.dtype is not x.dtype or sin.shape != cos.shape or sin.dtype is not x.dtype:
-        raise ValueError(f"angles {list(cos.shape)} {cos.dtype}, {list(sin.shape)} {sin.dtype} for {list(shape)}")
+    turns = cos.shape
+    if turns[-1] != half or cos.dtype is not dtype or sin.shape != turns or sin.dtype is not dtype:
+        raise ValueError(f"angles {list(turns)} {cos.dtype}, {list(sin.shape)} {sin.dtype} for {list(shape)}")
     if x.stride(-1) != 1:
         x = x.contiguous()
     if cos.stride(-1) != 1 or cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
-    if len(shape) == 3 and cos.ndim == 2 and len(cos) == shape[1]:  # heads and tokens
-        lead, x_strides, turn_strides = (1, *shape[:2]), (0, *x.stride()[:2]), (0, 0, cos.stride(0))
-        out = torch.empty(shape, dtype=x.dtype)
+    if len(shape) == 3 and len(turns) == 2 and turns[0] == shape[1]:  # heads and tokens
+        stride = x.stride()
+        lead, x_strides, turn_strides = (1, shape[0], shape[1]), (0, stride[0], stride[1]), (0, 0, cos.stride(0))
+        out = torch.empty(shape, dtype=dtype)
     else:
-        common = torch.broadcast_shapes(shape[:-1], cos.shape[:-1])
+        common = torch.broadcast_shapes(shape[:-1], turns[:-1])
         assert len(common) <= 3, f"{list(common)}: more than three leading dimensions"
         lead = (1,) * (3 - len(common)) + tuple(common)
         x_strides, turn_strides = (_strides(each, common) for each in (x, cos))
-        out = torch.empty(*common, shape[-1], dtype=x.dtype)
-    _rotate(x.dtype, _shared(out))(
+        out = torch.empty(*common, shape[-1], dtype=dtype)
+    _rotate(dtype, _shared(out))(
         x.data_ptr(), *x_strides, cos.data_ptr(), sin.data_ptr(), *turn_strides,
         out.data_ptr(), lead[1] * lead[2] * 2 * half, lead[2] * 2 * half, 2 * half, *lead, half,
     )  # fmt: skip
     return out
 
 
-def put_rows(x: Tensor, into: Tensor, at: int, cos: Tensor | None, sin: Tensor | None) -> None:
-    """`x [G, T, D]`, rotated if there are angles `cos sin [T, D/2]`, to rows `at..at+T-1` of `into [G, n, D]`.
+def append(
+    k: Tensor, v: Tensor, into_k: Tensor, into_v: Tensor, at: int, cos: Tensor | None, sin: Tensor | None
+) -> None:
+    """`k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; k rotated by `cos sin [T, D/2]`, if any.
 
-    For the one token of a decode step: no view is made. Bytes: x once, the rows once.
+    One call and no view, for the one token of a decode step. Bytes: k and v once, the rows once.
     """
-    heads, n, dim = x.shape
-    assert at >= 0 and into.shape[1] >= at + n, (into.shape, at, n)
-    assert into.shape[0] == heads and into.shape[2] == dim and into.dtype is x.dtype, (x.shape, into.shape)
-    if x.stride(2) != 1:
-        x = x.contiguous()
-    assert into.is_contiguous()
-    cos_at = sin_at = turn_stride = 0
+    shape, into, dtype = k.shape, into_k.shape, k.dtype
+    heads, n, dim = shape
+    alike = v.shape == shape and into_v.shape == into and v.dtype is dtype is into_k.dtype is into_v.dtype
+    assert alike, (shape, v.shape, into, into_v.shape)
+    fits = into[0] == heads and into[2] == dim and 0 <= at <= into[1] - n
+    assert fits, (shape, into, at)
+    contiguous = into_k.is_contiguous() and into_v.is_contiguous()
+    assert contiguous, (into_k.stride(), into_v.stride())
+    k_stride, v_stride = k.stride(), v.stride()
+    if k_stride[2] != 1 or v_stride[2] != 1:
+        k, v = k.contiguous(), v.contiguous()
+        k_stride, v_stride = k.stride(), v.stride()
+    cos_at = sin_at = 0
     if cos is not None and sin is not None:
-        assert cos.shape == (n, dim // 2) == sin.shape and cos.dtype is x.dtype is sin.dtype, (cos.shape, sin.shape)
-        assert cos.is_contiguous() and sin.is_contiguous()
-        cos_at, sin_at, turn_stride = cos.data_ptr(), sin.data_ptr(), dim // 2
-    _rotate(x.dtype, _shared(x))(
-        x.data_ptr(), 0, x.stride(0), x.stride(1), cos_at, sin_at, 0, 0, turn_stride,
-        into.data_ptr() + at * dim * into.element_size(), 0, into.shape[1] * dim, dim, 1, heads, n, dim // 2,
+        fits = cos.shape == sin.shape == (n, dim // 2) and cos.dtype is dtype is sin.dtype
+        assert fits, (cos.shape, sin.shape)
+        cos, sin = cos.contiguous(), sin.contiguous()
+        cos_at, sin_at = cos.data_ptr(), sin.data_ptr()
+    offset = at * dim * dtype.itemsize
+    _append(dtype, _shared(k))(
+        k.data_ptr(), k_stride[0], k_stride[1], v.data_ptr(), v_stride[0], v_stride[1], cos_at, sin_at,
+        into_k.data_ptr() + offset, into_v.data_ptr() + offset, into[1] * dim, heads, n, dim,
     )  # fmt: skip
 
 
@@ -160,9 +174,8 @@ def _silu_mul(dtype: torch.dtype, parallel: bool) -> Callable[..., Any]:
 
 @cache
 def _rotate(dtype: torch.dtype, parallel: bool) -> Callable[..., Any]:
-    """Rows of three leading dimensions; without angles (`cos_at` 0) they are copied."""
-    stored, read, write = STORED[dtype], READ[dtype], WRITE[dtype]
-    size = dtype.itemsize
+    """Rows of three leading dimensions."""
+    stored, size, turn = STORED[dtype], dtype.itemsize, _turn(dtype)
 
     @kernel(f"void({', '.join(['intp'] * 17)})", parallel=parallel)
     def compiled(  # type: ignore[no-untyped-def]
@@ -174,17 +187,54 @@ def _rotate(dtype: torch.dtype, parallel: bool) -> Callable[..., Any]:
                 a, b, c = row // (n1 * n2), row // n2 % n1, row % n2
                 x = carray(pointer(x_at + (a * x0 + b * x1 + c * x2) * size, stored), (2, half))
                 out = carray(pointer(out_at + (a * out0 + b * out1 + c * out2) * size, stored), (2, half))
-                if cos_at == 0:
-                    for j in range(half):
-                        out[0, j] = x[0, j]
-                        out[1, j] = x[1, j]
-                    continue
-                turn = (a * turn0 + b * turn1 + c * turn2) * size
-                cos = carray(pointer(cos_at + turn, stored), (half,))
-                sin = carray(pointer(sin_at + turn, stored), (half,))
-                for j in range(half):
-                    first, second = read(x[0, j]), read(x[1, j])
-                    out[0, j] = write(first * read(cos[j]) - second * read(sin[j]))
-                    out[1, j] = write(second * read(cos[j]) + first * read(sin[j]))
+                angle = (a * turn0 + b * turn1 + c * turn2) * size
+                cos = carray(pointer(cos_at + angle, stored), (half,))
+                sin = carray(pointer(sin_at + angle, stored), (half,))
+                turn(x, cos, sin, out, half)
 
     return compiled
+
+
+@cache
+def _append(dtype: torch.dtype, parallel: bool) -> Callable[..., Any]:
+    stored, size, turn = STORED[dtype], dtype.itemsize, _turn(dtype)
+
+    @kernel(f"void({', '.join(['intp'] * 14)})", parallel=parallel)
+    def compiled(  # type: ignore[no-untyped-def]
+        k_at, k0, k1, v_at, v0, v1, cos_at, sin_at, into_k_at, into_v_at, into0, heads, n, dim
+    ):
+        half = dim // 2
+        for task in numba.prange((heads * n + _ROWS - 1) // _ROWS):
+            for row in range(task * _ROWS, min(heads * n, task * _ROWS + _ROWS)):
+                head, i = row // n, row % n
+                to = (head * into0 + i * dim) * size
+                k = carray(pointer(k_at + (head * k0 + i * k1) * size, stored), (2, half))
+                v = carray(pointer(v_at + (head * v0 + i * v1) * size, stored), (dim,))
+                into_k = carray(pointer(into_k_at + to, stored), (2, half))
+                into_v = carray(pointer(into_v_at + to, stored), (dim,))
+                if cos_at:
+                    cos = carray(pointer(cos_at + i * half * size, stored), (half,))
+                    sin = carray(pointer(sin_at + i * half * size, stored), (half,))
+                    turn(k, cos, sin, into_k, half)
+                else:
+                    for j in range(half):
+                        into_k[0, j] = k[0, j]
+                        into_k[1, j] = k[1, j]
+                for j in range(dim):
+                    into_v[j] = v[j]
+
+    return compiled
+
+
+def _turn(dtype: torch.dtype) -> Callable[..., Any]:
+    """One vector `x [2, D/2]` turned into `out`."""
+    read, write = READ[dtype], WRITE[dtype]
+
+    @inner
+    def turn(x, cos, sin, out, half):  # type: ignore[no-untyped-def]
+        for j in range(half):
+            first, second = read(x[0, j]), read(x[1, j])
+            out[0, j] = write(first * read(cos[j]) - second * read(sin[j]))
+            out[1, j] = write(second * read(cos[j]) + first * read(sin[j]))
+
+    return turn

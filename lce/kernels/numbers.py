@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic, register_jitable
 
 # How the numbers of a dtype lie in memory, for Numba, which has no bfloat16 and no float16 on CPUs.
@@ -67,7 +67,7 @@ def _write_bfloat16(number):  # type: ignore[no-untyped-def]
     bits = bits_of_float(np.float32(number))
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     is_nan = (bits & np.uint32(0x7FFF_FFFF)) > np.uint32(0x7F80_0000)
-    return np.uint16(np.uint32(0x7FC0) if is_nan else rounded)
+    return np.uint16(rounded | np.uint32(is_nan) * np.uint32(0x7FC0))
 
 
 @register_jitable(inline="always")  # type: ignore[untyped-decorator]

@@ -13,11 +13,10 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from numba import carray, float32
-from numba.extending import register_jitable
+from numba import carray
 from torch import Tensor
 
-from lce.kernels.compiling import MOST_ROWS, kernel, n_threads
+from lce.kernels.compiling import MOST_ROWS, inner, kernel, n_threads
 from lce.kernels.numbers import READ, STORED, WRITE, exp, pointer
 
 _ROWS = 64  # weight rows that a thread takes at a time
@@ -42,8 +41,10 @@ def product(
     dtype = weight.dtype
     n_out = n_rows // 2 if gated else n_rows
     out = torch.empty(n, n_out, dtype=dtype) if onto is None else onto
-    assert n <= MOST_ROWS and size == width and x.dtype is dtype, (x.shape, weight.shape, x.dtype, dtype)
-    assert x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
+    fits = n <= MOST_ROWS and size == width and x.dtype is dtype
+    assert fits, (x.shape, weight.shape, x.dtype, dtype)
+    contiguous = x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
+    assert contiguous, (x.stride(), weight.stride(), out.stride())
     assert onto is None or (onto.shape == (n, n_out) and onto.dtype is dtype), (onto.shape, onto.dtype)
     assert norm is None or norm.dtype is dtype, norm.dtype
     assert bias is None or bias.dtype is dtype, bias.dtype
@@ -112,7 +113,7 @@ def _dots(dtype: torch.dtype) -> Callable[..., Any]:
     """
     read = READ[dtype]
 
-    @register_jitable  # type: ignore[untyped-decorator]
+    @inner
     def dots(x, n, weight, begin, n_here, sums):  # type: ignore[no-untyped-def]
         size = weight.shape[1]
         for row in range(n_here):

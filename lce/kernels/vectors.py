@@ -193,5 +193,9 @@ def _intrinsic(name: str, signature: Any, generate: Callable[..., Any]) -> Calla
     return result
 
 
-largest = _intrinsic("largest", types.float32(types.intp, types.intp), _largest)  # of n floats at an address, n a multiple of 16
-take = _intrinsic("take", types.intp(types.intp), _take)  # the number at an address, which is counted up: a queue of tasks
+largest = _intrinsic(
+    "largest", types.float32(types.intp, types.intp), _largest
+)  # of n floats at an address, n a multiple of 16
+take = _intrinsic(
+    "take", types.intp(types.intp), _take
+)  # the number at an address, which is counted up: a queue of tasks

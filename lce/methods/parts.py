@@ -52,6 +52,9 @@ def attend_span(
         first = max(first, stop - q.shape[1] - window + 1)
         return step.attention.dense(q, *cache.span(first, stop), causal=causal, window=window)
     own = max(first, stop - q.shape[1]) if causal else stop  # the last piece holds the block's own tokens
+    segment = cache.layout.segment
+    if own <= (first // segment + 1) * segment:  # one piece
+        return step.attention.dense(q, *cache.span(first, stop), causal=causal)
     spans = list(cache.segments(first, own)) or [(first, first)]
     spans[-1] = (spans[-1][0], stop)
     return combine([step.attention.dense(q, *cache.span(a, b), causal=causal and b == stop) for a, b in spans])

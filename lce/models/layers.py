@@ -39,6 +39,8 @@ class Layer:
         self.config = config
         prefix = f"{index}."
         self.w = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
+        self.biases = {name: self.w.get(f"{name}_bias") for name in self.w}
+        self.eps = config.norm_eps
 
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
         """Hidden states `[T, hidden]` to those after this layer; may write over `x`."""
@@ -51,10 +53,9 @@ class Layer:
         self, name: str, x: Tensor, *, norm: str | None = None, gated: bool = False, onto: Tensor | None = None
     ) -> Tensor:
         """`x [T, in]` through a matrix and its bias, if it has one; `norm` names what normalises x: see `linear`."""
-        scale = None if norm is None else self.w[norm]
-        return linear(
-            x, self.w[name], self.w.get(f"{name}_bias"), norm=scale, eps=self.config.norm_eps, gated=gated, onto=onto
-        )
+        w = self.w
+        scale = None if norm is None else w[norm]
+        return linear(x, w[name], self.biases[name], norm=scale, eps=self.eps, gated=gated, onto=onto)
 
     def heads(self, x: Tensor, norm: str) -> tuple[Tensor, Tensor, Tensor]:
         """`x [T, hidden]`, normalised, to `q [H, T, D]`, `k v [G, T, D]`: views of one product."""

@@ -32,7 +32,10 @@ class Rope:
     def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
         """Cosines and sines `[*positions.shape, D/2]` in `dtype`, on the positions' device. Time: O(positions · D)."""
         angles = positions.to(torch.float64)[..., None] * self.inv_freq.to(positions.device)
-        return Turn((angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype))
+        cos, sin = angles.cos(), angles.sin_()
+        if self.scale != 1:
+            cos, sin = cos.mul_(self.scale), sin.mul_(self.scale)
+        return Turn(cos.to(dtype), sin.to(dtype))
 
 
 def _frequencies(config: RopeConfig, head_dim: int, trained: int, length: int) -> Tensor:

@@ -69,6 +69,19 @@ def test_top_p_keeps_the_fewest_that_suffice(logits: Tensor, top_p: float) -> No
     assert mass - before[kept].min().item() < top_p + 1e-5, "one less would have sufficed"
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.5, 3.0, 20.0])
+@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.999999])
+def test_top_p_is_that_of_a_full_sort(spread: float, top_p: float) -> None:
+    """Bit by bit, for even and for peaked distributions, with ties: logits are rounded to sixteenths."""
+    random = torch.Generator().manual_seed(1)
+    logits = (torch.randn(20_000, generator=random) * spread * 16).round() / 16
+    probabilities = (logits - logits.max()).softmax(-1)
+    ranked, order = probabilities.sort(descending=True, stable=True)
+    probabilities[order[ranked.cumsum(0) - ranked >= top_p]] = 0
+    got = probabilities_of(logits, Sampling(temperature=1.0, top_p=top_p))
+    assert torch.equal(got, probabilities / probabilities.sum())
+
+
 @given(logits=LOGITS, min_p=st.floats(0.01, 1.0))
 @settings(deadline=None)
 def test_min_p_keeps_the_share_of_the_likeliest(logits: Tensor, min_p: float) -> None:

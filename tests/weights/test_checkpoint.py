@@ -32,6 +32,8 @@ TENSORS = {
     "proj": torch.full((2, 2, 2), 0.25),
 }
 
+ROWS = (("a", 2, torch.float32), ("m", 3, torch.float16), ("z", 4, torch.bfloat16))
+
 
 def wanted_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {f"own.{name}": (name, tuple(tensor.shape)) for name, tensor in tensors.items()}
@@ -156,6 +158,26 @@ def test_two_names_of_one_tensor_share_it(folder: Path) -> None:
 
 
 # Names, shapes, dtypes
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_joined_tensors_lie_beneath_each_other(tmp_path: Path, dtype: torch.dtype | None) -> None:
+    """Whatever their order in the file, and however they are stored; they are read once, into one tensor."""
+    tensors = {name: torch.full((n, 3), float(n), dtype=kind) for name, n, kind in ROWS}
+    save_file(tensors, tmp_path / "model.safetensors")
+    loaded = Checkpoint.open(tmp_path).load(
+        wanted_of(tensors), dtype=dtype, device=CPU, joined={"whole": ("own.z", "own.a")}
+    )
+    assert sorted(loaded) == ["own.m", "whole"]
+    assert loaded["whole"].is_contiguous()
+    assert loaded["whole"].dtype == (dtype or torch.float32), "the wider of the two, or what was asked for"
+    assert loaded["whole"].tolist() == [[4.0] * 3] * 4 + [[2.0] * 3] * 2
+
+
+def test_a_joined_tensor_is_checked_by_its_own_name(folder: Path) -> None:
+    wanted = wanted_of(TENSORS) | {"own.norm": ("norm", (3,))}
+    with pytest.raises(ModelError, match=r"'norm' is \[2\], expected \[3\]"):
+        Checkpoint.open(folder).load(wanted, dtype=None, device=CPU, joined={"whole": ("own.norm", "own.embed")})
 
 
 def test_names_are_checked_before_reading(folder: Path) -> None:
