@@ -23,7 +23,7 @@ from lce.kernels.numbers import STORED
 from lce.kernels.products import product
 from lce.models.config import ModelConfig, check_layer_types
 from lce.models.fields import Fields
-from lce.weights.quantised import LANES, SCHEMES, SCRATCH, QuantisedMatrix, Scheme
+from lce.weights.quantised import LANES, SCHEMES, SCRATCH, QuantisedMatrix, Scheme, scratch_of
 
 # The attention hook: (layer, q [H, T, D], k [G, T, D], v [G, T, D]), all unrotated, to [H, T, D].
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -226,7 +226,9 @@ def _product_of_many(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     if isinstance(weight, QuantisedMatrix):
         n_rows, size = weight.shape
         block = max(LANES, SCRATCH // (size * x.element_size()) // LANES * LANES)
-        scratch = x.new_empty(min(block, n_rows), size)
+        scratch = scratch_of(min(block, n_rows), size, x.dtype)
+        if block >= n_rows:
+            return _product_of_many(x, weight.unpacked(0, scratch), bias)
         whole = x.new_empty(len(x), n_rows)
         for first in range(0, n_rows, block):
             rows = weight.unpacked(first, scratch[: n_rows - first])

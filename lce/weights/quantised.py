@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +28,8 @@ from lce.weights.reading import NAMES
 FORMAT = 1
 LANES = 16  # rows that lie together: parts of a joined matrix have whole multiples
 METADATA = "lce.quantised"  # the key of the manifest in the file's metadata
-SCRATCH = 8 << 20  # bytes of unpacked rows that a product of many rows takes at a time
+SCRATCH = 64 << 20  # bytes of unpacked rows that a product of many rows takes at a time, kept by each thread
+_thread = threading.local()
 _LARGEST = 1 << 32  # rows or inputs of a matrix
 
 
@@ -59,6 +61,15 @@ def scheme_of(name: object) -> Scheme | None:
     if not isinstance(name, str) or name not in SCHEMES:
         raise UsageError(f"unknown weights {shown(name)}; {nearest(str(name), ['auto', *SCHEMES])}")
     return SCHEMES[name]
+
+
+def scratch_of(n_rows: int, n_in: int, dtype: torch.dtype) -> Tensor:
+    """Memory of this thread for unpacked rows `[n_rows, n_in]`; it grows and stays, so that its pages are mapped."""
+    needed = n_rows * n_in * dtype.itemsize
+    memory: Tensor | None = getattr(_thread, "memory", None)
+    if memory is None or len(memory) < needed:
+        memory = _thread.memory = torch.empty(needed, dtype=torch.uint8)
+    return memory[:needed].view(dtype).view(n_rows, n_in)
 
 
 class QuantisedMatrix:
