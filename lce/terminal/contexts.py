@@ -48,7 +48,7 @@ def continued(context: lce.ContextInfo, loading: Mapping[str, Any]) -> dict[str,
         own |= {"rope": context.rope, "rope_factor": None if context.rope == "none" else context.rope_factor}
     if loading.get("dtype", "auto") == "auto":
         own["dtype"] = context.dtype
-    if loading.get("weights", "auto") == "auto":
+    if context.weights is not None and loading.get("weights", "auto") == "auto":
         own["weights"] = context.weights
     return {**loading, **{name: value for name, value in own.items() if loading.get(name) in (None, "auto")}}
 
