@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lce.engine.loading import load, plan
     from lce.engine.planning import Plan
     from lce.engine.profile import Profile, profiled
+    from lce.engine.quantising import quantize
     from lce.engine.sampling import Sampling
     from lce.engine.saving import ContextInfo
     from lce.engine.stream import AsyncStream, Stream
@@ -44,6 +45,7 @@ _HOMES = {
     "lce.engine.loading": ("load", "plan"),
     "lce.engine.planning": ("Plan",),
     "lce.engine.profile": ("Profile", "profiled"),
+    "lce.engine.quantising": ("quantize",),
     "lce.engine.sampling": ("Sampling",),
     "lce.engine.saving": ("ContextInfo",),
     "lce.engine.stream": ("AsyncStream", "Stream"),
@@ -58,7 +60,7 @@ __all__ = [
     "AsyncStream", "CapacityError", "Context", "ContextInfo", "Conversation", "DataError", "Engine", "Generation",
     "GenerationOptions", "LceError", "Method", "ModelError", "ModelInfo", "Piece", "Plan", "Profile", "Progress",
     "Sampling", "SelectiveMethod", "Stats", "Stream", "TokenLogprobs", "Trace", "UsageError", "WindowWarning",
-    "__version__", "info", "load", "methods", "plan", "profiled",
+    "__version__", "info", "load", "methods", "plan", "profiled", "quantize",
 ]  # fmt: skip
 
 

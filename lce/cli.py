@@ -304,6 +304,26 @@ def plan(model: str, method: lce.Method, tokens: int, planning: dict[str, Any], 
 
 
 @cli.command()
+@options.model_option
+@option("--weights", default="int4", metavar="int8|int4", help="Bits of a weight.")
+@option("--out", required=True, metavar="DIR", help="A new folder, or an empty one.")
+@options.output_options
+def quantize(model: str, weights: str, out: str, output: Output) -> None:
+    """Write a checkpoint with its matrices in 8 or 4 bits, to load without rounding them each time.
+
+    `--model DIR` then computes what `--model MODEL --weights int4` does, and opens the same contexts.
+    """
+    with output.bar("quantize", "B") as bar:
+        lce.quantize(model, out, weights, progress=bar)
+    from lce.terminal.info import model_object
+
+    found = lce.info(out)
+    assert isinstance(found, lce.ModelInfo)
+    output.object(model_object(found))
+    output.figures(figures.quantised_line(found))
+
+
+@cli.command()
 @argument("name", required=False)
 @options.json_options
 def methods(name: str | None, output: Output) -> None:

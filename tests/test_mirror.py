@@ -11,9 +11,12 @@ COVERED = {  # a file of lce/, and the file of tests/ that tests it
     "attention/__init__.py": "test_architecture.py",
     "bench/__init__.py": "bench/test_measure.py",
     "calibrate/__init__.py": "calibrate/test_learn.py",
+    "attention/compiled.py": "attention/test_attention.py",
     "attention/flash.py": "attention/test_attention.py",
     "attention/reference.py": "attention/test_attention.py",
     "attention/torch.py": "attention/test_attention.py",
+    "kernels/__init__.py": "kernels/test_compiling.py",
+    "kernels/attention.py": "attention/test_attention.py",
     "engine/job.py": "engine/test_saving.py",
     "engine/runner.py": "engine/test_engine.py",
     "methods/__init__.py": "test_package.py",
@@ -23,6 +26,7 @@ COVERED = {  # a file of lce/, and the file of tests/ that tests it
     "methods/step.py": "methods/test_run.py",
     "methods/streaming.py": "methods/test_matrix.py",
     "version.py": "test_package.py",
+    "weights/saving.py": "engine/test_quantising.py",
     "models/fields.py": "models/test_config.py",
 }
 

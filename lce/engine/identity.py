@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -47,11 +48,12 @@ class Identity:
     dtype: torch.dtype
     vocab_size: int
     kv_dtype: torch.dtype | None = None  # of keys and values in lower tiers and files; None: `dtype`
+    weights: str | None = None  # the scheme of rounded ones
 
     @cached_property
     def model(self) -> str:
         """The fingerprint of the weights and the config."""
-        return self.fingerprint()
+        return model_identity(self.fingerprint(), self.weights)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -65,6 +67,7 @@ class Identity:
             "rope": {name: _as_json(value) for name, value in dataclasses.asdict(self.rope).items()},
             "dtype": str(self.dtype).removeprefix("torch."),
             **({} if self.kv_dtype is None else {"kv_dtype": str(self.kv_dtype).removeprefix("torch.")}),
+            **({} if self.weights is None else {"weights": self.weights}),
         }
 
     def check(self, path: Path, found: object, remedy: str = REMEDY) -> None:
@@ -72,6 +75,11 @@ class Identity:
         theirs = found if isinstance(found, dict) else {}
         for difference, option in _differences(theirs, self.facts):
             raise DataError(f"{named(path)} was made with {_cut(difference, 280)}: {_cut(option, 140)}, or {remedy}")
+
+
+def model_identity(fingerprint: str, weights: str | None) -> str:
+    """A model's identity with rounded weights: another one, so that no context is shared by accident."""
+    return fingerprint if weights is None else hashlib.sha256(f"{weights} of {fingerprint}".encode()).hexdigest()
 
 
 def knobs_of(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,6 +105,10 @@ def _as_json(value: object) -> Any:
 
 def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What two identities differ in, and what makes them the same; what needs the most work comes first."""
+    if theirs.get("weights") != ours["weights"]:
+        made, here = (_text(facts.get("weights") or "as they are stored") for facts in (theirs, ours))
+        remedy = f"give --weights {made}" if theirs.get("weights") else "leave --weights out"
+        yield f"other weights, {made}; this engine has {here}", remedy
     if theirs.get("model") != ours["model"]:
         yield "another model", "load that one"
     method, name = ours["method"], _text(theirs.get("method"))

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lce.engine.arguments import path_of
+from lce.engine.identity import model_identity
 from lce.engine.loading import DEMO
 from lce.engine.saving import ContextInfo, describe
 from lce.errors import LceError
 from lce.methods import registry
 from lce.methods.base import Method
 from lce.methods.step import Surroundings
-from lce.models.config import RopeConfig
+from lce.models.config import ModelConfig, RopeConfig
 from lce.models.registry import families, model_class, read_config
 from lce.tokenizer.tokenizer import Tokenizer
 from lce.weights.checkpoint import Checkpoint
@@ -46,6 +47,7 @@ class ModelInfo:
     parameters: int
     dtype: str | None  # that most weights are stored in
     weight_bytes: int | None
+    weights: str | None  # the scheme of rounded ones
     fingerprint: str | None
     identity: str | None
     tokenizer: str | None  # its file
@@ -72,6 +74,7 @@ def describe_model(model: str | Path) -> ModelInfo:
     config = read_config(folder)
     shapes = dict(model_class(config).weights(config).values())  # tied weights have one name
     checkpoint = Checkpoint.open(folder) if any(folder.glob("*.safetensors")) else None
+    manifest = checkpoint.manifest if checkpoint else None
     file = next((name for name in TOKENIZERS if (folder / name).is_file()), None)
     tokenizer = None if file is None else Tokenizer.from_folder(folder, config.vocab_size)
     surroundings = Surroundings(
@@ -100,10 +103,17 @@ def describe_model(model: str | Path) -> ModelInfo:
         parameters=sum(math.prod(shape) for shape in shapes.values()),
         dtype=None if checkpoint is None else str(checkpoint.dtype()).removeprefix("torch."),
         weight_bytes=None if checkpoint is None else sum(x.stop - x.start for x in checkpoint.tensors.values()),
+        weights=manifest.weights if manifest else None,
         fingerprint=None if checkpoint is None else checkpoint.fingerprint(),
-        identity=None if checkpoint is None else config.identity(checkpoint.fingerprint()),
+        identity=None if checkpoint is None else _identity(config, checkpoint),
         tokenizer=file,
         chat_template=tokenizer is not None and tokenizer.chat_template is not None,
         methods=methods,
         refused=refused,
     )
+
+
+def _identity(config: ModelConfig, checkpoint: Checkpoint) -> str:
+    """The model as context files name it."""
+    weights = checkpoint.manifest.weights if checkpoint.manifest else None
+    return model_identity(config.identity(checkpoint.fingerprint()), weights)

@@ -19,6 +19,7 @@ from lce.engine.planning import Plan, Planner
 from lce.engine.process import uses_threads
 from lce.engine.runner import EngineOptions
 from lce.errors import UsageError, nearest, shown
+from lce.files import named
 from lce.methods.base import Method
 from lce.methods.registry import as_method
 from lce.methods.step import Surroundings
@@ -28,6 +29,7 @@ from lce.sizes import count, in_bytes
 from lce.system import keep_freed_memory
 from lce.tokenizer.tokenizer import Tokenizer
 from lce.weights.checkpoint import Checkpoint
+from lce.weights.quantised import SCHEMES, Scheme, scheme_of
 
 MOST_FACTOR = 1_000_000
 MOST_THREADS = 1024
@@ -42,7 +44,7 @@ def load(
     rope: str | None = None, rope_factor: float | None = None,
     kv_device_budget: int | str | None = None, kv_host_budget: int | str | None = None,
     spill_dir: str | Path | None = None, kv_dtype: str | torch.dtype | None = "auto", threads: int | None = None,
-    sharing: Engine | None = None,
+    weights: str | None = "auto", sharing: Engine | None = None,
 ) -> Engine:  # fmt: skip
     """An engine over the model folder `model`, or over the embedded "demo".
 
@@ -52,12 +54,14 @@ def load(
     bound the keys and values of a context in each kind of memory, in bytes or as "8GiB"; on the CPU both are the same
     memory and the smaller one counts. Keys and values beyond them go to a file in `spill_dir`, which is removed with
     the context. `kv_dtype` "int8" keeps old keys and values in 8 bits below the device, that is in host memory beside a
-    GPU, in that file and in context files: half the bytes of 16 bits, and results that are rounded. `threads` is how
-    many the whole process computes with from now on; None changes nothing. `sharing` is an engine of the same model,
-    device and dtype: the new one uses its weights and reads none. Raises `ModelError` for a folder that is no valid
-    model, and `UsageError` for options that cannot be used.
+    GPU, in that file and in context files: half the bytes of 16 bits, and results that are rounded. `weights` "int8"
+    and "int4" round the matrices of any checkpoint as it is loaded, to a half and 0.3 of bfloat16's bytes, for CPUs
+    alone; "auto" takes them as they are stored. `threads` is how many the whole process computes with from now on; None
+    changes nothing. `sharing` is an engine of the same model, device, dtype and weights: the new one uses its weights
+    and reads none. Raises `ModelError` for a folder that is no valid model, and `UsageError` for options that cannot be
+    used.
     """
-    folder, block, window = _folder(model), sized(block, "block", 1), sized(window, "window", 2)
+    folder, block, window = folder_of(model), sized(block, "block", 1), sized(window, "window", 2)
     if threads is not None:
         torch.set_num_threads(threads_of(threads))
     config = read_config(folder)
@@ -67,6 +71,7 @@ def load(
     if where.type == "cpu":
         keep_freed_memory()
     checkpoint = Checkpoint.open(folder)
+    scheme = _rounded(weights, checkpoint, where)
     scaling = _scaled(config.rope, rope, rope_factor)
     surroundings = Surroundings(config.published, folder, checkpoint.fingerprint, config, window, scaling)
     resolved = as_method(method).for_model(surroundings).resolve(window)
@@ -74,21 +79,24 @@ def load(
     layout = layout_of(
         config, resolved, dtype_of(dtype, checkpoint.dtype), where, block, budgets, kv_dtype_of(kv_dtype)
     )
-    options = EngineOptions(resolved, backend_of(attention), window, scaling, layout)
+    options = EngineOptions(resolved, backend_of(attention), window, scaling, scheme.name if scheme else None, layout)
     if sharing is not None:
-        _check_same(sharing, config, checkpoint, layout)
+        _check_same(sharing, config, checkpoint, options)
         return Engine(sharing.model, tokenizer, checkpoint, options)
     if layout.dtype != checkpoint.dtype():
         uses_threads()  # converting weights is work for several threads
     family = model_class(config)
-    wanted = family.weights(config, checkpoint.tensors)
-    ignore = (*family.unused, *config.unused)
-    weights = checkpoint.load(wanted, dtype=layout.dtype, device=where, ignore=ignore, joined=family.joined(config))
-    return Engine(family(config, weights), tokenizer, checkpoint, options)
+    wanted = family.weights(config, checkpoint.names)
+    loaded = checkpoint.load(
+        wanted, dtype=layout.dtype, device=where, ignore=(*family.unused, *config.unused),
+        joined=family.joined(config), schemes=family.schemes(config, scheme, checkpoint.names) if scheme else None,
+    )  # fmt: skip
+    return Engine(family(config, loaded), tokenizer, checkpoint, options)
 
 
-def _check_same(sharing: object, config: ModelConfig, checkpoint: Checkpoint, layout: CacheLayout) -> None:
+def _check_same(sharing: object, config: ModelConfig, checkpoint: Checkpoint, options: EngineOptions) -> None:
     """Raise `UsageError` unless an engine's weights are those of this model, dtype and device."""
+    layout = options.layout
     if not isinstance(sharing, Engine):
         raise UsageError(f"sharing is {shown(sharing)}; expected an engine of the same model")
     if sharing.model.config != config or sharing.fingerprint != checkpoint.fingerprint():
@@ -98,6 +106,10 @@ def _check_same(sharing: object, config: ModelConfig, checkpoint: Checkpoint, la
             f"sharing is an engine in {sharing.dtype} on {sharing.device}; expected {layout.dtype} on {layout.device}, "
             "as asked"
         )
+    if sharing.weights != options.weights:
+        raise UsageError(
+            f"sharing is an engine with weights {sharing.weights or 'as stored'}; give it the same weights"
+        )
 
 
 def plan(
@@ -105,14 +117,14 @@ def plan(
     device: str | torch.device | None = "auto", dtype: str | torch.dtype | None = "auto",
     block: int | str | None = None, window: int | str | None = None,
     kv_device_budget: int | str | None = None, kv_host_budget: int | str | None = None,
-    spill_dir: str | Path | None = None, kv_dtype: str | torch.dtype | None = "auto",
+    spill_dir: str | Path | None = None, kv_dtype: str | torch.dtype | None = "auto", weights: str | None = "auto",
 ) -> Plan:  # fmt: skip
     """What a context of `tokens` tokens needs of each tier, and the longest that fits. Takes options of `load`.
 
     Only config.json is read. The plan counts the weights by their shapes. `dtype` "auto" is the one in config.json,
     float32 where it has none. A method that needs a file of learned maps is planned without the file.
     """
-    folder, block, window = _folder(model), sized(block, "block", 1), sized(window, "window", 2)
+    folder, block, window = folder_of(model), sized(block, "block", 1), sized(window, "window", 2)
     tokens = tokens_of(tokens, "tokens")
     config = read_config(folder)
     window = window or config.window
@@ -129,8 +141,36 @@ def plan(
     kind = dtype_of(dtype, partial(DTYPES.__getitem__, config.dtype or "float32"))
     budgets = budgets_of(kv_device_budget, kv_host_budget, spill_dir)
     layout = layout_of(config, chosen, kind, device_of(device), block, budgets, kv_dtype_of(kv_dtype))
-    n_weights = sum(math.prod(shape) for _, shape in model_class(config).weights(config).values())
-    return Planner.of(layout, chosen.name, n_weights * kind.itemsize).plan(tokens)
+    return Planner.of(layout, chosen.name, _weight_bytes(config, kind, weights)).plan(tokens)
+
+
+def _weight_bytes(config: ModelConfig, dtype: torch.dtype, weights: object) -> int:
+    """Bytes of a model's weights. Of a quantised checkpoint, config.json says that it is one."""
+    own = config.published.get("quantization_config") or {}
+    scheme = scheme_of(weights) or scheme_of(own.get("weights"))
+    family = model_class(config)
+    shapes = dict(family.weights(config).values())
+    schemes = family.schemes(config, scheme) if scheme else {}
+    rounded = sum(each.n_bytes(shapes[name]) for name, each in schemes.items())
+    return rounded + dtype.itemsize * sum(math.prod(shapes[name]) for name in shapes.keys() - schemes.keys())
+
+
+def _rounded(weights: object, checkpoint: Checkpoint, device: torch.device) -> Scheme | None:
+    """The scheme of the weights, a user's or the checkpoint's own. Raises `UsageError` where they cannot be had."""
+    scheme, manifest = scheme_of(weights), checkpoint.manifest
+    own = SCHEMES[manifest.weights] if manifest else None
+    if own and scheme and scheme != own:
+        raise UsageError(
+            f"the weights of {named(checkpoint.folder)} are stored as {own.name}; leave weights={scheme.name!r} out, "
+            "or load the checkpoint that they were made of"
+        )
+    found = own or scheme
+    if found and device.type != "cpu":
+        raise UsageError(
+            f"weights in {found.name} are computed with on the CPU alone, and the device is {device}; "
+            "give --device cpu, or use the weights in bfloat16"
+        )
+    return found
 
 
 def threads_of(number: object) -> int:
@@ -154,7 +194,7 @@ def layout_of(
     )  # fmt: skip
 
 
-def _folder(model: object) -> Path:
+def folder_of(model: object) -> Path:
     return DEMO if isinstance(model, str) and model == "demo" else path_of(model, "model")
 
 

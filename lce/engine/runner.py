@@ -37,6 +37,7 @@ class EngineOptions:
     attention: Attention
     window: int
     rope: RopeConfig
+    weights: str | None  # the scheme of rounded weights
     layout: CacheLayout  # dtype, device, block and budgets are the cache's too
 
 
@@ -55,12 +56,12 @@ class Runner(Unique):
         self.block = options.layout.block
         self.window = options.window
         self.rope = options.rope
+        self.weights = options.weights
         config = model.config
         self._fingerprint = checkpoint.fingerprint
         self.identity = Identity(
             lambda: config.identity(checkpoint.fingerprint()),
-            self.method, self.window, self.rope, self.dtype, config.vocab_size,
-            options.layout.kv_dtype,
+            self.method, self.window, self.rope, self.dtype, config.vocab_size, options.layout.kv_dtype, self.weights,
         )  # fmt: skip
         self._driver = Driver(self.method, options.attention, self.window, config.n_kv_heads, config.sliding_window)
         self._eos_ids = frozenset((*config.eos_ids, *tokenizer.eos_ids))

@@ -129,6 +129,7 @@ class ContextInfo:
     cached: int
     announced: int
     file_bytes: int
+    weights: str | None = None  # the scheme of rounded ones
 
 
 def describe(path: str | Path) -> ContextInfo:
@@ -151,7 +152,7 @@ def describe(path: str | Path) -> ContextInfo:
     texts.append(facts.get("kv_dtype", "auto"))
     texts.append(rope.get("kind") if isinstance(rope, dict) else None)
     numbers = [facts.get("window"), *(shape if isinstance(shape, list) and len(shape) == 1 else [None])]
-    factor = rope.get("factor") if isinstance(rope, dict) else None
+    factor, weights = rope.get("factor") if isinstance(rope, dict) else None, facts.get("weights")
     if (
         not all(isinstance(text, str) for text in texts)
         or not all(type(number) is int for number in numbers)
@@ -163,6 +164,7 @@ def describe(path: str | Path) -> ContextInfo:
     return ContextInfo(
         path, complete, FORMAT, manifest.version, model, method, knobs_of(facts), window, kind, float(factor), dtype,
         kv_dtype, n_tokens, manifest.read, manifest.announced, file_bytes,
+        weights if isinstance(weights, str) else None,
     )  # fmt: skip
 
 

@@ -179,7 +179,8 @@ def check_layer_types(fields: Fields, config: ModelConfig) -> None:
 
 def _refuse_unsupported(fields: Fields) -> None:
     for key in ("quantization_config", "compression_config"):
-        if fields.values.get(key) is not None:
+        value = fields.values.get(key)
+        if value is not None and not (isinstance(value, Mapping) and value.get("quant_method") == "lce"):
             expected = f"plain weights in {', '.join(DTYPES)}"
             raise fields.refusal(key, expected, "use the checkpoint before its quantization")
     if fields.text("hidden_act") not in (None, "silu", "swish"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from lce.kernels.numbers import STORED
 from lce.kernels.products import product
 from lce.models.config import ModelConfig, check_layer_types
 from lce.models.fields import Fields
+from lce.weights.quantised import LANES, SCHEMES, SCRATCH, QuantisedMatrix, Scheme, scratch_of
 
 # The attention hook: (layer, q [H, T, D], k [G, T, D], v [G, T, D]), all unrotated, to [H, T, D].
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -33,7 +34,7 @@ FEW = 8192  # numbers of several rows that a product by the kernel takes: more d
 class Layer:
     """One decoder layer: its weights by our names, and the operations that a family builds its layer from."""
 
-    def __init__(self, index: int, config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, index: int, config: ModelConfig, weights: Mapping[str, Any]) -> None:
         self.index = index
         self.config = config
         prefix = f"{index}."
@@ -84,7 +85,7 @@ class Model:
     joins: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # matrices that lie one beneath the other, under one name
     unused: ClassVar[tuple[str, ...]] = ()  # patterns of published names that no model of the family uses
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Any]) -> None:
         self.config = config
         self.embed = weights["embed"]
         self.layers = [self.layer(i, config, weights) for i in range(config.n_layers)]
@@ -93,7 +94,7 @@ class Model:
 
     def __call__(self, ids: Tensor, start: int, attend: Attend) -> Tensor:
         """Token ids `[T]` to the last layer's hidden states `[T, hidden]`; the first token has index `start`."""
-        x = F.embedding(ids, self.embed)
+        x = rows_of(self.embed, ids, self.final_norm.dtype)
         for layer in self.layers:
             x = layer(x, attend)
         return x
@@ -151,6 +152,23 @@ class Model:
                     found[f"{i}.{whole}{kind}"] = tuple(f"{i}.{part}{kind}" for part in parts)
         return found
 
+    @classmethod
+    def schemes(cls, config: ModelConfig, scheme: Scheme, stored: Collection[str] = ()) -> dict[str, Scheme]:
+        """The published names of the matrices that are rounded, with their schemes.
+
+        Embeddings and the head have 8 bits in any case: few bytes of a model, and much of the error.
+        """
+        finest = SCHEMES["int8"]
+        in_one = {part for parts in cls.joins.values() for part in parts}
+        found = {}
+        for name, (published, shape) in cls.weights(config, stored).items():
+            apart = name.rpartition(".")[2] not in in_one
+            if len(shape) == 2 and (
+                apart or all(size % LANES == 0 for size in (config.head_dim, config.intermediate_size))
+            ):
+                found[published] = finest if name in ("embed", "head") else scheme
+        return found
+
 
 def _sizes(config: ModelConfig) -> dict[str, int]:
     """The words in which a weight table writes shapes."""
@@ -165,7 +183,7 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm: Tensor | None = None, eps: float = 0.0,
+    x: Tensor, weight: Any, bias: Tensor | None = None, *, norm: Tensor | None = None, eps: float = 0.0,
     gated: bool = False, onto: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`x [T, in]` times `weight [out, in]` transposed, plus `bias [out]`. Time: O(T · in · out).
@@ -175,6 +193,8 @@ def linear(
     kernel that reads the weights at the speed of memory, and rounds once at the end.
     """
     n, size = x.shape
+    if isinstance(weight, QuantisedMatrix) and n <= MOST_ROWS:
+        return weight.product(x.contiguous(), bias, norm=norm, eps=eps, gated=gated, onto=onto)
     if x.is_cpu and (n == 1 or n * size <= FEW) and n <= MOST_ROWS and _plain(x, weight, onto):
         return product(x, weight, bias, norm=norm, eps=eps, gated=gated, onto=onto)
     if norm is not None:
@@ -192,12 +212,29 @@ def _plain(x: Tensor, weight: Tensor, onto: Tensor | None) -> bool:
     return x.is_contiguous() and weight.is_contiguous() and (onto is None or onto.is_contiguous())
 
 
-def _product_of_many(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """In float32 on a CPU by oneDNN, which PyTorch uses only for narrower dtypes.
+def rows_of(weight: Any, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """The rows `ids [T]` of a matrix, `[T, in]`."""
+    return weight.rows(ids, dtype) if isinstance(weight, QuantisedMatrix) else F.embedding(ids, weight)
+
+
+def _product_of_many(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+    """In float32 on a CPU by oneDNN, which PyTorch uses only for narrower dtypes. Rounded weights are unpacked.
 
     On AMD processors oneDNN is about twice as fast as the MKL routine behind `torch.nn.functional.linear`, and as
     exact.
     """
+    if isinstance(weight, QuantisedMatrix):
+        n_rows, size = weight.shape
+        block = max(LANES, SCRATCH // (size * x.element_size()) // LANES * LANES)
+        scratch = scratch_of(min(block, n_rows), size, x.dtype)
+        if block >= n_rows:
+            return _product_of_many(x, weight.unpacked(0, scratch), bias)
+        whole = x.new_empty(len(x), n_rows)
+        for first in range(0, n_rows, block):
+            rows = weight.unpacked(first, scratch[: n_rows - first])
+            part = None if bias is None else bias[first : first + len(rows)]
+            whole[:, first : first + len(rows)] = _product_of_many(x, rows, part)
+        return whole
     if _ONEDNN and x.dtype == torch.float32 and not x.is_cuda:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return out

@@ -50,6 +50,8 @@ def continued(context: lce.ContextInfo, loading: Mapping[str, Any]) -> dict[str,
         own["dtype"] = context.dtype
     if context.kv_dtype == "int8":
         own["kv_dtype"] = context.kv_dtype
+    if context.weights is not None and loading.get("weights", "auto") == "auto":
+        own["weights"] = context.weights
     return {**loading, **{name: value for name, value in own.items() if loading.get(name) in (None, "auto")}}
 
 

@@ -7,6 +7,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from lce.files import named
 from lce.sizes import size_text
 from lce.system import peak_memory
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from lce.cache.tiers import Traffic
     from lce.calibrate import Recall
     from lce.engine.decode import Generation, Stats
+    from lce.engine.info import ModelInfo
     from lce.engine.planning import Plan
     from lce.eval.passkey import Score
     from lce.inspect.explain import Explanation
@@ -212,3 +214,9 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return None if field.default is dataclasses.MISSING else field.default
+
+
+def quantised_line(model: ModelInfo) -> str:
+    """What a quantised checkpoint takes, as the closing line of a command."""
+    bits = 8 * (model.weight_bytes or 0) / model.parameters
+    return f"lce: {named(model.folder)}: {size_text(model.weight_bytes or 0)}, {bits:.2f} bits a weight"

@@ -95,7 +95,9 @@ def _sliding(model: ModelInfo) -> str:
 
 
 def _weights(model: ModelInfo) -> str:
-    return "none" if model.weight_bytes is None else f"{size_text(model.weight_bytes)} in {model.dtype}"
+    return (
+        "none" if model.weight_bytes is None else f"{size_text(model.weight_bytes)} in {model.weights or model.dtype}"
+    )
 
 
 def _rope(kind: str, factor: float, more: str = "") -> str:

@@ -54,7 +54,9 @@ class Counts(Count):
         return [super(Counts, self).convert(text, param, ctx) for text in str(value).split(",")]
 
 
-PLANNED = ("device", "dtype", "block", "window", "kv_device_budget", "kv_host_budget", "spill_dir", "kv_dtype")
+PLANNED = (
+    "device", "dtype", "weights", "block", "window", "kv_device_budget", "kv_host_budget", "spill_dir", "kv_dtype"
+)  # fmt: skip
 
 COUNT, INDEX, COUNTS = Count(), Count(least=0), Counts()
 
@@ -173,6 +175,10 @@ _COMPUTING = (
     option("--device", default="auto", metavar="auto|cpu|cuda", help="Where to compute."),
     option(
         "--dtype", default="auto", metavar="auto|float32|bfloat16|float16", help="Precision; auto is the checkpoint's."
+    ),
+    option(
+        "--weights", default="auto", metavar="auto|int8|int4",
+        help="Round matrices to 8 or 4 bits; auto is as stored.",
     ),
     option(
         "--block", type=COUNT, metavar="TOKENS",

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path, PureWindowsPath
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from lce.weights.header import (
     read_bytes,
     read_open,
 )
+from lce.weights.quantised import LANES, METADATA, Manifest, QuantisedMatrix, Scheme
 from lce.weights.reading import DTYPES, Job, Stamp, allocate, fill
 
 __all__ = ["DTYPES", "Checkpoint", "TensorInfo"]
@@ -52,13 +53,14 @@ _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".npz", ".h5"
 class Checkpoint:
     """The tensors of a checkpoint folder. `unindexed` are those in a shard that the index does not list.
 
-    `stamps` are those of the files when their headers were read.
+    `stamps` are those of the files when their headers were read. `manifest` is that of quantised weights.
     """
 
     folder: Path
     tensors: Mapping[str, TensorInfo]
     unindexed: frozenset[str] = frozenset()
     stamps: Mapping[Path, Stamp] = field(default_factory=dict, repr=False)
+    manifest: Manifest | None = field(default=None, repr=False)
 
     @classmethod
     def open(cls, folder: Path) -> Self:
@@ -75,13 +77,15 @@ class Checkpoint:
         if not os.path.lexists(whole) and os.path.lexists(index):
             return cls(folder, *_sharded(folder, index))
         file = whole if os.path.lexists(whole) else _only_file(folder)
-        tensors, stamp = _header(file)
-        return cls(folder, tensors, stamps={file: stamp})
+        tensors, metadata, stamp = _header(file)
+        manifest = Manifest.read(metadata[METADATA], file, tensors) if METADATA in metadata else None
+        return cls(folder, tensors, stamps={file: stamp}, manifest=manifest)
 
     def load(
         self, wanted: Mapping[str, tuple[str, tuple[int, ...]]], *, dtype: torch.dtype | None, device: torch.device,
         ignore: Sequence[str] = (), joined: Mapping[str, Sequence[str]] | None = None,
-    ) -> dict[str, Tensor]:  # fmt: skip
+        schemes: Mapping[str, Scheme] | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
         """The tensors of `wanted`, under its keys, in `dtype` (None: as stored) on `device`.
 
         An entry of `wanted` maps the caller's name to the name in the checkpoint and the shape it must have. Names,
@@ -90,28 +94,71 @@ class Checkpoint:
         maps a name of its own to names of `wanted` that come as one tensor instead, one beneath the other; they are
         read into it.
 
+        `schemes` maps names in the checkpoint to how their matrices are rounded, one after the other; these come as
+        `QuantisedMatrix`, and so do those that the checkpoint stores rounded. Parts of a joined one are in the same.
+
         Raises `CapacityError`, before anything is read, for weights larger than the free memory, and ModelError for
         NaN and infinity, naming the tensor, and for a file that changed since its header was read.
         """
         shapes = dict(wanted.values())
-        self._check(shapes, ignore)
+        self.check(shapes, ignore)
         wholes = {name: [wanted[part][0] for part in parts] for name, parts in (joined or {}).items()}
         apart = {key: [name] for key, (name, _) in wanted.items() if key not in _parts(joined)}
         together = {tuple(names): key for key, names in (apart | wholes).items()}  # one entry a tensor
-        groups = sorted(together, key=lambda names: (self.tensors[names[0]].file, self.tensors[names[0]].start))
-        sizes = [(_beneath([shapes[name] for name in names]), dtype or self._dtype_of(names)) for names in groups]
-        self._check_memory(sum(math.prod(shape) * kind.itemsize for shape, kind in sizes), device)
-        loaded = dict(zip(groups, allocate(sizes, device), strict=True))
-        outs: dict[str, Tensor] = {}
-        for names, whole in loaded.items():
-            rows = whole.split([shapes[name][0] for name in names]) if len(names) > 1 else [whole]
-            outs.update(zip(names, rows, strict=True))
-        order = sorted(outs, key=lambda name: (self.tensors[name].file, self.tensors[name].start))
-        with self._opened() as files:
-            infos = self.tensors
-            fill([Job(name, infos[name], files[infos[name].file], outs[name]) for name in order])
-            _ = self._fingerprint  # of what was just read
+        schemes = self.manifest.schemes if self.manifest else schemes or {}
+        plain = sorted((names for names in together if names[0] not in schemes), key=self._place)
+        rounded = sorted((names for names in together if names[0] in schemes), key=self._place)
+        whole_shapes = {names: _beneath([shapes[name] for name in names]) for names in together}
+        sizes = [(whole_shapes[names], dtype or self._dtype_of(names)) for names in plain]
+        for names in rounded:
+            sizes += schemes[names[0]].parts(whole_shapes[names]).values()
+        staged = 0 if self.manifest else max((self._staged(names, shapes) for names in rounded), default=0)
+        self._check_memory(sum(math.prod(shape) * kind.itemsize for shape, kind in sizes) + staged, device)
+        memory = iter(allocate(sizes, device))
+        loaded: dict[tuple[str, ...], Any] = {names: next(memory) for names in plain}
+        for names in rounded:
+            n_out, n_in = whole_shapes[names]
+            parts = {part: next(memory) for part in schemes[names[0]].parts((n_out, n_in))}
+            loaded[names] = QuantisedMatrix((n_out, n_in), parts)
+        outs = {name: out for names in plain for name, out in _split(names, loaded[names], shapes, 1).items()}
+        if self.manifest:
+            for names in rounded:
+                for part, whole in loaded[names].parts.items():
+                    rows = _split(names, whole, shapes, LANES)
+                    outs.update({f"{name}.{part}": out for name, out in rows.items()})
+        with self.opened() as files:
+            self.read(files, outs)
+            if not self.manifest:
+                self._round(files, rounded, shapes, loaded, staged)
+            _ = self.fingerprint()  # of what was just read
         return {key: loaded[tuple(names)] for key, names in (apart | wholes).items()}
+
+    def _place(self, names: Sequence[str]) -> tuple[Path, int]:
+        """Where a tensor, or the first of several, lies: what is read in this order is read as it lies on the disk."""
+        info = self.tensors.get(names[0]) or self.tensors[f"{names[0]}.codes"]
+        return info.file, info.start
+
+    def read(self, files: Mapping[Path, int], outs: Mapping[str, Tensor]) -> None:
+        """Read stored tensors by name."""
+        order = sorted(outs, key=lambda name: self._place([name]))
+        infos = self.tensors
+        fill([Job(name, infos[name], files[infos[name].file], outs[name]) for name in order])
+
+    def _staged(self, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> int:
+        """Bytes that the matrices of one tensor take before they are rounded."""
+        return math.prod(_beneath([shapes[name] for name in names])) * self._dtype_of(names).itemsize
+
+    def _round(
+        self, files: Mapping[Path, int], rounded: Sequence[tuple[str, ...]], shapes: Mapping[str, tuple[int, ...]],
+        loaded: Mapping[tuple[str, ...], Any], staged: int,
+    ) -> None:  # fmt: skip
+        """Read matrices, one after the other into the same memory, and round them."""
+        (stage,) = allocate([((staged,), torch.uint8)], torch.device("cpu"))
+        for names in rounded:
+            matrix: QuantisedMatrix = loaded[names]
+            weight = stage[: self._staged(names, shapes)].view(self._dtype_of(names)).view(matrix.shape)
+            self.read(files, _split(names, weight, shapes, 1))
+            matrix.pack(weight)
 
     def _dtype_of(self, names: Sequence[str]) -> torch.dtype:
         """The widest dtype in which one of these is stored."""
@@ -126,7 +173,7 @@ class Checkpoint:
             )
 
     @contextmanager
-    def _opened(self) -> Iterator[dict[Path, int]]:
+    def opened(self) -> Iterator[dict[Path, int]]:
         """Descriptors of all files. Raises ModelError if one is not what it was when its header was read.
 
         It is checked at the end again: what was read in between belongs to the header that was checked.
@@ -150,7 +197,9 @@ class Checkpoint:
                 raise ModelError(f"{named(file)} changed while it was loaded; load it again when nothing writes to it")
 
     def dtype(self) -> torch.dtype:
-        """The dtype that most bytes are stored in."""
+        """The dtype that most bytes are stored in; of quantised weights, the one that they were rounded from."""
+        if self.manifest:
+            return getattr(torch, self.manifest.dtype)  # type: ignore[no-any-return]
         sizes: Counter[str] = Counter()
         for info in self.tensors.values():
             sizes[info.dtype] += info.stop - info.start
@@ -165,43 +214,72 @@ class Checkpoint:
 
         It covers every name, dtype and shape, and three samples of every tensor's bytes; a change elsewhere in a
         large tensor is not seen. `load` takes the samples, 12 KiB a tensor at most, with the weights. Without `load`
-        they are read here, and a file that changed since its header was read is refused.
+        they are read here, and a file that changed since its header was read is refused. Quantised weights have that
+        of the checkpoint which they were made of; what their file holds is checked by its own samples.
         """
+        if self.manifest is None:
+            return self._fingerprint
+        if self._fingerprint != self.manifest.samples:
+            where = ", ".join(named(file) for file in self.stamps)
+            raise ModelError(f"{where}: its tensors are not those of its manifest; quantize the checkpoint again")
+        return self.manifest.source
+
+    def samples(self) -> str:
+        """The fingerprint of these files' own tensors."""
         return self._fingerprint
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all tensors; a matrix of several has its own."""
+        return frozenset(self._published)
+
+    @cached_property
+    def _published(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor; a matrix that is stored rounded counts as one."""
+        shapes = {name: info.shape for name, info in self.tensors.items()}
+        if self.manifest:
+            for name, shape in self.manifest.shapes.items():
+                for part in self.manifest.schemes[name].parts(shape):
+                    del shapes[f"{name}.{part}"]
+                shapes[name] = shape
+        return shapes
 
     @cached_property
     def _fingerprint(self) -> str:
         digest = hashlib.sha256()
-        with self._opened() as files:
+        with self.opened() as files:
             for name, info in sorted(self.tensors.items()):
                 digest.update(json.dumps([name, info.dtype, info.shape]).encode() + b"\n")
                 for start, stop in _samples(info.start, info.stop):
                     digest.update(pread(files[info.file], stop - start, start, info.file))
         return digest.hexdigest()
 
-    def _check(self, wanted: Mapping[str, tuple[int, ...]], ignore: Sequence[str]) -> None:
+    def check(self, wanted: Mapping[str, tuple[int, ...]], ignore: Sequence[str]) -> None:
         unexpected = [
             name
-            for name in self.tensors
+            for name in self._published
             if (name not in wanted or name in self.unindexed)
             and not any(fnmatchcase(name, pattern) for pattern in ignore)
         ]
-        missing = [name for name in wanted if name not in self.tensors]
+        published = self._published
+        missing = [name for name in wanted if name not in published]
         faults = [f"{len(missing)} missing ({_few(sorted(missing))})"] if missing else []
         faults += [f"{len(unexpected)} unexpected ({_few(unexpected)})"] if unexpected else []
         if faults:
             remedy = "check that config.json belongs to these weights, or download the checkpoint again"
             raise ModelError(f"{named(self.folder)}: tensors {' and '.join(faults)}; {remedy}")
         shapes = [
-            f"{shown(name)} is {list(self.tensors[name].shape)}, expected {list(shape)}"
+            f"{shown(name)} is {list(published[name])}, expected {list(shape)}"
             for name, shape in wanted.items()
-            if self.tensors[name].shape != tuple(shape)
+            if published[name] != tuple(shape)
         ]
         if shapes:
             remedy = "check that config.json belongs to these weights"
             raise ModelError(f"{named(self.folder)}: wrong shapes: {_few(shapes, quoted=False)}; {remedy}")
         unread = [
-            f"{name} ({self.tensors[name].dtype})" for name in sorted(wanted) if self.tensors[name].dtype not in DTYPES
+            f"{name} ({self.tensors[name].dtype})"
+            for name in sorted(wanted)
+            if name in self.tensors and self.tensors[name].dtype not in DTYPES
         ]
         if unread:
             expected = f"expected weights in {', '.join(DTYPES)}"
@@ -218,17 +296,24 @@ def _beneath(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
+def _split(names: Sequence[str], whole: Tensor, shapes: Mapping[str, tuple[int, ...]], rows: int) -> dict[str, Tensor]:
+    """A tensor's parts, one beneath the other, by name; `rows` rows of a matrix are one of the tensor."""
+    if len(names) == 1:
+        return {names[0]: whole}
+    return dict(zip(names, whole.split([shapes[name][0] // rows for name in names]), strict=True))
+
+
 def _few(names: Sequence[str], quoted: bool = True) -> str:
     first = ", ".join(shown(name) if quoted else name for name in names[:3])
     return first + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _header(file: Path) -> tuple[dict[str, TensorInfo], Stamp]:
-    """The tensors of a file, and its stamp from before its header was read."""
+def _header(file: Path) -> tuple[dict[str, TensorInfo], dict[str, str], Stamp]:
+    """The tensors of a file, its metadata, and its stamp from before its header was read."""
     descriptor = open_regular(file, ModelError)
     try:
         stamp = Stamp.of(descriptor)
-        return read_open(descriptor, file)[0], stamp
+        return *read_open(descriptor, file), stamp
     finally:
         os.close(descriptor)
 
@@ -270,7 +355,7 @@ def _sharded(folder: Path, index: Path) -> tuple[dict[str, TensorInfo], frozense
     tensors: dict[str, TensorInfo] = {}
     stamps: dict[Path, Stamp] = {}
     for shard in shards:
-        found, stamps[folder / shard] = _header(folder / shard)
+        found, _, stamps[folder / shard] = _header(folder / shard)
         for name, info in found.items():
             if name in tensors or weight_map.get(name, shard) != shard:
                 raise Damaged(index, f"tensor {shown(name)} is in {shown(shard)} and in another shard")

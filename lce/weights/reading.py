@@ -26,6 +26,8 @@ from lce.sizes import size_text
 from lce.weights.header import Damaged, TensorInfo
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+STORED = {**DTYPES, "I8": torch.int8, "U8": torch.uint8}  # with those of quantised weights
+NAMES = {dtype: name for name, dtype in STORED.items()}
 
 PIECE = 8 << 20  # bytes of one read: long enough for disks, and still in the processor's cache when it is checked
 READERS = 4  # threads: a disk answers several requests faster than one
@@ -143,7 +145,7 @@ def fill(jobs: Sequence[Job]) -> None:
 def _pieces(jobs: Sequence[Job], stages: list[Tensor]) -> Iterator[_Piece]:
     """All pieces of the jobs. `stages` are buffers that are free; a piece that is converted takes one of them."""
     for job in jobs:
-        stored, out = DTYPES[job.info.dtype], job.out.view(-1)
+        stored, out = STORED[job.info.dtype], job.out.view(-1)
         count, offset = PIECE // stored.itemsize, job.info.start
         for part in out.split(count) if len(out) else ():
             if out.dtype == stored and out.device.type == "cpu":
@@ -177,7 +179,8 @@ def _read(piece: _Piece) -> None:
             left, offset = left[n:], offset + n
     except OSError as error:
         raise ModelError(f"{named(job.info.file)} cannot be read ({error.strerror}); check the disk") from None
-    _check_finite(array, job)
+    if job.info.dtype in DTYPES:
+        _check_finite(array, job)
 
 
 def _check_finite(raw: np.ndarray[Any, Any], job: Job) -> None:

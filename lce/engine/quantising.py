@@ -1,0 +1,61 @@
+"""`quantize`: a checkpoint's folder with its matrices in 8 or 4 bits, which loads without rounding them again."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from lce.engine.arguments import path_of
+from lce.engine.loading import folder_of
+from lce.errors import UsageError
+from lce.files import named, read_file, read_object, write_whole
+from lce.models.registry import model_class, read_config
+from lce.progress import Progress, check_progress, reported
+from lce.version import __version__
+from lce.weights.checkpoint import Checkpoint
+from lce.weights.quantised import scheme_of
+from lce.weights.saving import save_quantised
+
+LARGEST = 256 << 20  # bytes of a file that is copied
+BESIDE = (
+    "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+
+
+def quantize(
+    model: str | Path, out: str | Path, weights: str = "int4", *, progress: bool | Progress | None = None
+) -> Path:
+    """Write the folder `out`: the model's config and tokenizer, and its weights in "int8" or "int4".
+
+    `lce.load(out)` computes what `lce.load(model, weights=…)` does, and opens the same contexts. `out` is a new or an
+    empty folder. Peak memory is one matrix, twice. `progress` counts bytes. Raises `ModelError` for a folder that is no
+    valid model or quantised already, and `UsageError` for weights or a folder that cannot be used.
+    """
+    folder, target, scheme = folder_of(model), path_of(out, "out"), scheme_of(weights)
+    check_progress(progress)
+    if scheme is None:
+        raise UsageError("weights is 'auto'; expected int8 or int4")
+    if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
+        raise UsageError(f"{named(target)} exists and is no empty folder; name another one")
+    config, checkpoint = read_config(folder), Checkpoint.open(folder)
+    family = model_class(config)
+    wanted = dict(family.weights(config, checkpoint.names).values())
+    checkpoint.check(wanted, (*family.unused, *config.unused))
+    published = read_object(folder / "config.json")
+    published["quantization_config"] = {"quant_method": "lce", "weights": scheme.name}
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot make the folder {named(target)}: {error.strerror}; name another one") from None
+    schemes = family.schemes(config, scheme, checkpoint.names)
+    with reported(progress, "quantize") as report:
+        path = target / "model.safetensors"
+        save_quantised(checkpoint, path, wanted, schemes, scheme.name, __version__, report)
+    for name in BESIDE:
+        data = read_file(folder / name, LARGEST)
+        if data is not None:
+            write_whole(target / name, data)
+    write_whole(target / "config.json", json.dumps(published, indent=2).encode())
+    return target
