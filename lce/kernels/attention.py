@@ -68,13 +68,13 @@ def attend_tiles(
     n_tiles, size = k.shape[:2]
     assert k.shape == v.shape == (n_tiles, size, dim)
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1
+    cos, sin = (x.expand(n_queries, -1, -1).contiguous() for x in (cos, sin))
     assert cos.shape == sin.shape == (n_queries, cos.shape[1], dim // 2)
     assert cos.shape[1] in (1, n_slots)
     assert tile.dtype == torch.int64
     assert out.shape == (tile.numel(), dim)
     assert all(x.is_contiguous() for x in (tile, out, lse))
     assert cos.dtype == sin.dtype == q.dtype == out.dtype
-    cos, sin = cos.contiguous(), sin.contiguous()
     _attend_tiles(q.dtype)(
         q.data_ptr(), q.stride(0), q.stride(1), cos.data_ptr(), sin.data_ptr(), cos.shape[1], tile.data_ptr(),
         k.data_ptr(), k.stride(0), k.stride(1), v.data_ptr(), v.stride(0), v.stride(1), out.data_ptr(), lse.data_ptr(),

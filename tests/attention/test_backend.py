@@ -26,7 +26,7 @@ def test_auto_needs_nothing() -> None:
 
 def test_an_unknown_backend_is_refused_with_the_nearest() -> None:
     with pytest.raises(
-        UsageError, match=r"'refrence'; did you mean 'reference'\? valid: auto, flash, reference, torch"
+        UsageError, match=r"'refrence'; did you mean 'reference'\? valid: auto, compiled, flash, reference, torch"
     ):
         Attention.choose("refrence")
 

@@ -127,7 +127,7 @@ class Interrupted(Exception):
 
 def driver_of(n_layers: int) -> tuple[Driver, KVCache, Rope]:
     layout = CacheLayout(n_layers, 4, 2, 8, torch.float32, torch.device("cpu"), Reach(4))
-    return Driver(Full(), Attention.choose("torch"), WINDOW, 2), KVCache.empty(layout), Rope(RopeConfig(), 8, WINDOW)
+    return Driver(Full(), Attention.choose(), WINDOW, 2), KVCache.empty(layout), Rope(RopeConfig(), 8, WINDOW)
 
 
 def test_a_model_call_that_fails_leaves_the_cache_as_it_was() -> None:
@@ -199,7 +199,7 @@ def check_interruptions(name: str, start: int, every: int, folder: Path, *where:
     x = vectors(3, 4, 2, start + 16, 8)
     layout = layout_for(method, 4, x[1], 10, Budgets(host=0, spill_dir=folder))
     layout = legal(replace(layout, n_layers=2, reach=replace(layout.reach, chunk_size=4)))
-    driver, rope = Driver(method, Attention.choose("torch"), WINDOW, 2), Rope(RopeConfig(), 8, WINDOW, start + 16)
+    driver, rope = Driver(method, Attention.choose(), WINDOW, 2), Rope(RopeConfig(), 8, WINDOW, start + 16)
 
     def read(cache: KVCache, spans: Sequence[tuple[int, int]]) -> dict[tuple[int, int], list[Tensor]]:
         outs = {}
