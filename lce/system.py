@@ -26,7 +26,7 @@ UNLIMITED = 1 << 60  # version 1 of control groups writes about 2^63 for no limi
 TRIM_THRESHOLD = 512 << 20  # bytes of freed memory that glibc keeps at the end of its heap, at most
 MMAP_THRESHOLD = 32 << 20  # larger allocations are mappings of their own, returned to the system when freed
 
-PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "0"}
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
@@ -95,10 +95,11 @@ def default_threads() -> int | None:
 
 
 def wait_passively() -> None:
-    """Make threads that wait for others sleep instead of spinning; call it before torch is loaded.
+    """Make threads that wait for others sleep soon instead of spinning; call it before torch is loaded.
 
     OpenMP threads spin on a core while they wait for the slowest one. On a machine that does other work, they spin on
-    the core that the slowest one needs. A setting that the environment has already is left alone.
+    the core that the slowest one needs. Some 20 microseconds of spinning remain: kernels of a decode step follow each
+    other within that, and to wake a thread takes longer. A setting that the environment has already is left alone.
     """
     if not any(name in os.environ for name in PASSIVE):
         os.environ.update(PASSIVE)

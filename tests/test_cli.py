@@ -237,7 +237,7 @@ def test_threads_wait_passively_from_the_beginning(tiny_model: Path) -> None:
     )
     command = ("generate", "-m", tiny_model, PROMPT, "-n", "1", "--quiet")
     plain = {name: value for name, value in os.environ.items() if name not in PASSIVE}
-    for environment, said in ((plain, "PASSIVE 0\n"), ({**plain, "OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE None\n")):
+    for environment, said in ((plain, "PASSIVE 10000\n"), ({**plain, "OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE None\n")):
         _, err = spawn(script, *command, env=environment).communicate(timeout=60)
         assert err.splitlines(keepends=True)[0] == said
 

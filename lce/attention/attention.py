@@ -38,18 +38,18 @@ class Attention:
             raise UsageError(f"attention backend {name!r} needs {missing}")
         return cls(known[name]())
 
-    def dense(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None) -> Part:
+    def dense(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None, turn: Turn | None = None
+    ) -> Part:
         """All T queries of a head see the same keys.
 
         `q [H, T, D]`, `k v [G, N, D]` to `out [H, T, D]`, `lse [H, T]`. Causal: the last query sees the last key, and
-        with `window` no query sees a key that many or more behind it. Time: O(H · T · N · D). Keys are never repeated
-        for the query heads that share them.
+        with `window` no query sees a key that many or more behind it. With a turn `[T, D/2]` queries are rotated first.
+        Time: O(H · T · N · D). Keys are never repeated for the query heads that share them.
         """
         if q.shape[1] == 0 or k.shape[1] == 0:
             return torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
-        grouped = q.unflatten(0, (k.shape[0], -1))  # [G, R, T, D]
-        out, lse = self.backend.attend(grouped, k, v, causal=causal, window=window)
-        return out.flatten(0, 1), lse.flatten(0, 1)
+        return self.backend.dense(q, k, v, causal=causal, window=window, turn=turn)
 
     def routed(self, q: Tensor, turns: Turn, chunk_ids: Tensor, tiles: Iterable[Tiles]) -> Part:
         """Every query of every head attends its own list of whole chunks.

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lce.attention.parts import Part, merge_slots
 from lce.attention.tiles import AT_ONCE, SlotQueries
+from lce.attention.turn import Turn, rotate
 
 
 class Backend(ABC):
@@ -40,6 +41,14 @@ class Backend(ABC):
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Part:
         """See the module's text. N ≥ 1, and N ≥ T where causal."""
+
+    def dense(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, turn: Turn | None = None
+    ) -> Part:
+        """`q [H, T, D]`, `k v [G, N, D]` to `out [H, T, D]`, `lse [H, T]`; query t is turned by `turn[t]`, if any."""
+        placed = q if turn is None else rotate(q, turn)
+        out, lse = self.attend(placed.unflatten(0, (len(k), -1)), k, v, causal=causal, window=window)
+        return out.flatten(0, 1), lse.flatten(0, 1)
 
     def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Part:
         """E tiles with T queries each: `q [E, 1, T, D]`, `k v [E, L, D]`.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from lce.attention.parts import Part
 from lce.attention.tiles import SlotQueries
 from lce.attention.torch import Torch
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from lce.attention.turn import Turn
+from lce.kernels import attention as kernels
+from lce.kernels.numbers import STORED
 
 
 class Compiled(Torch):
@@ -18,12 +18,19 @@ class Compiled(Torch):
     name = "compiled"
     speed = 2
 
+    def dense(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, turn: Turn | None = None
+    ) -> Part:
+        """The kernel turns the queries as it takes them."""
+        if not _fits(q, k, v, *(turn or ())):
+            return super().dense(q, k, v, causal=causal, window=window, turn=turn)
+        return kernels.attend(q, k, v, causal, window, *(turn or ()))
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Part:
         if not _fits(q, k, v):
             return super().attend(q, k, v, causal=causal, window=window)
-        from lce.kernels import attention
-
-        return attention.attend(q, k, v, causal, window)
+        out, lse = kernels.attend(q.flatten(0, 1), k, v, causal, window)
+        return out.view(q.shape), lse.view(q.shape[:-1])
 
     def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Part:
         """A tile is a problem of its own, and a problem's result does not depend on the others."""
@@ -36,19 +43,17 @@ class Compiled(Torch):
             return
         if not tile.numel():
             return
-        from lce.kernels import attention
-
-        attention.attend_tiles(queries.q, *queries.turns, tile, k, v, *into)
+        kernels.attend_tiles(queries.q, *queries.turns, tile, k, v, *into)
 
     def merge_slots(self, out: Tensor, lse: Tensor) -> Part:
-        if out.is_cuda or out.dtype not in _DTYPES:
+        if not out.is_cpu or out.dtype not in STORED:
             return super().merge_slots(out, lse)
-        from lce.kernels import attention
-
-        return attention.merge_slots(out, lse)
+        return kernels.merge_slots(out, lse)
 
 
-def _fits(*tensors: Tensor) -> bool:
+def _fits(q: Tensor, *others: Tensor) -> bool:
     """Whether the kernels take these: on a CPU, of a dtype that they know, vectors contiguous."""
-    dtype = tensors[0].dtype
-    return dtype in _DTYPES and all(not x.is_cuda and x.dtype == dtype and x.stride(-1) == 1 for x in tensors)
+    dtype = q.dtype
+    if dtype not in STORED or not q.is_cpu or q.stride(-1) != 1:
+        return False
+    return all(x.dtype is dtype and x.is_cpu and x.stride(-1) == 1 for x in others)

@@ -33,23 +33,35 @@ FEW_ROWS = 8  # up to here keys are read as they lie
 _LOWEST = np.float32(-3.0e38)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None) -> tuple[Tensor, Tensor]:
-    """G problems of R query heads: `q [G, R, T, D]`, `k v [G, N, D]` to `out [G, R, T, D]`, `lse [G, R, T]` (float32).
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None, cos: Tensor | None = None,
+    sin: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`q [H, T, D]`, `k v [G, N, D]` to `out [H, T, D]`, `lse [H, T]` (float32); H / G query heads share a KV head.
 
     Of one dtype, on the CPU, the last dimension contiguous. Causal: the last query sees the last key; with `window` a
-    query sees its nearest `window` keys at most. Keys are read once for each `ROWS` queries of all R heads together.
-    Time: O(G · R · T · N · D). Bytes: about a megabyte a thread.
+    query sees its nearest `window` keys at most. Query t is turned by `cos sin [t]`, `[T, D/2]`, on its way. Keys are
+    read once for each `ROWS` queries of all heads that share them. Time: O(H · T · N · D). Bytes: about a megabyte a
+    thread.
     """
-    groups, rep, n_queries, dim = q.shape
-    n_keys = k.shape[1]
-    assert k.shape == v.shape == (groups, n_keys, dim)
-    assert q.stride(3) == k.stride(2) == v.stride(2) == 1
-    assert q.dtype == k.dtype == v.dtype
-    out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty(q.shape[:3])
+    (n_heads, n_queries, dim), (groups, n_keys, _) = q.shape, k.shape
+    rep, (q_head, q_row, q_one), (k_group, k_row, k_one) = n_heads // groups, q.stride(), k.stride()
+    v_group, v_row, v_one = v.stride()
+    assert k.shape == v.shape == (groups, n_keys, dim), (k.shape, v.shape)
+    assert q_one == k_one == v_one == 1, (q_one, k_one, v_one)
+    assert n_heads == rep * groups, (n_heads, groups)
+    assert q.dtype is k.dtype is v.dtype, (q.dtype, k.dtype, v.dtype)
+    cos_at, sin_at = 0, 0
+    if cos is not None and sin is not None:
+        assert cos.shape == sin.shape == (n_queries, dim // 2), (cos.shape, sin.shape)
+        assert cos.dtype is sin.dtype is q.dtype, (cos.dtype, sin.dtype)
+        cos, sin = cos.contiguous(), sin.contiguous()
+        cos_at, sin_at = cos.data_ptr(), sin.data_ptr()
+    out, lse = torch.empty(n_heads, n_queries, dim, dtype=q.dtype), torch.empty(n_heads, n_queries)
     _attend(q.dtype)(
-        q.data_ptr(), q.stride(0), q.stride(1), q.stride(2), k.data_ptr(), k.stride(0), k.stride(1),
-        v.data_ptr(), v.stride(0), v.stride(1), out.data_ptr(), lse.data_ptr(), groups, rep, n_queries, n_keys, dim,
-        causal, n_keys if window is None else window, 1 / math.sqrt(dim), n_threads(),
+        q.data_ptr(), rep * q_head, q_head, q_row, cos_at, sin_at, k.data_ptr(), k_group, k_row, v.data_ptr(), v_group,
+        v_row, out.data_ptr(), lse.data_ptr(), groups, rep, n_queries, n_keys, dim, causal,
+        n_keys if window is None else window, 1 / math.sqrt(dim), n_threads(),
     )  # fmt: skip
     return out, lse
 
@@ -413,9 +425,10 @@ def _attend(dtype: torch.dtype) -> Kernel:
     stored, itemsize = STORED[dtype], dtype.itemsize
     put_query, attend_rows, finish, per_word = _core(dtype)
 
-    @kernel(f"void({'intp, ' * 19}float64, intp)")
+    @kernel(f"void({'intp, ' * 21}float64, intp)")
     def compiled(
-        q_at, q_group, q_head, q_row, k_at, k_group, k_row, v_at, v_group, v_row, out_at, lse_at, groups, rep,
+        q_at, q_group, q_head, q_row, cos_at, sin_at, k_at, k_group, k_row, v_at, v_group, v_row, out_at, lse_at,
+        groups, rep,
         n_queries, n_keys, dim, causal, window, scale, n_workers,
     ):  # fmt: skip
         out = carray(pointer(out_at, stored), (groups * rep * n_queries, dim))
@@ -454,7 +467,11 @@ def _attend(dtype: torch.dtype) -> Kernel:
                 for row in range(rep * n):
                     head, query = row // n, first_query + row % n
                     at = q_at + (group * q_group + head * q_head + query * q_row) * itemsize
-                    put_query(at, at, at, dim, False, queries[row].ctypes.data)
+                    turn, turned = query * (dim // 2) * itemsize, cos_at != 0
+                    put_query(
+                        at, cos_at + turn if turned else at, sin_at + turn if turned else at, dim, turned,
+                        queries[row].ctypes.data,
+                    )  # fmt: skip
                     seen = n_keys - n_queries + query + 1 if causal else n_keys
                     spans[row, 0], spans[row, 1] = max(seen - window, 0) if causal else 0, seen
                     state[row, 0], state[row, 1] = _LOWEST, 0

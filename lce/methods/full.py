@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lce.attention import rotate
 from lce.cache.kv import LayerCache
 from lce.methods.base import Method
 from lce.methods.parts import attend_span
@@ -32,5 +31,4 @@ class Full(Method):
         return None if sliding_window is not None and sliding_window <= window else window
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        placed = rotate(q, step.true_turn(q))
-        return attend_span(placed, cache, step, causal=True, window=step.sliding_window)[0]
+        return attend_span(q, cache, step, causal=True, window=step.sliding_window, turn=step.true_turn(q))[0]

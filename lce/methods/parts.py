@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lce.attention import Part, combine, rotate
+from lce.attention import Part, Turn, combine, rotate
 from lce.cache.kv import LayerCache
 from lce.cache.method_state import RecentRows
 from lce.methods.step import Step
@@ -40,9 +40,11 @@ def keep_recent(k: Tensor, cache: LayerCache, step: Step) -> None:
 
 def attend_span(
     q: Tensor, cache: LayerCache, step: Step, *, causal: bool, first: int = 0, stop: int | None = None,
-    window: int | None = None,
+    window: int | None = None, turn: Turn | None = None,
 ) -> Part:  # fmt: skip
     """Tokens `first..stop-1` as they are cached, by placed queries `[H, T, D]`; all of the cache by default.
+
+    With a turn `[T, D/2]` the queries are unrotated, and placed by it.
 
     Causal: the last query sees the last token, and with `window` no query one that many or more behind it. However long
     the span, it is read in the pieces of `cache.segments`. Time: O(H · T · N · D).
@@ -50,14 +52,15 @@ def attend_span(
     stop = cache.stop if stop is None else stop
     if window is not None:
         first = max(first, stop - q.shape[1] - window + 1)
-        return step.attention.dense(q, *cache.span(first, stop), causal=causal, window=window)
+        return step.attention.dense(q, *cache.span(first, stop), causal=causal, window=window, turn=turn)
     own = max(first, stop - q.shape[1]) if causal else stop  # the last piece holds the block's own tokens
     segment = cache.layout.segment
     if own <= (first // segment + 1) * segment:  # one piece
-        return step.attention.dense(q, *cache.span(first, stop), causal=causal)
+        return step.attention.dense(q, *cache.span(first, stop), causal=causal, turn=turn)
     spans = list(cache.segments(first, own)) or [(first, first)]
     spans[-1] = (spans[-1][0], stop)
-    return combine([step.attention.dense(q, *cache.span(a, b), causal=causal and b == stop) for a, b in spans])
+    parts = [step.attention.dense(q, *cache.span(a, b), causal=causal and b == stop, turn=turn) for a, b in spans]
+    return combine(parts)
 
 
 def attend_local(q: Tensor, cache: LayerCache, step: Step, *, window: int | None = None, first: int = 0) -> Part:
