@@ -244,7 +244,15 @@ class _Work:
         return counters.get((owner, name))
 
     def dense(
-        self, _out: Any, _self: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None
+        self,
+        _out: Any,
+        _self: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        window: int | None = None,
+        turn: object = None,
     ) -> None:
         n_heads, n_queries, dim = q.shape
         self.profile.read_bytes += k.nbytes + v.nbytes
