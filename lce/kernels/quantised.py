@@ -230,7 +230,7 @@ def _splat(builder: Any, base: Any, offset: Any, kind: Any) -> Any:
 
 
 def _dot(bits: int, rows: int, planes: int) -> Callable[..., Any]:
-    """The intrinsic that multiplies `rows` rows of x with one block: `(x, factors, codes, scales, zeros, n_groups, out)`.
+    """The intrinsic `(x, factors, codes, scales, zeros, n_groups, out)` multiplies `rows` rows of x with one block.
 
     All are addresses but `n_groups`. x is `[planes, rows, n_groups * group]` int16; `factors [2, rows, n_groups]` what
     one of it stands for in each group, and the sums of each group, times -1/16; out `[rows, 16]`. Instructions for 64
@@ -250,9 +250,7 @@ def _dot(bits: int, rows: int, planes: int) -> Callable[..., Any]:
             group = loop.index
             first, pair = builder.mul(group, i64(n_vectors)), builder.mul(group, i64(size // 2))
             cells = [(plane, t) for plane in range(planes) for t in range(rows)]
-            starts = {
-                cell: builder.add(builder.mul(n_pairs, i64(cell[0] * rows + cell[1])), pair) for cell in cells
-            }
+            starts = {cell: builder.add(builder.mul(n_pairs, i64(cell[0] * rows + cell[1])), pair) for cell in cells}
             sums: dict[tuple[int, int], list[Any]] = {cell: [_const(_WORDS, 0)] * n_chains for cell in cells}
             for j in range(n_vectors):
                 words = _load(builder, codes, builder.add(first, i64(j)), _WORDS)
@@ -344,9 +342,7 @@ def _rounded(builder: Any, low: Any, high: Any, dtype: torch.dtype) -> Any:
     for each in (builder.bitcast(low, _WORDS), builder.bitcast(high, _WORDS)):
         odd = builder.and_(builder.lshr(each, _const(_WORDS, 16)), _const(_WORDS, 1))
         words.append(builder.add(each, builder.add(odd, _const(_WORDS, 0x7FFF))))
-    return builder.or_(
-        builder.lshr(words[0], _const(_WORDS, 16)), builder.and_(words[1], _const(_WORDS, 0xFFFF0000))
-    )
+    return builder.or_(builder.lshr(words[0], _const(_WORDS, 16)), builder.and_(words[1], _const(_WORDS, 0xFFFF0000)))
 
 
 def _turned(builder: Any, rows: list[Any]) -> list[Any]:
