@@ -1,14 +1,17 @@
 """Weights of 8 and 4 bits: rounding them, products of a few rows with them, and unpacking them.
 
-A matrix `[out, in]` lies in blocks of 16 rows, so that a vector holds one input's weights of 16 rows:
+A matrix `[out, in]` lies in blocks of 16 rows. A vector of 64 bytes holds some inputs of a block, a word for each row:
 
-    codes   [blocks, in, 16]       int8, or for 4 bits [blocks, in / 2, 16] uint8: of a group of 32 inputs, byte j has
-                                   input j in its low half and input j + 16 in its high half
+    codes   [blocks, in / 4, 64]   int8: bytes 0, 2, 1, 3 of a word are inputs 0, 1, 2, 3
+            [blocks, in / 8, 64]   uint8, 4 bits: the n-th halves of a word's two halfwords are inputs 2·n and 2·n + 1
     scales  [blocks, groups, 16]   bfloat16, one for a group of inputs of a row
     zeros   [blocks, groups, 16]   uint8, sixteenths of a code; 4 bits only
 
 A weight is `scale * code`, or `scale * (code - zero / 16)`. Rows and inputs are padded with zeros to whole blocks and
 groups.
+
+A product is one of integers: each group of inputs of x is rounded to 16 bits, of which the largest uses all, and
+halfwords of neighbouring inputs are multiplied in pairs and added up without error. A float32 x has a second 16 bits.
 """
 
 from __future__ import annotations
@@ -18,37 +21,41 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import llvmlite.binding as llvm
 import numba
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, float32, int8, types, uint8, uint16
+from numba import carray, float32, int8, int16, types, uint8, uint16, uint32
 from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
 from lce.kernels.compiling import MOST_ROWS, inner, kernel
-from lce.kernels.numbers import READ, STORED, WRITE, exp, pointer
+from lce.kernels.numbers import READ, STORED, WRITE, bits_of_float, exp, float_of_bits, pointer
 from lce.kernels.vectors import LANES
 
 GROUPS = {8: 128, 4: 32}  # bits: inputs that share a scale
 
 _TASK = 4  # blocks that a thread takes at a time
 _CHAINS = 4  # sums of a vector that do not wait for each other
+_VECTOR = 4 * LANES  # bytes
+_PLANES = {torch.float32: 2, torch.bfloat16: 1, torch.float16: 1}  # of 16 bits, for a number of x
+_MULTIPLIES_PAIRS = bool(llvm.get_host_cpu_features().get("avx512bw", False))  # of 16 bits, 32 at a time
 _SHRINKS = 4  # ranges of a group that rounding to 4 bits tries, each _SHRINK narrower
 _SHRINK = np.float32(0.06)
 _FITS = 2  # corrections of scale and zero by least squares, for each of them
 
 _F32, _I8, _I16, _I32, _I64 = ir.FloatType(), *(ir.IntType(n) for n in (8, 16, 32, 64))
 _FLOATS, _BYTES, _HALVES, _WORDS = (ir.VectorType(kind, LANES) for kind in (_F32, _I8, _I16, _I32))
-_FUSED = ("contract", "nsz")
+_PAIRED = ir.VectorType(_I16, 2 * LANES)
 _scratch = threading.local()
 
 
 def parts(bits: int, n_out: int, n_in: int) -> dict[str, tuple[tuple[int, int, int], torch.dtype]]:
     """The shape and dtype of each tensor of a packed matrix `[n_out, n_in]`."""
     blocks, groups = -(-n_out // LANES), -(-n_in // GROUPS[bits])
-    codes = (blocks, groups * GROUPS[bits] * bits // 8, LANES), torch.int8 if bits == 8 else torch.uint8
+    codes = (blocks, groups * GROUPS[bits] * bits // 32, _VECTOR), torch.int8 if bits == 8 else torch.uint8
     scales = (blocks, groups, LANES), torch.bfloat16
     return {"codes": codes, "scales": scales} | ({"zeros": (scales[0], torch.uint8)} if bits == 4 else {})
 
@@ -69,8 +76,9 @@ def product(
 ) -> Tensor:  # fmt: skip
     """`x [T, in]` times a packed matrix `[n_rows, in]` transposed, plus `bias`: as `lce.kernels.products.product`.
 
-    T is up to `MOST_ROWS`. With `gated` the two halves of the rows are whole blocks. Sums are float32. Bytes: the
-    packed weights, once. Each number of the result is one sum in one order, whatever T and the number of threads.
+    T is up to `MOST_ROWS`. With `gated` the two halves of the rows are whole blocks. Bytes: the packed weights, once.
+    A group's sum is exact, of x in 16 bits (32 where x is float32); sums of groups are float32. Each number of the
+    result is one sum in one order, whatever T and the number of threads. Where x is not finite, the result is NaN.
     """
     n, n_in = x.shape
     bits = _check((n_rows, n_in), codes, scales, zeros)
@@ -88,7 +96,7 @@ def product(
     _product(bits, dtype, rows)(
         x.data_ptr(), codes.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(),
         0 if bias is None else bias.data_ptr(), 0 if norm is None else norm.data_ptr(), eps, out.data_ptr(),
-        _working(rows, codes.shape[0] * LANES, scales.shape[1] * (GROUPS[bits] + 1)), n, n_out, n_in,
+        _working(rows, codes.shape[0] * LANES, scales.shape[1] * (2 * GROUPS[bits] + 2)), n, n_out, n_in,
         gated, onto is not None,
     )  # fmt: skip
     return out
@@ -125,7 +133,7 @@ def _check(shape: Any, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> i
     """The bits of a packed matrix of this shape."""
     bits = 8 if zeros is None else 4
     blocks, groups = -(-shape[0] // LANES), -(-shape[1] // GROUPS[bits])
-    assert codes.shape == (blocks, groups * GROUPS[bits] * bits // 8, LANES)
+    assert codes.shape == (blocks, groups * GROUPS[bits] * bits // 32, _VECTOR)
     assert scales.shape == (blocks, groups, LANES)
     assert codes.is_contiguous()
     assert scales.is_contiguous()
@@ -153,14 +161,47 @@ def _load(builder: Any, address: Any, index: Any, kind: Any) -> Any:
     return builder.load(builder.gep(builder.inttoptr(address, ir.PointerType(kind)), [index]), align=1)
 
 
-def _codes(builder: Any, bits: int, codes: Any, index: Any) -> list[Any]:
-    """16 rows' codes of one input, float32; for 4 bits those of two inputs, 16 apart."""
-    raw = _load(builder, codes, index, _BYTES)
+def _codes(builder: Any, bits: int, words: Any) -> list[tuple[Any, int]]:
+    """The inputs of a vector in order, each as 16 rows' codes, float32, times a power of two, whose exponent follows.
+
+    Codes stay at their places in the words, or lie in the highest byte, so that they need not be shifted down.
+    """
+    found = []
+    for n in range(32 // bits):
+        place = (0, 16, 8, 24)[n] if bits == 8 else 16 * (n % 2) + 4 * (n // 2)
+        if bits == 8:
+            left = builder.shl(words, _const(_WORDS, 24 - place)) if place < 24 else words
+            code, exponent = builder.and_(left, _const(_WORDS, 0xFF << 24)) if place else left, 24
+        elif place == 28:
+            code, exponent = builder.lshr(words, _const(_WORDS, place)), 0
+        else:
+            code, exponent = builder.and_(words, _const(_WORDS, 15 << place)), place
+        found.append((builder.sitofp(code, _FLOATS), exponent))
+    return found
+
+
+def _pairs(builder: Any, bits: int, words: Any) -> list[Any]:
+    """The inputs of a vector in order, two at a time: 16 rows' pairs of halfwords."""
+    halves = builder.bitcast(words, _PAIRED)
+    const = lambda value: ir.Constant(_PAIRED, [value] * 2 * LANES)  # noqa: E731
     if bits == 8:
-        return [builder.sitofp(builder.sext(raw, _WORDS), _FLOATS)]
-    words = builder.zext(raw, _WORDS)
-    halves = builder.and_(words, _const(_WORDS, 15)), builder.lshr(words, _const(_WORDS, 4))
-    return [builder.sitofp(half, _FLOATS) for half in halves]
+        return [builder.ashr(builder.shl(halves, const(8)), const(8)), builder.ashr(halves, const(8))]
+    found = [builder.lshr(halves, const(4 * n)) if n else halves for n in range(4)]
+    return [builder.and_(each, const(15)) for each in found[:3]] + found[3:]
+
+
+def _add_products(builder: Any, total: Any, first: Any, second: Any) -> Any:
+    """`total` plus both products of each pair of halfwords: one instruction where the processor has AVX512_VNNI."""
+    if _MULTIPLIES_PAIRS:
+        name = "llvm.x86.avx512.pmaddw.d.512"
+        found = builder.module.globals.get(name)
+        function = found or ir.Function(builder.module, ir.FunctionType(_WORDS, [_PAIRED, _PAIRED]), name)
+        return builder.add(total, builder.call(function, [first, second]))
+    words = builder.bitcast(first, _WORDS), builder.bitcast(second, _WORDS)
+    sixteen = _const(_WORDS, 16)
+    low = [builder.ashr(builder.shl(each, sixteen), sixteen) for each in words]
+    high = [builder.ashr(each, sixteen) for each in words]
+    return builder.add(total, builder.add(builder.mul(*low), builder.mul(*high)))
 
 
 def _scale(builder: Any, scales: Any, group: Any) -> Any:
@@ -174,53 +215,69 @@ def _zero(builder: Any, zeros: Any, group: Any) -> Any:
 
 
 def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    return builder.fadd(builder.fmul(a, b, flags=_FUSED), c, flags=_FUSED)
+    name = "llvm.fma.v16f32"
+    found = builder.module.globals.get(name)
+    return builder.call(found or ir.Function(builder.module, ir.FunctionType(_FLOATS, [_FLOATS] * 3), name), [a, b, c])
 
 
-def _dot(bits: int, rows: int) -> Callable[..., Any]:
-    """The intrinsic that multiplies `rows` rows of x with one block: `(x, sums, codes, scales, zeros, n_groups, out)`.
+def _splat(builder: Any, base: Any, offset: Any, kind: Any) -> Any:
+    """The number at an index as a vector."""
+    nothing = ir.Constant(kind, ir.Undefined)
+    number = builder.load(builder.gep(builder.inttoptr(base, ir.PointerType(kind.element)), [offset]))
+    return builder.shuffle_vector(
+        builder.insert_element(nothing, number, ir.Constant(_I32, 0)), nothing, _const(_WORDS, 0)
+    )
 
-    All are addresses but `n_groups`. x is `[rows, n_groups * group]` float32; `sums [rows, n_groups]` the sums of each
-    group of x, times -1/16; out `[rows, 16]`. Per 16 bytes of codes: one instruction to widen them, then for 8 bits one
-    to convert and one to multiply and add, for 4 bits two each and two to take them apart.
+
+def _dot(bits: int, rows: int, planes: int) -> Callable[..., Any]:
+    """The intrinsic `(x, factors, codes, scales, zeros, n_groups, out)` multiplies `rows` rows of x with one block.
+
+    All are addresses but `n_groups`. x is `[planes, rows, n_groups * group]` int16; `factors [2, rows, n_groups]` what
+    one of it stands for in each group, and the sums of each group, times -1/16; out `[rows, 16]`. Instructions for 64
+    bytes of codes: 3 to take them apart for 8 bits, 6 for 4 bits, and 2 or 4 for each row of x and plane.
     """
     size = GROUPS[bits]
     signature = types.void(*[types.intp] * 7)
+    n_vectors, in_word = size * bits // 32, 16 // bits  # of a group; pairs of inputs in a vector
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x_at, sums_at, codes, scales, zeros, n_groups, out = args
-        number = ir.PointerType(_F32)
-        x, sums = builder.inttoptr(x_at, number), builder.inttoptr(sums_at, number)
+        x, factors, codes, scales, zeros, n_groups, out = args
         totals = [cgutils.alloca_once_value(builder, _const(_FLOATS, 0.0)) for _ in range(rows)]
         i64 = lambda value: ir.Constant(_I64, value)  # noqa: E731
-        n_in = builder.mul(n_groups, i64(size))
-
-        def splat(base: Any, offset: Any) -> Any:
-            nothing = ir.Constant(_FLOATS, ir.Undefined)
-            one = builder.insert_element(nothing, builder.load(builder.gep(base, [offset])), ir.Constant(_I32, 0))
-            return builder.shuffle_vector(one, nothing, _const(_WORDS, 0))
-
+        n_pairs = builder.mul(n_groups, i64(size // 2))
+        n_chains = max(1, _CHAINS // rows)
         with cgutils.for_range(builder, n_groups) as loop:
-            start = [builder.add(builder.mul(n_in, i64(t)), builder.mul(loop.index, i64(size))) for t in range(rows)]
-            chains = [[_const(_FLOATS, 0.0)] * _CHAINS for _ in range(rows)]
-            if bits == 4:
-                zero = _zero(builder, zeros, loop.index)
-                for t in range(rows):
-                    at = builder.add(builder.mul(n_groups, i64(t)), loop.index)
-                    chains[t][0] = builder.fmul(zero, splat(sums, at))
-            n_vectors = size * bits // 8
-            first = builder.mul(loop.index, i64(n_vectors))
+            group = loop.index
+            first, pair = builder.mul(group, i64(n_vectors)), builder.mul(group, i64(size // 2))
+            cells = [(plane, t) for plane in range(planes) for t in range(rows)]
+            starts = {cell: builder.add(builder.mul(n_pairs, i64(cell[0] * rows + cell[1])), pair) for cell in cells}
+            sums: dict[tuple[int, int], list[Any]] = {cell: [_const(_WORDS, 0)] * n_chains for cell in cells}
             for j in range(n_vectors):
-                for half, weights in enumerate(_codes(builder, bits, codes, builder.add(first, i64(j)))):
-                    c = (j + half) % _CHAINS if bits == 8 else (2 * j + half) % _CHAINS
-                    for t in range(rows):
-                        number_of_x = splat(x, builder.add(start[t], i64(j + LANES * half)))
-                        chains[t][c] = _multiply_add(builder, number_of_x, weights, chains[t][c])
-            scale = _scale(builder, scales, loop.index)
+                words = _load(builder, codes, builder.add(first, i64(j)), _WORDS)
+                for n, weights in enumerate(_pairs(builder, bits, words)):
+                    number = j * in_word + n
+                    for cell in cells:
+                        numbers = _splat(builder, x, builder.add(starts[cell], i64(number)), _WORDS)
+                        chain = number % n_chains
+                        sums[cell][chain] = _add_products(
+                            builder, sums[cell][chain], weights, builder.bitcast(numbers, _PAIRED)
+                        )
+            scale = _scale(builder, scales, group)
+            zero = _zero(builder, zeros, group) if bits == 4 else None
             for t in range(rows):
-                a, b, c, d = chains[t]
-                dot = builder.fadd(builder.fadd(a, b), builder.fadd(c, d))
-                builder.store(_multiply_add(builder, scale, dot, builder.load(totals[t])), totals[t])
+                dots = []
+                for plane in range(planes):
+                    dot = sums[plane, t][0]
+                    for other in sums[plane, t][1:]:
+                        dot = builder.add(dot, other)
+                    dots.append(builder.sitofp(dot, _FLOATS))
+                dot = dots[0] if planes == 1 else _multiply_add(builder, dots[1], _const(_FLOATS, 2.0**-15), dots[0])
+                at = builder.add(builder.mul(n_groups, i64(t)), group)
+                if bits == 4:
+                    sum_at = builder.add(at, builder.mul(n_groups, i64(rows)))
+                    dot = _multiply_add(builder, zero, _splat(builder, factors, sum_at, _FLOATS), dot)
+                factor = builder.fmul(scale, _splat(builder, factors, at, _FLOATS))
+                builder.store(_multiply_add(builder, factor, dot, builder.load(totals[t])), totals[t])
         place = builder.inttoptr(out, ir.PointerType(_FLOATS))
         for t in range(rows):
             builder.store(builder.load(totals[t]), builder.gep(place, [i64(t)]), align=4)
@@ -229,7 +286,7 @@ def _dot(bits: int, rows: int) -> Callable[..., Any]:
     def typed(typing, a, b, c, d, e, f, g):
         return signature, generate
 
-    typed.__name__ = typed.__qualname__ = f"dot {bits} {rows}"
+    typed.__name__ = typed.__qualname__ = f"dot {bits} {rows} {planes}"
     result: Callable[..., Any] = intrinsic(typed)
     return result
 
@@ -247,17 +304,20 @@ def _rows(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
         i64 = lambda value: ir.Constant(_I64, value)  # noqa: E731
         group = builder.lshr(n, i64({128: 2, 32: 0}[GROUPS[bits]]))
         scale = _scale(builder, scales, group)
-        first = builder.mul(n, i64(32 * bits // 8))
-        found = [_codes(builder, bits, codes, builder.add(first, i64(j))) for j in range(32 * bits // 8)]
-        in_order = [each[half] for half in range(len(found[0])) for each in found]
-        if bits == 4:
-            zero = builder.fmul(_zero(builder, zeros, group), _const(_FLOATS, 1 / 16))
-            in_order = [builder.fsub(code, zero) for code in in_order]
-        weights = [builder.fmul(scale, code) for code in in_order]
-        words = [_bits_of(builder, each, dtype) for each in weights]
-        if dtype != torch.float32:
-            pairs = zip(words[::2], words[1::2], strict=True)
-            words = [builder.or_(low, builder.shl(high, _const(_WORDS, 16))) for low, high in pairs]
+        first = builder.mul(n, i64(bits))
+        words = [_load(builder, codes, builder.add(first, i64(j)), _WORDS) for j in range(bits)]
+        exponents = {24} if bits == 8 else set(range(0, 28, 4))
+        factors = {e: builder.fmul(scale, _const(_FLOATS, 2.0**-e)) for e in exponents}
+        in_order = [code for each in words for code in _codes(builder, bits, each)]
+        if bits == 8:
+            weights = [builder.fmul(code, factors[e]) for code, e in in_order]
+        else:  # products and sums are exact
+            offset = builder.fmul(builder.fmul(_zero(builder, zeros, group), _const(_FLOATS, -1 / 16)), scale)
+            weights = [_multiply_add(builder, code, factors[e], offset) for code, e in in_order]
+        if dtype == torch.float32:
+            words = [builder.bitcast(each, _WORDS) for each in weights]
+        else:
+            words = [_rounded(builder, *pair, dtype) for pair in zip(weights[::2], weights[1::2], strict=True)]
         for start in range(0, len(words), LANES):
             for i, row in enumerate(_turned(builder, words[start : start + LANES])):
                 at = builder.add(builder.add(out, builder.mul(stride, i64(i))), i64(4 * start))
@@ -272,17 +332,17 @@ def _rows(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
     return result
 
 
-def _bits_of(builder: Any, numbers: Any, dtype: torch.dtype) -> Any:
-    """16 finite numbers, rounded to a dtype, as words."""
-    words = builder.bitcast(numbers, _WORDS)
-    if dtype == torch.float32:
-        return words
+def _rounded(builder: Any, low: Any, high: Any, dtype: torch.dtype) -> Any:
+    """Two times 16 finite numbers, rounded to a dtype of two bytes, as words."""
     if dtype == torch.float16:
-        halves = builder.fptrunc(numbers, ir.VectorType(ir.HalfType(), LANES))
-        return builder.zext(builder.bitcast(halves, _HALVES), _WORDS)
-    odd = builder.and_(builder.lshr(words, _const(_WORDS, 16)), _const(_WORDS, 1))
-    rounded = builder.add(words, builder.add(odd, _const(_WORDS, 0x7FFF)))
-    return builder.lshr(rounded, _const(_WORDS, 16))
+        halves = (builder.fptrunc(each, ir.VectorType(ir.HalfType(), LANES)) for each in (low, high))
+        low, high = (builder.zext(builder.bitcast(each, _HALVES), _WORDS) for each in halves)
+        return builder.or_(low, builder.shl(high, _const(_WORDS, 16)))
+    words = []
+    for each in (builder.bitcast(low, _WORDS), builder.bitcast(high, _WORDS)):
+        odd = builder.and_(builder.lshr(each, _const(_WORDS, 16)), _const(_WORDS, 1))
+        words.append(builder.add(each, builder.add(odd, _const(_WORDS, 0x7FFF))))
+    return builder.or_(builder.lshr(words[0], _const(_WORDS, 16)), builder.and_(words[1], _const(_WORDS, 0xFFFF0000)))
 
 
 def _turned(builder: Any, rows: list[Any]) -> list[Any]:
@@ -301,8 +361,9 @@ def _turned(builder: Any, rows: list[Any]) -> list[Any]:
 
 @cache
 def _product(bits: int, dtype: torch.dtype, rows: int) -> Callable[..., Any]:
-    stored, read, write, dot, size = STORED[dtype], READ[dtype], WRITE[dtype], _dot(bits, rows), GROUPS[bits]
-    widen = _widen(bits, dtype)
+    stored, read, write, size = STORED[dtype], READ[dtype], WRITE[dtype], GROUPS[bits]
+    planes = _PLANES[dtype]
+    dot, as_integers = _dot(bits, rows, planes), _as_integers(bits, dtype)
 
     @kernel("void(intp, intp, intp, intp, intp, intp, float32, intp, intp, intp, intp, intp, boolean, boolean)")
     def quantised_product(
@@ -312,16 +373,16 @@ def _product(bits: int, dtype: torch.dtype, rows: int) -> Callable[..., Any]:
         n_groups, n_blocks = (n_in + size - 1) // size, (n_out + LANES - 1) // LANES
         bias = carray(pointer(bias_at, stored), (n_parts * n_out,))
         out = carray(pointer(out_at, stored), (n, n_out))
-        sums_at = working + 4 * rows * n_groups * size
-        dots_at = sums_at + 4 * rows * n_groups
+        factors_at = working + 2 * planes * rows * n_groups * size
+        dots_at = factors_at + 8 * rows * n_groups
         dots = carray(pointer(dots_at, float32), (n_parts * n_blocks, rows, LANES))
-        widen(x_at, norm_at, eps, working, sums_at, rows, n, n_in)
+        as_integers(x_at, norm_at, eps, working, factors_at, dots_at, rows, n, n_in)
         for task in numba.prange((n_blocks + _TASK - 1) // _TASK):
             for first in range(task * _TASK, min(n_blocks, task * _TASK + _TASK)):
                 for block in range(first, n_parts * n_blocks, n_blocks):
                     group = block * n_groups * LANES
                     dot(
-                        working, sums_at, codes + group * size * bits // 8, scales + 2 * group, zeros + group,
+                        working, factors_at, codes + group * size * bits // 8, scales + 2 * group, zeros + group,
                         n_groups, dots_at + 4 * block * rows * LANES,
                     )  # fmt: skip
                 for i in range(n):
@@ -343,37 +404,56 @@ def _product(bits: int, dtype: torch.dtype, rows: int) -> Callable[..., Any]:
 
 
 @cache
-def _widen(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
-    """x as float32 `[rows, groups * size]`, normalised and padded, and the sums of its groups, times -1/16."""
-    stored, read, size = STORED[dtype], READ[dtype], GROUPS[bits]
+def _as_integers(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
+    """x, normalised and padded, as `_dot` takes it. One row is at `wide_at` as float32 on the way.
+
+    What one stands for is a power of two, so that a bfloat16 number is exact down to 1/128 of its group's largest.
+    """
+    stored, read, size, planes = STORED[dtype], READ[dtype], GROUPS[bits], _PLANES[dtype]
 
     @inner
-    def widen(x_at, norm_at, eps, wide_at, sums_at, rows, n, n_in):
+    def as_integers(x_at, norm_at, eps, integers_at, factors_at, wide_at, rows, n, n_in):
         n_groups = (n_in + size - 1) // size
         x, norm = carray(pointer(x_at, stored), (n, n_in)), carray(pointer(norm_at, stored), (n_in,))
-        wide = carray(pointer(wide_at, float32), (rows, n_groups * size))
-        sums = carray(pointer(sums_at, float32), (rows, n_groups))
+        integers = carray(pointer(integers_at, int16), (planes, rows, n_groups * size))
+        factors = carray(pointer(factors_at, float32), (2, rows, n_groups))
+        wide = carray(pointer(wide_at, float32), (n_groups * size,))
         for i in range(rows):
             used = n_in if i < n else 0
             for j in range(used):
-                wide[i, j] = read(x[i, j])
+                wide[j] = read(x[i, j])
             for j in range(used, n_groups * size):
-                wide[i, j] = np.float32(0)
+                wide[j] = np.float32(0)
             if norm_at and i < n:
                 total = np.float32(0)
                 for j in range(n_in):
-                    total += wide[i, j] * wide[i, j]
+                    total += wide[j] * wide[j]
                 scale = np.float32(1) / np.sqrt(total / np.float32(n_in) + eps)
                 for j in range(n_in):
-                    wide[i, j] *= scale * read(norm[j])
-            if bits == 4:
-                for g in range(n_groups):
-                    total = np.float32(0)
-                    for j in range(g * size, g * size + size):
-                        total += wide[i, j]
-                    sums[i, g] = total * np.float32(-0.0625)
+                    wide[j] *= scale * read(norm[j])
+            for g in range(n_groups):
+                largest = uint32(0)
+                for j in range(g * size, g * size + size):
+                    largest = max(largest, bits_of_float(wide[j]) & uint32(0x7FFF_FFFF))
+                exponent = largest >> uint32(23)
+                finite = exponent < uint32(255)
+                exponent = min(max(exponent, uint32(15)), uint32(254))
+                up = float_of_bits((uint32(268) - exponent) << uint32(23)) if finite else np.float32(0)
+                total = np.float32(0)
+                for j in range(g * size, g * size + size):
+                    number = wide[j] * up if finite else np.float32(0)
+                    high = min(np.floor(number + np.float32(0.5)), np.float32(32767))
+                    integers[0, i, j] = int16(high)
+                    total += high
+                    if planes == 2:
+                        low = np.floor((number - high) * np.float32(32768) + np.float32(0.5))
+                        integers[1, i, j] = int16(low)
+                        total += low * np.float32(1 / 32768)
+                down = float_of_bits((exponent - uint32(14)) << uint32(23))
+                factors[0, i, g] = down if finite else np.float32(np.nan)
+                factors[1, i, g] = total * np.float32(-0.0625)
 
-    return widen
+    return as_integers
 
 
 @cache
@@ -417,18 +497,17 @@ def _rows_of(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
         for i in range(n):
             block, lane = ids[i] // LANES, ids[i] % LANES
             group = block * n_groups * LANES
-            codes = carray(
-                pointer(codes_at + group * size * bits // 8, code_type), (n_groups * size * bits // 8, LANES)
-            )
+            n_vectors = n_groups * size * bits // 32
+            codes = carray(pointer(codes_at + group * size * bits // 8, code_type), (n_vectors, LANES, 4))
             scales = carray(pointer(scales_at + 2 * group, uint16), (n_groups, LANES))
             zeros = carray(pointer(zeros_at + group, uint8), (n_groups, LANES))
             for j in range(n_in):
-                g, k = j // size, j % size
+                g = j // size
                 if bits == 8:
-                    code = np.float32(codes[j, lane])
+                    code = np.float32(codes[j // 4, lane, 2 * (j & 1) + ((j >> 1) & 1)])
                 else:
-                    byte = codes[g * LANES + k % LANES, lane]
-                    half = (byte >> 4) if k >= LANES else (byte & 15)
+                    byte = codes[j // 8, lane, 2 * (j & 1) + ((j >> 2) & 1)]
+                    half = (byte >> 4) if j & 2 else (byte & 15)
                     code = np.float32(half) - np.float32(zeros[g, lane]) * np.float32(0.0625)
                 out[i, j] = write(read(scales[g, lane]) * code)
 
@@ -444,7 +523,7 @@ def _pack(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
     def quantised_pack(weight_at, codes_at, scales_at, zeros_at, n_out, n_in):
         n_groups, n_blocks = (n_in + size - 1) // size, (n_out + LANES - 1) // LANES
         weight = carray(pointer(weight_at, stored), (n_out, n_in))
-        codes = carray(pointer(codes_at, uint8), (n_blocks, n_groups * size * bits // 8, LANES))
+        codes = carray(pointer(codes_at, uint8), (n_blocks, n_groups * size * bits // 32, LANES, 4))
         scales = carray(pointer(scales_at, uint16), (n_blocks, n_groups, LANES))
         zeros = carray(pointer(zeros_at, uint8), (n_blocks, n_groups, LANES))
         for block in numba.prange(n_blocks):
@@ -468,7 +547,8 @@ def _pack(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
                         for j in range(size):
                             rounded = np.floor(w[j] * inverse + np.float32(0.5))
                             rounded = min(max(rounded, np.float32(-127)), np.float32(127))
-                            codes[block, g * size + j, lane] = uint8(int8(rounded))
+                            place = g * size + j
+                            codes[block, place // 4, lane, 2 * (j & 1) + ((j >> 1) & 1)] = uint8(int8(rounded))
                         continue
                     best, best_scale, best_zero = np.float32(np.inf), uint16(0), np.float32(0)
                     for attempt in range(_SHRINKS):
@@ -506,7 +586,9 @@ def _pack(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
                     for j in range(size):
                         c = np.floor(w[j] * inverse + best_zero + np.float32(0.5))
                         code[j] = min(max(c, np.float32(0)), np.float32(15))
-                    for j in range(LANES):
-                        codes[block, g * LANES + j, lane] = uint8(code[j]) | (uint8(code[j + LANES]) << 4)
+                    for j in range(0, size, 8):
+                        for k in range(4):
+                            n = j + 4 * (k & 1) + (k >> 1)
+                            codes[block, (g * size + j) // 8, lane, k] = uint8(code[n]) | (uint8(code[n + 2]) << 4)
 
     return quantised_pack

@@ -82,3 +82,14 @@ def test_constant_weights(bits: int, value: float) -> None:
     matrix, out = packed(torch.full((16, 64), value), bits), torch.empty(16, 64)
     quantised.unpack(0, out, *matrix)
     assert (out - value).abs().max() <= abs(value) * 0.005
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_visible(bits: int, value: float) -> None:
+    torch.manual_seed(0)
+    x, matrix = torch.randn(2, 256), packed(torch.randn(32, 256), bits)
+    x[1, 200] = value
+    out = quantised.product(x, 32, *matrix)
+    assert out[0].isfinite().all()
+    assert out[1].isnan().all()

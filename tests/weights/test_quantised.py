@@ -16,7 +16,7 @@ FILE = Path("model.safetensors")
 
 
 def tensors() -> dict[str, TensorInfo]:
-    shapes = {"a.codes": ("U8", (2, 32, 16)), "a.scales": ("BF16", (2, 2, 16)), "a.zeros": ("U8", (2, 2, 16))}
+    shapes = {"a.codes": ("U8", (2, 8, 64)), "a.scales": ("BF16", (2, 2, 16)), "a.zeros": ("U8", (2, 2, 16))}
     return {name: TensorInfo(FILE, dtype, shape, 0, 0) for name, (dtype, shape) in shapes.items()}
 
 
