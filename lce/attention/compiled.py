@@ -40,8 +40,11 @@ class Compiled(Torch):
 
         attention.attend_tiles(queries.q, *queries.turns, tile, k, v, *into)
 
+    def skips_unseen(self, out: Tensor) -> bool:
+        return not out.is_cuda and out.dtype in _DTYPES
+
     def merge_slots(self, out: Tensor, lse: Tensor) -> Part:
-        if out.is_cuda or out.dtype not in _DTYPES:
+        if not self.skips_unseen(out):
             return super().merge_slots(out, lse)
         from lce.kernels import attention
 

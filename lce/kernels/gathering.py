@@ -16,9 +16,7 @@ _ROWS = 64  # rows that a thread takes at a time
 _WORD = 8  # bytes that are copied at once
 
 
-def take_rows(
-    tensors: tuple[Tensor, Tensor], index: Tensor, into: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def take_rows(tensors: tuple[Tensor, Tensor], index: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Rows `index [n]` (int64, in range) of two tensors `[G, N, D]` alike: copies `[G, n, D]`.
 
     On CPUs by all threads; elsewhere, and for rows of odd sizes, by `index_select`. Bytes: O(n). `into`, flat and with

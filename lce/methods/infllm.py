@@ -24,7 +24,7 @@ from lce.methods.selective import dot_products
 from lce.methods.step import Step
 
 BLOCKS, VOTES = "memory blocks", "votes"
-LOGITS_AT_ONCE = 1 << 21  # that votes are counted by: they stay in the processor's caches
+LOGITS_AT_ONCE = 1 << 22  # that votes are counted by: they stay in the processor's caches
 
 
 @register("infllm")
