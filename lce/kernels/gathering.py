@@ -35,7 +35,8 @@ def take_rows(tensors: tuple[Tensor, Tensor], index: Tensor, into: Tensor | None
     if into is None or into.numel() < 2 * n_groups * len(index) * dim:
         taken = one.new_empty(shape)
     else:
-        assert into.dtype == one.dtype and into.is_contiguous(), (into.dtype, into.stride())
+        assert into.dtype == one.dtype, into.dtype
+        assert into.is_contiguous(), into.stride()
         taken = into[: 2 * n_groups * len(index) * dim].view(shape)
     _take_rows()(
         one.data_ptr(), two.data_ptr(), index.data_ptr(), taken.data_ptr(), n_groups, n_rows, len(index), words,
