@@ -51,7 +51,9 @@ class Attention:
             return torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
         return self.backend.dense(q, k, v, causal=causal, window=window, turn=turn)
 
-    def routed(self, q: Tensor, turns: Turn, chunk_ids: Tensor, tiles: Iterable[Tiles]) -> Part:
+    def routed(
+        self, q: Tensor, turns: Turn, chunk_ids: Tensor, tiles: Iterable[Tiles], memory: Tensor | None = None
+    ) -> Part:
         """Every query of every head attends its own list of whole chunks.
 
         `q [H, T, D]`, unrotated; `chunk_ids [H, T, K]`, -1 for none. Query t sees slot s of its list turned by
@@ -60,11 +62,14 @@ class Attention:
 
         A mixture-of-experts dispatch: a tile is an expert. The queries that chose it are gathered and attended in one
         call, so its keys are read once however many queries chose it. Time: O(H · T · K · L · D) and a sort of H·T·K
-        numbers. Bytes: H·T·K·D numbers of partial results; the rotated queries are never held at once.
+        numbers. Bytes: H·T·K·D numbers of partial results; the rotated queries are never held at once. The partial
+        results are written to `memory`, flat, of that many numbers, where it is given: new memory is slow.
         """
         n_heads, n_queries, n_slots = chunk_ids.shape
         queries = SlotQueries(q, turns, n_slots)
-        out = q.new_zeros(chunk_ids.numel(), q.shape[-1])
+        out = q.new_empty(chunk_ids.numel(), q.shape[-1]) if memory is None else memory.view(-1, q.shape[-1])
+        if not self.backend.skips_unseen(out):
+            out.zero_()
         lse = q.new_full((chunk_ids.numel(),), -torch.inf, dtype=torch.float32)
         for some in tiles:  # every choice is served in exactly one round
             self.backend.dispatch(queries, some.chosen(chunk_ids), some.k, some.v, (out, lse))

@@ -62,6 +62,10 @@ class Backend(ABC):
         out, lse = self.attend_tiles(*(x.expand(2, *x.shape[1:]) for x in (q, k, v)))
         return out[:1], lse[:1]
 
+    def skips_unseen(self, out: Tensor) -> bool:
+        """Whether `merge_slots` never reads a partial result `out` whose lse is -inf: it may be anything then."""
+        return False
+
     def merge_slots(self, out: Tensor, lse: Tensor) -> Part:
         """Partial results of K slots, `out [H, T, K, D]`, `lse [H, T, K]`, as one softmax over all of their keys."""
         return merge_slots(out, lse)

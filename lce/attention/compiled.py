@@ -45,8 +45,11 @@ class Compiled(Torch):
             return
         kernels.attend_tiles(queries.q, *queries.turns, tile, k, v, *into)
 
+    def skips_unseen(self, out: Tensor) -> bool:
+        return out.is_cpu and out.dtype in STORED
+
     def merge_slots(self, out: Tensor, lse: Tensor) -> Part:
-        if not out.is_cpu or out.dtype not in STORED:
+        if not self.skips_unseen(out):
             return super().merge_slots(out, lse)
         return kernels.merge_slots(out, lse)
 

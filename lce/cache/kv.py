@@ -162,11 +162,11 @@ class LayerCache:
             yield start, border
             start = border
 
-    def tokens(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the tokens `index [n]`, ascending: `[G, n, D]` each, copied."""
+    def tokens(self, index: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Keys and values of the tokens `index [n]`, ascending: `[G, n, D]` each, copied; maybe to `into`, flat."""
         first = self.buffer.first
         if not first:
-            return take_rows((self.buffer.k, self.buffer.v), index)
+            return take_rows((self.buffer.k, self.buffer.v), index, into)
         numbers = index.cpu().numpy()
         n_old = int(np.searchsorted(numbers, first))
         old = self.tiers.tokens(self.index, numbers[:n_old])

@@ -16,10 +16,11 @@ _ROWS = 64  # rows that a thread takes at a time
 _WORD = 8  # bytes that are copied at once
 
 
-def take_rows(tensors: tuple[Tensor, Tensor], index: Tensor) -> tuple[Tensor, Tensor]:
+def take_rows(tensors: tuple[Tensor, Tensor], index: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Rows `index [n]` (int64, in range) of two tensors `[G, N, D]` alike: copies `[G, n, D]`.
 
-    On CPUs by all threads; elsewhere, and for rows of odd sizes, by `index_select`. Bytes: O(n).
+    On CPUs by all threads; elsewhere, and for rows of odd sizes, by `index_select`. Bytes: O(n). `into`, flat and with
+    space for both copies, may be overwritten by them: memory that a layer used before is in the processor's caches.
     """
     one, two = tensors
     n_groups, n_rows, dim = one.shape
@@ -30,7 +31,13 @@ def take_rows(tensors: tuple[Tensor, Tensor], index: Tensor) -> tuple[Tensor, Te
     assert two.shape == one.shape, two.shape
     assert index.dtype == torch.int64, index.dtype
     index = index.contiguous()
-    taken = one.new_empty(2, n_groups, len(index), dim)
+    shape = (2, n_groups, len(index), dim)
+    if into is None or into.numel() < 2 * n_groups * len(index) * dim:
+        taken = one.new_empty(shape)
+    else:
+        assert into.dtype == one.dtype, into.dtype
+        assert into.is_contiguous(), into.stride()
+        taken = into[: 2 * n_groups * len(index) * dim].view(shape)
     _take_rows()(
         one.data_ptr(), two.data_ptr(), index.data_ptr(), taken.data_ptr(), n_groups, n_rows, len(index), words,
         strides[0] * one.element_size(),

@@ -30,7 +30,7 @@ from lce.methods.lowdim import (
     usable,
 )  # fmt: skip
 from lce.methods.map_file import open_maps
-from lce.methods.parts import attend_local, is_like
+from lce.methods.parts import attend_local, attend_tokens, is_like
 from lce.methods.registry import register
 from lce.methods.step import Step, Surroundings
 
@@ -177,7 +177,7 @@ class ESA(LocalMethod):
         far = rotate(q, step.far_turn(self.far, q))
         chosen = self.select(far, cache, step, border)
         kept = torch.cat((torch.arange(self.sinks, device=q.device), chosen))
-        far_part = step.attention.dense(far, *cache.tokens(kept), causal=False)
+        far_part = attend_tokens(far, cache, step, kept)
         return merge([far_part, attend_local(q, cache, step, first=border)])
 
     def find_basis(self, cache: LayerCache, step: Step) -> None:

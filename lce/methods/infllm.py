@@ -18,12 +18,13 @@ from lce.cache.method_state import MethodState, RecentRows, Staged, Summaries
 from lce.kernels.scores import add_weights, compiled_for
 from lce.methods.base import LocalMethod
 from lce.methods.lowdim import first_best
-from lce.methods.parts import RECENT, SCORES_AT_ONCE, attend_behind, attend_local, is_like
+from lce.methods.parts import RECENT, SCORES_AT_ONCE, attend_behind, attend_local, attend_tokens, is_like
 from lce.methods.registry import register
 from lce.methods.selective import dot_products
 from lce.methods.step import Step
 
 BLOCKS, VOTES = "memory blocks", "votes"
+LOGITS_AT_ONCE = 1 << 22  # that votes are counted by: they stay in the processor's caches
 
 
 @register("infllm")
@@ -122,7 +123,7 @@ class InfLLM(LocalMethod):
         tokens = self.sinks + chosen[:, None] * self.block_size + torch.arange(self.block_size, device=q.device)
         parts = [
             attend_behind(far, cache, step, gap=self.n_local, stop=self.sinks),
-            step.attention.dense(far, *cache.tokens(tokens.flatten()), causal=False),
+            attend_tokens(far, cache, step, tokens.flatten()),
             attend_behind(far, cache, step, gap=self.n_local, first=end),
             here,
         ]
@@ -184,11 +185,10 @@ class InfLLM(LocalMethod):
         """The same for placed queries `[H, T, D]` and keys `[G, n, D]`, by a product and a pass over its numbers."""
         (n_heads, n_queries, dim), n_keys = q.shape, keys.shape[1]
         total = torch.zeros(n_heads, n_keys, dtype=torch.float32)
-        rows = max(1, SCORES_AT_ONCE // (n_heads * n_keys))
+        rows = max(1, min(n_queries, LOGITS_AT_ONCE // (n_heads * n_keys)))
+        some = (q / math.sqrt(dim)).unflatten(0, (len(keys), -1))  # [G, R, T, D]
         for start in range(0, n_queries, rows):
-            some, own = q[:, start : start + rows] / math.sqrt(dim), n_keys - n_queries + start
-            grouped = some.reshape(len(keys), -1, dim)
-            logits = dot_products(grouped, keys).view(n_heads, -1, n_keys)
-            part = lse[:, start : start + rows].contiguous()
-            add_weights(logits, part, 1.0, total, own, self.n_recent)
+            part, here = lse[:, start : start + rows].contiguous(), some[:, :, start : start + rows]
+            logits = dot_products(here.reshape(len(keys), -1, dim), keys).view(n_heads, -1, n_keys)
+            add_weights(logits, part, 1.0, total, n_keys - n_queries + start, self.n_recent)
         return total

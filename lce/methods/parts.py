@@ -75,6 +75,16 @@ def attend_local(q: Tensor, cache: LayerCache, step: Step, *, window: int | None
     return step.attention.dense(placed, keys, cache.span(first, step.stop)[1], causal=True, window=window)
 
 
+def attend_tokens(q: Tensor, cache: LayerCache, step: Step, index: Tensor) -> Part:
+    """Placed queries `[H, T, D]` attend the tokens `index [n]`, ascending, as they are cached. Time: O(H · T · n · D).
+
+    The tokens' keys and values are copied, every layer's to the same memory.
+    """
+    n = 2 * cache.layout.n_kv_heads * len(index) * cache.layout.head_dim
+    buffer: Tensor = step.once(f"{len(index)} tokens", lambda: q.new_empty(n))
+    return step.attention.dense(q, *cache.tokens(index, buffer), causal=False)
+
+
 def attend_behind(
     q: Tensor, cache: LayerCache, step: Step, gap: int, *, first: int = 0, stop: int | None = None
 ) -> Part:

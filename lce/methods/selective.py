@@ -28,6 +28,7 @@ from lce.methods.parts import RECENT, SCORES_AT_ONCE, attend_own_chunk, is_like,
 from lce.methods.step import Step
 
 SUMMARIES, OPEN_QUERIES = "summaries", "open queries"
+CHOSEN_AT_ONCE = 1 << 22  # scores that kernels choose by at a time: memory of that size is used again, larger is new
 
 
 def dot_products(q: Tensor, vectors: Tensor) -> Tensor:
@@ -212,7 +213,8 @@ class ChunkSelection(Method):
             return None
         summary = cache.kept(Summaries, SUMMARIES).span(0, step.stop // self.size)
         scored = PLACEMENTS[self.placement].scored(q, step, self.size)
-        rows = max(1, SCORES_AT_ONCE // (len(q) * summary.shape[1]))
+        at_once = CHOSEN_AT_ONCE if compiled_for(summary) else SCORES_AT_ONCE
+        rows = max(1, at_once // (len(q) * summary.shape[1]))
         parts = []
         for start in range(0, q.shape[1], rows):
             some = step.part(start, min(start + rows, q.shape[1])) if rows < q.shape[1] else step
@@ -234,7 +236,8 @@ class ChunkSelection(Method):
             f"slots {n_slots}",
             lambda: PLACEMENTS[self.placement].slot_turns(q, step, self.size, n_slots, self.n_choices),
         )
-        return merge([step.attention.routed(q, turns, chosen, cache.tiles(chosen)), own])
+        memory: Tensor = step.once(f"parts {n_slots}", lambda: q.new_empty(chosen.numel() * q.shape[-1]))
+        return merge([step.attention.routed(q, turns, chosen, cache.tiles(chosen), memory), own])
 
     def _summarise_complete(self, q: Tensor, cache: LayerCache, step: Step) -> None:
         """Summarise the chunks that this block completes; keep the queries of the one it leaves open."""

@@ -45,6 +45,11 @@ class Streaming(Method):
         return made
 
     @property
+    def block(self) -> int:
+        """A quarter of what a query attends, 512 to 1,024: larger products run faster."""
+        return max(512, min(1024, (self.reach.sinks + self.reach.local) // 4))
+
+    @property
     def reach(self) -> Reach:
         assert self.local is not None, "resolved before use"
         return Reach(sinks=self.sinks, local=self.local)

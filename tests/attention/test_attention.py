@@ -124,6 +124,15 @@ def test_routed(name: str, heads: tuple[int, int], kind: str, per_slot: bool, n_
 
 
 @pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("kind", CHOICES)
+def test_routed_overwrites_the_memory_that_it_is_given(name: str, kind: str) -> None:
+    q, k, v = routed_vectors(8, 2, 37, 6, 5)
+    turns, chosen, memory = turns_of(37, 3), choices(kind, 8, 37, 3, 6), torch.full((8 * 37 * 3 * 16,), torch.nan)
+    part = Attention.choose(name).routed(q, turns, chosen, [Tiles.of_chunks(k, v)], memory)
+    assert_same(part, routed_truth(q, turns, chosen, (k, v)))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
 def test_routed_over_several_rounds(name: str) -> None:
     """The chunks of a KV head in other places, in other orders, in three rounds, among tiles of nobody's."""
     q, k, v = routed_vectors(8, 2, 37, 6, 5)

@@ -15,3 +15,13 @@ def test_rows_are_those_of_the_index(dtype: torch.dtype, shape: tuple[int, int, 
     for index in (torch.arange(shape[1]), torch.randint(shape[1], (77,)), torch.zeros(0, dtype=torch.int64)):
         taken = take_rows((tensors[0], tensors[1]), index)
         assert all(torch.equal(a, x[:, index]) for a, x in zip(taken, tensors, strict=True))
+
+
+def test_rows_go_where_the_caller_wants_them() -> None:
+    tensors, index = (torch.randn(2, 90, 4), torch.randn(2, 90, 4)), torch.tensor([3, 3, 80])
+    buffer = torch.empty(50)
+    taken = take_rows(tensors, index, buffer)
+    assert all(torch.equal(a, x[:, index]) for a, x in zip(taken, tensors, strict=True))
+    assert taken[0].data_ptr() == buffer.data_ptr()
+    assert taken[1].data_ptr() == buffer[24:].data_ptr()
+    assert torch.equal(take_rows(tensors, index, buffer[:47])[1], tensors[1][:, index])  # too small: not used
