@@ -453,16 +453,15 @@ def _pack(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
                 row = block * LANES + lane
                 for g in range(n_groups):
                     n_used = min(size, n_in - g * size) if row < n_out else 0
-                    low = high = nothing = np.float32(0)
+                    low = high = np.float32(0)
                     for j in range(n_used):
                         w[j] = read(weight[row, g * size + j])
-                        nothing += w[j] * np.float32(0)  # NaN if a weight is no finite number: then the scale is too
                     for j in range(n_used, size):
                         w[j] = np.float32(0)
                     for j in range(size):
                         low, high = min(low, w[j]), max(high, w[j])
                     if bits == 8:
-                        bits_of_scale = write_scale(max(high, -low) / np.float32(127) + nothing)
+                        bits_of_scale = write_scale(max(high, -low) / np.float32(127))
                         scale = read_scale(bits_of_scale)
                         inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
                         scales[block, g, lane] = bits_of_scale
@@ -500,7 +499,7 @@ def _pack(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
                                 break
                             step = (sum_wc * np.float32(size) - sum_c * sum_w) / spread
                             least = (sum_w - step * sum_c) / np.float32(size)
-                    scales[block, g, lane] = best_scale if nothing == 0 else write_scale(nothing)
+                    scales[block, g, lane] = best_scale
                     zeros[block, g, lane] = uint8(best_zero * np.float32(16))
                     scale = read_scale(best_scale)
                     inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
