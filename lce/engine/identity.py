@@ -105,7 +105,7 @@ def _as_json(value: object) -> Any:
 
 def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What two identities differ in, and what makes them the same; what needs the most work comes first."""
-    if theirs.get("weights") != ours["weights"]:
+    if theirs.get("weights") != ours.get("weights"):
         made, here = (_text(facts.get("weights") or "as they are stored") for facts in (theirs, ours))
         remedy = f"give --weights {made}" if theirs.get("weights") else "leave --weights out"
         yield f"other weights, {made}; this engine has {here}", remedy

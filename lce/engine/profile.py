@@ -43,7 +43,7 @@ HOOKS: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("cache", method_state.OpenChunk, ("write", "span")),
     ("norms and rotations", layers, ("rms_norm",)),
     ("norms and rotations", attention, ("rotate",)),
-    ("activations", layers.Layer, ("gated_mlp",)),
+    ("activations", layers, ("silu_mul",)),
     ("sampling", sampling.Sampler, ("pick",)),
     ("sampling", runner, ("check_logits",)),
 )

@@ -130,7 +130,7 @@ class Checkpoint:
             self.read(files, outs)
             if not self.manifest:
                 self._round(files, rounded, shapes, loaded, staged)
-            _ = self.fingerprint()  # of what was just read
+            self._check_samples()  # of what was just read
         return {key: loaded[tuple(names)] for key, names in (apart | wholes).items()}
 
     def _place(self, names: Sequence[str]) -> tuple[Path, int]:
@@ -217,12 +217,14 @@ class Checkpoint:
         they are read here, and a file that changed since its header was read is refused. Quantised weights have that
         of the checkpoint which they were made of; what their file holds is checked by its own samples.
         """
-        if self.manifest is None:
-            return self._fingerprint
-        if self._fingerprint != self.manifest.samples:
+        self._check_samples()
+        return self._fingerprint if self.manifest is None else self.manifest.source
+
+    def _check_samples(self) -> None:
+        """Take the samples; those of quantised weights must be their manifest's."""
+        if self._fingerprint != (self.manifest.samples if self.manifest else self._fingerprint):
             where = ", ".join(named(file) for file in self.stamps)
             raise ModelError(f"{where}: its tensors are not those of its manifest; quantize the checkpoint again")
-        return self.manifest.source
 
     def samples(self) -> str:
         """The fingerprint of these files' own tensors."""

@@ -40,6 +40,10 @@ class Face:
         self.folder, self.model = folder, model
         self.context.save(folder / "c.lce")
 
+    def written(self) -> list[Path]:
+        """The folders that `quantize` made."""
+        return list((self.folder / "new").glob("*"))
+
     def functions(self) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         """Every public function by name, with arguments that it takes."""
         path = self.folder / "written.lce"
@@ -47,6 +51,7 @@ class Face:
             "load": (lce.load, {"model": self.model}),
             "info": (lce.info, {"path": self.model}),
             "plan": (lce.plan, {"model": self.model, "tokens": 10}),
+            "quantize": (lce.quantize, {"model": self.model, "out": self.folder / "new" / str(len(self.written()))}),
             "profiled": (lce.profiled, {"engine": self.engine}),
             "Sampling": (lce.Sampling, {}),
             "Engine.generate": (self.engine.generate, {"prompt": [5], "max_tokens": 1}),
@@ -97,7 +102,7 @@ def parameters(name: str) -> Iterator[str]:
 
 
 NAMES = [
-    "load", "info", "plan", "profiled", "Sampling", "explain",
+    "load", "info", "plan", "profiled", "quantize", "Sampling", "explain",
     "methods.run", "methods.make", "methods.find", "methods.available",
     *(f"{cls.__name__}.{name}" for cls in (lce.Engine, lce.Context) for name, _ in inspect.getmembers(cls, callable)
       if not name.startswith("_") and name not in FOR_ENGINES),
