@@ -18,7 +18,7 @@ _silent = False
 
 def silence(silent: bool = True) -> None:
     """No more notices: `--quiet`."""
-    global _silent  # noqa: PLW0603
+    global _silent
     _silent = silent
 
 

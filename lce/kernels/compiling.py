@@ -194,6 +194,7 @@ def _layer() -> str:
     except ValueError:  # one thread has not started any
         return ""
 
+
 def _label(x: Any) -> Any:
     """What tells a function, its closure included, from others of this room's source."""
     function = getattr(x, "py_func", x)
