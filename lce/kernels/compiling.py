@@ -7,7 +7,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -185,7 +185,6 @@ def _in_turn(compiled: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-@cache
 def _layer() -> str:
     """What Numba's threads run on: "omp", "tbb" or "workqueue"; the first call starts them."""
     n_threads()
