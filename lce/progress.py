@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
@@ -10,6 +11,21 @@ from lce.errors import UsageError, shown
 
 Progress = Callable[[int, int], None]  # tokens done, tokens in all; what it raises ends the call
 StageProgress = Callable[[str, int, int], None]  # the stage, units done, units in all
+
+
+_silent = False
+
+
+def silence(silent: bool = True) -> None:
+    """No more notices: `--quiet`."""
+    global _silent
+    _silent = silent
+
+
+def notice(text: str) -> None:
+    """One line on stderr about what a run spends its time on."""
+    if not _silent:
+        print(f"lce: {text}", file=sys.stderr)
 
 
 def nothing(done: int, total: int) -> None:

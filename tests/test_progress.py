@@ -9,7 +9,7 @@ import pytest
 
 import lce
 from lce.errors import UsageError
-from lce.progress import check_progress, reported, stages
+from lce.progress import check_progress, notice, reported, silence, stages
 from tests.checkpoints import tokens
 
 
@@ -86,3 +86,10 @@ def test_raising_ends_the_call_and_the_context_is_usable(tiny_model: Path) -> No
             engine.prefill(rest, context=each)
         ours, theirs = (engine.generate([], max_tokens=4, context=c).token_ids for c in (context, fresh))
         assert ours == theirs
+
+
+def test_notices_are_silenced(capsys: pytest.CaptureFixture[str]) -> None:
+    for silent in (True, False):
+        silence(silent)
+        notice(f"silent: {silent}")
+    assert capsys.readouterr().err == "lce: silent: False\n"

@@ -379,7 +379,7 @@ def _core(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], C
     @inner
     def finish(state, sums, out, lse, at, dim):
         """A row's sums to its output `out[at]` and log-sum-exp `lse[at]`: 0 and -inf where it saw no key."""
-        seen = state[1] > 0
+        seen = state[1] != 0  # NaN too: it must not pass for a row without keys
         share = np.float32(1) / state[1] if seen else np.float32(0)
         for d in range(dim):
             out[at, d] = write(sums[d] * share)
@@ -626,9 +626,9 @@ def _merge_slots(dtype: torch.dtype) -> Kernel:
                     weights += weight
                     for d in range(dim):
                         sums[d] += weight * read(part[d])
-                share = np.float32(1) / weights if weights > 0 else np.float32(0)
+                share = np.float32(1) / weights if weights != 0 else np.float32(0)
                 for d in range(dim):
                     merged[row, d] = write(sums[d] * share)
-                total[row] = top + np.log(weights) if weights > 0 else np.float32(-np.inf)
+                total[row] = top + np.log(weights) if weights != 0 else np.float32(-np.inf)
 
     return compiled

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +15,9 @@ import numba
 import torch
 from numba.core import event
 
+from lce.errors import UsageError
+from lce.progress import notice
+
 MOST_ROWS = 8  # rows of a product that are a few: decode, and drafts of some tokens
 
 _OPTIONS: dict[str, Any] = {
@@ -22,6 +25,7 @@ _OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 _lock = threading.RLock()
+_turn = threading.Lock()
 _threads = threading.local()
 
 
@@ -33,7 +37,8 @@ class _Announcement(event.Listener):
     def on_start(self, event: Any) -> None:
         if not _Announcement.said:
             _Announcement.said = True
-            print("lce: compiling kernels for this processor; later runs find them in a cache", file=sys.stderr)
+            kept = "; later runs find them in a cache" if usable_cache() else ", which every run does: no cache"
+            notice(f"compiling kernels for this processor{kept}")
 
     def on_end(self, event: Any) -> None:
         pass
@@ -46,6 +51,21 @@ def cache_folder() -> Path:
         digest.update(file.read_bytes())
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "lce" / f"kernels-{digest.hexdigest()[:12]}"
+
+
+def usable_cache() -> Path | None:
+    """The folder of compiled kernels, made if need be; None where it cannot be used.
+
+    What lies there is run. It is used only if nobody else can have written it.
+    """
+    try:
+        folder = cache_folder().absolute()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except (OSError, RuntimeError):  # RuntimeError: a user without a home
+        return None
+    private = found.st_uid == os.geteuid() and not found.st_mode & 0o022
+    return folder if private and os.access(folder, os.R_OK | os.W_OK | os.X_OK) else None
 
 
 class Kernel:
@@ -75,19 +95,27 @@ class Kernel:
 
     def _compiled(self, *, parallel: bool) -> Callable[..., Any]:
         with _lock, event.install_listener("numba:compile", _Announcement()):
-            _use_torch_threads()
-            before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(cache_folder())
-            try:
-                compiled: Any = numba.njit(parallel=parallel, cache=True, nogil=True, **_OPTIONS)(self._body)
-            finally:
-                numba.config.CACHE_DIR = before
-            # Numba's own key has pickles of the closure, which differ between processes. The folder stands for the
-            # source, so that names are enough.
-            label = parallel, _label(self._body)
-            compiled._cache._index_key = lambda types, codegen: (types, codegen.magic_tuple(), label)
+            folder = usable_cache()
+            if folder is not None:
+                # Whatever lies in the cache, damaged, half written on a full disk, or of another Numba: kernels are
+                # compiled again, first to be kept in its place, then without it.
+                for fresh in (False, True):
+                    with contextlib.suppress(Exception):
+                        return self._made(parallel, folder, fresh)
+            return self._made(parallel, None, False)
+
+    def _made(self, parallel: bool, folder: Path | None, fresh: bool) -> Callable[..., Any]:
+        """The function, compiled, or found in a folder of compiled kernels; `fresh` overwrites what is there."""
+        _use_torch_threads()
+        with _configured(CACHE_DIR=str(folder or ""), DISABLE_JIT=0):
+            compiled: Any = numba.njit(parallel=parallel, cache=folder is not None, nogil=True, **_OPTIONS)(self._body)
+            if folder is not None:
+                _name_in_cache(compiled._cache, (parallel, self._signature, _label(self._body)))
+                if fresh:
+                    compiled._cache.flush()
             compiled.compile(self._signature)
-            compiled.disable_compile()
-        return cast("Callable[..., Any]", compiled)
+        compiled.disable_compile()
+        return _in_turn(compiled) if parallel and _layer() == "workqueue" else cast("Callable[..., Any]", compiled)
 
 
 def kernel(signature: str, *, parallel: bool = True) -> Callable[[Callable[..., Any]], Kernel]:
@@ -101,12 +129,69 @@ def kernel(signature: str, *, parallel: bool = True) -> Callable[[Callable[..., 
 
 def inner(body: Callable[..., Any]) -> Callable[..., Any]:
     """A function that kernels call, compiled into each of them."""
-    return cast("Callable[..., Any]", numba.njit(**_OPTIONS)(body))
+    with _configured(DISABLE_JIT=0):
+        return cast("Callable[..., Any]", numba.njit(**_OPTIONS)(body))
 
 
 def inline(body: Callable[..., Any]) -> Callable[..., Any]:
     """A small function that is part of the loops which call it."""
-    return cast("Callable[..., Any]", numba.njit(forceinline=True, **_OPTIONS)(body))
+    with _configured(DISABLE_JIT=0):
+        return cast("Callable[..., Any]", numba.njit(forceinline=True, **_OPTIONS)(body))
+
+
+def features() -> frozenset[str]:
+    """The processor's features that kernels are compiled for: fewer than it has, if the environment says so."""
+    codegen = numba.core.registry.cpu_target.target_context.codegen()
+    return frozenset(name[1:] for name in codegen.magic_tuple()[2].split(",") if name.startswith("+"))
+
+
+@contextlib.contextmanager
+def _configured(**values: Any) -> Iterator[None]:
+    """Numba with other settings than the environment's, which are those of whoever else uses it in this process."""
+    before = {name: getattr(numba.config, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(numba.config, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(numba.config, name, value)
+
+
+def _name_in_cache(cache: Any, label: Any) -> None:
+    """Give a kernel files of its own in the cache: processes that write at the same time write the same.
+
+    Numba's own key has pickles of the closure, which differ between processes. The folder stands for the source, so
+    that names are enough.
+    """
+    codegen = numba.core.registry.cpu_target.target_context.codegen()
+    key = numba.__version__, codegen.magic_tuple(), label
+    digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+    file = cache._cache_file
+    file._index_name = f"{digest}.nbi"
+    file._index_path = os.path.join(file._cache_path, file._index_name)
+    file._data_name_pattern = f"{digest}.{{number:d}}.nbc"
+    file._source_stamp = digest
+    cache._index_key = lambda types, codegen: (types, codegen.magic_tuple(), label)
+
+
+def _in_turn(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel for several threads where Numba's threads serve one call at a time, and abort at a second."""
+
+    def call(*args: Any) -> Any:
+        with _turn:
+            return compiled(*args)
+
+    return call
+
+
+def _layer() -> str:
+    """What Numba's threads run on: "omp", "tbb" or "workqueue"; the first call starts them."""
+    n_threads()
+    try:
+        return str(numba.threading_layer())
+    except ValueError:  # one thread has not started any
+        return ""
 
 
 def _label(x: Any) -> Any:
@@ -125,7 +210,14 @@ def n_threads() -> int:
         return 1
     if getattr(_threads, "number", 0) != number:
         before = torch.get_num_threads()
-        numba.set_num_threads(number)
+        _use_torch_threads()
+        try:
+            numba.set_num_threads(number)
+        except ValueError as error:
+            raise UsageError(
+                f"Numba has no threading layer {os.environ.get('NUMBA_THREADING_LAYER', '')!r} here; expected omp, tbb "
+                "or workqueue, and what it needs; unset NUMBA_THREADING_LAYER"
+            ) from error
         _threads.number = number
         if torch.get_num_threads() != before:  # starting its threads set OpenMP's number, which PyTorch reads
             torch.set_num_threads(before)

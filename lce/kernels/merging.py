@@ -53,13 +53,13 @@ def _merged(dtype: torch.dtype) -> Kernel:
                     top = max(top, weights[i])
                 whole = np.float32(0)
                 for i in range(n_parts):
-                    weights[i] = exp(weights[i] - top) if weights[i] > np.float32(-np.inf) else np.float32(0)
+                    weights[i] = exp(weights[i] - top) if weights[i] != np.float32(-np.inf) else np.float32(0)
                     whole += weights[i]
                 carray(pointer(total_at + 4 * row, float32), (1,))[0] = top + np.log(whole)
-                scale = np.float32(1) / whole if whole > np.float32(0) else np.float32(0)
+                scale = np.float32(1) / whole if whole != np.float32(0) else np.float32(0)
                 sums[:] = 0
                 for i in range(n_parts):
-                    if weights[i] > np.float32(0):
+                    if weights[i] != np.float32(0):  # NaN too
                         part = carray(pointer(outs[i] + row * size * item, stored), (size,))
                         weight = weights[i] * scale
                         for d in range(size):

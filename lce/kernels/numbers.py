@@ -84,8 +84,9 @@ WRITE = {torch.float32: _same, torch.bfloat16: _write_bfloat16, torch.float16: _
 
 @inline
 def exp(x):
-    """`e**x` in float32 for x ≤ 88, to 2 units in the last place; 0 below -87. Vectorised, unlike the C library's."""
-    x = max(np.float32(x), np.float32(-87.33))
+    """`e**x` in float32 for x ≤ 88, to 2 units in the last place; 0 below -87; NaN for NaN. Vectorised, unlike the C
+    library's."""
+    x = np.float32(-87.33) if x < np.float32(-87.33) else np.float32(x)
     n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
     r = x - n * np.float32(0.693359375) - n * np.float32(-2.12194440e-4)
     p = np.float32(1.9875691500e-4)
@@ -100,8 +101,8 @@ def exp(x):
 
 @inline
 def exp2(x):
-    """`2**x` in float32 for x ≤ 0, to 2 units in the last place; 0 below -126."""
-    y = max(np.float32(x), np.float32(-126))
+    """`2**x` in float32 for x ≤ 0, to 2 units in the last place; 0 below -126; NaN for NaN."""
+    y = np.float32(-126) if x < np.float32(-126) else np.float32(x)
     n = np.floor(y + np.float32(0.5))
     r = y - n
     p = np.float32(1.53375769e-4)
@@ -112,4 +113,4 @@ def exp2(x):
     p = p * r + np.float32(6.93147206e-1)
     p = p * r + np.float32(1)
     power = float_of_bits((np.int32(n) + np.int32(127)) << np.int32(23))
-    return p * power if x >= np.float32(-126) else np.float32(0)
+    return np.float32(0) if x < np.float32(-126) else p * power

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import llvmlite.binding as llvm
 import torch
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from lce.kernels.compiling import features
+
 LANES = 16
-PAIRS = bool(llvm.get_host_cpu_features().get("avx512bf16", False))
+PAIRS = "avx512bf16" in features()
 
 _I64, _I32, _F32 = ir.IntType(64), ir.IntType(32), ir.FloatType()
 _WORDS, _FLOATS = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)

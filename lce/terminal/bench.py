@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lce.files import named, write_whole
+from lce.progress import silence
 from lce.sizes import size_text
 from lce.terminal.output import Output
 
@@ -24,6 +25,9 @@ class ReportOutput:
 
     json_file: str | None
     quiet: bool
+
+    def __post_init__(self) -> None:
+        silence(self.quiet)
 
     @property
     def output(self) -> Output:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lce.errors import WindowWarning
-from lce.progress import reported
+from lce.progress import reported, silence
 
 if TYPE_CHECKING:
     from lce.engine.stream import Stream
@@ -66,6 +66,9 @@ class Output:
 
     json: bool = False
     quiet: bool = False
+
+    def __post_init__(self) -> None:
+        silence(self.quiet)
 
     @contextmanager
     def bar(self, label: str, unit: str) -> Iterator[Callable[[int, int], None]]:

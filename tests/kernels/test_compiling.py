@@ -10,21 +10,30 @@ from pathlib import Path
 import pytest
 import torch
 
-from lce.kernels.compiling import cache_folder, n_threads
+from lce.kernels.compiling import cache_folder, n_threads, usable_cache
 
 PROGRAM = """
+import sys
 import torch
 from lce.kernels.products import product
 from lce.kernels.compiling import n_threads
 torch.set_num_threads(2)
+if "threads" in sys.argv:
+    import threading
+    def work():
+        torch.set_num_threads(2)
+        x, w = torch.ones(1, 256), torch.ones(512, 256)
+        assert all(product(x, w)[0, 0].item() == 256 for _ in range(100))
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    [thread.start() for thread in threads], [thread.join() for thread in threads]
 print(product(torch.ones(1, 64), torch.ones(16, 64))[0, 0].item(), torch.get_num_threads(), n_threads())
 """
 
 
-def run(home: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "XDG_CACHE_HOME": str(home)}
+def run(home: Path, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(home), **variables}
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", PROGRAM, *args], env=environment, capture_output=True, text=True, check=True, timeout=120
     )
 
 
@@ -40,6 +49,50 @@ def test_the_first_use_says_so_and_the_second_finds_the_kernels(tmp_path: Path) 
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "lce").write_text("in the way")
     assert run(tmp_path).stdout.split()[0] == "64.0"
+
+
+def test_a_damaged_cache_is_written_again(tmp_path: Path) -> None:
+    run(tmp_path)
+    for kind, size in (("nbi", 20), ("nbc", 2000)):
+        damaged = list(tmp_path.rglob(f"*.{kind}"))
+        assert damaged
+        for file in damaged:
+            file.write_bytes(file.read_bytes()[:size])
+        first, second = run(tmp_path), run(tmp_path)
+        assert first.stdout.split()[0] == "64.0"
+        assert first.stderr.count("compiling kernels") == 1
+        assert second.stderr == ""
+
+
+def test_a_cache_that_others_can_write_is_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = usable_cache()
+    assert folder is not None
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    assert usable_cache() is None
+
+
+def test_each_kernel_has_files_of_its_own(tmp_path: Path) -> None:
+    """Processes that compile at the same time never write another kernel under the same name."""
+    run(tmp_path)
+    assert len({file.name.partition(".")[0] for file in tmp_path.rglob("*.nbc")}) == len(list(tmp_path.rglob("*.nbc")))
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"NUMBA_DISABLE_JIT": "1"}, {"NUMBA_CPU_NAME": "generic"}, {"NUMBA_THREADING_LAYER": "workqueue"}],
+    ids=str,
+)
+def test_numbas_own_variables_do_no_harm(variables: dict[str, str], tmp_path: Path) -> None:
+    """Numba's simplest threads abort the process at a second call at the same time."""
+    assert run(tmp_path, "threads", **variables).stdout.split()[0] == "64.0"
+
+
+def test_a_threading_layer_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        run(tmp_path, NUMBA_THREADING_LAYER="nothing")
+    assert "UsageError: Numba has no threading layer 'nothing' here" in caught.value.stderr
 
 
 def test_threads_are_pytorchs() -> None:

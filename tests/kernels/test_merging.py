@@ -24,3 +24,14 @@ def test_parts_become_one_softmax(n_parts: int, dtype: torch.dtype, most: float)
     assert out.dtype == dtype
     assert (out.float() - scores.softmax(dim=-1).nan_to_num() @ v).abs().max() < most
     assert torch.allclose(lse, scores.logsumexp(dim=-1), atol=1e-5)
+
+
+@pytest.mark.parametrize("lse", [math.nan, 0.5])
+def test_no_nan_is_hidden(lse: float) -> None:
+    first, second = torch.randn(2, 3, 16), torch.randn(2, 3, 16)
+    first[0, 0] = math.nan
+    lses = torch.zeros(2, 3)
+    lses[0, 0] = lse
+    out, _ = merged([(first, lses), (second, torch.zeros(2, 3))])
+    assert out[0, 0].isnan().all()
+    assert out.isnan().sum() == 16

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numba
 import numpy as np
 import pytest
@@ -51,3 +53,4 @@ def test_what_is_far_below_is_zero() -> None:
     assert run(-127.0) == 0
     assert run(-3e38) == 0
     assert run(-np.inf) == 0
+    assert math.isnan(run(np.nan))
