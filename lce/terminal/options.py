@@ -195,7 +195,12 @@ _THREADS = option(
     help="Threads to compute with.  [default: OMP_NUM_THREADS, or the cores that are free to use]",
 )
 _ATTENTION = (
-    option("--attention", default="auto", metavar="NAME", help="What computes attention: compiled, torch, flash or reference."),
+    option(
+        "--attention",
+        default="auto",
+        metavar="NAME",
+        help="What computes attention: compiled, torch, flash or reference.",
+    ),
     option("--rope", metavar="none|linear|ntk|dynamic|yarn|llama3", help="RoPE scaling.  [default: the checkpoint's]"),
     option("--rope-factor", type=float, help="How far RoPE scaling stretches the window."),
 )
