@@ -258,7 +258,9 @@ class _Work:
         self.profile.read_bytes += k.nbytes + v.nbytes
         self.profile.attention_flops += 4.0 * n_heads * dim * n_pairs(n_queries, k.shape[1], causal, window)
 
-    def routed(self, _out: Any, _self: Any, q: Tensor, turns: Any, chunk_ids: Tensor, tiles: Any) -> None:
+    def routed(
+        self, _out: Any, _self: Any, q: Tensor, turns: Any, chunk_ids: Tensor, tiles: Any, memory: object = None
+    ) -> None:
         n_heads, dim = len(q), q.shape[-1]
         heads = torch.arange(n_heads, device=q.device) // (n_heads // self.n_kv_heads)
         valid = chunk_ids >= 0
