@@ -134,6 +134,15 @@ def _suited(kernel: Kernel, out: Tensor) -> Callable[..., Any]:
 def _norm(dtype: torch.dtype) -> Kernel:
     stored, read, write = STORED[dtype], READ[dtype], WRITE[dtype]
 
+    @inner
+    def squares(x):
+        """The sum of the squares."""
+        total = np.float32(0)
+        for j in range(len(x)):
+            number = read(x[j])
+            total += number * number
+        return total
+
     @kernel("void(intp, intp, intp, intp, float32, intp, intp, intp, intp)")
     def compiled(x_at, head_stride, row_stride, weight_at, eps, out_at, n_heads, n, dim):
         weight = carray(pointer(weight_at, stored), (dim,))
@@ -143,11 +152,7 @@ def _norm(dtype: torch.dtype) -> Kernel:
             for row in range(task * _ROWS, min(n_rows, task * _ROWS + _ROWS)):
                 offset = (row // n) * head_stride + (row % n) * row_stride
                 x = carray(pointer(x_at + offset * out.itemsize, stored), (dim,))
-                total = np.float32(0)
-                for j in range(dim):
-                    number = read(x[j])
-                    total += number * number
-                scale = np.float32(1) / np.sqrt(total / np.float32(dim) + eps)
+                scale = np.float32(1) / np.sqrt(squares(x) / np.float32(dim) + eps)
                 for j in range(dim):
                     out[row, j] = write(read(x[j]) * scale * read(weight[j]))
 

@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from lce.kernels.compiling import inline
+from lce.kernels.compiling import inner
 
 # How the numbers of a dtype lie in memory, for Numba, which has no bfloat16 and no float16 on CPUs.
 STORED = {torch.float32: types.float32, torch.bfloat16: types.uint16, torch.float16: types.uint16}
@@ -59,12 +59,12 @@ def _half_of_float(typing: Any, number: Any) -> Any:
     return types.uint16(types.float32), generate
 
 
-@inline
+@inner
 def _read_bfloat16(bits):
     return float_of_bits(np.uint32(bits) << np.uint32(16))
 
 
-@inline
+@inner
 def _write_bfloat16(number):
     bits = bits_of_float(np.float32(number))
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
@@ -72,7 +72,7 @@ def _write_bfloat16(number):
     return np.uint16(rounded | np.uint32(is_nan) * np.uint32(0x7FC0))
 
 
-@inline
+@inner
 def _same(number):
     return np.float32(number)
 
@@ -82,7 +82,7 @@ READ = {torch.float32: _same, torch.bfloat16: _read_bfloat16, torch.float16: _fl
 WRITE = {torch.float32: _same, torch.bfloat16: _write_bfloat16, torch.float16: _half_of_float}
 
 
-@inline
+@inner
 def exp(x):
     """`e**x` in float32 for x ≤ 88, to 2 units in the last place; 0 below -87; NaN for NaN. Vectorised, unlike the C
     library's."""
@@ -99,7 +99,7 @@ def exp(x):
     return y * float_of_bits(np.uint32(np.int32(n) + np.int32(127)) << np.uint32(23))
 
 
-@inline
+@inner
 def exp2(x):
     """`2**x` in float32 for x ≤ 0, to 2 units in the last place; 0 below -126; NaN for NaN."""
     y = np.float32(-126) if x < np.float32(-126) else np.float32(x)

@@ -70,12 +70,10 @@ def _product(dtype: torch.dtype) -> Kernel:
         out = carray(pointer(out_at, stored), (n, n_out))
         x = np.empty((n, size + _APART), np.float32)
         for i in range(n):
-            total = np.float32(0)
             for j in range(size):
                 x[i, j] = read(given[i, j])
-                total += x[i, j] * x[i, j]
             if norm_at:
-                scale = np.float32(1) / np.sqrt(total / np.float32(size) + eps)
+                scale = np.float32(1) / np.sqrt(_squares(x[i, :size]) / np.float32(size) + eps)
                 for j in range(size):
                     x[i, j] = x[i, j] * scale * read(norm[j])
         for task in numba.prange((n_out + _ROWS - 1) // _ROWS):
@@ -101,6 +99,15 @@ def _product(dtype: torch.dtype) -> Kernel:
                     out[i, first + row] = write(sums[0, i, row])
 
     return compiled
+
+
+@inner
+def _squares(x):
+    """The sum of the squares."""
+    total = np.float32(0)
+    for j in range(len(x)):
+        total += x[j] * x[j]
+    return total
 
 
 def _dots(dtype: torch.dtype) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ import torch
 from numba import carray, float32, int64, uint32
 
 from lce.kernels import vectors
-from lce.kernels.compiling import inner
+from lce.kernels.compiling import inner, separate
 from lce.kernels.numbers import READ, STORED, WRITE, bits_of_float, exp2, float_of_bits, pointer
 from lce.kernels.vectors import largest
 
@@ -39,7 +39,7 @@ def _panels(pairs: bool, dtype: torch.dtype) -> Callable[..., Any]:
     by_1_4, by_1_2, by_1_1 = (vectors.multiply(1, n, pairs, dtype) for n in (4, 2, 1))
     itemsize = dtype.itemsize
 
-    @inner
+    @separate
     def product(rows, a, a_stride, b, b_stride, c, c_stride, n, width):
         column = 0
         while column < width:
@@ -89,7 +89,7 @@ def core(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], Ca
     dots_1, dots_2, dots_4, dots_8 = (vectors.dots(n, pairs, dtype) for n in (1, 2, 4, 8))
     chunk = 16 * per_word  # numbers of a vector that `dots` takes at a time
 
-    @inner
+    @separate
     def pack_keys(k_at, k_stride, n, dim, packed):
         """`n` keys `[n, D]` at an address to `packed [KEYS/64, words of D, 64]`: a vector holds a word of 16 keys."""
         words, packed_at = dim // per_word, packed.ctypes.data
@@ -109,7 +109,7 @@ def core(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], Ca
                 else:
                     packed[key // 64, first + i, key % 64] = read(source[i])
 
-    @inner
+    @separate
     def pack_values(v_at, v_stride, n, dim, packed):
         """`n` values `[n, D]` to `packed [words of keys, D]`; with pairs, a word has keys i and i + 16 of 32."""
         row = v_stride * itemsize
@@ -181,7 +181,7 @@ def core(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], Ca
                 out_left[i] = a * read(cos[i]) - b * read(sin[i]) if turned else a
                 out_right[i] = b * read(cos[i]) + a * read(sin[i]) if turned else b
 
-    @inner
+    @separate
     def score_keys(rows, q_at, q_stride, k_at, k_stride, n, out, dim):
         """Scores of 8, 4, 2 or 1 queries and `n` keys as they lie, `n` at least 16: `out [rows, n]`."""
         n_chunks, at_once, key = dim // chunk, 16 // rows, 0

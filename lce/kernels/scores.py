@@ -13,7 +13,7 @@ from numba import carray, float32
 from torch import Tensor
 
 from lce.kernels.choices import key_of_score, score_of_key
-from lce.kernels.compiling import Kernel, kernel
+from lce.kernels.compiling import Kernel, inner, kernel
 from lce.kernels.numbers import READ, STORED, exp, pointer
 
 _KEYS = 256  # keys that a thread takes at a time
@@ -78,6 +78,13 @@ def add_weights(logits: Tensor, lse: Tensor, scale: float, into: Tensor, first_b
 def _scores_of_few(dtype: torch.dtype) -> Kernel:
     stored, read, item = STORED[dtype], READ[dtype], dtype.itemsize
 
+    @inner
+    def dot(q, key):
+        total = np.float32(0)
+        for d in range(len(q)):
+            total += q[d] * read(key[d])
+        return total
+
     @kernel("void(intp, intp, intp, intp, intp, intp, intp, intp)")
     def compiled(q_at, keys_at, out_at, n_groups, n, n_keys, dim, group_stride):
         q = carray(pointer(q_at, float32), (n_groups, n, dim))
@@ -88,10 +95,7 @@ def _scores_of_few(dtype: torch.dtype) -> Kernel:
             keys = carray(pointer(keys_at + group * group_stride * item, stored), (n_keys, dim))
             for i in range(first, min(n_keys, first + _KEYS)):
                 for t in range(n):
-                    total = np.float32(0)
-                    for d in range(dim):
-                        total += q[group, t, d] * read(keys[i, d])
-                    out[group, t, i] = total
+                    out[group, t, i] = dot(q[group, t], keys[i])
 
     return compiled
 
