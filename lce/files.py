@@ -12,7 +12,8 @@ import json
 import os
 import secrets
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -94,13 +95,20 @@ def _kind(mode: int) -> str:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file so that, after a crash too, it has either all of `data` or its earlier contents."""
+    with written_whole(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[BinaryIO]:
+    """A file to write in, which takes the name `path` once the block ends, and not after an error or a crash."""
     check_target(path)
     sweep(path)
     draft = draft_path(path)
     try:
-        with open(draft, "xb") as file:
+        with open(draft, "x+b") as file:
             lock(file.fileno(), draft)
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
             os.replace(draft, path)

@@ -108,8 +108,7 @@ def _attend(dtype: torch.dtype) -> Kernel:
     @kernel(f"void({'intp, ' * 21}float64, intp)")
     def compiled(
         q_at, q_group, q_head, q_row, cos_at, sin_at, k_at, k_group, k_row, v_at, v_group, v_row, out_at, lse_at,
-        groups, rep,
-        n_queries, n_keys, dim, causal, window, scale, n_workers,
+        groups, rep, n_queries, n_keys, dim, causal, window, scale, n_workers,
     ):  # fmt: skip
         out = carray(pointer(out_at, stored), (groups * rep * n_queries, dim))
         lse = carray(pointer(lse_at, float32), (groups * rep * n_queries,))

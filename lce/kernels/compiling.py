@@ -7,7 +7,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,11 +46,17 @@ class _Announcement(event.Listener):
 
 def cache_folder() -> Path:
     """Where compiled kernels are kept: a folder for each state of this room's source, so that none is ever stale."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "lce" / f"kernels-{_source()}"
+
+
+@cache
+def _source() -> str:
+    """A digest of this room's source."""
     digest = hashlib.sha256()
     for file in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(file.read_bytes())
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "lce" / f"kernels-{digest.hexdigest()[:12]}"
+    return digest.hexdigest()[:12]
 
 
 def usable_cache() -> Path | None:

@@ -21,7 +21,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import llvmlite.binding as llvm
 import numba
 import numpy as np
 import torch
@@ -31,7 +30,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from lce.kernels.compiling import MOST_ROWS, inner, kernel
+from lce.kernels.compiling import MOST_ROWS, features, inner, kernel
 from lce.kernels.numbers import READ, STORED, WRITE, bits_of_float, exp, float_of_bits, pointer
 from lce.kernels.vectors import LANES
 
@@ -41,7 +40,7 @@ _TASK = 4  # blocks that a thread takes at a time
 _CHAINS = 4  # sums of a vector that do not wait for each other
 _VECTOR = 4 * LANES  # bytes
 _PLANES = {torch.float32: 2, torch.bfloat16: 1, torch.float16: 1}  # of 16 bits, for a number of x
-_MULTIPLIES_PAIRS = bool(llvm.get_host_cpu_features().get("avx512bw", False))  # of 16 bits, 32 at a time
+_MULTIPLIES_PAIRS = "avx512bw" in features()  # of 16 bits, 32 at a time
 _SHRINKS = 4  # ranges of a group that rounding to 4 bits tries, each _SHRINK narrower
 _SHRINK = np.float32(0.06)
 _FITS = 2  # corrections of scale and zero by least squares, for each of them

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lce.errors import ModelError
-from lce.files import draft_path, lock, named, sweep, sync_folder, unwritable
+from lce.files import named, written_whole
 from lce.weights.checkpoint import Checkpoint
 from lce.weights.header import read_open
 from lce.weights.quantised import METADATA, Manifest, QuantisedMatrix, Scheme
@@ -42,27 +41,16 @@ def save_quantised(
     matrices = {name: (scheme.name, (shapes[name][0], shapes[name][1])) for name, scheme in schemes.items()}
     dtype = str(checkpoint.dtype()).removeprefix("torch.")
     manifest = Manifest(weights, dtype, checkpoint.fingerprint(), _NO_SAMPLES, matrices, version)
-    sweep(path)
-    draft = draft_path(path)
-    try:
-        with open(draft, "x+b") as file:
-            lock(file.fileno(), draft)
-            starts = _write_header(file, entries, manifest)
-            _write_tensors(checkpoint, file, starts, shapes, schemes, progress)
-            file.flush()
-            tensors, _ = read_open(file.fileno(), draft)
-            own = Checkpoint(draft.parent, tensors, stamps={draft: Stamp.of(file.fileno())})
-            manifest = replace(manifest, samples=own.fingerprint())
-            file.seek(0)
-            _write_header(file, entries, manifest)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(draft, path)
-        sync_folder(path.parent)
-    except OSError as error:
-        raise unwritable(path, error) from error
-    finally:
-        draft.unlink(missing_ok=True)
+    with written_whole(path) as file:
+        starts = _write_header(file, entries, manifest)
+        _write_tensors(checkpoint, file, starts, shapes, schemes, progress)
+        file.flush()
+        draft = Path(file.name)
+        tensors, _ = read_open(file.fileno(), draft)
+        own = Checkpoint(draft.parent, tensors, stamps={draft: Stamp.of(file.fileno())})
+        manifest = replace(manifest, samples=own.fingerprint())
+        file.seek(0)
+        _write_header(file, entries, manifest)
     return manifest
 
 
