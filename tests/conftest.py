@@ -12,6 +12,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait must no
 
 import torch
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is loaded: kernels for a GPU run on CPU tensors
+
 from tests.checkpoints import save_tiny
 
 torch.set_num_threads(1)

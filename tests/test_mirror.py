@@ -16,6 +16,7 @@ COVERED = {  # a file of lce/, and the file of tests/ that tests it
     "attention/reference.py": "attention/test_attention.py",
     "attention/torch.py": "attention/test_attention.py",
     "kernels/__init__.py": "kernels/test_compiling.py",
+    "attention/runs.py": "attention/test_attention.py",
     "kernels/rows.py": "kernels/test_attention.py",
     "engine/job.py": "engine/test_saving.py",
     "engine/runner.py": "engine/test_engine.py",

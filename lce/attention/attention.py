@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lce.attention.backend import Backend, backends
 from lce.attention.parts import Part
+from lce.attention.runs import Runs
 from lce.attention.tiles import SlotQueries, Tiles
 from lce.attention.turn import Turn
 from lce.errors import UsageError, nearest, shown
@@ -74,3 +75,11 @@ class Attention:
         for some in tiles:  # every choice is served in exactly one round
             self.backend.dispatch(queries, some.chosen(chunk_ids), some.k, some.v, (out, lse))
         return self.backend.merge_slots(out.view(n_heads, n_queries, n_slots, q.shape[-1]), lse.view(chunk_ids.shape))
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Part:
+        """The query of a decode step attends runs of tokens, whose bounds only the device knows.
+
+        `q [H, 1, D]`, unrotated, `k v [G, N, D]`, all rows that the runs may name, to `out [H, 1, D]`, `lse [H, 1]`.
+        Time: O(H · S · most · D).
+        """
+        return self.backend.decode(q, k, v, runs)

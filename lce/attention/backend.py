@@ -8,6 +8,7 @@ that the last query sees the last key. With `window=w` a query also sees at most
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 from abc import ABC, abstractmethod
 from functools import cache
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lce.attention.parts import Part, merge_slots
+from lce.attention.runs import Runs
 from lce.attention.tiles import AT_ONCE, SlotQueries
 from lce.attention.turn import Turn, rotate
 
@@ -49,6 +51,26 @@ class Backend(ABC):
         placed = q if turn is None else rotate(q, turn)
         out, lse = self.attend(placed.unflatten(0, (len(k), -1)), k, v, causal=causal, window=window)
         return out.flatten(0, 1), lse.flatten(0, 1)
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Part:
+        """One query a head over runs of tokens: `q [H, 1, D]`, unrotated, `k v [G, N, D]`.
+
+        Plain operators of fixed shapes. Time and bytes: O(H · S · most · D), the keys copied for every query head.
+        """
+        (n_heads, _, dim), n_kv_heads, n_runs = q.shape, len(k), runs.first.shape[-1]
+        offset = torch.arange(runs.most, device=q.device)
+        rows = (runs.first[..., None] + offset).clamp(max=k.shape[1] - 1)  # [C, S, most]
+        seen = offset < runs.count[..., None]
+        rows, seen = (_for_heads(x, n_heads) for x in (rows, seen))
+        heads = torch.arange(n_heads, device=q.device) // (n_heads // n_kv_heads)
+        keys, values = (x[heads[:, None, None], rows].float() for x in (k, v))  # [H, S, most, D]
+        turned = rotate(q, Turn(*(x.index_select(0, runs.turn) for x in runs.turns))).float()  # [H, S, D]
+        scores = (keys @ turned[..., None]).squeeze(-1) / math.sqrt(dim)
+        scores = scores.masked_fill(~seen, -math.inf).view(n_heads, n_runs * runs.most)
+        lse = scores.logsumexp(-1, keepdim=True)
+        weights = (scores - lse.masked_fill(lse == -math.inf, 0.0)).exp()
+        values = values.masked_fill(~seen[..., None], 0.0).view(n_heads, -1, dim)
+        return (weights[:, None] @ values).to(q.dtype), lse
 
     def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Part:
         """E tiles with T queries each: `q [E, 1, T, D]`, `k v [E, L, D]`.
@@ -117,6 +139,11 @@ def backends() -> dict[str, type[Backend]]:
                 assert cls.name not in found, f"two backends are called {cls.name}"
                 found[cls.name] = cls
     return dict(sorted(found.items()))
+
+
+def _for_heads(x: Tensor, n_heads: int) -> Tensor:
+    """`[C, …]` to `[H, …]`: what C heads share, for each of them."""
+    return x.repeat_interleave(n_heads // len(x), 0) if len(x) < n_heads else x
 
 
 def _padded(counts: Tensor) -> Tensor:

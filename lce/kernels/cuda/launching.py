@@ -1,0 +1,48 @@
+"""How Triton kernels are launched: one door, through which every launch goes.
+
+The modules of this folder import Triton, which comes with PyTorch on CUDA; nothing imports them before `usable` says
+that they can run. With `TRITON_INTERPRET=1` in the environment before Triton is loaded, kernels run in Triton's
+interpreter on CPU tensors: slow, and without a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@cache
+def installed() -> bool:
+    """Whether Triton is there."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def interpreting() -> bool:
+    """Whether kernels run in the interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def usable(x: Tensor) -> bool:
+    """Whether kernels can run on this tensor."""
+    return (x.is_cuda or interpreting()) and installed()
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Run a kernel's programs on the device of its first tensor, in the current stream; returns at once.
+
+    CUDA starts at most 2^31 - 1 programs along the first axis of a grid, and 65,535 along the others.
+    """
+    assert all(n < 65_536 for n in grid[1:]), f"a grid of {grid}"
+    if 0 in grid:
+        return
+    device = next(x.device for x in args if isinstance(x, Tensor))
+    if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
+        with torch.cuda.device(device):
+            kernel[grid](*args, **options)
+    else:
+        kernel[grid](*args, **options)

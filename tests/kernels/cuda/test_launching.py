@@ -1,0 +1,43 @@
+"""The door that every launch goes through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lce.kernels.cuda import launching
+
+
+class Kernel:
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **options: self.calls.append((grid, args, options))
+
+
+def test_a_launch_runs_the_kernel_on_its_grid() -> None:
+    kernel, x = Kernel(), torch.zeros(2)
+    launching.launch(kernel, (3, 2), x, 7, BLOCK=16)
+    assert kernel.calls == [((3, 2), (x, 7), {"BLOCK": 16})]
+
+
+def test_an_empty_grid_starts_nothing() -> None:
+    kernel = Kernel()
+    launching.launch(kernel, (0, 2), torch.zeros(2))
+    assert not kernel.calls
+
+
+def test_a_grid_that_cuda_would_refuse() -> None:
+    with pytest.raises(AssertionError, match="65536"):
+        launching.launch(Kernel(), (1, 65_536), torch.zeros(2))
+
+
+def test_kernels_take_cpu_tensors_only_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(2)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert launching.usable(x) == launching.installed()
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert not launching.usable(x)
