@@ -993,7 +993,7 @@ def check_interruptions(
         return made
 
     probe = filled()
-    for place, nth in places(lambda: add(probe, 10), every, *(where or ("tiers.py", "movers.py"))):
+    for place, nth in places(lambda: add(probe, 10), every, *(where or ("tiers.py", "pool.py", "disk.py", "tier.py", "movers.py"))):
         under_test = filled()
         interrupted(lambda under_test=under_test: add(under_test, 10), place, nth)
         add(under_test, 20)
