@@ -8,10 +8,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lce.cache.layout import DISK, SCALE_ROWS, CacheLayout
+from lce.cache.movers import Mover
 from lce.cache.packing import Parts, from_rows, key_scales_of, to_rows, tokens_of_rows
 from lce.cache.pages import Numbers, PageIndex, Pages
 from lce.cache.row_file import RowFile, SpillFile
 from lce.cache.tier import Tier, Traffic, joined
+
+MOVER = Mover()  # what is read is in plain memory
 
 
 class Disk(Tier):
@@ -42,7 +45,7 @@ class Disk(Tier):
         parts = from_rows(self.file.read_pages(first[here], self.layout.page_rows), self.layout, self.file.name)
         if not len(missing):
             return parts
-        return joined((here, missing), (parts, self.below.read(pages.at(missing))))
+        return joined((here, missing), (parts, self.below.read(pages.at(missing))), MOVER)
 
     def read_rows(self, pages: Pages, offsets: Numbers) -> Tensor:
         first = self.row[pages]
@@ -54,7 +57,7 @@ class Disk(Tier):
         if not len(missing):
             return rows
         rest = self.below.read_rows(pages.at(missing), offsets[missing])
-        return joined((here, missing), ((rows,), (rest,)))[0]
+        return joined((here, missing), ((rows,), (rest,)), MOVER)[0]
 
     def _unpacked(self, rows: Tensor, first: Numbers) -> Tensor:
         """Packed rows of pages that begin at rows `first`, `[n, 2, P, D]`; reads the scales of each page once."""

@@ -1,4 +1,4 @@
-"""Pages, what moves between tiers: their names, and an index of them."""
+"""Pages, what moves between tiers: their names, and indices of them, on the host and on the device."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from copy import copy
 from typing import NamedTuple, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from lce.cache.layout import CacheLayout
+from lce.cache.movers import Mover
 
 Numbers = NDArray[np.int64]
+MOST_CHANGES = 64  # assignments after which the whole table is copied to the device again
 
 
 class Pages(NamedTuple):
@@ -58,6 +61,49 @@ class PageIndex:
             grown = np.full((len(self._numbers), max(most + 1, had * 3 // 2)), -1, np.int64)
             grown[:, :had] = self._numbers
             self._numbers = grown
+
+
+class PageTable(PageIndex):
+    """A page index that the device has, too: changes are copied there, all at once, when it is asked for.
+
+    Where the host's memory is the device's there is no copy.
+    """
+
+    def __init__(self, layout: CacheLayout, mover: Mover) -> None:
+        super().__init__(layout)
+        self._mover = mover
+        self._copy: Tensor | None = None  # on the device; None: none that is of use
+        self._changed: list[Pages] = []
+
+    def __setitem__(self, pages: Pages, value: Numbers | int) -> None:
+        if self._mover.asynchronous:
+            self._changed.append(pages)  # first: an interruption may come between
+            if len(self._changed) > MOST_CHANGES:
+                self._copy = None
+                self._changed = [pages]
+        super().__setitem__(pages, value)
+
+    def on_device(self, groups: slice, n_chunks: int) -> Tensor:
+        """The numbers `[groups, n_chunks]` of some groups' first chunks, to be read and valid until the next change.
+
+        Nothing waits for the device. Bytes: 16 a page that changed, or the whole table where many did.
+        """
+        if n_chunks > self._numbers.shape[1]:
+            self._cover(np.array([n_chunks - 1]))
+        if not self._mover.asynchronous:
+            return torch.from_numpy(self._numbers[groups, :n_chunks])
+        if self._copy is None or self._copy.shape != self._numbers.shape:
+            self._copy = self._whole()
+        elif self._changed:
+            flat = np.unique(np.concatenate([x.group * self._numbers.shape[1] + x.chunk for x in self._changed]))
+            where, what = self._mover.upload(torch.from_numpy(np.stack((flat, self._numbers.reshape(-1)[flat]))))
+            self._copy.view(-1).index_copy_(0, where, what)
+        self._changed = []
+        return self._copy[groups, :n_chunks]
+
+    @torch.inference_mode(mode=False)  # later changes may come in it, or outside it
+    def _whole(self) -> Tensor:
+        return self._mover.upload(torch.from_numpy(self._numbers.copy()))
 
 
 def pages_of(x: Tensor, layout: CacheLayout) -> Tensor:

@@ -1,4 +1,8 @@
-"""The tiers in memory: pools of slots for pages, least recently used out first."""
+"""The tiers in memory: pools of slots for pages, least recently used out first.
+
+The device's pool is one tensor for keys and one for values, which kernels read where pages lie. The host's pool grows
+by slabs of page-locked memory; nothing that it holds is ever copied to another place.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lce.cache.fetching import Fetch
 from lce.cache.layout import UNBOUNDED, CacheLayout
 from lce.cache.movers import Mover, fitting
 from lce.cache.packing import Parts, pack
-from lce.cache.pages import Numbers, PageIndex, Pages, slices
-from lce.cache.tier import Tier, Traffic, joined
+from lce.cache.pages import Numbers, Pages, PageTable, slices
+from lce.cache.tier import Nowhere, Tier, Traffic, joined
 from lce.errors import CapacityError
 
 AT_ONCE = 64 << 20  # bytes of pages that are read from a lower tier, or written to it, in one go
@@ -21,9 +26,9 @@ NEVER = np.iinfo(np.int64).max
 
 
 class Slots(NamedTuple):
-    """What a pool's slots hold: `k v [n_slots, P, L, D]`, or packed pages, and of which page."""
+    """What a pool's slots hold, `k v [n_slots, P, L, D]` or packed pages, in one slab or several; and of which page."""
 
-    parts: Parts
+    slabs: tuple[Parts, ...]
     group: Numbers  # whose page a slot holds; -1: free
     chunk: Numbers
     used: Numbers  # the request that last used a slot
@@ -32,8 +37,9 @@ class Slots(NamedTuple):
 class Pool(Tier):
     """Slots for pages in one kind of memory, `k v [n_slots, P, L, D]` or packed ones: at most `limit` of them.
 
-    Pages of the first `pinned_chunks` chunks never leave. An unbounded pool grows by half. Bookkeeping takes 26 bytes a
-    slot and 8 a page of the context. Time to free slots: O(n_slots).
+    Pages of the first `pinned_chunks` chunks never leave. Without `slab_slots` all slots are one slab: there from the
+    start, or growing by half where there is no limit. Else slabs of so many slots come as they are needed. Bookkeeping
+    takes 24 bytes a slot and 8 a page of the context. Time to free slots: O(n_slots).
 
     A slot holds a page if its `group` and `chunk` say so and the index leads to it. An interruption may leave a slot
     to which the index does not lead: it is as good as free.
@@ -41,7 +47,7 @@ class Pool(Tier):
 
     def __init__(
         self, name: str, layout: CacheLayout, mover: Mover, below: Tier, limit: int = UNBOUNDED, pinned_chunks: int = 0,
-        *, packed: bool = False,
+        *, packed: bool = False, slab_slots: int | None = None,
     ) -> None:  # fmt: skip
         self.name = name
         self.layout = layout
@@ -53,16 +59,22 @@ class Pool(Tier):
         self.page_bytes = layout.stored_page_bytes if packed else layout.page_bytes
         self.traffic = Traffic()
         self.clock = 0  # requests so far
-        self._slot = PageIndex(layout)
-        self._slots = self._grown(None, 16 if limit == UNBOUNDED else limit)
+        self.slab_slots = slab_slots
+        self.slot = PageTable(layout, mover)  # of each page
+        nothing = np.zeros(0, np.int64)
+        self._slots = Slots((), nothing, nothing, nothing)
+        if slab_slots is None:
+            self._slots = self._grown(self._slots, 16 if limit == UNBOUNDED else limit)
 
     @property
     def k(self) -> Tensor:
-        return self._slots.parts[0]
+        """Keys of the only slab, `[n_slots, P, L, D]`."""
+        return self._slots.slabs[0][0]
 
     @property
     def v(self) -> Tensor:
-        return self._slots.parts[1]
+        """Values of the only slab, `[n_slots, P, L, D]`."""
+        return self._slots.slabs[0][1]
 
     @property
     def group(self) -> Numbers:
@@ -83,7 +95,7 @@ class Pool(Tier):
     @property
     def n_free(self) -> int:
         """Pages that can come without one leaving."""
-        return UNBOUNDED if self.limit == UNBOUNDED else int((self.group < 0).sum())
+        return UNBOUNDED if self.limit == UNBOUNDED else int((self.group < 0).sum()) + self.limit - self.n_slots
 
     @property
     def capacity(self) -> int:
@@ -92,23 +104,58 @@ class Pool(Tier):
 
     @property
     def n_bytes(self) -> int:  # type: ignore[override]
+        if self.slab_slots is not None:
+            return self.layout.slab_bytes_for(self.n_slots)
         return self.n_slots * self.page_bytes
 
     def find(self, pages: Pages) -> Numbers:
         """The slot of each page, -1 where it is not here."""
-        return self._slot[pages]
+        return self.slot[pages]
 
     def holds(self, pages: Pages) -> NDArray[np.bool_]:
         return (self.find(pages) >= 0) | self.below.holds(pages)
 
+    def order(self, pages: Pages) -> Numbers:
+        return np.argsort(self.find(pages), kind="stable")
+
     def bring(self, pages: Pages) -> Numbers:
         """Have these pages, at most `capacity`, in slots; the slots. The pages stay there until the next request."""
         slots, missing = self._request(pages)
+        missing = missing[self.below.order(pages.at(missing))]
         for some in slices(len(missing), AT_ONCE // self.page_bytes):
             part = missing[some]
             found = self.below.read(pages.at(part))
             slots[part] = self._fill(pages.at(part), *found)
         return slots
+
+    def fetch(self, pages: Pages) -> tuple[Fetch, Pages, Numbers] | None:
+        """`bring` as work for another thread, the pages that it brings, and their slots; None if all are there.
+
+        Until the work has ended, nobody else may use this pool or those below. Then `arrived` counts the pages.
+        """
+        self.clock += 1
+        slots = self.find(pages)
+        self.used[slots[slots >= 0]] = self.clock
+        missing = pages.at(np.flatnonzero(slots < 0))
+        if not len(missing.group):
+            return None
+        missing = missing.at(self.below.order(missing))
+        slots = self._vacate(len(missing.group))
+        slabs, after = self._slots.slabs, self.mover.now()
+
+        def work() -> None:
+            with torch.inference_mode():  # which is set for each thread
+                for some in slices(len(slots), AT_ONCE // self.page_bytes):
+                    self.mover.put(slabs, slots[some], self.below.read(missing.at(some)), after)
+
+        return Fetch(work), missing, slots
+
+    def arrived(self, pages: Pages, slots: Numbers) -> None:
+        """Count pages that were put into slots: they are there from now on."""
+        self.used[slots], self.chunk[slots] = self.clock, pages.chunk
+        self.group[slots] = pages.group
+        self.slot[pages] = slots
+        self.traffic.bytes_in += len(slots) * self.page_bytes
 
     def read(self, pages: Pages) -> Parts:
         """Missing pages pass by: they get slots only where slots are free."""
@@ -117,27 +164,39 @@ class Pool(Tier):
             return self.take(slots)
         here, found = np.flatnonzero(slots >= 0), self.below.read(pages.at(missing))
         held = self.take(slots[here])
-        found = fitting(tuple(x.to(self.k.device) for x in found), held)
+        found = fitting(tuple(self.mover.upload(x) for x in found), held)
         if self.n_free >= len(missing):
             self._fill(pages.at(missing), *found)
-        return joined((here, missing), (held, found), self.k.device)
+        return joined((here, missing), (held, found), self.mover) if len(here) else found
 
     def read_rows(self, pages: Pages, offsets: Numbers) -> Tensor:
-        slots, device = self.find(pages), self.k.device
+        slots = self.find(pages)
         here, missing = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
         self.used[slots[here]] = self.clock
         self.mover.wait(np.unique(slots[here]))
-        held = self._rows(*(torch.from_numpy(x[here]).to(device) for x in (slots, offsets)))
+        held = self._rows(slots[here], offsets[here])
         if not len(missing):
             return held
-        rest = self.below.read_rows(pages.at(missing), offsets[missing])
-        return joined((here, missing), ((held,), (rest,)), device)[0]
+        rest = self.mover.upload(self.below.read_rows(pages.at(missing), offsets[missing]))
+        return joined((here, missing), ((held,), (rest,)), self.mover)[0]
 
-    def _rows(self, slot: Tensor, offset: Tensor) -> Tensor:
+    def _rows(self, slots: Numbers, offsets: Numbers) -> Tensor:
         """Single tokens of slots, `[n, 2, P, D]`."""
+        if self.slab_slots is None:
+            slot, offset = self.mover.upload(torch.from_numpy(np.stack((slots, offsets))))
+            return self._rows_of(self._slots.slabs[0], slot, offset)
+        rows = torch.empty(len(slots), 2, self.layout.page_heads, self.layout.head_dim, dtype=self.layout.dtype)
+        slab, slots = np.divmod(slots, self.slab_slots)
+        for number in np.unique(slab).tolist():
+            here = np.flatnonzero(slab == number)
+            found = self._rows_of(self._slots.slabs[number], *(torch.from_numpy(x[here]) for x in (slots, offsets)))
+            rows[torch.from_numpy(here)] = found
+        return rows
+
+    def _rows_of(self, slab: Parts, slot: Tensor, offset: Tensor) -> Tensor:
         if not self.packed:
-            return torch.stack((self.k[slot, :, offset], self.v[slot, :, offset]), dim=1)
-        k, k_scale, v, v_scale = self._slots.parts
+            return torch.stack([x[slot, :, offset] for x in slab], dim=1)
+        k, k_scale, v, v_scale = slab
         rows = torch.stack((k[slot, :, offset] * k_scale[slot, :, 0], v[slot, :, offset] * v_scale[slot, :, offset]), 1)
         return rows.to(self.layout.dtype)
 
@@ -154,14 +213,34 @@ class Pool(Tier):
 
     def take(self, slots: Numbers) -> Parts:
         """Copies of the pages in these slots."""
+        if not len(slots):
+            return tuple(self.mover.empty((0, *shape), dtype) for shape, dtype in self._shapes)
         self.mover.wait(slots)
         self.traffic.bytes_out += len(slots) * self.page_bytes
-        return tuple(self.mover.pick(x, slots) for x in self._slots.parts)
+        return self.mover.pick(self._slots.slabs, slots)
 
     def _hand_down(self, slots: Numbers, target: Tier) -> None:
-        """Write the pages in these slots to another tier, packed if that one's are."""
-        parts = self.take(slots)
-        target.write(self._pages(slots), *(pack(*parts) if target.packed and not self.packed else parts))
+        """Write the pages in these slots to another tier."""
+        target.write(self._pages(slots), *self._as_in(target, self.take(slots)))
+
+    def _as_in(self, target: Tier, parts: Parts) -> Parts:
+        """Pages of this pool as another tier has them: packed, if only that one's are."""
+        return pack(*parts) if target.packed and not self.packed else parts
+
+    def write_through(self, pages: Pages, *parts: Tensor) -> None:
+        """Begin to copy pages, which are about to be written here, to the pool below: they then leave without a copy.
+
+        As many as it has free slots for: the rest moves down when it leaves. With nothing below that pool there must be
+        slots for all: raises `CapacityError`.
+        """
+        below = self.below
+        if not self.mover.asynchronous or not isinstance(below, Pool):
+            return
+        n = len(pages.group)
+        some = slice(n if isinstance(below.below, Nowhere) else min(n, below.n_free))
+        if some.stop:
+            below.write(pages.at(some), *self._as_in(below, tuple(x[some] for x in parts)))
+            self.traffic.bytes_out += some.stop * self.page_bytes
 
     def copy_down(self, target: Tier, held_by: Tier) -> None:
         """Write to `target` the pages here that `held_by` does not have."""
@@ -186,11 +265,8 @@ class Pool(Tier):
     def _fill(self, pages: Pages, *parts: Tensor) -> Numbers:
         """Put pages into slots that are freed for them; the slots. They count once the index has them, at the end."""
         slots = self._vacate(len(pages.group))
-        self.mover.put(self._slots.parts, slots, parts)
-        self.used[slots], self.chunk[slots] = self.clock, pages.chunk
-        self.group[slots] = pages.group
-        self._slot[pages] = slots
-        self.traffic.bytes_in += len(slots) * self.page_bytes
+        self.mover.put(self._slots.slabs, slots, parts)
+        self.arrived(pages, slots)
         return slots
 
     def _vacate(self, n: int) -> Numbers:
@@ -205,21 +281,30 @@ class Pool(Tier):
 
     def _victims(self, n: int) -> Numbers:
         """`n` slots to fill: free ones, then the least recently used; none pinned, or in use by this request."""
-        if self.limit == UNBOUNDED and (short := n - int((self.group < 0).sum())) > 0:
-            self._slots = self._grown(self._slots, self.n_slots + max(short, self.n_slots // 2))
-        busy = (self.chunk < self.pinned_chunks) | (self.used >= self.clock)
-        free = np.ones(self.n_slots, bool)
-        free[self._holding(np.arange(self.n_slots))] = False
-        age = np.where(free, -1, np.where(busy, NEVER, self.used))
-        best = np.argpartition(age, n - 1)[:n] if 0 < n <= len(age) else np.arange(n)
-        if n > len(age) or (age[best] == NEVER).any():
+        if self.n_slots < self.limit and (short := n - int((self.group < 0).sum())) > 0:
+            self._slots = self._grown(self._slots, short)
+        best = self._oldest(n)
+        if best is None:  # slots that an interruption left are found only when they are needed
+            left = np.flatnonzero(self.group >= 0)
+            self.group[np.setdiff1d(left, self._holding(left), assume_unique=True)] = -1
+            best = self._oldest(n)
+        if best is None:
             raise CapacityError(f"the {self.name} cache has no space for {n} more pages; give it a larger budget")
         return best
+
+    def _oldest(self, n: int) -> Numbers | None:
+        """The `n` slots to fill first, ascending; None if there are not so many."""
+        if n > self.n_slots:
+            return None
+        busy = (self.chunk < self.pinned_chunks) | (self.used >= self.clock)
+        age = np.where(self.group < 0, -1, np.where(busy, NEVER, self.used))
+        best = np.sort(np.argpartition(age, n - 1)[:n]) if n else np.arange(0)
+        return None if (age[best] == NEVER).any() else best
 
     def _holding(self, slots: Numbers) -> Numbers:
         """Those of these slots that hold a page."""
         slots = slots[self.group[slots] >= 0]
-        held: Numbers = slots[self._slot[self._pages(slots)] == slots]
+        held: Numbers = slots[self.slot[self._pages(slots)] == slots]
         return held
 
     def _free(self, pages: Pages) -> None:
@@ -229,21 +314,33 @@ class Pool(Tier):
 
     def _drop(self, slots: Numbers) -> None:
         """Forget what these slots hold."""
-        self._slot[self._pages(self._holding(slots))] = -1
+        self.slot[self._pages(self._holding(slots))] = -1
         self.group[slots] = -1
 
-    def _grown(self, had: Slots | None, n_slots: int) -> Slots:
-        """`n_slots` slots, the first with what these hold."""
+    @property
+    def _shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Of a slot's parts."""
         heads, size, dim = self.layout.page_heads, self.layout.chunk_size, self.layout.head_dim
-        numbers, scale = torch.int8 if self.packed else self.layout.dtype, torch.float32
-        kinds = [((heads, size, dim), numbers), ((heads, 1, dim), scale), ((heads, size, dim), numbers)]
-        kinds = [*kinds, ((heads, size, 1), scale)] if self.packed else kinds[::2]
-        parts = tuple(self.mover.empty((n_slots, *shape), dtype) for shape, dtype in kinds)
+        if not self.packed:
+            return [((heads, size, dim), self.layout.dtype)] * 2
+        numbers = (heads, size, dim), torch.int8
+        return [numbers, ((heads, 1, dim), torch.float32), numbers, ((heads, size, 1), torch.float32)]
+
+    def _grown(self, had: Slots, n: int) -> Slots:
+        """These slots and at least `n` more, or as many as the limit allows."""
+        n_had, slabs = len(had.group), had.slabs
+        n_slots = n_had + max(n, n_had // 2)
+        if self.slab_slots is not None:
+            n_slots = n_had
+            while n_slots < min(n_had + n, self.limit):
+                size = min(self.slab_slots, self.limit - n_slots)
+                slabs = (*slabs, self.mover.slab(self._shapes, size))
+                n_slots += size
+        else:
+            slabs = (tuple(self.mover.empty((n_slots, *shape), dtype) for shape, dtype in self._shapes),)
+            self.mover.wait(np.arange(n_had))
+            for x, old in zip(slabs[0], had.slabs[0] if n_had else (), strict=False):
+                x[:n_had] = old
         group, (chunk, used) = np.full(n_slots, -1), np.zeros((2, n_slots), np.int64)
-        if had is not None:
-            n = len(had.group)
-            self.mover.wait(np.arange(n))
-            for x, old in zip(parts, had.parts, strict=True):
-                x[:n] = old
-            group[:n], chunk[:n], used[:n] = had.group, had.chunk, had.used
-        return Slots(parts, group, chunk, used)
+        group[:n_had], chunk[:n_had], used[:n_had] = had.group, had.chunk, had.used
+        return Slots(slabs, group, chunk, used)

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lce.cache.movers import Mover
 from lce.cache.packing import Parts
 from lce.cache.pages import Numbers, Pages
 from lce.cache.row_file import FULL
@@ -47,6 +48,10 @@ class Tier(ABC):
     def read(self, pages: Pages) -> Parts:
         """Copies of pages, `k v [n, P, L, D]` or packed, from here or from below."""
 
+    def order(self, pages: Pages) -> Numbers:
+        """An order of these pages in which `read` is fastest."""
+        return np.arange(len(pages.group))
+
     @abstractmethod
     def read_rows(self, pages: Pages, offsets: Numbers) -> Tensor:
         """Copies of single tokens of pages, rows `[n, 2, P, D]`, from here or from below."""
@@ -82,9 +87,7 @@ class Nowhere(Tier):
         pass
 
 
-def joined(where: tuple[Numbers, Numbers], parts: tuple[Parts, Parts], device: torch.device | None = None) -> Parts:
-    """Two runs of tensors as one of both: `parts[i]` are the entries `where[i]`."""
-    order = torch.from_numpy(np.argsort(np.concatenate(where)))
-    return tuple(
-        torch.cat((a, b.to(device or a.device)))[order.to(device or a.device)] for a, b in zip(*parts, strict=True)
-    )
+def joined(where: tuple[Numbers, Numbers], parts: tuple[Parts, Parts], mover: Mover) -> Parts:
+    """Two runs of tensors, which are where the mover's slots are, as one: `parts[i]` are the entries `where[i]`."""
+    order = mover.upload(torch.from_numpy(np.argsort(np.concatenate(where))))
+    return tuple(torch.cat(both).index_select(0, order) for both in zip(*parts, strict=True))

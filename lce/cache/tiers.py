@@ -6,6 +6,10 @@
 What moves is a page (see `CacheLayout`). Complete chunks never change, so a page may be in several tiers at once. It is
 dirty while no tier below has it. A full pool gives up its least recently used pages: dirty ones move down first.
 
+Beside a GPU, pages are moved while the model computes. They are copied to the host's pool as soon as they come, while
+it has free slots, so that most are clean when they leave. What a layer is likely to ask for is fetched by another
+thread (`lce.cache.fetching`), for which every other use of the tiers waits first.
+
 With keys and values in 8 bits, the device's pool has plain pages, whose numbers were rounded before they came; tiers
 below have them packed. A page is packed on its way down and unpacked on its way up, which changes nothing.
 """
@@ -13,7 +17,6 @@ below have them packed. A page is packed on its way down and unpacked on its way
 from __future__ import annotations
 
 from collections.abc import Iterator
-from copy import copy
 
 import numpy as np
 import torch
@@ -22,13 +25,14 @@ from torch import Tensor
 
 from lce.attention import Tiles
 from lce.cache.disk import Disk
+from lce.cache.fetching import Fetch
 from lce.cache.layout import DEVICE, DISK, HOST, CacheLayout
 from lce.cache.movers import Cuda, Mover, Pinned
 from lce.cache.pages import Numbers, PageIndex, Pages, pages_of, slices
 from lce.cache.pool import Pool
 from lce.cache.row_file import RowFile, SpillFile
 from lce.cache.tier import Nowhere, Tier, Traffic
-from lce.errors import CapacityError
+from lce.errors import CapacityError, LceError
 from lce.sizes import size_text
 
 __all__ = [
@@ -49,10 +53,13 @@ class TierStack:
         slots, mover = layout.device_slots(buffer_tokens), Mover() if layout.on_cpu else Cuda(layout.device)
         host = []
         if layout.host_slots:
-            host.append(Pool(HOST, layout, Pinned(), bottom, layout.host_slots, packed=layout.packed))
+            slots_below, size = layout.host_slots, layout.slab_slots
+            pinned = Pinned(layout.device)
+            host.append(Pool(HOST, layout, pinned, bottom, slots_below, packed=layout.packed, slab_slots=size))
         top = Pool(DEVICE, layout, mover, host[0] if host else bottom, slots, layout.pinned_chunks)
         self.pools = [top, *host]
         self._asked: dict[int, Pages] = {}  # by layer, what was last asked of the first pool
+        self._coming: tuple[Fetch, Pages, Numbers] | None = None  # what is fetched early: pages, and their slots
 
     @classmethod
     def empty(cls, layout: CacheLayout, n_tokens: int, file: RowFile | None) -> TierStack:
@@ -62,11 +69,9 @@ class TierStack:
         """
         if file is None and not layout.overflows:
             held = (layout.budget if layout.on_cpu else layout.budgets.host) or 0
-            chunk_bytes = layout.chunk_size * layout.token_bytes
-            if not layout.on_cpu:
-                chunk_bytes = layout.stored_bytes(layout.chunk_size)
-            if (needed := layout.whole_chunks(n_tokens) // layout.chunk_size * chunk_bytes) > held:
-                most = held * layout.chunk_size // chunk_bytes
+            whole, most = layout.whole_chunks(n_tokens), layout.most_in_memory
+            if whole > most:
+                needed = whole * layout.token_bytes if layout.on_cpu else layout.stored_bytes(whole)
                 raise CapacityError(
                     f"{n_tokens:,} tokens need {size_text(needed)} for keys and values, and the budget is "
                     f"{size_text(held)}: {most:,} tokens; give --spill-dir, or a larger budget"
@@ -97,18 +102,22 @@ class TierStack:
 
         They replace pages of the same names, which a truncation may have left.
         """
+        self.settle()
         layout, m = self.layout, k.shape[1] // self.layout.chunk_size
         for some in slices(m, max(1, self.top.capacity // layout.n_groups)):
             tokens = slice(some.start * layout.chunk_size, some.stop * layout.chunk_size)
             pages = Pages.grid(self.groups(layer), np.arange(first + some.start, first + some.stop))
             self.top.forget(pages)
-            self.top.write(pages, *(pages_of(x[:, tokens], layout) for x in (k, v)))
+            parts = tuple(pages_of(x[:, tokens], layout) for x in (k, v))
+            self.top.write_through(pages, *parts)
+            self.top.write(pages, *parts)
 
     def chunks(self, layer: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
         """All of chunks `first..stop-1` of a layer, `k v [G, (stop - first)·L, D]`, copied.
 
         Reading everything once evicts nothing: pages that the first pool lacks pass by, unless slots are free.
         """
+        self.settle()
         pages = self.top.read(Pages.grid(self.groups(layer), np.arange(first, stop)))
         # [groups·m, P, L, D] -> [groups, m, P, L, D] -> [G, m, L, D] -> [G, m·L, D]
         k, v = (x.unflatten(0, (self.layout.n_groups, -1)).transpose(1, 2).flatten(0, 1).flatten(1, 2) for x in pages)
@@ -116,6 +125,7 @@ class TierStack:
 
     def tokens(self, layer: int, index: Numbers) -> tuple[Tensor, Tensor]:
         """Keys and values `[G, n, D]` of single tokens, ascending. A chunk of which half is asked comes whole."""
+        self.settle()
         size, groups = self.layout.chunk_size, self.groups(layer)
         present, counts = np.unique(index // size, return_counts=True)
         whole = Pages.grid(groups, present[counts * 2 >= size][: self.top.capacity // len(groups)])
@@ -128,9 +138,11 @@ class TierStack:
     def rounds(self, layer: int, wanted: NDArray[np.bool_]) -> Iterator[Tiles]:
         """Pages of a layer, True in `wanted [groups, chunks]`, as many at a time as the first pool can hold.
 
-        Each `Tiles` is valid until the next one. If the request exceeds the pool, resident pages are served first; the
-        missing ones cycle through a quarter of the slots, so that little is evicted.
+        Each `Tiles` is valid until the next one; if there is one alone, it has what else of the layer is in the pool,
+        too. If the request exceeds the pool, resident pages are served first; the missing ones cycle through a quarter
+        of the slots, so that little is evicted.
         """
+        self.settle()
         groups, chunks = np.nonzero(wanted)
         pages, top = Pages(groups + layer * self.layout.n_groups, chunks), self.top
         self._asked[layer] = pages
@@ -144,40 +156,64 @@ class TierStack:
         for some in rounds:
             slots = top.bring(pages.at(some))
             top.mover.wait(slots)
-            index = np.full(wanted.shape, -1, np.int64)
-            index[groups[some], chunks[some]] = slots
+            if len(rounds) == 1:
+                first = layer * self.layout.n_groups
+                index = top.slot.on_device(slice(first, first + self.layout.n_groups), wanted.shape[1])
+            else:
+                found = np.full(wanted.shape, -1, np.int64)
+                found[groups[some], chunks[some]] = slots
+                index = top.mover.upload(torch.from_numpy(found))
             yield self._slot_tiles(index)
             if len(rounds) > 1 and not resident[some[0]]:
                 top.used[slots] = 0  # the next to be evicted
 
-    def _slot_tiles(self, slots: Numbers) -> Tiles:
-        """The first pool's slots as tiles: page head p of slot s is tile `s·P + p`. `slots [groups, chunks]`, or -1."""
+    def _slot_tiles(self, slot: Tensor) -> Tiles:
+        """The first pool's slots as tiles: page head p of slot s is tile `s·P + p`. `slot [groups, chunks]`, or -1."""
         k, v, heads = self.top.k, self.top.v, self.layout.page_heads
-        slot = torch.from_numpy(slots).to(k.device)[:, None]
-        tile = torch.where(slot < 0, -1, slot * heads + torch.arange(heads, device=k.device)[:, None])
-        return Tiles(k.flatten(0, 1), v.flatten(0, 1), tile.flatten(0, 1))
+        if heads > 1:
+            slot = slot[:, None]
+            tile = torch.where(slot < 0, -1, slot * heads + torch.arange(heads, device=k.device)[:, None])
+            slot = tile.flatten(0, 1)
+        return Tiles(k.flatten(0, 1), v.flatten(0, 1), slot)
 
     def prefetch(self, layer: int) -> None:
         """Begin to fetch what a layer asked for the last time, where that can happen beside the computation.
 
-        A guess: a page that is not asked for after all has only taken a slot.
+        A guess: a page that is not asked for after all has only taken a slot. Returns before anything is read.
         """
         top = self.top
         if not top.mover.asynchronous or layer not in self._asked:
             return
-        pages, counted = self._asked[layer].at(slice(top.capacity // 2)), copy(top.traffic)
-        missing = int((top.find(pages) < 0).sum())
-        top.bring(pages)
-        top.traffic.hits, top.traffic.misses = counted.hits, counted.misses
-        top.traffic.early += missing
+        self.settle()
+        self._coming = top.fetch(self._asked[layer].at(slice(top.capacity // 2)))
+        if self._coming is not None:
+            self._coming[0].begin()
+
+    def settle(self) -> None:
+        """Have what `prefetch` fetches, if anything, on its way into slots; call it again after an interruption.
+
+        What could not be read is not there: whoever asks for it is told why.
+        """
+        if self._coming is None:
+            return
+        fetch, pages, slots = self._coming
+        fetch.finish()
+        if fetch.error is None:
+            self.top.arrived(pages, slots)
+            self.top.traffic.early += len(slots)
+        self._coming = None
+        if fetch.error is not None and not isinstance(fetch.error, LceError):
+            raise fetch.error
 
     def write_down(self) -> None:
         """Copy to the file every page that is not there yet."""
-        for pool in self.pools:
+        self.settle()
+        for pool in reversed(self.pools):  # what the host has need not come from the device
             pool.copy_down(self.bottom, self.bottom)
 
     def shrink(self, buffer_tokens: int) -> None:
         """Start over with empty pools beside larger buffers; the file has all that the pools held."""
+        self.settle()
         smaller = TierStack(self.layout, self.bottom, buffer_tokens)
         for pool, old in zip(smaller.pools, self.pools, strict=True):
             pool.traffic = old.traffic
@@ -188,6 +224,7 @@ class TierStack:
 
         Without a file, the other's last pool gets copies.
         """
+        self.settle()
         if isinstance(self.bottom, Disk):
             self.write_down()
             return TierStack(self.layout, self.bottom.fork(), buffer_tokens)

@@ -247,7 +247,8 @@ def test_the_space_that_was_reserved_is_enough(
 @pytest.fixture
 def _no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lce.cache.tiers.Cuda", lambda device: Mover())
-    monkeypatch.setattr("lce.cache.tiers.Pinned", Mover)
+    monkeypatch.setattr("lce.cache.tiers.Pinned", lambda device: Mover())
+    monkeypatch.setattr("lce.cache.layout.SLAB", 1)
 
 
 @pytest.mark.usefixtures("_no_gpu_needed")

@@ -13,7 +13,8 @@ from torch import Tensor
 from lce.attention import Attention
 from lce.cache.kv import KVCache, Whole
 from lce.cache.layout import Budgets, CacheLayout, Reach
-from lce.cache.movers import Cuda, Mover, Pinned
+from lce.cache.movers import Cuda, Mover, Pinned, Slabs, located, neighbours
+from lce.cache.packing import Parts
 from lce.methods import Driver, Method, Rope, RopeConfig, make
 from tests.late import ORDERS, Late, LateDevice, no_gpu
 from tests.running import cut, vectors
@@ -22,30 +23,74 @@ CPU = torch.device("cpu")
 CUDA = torch.cuda.is_available()
 
 
-def check_mover(mover: Mover, device: torch.device) -> None:
-    """Slots are filled in any order and again, and picked in any order; the others stay as they are."""
-    k, v = (mover.empty((5, 2, 4, 3), torch.float32) for _ in range(2))
-    assert k.shape == v.shape == (5, 2, 4, 3)
-    assert k.device.type == device.type
-    k.zero_()
-    v.zero_()
+SHAPES = [((2, 4, 3), torch.float32)] * 2
+
+
+def check_mover(mover: Mover, slabs: Slabs, source: torch.device) -> None:
+    """Slots are filled in any order and again, from any memory, and picked in any order; the others stay as they are.
+
+    `slabs` have five slots of `SHAPES`.
+    """
+    for x in (x for slab in slabs for x in slab):
+        x.zero_()
     new = torch.randn(3, 2, 4, 3)
     for slots, pages in (([4, 0, 2], [0, 1, 2]), ([2, 4], [0, 2])):
-        mover.put((k, v), np.array(slots), (new[pages], -new[pages].to(device)))
+        mover.put(slabs, np.array(slots), (new[pages].to(source), -new[pages].to(source)))
     mover.wait(np.array([0, 2, 4]))
     mover.wait(np.array([0, 2, 4]))
-    found_k, found_v = (mover.pick(x, np.array([2, 0, 4])) for x in (k, v))
+    found_k, found_v = mover.pick(slabs, np.array([2, 0, 4]))
+    assert found_k.device == slabs[0][0].device
     assert torch.equal(found_k.cpu(), new[[0, 1, 2]])
     assert torch.equal(found_v.cpu(), -new[[0, 1, 2]])
+    k = torch.cat([slab[0] for slab in slabs])
     assert not k[[1, 3]].any()
     found_k.zero_()
-    assert torch.equal(k[2].cpu(), new[0]), "what is picked is a copy"
-    assert mover.pick(k, np.zeros(0, np.int64)).shape == (0, 2, 4, 3)
+    assert torch.equal(mover.pick(slabs, np.array([2]))[0].cpu(), new[:1]), "what is picked is a copy"
+
+
+def slabs_of(mover: Mover, *sizes: int) -> list[Parts]:
+    return [mover.slab(SHAPES, size) for size in sizes]
+
+
+@pytest.mark.parametrize("sizes", [(5,), (2, 2, 1), (1, 1, 1, 1, 1)])
+def test_slots_lie_in_slabs(sizes: tuple[int, ...]) -> None:
+    check_mover(Mover(), slabs_of(Mover(), *sizes), CPU)
+    for order in ORDERS:
+        check_mover(late := Late(order), slabs_of(late, *sizes), CPU)
+
+
+def test_a_slab_is_one_allocation() -> None:
+    """Its parts are aligned for their numbers."""
+    shapes = [((3, 2), torch.int8), ((1, 2), torch.float32), ((3, 2), torch.bfloat16)]
+    parts = Mover().slab(shapes, 5)
+    assert [(tuple(x.shape[1:]), x.dtype) for x in parts] == shapes
+    assert len({x.untyped_storage().data_ptr() for x in parts}) == 1
+    assert parts[0].untyped_storage().nbytes() == 5 * (6 + 8 + 12)
+    for i, x in enumerate(parts):
+        x.fill_(i)
+    assert all(bool((x == i).all()) and x.is_contiguous() for i, x in enumerate(parts))
+
+
+def test_runs_of_slots() -> None:
+    slabs, slots = slabs_of(Mover(), 4, 4, 2), np.array([1, 2, 3, 4, 9, 8, 5, 7])
+    runs = [(rows.tolist(), (part.start, part.stop)) for _, rows, part in located(slabs, slots)]
+    assert runs == [([1, 2, 3], (0, 3)), ([0], (3, 4)), ([1, 0], (4, 6)), ([1, 3], (6, 8))]
+    near = [(rows.start, rows.stop, part.start, part.stop) for _, rows, part in neighbours(slabs, slots)]
+    assert near == [(1, 4, 0, 3), (0, 1, 3, 4), (1, 2, 4, 5), (0, 1, 5, 6), (1, 2, 6, 7), (3, 4, 7, 8)]
+    assert list(located(slabs, slots[:0])) == list(neighbours([], slots[:0])) == []
 
 
 def test_plain_memory() -> None:
-    check_mover(Mover(), CPU)
+    check_mover(Mover(), [tuple(Mover().empty((5, *shape), dtype) for shape, dtype in SHAPES)], CPU)
     assert not Mover.asynchronous
+
+
+def test_memory_of_inference_mode_can_be_written_outside_it() -> None:
+    with torch.inference_mode():
+        slabs = slabs_of(Mover(), 2)
+        Mover().put(slabs, np.array([1]), (torch.ones(1, 2, 4, 3), torch.ones(1, 2, 4, 3)))
+    Mover().put(slabs, np.array([0]), (torch.zeros(1, 2, 4, 3), torch.ones(1, 2, 4, 3)))
+    assert slabs[0][0].mean() == 0.5
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -53,7 +98,7 @@ def test_a_device_whose_copies_are_late(order: str) -> None:
     """The stand-in for a GPU is late indeed, and has everything that was waited for."""
     mover = Late(order)
     k, v = (mover.empty((2, 1, 1, 1), torch.float32) for _ in range(2))
-    mover.put((k, v), np.array([1]), (torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1)))
+    mover.put([(k, v)], np.array([1]), (torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1)))
     assert k.isnan().all()
     mover.wait(np.array([1]))
     assert k.flatten().tolist()[1] == v.flatten().tolist()[1] == 1
@@ -62,11 +107,15 @@ def test_a_device_whose_copies_are_late(order: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not CUDA, reason="no CUDA device")
 def test_memory_of_a_gpu() -> None:
-    check_mover(Cuda(torch.device("cuda")), torch.device("cuda"))
-    check_mover(Pinned(), CPU)
-    pinned = Pinned().empty((5, 2, 4, 3), torch.float32)
-    assert pinned.is_pinned()
-    assert Pinned().pick(pinned, np.array([3, 1])).is_pinned()
+    device = torch.device("cuda", torch.cuda.current_device())
+    for mover in (Cuda(device), Pinned(device)):
+        for source in (device, CPU):
+            check_mover(mover, slabs_of(mover, 5), source)
+    for source in (device, CPU):
+        check_mover(Pinned(device), slabs_of(Pinned(device), 2, 2, 1), source)
+    slabs = slabs_of(Pinned(device), 2, 2)
+    assert slabs[1][1].is_pinned()
+    assert all(x.is_pinned() for x in Pinned(device).pick(slabs, np.array([3, 1])))
     assert Cuda.asynchronous
 
 

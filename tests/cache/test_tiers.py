@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lce.cache.kv import KVCache
-from lce.cache.layout import UNBOUNDED, Budgets, CacheLayout, Reach
+from lce.cache.layout import UNBOUNDED, Budgets, CacheLayout, Reach, power_of_two
 from lce.cache.movers import Mover
 from lce.cache.row_file import RowFile, SpillFile
 from lce.cache.tiers import Disk, Nowhere, Numbers, PageIndex, Pages, Pool, Tier, TierStack, Traffic, slices
@@ -51,7 +51,7 @@ def tiers_of(
         budget = plain.recent_tokens * plain.token_bytes + limit * plain.page_bytes
     if "memory" in tiers:
         return replace(plain, budgets=Budgets(host=budget))
-    host = None if below == UNBOUNDED else below * plain.stored_page_bytes
+    host = None if below == UNBOUNDED else below * power_of_two(plain.stored_page_bytes)
     late = LateDevice(N_LAYERS, N_HEADS, N_HEADS, DIM, torch.float32, CPU, plain.reach, kv_dtype=kv_dtype)
     return replace(late, budgets=Budgets(budget, host if "host" in tiers else 0))
 
@@ -411,6 +411,7 @@ class Branch:
 
     def held(self, layer: int) -> NDArray[np.bool_]:
         """Which pages of a layer are in the first pool, `[groups, chunks]`."""
+        self.tiers.settle()
         pages = Pages.grid(self.tiers.groups(layer), np.arange(self.n_chunks(layer)))
         return self.top.find(pages).reshape(self.layout.n_groups, -1) >= 0
 
@@ -420,12 +421,16 @@ class Branch:
         self.k[layer] = torch.cat((self.k[layer], k), dim=1)
 
     def rounds(self, layer: int, wanted: NDArray[np.bool_]) -> None:
-        """Every page that is wanted comes once, with its numbers; those that are there are hits, the others misses."""
+        """Every page that is wanted comes once, with its numbers; those that are there are hits, the others misses.
+
+        One round alone has others, too.
+        """
         held, before, per_page = self.held(layer), replace(self.top.traffic), self.layout.page_heads
         seen = torch.zeros(N_HEADS, wanted.shape[1], dtype=torch.bool)
         for tiles in self.tiers.rounds(layer, wanted):
             here = tiles.index >= 0
             assert here.shape == seen.shape
+            here &= torch.from_numpy(wanted.repeat(per_page, axis=0))
             assert 0 < int(here.sum()) <= self.top.capacity * per_page
             assert not (seen & here).any()
             seen |= here
@@ -463,6 +468,7 @@ class Branch:
         """What was asked for the last time is there, half a pool of it, and counts as neither hit nor miss."""
         held, before = self.held(layer), replace(self.top.traffic)
         self.tiers.prefetch(layer)
+        self.tiers.settle()
         now = self.top.traffic
         assert (now.hits, now.misses) == (before.hits, before.misses)
         if not self.top.mover.asynchronous or layer not in self.asked:
@@ -493,14 +499,15 @@ class AnyOrder(RuleBasedStateMachine):
     @initialize(
         target=branches, tiers=st.sampled_from(TIERS), heads=st.sampled_from([1, N_HEADS]), spare=st.integers(1, 3),
         below=st.integers(1, 9), pinned=st.integers(0, 1), order=st.sampled_from(ORDERS),
-        kv_dtype=st.sampled_from([None, torch.int8]),
+        kv_dtype=st.sampled_from([None, torch.int8]), slab=st.sampled_from([1, 512]),
     )  # fmt: skip
     def start(
-        self, tiers: str, heads: int, spare: int, below: int, pinned: int, order: str, kv_dtype: torch.dtype | None
-    ) -> Branch:
+        self, tiers: str, heads: int, spare: int, below: int, pinned: int, order: str, kv_dtype: torch.dtype | None,
+        slab: int,
+    ) -> Branch:  # fmt: skip
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(os, "pwrite", self.write)
-        no_gpu(self.patch, order)
+        no_gpu(self.patch, order, slab)
         limit = UNBOUNDED if tiers == "memory" else N_HEADS // heads * (spare + pinned * N_LAYERS)
         below = below if "file" in tiers else UNBOUNDED
         self.layout = tiers_of(tiers, heads=heads, limit=limit, below=below, pinned=pinned, kv_dtype=kv_dtype)
@@ -603,6 +610,8 @@ class AnyOrder(RuleBasedStateMachine):
     def the_disk_saw_what_was_counted(self) -> None:
         if not self.files:
             return
+        for branch in self.all:
+            branch.tiers.settle()
         assert sum(disk_of(branch.tiers).bytes_out for branch in self.all) == sum(x.bytes_read for x in self.files)
         if not self.refused:
             written = sum(x.bytes_written for x in self.files)
@@ -701,7 +710,7 @@ def test_counters_of_memory_over_a_file(tmp_path: Path) -> None:
 
 def test_counters_of_a_device_over_memory_over_a_file(tmp_path: Path) -> None:
     branch = branch_of(tmp_path, "device, host, file", 3, limit=2, below=3)
-    # Layer 0's chunks went down one after the other, then layer 1's first, which took the first one's place in memory.
+    # Layer 0's chunks were copied as they came. Layer 1's first went down when its last came, in place of one of them.
     assert traffic(branch) == [(0, 0, 6, 4), (0, 0, 4, 1), (0, 0, 1, 0)]
     branch.rounds(0, wanted(branch, 0, 2))
     # Read from memory; on the device it took the place of layer 1's chunk 1, that in memory of layer 0's chunk 1.
@@ -836,7 +845,7 @@ def test_single_tokens_come_without_their_chunk(tmp_path: Path) -> None:
 
 
 def test_without_a_file_what_does_not_fit_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
-    branch = branch_of(tmp_path, "device, host", 3, limit=2, below=5)
+    branch = branch_of(tmp_path, "device, host", 3, limit=2, below=6)
     with pytest.raises(
         CapacityError, match=r"^the cache of keys and values is full; give --spill-dir, or a larger .*\Z"
     ):
@@ -969,6 +978,9 @@ def test_a_cache_survives_any_refusal(tmp_path: Path, monkeypatch: pytest.Monkey
 # Ctrl-C
 
 
+FILES = ("tiers.py", "pool.py", "disk.py", "tier.py", "movers.py", "pages.py", "fetching.py")
+
+
 def check_interruptions(
     tiers: str, every: int, folder: Path, patch: pytest.MonkeyPatch, *where: str, kv_dtype: torch.dtype | None = None
 ) -> None:
@@ -993,7 +1005,7 @@ def check_interruptions(
         return made
 
     probe = filled()
-    for place, nth in places(lambda: add(probe, 10), every, *(where or ("tiers.py", "pool.py", "disk.py", "tier.py", "movers.py"))):
+    for place, nth in places(lambda: add(probe, 10), every, *(where or FILES)):
         under_test = filled()
         interrupted(lambda under_test=under_test: add(under_test, 10), place, nth)
         add(under_test, 20)
