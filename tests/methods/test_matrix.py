@@ -172,7 +172,8 @@ def check_half_precision(name: str, knobs: dict[str, object], dtype: torch.dtype
     error = (out.cpu().double() - truth).abs().amax(-1)
     tolerance = 0.02 if dtype is torch.float16 else 0.1
     assert error.median() <= tolerance / 5
-    assert (error > tolerance).double().mean() <= 0.15
+    # Very large scores make votes of exactly 0 and 1, and any of equal tokens may stand for a block.
+    assert (error > tolerance).double().mean() <= (0.15 if scale == 1 else 0.4)
 
 
 @pytest.mark.parametrize("name", available())
