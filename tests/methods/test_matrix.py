@@ -19,6 +19,7 @@ from lce.methods import Method, available, make
 from lce.models.config import RopeConfig
 from tests import oracle
 from tests.attention import strict_flash
+from tests.pretended import Gpus
 from tests.running import BY_BLOCK, cut, run, threads, vectors
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -182,6 +183,27 @@ def test_half_precision_as_on_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -
     flash = strict_flash.install(monkeypatch)
     check_half_precision(name, NEEDS.get(name, {}), torch.float16, "cpu", 1.0)
     assert flash.calls
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs"),
+    [
+        ("dca", {}),
+        ("esa", {"compress": "none"}),
+        ("infllm", KNOBS["infllm"][0]),
+        ("lm_infinite", KNOBS["lm_infinite"][2]),
+    ],
+    ids=str,
+)
+def test_no_pass_waits_for_a_gpu(name: str, knobs: dict[str, object], gpus: Gpus) -> None:
+    """In float32, by plain arithmetic. The frequencies of RoPE are uploaded once, and nothing else."""
+    q, k, v = vectors(3, 4, 2, 150, 16)
+    blocks = [70, *cut(78, 26), 1, 1]
+    truth, on_gpu = run(make(name, knobs), q, k, v, blocks, window=WINDOW), [x.to("cuda") for x in (q, k, v)]
+    with gpus.counting() as counts:
+        out = run(make(name, knobs), *on_gpu, blocks, window=WINDOW)
+    assert (counts.syncs, counts.uploads) == (0, 1), counts.at
+    assert (out.cpu() - truth).abs().max() <= 1e-4
 
 
 @pytest.mark.cuda
