@@ -23,6 +23,7 @@ network and no package but lce's own; stages 1 to 3 need this checkout's tests, 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -114,10 +115,8 @@ class Running:
     def end(self) -> None:
         """End the process and those that it started."""
         if self.process.poll() is None or self.number == 1:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             self.process.wait()
 
 

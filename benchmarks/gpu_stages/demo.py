@@ -5,15 +5,15 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_stages.setup import Setup
 from torch import Tensor
 
 import lce
+from gpu_stages.setup import Setup
 
 ROOT = Path(__file__).parent.parent.parent
 METHODS = ("full", "longheads", "infllm", "esa", "dca", "quest", "streaming")
@@ -25,21 +25,24 @@ LEAST_SHARE = 0.98  # of tokens with logits so near: where two chunks score alik
 class Demo:
     """Engines over the embedded model, sharing its weights, on one device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, window: int | None) -> None:
         self.device = device
+        self.window = window
         self.first: dict[Any, lce.Engine] = {}
 
     def engine(self, method: str, dtype: str = "float32", **options: Any) -> lce.Engine:
         sharing = self.first.get(dtype)
-        engine = lce.load("demo", method, device=self.device, dtype=dtype, sharing=sharing, **options)
+        options |= {"device": self.device, "dtype": dtype, "window": self.window}
+        engine = lce.load("demo", method, sharing=sharing, **options)
         self.first.setdefault(dtype, engine)
         return engine
 
 
 def run(setup: Setup) -> None:
     text = (ROOT / "examples" / "haystack.txt").read_text()
-    demo = Demo(setup.device)
-    n = 600 if setup.tiny else 4000
+    window = 128 if setup.tiny else None
+    demo, cpu = Demo(setup.device, window), Demo(torch.device("cpu"), window)
+    n = 300 if setup.tiny else 4000
     ids = demo.engine("full").tokenizer.encode(text)[:n]
     methods = ("longheads",) if setup.tiny else METHODS
     tiered = ("longheads",) if setup.tiny else TIERED
@@ -52,14 +55,13 @@ def run(setup: Setup) -> None:
             cell.update(graph_beside_eager(setup, demo, method, ids))
     for method in tiered:
         with setup.record.attempt(f"dropped contexts: {method}") as cell:
-            cell.update(dropped(demo, method, ids, 2 if setup.tiny else 10))
-    cpu = Demo(torch.device("cpu"))
+            cell.update(dropped(demo, method, ids, 1 if setup.tiny else 10))
     for method in methods:
         with setup.record.attempt(f"logits beside the CPU: {method}") as cell:
             some = ids[: 200 if setup.tiny else 2048]
             cell.update(beside(demo.engine(method).logits(some), cpu.engine(method).logits(some)))
     with setup.record.attempt("text beside the CPU: longheads") as cell:
-        whole = text if not setup.tiny else text[-2000:]
+        whole = text if not setup.tiny else text[-600:]
         texts = [each.engine("longheads").generate(whole, max_tokens=24).text for each in (demo, cpu)]
         cell.update(text=texts[0], cpu=texts[1], ok=texts[0] == texts[1])
 
@@ -160,10 +162,8 @@ def resumed(engine: lce.Engine, ids: list[int], path: Path) -> tuple[list[int], 
         if done * 2 > total:
             raise Stop
 
-    try:
+    with suppress(Stop):
         engine.prefill_file(ids, path, length=len(ids) + 64, checkpoint_every=engine.block, progress=fail)
-    except Stop:
-        pass
     engine.prefill_file(ids, path, length=len(ids) + 64, checkpoint_every=engine.block)
     return answer(engine, engine.open_context(path))
 

@@ -8,13 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from gpu_stages.setup import Setup
 from torch import Tensor
 
 import lce
+from gpu_stages.setup import Setup
 from lce.attention import Attention, Tiles, Turn
 from tests import oracle
-from tests.running import cut, run as run_method, vectors
+from tests.running import cut, vectors
+from tests.running import run as run_method
 
 # What half precision costs: rounded queries, keys, weights of a softmax and values.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_stages.drawn import engine_of, published, random_ids, write_config
-from gpu_stages.setup import Setup
-from gpu_stages.speed import free, measure, warm_up
 from torch import nn
 
 import lce
+from gpu_stages.drawn import engine_of, published, random_ids, write_config
+from gpu_stages.setup import Setup
+from gpu_stages.speed import free, measure, warm_up
 
 LENGTHS, NEW_TOKENS = (4096, 16384, 32768), 32
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from typing import Any
 
+import lce
 from gpu_stages.drawn import engine_of, methods, weight_bytes
 from gpu_stages.setup import Setup
 from gpu_stages.speed import REST, free, measure, warm_up

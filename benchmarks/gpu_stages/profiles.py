@@ -7,14 +7,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from gpu_stages.drawn import engine_of, methods, random_ids
-from gpu_stages.setup import Setup
-from gpu_stages.speed import warm_up
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import lce
+from gpu_stages.drawn import engine_of, methods, random_ids
+from gpu_stages.setup import Setup
+from gpu_stages.speed import warm_up
 
 METHODS = ("longheads", "full", "infllm")
 LENGTH, TOKENS, MOST_KERNELS = 32768, 5, 14

@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from gpu_stages.drawn import attended_bytes, engine_of, methods, prefill_flops, random_ids, weight_bytes
-from gpu_stages.setup import Setup
 from torch import Tensor
 
 import lce
+from gpu_stages.drawn import attended_bytes, engine_of, methods, prefill_flops, random_ids, weight_bytes
+from gpu_stages.setup import Setup
 
 METHODS = (("longheads", "full"), ("dca", "infllm", "esa"))  # all lengths of the first ones come first
 LENGTHS = (4096, 16384, 32768, 131072)
