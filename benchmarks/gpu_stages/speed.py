@@ -45,7 +45,8 @@ def run(setup: Setup) -> None:
                 with setup.record.attempt(f"{name} at {length}") as cell:
                     cell.update(method=name, length=length)
                     seconds = max(0.1, setup.left() - (0.1 if setup.tiny else REST))
-                    if name in QUADRATIC and predicted(name, length, last) > seconds:
+                    too_long = predicted(name, length, last) > seconds or (setup.tiny and length == lengths[-1])
+                    if name in QUADRATIC and too_long:
                         seconds = 0.0  # all keys and values are drawn
                     measure(setup, engine, length, new_tokens, seconds, cell)
                     last[name] = (cell["prefilled"], cell["prefill s"])
@@ -141,6 +142,7 @@ def measure(
         elif rest:
             cell["note"] = f"out of time: decode is measured at {len(context):,} tokens"
         cell["decoded at"] = len(context)
+        setup.record.write()
         cell.update(decode(setup, engine, context, new_tokens))
     if setup.cuda:
         cell["peak memory bytes"] = torch.cuda.max_memory_allocated()

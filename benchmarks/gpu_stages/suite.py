@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -22,7 +24,7 @@ def run(setup: Setup) -> None:
     report = setup.record.path.with_suffix(".xml")
     command = [
         sys.executable, "-m", "pytest", "-m", "cuda", "-q", "--tb=short", "-W", "default", "-p", "no:cacheprovider",
-        f"--junitxml={report}", *files,
+        "-rfE", f"--junitxml={report}", *plugins(), *files,
     ]  # fmt: skip
     output = setup.record.path.with_suffix(".txt")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -30,16 +32,30 @@ def run(setup: Setup) -> None:
     with output.open("w") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
-            setup.record["exit status"] = process.wait(max(1.0, setup.left() - 5))
+            setup.record["exit status"] = process.wait(max(1.0, setup.left() - 12))
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
             setup.record["exit status"] = "stopped at its limit"
+            process.send_signal(signal.SIGINT)  # pytest then writes its report of the tests that it ran
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
     setup.record["seconds"] = round(time.perf_counter() - started, 1)
     setup.record["files"] = [Path(file).relative_to(ROOT).as_posix() for file in files]
     setup.record["output"] = "\n".join(output.read_text(errors="replace").splitlines()[-60:])
     if report.exists():
         read_report(setup, report)
+
+
+def plugins() -> list[str]:
+    """Options of plugins that may be installed: several processes, because most of the time is compilation, and limits."""
+    found = []
+    if importlib.util.find_spec("xdist"):
+        found += ["-n", "4"]
+    if importlib.util.find_spec("pytest_timeout"):
+        found += ["--timeout=60"]
+    return found
 
 
 def read_report(setup: Setup, report: Path) -> None:

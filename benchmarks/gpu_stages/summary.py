@@ -97,7 +97,7 @@ def over(results: Results, cell: Mapping[str, Any], what: str) -> float | None:
 def speeds(results: Results) -> Iterator[str]:
     head = ["method", "tokens", "prefill tok/s", "over full", "TFLOP/s", "decode ms", "events ms", "over full",
             "of copying", "peak GB", "A100, paper: ms"]  # fmt: skip
-    rows = []
+    rows, notes = [], []
     for label, cell in cells(results.get(4, {})).items():
         if "length" not in cell:
             continue
@@ -110,14 +110,17 @@ def speeds(results: Results) -> Iterator[str]:
             number(cell.get("peak memory bytes", 0) / 1e9 or None), number(paper and paper * 1e3),
         ])  # fmt: skip
         if "error" in cell or "note" in cell:
-            rows.append([f"  {label}: {cell.get('note') or last(cell['error'])}", *[""] * (len(head) - 1)])
+            notes.append(f"{label}: {cell.get('note') or last(cell['error'])}")
     if rows:
         yield ""
         yield from table(head, rows)
+        yield from notes
 
 
 def offloading(results: Results) -> Iterator[str]:
     for label, cell in cells(results.get(5, {})).items():
+        if "decode ms" not in cell and "error" not in cell:
+            continue
         found = {"prefill tok/s": cell.get("prefill tok/s"), "decode ms": cell.get("decode ms")}
         text = ", ".join(f"{what} {number(x)}" for what, x in found.items())
         peak = number(cell.get("peak memory bytes", 0) / 1e9 or None)
