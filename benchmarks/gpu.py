@@ -52,8 +52,8 @@ GRACE = 3.0  # seconds between a stage's own limit and its end by force
 LOG_LINES = 15
 
 
-def run_stage(number: int, out: Path, record: Path, device: str, tiny: bool, limit: float) -> str:
-    """Run a stage in this process; its status."""
+def run_stage(number: int, out: Path, record: Path, device: str, tiny: bool, deadline: float) -> str:
+    """Run a stage in this process until `deadline`, of `time.monotonic`, which processes share; its status."""
     import importlib
     import warnings
 
@@ -61,7 +61,7 @@ def run_stage(number: int, out: Path, record: Path, device: str, tiny: bool, lim
     from gpu_stages.setup import Record, Setup, Skip, last_lines
 
     warnings.simplefilter("ignore")  # texts are longer than windows
-    setup = Setup(torch.device(device), tiny, out, Record(record), time.monotonic() + limit)
+    setup = Setup(torch.device(device), tiny, out, Record(record), deadline)
     try:
         if setup.cuda and not torch.cuda.is_available():
             raise Skip("no CUDA")
@@ -85,7 +85,7 @@ class Running:
         self.started = time.monotonic()
         command = [
             sys.executable, __file__, "--stage", str(number), "--out", str(args.out), "--record", str(self.record),
-            "--device", args.device, "--limit", str(limit), *(["--tiny"] if args.tiny else []),
+            "--device", args.device, "--deadline", str(self.started + limit), *(["--tiny"] if args.tiny else []),
         ]  # fmt: skip
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         if args.device != "cpu":
@@ -170,14 +170,14 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--in-process", action="store_true", help="no process a stage, and no limits")
     parser.add_argument("--stage", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--limit", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
     return parser.parse_args(words)
 
 
 def main(words: list[str] | None = None) -> int:
     args = arguments(words)
     if args.stage is not None:
-        status = run_stage(args.stage, args.out, args.record, args.device, args.tiny, args.limit)
+        status = run_stage(args.stage, args.out, args.record, args.device, args.tiny, args.deadline)
         print(status)
         return 1 if status == "failed" else 0
     wanted = [int(number) for number in args.stages.split(",")]

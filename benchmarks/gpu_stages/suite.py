@@ -49,7 +49,7 @@ def run(setup: Setup) -> None:
 
 
 def plugins() -> list[str]:
-    """Options of plugins that may be installed: several processes, because most of the time is compilation, and limits."""
+    """Options of plugins that may be installed: several processes, as most of the time is compilation, and limits."""
     found = []
     if importlib.util.find_spec("xdist"):
         found += ["-n", "4"]
