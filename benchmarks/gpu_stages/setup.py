@@ -76,5 +76,7 @@ class Skip(Exception):
 
 
 def last_lines(error: BaseException) -> str:
-    lines = "".join(traceback.format_exception(error)).strip().splitlines()
-    return "\n".join(lines[-ERROR_LINES:])
+    """The last frames, then the error in one line: messages of PyTorch may go on for a hundred."""
+    frames = "".join(traceback.format_tb(error.__traceback__)).strip().splitlines()
+    said = "".join(traceback.format_exception_only(error)).strip().splitlines()
+    return "\n".join([*frames[-ERROR_LINES:], said[0]])
