@@ -47,9 +47,6 @@ class Layer:
         """Hidden states `[T, hidden]` to those after this layer; may write over `x`."""
         raise NotImplementedError
 
-    def norm(self, name: str, x: Tensor) -> Tensor:
-        return rms_norm(x, self.w[name], self.config.norm_eps)
-
     def project(
         self, name: str, x: Tensor, *, norm: str | None = None, gated: bool = False, onto: Tensor | None = None
     ) -> Tensor:

@@ -18,23 +18,23 @@ ODD = [torch.nan, -torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1.0, 1.0, -1.0, 
 
 def same(scores: Tensor, forced: Tensor, n: int, start: int, size: int) -> None:
     expected = cpu.best_chunks(scores, forced, n, start, size)
-    for first in (start, torch.tensor([start], device=DEVICE)):
-        chosen = choices.best_chunks(scores.to(DEVICE), forced.to(DEVICE), n, first, size)
-        assert torch.equal(chosen.cpu(), expected)
+    first = torch.tensor([start], device=DEVICE) if start % 2 else start
+    chosen = choices.best_chunks(scores.to(DEVICE), forced.to(DEVICE), n, first, size)
+    assert torch.equal(chosen.cpu(), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n_chunks", "n", "start"), [(1, 3, 3), (40, 5, 131), (40, 64, 30), (700, 12, 2790)])
 def test_choices_of_random_scores(dtype: torch.dtype, n_chunks: int, n: int, start: int) -> None:
-    scores = torch.randn(2, 3, n_chunks).mul(4).round().to(dtype)  # many are equal
-    forced = torch.rand(3, n_chunks) < 0.05
+    scores = torch.randn(2, 2, n_chunks).mul(4).round().to(dtype)  # many are equal
+    forced = torch.rand(2, n_chunks) < 0.05
     same(scores, forced, n, start, 4)
 
 
 def test_choices_of_odd_scores() -> None:
-    pick = torch.randint(len(ODD), (4, 3, 37))
-    scores, forced = torch.tensor(ODD)[pick], torch.rand(3, 37) < 0.1
-    for start in (0, 8, 60, 200):
+    pick = torch.randint(len(ODD), (3, 2, 37))
+    scores, forced = torch.tensor(ODD)[pick], torch.rand(2, 37) < 0.1
+    for start in (0, 61, 200):
         same(scores, forced, 6, start, 5)
     same(torch.full((1, 2, 9), -torch.inf), torch.zeros(2, 9, dtype=torch.bool), 4, 100, 5)
     same(torch.full((1, 2, 9), torch.nan), torch.ones(2, 9, dtype=torch.bool), 4, 100, 5)

@@ -33,7 +33,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def test_norms(dtype: torch.dtype) -> None:
     weight, x = some(80, dtype=dtype), some(3, 80, dtype=dtype)
     close(elementwise.rms_norm(x, weight, 1e-5), F.rms_norm(x.double(), (80,), weight.double(), 1e-5))
-    joined = some(30, 7, 80, dtype=dtype).transpose(0, 1)[:, :, :]  # [heads, T, D], as a view
+    joined = some(30, 7, 80, dtype=dtype).transpose(0, 1)  # [heads, T, D], as a view
     q, k, other = joined[:4], joined[4:6], some(80, dtype=dtype)
     for out, given, scale in zip(
         elementwise.rms_norm_two(q, weight, k, other, 1e-5), (q, k), (weight, other), strict=True
