@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tests.pretended import flash, rules
+from tests.pretended import flash, products, rules
 from tests.pretended.rules import Rule
 from tests.pretended.streams import NOT_CAPTURED, Stream
 from tests.pretended.tensor import Memory, Mode, Owner, Pinned, PretendedTensor, flat, mapped, poison, unwrapped
 
 META = torch.device("meta")
-STAND_INS = {"aten::_flash_attention_forward": flash}  # operators that a CPU has not: `check` and `compute`
+STAND_INS = {  # operators that a CPU has not: `check` and `compute`
+    "aten::_flash_attention_forward": flash, "aten::mm.dtype": products, "aten::bmm.dtype": products,
+}  # fmt: skip
 
 
 @dataclass
@@ -234,9 +236,9 @@ class Gpus:
         for _ in range(rules.cpu_indices(rule, args)):
             self._upload(device, rule.name, waits=True)
         compute = func
-        if rule.name in STAND_INS:
-            STAND_INS[rule.name].check(*args, **kwargs)
-            compute = STAND_INS[rule.name].compute
+        if rule.full_name in STAND_INS:
+            STAND_INS[rule.full_name].check(*args, **kwargs)
+            compute = STAND_INS[rule.full_name].compute
         if rule.name in rules.COPIES:
             to = args[0].device if written else torch.device(kwargs.get("device") or args[0].device)
             source = args[1] if written else args[0]

@@ -28,6 +28,7 @@ class Rule:
     def __init__(self, func: Any) -> None:
         schema = func._schema
         self.name = str(schema.name)
+        self.full_name = f"{self.name}.{schema.overload_name}".removesuffix(".")
         self.composite = self.name != "prim::device" and func._can_decompose()
         writes = [x.alias_info is not None and x.alias_info.is_write for x in schema.arguments]
         self.writes = [(at, x.name) for at, x in enumerate(schema.arguments) if writes[at]]
