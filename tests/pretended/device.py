@@ -142,8 +142,14 @@ class Gpus:
 
     # Memory
 
-    def wrap(self, inner: Tensor, device: torch.device) -> PretendedTensor:
-        """A tensor of a device over one on the CPU, whose memory it is from now on."""
+    def wrap(self, inner: Tensor, device: torch.device, view_of: Tensor | None = None) -> PretendedTensor:
+        """A tensor of a device over one on the CPU, whose memory it is from now on.
+
+        A view of a tensor that was made in inference mode is one that was made there, and the other way round.
+        """
+        if view_of is not None and view_of.is_inference() != torch.is_inference_mode_enabled():
+            with torch.inference_mode(view_of.is_inference()):
+                return self.wrap(inner, device)
         key = inner.untyped_storage()._cdata
         with self._lock:
             ref = self._owners.get(key)
@@ -261,7 +267,7 @@ class Gpus:
                 return x
             same = known.get(id(x))
             if same is None:
-                return self.wrap(x, device)
+                return self.wrap(x, device, gpu_tensors[0] if rule.is_view else None)
             assert same.shape == x.shape, f"{rule.name} changed the shape of a tensor in place, to {list(x.shape)}"
             return same
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.pretended.device import Gpus
 from tests.pretended.graphs import Capture, CUDAGraph
@@ -147,11 +146,6 @@ def _patch_kernels(patch: pytest.MonkeyPatch, gpus: Gpus) -> None:
         for x in on_gpu:
             gpus.note_use(x.owner.memory, stream)
         plain_args, plain_kwargs = unwrapped((args, kwargs))
-
-        def work() -> None:
-            with _disable_current_modes():
-                plain(self, *plain_args, **plain_kwargs)
-
-        stream.submit(work)
+        stream.submit(lambda: plain(self, *plain_args, **plain_kwargs))
 
     patch.setattr(interpreter.GridExecutor, "__call__", call)

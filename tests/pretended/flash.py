@@ -125,24 +125,15 @@ def _check_vectors(query: Tensor, key: Tensor, value: Tensor, ndim: int) -> None
 def _bounds(
     q: Tensor, k: Tensor, cum_seq_q: Tensor, cum_seq_k: Tensor, seqused_k: Tensor | None, max_q: int, max_k: int
 ) -> list[tuple[slice, slice]]:
-    """The rows and the keys of each problem."""
-    sides = []
-    for ends, total, most, name in (
-        (cum_seq_q.tolist(), len(q), max_q, "q"), (cum_seq_k.tolist(), len(k), max_k, "k")
-    ):  # fmt: skip
-        pairs = list(pairwise(ends))
-        sizes = [stop - start for start, stop in pairs]
-        _expect(
-            ends[0] >= 0 and ends[-1] <= total, f"cu_seqlens_{name} leave the tensor: they end at {ends[-1]} of {total}"
-        )
-        _expect(min(sizes) >= 0, f"cu_seqlens_{name} must not decrease")
-        _expect(max(sizes) <= most, f"max_{name} is {most}; a problem has {max(sizes)}")
-        sides.append(pairs)
-    used = [None] * len(sides[0]) if seqused_k is None else seqused_k.tolist()
-    return [
-        (slice(*rows), slice(keys[0], keys[1] if n is None else keys[0] + n))
-        for rows, keys, n in zip(*sides, used, strict=True)
-    ]
+    """The rows and the keys of each problem. Where `seqused_k` says how many keys, bounds only say where they begin."""
+    rows, keys = (list(pairwise(x.tolist())) for x in (cum_seq_q, cum_seq_k))
+    if seqused_k is not None:
+        keys = [(start, start + n) for (start, _), n in zip(keys, seqused_k.tolist(), strict=True)]
+    for pairs, total, most, name in ((rows, len(q), max_q, "q"), (keys, len(k), max_k, "k")):
+        for start, stop in pairs:
+            _expect(0 <= start <= stop <= total, f"cu_seqlens_{name} leave the tensor: {start}..{stop} of {total}")
+            _expect(stop - start <= most, f"max_{name} is {most}; a problem has {stop - start}")
+    return [(slice(*some), slice(*others)) for some, others in zip(rows, keys, strict=True)]
 
 
 def _check_grid(n_problems: int, n_heads: int, most_queries: int) -> None:

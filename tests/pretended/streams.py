@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
     from tests.pretended.device import Gpus
@@ -43,12 +45,12 @@ class Stream:
         elif self.late:
             self.queue.append((self.issued, work))
         else:
-            work()
+            _do(work)
 
     def drain(self, upto: int | None = None) -> None:
         """Do what was queued up to a point."""
         while self.queue and (upto is None or self.queue[0][0] <= upto):
-            self.queue.popleft()[1]()
+            _do(self.queue.popleft()[1])
 
     def to_host(self, target: Tensor, numbers: Tensor) -> None:
         """Numbers that a copy has read, on their way to memory of the host."""
@@ -57,7 +59,7 @@ class Stream:
     def arrive(self, upto: int | None = None) -> None:
         for place, target, numbers in self.arrivals:
             if upto is None or place <= upto:
-                target.copy_(numbers)
+                _do(partial(target.copy_, numbers))
         self.arrivals = [x for x in self.arrivals if upto is not None and x[0] > upto]
 
     def host_waits(self, upto: int | None = None) -> None:
@@ -141,3 +143,9 @@ class Event:
 
     def elapsed_time(self, other: Event) -> float:
         return 1.0
+
+
+def _do(work: Work) -> None:
+    """On tensors of the CPU, some of which were made in inference mode."""
+    with _disable_current_modes(), torch.inference_mode():
+        work()
