@@ -31,11 +31,12 @@ def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int | Tensor, siz
 
 
 def scores_of_few(q: Tensor, keys: Tensor) -> Tensor:
-    """Dot products of `q [S, T, D]` and `keys [S, M, D]`: float32 `[S, T, M]`, for few queries.
+    """Dot products of `q [H, T, D]` and `keys [S, M, D]`, H a multiple of S: float32 `[H, T, M]`, for few queries.
 
-    Sums are float32. One launch. Bytes: the keys, T times, all but once from the cache.
+    With bounds `[S, M, 2, D]`, the least and the most of each channel: `Σ_d max(q_d · min_d, q_d · max_d)`. Sums are
+    float32. One launch. Bytes: the keys, once a query and head, all but the first time from the cache.
     """
-    fits = keys.ndim == 3 and len(keys) == len(q) and keys.shape[2] == q.shape[2]
+    fits = len(q) % len(keys) == 0 and keys.shape[-1] == q.shape[-1]
     assert fits, (q.shape, keys.shape)
     return _scored(q, keys, len(q))
 

@@ -44,6 +44,10 @@ def test_scores_of_few() -> None:
     q, keys = torch.randn(3, 2, 20, device=DEVICE), torch.randn(3, 90, 24, device=DEVICE)[:, 7:, :20]
     expected = q.double() @ keys.double().mT
     torch.testing.assert_close(choices.scores_of_few(q, keys).double(), expected, rtol=1e-5, atol=1e-5)
+    bounds, q = torch.randn(2, 9, 2, 20, device=DEVICE).sort(dim=2).values, torch.randn(4, 2, 20, device=DEVICE)
+    low, high = bounds.repeat_interleave(2, 0)[:, None].double().unbind(dim=3)  # [H, 1, M, D]
+    expected = torch.maximum(q[:, :, None] * low, q[:, :, None] * high).sum(-1)
+    torch.testing.assert_close(choices.scores_of_few(q, bounds).double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def decoded(q: Tensor, kept: Tensor, position: int, size: int, n: int, choosers: int, least: bool) -> Tensor:
