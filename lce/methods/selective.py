@@ -33,9 +33,9 @@ CHOSEN_AT_ONCE = 1 << 22  # scores that kernels choose by at a time: memory of t
 
 
 def dot_products(q: Tensor, vectors: Tensor) -> Tensor:
-    """`q [S, T, D]`, `vectors [S, M, D]` to `[S, T, M]`: float32 on CUDA.
+    """`q [S, T, D]`, `vectors [S, M, D]` to `[S, T, M]`: float32 on CUDA, and for few queries on CPUs.
 
-    For few queries float32 everywhere, by one pass over the vectors.
+    For few queries it is one pass over the vectors.
     """
     if q.shape[1] <= MOST_ROWS and compiled_for(vectors):
         return scores_of_few(q, vectors)

@@ -14,6 +14,7 @@ from torch import Tensor
 from lce.kernels.cuda.launching import MOST_CHUNKS, launch
 
 _TILE = 1 << 13  # numbers of summaries that a program reads at a time
+_WARP = 512  # scores that a warp chooses from
 
 
 def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int | Tensor, size: int) -> Tensor:
@@ -23,7 +24,7 @@ def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int | Tensor, siz
     `(start + t) // size`. `start` is a number, or a tensor of one int64 on the device. `forced [T, M]` (bool) are taken
     first; a score of -inf is never taken unless it is forced. Scores and `forced` of later chunks are not read.
 
-    One launch, a program a row: at most 32 passes over its keys in registers.
+    One launch: at most 32 passes over a row's keys, in registers.
     """
     fits = forced.dtype == torch.bool and forced.shape == scores.shape[1:]
     assert fits, (forced.dtype, forced.shape, scores.shape)
@@ -99,11 +100,13 @@ def _chosen(
     chosen = torch.empty(choosers, n_queries, n, dtype=torch.int64, device=scores.device)
     if not n:
         return chosen
-    block = triton.next_power_of_2(n_chunks)
+    block, n_rows = triton.next_power_of_2(n_chunks), choosers * n_queries
+    rows = max(1, _WARP // block)
     launch(
-        _choose, (choosers * n_queries,), scores, scores if forced is None else forced.view(torch.uint8), chosen, start,
-        n_queries, n_chunks, size, n, BLOCK=block, SLOTS=triton.next_power_of_2(n), FORCED=forced is not None,
-        FIRST=first, LAST=last, ON_DEVICE=isinstance(start, Tensor), num_warps=max(1, min(16, block // 512)),
+        _choose, (triton.cdiv(n_rows, rows),), scores, scores if forced is None else forced.view(torch.uint8), chosen,
+        start, n_rows, n_queries, n_chunks, size, n, ROWS=rows, BLOCK=block, SLOTS=triton.next_power_of_2(n),
+        FORCED=forced is not None, FIRST=first, LAST=last, ON_DEVICE=isinstance(start, Tensor),
+        num_warps=max(1, min(16, block // _WARP)),
     )  # fmt: skip
     return chosen
 
@@ -141,52 +144,54 @@ def _score(
 
 @triton.jit(do_not_specialize=["start"])
 def _choose(
-    scores, forced, chosen, start, n_queries, n_chunks, size, n,
-    BLOCK: tl.constexpr, SLOTS: tl.constexpr, FORCED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
-    ON_DEVICE: tl.constexpr,
+    scores, forced, chosen, start, n_rows, n_queries, n_chunks, size, n,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, FORCED: tl.constexpr, FIRST: tl.constexpr,
+    LAST: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """One row's choice. Keys are unsigned, in the order of the scores; 0 is a chunk that cannot be taken.
+    """The choices of ROWS rows. Keys are unsigned, in the order of the scores; 0 is a chunk that cannot be taken.
 
     The n-th largest key is found bit by bit, from the highest: the largest number that n keys or more do not fall
     below. If fewer than n chunks can be taken, it is 0, and all of them are.
     """
-    row = tl.program_id(0)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     query = row % n_queries
     own = ((tl.load(start) if ON_DEVICE else start) + query) // size
-    seen = tl.minimum(own, n_chunks).to(tl.int32)
-    i = tl.arange(0, BLOCK)
-    score = tl.load(scores + row.to(tl.int64) * n_chunks + i, mask=i < seen, other=0.0).to(tl.float32)
+    i = tl.arange(0, BLOCK)[None, :]
+    seen = (i < tl.minimum(own, n_chunks)[:, None]) & (row < n_rows)[:, None]
+    score = tl.load(scores + row[:, None] * n_chunks + i, mask=seen, other=0.0).to(tl.float32)
     bits = score.to(tl.uint32, bitcast=True)
     key = tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
     key = tl.where(bits == 0xFF800000, 0, key)  # -inf
     key = tl.where(score != score, 0xFFFFFFFE, key)
-    taken_first = i < 0
+    taken_first = (i < 0) & seen
     if FIRST:
         taken_first = taken_first | (i == 0)
     if LAST:
-        taken_first = taken_first | (i == own - 1)
+        taken_first = taken_first | (i == own[:, None] - 1)
     if FORCED:
-        named = tl.load(forced + query.to(tl.int64) * n_chunks + i, mask=i < seen, other=0)
+        named = tl.load(forced + query[:, None] * n_chunks + i, mask=seen, other=0)
         taken_first = taken_first | (named != 0)
     key = tl.where(taken_first, 0xFFFFFFFF, key)
-    key = tl.where(i < seen, key, 0).to(tl.uint32)
+    key = tl.where(seen, key, 0).to(tl.uint32)
 
-    worst = tl.full((), 0, tl.uint32)
+    worst = tl.zeros((ROWS,), tl.uint32)
+    n_best = tl.where(row < n_rows, -1, n)
     bit = tl.full((), 0x80000000, tl.uint32)
-    n_best = tl.full((), -1, tl.int32)
-    while (bit != 0) & (n_best != n):
-        count = tl.sum((key >= (worst | bit)).to(tl.int32), 0)
+    n_left = tl.full((), 1, tl.int32)
+    while (bit != 0) & (n_left != 0):
+        count = tl.sum((key >= (worst | bit)[:, None]).to(tl.int32), 1)
         n_best = tl.where(count >= n, count, n_best)
         worst = tl.where(count >= n, worst | bit, worst)
+        n_left = tl.sum((n_best != n).to(tl.int32), 0)
         bit = bit >> 1
-    above = key > worst
-    equal = (key == worst) & (key != 0)
-    n_equal = n - tl.sum(above.to(tl.int32), 0)
-    taken = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= n_equal))
+    above = key > worst[:, None]
+    equal = (key == worst[:, None]) & (key != 0)
+    n_equal = n - tl.sum(above.to(tl.int32), 1)
+    taken = above | (equal & (tl.cumsum(equal.to(tl.int32), 1) <= n_equal[:, None]))
 
-    to = chosen + row.to(tl.int64) * n
-    slot = tl.cumsum(taken.to(tl.int32), 0) - 1
-    tl.store(to + slot, i.to(tl.int64), mask=taken)
-    slots = tl.arange(0, SLOTS)
-    empty = (slots >= tl.sum(taken.to(tl.int32), 0)) & (slots < n)
-    tl.store(to + slots, tl.full((SLOTS,), -1, tl.int64), mask=empty)
+    to = chosen + row[:, None] * n
+    slot = tl.cumsum(taken.to(tl.int32), 1) - 1
+    tl.store(to + slot, tl.broadcast_to(i, (ROWS, BLOCK)).to(tl.int64), mask=taken)
+    slots = tl.arange(0, SLOTS)[None, :]
+    empty = (slots >= tl.sum(taken.to(tl.int32), 1)[:, None]) & (slots < n) & (row < n_rows)[:, None]
+    tl.store(to + slots, tl.full((ROWS, SLOTS), -1, tl.int64), mask=empty)
