@@ -17,7 +17,7 @@ from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # what kernels read; they compute in float32
 MOST_ROWS = 4  # rows of x that `products` takes; more are a product of matrices
-MOST_CHUNKS = 1 << 15  # chunks that a program of `choices` chooses from, in its registers
+MOST_CHUNKS = 1 << 14  # chunks that a program of `choices` chooses from, in its registers
 
 
 @cache
