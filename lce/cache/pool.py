@@ -23,6 +23,7 @@ from lce.errors import CapacityError
 
 AT_ONCE = 64 << 20  # bytes of pages that are read from a lower tier, or written to it, in one go
 NEVER = np.iinfo(np.int64).max
+NO_QUEUE = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
 
 class Slots(NamedTuple):
@@ -39,7 +40,7 @@ class Pool(Tier):
 
     Pages of the first `pinned_chunks` chunks never leave. Without `slab_slots` all slots are one slab: there from the
     start, or growing by half where there is no limit. Else slabs of so many slots come as they are needed. Bookkeeping
-    takes 24 bytes a slot and 8 a page of the context. Time to free slots: O(n_slots).
+    takes 24 bytes a slot and 8 a page of the context. Time to free slots: O(n_slots / 16), and now and then O(n_slots).
 
     A slot holds a page if its `group` and `chunk` say so and the index leads to it. An interruption may leave a slot
     to which the index does not lead: it is as good as free.
@@ -61,6 +62,7 @@ class Pool(Tier):
         self.clock = 0  # requests so far
         self.slab_slots = slab_slots
         self.slot = PageTable(layout, mover)  # of each page
+        self._queue = NO_QUEUE  # slots to be filled next, and when they were used last; -1: they were free
         nothing = np.zeros(0, np.int64)
         self._slots = Slots((), nothing, nothing, nothing)
         if slab_slots is None:
@@ -281,25 +283,49 @@ class Pool(Tier):
 
     def _victims(self, n: int) -> Numbers:
         """`n` slots to fill: free ones, then the least recently used; none pinned, or in use by this request."""
-        if self.n_slots < self.limit and (short := n - int((self.group < 0).sum())) > 0:
-            self._slots = self._grown(self._slots, short)
-        best = self._oldest(n)
-        if best is None:  # slots that an interruption left are found only when they are needed
-            left = np.flatnonzero(self.group >= 0)
-            self.group[np.setdiff1d(left, self._holding(left), assume_unique=True)] = -1
-            best = self._oldest(n)
-        if best is None:
+        n_free = int((self.group < 0).sum())
+        if self.n_slots < self.limit and n_free < n:
+            self._slots = self._grown(self._slots, n - n_free)
+            n_free = int((self.group < 0).sum())
+        slots = self._next(n)
+        if len(slots) < n or (self.group[slots] < 0).sum() < min(n, n_free):  # slots became free since it was made
+            self._queue = self._oldest(n)
+            slots = self._next(n)
+        if len(slots) < n:
             raise CapacityError(f"the {self.name} cache has no space for {n} more pages; give it a larger budget")
-        return best
+        return np.sort(slots)
 
-    def _oldest(self, n: int) -> Numbers | None:
-        """The `n` slots to fill first, ascending; None if there are not so many."""
-        if n > self.n_slots:
-            return None
+    def _next(self, n: int) -> Numbers:
+        """The first `n` slots of the queue that may be filled, or all that there are, taken out of it.
+
+        A slot that was used since it was queued is passed over. All that is not in the queue was used later.
+        """
+        slots, ages = self._queue
+        free, used = self.group[slots] < 0, self.used[slots]
+        good = np.flatnonzero(np.where(ages < 0, free, ~free & (used == ages) & (used < self.clock)))[:n]
+        behind = good[-1] + 1 if len(good) else 0
+        self._queue = slots[behind:], ages[behind:]
+        return slots[good]
+
+    def _oldest(self, n: int) -> tuple[Numbers, Numbers]:
+        """A queue of at least `n` slots, or all that may be filled: free ones, then the least recently used."""
+        n_queued = min(max(n, self.n_slots // 16, 1024), self.n_slots)
+        if not n_queued:
+            return NO_QUEUE
+        free = np.ones(self.n_slots, bool)
+        free[self._holding(np.arange(self.n_slots))] = False
+        self.group[free] = -1  # what an interruption left
         busy = (self.chunk < self.pinned_chunks) | (self.used >= self.clock)
-        age = np.where(self.group < 0, -1, np.where(busy, NEVER, self.used))
-        best = np.sort(np.argpartition(age, n - 1)[:n]) if n else np.arange(0)
-        return None if (age[best] == NEVER).any() else best
+        age = np.where(free, -1, np.where(busy, NEVER, self.used))
+        slots = np.sort(np.argpartition(age, n_queued - 1)[:n_queued])
+        slots = slots[age[slots] < NEVER]
+        slots = slots[np.argsort(age[slots], kind="stable")]
+        return slots, age[slots]
+
+    def release(self, slots: Numbers) -> None:
+        """Have the pages in these slots be the next to leave."""
+        self.used[slots] = 0
+        self._queue = NO_QUEUE
 
     def _holding(self, slots: Numbers) -> Numbers:
         """Those of these slots that hold a page."""

@@ -165,7 +165,7 @@ class TierStack:
                 index = top.mover.upload(torch.from_numpy(found))
             yield self._slot_tiles(index)
             if len(rounds) > 1 and not resident[some[0]]:
-                top.used[slots] = 0  # the next to be evicted
+                top.release(slots)
 
     def _slot_tiles(self, slot: Tensor) -> Tiles:
         """The first pool's slots as tiles: page head p of slot s is tile `s·P + p`. `slot [groups, chunks]`, or -1."""
