@@ -1111,7 +1111,7 @@ def test_a_cache_survives_any_refusal(tmp_path: Path, monkeypatch: pytest.Monkey
 # Ctrl-C
 
 
-FILES = ("tiers.py", "pool.py", "disk.py", "tier.py", "movers.py", "pages.py", "fetching.py")
+FILES = ("tiers.py", "pool.py", "disk.py", "tier.py", "movers.py", "pages.py", "slots.py", "fetching.py")
 
 
 def check_interruptions(
