@@ -12,6 +12,7 @@ COVERED = {  # a file of lce/, and the file of tests/ that tests it
     "cache/disk.py": "cache/test_tiers.py",
     "cache/pages.py": "cache/test_tiers.py",
     "cache/pool.py": "cache/test_tiers.py",
+    "cache/slots.py": "cache/test_tiers.py",
     "cache/tier.py": "cache/test_tiers.py",
     "bench/__init__.py": "bench/test_measure.py",
     "calibrate/__init__.py": "calibrate/test_learn.py",

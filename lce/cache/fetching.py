@@ -37,6 +37,7 @@ class Fetch:
         """Return when the work has ended. May be repeated."""
         self._claims.append("caller")
         if self._claims[0] == "caller":
+            self.error = None
             try:
                 self._work()
             except Exception as error:

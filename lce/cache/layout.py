@@ -313,8 +313,8 @@ class CacheLayout:
             )
         return (self.budget - in_buffers) // self.page_bytes
 
-    # Page-locked memory is allocated in powers of two, so the host's pool takes it in slabs: of `SLAB` bytes, or more for
-    # large pages. A budget's last slab is the largest power of two that is left.
+    # Page-locked memory is allocated in powers of two, so the host's pool takes it in slabs: of `SLAB` bytes, or more
+    # for large pages. A budget's last slab is the largest power of two that is left.
 
     @property
     def slab_bytes(self) -> int:

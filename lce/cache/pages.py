@@ -76,7 +76,7 @@ class PageTable(PageIndex):
         self._changed: list[Pages] = []
 
     def __setitem__(self, pages: Pages, value: Numbers | int) -> None:
-        if self._mover.asynchronous:
+        if self._mover.asynchronous and pages.chunk.size:
             self._changed.append(pages)  # first: an interruption may come between
             if len(self._changed) > MOST_CHANGES:
                 self._copy = None

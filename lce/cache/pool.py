@@ -6,8 +6,6 @@ by slabs of page-locked memory; nothing that it holds is ever copied to another 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -18,20 +16,11 @@ from lce.cache.layout import UNBOUNDED, CacheLayout
 from lce.cache.movers import Mover, fitting
 from lce.cache.packing import Parts, pack
 from lce.cache.pages import Numbers, Pages, PageTable, slices
+from lce.cache.slots import SlotQueue, Slots, shapes_of
 from lce.cache.tier import Nowhere, Tier, Traffic, joined
 from lce.errors import CapacityError
 
 AT_ONCE = 64 << 20  # bytes of pages that are read from a lower tier, or written to it, in one go
-NEVER = np.iinfo(np.int64).max
-
-
-class Slots(NamedTuple):
-    """What a pool's slots hold, `k v [n_slots, P, L, D]` or packed pages, in one slab or several; and of which page."""
-
-    slabs: tuple[Parts, ...]
-    group: Numbers  # whose page a slot holds; -1: free
-    chunk: Numbers
-    used: Numbers  # the request that last used a slot
 
 
 class Pool(Tier):
@@ -39,7 +28,7 @@ class Pool(Tier):
 
     Pages of the first `pinned_chunks` chunks never leave. Without `slab_slots` all slots are one slab: there from the
     start, or growing by half where there is no limit. Else slabs of so many slots come as they are needed. Bookkeeping
-    takes 24 bytes a slot and 8 a page of the context. Time to free slots: O(n_slots).
+    takes 24 bytes a slot and 8 a page of the context. Time to free slots: O(n_slots / 16), and now and then O(n_slots).
 
     A slot holds a page if its `group` and `chunk` say so and the index leads to it. An interruption may leave a slot
     to which the index does not lead: it is as good as free.
@@ -61,10 +50,10 @@ class Pool(Tier):
         self.clock = 0  # requests so far
         self.slab_slots = slab_slots
         self.slot = PageTable(layout, mover)  # of each page
-        nothing = np.zeros(0, np.int64)
-        self._slots = Slots((), nothing, nothing, nothing)
+        self._queue = SlotQueue()
+        self._slots = Slots.none()
         if slab_slots is None:
-            self._slots = self._grown(self._slots, 16 if limit == UNBOUNDED else limit)
+            self._grow(16 if limit == UNBOUNDED else limit)
 
     @property
     def k(self) -> Tensor:
@@ -214,7 +203,7 @@ class Pool(Tier):
     def take(self, slots: Numbers) -> Parts:
         """Copies of the pages in these slots."""
         if not len(slots):
-            return tuple(self.mover.empty((0, *shape), dtype) for shape, dtype in self._shapes)
+            return tuple(self.mover.empty((0, *shape), x) for shape, x in shapes_of(self.layout, self.packed))
         self.mover.wait(slots)
         self.traffic.bytes_out += len(slots) * self.page_bytes
         return self.mover.pick(self._slots.slabs, slots)
@@ -281,25 +270,25 @@ class Pool(Tier):
 
     def _victims(self, n: int) -> Numbers:
         """`n` slots to fill: free ones, then the least recently used; none pinned, or in use by this request."""
-        if self.n_slots < self.limit and (short := n - int((self.group < 0).sum())) > 0:
-            self._slots = self._grown(self._slots, short)
-        best = self._oldest(n)
-        if best is None:  # slots that an interruption left are found only when they are needed
-            left = np.flatnonzero(self.group >= 0)
-            self.group[np.setdiff1d(left, self._holding(left), assume_unique=True)] = -1
-            best = self._oldest(n)
-        if best is None:
+        n_free = int((self.group < 0).sum())
+        if self.n_slots < self.limit and n_free < n:
+            self._grow(n - n_free)
+            n_free = int((self.group < 0).sum())
+        slots = self._queue.take(n, self._slots, self.clock)
+        if len(slots) < n or (self.group[slots] < 0).sum() < min(n, n_free):  # slots became free since it was made
+            free = np.ones(self.n_slots, bool)
+            free[self._holding(np.arange(self.n_slots))] = False
+            self.group[free] = -1  # what an interruption left
+            self._queue.renew(n, self._slots, free, (self.chunk < self.pinned_chunks) | (self.used >= self.clock))
+            slots = self._queue.take(n, self._slots, self.clock)
+        if len(slots) < n:
             raise CapacityError(f"the {self.name} cache has no space for {n} more pages; give it a larger budget")
-        return best
+        return np.sort(slots)
 
-    def _oldest(self, n: int) -> Numbers | None:
-        """The `n` slots to fill first, ascending; None if there are not so many."""
-        if n > self.n_slots:
-            return None
-        busy = (self.chunk < self.pinned_chunks) | (self.used >= self.clock)
-        age = np.where(self.group < 0, -1, np.where(busy, NEVER, self.used))
-        best = np.sort(np.argpartition(age, n - 1)[:n]) if n else np.arange(0)
-        return None if (age[best] == NEVER).any() else best
+    def release(self, slots: Numbers) -> None:
+        """Have the pages in these slots be the next to leave."""
+        self.used[slots] = 0
+        self._queue.clear()
 
     def _holding(self, slots: Numbers) -> Numbers:
         """Those of these slots that hold a page."""
@@ -317,30 +306,14 @@ class Pool(Tier):
         self.slot[self._pages(self._holding(slots))] = -1
         self.group[slots] = -1
 
-    @property
-    def _shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Of a slot's parts."""
-        heads, size, dim = self.layout.page_heads, self.layout.chunk_size, self.layout.head_dim
-        if not self.packed:
-            return [((heads, size, dim), self.layout.dtype)] * 2
-        numbers = (heads, size, dim), torch.int8
-        return [numbers, ((heads, 1, dim), torch.float32), numbers, ((heads, size, 1), torch.float32)]
-
-    def _grown(self, had: Slots, n: int) -> Slots:
-        """These slots and at least `n` more, or as many as the limit allows."""
-        n_had, slabs = len(had.group), had.slabs
-        n_slots = n_had + max(n, n_had // 2)
-        if self.slab_slots is not None:
-            n_slots = n_had
-            while n_slots < min(n_had + n, self.limit):
-                size = min(self.slab_slots, self.limit - n_slots)
-                slabs = (*slabs, self.mover.slab(self._shapes, size))
-                n_slots += size
-        else:
-            slabs = (tuple(self.mover.empty((n_slots, *shape), dtype) for shape, dtype in self._shapes),)
-            self.mover.wait(np.arange(n_had))
-            for x, old in zip(slabs[0], had.slabs[0] if n_had else (), strict=False):
-                x[:n_had] = old
-        group, (chunk, used) = np.full(n_slots, -1), np.zeros((2, n_slots), np.int64)
-        group[:n_had], chunk[:n_had], used[:n_had] = had.group, had.chunk, had.used
-        return Slots(slabs, group, chunk, used)
+    def _grow(self, n: int) -> None:
+        """Have at least `n` more slots, or as many as the limit allows."""
+        shapes, wanted = shapes_of(self.layout, self.packed), min(self.n_slots + n, self.limit)
+        if self.slab_slots is None:
+            n_slots = min(max(wanted, self.n_slots * 3 // 2), self.limit)
+            slab = tuple(self.mover.empty((n_slots, *shape), dtype) for shape, dtype in shapes)
+            self._slots = self._slots.moved_to(slab, self.mover)
+            return
+        while self.n_slots < wanted:
+            size = min(self.slab_slots, self.limit - self.n_slots)
+            self._slots = self._slots.with_slab(self.mover.slab(shapes, size))

@@ -165,7 +165,7 @@ class TierStack:
                 index = top.mover.upload(torch.from_numpy(found))
             yield self._slot_tiles(index)
             if len(rounds) > 1 and not resident[some[0]]:
-                top.used[slots] = 0  # the next to be evicted
+                top.release(slots)
 
     def _slot_tiles(self, slot: Tensor) -> Tiles:
         """The first pool's slots as tiles: page head p of slot s is tile `s·P + p`. `slot [groups, chunks]`, or -1."""
@@ -222,13 +222,17 @@ class TierStack:
     def fork(self, buffer_tokens: int = 0) -> TierStack:
         """Tiers of another context with the same pages, over the same file; dirty pages are written down first.
 
-        Without a file, the other's last pool gets copies.
+        Without a file that takes pages, the other's last pool gets copies.
         """
         self.settle()
-        if isinstance(self.bottom, Disk):
-            self.write_down()
-            return TierStack(self.layout, self.bottom.fork(), buffer_tokens)
-        other = TierStack(self.layout, self.bottom, buffer_tokens)
+        bottom = self.bottom
+        if isinstance(bottom, Disk):
+            if bottom.file.writable:
+                self.write_down()
+            bottom = bottom.fork()
+        other = TierStack(self.layout, bottom, buffer_tokens)
+        if isinstance(self.bottom, Disk) and self.bottom.file.writable:
+            return other
         for pool in self.pools:
             pool.copy_down(other.pools[-1], pool.below)
         return other

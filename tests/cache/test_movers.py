@@ -15,9 +15,10 @@ from lce.cache.kv import KVCache, Whole
 from lce.cache.layout import Budgets, CacheLayout, Reach
 from lce.cache.movers import Cuda, Mover, Pinned, Slabs, located, neighbours
 from lce.cache.packing import Parts
+from lce.cache.tiers import Nowhere, TierStack
 from lce.methods import Driver, Method, Rope, RopeConfig, make
 from tests.late import ORDERS, Late, LateDevice, no_gpu
-from tests.running import cut, vectors
+from tests.running import cut, rounded, vectors
 
 CPU = torch.device("cpu")
 CUDA = torch.cuda.is_available()
@@ -218,6 +219,75 @@ def test_a_method_finds_more_of_what_was_prefetched(
     assert torch.equal(out, without)
     assert cache.traffic["device"].early > plain.traffic["device"].early == 0
     assert cache.traffic["device"].hits > plain.traffic["device"].hits * 1.1
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not CUDA, reason="no CUDA device")
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+def test_pages_leave_a_gpu_without_a_copy(monkeypatch: pytest.MonkeyPatch, kv_dtype: torch.dtype | None) -> None:
+    """Copied to the host while the GPU was busy, they come back with their numbers; evictions copy nothing."""
+    monkeypatch.setattr("lce.cache.layout.SLAB", 1 << 18)
+    tiers, text = tiers_on_a_gpu(kv_dtype)
+    monkeypatch.delattr("lce.cache.pool.Pool._hand_down")
+    device, host = tiers.pools
+    assert (host.group >= 0).sum() == 32 * 4 * 2
+    assert len(host._slots.slabs) > 1
+    assert all(x.is_pinned() for slab in host._slots.slabs for x in slab)
+    for _ in range(3):
+        for layer in range(4):
+            wanted = np.random.default_rng(layer).random((2, 32)) < 0.2
+            for tiles in tiers.rounds(layer, wanted):
+                for head, chunk in zip(*np.nonzero(wanted), strict=True):
+                    if len(wanted[wanted]) <= device.capacity or int(tiles.index[head, chunk]) >= 0:
+                        tile = int(tiles.index[head, chunk])
+                        assert torch.equal(tiles.k[tile], text[layer, head, chunk * 16 : chunk * 16 + 16])
+                        assert torch.equal(tiles.v[tile], -tiles.k[tile])
+            tiers.prefetch((layer + 1) % 4)
+    assert device.traffic.early > 0
+    for layer in range(4):
+        assert torch.equal(tiers.chunks(layer, 0, 32)[0], text[layer])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not CUDA, reason="no CUDA device")
+def test_a_gpu_does_not_use_memory_again_that_is_still_written() -> None:
+    """A context is dropped while copies into its slots are queued: who gets their memory is not written to."""
+    tiers, _ = tiers_on_a_gpu()
+    for layer in (0, 1):
+        for _ in tiers.rounds(layer, np.ones((2, 32), bool)):
+            pass
+    torch.cuda.synchronize()
+    n_bytes, early = tiers.top.k.nbytes, tiers.top.traffic.early
+    assert isinstance(tiers.top.mover, Cuda)
+    with torch.cuda.stream(tiers.top.mover.stream):
+        torch.cuda._sleep(200_000_000)  # about a tenth of a second
+    tiers.prefetch(0)
+    tiers.settle()
+    assert tiers.top.traffic.early > early
+    del tiers
+    new = [torch.zeros(n_bytes, dtype=torch.uint8, device="cuda") for _ in range(4)]
+    torch.cuda.synchronize()
+    assert not any(bool(x.any()) for x in new)
+
+
+def tiers_on_a_gpu(kv_dtype: torch.dtype | None = None) -> tuple[TierStack, Tensor]:
+    """Tiers of four layers with 32 chunks of two heads each, of which the device holds few, added while it is busy.
+
+    And the keys, which are the same in 8 bits, `[4, 2, 512, 64]`; values are their negatives.
+    """
+    reach = Reach(16, sinks=16, local=16, per_head=True)
+    layout = CacheLayout(4, 4, 2, 64, torch.bfloat16, torch.device("cuda"), reach, block=64, kv_dtype=kv_dtype)
+    budget = layout.least_budget + 24 * layout.page_bytes
+    tiers = TierStack(replace(layout, budgets=Budgets(budget)), Nowhere())
+    text = rounded(torch.randn(8, 512, 64), 16).view(4, 2, 512, 64).bfloat16().cuda()
+    busy = torch.randn(2048, 2048, device="cuda")
+    for first in range(0, 32, 4):
+        for layer in range(4):
+            busy = (busy @ busy).clamp(-1, 1)
+            keys = text[layer, :, first * 16 : first * 16 + 64] * busy[0, 0].isfinite()  # there once it has computed
+            tiers.add(layer, first, keys, -keys)
+            del keys
+    return tiers, text
 
 
 @pytest.mark.cuda

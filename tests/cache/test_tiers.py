@@ -22,11 +22,12 @@ from torch import Tensor
 from lce.cache.kv import KVCache
 from lce.cache.layout import UNBOUNDED, Budgets, CacheLayout, Reach, power_of_two
 from lce.cache.movers import Mover
+from lce.cache.pages import PageTable
 from lce.cache.row_file import RowFile, SpillFile
 from lce.cache.tiers import Disk, Nowhere, Numbers, PageIndex, Pages, Pool, Tier, TierStack, Traffic, slices
-from lce.errors import CapacityError
+from lce.errors import CapacityError, DataError
 from tests.interrupts import interrupted, places
-from tests.late import ORDERS, LateDevice, disks_of, no_gpu
+from tests.late import ORDERS, Late, LateDevice, disks_of, no_gpu
 from tests.running import rounded
 
 CPU = torch.device("cpu")
@@ -867,6 +868,138 @@ def test_prefetching_makes_hits_of_misses(tmp_path: Path) -> None:
     assert branch.top.traffic.hits == before + 2
 
 
+def test_what_cannot_be_fetched_early_is_refused_when_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    branch = branch_of(tmp_path, "device, file", 9, limit=8)
+    branch.rounds(1, wanted(branch, 1, 1, 2, 3))
+    branch.rounds(0, wanted(branch, 0, *range(8)))
+    before = branch.held(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(RowFile, "read_pages", lambda *_: fail(DataError("the disk does not read")))
+        branch.tiers.prefetch(1)
+        assert not branch.held(1).any()
+        with pytest.raises(DataError, match="the disk does not read"):
+            list(branch.tiers.rounds(1, wanted(branch, 1, 1, 2, 3)))
+        patch.setattr(RowFile, "read_pages", lambda *_: fail(MemoryError()))
+        branch.tiers.prefetch(1)
+        with pytest.raises(MemoryError):  # nobody's bad luck, but a fault
+            branch.tiers.settle()
+        branch.tiers.settle()
+    assert (branch.held(0) <= before).all()
+    branch.everything()
+    branch.prefetch(1)
+
+
+def fail(error: Exception) -> Tensor:
+    raise error
+
+
+def test_a_context_can_be_dropped_while_its_pages_are_fetched(tmp_path: Path) -> None:
+    branch = branch_of(tmp_path, "device, host, file", 9, limit=8, below=4)
+    branch.rounds(1, wanted(branch, 1, 1, 2, 3))
+    branch.rounds(0, wanted(branch, 0, *range(8)))
+    fork = branch.fork()
+    branch.tiers.prefetch(1)
+    del branch
+    fork.everything()
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+def test_pages_leave_a_device_without_a_copy(kv_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each was copied to the host when it came; the host has each once."""
+    branch = Branch(stack(tiers_of("device, host", limit=6, kv_dtype=kv_dtype), None))
+    monkeypatch.setattr(Pool, "_hand_down", lambda *_: fail(AssertionError("a copy")))
+    for seed in range(6):
+        for layer in range(N_LAYERS):
+            branch.add(layer, chunks_of(3, seed + 10 * layer))
+            branch.rounds(layer, wanted(branch, layer, 0, seed))
+    device, host = branch.tiers.pools
+    assert (host.group >= 0).sum() == 6 * 3 * N_LAYERS * N_HEADS
+    assert host.traffic.bytes_in == (host.group >= 0).sum() * host.page_bytes
+    assert device.below.holds(Pages(device.group, device.chunk)).all()
+    branch.everything()
+
+
+def test_the_host_takes_slabs_and_copies_nothing_when_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_gpu(monkeypatch, slab=512)
+    branch = Branch(stack(tiers_of("device, host", limit=4), None))
+    host = branch.tiers.pools[1]
+    assert host.n_bytes == host.n_slots == 0
+    firsts = []
+    for seed in range(9):
+        branch.add(seed % N_LAYERS, chunks_of(2, seed))
+        held = host._slots.slabs
+        firsts = [*firsts, *held[len(firsts) :]]
+        assert all(x is y for x, y in zip(held, firsts, strict=True))
+        assert host.n_bytes == len(held) * 512 == branch.layout.slab_bytes_for((seed + 1) * 2 * N_HEADS)
+    assert host.n_slots == len(firsts) * 8
+    branch.everything()
+
+
+@pytest.mark.parametrize("tiers", TIERS)
+def test_pools_that_grew_in_inference_mode_are_used_outside_it(tmp_path: Path, tiers: str) -> None:
+    """A context is opened outside it, generates in it, and is forked, saved and taken back outside it."""
+    limit = UNBOUNDED if tiers == "memory" else 5
+    branch = branch_of(tmp_path, tiers, 2, limit=limit, below=4 if "file" in tiers else UNBOUNDED)
+    with torch.inference_mode():
+        for seed in range(9):
+            branch.add(seed % N_LAYERS, chunks_of(3, seed))
+        branch.rounds(0, wanted(branch, 0, 1, 3, 7))
+        branch.prefetch(0)
+    branch.rounds(0, wanted(branch, 0, 2, 4, 8))
+    branch.prefetch(0)
+    branch.add(1, chunks_of(2, 20))
+    fork = branch.fork()
+    for each in (branch, fork):
+        each.everything()
+        each.add(0, chunks_of(2, 21))
+        each.rounds(0, wanted(each, 0, 0, 5, 9))
+
+
+def test_a_fork_above_a_file_that_takes_no_pages_gets_copies_of_what_is_new(tmp_path: Path) -> None:
+    """As an opened context with a budget for the device and none for the host."""
+    branch = branch_of(tmp_path, "device, host, file", 4, limit=4)
+    branch.tiers.write_down()
+    file_of(branch).writable = False
+    for seed in range(3):
+        branch.add(0, chunks_of(3, seed))
+    fork = branch.fork()
+    fork.add(0, chunks_of(2, 7))
+    branch.everything()
+    fork.everything()
+    assert disk_of(fork.tiers).bytes_in == 0
+
+
+# The page table of a device
+
+
+def test_a_page_table_on_the_device_is_that_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, mover, random = layout_of(), Late(), np.random.default_rng(0)
+    table, uploads = PageTable(layout, mover), []
+    monkeypatch.setattr(Late, "upload", lambda self, x: uploads.append(x.numel()) or x)
+    for step in range(60):
+        for _ in range(int(random.integers(0, 4)) if step % 20 else 100):
+            pages = Pages(random.integers(0, 4, 3), random.integers(0, 20 + 2 * step, 3))
+            table[pages] = int(random.integers(-1, 99))
+        with torch.inference_mode(step % 3 == 0):
+            found = table.on_device(slice(1, 3), 10 + 2 * step)
+        assert found.tolist() == table[Pages.grid(np.arange(1, 3), np.arange(10 + 2 * step))].reshape(2, -1).tolist()
+    n_uploads = len(uploads)
+    table.on_device(slice(0, 2), 100)
+    assert len(uploads) == n_uploads, "nothing has changed"
+    table[at((1, 5), (1, 6))] = 7
+    table.on_device(slice(0, 2), 100)
+    assert uploads[n_uploads:] == [4]
+
+
+def test_without_a_device_a_page_table_is_not_copied() -> None:
+    table = PageTable(layout_of(), Mover())
+    table[at((1, 5))] = 7
+    assert table.on_device(slice(1, 2), 6).tolist() == [[-1, -1, -1, -1, -1, 7]]
+    assert np.shares_memory(table.on_device(slice(0, 4), 6).numpy(), table._numbers)
+
+
 def test_where_copies_are_not_late_nothing_is_prefetched(tmp_path: Path) -> None:
     branch = branch_of(tmp_path, "memory, file", 9, limit=8)
     branch.rounds(1, wanted(branch, 1, 1, 2, 3))
@@ -978,7 +1111,7 @@ def test_a_cache_survives_any_refusal(tmp_path: Path, monkeypatch: pytest.Monkey
 # Ctrl-C
 
 
-FILES = ("tiers.py", "pool.py", "disk.py", "tier.py", "movers.py", "pages.py", "fetching.py")
+FILES = ("tiers.py", "pool.py", "disk.py", "tier.py", "movers.py", "pages.py", "slots.py", "fetching.py")
 
 
 def check_interruptions(
@@ -996,6 +1129,7 @@ def check_interruptions(
         for layer in range(N_LAYERS):
             to.add(layer, 4, *pages(4, 9, seed + layer))
             to.chunks(layer, 2, 6)
+            to.prefetch(1 - layer)
             list(to.rounds(layer, np.ones((N_HEADS, 5), bool)))
 
     def filled() -> TierStack:
@@ -1021,7 +1155,7 @@ def check_interruptions(
 def test_an_interruption_anywhere_leaves_tiers_that_can_be_used(
     tiers: str, kv_dtype: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_interruptions(tiers, 37, tmp_path, monkeypatch, kv_dtype=kv_dtype)
+    check_interruptions(tiers, 61, tmp_path, monkeypatch, kv_dtype=kv_dtype)
 
 
 def test_an_interruption_while_slots_change_hands_loses_no_page(
