@@ -213,9 +213,6 @@ class Gpus:
                 return func.decompose(*args, **kwargs)
         if rule.name == "aten::is_pinned":
             return False
-        if rule.name == "aten::record_stream":
-            gpu.owner.memory.recorded.add(args[1])
-            return None
         with _disable_current_modes():
             return self._run_on_gpu(rule, func, args, kwargs, tensors, device)
 
