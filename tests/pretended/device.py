@@ -174,11 +174,11 @@ class Gpus:
             if stream not in memory.recorded and memory.stream.seen.get(stream, 0) < place:
                 self.faults.append("memory was freed while another stream may still use it: record_stream is missing")
         work = partial(_overwrite, memory)
-        busy = [stream for stream in memory.recorded if stream.queue]
-        if busy:
-            busy[0].queue.append((busy[0].issued, work))
-        else:
+        busy = [stream for stream in {memory.stream, *memory.recorded} if stream.queue]
+        if not busy:
             work()
+        elif len(busy) == 1:  # once the stream has done what it has to do with it
+            busy[0].queue.append((busy[0].issued, work))
 
     def note_use(self, memory: Memory, stream: Stream) -> None:
         """What is about to be queued in a stream uses this memory."""
