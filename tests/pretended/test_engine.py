@@ -30,7 +30,7 @@ def test_says_what_it_says_on_the_cpu(gpus: Gpus, tiny_model: Path, method: Meth
 
 
 @pytest.mark.parametrize(
-    ("name", "length", "device", "host"), [("full", 640, 164_000, 100_000), ("longheads", 140, 40_000, 30_000)]
+    ("name", "length", "device", "host"), [("full", 700, 164_000, 100_000), ("longheads", 140, 22_000, 12_000)]
 )
 def test_forks_files_and_tiers_change_nothing(
     gpus: Gpus, tiny_model: Path, name: str, length: int, device: int, host: int, tmp_path: Path
@@ -45,10 +45,22 @@ def test_forks_files_and_tiers_change_nothing(
     for budgets in ({"kv_device_budget": device}, {"kv_device_budget": device, "kv_host_budget": host}):
         small = lce.load(tiny_model, **options, **budgets, spill_dir=tmp_path)
         context = small.prefill(prompt)
+        assert [tier.name for tier in context.cache.tiers][:2] == ["device", "host"]
         fork = context.fork()
         assert answer(small, context) == expected, budgets
         assert answer(small, fork) == expected, budgets
         assert answer(small, small.open_context(tmp_path / "text.lce")) == expected, budgets
+
+
+def test_what_a_token_costs_beside_tiers(gpus: Gpus, tiny_model: Path, tmp_path: Path) -> None:
+    """Bounds of what it was when this was written, to be lowered."""
+    options = {**GPU, "kv_device_budget": 22_000, "kv_host_budget": 12_000, "spill_dir": tmp_path}
+    engine = lce.load(tiny_model, METHODS["longheads"], dtype="bfloat16", **options)
+    context = engine.prefill(tokens(140))
+    with gpus.counting() as counts:
+        engine.prefill(tokens(1), context=context)
+    assert counts.syncs <= 12, counts.at
+    assert counts.uploads <= 24, counts.at
 
 
 @pytest.mark.parametrize("name", ["full", "longheads"])
