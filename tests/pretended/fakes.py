@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tests.pretended.device import Gpus
 from tests.pretended.graphs import Capture, CUDAGraph
-from tests.pretended.streams import Event
 from tests.pretended.tensor import Mode, PretendedTensor, unwrapped
 
 
@@ -63,8 +62,8 @@ def _patch_cuda(patch: pytest.MonkeyPatch, gpus: Gpus) -> None:
             index_of(given), gpus.used[index_of(given)]
         ),
         "synchronize": gpus.synchronize,
-        "Stream": gpus.new_stream,
-        "Event": lambda **options: Event(gpus, **options),
+        "Stream": gpus.Stream,
+        "Event": gpus.Event,
         "CUDAGraph": lambda **options: CUDAGraph(gpus, **options),
         "graph": lambda cuda_graph, *args, **options: Capture(gpus, cuda_graph, *args, **options),
         "graph_pool_handle": lambda: (0, 0),

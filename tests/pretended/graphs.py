@@ -74,7 +74,7 @@ class Capture:
     def __init__(self, gpus: Gpus, graph: CUDAGraph, pool: Any = None, stream: Stream | None = None, **_: Any) -> None:
         self.gpus = gpus
         self.graph = graph
-        self.stream = stream or gpus.new_stream()
+        self.stream = stream or gpus.Stream()
         self.entered = gpus.on_stream(self.stream)
 
     def __enter__(self) -> None:
