@@ -169,7 +169,11 @@ class Gpus:
             return
         for stream, place in memory.users.items():
             if stream not in memory.recorded and memory.stream.seen.get(stream, 0) < place:
-                self.faults.append("memory was freed while another stream may still use it: record_stream is missing")
+                made, used = ("default" if x in self.defaults else "side" for x in (memory.stream, stream))
+                self.faults.append(
+                    f"{memory.storage.nbytes()} bytes, made in a {made} stream, were freed while a {used} stream may"
+                    " still use them: record_stream is missing"
+                )
         work = partial(_overwrite, memory)
         busy = [stream for stream in {memory.stream, *memory.recorded} if stream.queue]
         if not busy:
