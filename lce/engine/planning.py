@@ -186,7 +186,7 @@ class Planner:
                 f"{most}; ask for fewer, or {self._remedy(tier)}"
             )
         if part is not None and need.keys_and_values == part.least_budget:
-            least = f"{self.layout.budget_option} {enough_text(need.keys_and_values)}"
+            least = f"{self.layout.budget_option} {enough_text(self._for_option(need.keys_and_values, part))}"
             return (
                 f"{text} cannot be read in blocks of {self.layout.block} with {size_text(need.budget or 0)} for keys "
                 f"and values; give {least} or more, or a smaller --block; {most}"
@@ -195,6 +195,11 @@ class Planner:
             f"{text} need {size_text(need.keys_and_values)} of {where} for keys and values, and the budget is "
             f"{size_text(need.budget or 0)}; {most}; ask for fewer, or give --spill-dir or a larger budget"
         )
+
+    def _for_option(self, n_bytes: int, part: CacheLayout) -> int:
+        """The value of the option that gives the layers of one device so many bytes: see `CacheLayout.by_device`."""
+        most = max(each.n_layers for each in self.layout.by_device)
+        return -(-n_bytes * most // part.n_layers)
 
     def _remedy(self, tier: str) -> str:
         budgets = self.layout.budgets

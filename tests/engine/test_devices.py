@@ -55,11 +55,12 @@ def two() -> Iterator[Gpus]:
 
 def said(engine: lce.Engine, ids: list[int]) -> tuple[list[int], Tensor]:
     """Tokens that follow, and the logits of a prompt, on the CPU."""
-    return engine.generate(ids, max_tokens=4).token_ids, engine.logits(ids[:80]).cpu()
+    return engine.generate(ids, max_tokens=3).token_ids, engine.logits(ids[:80]).cpu()
 
 
+CHUNKS = lce.methods.LongHeads(chunk_size=8, chunks=4)
 METHODS: dict[str, dict[str, Any]] = {
-    "full": {}, "longheads": {}, "longheads, one choice": {"fix_layer": True}, "dca": {"chunk_size": 24},
+    "full": {}, "longheads": {"chunk_size": 8, "chunks": 4}, "longheads, one choice": {"chunk_size": 8, "chunks": 4, "fix_layer": True}, "dca": {"chunk_size": 24},
     "esa": {"compress": "none", "sinks": 4, "local": 16, "top_k": 16}, "quest": {"page": 4}, "infllm": {"block_size": 8},
 }  # fmt: skip
 
@@ -70,7 +71,7 @@ METHODS: dict[str, dict[str, Any]] = {
 )
 def test_two_devices_give_what_one_gives(two: Gpus, models: dict[str, Path], kind: str, method: str) -> None:
     chosen = lce.methods.make(method.partition(",")[0], METHODS[method])
-    ids, found = tokens(150), []
+    ids, found = tokens(90), []
     for device in ("cuda:1", BOTH):
         found.append(said(lce.load(models[kind], chosen, device=device), ids))
     assert found[0][0] == found[1][0]
@@ -78,7 +79,7 @@ def test_two_devices_give_what_one_gives(two: Gpus, models: dict[str, Path], kin
 
 
 def test_each_tensor_is_where_its_layer_is(two: Gpus, models: dict[str, Path]) -> None:
-    engine = lce.load(models["qwen3, tied"], "longheads", device=[torch.device("cuda:0"), "cuda:1"])
+    engine = lce.load(models["qwen3, tied"], CHUNKS, device=[torch.device("cuda:0"), "cuda:1"])
     assert [(part.first_layer, part.n_layers) for part in engine.layout.by_device] == [(0, 2), (2, 1)]
     assert "layers 0 to 1 on cuda:0; layer 2 on cuda:1" in repr(engine)
     model, first, last = engine.model, torch.device("cuda:0"), torch.device("cuda:1")
@@ -112,7 +113,7 @@ def test_hidden_states_move_once_at_each_border(models: dict[str, Path]) -> None
 
 def test_contexts_move_between_one_device_and_two(two: Gpus, models: dict[str, Path], tmp_path: Path) -> None:
     ids, more = tokens(120), tokens(9, seed=1)
-    engines = [lce.load(models["llama"], "longheads", device=device) for device in ("cuda:0", BOTH)]
+    engines = [lce.load(models["llama"], CHUNKS, device=device) for device in ("cuda:0", BOTH)]
     wanted = engines[0].generate(ids + more, max_tokens=5).token_ids
     for writes, reads in ((1, 0), (0, 1), (1, 1)):
         path = tmp_path / f"{writes}{reads}.lce"
@@ -126,16 +127,21 @@ def test_contexts_move_between_one_device_and_two(two: Gpus, models: dict[str, P
         assert engines[reads].generate(more, context=context, max_tokens=5).token_ids == wanted
 
 
-@pytest.mark.parametrize("budgets", [
-    {"kv_device_budget": 90_000}, {"kv_device_budget": 90_000, "kv_host_budget": 0, "spill_dir": "spill"},
-    {"kv_device_budget": 90_000, "kv_dtype": "int8"},
-], ids=["host", "disk", "8 bits"])  # fmt: skip
-@pytest.mark.parametrize("method", ["full", "longheads"])
+@pytest.mark.parametrize(
+    ("method", "n", "budgets"),
+    [
+        ("full", 700, {"kv_device_budget": "384KiB"}),
+        ("longheads", 150, {"kv_device_budget": 48_000}),
+        ("longheads", 150, {"kv_device_budget": 48_000, "kv_host_budget": 40_000, "spill_dir": "spill"}),
+        ("longheads", 150, {"kv_device_budget": 48_000, "kv_dtype": "int8"}),
+    ],
+    ids=["full, host", "host", "disk", "8 bits"],
+)
 def test_each_device_has_tiers_of_its_own(
-    two: Gpus, models: dict[str, Path], tmp_path: Path, budgets: dict[str, Any], method: str
+    two: Gpus, models: dict[str, Path], tmp_path: Path, method: str, n: int, budgets: dict[str, Any]
 ) -> None:
-    ids = tokens(700)
-    options = {"method": lce.methods.make(method), "block": 64}
+    ids = tokens(n)
+    options: dict[str, Any] = {"method": CHUNKS if method == "longheads" else method, "block": 32}
     kept = {"kv_dtype": budgets.get("kv_dtype", "auto")}
     whole = lce.load(models["llama"], **options, **kept, device="cuda:0").prefill(ids)
     if "spill_dir" in budgets:
@@ -154,7 +160,7 @@ def test_each_device_has_tiers_of_its_own(
     opened = engine.open_context(path)
     said_by = [engine.generate([5, 6], context=each, max_tokens=4).token_ids for each in (context, opened)]
     assert said_by[0] == said_by[1]
-    engine.prefill_file(ids, tmp_path / "other.lce", checkpoint_every=300)
+    engine.prefill_file(ids, tmp_path / "other.lce", checkpoint_every=100)
     assert engine.generate([5, 6], context=engine.open_context(tmp_path / "other.lce"), max_tokens=4).token_ids == said_by[0]
 
 
