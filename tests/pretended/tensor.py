@@ -1,0 +1,199 @@
+"""Tensors that say they are on a GPU, over tensors on the CPU."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from tests.pretended.device import Gpus
+    from tests.pretended.graphs import CUDAGraph
+    from tests.pretended.streams import Stream
+
+CPU = torch.device("cpu")
+FAR = 1 << 56  # added to addresses: whoever reads there with the CPU is killed
+
+
+class Memory:
+    """Memory of a device: of the stream that asked for it, or of a graph's pool."""
+
+    def __init__(self, inner: Tensor, device: torch.device, stream: Stream) -> None:
+        self.storage = inner.untyped_storage()
+        self.device = device
+        self.n_bytes = -(-self.storage.nbytes() // 512) * 512
+        self.stream = stream
+        self.graph: CUDAGraph | None = stream.graph
+        self.recorded: set[Stream] = set()  # streams that `record_stream` named
+        self.users: dict[Stream, int] = {}  # other streams, and the last that they did with it
+        self.freed = False
+
+
+class Owner:
+    """What all tensors over one memory share; it is freed when the last of them goes."""
+
+    def __init__(self, gpus: Gpus, memory: Memory) -> None:
+        self.gpus = gpus
+        self.memory = memory
+
+    def __del__(self) -> None:
+        self.gpus.free(self.memory)
+
+
+class PretendedTensor(Tensor):
+    """A tensor on a pretended GPU. `inner` holds its numbers, on the CPU."""
+
+    inner: Tensor
+    owner: Owner
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: Tensor, device: torch.device, owner: Owner) -> PretendedTensor:
+        n = inner.untyped_storage().nbytes() // inner.element_size()
+        shape = torch.empty(n, dtype=inner.dtype, device="meta")
+        shape = shape.as_strided(inner.size(), inner.stride(), inner.storage_offset())
+        self = Tensor._make_subclass(cls, shape, False, dispatch_device=True, device_for_backend_keys=device)
+        self.inner, self._device, self.owner = inner, device, owner
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Without the mode: in a thread that began outside it."""
+        gpus = next(x for x in flat((args, kwargs)) if isinstance(x, PretendedTensor)).owner.gpus
+        return gpus.run(func, args, kwargs or {})
+
+    device = property(lambda self: self._device)
+    is_cuda = property(lambda self: True)
+    is_cpu = property(lambda self: False)
+    is_meta = property(lambda self: False)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """A number is an argument of the kernel."""
+        if not isinstance(value, Tensor):
+            value = torch.full((), value, dtype=self.dtype, device=self.device)
+        elif value.ndim == 0:
+            value = value.to(self.device)
+        super().__setitem__(plain_index(index), value)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return super().__getitem__(plain_index(index))
+
+    def data_ptr(self) -> int:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if caller.startswith("lce.kernels.") and not caller.startswith("lce.kernels.cuda"):
+            raise RuntimeError(f"{caller} reads memory of {self.device} with the CPU")
+        return self.inner.data_ptr() + FAR
+
+    def untyped_storage(self) -> Any:
+        raise RuntimeError("a pretended tensor does not show its storage")
+
+    def numpy(self, *_: Any, **__: Any) -> Any:
+        raise TypeError(
+            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host"
+            " memory first."
+        )
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        return self.numpy()
+
+    def tolist(self) -> Any:
+        self.owner.gpus.host_waits(self.device, "tolist")
+        return self.inner.tolist()
+
+    def __repr__(self, **_: Any) -> str:
+        return f"{self.inner!r} on {self.device}"
+
+
+class Mode(TorchDispatchMode):
+    """Every operator of a thread goes through here: those that make tensors, too."""
+
+    def __init__(self, gpus: Gpus) -> None:
+        super().__init__()
+        self.gpus = gpus
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.gpus.run(func, args, kwargs or {})
+
+
+class Pinned:
+    """Which tensors of the host are page-locked: those in storages that were made so."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.lock = threading.Lock()
+
+    def add(self, x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        with self.lock:
+            self.storages = {key: value for key, value in self.storages.items() if not value[0].expired()}
+            self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return x
+
+    def has(self, x: Tensor) -> bool:
+        if not self.storages or isinstance(x, PretendedTensor):
+            return False
+        held = self.storages.get(x.untyped_storage()._cdata)
+        return held is not None and not held[0].expired()
+
+    @property
+    def n_bytes(self) -> int:
+        """What is locked: PyTorch rounds every allocation up to a power of two."""
+        alive = [n for ref, n in self.storages.values() if not ref.expired()]
+        return sum(1 << (n - 1).bit_length() for n in alive if n)
+
+
+def plain_index(index: Any) -> Any:
+    """An index with lists and arrays as tensors on the CPU: C++ would make them on the device that it sees."""
+    parts = index if isinstance(index, tuple) else (index,)
+    parts = tuple(torch.as_tensor(x) if isinstance(x, list | np.ndarray) else x for x in parts)
+    return parts if isinstance(index, tuple) else parts[0]
+
+
+def flat(tree: Any) -> list[Any]:
+    """The leaves of lists, tuples and dictionaries."""
+    if isinstance(tree, list | tuple):
+        return [leaf for x in tree for leaf in flat(x)]
+    if isinstance(tree, dict):
+        return [leaf for x in tree.values() for leaf in flat(x)]
+    return [tree]
+
+
+def mapped(change: Any, tree: Any) -> Any:
+    """The same with changed leaves."""
+    if isinstance(tree, list):
+        return [mapped(change, x) for x in tree]
+    if isinstance(tree, tuple):
+        return tuple(mapped(change, x) for x in tree)
+    if isinstance(tree, dict):
+        return {key: mapped(change, x) for key, x in tree.items()}
+    return change(tree)
+
+
+def _inner(x: Any) -> Any:
+    if isinstance(x, PretendedTensor):
+        return x.inner
+    return CPU if isinstance(x, torch.device) and x.type == "cuda" else x
+
+
+def unwrapped(tree: Any) -> Any:
+    """The same with the inner tensors, and the CPU for a GPU."""
+    return mapped(_inner, tree)
+
+
+def poison(x: Tensor, whole_numbers: bool = True) -> None:
+    """What uninitialised memory may hold: NaN, and numbers that are no index, or zeros for these."""
+    if x.is_floating_point() or x.is_complex():
+        x.fill_(torch.nan)
+    elif not whole_numbers or x.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        x.zero_()
+    elif x.dtype == torch.bool:
+        x.fill_(True)
+    else:
+        info = torch.iinfo(x.dtype)
+        x.fill_(info.min or info.max)
