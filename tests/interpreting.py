@@ -6,14 +6,19 @@ numbers of arrays `[1]` in a way that newer versions of NumPy refuse.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
 import torch
 
+from lce.kernels.cuda import launching
+
 
 def repair() -> None:
-    """Dots of bfloat16 are those of float32; rounding is to the nearest; bounds of loops are numbers. Done once."""
+    """Dots of bfloat16 are those of float32; rounding is to the nearest; bounds of loops are numbers."""
+    if not (launching.interpreting() and launching.installed()):
+        return
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -43,5 +48,13 @@ def repair() -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    execute = interpreter.GridExecutor.__call__
+
+    def quietly(self: Any, *args: Any, **options: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # NumPy warns of NaN and of infinities, which are meant
+            execute(self, *args, **options)
+
+    interpreter.GridExecutor.__call__ = quietly
     interpreter._patch_lang_tensor = patch_lang_tensor
     builder.create_dot, builder.cast_impl, builder.repaired = create_dot, cast_impl, True

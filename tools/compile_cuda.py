@@ -44,9 +44,7 @@ class Launch:
         options = {**self.options, "debug": False, "instrumentation_mode": ""}
         bind = create_function_from_signature(self.kernel.signature, self.kernel.params, backend)
         bound, specialization, rest = bind(*self.args, **options)
-        parsed, signature, constants, attributes = self.kernel._pack_args(
-            backend, options, bound, specialization, rest
-        )
+        parsed, signature, constants, attributes = self.kernel._pack_args(backend, options, bound, specialization, rest)
         key = f"{self.kernel.module}.{self.kernel.__name__} {specialization} {parsed}"
         return ASTSource(self.kernel, signature, constants, attributes), parsed, key
 

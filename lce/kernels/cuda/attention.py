@@ -44,7 +44,6 @@ def attend(
     n_blocks = -(-n_queries * rep // blocks["BLOCK_M"])
     n_pieces = max(1, min(-(-ENOUGH // (n_groups * n_blocks)), n_keys // SHORTEST))
     piece = -(-n_keys // n_pieces // blocks["BLOCK_N"]) * blocks["BLOCK_N"]
-    piece = piece if n_pieces * piece >= n_keys else piece + blocks["BLOCK_N"]
     shape = (n_heads, n_queries, dim) if n_pieces == 1 else (n_pieces, n_heads, n_queries, dim)
     out = torch.empty(shape, dtype=q.dtype if n_pieces == 1 else torch.float32, device=q.device)
     lse = torch.empty(shape[:-1], dtype=torch.float32, device=q.device)
@@ -163,6 +162,7 @@ def _attend(
         end = past + query + 1
         all_see = tl.minimum(stop, past + first_query + 1)
         stop = tl.minimum(stop, past + last_query + 1)
+        end = tl.minimum(end, stop)
     if WINDOW:
         begin = past + query + 1 - window
         lowest = tl.maximum(past + first_query + 1 - window, 0) // BLOCK_N * BLOCK_N

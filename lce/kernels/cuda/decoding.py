@@ -140,9 +140,7 @@ def _rows_together(
     row, column = tl.arange(0, ROW_BLOCK), tl.arange(0, DIM_BLOCK)
     head, held = group * ROWS + row, row < ROWS
     turn_at = tl.load(turn + run) * (DIM // 2) + row * 0
-    q_first, q_second = load_turned(
-        q, head.to(tl.int64) * q_head, held, cos, sin, turn_at, DIM, HALF_BLOCK, True
-    )
+    q_first, q_second = load_turned(q, head.to(tl.int64) * q_head, held, cos, sin, turn_at, DIM, HALF_BLOCK, True)
     k_at, v_at = k + group.to(tl.int64) * k_group + token * k_row, v + group.to(tl.int64) * v_group + token * v_row
     top = tl.full([ROW_BLOCK], LOWEST, tl.float32)
     total = tl.zeros([ROW_BLOCK], tl.float32)

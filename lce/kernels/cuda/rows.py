@@ -66,7 +66,7 @@ def attend_keys(
     DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Rows attend keys `first..stop-1`; `k_at v_at` point to key `first`. Masked: row i sees `begin[i]..end[i]-1` alone.
+    """Rows attend keys `first..stop-1`; `k_at v_at` point to `first`. Masked: row i sees `begin[i]..end[i]-1` alone.
 
     Without a mask `stop - first` is a multiple of `BLOCK_N`. Returns the rows' state.
     """
