@@ -31,7 +31,7 @@ class Triton(Compiled):
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, turn: Turn | None = None
     ) -> Part:
         """The kernel turns the queries as it takes them."""
-        if not _fits(q, k, v, *(turn or ())):
+        if not _fits(q, k, v):
             return super().dense(q, k, v, causal=causal, window=window, turn=turn)
         from lce.kernels.cuda import attention as kernels
 
@@ -47,7 +47,7 @@ class Triton(Compiled):
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Part:
         """The query is turned, and the runs' bounds are read, on the device."""
-        if not _fits(q, k, v, *runs.turns):
+        if not _fits(q, k, v):
             return super().decode(q, k, v, runs)
         from lce.kernels.cuda import decoding as kernels
 
@@ -60,7 +60,7 @@ class Triton(Compiled):
 
     def dispatch(self, queries: SlotQueries, tile: Tensor, k: Tensor, v: Tensor, into: Part) -> None:
         """Rows are sorted on the device, and turned as the kernel takes them."""
-        if not _fits(queries.q, k, v, *queries.turns):
+        if not _fits(queries.q, k, v):
             super().dispatch(queries, tile, k, v, into)
             return
         from lce.kernels.cuda import attention as kernels

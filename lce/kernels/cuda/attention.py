@@ -70,6 +70,7 @@ def attend_tiles(
     n_slots = n_rows // max(1, n_heads * n_queries)
     assert k.shape == v.shape == (n_tiles, size, dim), (k.shape, v.shape)
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    cos, sin = (x.expand(n_queries, -1, -1).contiguous() for x in (cos, sin))
     assert cos.shape == sin.shape == (n_queries, cos.shape[1], dim // 2), (cos.shape, sin.shape)
     assert cos.shape[1] in (1, n_slots), (cos.shape, n_slots)
     assert tile.dtype == torch.int64
@@ -78,7 +79,6 @@ def attend_tiles(
     assert tile.is_contiguous()
     assert out.is_contiguous()
     assert lse.is_contiguous()
-    cos, sin = cos.contiguous(), sin.contiguous()
     if not n_rows:
         return
     alone = n_queries <= 4
