@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lce.attention import Attention, Runs, Tiles, Turn
+from lce.attention import Attention, Runs, Tiles, Turn, combine
 from lce.kernels.cuda import launching
 from tests.attention.truth import assert_same, dense_truth, random, routed_truth, routed_vectors, turns_of, vectors
+from tests.pretended import pretended_gpus
 
 pytestmark = pytest.mark.skipif(not launching.usable(torch.zeros(1)), reason="kernels run on the GPU")
 
@@ -54,6 +55,22 @@ def test_routed_over_several_rounds_is_the_same_to_the_bit(attention: Attention)
     again, again_lse = attention.routed(q, turns, chosen, rounds)
     assert torch.equal(out, again)
     assert torch.equal(lse, again_lse)
+
+
+def test_nothing_is_read_back_or_sent_to_the_gpu() -> None:
+    q, k, v = (x.bfloat16() for x in routed_vectors(4, 2, 5, 6, 5))
+    turns, chosen = turns_of(5, 3, torch.bfloat16), torch.arange(3).expand(4, 5, 3).contiguous()
+    attention, expected = Attention.choose("triton"), routed_truth(q, turns, chosen, (k, v))
+    with pretended_gpus(1) as gpus:
+        turn, tiles = Turn(*(x.cuda() for x in turns)), Tiles.of_chunks(k.cuda(), v.cuda())
+        on_gpu = q.cuda(), chosen.cuda()
+        with gpus.counting() as counts:
+            part = attention.routed(on_gpu[0], turn, on_gpu[1], [tiles])
+            out, lse = combine([part, attention.dense(on_gpu[0], tiles.k[:2], tiles.v[:2], causal=False)])
+        assert counts.syncs == counts.uploads == 0
+        assert_same((part[0].cpu().float(), part[1].cpu()), expected, 6e-2)
+        assert not out.isnan().any()
+        assert not lse.isnan().any()
 
 
 def runs_of(n_choosers: int) -> Runs:

@@ -7,6 +7,8 @@ step can be recorded and run again.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -45,22 +47,24 @@ def attend_runs(
     n_pieces = max(1, -(-most // piece))
     parts = torch.empty(n_runs * n_pieces, n_heads, dim, dtype=torch.float32, device=q.device)
     lses = torch.empty(n_runs * n_pieces, n_heads, dtype=torch.float32, device=q.device)
-    if rows == 1:
-        # A thread holds 32 numbers of the keys, of the values and of the sums.
-        kernel, options = _one_row, {"BLOCK_N": max(8, 4096 // head_blocks(dim)["DIM_BLOCK"]), "num_warps": 4}
-    else:
-        block = 64 if dim <= 128 and q.dtype is not torch.float32 else 32
-        kernel = _rows_together
-        options = {
-            "ROWS": rows, "ROW_BLOCK": max(16, triton.next_power_of_2(rows)), "BLOCK_N": block,
-            "PRECISION": "ieee", "num_warps": 4, "num_stages": 3,
-        }  # fmt: skip
+    kernel, options = _kernel_of(q.dtype, dim, rows)
     launching.launch(
         kernel, (n_runs * n_pieces, n_heads // rows), q, k, v, first, count, turn, cos, sin, parts, lses, q.stride(0),
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), n_runs, n_pieces, piece, n_heads, score_scale(dim),
         REP=rep, SHARE=n_heads // n_choosers, **head_blocks(dim), **options,
     )  # fmt: skip
     return merging.merge_pieces(parts, lses, q.dtype)
+
+
+def _kernel_of(dtype: torch.dtype, dim: int, rows: int) -> tuple[Any, dict[str, Any]]:
+    """The kernel for so many query heads a program, and its constants; `tools/compile_cuda.py` prints what they cost."""
+    if rows == 1:  # a thread holds 32 numbers of the keys, of the values and of the sums
+        return _one_row, {"BLOCK_N": max(8, 4096 // head_blocks(dim)["DIM_BLOCK"]), "num_warps": 4}
+    return _rows_together, {
+        "ROWS": rows, "ROW_BLOCK": max(16, triton.next_power_of_2(rows)),
+        "BLOCK_N": 64 if dim <= 128 and dtype is not torch.float32 else 32, "PRECISION": "ieee", "num_warps": 4,
+        "num_stages": 3,
+    }  # fmt: skip
 
 
 def _piece(most: int, n_runs: int) -> int:
