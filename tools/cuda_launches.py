@@ -17,11 +17,14 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Call:
-    """A call that launches one kernel or several; `decode`: they are part of a decode step, and must not spill."""
+    """A call that launches one kernel or several; `spills` says whether they may keep registers in memory.
+
+    Those of a decode step in half precision may not.
+    """
 
     name: str
     run: Callable[[], object]
-    decode: bool = False
+    spills: bool = True
 
 
 def _decode(dtype: torch.dtype, dim: int, n_heads: int, n_kv_heads: int, n_choosers: int, most: int = 256) -> None:
@@ -67,24 +70,25 @@ def _merge_slots(dtype: torch.dtype, n_slots: int) -> None:
 
 def _attention() -> Iterator[Call]:
     for (name, dtype), dim in ((x, d) for x in DTYPES.items() for d in HEAD_SIZES):
-        at = f"{name} {dim}"
-        yield Call(f"decode one row {at}", partial(_decode, dtype, dim, 8, 8, 8), True)
-        yield Call(f"decode 4 rows {at}", partial(_decode, dtype, dim, 32, 8, 8), True)
-        yield Call(f"dense one query {at}", partial(_dense, dtype, dim, 1, 1, 8192), True)
+        at, spills = f"{name} {dim}", dtype is torch.float32
+        yield Call(f"decode one row {at}", partial(_decode, dtype, dim, 8, 8, 8), spills)
+        yield Call(f"decode 4 rows {at}", partial(_decode, dtype, dim, 32, 8, 8), spills)
+        yield Call(f"dense one query {at}", partial(_dense, dtype, dim, 1, 1, 8192), spills)
         yield Call(f"dense block {at}", partial(_dense, dtype, dim, 1, 1024, 8192))
         yield Call(f"dense block window {at}", partial(_dense, dtype, dim, 4, 1024, 8192, 4096))
         yield Call(f"dense few {at}", partial(_dense, dtype, dim, 1, 40, 8192, None, False))
         yield Call(f"dense unmasked {at}", partial(_dense, dtype, dim, 1, 256, 256, None, False, False))
         yield Call(f"tiles block {at}", partial(_tiles, dtype, dim, 256, 256))
         yield Call(f"tiles ragged {at}", partial(_tiles, dtype, dim, 256, 100))
-        yield Call(f"tiles one query {at}", partial(_tiles, dtype, dim, 1, 256), True)
+        yield Call(f"tiles one query {at}", partial(_tiles, dtype, dim, 1, 256), spills)
     for name, dtype in DTYPES.items():
-        yield Call(f"decode 64 rows {name} 128", partial(_decode, dtype, 128, 64, 1, 1), True)
-        yield Call(f"decode 7 rows {name} 128", partial(_decode, dtype, 128, 28, 4, 1, 4096), True)
-        yield Call(f"merge slots {name}", partial(_merge_slots, dtype, 15), True)
-        yield Call(f"merge many slots {name}", partial(_merge_slots, dtype, 100), True)
+        spills = dtype is torch.float32
+        yield Call(f"decode 64 rows {name} 128", partial(_decode, dtype, 128, 64, 1, 1), spills)
+        yield Call(f"decode 7 rows {name} 128", partial(_decode, dtype, 128, 28, 4, 1, 4096), spills)
+        yield Call(f"merge slots {name}", partial(_merge_slots, dtype, 15), False)
+        yield Call(f"merge many slots {name}", partial(_merge_slots, dtype, 100), False)
         for n_parts in (2, 3, 4):
-            yield Call(f"combine {n_parts} {name}", partial(_combine, dtype, n_parts), True)
+            yield Call(f"combine {n_parts} {name}", partial(_combine, dtype, n_parts), False)
 
 
 CALLS: tuple[Call, ...] = (*_attention(),)

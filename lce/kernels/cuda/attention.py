@@ -122,7 +122,7 @@ def _blocks(dtype: torch.dtype, dim: int, n_rows: int) -> dict[str, Any]:
     `tools/compile_cuda.py` prints registers, spills and shared memory of each.
     """
     if dtype is torch.float32:  # no tensor cores
-        rows, keys, warps, stages = (16, 32, 4, 2) if n_rows <= 16 or dim > 128 else (32, 32, 4, 2)
+        rows, keys, warps, stages = (16, 16, 4, 2) if n_rows <= 16 or dim > 128 else (32, 32, 4, 2)
     elif n_rows <= 16:
         rows, keys, warps, stages = (16, 64, 4, 3) if dim <= 128 else (16, 32, 4, 3)
     elif n_rows <= 128 or dim > 128:

@@ -57,7 +57,7 @@ def attend_runs(
 
 
 def _kernel_of(dtype: torch.dtype, dim: int, rows: int) -> tuple[Any, dict[str, Any]]:
-    """The kernel for so many query heads a program, and its constants; `tools/compile_cuda.py` prints what they cost."""
+    """The kernel for so many query heads a program, and its constants: `tools/compile_cuda.py` prints their costs."""
     if rows == 1:  # a thread holds 32 numbers of the keys, of the values and of the sums
         return _one_row, {"BLOCK_N": max(8, 4096 // head_blocks(dim)["DIM_BLOCK"]), "num_warps": 4}
     return _rows_together, {
