@@ -17,7 +17,7 @@ from torch import Tensor
 from lce.kernels.cuda import launching, merging
 from lce.kernels.cuda.rows import LN2, LOWEST, attend_keys, finish, head_blocks, load_turned, score_scale
 
-LONGEST, SHORTEST = 1024, 64  # tokens of a piece
+LONGEST, SHORTEST = 512, 64  # tokens of a piece
 ENOUGH = 528  # programs that keep a GPU of 132 processors busy
 
 

@@ -43,10 +43,10 @@ def _merge(
     assert parts.is_contiguous()
     assert lses.is_contiguous()
     assert lses.dtype == torch.float32
-    block = min(32, max(2, triton.next_power_of_2(n_parts)))
+    block = min(64, max(2, triton.next_power_of_2(n_parts)))
     launching.launch(
         _merge_row, (lse.numel(),), parts, lses, out, lse, n_parts, *strides, *lse_strides, DIM=dim,
-        DIM_BLOCK=triton.next_power_of_2(dim), BLOCK_P=block, num_warps=4 if block == 32 else 2,
+        DIM_BLOCK=triton.next_power_of_2(dim), BLOCK_P=block, num_warps=max(2, block // 8),
     )  # fmt: skip
     return out, lse
 
