@@ -21,7 +21,7 @@ class Triton(Compiled):
 
     @classmethod
     def missing(cls) -> str | None:
-        return None if launching.installed() else "the triton package, which comes with PyTorch for CUDA"
+        return launching.missing()
 
     @classmethod
     def suits_machine(cls) -> bool:
