@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-HEAD_SIZES = (64, 80, 96, 128, 256)
+HEAD_SIZES = (16, 64, 80, 96, 128, 256)  # the first is that of tests, and as small as blocks get
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
