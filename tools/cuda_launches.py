@@ -91,4 +91,66 @@ def _attention() -> Iterator[Call]:
             yield Call(f"combine {n_parts} {name}", partial(_combine, dtype, n_parts), False)
 
 
-CALLS: tuple[Call, ...] = (*_attention(),)
+def _product(dtype: torch.dtype, n: int, size: int, rows: int, all_at_once: bool = False) -> None:
+    from lce.kernels.cuda.products import product
+
+    x, w = torch.empty(n, size, dtype=dtype), torch.empty(rows, size, dtype=dtype)
+    if not all_at_once:
+        product(x, w, onto=torch.empty(n, rows, dtype=dtype))
+        return
+    product(x, w, torch.empty(rows, dtype=dtype), norm=torch.empty(size, dtype=dtype), eps=1e-5, gated=True)
+
+
+def _layer(dtype: torch.dtype, dim: int, n: int) -> None:
+    """What a layer does to `n` tokens besides products and attention."""
+    from lce.kernels.cuda import elementwise
+
+    q, k = torch.empty(8, n, dim, dtype=dtype), torch.empty(2, n, dim, dtype=dtype)
+    weight, cos, at = torch.empty(dim, dtype=dtype), torch.empty(n, dim // 2, dtype=dtype), torch.zeros(1).long()
+    elementwise.rms_norm(torch.empty(n, 4096, dtype=dtype), torch.empty(4096, dtype=dtype), 1e-5)
+    elementwise.rms_norm_two(q, weight, k, weight, 1e-5)
+    elementwise.silu_mul(torch.empty(n, 28_672, dtype=dtype))
+    elementwise.rotate(q, cos, cos)
+    buffer = torch.empty(2, 4096, dim, dtype=dtype)
+    for place in (0, at):
+        elementwise.append(k, k, buffer, buffer, place, cos, cos)
+        elementwise.append(k, k, buffer, buffer, place, None, None)
+    elementwise.take_rows(buffer, buffer, torch.zeros(64, dtype=torch.int64))
+
+
+def _choice(dtype: torch.dtype, dim: int, n_chunks: int, choosers: int, bounds: bool = False) -> None:
+    from lce.kernels.cuda import choices
+
+    q, at = torch.empty(32, dim, dtype=dtype), torch.zeros(1).long()
+    summaries = torch.empty(8, n_chunks, 2, dim, dtype=dtype) if bounds else torch.empty(32, n_chunks, dim, dtype=dtype)
+    forced = torch.zeros(n_chunks, dtype=torch.bool)
+    choices.best_for_query(q, summaries, at, 256, 15, choosers=choosers, keep_first=True, keep_last=True)
+    choices.best_for_query(q, summaries, at, 256, 15, choosers=choosers, forced=forced, least=True)
+
+
+def _choices_of_a_block(dtype: torch.dtype, n_chunks: int) -> None:
+    from lce.kernels.cuda import choices
+
+    scores, forced = torch.empty(8, 4, n_chunks, dtype=dtype), torch.zeros(4, n_chunks, dtype=torch.bool)
+    choices.best_chunks(scores, forced, 15, 4096, 256)
+    choices.scores_of_few(torch.empty(8, 4, 128, dtype=dtype), torch.empty(8, n_chunks, 128, dtype=dtype))
+
+
+def _rest() -> Iterator[Call]:
+    for name, dtype in DTYPES.items():
+        for n in range(1, 5):
+            for size, rows in ((4096, 6144), (14_336, 4096), (2048, 2048), (896, 1152)):
+                at = f"{n} x {size} x {rows} {name}"
+                yield Call(f"product {at}", partial(_product, dtype, n, size, rows), False)
+                yield Call(f"product gated {at}", partial(_product, dtype, n, size, 2 * rows, True), False)
+        for dim in HEAD_SIZES:
+            yield Call(f"layer one token {name} {dim}", partial(_layer, dtype, dim, 1), False)
+            yield Call(f"layer block {name} {dim}", partial(_layer, dtype, dim, 500), False)
+            for choosers in (32, 8, 1):
+                yield Call(f"choice {choosers} {name} {dim}", partial(_choice, dtype, dim, 512, choosers), False)
+            yield Call(f"choice bounds {name} {dim}", partial(_choice, dtype, dim, 8192, 32, True), False)
+        for n_chunks in (128, 1024, 1 << 14):
+            yield Call(f"choices {n_chunks} {name}", partial(_choices_of_a_block, dtype, n_chunks), False)
+
+
+CALLS: tuple[Call, ...] = (*_attention(), *_rest())

@@ -30,7 +30,7 @@ def combine(parts: Sequence[Part]) -> Part:
     out, lse = parts[0]
     if len(parts) <= MOST_PARTS and out.device.type == "cpu" and out.dtype in STORED and lse.dtype == torch.float32:
         return merged(parts)
-    if out.is_cuda and launching.usable(out) and out.dtype in STORED and lse.dtype == torch.float32:
+    if launching.runs_on(out) and lse.dtype == torch.float32:
         from lce.kernels.cuda.merging import combined
 
         return combined(parts)

@@ -80,7 +80,7 @@ class Triton(Compiled):
 
 def _fits(q: Tensor, *others: Tensor) -> bool:
     """Whether the kernels take these: on CUDA, or on the CPU in the interpreter."""
-    if not launching.usable(q):
+    if not launching.usable(q) or q.requires_grad:
         return False
     from lce.kernels.cuda.rows import takes
 

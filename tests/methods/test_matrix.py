@@ -18,8 +18,11 @@ from lce.cache.layout import Budgets
 from lce.methods import Method, available, make
 from lce.models.config import RopeConfig
 from tests import oracle
+from tests.attention import strict_flash
+from tests.pretended import Gpus
 from tests.running import BY_BLOCK, cut, run, threads, vectors
 
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 WINDOW = 32
 HEADS = {"multi-head": (4, 4), "grouped-query": (8, 2)}
 # Knobs that a method needs if no model provides them.
@@ -82,7 +85,7 @@ CUTS = {
     "7": lambda n: cut(n, 7),
     "64": lambda n: cut(n, 64),
     "whole": lambda n: [n],
-    "prefill, then decode": lambda n: [200, *cut(n - 200, 1)],
+    "prefill, then decode": lambda n: [150, *cut(n - 150, 1)],
     "mixed": lambda n: [3, 90, 1, 1, n - 95],
 }
 
@@ -116,6 +119,11 @@ def exact_length(method: Method) -> int | None:
     return 1
 
 
+def beyond(method: Method, windows: int) -> int:
+    """Tokens far beyond the window: so many windows, and 3 more where the sinks alone are several of them."""
+    return (windows + 3 * (getattr(method, "sinks", 0) > 2 * WINDOW)) * WINDOW
+
+
 def test_every_method_has_a_definition() -> None:
     assert set(oracle.DEFINITIONS) == set(available())
 
@@ -123,7 +131,8 @@ def test_every_method_has_a_definition() -> None:
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize(("name", "knobs"), CASES, ids=str)
 def test_equals_the_oracle_far_beyond_the_window(name: str, knobs: dict[str, object], heads: tuple[int, int]) -> None:
-    n = 9 * WINDOW + 5
+    method = make(name, knobs)
+    n = beyond(method, 6) + 5
     q, k, v = vectors(7, *heads, n, 16)
     truth = None
     for called, cutting in CUTS.items():
@@ -131,7 +140,7 @@ def test_equals_the_oracle_far_beyond_the_window(name: str, knobs: dict[str, obj
         if truth is None or name in BY_BLOCK:
             setting = oracle.Setting(WINDOW, blocks)
             truth = oracle.attention(q, k, v, oracle.DEFINITIONS[name](q, k, v, setting, **knobs), setting)
-        out = run(make(name, knobs), q, k, v, blocks, window=WINDOW)
+        out = run(method, q, k, v, blocks, window=WINDOW)
         assert (out - truth).abs().max() <= 1e-4, f"blocks: {called}"
 
 
@@ -147,6 +156,7 @@ def test_backends_agree(name: str, backend: str) -> None:
 
 
 @pytest.mark.cuda
+@NEEDS_CUDA
 @pytest.mark.parametrize(("name", "knobs"), CASES, ids=str)
 def test_equals_the_oracle_on_cuda(name: str, knobs: dict[str, object]) -> None:
     q, k, v = vectors(3, 4, 2, 150, 16)
@@ -154,6 +164,68 @@ def test_equals_the_oracle_on_cuda(name: str, knobs: dict[str, object]) -> None:
     truth = oracle.attention(q, k, v, oracle.DEFINITIONS[name](q, k, v, setting, **knobs), setting)
     out = run(make(name, knobs), q.cuda(), k.cuda(), v.cuda(), setting.blocks, window=WINDOW)
     assert (out.cpu() - truth).abs().max() <= 1e-4
+
+
+def check_half_precision(name: str, knobs: dict[str, object], dtype: torch.dtype, device: str, scale: float) -> None:
+    """Beyond the window: all queries are close to the oracle but the few whose rounded scores choose something else."""
+    q, k, v = (x.to(dtype) for x in vectors(3, 4, 2, 150, 16))
+    q, k = q * scale, k * scale
+    setting = oracle.Setting(WINDOW, [70, *cut(78, 26), 1, 1])
+    wide = [x.float() for x in (q, k, v)]
+    truth = oracle.attention(*wide, oracle.DEFINITIONS[name](*wide, setting, **knobs), setting)
+    out = run(make(name, knobs), *(x.to(device) for x in (q, k, v)), setting.blocks, window=WINDOW)
+    assert out.dtype == dtype
+    assert out.isfinite().all()
+    error = (out.cpu().double() - truth).abs().amax(-1)
+    tolerance = 0.02 if dtype is torch.float16 else 0.1
+    assert error.median() <= tolerance / 5
+    # Very large scores make votes of exactly 0 and 1, and any of equal tokens may stand for a block.
+    assert (error > tolerance).double().mean() <= (0.15 if scale == 1 else 0.4)
+
+
+@pytest.mark.parametrize("name", available())
+def test_half_precision_as_on_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the flash kernel that PyTorch has on CUDA, or rather its stand-in."""
+    flash = strict_flash.install(monkeypatch)
+    check_half_precision(name, NEEDS.get(name, {}), torch.float16, "cpu", 1.0)
+    assert flash.calls
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs"),
+    [
+        ("dca", {}),
+        ("esa", {"compress": "none"}),
+        ("infllm", KNOBS["infllm"][0]),
+        ("lm_infinite", KNOBS["lm_infinite"][2]),
+    ],
+    ids=str,
+)
+def test_no_pass_waits_for_a_gpu(name: str, knobs: dict[str, object], gpus: Gpus) -> None:
+    """In float32, by plain arithmetic. The frequencies of RoPE are uploaded once, and nothing else."""
+    q, k, v = vectors(3, 4, 2, 150, 16)
+    blocks = [70, *cut(78, 26), 1, 1]
+    truth, on_gpu = run(make(name, knobs), q, k, v, blocks, window=WINDOW), [x.to("cuda") for x in (q, k, v)]
+    with gpus.counting() as counts:
+        out = run(make(name, knobs), *on_gpu, blocks, window=WINDOW)
+    assert (counts.syncs, counts.uploads) == (0, 1), counts.at
+    assert (out.cpu() - truth).abs().max() <= 1e-4
+
+
+@pytest.mark.cuda
+@NEEDS_CUDA
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "knobs"), CASES, ids=str)
+def test_half_precision_on_cuda(name: str, knobs: dict[str, object], dtype: torch.dtype) -> None:
+    check_half_precision(name, knobs, dtype, "cuda", 1.0)
+
+
+@pytest.mark.cuda
+@NEEDS_CUDA
+@pytest.mark.parametrize(("name", "knobs"), CASES, ids=str)
+def test_scores_beyond_half_precision_on_cuda(name: str, knobs: dict[str, object]) -> None:
+    """Dot products are some hundred thousand; float16 ends at 65,504."""
+    check_half_precision(name, knobs, torch.float16, "cuda", 64.0)
 
 
 @pytest.mark.parametrize("scaling", ["linear", "dynamic", "yarn", "llama3"])
@@ -246,13 +318,29 @@ def test_the_smallest_budget_changes_nothing(
 def check_the_smallest_budget(
     method: Method, heads: tuple[int, int], tmp_path: Path, kv_dtype: torch.dtype | None = None
 ) -> Tensor:
-    q, k, v = vectors(9, *heads, 6 * WINDOW, 16)
-    blocks = [30, 1, 1, *cut(6 * WINDOW - 62, 9), *cut(30, 1)]
-    calm = run(method, q, k, v, blocks, window=WINDOW, pieces=(4, 24), kv_dtype=kv_dtype)
-    budgets = Budgets(host=0, spill_dir=tmp_path)
-    out = run(method, q, k, v, blocks, window=WINDOW, pieces=(4, 24), budgets=budgets, disturb=5, kv_dtype=kv_dtype)
+    calm = in_small_pieces(method, heads, kv_dtype)
+    out = in_small_pieces(method, heads, kv_dtype, Budgets(host=0, spill_dir=tmp_path), disturb=5)
     assert torch.equal(out, calm)
     return calm
+
+
+def in_small_pieces(
+    method: Method,
+    heads: tuple[int, int],
+    kv_dtype: torch.dtype | None = None,
+    budgets: Budgets | None = None,
+    disturb: int = 0,
+) -> Tensor:
+    """Chunks of 4 tokens where the method has no size of its own, and reads of 24.
+
+    Fewer tokens where each is a chunk: the smallest budget holds one of them, and is filled again for every other.
+    """
+    n = beyond(method, 2 if method.resolve(WINDOW).reach.chunk_size == 1 else 4)
+    q, k, v = vectors(9, *heads, n, 16)
+    blocks = [30, 1, 1, *cut(n - 52, 9), *cut(20, 1)]
+    return run(
+        method, q, k, v, blocks, window=WINDOW, pieces=(4, 24), budgets=budgets, disturb=disturb, kv_dtype=kv_dtype
+    )
 
 
 @pytest.mark.parametrize(("name", "knobs"), CASES, ids=str)
@@ -260,12 +348,12 @@ def test_keys_and_values_in_8_bits_are_close_and_the_same_in_any_budget(
     name: str, knobs: dict[str, object], tmp_path: Path
 ) -> None:
     """To the bit, with one and two threads. Close: 1% of the result on the mean, in which few choices differ."""
-    found = []
+    method, heads, found = make(name, knobs), HEADS["grouped-query"], []
     for n_threads in (1, 2):
         with threads(n_threads):
-            found.append(check_the_smallest_budget(make(name, knobs), HEADS["grouped-query"], tmp_path, torch.int8))
+            found.append(check_the_smallest_budget(method, heads, tmp_path, torch.int8))
     assert torch.equal(*found)
-    exact = check_the_smallest_budget(make(name, knobs), HEADS["grouped-query"], tmp_path)
+    exact = in_small_pieces(method, heads)
     difference = (found[0] - exact).abs()
     assert difference.mean() <= 0.01 * exact.abs().mean()
     assert not difference[:, :30].any(), "nothing is old in the first block"

@@ -17,6 +17,10 @@ from torch import Tensor
 
 from lce.progress import notice
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # what kernels read; they compute in float32
+MOST_ROWS = 4  # rows of x that `products` takes; more are a product of matrices
+MOST_CHUNKS = 1 << 14  # chunks that a program of `choices` chooses from, in its registers
+
 
 @cache
 def installed() -> bool:
@@ -55,6 +59,11 @@ def interpreting() -> bool:
 def usable(x: Tensor) -> bool:
     """Whether kernels can run on this tensor."""
     return (x.is_cuda or interpreting()) and installed()
+
+
+def runs_on(x: Tensor) -> bool:
+    """Whether lce takes these kernels for a tensor: on a GPU, of a dtype that they read, nothing to differentiate."""
+    return x.is_cuda and x.dtype in DTYPES and not x.requires_grad and installed()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lce.kernels.cuda.launching import DTYPES
+
 LOWEST = tl.constexpr(-3.0e38)  # the largest score of a row that has seen no key: finite, so that no NaN arises
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST = 256  # dimensions of a head
 
 
