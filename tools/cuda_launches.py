@@ -150,7 +150,7 @@ def _rest() -> Iterator[Call]:
                 yield Call(f"choice {choosers} {name} {dim}", partial(_choice, dtype, dim, 512, choosers), False)
             yield Call(f"choice bounds {name} {dim}", partial(_choice, dtype, dim, 8192, 32, True), False)
         for n_chunks in (128, 1024, 1 << 14):
-            yield Call(f"choices {n_chunks} {name}", partial(_choices_of_a_block, dtype, n_chunks), False)
+            yield Call(f"choices {n_chunks} {name}", partial(_choices_of_a_block, dtype, n_chunks), n_chunks > 1024)
 
 
 CALLS: tuple[Call, ...] = (*_attention(), *_rest())
