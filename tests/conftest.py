@@ -18,9 +18,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is loaded: kernels for a GPU run on CPU tensors
 
 from tests.checkpoints import save_tiny
+from tests.interpreting import repair
 from tests.pretended import Gpus, pretended_gpus
 
 torch.set_num_threads(1)
+repair()
 
 
 @pytest.hookimpl(optionalhook=True)

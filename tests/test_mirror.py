@@ -22,6 +22,7 @@ COVERED = {  # a file of lce/, and the file of tests/ that tests it
     "kernels/__init__.py": "kernels/test_compiling.py",
     "attention/runs.py": "attention/test_attention.py",
     "kernels/rows.py": "kernels/test_attention.py",
+    "kernels/cuda/rows.py": "kernels/cuda/test_attention.py",
     "engine/job.py": "engine/test_saving.py",
     "engine/runner.py": "engine/test_engine.py",
     "methods/__init__.py": "test_package.py",

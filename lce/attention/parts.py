@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lce.kernels.cuda import launching
 from lce.kernels.merging import MOST_PARTS, merged
 from lce.kernels.numbers import STORED
 
@@ -29,6 +30,10 @@ def combine(parts: Sequence[Part]) -> Part:
     out, lse = parts[0]
     if len(parts) <= MOST_PARTS and out.device.type == "cpu" and out.dtype in STORED and lse.dtype == torch.float32:
         return merged(parts)
+    if launching.runs_on(out) and lse.dtype == torch.float32:
+        from lce.kernels.cuda.merging import combined
+
+        return combined(parts)
     lses = torch.stack([lse for _, lse in parts])
     total = lses.logsumexp(0)
     weights = (lses - total.masked_fill(total == -math.inf, 0.0)).exp()

@@ -202,7 +202,7 @@ _ATTENTION = (
         "--attention",
         default="auto",
         metavar="NAME",
-        help="What computes attention: compiled, torch, flash or reference.",
+        help="What computes attention: compiled, triton, flash, torch or reference.",
     ),
     option("--rope", metavar="none|linear|ntk|dynamic|yarn|llama3", help="RoPE scaling.  [default: the checkpoint's]"),
     option("--rope-factor", type=float, help="How far RoPE scaling stretches the window."),

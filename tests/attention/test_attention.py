@@ -212,7 +212,7 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
 
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-ON_CUDA = ("torch", "reference", *(["flash"] if importlib.util.find_spec("flash_attn") else []))
+ON_CUDA = ("torch", "reference", "triton", *(["flash"] if importlib.util.find_spec("flash_attn") else []))
 
 
 @pytest.mark.cuda

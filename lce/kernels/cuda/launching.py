@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lce.progress import notice
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # what kernels read; they compute in float32
 MOST_ROWS = 4  # rows of x that `products` takes; more are a product of matrices
 MOST_CHUNKS = 1 << 14  # chunks that a program of `choices` chooses from, in its registers
@@ -22,8 +24,31 @@ MOST_CHUNKS = 1 << 14  # chunks that a program of `choices` chooses from, in its
 
 @cache
 def installed() -> bool:
-    """Whether Triton is there."""
-    return importlib.util.find_spec("triton") is not None
+    """Whether Triton is there, and can compile: it wants a C compiler."""
+    return missing() is None
+
+
+@cache
+def missing() -> str | None:
+    """What kernels need and this machine lacks; None where nothing. Where there is a GPU, one kernel is run there.
+
+    If that fails a notice says so, and PyTorch's operators serve. Takes a second if no run before has compiled it.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "the triton package, which comes with PyTorch for CUDA"
+    if interpreting() or not torch.cuda.is_available():
+        return None
+    try:
+        from lce.kernels.cuda.merging import combined
+
+        part = torch.zeros(1, 16, device="cuda"), torch.zeros(1, device="cuda")
+        combined([part, part])
+        torch.cuda.synchronize()
+    except Exception as error:  # of a compiler, a linker, a driver
+        why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        notice(f"Triton's kernels do not run here ({why}); PyTorch's operators are used")
+        return f"a Triton that can compile here ({why})"
+    return None
 
 
 def interpreting() -> bool:

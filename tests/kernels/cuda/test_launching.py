@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lce.kernels.cuda import launching
+from tests.pretended import pretended_gpus
 
 
 class Kernel:
@@ -41,3 +42,21 @@ def test_kernels_take_cpu_tensors_only_in_the_interpreter(monkeypatch: pytest.Mo
     assert launching.usable(x) == launching.installed()
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert not launching.usable(x)
+
+
+def test_a_gpu_on_which_triton_cannot_compile(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No C compiler, say: the first launch fails, a notice says so once, and other operators serve."""
+    pytest.importorskip("triton")
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("Failed to find C compiler.\nPlease specify one")
+
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pretended_gpus(1):
+        monkeypatch.setattr(launching, "launch", fail)
+        why = launching.missing.__wrapped__()
+    assert why == "a Triton that can compile here (RuntimeError: Failed to find C compiler.)"
+    said = "Triton's kernels do not run here (RuntimeError: Failed to find C compiler.); PyTorch's operators are used"
+    assert said in capsys.readouterr().err

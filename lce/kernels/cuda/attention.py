@@ -1,0 +1,238 @@
+"""Attention in tiles, as FlashAttention has it (Dao, 2023): dense, and over chosen tiles.
+
+The grids and the order of every sum depend on shapes alone: a row's result does not depend on the rows beside it, nor
+on where in memory its keys lie.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lce.kernels.cuda import launching, merging
+from lce.kernels.cuda.rows import LOWEST, attend_keys, finish, head_blocks, load_turned, score_scale
+
+ENOUGH = 264  # programs that keep a GPU of 132 processors busy
+SHORTEST = 256  # keys of a piece, where keys are split
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None, cos: Tensor | None = None,
+    sin: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`q [H, T, D]`, `k v [G, N, D]` to `out [H, T, D]`, `lse [H, T]` (float32); H / G query heads share a KV head.
+
+    N ≥ 1. Causal: the last query sees the last key; with `window` a query sees its nearest `window` keys at most. Query
+    t is turned by `cos sin [t]`, `[T, D/2]`, in registers. The query heads of a KV head are rows of one product, and
+    their keys are read once. Where few programs would run, keys are split and the pieces merged.
+    Time: O(H · T · N · D). Bytes: the keys once for each block of rows; pieces · H · T · D float32 numbers if split.
+    """
+    (n_heads, n_queries, dim), (n_groups, n_keys, _) = q.shape, k.shape
+    rep = n_heads // n_groups
+    assert k.shape == v.shape == (n_groups, n_keys, dim), (k.shape, v.shape)
+    assert n_heads == rep * n_groups, (n_heads, n_groups)
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    turned = cos is not None and sin is not None
+    if cos is not None and sin is not None:
+        assert cos.shape == sin.shape == (n_queries, dim // 2), (cos.shape, sin.shape)
+        cos, sin = cos.contiguous(), sin.contiguous()
+    blocks = _blocks(q.dtype, dim, n_queries * rep)
+    n_blocks = -(-n_queries * rep // blocks["BLOCK_M"])
+    n_pieces = max(1, min(-(-ENOUGH // (n_groups * n_blocks)), n_keys // SHORTEST))
+    piece = -(-n_keys // n_pieces // blocks["BLOCK_N"]) * blocks["BLOCK_N"]
+    shape = (n_heads, n_queries, dim) if n_pieces == 1 else (n_pieces, n_heads, n_queries, dim)
+    out = torch.empty(shape, dtype=q.dtype if n_pieces == 1 else torch.float32, device=q.device)
+    lse = torch.empty(shape[:-1], dtype=torch.float32, device=q.device)
+    launching.launch(
+        _attend, (n_groups * n_blocks * n_pieces,), q, k, v, cos if turned else q, sin if turned else q, out, lse,
+        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), n_queries, n_keys,
+        n_keys if window is None else window, n_blocks, n_pieces, piece, n_heads, score_scale(dim), REP=rep,
+        CAUSAL=causal, WINDOW=causal and window is not None, TURN=turned, **head_blocks(dim), **blocks,
+    )  # fmt: skip
+    return (out, lse) if n_pieces == 1 else merging.merge_pieces(out, lse, q.dtype)
+
+
+def attend_tiles(
+    q: Tensor, cos: Tensor, sin: Tensor, tile: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> None:
+    """Row `a = (h·T + t)·K + s` is `q[h, t]` turned by `cos sin [t, s]`, and attends tile number `tile[a]` of `k v`.
+
+    `q [H, T, D]`, `cos sin [T, K, D/2]` or `[T, 1, D/2]`, `tile [A]` int64, -1 for none, `k v [E, L, D]`. Writes
+    `out [A, D]` and `lse [A]` (float32) where there is a tile. Rows are sorted by tile, and a program takes rows of one
+    tile; few rows are programs of their own. Nothing is read back. Time: O(A · L · D), and a sort of A numbers.
+    """
+    n_heads, n_queries, dim = q.shape
+    n_rows, (n_tiles, size, _) = tile.numel(), k.shape
+    n_slots = n_rows // max(1, n_heads * n_queries)
+    assert k.shape == v.shape == (n_tiles, size, dim), (k.shape, v.shape)
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    cos, sin = (x.expand(n_queries, -1, -1).contiguous() for x in (cos, sin))
+    assert cos.shape == sin.shape == (n_queries, cos.shape[1], dim // 2), (cos.shape, sin.shape)
+    assert cos.shape[1] in (1, n_slots), (cos.shape, n_slots)
+    assert tile.dtype == torch.int64
+    assert out.shape == (n_rows, dim)
+    assert lse.shape == (n_rows,)
+    assert tile.is_contiguous()
+    assert out.is_contiguous()
+    assert lse.is_contiguous()
+    if not n_rows:
+        return
+    alone = n_queries <= 4
+    blocks = _blocks(q.dtype, dim, 16 if alone else 64)
+    if alone:
+        order = starts = block_tile = tile
+        n_programs = n_rows
+    else:
+        order, starts, block_tile = sorted_blocks(tile, n_tiles, blocks["BLOCK_M"])
+        n_programs = len(block_tile)
+    launching.launch(
+        _attend_tiles, (n_programs,), q, cos, sin, order, starts, block_tile, k, v, out, lse, q.stride(0), q.stride(1),
+        k.stride(0), k.stride(1), v.stride(0), v.stride(1), n_queries, n_slots, cos.shape[1], n_tiles, size,
+        score_scale(dim), ALONE=alone, EVEN=size % blocks["BLOCK_N"] == 0, **head_blocks(dim), **blocks,
+    )  # fmt: skip
+
+
+def sorted_blocks(tile: Tensor, n_tiles: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows by tile, cut into blocks of at most `size` rows of one tile; nothing is read back.
+
+    Returns `order [A]`, the rows sorted by tile, those without one (-1) first; `starts [2, E + 1]`: where in `order`
+    each tile's rows begin, and which block is its first; `block_tile [B]`, the tile of each block, E behind the last:
+    B bounds the number of blocks, `A / size` and one more for each tile.
+
+    Example: tiles 1, 0, 1, 1 and blocks of 2: order 1, 0, 2, 3; rows begin at 0, 1, 4; blocks begin at 0, 1, 3.
+    """
+    sorted_tiles, order = tile.to(torch.int32).sort(stable=True)
+    numbers = torch.arange(n_tiles + 1, dtype=torch.int32, device=tile.device)
+    row_starts = torch.searchsorted(sorted_tiles, numbers)
+    n_blocks = (row_starts.diff() + (size - 1)) // size
+    block_starts = torch.cat((n_blocks.new_zeros(1), n_blocks.cumsum(0)))
+    most = -(-tile.numel() // size) + min(n_tiles, tile.numel())
+    blocks = torch.arange(most, dtype=torch.int64, device=tile.device)
+    block_tile = torch.searchsorted(block_starts[1:].contiguous(), blocks, right=True)
+    return order, torch.stack((row_starts, block_starts)), block_tile
+
+
+def _blocks(dtype: torch.dtype, dim: int, n_rows: int) -> dict[str, Any]:
+    """Rows and keys of a block, warps and stages: what fits an A100's shared memory, and does not spill on an H100.
+
+    `tools/compile_cuda.py` prints registers, spills and shared memory of each. Not measured on a GPU.
+    """
+    if dtype is torch.float32:  # no tensor cores
+        rows, keys, warps, stages = (16, 16, 4, 2) if n_rows <= 16 or dim > 128 else (32, 32, 4, 2)
+    elif n_rows <= 16:
+        rows, keys, warps, stages = (16, 64, 4, 3) if dim <= 128 else (16, 32, 4, 3)
+    elif n_rows <= 128 or dim > 128:
+        rows, keys, warps, stages = (64, 64, 4, 2) if dim <= 128 else (64, 32, 4, 2)
+    else:
+        rows, keys, warps, stages = 128, 128, 8, 2
+    precision = "ieee" if dtype is torch.float32 else "tf32"  # of float32 products alone
+    return {"BLOCK_M": rows, "BLOCK_N": keys, "PRECISION": precision, "num_warps": warps, "num_stages": stages}
+
+
+@triton.jit(do_not_specialize=["n_queries", "n_keys", "window", "n_blocks", "n_pieces", "piece", "n_heads"])
+def _attend(
+    q, k, v, cos, sin, out, lse, q_head, q_row, k_group, k_row, v_group, v_row, n_queries, n_keys, window, n_blocks,
+    n_pieces, piece, n_heads, scale, REP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TURN: tl.constexpr,
+    DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A block of rows of a KV head's query heads, and a piece of its keys. Row `t · REP + r` is query t of head r.
+
+    Keys are attended in up to three stretches: those that only some rows see, because of the window; those that all
+    rows see, without a mask; those that only some rows see, because of causality, with the ragged end.
+    """
+    program = tl.program_id(0)
+    number, group = program % (n_blocks * n_pieces), program // (n_blocks * n_pieces)
+    block, part = n_blocks - 1 - number % n_blocks, number // n_blocks  # long rows first
+    row, column = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, DIM_BLOCK)
+    query, head = row // REP, group * REP + row % REP
+    held = query < n_queries
+    first_query = block * BLOCK_M // REP
+    last_query = tl.minimum((block * BLOCK_M + BLOCK_M - 1) // REP, n_queries - 1)
+    past = n_keys - n_queries
+    first, stop = part * piece, tl.minimum(n_keys, part * piece + piece)
+    begin, end = query * 0, query * 0 + stop
+    some = first  # from here on all rows see all keys
+    all_see = stop
+    if CAUSAL:
+        end = past + query + 1
+        all_see = tl.minimum(stop, past + first_query + 1)
+        stop = tl.minimum(stop, past + last_query + 1)
+        end = tl.minimum(end, stop)
+    if WINDOW:
+        begin = past + query + 1 - window
+        lowest = tl.maximum(past + first_query + 1 - window, 0) // BLOCK_N * BLOCK_N
+        first = tl.maximum(first, lowest)
+        seen_by_all = tl.maximum(past + last_query + 1 - window, 0)
+        some = tl.maximum(first, (seen_by_all + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
+        some = tl.minimum(some, tl.maximum(stop, first))
+    whole = some + tl.maximum(all_see - some, 0) // BLOCK_N * BLOCK_N  # up to here without a mask
+
+    q_first, q_second = load_turned(
+        q, head.to(tl.int64) * q_head + query.to(tl.int64) * q_row, held, cos, sin, query.to(tl.int64) * (DIM // 2),
+        DIM, HALF_BLOCK, TURN,
+    )  # fmt: skip
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    sums = tl.zeros([BLOCK_M, DIM_BLOCK], tl.float32)
+    k_at, v_at = k + group.to(tl.int64) * k_group, v + group.to(tl.int64) * v_group
+    if WINDOW:
+        top, total, sums = attend_keys(
+            q_first, q_second, k_at + first.to(tl.int64) * k_row, v_at + first.to(tl.int64) * v_row, k_row, v_row,
+            first, tl.minimum(some, stop), begin, end, top, total, sums, scale, DIM, HALF_BLOCK, DIM_BLOCK, BLOCK_N,
+            True, PRECISION,
+        )  # fmt: skip
+    top, total, sums = attend_keys(
+        q_first, q_second, k_at + some.to(tl.int64) * k_row, v_at + some.to(tl.int64) * v_row, k_row, v_row, some,
+        whole, begin, end, top, total, sums, scale, DIM, HALF_BLOCK, DIM_BLOCK, BLOCK_N, False, PRECISION,
+    )  # fmt: skip
+    top, total, sums = attend_keys(
+        q_first, q_second, k_at + whole.to(tl.int64) * k_row, v_at + whole.to(tl.int64) * v_row, k_row, v_row, whole,
+        stop, begin, end, top, total, sums, scale, DIM, HALF_BLOCK, DIM_BLOCK, BLOCK_N, True, PRECISION,
+    )  # fmt: skip
+    values, sizes = finish(top, total, sums)
+    at = (part.to(tl.int64) * n_heads + head) * n_queries + query
+    mask = held[:, None] & (column < DIM)[None, :]
+    tl.store(out + at[:, None] * DIM + column[None, :], values.to(out.dtype.element_ty), mask=mask)
+    tl.store(lse + at, sizes, mask=held)
+
+
+@triton.jit(do_not_specialize=["n_queries", "n_slots", "n_turns", "n_tiles", "size"])
+def _attend_tiles(
+    q, cos, sin, order, starts, block_tile, k, v, out, lse, q_head, q_row, k_tile, k_row, v_tile, v_row, n_queries,
+    n_slots, n_turns, n_tiles, size, scale, ALONE: tl.constexpr, EVEN: tl.constexpr, DIM: tl.constexpr,
+    HALF_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A block of rows of one tile. `ALONE`: row number `program`, whose tile is `block_tile[program]`."""
+    program = tl.program_id(0)
+    tile, i, column = tl.load(block_tile + program), tl.arange(0, BLOCK_M), tl.arange(0, DIM_BLOCK)
+    if (tile >= 0) & (tile < n_tiles):
+        if ALONE:
+            row, held = (program + i * 0).to(tl.int64), i < 1
+        else:
+            begin = tl.load(starts + tile)
+            stop = tl.load(starts + tile + 1)
+            place = begin + (program - tl.load(starts + n_tiles + 1 + tile)) * BLOCK_M + i
+            held = place < stop
+            row = tl.load(order + place, mask=held, other=0)
+        slot, query, head = row % n_slots, row // n_slots % n_queries, row // n_slots // n_queries
+        q_first, q_second = load_turned(
+            q, head * q_head + query * q_row, held, cos, sin, (query * n_turns + slot % n_turns) * (DIM // 2), DIM,
+            HALF_BLOCK, True,
+        )  # fmt: skip
+        top = tl.full([BLOCK_M], LOWEST, tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        sums = tl.zeros([BLOCK_M, DIM_BLOCK], tl.float32)
+        top, total, sums = attend_keys(
+            q_first, q_second, k + tile * k_tile, v + tile * v_tile, k_row, v_row, 0, size, i * 0, i * 0 + size, top,
+            total, sums, scale, DIM, HALF_BLOCK, DIM_BLOCK, BLOCK_N, not EVEN, PRECISION,
+        )  # fmt: skip
+        values, sizes = finish(top, total, sums)
+        mask = held[:, None] & (column < DIM)[None, :]
+        tl.store(out + row[:, None] * DIM + column[None, :], values.to(out.dtype.element_ty), mask=mask)
+        tl.store(lse + row, sizes, mask=held)

@@ -1,0 +1,111 @@
+"""The backend of GPU kernels: on CPU tensors, in Triton's interpreter, as the other backends compute it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lce.attention import Attention, Runs, Tiles, Turn, combine
+from lce.kernels.cuda import launching
+from tests.attention.truth import assert_same, dense_truth, random, routed_truth, routed_vectors, turns_of, vectors
+from tests.pretended import pretended_gpus
+
+pytestmark = pytest.mark.skipif(not launching.usable(torch.zeros(1)), reason="kernels run on the GPU")
+
+
+@pytest.fixture(name="attention")
+def _attention() -> Attention:
+    return Attention.choose("triton")
+
+
+def test_dense(attention: Attention) -> None:
+    q, k, v = vectors(4, 2, 6, 20)
+    assert_same(attention.dense(q, k, v, causal=True), dense_truth(q, k, v, causal=True))
+    assert_same(attention.dense(q, k, v, causal=True, window=4), dense_truth(q, k, v, True, 4))
+    turn = turns_of(6, 1).at(slice(None), 0)
+    expected = Attention.choose("reference").dense(q, k, v, causal=True, turn=turn)
+    assert_same(attention.dense(q, k, v, causal=True, turn=turn), (expected[0].double(), expected[1].double()))
+
+
+@pytest.mark.parametrize("n_queries", [1, 7])
+@pytest.mark.parametrize("per_slot", [False, True], ids=["one turn", "one turn a slot"])
+def test_routed(attention: Attention, n_queries: int, per_slot: bool) -> None:
+    q, k, v = routed_vectors(4, 2, n_queries, 6, 5)
+    turns = turns_of(n_queries, 3 if per_slot else 1)
+    chosen = torch.rand(4, n_queries, 6, generator=torch.Generator().manual_seed(4)).argsort(-1)[..., :3]
+    chosen[0, :, 1] = -1
+    chosen[1, 0] = -1
+    memory = torch.full((chosen.numel() * 16,), torch.nan)
+    part = attention.routed(q, turns, chosen, [Tiles.of_chunks(k, v)], memory)
+    assert_same(part, routed_truth(q, turns, chosen, (k, v)))
+
+
+def test_routed_over_several_rounds_is_the_same_to_the_bit(attention: Attention) -> None:
+    q, k, v = (x.bfloat16() for x in routed_vectors(4, 2, 7, 4, 5))
+    turns, whole = turns_of(7, 2, torch.bfloat16), Tiles.of_chunks(k, v)
+    chosen = torch.rand(4, 7, 4, generator=torch.Generator().manual_seed(4)).argsort(-1)[..., :2]
+    rounds = []
+    for some in ([2, 0], [3, 1]):
+        tiles = whole.index[:, some].flatten()
+        index = torch.full_like(whole.index, -1)
+        index[:, some] = torch.arange(len(tiles)).view(2, 2)
+        rounds.append(Tiles(whole.k[tiles], whole.v[tiles], index))
+    out, lse = attention.routed(q, turns, chosen, [whole])
+    again, again_lse = attention.routed(q, turns, chosen, rounds)
+    assert torch.equal(out, again)
+    assert torch.equal(lse, again_lse)
+
+
+def test_nothing_is_read_back_or_sent_to_the_gpu() -> None:
+    q, k, v = (x.bfloat16() for x in routed_vectors(4, 2, 5, 6, 5))
+    turns, chosen = turns_of(5, 3, torch.bfloat16), torch.arange(3).expand(4, 5, 3).contiguous()
+    attention, expected = Attention.choose("triton"), routed_truth(q, turns, chosen, (k, v))
+    with pretended_gpus(1) as gpus:
+        turn, tiles = Turn(*(x.cuda() for x in turns)), Tiles.of_chunks(k.cuda(), v.cuda())
+        on_gpu = q.cuda(), chosen.cuda()
+        with gpus.counting() as counts:
+            part = attention.routed(on_gpu[0], turn, on_gpu[1], [tiles])
+            out, lse = combine([part, attention.dense(on_gpu[0], tiles.k[:2], tiles.v[:2], causal=False)])
+        assert counts.syncs == counts.uploads == 0
+        assert_same((part[0].cpu().float(), part[1].cpu()), expected, 6e-2)
+        assert not out.isnan().any()
+        assert not lse.isnan().any()
+
+
+def runs_of(n_choosers: int) -> Runs:
+    first, count = torch.tensor([[3, 20, 900]]), torch.tensor([[9, 5, 0]])
+    turns = Turn(*(x.squeeze(0) for x in turns_of(1, 3)))
+    return Runs(*(x.repeat(n_choosers, 1) for x in (first, count)), torch.tensor([2, 0, 1]), turns, 10)
+
+
+@pytest.mark.parametrize("n_choosers", [1, 2, 4])
+def test_decode(attention: Attention, n_choosers: int) -> None:
+    q, k, v = vectors(4, 2, 1, 30)
+    expected = Attention.choose("reference").decode(q, k, v, runs_of(n_choosers))
+    found = attention.decode(q, k, v, runs_of(n_choosers))
+    assert_same(found, (expected[0].double(), expected[1].double()))
+
+
+def cases(dtype: torch.dtype, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    return (random(2, 3, dim, seed=1).to(dtype), *(random(2, 9, dim, seed=seed).to(dtype) for seed in (2, 3)))
+
+
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float64, 16), (torch.float32, 320)])
+def test_what_the_kernels_do_not_take_goes_to_other_backends(
+    attention: Attention, dtype: torch.dtype, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "launch", None)
+    q, k, v = cases(dtype, dim)
+    assert_same(attention.dense(q, k, v, causal=True), dense_truth(q, k, v, causal=True), 1e-4)
+
+
+def test_on_cpus_without_the_interpreter_the_compiled_kernels_run(
+    attention: Attention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(launching, "launch", None)
+    q, k, v = vectors(4, 2, 6, 20)
+    compiled = Attention.choose("compiled")
+    assert torch.equal(attention.dense(q, k, v, causal=True)[0], compiled.dense(q, k, v, causal=True)[0])
+    assert torch.equal(attention.decode(q[:, :1], k, v, runs_of(1))[0], compiled.decode(q[:, :1], k, v, runs_of(1))[0])

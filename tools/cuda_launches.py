@@ -1,0 +1,156 @@
+"""Calls of the Triton kernels' wrappers, one for each kind of launch that they make: what `compile_cuda` compiles.
+
+Tensors hold nothing; only their shapes, strides and addresses count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+HEAD_SIZES = (16, 64, 80, 96, 128, 256)  # the first is that of tests, and as small as blocks get
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that launches one kernel or several; `spills` says whether they may keep registers in memory.
+
+    Those of a decode step in half precision may not.
+    """
+
+    name: str
+    run: Callable[[], object]
+    spills: bool = True
+
+
+def _decode(dtype: torch.dtype, dim: int, n_heads: int, n_kv_heads: int, n_choosers: int, most: int = 256) -> None:
+    from lce.kernels.cuda.decoding import attend_runs
+
+    k = torch.empty(n_kv_heads, 4096, dim, dtype=dtype)
+    first, turn = torch.zeros(n_choosers, 16, dtype=torch.int64), torch.zeros(16, dtype=torch.int64)
+    cos = torch.empty(16, dim // 2, dtype=dtype)
+    attend_runs(torch.empty(n_heads, dim, dtype=dtype), k, k, first, first, turn, cos, cos, most)
+
+
+def _dense(
+    dtype: torch.dtype, dim: int, rep: int, n_queries: int, n_keys: int, window: int | None = None, turned: bool = True,
+    causal: bool = True,
+) -> None:  # fmt: skip
+    from lce.kernels.cuda.attention import attend
+
+    k, cos = torch.empty(4, n_keys, dim, dtype=dtype), torch.empty(n_queries, dim // 2, dtype=dtype)
+    turn = (cos, cos) if turned else (None, None)
+    attend(torch.empty(4 * rep, n_queries, dim, dtype=dtype), k, k, causal, window, *turn)
+
+
+def _tiles(dtype: torch.dtype, dim: int, n_queries: int, size: int) -> None:
+    from lce.kernels.cuda.attention import attend_tiles
+
+    n_slots, q = 4, torch.empty(4, n_queries, dim, dtype=dtype)
+    k, cos = torch.empty(8, size, dim, dtype=dtype), torch.empty(n_queries, n_slots, dim // 2, dtype=dtype)
+    n = 4 * n_queries * n_slots
+    attend_tiles(q, cos, cos, torch.zeros(n, dtype=torch.int64), k, k, torch.empty(n, dim, dtype=dtype), torch.empty(n))
+
+
+def _combine(dtype: torch.dtype, n_parts: int) -> None:
+    from lce.kernels.cuda.merging import combined
+
+    combined([(torch.empty(4, 32, 128, dtype=dtype), torch.empty(4, 32)) for _ in range(n_parts)])
+
+
+def _merge_slots(dtype: torch.dtype, n_slots: int) -> None:
+    from lce.kernels.cuda.merging import merge_slots
+
+    merge_slots(torch.empty(4, 32, n_slots, 128, dtype=dtype), torch.empty(4, 32, n_slots))
+
+
+def _attention() -> Iterator[Call]:
+    for (name, dtype), dim in ((x, d) for x in DTYPES.items() for d in HEAD_SIZES):
+        at, spills = f"{name} {dim}", dtype is torch.float32
+        yield Call(f"decode one row {at}", partial(_decode, dtype, dim, 8, 8, 8), spills)
+        yield Call(f"decode 4 rows {at}", partial(_decode, dtype, dim, 32, 8, 8), spills)
+        yield Call(f"dense one query {at}", partial(_dense, dtype, dim, 1, 1, 8192), spills)
+        yield Call(f"dense block {at}", partial(_dense, dtype, dim, 1, 1024, 8192))
+        yield Call(f"dense block window {at}", partial(_dense, dtype, dim, 4, 1024, 8192, 4096))
+        yield Call(f"dense few {at}", partial(_dense, dtype, dim, 1, 40, 8192, None, False))
+        yield Call(f"dense unmasked {at}", partial(_dense, dtype, dim, 1, 256, 256, None, False, False))
+        yield Call(f"tiles block {at}", partial(_tiles, dtype, dim, 256, 256))
+        yield Call(f"tiles ragged {at}", partial(_tiles, dtype, dim, 256, 100))
+        yield Call(f"tiles one query {at}", partial(_tiles, dtype, dim, 1, 256), spills)
+    for name, dtype in DTYPES.items():
+        spills = dtype is torch.float32
+        yield Call(f"decode 64 rows {name} 128", partial(_decode, dtype, 128, 64, 1, 1), spills)
+        yield Call(f"decode 7 rows {name} 128", partial(_decode, dtype, 128, 28, 4, 1, 4096), spills)
+        yield Call(f"merge slots {name}", partial(_merge_slots, dtype, 15), False)
+        yield Call(f"merge many slots {name}", partial(_merge_slots, dtype, 100), False)
+        for n_parts in (2, 3, 4):
+            yield Call(f"combine {n_parts} {name}", partial(_combine, dtype, n_parts), False)
+
+
+def _product(dtype: torch.dtype, n: int, size: int, rows: int, all_at_once: bool = False) -> None:
+    from lce.kernels.cuda.products import product
+
+    x, w = torch.empty(n, size, dtype=dtype), torch.empty(rows, size, dtype=dtype)
+    if not all_at_once:
+        product(x, w, onto=torch.empty(n, rows, dtype=dtype))
+        return
+    product(x, w, torch.empty(rows, dtype=dtype), norm=torch.empty(size, dtype=dtype), eps=1e-5, gated=True)
+
+
+def _layer(dtype: torch.dtype, dim: int, n: int) -> None:
+    """What a layer does to `n` tokens besides products and attention."""
+    from lce.kernels.cuda import elementwise
+
+    q, k = torch.empty(8, n, dim, dtype=dtype), torch.empty(2, n, dim, dtype=dtype)
+    weight, cos, at = torch.empty(dim, dtype=dtype), torch.empty(n, dim // 2, dtype=dtype), torch.zeros(1).long()
+    elementwise.rms_norm(torch.empty(n, 4096, dtype=dtype), torch.empty(4096, dtype=dtype), 1e-5)
+    elementwise.rms_norm_two(q, weight, k, weight, 1e-5)
+    elementwise.silu_mul(torch.empty(n, 28_672, dtype=dtype))
+    elementwise.rotate(q, cos, cos)
+    buffer = torch.empty(2, 4096, dim, dtype=dtype)
+    for place in (0, at):
+        elementwise.append(k, k, buffer, buffer, place, cos, cos)
+        elementwise.append(k, k, buffer, buffer, place, None, None)
+    elementwise.take_rows(buffer, buffer, torch.zeros(64, dtype=torch.int64))
+
+
+def _choice(dtype: torch.dtype, dim: int, n_chunks: int, choosers: int, bounds: bool = False) -> None:
+    from lce.kernels.cuda import choices
+
+    q, at = torch.empty(32, dim, dtype=dtype), torch.zeros(1).long()
+    summaries = torch.empty(8, n_chunks, 2, dim, dtype=dtype) if bounds else torch.empty(32, n_chunks, dim, dtype=dtype)
+    forced = torch.zeros(n_chunks, dtype=torch.bool)
+    choices.best_for_query(q, summaries, at, 256, 15, choosers=choosers, keep_first=True, keep_last=True)
+    choices.best_for_query(q, summaries, at, 256, 15, choosers=choosers, forced=forced, least=True)
+
+
+def _choices_of_a_block(dtype: torch.dtype, n_chunks: int) -> None:
+    from lce.kernels.cuda import choices
+
+    scores, forced = torch.empty(8, 4, n_chunks, dtype=dtype), torch.zeros(4, n_chunks, dtype=torch.bool)
+    choices.best_chunks(scores, forced, 15, 4096, 256)
+    choices.scores_of_few(torch.empty(8, 4, 128, dtype=dtype), torch.empty(8, n_chunks, 128, dtype=dtype))
+
+
+def _rest() -> Iterator[Call]:
+    for name, dtype in DTYPES.items():
+        for n in range(1, 5):
+            for size, rows in ((4096, 6144), (14_336, 4096), (2048, 2048), (896, 1152)):
+                at = f"{n} x {size} x {rows} {name}"
+                yield Call(f"product {at}", partial(_product, dtype, n, size, rows), False)
+                yield Call(f"product gated {at}", partial(_product, dtype, n, size, 2 * rows, True), False)
+        for dim in HEAD_SIZES:
+            yield Call(f"layer one token {name} {dim}", partial(_layer, dtype, dim, 1), False)
+            yield Call(f"layer block {name} {dim}", partial(_layer, dtype, dim, 500), False)
+            for choosers in (32, 8, 1):
+                yield Call(f"choice {choosers} {name} {dim}", partial(_choice, dtype, dim, 512, choosers), False)
+            yield Call(f"choice bounds {name} {dim}", partial(_choice, dtype, dim, 8192, 32, True), False)
+        for n_chunks in (128, 1024, 1 << 14):
+            yield Call(f"choices {n_chunks} {name}", partial(_choices_of_a_block, dtype, n_chunks), n_chunks > 1024)
+
+
+CALLS: tuple[Call, ...] = (*_attention(), *_rest())
