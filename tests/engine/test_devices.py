@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lce
 from lce.cache.kv import Opened, Tiered, Whole
@@ -99,16 +100,32 @@ def test_each_tensor_is_where_its_layer_is(two: Gpus, models: dict[str, Path]) -
     assert repr(context) == f"Context(100 tokens, {3 * held['cuda:1']} bytes)"
 
 
+class Copies(TorchDispatchMode):
+    """Notes copies from one GPU to another: where from, where to, and how many numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        if name in ("aten::copy_", "aten::_to_copy"):
+            source = args[1] if name == "aten::copy_" else args[0]
+            to = args[0].device if name == "aten::copy_" else torch.device(kwargs.get("device") or source.device)
+            if source.is_cuda and to.type == "cuda" and to != source.device:
+                self.found.append((str(source.device), str(to), source.numel()))
+        return func(*args, **kwargs)
+
+
 def test_hidden_states_move_once_at_each_border(models: dict[str, Path]) -> None:
-    with pretended_gpus(3) as gpus:
-        engine = lce.load(models["llama"], device="cuda:all")
+    with pretended_gpus(3):
+        engine = lce.load(models["llama"], CHUNKS, device="cuda:all")
         assert engine.layout.devices_text == "cuda:0,cuda:1,cuda:2"
         assert engine.model.borders == {1: torch.device("cuda:1"), 2: torch.device("cuda:2")}
-        context = engine.prefill(tokens(20))
-        with gpus.counting() as one:
-            lce.load(models["llama"], device="cuda:0", sharing=None).prefill(tokens(20))
-        assert one.launches
-        assert len(context) == 20
+        with Copies() as copies:
+            engine.prefill(tokens(20))
+    assert copies.found == [("cuda:0", "cuda:1", 20 * 64), ("cuda:1", "cuda:2", 20 * 64)]
 
 
 def test_contexts_move_between_one_device_and_two(two: Gpus, models: dict[str, Path], tmp_path: Path) -> None:
@@ -130,7 +147,7 @@ def test_contexts_move_between_one_device_and_two(two: Gpus, models: dict[str, P
 @pytest.mark.parametrize(
     ("method", "n", "budgets"),
     [
-        ("full", 700, {"kv_device_budget": "384KiB"}),
+        ("full", 900, {"kv_device_budget": "384KiB"}),
         ("longheads", 150, {"kv_device_budget": 48_000}),
         ("longheads", 150, {"kv_device_budget": 48_000, "kv_host_budget": 40_000, "spill_dir": "spill"}),
         ("longheads", 150, {"kv_device_budget": 48_000, "kv_dtype": "int8"}),
@@ -161,7 +178,8 @@ def test_each_device_has_tiers_of_its_own(
     said_by = [engine.generate([5, 6], context=each, max_tokens=4).token_ids for each in (context, opened)]
     assert said_by[0] == said_by[1]
     engine.prefill_file(ids, tmp_path / "other.lce", checkpoint_every=100)
-    assert engine.generate([5, 6], context=engine.open_context(tmp_path / "other.lce"), max_tokens=4).token_ids == said_by[0]
+    opened = engine.open_context(tmp_path / "other.lce")
+    assert engine.generate([5, 6], context=opened, max_tokens=4).token_ids == said_by[0]
 
 
 def test_plans_count_each_device(two: Gpus, models: dict[str, Path]) -> None:
@@ -187,11 +205,13 @@ def test_what_does_not_fit_on_one_of_them_is_refused(models: dict[str, Path]) ->
         engine = lce.load(models["llama"], device=BOTH)
         with pytest.raises(CapacityError, match=r"memory on cuda:0, and .* is available; .* give a --kv-device-budget"):
             engine.prefill(tokens(40), length=20_000)
-        filled = torch.zeros(1 << 19, device="cuda:0")
+        filled = torch.zeros(3 << 20, dtype=torch.uint8, device="cuda:0")
         plan = lce.plan(models["llama"], tokens=100, device=BOTH)
-        assert plan.layers == {"cuda:0": (0, 0), "cuda:1": (1, 2)}, f"less beside {filled.nbytes} bytes"
-        with pytest.raises(CapacityError, match="the weights of .* memory on cuda:1"):
-            torch.zeros((4 << 20) // 4 - 4096, device="cuda:1").unsqueeze(0), lce.load(models["llama"], device="cuda:1")
+        assert plan.layers == {"cuda:0": (0, 0), "cuda:1": (1, 2)}, "fewer layers where less is free"
+        rest = [torch.zeros(torch.cuda.mem_get_info(i)[0] - 90_000, dtype=torch.uint8, device=i) for i in range(2)]
+        with pytest.raises(CapacityError, match=r"the weights of .* memory on cuda:0"):
+            lce.load(models["llama"], device=BOTH)
+        assert filled.is_cuda == rest[0].is_cuda
 
 
 def test_engines_share_weights_where_they_are(two: Gpus, models: dict[str, Path]) -> None:

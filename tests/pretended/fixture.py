@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from lce.cache import fetching
 from tests.pretended.device import Gpus
 from tests.pretended.fakes import patch_everything
 from tests.pretended.tensor import Mode
@@ -21,9 +22,11 @@ def pretended_gpus(n_devices: int = 1, memory: int = 16 << 30, *, late: bool = T
     with pytest.MonkeyPatch.context() as patch:
         patch_everything(patch, gpus)
         torch._C._set_only_lift_cpu_tensors(True)
+        fetching._thread.cache_clear()
         try:
             with Mode(gpus):
                 yield gpus
         finally:
             torch._C._set_only_lift_cpu_tensors(before)
+            fetching._thread.cache_clear()  # its operators would go on to these GPUs
     assert not gpus.faults, gpus.faults
