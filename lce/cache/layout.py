@@ -102,13 +102,14 @@ class CacheLayout:
         """
         if not self.borders:
             return (self,)
+        whole = replace(self)  # which refers to no parts
         firsts = [0, *(layer for layer, _ in self.borders)]
         counts = [stop - first for first, stop in zip(firsts, [*firsts[1:], self.n_layers], strict=True)]
         return tuple(
             replace(
                 self, n_layers=count, device=device, first_layer=first, device_tier=str(device), borders=(),
                 budgets=self.budgets.part(count, max(counts), self.n_layers),
-                make_state=lambda _: self.make_state(self),  # a method's files may hold something for every layer
+                make_state=lambda _: whole.make_state(whole),  # a method's maps are of every layer
             )
             for first, count, device in zip(firsts, counts, self.devices, strict=True)
         )  # fmt: skip

@@ -15,7 +15,7 @@ from lce import system
 from lce.cache.layout import CacheLayout
 from lce.errors import UsageError, shown
 
-EXPECTED = "expected auto, cpu, cuda, cuda:N, several such as cuda:0,cuda:1, or cuda:all"
+EXPECTED = "expected auto, cpu, cuda or cuda:N, or several GPUs: cuda:0,cuda:1 or cuda:all"
 Borders = tuple[tuple[int, torch.device], ...]  # the layers from which on another device has them, with that device
 
 
