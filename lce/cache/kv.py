@@ -191,7 +191,8 @@ class LayerCache:
     def tiles(self, chunk_ids: Tensor) -> Iterator[Tiles]:
         """The complete chunks that the query heads chose, `[H, T, K]`, as tiles for `Attention.routed`.
 
-        In one round, without a copy, where they are in the buffer; else as many at a time as memory may hold.
+        In one round, without a copy, where they are in the buffer; else as many at a time as memory may hold, after one
+        wait for the device.
         """
         size, n_kv_heads = self.layout.chunk_size, self.layout.n_kv_heads
         n_old, n_chunks = self.buffer.first // size, self.stop // size
@@ -200,9 +201,10 @@ class LayerCache:
             return
         device = self.buffer.k.device
         heads = torch.arange(len(chunk_ids), device=device) // (len(chunk_ids) // n_kv_heads)
-        asked = (heads[:, None, None] * n_chunks + chunk_ids)[chunk_ids >= 0]
-        wanted = torch.zeros(n_kv_heads * n_chunks, dtype=torch.bool, device=device).index_fill_(0, asked, True)
-        wanted = wanted.view(n_kv_heads, n_chunks).cpu()
+        column = torch.where(chunk_ids < 0, n_chunks, chunk_ids)  # none chosen: a column behind the last chunk
+        asked = (heads[:, None, None] * (n_chunks + 1) + column).view(-1)
+        wanted = torch.zeros(n_kv_heads * (n_chunks + 1), dtype=torch.bool, device=device).index_fill_(0, asked, True)
+        wanted = wanted.view(n_kv_heads, -1)[:, :n_chunks].cpu()  # the only wait for the device
         pages = wanted[:, :n_old].unflatten(0, (-1, self.layout.page_heads)).any(dim=1)  # [groups, old chunks]
         if wanted[:, n_old:].any() or not pages.any():
             yield self.buffer.tiles(n_chunks)

@@ -47,10 +47,11 @@ class Driver:
         step = Step(start, stop, rope, self.attention, self.window, self.n_kv_heads, self.sliding_window, note)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if n_tokens == 1:
-                cache.prefetch(layer + 1)
             self.method.keep(k, v, cache.layers[layer], step)
-            return self.method.attend(q, cache.layers[layer], step)
+            out = self.method.attend(q, cache.layers[layer], step)
+            if n_tokens == 1:  # behind this layer's own pages and kernels
+                cache.prefetch(layer + 1)
+            return out
 
         try:
             cache.begin()
