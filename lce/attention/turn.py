@@ -40,9 +40,18 @@ def rotate(x: Tensor, turn: Turn) -> Tensor:
     return out
 
 
-def append(k: Tensor, v: Tensor, into_k: Tensor, into_v: Tensor, at: int, turn: Turn | None = None) -> None:
-    """`k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; k rotated by a turn `[T, D/2]`, if any."""
+def append(
+    k: Tensor, v: Tensor, into_k: Tensor, into_v: Tensor, at: int | Tensor, turn: Turn | None = None
+) -> None:  # fmt: skip
+    """`k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; k rotated by a turn `[T, D/2]`, if any.
+
+    `at` is a number, or for one token a tensor `[1]`, int64, that is read on the device.
+    """
     dtype = into_k.dtype
+    if isinstance(at, Tensor):
+        into_k.index_copy_(1, at, (k if turn is None else rotate(k, turn)).to(dtype))
+        into_v.index_copy_(1, at, v.to(dtype))
+        return
     if elementwise.runs_on(k) and k.dtype is dtype is v.dtype and (turn is None or turn.cos.dtype is dtype):
         elementwise.append(k, v, into_k, into_v, at, *(turn or (None, None)))
     else:
