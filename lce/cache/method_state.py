@@ -268,6 +268,7 @@ class OpenChunk(MethodState):
         self.size = size
         self.row_bytes = row_bytes
         self._entered: Held = (None, 0)
+        self._marked: Tensor | None = None  # a mark refers to it: rows of an earlier chunk in it stay as they are
 
     def write(self, rows: Tensor, start: int) -> None:
         """Put the rows `[heads, T, D]` of tokens `start..start+T-1`, all of one chunk. Time and bytes: O(T)."""
@@ -284,6 +285,19 @@ class OpenChunk(MethodState):
 
     def takes(self, start: int) -> bool:
         return self._held[0] is not None and self._held[1] == start // self.size
+
+    def make_space(self, start: int) -> None:
+        """At a chunk's border the complete chunk gives its memory to the next one, unless a mark refers to it."""
+        buffer, chunk_id = self._held
+        if buffer is not None and not start % self.size and chunk_id == start // self.size - 1:
+            self._held = (torch.empty_like(buffer) if buffer is self._marked else buffer, chunk_id + 1)
+
+    def mark(self, n_tokens: int) -> Held:
+        self._marked = self._held[0]
+        return super().mark(n_tokens)
+
+    def _go_back(self, mark: Held) -> None:
+        self._held, self._marked = mark, mark[0]
 
     def write_at(self, rows: Tensor, at: Tensor) -> None:
         """Put the rows `[heads, 1, D]` of token `at [1]` of the open chunk; the index is read on the device."""

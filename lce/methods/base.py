@@ -18,9 +18,9 @@ from lce.cache.kv import LayerCache
 from lce.cache.layout import CacheLayout, Reach
 from lce.cache.method_state import MethodState, RecentRows
 from lce.errors import UsageError
+from lce.methods.decoding import bucket
 from lce.methods.hooks import METHOD_CHECKS, Check, guard
 from lce.methods.parts import RECENT, keep_recent
-from lce.methods.decoding import bucket
 from lce.methods.step import DeviceStep, OnDevice, Step, Surroundings
 
 

@@ -138,7 +138,9 @@ class DualChunk(Method):
         """The queries times their temperature, if there is one."""
         if not self.temperature:
             return q
-        factor: Tensor = step.once("temperature", lambda: temperature(step.positions(q.device), step.window).to(q.dtype))
+        factor: Tensor = step.once(
+            "temperature", lambda: temperature(step.positions(q.device), step.window).to(q.dtype)
+        )
         return q * factor
 
     def inter_stop(self, border: int) -> int:

@@ -258,12 +258,12 @@ class ChunkSelection(Method):
         return merge([chunks, own])
 
     def bound(self, stop: int) -> int | None:
-        """Steps that complete a chunk make its summary, and those that open one make space for its queries.
+        """Steps that complete a chunk are not recorded: they make its summary.
 
         A `score`, `select` or `forced` of one's own is given the complete chunks and no others.
         """
-        start, size = stop - 1, self.size
-        if start < size or not stop % size or (self.uses_queries and not start % size):
+        size = self.size
+        if stop <= size or not stop % size:
             return None
         hooks = (type(self).score, type(self).select, type(self).forced)
         if all(hook.__module__.partition(".")[0] == "lce" for hook in hooks):

@@ -118,11 +118,11 @@ class DeviceStep(Step):
         return at
 
     @property
-    def start(self) -> int:  # type: ignore[override]
+    def start(self) -> int:
         raise OnDevice("start")
 
     @property
-    def stop(self) -> int:  # type: ignore[override]
+    def stop(self) -> int:
         raise OnDevice("stop")
 
     def part(self, start: int, stop: int) -> Step:

@@ -76,7 +76,9 @@ class Streaming(Method):
             here = recent_span(step, self.local, q)
             if not self.sinks:
                 return [here]
-            sinks = Span(torch.zeros_like(step.at), here.first.clamp(max=self.sinks), self.sinks, self.sink_turn(q, step))
+            sinks = Span(
+                torch.zeros_like(step.at), here.first.clamp(max=self.sinks), self.sinks, self.sink_turn(q, step)
+            )
             return [sinks, here]
 
         return decode_spans(q, cache, step, "runs", spans)[0]
