@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is loaded: kernels for a GPU run on CPU tensors
 
 from tests.checkpoints import save_tiny
+from tests.pretended import Gpus, pretended_gpus
 
 torch.set_num_threads(1)
 
@@ -31,3 +33,10 @@ def _seeds() -> None:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a checkpoint: Llama, 2 layers, 4 heads over 2, dimension 16, window 64, 300 tokens, float32."""
     return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def gpus() -> Iterator[Gpus]:
+    """One pretended GPU: see `tests.pretended`."""
+    with pretended_gpus() as found:
+        yield found

@@ -1,0 +1,141 @@
+"""What stands in for `torch.cuda`, and for the few functions of PyTorch that ask C++ for a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.pretended.device import Gpus
+from tests.pretended.tensor import Mode, PretendedTensor, pretended, unwrapped
+
+
+def patch_everything(patch: pytest.MonkeyPatch, gpus: Gpus) -> None:
+    """Have PyTorch find these GPUs until the patch is undone."""
+    _patch_cuda(patch, gpus)
+    _patch_conversions(patch, gpus)
+    _patch_threads(patch, gpus)
+    _patch_kernels(patch, gpus)
+
+
+def _patch_cuda(patch: pytest.MonkeyPatch, gpus: Gpus) -> None:
+    def device_context(given: Any) -> Any:
+        @contextlib.contextmanager
+        def entered() -> Any:
+            before, gpus.current = gpus.current, gpus.device(given).index
+            try:
+                yield
+            finally:
+                gpus.current = before
+
+        return entered()
+
+    def index_of(given: Any = None) -> int:
+        return gpus.device(given).index
+
+    fakes = {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: gpus.n_devices,
+        "current_device": lambda: gpus.current,
+        "set_device": lambda given: setattr(gpus, "current", index_of(given)),
+        "device": device_context,
+        "get_device_name": lambda given=None: "a pretended GPU",
+        "get_device_capability": lambda given=None: (9, 0),
+        "get_device_properties": lambda given=None: SimpleNamespace(
+            name="a pretended GPU", major=9, minor=0, multi_processor_count=132, total_memory=gpus.memory
+        ),
+        "empty_cache": lambda: None,
+        "mem_get_info": lambda given=None: (gpus.memory - gpus.used[index_of(given)], gpus.memory),
+        "memory_allocated": lambda given=None: gpus.used[index_of(given)],
+        "memory_reserved": lambda given=None: gpus.used[index_of(given)],
+        "max_memory_allocated": lambda given=None: gpus.peak[index_of(given)],
+        "reset_peak_memory_stats": lambda given=None: gpus.peak.__setitem__(
+            index_of(given), gpus.used[index_of(given)]
+        ),
+        "synchronize": gpus.synchronize,
+        "Stream": gpus.new_stream,
+        "Event": gpus.new_event,
+        "current_stream": gpus.current_stream,
+        "default_stream": gpus.default_stream,
+        "stream": gpus.on_stream,
+    }
+    for name, fake in fakes.items():
+        patch.setattr(torch.cuda, name, fake)
+
+
+def _patch_conversions(patch: pytest.MonkeyPatch, gpus: Gpus) -> None:
+    """`to` and `tensor` ask C++ for the guard of a device, which a build without CUDA has not."""
+    plain = {name: getattr(torch, name) for name in ("tensor", "as_tensor")}
+    plain_to = torch.Tensor.to
+
+    def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        copy = kwargs.pop("copy", False)
+        device, dtype, no_wait, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        device = self.device if device is None else gpus.device_of(device)
+        if device == self.device and dtype in (None, self.dtype) and not copy and memory_format is None:
+            return self
+        if device.type != "cuda" and not self.is_cuda:
+            return plain_to(self, *args, **kwargs, copy=copy)
+        return torch.ops.aten._to_copy(
+            self, dtype=dtype, device=device, non_blocking=no_wait, memory_format=memory_format
+        )
+
+    def cuda(self: Tensor, device: Any = None, non_blocking: bool = False, **_: Any) -> Tensor:
+        return to(self, gpus.device(device), non_blocking=non_blocking)
+
+    def maker(name: str) -> Any:
+        def make(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
+            if device is None or torch.device(device).type != "cuda":
+                return plain[name](data, device=device, **kwargs)
+            return plain[name](data, **kwargs).to(device)
+
+        return make
+
+    patch.setattr(torch.Tensor, "to", to, raising=False)
+    patch.setattr(torch.Tensor, "cuda", cuda, raising=False)
+    patch.setattr(torch.Tensor, "cpu", lambda self: to(self, "cpu"), raising=False)
+    for name in plain:
+        patch.setattr(torch, name, maker(name))
+
+
+def _patch_threads(patch: pytest.MonkeyPatch, gpus: Gpus) -> None:
+    run = threading.Thread.run
+
+    def with_mode(self: threading.Thread) -> None:
+        with Mode(gpus):
+            run(self)
+
+    patch.setattr(threading.Thread, "run", with_mode)
+
+
+def _patch_kernels(patch: pytest.MonkeyPatch, gpus: Gpus) -> None:
+    """Kernels that the interpreter runs get the inner tensors, if it is there."""
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    plain = interpreter.GridExecutor.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        on_gpu = list(pretended((args, kwargs)))
+        if not on_gpu:
+            plain(self, *args, **kwargs)
+            return
+        device = gpus.device()
+        for x in tensors:
+            if not isinstance(x, PretendedTensor):
+                raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+            if x.device != device:
+                raise RuntimeError(f"a kernel on {device} reads memory of {x.device}")
+        gpus.count("launches", self.fn.__name__)
+        gpus.submit(lambda a, k: plain(self, *a, **k), *unwrapped((args, kwargs)), [x.allocation for x in on_gpu])
+
+    patch.setattr(interpreter.GridExecutor, "__call__", call)

@@ -1,0 +1,82 @@
+"""What CUDA does otherwise than a CPU: which devices an operator may mix, which operators wait, and which it lacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+CPU_ONLY = ("mkldnn", "_for_cpu", "_cpu", "onednn", "fbgemm", "qlinear")
+COPIES = {"aten::copy_", "aten::_to_copy", "aten::_copy_from", "aten::copy"}
+# Operators whose result has a size that only the device knows, or that read a number back.
+WAITING = {
+    "aten::nonzero", "aten::masked_select", "aten::_unique", "aten::_unique2", "aten::unique_dim",
+    "aten::unique_consecutive", "aten::unique_dim_consecutive", "aten::bincount", "aten::equal", "aten::is_nonzero",
+    "aten::_local_scalar_dense", "aten::multinomial", "aten::histc", "aten::_linalg_svd", "aten::_linalg_eigh",
+    "aten::linalg_qr", "aten::linalg_inv_ex", "aten::_linalg_solve_ex", "aten::linalg_lstsq",
+}  # fmt: skip
+INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
+PRODUCTS = {"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::addmv", "aten::dot", "aten::mv"}
+# Pointwise in all but their tags: a number on the CPU is an argument of the kernel.
+TAKES_SCALARS = {"aten::where", "aten::masked_fill", "aten::masked_fill_", "aten::fill_", "aten::fill"}
+
+
+def name_of(func: Any) -> str:
+    return str(func._schema.name)
+
+
+def check_devices(func: Any, args: tuple[Any, ...], tensors: list[Tensor], written: list[Tensor]) -> None:
+    """Raise as PyTorch does if an operator cannot take tensors of these devices together."""
+    name = name_of(func)
+    if any(part in name for part in CPU_ONLY) or not name.startswith(("aten::", "prim::", "prims::")):
+        raise NotImplementedError(f"Could not run '{name}' with arguments from the 'CUDA' backend.")
+    if name in COPIES or name == "aten::record_stream":
+        return
+    devices = [x.device for x in tensors]
+    if name in INDEXING:
+        _check_indexing(name, args)
+        return
+    if name in PRODUCTS and not tensors[0].is_floating_point():
+        raise RuntimeError(f'"{name.removeprefix("aten::")}_cuda" not implemented for {tensors[0].dtype}')
+    gpu = next(device for device in devices if device.type == "cuda")
+    scalars_fit = torch.Tag.pointwise in func.tags or name in TAKES_SCALARS
+    for x in tensors:
+        is_scalar = x.device.type == "cpu" and x.ndim == 0 and scalars_fit and not any(x is one for one in written)
+        if x.device != gpu and not is_scalar:
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but found at least two devices, {gpu} and {x.device}!"
+                f" (when checking arguments of {name})"
+            )
+
+
+def _check_indexing(name: str, args: tuple[Any, ...]) -> None:
+    """Indices may be on the CPU: they are copied. Values may not, save for a number."""
+    x, indices, *values = args
+    for index in indices:
+        if index is not None and index.device not in (x.device, torch.device("cpu")):
+            raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor")
+    for value in values[:1] if "put" in name else ():
+        if value.device != x.device and not (value.device.type == "cpu" and value.ndim == 0):
+            raise RuntimeError(f"Expected all tensors to be on the same device, {x.device} and {value.device}!")
+
+
+def waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the CPU waits for the device in an operator (copies aside)."""
+    name = name_of(func)
+    if name in INDEXING:
+        is_mask = any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+        filled = "put" in name and args[2].numel() == 1 and not (len(args) > 3 and args[3])  # as masked_fill
+        return is_mask and not filled
+    if name == "aten::repeat_interleave":
+        size = kwargs.get("output_size") or (args[1] if len(args) > 1 else None)
+        return size is None
+    return name in WAITING
+
+
+def cpu_indices(func: Any, args: tuple[Any, ...]) -> int:
+    """How many indices an operator has to upload."""
+    if name_of(func) not in INDEXING or not args[0].is_cuda:
+        return 0
+    return sum(x is not None and not x.is_cuda and x.numel() > 0 for x in args[1])
