@@ -155,6 +155,9 @@ class DecodeGraph:
         cache.make_space(start + 1)
         if (bound := self._bound_of(cache, start)) is None:
             return False
+        if self._recording is None and any(x is not None and x.device != self.index.device for x in cache.memory):
+            self._refuse("its layers are on several devices")
+            return False
         try:
             cache.begin()
             if early is not None and (early[0].start, early[0].layers, early[1]) == (start, cache.layers, token_id):

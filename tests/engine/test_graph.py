@@ -6,6 +6,7 @@ On a CPU the tape does the work again instead of recording it; on pretended GPUs
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,34 @@ import torch
 from torch import Tensor
 
 import lce
-from lce.engine.graph import Work
-from lce.methods import Full, LongHeads, Method, ReRope
+from lce.attention import Attention, Part, Runs
+from lce.attention.backend import Backend
+from lce.attention.torch import Torch
+from lce.engine.graph import Work, one_by_one
+from lce.kernels.cuda import launching
+from lce.methods import DualChunk, Full, LMInfinite, LongHeads, Method, Quest, ReRope, SelfExtend, Streaming
 from lce.methods.step import Step
 from tests.interrupts import interrupted, places
+from tests.pretended import Gpus
 
 METHODS = {"full": Full(), "longheads": LongHeads(chunk_size=8, chunks=4), "rerope": ReRope(local=10)}
+MORE: dict[str, Method] = {
+    **METHODS,
+    "streaming": Streaming(),
+    "dca": DualChunk(),
+    "quest": Quest(page=8, budget=32, dense_layers=1),
+    "self_extend": SelfExtend(local=10),
+    "lm_infinite": LMInfinite(local=30),
+    "shared": LongHeads(chunk_size=8, chunks=4, share="group", placement="constant"),
+}
 PROMPT = [(7 * i * i + 3) % 250 + 10 for i in range(50)]
+
+
+class PlainRuns(Torch):
+    """PyTorch's operators, which a recording may take."""
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Part:
+        return Backend.decode(self, q, k, v, runs)
 
 
 class Again:
@@ -50,6 +72,19 @@ def loaded(folder: Path, method: Method, tape: type[Again] | None = Again, **opt
     return engine
 
 
+def on_gpu(folder: Path, method: Method, dtype: str) -> list[tuple[list[int], Tensor, lce.Context]]:
+    """Tokens and last logits of an engine on a GPU: kernel by kernel, and recorded."""
+    engine, found = lce.load(folder, method, block=32, device="cuda", dtype=dtype), []
+    for alone in (one_by_one, nullcontext):
+        context = engine.prefill(PROMPT, length=200)
+        with alone():
+            ids = engine.generate([7, 8], context=context, max_tokens=16).token_ids
+            engine.prefill([*ids[-1:], 9], context=context)
+        assert context.logits is not None
+        found.append((ids, context.logits.cpu(), context))
+    return found
+
+
 def same_state(one: lce.Context, other: lce.Context) -> None:
     assert one.token_ids == other.token_ids
     assert one.cache.length == other.cache.length
@@ -63,6 +98,39 @@ def same_state(one: lce.Context, other: lce.Context) -> None:
     assert one.logits is not None
     assert other.logits is not None
     assert torch.allclose(one.logits, other.logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["full", "dca", "longheads", "quest", "rerope"])
+@pytest.mark.filterwarnings("ignore::lce.errors.WindowWarning")
+def test_a_recording_does_again_what_was_captured(
+    name: str, tiny_model: Path, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a pretended GPU, whose graphs hold operators over memory and nothing of Python."""
+    pytest.importorskip("tests.pretended.graphs")
+    monkeypatch.setattr(Attention, "choose", lambda name: Attention(PlainRuns()))
+    monkeypatch.setattr(launching, "installed", lambda: False)
+    (plain, logits, _), (ids, ours, recorded) = on_gpu(tiny_model, MORE[name], "float32")
+    assert ids == plain
+    assert torch.allclose(ours, logits, atol=1e-4)
+    assert recorded.graph is not None
+    assert recorded.graph.refused == ""
+    assert recorded.graph.n_recorded <= 2
+    assert recorded.graph.n_replayed >= 10
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MORE)
+@pytest.mark.filterwarnings("ignore::lce.errors.WindowWarning")
+def test_a_cuda_graph_gives_what_its_kernels_give(name: str, dtype: str, tiny_model: Path) -> None:
+    (plain, logits, _), (ids, ours, recorded) = on_gpu(tiny_model, MORE[name], dtype)
+    assert recorded.graph is not None
+    assert recorded.graph.refused == ""
+    assert recorded.graph.n_replayed >= 10
+    if dtype == "float32":  # in half precision two likely tokens may change places
+        assert ids == plain
+        assert torch.allclose(ours, logits, atol=1e-3)
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
