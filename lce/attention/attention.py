@@ -62,9 +62,9 @@ class Attention:
     ) -> Part:
         """Every query of every head attends its own list of whole chunks.
 
-        `q [H, T, D]`, unrotated; `chunk_ids [H, T, K]`, -1 for none. Query t sees slot s of its list turned by
-        `turns[t, s]`, `[T, K, D/2]`; `[T, 1, D/2]` where all slots see it alike. `tiles` hold the chunks, in one round
-        or in several. Returns `out [H, T, D]`, `lse [H, T]`.
+        `q [H, T, D]`, unrotated; `chunk_ids [H, T, K]`, -1 for none, no chunk twice in a list. Query t sees slot s of
+        its list turned by `turns[t, s]`, `[T, K, D/2]`; `[T, 1, D/2]` where all slots see it alike. `tiles` hold the
+        chunks, in one round or in several. Returns `out [H, T, D]`, `lse [H, T]`.
 
         A mixture-of-experts dispatch: a tile is an expert. The queries that chose it are gathered and attended in one
         call, so its keys are read once however many queries chose it. Time: O(H · T · K · L · D) and a sort of H·T·K
@@ -72,12 +72,13 @@ class Attention:
         results are written to `memory`, flat, of that many numbers, where it is given: new memory is slow.
         """
         n_heads, n_queries, n_slots = chunk_ids.shape
-        queries = SlotQueries(q, turns, n_slots)
+        queries: SlotQueries | None = None
         out = q.new_empty(chunk_ids.numel(), q.shape[-1]) if memory is None else memory.view(-1, q.shape[-1])
         if not self.backend.skips_unseen(out):
             out.zero_()
         lse = q.new_full((chunk_ids.numel(),), -torch.inf, dtype=torch.float32)
         for some in tiles:  # every choice is served in exactly one round
+            queries = queries or SlotQueries(q, turns, n_slots, n_heads // len(some.index))
             self.backend.dispatch(queries, some.chosen(chunk_ids), some.k, some.v, (out, lse))
         return self.backend.merge_slots(out.view(n_heads, n_queries, n_slots, q.shape[-1]), lse.view(chunk_ids.shape))
 

@@ -16,8 +16,10 @@ class Reference(Backend):
     name = "reference"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Part:
-        scores = q.float() @ k.float()[:, None].transpose(-1, -2) / math.sqrt(q.shape[-1])
+        rows = q.float().flatten(1, 2)  # [G, R·T, D]
+        scores = (rows @ k.float().mT).view(*q.shape[:-1], -1) / math.sqrt(q.shape[-1])
         if causal:
             scores = scores.masked_fill(~causal_mask(q.shape[-2], k.shape[-2], window, q.device), -math.inf)
         lse = scores.logsumexp(-1)
-        return ((scores - lse[..., None]).exp() @ v.float()[:, None]).to(q.dtype), lse
+        weights = (scores - lse[..., None]).exp().flatten(1, 2)
+        return (weights @ v.float()).view(q.shape).to(q.dtype), lse

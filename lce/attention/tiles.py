@@ -48,12 +48,16 @@ class SlotQueries:
     `turns` are `[T, K, D/2]`, or `[T, 1, D/2]` where all slots see a query alike. Rows are rotated as they are taken.
     If all rows fit in `AT_ONCE` bytes, or all slots are alike, they are rotated once. Bytes: one copy of the queries,
     not K.
+
+    `n_sharing` is how many query heads share a KV head, and so a tile; None: any number of them. No query chooses a
+    chunk twice, so no tile has more rows than `most_rows`.
     """
 
-    def __init__(self, q: Tensor, turns: Turn, n_slots: int) -> None:
+    def __init__(self, q: Tensor, turns: Turn, n_slots: int, n_sharing: int | None = None) -> None:
         self.q = q
         self.turns = turns
         self.n_slots = n_slots
+        self.most_rows = q.shape[1] * (n_sharing or q.shape[0])
         self.n_turned = turns.cos.shape[1]
 
     @cached_property

@@ -1,4 +1,4 @@
-"""PyTorch's own flash kernels: the CPU one, and on CUDA the variable-length one."""
+"""PyTorch's own flash kernels, on CPUs and on CUDA."""
 
 from __future__ import annotations
 
@@ -13,17 +13,25 @@ from lce.attention.reference import Reference
 from lce.attention.tiles import SlotQueries
 
 FEW_ROWS = 4  # up to here a tile's products of matrices are plain batched ones
+MOST_BLOCKS = 65_535  # that CUDA starts along the second and the third axis of a grid
+SCORES_AT_ONCE = 1 << 24  # of plain arithmetic on CUDA: 64 MiB
 
 
 class Torch(Backend):
-    """PyTorch's operators. Float32 on CUDA has no flash kernel there and takes the reference arithmetic."""
+    """PyTorch's operators.
+
+    On CUDA the flash kernels take half precision and head dimensions that they know; all else, float32 among it, takes
+    plain float32 arithmetic for a slice of the queries at a time.
+    """
 
     name = "torch"
     speed = 1
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Part:
+        if flash_takes(q):
+            return self._attend_flash(q, k, v, causal, window)
         if q.is_cuda:
-            return self._attend_cuda(q, k, v, causal, window)
+            return attend_slices(q, k, v, causal, window)
         n_queries, n_keys = q.shape[-2], k.shape[-2]
         if causal and window is not None and window < n_keys:
             return self._attend_window(q, k, v, window)
@@ -48,18 +56,37 @@ class Torch(Backend):
         shared = (q.shape[0], q.shape[1], -1, -1)
         return _flash_cpu(q, k[:, None].expand(shared), v[:, None].expand(shared), bias=bias)
 
-    def _attend_cuda(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> Part:
-        if not _is_half(q):
-            return Reference().attend(q, k, v, causal=causal, window=window)
-        groups, rep, n_queries, dim = q.shape
-        n_keys = k.shape[1]
-        span = (-1, -1) if not causal else (-1 if window is None else window - 1, 0)
-        flat_q = q.transpose(1, 2).reshape(groups * n_queries, rep, dim)
-        flat_k, flat_v = (x.reshape(groups * n_keys, 1, dim) for x in (k, v))
-        q_bounds, k_bounds = (_bounds(groups, n, q.device) for n in (n_queries, n_keys))
-        out, lse = self.ragged(flat_q, flat_k, flat_v, q_bounds, k_bounds, n_queries, n_keys, span)
-        out = out.view(groups, n_queries, rep, dim).transpose(1, 2)
-        return out, lse.reshape(groups, n_queries, rep).transpose(1, 2)
+    def _attend_flash(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> Part:
+        """`q [G, R, T, D]`, `k v [G, N, D]` on CUDA, where they lie: no copy of the keys.
+
+        All heads are those of one problem, so that with few queries the kernel splits the keys among more blocks.
+        """
+        n_kv_heads, n_sharing, n_queries, _ = q.shape
+        at_once = MOST_BLOCKS // n_sharing
+        if n_kv_heads > at_once:
+            cuts = [slice(first, first + at_once) for first in range(0, n_kv_heads, at_once)]
+            parts = [self._attend_flash(q[some], k[some], v[some], causal, window) for some in cuts]
+            return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+        if causal and window is not None and (unseen := k.shape[1] - n_queries - window + 1) > 0:
+            k, v = k[:, unseen:], v[:, unseen:]
+        causal = causal and n_queries > 1  # one query sees all that is left
+        if not causal or (window is not None and window >= k.shape[1]):
+            window = None
+        by_token = (x.transpose(0, 1)[None] for x in (q.flatten(0, 1), k, v))
+        out, lse = self.flash(*by_token, causal=causal, window=window)
+        return out[0].transpose(0, 1).unflatten(0, (n_kv_heads, -1)), lse[0].unflatten(0, (n_kv_heads, -1))
+
+    def flash(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None) -> Part:
+        """PyTorch's CUDA flash kernel: `q [B, T, H, D]`, `k v [B, N, G, D]`, any strides but the last.
+
+        To `out [B, T, H, D]`, `lse [B, H, T]`. Causal means that the last query sees the last key.
+        """
+        left = -1 if window is None else window - 1
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            *(_dense_last(x) for x in (q, k, v)), None, None, q.shape[1], k.shape[1], 0.0, causal, False,
+            window_size_left=left, window_size_right=0 if causal else -1,
+        )  # fmt: skip
+        return out, lse
 
     def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Part:
         """Few rows take plain batched products on the CPU.
@@ -76,45 +103,81 @@ class Torch(Backend):
         return out[:, None].to(q.dtype), lse.mT
 
     def grouped(self, queries: SlotQueries, counts: Tensor, order: Tensor, k: Tensor, v: Tensor, into: Part) -> None:
-        """On a GPU one variable-length call over the keys where they lie. Bytes: two copies of the queries."""
-        if not k.is_cuda or not _is_half(k):
+        """On CUDA one call of the variable-length kernel over the keys where they lie; nothing waits for the device.
+
+        At most A of the tiles have rows: the kernel gets these, and starts `most_rows` rows of blocks for each.
+        Bytes: three copies of the queries.
+        """
+        if not flash_takes(k):
             super().grouped(queries, counts, order, k, v, into)
             return
-        n_tiles, size, dim = k.shape
-        bounds = torch.cat((counts.new_zeros(1), counts.cumsum(0))).to(torch.int32)
-        flat_k, flat_v = k.reshape(-1, 1, dim), v.reshape(-1, 1, dim)
-        q = queries.take(order)[:, None]
-        part, lse = self.ragged(q, flat_k, flat_v, bounds, _bounds(n_tiles, size, k.device), len(order), size)
-        # The kernel leaves rows behind the last tile's undefined.
-        has_tile = torch.arange(len(order), device=k.device) < counts.sum()
-        into[0].index_copy_(0, order, torch.where(has_tile[:, None], part.squeeze(1), into[0][order]))
-        into[1].index_copy_(0, order, torch.where(has_tile, lse.reshape(-1).float(), into[1][order]))
-
-    def ragged(
-        self, q: Tensor, k: Tensor, v: Tensor, q_bounds: Tensor, k_bounds: Tensor, most_queries: int, most_keys: int,
-        span: tuple[int, int] = (-1, -1),
-    ) -> Part:  # fmt: skip
-        """Problem p has queries `q_bounds[p]..` of `q [A, R, D]`, keys `k_bounds[p]..` of `k v [B, 1, D]`.
-
-        `span` is how far a query sees to the left and to the right, -1 without an end. `out [A, R, D]`, `lse [A, R]`.
-        """
-        from torch.nn.attention.varlen import AuxRequest, varlen_attn
-
-        out, lse = varlen_attn(
-            q, k, v, q_bounds, k_bounds, most_queries, most_keys,
-            return_aux=AuxRequest(lse=True), window_size=span, enable_gqa=True,
-        )  # fmt: skip
-        n_heads = q.shape[1]  # some versions give heads first
-        return out, lse if lse.shape[-1] == n_heads and lse.shape[0] != n_heads else lse.transpose(0, 1)
+        n_rows, (n_tiles, size, _) = len(order), k.shape
+        if not n_rows:
+            return
+        n_busy = min(n_tiles, n_rows)
+        if n_busy < n_tiles:  # those with rows, ascending, and then a tile behind the last, without rows
+            tiles = torch.nonzero_static(counts, size=n_busy, fill_value=n_tiles).squeeze(1)
+            counts = torch.nn.functional.pad(counts, (0, 1)).index_select(0, tiles)
+        else:
+            tiles = torch.arange(n_tiles, device=k.device)
+        ends = counts.cumsum(0).to(torch.int32)
+        bounds = torch.nn.functional.pad(ends, (1, 0))
+        first_keys = torch.nn.functional.pad(tiles, (0, 1), value=n_tiles).mul_(size).to(torch.int32)
+        sizes = torch.full_like(ends, size)
+        q, rows = queries.take(order), torch.arange(n_rows, device=k.device)
+        out, lse = into[0].index_select(0, order), into[1].index_select(0, order)
+        for start in range(0, n_busy, MOST_BLOCKS):
+            stop = min(start + MOST_BLOCKS, n_busy)
+            cuts = bounds[start : stop + 1], first_keys[start : stop + 1], sizes[start:stop]
+            part = flash_ragged(q, k, v, *cuts, min(queries.most_rows, n_rows))
+            here = (rows >= bounds[start]) & (rows < bounds[stop])  # the kernel leaves other rows undefined
+            out, lse = torch.where(here[:, None], part[0], out), torch.where(here, part[1], lse)
+        into[0].index_copy_(0, order, out)
+        into[1].index_copy_(0, order, lse)
 
 
-def _is_half(x: Tensor) -> bool:
-    return x.dtype in (torch.float16, torch.bfloat16)
+def flash_takes(x: Tensor) -> bool:
+    """Whether PyTorch's CUDA flash kernels take such queries and keys."""
+    return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and x.shape[-1] % 8 == 0 and x.shape[-1] <= 256
 
 
-def _bounds(n: int, size: int, device: torch.device) -> Tensor:
-    """Where each of `n` problems of `size` rows begins, and where the last one ends."""
-    return torch.arange(0, (n + 1) * size, size, dtype=torch.int32, device=device)
+def flash_ragged(
+    q: Tensor, k: Tensor, v: Tensor, q_bounds: Tensor, first_keys: Tensor, n_keys: Tensor, most_queries: int
+) -> Part:
+    """Problem p has the queries `q_bounds[p] .. q_bounds[p + 1] - 1` of `q [A, D]`.
+
+    Its keys are the `n_keys[p]` rows from `first_keys[p]` on of `k v [E, L, D]`, flat; L at most. The numbers are int32
+    on the device: `q_bounds` and `first_keys` one more than there are problems. No problem has more than `most_queries`
+    queries. `out [A, D]`, `lse [A]`; undefined for queries of no problem.
+    """
+    flat = (_dense_last(x).flatten(0, 1)[:, None] for x in (k, v))
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q[:, None], *flat, q_bounds, first_keys, most_queries, k.shape[1], 0.0, False, False, seqused_k=n_keys
+    )
+    return out.squeeze(1), lse.view(-1)  # lse [1, A]
+
+
+def attend_slices(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> Part:
+    """The reference's arithmetic for a slice of the queries at a time, `q [G, R, T, D]`, `k v [G, N, D]`.
+
+    Bytes: some `SCORES_AT_ONCE` numbers, or the scores of one query of each head.
+    """
+    k, v, past = k.float(), v.float(), k.shape[1] - q.shape[2]
+    at_once = max(1, SCORES_AT_ONCE // (q.shape[0] * q.shape[1] * k.shape[1]))
+    outs, lses, start = [], [], 0
+    for some in q.split(at_once, dim=2):
+        stop = start + some.shape[2]
+        seen = slice(0 if window is None else max(0, past + start - window + 1), past + stop) if causal else slice(None)
+        out, lse = Reference().attend(some, k[:, seen], v[:, seen], causal=causal, window=window)
+        outs.append(out)
+        lses.append(lse)
+        start = stop
+    return (outs[0], lses[0]) if len(outs) == 1 else (torch.cat(outs, dim=2), torch.cat(lses, dim=2))
+
+
+def _dense_last(x: Tensor) -> Tensor:
+    """The same numbers, contiguous along the last dimension."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _flash_cpu(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, bias: Tensor | None = None) -> Part:

@@ -183,6 +183,17 @@ class LayerCache:
         )
         return k, v
 
+    def values(self, index: Tensor) -> Tensor:
+        """Values of the tokens that each KV head names, `index [G, n]` in any order: `[G, n, D]`, copied.
+
+        Waits for the device only where some of them may be in the tiers.
+        """
+        v = self.buffer.v
+        if self.buffer.first:
+            tokens, index = index.unique(return_inverse=True)
+            v = self.tokens(tokens)[1]
+        return v.gather(1, index[..., None].expand(-1, -1, v.shape[-1]))
+
     def tiles(self, chunk_ids: Tensor) -> Iterator[Tiles]:
         """The complete chunks that the query heads chose, `[H, T, K]`, as tiles for `Attention.routed`.
 

@@ -15,6 +15,7 @@ from lce.cache.kv import LayerCache
 from lce.cache.layout import CacheLayout
 from lce.cache.method_state import MethodState, Staged, TokenRows
 from lce.errors import UsageError
+from lce.kernels.scores import compiled_for
 from lce.methods.base import LocalMethod
 from lce.methods.lowdim import (
     LearnedFor,
@@ -30,7 +31,7 @@ from lce.methods.lowdim import (
     usable,
 )  # fmt: skip
 from lce.methods.map_file import open_maps
-from lce.methods.parts import attend_local, attend_tokens, is_like
+from lce.methods.parts import attend_local, attend_tokens, is_like, products
 from lce.methods.registry import register
 from lce.methods.step import Step, Surroundings
 
@@ -197,7 +198,7 @@ class ESA(LocalMethod):
             scores = self.scorer(q, cache, step, border)
             # One query's scores need not be compared with another's.
             best = (
-                block_scores(scores, q.shape[1], self.row_size(q, n_middle))
+                block_scores(scores, q.shape[1], self.row_size(q, n_middle, step.n_kv_heads))
                 if q.shape[1] > 1
                 else scores(slice(None))[0]
             )
@@ -213,17 +214,21 @@ class ESA(LocalMethod):
 
             def exact(rows: slice) -> Tensor:
                 keys = (cache.span(*some)[0] for some in cache.segments(self.sinks, border))
-                return torch.cat([(shared[:, rows] @ k.transpose(1, 2)).sum(dim=0) for k in keys], dim=1)
+                return torch.cat([products(shared[:, rows], k.mT).sum(dim=0) for k in keys], dim=1)
 
             return exact
         maps = self.layer_maps(cache, q)
         assert maps is not None, "found before it is used"
         low_q = maps.low_queries(concat_heads(shared if self.compress == "pca" else q))
         low_k = cache.kept(TokenRows, LOW_DIM_KEYS).span(self.sinks, border)
-        most = slice_rows(len(low_q), self.row_size(q, border - self.sinks)) * len(low_k)
+        if not compiled_for(low_k):
+            return lambda rows: scores_by_token(low_q[rows], low_k)
+        most = slice_rows(len(low_q), self.row_size(q, border - self.sinks, step.n_kv_heads)) * len(low_k)
         buffer: Tensor = step.once(f"scores {most}", lambda: low_q.new_empty(most if len(low_q) > 1 else 0))
         return lambda rows: scores_by_token(low_q[rows], low_k, buffer)
 
-    def row_size(self, q: Tensor, n_middle: int) -> int:
+    def row_size(self, q: Tensor, n_middle: int, n_kv_heads: int) -> int:
         """A query's scores as `block_scores` counts them: numbers of four bytes."""
+        if q.is_cuda:  # float32, and without compression those of each KV head before their sum
+            return n_middle * (n_kv_heads if self.compress == "none" else 1)
         return max(1, n_middle if self.compress == "none" else n_middle * q.element_size() // 4)

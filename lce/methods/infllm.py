@@ -18,7 +18,7 @@ from lce.cache.method_state import MethodState, RecentRows, Staged, Summaries
 from lce.kernels.scores import add_weights, compiled_for
 from lce.methods.base import LocalMethod
 from lce.methods.lowdim import first_best
-from lce.methods.parts import RECENT, SCORES_AT_ONCE, attend_behind, attend_local, attend_tokens, is_like
+from lce.methods.parts import RECENT, SCORES_AT_ONCE, attend_behind, attend_local, attend_tokens, is_like, products
 from lce.methods.registry import register
 from lce.methods.selective import dot_products
 from lce.methods.step import Step
@@ -172,12 +172,13 @@ class InfLLM(LocalMethod):
         if compiled_for(keys):
             return self._votes(rotate(q, step.true_turn(q)), lse, keys)
         unseen = ~causal_mask(q.shape[1], keys.shape[1], self.n_recent, q.device)
-        grouped = rotate(q, step.true_turn(q)).unflatten(0, (keys.shape[0], -1)) / math.sqrt(q.shape[-1])
+        grouped = rotate(q, step.true_turn(q)).unflatten(0, (keys.shape[0], -1))  # [G, R, T, D]
         total = q.new_zeros(q.shape[0], keys.shape[1], dtype=torch.float32)
         rows = max(1, SCORES_AT_ONCE // (q.shape[0] * keys.shape[1]))
         for start in range(0, q.shape[1], rows):
             some = slice(start, start + rows)
-            logits = (grouped[:, :, some] @ keys[:, None].transpose(-1, -2)).flatten(0, 1).float()
+            logits = products(grouped[:, :, some].flatten(1, 2), keys.mT).float().view(len(q), -1, keys.shape[1])
+            logits /= math.sqrt(q.shape[-1])
             total += (logits - lse[:, some, None]).masked_fill_(unseen[some], -torch.inf).exp_().sum(dim=1)
         return total
 

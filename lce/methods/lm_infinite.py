@@ -14,7 +14,7 @@ from lce.attention import Part, merge, rotate
 from lce.cache.kv import LayerCache
 from lce.methods.base import LocalMethod
 from lce.methods.decoding import decode_far, decode_recent, recent_span
-from lce.methods.parts import SCORES_AT_ONCE, attend_behind, attend_local, concat_queries
+from lce.methods.parts import SCORES_AT_ONCE, attend_behind, attend_local, concat_queries, products
 from lce.methods.registry import register
 from lce.methods.step import DeviceStep, Step
 
@@ -92,15 +92,13 @@ def _best_keys(q: Tensor, cache: LayerCache, first: int, stop: int, last_seen: T
     """Attention of each query `[H, T, D]` to its `top_k` best of tokens `first..stop-1`, up to the one that it sees."""
     spans = (cache.span(*cut)[0] for cut in cache.segments(first, stop))
     scores = torch.cat(
-        [(q.reshape(len(k), -1, q.shape[-1]) @ k.transpose(1, 2)).view(*q.shape[:2], -1) for k in spans], dim=-1
+        [products(q.reshape(len(k), -1, q.shape[-1]), k.mT).view(*q.shape[:2], -1) for k in spans], dim=-1
     )
     hidden = torch.arange(stop - first, device=q.device) > last_seen[:, None]
     scores = scores.float().div_(math.sqrt(q.shape[-1])).masked_fill_(hidden, -torch.inf)
     best = scores.topk(min(top_k, stop - first), dim=-1)
     lse = best.values.logsumexp(-1)
     weights = (best.values - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
-    tokens, which = best.indices.unique(return_inverse=True)
-    v = cache.tokens(first + tokens)[1]
-    values = v.gather(1, which.view(len(v), -1, 1).expand(-1, -1, q.shape[-1]))
+    values = cache.values((first + best.indices).view(cache.layout.n_kv_heads, -1))
     values = values.view(*best.indices.shape, q.shape[-1])  # [H, T, top_k, D]
-    return (weights[..., None, :].to(v.dtype) @ values).squeeze(-2), lse
+    return (weights[..., None, :].to(values.dtype) @ values).squeeze(-2), lse

@@ -23,7 +23,7 @@ from lce.errors import DataError, UsageError, shown
 from lce.files import named
 from lce.kernels.choices import best_tokens
 from lce.kernels.scores import best_below_top, compiled_for, scores_of_few
-from lce.methods.parts import SCORES_AT_ONCE
+from lce.methods.parts import SCORES_AT_ONCE, products
 from lce.models.config import RopeConfig
 
 TOKENS_AT_ONCE = 4096  # of a product of queries and low-dim keys
@@ -234,7 +234,7 @@ def scores_by_token(q: Tensor, k: Tensor, into: Tensor | None = None) -> Tensor:
     memory that is new to a process is slow.
     """
     if not compiled_for(k):
-        return q @ k.T
+        return products(q[None], k.T[None])[0]
     if len(q) == 1:
         return scores_of_few(q[None], k[None])[0]
     into = torch.empty(len(k) * len(q), dtype=q.dtype) if into is None else into

@@ -25,6 +25,16 @@ def is_like(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     return tuple(x.shape) == shape and x.dtype == dtype
 
 
+def products(a: Tensor, b: Tensor) -> Tensor:
+    """The products of `a [S, T, D]` and `b [S, D, M]`, which scores are made of: `[S, T, M]`.
+
+    On CUDA those of half precision are float32: scores in half precision overflow or tie. Nothing is converted first.
+    """
+    if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return a @ b
+
+
 def keep_recent(k: Tensor, cache: LayerCache, step: Step) -> None:
     """Keep the block's unrotated keys `[G, T, D]` at their absolute positions too.
 

@@ -15,7 +15,7 @@ from lce.cache.layout import CacheLayout, Reach
 from lce.cache.method_state import MethodState, Summaries
 from lce.errors import UsageError
 from lce.methods.decoding import decode_spans, recent_span
-from lce.methods.parts import attend_span, is_like
+from lce.methods.parts import attend_span, is_like, products
 from lce.methods.registry import register
 from lce.methods.selective import SUMMARIES, ChunkSelection
 from lce.methods.step import DeviceStep, Step
@@ -87,7 +87,8 @@ class Quest(ChunkSelection):
     def score(self, q: Tensor, summary: Tensor, step: Step, layer: int) -> Tensor:
         least, most = summary.unbind(dim=2)  # [G, M, D]
         rows = q.reshape(len(summary), -1, q.shape[-1])  # [G, R·T, D]
-        return (rows.clamp(max=0) @ least.mT + rows.clamp(min=0) @ most.mT).view(*q.shape[:2], -1)
+        scores = products(rows.clamp(max=0), least.mT) + products(rows.clamp(min=0), most.mT)
+        return scores.view(*q.shape[:2], -1)
 
     def forced(self, chunk_ids: Tensor, own: Tensor) -> Tensor:
         return torch.zeros_like(chunk_ids < own)

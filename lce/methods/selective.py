@@ -25,7 +25,7 @@ from lce.kernels.scores import compiled_for, scores_of_few
 from lce.methods.base import Method
 from lce.methods.decoding import Span, decode_recent
 from lce.methods.hooks import SELECTION_CHECKS
-from lce.methods.parts import RECENT, SCORES_AT_ONCE, attend_own_chunk, is_like, keep_recent
+from lce.methods.parts import RECENT, SCORES_AT_ONCE, attend_own_chunk, is_like, keep_recent, products
 from lce.methods.step import DeviceStep, Step
 
 SUMMARIES, OPEN_QUERIES = "summaries", "open queries"
@@ -33,10 +33,13 @@ CHOSEN_AT_ONCE = 1 << 22  # scores that kernels choose by at a time: memory of t
 
 
 def dot_products(q: Tensor, vectors: Tensor) -> Tensor:
-    """`q [S, T, D]`, `vectors [S, M, D]` to `[S, T, M]`: for few queries in float32, by one pass over the vectors."""
+    """`q [S, T, D]`, `vectors [S, M, D]` to `[S, T, M]`: float32 on CUDA.
+
+    For few queries on CPUs float32 too, by one pass over the vectors.
+    """
     if q.shape[1] <= MOST_ROWS and compiled_for(vectors):
         return scores_of_few(q, vectors)
-    return q @ vectors.mT
+    return products(q, vectors.mT)
 
 
 class Placement(ABC):

@@ -28,14 +28,27 @@ class Rope:
         self.head_dim = head_dim
         self.inv_freq = _frequencies(config, head_dim, config.original_window or window, length)
         self.scale = _yarn_scale(config)
+        self._uploaded: dict[torch.device, Tensor] = {}
 
     def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
         """Cosines and sines `[*positions.shape, D/2]` in `dtype`, on the positions' device. Time: O(positions · D)."""
-        angles = positions.to(torch.float64)[..., None] * self.inv_freq.to(positions.device)
+        angles = positions.to(torch.float64)[..., None] * self._on(positions.device)
         cos, sin = angles.cos(), angles.sin_()
         if self.scale != 1:
             cos, sin = cos.mul_(self.scale), sin.mul_(self.scale)
         return Turn(cos.to(dtype), sin.to(dtype))
+
+    def _on(self, device: torch.device) -> Tensor:
+        """The frequencies on a device. Each device gets them once: an upload waits for what the device has to do.
+
+        Two threads may both upload them; either copy will do.
+        """
+        if device == self.inv_freq.device:
+            return self.inv_freq
+        found = self._uploaded.get(device)
+        if found is None:
+            found = self._uploaded[device] = self.inv_freq.to(device)
+        return found
 
 
 def _frequencies(config: RopeConfig, head_dim: int, trained: int, length: int) -> Tensor:

@@ -18,8 +18,11 @@ from lce.cache.layout import Budgets
 from lce.methods import Method, available, make
 from lce.models.config import RopeConfig
 from tests import oracle
+from tests.attention import strict_flash
+from tests.pretended import Gpus
 from tests.running import BY_BLOCK, cut, run, threads, vectors
 
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 WINDOW = 32
 HEADS = {"multi-head": (4, 4), "grouped-query": (8, 2)}
 # Knobs that a method needs if no model provides them.
@@ -147,6 +150,7 @@ def test_backends_agree(name: str, backend: str) -> None:
 
 
 @pytest.mark.cuda
+@NEEDS_CUDA
 @pytest.mark.parametrize(("name", "knobs"), CASES, ids=str)
 def test_equals_the_oracle_on_cuda(name: str, knobs: dict[str, object]) -> None:
     q, k, v = vectors(3, 4, 2, 150, 16)
@@ -154,6 +158,68 @@ def test_equals_the_oracle_on_cuda(name: str, knobs: dict[str, object]) -> None:
     truth = oracle.attention(q, k, v, oracle.DEFINITIONS[name](q, k, v, setting, **knobs), setting)
     out = run(make(name, knobs), q.cuda(), k.cuda(), v.cuda(), setting.blocks, window=WINDOW)
     assert (out.cpu() - truth).abs().max() <= 1e-4
+
+
+def check_half_precision(name: str, knobs: dict[str, object], dtype: torch.dtype, device: str, scale: float) -> None:
+    """Beyond the window: all queries are close to the oracle but the few whose rounded scores choose something else."""
+    q, k, v = (x.to(dtype) for x in vectors(3, 4, 2, 150, 16))
+    q, k = q * scale, k * scale
+    setting = oracle.Setting(WINDOW, [70, *cut(78, 26), 1, 1])
+    wide = [x.float() for x in (q, k, v)]
+    truth = oracle.attention(*wide, oracle.DEFINITIONS[name](*wide, setting, **knobs), setting)
+    out = run(make(name, knobs), *(x.to(device) for x in (q, k, v)), setting.blocks, window=WINDOW)
+    assert out.dtype == dtype
+    assert out.isfinite().all()
+    error = (out.cpu().double() - truth).abs().amax(-1)
+    tolerance = 0.02 if dtype is torch.float16 else 0.1
+    assert error.median() <= tolerance / 5
+    # Very large scores make votes of exactly 0 and 1, and any of equal tokens may stand for a block.
+    assert (error > tolerance).double().mean() <= (0.15 if scale == 1 else 0.4)
+
+
+@pytest.mark.parametrize("name", available())
+def test_half_precision_as_on_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the flash kernel that PyTorch has on CUDA, or rather its stand-in."""
+    flash = strict_flash.install(monkeypatch)
+    check_half_precision(name, NEEDS.get(name, {}), torch.float16, "cpu", 1.0)
+    assert flash.calls
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs"),
+    [
+        ("dca", {}),
+        ("esa", {"compress": "none"}),
+        ("infllm", KNOBS["infllm"][0]),
+        ("lm_infinite", KNOBS["lm_infinite"][2]),
+    ],
+    ids=str,
+)
+def test_no_pass_waits_for_a_gpu(name: str, knobs: dict[str, object], gpus: Gpus) -> None:
+    """In float32, by plain arithmetic. The frequencies of RoPE are uploaded once, and nothing else."""
+    q, k, v = vectors(3, 4, 2, 150, 16)
+    blocks = [70, *cut(78, 26), 1, 1]
+    truth, on_gpu = run(make(name, knobs), q, k, v, blocks, window=WINDOW), [x.to("cuda") for x in (q, k, v)]
+    with gpus.counting() as counts:
+        out = run(make(name, knobs), *on_gpu, blocks, window=WINDOW)
+    assert (counts.syncs, counts.uploads) == (0, 1), counts.at
+    assert (out.cpu() - truth).abs().max() <= 1e-4
+
+
+@pytest.mark.cuda
+@NEEDS_CUDA
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "knobs"), CASES, ids=str)
+def test_half_precision_on_cuda(name: str, knobs: dict[str, object], dtype: torch.dtype) -> None:
+    check_half_precision(name, knobs, dtype, "cuda", 1.0)
+
+
+@pytest.mark.cuda
+@NEEDS_CUDA
+@pytest.mark.parametrize(("name", "knobs"), CASES, ids=str)
+def test_scores_beyond_half_precision_on_cuda(name: str, knobs: dict[str, object]) -> None:
+    """Dot products are some hundred thousand; float16 ends at 65,504."""
+    check_half_precision(name, knobs, torch.float16, "cuda", 64.0)
 
 
 @pytest.mark.parametrize("scaling", ["linear", "dynamic", "yarn", "llama3"])

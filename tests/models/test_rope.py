@@ -177,3 +177,11 @@ def test_dynamic_is_fixed_by_the_announced_length(tiny_model: Path) -> None:
     assert torch.equal(fork.rope.inv_freq, frequencies)
     assert unannounced.logits is not None
     assert (unannounced.logits - whole).abs().max() > 1e-2
+
+
+def test_a_device_gets_the_frequencies_once() -> None:
+    rope, elsewhere = Rope(RopeConfig(), HEAD_DIM, WINDOW), torch.arange(3, device="meta")
+    assert rope.turn(elsewhere, torch.float16).cos.device == elsewhere.device
+    uploaded = rope._on(elsewhere.device)
+    assert rope._on(elsewhere.device) is uploaded
+    assert rope._on(torch.device("cpu")) is rope.inv_freq

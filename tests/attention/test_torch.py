@@ -1,0 +1,151 @@
+"""The CUDA ways of PyTorch's kernels, on a strict stand-in: what is passed, and where results go."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lce.attention import Attention, Tiles, Turn
+from lce.attention import torch as backend
+from lce.attention.parts import Part
+from lce.attention.reference import Reference
+from tests.attention.strict_flash import StrictFlash, forbid_waiting, install
+from tests.attention.test_attention import CHOICES, choices
+from tests.attention.truth import (
+    HEADS,
+    assert_same,
+    dense_truth,
+    random,
+    routed_truth,
+    routed_vectors,
+    turns_of,
+    vectors,
+)
+
+TORCH = Attention.choose("torch")
+SEEN = [(False, None), (True, None), (True, 1), (True, 7), (True, 69), (True, 100)]
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> StrictFlash:
+    return install(monkeypatch)
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("n_queries", [1, 5, 70])
+def test_dense_reads_the_keys_where_they_lie(flash: StrictFlash, heads: tuple[int, int], n_queries: int) -> None:
+    q, k, v = (x.half() for x in vectors(*heads, n_queries, 90))
+    q, keys, values = q.transpose(0, 1).contiguous().transpose(0, 1), k[:, 10:80], v[:, 10:80]
+    for causal, window in SEEN:
+        part = TORCH.dense(q, keys, values, causal, window)
+        assert_same(part, dense_truth(q, keys, values, causal, window), 4e-3)
+    for call in flash.calls:
+        assert call["k"].untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+        assert call["v"].untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+        assert n_queries > 1 or (call["left"], call["right"]) == (-1, -1), "heads share keys only without bounds"
+
+
+def test_dense_over_more_heads_than_a_grid_has(flash: StrictFlash, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (x.half() for x in vectors(10, 5, 3, 9))
+    flash.most_blocks = 5
+    monkeypatch.setattr(backend, "MOST_BLOCKS", 5)
+    assert_same(TORCH.dense(q, k, v, causal=True), dense_truth(q, k, v, causal=True), 4e-3)
+    assert len(flash.calls) == 3
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (3, 3)], ids=str)
+@pytest.mark.parametrize("kind", CHOICES)
+@pytest.mark.parametrize(("n_queries", "n_chunks"), [(3, 40), (37, 6)], ids=["more tiles than rows", "fewer"])
+@pytest.mark.parametrize("most_blocks", [65_535, 5])
+def test_routed_never_waits(
+    flash: StrictFlash, monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], kind: str, n_queries: int,
+    n_chunks: int, most_blocks: int,
+) -> None:  # fmt: skip
+    q, k, v = (x.half() for x in routed_vectors(*heads, n_queries, n_chunks, 5))
+    turns, chosen = turns_of(n_queries, 3, torch.float16), choices(kind, heads[0], n_queries, 3, n_chunks)
+    unchosen = torch.ones(heads[1], n_chunks, dtype=torch.bool)
+    for head, of_head in enumerate(chosen):
+        unchosen[head * heads[1] // heads[0], of_head[of_head >= 0]] = False
+    truth = routed_truth(q, turns, chosen, (k, v))
+    k[unchosen] = v[unchosen] = torch.nan
+    flash.most_blocks = most_blocks
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "MOST_BLOCKS", most_blocks)
+        forbid_waiting(patch)
+        part = TORCH.routed(q, turns, chosen, [Tiles.of_chunks(k, v)])
+    assert_same(part, truth, 8e-3)
+    n_tiles = min(heads[1] * n_chunks, chosen.numel())
+    assert len(flash.calls) == -(-n_tiles // most_blocks)
+    assert all(call["max_q"] <= n_queries * heads[0] // heads[1] for call in flash.calls)
+    assert all(call["k"].data_ptr() == k.data_ptr() for call in flash.calls)
+
+
+def test_routed_in_rounds_keeps_what_other_rounds_wrote(flash: StrictFlash) -> None:
+    q, k, v = (x.half() for x in routed_vectors(4, 2, 9, 6, 5))
+    turns, chosen, whole = turns_of(9, 1, torch.float16), choices("some none", 4, 9, 3, 6), Tiles.of_chunks(k, v)
+    rounds = [Tiles(whole.k, whole.v, whole.index.masked_fill(torch.arange(6) % 2 == rest, -1)) for rest in range(2)]
+    assert_same(TORCH.routed(q, turns, chosen, rounds), routed_truth(q, turns, chosen, (k, v)), 8e-3)
+
+
+def test_head_dimensions_that_the_kernel_has_not(flash: StrictFlash) -> None:
+    q, k, v = (x.half() for x in vectors(4, 2, 5, 20, 20))
+    assert_same(TORCH.dense(q, k, v, causal=True), dense_truth(q, k, v, causal=True), 4e-3)
+    assert not flash.calls
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("n_queries", [1, 33, 70])
+def test_float32_holds_the_scores_of_a_slice(
+    heads: tuple[int, int], n_queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once, sizes, whole = heads[0] * 70 * 4, [], Reference.attend
+
+    def watched(self: Reference, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Part:
+        sizes.append(q[..., 0].numel() * k.shape[1])
+        return whole(self, q, k, v, causal=causal, window=window)
+
+    monkeypatch.setattr(Reference, "attend", watched)
+    monkeypatch.setattr(backend, "SCORES_AT_ONCE", at_once)
+    q, k, v = vectors(*heads, n_queries, 70)
+    for causal, window in SEEN:
+        out, lse = backend.attend_slices(q.unflatten(0, (heads[1], -1)), k, v, causal, window)
+        assert_same((out.flatten(0, 1), lse.flatten(0, 1)), dense_truth(q, k, v, causal, window))
+    assert max(sizes) <= at_once
+
+
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.mark.cuda
+@NEEDS_CUDA
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+@pytest.mark.parametrize(("n_queries", "window"), [(1, None), (1, 3000), (3, None), (3, 3000), (200, 700)])
+def test_keys_long_enough_to_be_split(dtype: torch.dtype, dim: int, n_queries: int, window: int | None) -> None:
+    """Against float32 arithmetic on the CPU."""
+    q, k, v = random(8, n_queries, dim, seed=1), random(2, 20_000, dim, seed=2, scale=1), random(2, 20_000, dim, seed=3)
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    truth = Attention.choose("reference").dense(q.float(), k.float(), v.float(), True, window)
+    part = TORCH.dense(q.cuda(), k.cuda(), v.cuda(), True, window)
+    tolerance = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    assert_same(part, (truth[0].double(), truth[1].double()), tolerance)
+
+
+@pytest.mark.cuda
+@NEEDS_CUDA
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n_queries", [1, 300])
+def test_more_tiles_than_a_grid_has(dtype: torch.dtype, n_queries: int) -> None:
+    """70,000 (head, chunk) pairs: few of them chosen in decode, most of them in prefill."""
+    heads, n_chunks, dim = (16, 4), 17_500, 64
+    keys = [random(heads[1], n_chunks, 4, dim, seed=seed).to(dtype).cuda() for seed in (1, 2)]
+    q = random(heads[0], n_queries, dim, seed=3).to(dtype)
+    chosen = torch.randint(n_chunks, (heads[0], n_queries, 16), generator=torch.Generator().manual_seed(4))
+    chosen = chosen.sort(-1).values
+    chosen[..., 1:].masked_fill_(chosen[..., 1:] == chosen[..., :-1], -1)  # no chunk twice
+    as_it_is = Turn(*(make(n_queries, 1, dim // 2, dtype=dtype, device="cuda") for make in (torch.ones, torch.zeros)))
+    tiles = [Tiles.of_chunks(*keys)]
+    part = TORCH.routed(q.cuda(), as_it_is, chosen.cuda(), tiles)
+    truth = Attention.choose("reference").routed(q.cuda(), as_it_is, chosen.cuda(), tiles)
+    assert_same(part, (truth[0].cpu().double(), truth[1].cpu().double()), 0.06 if dtype is torch.bfloat16 else 8e-3)
