@@ -299,11 +299,11 @@ class OpenChunk(MethodState):
     def _go_back(self, mark: Held) -> None:
         self._held, self._marked = mark, mark[0]
 
-    def write_at(self, rows: Tensor, at: Tensor) -> None:
-        """Put the rows `[heads, 1, D]` of token `at [1]` of the open chunk; the index is read on the device."""
+    def write_at(self, rows: Tensor, offset: Tensor) -> None:
+        """Put the rows `[heads, 1, D]` of token `offset [1]` of the open chunk; the number is read on the device."""
         buffer = self._held[0]
         assert buffer is not None, "nothing was written yet"
-        buffer.index_copy_(1, at % self.size, rows.to(buffer.dtype))
+        buffer.index_copy_(1, offset, rows.to(buffer.dtype))
 
     def span(self, start: int, stop: int) -> Tensor:
         """The rows of tokens `start..stop-1` of the committed open chunk, a view."""

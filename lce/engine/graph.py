@@ -30,6 +30,8 @@ from lce.models.layers import Attend, Model
 Work = Callable[[], None]
 
 _pauses: set[object] = set()
+_recorders: list[object] = []  # those who record now: the first one may, of several threads
+_failed: list[object] = []  # graphs whose capture failed: PyTorch's allocator may still refer to them
 
 
 @contextmanager
@@ -72,12 +74,16 @@ class CudaTape:
 
     def record(self, work: Work) -> Work:
         graph = torch.cuda.CUDAGraph()
-        # The outer `with` restores the current stream, which `torch.cuda.graph` does not after a failed capture.
-        with (
-            torch.cuda.stream(torch.cuda.current_stream(self.device)),
-            torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"),
-        ):
-            work()
+        try:
+            # The outer `with` restores the current stream, which `torch.cuda.graph` does not after a failed capture.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream(self.device)),
+                torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"),
+            ):
+                work()
+        except BaseException:
+            _failed.append(graph)
+            raise
         return graph.replay
 
     def reader(self, numbers: Tensor) -> Callable[[], list[int]]:
@@ -104,7 +110,7 @@ class Launched:
     read: Callable[[], list[int]]  # the likeliest next token, and whether all logits are finite
 
 
-@dataclass
+@dataclass(eq=False)
 class Recording:
     """A step for one bound over one memory: `work` does it, and `replay` too, once it is recorded."""
 
@@ -231,17 +237,26 @@ class DecodeGraph:
     def _run(self, recording: Recording) -> None:
         """The step: the first time kernel by kernel, then recorded, then from the record."""
         if recording.replay is None and recording.warm:
-            try:
-                recording.replay = self.tape.record(recording.work)
-                self.n_recorded += 1
-            except RuntimeError as error:
-                self._refuse(f"{type(error).__name__}: {error}")
+            self._record(recording)
         if recording.replay is None:
             self.tape.warm_up(recording.work)
             recording.warm = True
         else:
             recording.replay()
             self.n_replayed += 1
+
+    def _record(self, recording: Recording) -> None:
+        """Record the step, unless it cannot be; or another thread records, and a later step may try again."""
+        try:
+            _recorders.append(recording)
+            if _recorders[0] is recording:
+                recording.replay = self.tape.record(recording.work)
+                self.n_recorded += 1
+        except RuntimeError as error:
+            self._refuse(f"{type(error).__name__}: {error}")
+        finally:
+            if recording in _recorders:
+                _recorders.remove(recording)
 
     def _refuse(self, why: str) -> None:
         self.refused, self._recording = why, None

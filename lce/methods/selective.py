@@ -250,7 +250,8 @@ class ChunkSelection(Method):
 
     def decode(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
         if self.uses_queries:
-            cache.kept(OpenChunk, OPEN_QUERIES).write_at(q, step.at)
+            offset: Tensor = step.once("offset in chunk", lambda: step.at % self.size)
+            cache.kept(OpenChunk, OPEN_QUERIES).write_at(q, offset)
         chosen = self.choose(q, cache, step)
         assert chosen is not None, "there are complete chunks"
         runs = self._runs(chosen.squeeze(1), q, cache, step)
@@ -307,7 +308,7 @@ class ChunkSelection(Method):
         if not apart:
             own = step.once(f"own chunk {len(chosen)}", lambda: (step.at // size).expand(len(chosen), 1))
             chosen = torch.cat((chosen, own), dim=1)
-        return Runs(chosen.clamp(min=0) * size, (chosen >= 0) * counts, turn, turns, size)
+        return Runs(chosen * size, (chosen >= 0) * counts, turn, turns, size)
 
     def _own_span(self, q: Tensor, step: DeviceStep) -> Span:
         """The query's own chunk, seen as `attend_own_chunk` does."""

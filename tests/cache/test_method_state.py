@@ -256,7 +256,7 @@ def test_the_row_of_a_token_whose_index_the_device_knows() -> None:
         assert kept.takes(start)
         assert (kept.memory is before) == (not marked)
         for i in range(start, start + 4):
-            kept.write_at(counted(1, i), torch.tensor([i]))
+            kept.write_at(counted(1, i), torch.tensor([i - start]))
         assert torch.equal(kept.span(start, start + 4), counted(4, start))
         if mark is not None:
             assert torch.equal(kept.at(mark).span(start - 4, start), rows)
