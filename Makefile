@@ -1,6 +1,7 @@
 # make demo    sets everything up and asks the embedded model about a long text
 # make test    sets everything up and runs the tests
 # make check   checks format, lint and types
+# make gpu     measures and checks everything on a GPU, with the system's Python: OUT=folder, STAGES=0,4
 # make venv    makes the virtual environment with lce in editable form; PYTHON=python3.12 selects the Python
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check venv
+.PHONY: demo test check gpu venv
 
 demo: $(VENV)/runtime.stamp
 	$(BIN)/lce generate --model demo --method longheads --prompt-file examples/haystack.txt
@@ -22,6 +23,10 @@ check: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# No virtual environment and no network: a machine with a GPU has its own PyTorch.
+gpu:
+	PYTHONPATH=. $(PYTHON) benchmarks/gpu.py --out $(or $(OUT),gpu-results) $(if $(STAGES),--stages $(STAGES))
 
 venv: $(VENV)/dev.stamp
 

@@ -346,10 +346,8 @@ def infllm(
                 for h in range(n_heads):
                     if (h, first) not in chosen_tokens:
                         chosen_tokens[h, first] = representatives(h, first)
-                    for m in chosen_tokens[h, first]:
-                        relevance[first] += float(
-                            dot(q_far[h][start : start + size], as_complex(k[h // rep][m])).mean()
-                        )
+                    keys = as_complex(k[h // rep][chosen_tokens[h, first]])
+                    relevance[first] += float(dot(q_far[h][start : start + size, None], keys[None]).mean(0).sum())
             memory = sorted(firsts, key=lambda first: -relevance[first])[:top_k]
         else:
             memory = firsts
@@ -409,10 +407,8 @@ def esa(
             wide = [max(score[max(0, m - eps) : m + eps + 1]) for m in range(len(score))]
             best = sorted(range(len(wide)), key=lambda m: (-wide[m], m))[:top_k]
             chosen = {*range(sinks), *(sinks + m for m in best)}
-            for row in range(start, start + size):
-                for token in range(border):
-                    mask[row, token] = token in chosen
-                    distance[row, token] = far
+            mask[start : start + size, :border] = torch.tensor([token in chosen for token in range(border)])
+            distance[start : start + size, :border] = far
         start += size
     return Tables(everyone(mask), everyone(distance))
 

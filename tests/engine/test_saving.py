@@ -417,15 +417,20 @@ def test_a_spill_that_fails_loses_nothing(tiny_model: Path, tmp_path: Path, monk
     assert answer(engine, context) == expected
 
 
+# For each line that it reads, a child that saves until it is killed: one start of Python for all of them.
 SAVER = """
-import sys, lce, torch
+import os, sys, lce, torch
 torch.set_num_threads(1)
 engine = lce.load({model!r}, lce.methods.make("longheads", {knobs!r}), block=64)
 contexts = [engine.prefill(list(range(2, 2 + n))) for n in (250, 290)]
-print("ready", flush=True)
-while True:
-    for context in contexts:
-        context.save({path!r})
+for _ in sys.stdin:
+    child = os.fork()
+    while not child:
+        for context in contexts:
+            context.save({path!r})
+    print(child, flush=True)
+    os.waitpid(child, 0)
+    print("gone", flush=True)
 """
 
 
@@ -435,18 +440,24 @@ def test_killed_at_any_moment_of_a_save(engine: lce.Engine, tiny_model: Path, tm
     truth = {n: answer(engine, engine.prefill(list(range(2, 2 + n)))) for n in (250, 290)}
     script = SAVER.format(model=str(tiny_model), knobs=NEEDS["longheads"], path=str(path))
     leftovers = kills = 0
-    while kills < 4 or (not leftovers and kills < 40):  # until one of them came in the middle of a save
-        kills += 1
-        with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
+    line, pipe = [sys.executable, "-c", script], subprocess.PIPE
+    with subprocess.Popen(line, stdin=pipe, stdout=pipe, text=True, bufsize=1) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        while kills < 4 or (not leftovers and kills < 40):  # until one of them came in the middle of a save
+            kills += 1
+            process.stdin.write("\n")
+            child = int(process.stdout.readline())
+            while not path.exists():  # the first save of all may take longer
+                time.sleep(0.01)
             time.sleep(0.05 + draw.random() * 0.1)
-            process.send_signal(signal.SIGKILL)
-        leftovers += len(os.listdir(tmp_path)) - 1
-        context = engine.open_context(path)
-        n = len(context)
-        assert answer(engine, context) == truth[n]
-        assert os.listdir(tmp_path) == ["c.lce"]
+            os.kill(child, signal.SIGKILL)
+            assert process.stdout.readline() == "gone\n"
+            leftovers += len(os.listdir(tmp_path)) - 1
+            context = engine.open_context(path)
+            n = len(context)
+            assert answer(engine, context) == truth[n]
+            assert os.listdir(tmp_path) == ["c.lce"]
     assert leftovers
 
 

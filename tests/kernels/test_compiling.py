@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -37,8 +39,21 @@ def run(home: Path, *args: str, **variables: str) -> subprocess.CompletedProcess
     )
 
 
-def test_the_first_use_says_so_and_the_second_finds_the_kernels(tmp_path: Path) -> None:
-    first, second = run(tmp_path), run(tmp_path)
+class Compiled(NamedTuple):
+    """A home whose cache has the program's kernels, and what the run that compiled them said. Only to be read."""
+
+    home: Path
+    first: subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    home = tmp_path_factory.mktemp("compiled")
+    return Compiled(home, run(home))
+
+
+def test_the_first_use_says_so_and_the_second_finds_the_kernels(compiled: Compiled) -> None:
+    first, second = compiled.first, run(compiled.home)
     assert first.stdout == second.stdout
     assert first.stdout.split()[:2] == ["64.0", "2"]
     assert first.stderr.count("compiling kernels") == 1
@@ -51,8 +66,8 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     assert run(tmp_path).stdout.split()[0] == "64.0"
 
 
-def test_a_damaged_cache_is_written_again(tmp_path: Path) -> None:
-    run(tmp_path)
+def test_a_damaged_cache_is_written_again(compiled: Compiled, tmp_path: Path) -> None:
+    shutil.copytree(compiled.home, tmp_path, dirs_exist_ok=True)
     for kind, size in (("nbi", 20), ("nbc", 2000)):
         damaged = list(tmp_path.rglob(f"*.{kind}"))
         assert damaged
@@ -73,10 +88,11 @@ def test_a_cache_that_others_can_write_is_not_read(monkeypatch: pytest.MonkeyPat
     assert usable_cache() is None
 
 
-def test_each_kernel_has_files_of_its_own(tmp_path: Path) -> None:
+def test_each_kernel_has_files_of_its_own(compiled: Compiled) -> None:
     """Processes that compile at the same time never write another kernel under the same name."""
-    run(tmp_path)
-    assert len({file.name.partition(".")[0] for file in tmp_path.rglob("*.nbc")}) == len(list(tmp_path.rglob("*.nbc")))
+    files = list(compiled.home.rglob("*.nbc"))
+    assert files
+    assert len({file.name.partition(".")[0] for file in files}) == len(files)
 
 
 @pytest.mark.parametrize(

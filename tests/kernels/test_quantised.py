@@ -10,6 +10,9 @@ from lce.kernels import quantised
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((33, 100), (64, 256))
+# Rows of x. 1, 2, 3 and 8 have a kernel each, for each dtype and number of bits, which takes seconds to compile: two
+# dtypes at least for each. The slow test has them all.
+COUNTS = {torch.float32: (1, 2, 3, 8), torch.bfloat16: (1, 2, 8), torch.float16: (1, 3)}
 ERRORS = {8: 0.008, 4: 0.075}  # of Gaussian weights, relative
 
 
@@ -26,6 +29,18 @@ def packed(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor | None]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_products_are_those_of_the_unpacked_weights(bits: int, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    check_products(bits, dtype, shape, COUNTS[dtype])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_of_every_number_of_rows(bits: int, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    check_products(bits, dtype, shape, (1, 2, 3, 8))
+
+
+def check_products(bits: int, dtype: torch.dtype, shape: tuple[int, int], counts: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     weight, bias = torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype)
     matrix = packed(weight, bits)
@@ -33,7 +48,7 @@ def test_products_are_those_of_the_unpacked_weights(bits: int, dtype: torch.dtyp
     quantised.unpack(0, exact, *matrix)
     assert (exact - weight.float()).norm() / weight.float().norm() < ERRORS[bits]
     tolerance = 4 * torch.finfo(dtype).eps
-    for n in (1, 2, 3, 8):
+    for n in counts:
         x = torch.randn(n, shape[1]).to(dtype)
         out = quantised.product(x, shape[0], *matrix, bias)
         expected = x.double() @ exact.double().T + bias.double()

@@ -1,0 +1,82 @@
+"""What a stage is given, and how it records: a JSON file that is written anew after every figure."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ERROR_LINES = 12  # of a traceback
+
+
+class Record(dict[str, Any]):
+    """A stage's figures, by name. Each assignment writes the file, so that a stage that is killed keeps what it had."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        self.write()
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self.write()
+
+    def write(self) -> None:
+        draft = self.path.with_suffix(".draft")
+        draft.write_text(json.dumps(self, default=str))
+        os.replace(draft, self.path)
+
+    @contextlib.contextmanager
+    def attempt(self, name: str) -> Iterator[dict[str, Any]]:
+        """A figure of its own: a dictionary to fill. An error is recorded in it, and the stage goes on."""
+        cell: dict[str, Any] = {}
+        self[name] = cell  # a stage that is killed keeps what was found until the last write
+        started = time.perf_counter()
+        try:
+            yield cell
+        except Exception as error:
+            cell["error"] = last_lines(error)
+        cell["seconds"] = round(time.perf_counter() - started, 2)
+        self.write()
+
+
+@dataclass
+class Setup:
+    """Where a stage runs. `tiny` shrinks every size, so that a CPU runs all stages in seconds."""
+
+    device: torch.device
+    tiny: bool
+    out: Path  # for files that are kept, such as traces
+    record: Record
+    deadline: float  # of `time.monotonic`
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def left(self) -> float:
+        """Seconds."""
+        return self.deadline - time.monotonic()
+
+    def synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+
+class Skip(Exception):
+    """A stage cannot run here; the message says why."""
+
+
+def last_lines(error: BaseException) -> str:
+    """The last frames, then the error in one line: messages of PyTorch may go on for a hundred."""
+    frames = "".join(traceback.format_tb(error.__traceback__)).strip().splitlines()
+    said = "".join(traceback.format_exception_only(error)).strip().splitlines()
+    return "\n".join([*frames[-ERROR_LINES:], said[0]])

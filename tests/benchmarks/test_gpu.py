@@ -1,0 +1,89 @@
+"""The script for a machine with a GPU: every stage at toy sizes on the CPU, so that no slip waits for the machine."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script, as a module; its neighbours are imported by their plain names."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.delitem(sys.modules, "gpu", raising=False)
+    return importlib.import_module("gpu")
+
+
+def errors(stage: dict[str, Any]) -> dict[str, Any]:
+    """What failed, or does not hold, in a stage's figures."""
+    wrong = {name: x for name, x in stage.items() if isinstance(x, dict) and ("error" in x or x.get("ok") is False)}
+    return wrong | ({"stage": stage["error"]} if "error" in stage else {})
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_stage_runs_at_toy_sizes(gpu: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    status = gpu.main(["--device", "cpu", "--tiny", "--in-process", "--out", str(tmp_path)])
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert {name: found for name, stage in results.items() if (found := errors(stage))} == {}
+    assert status == 0
+    assert results["stage 1"]["status"] == "skipped: no CUDA"
+    assert {stage["status"] for name, stage in results.items() if name != "stage 1"} == {"ran"}
+    assert results["stage 3"]["tiers: longheads float32"]["same bits"]
+    assert results["stage 4"]["longheads at 300"]["decode ms"] > 0
+    assert capsys.readouterr().out.endswith((tmp_path / "summary.txt").read_text() + "\n")
+
+
+def test_a_stage_that_fails_costs_no_other(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in a process of its own: one ends with an error, one hangs until its limit; what they had is kept."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, sys, time\n"
+        "words = dict(zip(sys.argv[1::2], sys.argv[2::2]))\n"
+        "open(words['--record'], 'w').write(json.dumps({'had': words['--stage']}))\n"
+        "time.sleep(60) if words['--stage'] == '2' else sys.exit('something broke')\n"
+    )
+    monkeypatch.setattr(gpu, "__file__", str(script))
+    monkeypatch.setattr(gpu, "GRACE", 0.0)
+    monkeypatch.setattr(gpu, "STAGES", {1: ("one", 20.0), 2: ("two", 2.0)})
+    monkeypatch.setattr(gpu, "LEAST", 0.0)
+    assert gpu.main(["--device", "cpu", "--out", str(tmp_path), "--stages", "1,2"]) == 1
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert {name: stage["had"] for name, stage in results.items()} == {"stage 1": "1", "stage 2": "2"}
+    assert results["stage 1"]["status"] == "failed: exit status 1"
+    assert results["stage 1"]["last lines"] == ["something broke"]
+    assert results["stage 2"]["status"] == "ended at its limit of 2 s"
+    assert "something broke" in (tmp_path / "stages.log").read_text()
+
+
+def test_without_a_gpu_every_stage_says_so(gpu: ModuleType, tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    record = tmp_path / "record.json"
+    assert gpu.run_stage(4, tmp_path, record, "cuda", False, 1.0) == "skipped: no CUDA"
+    assert json.loads(record.read_text()) == {"skipped": "no CUDA"}
+
+
+def test_bars_are_read_off_the_figures(gpu: ModuleType) -> None:
+    cell = {"method": "full", "length": 32768, "decoded at": 32768, "decode ms": 8.0, "decode bytes": 30e9}
+    fast = {**cell, "method": "longheads", "decode ms": 5.0, "decode bytes": 15e9}
+    results = {
+        0: {"status": "ran", "copy": {"bytes_per_s": 4.3e12}},
+        4: {"status": "ran", "full at 32768": cell, "longheads at 32768": fast},
+        5: {"status": "ran", "longheads resident": {"decode ms": 4.0, "decoded at": 9},
+            "longheads offloaded": {"decode ms": 9.0, "decoded at": 9}},
+    }  # fmt: skip
+    lines = {line.split("  ")[0]: line.split()[-1] for line in gpu.summary(results).splitlines() if "=" in line}
+    assert lines["full decode, of copying, 32k"] == "held"  # 30 GB in 8 ms are 87% of 4.3 TB/s
+    assert lines["longheads over full, decode, 32k"] == "MISSED"  # 1.6
+    assert lines["128k, 4 GiB on the GPU over resident, decode time"] == "MISSED"  # 2.25
+    assert lines["lce over transformers, decode"] == "measured"
