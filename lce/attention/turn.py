@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lce.kernels import elementwise
+from lce.kernels.cuda import launching
 
 
 class Turn(NamedTuple):
@@ -30,6 +31,10 @@ def rotate(x: Tensor, turn: Turn) -> Tensor:
     cos, sin = turn
     if elementwise.runs_on(x) and cos.dtype is x.dtype:
         return elementwise.rotate(x, cos, sin)
+    if launching.runs_on(x):
+        from lce.kernels.cuda import elementwise as on_gpu
+
+        return on_gpu.rotate(x, cos, sin)
     first, second = x.chunk(2, dim=-1)
     sizes = zip_longest(reversed(first.shape[:-1]), reversed(cos.shape[:-1]), fillvalue=1)  # they broadcast
     shape = [a if b == 1 else b for a, b in sizes][::-1]
@@ -40,20 +45,23 @@ def rotate(x: Tensor, turn: Turn) -> Tensor:
     return out
 
 
-def append(
-    k: Tensor, v: Tensor, into_k: Tensor, into_v: Tensor, at: int | Tensor, turn: Turn | None = None
-) -> None:  # fmt: skip
+def append(k: Tensor, v: Tensor, into_k: Tensor, into_v: Tensor, at: int | Tensor, turn: Turn | None = None) -> None:
     """`k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; k rotated by a turn `[T, D/2]`, if any.
 
-    `at` is a number, or for one token a tensor `[1]`, int64, that is read on the device.
+    `at` may be one int64 on the device, so that a step which is recorded once runs at any position.
     """
     dtype = into_k.dtype
-    if isinstance(at, Tensor):
-        into_k.index_copy_(1, at, (k if turn is None else rotate(k, turn)).to(dtype))
-        into_v.index_copy_(1, at, v.to(dtype))
-        return
-    if elementwise.runs_on(k) and k.dtype is dtype is v.dtype and (turn is None or turn.cos.dtype is dtype):
+    alike = k.dtype is dtype is v.dtype
+    if not isinstance(at, Tensor) and elementwise.runs_on(k) and alike and (turn is None or turn.cos.dtype is dtype):
         elementwise.append(k, v, into_k, into_v, at, *(turn or (None, None)))
+    elif alike and launching.runs_on(k):
+        from lce.kernels.cuda import elementwise as on_gpu
+
+        on_gpu.append(k, v, into_k, into_v, at, *(turn or (None, None)))
+    elif isinstance(at, Tensor):
+        rows = at + torch.arange(k.shape[1], device=at.device)
+        into_k.index_copy_(1, rows, (k if turn is None else rotate(k, turn)).to(dtype))
+        into_v.index_copy_(1, rows, v.to(dtype))
     else:
         into_k[:, at : at + k.shape[1]].copy_(k if turn is None else rotate(k, turn))
         into_v[:, at : at + v.shape[1]].copy_(v)

@@ -22,6 +22,7 @@ from torch.nn.functional import max_pool1d
 from lce.errors import DataError, UsageError, shown
 from lce.files import named
 from lce.kernels.choices import best_tokens
+from lce.kernels.cuda import launching
 from lce.kernels.scores import best_below_top, compiled_for, scores_of_few
 from lce.methods.parts import SCORES_AT_ONCE, products
 from lce.models.config import RopeConfig
@@ -233,6 +234,10 @@ def scores_by_token(q: Tensor, k: Tensor, into: Tensor | None = None) -> Tensor:
     query scores are float32, and the keys are read at the speed of memory. `into [t·M]`, or longer, is overwritten:
     memory that is new to a process is slow.
     """
+    if len(q) == 1 and launching.runs_on(k):
+        from lce.kernels.cuda import choices
+
+        return choices.scores_of_few(q[None], k[None])[0]
     if not compiled_for(k):
         return products(q[None], k.T[None])[0]
     if len(q) == 1:

@@ -14,6 +14,8 @@ from lce.cache.kv import LayerCache
 from lce.cache.layout import CacheLayout, Reach
 from lce.cache.method_state import MethodState, Summaries
 from lce.errors import UsageError
+from lce.kernels.compiling import MOST_ROWS
+from lce.kernels.cuda import launching
 from lce.methods.decoding import decode_spans, recent_span
 from lce.methods.parts import attend_span, is_like, products
 from lce.methods.registry import register
@@ -85,6 +87,10 @@ class Quest(ChunkSelection):
         return torch.stack(k.aminmax(dim=2), dim=2)  # [G, m, 2, D]
 
     def score(self, q: Tensor, summary: Tensor, step: Step, layer: int) -> Tensor:
+        if q.shape[1] <= MOST_ROWS and launching.runs_on(summary):
+            from lce.kernels.cuda import choices
+
+            return choices.scores_of_few(q, summary)
         least, most = summary.unbind(dim=2)  # [G, M, D]
         rows = q.reshape(len(summary), -1, q.shape[-1])  # [G, R·T, D]
         scores = products(rows.clamp(max=0), least.mT) + products(rows.clamp(min=0), most.mT)

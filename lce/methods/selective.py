@@ -21,6 +21,7 @@ from lce.cache.method_state import MethodState, OpenChunk, RecentRows, Summaries
 from lce.errors import UsageError
 from lce.kernels.choices import best_chunks
 from lce.kernels.compiling import MOST_ROWS
+from lce.kernels.cuda import launching
 from lce.kernels.scores import compiled_for, scores_of_few
 from lce.methods.base import Method
 from lce.methods.decoding import Span, decode_recent
@@ -33,12 +34,16 @@ CHOSEN_AT_ONCE = 1 << 22  # scores that kernels choose by at a time: memory of t
 
 
 def dot_products(q: Tensor, vectors: Tensor) -> Tensor:
-    """`q [S, T, D]`, `vectors [S, M, D]` to `[S, T, M]`: float32 on CUDA.
+    """`q [S, T, D]`, `vectors [S, M, D]` to `[S, T, M]`: float32 on CUDA, and for few queries on CPUs.
 
-    For few queries on CPUs float32 too, by one pass over the vectors.
+    For few queries it is one pass over the vectors.
     """
     if q.shape[1] <= MOST_ROWS and compiled_for(vectors):
         return scores_of_few(q, vectors)
+    if q.shape[1] <= MOST_ROWS and launching.runs_on(vectors):
+        from lce.kernels.cuda import choices
+
+        return choices.scores_of_few(q, vectors)
     return products(q, vectors.mT)
 
 
@@ -202,6 +207,11 @@ class ChunkSelection(Method):
         chunk_ids, own, forced = step.once(f"forced {n_chunks}", make)
         if compiled_for(scores) and step.at is None:
             return best_chunks(scores.contiguous(), forced, self.n_choices, step.start, self.size)
+        if launching.runs_on(scores) and n_chunks <= launching.MOST_CHUNKS:
+            from lce.kernels.cuda import choices
+
+            start = step.start if step.at is None else step.at
+            return choices.best_chunks(scores.contiguous(), forced, self.n_choices, start, self.size)
         bias = torch.zeros(own.shape[0], len(chunk_ids), device=scores.device)
         bias = bias.masked_fill_(forced, torch.inf).masked_fill_(chunk_ids >= own, -torch.inf)
         scores = scores.float() + bias

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lce.kernels import elementwise
 from lce.kernels.compiling import MOST_ROWS
+from lce.kernels.cuda import launching
 from lce.kernels.elementwise import runs_on
 from lce.kernels.numbers import STORED
 from lce.kernels.products import product
@@ -45,9 +46,6 @@ class Layer:
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
         """Hidden states `[T, hidden]` to those after this layer; may write over `x`."""
         raise NotImplementedError
-
-    def norm(self, name: str, x: Tensor) -> Tensor:
-        return rms_norm(x, self.w[name], self.config.norm_eps)
 
     def project(
         self, name: str, x: Tensor, *, norm: str | None = None, gated: bool = False, onto: Tensor | None = None
@@ -192,16 +190,22 @@ def linear(
     """`x [T, in]` times `weight [out, in]` transposed, plus `bias [out]`. Time: O(T · in · out).
 
     With `norm [in]` x is normalised first, as `rms_norm` does. `gated` takes SiLU of the first half of the result times
-    the second: `[T, out / 2]`. With `onto` the result is added to that tensor, in place. A few rows on a CPU take a
-    kernel that reads the weights at the speed of memory, and rounds once at the end.
+    the second: `[T, out / 2]`. With `onto` the result is added to that tensor, in place. A few rows take a kernel that
+    reads the weights at the speed of memory, and rounds once at the end; on a GPU it is one launch.
     """
     n, size = x.shape
     if isinstance(weight, QuantisedMatrix) and n <= MOST_ROWS:
         return weight.product(x.contiguous(), bias, norm=norm, eps=eps, gated=gated, onto=onto)
     if x.is_cpu and (n == 1 or n * size <= FEW) and n <= MOST_ROWS and _plain(x, weight, onto):
         return product(x, weight, bias, norm=norm, eps=eps, gated=gated, onto=onto)
+    if n <= launching.MOST_ROWS and launching.runs_on(x) and _plain(x, weight, onto):
+        from lce.kernels.cuda import products
+
+        return products.product(x, weight, bias, norm=norm, eps=eps, gated=gated, onto=onto)
     if norm is not None:
         x = rms_norm(x, norm, eps)
+    if onto is not None and x.is_cuda and bias is None and not gated and isinstance(weight, Tensor):
+        return onto.addmm_(x, weight.T)  # one launch, which adds before it rounds
     out = _product_of_many(x, weight, bias)
     if gated:
         out = silu_mul(out)
@@ -248,13 +252,30 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x [..., D]` over its root mean square, times `weight [D]`; computed in float32 for any dtype."""
     if runs_on(x):
         return elementwise.rms_norm(x, weight, eps)
+    if launching.runs_on(x):
+        from lce.kernels.cuda import elementwise as on_gpu
+
+        return on_gpu.rms_norm(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def norm_heads(q: Tensor, q_weight: Tensor, k: Tensor, k_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`rms_norm` of queries and of keys, `[heads, T, D]` each; on a GPU in one launch."""
+    if launching.runs_on(q):
+        from lce.kernels.cuda import elementwise as on_gpu
+
+        return on_gpu.rms_norm_two(q, q_weight, k, k_weight, eps)
+    return rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
 
 
 def silu_mul(x: Tensor) -> Tensor:
     """SiLU of the first half of `x [T, 2·D]` times the second half: `[T, D]`."""
     if runs_on(x):
         return elementwise.silu_mul(x)
+    if launching.runs_on(x):
+        from lce.kernels.cuda import elementwise as on_gpu
+
+        return on_gpu.silu_mul(x)
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 

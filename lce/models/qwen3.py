@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lce.models.config import ModelConfig
 from lce.models.fields import Fields
-from lce.models.layers import Attend
+from lce.models.layers import Attend, norm_heads
 from lce.models.llama import Llama, LlamaLayer
 from lce.models.qwen2 import sliding_window
 from lce.models.registry import family
@@ -17,7 +17,8 @@ from lce.models.registry import family
 class Qwen3Layer(LlamaLayer):
     def attention(self, x: Tensor, attend: Attend) -> Tensor:
         q, k, v = self.heads(x, norm="attention_norm")
-        return attend(self.index, self.norm("q_norm", q), self.norm("k_norm", k), v)
+        q, k = norm_heads(q, self.w["q_norm"], k, self.w["k_norm"], self.eps)
+        return attend(self.index, q, k, v)
 
 
 @family("qwen3", "Qwen3ForCausalLM")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,9 @@ from torch import Tensor
 
 from lce.errors import UsageError
 from lce.methods import SelectiveMethod, Step
+from lce.methods.selective import dot_products
+from tests.pretended import Gpus
+from tests.pretended.launches import launched
 from tests.running import cut, run, vectors
 
 WINDOW, SIZE = 32, 4
@@ -92,3 +97,27 @@ def test_more_than_was_declared_is_not_kept() -> None:
     q, k, v = vectors(1, 4, 2, 100, 8)
     with pytest.raises(UsageError, match="KeepsTwice: summarise keeps 256 bytes of a chunk; expected at most 128"):
         run(KeepsTwice(chunk_size=SIZE), q, k, v, [100], window=WINDOW)
+
+
+def test_on_a_gpu_a_choice_is_two_launches_and_no_sync(gpus: Gpus) -> None:
+    class Decode:
+        """What `select` asks of a step: the query at index 100."""
+
+        start = 100
+
+        def positions(self, device: torch.device) -> Tensor:
+            return torch.arange(100, 101, device=device)
+
+        def once(self, name: str, make: Callable[[], object]) -> object:
+            return make()
+
+    step: Any = Decode()
+    method = ByMeanKey(chunk_size=8, chunks=5)
+    q, summaries = torch.randn(4, 1, 16), torch.randn(4, 12, 16)
+    expected = method.select(dot_products(q, summaries), step)
+    q, summaries = q.cuda(), summaries.cuda()
+    with gpus.counting() as counts:
+        chosen = method.select(dot_products(q, summaries), step)
+    in_a_layer = [name for name in launched(counts) if name.startswith("_")]  # the others are once for all layers
+    assert in_a_layer == ["_choose", "_score"]
+    assert torch.equal(chosen.cpu(), expected)

@@ -7,19 +7,23 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tests.pretended import rules
-from tests.pretended.streams import Event, Stream
-from tests.pretended.tensor import Allocation, Mode, Pinned, PretendedTensor, flat, poison, unwrapped
+from tests.pretended import flash, products, rules
+from tests.pretended.rules import Rule
+from tests.pretended.streams import NOT_CAPTURED, Stream
+from tests.pretended.tensor import Memory, Mode, Owner, Pinned, PretendedTensor, flat, mapped, poison, unwrapped
 
 META = torch.device("meta")
-OVERRIDES: dict[str, Callable[..., Any]] = {}  # operators with a stand-in, by name; called with pretended tensors
+STAND_INS = {  # operators that a CPU has not: `check` and `compute`
+    "aten::_flash_attention_forward": flash, "aten::mm.dtype": products, "aten::bmm.dtype": products,
+}  # fmt: skip
 
 
 @dataclass
@@ -29,33 +33,30 @@ class Counts:
     syncs: int = 0  # the CPU waited for the device: item, tolist, copies to the CPU, nonzero, ...
     uploads: int = 0  # copies from the CPU to the device; those of memory that is not pinned wait, too
     launches: int = 0  # operators and kernels
-    at: dict[str, int] | None = None
-
-    def note(self, what: str) -> None:
-        self.at = self.at or {}
-        self.at[what] = self.at.get(what, 0) + 1
+    at: dict[str, int] = field(default_factory=dict)  # which they were
 
 
 class Gpus:
     """One or more pretended GPUs of one process."""
 
-    def __init__(self, n_devices: int = 1, memory: int = 1 << 34) -> None:
+    def __init__(self, n_devices: int = 1, memory: int = 16 << 30, late: bool = True) -> None:
         self.n_devices = n_devices
         self.memory = memory
+        self.late = late
+        self.faults: list[str] = []  # what no operator raises
         self.counts: list[Counts] = []
         self.pinned = Pinned()
-        self.local = threading.local()
-        self.used = [0] * n_devices
-        self.peak = [0] * n_devices
-        self.by_storage: dict[int, Any] = {}
-        self.lock = threading.RLock()
-        self.defaults = [Stream(self, torch.device("cuda", index)) for index in range(n_devices)]
-
-    # What the code does
+        self.used, self.peak = [0] * n_devices, [0] * n_devices
+        self.defaults = [Stream(self, torch.device("cuda", index), late=False) for index in range(n_devices)]
+        self.streams = weakref.WeakSet[Stream](self.defaults)
+        self._local = threading.local()
+        self._lock = threading.RLock()
+        self._owners: dict[int, weakref.ref[Owner]] = {}
+        self._rules: dict[Any, Rule] = {}
 
     @contextmanager
     def counting(self) -> Iterator[Counts]:
-        """Count in this stretch."""
+        """Count in this stretch, in all threads."""
         counts = Counts()
         self.counts.append(counts)
         try:
@@ -66,25 +67,22 @@ class Gpus:
     def count(self, kind: str, what: str) -> None:
         for counts in self.counts:
             setattr(counts, kind, getattr(counts, kind) + 1)
-            if kind != "launches":
-                counts.note(f"{kind}: {what}")
-
-    def waits_for(self, device: torch.device, what: str) -> None:
-        """The CPU waits until the current stream of a device is done."""
-        self.count("syncs", what)
+            name = f"{kind}: {what.removeprefix('aten::')}"
+            counts.at[name] = counts.at.get(name, 0) + 1
 
     # Devices and streams
 
     @property
     def current(self) -> int:
-        return int(getattr(self.local, "device", 0))
+        """The current device of this thread."""
+        return int(getattr(self._local, "device", 0))
 
     @current.setter
     def current(self, index: int) -> None:
-        self.local.device = index
+        self._local.device = index
 
     def device(self, given: Any = None) -> torch.device:
-        """A device with its index: of a device, a number, a name, or nothing."""
+        """A GPU with its index: of a device, a number, a name, or nothing."""
         if given is None or isinstance(given, int):
             index = self.current if given is None or given < 0 else given
         else:
@@ -92,29 +90,24 @@ class Gpus:
             index = self.current if named.index is None else named.index
         if index >= self.n_devices:
             raise RuntimeError("CUDA error: invalid device ordinal")
-        return torch.device("cuda", index)
+        return self.defaults[index].device
 
     def device_of(self, given: Any) -> torch.device:
+        """Any device; a GPU with its index."""
         named = torch.device(given)
         return self.device(named) if named.type == "cuda" else named
-
-    @property
-    def asked(self) -> torch.device | None:
-        """The device of the tensor whose device C++ asked for last."""
-        return getattr(self.local, "asked", None)
 
     def default_stream(self, device: Any = None) -> Stream:
         return self.defaults[self.device(device).index]
 
     def current_stream(self, device: Any = None) -> Stream:
         device = self.device(device)
-        return getattr(self.local, "streams", {}).get(device.index) or self.defaults[device.index]
+        return getattr(self._local, "streams", {}).get(device.index) or self.defaults[device.index]
 
     def new_stream(self, device: Any = None, **_: Any) -> Stream:
-        return Stream(self, self.device(device))
-
-    def new_event(self, **options: Any) -> Event:
-        return Event(self, **options)
+        stream = Stream(self, self.device(device), self.late)
+        self.streams.add(stream)
+        return stream
 
     @contextmanager
     def on_stream(self, stream: Stream | None) -> Iterator[None]:
@@ -122,141 +115,241 @@ class Gpus:
         if stream is None:
             yield
             return
-        before, device = getattr(self.local, "streams", {}), self.current
-        self.local.streams, self.current = {**before, stream.device.index: stream}, stream.device.index
+        before, device = getattr(self._local, "streams", {}), self.current
+        self._local.streams, self.current = {**before, stream.device.index: stream}, stream.device.index
         try:
             yield
         finally:
-            self.local.streams, self.current = before, device
+            self._local.streams, self.current = before, device
 
     def synchronize(self, device: Any = None) -> None:
-        self.waits_for(self.device(device), "synchronize")
-
-    def submit(self, work: Callable[..., Any], args: Any, kwargs: Any, uses: list[Allocation]) -> Any:
-        """Do work in the current stream."""
+        device = self.device(device)
+        self.count("syncs", "synchronize")
         with _disable_current_modes():
-            return work(args, kwargs)
+            for stream in list(self.streams):
+                if stream.device == device:
+                    stream.host_waits()
+
+    def host_waits(self, device: torch.device, what: str) -> None:
+        """The CPU waits until the current stream of a device is done."""
+        self.count("syncs", what)
+        with _disable_current_modes():
+            self.current_stream(device).host_waits()
+
+    def host_saw(self, stream: Stream, upto: int) -> None:
+        for other in list(self.streams):
+            other.seen[stream] = max(upto, other.seen.get(stream, 0))
 
     # Memory
 
-    def allocated(self, allocation: Allocation) -> None:
-        with self.lock:
-            index = allocation.device.index
-            self.used[index] += allocation.n_bytes
-            self.peak[index] = max(self.peak[index], self.used[index])
+    def wrap(self, inner: Tensor, device: torch.device, view_of: Tensor | None = None) -> PretendedTensor:
+        """A tensor of a device over one on the CPU, whose memory it is from now on.
 
-    def freed(self, allocation: Allocation) -> None:
-        with self.lock:
-            self.used[allocation.device.index] -= allocation.n_bytes
-            self.by_storage.pop(allocation.storage._cdata, None)
-        if not sys.is_finalizing():
-            with _disable_current_modes(), torch.inference_mode():
-                torch.empty(0, dtype=torch.uint8).set_(allocation.storage).fill_(0xFF)
-
-    def wrap(self, inner: Tensor, device: torch.device) -> PretendedTensor:
-        """A tensor of a device over one on the CPU, whose memory it is from now on."""
+        A view of a tensor that was made in inference mode is one that was made there, and the other way round.
+        """
+        if view_of is not None and view_of.is_inference() != torch.is_inference_mode_enabled():
+            with torch.inference_mode(view_of.is_inference()):
+                return self.wrap(inner, device)
         key = inner.untyped_storage()._cdata
-        allocation = self.by_storage.get(key)
-        allocation = allocation and allocation()
-        if allocation is None:
-            allocation = Allocation(self, inner, device)
-            self.by_storage[key] = weakref.ref(allocation)
-        return PretendedTensor(inner, device, allocation)
+        with self._lock:
+            ref = self._owners.get(key)
+            owner = None if ref is None else ref()
+            if owner is None:
+                memory = Memory(inner, device, self.current_stream(device))
+                owner = Owner(self, memory)
+                self._owners[key] = weakref.ref(owner)
+                self.used[device.index] += memory.n_bytes
+                self.peak[device.index] = max(self.peak[device.index], self.used[device.index])
+        return PretendedTensor(inner, device, owner)
+
+    def free(self, memory: Memory) -> None:
+        """Nobody has this memory any more: the next to get it overwrites it."""
+        with self._lock:
+            memory.freed = True
+            self.used[memory.device.index] -= memory.n_bytes
+            self._owners.pop(memory.storage._cdata, None)
+        if sys.is_finalizing() or memory.graph is not None:
+            return
+        for stream, place in memory.users.items():
+            if stream not in memory.recorded and memory.stream.seen.get(stream, 0) < place:
+                self.faults.append("memory was freed while another stream may still use it: record_stream is missing")
+        work = partial(_overwrite, memory)
+        busy = [stream for stream in memory.recorded if stream.queue]
+        if busy:
+            busy[0].queue.append((busy[0].issued, work))
+        else:
+            work()
+
+    def note_use(self, memory: Memory, stream: Stream) -> None:
+        """What is about to be queued in a stream uses this memory."""
+        if stream.graph is not None:
+            stream.graph.use(memory)
+        elif stream is not memory.stream:
+            memory.users[stream] = stream.issued + 1
 
     # Operators
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One operator, on any devices."""
-        leaves = flat((args, kwargs))
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
-        target = kwargs.get("device")
-        if target == META and self.asked is not None:  # C++ makes a tensor like one whose device it asked for
-            kwargs["device"] = target = self.asked
-        to_gpu = target is not None and torch.device(target).type == "cuda"
-        if kwargs.pop("pin_memory", None) and not to_gpu and not any(x.is_cuda for x in tensors):
-            return self.pinned.add(func(*args, **kwargs))
-        name = rules.name_of(func)
-        if name == "aten::is_pinned":
-            return self.pinned.has(args[0])
-        if name in ("aten::_pin_memory", "aten::pin_memory"):
-            return self.pinned.add(args[0].clone())
+        rule = self._rules.get(func)
+        if rule is None:
+            rule = self._rules[func] = Rule(func)
+        tensors = [x for x in flat((args, kwargs)) if isinstance(x, Tensor)]
         gpu = next((x for x in tensors if isinstance(x, PretendedTensor)), None)
-        if gpu is None and not to_gpu:
-            return func(*args, **kwargs)
-        if name == "prim::device":
-            self.local.asked = gpu.device
+        if gpu is not None and rule.name == "prim::device":
+            self._local.asked = gpu.device
             return META  # what PyTorch's C++ sees: a build without CUDA has no guards for its devices
-        if func._can_decompose():  # in inference mode, composite operators come here whole
-            with Mode(self):
-                return func.decompose(*args, **kwargs)
-        if name == "aten::record_stream":
-            gpu.allocation.recorded.add(args[1])
-            return None
-        with _disable_current_modes():
-            if name in OVERRIDES:
-                return OVERRIDES[name](self, *args, **kwargs)
-            return self._run(func, args, kwargs, tensors, gpu)
-
-    def _run(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], gpu: PretendedTensor | None) -> Any:
-        name, target = rules.name_of(func), kwargs.get("device")
-        if tensors and gpu is not None:
-            rules.check_devices(func, args, tensors, written(func, args, kwargs))
+        target = kwargs.get("device")
+        if target == META:  # C++ makes a tensor like the one whose device it asked for
+            kwargs["device"] = target = getattr(self._local, "asked", META)
         device = gpu.device if gpu is not None else None
         if target is not None and torch.device(target).type == "cuda":
             device = self.device(target)
-        if rules.waits(func, args, kwargs):
-            self.waits_for(device, name)
-        for _ in range(rules.cpu_indices(func, args)):
-            self.count("uploads", name)
-        self.count("launches", name)
-        plain_args, plain_kwargs = unwrapped((args, kwargs))
-        if name in rules.COPIES:
-            done = self._copied(name, args, kwargs, device)
-            if done:
-                device = None
-        out = func(*plain_args, **plain_kwargs)
-        if name.startswith(("aten::empty", "aten::new_empty")):
-            poison(out)
-        if name == "aten::_local_scalar_dense":
-            return out
-        known = {id(x.inner): x for x in tensors if isinstance(x, PretendedTensor)}
-        known |= {id(x): x for x in tensors if not isinstance(x, PretendedTensor)}
+        if device is None:
+            return self._run_on_cpu(rule, func, args, kwargs)
+        kwargs.pop("pin_memory", None)
+        if rule.composite:  # in inference mode, these come here whole
+            with Mode(self):
+                return func.decompose(*args, **kwargs)
+        if rule.name == "aten::is_pinned":
+            return False
+        if rule.name == "aten::record_stream":
+            gpu.owner.memory.recorded.add(args[1])
+            return None
+        with _disable_current_modes():
+            return self._run_on_gpu(rule, func, args, kwargs, tensors, device)
+
+    def _run_on_cpu(self, rule: Rule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if rule.name == "aten::is_pinned":
+            return self.pinned.has(args[0])
+        if rule.name in ("aten::_pin_memory", "aten::pin_memory"):
+            func, args, kwargs = torch.ops.aten.clone.default, args[:1], {"pin_memory": True}
+        if not kwargs.pop("pin_memory", None):
+            return func(*args, **kwargs)
+        if any(stream.graph is not None for stream in list(self.streams)):
+            raise RuntimeError(NOT_CAPTURED)
+        return self.pinned.add(func(*args, **kwargs))
+
+    def _run_on_gpu(
+        self, rule: Rule, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], device: torch.device
+    ) -> Any:
+        written = rule.written(args, kwargs)
+        gpu_tensors = [x for x in tensors if isinstance(x, PretendedTensor)]
+        if gpu_tensors:
+            rules.check_devices(rule, args, tensors, flat(written))
+        if rules.waits(rule, args, kwargs):
+            self.host_waits(device, rule.name)
+        for _ in range(rules.cpu_indices(rule, args)):
+            self._upload(device, rule.name, waits=True)
+        compute = func
+        if rule.full_name in STAND_INS:
+            STAND_INS[rule.full_name].check(*args, **kwargs)
+            compute = STAND_INS[rule.full_name].compute
+        if rule.name in rules.COPIES:
+            to = args[0].device if written else torch.device(kwargs.get("device") or args[0].device)
+            source = args[1] if written else args[0]
+            if source.is_cuda != (to.type == "cuda"):
+                return self._copy(rule, func, args, kwargs, source, to)
+            device = self.device(to)
+        stream = self.current_stream(device)
+        sources = [x for x in gpu_tensors if x.device != device]
+        for x in sources:  # a copy between GPUs is in order with the current streams of both
+            stream.wait_stream(self.current_stream(x.device))
+        if not rule.is_view:
+            self.count("launches", rule.name)
+            for x in gpu_tensors:
+                self.note_use(x.owner.memory, stream)
+        plain = unwrapped((args, kwargs))
+        known = {id(x.inner): x for x in gpu_tensors}
 
         def back(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
-            if id(x) in known:
-                same = known[id(x)]
-                assert same.shape == x.shape, f"{name} changed the shape of a tensor of the device, to {list(x.shape)}"
-                return same
-            return x if device is None else self.wrap(x, device)
+            same = known.get(id(x))
+            if same is None:
+                return self.wrap(x, device, gpu_tensors[0] if rule.is_view else None)
+            assert same.shape == x.shape, f"{rule.name} changed the shape of a tensor in place, to {list(x.shape)}"
+            return same
 
-        return torch.utils._pytree.tree_map(back, out)
+        out = mapped(back, self._queue(stream, rule, compute, plain, unwrapped(written)))
+        for x in sources:
+            self.current_stream(x.device).wait_stream(stream)
+        return out
 
-    def _copied(self, name: str, args: Any, kwargs: Any, device: torch.device | None) -> bool:
-        """Count a copy. Whether its result is on the CPU."""
-        if name == "aten::copy_":
-            to, source = args[0], args[1]
-            no_wait = (args[2] if len(args) > 2 else kwargs.get("non_blocking")) or False
-            to_device = to.device
+    def _queue(self, stream: Stream, rule: Rule, compute: Callable[..., Any], plain: Any, written: list[Any]) -> Any:
+        """Queue an operator on inner tensors; its result, whose numbers may come later."""
+        args, kwargs = plain
+        if rule.is_view:
+            return compute(*args, **kwargs)
+        held = stream.late or stream.graph is not None
+        if not held:
+            stream.issued += 1
+            out = compute(*args, **kwargs)
+            if rule.makes_garbage:
+                poison(out)
+            return out
+        if written:
+            stream.submit(lambda: compute(*args, **kwargs))
+            return written[0] if len(written) == 1 else tuple(written)
+        out = compute(*args, **kwargs)  # for its shape
+        results = [x for x in flat(out) if isinstance(x, Tensor)]
+        for x in results:
+            poison(x, whole_numbers=False)
+        if not rule.makes_garbage:
+
+            def work() -> None:
+                again = [x for x in flat(compute(*args, **kwargs)) if isinstance(x, Tensor)]
+                for x, numbers in zip(results, again, strict=True):
+                    x.copy_(numbers)
+
+            stream.submit(work)
+        return out
+
+    def _upload(self, device: torch.device, what: str, waits: bool) -> None:
+        self.count("uploads", what)
+        if waits:
+            self.current_stream(device).host_waits()
+
+    def _copy(self, rule: Rule, func: Any, args: Any, kwargs: Any, source: Tensor, to: torch.device) -> Any:
+        """A copy between the CPU and a device."""
+        at = 2 if rule.writes else len(args)
+        no_wait = bool(args[at] if len(args) > at else kwargs.get("non_blocking"))
+        gpu = source if source.is_cuda else args[0] if rule.writes else None
+        stream = self.current_stream(to if gpu is None else gpu.device)
+        if gpu is not None:
+            self.note_use(gpu.owner.memory, stream)
+        if source.is_cuda:
+            return self._download(rule, func, args, kwargs, stream, no_wait)
+        pinned = self.pinned.has(source)
+        self._upload(stream.device, rule.name, waits=not (no_wait and pinned))
+        numbers = source.clone()
+        if pinned and no_wait:
+            stream.sources.append((stream.issued + 1, source, numbers))
         else:
-            source, no_wait = args[0], kwargs.get("non_blocking") or False
-            to_device = torch.device(kwargs.get("device") or source.device)
-        if source.is_cuda and to_device.type == "cpu":
-            if name == "aten::copy_" and no_wait and self.pinned.has(args[0]):
-                return True
-            self.waits_for(source.device, name)
-            return True
-        if not source.is_cuda and to_device.type == "cuda":
-            self.count("uploads", name)
-        return False
+            source = numbers
+        stream.submit(stream.arrive)
+        plain_args, plain_kwargs = unwrapped((args, kwargs))
+        if rule.writes:
+            stream.submit(lambda: plain_args[0].copy_(source))
+            return args[0]
+        out = func(*plain_args, **plain_kwargs)
+        if stream.late or stream.graph is not None:
+            poison(out, whole_numbers=False)
+            stream.submit(lambda: out.copy_(source))
+        return self.wrap(out, to)
+
+    def _download(self, rule: Rule, func: Any, args: Any, kwargs: Any, stream: Stream, no_wait: bool) -> Any:
+        plain_args, plain_kwargs = unwrapped((args, kwargs))
+        if not no_wait or (rule.writes and not self.pinned.has(args[0])):
+            self.host_waits(stream.device, rule.name)
+            return func(*plain_args, **plain_kwargs)
+        source = plain_args[1] if rule.writes else plain_args[0]
+        target = args[0] if rule.writes else self.pinned.add(func(*plain_args, **plain_kwargs))
+        poison(target, whole_numbers=False)
+        stream.submit(lambda: stream.to_host(target, source.to(target.dtype, copy=True)))
+        return target
 
 
-def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an operator writes to."""
-    found = []
-    for at, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[at] if at < len(args) else kwargs.get(argument.name)
-            found += [x for x in flat(value) if isinstance(x, Tensor)]
-    return found
+def _overwrite(memory: Memory) -> None:
+    with _disable_current_modes(), torch.inference_mode():
+        torch.empty(0, dtype=torch.uint8).set_(memory.storage).fill_(0xFF)

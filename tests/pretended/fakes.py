@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from tests.pretended.device import Gpus
-from tests.pretended.tensor import Mode, PretendedTensor, pretended, unwrapped
+from tests.pretended.graphs import Capture, CUDAGraph
+from tests.pretended.streams import Event
+from tests.pretended.tensor import Mode, PretendedTensor, unwrapped
 
 
 def patch_everything(patch: pytest.MonkeyPatch, gpus: Gpus) -> None:
@@ -61,7 +63,11 @@ def _patch_cuda(patch: pytest.MonkeyPatch, gpus: Gpus) -> None:
         ),
         "synchronize": gpus.synchronize,
         "Stream": gpus.new_stream,
-        "Event": gpus.new_event,
+        "Event": lambda **options: Event(gpus, **options),
+        "CUDAGraph": lambda **options: CUDAGraph(gpus, **options),
+        "graph": lambda graph, **options: Capture(gpus, graph, **options),
+        "graph_pool_handle": lambda: (0, 0),
+        "is_current_stream_capturing": lambda: gpus.current_stream().graph is not None,
         "current_stream": gpus.current_stream,
         "default_stream": gpus.default_stream,
         "stream": gpus.on_stream,
@@ -125,7 +131,7 @@ def _patch_kernels(patch: pytest.MonkeyPatch, gpus: Gpus) -> None:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> None:
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        on_gpu = list(pretended((args, kwargs)))
+        on_gpu = [x for x in tensors if isinstance(x, PretendedTensor)]
         if not on_gpu:
             plain(self, *args, **kwargs)
             return
@@ -136,6 +142,10 @@ def _patch_kernels(patch: pytest.MonkeyPatch, gpus: Gpus) -> None:
             if x.device != device:
                 raise RuntimeError(f"a kernel on {device} reads memory of {x.device}")
         gpus.count("launches", self.fn.__name__)
-        gpus.submit(lambda a, k: plain(self, *a, **k), *unwrapped((args, kwargs)), [x.allocation for x in on_gpu])
+        stream = gpus.current_stream()
+        for x in on_gpu:
+            gpus.note_use(x.owner.memory, stream)
+        plain_args, plain_kwargs = unwrapped((args, kwargs))
+        stream.submit(lambda: plain(self, *plain_args, **plain_kwargs))
 
     patch.setattr(interpreter.GridExecutor, "__call__", call)

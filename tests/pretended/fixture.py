@@ -14,9 +14,9 @@ from tests.pretended.tensor import Mode
 
 
 @contextmanager
-def pretended_gpus(n_devices: int = 1, memory: int = 16 << 30) -> Iterator[Gpus]:
-    """Have PyTorch find this many GPUs, each of so many bytes."""
-    gpus = Gpus(n_devices, memory)
+def pretended_gpus(n_devices: int = 1, memory: int = 16 << 30, *, late: bool = True) -> Iterator[Gpus]:
+    """Have PyTorch find this many GPUs, each of so many bytes. `late`: streams do their work when it is waited for."""
+    gpus = Gpus(n_devices, memory, late)
     before = torch._C._only_lift_cpu_tensors()
     with pytest.MonkeyPatch.context() as patch:
         patch_everything(patch, gpus)
@@ -26,3 +26,4 @@ def pretended_gpus(n_devices: int = 1, memory: int = 16 << 30) -> Iterator[Gpus]
                 yield gpus
         finally:
             torch._C._set_only_lift_cpu_tensors(before)
+    assert not gpus.faults, gpus.faults

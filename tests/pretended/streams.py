@@ -1,27 +1,99 @@
-"""Streams and events of a pretended GPU."""
+"""Streams and events of a pretended GPU.
+
+What is queued in the default stream of a device is done at once. What is queued in another stream is done as late as
+CUDA may: when something waits for it. A copy to pinned memory that does not wait arrives when the CPU waits for it.
+"""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
     from tests.pretended.device import Gpus
+    from tests.pretended.graphs import CUDAGraph
+
+Work = Callable[[], object]
+NOT_CAPTURED = "CUDA error: operation not permitted when stream is capturing"
 
 
 class Stream:
-    """Work in order. Here it is done at once."""
+    """Work in order. `issued` counts it; `seen` says how much of other streams is done before what comes next here."""
 
-    def __init__(self, gpus: Gpus, device: torch.device) -> None:
+    def __init__(self, gpus: Gpus, device: torch.device, late: bool) -> None:
         self.gpus = gpus
         self.device = device
+        self.late = late
+        self.issued = 0
+        self.queue: deque[tuple[int, Work]] = deque()
+        self.seen: dict[Stream, int] = {}
+        self.arrivals: list[tuple[int, Tensor, Tensor]] = []  # to memory of the host, and what arrives there
+        self.sources: list[tuple[int, Tensor, Tensor]] = []  # pinned memory that copies read, and what it must hold
+        self.graph: CUDAGraph | None = None  # that captures this stream
+
+    def submit(self, work: Work) -> None:
+        """Do work after all that is queued here."""
+        self.issued += 1
+        if self.graph is not None:
+            self.graph.work.append(work)
+        elif self.late:
+            self.queue.append((self.issued, work))
+        else:
+            _do(work)
+
+    def drain(self, upto: int | None = None) -> None:
+        """Do what was queued up to a point."""
+        while self.queue and (upto is None or self.queue[0][0] <= upto):
+            _do(self.queue.popleft()[1])
+
+    def to_host(self, target: Tensor, numbers: Tensor) -> None:
+        """Numbers that a copy has read, on their way to memory of the host."""
+        self.arrivals.append((self.issued, target, numbers))
+
+    def arrive(self, upto: int | None = None) -> None:
+        for place, target, numbers in self.arrivals:
+            if upto is None or place <= upto:
+                _do(partial(target.copy_, numbers))
+        self.arrivals = [x for x in self.arrivals if upto is not None and x[0] > upto]
+
+    def host_waits(self, upto: int | None = None) -> None:
+        """The CPU has waited for what was queued up to a point."""
+        if self.graph is not None:
+            raise RuntimeError(NOT_CAPTURED)
+        upto = self.issued if upto is None else upto
+        self.drain(upto)
+        self.arrive(upto)
+        for place, source, numbers in self.sources:
+            if place <= upto and not torch.equal(source.view(torch.uint8), numbers.view(torch.uint8)):
+                self.gpus.faults.append("pinned memory was written to while a copy to the device might still read it")
+        self.sources = [x for x in self.sources if x[0] > upto]
+        self.gpus.host_saw(self, upto)
+
+    def wait_for(self, other: Stream, upto: int) -> None:
+        """What comes next here begins after what was queued there up to a point."""
+        if other is self:
+            return
+        if other.graph is not None and self.graph is None:
+            self.graph = other.graph  # it joins the capture
+            self.graph.streams.append(self)
+        self.submit(lambda: other.drain(upto))
+        for stream, place in [*other.seen.items(), (other, upto)]:
+            self.seen[stream] = max(place, self.seen.get(stream, 0))
+
+    # As in torch.cuda.Stream
 
     def wait_stream(self, other: Stream) -> None:
-        pass
+        self.wait_for(other, other.issued)
 
     def wait_event(self, event: Event) -> None:
-        pass
+        if event.stream is not None:
+            self.wait_for(event.stream, event.place)
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event(self.gpus)
@@ -29,10 +101,20 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        self.gpus.waits_for(self.device, "Stream.synchronize")
+        self.gpus.count("syncs", "Stream.synchronize")
+        self.host_waits()
 
     def query(self) -> bool:
+        self.host_waits()
         return True
+
+    def __enter__(self) -> Stream:
+        self._entered = self.gpus.on_stream(self)
+        self._entered.__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._entered.__exit__(*exc)
 
 
 class Event:
@@ -41,18 +123,29 @@ class Event:
     def __init__(self, gpus: Gpus, **_: Any) -> None:
         self.gpus = gpus
         self.stream: Stream | None = None
+        self.place = 0
 
     def record(self, stream: Stream | None = None) -> None:
         self.stream = stream or self.gpus.current_stream()
+        self.place = self.stream.issued
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or self.gpus.current_stream()).wait_event(self)
 
     def query(self) -> bool:
+        if self.stream is not None:
+            self.stream.host_waits(self.place)
         return True
 
     def synchronize(self) -> None:
-        self.gpus.waits_for(self.gpus.device(), "Event.synchronize")
+        self.gpus.count("syncs", "Event.synchronize")
+        self.query()
 
     def elapsed_time(self, other: Event) -> float:
         return 1.0
+
+
+def _do(work: Work) -> None:
+    """On tensors of the CPU, some of which were made in inference mode."""
+    with _disable_current_modes(), torch.inference_mode():
+        work()

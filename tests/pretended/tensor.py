@@ -1,10 +1,9 @@
-"""Tensors that say they are on a GPU, over tensors on the CPU, and what runs operators on them."""
+"""Tensors that say they are on a GPU, over tensors on the CPU."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,51 +11,61 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 if TYPE_CHECKING:
     from tests.pretended.device import Gpus
+    from tests.pretended.graphs import CUDAGraph
+    from tests.pretended.streams import Stream
 
 CPU = torch.device("cpu")
 FAR = 1 << 56  # added to addresses: whoever reads there with the CPU is killed
 
 
-class Allocation:
-    """Memory of a device: lives as long as a pretended tensor over it. The next to get it finds no zeros there."""
+class Memory:
+    """Memory of a device: of the stream that asked for it, or of a graph's pool."""
 
-    def __init__(self, gpus: Gpus, inner: Tensor, device: torch.device) -> None:
-        self.gpus = gpus
+    def __init__(self, inner: Tensor, device: torch.device, stream: Stream) -> None:
         self.storage = inner.untyped_storage()
         self.device = device
         self.n_bytes = -(-self.storage.nbytes() // 512) * 512
-        self.stream = gpus.current_stream(device)
-        self.recorded: set[Any] = set()  # streams that `record_stream` named
-        gpus.allocated(self)
+        self.stream = stream
+        self.graph: CUDAGraph | None = stream.graph
+        self.recorded: set[Stream] = set()  # streams that `record_stream` named
+        self.users: dict[Stream, int] = {}  # other streams, and the last that they did with it
+        self.freed = False
+
+
+class Owner:
+    """What all tensors over one memory share; it is freed when the last of them goes."""
+
+    def __init__(self, gpus: Gpus, memory: Memory) -> None:
+        self.gpus = gpus
+        self.memory = memory
 
     def __del__(self) -> None:
-        self.gpus.freed(self)
+        self.gpus.free(self.memory)
 
 
 class PretendedTensor(Tensor):
     """A tensor on a pretended GPU. `inner` holds its numbers, on the CPU."""
 
     inner: Tensor
-    allocation: Allocation
+    owner: Owner
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, inner: Tensor, device: torch.device, allocation: Allocation) -> PretendedTensor:
+    def __new__(cls, inner: Tensor, device: torch.device, owner: Owner) -> PretendedTensor:
         n = inner.untyped_storage().nbytes() // inner.element_size()
         shape = torch.empty(n, dtype=inner.dtype, device="meta")
         shape = shape.as_strided(inner.size(), inner.stride(), inner.storage_offset())
         self = Tensor._make_subclass(cls, shape, False, dispatch_device=True, device_for_backend_keys=device)
-        self.inner, self._device, self.allocation = inner, device, allocation
+        self.inner, self._device, self.owner = inner, device, owner
         return self
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Without the mode: in a thread that began outside it."""
-        gpus = next(x for x in flat((args, kwargs)) if isinstance(x, PretendedTensor)).allocation.gpus
+        gpus = next(x for x in flat((args, kwargs)) if isinstance(x, PretendedTensor)).owner.gpus
         return gpus.run(func, args, kwargs or {})
 
     device = property(lambda self: self._device)
@@ -94,7 +103,7 @@ class PretendedTensor(Tensor):
         return self.numpy()
 
     def tolist(self) -> Any:
-        self.allocation.gpus.waits_for(self.device, "tolist")
+        self.owner.gpus.host_waits(self.device, "tolist")
         return self.inner.tolist()
 
     def __repr__(self, **_: Any) -> str:
@@ -127,6 +136,8 @@ class Pinned:
         return x
 
     def has(self, x: Tensor) -> bool:
+        if not self.storages or isinstance(x, PretendedTensor):
+            return False
         held = self.storages.get(x.untyped_storage()._cdata)
         return held is not None and not held[0].expired()
 
@@ -145,31 +156,44 @@ def plain_index(index: Any) -> Any:
 
 
 def flat(tree: Any) -> list[Any]:
-    return tree_flatten(tree)[0]
+    """The leaves of lists, tuples and dictionaries."""
+    if isinstance(tree, list | tuple):
+        return [leaf for x in tree for leaf in flat(x)]
+    if isinstance(tree, dict):
+        return [leaf for x in tree.values() for leaf in flat(x)]
+    return [tree]
 
 
-def pretended(tree: Any) -> Iterator[PretendedTensor]:
-    return (x for x in flat(tree) if isinstance(x, PretendedTensor))
+def mapped(change: Any, tree: Any) -> Any:
+    """The same with changed leaves."""
+    if isinstance(tree, list):
+        return [mapped(change, x) for x in tree]
+    if isinstance(tree, tuple):
+        return tuple(mapped(change, x) for x in tree)
+    if isinstance(tree, dict):
+        return {key: mapped(change, x) for key, x in tree.items()}
+    return change(tree)
+
+
+def _inner(x: Any) -> Any:
+    if isinstance(x, PretendedTensor):
+        return x.inner
+    return CPU if isinstance(x, torch.device) and x.type == "cuda" else x
 
 
 def unwrapped(tree: Any) -> Any:
     """The same with the inner tensors, and the CPU for a GPU."""
-
-    def inner(x: Any) -> Any:
-        if isinstance(x, PretendedTensor):
-            return x.inner
-        return CPU if isinstance(x, torch.device) and x.type == "cuda" else x
-
-    return tree_map(inner, tree)
+    return mapped(_inner, tree)
 
 
-def poison(x: Tensor) -> None:
-    """What uninitialised memory may hold: NaN, and numbers that are no index."""
-    if x.dtype == torch.bool:
-        x.fill_(True)
-    elif x.dtype == torch.uint8:
-        x.fill_(0xFF)
-    elif x.is_floating_point() or x.is_complex():
+def poison(x: Tensor, whole_numbers: bool = True) -> None:
+    """What uninitialised memory may hold: NaN, and numbers that are no index, or zeros for these."""
+    if x.is_floating_point() or x.is_complex():
         x.fill_(torch.nan)
+    elif not whole_numbers or x.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        x.zero_()
+    elif x.dtype == torch.bool:
+        x.fill_(True)
     else:
-        x.fill_(torch.iinfo(x.dtype).min)
+        info = torch.iinfo(x.dtype)
+        x.fill_(info.min or info.max)

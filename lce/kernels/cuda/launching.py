@@ -15,6 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # what kernels read; they compute in float32
+MOST_ROWS = 4  # rows of x that `products` takes; more are a product of matrices
+MOST_CHUNKS = 1 << 14  # chunks that a program of `choices` chooses from, in its registers
+
 
 @cache
 def installed() -> bool:
@@ -30,6 +34,11 @@ def interpreting() -> bool:
 def usable(x: Tensor) -> bool:
     """Whether kernels can run on this tensor."""
     return (x.is_cuda or interpreting()) and installed()
+
+
+def runs_on(x: Tensor) -> bool:
+    """Whether lce takes these kernels for a tensor: on a GPU, of a dtype that they read, nothing to differentiate."""
+    return x.is_cuda and x.dtype in DTYPES and not x.requires_grad and installed()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:

@@ -1,0 +1,197 @@
+"""Scores and choices of chunks on GPUs, without a sync: see `lce.kernels.choices` and `lce.kernels.scores` for CPUs.
+
+Scores are compared as keys: 32-bit integers in the same order, NaN above all. Of equal scores the first are taken, so a
+choice depends on nothing but its scores.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lce.kernels.cuda.launching import MOST_CHUNKS, launch
+
+_TILE = 1 << 13  # numbers of summaries that a program reads at a time
+_WARP = 512  # scores that a warp chooses from
+
+
+def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int | Tensor, size: int) -> Tensor:
+    """The n best of each row's chunks before its own, `[C, T, min(n, M)]`, ascending, -1 behind the last.
+
+    `scores [C, T, M]` contiguous, M up to `MOST_CHUNKS`. Row t is the query at index `start + t`; its own chunk is
+    `(start + t) // size`. `start` is a number, or a tensor of one int64 on the device. `forced [T, M]` (bool) are taken
+    first; a score of -inf is never taken unless it is forced. Scores and `forced` of later chunks are not read.
+
+    One launch: at most 32 passes over a row's keys, in registers.
+    """
+    fits = forced.dtype == torch.bool and forced.shape == scores.shape[1:]
+    assert fits, (forced.dtype, forced.shape, scores.shape)
+    return _chosen(scores, forced, n, start, size)
+
+
+def scores_of_few(q: Tensor, keys: Tensor) -> Tensor:
+    """Dot products of `q [H, T, D]` and `keys [S, M, D]`, H a multiple of S: float32 `[H, T, M]`, for few queries.
+
+    With bounds `[S, M, 2, D]`, the least and the most of each channel: `Σ_d max(q_d · min_d, q_d · max_d)`. Sums are
+    float32. One launch. Bytes: the keys, once a query and head, all but the first time from the cache.
+    """
+    fits = len(q) % len(keys) == 0 and keys.shape[-1] == q.shape[-1]
+    assert fits, (q.shape, keys.shape)
+    return _scored(q, keys, len(q))
+
+
+def best_for_query(
+    q: Tensor, summaries: Tensor, position: Tensor, size: int, n: int, *, choosers: int | None = None,
+    forced: Tensor | None = None, keep_first: bool = False, keep_last: bool = False, least: bool = False,
+) -> Tensor:  # fmt: skip
+    """The chunks that the query of a decode step takes: ids `[C, min(n, N)]`, ascending, -1 behind the last.
+
+    `q [H, D]`; `summaries [S, N, D]`, of which head h is compared with row `h · S // H`, by their product. Of
+    `[S, N, 2, D]`, the least and the most of each channel, the score is `Σ_d max(q_d · min_d, q_d · max_d)`. The scores
+    of `H / choosers` neighbours are summed: `choosers` is H (the default), the number of KV heads, or 1. `least` takes
+    the worst.
+
+    `position [1]`, int64, is read on the device: the query's index. Its own chunk is `position // size`. It sees the
+    chunks before, at most N; rows behind them are not read, so N may be a buffer's capacity. Of those, the ones that
+    `forced [N]` (bool) names, the first with `keep_first`, and the last with `keep_last` are taken first.
+
+    Two launches. Bytes: the summaries once.
+    """
+    heads = len(q)
+    choosers = heads if choosers is None else choosers
+    fits = heads % choosers == 0 and heads % len(summaries) == 0 and summaries.shape[-1] == q.shape[-1]
+    assert fits, (q.shape, summaries.shape, choosers)
+    fits = position.dtype == torch.int64 and position.numel() == 1
+    assert fits, (position.dtype, position.shape)
+    scores = _scored(q[:, None], summaries, choosers, position, size, least)
+    return _chosen(scores, forced, n, position, size, keep_first, keep_last)[:, 0]
+
+
+def _scored(
+    q: Tensor, keys: Tensor, choosers: int, position: Tensor | None = None, size: int = 1, least: bool = False
+) -> Tensor:
+    """Scores `[C, T, M]` of `q [H, T, D]`; with a position only those of chunks before its own."""
+    (heads, n, dim), n_keys, together = q.shape, keys.shape[1], len(q) // choosers
+    q = q if q.stride(2) == 1 else q.contiguous()
+    dense = keys.stride(-1) == 1 and (keys.ndim == 3 or (keys.shape[2] == 2 and keys.stride(2) == dim))
+    keys = keys if dense else keys.contiguous()
+    out = torch.empty(choosers, n, n_keys, dtype=torch.float32, device=q.device)
+    width = triton.next_power_of_2(dim)
+    block = max(16, min(64, _TILE // width) // min(4, triton.next_power_of_2(together)))
+    launch(
+        _score, (triton.cdiv(n_keys, block), choosers * n), q, keys, out, q if position is None else position,
+        q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), n, n_keys, dim, size,
+        TOGETHER=together, SHARING=heads // len(keys), BLOCK=block, DIM=width, BOUNDS=keys.ndim == 4,
+        COUNTED=position is not None, LEAST=least,
+    )  # fmt: skip
+    return out
+
+
+def _chosen(
+    scores: Tensor, forced: Tensor | None, n: int, start: int | Tensor, size: int, first: bool = False,
+    last: bool = False,
+) -> Tensor:  # fmt: skip
+    choosers, n_queries, n_chunks = scores.shape
+    fits = n_chunks <= MOST_CHUNKS and scores.is_contiguous() and (forced is None or forced.is_contiguous())
+    assert fits, (scores.shape, scores.stride())
+    n = min(n, n_chunks)
+    chosen = torch.empty(choosers, n_queries, n, dtype=torch.int64, device=scores.device)
+    if not n:
+        return chosen
+    block, n_rows = triton.next_power_of_2(n_chunks), choosers * n_queries
+    rows = max(1, _WARP // block)
+    launch(
+        _choose, (triton.cdiv(n_rows, rows),), scores, scores if forced is None else forced.view(torch.uint8), chosen,
+        start, n_rows, n_queries, n_chunks, size, n, ROWS=rows, BLOCK=block, SLOTS=triton.next_power_of_2(n),
+        FORCED=forced is not None, FIRST=first, LAST=last, ON_DEVICE=isinstance(start, Tensor),
+        num_warps=max(1, min(16, block // _WARP)),
+    )  # fmt: skip
+    return chosen
+
+
+@triton.jit
+def _score(
+    q, keys, out, position, q_head, q_row, keys_head, keys_row, n, n_keys, dim, size,
+    TOGETHER: tl.constexpr, SHARING: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, BOUNDS: tl.constexpr,
+    COUNTED: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """The scores of BLOCK chunks for one query, of TOGETHER heads in their order; SHARING heads have one summary."""
+    seen = n_keys
+    if COUNTED:
+        seen = tl.minimum(tl.load(position) // size, n_keys).to(tl.int32)
+    first = tl.program_id(0) * BLOCK
+    chooser, query = tl.program_id(1) // n, tl.program_id(1) % n
+    i = first + tl.arange(0, BLOCK)
+    j = tl.arange(0, DIM)
+    if first < seen:
+        total = tl.zeros((BLOCK,), tl.float32)
+        there = (i < seen)[:, None] & (j < dim)[None, :]
+        for h in range(TOGETHER):
+            head = (chooser * TOGETHER + h).to(tl.int64)
+            vector = tl.load(q + head * q_head + query * q_row + j, mask=j < dim, other=0.0).to(tl.float32)
+            at = keys + head // SHARING * keys_head + i.to(tl.int64)[:, None] * keys_row + j[None, :]
+            some = tl.load(at, mask=there, other=0.0).to(tl.float32) * vector[None, :]
+            if BOUNDS:
+                more = tl.load(at + dim, mask=there, other=0.0).to(tl.float32) * vector[None, :]
+                some = tl.maximum(some, more)
+            total += tl.sum(some, 1)
+        if LEAST:
+            total = -total
+        tl.store(out + tl.program_id(1).to(tl.int64) * n_keys + i, total, mask=i < seen)
+
+
+@triton.jit(do_not_specialize=["start"])
+def _choose(
+    scores, forced, chosen, start, n_rows, n_queries, n_chunks, size, n,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, FORCED: tl.constexpr, FIRST: tl.constexpr,
+    LAST: tl.constexpr, ON_DEVICE: tl.constexpr,
+):  # fmt: skip
+    """The choices of ROWS rows. Keys are unsigned, in the order of the scores; 0 is a chunk that cannot be taken.
+
+    The n-th largest key is found bit by bit, from the highest: the largest number that n keys or more do not fall
+    below. If fewer than n chunks can be taken, it is 0, and all of them are.
+    """
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    query = row % n_queries
+    own = ((tl.load(start) if ON_DEVICE else start) + query) // size
+    i = tl.arange(0, BLOCK)[None, :]
+    seen = (i < tl.minimum(own, n_chunks)[:, None]) & (row < n_rows)[:, None]
+    score = tl.load(scores + row[:, None] * n_chunks + i, mask=seen, other=0.0).to(tl.float32)
+    bits = score.to(tl.uint32, bitcast=True)
+    key = tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+    key = tl.where(bits == 0xFF800000, 0, key)  # -inf
+    key = tl.where(score != score, 0xFFFFFFFE, key)
+    taken_first = (i < 0) & seen
+    if FIRST:
+        taken_first = taken_first | (i == 0)
+    if LAST:
+        taken_first = taken_first | (i == own[:, None] - 1)
+    if FORCED:
+        named = tl.load(forced + query[:, None] * n_chunks + i, mask=seen, other=0)
+        taken_first = taken_first | (named != 0)
+    key = tl.where(taken_first, 0xFFFFFFFF, key)
+    key = tl.where(seen, key, 0).to(tl.uint32)
+
+    worst = tl.zeros((ROWS,), tl.uint32)
+    n_best = tl.where(row < n_rows, -1, n)
+    bit = tl.full((), 0x80000000, tl.uint32)
+    n_left = tl.full((), 1, tl.int32)
+    while (bit != 0) & (n_left != 0):
+        count = tl.sum((key >= (worst | bit)[:, None]).to(tl.int32), 1)
+        n_best = tl.where(count >= n, count, n_best)
+        worst = tl.where(count >= n, worst | bit, worst)
+        n_left = tl.sum((n_best != n).to(tl.int32), 0)
+        bit = bit >> 1
+    above = key > worst[:, None]
+    equal = (key == worst[:, None]) & (key != 0)
+    n_equal = n - tl.sum(above.to(tl.int32), 1)
+    taken = above | (equal & (tl.cumsum(equal.to(tl.int32), 1) <= n_equal[:, None]))
+
+    to = chosen + row[:, None] * n
+    slot = tl.cumsum(taken.to(tl.int32), 1) - 1
+    tl.store(to + slot, tl.broadcast_to(i, (ROWS, BLOCK)).to(tl.int64), mask=taken)
+    slots = tl.arange(0, SLOTS)[None, :]
+    empty = (slots >= tl.sum(taken.to(tl.int32), 1)[:, None]) & (slots < n) & (row < n_rows)[:, None]
+    tl.store(to + slots, tl.full((ROWS, SLOTS), -1, tl.int64), mask=empty)

@@ -1,0 +1,254 @@
+"""What a decoder layer does between its products, on GPUs: see `lce.kernels.elementwise` for CPUs. One launch each."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lce.kernels.cuda.launching import launch
+
+_NUMBERS = 2048  # that a program computes at a time
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x [..., D]`, of two or three dimensions, over its root mean square, times `weight [D]`: contiguous.
+
+    Computed in float32 and rounded once. Bytes: x once, the result once.
+    """
+    return _normed(x, weight, eps, None, None)[0]
+
+
+def rms_norm_two(x: Tensor, weight: Tensor, y: Tensor, y_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`rms_norm` of x and of y, of one width, in one launch: the queries and keys of a layer."""
+    first, second = _normed(x, weight, eps, y, y_weight)
+    assert second is not None, "two were given"
+    return first, second
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    """`x [T, 2·D]`, contiguous: its first half through the SiLU function, times its second half, `[T, D]`.
+
+    Computed in float32 and rounded once. Bytes: x once, the result once.
+    """
+    n, dim = x.shape[0], x.shape[1] // 2
+    fits = x.is_contiguous() and x.shape[1] == 2 * dim
+    assert fits, (x.shape, x.stride())
+    out = x.new_empty(n, dim)
+    block = min(_NUMBERS, triton.next_power_of_2(dim))
+    launch(_silu_mul, (n * triton.cdiv(dim, block),), x, out, dim, BLOCK=block)
+    return out
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x [..., D]` rotated by angles `cos sin [..., D/2]` that broadcast against it, of up to three leading dimensions.
+
+    Dimension i is paired with dimension i + D/2. Computed in float32 and rounded once. Bytes: x once, the result once.
+    """
+    half = x.shape[-1] // 2
+    fits = cos.shape == sin.shape and cos.shape[-1] == half and cos.dtype is sin.dtype
+    assert fits, (x.shape, cos.shape, sin.shape)
+    common = torch.broadcast_shapes(x.shape[:-1], cos.shape[:-1])
+    assert len(common) <= 3, f"{list(common)}: more than three leading dimensions"
+    x, cos, sin = (y if y.stride(-1) == 1 else y.contiguous() for y in (x, cos, sin))
+    lead = (1,) * (3 - len(common)) + tuple(common)
+    out = x.new_empty(*common, 2 * half)
+    strides = (stride for y in (x, cos, sin) for stride in y.expand(*lead, y.shape[-1]).stride()[:3])
+    rows, width = _rows_of(half)
+    n_rows = lead[0] * lead[1] * lead[2]
+    launch(
+        _rotate, (triton.cdiv(n_rows, rows),), x, cos, sin, out, *strides, n_rows, lead[1], lead[2], half,
+        ROWS=rows, HALF=width,
+    )  # fmt: skip
+    return out
+
+
+def append(
+    k: Tensor, v: Tensor, into_k: Tensor, into_v: Tensor, at: int | Tensor, cos: Tensor | None, sin: Tensor | None
+) -> None:
+    """`k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; k rotated by `cos sin [T, D/2]`, if any.
+
+    `at` is a number, or a tensor of one int64 on the device, of which the host knows that the rows are there. Bytes: k
+    and v once, the rows once.
+    """
+    heads, n, dim = k.shape
+    fits = v.shape == k.shape and into_v.shape == into_k.shape and into_k.shape[::2] == (heads, dim)
+    assert fits, (k.shape, v.shape, into_k.shape, into_v.shape)
+    assert isinstance(at, Tensor) or 0 <= at <= into_k.shape[1] - n, (k.shape, into_k.shape, at)
+    assert not isinstance(at, Tensor) or (at.numel() == 1 and at.dtype == torch.int64), at
+    dense = all(into.stride(2) == 1 for into in (into_k, into_v)) and into_k.stride() == into_v.stride()
+    assert dense, (into_k.stride(), into_v.stride())
+    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+    turned = cos is not None and sin is not None
+    if cos is None or sin is None:
+        cos = sin = k
+    else:
+        assert cos.shape == sin.shape == (n, dim // 2), (cos.shape, sin.shape)
+        cos, sin = cos.contiguous(), sin.contiguous()
+    rows, width = _rows_of(dim // 2)
+    launch(
+        _append, (triton.cdiv(heads * n, rows),), k, v, cos, sin, into_k, into_v, at, *k.stride()[:2], *v.stride()[:2],
+        *into_k.stride()[:2], heads * n, n, dim // 2, ROWS=rows, HALF=width, TURNED=turned,
+        ON_DEVICE=isinstance(at, Tensor),
+    )  # fmt: skip
+
+
+def take_rows(one: Tensor, two: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows `index [n]` (int64, in range) of two tensors `[G, N, D]` of equal strides: copies `[G, n, D]`.
+
+    Bytes: O(n).
+    """
+    n_groups, _, dim = one.shape
+    fits = two.shape == one.shape and two.stride() == one.stride() and one.stride(2) == 1
+    assert fits, (one.shape, two.shape, one.stride(), two.stride())
+    assert index.dtype == torch.int64, index.dtype
+    index = index.contiguous()
+    taken = one.new_empty(2, n_groups, len(index), dim)
+    rows, width = _rows_of(dim)
+    launch(
+        _take_rows, (triton.cdiv(n_groups * len(index), rows),), one, two, index, taken[0], taken[1], *one.stride()[:2],
+        n_groups * len(index), len(index), dim, ROWS=rows, DIM=width,
+    )  # fmt: skip
+    return taken[0], taken[1]
+
+
+def _rows_of(width: int) -> tuple[int, int]:
+    """How many rows of so many numbers a program takes, and the power of two that holds one."""
+    wide = triton.next_power_of_2(width)
+    return max(1, _NUMBERS // wide), wide
+
+
+def _normed(
+    x: Tensor, weight: Tensor, eps: float, y: Tensor | None, y_weight: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    dim = x.shape[-1]
+    both = ((x, weight),) if y is None or y_weight is None else ((x, weight), (y, y_weight))
+    rows, width = _rows_of(dim)
+    given: list[tuple[Tensor, Tensor, Tensor, int, int, int, int]] = []
+    for some, scale in both:
+        fits = some.shape[-1] == dim and scale.shape == (dim,) and scale.is_contiguous() and some.ndim in (2, 3)
+        assert fits, (some.shape, scale.shape)
+        some = some if some.stride(-1) == 1 else some.contiguous()
+        heads, n = (1, len(some)) if some.ndim == 2 else some.shape[:2]
+        head_stride = some.stride(0) if some.ndim == 3 else 0
+        out = some.new_empty(some.shape)
+        given.append((some, scale, out, head_stride, some.stride(-2), heads * n, n))
+    n_programs = [triton.cdiv(one[5], rows) for one in given]
+    launch(
+        _rms_norm, (sum(n_programs),), *given[0], *given[-1], n_programs[0], dim, eps, ROWS=rows, DIM=width,
+        TWO=len(given) == 2, num_warps=min(16, max(4, width // 1024)),
+    )  # fmt: skip
+    return given[0][2], given[1][2] if len(given) == 2 else None
+
+
+@triton.jit
+def _rms_norm(
+    x, weight, out, head_stride, row_stride, n_rows, n, y, y_weight, y_out, y_head_stride, y_row_stride, y_rows, y_n,
+    n_programs, dim, eps, ROWS: tl.constexpr, DIM: tl.constexpr, TWO: tl.constexpr,
+):  # fmt: skip
+    """The first `n_programs` programs take x, the others y."""
+    program = tl.program_id(0)
+    if TWO:
+        if program < n_programs:
+            _norm_rows(x, weight, out, head_stride, row_stride, n_rows, n, program, dim, eps, ROWS, DIM)
+        else:
+            program -= n_programs
+            _norm_rows(y, y_weight, y_out, y_head_stride, y_row_stride, y_rows, y_n, program, dim, eps, ROWS, DIM)
+    else:
+        _norm_rows(x, weight, out, head_stride, row_stride, n_rows, n, program, dim, eps, ROWS, DIM)
+
+
+@triton.jit
+def _norm_rows(
+    x, weight, out, head_stride, row_stride, n_rows, n, program, dim, eps, ROWS: tl.constexpr, DIM: tl.constexpr
+):
+    row = (program * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    j = tl.arange(0, DIM)
+    there = (row < n_rows)[:, None] & (j < dim)[None, :]
+    at = x + (row // n * head_stride + row % n * row_stride)[:, None] + j[None, :]
+    some = tl.load(at, mask=there, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(some * some, 1) / dim + eps)
+    factor = tl.load(weight + j, mask=j < dim, other=0.0).to(tl.float32)
+    normed = some * scale[:, None] * factor[None, :]
+    tl.store(out + row[:, None] * dim + j[None, :], normed.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _silu_mul(x, out, dim, BLOCK: tl.constexpr):
+    n_blocks = tl.cdiv(dim, BLOCK)
+    row = (tl.program_id(0) // n_blocks).to(tl.int64)
+    j = tl.program_id(0) % n_blocks * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(x + row * 2 * dim + j, mask=j < dim, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * dim + dim + j, mask=j < dim, other=0.0).to(tl.float32)
+    result = gate / (1.0 + tl.exp(tl.minimum(-gate, 88.0))) * up
+    tl.store(out + row * dim + j, result.to(out.dtype.element_ty), mask=j < dim)
+
+
+@triton.jit
+def _turned(x, cos, sin, half, there):
+    """Both halves of rows at `x [ROWS, HALF]`, turned by the angles at `cos sin [ROWS, HALF]`."""
+    first = tl.load(x, mask=there, other=0.0).to(tl.float32)
+    second = tl.load(x + half, mask=there, other=0.0).to(tl.float32)
+    c = tl.load(cos, mask=there, other=0.0).to(tl.float32)
+    s = tl.load(sin, mask=there, other=0.0).to(tl.float32)
+    return first * c - second * s, second * c + first * s
+
+
+@triton.jit
+def _rotate(
+    x, cos, sin, out, x0, x1, x2, cos0, cos1, cos2, sin0, sin1, sin2, n_rows, n1, n2, half,
+    ROWS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Rows of three leading dimensions."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    j = tl.arange(0, HALF)[None, :]
+    there = (row < n_rows)[:, None] & (j < half)
+    a, b, c = row // n2 // n1, row // n2 % n1, row % n2
+    x_at = x + (a * x0 + b * x1 + c * x2)[:, None] + j
+    cos_at = cos + (a * cos0 + b * cos1 + c * cos2)[:, None] + j
+    sin_at = sin + (a * sin0 + b * sin1 + c * sin2)[:, None] + j
+    first, second = _turned(x_at, cos_at, sin_at, half, there)
+    to = out + row[:, None] * 2 * half + j
+    tl.store(to, first.to(out.dtype.element_ty), mask=there)
+    tl.store(to + half, second.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize=["at"])
+def _append(
+    k, v, cos, sin, into_k, into_v, at, k0, k1, v0, v1, into0, into1, n_rows, n, half,
+    ROWS: tl.constexpr, HALF: tl.constexpr, TURNED: tl.constexpr, ON_DEVICE: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    j = tl.arange(0, HALF)[None, :]
+    there = (row < n_rows)[:, None] & (j < half)
+    head, i = row // n, row % n
+    first_row = tl.load(at) if ON_DEVICE else at
+    to = (head * into0 + (first_row + i) * into1)[:, None] + j
+    k_at = k + (head * k0 + i * k1)[:, None] + j
+    v_at = v + (head * v0 + i * v1)[:, None] + j
+    if TURNED:
+        turn = i[:, None] * half + j
+        first, second = _turned(k_at, cos + turn, sin + turn, half, there)
+    else:
+        first = tl.load(k_at, mask=there, other=0.0)
+        second = tl.load(k_at + half, mask=there, other=0.0)
+    tl.store(into_k + to, first.to(into_k.dtype.element_ty), mask=there)
+    tl.store(into_k + to + half, second.to(into_k.dtype.element_ty), mask=there)
+    tl.store(into_v + to, tl.load(v_at, mask=there, other=0.0), mask=there)
+    tl.store(into_v + to + half, tl.load(v_at + half, mask=there, other=0.0), mask=there)
+
+
+@triton.jit
+def _take_rows(
+    one, two, index, taken_one, taken_two, head_stride, row_stride, n_rows, n, dim,
+    ROWS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    j = tl.arange(0, DIM)[None, :]
+    there = (row < n_rows)[:, None] & (j < dim)
+    token = tl.load(index + row % n, mask=row < n_rows, other=0)
+    at = (row // n * head_stride + token * row_stride)[:, None] + j
+    to = row[:, None] * dim + j
+    tl.store(taken_one + to, tl.load(one + at, mask=there, other=0.0), mask=there)
+    tl.store(taken_two + to, tl.load(two + at, mask=there, other=0.0), mask=there)

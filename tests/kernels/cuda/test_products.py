@@ -1,0 +1,65 @@
+"""Products of a few rows on a GPU, or in Triton's interpreter, beside the same in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("triton")
+from lce.kernels.cuda.products import product
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.cuda] if DEVICE == "cuda" else []
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def truth(x: Tensor, w: Tensor, bias: Tensor | None, norm: Tensor | None, gated: bool, onto: Tensor | None) -> Tensor:
+    a = x.double()
+    if norm is not None:
+        a = F.rms_norm(a, norm.shape, norm.double(), 1e-5)
+    out = a @ w.double().T
+    if bias is not None:
+        out = out + bias.double()
+    if gated:
+        gate, up = out.chunk(2, dim=-1)
+        out = F.silu(gate) * up
+    return out if onto is None else out + onto.double()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "n", "size", "rows", "biased", "normed", "gated", "adds"),
+    [
+        (torch.float32, 1, 48, 20, False, False, False, False),
+        (torch.float32, 2, 1100, 6, True, True, True, False),  # ragged rows and columns, several steps
+        (torch.bfloat16, 1, 64, 24, False, True, False, False),
+        (torch.bfloat16, 3, 80, 10, True, True, True, True),
+        (torch.float16, 4, 96, 9, True, False, False, True),
+    ],
+)  # fmt: skip
+def test_a_product_is_that_of_float64(
+    dtype: torch.dtype, n: int, size: int, rows: int, biased: bool, normed: bool, gated: bool, adds: bool
+) -> None:
+    def some(*shape: int) -> Tensor:
+        return torch.randn(*shape).to(DEVICE, dtype)
+
+    x, w = some(n, size), some(rows, size) / size**0.5
+    bias, norm = some(rows) if biased else None, some(size) if normed else None
+    onto = some(n, rows // 2 if gated else rows) if adds else None
+    expected = truth(x, w, bias, norm, gated, onto)
+    out = product(x, w, bias, norm=norm, eps=1e-5, gated=gated, onto=onto)
+    assert onto is None or out is onto
+    assert out.dtype is dtype
+    torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize(("size", "rows", "gated"), [(4096, 12288, False), (4096, 22016, True), (11008, 4096, False)])
+def test_products_of_a_model_of_7b(size: int, rows: int, gated: bool) -> None:
+    x, w = (torch.randn(n, size, device=DEVICE, dtype=torch.bfloat16) / size**0.25 for n in (1, rows))
+    norm = torch.ones(size, device=DEVICE, dtype=torch.bfloat16)
+    out = product(x, w, norm=norm, eps=1e-5, gated=gated)
+    assert torch.equal(out, product(x, w, norm=norm, eps=1e-5, gated=gated)), "results repeat to the bit"
+    torch.testing.assert_close(out.double(), truth(x, w, None, norm, gated, None), rtol=2e-2, atol=2e-2)
