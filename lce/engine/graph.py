@@ -68,9 +68,11 @@ class CudaTape:
     def warm_up(self, work: Work) -> None:
         here = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(here)
-        with torch.cuda.stream(self.stream):
-            work()
-        here.wait_stream(self.stream)
+        try:
+            with torch.cuda.stream(self.stream):
+                work()
+        finally:  # what comes next may write over what an interrupted step wrote
+            here.wait_stream(self.stream)
 
     def record(self, work: Work) -> Work:
         graph = torch.cuda.CUDAGraph()
