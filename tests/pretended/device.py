@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.pretended import flash, products, rules
 from tests.pretended.rules import Rule
-from tests.pretended.streams import NOT_CAPTURED, Stream
+from tests.pretended.streams import NOT_CAPTURED, Event, Stream
 from tests.pretended.tensor import Memory, Mode, Owner, Pinned, PretendedTensor, flat, mapped, poison, unwrapped
 
 META = torch.device("meta")
@@ -47,9 +47,11 @@ class Gpus:
         self.counts: list[Counts] = []
         self.pinned = Pinned()
         self.used, self.peak = [0] * n_devices, [0] * n_devices
-        self.defaults = [Stream(self, torch.device("cuda", index), late=False) for index in range(n_devices)]
-        self.streams = weakref.WeakSet[Stream](self.defaults)
         self._local = threading.local()
+        self.Stream = type("Stream", (Stream,), {"gpus": self})
+        self.Event = type("Event", (Event,), {"gpus": self})
+        self.streams = weakref.WeakSet[Stream]()
+        self.defaults = [self.Stream(index, late=False) for index in range(n_devices)]
         self._lock = threading.RLock()
         self._owners: dict[int, weakref.ref[Owner]] = {}
         self._rules: dict[Any, Rule] = {}
@@ -90,7 +92,7 @@ class Gpus:
             index = self.current if named.index is None else named.index
         if index >= self.n_devices:
             raise RuntimeError("CUDA error: invalid device ordinal")
-        return self.defaults[index].device
+        return torch.device("cuda", index)
 
     def device_of(self, given: Any) -> torch.device:
         """Any device; a GPU with its index."""
@@ -103,11 +105,6 @@ class Gpus:
     def current_stream(self, device: Any = None) -> Stream:
         device = self.device(device)
         return getattr(self._local, "streams", {}).get(device.index) or self.defaults[device.index]
-
-    def new_stream(self, device: Any = None, **_: Any) -> Stream:
-        stream = Stream(self, self.device(device), self.late)
-        self.streams.add(stream)
-        return stream
 
     @contextmanager
     def on_stream(self, stream: Stream | None) -> Iterator[None]:
@@ -172,13 +169,17 @@ class Gpus:
             return
         for stream, place in memory.users.items():
             if stream not in memory.recorded and memory.stream.seen.get(stream, 0) < place:
-                self.faults.append("memory was freed while another stream may still use it: record_stream is missing")
+                made, used = ("default" if x in self.defaults else "side" for x in (memory.stream, stream))
+                self.faults.append(
+                    f"{memory.storage.nbytes()} bytes, made in a {made} stream, were freed while a {used} stream may"
+                    " still use them: record_stream is missing"
+                )
         work = partial(_overwrite, memory)
-        busy = [stream for stream in memory.recorded if stream.queue]
-        if busy:
-            busy[0].queue.append((busy[0].issued, work))
-        else:
+        busy = [stream for stream in {memory.stream, *memory.recorded} if stream.queue]
+        if not busy:
             work()
+        elif len(busy) == 1:  # once the stream has done what it has to do with it
+            busy[0].queue.append((busy[0].issued, work))
 
     def note_use(self, memory: Memory, stream: Stream) -> None:
         """What is about to be queued in a stream uses this memory."""
@@ -213,9 +214,6 @@ class Gpus:
                 return func.decompose(*args, **kwargs)
         if rule.name == "aten::is_pinned":
             return False
-        if rule.name == "aten::record_stream":
-            gpu.owner.memory.recorded.add(args[1])
-            return None
         with _disable_current_modes():
             return self._run_on_gpu(rule, func, args, kwargs, tensors, device)
 
@@ -327,7 +325,7 @@ class Gpus:
             stream.sources.append((stream.issued + 1, source, numbers))
         else:
             source = numbers
-        stream.submit(stream.arrive)
+        stream.submit(lambda: [other.arrive() for other in list(self.streams)])  # what it may be about to read
         plain_args, plain_kwargs = unwrapped((args, kwargs))
         if rule.writes:
             stream.submit(lambda: plain_args[0].copy_(source))
@@ -346,7 +344,8 @@ class Gpus:
         source = plain_args[1] if rule.writes else plain_args[0]
         target = args[0] if rule.writes else self.pinned.add(func(*plain_args, **plain_kwargs))
         poison(target, whole_numbers=False)
-        stream.submit(lambda: stream.to_host(target, source.to(target.dtype, copy=True)))
+        place = stream.issued + 1
+        stream.submit(lambda: stream.to_host(place, target, source.to(target.dtype, copy=True)))
         return target
 
 

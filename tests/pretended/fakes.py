@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tests.pretended.device import Gpus
 from tests.pretended.graphs import Capture, CUDAGraph
-from tests.pretended.streams import Event
 from tests.pretended.tensor import Mode, PretendedTensor, unwrapped
 
 
@@ -57,15 +56,16 @@ def _patch_cuda(patch: pytest.MonkeyPatch, gpus: Gpus) -> None:
         "mem_get_info": lambda given=None: (gpus.memory - gpus.used[index_of(given)], gpus.memory),
         "memory_allocated": lambda given=None: gpus.used[index_of(given)],
         "memory_reserved": lambda given=None: gpus.used[index_of(given)],
+        "max_memory_reserved": lambda given=None: gpus.peak[index_of(given)],
         "max_memory_allocated": lambda given=None: gpus.peak[index_of(given)],
         "reset_peak_memory_stats": lambda given=None: gpus.peak.__setitem__(
             index_of(given), gpus.used[index_of(given)]
         ),
         "synchronize": gpus.synchronize,
-        "Stream": gpus.new_stream,
-        "Event": lambda **options: Event(gpus, **options),
+        "Stream": gpus.Stream,
+        "Event": gpus.Event,
         "CUDAGraph": lambda **options: CUDAGraph(gpus, **options),
-        "graph": lambda graph, **options: Capture(gpus, graph, **options),
+        "graph": lambda cuda_graph, *args, **options: Capture(gpus, cuda_graph, *args, **options),
         "graph_pool_handle": lambda: (0, 0),
         "is_current_stream_capturing": lambda: gpus.current_stream().graph is not None,
         "current_stream": gpus.current_stream,

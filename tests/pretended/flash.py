@@ -129,6 +129,7 @@ def _bounds(
     rows, keys = (list(pairwise(x.tolist())) for x in (cum_seq_q, cum_seq_k))
     if seqused_k is not None:
         keys = [(start, start + n) for (start, _), n in zip(keys, seqused_k.tolist(), strict=True)]
+    keys = [span if row[0] < row[1] else (0, 0) for row, span in zip(rows, keys, strict=True)]  # others are not read
     for pairs, total, most, name in ((rows, len(q), max_q, "q"), (keys, len(k), max_k, "k")):
         for start, stop in pairs:
             _expect(0 <= start <= stop <= total, f"cu_seqlens_{name} leave the tensor: {start}..{stop} of {total}")

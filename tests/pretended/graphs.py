@@ -35,6 +35,15 @@ class CUDAGraph:
             stream.graph = None
         self.captured = True
 
+    def capture_begin(self, pool: Any = None, **_: Any) -> None:
+        stream = self.gpus.current_stream()
+        if stream is self.gpus.default_stream(stream.device):
+            raise RuntimeError("CUDA graphs must be captured on a non-default stream.")
+        self.begin(stream)
+
+    def capture_end(self) -> None:
+        self.end()
+
     def replay(self) -> None:
         """In the current stream."""
         assert self.captured, "replay before capture"
@@ -65,7 +74,7 @@ class Capture:
     def __init__(self, gpus: Gpus, graph: CUDAGraph, pool: Any = None, stream: Stream | None = None, **_: Any) -> None:
         self.gpus = gpus
         self.graph = graph
-        self.stream = stream or gpus.new_stream()
+        self.stream = stream or gpus.Stream()
         self.entered = gpus.on_stream(self.stream)
 
     def __enter__(self) -> None:

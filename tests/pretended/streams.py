@@ -26,16 +26,18 @@ NOT_CAPTURED = "CUDA error: operation not permitted when stream is capturing"
 class Stream:
     """Work in order. `issued` counts it; `seen` says how much of other streams is done before what comes next here."""
 
-    def __init__(self, gpus: Gpus, device: torch.device, late: bool) -> None:
-        self.gpus = gpus
-        self.device = device
-        self.late = late
+    gpus: Gpus
+
+    def __init__(self, device: Any = None, *, late: bool | None = None, **_: Any) -> None:
+        self.device = self.gpus.device(device)
+        self.late = self.gpus.late if late is None else late
         self.issued = 0
         self.queue: deque[tuple[int, Work]] = deque()
         self.seen: dict[Stream, int] = {}
         self.arrivals: list[tuple[int, Tensor, Tensor]] = []  # to memory of the host, and what arrives there
         self.sources: list[tuple[int, Tensor, Tensor]] = []  # pinned memory that copies read, and what it must hold
         self.graph: CUDAGraph | None = None  # that captures this stream
+        self.gpus.streams.add(self)
 
     def submit(self, work: Work) -> None:
         """Do work after all that is queued here."""
@@ -52,9 +54,9 @@ class Stream:
         while self.queue and (upto is None or self.queue[0][0] <= upto):
             _do(self.queue.popleft()[1])
 
-    def to_host(self, target: Tensor, numbers: Tensor) -> None:
+    def to_host(self, place: int, target: Tensor, numbers: Tensor) -> None:
         """Numbers that a copy has read, on their way to memory of the host."""
-        self.arrivals.append((self.issued, target, numbers))
+        self.arrivals.append((place, target, numbers))
 
     def arrive(self, upto: int | None = None) -> None:
         for place, target, numbers in self.arrivals:
@@ -96,7 +98,7 @@ class Stream:
             self.wait_for(event.stream, event.place)
 
     def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event(self.gpus)
+        event = event or self.gpus.Event()
         event.record(self)
         return event
 
@@ -120,8 +122,9 @@ class Stream:
 class Event:
     """A point in a stream."""
 
-    def __init__(self, gpus: Gpus, **_: Any) -> None:
-        self.gpus = gpus
+    gpus: Gpus
+
+    def __init__(self, **_: Any) -> None:
         self.stream: Stream | None = None
         self.place = 0
 

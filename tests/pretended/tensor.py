@@ -84,6 +84,9 @@ class PretendedTensor(Tensor):
     def __getitem__(self, index: Any) -> Tensor:
         return super().__getitem__(plain_index(index))
 
+    def record_stream(self, stream: Stream) -> None:
+        self.owner.memory.recorded.add(stream)
+
     def data_ptr(self) -> int:
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if caller.startswith("lce.kernels.") and not caller.startswith("lce.kernels.cuda"):

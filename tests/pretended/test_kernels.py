@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lce.kernels.cuda.launching import launch
-from tests.pretended import pretended_gpus
+from tests.pretended import Gpus, pretended_gpus
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -34,3 +34,15 @@ def test_a_kernel_runs_on_its_device() -> None:
 def test_a_kernel_takes_no_memory_of_elsewhere(other: str) -> None:
     with pretended_gpus(2), pytest.raises((ValueError, RuntimeError), match=r"Pointer argument|memory of cuda:1"):
         launch(add_one, (2,), torch.ones(8, device="cuda"), torch.empty(8, device=other), 8, BLOCK=4)
+
+
+def test_a_graph_captures_kernels(gpus: Gpus) -> None:
+    x, out = torch.zeros(4, device="cuda"), torch.empty(4, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch(add_one, (1,), x, out, 4, BLOCK=4)
+        x.copy_(out)
+    assert out.isnan().all()
+    for _ in range(3):
+        graph.replay()
+    assert x.tolist() == [3] * 4

@@ -150,3 +150,14 @@ def test_other_threads_and_devices() -> None:
             assert torch.zeros(1, device="cuda").device.index == 1 == torch.cuda.current_device()
         assert torch.cuda.current_device() == 0
     assert not torch.cuda.is_available()
+
+
+def test_a_copy_between_gpus_is_in_order_with_both() -> None:
+    with pretended_gpus(2):
+        x = torch.ones(2, device="cuda:0")
+        side = torch.cuda.Stream(0)
+        with torch.cuda.stream(side):
+            y = (x + 1).to("cuda:1") * 2
+        assert y.device.index == 1
+        assert y.tolist() == [4, 4]
+        torch.cuda.synchronize(0)

@@ -1,0 +1,51 @@
+"""Every method in half precision on a pretended GPU, grouped or not, against the definitions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lce.methods import available, make
+from tests import oracle
+from tests.pretended import Gpus
+from tests.running import cut, run, vectors
+
+WINDOW = 32
+KNOBS: dict[str, dict[str, object]] = {  # small enough that every method leaves something out
+    "dca": {"chunk_size": 10},
+    "esa": {"sinks": 4, "top_k": 9, "compress": "none"},
+    "infllm": {"block_size": 8, "sinks": 4, "top_k": 3, "repr_tokens": 2},
+    "lm_infinite": {"sinks": 3, "local": 16, "top_k": 5},
+    "longheads": {"chunk_size": 4},
+    "quest": {"dense_layers": 0, "page": 4, "budget": 16},
+}
+CASES = {"bfloat16, grouped": (torch.bfloat16, (4, 2), 0.03), "float16": (torch.float16, (2, 2), 0.005)}
+BLOCKS = [30, 20, 25, 1, 1]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", available())
+def test_equals_the_oracle(gpus: Gpus, name: str, case: str) -> None:
+    """Where scores are close, another chunk may be chosen than in float64: for few queries."""
+    dtype, heads, tolerance = CASES[case]
+    q, k, v = (x.to(dtype) for x in vectors(3, *heads, sum(BLOCKS), 16))
+    setting, knobs = oracle.Setting(WINDOW, BLOCKS), KNOBS.get(name, {})
+    exact = [x.float() for x in (q, k, v)]
+    truth = oracle.attention(*exact, oracle.DEFINITIONS[name](*exact, setting, **knobs), setting)
+    with torch.inference_mode(), gpus.counting() as counts:
+        q, k, v = q.cuda(), k.cuda(), v.cuda()
+        out = run(make(name, knobs), q, k, v, BLOCKS, window=WINDOW)
+    assert out.is_cuda
+    assert out.dtype == dtype
+    far = ((out.cpu().float() - truth).abs() > tolerance).any(-1)
+    assert far.float().mean() <= 0.02, f"{int(far.sum())} of {far.numel()} outputs"
+    assert counts.syncs == 0, counts.at
+    assert counts.uploads <= 4, counts.at  # q, k, v, and RoPE's frequencies
+
+
+def test_float32_takes_other_kernels(gpus: Gpus) -> None:
+    q, k, v = vectors(3, 4, 2, 75, 16)
+    setting = oracle.Setting(WINDOW, cut(75, 25))
+    truth = oracle.attention(q, k, v, oracle.DEFINITIONS["longheads"](q, k, v, setting, chunk_size=4), setting)
+    out = run(make("longheads", {"chunk_size": 4}), q.cuda(), k.cuda(), v.cuda(), setting.blocks, window=WINDOW)
+    assert (out.cpu() - truth).abs().max() <= 1e-4
