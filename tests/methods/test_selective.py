@@ -103,7 +103,7 @@ def test_on_a_gpu_a_choice_is_two_launches_and_no_sync(gpus: Gpus) -> None:
     class Decode:
         """What `select` asks of a step: the query at index 100."""
 
-        start = 100
+        start, at = 100, None
 
         def positions(self, device: torch.device) -> Tensor:
             return torch.arange(100, 101, device=device)
