@@ -93,8 +93,11 @@ class Model:
         devices = [layer.device for layer in self.layers]
         self.borders = {i: devices[i] for i in range(1, len(devices)) if devices[i] != devices[i - 1]}
 
-    def __call__(self, ids: Tensor, start: int, attend: Attend) -> Tensor:
-        """Token ids `[T]` to the last layer's hidden states `[T, hidden]`; the first token has index `start`."""
+    def __call__(self, ids: Tensor, start: int | Tensor, attend: Attend) -> Tensor:
+        """Token ids `[T]` to the last layer's hidden states `[T, hidden]`; the first token has index `start`.
+
+        For one token the index may be a tensor `[1]` on the device: then nothing here depends on its value.
+        """
         x = rows_of(self.embed, ids, self.final_norm.dtype)
         borders = self.borders
         for layer in self.layers:

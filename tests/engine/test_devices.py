@@ -15,7 +15,6 @@ import lce
 from lce.cache.kv import Opened, Tiered, Whole
 from lce.engine.devices import counts_of, devices_of
 from lce.errors import CapacityError, UsageError
-from lce.kernels.cuda import launching
 from lce.terminal.figures import plan_lines
 from tests.checkpoints import save_tiny, tokens
 from tests.pretended import Gpus, pretended_gpus
@@ -41,12 +40,6 @@ KINDS: dict[str, dict[str, Any]] = {
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A folder of each kind of model."""
     return {name: save_tiny(tmp_path_factory.mktemp("model"), **changes) for name, changes in KINDS.items()}
-
-
-@pytest.fixture(autouse=True)
-def _without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's operators compute: Triton's interpreter takes seconds a token."""
-    monkeypatch.setattr(launching, "installed", lambda: False)
 
 
 @pytest.fixture
