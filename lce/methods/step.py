@@ -121,7 +121,7 @@ class DeviceStep(Step):
     ) -> None:  # fmt: skip
         values = {
             "_at": at, "bound": bound, "rope": rope, "attention": attention, "window": window, "n_kv_heads": n_kv_heads,
-            "sliding_window": sliding_window, "note": None, "memo": {},
+            "sliding_window": sliding_window, "note": None, "memo": {}, "all_devices": {},
         }  # fmt: skip
         for name, value in values.items():  # as a frozen dataclass sets its own
             object.__setattr__(self, name, value)
