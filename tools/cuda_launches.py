@@ -118,14 +118,19 @@ def _layer(dtype: torch.dtype, dim: int, n: int) -> None:
     elementwise.take_rows(buffer, buffer, torch.zeros(64, dtype=torch.int64))
 
 
+def _turns(dtype: torch.dtype, n: int, scale: float) -> None:
+    from lce.kernels.cuda import elementwise
+
+    elementwise.turns(torch.zeros(n, dtype=torch.int64), torch.empty(64, dtype=torch.float64), scale, dtype)
+
+
 def _choice(dtype: torch.dtype, dim: int, n_chunks: int, choosers: int, bounds: bool = False) -> None:
     from lce.kernels.cuda import choices
 
     q, at = torch.empty(32, dim, dtype=dtype), torch.zeros(1).long()
     summaries = torch.empty(8, n_chunks, 2, dim, dtype=dtype) if bounds else torch.empty(32, n_chunks, dim, dtype=dtype)
-    forced = torch.zeros(n_chunks, dtype=torch.bool)
-    choices.best_for_query(q, summaries, at, 256, 15, choosers=choosers, keep_first=True, keep_last=True)
-    choices.best_for_query(q, summaries, at, 256, 15, choosers=choosers, forced=forced, least=True)
+    choices.best_runs(q, summaries, at, 256, 15, choosers=choosers, keep_first=True, keep_last=True, own=True)
+    choices.best_runs(q, summaries, at, 256, 15, choosers=choosers, least=True)
 
 
 def _choices_of_a_block(dtype: torch.dtype, n_chunks: int) -> None:
@@ -143,6 +148,8 @@ def _rest() -> Iterator[Call]:
                 at = f"{n} x {size} x {rows} {name}"
                 yield Call(f"product {at}", partial(_product, dtype, n, size, rows), False)
                 yield Call(f"product gated {at}", partial(_product, dtype, n, size, 2 * rows, True), False)
+        for n, scale in ((1, 1.0), (256, 1.25)):  # the processor reduces large angles in memory
+            yield Call(f"turns {n} {name}", partial(_turns, dtype, n, scale))
         for dim in HEAD_SIZES:
             yield Call(f"layer one token {name} {dim}", partial(_layer, dtype, dim, 1), False)
             yield Call(f"layer block {name} {dim}", partial(_layer, dtype, dim, 500), False)

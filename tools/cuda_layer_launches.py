@@ -81,11 +81,11 @@ def _choices(n_chunks: int, dtype: torch.dtype, dim: int) -> None:
     at, forced = torch.zeros(1, dtype=torch.int64), torch.zeros(n_chunks, dtype=torch.bool)
     for size, n in ((256, 15), (1, 1)):
         for choosers in (32, 8, 1):
-            choices.best_for_query(
+            choices.best_runs(
                 some(32, dim), some(32, n_chunks, dim), at, size, n, choosers=choosers, keep_first=True, keep_last=True
             )
-        choices.best_for_query(some(32, dim), some(8, n_chunks, 2, dim), at, size, n, forced=forced)
-        choices.best_for_query(some(32, dim), some(32, n_chunks, dim), at, size, n, least=True)
+        choices.best_runs(some(32, dim), some(8, n_chunks, 2, dim), at, size, n, own=True)
+        choices.best_runs(some(32, dim), some(32, n_chunks, dim), at, size, n, least=True)
         for n_queries in (1, 512):
             choices.best_chunks(some(32, n_queries, n_chunks), forced.expand(n_queries, -1).contiguous(), n, 7, size)
             choices.best_chunks(some(1, n_queries, n_chunks), forced.expand(n_queries, -1).contiguous(), n, at, size)

@@ -52,6 +52,10 @@ class Backend(ABC):
         out, lse = self.attend(placed.unflatten(0, (len(k), -1)), k, v, causal=causal, window=window)
         return out.flatten(0, 1), lse.flatten(0, 1)
 
+    def decodes(self, dtype: torch.dtype, head_dim: int) -> bool:
+        """Whether there is a kernel for `decode` of such keys: plain operators copy all keys for every query head."""
+        return type(self).decode is not Backend.decode
+
     def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Part:
         """One query a head over runs of tokens: `q [H, 1, D]`, unrotated, `k v [G, N, D]`.
 

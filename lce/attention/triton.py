@@ -45,6 +45,13 @@ class Triton(Compiled):
         out, lse = kernels.attend(q.flatten(0, 1), k, v, causal, window)
         return out.view(q.shape), lse.view(q.shape[:-1])
 
+    def decodes(self, dtype: torch.dtype, head_dim: int) -> bool:
+        if not launching.installed():
+            return False
+        from lce.kernels.cuda.rows import takes
+
+        return takes(torch.empty(1, head_dim, dtype=dtype, device="meta"))
+
     def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Part:
         """The query is turned, and the runs' bounds are read, on the device."""
         if not _fits(q, k, v):

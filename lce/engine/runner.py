@@ -65,7 +65,8 @@ class Runner(Unique):
             self.method, self.window, self.rope, self.dtype, config.vocab_size, options.layout.kv_dtype, self.weights,
         )  # fmt: skip
         self._driver = Driver(self.method, options.attention, self.window, config.n_kv_heads, config.sliding_window)
-        recorded = self.device.type == "cuda" and self.method.decodes and options.attention.decodes
+        kernels = options.attention.decodes(self.dtype, model.config.head_dim)
+        recorded = self.device.type == "cuda" and self.method.decodes and kernels
         self._tape: Callable[[torch.device], Tape] | None = CudaTape if recorded else None
         self._eos_ids = frozenset((*config.eos_ids, *tokenizer.eos_ids))
         self._end = _End()  # the last attribute: it is freed after the model

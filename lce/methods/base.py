@@ -24,6 +24,15 @@ from lce.methods.parts import RECENT, keep_recent
 from lce.methods.step import DeviceStep, OnDevice, Step, Surroundings
 
 
+def says_for(cls: type, hook: str, *others: str) -> bool:
+    """Whether a hook still stands for others that it summarises: no class below its own overrides one of them."""
+
+    def depth(name: str) -> int:
+        return next(i for i, parent in enumerate(cls.__mro__) if name in vars(parent))
+
+    return all(depth(hook) <= depth(other) for other in others)
+
+
 @dataclass(frozen=True)
 class Method(ABC):
     """A strategy behind the attention hook; its fields are its knobs, `None` where the window decides.
@@ -137,12 +146,8 @@ class Method(ABC):
     @property
     def decodes(self) -> bool:
         """Whether `decode` is there, and means what `attend` and `keep` do: no class below its own overrides them."""
-        order = type(self).__mro__
-
-        def depth(hook: str) -> int:
-            return next(i for i, cls in enumerate(order) if hook in vars(cls))
-
-        return order[depth("decode")] is not Method and depth("decode") <= min(depth("attend"), depth("keep"))
+        own = type(self).decode is not Method.decode
+        return own and says_for(type(self), "decode", "attend", "keep")
 
 
 class LocalMethod(Method):

@@ -152,7 +152,8 @@ class DualChunk(Method):
         offsets = step.positions(q.device) % self.size
         far = self.farthest
         previous, older = (offsets + self.size).clamp(max=far), torch.full_like(offsets, far)
-        return step.rope.turn(offsets, q.dtype), step.rope.turn(previous, q.dtype), step.rope.turn(older, q.dtype)
+        turns = step.rope.turn(torch.stack((offsets, previous, older)), q.dtype)
+        return turns.at(0), turns.at(1), turns.at(2)
 
 
 def temperature(indices: Tensor, window: int) -> Tensor:

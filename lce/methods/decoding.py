@@ -45,15 +45,15 @@ def bucket(n_tokens: int) -> int:
 
 def runs_of(spans: Sequence[Span]) -> Runs:
     """Spans as runs of one size, the same for all heads."""
-    size = min(RUN, max(span.most for span in spans))
-    first, count, turn = [], [], []
-    for number, span in enumerate(spans):
-        starts = span.first + torch.arange(0, span.most, size, device=span.first.device)
-        first.append(starts)
-        count.append((span.stop - starts).clamp(min=0, max=size))
-        turn.append(torch.full_like(starts, number))
+    longest, device = max(span.most for span in spans), spans[0].first.device
+    size = min(RUN, longest)
+    n_runs = [-(-span.most // size) for span in spans]
+    offsets, numbers = torch.arange(0, longest, size, device=device), torch.arange(len(spans), device=device)
+    first = torch.cat([span.first + offsets[:n] for span, n in zip(spans, n_runs, strict=True)])
+    stop = torch.cat([span.stop.expand(n) for span, n in zip(spans, n_runs, strict=True)])
+    turn = torch.cat([number.expand(n) for number, n in zip(numbers.split(1), n_runs, strict=True)])
     turns = Turn(torch.cat([span.turn.cos for span in spans]), torch.cat([span.turn.sin for span in spans]))
-    return Runs(torch.cat(first)[None], torch.cat(count)[None], torch.cat(turn), turns, size)
+    return Runs(first[None], (stop - first).clamp(min=0, max=size)[None], turn, turns, size)
 
 
 def decode_spans(

@@ -14,7 +14,7 @@ from lce.cache.layout import CacheLayout, Reach
 from lce.errors import UsageError
 from lce.methods.parts import fold_chunks, is_like, unfold_chunks
 from lce.methods.registry import register
-from lce.methods.selective import SUMMARIES, SelectiveMethod, dot_products
+from lce.methods.selective import SUMMARIES, PlainChoice, SelectiveMethod, dot_products
 from lce.methods.step import Step
 
 
@@ -101,6 +101,11 @@ class LongHeads(SelectiveMethod):
     def forced(self, chunk_ids: Tensor, own: Tensor) -> Tensor:
         first, last = chunk_ids == 0, chunk_ids == own - 1
         return (first & self.keep_first) | (last & self.keep_last)
+
+    def plain_choice(self) -> PlainChoice | None:
+        if self.rank == "random" or self.fix_head or self.fix_layer:
+            return None
+        return PlainChoice(self.share, self.keep_first, self.keep_last, self.rank == "last")
 
     def choose(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
         if not self.fix_layer:

@@ -19,7 +19,7 @@ from lce.kernels.cuda import launching
 from lce.methods.decoding import decode_spans, recent_span
 from lce.methods.parts import attend_span, is_like, products
 from lce.methods.registry import register
-from lce.methods.selective import SUMMARIES, ChunkSelection
+from lce.methods.selective import SUMMARIES, ChunkSelection, PlainChoice
 from lce.methods.step import DeviceStep, Step
 
 
@@ -98,6 +98,9 @@ class Quest(ChunkSelection):
 
     def forced(self, chunk_ids: Tensor, own: Tensor) -> Tensor:
         return torch.zeros_like(chunk_ids < own)
+
+    def plain_choice(self) -> PlainChoice:
+        return PlainChoice(keep_first=False, keep_last=False)
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         if cache.index < self.dense_layers:

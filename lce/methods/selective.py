@@ -23,7 +23,7 @@ from lce.kernels.choices import best_chunks
 from lce.kernels.compiling import MOST_ROWS
 from lce.kernels.cuda import launching
 from lce.kernels.scores import compiled_for, scores_of_few
-from lce.methods.base import Method
+from lce.methods.base import Method, says_for
 from lce.methods.decoding import Span, decode_recent
 from lce.methods.hooks import SELECTION_CHECKS
 from lce.methods.parts import RECENT, SCORES_AT_ONCE, attend_own_chunk, is_like, keep_recent, products
@@ -109,6 +109,16 @@ class ConstantDistance(Placement):
 PLACEMENTS: dict[str, Placement] = {
     "side_by_side": SideBySide(), "true": TruePositions(), "constant": ConstantDistance(),
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PlainChoice:
+    """A choice that a GPU makes in two launches: by products of queries and summaries, or by the bounds of keys."""
+
+    share: Literal["head", "group", "layer"] = "head"  # whose scores are summed
+    keep_first: bool = True
+    keep_last: bool = True
+    least: bool = False  # the worst are taken
 
 
 class ChunkSelection(Method):
@@ -245,7 +255,7 @@ class ChunkSelection(Method):
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         self._summarise_complete(q, cache, step)
         chosen = self.choose(q, cache, step)
-        own = attend_own_chunk(rotate(q, step.key_turn(self.key_positions, q) or step.true_turn(q)), cache, step)
+        own = attend_own_chunk(rotate(q, self._own_turn(q, step)), cache, step)
         if chosen is None:
             return merge([own])
         if step.note:
@@ -258,13 +268,19 @@ class ChunkSelection(Method):
         memory: Tensor = step.once(f"parts {n_slots}", lambda: q.new_empty(chosen.numel() * q.shape[-1]))
         return merge([step.attention.routed(q, turns, chosen, cache.tiles(chosen), memory), own])
 
+    def plain_choice(self) -> PlainChoice | None:
+        """What `choose` is, where it is as simple as that; it stands for the `score` and so on of its own class."""
+        return PlainChoice()
+
     def decode(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
         if self.uses_queries:
             offset: Tensor = step.once("offset in chunk", lambda: step.at % self.size)
             cache.kept(OpenChunk, OPEN_QUERIES).write_at(q, offset)
-        chosen = self.choose(q, cache, step)
-        assert chosen is not None, "there are complete chunks"
-        runs = self._runs(chosen.squeeze(1), q, cache, step)
+        runs = self._plain_runs(q, cache, step)
+        if runs is None:
+            chosen = self.choose(q, cache, step)
+            assert chosen is not None, "there are complete chunks"
+            runs = self._runs(chosen.squeeze(1), q, cache, step)
         chunks = step.attention.decode(q, *cache.whole, runs)
         if RECENT not in cache.state:
             return chunks[0]
@@ -299,31 +315,59 @@ class ChunkSelection(Method):
             return chosen
         return chosen.repeat_interleave(len(q) // len(chosen), 0)
 
+    def _plain_runs(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Runs | None:
+        """What `choose` and `_runs` give, where the choice is plain and a GPU's kernels take these tensors."""
+        summary = cache.kept(Summaries, SUMMARIES).spacious(step.bound // self.size)
+        if not launching.runs_on(summary) or summary.shape[1] > launching.MOST_CHUNKS:
+            return None
+        plain = self.plain_choice()
+        if plain is None or not says_for(type(self), "plain_choice", "score", "select", "forced", "choose"):
+            return None
+        from lce.kernels.cuda import choices
+
+        own, scored = RECENT not in cache.state, PLACEMENTS[self.placement].scored(q, step, self.size)
+        first, count = choices.best_runs(
+            scored[:, 0], summary, step.at, self.size, self.n_choices, keep_first=plain.keep_first,
+            choosers={"head": len(q), "group": step.n_kv_heads, "layer": 1}[plain.share], keep_last=plain.keep_last,
+            least=plain.least, own=own,
+        )  # fmt: skip
+        turns, turn = self._slot_turns(first.shape[1] - own, own, q, step)
+        return Runs(first, count, turn, turns, self.size)
+
     def _runs(self, chosen: Tensor, q: Tensor, cache: LayerCache, step: DeviceStep) -> Runs:
         """The chosen chunks `[C, K]` as runs, and behind them the own chunk, unless its keys are elsewhere."""
-        n_slots, size, apart = chosen.shape[-1], self.size, RECENT in cache.state
+        (n_choosers, n_slots), size, own = chosen.shape, self.size, RECENT not in cache.state
+        counts = (chosen >= 0) * size
+        if own:
 
-        def make() -> tuple[Turn, Tensor, Tensor]:
-            slots = PLACEMENTS[self.placement].slot_turns(q, step, size, n_slots, self.n_choices).at(0)
-            turn = torch.arange(n_slots, device=q.device).clamp(max=len(slots.cos) - 1)
-            counts = torch.full_like(turn, size)
-            if apart:
-                return slots, turn, counts
-            own = self._own_span(q, step)
-            turns = Turn(*(torch.cat(pair) for pair in zip(slots, own.turn, strict=True)))
-            turn = torch.cat((turn, torch.full_like(step.at, len(slots.cos))))
-            return turns, turn, torch.cat((counts, own.stop - own.first))
+            def make() -> tuple[Tensor, Tensor]:
+                return tuple(x.expand(n_choosers, 1) for x in (step.at // size, step.at % size + 1))
 
-        turns, turn, counts = step.once(f"turns of {n_slots}", make)
-        if not apart:
-            own = step.once(f"own chunk {len(chosen)}", lambda: (step.at // size).expand(len(chosen), 1))
-            chosen = torch.cat((chosen, own), dim=1)
-        return Runs(chosen * size, (chosen >= 0) * counts, turn, turns, size)
+            chunk, count = step.once(f"own chunk {n_choosers}", make)
+            chosen, counts = torch.cat((chosen, chunk), dim=1), torch.cat((counts, count), dim=1)
+        turns, turn = self._slot_turns(n_slots, own, q, step)
+        return Runs(chosen * size, counts, turn, turns, size)
+
+    def _slot_turns(self, n_slots: int, own: bool, q: Tensor, step: DeviceStep) -> tuple[Turn, Tensor]:
+        """Turns, and which of them each chosen chunk is seen under; with `own` the own chunk too, behind them."""
+
+        def make() -> tuple[Turn, Tensor]:
+            slots = PLACEMENTS[self.placement].slot_turns(q, step, self.size, n_slots, self.n_choices).at(0)
+            turn = torch.arange(n_slots + own, device=q.device)
+            turn = turn if len(slots.cos) > 1 else turn // n_slots
+            if not own:
+                return slots, turn
+            return Turn(*(torch.cat(pair) for pair in zip(slots, self._own_turn(q, step), strict=True))), turn
+
+        found: tuple[Turn, Tensor] = step.once(f"turns of {n_slots}", make)
+        return found
 
     def _own_span(self, q: Tensor, step: DeviceStep) -> Span:
         """The query's own chunk, seen as `attend_own_chunk` does."""
-        turn = step.key_turn(self.key_positions, q) or step.true_turn(q)
-        return Span(step.at // self.size * self.size, step.at + 1, self.size, turn)
+        return Span(step.at // self.size * self.size, step.at + 1, self.size, self._own_turn(q, step))
+
+    def _own_turn(self, q: Tensor, step: Step) -> Turn:
+        return step.key_turn(self.key_positions, q) or step.true_turn(q)
 
     def _summarise_complete(self, q: Tensor, cache: LayerCache, step: Step) -> None:
         """Summarise the chunks that this block completes; keep the queries of the one it leaves open."""

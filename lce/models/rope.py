@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lce.attention import Turn
+from lce.kernels.cuda import launching
 from lce.models.config import RopeConfig
 
 
@@ -32,7 +33,12 @@ class Rope:
 
     def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
         """Cosines and sines `[*positions.shape, D/2]` in `dtype`, on the positions' device. Time: O(positions · D)."""
-        angles = positions.to(torch.float64)[..., None] * self._on(positions.device)
+        frequencies = self._on(positions.device)
+        if positions.is_cuda and dtype in launching.DTYPES and launching.installed():
+            from lce.kernels.cuda import elementwise
+
+            return Turn(*elementwise.turns(positions, frequencies, self.scale, dtype))
+        angles = positions.to(torch.float64)[..., None] * frequencies
         cos, sin = angles.cos(), angles.sin_()
         if self.scale != 1:
             cos, sin = cos.mul_(self.scale), sin.mul_(self.scale)

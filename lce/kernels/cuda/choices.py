@@ -28,7 +28,11 @@ def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int | Tensor, siz
     """
     fits = forced.dtype == torch.bool and forced.shape == scores.shape[1:]
     assert fits, (forced.dtype, forced.shape, scores.shape)
-    return _chosen(scores, forced, n, start, size)
+    n = min(n, scores.shape[2])
+    chosen = torch.empty(*scores.shape[:2], n, dtype=torch.int64, device=scores.device)
+    if n:
+        _choose_into(chosen, scores, forced, n, start, size)
+    return chosen
 
 
 def scores_of_few(q: Tensor, keys: Tensor) -> Tensor:
@@ -42,11 +46,11 @@ def scores_of_few(q: Tensor, keys: Tensor) -> Tensor:
     return _scored(q, keys, len(q))
 
 
-def best_for_query(
+def best_runs(
     q: Tensor, summaries: Tensor, position: Tensor, size: int, n: int, *, choosers: int | None = None,
-    forced: Tensor | None = None, keep_first: bool = False, keep_last: bool = False, least: bool = False,
-) -> Tensor:  # fmt: skip
-    """The chunks that the query of a decode step takes: ids `[C, min(n, N)]`, ascending, -1 behind the last.
+    keep_first: bool = False, keep_last: bool = False, least: bool = False, own: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The chunks that the query of a decode step takes, as runs of tokens: first tokens and counts, `[C, S]`, int64.
 
     `q [H, D]`; `summaries [S, N, D]`, of which head h is compared with row `h · S // H`, by their product. Of
     `[S, N, 2, D]`, the least and the most of each channel, the score is `Σ_d max(q_d · min_d, q_d · max_d)`. The scores
@@ -54,8 +58,9 @@ def best_for_query(
     the worst.
 
     `position [1]`, int64, is read on the device: the query's index. Its own chunk is `position // size`. It sees the
-    chunks before, at most N; rows behind them are not read, so N may be a buffer's capacity. Of those, the ones that
-    `forced [N]` (bool) names, the first with `keep_first`, and the last with `keep_last` are taken first.
+    chunks before, at most N; rows behind them are not read, so N may be a buffer's capacity. Of those, the first with
+    `keep_first` and the last with `keep_last` are taken first. There are `min(n, N)` runs, in the order of the text,
+    those behind the last empty (0 and 0). With `own` one more is the query's own chunk, up to the query.
 
     Two launches. Bytes: the summaries once.
     """
@@ -63,10 +68,13 @@ def best_for_query(
     choosers = heads if choosers is None else choosers
     fits = heads % choosers == 0 and heads % len(summaries) == 0 and summaries.shape[-1] == q.shape[-1]
     assert fits, (q.shape, summaries.shape, choosers)
-    fits = position.dtype == torch.int64 and position.numel() == 1
-    assert fits, (position.dtype, position.shape)
+    fits = position.dtype == torch.int64 and position.numel() == 1 and min(n, summaries.shape[1]) > 0
+    assert fits, (position.dtype, position.shape, n, summaries.shape)
     scores = _scored(q[:, None], summaries, choosers, position, size, least)
-    return _chosen(scores, forced, n, position, size, keep_first, keep_last)[:, 0]
+    first = torch.empty(choosers, min(n, summaries.shape[1]) + own, dtype=torch.int64, device=q.device)
+    count = first.new_empty(first.shape)
+    _choose_into(first, scores, None, min(n, summaries.shape[1]), position, size, keep_first, keep_last, count, own)
+    return first, count
 
 
 def _scored(
@@ -89,26 +97,23 @@ def _scored(
     return out
 
 
-def _chosen(
-    scores: Tensor, forced: Tensor | None, n: int, start: int | Tensor, size: int, first: bool = False,
-    last: bool = False,
-) -> Tensor:  # fmt: skip
+def _choose_into(
+    chosen: Tensor, scores: Tensor, forced: Tensor | None, n: int, start: int | Tensor, size: int, first: bool = False,
+    last: bool = False, counts: Tensor | None = None, own: bool = False,
+) -> None:  # fmt: skip
+    """Choices among `scores [C, T, M]`: ids, or with `counts` runs."""
     choosers, n_queries, n_chunks = scores.shape
     fits = n_chunks <= MOST_CHUNKS and scores.is_contiguous() and (forced is None or forced.is_contiguous())
     assert fits, (scores.shape, scores.stride())
-    n = min(n, n_chunks)
-    chosen = torch.empty(choosers, n_queries, n, dtype=torch.int64, device=scores.device)
-    if not n:
-        return chosen
     block, n_rows = triton.next_power_of_2(n_chunks), choosers * n_queries
     rows = max(1, _WARP // block)
     launch(
         _choose, (triton.cdiv(n_rows, rows),), scores, scores if forced is None else forced.view(torch.uint8), chosen,
-        start, n_rows, n_queries, n_chunks, size, n, ROWS=rows, BLOCK=block, SLOTS=triton.next_power_of_2(n),
-        FORCED=forced is not None, FIRST=first, LAST=last, ON_DEVICE=isinstance(start, Tensor),
+        chosen if counts is None else counts, start, n_rows, n_queries, n_chunks, size, n, ROWS=rows, BLOCK=block,
+        SLOTS=triton.next_power_of_2(n), FORCED=forced is not None, FIRST=first, LAST=last,
+        ON_DEVICE=isinstance(start, Tensor), RUNS=counts is not None, OWN=own,
         num_warps=max(1, min(16, block // _WARP)),
     )  # fmt: skip
-    return chosen
 
 
 @triton.jit
@@ -144,18 +149,19 @@ def _score(
 
 @triton.jit(do_not_specialize=["start"])
 def _choose(
-    scores, forced, chosen, start, n_rows, n_queries, n_chunks, size, n,
+    scores, forced, chosen, counts, start, n_rows, n_queries, n_chunks, size, n,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, FORCED: tl.constexpr, FIRST: tl.constexpr,
-    LAST: tl.constexpr, ON_DEVICE: tl.constexpr,
+    LAST: tl.constexpr, ON_DEVICE: tl.constexpr, RUNS: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """The choices of ROWS rows. Keys are unsigned, in the order of the scores; 0 is a chunk that cannot be taken.
+    """The choices of ROWS rows: ids, or with RUNS first tokens and counts, the own chunk's behind them with OWN. Keys are unsigned, in the order of the scores; 0 is a chunk that cannot be taken.
 
     The n-th largest key is found bit by bit, from the highest: the largest number that n keys or more do not fall
     below. If fewer than n chunks can be taken, it is 0, and all of them are.
     """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     query = row % n_queries
-    own = ((tl.load(start) if ON_DEVICE else start) + query) // size
+    index = (tl.load(start) if ON_DEVICE else start) + query
+    own = index // size
     i = tl.arange(0, BLOCK)[None, :]
     seen = (i < tl.minimum(own, n_chunks)[:, None]) & (row < n_rows)[:, None]
     score = tl.load(scores + row[:, None] * n_chunks + i, mask=seen, other=0.0).to(tl.float32)
@@ -189,9 +195,21 @@ def _choose(
     n_equal = n - tl.sum(above.to(tl.int32), 1)
     taken = above | (equal & (tl.cumsum(equal.to(tl.int32), 1) <= n_equal[:, None]))
 
-    to = chosen + row[:, None] * n
-    slot = tl.cumsum(taken.to(tl.int32), 1) - 1
-    tl.store(to + slot, tl.broadcast_to(i, (ROWS, BLOCK)).to(tl.int64), mask=taken)
+    width = n + 1 if OWN else n
+    to = row[:, None] * width
+    slot = to + tl.cumsum(taken.to(tl.int32), 1) - 1
+    found = tl.broadcast_to(i, (ROWS, BLOCK)).to(tl.int64)
     slots = tl.arange(0, SLOTS)[None, :]
     empty = (slots >= tl.sum(taken.to(tl.int32), 1)[:, None]) & (slots < n) & (row < n_rows)[:, None]
-    tl.store(to + slots, tl.full((ROWS, SLOTS), -1, tl.int64), mask=empty)
+    if RUNS:
+        zero = tl.zeros((ROWS, SLOTS), tl.int64)
+        tl.store(chosen + slot, found * size, mask=taken)
+        tl.store(counts + slot, found * 0 + size, mask=taken)
+        tl.store(chosen + to + slots, zero, mask=empty)
+        tl.store(counts + to + slots, zero, mask=empty)
+        if OWN:
+            tl.store(chosen + row * width + n, own * size, mask=row < n_rows)
+            tl.store(counts + row * width + n, index % size + 1, mask=row < n_rows)
+    else:
+        tl.store(chosen + slot, found, mask=taken)
+        tl.store(chosen + to + slots, tl.full((ROWS, SLOTS), -1, tl.int64), mask=empty)

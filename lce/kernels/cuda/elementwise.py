@@ -64,6 +64,24 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
+def turns(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines `[*positions.shape, D/2]` of positions (int64) times `frequencies [D/2]` (float64), times scale.
+
+    Computed in float64 and rounded once. Bytes: the results once.
+    """
+    fits = positions.dtype == torch.int64 and frequencies.dtype == torch.float64 and frequencies.is_contiguous()
+    assert fits, (positions.dtype, frequencies.dtype)
+    positions, half = positions.contiguous(), len(frequencies)
+    cos = torch.empty(*positions.shape, half, dtype=dtype, device=positions.device)
+    sin = cos.new_empty(cos.shape)
+    block = 256  # few numbers a thread: float64 takes long
+    launch(
+        _turns, (triton.cdiv(cos.numel(), block),), positions, frequencies, cos, sin, cos.numel(), HALF=half,
+        SCALE=float(scale), BLOCK=block,
+    )  # fmt: skip
+    return cos, sin
+
+
 def append(
     k: Tensor, v: Tensor, into_k: Tensor, into_v: Tensor, at: int | Tensor, cos: Tensor | None, sin: Tensor | None
 ) -> None:
@@ -212,6 +230,16 @@ def _rotate(
     to = out + row[:, None] * 2 * half + j
     tl.store(to, first.to(out.dtype.element_ty), mask=there)
     tl.store(to + half, second.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _turns(positions, frequencies, cos, sin, n, HALF: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = at < n
+    position = tl.load(positions + at // HALF, mask=there, other=0).to(tl.float64)
+    angle = position * tl.load(frequencies + at % HALF, mask=there, other=0.0)
+    tl.store(cos + at, (tl.cos(angle) * SCALE).to(cos.dtype.element_ty), mask=there)
+    tl.store(sin + at, (tl.sin(angle) * SCALE).to(sin.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=["at"])

@@ -83,13 +83,20 @@ def test_a_query_chooses_at_any_position_with_the_same_tensors(
         kept = rows.to(dtype).clone()
         kept[:, position // size :] = torch.nan
         at.fill_(position)
-        forced = torch.zeros(70, dtype=torch.bool)
-        forced[:1] = True
-        ids = choices.best_for_query(
-            q.to(DEVICE), kept.to(DEVICE), at, size, n, choosers=choosers, forced=forced.to(DEVICE), keep_last=True,
-            least=least,
-        ).cpu()  # fmt: skip
-        assert ids.shape == (choosers, n)
-        expected = decoded(q, kept, position, size, n, choosers, least)
-        assert torch.equal(ids[:, : expected.shape[1]], expected)
-        assert (ids[:, expected.shape[1] :] == -1).all()
+        for own in (False, True):
+            first, count = (
+                x.cpu()
+                for x in choices.best_runs(
+                    q.to(DEVICE), kept.to(DEVICE), at, size, n, choosers=choosers, keep_first=True, keep_last=True,
+                    least=least, own=own,
+                )
+            )  # fmt: skip
+            assert first.shape == count.shape == (choosers, n + own)
+            expected = decoded(q, kept, position, size, n, choosers, least)
+            chosen = expected.shape[1]
+            assert torch.equal(first[:, :chosen], expected.clamp(min=0) * size)
+            assert torch.equal(count[:, :chosen], (expected >= 0) * size)
+            assert not count[:, chosen:n].any()
+            if own:
+                assert torch.equal(first[:, n], torch.full((choosers,), position // size * size))
+                assert torch.equal(count[:, n], torch.full((choosers,), position % size + 1))
