@@ -341,7 +341,7 @@ class ChunkSelection(Method):
         if own:
 
             def make() -> tuple[Tensor, Tensor]:
-                return tuple(x.expand(n_choosers, 1) for x in (step.at // size, step.at % size + 1))
+                return (step.at // size).expand(n_choosers, 1), (step.at % size + 1).expand(n_choosers, 1)
 
             chunk, count = step.once(f"own chunk {n_choosers}", make)
             chosen, counts = torch.cat((chosen, chunk), dim=1), torch.cat((counts, count), dim=1)

@@ -109,3 +109,12 @@ def test_on_cpus_without_the_interpreter_the_compiled_kernels_run(
     compiled = Attention.choose("compiled")
     assert torch.equal(attention.dense(q, k, v, causal=True)[0], compiled.dense(q, k, v, causal=True)[0])
     assert torch.equal(attention.decode(q[:, :1], k, v, runs_of(1))[0], compiled.decode(q[:, :1], k, v, runs_of(1))[0])
+
+
+def test_which_keys_it_decodes(attention: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps over others are not recorded: plain operators would copy all keys for every head."""
+    sizes = [(torch.bfloat16, 128), (torch.float32, 256), (torch.float64, 64), (torch.float16, 320)]
+    assert [attention.decodes(*size) for size in sizes] == [True, True, False, False]
+    assert not Attention.choose("torch").decodes(torch.bfloat16, 128)
+    monkeypatch.setattr(launching, "installed", lambda: False)
+    assert not attention.decodes(torch.bfloat16, 128)

@@ -11,12 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from lce.attention import Attention
+from lce.cache.kv import KVCache
+from lce.cache.layout import Budgets
 from lce.errors import UsageError
-from lce.methods import SelectiveMethod, Step
-from lce.methods.selective import dot_products
+from lce.kernels.cuda import launching
+from lce.methods import Driver, LongHeads, Quest, Rope, RopeConfig, SelectiveMethod, Step
+from lce.methods.selective import ChunkSelection, dot_products
+from lce.methods.step import DeviceStep
 from tests.pretended import Gpus
 from tests.pretended.launches import launched
-from tests.running import cut, run, vectors
+from tests.running import cut, layout_for, run, vectors
 
 WINDOW, SIZE = 32, 4
 
@@ -121,3 +126,59 @@ def test_on_a_gpu_a_choice_is_two_launches_and_no_sync(triton_gpus: Gpus) -> Non
     in_a_layer = [name for name in launched(counts) if name.startswith("_")]  # the others are once for all layers
     assert in_a_layer == ["_choose", "_score"]
     assert torch.equal(chosen.cpu(), expected)
+
+
+PLAIN: dict[str, ChunkSelection] = {
+    "mean key": ByMeanKey(chunk_size=SIZE, chunks=5, placement="true"),
+    "head": LongHeads(chunk_size=SIZE, chunks=5),
+    "group": LongHeads(chunk_size=SIZE, chunks=5, share="group", rank="last"),
+    "layer": LongHeads(chunk_size=SIZE, chunks=5, share="layer", keep_first=False, placement="constant"),
+    "quest": Quest(page=SIZE, budget=5 * SIZE, dense_layers=0),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_choices_become_runs_as_any_choices_do(name: str, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two launches on a GPU, at several indices with the same tensors."""
+    pytest.importorskip("triton")
+    method = PLAIN[name].resolve(WINDOW)
+    q, k, v = (x.cuda() for x in vectors(7, 4, 2, 63, 16))
+    rope, attention = Rope(RopeConfig(), 16, WINDOW), Attention.choose("torch")
+    with torch.no_grad():
+        cache = KVCache.empty(layout_for(method, len(q), k, 63, Budgets()), 63)
+        Driver(method, attention, WINDOW, len(k)).attend(cache, rope, q, k, v)
+        monkeypatch.setattr(launching, "installed", lambda: True)
+        at, layer = torch.zeros(1, dtype=torch.int64, device="cuda"), cache.layers[0]
+        for index in (5, 30, 62):
+            at.fill_(index)
+            step = DeviceStep(at, 63, rope, attention, WINDOW, len(k))
+            query = q[:, index : index + 1]
+            plain, chosen = method._plain_runs(query, layer, step), method.choose(query, layer, step)
+            assert plain is not None
+            assert chosen is not None
+            runs = method._runs(chosen.squeeze(1), query, layer, step)
+            for one, other in (
+                (plain.first * (plain.count > 0), runs.first * (runs.count > 0)),
+                (plain.count, runs.count),
+                (plain.turn, runs.turn),
+                (plain.turns.cos, runs.turns.cos),
+            ):
+                assert one.tolist() == other.tolist(), index
+            assert (plain.count > 0).any()
+            assert plain.most == runs.most
+
+
+class Own(LongHeads):
+    def forced(self, chunk_ids: Tensor, own: Tensor) -> Tensor:
+        return chunk_ids == own - 2
+
+
+def test_choices_of_ones_own_are_not_plain(triton_gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[ChunkSelection] = [ByMeanKeyInFull(chunk_size=SIZE, chunks=5), Own(chunk_size=SIZE, chunks=5)]
+    made += [LongHeads(chunk_size=SIZE, chunks=5, **knobs) for knobs in ({"rank": "random"}, {"fix_head": True})]
+    q, at = torch.zeros(4, 1, 16, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
+    step = DeviceStep(at, 64, Rope(RopeConfig(), 16, WINDOW), Attention.choose("torch"), WINDOW, 2)
+    for method in made:
+        layer = KVCache.empty(layout_for(method, 4, torch.zeros(2, 8, 16, device="cuda"), 8, Budgets())).layers[0]
+        layer.state["summaries"].write(torch.zeros(4, 2, 16, device="cuda"), 0)  # type: ignore[attr-defined]
+        assert method._plain_runs(q, layer, step) is None

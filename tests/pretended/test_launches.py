@@ -57,4 +57,3 @@ def test_launches_of_a_recorded_step(
     assert layer == Counter(expected)
     around = counted[1] - layer
     assert around.total() <= AROUND, around
-    print(name, around.total(), around)

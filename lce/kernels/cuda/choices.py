@@ -153,7 +153,9 @@ def _choose(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, FORCED: tl.constexpr, FIRST: tl.constexpr,
     LAST: tl.constexpr, ON_DEVICE: tl.constexpr, RUNS: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """The choices of ROWS rows: ids, or with RUNS first tokens and counts, the own chunk's behind them with OWN. Keys are unsigned, in the order of the scores; 0 is a chunk that cannot be taken.
+    """The choices of ROWS rows: ids, or with RUNS first tokens and counts, and with OWN the own chunk's behind them.
+
+    Keys are unsigned, in the order of the scores; 0 is a chunk that cannot be taken.
 
     The n-th largest key is found bit by bit, from the highest: the largest number that n keys or more do not fall
     below. If fewer than n chunks can be taken, it is 0, and all of them are.

@@ -65,9 +65,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def turns(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[*positions.shape, D/2]` of positions (int64) times `frequencies [D/2]` (float64), times scale.
+    """Cosines and sines, times scale, of `positions` (int64) times `frequencies [D/2]` (float64): `[…, D/2]` each.
 
-    Computed in float64 and rounded once. Bytes: the results once.
+    Computed in float64, and cast by way of float32, as PyTorch does. Bytes: the results once.
     """
     fits = positions.dtype == torch.int64 and frequencies.dtype == torch.float64 and frequencies.is_contiguous()
     assert fits, (positions.dtype, frequencies.dtype)
@@ -238,8 +238,9 @@ def _turns(positions, frequencies, cos, sin, n, HALF: tl.constexpr, SCALE: tl.co
     there = at < n
     position = tl.load(positions + at // HALF, mask=there, other=0).to(tl.float64)
     angle = position * tl.load(frequencies + at % HALF, mask=there, other=0.0)
-    tl.store(cos + at, (tl.cos(angle) * SCALE).to(cos.dtype.element_ty), mask=there)
-    tl.store(sin + at, (tl.sin(angle) * SCALE).to(sin.dtype.element_ty), mask=there)
+    c, s = (tl.cos(angle) * SCALE).to(tl.float32), (tl.sin(angle) * SCALE).to(tl.float32)
+    tl.store(cos + at, c.to(cos.dtype.element_ty), mask=there)
+    tl.store(sin + at, s.to(sin.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=["at"])

@@ -88,3 +88,17 @@ def test_rows_are_taken() -> None:
     assert torch.equal(taken[0], one[:, index])
     assert torch.equal(taken[1], two[:, index])
     assert elementwise.take_rows(one, two, index[:0])[0].shape == (2, 0, 24)
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 1.13862), (torch.bfloat16, 1.0)])
+def test_turns(dtype: torch.dtype, scale: float) -> None:
+    """As of angles in float64, at a million too."""
+    positions = torch.tensor([[0, 3], [70, 4095], [131_071, 1_000_003]])
+    frequencies = 10_000.0 ** -(torch.arange(20, dtype=torch.float64) / 20)
+    angles = positions[..., None] * frequencies
+    cos, sin = elementwise.turns(positions.to(DEVICE), frequencies.to(DEVICE), scale, dtype)
+    for one, expected in ((cos, angles.cos() * scale), (sin, angles.sin() * scale)):
+        assert one.dtype is dtype
+        torch.testing.assert_close(
+            one.cpu(), expected.to(dtype), rtol=0, atol=1.2e-7 if dtype is torch.float32 else 4e-3
+        )
