@@ -15,6 +15,7 @@ from lce.kernels.cuda.launching import MOST_CHUNKS, launch
 
 _TILE = 1 << 13  # numbers of summaries that a program reads at a time
 _WARP = 512  # scores that a warp chooses from
+_LARGEST = (64, 512, 4096, MOST_CHUNKS)  # choices among up to so many share a kernel: each takes a second to compile
 
 
 def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int | Tensor, size: int) -> Tensor:
@@ -96,22 +97,22 @@ def _chosen(
     choosers, n_queries, n_chunks = scores.shape
     fits = n_chunks <= MOST_CHUNKS and scores.is_contiguous() and (forced is None or forced.is_contiguous())
     assert fits, (scores.shape, scores.stride())
-    n = min(n, n_chunks)
+    block = next(size for size in _LARGEST if n_chunks <= size)
+    slots, n = min(block, triton.next_power_of_2(max(1, n))), min(n, n_chunks)
     chosen = torch.empty(choosers, n_queries, n, dtype=torch.int64, device=scores.device)
     if not n:
         return chosen
-    block, n_rows = triton.next_power_of_2(n_chunks), choosers * n_queries
-    rows = max(1, _WARP // block)
+    n_rows, rows = choosers * n_queries, max(1, _WARP // block)
     launch(
         _choose, (triton.cdiv(n_rows, rows),), scores, scores if forced is None else forced.view(torch.uint8), chosen,
-        start, n_rows, n_queries, n_chunks, size, n, ROWS=rows, BLOCK=block, SLOTS=triton.next_power_of_2(n),
+        start, n_rows, n_queries, n_chunks, size, n, ROWS=rows, BLOCK=block, SLOTS=slots,
         FORCED=forced is not None, FIRST=first, LAST=last, ON_DEVICE=isinstance(start, Tensor),
         num_warps=max(1, min(16, block // _WARP)),
     )  # fmt: skip
     return chosen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "n_keys", "size"])
 def _score(
     q, keys, out, position, q_head, q_row, keys_head, keys_row, n, n_keys, dim, size,
     TOGETHER: tl.constexpr, SHARING: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, BOUNDS: tl.constexpr,
@@ -142,7 +143,7 @@ def _score(
         tl.store(out + tl.program_id(1).to(tl.int64) * n_keys + i, total, mask=i < seen)
 
 
-@triton.jit(do_not_specialize=["start"])
+@triton.jit(do_not_specialize=["start", "n_rows", "n_queries", "n_chunks", "size", "n"])
 def _choose(
     scores, forced, chosen, start, n_rows, n_queries, n_chunks, size, n,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, FORCED: tl.constexpr, FIRST: tl.constexpr,
