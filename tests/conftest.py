@@ -51,3 +51,10 @@ def gpus() -> Iterator[Gpus]:
     """One pretended GPU: see `tests.pretended`."""
     with pretended_gpus() as found:
         yield found
+
+
+@pytest.fixture
+def triton_gpus() -> Iterator[Gpus]:
+    """One pretended GPU, where Triton's kernels run in its interpreter."""
+    with pretended_gpus(triton=True) as found:
+        yield found

@@ -12,33 +12,39 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lce.cache.layout import CacheLayout
-from lce.cache.movers import Mover, fitting
+from lce.cache.movers import Mover, Slabs, fitting, located
 from lce.cache.packing import Parts
 from lce.cache.tiers import Disk, TierStack
 
+GARBAGE = 113
 ORDERS = ("only what is waited for", "last first", "random")
 
 
 class Late(Mover):
-    """Copies arrive late and in a bad order; a slot holds NaN until what was put there has arrived."""
+    """Copies arrive late and in a bad order; a slot holds `GARBAGE` until what was put there has arrived.
 
-    asynchronous = True
+    What is copied is read late, too. `asynchronous` is False for the host's memory beside a late device.
+    """
 
-    def __init__(self, order: str = ORDERS[0], seed: int = 0) -> None:
+    def __init__(self, order: str = ORDERS[0], seed: int = 0, *, asynchronous: bool = True) -> None:
         self.order = order
         self.random = Random(seed)
-        self.coming: dict[int, tuple[Parts, Parts]] = {}  # by slot, the oldest first: where to, and what
+        self.asynchronous = asynchronous
+        self.coming: dict[int, tuple[Parts, int, Parts]] = {}  # by slot, the oldest first: where to, and what
 
+    @torch.inference_mode(mode=False)
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.full(shape, torch.nan, dtype=dtype)
+        return _spoil(torch.empty(shape, dtype=dtype))
 
-    def put(self, held: Parts, slots: NDArray[np.int64], pages: Parts) -> None:
-        pages = fitting(pages, held)
-        for page, slot in enumerate(slots.tolist()):
-            for x in held:
-                x[slot] = torch.nan
-            self.coming.pop(slot, None)
-            self.coming[slot] = held, tuple(x[page] for x in pages)
+    def put(self, slabs: Slabs, slots: NDArray[np.int64], pages: Parts, after: object = None) -> None:
+        pages = fitting(pages, slabs[0])
+        for held, rows, part in located(slabs, slots):
+            here = range(part.start, part.stop)
+            for page, slot, row in zip(here, slots[part].tolist(), rows.tolist(), strict=True):
+                for x in held:
+                    _spoil(x[row])
+                self.coming.pop(slot, None)
+                self.coming[slot] = held, row, tuple(x[page] for x in pages)
 
     def wait(self, slots: NDArray[np.int64]) -> None:
         waited = set(slots.tolist())
@@ -49,8 +55,14 @@ class Late(Mover):
             if not waited & self.coming.keys():
                 return
             if slot in waited or self.order != "only what is waited for":
-                for x, new in zip(*self.coming.pop(slot), strict=True):
-                    x[slot] = new
+                held, row, page = self.coming.pop(slot)
+                for x, new in zip(held, page, strict=True):
+                    x[row] = new
+
+
+def _spoil(x: Tensor) -> Tensor:
+    """NaN everywhere, and in whole numbers what nobody puts there."""
+    return x.fill_(torch.nan if x.is_floating_point() else GARBAGE)
 
 
 @dataclass(frozen=True)
@@ -62,10 +74,11 @@ class LateDevice(CacheLayout):
         return False
 
 
-def no_gpu(patch: pytest.MonkeyPatch, order: str = ORDERS[0]) -> None:
-    """Have the movers of a GPU be `Late` and plain ones from now on."""
+def no_gpu(patch: pytest.MonkeyPatch, order: str = ORDERS[0], slab: int = 1) -> None:
+    """Have the movers of a GPU be `Late` from now on, and slabs of `slab` bytes or a page: by default of one page."""
     patch.setattr("lce.cache.tiers.Cuda", lambda device: Late(order))
-    patch.setattr("lce.cache.tiers.Pinned", Mover)
+    patch.setattr("lce.cache.tiers.Pinned", lambda device: Late(order, asynchronous=False))
+    patch.setattr("lce.cache.layout.SLAB", slab)
 
 
 def disks_of(tiers: TierStack) -> list[Disk]:

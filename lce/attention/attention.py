@@ -39,6 +39,11 @@ class Attention:
             raise UsageError(f"attention backend {name!r} needs {missing}")
         return cls(known[name]())
 
+    @property
+    def decodes(self) -> bool:
+        """Whether the backend has a kernel of its own for `decode`: plain operators copy all keys."""
+        return type(self.backend).decode is not Backend.decode
+
     def dense(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None, turn: Turn | None = None
     ) -> Part:

@@ -59,7 +59,7 @@ class Backend(ABC):
         """
         (n_heads, _, dim), n_kv_heads, n_runs = q.shape, len(k), runs.first.shape[-1]
         offset = torch.arange(runs.most, device=q.device)
-        rows = (runs.first[..., None] + offset).clamp(max=k.shape[1] - 1)  # [C, S, most]
+        rows = (runs.first[..., None] + offset).clamp(min=0, max=k.shape[1] - 1)  # [C, S, most]
         seen = offset < runs.count[..., None]
         rows, seen = (_for_heads(x, n_heads) for x in (rows, seen))
         heads = torch.arange(n_heads, device=q.device) // (n_heads // n_kv_heads)

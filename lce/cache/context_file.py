@@ -51,13 +51,13 @@ class ContextRows(RowFile):
         self.layout = layout
 
     def allocate_pages(self, groups: Numbers, chunks: Numbers, size: int) -> Numbers:
-        if not self._writable:
+        if not self.writable:
             return super().allocate_pages(groups, chunks, size)
         return self.first_rows(groups, chunks * self.layout.cache.chunk_size)
 
     def for_fork(self) -> RowFile:
         """Read-only where this one is written: each token has one place, which belongs to one context."""
-        if not self._writable:
+        if not self.writable:
             return self
         return ContextRows(os.dup(self._descriptor), self.name, self.layout, writable=False)
 

@@ -129,6 +129,12 @@ class LayerCache:
         assert not isinstance(self.residency, Whole), "everything is in the buffer"
         return self.residency.tiers
 
+    @property
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """All rows of the buffer, `[G, capacity, D]` each, where it holds everything: row i is token i."""
+        assert isinstance(self.residency, Whole), "some tokens are in the tiers"
+        return self.buffer.k, self.buffer.v
+
     def kept(self, kind: type[S], name: str) -> S:
         """What the method keeps under a name."""
         state = self.state[name]
@@ -191,7 +197,8 @@ class LayerCache:
     def tiles(self, chunk_ids: Tensor) -> Iterator[Tiles]:
         """The complete chunks that the query heads chose, `[H, T, K]`, as tiles for `Attention.routed`.
 
-        In one round, without a copy, where they are in the buffer; else as many at a time as memory may hold.
+        In one round, without a copy, where they are in the buffer; else as many at a time as memory may hold, after one
+        wait for the device.
         """
         size, n_kv_heads = self.layout.chunk_size, self.layout.n_kv_heads
         n_old, n_chunks = self.buffer.first // size, self.stop // size
@@ -200,9 +207,10 @@ class LayerCache:
             return
         device = self.buffer.k.device
         heads = torch.arange(len(chunk_ids), device=device) // (len(chunk_ids) // n_kv_heads)
-        asked = (heads[:, None, None] * n_chunks + chunk_ids)[chunk_ids >= 0]
-        wanted = torch.zeros(n_kv_heads * n_chunks, dtype=torch.bool, device=device).index_fill_(0, asked, True)
-        wanted = wanted.view(n_kv_heads, n_chunks).cpu()
+        column = torch.where(chunk_ids < 0, n_chunks, chunk_ids)  # none chosen: a column behind the last chunk
+        asked = (heads[:, None, None] * (n_chunks + 1) + column).view(-1)
+        wanted = torch.zeros(n_kv_heads * (n_chunks + 1), dtype=torch.bool, device=device).index_fill_(0, asked, True)
+        wanted = wanted.view(n_kv_heads, -1)[:, :n_chunks].cpu()  # the only wait for the device
         pages = wanted[:, :n_old].unflatten(0, (-1, self.layout.page_heads)).any(dim=1)  # [groups, old chunks]
         if wanted[:, n_old:].any() or not pages.any():
             yield self.buffer.tiles(n_chunks)
@@ -210,15 +218,19 @@ class LayerCache:
             index = torch.nn.functional.pad(tiles.index, (0, n_chunks - n_old), value=-1)
             yield Tiles(tiles.k, tiles.v, index)
 
-    def write(self, k: Tensor, v: Tensor, turn: Turn | None = None) -> None:
+    def write(self, k: Tensor, v: Tensor, turn: Turn | None = None, at: Tensor | None = None) -> None:
         """Put a block's keys and values `[G, T, D]` behind the committed ones. Time and bytes: O(T).
 
-        With a turn `[T, D/2]` the keys are rotated on the way.
+        With a turn `[T, D/2]` the keys are rotated on the way. `at [1]` is the index of one token, read on the device:
+        then the buffer has space for it, and whoever ends the pass says that it has the token (`appended`).
         """
         layout, shape = self.layout, k.shape
         if v.shape != shape or (shape[0], shape[2:]) != (layout.n_kv_heads, (layout.head_dim,)):
             expected = f"[{layout.n_kv_heads}, T, {layout.head_dim}]"  # fewer would be repeated silently
             raise UsageError(f"keys {list(k.shape)} and values {list(v.shape)} for the cache; expected {expected} each")
+        if at is not None:
+            append(k, v, *self.whole, at, turn)
+            return
         stop = self.length + shape[1]
         self.round_old()
         self.reserve(stop)
@@ -414,6 +426,34 @@ class KVCache:
         """Begin a pass, after what an interrupted one left undone."""
         self.settle()
         self._pass = Pass.WRITING
+
+    def takes(self, n_tokens: int) -> bool:
+        """Whether the last of `n_tokens` can be written where memory is already, at an index that the device knows."""
+        layout = self.layout
+        if not isinstance(self.residency, Whole) or layout.packed or n_tokens > self.layers[0].buffer.capacity:
+            return False
+        return all(state.takes(n_tokens - 1) for layer in self.layers for state in layer.state.values())
+
+    def make_space(self, n_tokens: int) -> None:
+        """Make `takes` true for the tokens behind the committed ones, up to `n_tokens`, as far as it can be."""
+        self.reserve(n_tokens)
+        for layer in self.layers:
+            for state in layer.state.values():
+                state.make_space(n_tokens - 1)
+
+    @property
+    def memory(self) -> Iterator[Tensor | None]:
+        """Every tensor that a decode step reads and writes; they stay the same ones until memory grows."""
+        for layer in self.layers:
+            yield layer.buffer.k
+            yield layer.buffer.v
+            for state in layer.state.values():
+                yield state.memory
+
+    def appended(self, n_tokens: int) -> None:
+        """Every layer has `n_tokens` tokens now: the pass wrote them at an index that the device knew."""
+        for layer in self.layers:
+            layer.stop = n_tokens
 
     def commit(self) -> None:
         """Keep what the pass that just ended wrote, in every layer."""

@@ -21,6 +21,7 @@ READ_SIZE = 8192  # tokens that are read in one go by what reads everything
 CHECK_BYTES = 4  # of a row in a file
 CHECK_BLOCK = 1 << 12  # checks that are kept, and read, together
 SCALE_ROWS = 2  # behind a packed page's tokens: with its keys' scales
+SLAB = 256 << 20  # bytes of the host's memory that a pool takes at a time: a power of two, as pinned memory comes
 UNBOUNDED = 1 << 62  # tokens, bytes or slots
 
 
@@ -253,12 +254,43 @@ class CacheLayout:
             )
         return (self.budget - in_buffers) // self.page_bytes
 
+    # Page-locked memory is allocated in powers of two, so the host's pool takes it in slabs: of `SLAB` bytes, or more
+    # for large pages. A budget's last slab is the largest power of two that is left.
+
+    @property
+    def slab_bytes(self) -> int:
+        """Bytes of the host's memory that its pool takes at a time."""
+        return max(SLAB, power_of_two(self.stored_page_bytes))
+
+    @property
+    def slab_slots(self) -> int:
+        """Pages in a slab; none lies in two."""
+        return self.slab_bytes // self.stored_page_bytes
+
+    def slab_bytes_for(self, n_pages: int) -> int:
+        """Bytes that slabs for so many pages take."""
+        full, rest = divmod(n_pages, self.slab_slots)
+        if rest and self.budgets.host is not None:
+            return full * self.slab_bytes + power_of_two(rest * self.stored_page_bytes)
+        return (full + (rest > 0)) * self.slab_bytes
+
     @property
     def host_slots(self) -> int:
         """Pages that the host's pool may hold; 0 where there is no such tier."""
         if self.on_cpu:
             return 0
-        return UNBOUNDED if self.budgets.host is None else self.budgets.host // self.stored_page_bytes
+        if self.budgets.host is None:
+            return UNBOUNDED
+        full, rest = divmod(self.budgets.host, self.slab_bytes)
+        last = power_of_two(rest + 1) // 2
+        return full * self.slab_slots + last // self.stored_page_bytes
+
+    @property
+    def most_in_memory(self) -> int:
+        """Tokens in complete chunks that the tiers hold where there is no file."""
+        if self.on_cpu:
+            return self.resident_tokens
+        return self.host_slots // (self.n_layers * self.n_groups) * self.chunk_size
 
     def needs(self, n_tokens: int) -> dict[str, int]:
         """Bytes of keys and values that a context of `n_tokens` comes to hold in each tier, at most.
@@ -276,14 +308,15 @@ class CacheLayout:
         recent, page = self.recent_tokens * self.token_bytes, self.page_bytes
         stored, complete = self.stored_page_bytes, self.stored_bytes(self.old(n_tokens))
         needs[DEVICE] = max(self.least_budget, recent + ((self.budget or 0) - recent) // page * page)
-        if not self.on_cpu and budgets.host is None:  # grows by half, and nothing ever leaves it
-            needs[HOST] = (complete // stored * 3 // 2 + 16) * stored
+        if not self.on_cpu and budgets.host is None:  # nothing ever leaves it
+            needs[HOST] = self.slab_bytes_for(complete // stored)
         elif budgets.spill_dir is not None:
             needs[DISK] = complete
             if not self.on_cpu:
-                needs[HOST] = self.host_slots * stored
+                needs[HOST] = self.slab_bytes_for(self.host_slots)
         else:
-            needs[HOST] = max(self.host_slots * stored, self.stored_bytes(self.whole_chunks(n_tokens)))
+            most = self.stored_bytes(self.whole_chunks(n_tokens)) // stored
+            needs[HOST] = self.slab_bytes_for(max(self.host_slots, most))
         return needs
 
     def check_bytes(self, n_tokens: int, n_filed: int = 0) -> int:
@@ -298,6 +331,11 @@ class CacheLayout:
     def file(self, n_tokens: int) -> FileLayout:
         """Where a context file of `n_tokens` tokens has what."""
         return FileLayout(self, n_tokens)
+
+
+def power_of_two(n: int) -> int:
+    """The least that is not below `n`, 1 or more."""
+    return 1 << (n - 1).bit_length()
 
 
 @dataclass(frozen=True)

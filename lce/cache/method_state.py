@@ -41,6 +41,18 @@ class MethodState(ABC):
     def discard(self) -> None:  # noqa: B027
         """Forget what an interrupted pass wrote. May be repeated."""
 
+    @property
+    def memory(self) -> Tensor | None:
+        """The tensor that is held; None before the first write."""
+        return self._held[0]
+
+    def takes(self, start: int) -> bool:
+        """Whether what is kept of token `start` goes to memory that is here, or nothing is kept of one token."""
+        return True
+
+    def make_space(self, start: int) -> None:  # noqa: B027
+        """Make `takes` true for a token behind the committed ones, where only space is missing."""
+
     def nearest(self, n_tokens: int, length: int) -> int:
         """The most tokens, at most `n_tokens` of the committed `length`, that this state can go back to; 0 at least."""
         return n_tokens if n_tokens == length else 0
@@ -116,6 +128,12 @@ class GrowingRows(MethodState):
         assert stop <= n_rows, "rows that were not written"
         return buffer.narrow(self.axis, start, stop - start)
 
+    def spacious(self, n_rows: int) -> Tensor:
+        """Rows `0..n_rows-1`, or as many as there is space for; those behind the written ones may hold anything."""
+        buffer = self._held[0]
+        assert buffer is not None, "nothing was written yet"
+        return buffer.narrow(self.axis, 0, min(n_rows, buffer.shape[self.axis]))
+
     def committed(self, n_tokens: int) -> Held:
         buffer, n_rows = self._held[0], min(self._held[1], n_tokens // self.tokens_per_row)
         return None if buffer is None else buffer.narrow(self.axis, 0, n_rows), n_rows
@@ -168,13 +186,39 @@ class RecentRows(MethodState):
         """Put the rows `[heads, T, D]` of tokens `start..start+T-1` behind those of the tokens before them."""
         (buffer, first), stop = self._held, start + rows.shape[1]
         if buffer is None or stop - first > buffer.shape[1]:
-            kept = 0 if buffer is None else min(start - first, self.n_kept)
-            grown = rows.new_empty(rows.shape[0], kept + max(rows.shape[1], self.n_kept), rows.shape[2])
-            if buffer is not None:
-                grown[:, :kept] = buffer[:, start - first - kept : start - first]
-            buffer, first = grown, start - kept
+            buffer, first = self._grown(rows, start, rows.shape[1])
         buffer[:, start - first : stop - first] = rows
         self._held = (buffer, first)
+
+    def _grown(self, like: Tensor, start: int, n_new: int) -> tuple[Tensor, int]:
+        """A buffer with space for `n_new` rows behind those before token `start`, and its first token."""
+        buffer, first = self._held
+        kept = 0 if buffer is None else min(start - first, self.n_kept)
+        grown = like.new_empty(like.shape[0], kept + max(n_new, self.n_kept), like.shape[2])
+        if buffer is not None:
+            grown[:, :kept] = buffer[:, start - first - kept : start - first]
+        return grown, start - kept
+
+    def takes(self, start: int) -> bool:
+        buffer, first = self._held
+        return buffer is not None and start - first < buffer.shape[1]
+
+    def make_space(self, start: int) -> None:
+        buffer, first = self._held
+        if buffer is not None and start - first >= buffer.shape[1]:
+            self._held = self._grown(buffer, start, 1)
+
+    def write_at(self, rows: Tensor, at: Tensor) -> None:
+        """Put the rows `[heads, 1, D]` of token `at [1]`, which is read on the device, where there is space for it."""
+        buffer, first = self.held_from
+        buffer.index_copy_(1, at - first, rows.to(buffer.dtype))
+
+    @property
+    def held_from(self) -> tuple[Tensor, int]:
+        """The buffer `[heads, n, D]`, and the token of its first row."""
+        buffer, first = self._held
+        assert buffer is not None, "nothing was written yet"
+        return buffer, first
 
     def span(self, start: int, stop: int) -> Tensor:
         """The rows of tokens `start..stop-1`, a view; `start` is at most `n_kept` before the block at work."""
@@ -224,6 +268,7 @@ class OpenChunk(MethodState):
         self.size = size
         self.row_bytes = row_bytes
         self._entered: Held = (None, 0)
+        self._marked: Tensor | None = None  # a mark refers to it: rows of an earlier chunk in it stay as they are
 
     def write(self, rows: Tensor, start: int) -> None:
         """Put the rows `[heads, T, D]` of tokens `start..start+T-1`, all of one chunk. Time and bytes: O(T)."""
@@ -237,6 +282,28 @@ class OpenChunk(MethodState):
             self._held = (buffer, chunk_id)
         else:
             self._entered = (buffer, chunk_id)
+
+    def takes(self, start: int) -> bool:
+        return self._held[0] is not None and self._held[1] == start // self.size
+
+    def make_space(self, start: int) -> None:
+        """At a chunk's border the complete chunk gives its memory to the next one, unless a mark refers to it."""
+        buffer, chunk_id = self._held
+        if buffer is not None and not start % self.size and chunk_id == start // self.size - 1:
+            self._held = (torch.empty_like(buffer) if buffer is self._marked else buffer, chunk_id + 1)
+
+    def mark(self, n_tokens: int) -> Held:
+        self._marked = self._held[0]
+        return super().mark(n_tokens)
+
+    def _go_back(self, mark: Held) -> None:
+        self._held, self._marked = mark, mark[0]
+
+    def write_at(self, rows: Tensor, offset: Tensor) -> None:
+        """Put the rows `[heads, 1, D]` of token `offset [1]` of the open chunk; the number is read on the device."""
+        buffer = self._held[0]
+        assert buffer is not None, "nothing was written yet"
+        buffer.index_copy_(1, offset, rows.to(buffer.dtype))
 
     def span(self, start: int, stop: int) -> Tensor:
         """The rows of tokens `start..stop-1` of the committed open chunk, a view."""

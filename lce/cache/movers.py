@@ -1,10 +1,13 @@
-"""How pages get into a pool's slots: by a plain copy, into pinned memory, or on a CUDA stream of their own.
+"""How pages get into a pool's slots: by a plain copy, or on CUDA streams of their own, one for each direction.
 
-Slots and pages are `Parts`, tensors with an entry for each page. Packed pages that come into slots of plain ones are
-unpacked where the slots are, so that half the bytes are moved.
+A pool's memory is slabs. A slab is `Parts`: tensors with an entry for each slot. All slabs but the last have the same
+number of slots. Packed pages that come into slots of plain ones are unpacked where the slots are: half the bytes move.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -13,39 +16,60 @@ from torch import Tensor
 
 from lce.cache.packing import Parts, unpack
 
+Numbers = NDArray[np.int64]
+Slabs = Sequence[Parts]
+Shapes = Sequence[tuple[tuple[int, ...], torch.dtype]]  # of one slot's parts
+
 
 class Mover:
     """Plain memory: `put` returns when the pages are there. The base of all movers."""
 
     asynchronous = False  # whether `put` may return before the pages are there, so that fetching early pays
 
+    @torch.inference_mode(mode=False)  # else nothing outside inference mode could write to them
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialised part of slots, `[n_slots, …]`."""
+        """An uninitialised part of slots, `[n_slots, …]`, or pages that are read."""
         return torch.empty(shape, dtype=dtype)
 
-    def put(self, held: Parts, slots: NDArray[np.int64], pages: Parts) -> None:
-        """Begin to copy pages `[n, …]` into these slots of `held`."""
-        index = torch.from_numpy(slots)
-        for x, new in zip(held, fitting(pages, held), strict=True):
-            x.index_copy_(0, index, new.to(x.device))
+    @torch.inference_mode(mode=False)
+    def slab(self, shapes: Shapes, n_slots: int) -> Parts:
+        """Uninitialised parts `[n_slots, *shape]` in one allocation; the parts of larger numbers are aligned first."""
+        sizes = [n_slots * torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes]
+        memory, start = self.empty((sum(sizes),), torch.uint8), 0
+        parts: dict[int, Tensor] = {}
+        for i in sorted(range(len(shapes)), key=lambda i: -shapes[i][1].itemsize):
+            shape, dtype = shapes[i]
+            parts[i] = memory[start : start + sizes[i]].view(dtype).view(n_slots, *shape)
+            start += sizes[i]
+        return tuple(parts[i] for i in range(len(shapes)))
 
-    def wait(self, slots: NDArray[np.int64]) -> None:
-        """Make later computation see what was put into these slots."""
+    def now(self) -> object:
+        """What is queued for the device so far, for `put` in another thread to come after."""
+        return None
 
-    def pick(self, x: Tensor, slots: NDArray[np.int64]) -> Tensor:
-        """Copies of a part of some slots that were waited for, `[n, …]`."""
-        return x.index_select(0, torch.from_numpy(slots).to(x.device))
+    def put(self, slabs: Slabs, slots: Numbers, pages: Parts, after: object = None) -> None:
+        """Begin to copy pages `[n, …]` into these slots; `after` what was queued then, else what is queued now."""
+        pages = fitting(pages, slabs[0])
+        for held, rows, part in located(slabs, slots):
+            index = torch.from_numpy(rows)
+            for x, new in zip(held, pages, strict=True):
+                x.index_copy_(0, index, new[part].to(x.device))
 
+    def wait(self, slots: Numbers) -> None:
+        """Make whatever reads these slots later see what was put into them."""
 
-class Pinned(Mover):
-    """Page-locked memory: a GPU copies from it without the CPU."""
+    def pick(self, slabs: Slabs, slots: Numbers) -> Parts:
+        """Copies `[n, …]` of slots that were waited for. Fastest where slots of one slab stand together."""
+        pages = tuple(self.empty((len(slots), *x.shape[1:]), x.dtype) for x in slabs[0])
+        for held, rows, part in located(slabs, slots):
+            index = self.upload(torch.from_numpy(rows))
+            for x, page in zip(held, pages, strict=True):
+                torch.index_select(x, 0, index, out=page[part])
+        return pages
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
-
-    def pick(self, x: Tensor, slots: NDArray[np.int64]) -> Tensor:
-        out = torch.empty(len(slots), *x.shape[1:], dtype=x.dtype, pin_memory=True)
-        return torch.index_select(x, 0, torch.from_numpy(slots), out=out)
+    def upload(self, x: Tensor) -> Tensor:
+        """A tensor of the host's memory, where the slots are. Only later computation waits for the copy."""
+        return x
 
 
 class Cuda(Mover):
@@ -58,30 +82,126 @@ class Cuda(Mover):
         self.stream = torch.cuda.Stream(device)
         self._arrivals: dict[int, torch.cuda.Event] = {}
 
+    @torch.inference_mode(mode=False)
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def put(self, held: Parts, slots: NDArray[np.int64], pages: Parts) -> None:
-        """Ordered after what still reads the slots; call `wait` before reading them. Bytes: one copy of the pages."""
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))  # it may still read the slots, or write pages
+    def now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def put(self, slabs: Slabs, slots: Numbers, pages: Parts, after: object = None) -> None:
+        """Ordered after what still reads the slots; call `wait` before reading them. Bytes: one copy of the pages.
+
+        The slots' memory is recorded on the stream: if it is freed while pages are on their way, it is not used again
+        before they have arrived.
+        """
+        (held,) = slabs
+        assert after is None or isinstance(after, torch.cuda.Event)
+        self.stream.wait_event(self.now() if after is None else after)
+        for x in (*held, *(page for page in pages if page.is_cuda)):
+            x.record_stream(self.stream)
         with torch.cuda.stream(self.stream):
-            index = torch.from_numpy(slots).to(self.device, non_blocking=True)
-            for page in pages:
-                page.record_stream(self.stream) if page.is_cuda else None
-            moved = tuple(page.contiguous().to(self.device, non_blocking=True) for page in pages)
+            index = self.upload(torch.from_numpy(slots))
+            moved = tuple(page if page.is_cuda else self.upload(page) for page in pages)
             for x, new in zip(held, fitting(moved, held), strict=True):
                 x.index_copy_(0, index, new)
             arrival = torch.cuda.Event()
             arrival.record(self.stream)
         self._arrivals.update(dict.fromkeys(slots.tolist(), arrival))
 
-    def wait(self, slots: NDArray[np.int64]) -> None:
+    def wait(self, slots: Numbers) -> None:
         current = torch.cuda.current_stream(self.device)
-        arrivals = {slot: event for slot in slots.tolist() if (event := self._arrivals.get(slot))}
+        arrivals = _arrivals_of(self._arrivals, slots)
         for event in {id(event): event for event in arrivals.values()}.values():
             current.wait_event(event)
         for slot in arrivals:  # after all were waited for: an interruption may come between
             self._arrivals.pop(slot, None)
+
+    def upload(self, x: Tensor) -> Tensor:
+        return pinned(x).to(self.device, non_blocking=True)
+
+
+class Pinned(Mover):
+    """Page-locked memory of the host: a GPU copies from it, and to it, without the CPU.
+
+    Pages of the GPU come on a stream of their own; `wait` makes the CPU wait for them. PyTorch does not hand out freed
+    memory again before copies from it and to it have ended.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self._arrivals: dict[int, torch.cuda.Event] = {}
+
+    @torch.inference_mode(mode=False)
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def put(self, slabs: Slabs, slots: Numbers, pages: Parts, after: object = None) -> None:
+        """Pages of the CPU are there at once. Those of the GPU come in one copy for each run of neighbouring slots."""
+        if not pages[0].is_cuda:
+            self.wait(slots)  # what is still on its way would overwrite them
+            super().put(slabs, slots, pages)
+            return
+        assert after is None, "pages leave the GPU in the thread that computes"
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        for page in pages:
+            page.record_stream(self.stream)
+        with torch.cuda.stream(self.stream):
+            pages = tuple(page.contiguous() for page in pages)
+            for held, rows, part in neighbours(slabs, slots):
+                for x, new in zip(held, pages, strict=True):
+                    x[rows].copy_(new[part], non_blocking=True)
+            arrival = torch.cuda.Event()
+            arrival.record(self.stream)
+        self._arrivals.update(dict.fromkeys(slots.tolist(), arrival))
+
+    def wait(self, slots: Numbers) -> None:
+        arrivals = _arrivals_of(self._arrivals, slots)
+        for event in {id(event): event for event in arrivals.values()}.values():
+            event.synchronize()
+        for slot in arrivals:
+            self._arrivals.pop(slot, None)
+
+
+def _arrivals_of(arrivals: dict[int, torch.cuda.Event], slots: Numbers) -> dict[int, torch.cuda.Event]:
+    """What is to be waited for, by slot."""
+    return {slot: event for slot in slots.tolist() if (event := arrivals.get(slot))} if arrivals else {}
+
+
+def pinned(x: Tensor) -> Tensor:
+    """A tensor of the host in page-locked memory, contiguous; itself if it is."""
+    if x.is_contiguous() and x.is_pinned():
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
+
+
+def located(slabs: Slabs, slots: Numbers) -> Iterator[tuple[Parts, Numbers, slice]]:
+    """Slots in runs of one slab each: the slab, the slots in it, and which of all slots these are.
+
+    Example: slabs of 4 slots, slots 1, 3, 5, 2: slab 0 with 1, 3; slab 1 with 1; slab 0 with 2.
+    """
+    size = len(slabs[0][0]) if slabs else 1
+    slab, rows = np.divmod(slots, max(size, 1))
+    for run in _runs(np.flatnonzero(np.diff(slab)) + 1, len(slots)):
+        yield slabs[slab[run.start]], rows[run], run
+
+
+def neighbours(slabs: Slabs, slots: Numbers) -> Iterator[tuple[Parts, slice, slice]]:
+    """Slots in runs of neighbours in one slab: the slab, the slots in it, and which of all slots these are."""
+    for held, rows, part in located(slabs, slots):
+        for run in _runs(np.flatnonzero(np.diff(rows) != 1) + 1, len(rows)):
+            first, n = int(rows[run.start]), run.stop - run.start
+            yield held, slice(first, first + n), slice(part.start + run.start, part.start + run.stop)
+
+
+def _runs(cuts: Numbers, n: int) -> Iterator[slice]:
+    """`0..n-1`, cut before each of `cuts`."""
+    bounds = [0, *cuts.tolist(), n] if n else []
+    for start, stop in pairwise(bounds):
+        yield slice(start, stop)
 
 
 def fitting(pages: Parts, held: Parts) -> Parts:

@@ -50,7 +50,8 @@ class Descriptor(int):
 class RowFile:
     """Rows `[*row_shape]` of one dtype in an open file, from byte `start` on; the first `n_rows` exist.
 
-    `checks` has a number for each row, by which a row that was altered since it was written is found when it is read.
+    Rows are written, and pages taken, only where it is `writable`. `checks` has a number for each row, by which a row
+    that was altered since it was written is found when it is read.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class RowFile:
         self.checks = checks
         self._descriptor = descriptor if isinstance(descriptor, Descriptor) else Descriptor(descriptor)
         self._start = start
-        self._writable = writable
+        self.writable = writable
         self._no_wait = NO_WAIT
 
     @property

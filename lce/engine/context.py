@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, NoReturn, Self, SupportsIndex
+from typing import TYPE_CHECKING, ClassVar, NoReturn, Self, SupportsIndex
 
 from torch import Tensor
 
@@ -16,6 +16,9 @@ from lce.engine.identity import Identity
 from lce.engine.saving import ContextData, save
 from lce.errors import UsageError
 from lce.models.rope import Rope
+
+if TYPE_CHECKING:
+    from lce.engine.graph import DecodeGraph
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,8 @@ class Context(Unique):
         self.token_ids = list(data.token_ids)
         self.announced = data.announced  # tokens; some RoPE scalings depend on it
         self.source = data.source  # the file that it was opened from
-        self._last = (data.cache.length, data.logits)
+        self._last: tuple[int, Tensor | None, int | None] = (data.cache.length, data.logits, None)
+        self.graph: DecodeGraph | None = None  # its decode steps, where they are recorded
         self._holders = Holders()
 
     def __len__(self) -> int:
@@ -80,16 +84,25 @@ class Context(Unique):
     @property
     def logits(self) -> Tensor | None:
         """Logits `[vocab]` after the last token in the cache; None where they are not known."""
-        length, logits = self._last
+        length, logits, _ = self._last
         return logits if length == self.cache.length else None
 
     @logits.setter
     def logits(self, logits: Tensor | None) -> None:
         self.set_logits(logits, self.cache.length)
 
-    def set_logits(self, logits: Tensor | None, length: int) -> None:
-        """Have `logits` be those after the first `length` tokens: they count while the cache has so many."""
-        self._last = (length, logits)
+    @property
+    def likeliest(self) -> int | None:
+        """The likeliest token under `logits`, where it was found with them."""
+        length, _, likeliest = self._last
+        return likeliest if length == self.cache.length else None
+
+    def set_logits(self, logits: Tensor | None, length: int, likeliest: int | None = None) -> None:
+        """Have `logits` be those after the first `length` tokens: they count while the cache has so many.
+
+        `likeliest` is the likeliest token, if it is known already.
+        """
+        self._last = (length, logits, likeliest)
 
     @property
     def uncached(self) -> list[int]:
@@ -128,7 +141,7 @@ class Context(Unique):
         """
         if self._cache is not None:
             with self.in_use():
-                self._cache, self._last = None, (0, None)
+                self._cache, self._last, self.graph = None, (0, None, None), None
 
     def __enter__(self) -> Self:
         self.cache  # noqa: B018  refuses a context that was closed

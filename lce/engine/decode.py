@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
@@ -86,11 +87,19 @@ class Piece:
         return self.text
 
 
+class Advance(Protocol):
+    """Prefills the context's tokens that are not cached yet: see `Runner._advance`."""
+
+    def __call__(self, context: Context, *, ahead: bool) -> None: ...
+
+
 def decode(
-    context: Context, request: Request, tokenizer: Tokenizer, result: Generation, advance: Callable[[Context], None],
+    context: Context, request: Request, tokenizer: Tokenizer, result: Generation, advance: Advance,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Iterator[Piece]:  # fmt: skip
     """Draw up to `max_tokens` tokens and yield their text; `advance` prefills the context's tokens not cached yet.
+
+    It is told when it may go ahead: the next token will be the likeliest one, unless the text ends before it.
 
     An end token ends the text and is not added to it. A stop string ends it too; only the text before it is yielded.
     Ends before the next token when `cancelled`. `result.text` is always what was yielded; after an error the tokens of
@@ -100,13 +109,16 @@ def decode(
     sampler, detokenizer = Sampler(sampling), tokenizer.stream()
     watch = StopWatch(sampling.stops)
     started, said = time.perf_counter(), _Said(len(context))
+    plain = sampling.temperature == 0 and request.logprobs is None
     try:
         for left in range(request.max_tokens - 1, -1, -1):
             if cancelled():
                 return
-            advance(context)
+            advance(context, ahead=plain and left > 0)
             assert context.logits is not None
-            token_id = sampler.pick(context.logits)
+            token_id = context.likeliest if plain else None
+            if token_id is None:
+                token_id = sampler.pick(context.logits)
             now = time.perf_counter()
             if not result.token_ids:
                 result.stats.first_token_s = result.stats.prefill_s + now - started

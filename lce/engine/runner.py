@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from lce.attention import Attention
 from lce.cache.kv import KVCache
 from lce.cache.layout import CacheLayout
 from lce.engine.context import Context, Unique
+from lce.engine.graph import CudaTape, DecodeGraph, Tape
 from lce.engine.identity import Identity
 from lce.engine.planning import Planner
 from lce.engine.process import uses_threads
@@ -64,6 +65,8 @@ class Runner(Unique):
             self.method, self.window, self.rope, self.dtype, config.vocab_size, options.layout.kv_dtype, self.weights,
         )  # fmt: skip
         self._driver = Driver(self.method, options.attention, self.window, config.n_kv_heads, config.sliding_window)
+        recorded = self.device.type == "cuda" and self.method.decodes and options.attention.decodes
+        self._tape: Callable[[torch.device], Tape] | None = CudaTape if recorded else None
         self._eos_ids = frozenset((*config.eos_ids, *tokenizer.eos_ids))
         self._end = _End()  # the last attribute: it is freed after the model
 
@@ -86,12 +89,24 @@ class Runner(Unique):
         return Rope(self.rope, self.model.config.head_dim, self.model.config.window, length)
 
     @torch.inference_mode()
-    def _advance(self, context: Context, progress: Progress | None = None) -> None:
-        """Prefill the context's tokens that are not in its cache yet, and have its logits."""
+    def _advance(self, context: Context, progress: Progress | None = None, *, ahead: bool = False) -> None:
+        """Prefill the context's tokens that are not in its cache yet, and have its logits.
+
+        `ahead`: the likeliest token will be next, unless the text ends.
+        """
         if context.logits is None and len(context) == context.cache.length > 0:
             context.cache.truncate(context.cache.nearest(context.cache.length - 1))
         for part in blocks(context.uncached, self.block, progress):
-            self._append(context, part)
+            if self._tape is None or len(part) > 1 or not self._append_recorded(context, part[0], self._tape, ahead):
+                self._append(context, part)
+
+    def _append_recorded(
+        self, context: Context, token_id: int, tape: Callable[[torch.device], Tape], ahead: bool
+    ) -> bool:
+        """Append a token by the context's recorded step; False, and nothing done, where it has none."""
+        if context.graph is None:
+            context.graph = DecodeGraph(self.model, self._driver, self.device, tape(self.device))
+        return context.graph.append(context, token_id, ahead=ahead)
 
     def _append(self, context: Context, ids: Sequence[int], note: Note | None = None) -> Tensor:
         """Append a block of tokens to the context's cache; their hidden states `[T, hidden]`.
@@ -100,6 +115,8 @@ class Runner(Unique):
         before the block, or as it is after it.
         """
         uses_threads()
+        if context.graph is not None:
+            context.graph.forget()
         context.cache.settle()
         before, logits = context.cache.length, context.logits
 

@@ -18,9 +18,10 @@ from lce.cache.kv import LayerCache
 from lce.cache.layout import CacheLayout, Reach
 from lce.cache.method_state import MethodState, RecentRows
 from lce.errors import UsageError
+from lce.methods.decoding import bucket
 from lce.methods.hooks import METHOD_CHECKS, Check, guard
 from lce.methods.parts import RECENT, keep_recent
-from lce.methods.step import Step, Surroundings
+from lce.methods.step import DeviceStep, OnDevice, Step, Surroundings
 
 
 @dataclass(frozen=True)
@@ -111,11 +112,37 @@ class Method(ABC):
 
     def keep(self, k: Tensor, v: Tensor, cache: LayerCache, step: Step) -> None:
         """Put the block's unrotated keys and its values `[G, T, D]` into the cache."""
-        cache.write(k, v, step.key_turn(self.key_positions, k))
+        cache.write(k, v, step.key_turn(self.key_positions, k), step.at)
 
     @abstractmethod
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         """The block's unrotated queries `[H, T, D]` to their outputs `[H, T, D]`; `keep` has been called."""
+
+    def decode(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
+        """What `attend` gives for a token whose index only the device knows: `[H, 1, D]` to `[H, 1, D]`.
+
+        Such a step is recorded once and run again for the tokens after it. So all that depends on the index is on the
+        device, and shapes depend on `step.bound` alone; everything is in the cache's buffer (`LayerCache.whole`).
+        Optional: the steps of a method that has none run one by one.
+        """
+        raise OnDevice("decode")
+
+    def bound(self, stop: int) -> int | None:
+        """How long a text a decode step may be recorded for that makes it `stop` tokens long; `DeviceStep.bound`.
+
+        None: this very step is not `decode`'s, because something is to be done that most steps do not do.
+        """
+        return bucket(stop)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether `decode` is there, and means what `attend` and `keep` do: no class below its own overrides them."""
+        order = type(self).__mro__
+
+        def depth(hook: str) -> int:
+            return next(i for i, cls in enumerate(order) if hook in vars(cls))
+
+        return order[depth("decode")] is not Method and depth("decode") <= min(depth("attend"), depth("keep"))
 
 
 class LocalMethod(Method):

@@ -14,9 +14,10 @@ from lce.cache.kv import LayerCache
 from lce.cache.layout import Reach
 from lce.errors import ModelError, UsageError, shown
 from lce.methods.base import Method
+from lce.methods.decoding import Span, decode_spans
 from lce.methods.parts import attend_span
 from lce.methods.registry import register
-from lce.methods.step import Step, Surroundings
+from lce.methods.step import DeviceStep, Step, Surroundings
 
 
 @register("dca")
@@ -104,8 +105,7 @@ class DualChunk(Method):
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         size = self.size
-        if self.temperature:
-            q = q * step.once("temperature", lambda: temperature(step.positions(q.device), step.window).to(q.dtype))
+        q = self.tempered(q, step)
         own, previous, older = (rotate(q, turn) for turn in step.once("turns", lambda: self.turns(q, step)))
         outs = []
         for start, stop in runs(step, size):
@@ -119,6 +119,29 @@ class DualChunk(Method):
                 parts.append(attend_span(older[:, here], cache, step, causal=False, stop=inter))
             outs.append(merge(parts))
         return torch.cat(outs, dim=1)
+
+    def decode(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
+        def spans() -> list[Span]:
+            border = step.at // self.size * self.size
+            own, previous, older = self.turns(q, step)
+            found = [Span(border, step.at + 1, min(self.size, step.bound), own)]
+            inter = {"all": (border - self.size).clamp(min=0), "intra": None, "intra+inter": border}[self.parts]
+            if inter is not None:
+                found.append(Span(torch.zeros_like(border), inter, step.bound, older))
+            if inter is not None and self.parts == "all":
+                found.append(Span(inter, border, min(self.size, step.bound), previous))
+            return found
+
+        return decode_spans(self.tempered(q, step), cache, step, "runs", spans)[0]
+
+    def tempered(self, q: Tensor, step: Step) -> Tensor:
+        """The queries times their temperature, if there is one."""
+        if not self.temperature:
+            return q
+        factor: Tensor = step.once(
+            "temperature", lambda: temperature(step.positions(q.device), step.window).to(q.dtype)
+        )
+        return q * factor
 
     def inter_stop(self, border: int) -> int:
         """Where the keys end that a query sees from `far`; `border` is where its own chunk begins."""

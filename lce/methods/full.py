@@ -8,9 +8,10 @@ from torch import Tensor
 
 from lce.cache.kv import LayerCache
 from lce.methods.base import Method
+from lce.methods.decoding import decode_spans, recent_span
 from lce.methods.parts import attend_span
 from lce.methods.registry import register
-from lce.methods.step import Step
+from lce.methods.step import DeviceStep, Step
 
 
 @register("full")
@@ -32,3 +33,6 @@ class Full(Method):
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         return attend_span(q, cache, step, causal=True, window=step.sliding_window, turn=step.true_turn(q))[0]
+
+    def decode(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
+        return decode_spans(q, cache, step, "runs", lambda: [recent_span(step, step.sliding_window, q)])[0]

@@ -149,6 +149,11 @@ def check_block(method: Labelled, hook: str, got: Any) -> None:
         raise refuse(method, hook, got, "a whole number of tokens, 1 or more")
 
 
+def check_bound(method: Labelled, hook: str, got: Any, stop: int) -> None:
+    if got is not None and not _is_count(got, stop):
+        raise refuse(method, hook, got, f"None, or a whole number of tokens, {stop} or more")
+
+
 def check_choices(method: Labelled, hook: str, got: Any) -> None:
     if not (isinstance(got, tuple) and len(got) == 2 and _is_count(got[0], 0) and _is_count(got[1], 1)):
         raise refuse(method, hook, got, "the first token of choice 0 and the tokens of a choice, two whole numbers")
@@ -165,6 +170,8 @@ def _is_count(value: Any, least: int) -> bool:
 
 METHOD_CHECKS: Mapping[str, Check] = {
     "attend": check_attend,
+    "decode": check_attend,
+    "bound": check_bound,
     "keep": check_keep,
     "key_positions": check_key_positions,
     "state": check_state,
@@ -229,7 +236,8 @@ def check_select(method: Selector, hook: str, got: Any, scores: Tensor, step: An
 
 def check_choose(method: Selector, hook: str, got: Any, q: Tensor, cache: Any, step: Any) -> None:
     if got is not None:
-        _check_chosen(method, hook, got, len(q), q.shape[1], q)
+        n_heads = len(q) if step.at is None else len(got)  # heads may share a choice where they read on their own
+        _check_chosen(method, hook, got, n_heads, q.shape[1], q)
 
 
 def _check_chosen(method: Selector, hook: str, got: Any, n_heads: int, n_queries: int, like: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Self
 
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor
 from lce.attention import Part, merge, rotate
 from lce.cache.kv import LayerCache
 from lce.methods.base import LocalMethod
+from lce.methods.decoding import decode_far, decode_recent, recent_span
 from lce.methods.parts import SCORES_AT_ONCE, attend_behind, attend_local, concat_queries, products
 from lce.methods.registry import register
-from lce.methods.step import Step
+from lce.methods.step import DeviceStep, Step
 
 
 @register("lm_infinite")
@@ -62,6 +64,17 @@ class LMInfinite(LocalMethod):
             if self.top_k and cache.index >= self.from_layer and step.stop - self.n_local > self.sinks:
                 parts.append(self.middle(far, cache, step))
         return merge(parts)
+
+    def bound(self, stop: int) -> int | None:
+        return None if self.top_k else super().bound(stop)
+
+    def decode(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
+        """Without `top_k`: tokens that each head chooses by their scores are a part of its own."""
+        here = decode_recent(q, cache, step, lambda: recent_span(step, self.n_local, q))
+        if not self.sinks:
+            return here[0]
+        turn = partial(step.far_turn, self.n_local, q)
+        return merge([decode_far(q, cache, step, self.n_local, turn, stop=self.sinks), here])
 
     def middle(self, q: Tensor, cache: LayerCache, step: Step) -> Part:
         """The `top_k` best of tokens `sinks..i-local` for each placed query of each head: `q [H, T, D]`.

@@ -41,6 +41,9 @@ def keep_recent(k: Tensor, cache: LayerCache, step: Step) -> None:
     So are those before it that a truncation took away: they are in the cache, unrotated, and come out the same.
     """
     recent = cache.kept(RecentRows, RECENT)
+    if step.at is not None:
+        recent.write_at(rotate(k, step.true_turn(k)), step.at)
+        return
     if lost := recent.missing(step.start):
         old = cache.span(lost.start, lost.stop)[0]
         positions = torch.arange(lost.start, lost.stop, device=k.device)

@@ -16,10 +16,11 @@ from lce.cache.method_state import MethodState, Summaries
 from lce.errors import UsageError
 from lce.kernels.compiling import MOST_ROWS
 from lce.kernels.cuda import launching
+from lce.methods.decoding import decode_spans, recent_span
 from lce.methods.parts import attend_span, is_like, products
 from lce.methods.registry import register
 from lce.methods.selective import SUMMARIES, ChunkSelection
-from lce.methods.step import Step
+from lce.methods.step import DeviceStep, Step
 
 
 @register("quest")
@@ -102,3 +103,8 @@ class Quest(ChunkSelection):
         if cache.index < self.dense_layers:
             return attend_span(rotate(q, step.true_turn(q)), cache, step, causal=True)[0]
         return super().attend(q, cache, step)
+
+    def decode(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
+        if cache.index < self.dense_layers:
+            return decode_spans(q, cache, step, "all", lambda: [recent_span(step, None, q)])[0]
+        return super().decode(q, cache, step)

@@ -12,9 +12,10 @@ from torch import Tensor
 from lce.attention import merge, rotate
 from lce.cache.kv import LayerCache
 from lce.methods.base import LocalMethod
+from lce.methods.decoding import decode_far, decode_recent, recent_span
 from lce.methods.parts import attend_behind, attend_local
 from lce.methods.registry import register
-from lce.methods.step import Step
+from lce.methods.step import DeviceStep, Step
 
 
 @register("rerope")
@@ -45,13 +46,24 @@ class ReRope(LocalMethod):
         return made
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        if self.log_scale:
-            q = q * step.once("log scale", lambda: log_scale(step.positions(q.device), step.window).to(q.dtype))
+        q = self.scaled(q, step)
         here = attend_local(q, cache, step, window=self.n_local)
         if step.stop <= self.n_local:
             return here[0]
         far = attend_behind(rotate(q, step.far_turn(self.n_local, q)), cache, step, gap=self.n_local)
         return merge([far, here])
+
+    def decode(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
+        q = self.scaled(q, step)
+        here = decode_recent(q, cache, step, lambda: recent_span(step, self.n_local, q))
+        return merge([decode_far(q, cache, step, self.n_local, lambda: step.far_turn(self.n_local, q)), here])
+
+    def scaled(self, q: Tensor, step: Step) -> Tensor:
+        """The queries times their factor, if there is one."""
+        if not self.log_scale:
+            return q
+        factor: Tensor = step.once("log scale", lambda: log_scale(step.positions(q.device), step.window).to(q.dtype))
+        return q * factor
 
 
 def log_scale(indices: Tensor, window: int) -> Tensor:

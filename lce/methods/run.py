@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from lce.attention import Attention
-from lce.cache.kv import KVCache
+from lce.cache.kv import KVCache, LayerCache
 from lce.cache.layout import CacheLayout
 from lce.errors import CapacityError, UsageError, shown
 from lce.methods.base import Method
 from lce.methods.registry import as_method
-from lce.methods.step import Note, Step
+from lce.methods.step import DeviceStep, Note, Step
 from lce.models.config import RopeConfig
 from lce.models.layers import Attend
 from lce.models.rope import Rope
@@ -47,10 +47,11 @@ class Driver:
         step = Step(start, stop, rope, self.attention, self.window, self.n_kv_heads, self.sliding_window, note)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if n_tokens == 1:
-                cache.prefetch(layer + 1)
             self.method.keep(k, v, cache.layers[layer], step)
-            return self.method.attend(q, cache.layers[layer], step)
+            out = self.method.attend(q, cache.layers[layer], step)
+            if n_tokens == 1:  # behind this layer's own pages and kernels
+                cache.prefetch(layer + 1)
+            return out
 
         try:
             cache.begin()
@@ -63,6 +64,22 @@ class Driver:
             cache.settle()
             raise
         return result
+
+    def recorded(
+        self, layers: Sequence[LayerCache], rope: Rope, at: Tensor, bound: int, model_call: Callable[[Attend], T]
+    ) -> T:
+        """The pass of one token whose index is read on the device, `at [1]`; begins and commits nothing.
+
+        The method `decodes`, and the cache `takes` the token. The same work can be recorded, and run again for each
+        token that makes a text of at most `bound` tokens.
+        """
+        step = DeviceStep(at, bound, rope, self.attention, self.window, self.n_kv_heads, self.sliding_window)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.method.keep(k, v, layers[layer], step)
+            return self.method.decode(q, layers[layer], step)
+
+        return model_call(attend)
 
     def attend(self, cache: KVCache, rope: Rope, q: Tensor, k: Tensor, v: Tensor, note: Note | None = None) -> Tensor:
         """Append a block of `q [H, T, D]`, `k v [G, T, D]` to a cache of one layer; returns the output `[H, T, D]`."""

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from lce.attention import Turn, merge, rotate
+from lce.attention import Runs, Turn, merge, rotate
 from lce.cache.kv import LayerCache
 from lce.cache.layout import CacheLayout, Reach
 from lce.cache.method_state import MethodState, OpenChunk, RecentRows, Summaries
@@ -24,9 +24,10 @@ from lce.kernels.compiling import MOST_ROWS
 from lce.kernels.cuda import launching
 from lce.kernels.scores import compiled_for, scores_of_few
 from lce.methods.base import Method
+from lce.methods.decoding import Span, decode_recent
 from lce.methods.hooks import SELECTION_CHECKS
 from lce.methods.parts import RECENT, SCORES_AT_ONCE, attend_own_chunk, is_like, keep_recent, products
-from lce.methods.step import Step
+from lce.methods.step import DeviceStep, Step
 
 SUMMARIES, OPEN_QUERIES = "summaries", "open queries"
 CHOSEN_AT_ONCE = 1 << 22  # scores that kernels choose by at a time: memory of that size is used again, larger is new
@@ -204,12 +205,13 @@ class ChunkSelection(Method):
             return chunk_ids, own, self.forced(chunk_ids, own).expand(len(own), n_chunks).contiguous()
 
         chunk_ids, own, forced = step.once(f"forced {n_chunks}", make)
-        if compiled_for(scores):
+        if compiled_for(scores) and step.at is None:
             return best_chunks(scores.contiguous(), forced, self.n_choices, step.start, self.size)
         if launching.runs_on(scores) and n_chunks <= launching.MOST_CHUNKS:
             from lce.kernels.cuda import choices
 
-            return choices.best_chunks(scores.contiguous(), forced, self.n_choices, step.start, self.size)
+            start = step.start if step.at is None else step.at
+            return choices.best_chunks(scores.contiguous(), forced, self.n_choices, start, self.size)
         bias = torch.zeros(own.shape[0], len(chunk_ids), device=scores.device)
         bias = bias.masked_fill_(forced, torch.inf).masked_fill_(chunk_ids >= own, -torch.inf)
         scores = scores.float() + bias
@@ -220,7 +222,12 @@ class ChunkSelection(Method):
         return chosen.masked_fill(chosen == none, -1)
 
     def choose(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
-        """The chunks that each query of each head attends, `[H, T, K]`; None while there is nothing to choose from."""
+        """The chunks that each query of each head attends, `[H, T, K]`; None while there is nothing to choose from.
+
+        Of a `DeviceStep` `[C, 1, K]`, where C choosers stand for H heads: C is 1, G or H.
+        """
+        if isinstance(step, DeviceStep):
+            return self._choose_on_device(q, cache, step)
         if step.stop <= self.size:
             return None
         summary = cache.kept(Summaries, SUMMARIES).span(0, step.stop // self.size)
@@ -250,6 +257,73 @@ class ChunkSelection(Method):
         )
         memory: Tensor = step.once(f"parts {n_slots}", lambda: q.new_empty(chosen.numel() * q.shape[-1]))
         return merge([step.attention.routed(q, turns, chosen, cache.tiles(chosen), memory), own])
+
+    def decode(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
+        if self.uses_queries:
+            offset: Tensor = step.once("offset in chunk", lambda: step.at % self.size)
+            cache.kept(OpenChunk, OPEN_QUERIES).write_at(q, offset)
+        chosen = self.choose(q, cache, step)
+        assert chosen is not None, "there are complete chunks"
+        runs = self._runs(chosen.squeeze(1), q, cache, step)
+        chunks = step.attention.decode(q, *cache.whole, runs)
+        if RECENT not in cache.state:
+            return chunks[0]
+        own = decode_recent(q, cache, step, lambda: self._own_span(q, step))
+        return merge([chunks, own])
+
+    def bound(self, stop: int) -> int | None:
+        """Steps that complete a chunk are not recorded: they make its summary.
+
+        A `score`, `select` or `forced` of one's own is given the complete chunks and no others.
+        """
+        size = self.size
+        if stop <= size or not stop % size:
+            return None
+        hooks = (type(self).score, type(self).select, type(self).forced)
+        if all(hook.__module__.partition(".")[0] == "lce" for hook in hooks):
+            return super().bound(stop)
+        return (stop // size + 1) * size - 1
+
+    def _choose_on_device(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
+        """`choose` among as many chunks as the bound allows: those that are not complete yet score -inf."""
+        summary = cache.kept(Summaries, SUMMARIES).spacious(step.bound // self.size)
+        scored = PLACEMENTS[self.placement].scored(q, step, self.size)
+        scores = self.score(scored, summary, step, cache.index)
+
+        def make() -> Tensor:
+            return torch.arange(scores.shape[-1], device=q.device) >= step.at // self.size
+
+        barred: Tensor = step.once(f"barred {scores.shape[-1]}", make)
+        chosen = self.select(scores.masked_fill(barred, -torch.inf), step)
+        if len(chosen) in (1, step.n_kv_heads, len(q)):
+            return chosen
+        return chosen.repeat_interleave(len(q) // len(chosen), 0)
+
+    def _runs(self, chosen: Tensor, q: Tensor, cache: LayerCache, step: DeviceStep) -> Runs:
+        """The chosen chunks `[C, K]` as runs, and behind them the own chunk, unless its keys are elsewhere."""
+        n_slots, size, apart = chosen.shape[-1], self.size, RECENT in cache.state
+
+        def make() -> tuple[Turn, Tensor, Tensor]:
+            slots = PLACEMENTS[self.placement].slot_turns(q, step, size, n_slots, self.n_choices).at(0)
+            turn = torch.arange(n_slots, device=q.device).clamp(max=len(slots.cos) - 1)
+            counts = torch.full_like(turn, size)
+            if apart:
+                return slots, turn, counts
+            own = self._own_span(q, step)
+            turns = Turn(*(torch.cat(pair) for pair in zip(slots, own.turn, strict=True)))
+            turn = torch.cat((turn, torch.full_like(step.at, len(slots.cos))))
+            return turns, turn, torch.cat((counts, own.stop - own.first))
+
+        turns, turn, counts = step.once(f"turns of {n_slots}", make)
+        if not apart:
+            own = step.once(f"own chunk {len(chosen)}", lambda: (step.at // size).expand(len(chosen), 1))
+            chosen = torch.cat((chosen, own), dim=1)
+        return Runs(chosen * size, (chosen >= 0) * counts, turn, turns, size)
+
+    def _own_span(self, q: Tensor, step: DeviceStep) -> Span:
+        """The query's own chunk, seen as `attend_own_chunk` does."""
+        turn = step.key_turn(self.key_positions, q) or step.true_turn(q)
+        return Span(step.at // self.size * self.size, step.at + 1, self.size, turn)
 
     def _summarise_complete(self, q: Tensor, cache: LayerCache, step: Step) -> None:
         """Summarise the chunks that this block completes; keep the queries of the one it leaves open."""

@@ -10,9 +10,10 @@ from torch import Tensor
 from lce.attention import Turn, merge, rotate
 from lce.cache.kv import LayerCache
 from lce.methods.base import LocalMethod
+from lce.methods.decoding import decode_far, decode_recent, recent_span
 from lce.methods.parts import attend_behind, attend_local
 from lce.methods.registry import register
-from lce.methods.step import Step
+from lce.methods.step import DeviceStep, Step
 
 
 @register("self_extend")
@@ -55,6 +56,14 @@ class SelfExtend(LocalMethod):
         here = attend_local(q, cache, step, window=self.n_local)
         if step.stop <= self.n_local:
             return here[0]
+        return merge([attend_behind(rotate(q, self.far_turn(q, step)), cache, step, gap=self.n_local), here])
+
+    def decode(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
+        here = decode_recent(q, cache, step, lambda: recent_span(step, self.n_local, q))
+        return merge([decode_far(q, cache, step, self.n_local, lambda: self.far_turn(q, step)), here])
+
+    def far_turn(self, q: Tensor, step: Step) -> Turn:
+        """What turns queries to where they see far keys from."""
         shift = self.n_local - self.n_local // self.group
         turn: Turn = step.once("turn", lambda: step.rope.turn(step.positions(q.device) // self.group + shift, q.dtype))
-        return merge([attend_behind(rotate(q, turn), cache, step, gap=self.n_local), here])
+        return turn

@@ -36,6 +36,11 @@ class Step:
     note: Note | None = None
     memo: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def at(self) -> Tensor | None:
+        """The index of a token of which only the device knows it: see `DeviceStep`."""
+        return None
+
     def part(self, start: int, stop: int) -> Step:
         """The step of some of the block's queries, `start..stop-1` counted from its first."""
         return replace(self, start=self.start + start, stop=self.start + stop, memo={})
@@ -81,6 +86,50 @@ class Step:
 
         turn: Turn = self.once(f"far turn {distance}", make)
         return turn
+
+
+class OnDevice(LookupError):
+    """A number of a `DeviceStep` was asked for that only the device knows: such a step runs as any other."""
+
+
+class DeviceStep(Step):
+    """The decode step of a token whose index is read on the device, `at [1]` int64: it can be recorded and run again.
+
+    No number and no shape in it depends on the index; the host knows only that the text has at most `bound` tokens. So
+    `start` and `stop` raise `OnDevice`. `positions` and the turns are those of the index.
+    """
+
+    bound: int
+
+    def __init__(
+        self, at: Tensor, bound: int, rope: Rope, attention: Attention, window: int, n_kv_heads: int,
+        sliding_window: int | None = None,
+    ) -> None:  # fmt: skip
+        values = {
+            "_at": at, "bound": bound, "rope": rope, "attention": attention, "window": window, "n_kv_heads": n_kv_heads,
+            "sliding_window": sliding_window, "note": None, "memo": {},
+        }  # fmt: skip
+        for name, value in values.items():  # as a frozen dataclass sets its own
+            object.__setattr__(self, name, value)
+
+    @property
+    def at(self) -> Tensor:
+        at: Tensor = vars(self)["_at"]
+        return at
+
+    @property
+    def start(self) -> int:
+        raise OnDevice("start")
+
+    @property
+    def stop(self) -> int:
+        raise OnDevice("stop")
+
+    def part(self, start: int, stop: int) -> Step:
+        raise OnDevice("part")
+
+    def positions(self, device: torch.device) -> Tensor:
+        return self.at
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
+import torch
 from torch import Tensor
 
 from lce.attention import Turn, merge, rotate
 from lce.cache.kv import LayerCache
 from lce.cache.layout import Reach
 from lce.methods.base import Method
+from lce.methods.decoding import Span, decode_spans, recent_span
 from lce.methods.parts import attend_behind, attend_span
 from lce.methods.registry import register
-from lce.methods.step import Step
+from lce.methods.step import DeviceStep, Step
 
 
 @register("streaming")
@@ -60,6 +62,23 @@ class Streaming(Method):
         here = attend_span(placed, cache, step, causal=True, window=self.local)
         if step.stop <= self.local or not self.sinks:
             return here[0]
-        last = self.sinks + self.local - 1
-        turn: Turn = step.once("turn", lambda: step.rope.turn(step.positions(q.device).clamp(max=last), q.dtype))
+        turn = self.sink_turn(q, step)
         return merge([attend_behind(rotate(q, turn), cache, step, gap=self.local, stop=self.sinks), here])
+
+    def sink_turn(self, q: Tensor, step: Step) -> Turn:
+        """What turns queries to where they see sinks from."""
+        last = self.reach.sinks + self.reach.local - 1
+        turn: Turn = step.once("turn", lambda: step.rope.turn(step.positions(q.device).clamp(max=last), q.dtype))
+        return turn
+
+    def decode(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
+        def spans() -> list[Span]:
+            here = recent_span(step, self.local, q)
+            if not self.sinks:
+                return [here]
+            sinks = Span(
+                torch.zeros_like(step.at), here.first.clamp(max=self.sinks), self.sinks, self.sink_turn(q, step)
+            )
+            return [sinks, here]
+
+        return decode_spans(q, cache, step, "runs", spans)[0]

@@ -90,8 +90,11 @@ class Model:
         self.final_norm = weights["norm"]
         self.head = weights.get("head", self.embed)
 
-    def __call__(self, ids: Tensor, start: int, attend: Attend) -> Tensor:
-        """Token ids `[T]` to the last layer's hidden states `[T, hidden]`; the first token has index `start`."""
+    def __call__(self, ids: Tensor, start: int | Tensor, attend: Attend) -> Tensor:
+        """Token ids `[T]` to the last layer's hidden states `[T, hidden]`; the first token has index `start`.
+
+        For one token the index may be a tensor `[1]` on the device: then nothing here depends on its value.
+        """
         x = rows_of(self.embed, ids, self.final_norm.dtype)
         for layer in self.layers:
             x = layer(x, attend)

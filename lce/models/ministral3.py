@@ -48,8 +48,9 @@ class Ministral3(Mistral):
         config = super().configure(config, fields)
         return replace(config, extra={"query_beta": beta, "query_length": length})
 
-    def __call__(self, ids: Tensor, start: int, attend: Attend) -> Tensor:
-        scale = self.query_scale(torch.arange(start, start + len(ids), device=ids.device)).to(self.embed.dtype)
+    def __call__(self, ids: Tensor, start: int | Tensor, attend: Attend) -> Tensor:
+        indices = start if isinstance(start, Tensor) else torch.arange(start, start + len(ids), device=ids.device)
+        scale = self.query_scale(indices).to(self.embed.dtype)
 
         def attend_scaled(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(layer, q * scale, k, v)

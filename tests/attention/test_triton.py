@@ -61,7 +61,7 @@ def test_nothing_is_read_back_or_sent_to_the_gpu() -> None:
     q, k, v = (x.bfloat16() for x in routed_vectors(4, 2, 5, 6, 5))
     turns, chosen = turns_of(5, 3, torch.bfloat16), torch.arange(3).expand(4, 5, 3).contiguous()
     attention, expected = Attention.choose("triton"), routed_truth(q, turns, chosen, (k, v))
-    with pretended_gpus(1) as gpus:
+    with pretended_gpus(triton=True) as gpus:
         turn, tiles = Turn(*(x.cuda() for x in turns)), Tiles.of_chunks(k.cuda(), v.cuda())
         on_gpu = q.cuda(), chosen.cuda()
         with gpus.counting() as counts:

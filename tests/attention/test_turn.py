@@ -41,14 +41,14 @@ def test_keys_are_appended_where_a_tensor_says() -> None:
         torch.testing.assert_close(there, into, rtol=1e-6, atol=1e-6)
 
 
-def test_on_a_gpu_each_is_one_launch(gpus: Gpus) -> None:
+def test_on_a_gpu_each_is_one_launch(triton_gpus: Gpus) -> None:
     joined, turn = random(5, 1, 16, seed=2), turns_of(1, 1).at(slice(None), 0)
     into = torch.zeros(2, 2, 9, 16)
     append(joined[:2], joined[2:4], into[0], into[1], 4, turn)
     on_gpu, placed = joined.cuda(), Turn(turn.cos.cuda(), turn.sin.cuda())
     for at in (4, torch.tensor([4], device="cuda")):
         there = torch.zeros(2, 2, 9, 16, device="cuda")
-        with gpus.counting() as counts:
+        with triton_gpus.counting() as counts:
             append(on_gpu[:2], on_gpu[2:4], there[0], there[1], at, placed)
             result = rotate(on_gpu[:2], placed)
         assert launched(counts) == ["_append", "_rotate"]

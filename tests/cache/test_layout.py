@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lce.attention import Attention
 from lce.cache.kv import KVCache, Whole
-from lce.cache.layout import UNBOUNDED, Budgets, CacheLayout, Reach
+from lce.cache.layout import UNBOUNDED, Budgets, CacheLayout, Reach, power_of_two
 from lce.cache.movers import Mover
 from lce.cache.tiers import Disk, TierStack
 from lce.errors import CapacityError
@@ -247,7 +247,8 @@ def test_the_space_that_was_reserved_is_enough(
 @pytest.fixture
 def _no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lce.cache.tiers.Cuda", lambda device: Mover())
-    monkeypatch.setattr("lce.cache.tiers.Pinned", Mover)
+    monkeypatch.setattr("lce.cache.tiers.Pinned", lambda device: Mover())
+    monkeypatch.setattr("lce.cache.layout.SLAB", 1)
 
 
 @pytest.mark.usefixtures("_no_gpu_needed")
@@ -272,6 +273,28 @@ def test_a_host_that_cannot_hold_what_a_gpu_does_not() -> None:
     with pytest.raises(CapacityError, match=r"^241 tokens need .*, and the budget is 45\.0 KiB: 240 tokens; give"):
         TierStack.empty(layout, 241, None)
     assert disks_of(TierStack.empty(replace(layout, budgets=Budgets(20 * CHUNK)), 100_000, None)) == []
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+@pytest.mark.parametrize("dim", [4, 80])
+def test_slabs_of_the_host_are_powers_of_two_within_the_budget(
+    monkeypatch: pytest.MonkeyPatch, dim: int, kv_dtype: torch.dtype | None
+) -> None:
+    """Half of what is left behind whole slabs is used at least; one page more would take more than the budget."""
+    plain = replace(GPU, head_dim=dim, kv_dtype=kv_dtype)
+    page = plain.stored_page_bytes
+    for slab in (1, 16 * page, 100 * page):
+        monkeypatch.setattr("lce.cache.layout.SLAB", power_of_two(slab))
+        for budget in (0, 1, page - 1, page, 5 * page, 100 * page, 1000 * page + 7):
+            layout = replace(plain, budgets=Budgets(host=budget))
+            slots, size = layout.host_slots, layout.slab_bytes
+            assert size == power_of_two(size) >= page
+            assert layout.slab_bytes_for(slots) <= budget < layout.slab_bytes_for(slots + 1)
+            used = slots // layout.slab_slots * size + slots % layout.slab_slots * page
+            assert used >= budget // size * size + max(0, budget % size // 2 - page)
+            assert layout.slab_bytes_for(0) == 0
+        unbounded = replace(plain, budgets=Budgets())
+        assert unbounded.slab_bytes_for(layout.slab_slots + 1) == 2 * size
 
 
 # Plans: what is needed is what is held

@@ -13,39 +13,85 @@ from torch import Tensor
 from lce.attention import Attention
 from lce.cache.kv import KVCache, Whole
 from lce.cache.layout import Budgets, CacheLayout, Reach
-from lce.cache.movers import Cuda, Mover, Pinned
+from lce.cache.movers import Cuda, Mover, Pinned, Slabs, located, neighbours
+from lce.cache.packing import Parts
+from lce.cache.tiers import Nowhere, TierStack
 from lce.methods import Driver, Method, Rope, RopeConfig, make
 from tests.late import ORDERS, Late, LateDevice, no_gpu
-from tests.running import cut, vectors
+from tests.running import cut, rounded, vectors
 
 CPU = torch.device("cpu")
 CUDA = torch.cuda.is_available()
 
 
-def check_mover(mover: Mover, device: torch.device) -> None:
-    """Slots are filled in any order and again, and picked in any order; the others stay as they are."""
-    k, v = (mover.empty((5, 2, 4, 3), torch.float32) for _ in range(2))
-    assert k.shape == v.shape == (5, 2, 4, 3)
-    assert k.device.type == device.type
-    k.zero_()
-    v.zero_()
+SHAPES = [((2, 4, 3), torch.float32)] * 2
+
+
+def check_mover(mover: Mover, slabs: Slabs, source: torch.device) -> None:
+    """Slots are filled in any order and again, from any memory, and picked in any order; the others stay as they are.
+
+    `slabs` have five slots of `SHAPES`.
+    """
+    for x in (x for slab in slabs for x in slab):
+        x.zero_()
     new = torch.randn(3, 2, 4, 3)
     for slots, pages in (([4, 0, 2], [0, 1, 2]), ([2, 4], [0, 2])):
-        mover.put((k, v), np.array(slots), (new[pages], -new[pages].to(device)))
+        mover.put(slabs, np.array(slots), (new[pages].to(source), -new[pages].to(source)))
     mover.wait(np.array([0, 2, 4]))
     mover.wait(np.array([0, 2, 4]))
-    found_k, found_v = (mover.pick(x, np.array([2, 0, 4])) for x in (k, v))
+    found_k, found_v = mover.pick(slabs, np.array([2, 0, 4]))
+    assert found_k.device == slabs[0][0].device
     assert torch.equal(found_k.cpu(), new[[0, 1, 2]])
     assert torch.equal(found_v.cpu(), -new[[0, 1, 2]])
+    k = torch.cat([slab[0] for slab in slabs])
     assert not k[[1, 3]].any()
     found_k.zero_()
-    assert torch.equal(k[2].cpu(), new[0]), "what is picked is a copy"
-    assert mover.pick(k, np.zeros(0, np.int64)).shape == (0, 2, 4, 3)
+    assert torch.equal(mover.pick(slabs, np.array([2]))[0].cpu(), new[:1]), "what is picked is a copy"
+
+
+def slabs_of(mover: Mover, *sizes: int) -> list[Parts]:
+    return [mover.slab(SHAPES, size) for size in sizes]
+
+
+@pytest.mark.parametrize("sizes", [(5,), (2, 2, 1), (1, 1, 1, 1, 1)])
+def test_slots_lie_in_slabs(sizes: tuple[int, ...]) -> None:
+    check_mover(Mover(), slabs_of(Mover(), *sizes), CPU)
+    for order in ORDERS:
+        check_mover(late := Late(order), slabs_of(late, *sizes), CPU)
+
+
+def test_a_slab_is_one_allocation() -> None:
+    """Its parts are aligned for their numbers."""
+    shapes = [((3, 2), torch.int8), ((1, 2), torch.float32), ((3, 2), torch.bfloat16)]
+    parts = Mover().slab(shapes, 5)
+    assert [(tuple(x.shape[1:]), x.dtype) for x in parts] == shapes
+    assert len({x.untyped_storage().data_ptr() for x in parts}) == 1
+    assert parts[0].untyped_storage().nbytes() == 5 * (6 + 8 + 12)
+    for i, x in enumerate(parts):
+        x.fill_(i)
+    assert all(bool((x == i).all()) and x.is_contiguous() for i, x in enumerate(parts))
+
+
+def test_runs_of_slots() -> None:
+    slabs, slots = slabs_of(Mover(), 4, 4, 2), np.array([1, 2, 3, 4, 9, 8, 5, 7])
+    runs = [(rows.tolist(), (part.start, part.stop)) for _, rows, part in located(slabs, slots)]
+    assert runs == [([1, 2, 3], (0, 3)), ([0], (3, 4)), ([1, 0], (4, 6)), ([1, 3], (6, 8))]
+    near = [(rows.start, rows.stop, part.start, part.stop) for _, rows, part in neighbours(slabs, slots)]
+    assert near == [(1, 4, 0, 3), (0, 1, 3, 4), (1, 2, 4, 5), (0, 1, 5, 6), (1, 2, 6, 7), (3, 4, 7, 8)]
+    assert list(located(slabs, slots[:0])) == list(neighbours([], slots[:0])) == []
 
 
 def test_plain_memory() -> None:
-    check_mover(Mover(), CPU)
+    check_mover(Mover(), [tuple(Mover().empty((5, *shape), dtype) for shape, dtype in SHAPES)], CPU)
     assert not Mover.asynchronous
+
+
+def test_memory_of_inference_mode_can_be_written_outside_it() -> None:
+    with torch.inference_mode():
+        slabs = slabs_of(Mover(), 2)
+        Mover().put(slabs, np.array([1]), (torch.ones(1, 2, 4, 3), torch.ones(1, 2, 4, 3)))
+    Mover().put(slabs, np.array([0]), (torch.zeros(1, 2, 4, 3), torch.ones(1, 2, 4, 3)))
+    assert slabs[0][0].mean() == 0.5
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -53,7 +99,7 @@ def test_a_device_whose_copies_are_late(order: str) -> None:
     """The stand-in for a GPU is late indeed, and has everything that was waited for."""
     mover = Late(order)
     k, v = (mover.empty((2, 1, 1, 1), torch.float32) for _ in range(2))
-    mover.put((k, v), np.array([1]), (torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1)))
+    mover.put([(k, v)], np.array([1]), (torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1)))
     assert k.isnan().all()
     mover.wait(np.array([1]))
     assert k.flatten().tolist()[1] == v.flatten().tolist()[1] == 1
@@ -62,11 +108,15 @@ def test_a_device_whose_copies_are_late(order: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not CUDA, reason="no CUDA device")
 def test_memory_of_a_gpu() -> None:
-    check_mover(Cuda(torch.device("cuda")), torch.device("cuda"))
-    check_mover(Pinned(), CPU)
-    pinned = Pinned().empty((5, 2, 4, 3), torch.float32)
-    assert pinned.is_pinned()
-    assert Pinned().pick(pinned, np.array([3, 1])).is_pinned()
+    device = torch.device("cuda", torch.cuda.current_device())
+    for mover in (Cuda(device), Pinned(device)):
+        for source in (device, CPU):
+            check_mover(mover, slabs_of(mover, 5), source)
+    for source in (device, CPU):
+        check_mover(Pinned(device), slabs_of(Pinned(device), 2, 2, 1), source)
+    slabs = slabs_of(Pinned(device), 2, 2)
+    assert slabs[1][1].is_pinned()
+    assert all(x.is_pinned() for x in Pinned(device).pick(slabs, np.array([3, 1])))
     assert Cuda.asynchronous
 
 
@@ -169,6 +219,75 @@ def test_a_method_finds_more_of_what_was_prefetched(
     assert torch.equal(out, without)
     assert cache.traffic["device"].early > plain.traffic["device"].early == 0
     assert cache.traffic["device"].hits > plain.traffic["device"].hits * 1.1
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not CUDA, reason="no CUDA device")
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+def test_pages_leave_a_gpu_without_a_copy(monkeypatch: pytest.MonkeyPatch, kv_dtype: torch.dtype | None) -> None:
+    """Copied to the host while the GPU was busy, they come back with their numbers; evictions copy nothing."""
+    monkeypatch.setattr("lce.cache.layout.SLAB", 1 << 18)
+    tiers, text = tiers_on_a_gpu(kv_dtype)
+    monkeypatch.delattr("lce.cache.pool.Pool._hand_down")
+    device, host = tiers.pools
+    assert (host.group >= 0).sum() == 32 * 4 * 2
+    assert len(host._slots.slabs) > 1
+    assert all(x.is_pinned() for slab in host._slots.slabs for x in slab)
+    for _ in range(3):
+        for layer in range(4):
+            wanted = np.random.default_rng(layer).random((2, 32)) < 0.2
+            for tiles in tiers.rounds(layer, wanted):
+                for head, chunk in zip(*np.nonzero(wanted), strict=True):
+                    if len(wanted[wanted]) <= device.capacity or int(tiles.index[head, chunk]) >= 0:
+                        tile = int(tiles.index[head, chunk])
+                        assert torch.equal(tiles.k[tile], text[layer, head, chunk * 16 : chunk * 16 + 16])
+                        assert torch.equal(tiles.v[tile], -tiles.k[tile])
+            tiers.prefetch((layer + 1) % 4)
+    assert device.traffic.early > 0
+    for layer in range(4):
+        assert torch.equal(tiers.chunks(layer, 0, 32)[0], text[layer])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not CUDA, reason="no CUDA device")
+def test_a_gpu_does_not_use_memory_again_that_is_still_written() -> None:
+    """A context is dropped while copies into its slots are queued: who gets their memory is not written to."""
+    tiers, _ = tiers_on_a_gpu()
+    for layer in (0, 1):
+        for _ in tiers.rounds(layer, np.ones((2, 32), bool)):
+            pass
+    torch.cuda.synchronize()
+    n_bytes, early = tiers.top.k.nbytes, tiers.top.traffic.early
+    assert isinstance(tiers.top.mover, Cuda)
+    with torch.cuda.stream(tiers.top.mover.stream):
+        torch.cuda._sleep(200_000_000)  # about a tenth of a second
+    tiers.prefetch(0)
+    tiers.settle()
+    assert tiers.top.traffic.early > early
+    del tiers
+    new = [torch.zeros(n_bytes, dtype=torch.uint8, device="cuda") for _ in range(4)]
+    torch.cuda.synchronize()
+    assert not any(bool(x.any()) for x in new)
+
+
+def tiers_on_a_gpu(kv_dtype: torch.dtype | None = None) -> tuple[TierStack, Tensor]:
+    """Tiers of four layers with 32 chunks of two heads each, of which the device holds few, added while it is busy.
+
+    And the keys, which are the same in 8 bits, `[4, 2, 512, 64]`; values are their negatives.
+    """
+    reach = Reach(16, sinks=16, local=16, per_head=True)
+    layout = CacheLayout(4, 4, 2, 64, torch.bfloat16, torch.device("cuda"), reach, block=64, kv_dtype=kv_dtype)
+    budget = layout.least_budget + 24 * layout.page_bytes
+    tiers = TierStack(replace(layout, budgets=Budgets(budget)), Nowhere())
+    text = rounded(torch.randn(8, 512, 64), 16).view(4, 2, 512, 64).bfloat16().cuda()
+    busy = torch.randn(2048, 2048, device="cuda")
+    for first in range(0, 32, 4):
+        for layer in range(4):
+            busy = (busy @ busy).clamp(-1, 1)
+            keys = text[layer, :, first * 16 : first * 16 + 64] * busy[0, 0].isfinite()  # there once it has computed
+            tiers.add(layer, first, keys, -keys)
+            del keys
+    return tiers, text
 
 
 @pytest.mark.cuda

@@ -20,13 +20,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lce.cache.kv import KVCache
-from lce.cache.layout import UNBOUNDED, Budgets, CacheLayout, Reach
+from lce.cache.layout import UNBOUNDED, Budgets, CacheLayout, Reach, power_of_two
 from lce.cache.movers import Mover
+from lce.cache.pages import PageTable
 from lce.cache.row_file import RowFile, SpillFile
 from lce.cache.tiers import Disk, Nowhere, Numbers, PageIndex, Pages, Pool, Tier, TierStack, Traffic, slices
-from lce.errors import CapacityError
+from lce.errors import CapacityError, DataError
 from tests.interrupts import interrupted, places
-from tests.late import ORDERS, LateDevice, disks_of, no_gpu
+from tests.late import ORDERS, Late, LateDevice, disks_of, no_gpu
 from tests.running import rounded
 
 CPU = torch.device("cpu")
@@ -51,7 +52,7 @@ def tiers_of(
         budget = plain.recent_tokens * plain.token_bytes + limit * plain.page_bytes
     if "memory" in tiers:
         return replace(plain, budgets=Budgets(host=budget))
-    host = None if below == UNBOUNDED else below * plain.stored_page_bytes
+    host = None if below == UNBOUNDED else below * power_of_two(plain.stored_page_bytes)
     late = LateDevice(N_LAYERS, N_HEADS, N_HEADS, DIM, torch.float32, CPU, plain.reach, kv_dtype=kv_dtype)
     return replace(late, budgets=Budgets(budget, host if "host" in tiers else 0))
 
@@ -411,6 +412,7 @@ class Branch:
 
     def held(self, layer: int) -> NDArray[np.bool_]:
         """Which pages of a layer are in the first pool, `[groups, chunks]`."""
+        self.tiers.settle()
         pages = Pages.grid(self.tiers.groups(layer), np.arange(self.n_chunks(layer)))
         return self.top.find(pages).reshape(self.layout.n_groups, -1) >= 0
 
@@ -420,12 +422,16 @@ class Branch:
         self.k[layer] = torch.cat((self.k[layer], k), dim=1)
 
     def rounds(self, layer: int, wanted: NDArray[np.bool_]) -> None:
-        """Every page that is wanted comes once, with its numbers; those that are there are hits, the others misses."""
+        """Every page that is wanted comes once, with its numbers; those that are there are hits, the others misses.
+
+        One round alone has others, too.
+        """
         held, before, per_page = self.held(layer), replace(self.top.traffic), self.layout.page_heads
         seen = torch.zeros(N_HEADS, wanted.shape[1], dtype=torch.bool)
         for tiles in self.tiers.rounds(layer, wanted):
             here = tiles.index >= 0
             assert here.shape == seen.shape
+            here &= torch.from_numpy(wanted.repeat(per_page, axis=0))
             assert 0 < int(here.sum()) <= self.top.capacity * per_page
             assert not (seen & here).any()
             seen |= here
@@ -463,6 +469,7 @@ class Branch:
         """What was asked for the last time is there, half a pool of it, and counts as neither hit nor miss."""
         held, before = self.held(layer), replace(self.top.traffic)
         self.tiers.prefetch(layer)
+        self.tiers.settle()
         now = self.top.traffic
         assert (now.hits, now.misses) == (before.hits, before.misses)
         if not self.top.mover.asynchronous or layer not in self.asked:
@@ -493,14 +500,15 @@ class AnyOrder(RuleBasedStateMachine):
     @initialize(
         target=branches, tiers=st.sampled_from(TIERS), heads=st.sampled_from([1, N_HEADS]), spare=st.integers(1, 3),
         below=st.integers(1, 9), pinned=st.integers(0, 1), order=st.sampled_from(ORDERS),
-        kv_dtype=st.sampled_from([None, torch.int8]),
+        kv_dtype=st.sampled_from([None, torch.int8]), slab=st.sampled_from([1, 512]),
     )  # fmt: skip
     def start(
-        self, tiers: str, heads: int, spare: int, below: int, pinned: int, order: str, kv_dtype: torch.dtype | None
-    ) -> Branch:
+        self, tiers: str, heads: int, spare: int, below: int, pinned: int, order: str, kv_dtype: torch.dtype | None,
+        slab: int,
+    ) -> Branch:  # fmt: skip
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(os, "pwrite", self.write)
-        no_gpu(self.patch, order)
+        no_gpu(self.patch, order, slab)
         limit = UNBOUNDED if tiers == "memory" else N_HEADS // heads * (spare + pinned * N_LAYERS)
         below = below if "file" in tiers else UNBOUNDED
         self.layout = tiers_of(tiers, heads=heads, limit=limit, below=below, pinned=pinned, kv_dtype=kv_dtype)
@@ -603,6 +611,8 @@ class AnyOrder(RuleBasedStateMachine):
     def the_disk_saw_what_was_counted(self) -> None:
         if not self.files:
             return
+        for branch in self.all:
+            branch.tiers.settle()
         assert sum(disk_of(branch.tiers).bytes_out for branch in self.all) == sum(x.bytes_read for x in self.files)
         if not self.refused:
             written = sum(x.bytes_written for x in self.files)
@@ -701,7 +711,7 @@ def test_counters_of_memory_over_a_file(tmp_path: Path) -> None:
 
 def test_counters_of_a_device_over_memory_over_a_file(tmp_path: Path) -> None:
     branch = branch_of(tmp_path, "device, host, file", 3, limit=2, below=3)
-    # Layer 0's chunks went down one after the other, then layer 1's first, which took the first one's place in memory.
+    # Layer 0's chunks were copied as they came. Layer 1's first went down when its last came, in place of one of them.
     assert traffic(branch) == [(0, 0, 6, 4), (0, 0, 4, 1), (0, 0, 1, 0)]
     branch.rounds(0, wanted(branch, 0, 2))
     # Read from memory; on the device it took the place of layer 1's chunk 1, that in memory of layer 0's chunk 1.
@@ -836,7 +846,7 @@ def test_single_tokens_come_without_their_chunk(tmp_path: Path) -> None:
 
 
 def test_without_a_file_what_does_not_fit_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
-    branch = branch_of(tmp_path, "device, host", 3, limit=2, below=5)
+    branch = branch_of(tmp_path, "device, host", 3, limit=2, below=6)
     with pytest.raises(
         CapacityError, match=r"^the cache of keys and values is full; give --spill-dir, or a larger .*\Z"
     ):
@@ -856,6 +866,138 @@ def test_prefetching_makes_hits_of_misses(tmp_path: Path) -> None:
     branch.rounds(1, wanted(branch, 1, 2, 3, 4))
     assert branch.top.traffic.early == 3
     assert branch.top.traffic.hits == before + 2
+
+
+def test_what_cannot_be_fetched_early_is_refused_when_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    branch = branch_of(tmp_path, "device, file", 9, limit=8)
+    branch.rounds(1, wanted(branch, 1, 1, 2, 3))
+    branch.rounds(0, wanted(branch, 0, *range(8)))
+    before = branch.held(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(RowFile, "read_pages", lambda *_: fail(DataError("the disk does not read")))
+        branch.tiers.prefetch(1)
+        assert not branch.held(1).any()
+        with pytest.raises(DataError, match="the disk does not read"):
+            list(branch.tiers.rounds(1, wanted(branch, 1, 1, 2, 3)))
+        patch.setattr(RowFile, "read_pages", lambda *_: fail(MemoryError()))
+        branch.tiers.prefetch(1)
+        with pytest.raises(MemoryError):  # nobody's bad luck, but a fault
+            branch.tiers.settle()
+        branch.tiers.settle()
+    assert (branch.held(0) <= before).all()
+    branch.everything()
+    branch.prefetch(1)
+
+
+def fail(error: Exception) -> Tensor:
+    raise error
+
+
+def test_a_context_can_be_dropped_while_its_pages_are_fetched(tmp_path: Path) -> None:
+    branch = branch_of(tmp_path, "device, host, file", 9, limit=8, below=4)
+    branch.rounds(1, wanted(branch, 1, 1, 2, 3))
+    branch.rounds(0, wanted(branch, 0, *range(8)))
+    fork = branch.fork()
+    branch.tiers.prefetch(1)
+    del branch
+    fork.everything()
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+def test_pages_leave_a_device_without_a_copy(kv_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each was copied to the host when it came; the host has each once."""
+    branch = Branch(stack(tiers_of("device, host", limit=6, kv_dtype=kv_dtype), None))
+    monkeypatch.setattr(Pool, "_hand_down", lambda *_: fail(AssertionError("a copy")))
+    for seed in range(6):
+        for layer in range(N_LAYERS):
+            branch.add(layer, chunks_of(3, seed + 10 * layer))
+            branch.rounds(layer, wanted(branch, layer, 0, seed))
+    device, host = branch.tiers.pools
+    assert (host.group >= 0).sum() == 6 * 3 * N_LAYERS * N_HEADS
+    assert host.traffic.bytes_in == (host.group >= 0).sum() * host.page_bytes
+    assert device.below.holds(Pages(device.group, device.chunk)).all()
+    branch.everything()
+
+
+def test_the_host_takes_slabs_and_copies_nothing_when_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_gpu(monkeypatch, slab=512)
+    branch = Branch(stack(tiers_of("device, host", limit=4), None))
+    host = branch.tiers.pools[1]
+    assert host.n_bytes == host.n_slots == 0
+    firsts = []
+    for seed in range(9):
+        branch.add(seed % N_LAYERS, chunks_of(2, seed))
+        held = host._slots.slabs
+        firsts = [*firsts, *held[len(firsts) :]]
+        assert all(x is y for x, y in zip(held, firsts, strict=True))
+        assert host.n_bytes == len(held) * 512 == branch.layout.slab_bytes_for((seed + 1) * 2 * N_HEADS)
+    assert host.n_slots == len(firsts) * 8
+    branch.everything()
+
+
+@pytest.mark.parametrize("tiers", TIERS)
+def test_pools_that_grew_in_inference_mode_are_used_outside_it(tmp_path: Path, tiers: str) -> None:
+    """A context is opened outside it, generates in it, and is forked, saved and taken back outside it."""
+    limit = UNBOUNDED if tiers == "memory" else 5
+    branch = branch_of(tmp_path, tiers, 2, limit=limit, below=4 if "file" in tiers else UNBOUNDED)
+    with torch.inference_mode():
+        for seed in range(9):
+            branch.add(seed % N_LAYERS, chunks_of(3, seed))
+        branch.rounds(0, wanted(branch, 0, 1, 3, 7))
+        branch.prefetch(0)
+    branch.rounds(0, wanted(branch, 0, 2, 4, 8))
+    branch.prefetch(0)
+    branch.add(1, chunks_of(2, 20))
+    fork = branch.fork()
+    for each in (branch, fork):
+        each.everything()
+        each.add(0, chunks_of(2, 21))
+        each.rounds(0, wanted(each, 0, 0, 5, 9))
+
+
+def test_a_fork_above_a_file_that_takes_no_pages_gets_copies_of_what_is_new(tmp_path: Path) -> None:
+    """As an opened context with a budget for the device and none for the host."""
+    branch = branch_of(tmp_path, "device, host, file", 4, limit=4)
+    branch.tiers.write_down()
+    file_of(branch).writable = False
+    for seed in range(3):
+        branch.add(0, chunks_of(3, seed))
+    fork = branch.fork()
+    fork.add(0, chunks_of(2, 7))
+    branch.everything()
+    fork.everything()
+    assert disk_of(fork.tiers).bytes_in == 0
+
+
+# The page table of a device
+
+
+def test_a_page_table_on_the_device_is_that_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, mover, random = layout_of(), Late(), np.random.default_rng(0)
+    table, uploads = PageTable(layout, mover), []
+    monkeypatch.setattr(Late, "upload", lambda self, x: uploads.append(x.numel()) or x)
+    for step in range(60):
+        for _ in range(int(random.integers(0, 4)) if step % 20 else 100):
+            pages = Pages(random.integers(0, 4, 3), random.integers(0, 20 + 2 * step, 3))
+            table[pages] = int(random.integers(-1, 99))
+        with torch.inference_mode(step % 3 == 0):
+            found = table.on_device(slice(1, 3), 10 + 2 * step)
+        assert found.tolist() == table[Pages.grid(np.arange(1, 3), np.arange(10 + 2 * step))].reshape(2, -1).tolist()
+    n_uploads = len(uploads)
+    table.on_device(slice(0, 2), 100)
+    assert len(uploads) == n_uploads, "nothing has changed"
+    table[at((1, 5), (1, 6))] = 7
+    table.on_device(slice(0, 2), 100)
+    assert uploads[n_uploads:] == [4]
+
+
+def test_without_a_device_a_page_table_is_not_copied() -> None:
+    table = PageTable(layout_of(), Mover())
+    table[at((1, 5))] = 7
+    assert table.on_device(slice(1, 2), 6).tolist() == [[-1, -1, -1, -1, -1, 7]]
+    assert np.shares_memory(table.on_device(slice(0, 4), 6).numpy(), table._numbers)
 
 
 def test_where_copies_are_not_late_nothing_is_prefetched(tmp_path: Path) -> None:
@@ -969,6 +1111,9 @@ def test_a_cache_survives_any_refusal(tmp_path: Path, monkeypatch: pytest.Monkey
 # Ctrl-C
 
 
+FILES = ("tiers.py", "pool.py", "disk.py", "tier.py", "movers.py", "pages.py", "slots.py", "fetching.py")
+
+
 def check_interruptions(
     tiers: str, every: int, folder: Path, patch: pytest.MonkeyPatch, *where: str, kv_dtype: torch.dtype | None = None
 ) -> None:
@@ -984,6 +1129,7 @@ def check_interruptions(
         for layer in range(N_LAYERS):
             to.add(layer, 4, *pages(4, 9, seed + layer))
             to.chunks(layer, 2, 6)
+            to.prefetch(1 - layer)
             list(to.rounds(layer, np.ones((N_HEADS, 5), bool)))
 
     def filled() -> TierStack:
@@ -993,7 +1139,7 @@ def check_interruptions(
         return made
 
     probe = filled()
-    for place, nth in places(lambda: add(probe, 10), every, *(where or ("tiers.py", "movers.py"))):
+    for place, nth in places(lambda: add(probe, 10), every, *(where or FILES)):
         under_test = filled()
         interrupted(lambda under_test=under_test: add(under_test, 10), place, nth)
         add(under_test, 20)
@@ -1009,7 +1155,7 @@ def check_interruptions(
 def test_an_interruption_anywhere_leaves_tiers_that_can_be_used(
     tiers: str, kv_dtype: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_interruptions(tiers, 37, tmp_path, monkeypatch, kv_dtype=kv_dtype)
+    check_interruptions(tiers, 61, tmp_path, monkeypatch, kv_dtype=kv_dtype)
 
 
 def test_an_interruption_while_slots_change_hands_loses_no_page(

@@ -97,7 +97,7 @@ class Script:
         self.context = Context(ContextData(KVCache.empty(layout), [0]), Rope(RopeConfig(), 2, 64), identity)
         self.calls = 0
 
-    def advance(self, context: Context) -> None:
+    def advance(self, context: Context, *, ahead: bool) -> None:
         self.calls += 1
         context.logits = torch.nn.functional.one_hot(torch.tensor(self.tokens[len(context) - 1]), 300).float()
 

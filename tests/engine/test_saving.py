@@ -34,6 +34,7 @@ from lce.methods import LongHeads
 from lce.weights.header import read_all
 from tests.checkpoints import save_tiny, tokens
 from tests.interrupts import interrupted, places
+from tests.late import LateDevice, no_gpu
 
 BLOCK = 64
 NEEDS: dict[str, dict[str, object]] = {
@@ -916,3 +917,31 @@ def test_an_interruption_anywhere_leaves_no_file(
 ) -> None:
     engine = lce.load(tiny_model, LongHeads(chunk_size=8, chunks=4), block=32, kv_dtype=kv_dtype)
     check_interruptions(engine, what, every + (kv_dtype == "int8") * every // 2, tmp_path)
+
+
+# Beside a GPU whose copies are late, without one
+
+
+@pytest.mark.parametrize("spill", [False, True])
+def test_an_opened_context_goes_on_beside_a_gpu_and_is_saved_again(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spill: bool
+) -> None:
+    """Its pools grow while it generates; it is forked, saved and opened, with the tokens of a context in memory."""
+    no_gpu(monkeypatch, "last first", slab=2048)
+    plain = lce.load(tiny_model, "longheads", attention="torch", block=16)
+    with monkeypatch.context() as patch:
+        patch.setattr("lce.engine.loading.CacheLayout", LateDevice)
+        budgets = {"kv_device_budget": 80_000, **({"spill_dir": tmp_path, "kv_host_budget": 20_000} if spill else {})}
+        late = lce.load(tiny_model, "longheads", attention="torch", block=16, **budgets)
+    found = []
+    for engine in (plain, late):
+        engine.prefill(tokens(250)).save(tmp_path / "first.lce")
+        context = engine.open_context(tmp_path / "first.lce")
+        ids = list(engine.generate(tokens(5), context=context, max_tokens=20).token_ids)
+        ids += engine.generate(tokens(3), context=context.fork(), max_tokens=4).token_ids
+        context.save(tmp_path / "second.lce")
+        again = engine.open_context(tmp_path / "second.lce")
+        found.append([*ids, *engine.generate(tokens(4), context=again, max_tokens=4).token_ids])
+    assert found[0] == found[1]
+    assert context.cache.traffic["device"].early > 0
+    assert context.cache.traffic["host"].bytes_in > 0

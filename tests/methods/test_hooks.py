@@ -7,7 +7,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from lce.errors import UsageError
 from lce.methods import Full, LongHeads, Method, SelectiveMethod, Step
 from lce.methods.base import METHOD_CHECKS
 from lce.methods.hooks import SELECTION_CHECKS, described
+from lce.methods.step import DeviceStep
 from tests.running import vectors
 
 WINDOW, H, G, N, D, SIZE = 32, 4, 2, 40, 8, 4
@@ -188,8 +189,24 @@ def test_hooks_that_a_run_does_not_call() -> None:
             method.choices if name == "choices" else method.for_model(None)
 
 
+class Recorded(Full):
+    def bound(self, stop: int) -> int | None:
+        return stop - 1
+
+    def decode(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
+        return q[0]
+
+
+def test_hooks_of_recorded_steps() -> None:
+    q, cache, step = torch.zeros(H, 1, D), cast("LayerCache", None), cast("DeviceStep", None)
+    with pytest.raises(UsageError, match=r"full\.bound returned 6; expected None, or a whole number of tokens, 7"):
+        Recorded().bound(7)
+    with pytest.raises(UsageError, match=r"full\.decode returned \[1, 8\] float32; expected \[4, 1, 8\] float32"):
+        Recorded().decode(q, cache, step)
+
+
 def test_every_hook_that_is_checked_is_in_the_table() -> None:
-    assert {*WRONG, "choices", "for_model"} == {*SELECTION_CHECKS}
+    assert {*WRONG, "choices", "for_model", "bound", "decode"} == {*SELECTION_CHECKS}
     assert {*METHOD_CHECKS} < {*SELECTION_CHECKS}
 
 

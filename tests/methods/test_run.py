@@ -16,7 +16,8 @@ from lce.attention import Attention
 from lce.cache.kv import KVCache, LayerCache
 from lce.cache.layout import Budgets, CacheLayout, Reach
 from lce.errors import UsageError
-from lce.methods import Driver, Full, LongHeads, Rope, RopeConfig, make
+from lce.methods import Driver, Full, LongHeads, Method, Rope, RopeConfig, make
+from lce.methods.step import Step
 from lce.models.layers import Attend
 from tests import oracle
 from tests.interrupts import interrupted, places
@@ -168,13 +169,22 @@ def test_a_commit_that_is_interrupted_is_completed(monkeypatch: pytest.MonkeyPat
 def test_decode_steps_prefetch_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = vectors(1, 4, 2, 9, 8)
     driver, cache, rope = driver_of(2)
-    asked: list[int] = []
+    asked: list[int | str] = []
     monkeypatch.setattr(KVCache, "prefetch", lambda cache, layer: asked.append(layer))
+    attended = type(driver.method).attend
+
+    def attend(method: Method, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        out = attended(method, q, cache, step)
+        if step.stop - step.start == 1:
+            asked.append(f"layer {cache.index}")
+        return out
+
+    monkeypatch.setattr(type(driver.method), "attend", attend)
     driver.forward(cache, rope, 9, lambda attend: [attend(layer, q, k, v) for layer in range(2)])
     assert asked == []
     last = [x[:, -1:] for x in (q, k, v)]
     driver.forward(cache, rope, 1, lambda attend: [attend(layer, *last) for layer in range(2)])
-    assert asked == [0, 1, 2]
+    assert asked == [0, "layer 0", 1, "layer 1", 2], "behind a layer's own pages and kernels"
 
 
 # Ctrl-C

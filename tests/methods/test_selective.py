@@ -99,11 +99,11 @@ def test_more_than_was_declared_is_not_kept() -> None:
         run(KeepsTwice(chunk_size=SIZE), q, k, v, [100], window=WINDOW)
 
 
-def test_on_a_gpu_a_choice_is_two_launches_and_no_sync(gpus: Gpus) -> None:
+def test_on_a_gpu_a_choice_is_two_launches_and_no_sync(triton_gpus: Gpus) -> None:
     class Decode:
         """What `select` asks of a step: the query at index 100."""
 
-        start = 100
+        start, at = 100, None
 
         def positions(self, device: torch.device) -> Tensor:
             return torch.arange(100, 101, device=device)
@@ -116,7 +116,7 @@ def test_on_a_gpu_a_choice_is_two_launches_and_no_sync(gpus: Gpus) -> None:
     q, summaries = torch.randn(4, 1, 16), torch.randn(4, 12, 16)
     expected = method.select(dot_products(q, summaries), step)
     q, summaries = q.cuda(), summaries.cuda()
-    with gpus.counting() as counts:
+    with triton_gpus.counting() as counts:
         chosen = method.select(dot_products(q, summaries), step)
     in_a_layer = [name for name in launched(counts) if name.startswith("_")]  # the others are once for all layers
     assert in_a_layer == ["_choose", "_score"]

@@ -45,27 +45,27 @@ def test_takes_views() -> None:
 @pytest.mark.parametrize(
     ("rows", "launches"), [(1, ["_product"]), (4, ["_product"]), (6, ["_rms_norm", "_silu_mul", "mm"])]
 )
-def test_on_a_gpu_a_few_rows_are_one_launch(rows: int, launches: list[str], gpus: Gpus) -> None:
+def test_on_a_gpu_a_few_rows_are_one_launch(rows: int, launches: list[str], triton_gpus: Gpus) -> None:
     """More rows are a product of matrices between a norm and a gate."""
     x, weight, norm = torch.randn(rows, 48), torch.randn(20, 48), torch.rand(48)
     expected = linear(x, weight, norm=norm, eps=1e-5, gated=True)
     added = linear(x, weight, onto=torch.ones(rows, 20))
     x, weight, norm, onto = x.cuda(), weight.cuda(), norm.cuda(), torch.ones(rows, 20, device="cuda")
-    with gpus.counting() as counts:
+    with triton_gpus.counting() as counts:
         out = linear(x, weight, norm=norm, eps=1e-5, gated=True)
     assert launched(counts) == launches
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-5, atol=1e-5)
-    with gpus.counting() as counts:
+    with triton_gpus.counting() as counts:
         assert linear(x, weight, onto=onto) is onto
     assert launched(counts) == ["_product" if rows <= 4 else "addmm_"]
     torch.testing.assert_close(onto.cpu(), added, rtol=1e-5, atol=1e-5)
 
 
-def test_on_a_gpu_the_heads_are_normalised_in_one_launch(gpus: Gpus) -> None:
+def test_on_a_gpu_the_heads_are_normalised_in_one_launch(triton_gpus: Gpus) -> None:
     joined, q_weight, k_weight = torch.randn(3, 7, 16).transpose(0, 1), torch.rand(16), torch.rand(16)
     expected = norm_heads(joined[:4], q_weight, joined[4:6], k_weight, 1e-5)
     on_gpu, q_weight, k_weight = joined.cuda(), q_weight.cuda(), k_weight.cuda()
-    with gpus.counting() as counts:
+    with triton_gpus.counting() as counts:
         found = norm_heads(on_gpu[:4], q_weight, on_gpu[4:6], k_weight, 1e-5)
     assert launched(counts) == ["_rms_norm"]
     for x, truth in zip(found, expected, strict=True):

@@ -83,6 +83,17 @@ def test_queries_grow_with_their_index_in_the_text(tmp_path: Path) -> None:
     torch.testing.assert_close(queries, queries[:, :1] * expected[:, None])
 
 
+def test_the_index_of_a_token_may_be_on_the_device(tmp_path: Path) -> None:
+    engine = lce.load(save_kind(tmp_path, KINDS["strong"]).folder)
+    ids, index = torch.tensor([5]), 50
+
+    def own_queries(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q
+
+    one, other = (engine.model(ids, start, own_queries) for start in (index, torch.tensor([index])))
+    assert torch.equal(one, other)
+
+
 def test_values_that_are_none(tmp_path: Path) -> None:
     folder = save_kind(tmp_path / "model", KINDS["ministral-3"]).folder
     published = ministral()["rope_parameters"]

@@ -54,9 +54,10 @@ def test_a_gpu_on_which_triton_cannot_compile(
         raise RuntimeError("Failed to find C compiler.\nPlease specify one")
 
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pretended_gpus(1):
+    missing = launching.missing.__wrapped__  # without what it found before
+    with pretended_gpus(triton=True):
         monkeypatch.setattr(launching, "launch", fail)
-        why = launching.missing.__wrapped__()
+        why = missing()
     assert why == "a Triton that can compile here (RuntimeError: Failed to find C compiler.)"
     said = "Triton's kernels do not run here (RuntimeError: Failed to find C compiler.); PyTorch's operators are used"
     assert said in capsys.readouterr().err

@@ -1,0 +1,91 @@
+"""The tier of files: pages are rows of a spill file or of a context file."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lce.cache.layout import DISK, SCALE_ROWS, CacheLayout
+from lce.cache.movers import Mover
+from lce.cache.packing import Parts, from_rows, key_scales_of, to_rows, tokens_of_rows
+from lce.cache.pages import Numbers, PageIndex, Pages
+from lce.cache.row_file import RowFile, SpillFile
+from lce.cache.tier import Tier, Traffic, joined
+
+MOVER = Mover()  # what is read is in plain memory
+
+
+class Disk(Tier):
+    """A file of rows: a spill file, or a context file."""
+
+    name = DISK
+
+    def __init__(self, layout: CacheLayout, file: RowFile, below: Tier) -> None:
+        self.layout = layout
+        self.file = file
+        self.below = below
+        self.packed = layout.packed
+        self.traffic = below.traffic if isinstance(below, Disk) else Traffic()  # files are one tier to users
+        self.row = PageIndex(layout)  # the first row of each page in the file
+
+    @property
+    def n_bytes(self) -> int:  # type: ignore[override]
+        return self.file.n_bytes
+
+    def holds(self, pages: Pages) -> NDArray[np.bool_]:
+        return (self.row[pages] >= 0) | self.below.holds(pages)
+
+    def read(self, pages: Pages) -> Parts:
+        first = self.row[pages]
+        here, missing = np.flatnonzero(first >= 0), np.flatnonzero(first < 0)
+        self.traffic.hits += len(here)
+        self.traffic.bytes_out += len(here) * self.layout.stored_page_bytes
+        parts = from_rows(self.file.read_pages(first[here], self.layout.page_rows), self.layout, self.file.name)
+        if not len(missing):
+            return parts
+        return joined((here, missing), (parts, self.below.read(pages.at(missing))), MOVER)
+
+    def read_rows(self, pages: Pages, offsets: Numbers) -> Tensor:
+        first = self.row[pages]
+        here, missing = np.flatnonzero(first >= 0), np.flatnonzero(first < 0)
+        self.traffic.bytes_out += len(here) * self.file.row_bytes
+        rows = self.file.read(torch.from_numpy(first[here] + offsets[here]))
+        if self.packed:
+            rows = self._unpacked(rows, first[here])
+        if not len(missing):
+            return rows
+        rest = self.below.read_rows(pages.at(missing), offsets[missing])
+        return joined((here, missing), ((rows,), (rest,)), MOVER)[0]
+
+    def _unpacked(self, rows: Tensor, first: Numbers) -> Tensor:
+        """Packed rows of pages that begin at rows `first`, `[n, 2, P, D]`; reads the scales of each page once."""
+        page, of_page = np.unique(first, return_inverse=True)
+        found = self.file.read_pages(page + self.layout.chunk_size, SCALE_ROWS)
+        self.traffic.bytes_out += found.nbytes
+        scales = key_scales_of(found, self.layout, self.file.name).index_select(0, torch.from_numpy(of_page))
+        return tokens_of_rows(rows, scales, self.layout, self.file.name)
+
+    def write(self, pages: Pages, *parts: Tensor) -> None:
+        rows = to_rows(parts, self.layout)
+        first = self.file.allocate_pages(*pages, self.layout.page_rows)
+        self.file.write_pages(first, rows)
+        self.row[pages] = first
+        self.traffic.bytes_in += len(first) * self.layout.stored_page_bytes
+
+    def forget(self, pages: Pages) -> None:
+        self.row[pages] = -1
+        self.below.forget(pages)
+
+    def fork(self) -> Disk:
+        """A tier of its own with the same pages, over the same file.
+
+        If the file has one place for each page, the other context only reads it, and writes to a spill file, if any.
+        """
+        file, folder = self.file.for_fork(), self.layout.budgets.spill_dir
+        other = Disk(self.layout, file, self.below.fork() if isinstance(self.below, Disk) else self.below)
+        other.row = self.row.copy()
+        if file is self.file or folder is None:
+            return other
+        return Disk(self.layout, SpillFile(folder, self.layout.row_shape, self.layout.row_dtype), other)

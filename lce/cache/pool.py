@@ -1,0 +1,319 @@
+"""The tiers in memory: pools of slots for pages, least recently used out first.
+
+The device's pool is one tensor for keys and one for values, which kernels read where pages lie. The host's pool grows
+by slabs of page-locked memory; nothing that it holds is ever copied to another place.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lce.cache.fetching import Fetch
+from lce.cache.layout import UNBOUNDED, CacheLayout
+from lce.cache.movers import Mover, fitting
+from lce.cache.packing import Parts, pack
+from lce.cache.pages import Numbers, Pages, PageTable, slices
+from lce.cache.slots import SlotQueue, Slots, shapes_of
+from lce.cache.tier import Nowhere, Tier, Traffic, joined
+from lce.errors import CapacityError
+
+AT_ONCE = 64 << 20  # bytes of pages that are read from a lower tier, or written to it, in one go
+
+
+class Pool(Tier):
+    """Slots for pages in one kind of memory, `k v [n_slots, P, L, D]` or packed ones: at most `limit` of them.
+
+    Pages of the first `pinned_chunks` chunks never leave. Without `slab_slots` all slots are one slab: there from the
+    start, or growing by half where there is no limit. Else slabs of so many slots come as they are needed. Bookkeeping
+    takes 24 bytes a slot and 8 a page of the context. Time to free slots: O(n_slots / 16), and now and then O(n_slots).
+
+    A slot holds a page if its `group` and `chunk` say so and the index leads to it. An interruption may leave a slot
+    to which the index does not lead: it is as good as free.
+    """
+
+    def __init__(
+        self, name: str, layout: CacheLayout, mover: Mover, below: Tier, limit: int = UNBOUNDED, pinned_chunks: int = 0,
+        *, packed: bool = False, slab_slots: int | None = None,
+    ) -> None:  # fmt: skip
+        self.name = name
+        self.layout = layout
+        self.mover = mover
+        self.below = below
+        self.limit = limit
+        self.pinned_chunks = pinned_chunks
+        self.packed = packed
+        self.page_bytes = layout.stored_page_bytes if packed else layout.page_bytes
+        self.traffic = Traffic()
+        self.clock = 0  # requests so far
+        self.slab_slots = slab_slots
+        self.slot = PageTable(layout, mover)  # of each page
+        self._queue = SlotQueue()
+        self._slots = Slots.none()
+        if slab_slots is None:
+            self._grow(16 if limit == UNBOUNDED else limit)
+
+    @property
+    def k(self) -> Tensor:
+        """Keys of the only slab, `[n_slots, P, L, D]`."""
+        return self._slots.slabs[0][0]
+
+    @property
+    def v(self) -> Tensor:
+        """Values of the only slab, `[n_slots, P, L, D]`."""
+        return self._slots.slabs[0][1]
+
+    @property
+    def group(self) -> Numbers:
+        return self._slots.group
+
+    @property
+    def chunk(self) -> Numbers:
+        return self._slots.chunk
+
+    @property
+    def used(self) -> Numbers:
+        return self._slots.used
+
+    @property
+    def n_slots(self) -> int:
+        return len(self.group)
+
+    @property
+    def n_free(self) -> int:
+        """Pages that can come without one leaving."""
+        return UNBOUNDED if self.limit == UNBOUNDED else int((self.group < 0).sum()) + self.limit - self.n_slots
+
+    @property
+    def capacity(self) -> int:
+        """Pages that can be here at once beside the pinned ones."""
+        return self.limit - self.pinned_chunks * self.layout.n_layers * self.layout.n_groups
+
+    @property
+    def n_bytes(self) -> int:  # type: ignore[override]
+        if self.slab_slots is not None:
+            return self.layout.slab_bytes_for(self.n_slots)
+        return self.n_slots * self.page_bytes
+
+    def find(self, pages: Pages) -> Numbers:
+        """The slot of each page, -1 where it is not here."""
+        return self.slot[pages]
+
+    def holds(self, pages: Pages) -> NDArray[np.bool_]:
+        return (self.find(pages) >= 0) | self.below.holds(pages)
+
+    def order(self, pages: Pages) -> Numbers:
+        return np.argsort(self.find(pages), kind="stable")
+
+    def bring(self, pages: Pages) -> Numbers:
+        """Have these pages, at most `capacity`, in slots; the slots. The pages stay there until the next request."""
+        slots, missing = self._request(pages)
+        missing = missing[self.below.order(pages.at(missing))]
+        for some in slices(len(missing), AT_ONCE // self.page_bytes):
+            part = missing[some]
+            found = self.below.read(pages.at(part))
+            slots[part] = self._fill(pages.at(part), *found)
+        return slots
+
+    def fetch(self, pages: Pages) -> tuple[Fetch, Pages, Numbers] | None:
+        """`bring` as work for another thread, the pages that it brings, and their slots; None if all are there.
+
+        Until the work has ended, nobody else may use this pool or those below. Then `arrived` counts the pages.
+        """
+        self.clock += 1
+        slots = self.find(pages)
+        self.used[slots[slots >= 0]] = self.clock
+        missing = pages.at(np.flatnonzero(slots < 0))
+        if not len(missing.group):
+            return None
+        missing = missing.at(self.below.order(missing))
+        slots = self._vacate(len(missing.group))
+        slabs, after = self._slots.slabs, self.mover.now()
+
+        def work() -> None:
+            with torch.inference_mode():  # which is set for each thread
+                for some in slices(len(slots), AT_ONCE // self.page_bytes):
+                    self.mover.put(slabs, slots[some], self.below.read(missing.at(some)), after)
+
+        return Fetch(work), missing, slots
+
+    def arrived(self, pages: Pages, slots: Numbers) -> None:
+        """Count pages that were put into slots: they are there from now on."""
+        self.used[slots], self.chunk[slots] = self.clock, pages.chunk
+        self.group[slots] = pages.group
+        self.slot[pages] = slots
+        self.traffic.bytes_in += len(slots) * self.page_bytes
+
+    def read(self, pages: Pages) -> Parts:
+        """Missing pages pass by: they get slots only where slots are free."""
+        slots, missing = self._request(pages)
+        if not len(missing):
+            return self.take(slots)
+        here, found = np.flatnonzero(slots >= 0), self.below.read(pages.at(missing))
+        held = self.take(slots[here])
+        found = fitting(tuple(self.mover.upload(x) for x in found), held)
+        if self.n_free >= len(missing):
+            self._fill(pages.at(missing), *found)
+        return joined((here, missing), (held, found), self.mover) if len(here) else found
+
+    def read_rows(self, pages: Pages, offsets: Numbers) -> Tensor:
+        slots = self.find(pages)
+        here, missing = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
+        self.used[slots[here]] = self.clock
+        self.mover.wait(np.unique(slots[here]))
+        held = self._rows(slots[here], offsets[here])
+        if not len(missing):
+            return held
+        rest = self.mover.upload(self.below.read_rows(pages.at(missing), offsets[missing]))
+        return joined((here, missing), ((held,), (rest,)), self.mover)[0]
+
+    def _rows(self, slots: Numbers, offsets: Numbers) -> Tensor:
+        """Single tokens of slots, `[n, 2, P, D]`."""
+        if self.slab_slots is None:
+            slot, offset = self.mover.upload(torch.from_numpy(np.stack((slots, offsets))))
+            return self._rows_of(self._slots.slabs[0], slot, offset)
+        rows = torch.empty(len(slots), 2, self.layout.page_heads, self.layout.head_dim, dtype=self.layout.dtype)
+        slab, slots = np.divmod(slots, self.slab_slots)
+        for number in np.unique(slab).tolist():
+            here = np.flatnonzero(slab == number)
+            found = self._rows_of(self._slots.slabs[number], *(torch.from_numpy(x[here]) for x in (slots, offsets)))
+            rows[torch.from_numpy(here)] = found
+        return rows
+
+    def _rows_of(self, slab: Parts, slot: Tensor, offset: Tensor) -> Tensor:
+        if not self.packed:
+            return torch.stack([x[slot, :, offset] for x in slab], dim=1)
+        k, k_scale, v, v_scale = slab
+        rows = torch.stack((k[slot, :, offset] * k_scale[slot, :, 0], v[slot, :, offset] * v_scale[slot, :, offset]), 1)
+        return rows.to(self.layout.dtype)
+
+    def write(self, pages: Pages, *parts: Tensor) -> None:
+        for some in slices(len(pages.group), self.capacity):
+            self.clock += 1
+            part = pages.at(some)
+            self._free(part)  # left by a call that failed
+            self._fill(part, *(x[some] for x in parts))
+
+    def forget(self, pages: Pages) -> None:
+        self._free(pages)
+        self.below.forget(pages)
+
+    def take(self, slots: Numbers) -> Parts:
+        """Copies of the pages in these slots."""
+        if not len(slots):
+            return tuple(self.mover.empty((0, *shape), x) for shape, x in shapes_of(self.layout, self.packed))
+        self.mover.wait(slots)
+        self.traffic.bytes_out += len(slots) * self.page_bytes
+        return self.mover.pick(self._slots.slabs, slots)
+
+    def _hand_down(self, slots: Numbers, target: Tier) -> None:
+        """Write the pages in these slots to another tier."""
+        target.write(self._pages(slots), *self._as_in(target, self.take(slots)))
+
+    def _as_in(self, target: Tier, parts: Parts) -> Parts:
+        """Pages of this pool as another tier has them: packed, if only that one's are."""
+        return pack(*parts) if target.packed and not self.packed else parts
+
+    def write_through(self, pages: Pages, *parts: Tensor) -> None:
+        """Begin to copy pages, which are about to be written here, to the pool below: they then leave without a copy.
+
+        As many as it has free slots for: the rest moves down when it leaves. With nothing below that pool there must be
+        slots for all: raises `CapacityError`.
+        """
+        below = self.below
+        if not self.mover.asynchronous or not isinstance(below, Pool):
+            return
+        n = len(pages.group)
+        some = slice(n if isinstance(below.below, Nowhere) else min(n, below.n_free))
+        if some.stop:
+            below.write(pages.at(some), *self._as_in(below, tuple(x[some] for x in parts)))
+            self.traffic.bytes_out += some.stop * self.page_bytes
+
+    def copy_down(self, target: Tier, held_by: Tier) -> None:
+        """Write to `target` the pages here that `held_by` does not have."""
+        held = self._holding(np.arange(self.n_slots))
+        held = held[~held_by.holds(self._pages(held))]
+        for some in slices(len(held), AT_ONCE // self.page_bytes):
+            self._hand_down(held[some], target)
+
+    def _request(self, pages: Pages) -> tuple[Numbers, Numbers]:
+        """The slots of pages, -1 where they are missing, and which are; their use is noted."""
+        self.clock += 1
+        slots = self.find(pages)
+        missing = np.flatnonzero(slots < 0)
+        self.used[slots[slots >= 0]] = self.clock
+        self.traffic.misses += len(missing)
+        self.traffic.hits += len(slots) - len(missing)
+        return slots, missing
+
+    def _pages(self, slots: Numbers) -> Pages:
+        return Pages(self.group[slots], self.chunk[slots])
+
+    def _fill(self, pages: Pages, *parts: Tensor) -> Numbers:
+        """Put pages into slots that are freed for them; the slots. They count once the index has them, at the end."""
+        slots = self._vacate(len(pages.group))
+        self.mover.put(self._slots.slabs, slots, parts)
+        self.arrived(pages, slots)
+        return slots
+
+    def _vacate(self, n: int) -> Numbers:
+        """`n` slots made free; dirty pages move down first."""
+        slots = self._victims(n)
+        held = self._holding(slots)
+        dirty = held[~self.below.holds(self._pages(held))]
+        if len(dirty):
+            self._hand_down(dirty, self.below)
+        self._drop(held)
+        return slots
+
+    def _victims(self, n: int) -> Numbers:
+        """`n` slots to fill: free ones, then the least recently used; none pinned, or in use by this request."""
+        n_free = int((self.group < 0).sum())
+        if self.n_slots < self.limit and n_free < n:
+            self._grow(n - n_free)
+            n_free = int((self.group < 0).sum())
+        slots = self._queue.take(n, self._slots, self.clock)
+        if len(slots) < n or (self.group[slots] < 0).sum() < min(n, n_free):  # slots became free since it was made
+            free = np.ones(self.n_slots, bool)
+            free[self._holding(np.arange(self.n_slots))] = False
+            self.group[free] = -1  # what an interruption left
+            self._queue.renew(n, self._slots, free, (self.chunk < self.pinned_chunks) | (self.used >= self.clock))
+            slots = self._queue.take(n, self._slots, self.clock)
+        if len(slots) < n:
+            raise CapacityError(f"the {self.name} cache has no space for {n} more pages; give it a larger budget")
+        return np.sort(slots)
+
+    def release(self, slots: Numbers) -> None:
+        """Have the pages in these slots be the next to leave."""
+        self.used[slots] = 0
+        self._queue.clear()
+
+    def _holding(self, slots: Numbers) -> Numbers:
+        """Those of these slots that hold a page."""
+        slots = slots[self.group[slots] >= 0]
+        held: Numbers = slots[self.slot[self._pages(slots)] == slots]
+        return held
+
+    def _free(self, pages: Pages) -> None:
+        """Forget these pages here."""
+        slots = self.find(pages)
+        self._drop(slots[slots >= 0])
+
+    def _drop(self, slots: Numbers) -> None:
+        """Forget what these slots hold."""
+        self.slot[self._pages(self._holding(slots))] = -1
+        self.group[slots] = -1
+
+    def _grow(self, n: int) -> None:
+        """Have at least `n` more slots, or as many as the limit allows."""
+        shapes, wanted = shapes_of(self.layout, self.packed), min(self.n_slots + n, self.limit)
+        if self.slab_slots is None:
+            n_slots = min(max(wanted, self.n_slots * 3 // 2), self.limit)
+            slab = tuple(self.mover.empty((n_slots, *shape), dtype) for shape, dtype in shapes)
+            self._slots = self._slots.moved_to(slab, self.mover)
+            return
+        while self.n_slots < wanted:
+            size = min(self.slab_slots, self.limit - self.n_slots)
+            self._slots = self._slots.with_slab(self.mover.slab(shapes, size))

@@ -1,0 +1,92 @@
+"""The slots of a pool: their memory and what they hold, how they become more, and which of them are filled next."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lce.cache.layout import CacheLayout
+from lce.cache.movers import Mover, Shapes
+from lce.cache.packing import Parts
+from lce.cache.pages import Numbers
+
+NEVER = np.iinfo(np.int64).max
+QUEUED = 1024  # slots that a queue has at least, if there are so many
+
+
+class Slots(NamedTuple):
+    """What a pool's slots hold, `k v [n_slots, P, L, D]` or packed pages, in one slab or several; and of which page."""
+
+    slabs: tuple[Parts, ...]
+    group: Numbers  # whose page a slot holds; -1: free
+    chunk: Numbers
+    used: Numbers  # the request that last used a slot
+
+    @classmethod
+    def none(cls) -> Slots:
+        return cls((), *np.zeros((3, 0), np.int64))
+
+    def with_slab(self, slab: Parts) -> Slots:
+        """These and those of another slab, behind them."""
+        return self._with((*self.slabs, slab), len(self.group) + len(slab[0]))
+
+    def moved_to(self, slab: Parts, mover: Mover) -> Slots:
+        """The slots of a larger slab, the first with what these hold. Bytes: one copy."""
+        n = len(self.group)
+        if n:
+            mover.wait(np.arange(n))
+            for x, old in zip(slab, self.slabs[0], strict=True):
+                x[:n] = old
+        return self._with((slab,), len(slab[0]))
+
+    def _with(self, slabs: tuple[Parts, ...], n_slots: int) -> Slots:
+        n = len(self.group)
+        group, (chunk, used) = np.full(n_slots, -1), np.zeros((2, n_slots), np.int64)
+        group[:n], chunk[:n], used[:n] = self[1:]
+        return Slots(slabs, group, chunk, used)
+
+
+def shapes_of(layout: CacheLayout, packed: bool) -> Shapes:
+    """The parts of one slot."""
+    heads, size, dim = layout.page_heads, layout.chunk_size, layout.head_dim
+    if not packed:
+        return [((heads, size, dim), layout.dtype)] * 2
+    numbers = (heads, size, dim), torch.int8
+    return [numbers, ((heads, 1, dim), torch.float32), numbers, ((heads, size, 1), torch.float32)]
+
+
+class SlotQueue:
+    """Slots in the order in which they are filled: free ones, then the least recently used.
+
+    Made of a sixteenth of all slots, so that few requests look at all of them. Those that were used since then are
+    passed over; all that are not in it were used later.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Be empty: other slots than those in the queue are the oldest."""
+        self._queue = np.zeros((2, 0), np.int64)  # slots, and when they were used; -1: they were free
+
+    def renew(self, n: int, slots: Slots, free: NDArray[np.bool_], busy: NDArray[np.bool_]) -> None:
+        """Queue `n` slots at least, or all that are `free` or not `busy`. Time: O(n_slots)."""
+        n_slots = len(slots.group)
+        n_queued = min(max(n, n_slots // 16, QUEUED), n_slots)
+        age = np.where(free, -1, np.where(busy, NEVER, slots.used))
+        oldest = np.sort(np.argpartition(age, n_queued - 1)[:n_queued]) if n_queued else np.arange(0)
+        oldest = oldest[age[oldest] < NEVER]
+        oldest = oldest[np.argsort(age[oldest], kind="stable")]
+        self._queue = np.stack((oldest, age[oldest]))
+
+    def take(self, n: int, slots: Slots, clock: int) -> Numbers:
+        """The first `n` that may be filled, or all that there are; those that request `clock` uses may not be."""
+        queued, age = self._queue
+        free, used = slots.group[queued] < 0, slots.used[queued]
+        good = np.flatnonzero(np.where(age < 0, free, ~free & (used == age) & (used < clock)))[:n]
+        self._queue = self._queue[:, good[-1] + 1 if len(good) else 0 :]
+        taken: Numbers = queued[good]
+        return taken

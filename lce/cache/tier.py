@@ -1,0 +1,93 @@
+"""What every tier is: pages are written to it and read from it, and it has another one below."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lce.cache.movers import Mover
+from lce.cache.packing import Parts
+from lce.cache.pages import Numbers, Pages
+from lce.cache.row_file import FULL
+from lce.errors import CapacityError
+
+
+@dataclass
+class Traffic:
+    """What went through a tier: pages asked of it that it had (`hits`) or had not (`misses`), bytes in and out.
+
+    `early` pages were fetched before they were asked for, from what was asked for the last time.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    early: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+
+class Tier(ABC):
+    """Where pages can be, above another tier."""
+
+    name: str
+    traffic: Traffic
+    below: Tier
+    n_bytes: int  # held now
+    packed: bool = False  # whether its pages are
+
+    @abstractmethod
+    def holds(self, pages: Pages) -> NDArray[np.bool_]:
+        """Which pages are in this tier or in one below it."""
+
+    @abstractmethod
+    def read(self, pages: Pages) -> Parts:
+        """Copies of pages, `k v [n, P, L, D]` or packed, from here or from below."""
+
+    def order(self, pages: Pages) -> Numbers:
+        """An order of these pages in which `read` is fastest."""
+        return np.arange(len(pages.group))
+
+    @abstractmethod
+    def read_rows(self, pages: Pages, offsets: Numbers) -> Tensor:
+        """Copies of single tokens of pages, rows `[n, 2, P, D]`, from here or from below."""
+
+    @abstractmethod
+    def write(self, pages: Pages, *parts: Tensor) -> None:
+        """Take pages, `k v [n, P, L, D]` or packed, that no tier below has. Not atomic: call again after an error."""
+
+    @abstractmethod
+    def forget(self, pages: Pages) -> None:
+        """Have pages no longer, here or below: other contents are about to be written."""
+
+
+class Nowhere(Tier):
+    """The end of the chain: has nothing, takes nothing."""
+
+    name = ""
+    n_bytes = 0
+
+    def holds(self, pages: Pages) -> NDArray[np.bool_]:
+        return np.zeros(np.broadcast(*pages).shape, bool)
+
+    def read(self, pages: Pages) -> Parts:
+        raise AssertionError("a page that is in no tier")
+
+    def read_rows(self, pages: Pages, offsets: Numbers) -> Tensor:
+        raise AssertionError("a page that is in no tier")
+
+    def write(self, pages: Pages, *parts: Tensor) -> None:
+        raise CapacityError(FULL)
+
+    def forget(self, pages: Pages) -> None:
+        pass
+
+
+def joined(where: tuple[Numbers, Numbers], parts: tuple[Parts, Parts], mover: Mover) -> Parts:
+    """Two runs of tensors, which are where the mover's slots are, as one: `parts[i]` are the entries `where[i]`."""
+    order = mover.upload(torch.from_numpy(np.argsort(np.concatenate(where))))
+    return tuple(torch.cat(both).index_select(0, order) for both in zip(*parts, strict=True))

@@ -1,0 +1,264 @@
+"""Decode on a GPU as one CUDA graph: the step of a token is recorded once and run again for the tokens after it.
+
+A step of some hundred kernels takes less time than it takes to launch them one by one; a graph is one launch. All that
+changes from token to token is on the device: the token, its index, and what the method makes of it
+(`lce.methods.step.DeviceStep`). The memory that the step reads and writes is the cache's own. A step is recorded anew
+when that memory moves, or when the text passes the bound for which the step was recorded.
+
+Under greedy sampling the step of the likeliest token is launched before the host has read which one that is. It writes
+behind the committed tokens, so it is dropped where the text ends or goes on otherwise.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lce.cache.kv import KVCache, LayerCache
+from lce.engine.context import Context
+from lce.engine.sampling import check_logits
+from lce.methods.run import Driver
+from lce.methods.step import OnDevice
+from lce.models.layers import Attend, Model
+
+Work = Callable[[], None]
+
+_pauses: set[object] = set()
+_recorders: list[object] = []  # those who record now: the first one may, of several threads
+_failed: list[object] = []  # graphs whose capture failed: PyTorch's allocator may still refer to them
+
+
+@contextmanager
+def one_by_one() -> Iterator[None]:
+    """While it lasts, every decode step of this process runs kernel by kernel: for whoever looks at single calls."""
+    pause = object()
+    try:
+        _pauses.add(pause)
+        yield
+    finally:
+        _pauses.discard(pause)
+
+
+class Tape(Protocol):
+    """What records work and runs it again."""
+
+    def warm_up(self, work: Work) -> None:
+        """Do the work once, so that all that it needs is compiled and loaded before it is recorded."""
+
+    def record(self, work: Work) -> Work:
+        """Record the work, without doing it; the result does it. Raises `RuntimeError` for work that cannot be."""
+
+    def reader(self, numbers: Tensor) -> Callable[[], list[int]]:
+        """What reads the numbers as they are now, and waits for nothing that is launched later."""
+
+
+class CudaTape:
+    """A tape of CUDA graphs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+
+    def warm_up(self, work: Work) -> None:
+        here = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(here)
+        try:
+            with torch.cuda.stream(self.stream):
+                work()
+        finally:  # what comes next may write over what an interrupted step wrote
+            here.wait_stream(self.stream)
+
+    def record(self, work: Work) -> Work:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # The outer `with` restores the current stream, which `torch.cuda.graph` does not after a failed capture.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream(self.device)),
+                torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"),
+            ):
+                work()
+        except BaseException:
+            _failed.append(graph)
+            raise
+        return graph.replay
+
+    def reader(self, numbers: Tensor) -> Callable[[], list[int]]:
+        held = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        held.copy_(numbers, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(self.device))
+
+        def read() -> list[int]:
+            done.synchronize()
+            found: list[int] = held.tolist()
+            return found
+
+        return read
+
+
+@dataclass(frozen=True)
+class Launched:
+    """The step of token number `start`, whose results are on their way."""
+
+    start: int
+    layers: Sequence[LayerCache]  # where it writes
+    logits: Tensor  # [vocab], float32
+    read: Callable[[], list[int]]  # the likeliest next token, and whether all logits are finite
+
+
+@dataclass(eq=False)
+class Recording:
+    """A step for one bound over one memory: `work` does it, and `replay` too, once it is recorded."""
+
+    bound: int
+    memory: Sequence[Tensor | None]  # what it reads and writes
+    work: Work
+    warm: bool = False  # it was done once
+    replay: Work | None = None
+
+    def is_for(self, bound: int, memory: Sequence[Tensor | None]) -> bool:
+        same = len(memory) == len(self.memory) and all(map(operator.is_, memory, self.memory))
+        return same and bound == self.bound
+
+
+class DecodeGraph:
+    """The decode steps of one context, recorded: lives as long as the context.
+
+    Bytes: the temporary tensors of one step, in memory of the graph's own. `refused` says why nothing is recorded.
+    """
+
+    def __init__(self, model: Model, driver: Driver, device: torch.device, tape: Tape) -> None:
+        self.model = model
+        self.driver = driver
+        self.tape = tape
+        self.token, self.index = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
+        self.logits = torch.zeros(model.config.vocab_size, dtype=torch.float32, device=device)
+        self.numbers = torch.zeros(2, dtype=torch.int64, device=device)
+        self.refused = ""
+        self.n_recorded = self.n_replayed = 0
+        self._recording: Recording | None = None
+        self._early: tuple[Launched, int] | None = None  # the next step, if its token is this one
+
+    def forget(self) -> None:
+        """Drop the step that was launched early: the context goes on in another way."""
+        self._early = None
+
+    def append(self, context: Context, token_id: int, *, ahead: bool) -> bool:
+        """Append a token to the context's cache, and have its logits and the likeliest next token.
+
+        False, and nothing done, where this step is to run kernel by kernel. With `ahead` the step of the likeliest next
+        token is launched as well. After an error or an interruption the context is as it was before.
+        """
+        (early, self._early), cache = (self._early, None), context.cache
+        if self.refused or _pauses:
+            return False
+        cache.settle()
+        start, before = cache.length, context.logits
+        cache.make_space(start + 1)
+        if (bound := self._bound_of(cache, start)) is None:
+            return False
+        if self._recording is None and any(x is not None and x.device != self.index.device for x in cache.memory):
+            self._refuse("its layers are on several devices")
+            return False
+        try:
+            cache.begin()
+            if early is not None and (early[0].start, early[0].layers, early[1]) == (start, cache.layers, token_id):
+                now = early[0]
+            else:
+                now = self._launch(self._prepared(context, bound), cache, start, token_id)
+            following = self._following(cache, start + 1) if ahead else None
+            likeliest, finite = now.read()
+            if not finite:
+                check_logits(now.logits[None], start)
+            context.set_logits(now.logits, start + 1, likeliest)
+            cache.appended(start + 1)
+            cache.commit()
+        except OnDevice as error:  # a hook of the method's asks for what the host does not know
+            cache.settle()
+            self._refuse(f"the method asks for {error}, which only the device knows")
+            return False
+        except BaseException:
+            cache.settle()
+            if cache.length == start:
+                context.set_logits(before, start)
+            raise
+        if following is not None:
+            self._early = following, likeliest
+        return True
+
+    def _bound_of(self, cache: KVCache, start: int) -> int | None:
+        """The bound that the step of token number `start` is recorded for; None where it runs kernel by kernel."""
+        return self.driver.method.bound(start + 1) if cache.takes(start + 1) else None
+
+    def _prepared(self, context: Context, bound: int) -> Recording:
+        """The recording of this step, or the beginning of another one: for another bound, or where memory has moved."""
+        memory = list(context.cache.memory)
+        found = self._recording
+        if found is None or not found.is_for(bound, memory):
+            self._recording = None  # frees the memory of its graph
+            found = self._recording = Recording(bound, memory, self._step(context.cache.layers, context, bound))
+        return found
+
+    def _following(self, cache: KVCache, start: int) -> Launched | None:
+        """The step of the likeliest token, launched if it can be from what is recorded for the one before it."""
+        recording = self._recording
+        if recording is None or recording.replay is None or self._bound_of(cache, start) != recording.bound:
+            return None
+        return self._launch(recording, cache, start, None)
+
+    def _step(self, layers: Sequence[LayerCache], context: Context, bound: int) -> Work:
+        """The work of a step: from `token` and `index` to `logits` and `numbers`, all on the device."""
+        model, rope = self.model, context.rope
+
+        def model_call(attend: Attend) -> Tensor:
+            return model.logits(model(self.token, self.index, attend))[0]
+
+        def work() -> None:
+            logits = self.driver.recorded(layers, rope, self.index, bound, model_call)
+            self.logits.copy_(logits)
+            self.numbers.copy_(torch.stack((logits.argmax(), logits.isfinite().all().to(torch.int64))))
+
+        return work
+
+    def _launch(self, recording: Recording, cache: KVCache, start: int, token_id: int | None) -> Launched:
+        """Launch the step of token number `start`; None: the likeliest one after the step launched before."""
+        if token_id is None:
+            self.token.copy_(self.numbers[:1])
+        else:
+            self.token.fill_(token_id)
+        self.index.fill_(start)
+        self._run(recording)
+        return Launched(start, cache.layers, self.logits.clone(), self.tape.reader(self.numbers))
+
+    def _run(self, recording: Recording) -> None:
+        """The step: the first time kernel by kernel, then recorded, then from the record."""
+        if recording.replay is None and recording.warm:
+            self._record(recording)
+        if recording.replay is None:
+            self.tape.warm_up(recording.work)
+            recording.warm = True
+        else:
+            recording.replay()
+            self.n_replayed += 1
+
+    def _record(self, recording: Recording) -> None:
+        """Record the step, unless it cannot be; or another thread records, and a later step may try again."""
+        try:
+            _recorders.append(recording)
+            if _recorders[0] is recording:
+                recording.replay = self.tape.record(recording.work)
+                self.n_recorded += 1
+        except RuntimeError as error:
+            self._refuse(f"{type(error).__name__}: {error}")
+        finally:
+            if recording in _recorders:
+                _recorders.remove(recording)
+
+    def _refuse(self, why: str) -> None:
+        self.refused, self._recording = why, None

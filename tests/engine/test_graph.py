@@ -1,0 +1,272 @@
+"""Recorded decode steps change nothing: not the tokens, not what a context keeps, not what an interruption leaves.
+
+On a CPU the tape does the work again instead of recording it; on pretended GPUs it records operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import lce
+from lce.attention import Attention, Part, Runs
+from lce.attention.backend import Backend
+from lce.attention.torch import Torch
+from lce.engine.graph import Work, one_by_one
+from lce.kernels.cuda import launching
+from lce.methods import DualChunk, Full, LMInfinite, LongHeads, Method, Quest, ReRope, SelfExtend, Streaming
+from lce.methods.step import Step
+from tests.interrupts import interrupted, places
+from tests.pretended import Gpus
+
+METHODS = {"full": Full(), "longheads": LongHeads(chunk_size=8, chunks=4), "rerope": ReRope(local=10)}
+MORE: dict[str, Method] = {
+    **METHODS,
+    "streaming": Streaming(),
+    "dca": DualChunk(),
+    "quest": Quest(page=8, budget=32, dense_layers=1),
+    "self_extend": SelfExtend(local=10),
+    "lm_infinite": LMInfinite(local=30),
+    "shared": LongHeads(chunk_size=8, chunks=4, share="group", placement="constant"),
+}
+PROMPT = [(7 * i * i + 3) % 250 + 10 for i in range(50)]
+
+
+class PlainRuns(Torch):
+    """PyTorch's operators, which a recording may take."""
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Part:
+        return Backend.decode(self, q, k, v, runs)
+
+
+class Again:
+    """A tape that does the work again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.broken = False
+
+    def warm_up(self, work: Work) -> None:
+        work()
+
+    def record(self, work: Work) -> Work:
+        return work
+
+    def reader(self, numbers: Tensor) -> Callable[[], list[int]]:
+        held = numbers.clone()
+        return lambda: [int(x) for x in held]
+
+
+class Unable(Again):
+    def record(self, work: Work) -> Work:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def loaded(folder: Path, method: Method, tape: type[Again] | None = Again, **options: object) -> lce.Engine:
+    engine = lce.load(folder, method, block=32, **options)  # type: ignore[arg-type]
+    engine._tape = tape
+    return engine
+
+
+def on_gpu(folder: Path, method: Method, dtype: str) -> list[tuple[list[int], Tensor, lce.Context]]:
+    """Tokens and last logits of an engine on a GPU: kernel by kernel, and recorded."""
+    engine, found = lce.load(folder, method, block=32, device="cuda", dtype=dtype), []
+    for alone in (one_by_one, nullcontext):
+        context = engine.prefill(PROMPT, length=200)
+        with alone():
+            ids = engine.generate([7, 8], context=context, max_tokens=16).token_ids
+            engine.prefill([*ids[-1:], 9], context=context)
+        assert context.logits is not None
+        found.append((ids, context.logits.cpu(), context))
+    return found
+
+
+def same_state(one: lce.Context, other: lce.Context) -> None:
+    assert one.token_ids == other.token_ids
+    assert one.cache.length == other.cache.length
+    n = one.cache.length
+    for a, b in zip(one.cache.layers, other.cache.layers, strict=True):
+        for x, y in zip(a.span(0, n), b.span(0, n), strict=True):
+            assert torch.allclose(x, y, atol=1e-4)
+    theirs = other.cache.tensors()
+    for name, kept in one.cache.tensors().items():
+        assert torch.allclose(kept, theirs[name], atol=1e-4), name
+    assert one.logits is not None
+    assert other.logits is not None
+    assert torch.allclose(one.logits, other.logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["full", "dca", "longheads", "quest", "rerope"])
+@pytest.mark.filterwarnings("ignore::lce.errors.WindowWarning")
+def test_a_recording_does_again_what_was_captured(
+    name: str, tiny_model: Path, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a pretended GPU, whose graphs hold operators over memory and nothing of Python."""
+    monkeypatch.setattr(Attention, "choose", lambda name: Attention(PlainRuns()))
+    monkeypatch.setattr(launching, "installed", lambda: False)
+    (plain, logits, _), (ids, ours, recorded) = on_gpu(tiny_model, MORE[name], "float32")
+    assert ids == plain
+    assert torch.allclose(ours, logits, atol=1e-4)
+    assert recorded.graph is not None
+    assert recorded.graph.refused == ""
+    assert recorded.graph.n_recorded <= 2
+    assert recorded.graph.n_replayed >= 10
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MORE)
+@pytest.mark.filterwarnings("ignore::lce.errors.WindowWarning")
+def test_a_cuda_graph_gives_what_its_kernels_give(name: str, dtype: str, tiny_model: Path) -> None:
+    (plain, logits, _), (ids, ours, recorded) = on_gpu(tiny_model, MORE[name], dtype)
+    assert recorded.graph is not None
+    assert recorded.graph.refused == ""
+    assert recorded.graph.n_replayed >= 10
+    if dtype == "float32":  # in half precision two likely tokens may change places
+        assert ids == plain
+        assert torch.allclose(ours, logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+@pytest.mark.filterwarnings("ignore::lce.errors.WindowWarning")
+def test_tokens_and_what_is_kept_are_those_of_ordinary_steps(method: Method, tiny_model: Path, tmp_path: Path) -> None:
+    plain, engine = loaded(tiny_model, method, None), loaded(tiny_model, method)
+    contexts = [each.prefill(PROMPT, length=200) for each in (plain, engine)]
+    for question, options in (([5, 6], {}), ([9], {"temperature": 0.8, "seed": 1}), ([4], {"logprobs": 2})):
+        said = [
+            each.generate(question, context=context, max_tokens=20, **options)  # type: ignore[arg-type]
+            for each, context in zip((plain, engine), contexts, strict=True)
+        ]
+        assert said[0].token_ids == said[1].token_ids
+        same_state(*contexts)
+    graph = contexts[1].graph
+    assert graph is not None
+    assert contexts[0].graph is None
+    assert graph.n_replayed > 30
+    assert graph.n_recorded < 12, "buffers stay where they are from one chunk to the next"
+    contexts[1].save(tmp_path / "saved")
+    goes_on = [contexts[0], contexts[1].fork(), engine.open_context(tmp_path / "saved"), contexts[1]]
+    for context in goes_on:
+        context.truncate(len(context) - 5)
+    ids = [(plain if c is contexts[0] else engine).generate([8], context=c, max_tokens=12).token_ids for c in goes_on]
+    assert ids == [ids[0]] * 4
+    same_state(contexts[0], contexts[1])
+
+
+def test_a_step_that_was_launched_early_is_dropped_where_the_text_goes_on_otherwise(tiny_model: Path) -> None:
+    plain, engine = (loaded(tiny_model, METHODS["longheads"], tape) for tape in (None, Again))
+    said = []
+    for each in (plain, engine):
+        context = each.prefill(PROMPT, length=200)
+        stream = each.stream([5], context=context, max_tokens=30)
+        for _ in range(4):
+            next(stream)
+        stream.close()  # a step is under way
+        if each is engine:
+            assert context.graph is not None
+            assert context.graph._early is not None
+        n = len(context)
+        context.truncate(n - 3)
+        said.append(each.generate([11], context=context, max_tokens=1).token_ids)  # ends before the next step
+        context.truncate(n - 3)
+        said.append(each.generate([12, 13, 14], context=context, max_tokens=9).token_ids)
+        last = said[-1][4]
+        engine_ids = each.generate([15], context=context, max_tokens=9, stop=lambda text: len(text) > 3).token_ids
+        said.append([last, *engine_ids])
+    assert said[:3] == said[3:]
+
+
+def test_the_step_of_the_likeliest_token_is_under_way_while_the_host_reads_it(tiny_model: Path) -> None:
+    engine = loaded(tiny_model, METHODS["full"])
+    context = engine.prefill(PROMPT, length=200)
+    stream = engine.stream([5], context=context, max_tokens=12)
+    for _ in range(4):
+        next(stream)
+    graph = context.graph
+    assert graph is not None
+    assert graph._early is not None
+    early, token_id = graph._early
+    assert (early.start, token_id) == (context.cache.length, context.likeliest)
+    n = graph.n_replayed
+    stream.finish()
+    assert graph.n_replayed <= n + 8, "no step is run twice"
+    assert graph._early is None, "nothing comes after the last token"
+
+
+def test_logits_that_are_not_finite_leave_the_context_as_it_was(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = loaded(tiny_model, METHODS["longheads"])
+    context = engine.prefill(PROMPT, length=200)
+    engine.generate([5], context=context, max_tokens=6)
+    n, logits = context.cache.length, context.logits
+    bad = torch.full((300,), torch.nan)
+    assert context.graph is not None
+    context.graph.forget()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.model, "logits", lambda x: bad[None])
+        with pytest.raises(lce.ModelError, match="not finite"):
+            engine._advance(context)
+    assert (context.cache.length, context.logits) == (n, logits)
+    engine._advance(context)
+    plain = loaded(tiny_model, METHODS["longheads"], None)
+    again = plain.prefill(context.token_ids, length=200)
+    assert torch.allclose(context.logits, again.logits, atol=1e-4)  # type: ignore[arg-type]
+
+
+def test_ctrl_c_in_a_recorded_step_loses_nothing(tiny_model: Path) -> None:
+    """In the step, with one under way and without; before any one instruction of these files."""
+    engine = loaded(tiny_model, METHODS["longheads"])
+    context = engine.prefill(PROMPT, length=200)
+    truth = engine.generate([5], context=context.fork(), max_tokens=10).token_ids
+    engine.generate([5], context=context, max_tokens=3)
+    kept = context.fork()
+
+    def call(held: lce.Context) -> Callable[[], object]:
+        return lambda: list(engine.stream([], context=held, max_tokens=3))
+
+    for place, nth in places(call(kept.fork()), 23, "engine/graph.py", "KVCache.appended", "OpenChunk."):
+        held = kept.fork()
+        engine.generate([], context=held, max_tokens=1)  # warm
+        interrupted(call(held), place, nth)
+        assert held.token_ids[: len(context)] == context.token_ids
+        while len(held) < len(PROMPT) + 1 + len(truth):
+            engine.generate([], context=held, max_tokens=1)
+        assert held.token_ids[len(PROMPT) + 1 :] == truth, place
+
+
+def test_runs_kernel_by_kernel_where_it_must(tiny_model: Path, tmp_path: Path) -> None:
+    class HostScores(LongHeads):
+        def score(self, q: Tensor, summary: Tensor, step: Step, layer: int) -> Tensor:
+            return super().score(q, summary, step, layer) * (step.start + 1)
+
+    longheads = METHODS["longheads"]
+    truth = loaded(tiny_model, longheads, None).generate(PROMPT, max_tokens=12).token_ids
+    cases: list[tuple[Method, type[Again], dict[str, object]]] = [
+        (longheads, Unable, {}),
+        (HostScores(chunk_size=8, chunks=4), Again, {}),
+        (longheads, Again, {"kv_host_budget": "30KiB", "spill_dir": tmp_path}),
+        (longheads, Again, {"kv_dtype": "int8"}),
+    ]
+    for method, tape, options in cases:
+        engine = loaded(tiny_model, method, tape, **options)
+        context = engine.new_context(100)
+        found = engine.generate(PROMPT, context=context, max_tokens=12).token_ids
+        assert found == truth or "kv_dtype" in options
+        assert context.graph is not None
+        assert context.graph.n_replayed == 0, options
+        assert bool(context.graph.refused) == (not options)
+    engine = loaded(tiny_model, longheads)
+    context = engine.new_context(100)
+    with lce.profiled(engine) as profile:
+        assert engine.generate(PROMPT, context=context, max_tokens=12).token_ids == truth
+    assert profile.calls
+    assert context.graph is not None
+    assert context.graph.n_replayed == 0
+    assert loaded(tiny_model, longheads, None)._tape is None
+    assert lce.load(tiny_model, longheads)._tape is None, "nothing is recorded on a CPU"
