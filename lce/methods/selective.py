@@ -47,6 +47,11 @@ def dot_products(q: Tensor, vectors: Tensor) -> Tensor:
     return products(q, vectors.mT)
 
 
+def _by_kernel(scores: Tensor) -> bool:
+    """Whether the kernel for GPUs chooses by scores `[C, T, M]`."""
+    return launching.runs_on(scores) and scores.shape[-1] <= launching.MOST_CHUNKS
+
+
 class Placement(ABC):
     """Where a query sees the chunks that it chose, and its own chunk."""
 
@@ -207,7 +212,7 @@ class ChunkSelection(Method):
         chunk_ids, own, forced = step.once(f"forced {n_chunks}", make)
         if compiled_for(scores) and step.at is None:
             return best_chunks(scores.contiguous(), forced, self.n_choices, step.start, self.size)
-        if launching.runs_on(scores) and n_chunks <= launching.MOST_CHUNKS:
+        if _by_kernel(scores):
             from lce.kernels.cuda import choices
 
             start = step.start if step.at is None else step.at
@@ -285,16 +290,19 @@ class ChunkSelection(Method):
         return (stop // size + 1) * size - 1
 
     def _choose_on_device(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
-        """`choose` among as many chunks as the bound allows: those that are not complete yet score -inf."""
+        """`choose` among as many chunks as the bound allows: those that are not complete yet are not taken."""
         summary = cache.kept(Summaries, SUMMARIES).spacious(step.bound // self.size)
         scored = PLACEMENTS[self.placement].scored(q, step, self.size)
         scores = self.score(scored, summary, step, cache.index)
+        n_chunks = scores.shape[-1]
 
         def make() -> Tensor:
-            return torch.arange(scores.shape[-1], device=q.device) >= step.at // self.size
+            return torch.arange(n_chunks, device=q.device) >= step.at // self.size
 
-        barred: Tensor = step.once(f"barred {scores.shape[-1]}", make)
-        chosen = self.select(scores.masked_fill(barred, -torch.inf), step)
+        own_select = type(self).select is not ChunkSelection.select
+        if own_select or not _by_kernel(scores):  # which does not look at them
+            scores = scores.masked_fill(step.once(f"barred {n_chunks}", make), -torch.inf)
+        chosen = self.select(scores, step)
         if len(chosen) in (1, step.n_kv_heads, len(q)):
             return chosen
         return chosen.repeat_interleave(len(q) // len(chosen), 0)
@@ -315,6 +323,10 @@ class ChunkSelection(Method):
             return turns, turn, torch.cat((counts, own.stop - own.first))
 
         turns, turn, counts = step.once(f"turns of {n_slots}", make)
+        if launching.runs_on(q):
+            from lce.kernels.cuda import choices
+
+            return Runs(*choices.runs_of_chunks(chosen, size, None if apart else step.at), turn, turns, size)
         if not apart:
             own = step.once(f"own chunk {len(chosen)}", lambda: (step.at // size).expand(len(chosen), 1))
             chosen = torch.cat((chosen, own), dim=1)

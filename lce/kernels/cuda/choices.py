@@ -70,6 +70,23 @@ def best_for_query(
     return _chosen(scores, forced, n, position, size, keep_first, keep_last)[:, 0]
 
 
+def runs_of_chunks(chosen: Tensor, size: int, position: Tensor | None) -> tuple[Tensor, Tensor]:
+    """First tokens and counts of chosen chunks of `size` tokens: `chosen [C, K]`, -1 for none, to `[C, K]` each.
+
+    With a position `[1]`, int64, also the tokens of its own chunk up to it, behind the others: `[C, K + 1]`.
+    """
+    fits = chosen.dtype == torch.int64 and (position is None or position.dtype == torch.int64)
+    assert fits, (chosen.dtype, position)
+    chosen, n = chosen.contiguous(), chosen.shape[1]
+    first = chosen.new_empty(len(chosen), n + (position is not None))
+    count = torch.empty_like(first)
+    launch(
+        _runs, (len(chosen),), chosen, chosen if position is None else position, first, count, n, size,
+        BLOCK=triton.next_power_of_2(first.shape[1]), OWN=position is not None, num_warps=1,
+    )  # fmt: skip
+    return first, count
+
+
 def _scored(
     q: Tensor, keys: Tensor, choosers: int, position: Tensor | None = None, size: int = 1, least: bool = False
 ) -> Tensor:
@@ -196,3 +213,19 @@ def _choose(
     slots = tl.arange(0, SLOTS)[None, :]
     empty = (slots >= tl.sum(taken.to(tl.int32), 1)[:, None]) & (slots < n) & (row < n_rows)[:, None]
     tl.store(to + slots, tl.full((ROWS, SLOTS), -1, tl.int64), mask=empty)
+
+
+@triton.jit(do_not_specialize=["n", "size"])
+def _runs(chosen, position, first, count, n, size, BLOCK: tl.constexpr, OWN: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    chunk = tl.load(chosen + tl.program_id(0) * n + i, mask=i < n, other=-1)
+    start, number = chunk * size, tl.where(chunk < 0, 0, size).to(tl.int64)
+    width = n
+    if OWN:
+        at = tl.load(position)
+        own = at // size * size
+        start, number = tl.where(i == n, own, start), tl.where(i == n, at + 1 - own, number)
+        width = n + 1
+    to = tl.program_id(0) * width + i
+    tl.store(first + to, start, mask=i < width)
+    tl.store(count + to, number, mask=i < width)
