@@ -248,7 +248,8 @@ class Bench:
         engine, best = self.engine, self.ceilings or Ceilings(0.0, 0.0, 0.0, 0)
         rows = [self._row(length, name, runs, best) for (length, name), runs in self._runs.items() if runs.decode]
         return Report(
-            self.model, machine(), lce.__version__, str(engine.dtype).removeprefix("torch."), str(engine.device),
+            self.model, machine(), lce.__version__, str(engine.dtype).removeprefix("torch."),
+            engine.layout.devices_text,
             engine.window, self.repeats, self.new_tokens, self.seed,
             {name: repr(subject.engine.method) for name, subject in self.subjects.items()},
             best, rows, list(self._profile),

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from lce.cache.checks import FiledChecks, Numbers, write_all
-from lce.cache.kv import UNROUNDED, KVBuffer, KVCache, LayerCache, Opened, Tiered, Whole
+from lce.cache.kv import UNROUNDED, KVBuffer, KVCache, LayerCache, Opened, Residency, Tiered
 from lce.cache.layout import CacheLayout, FileLayout
 from lce.cache.manifest import NAMES, REMEDY, Header, Manifest, contradiction, page_facts, read_header, signed
 from lce.cache.packing import pack, to_rows
@@ -215,10 +215,11 @@ def write_rows(cache: KVCache, rows: ContextRows, since: int = 0) -> None:
 
     Where the file is the bottom of the cache's own tiers, old chunks are there already, or are written down once.
     """
-    layout, residency, own = cache.layout, cache.residency, False
-    if not isinstance(residency, Whole) and isinstance(bottom := residency.tiers.bottom, Disk) and bottom.file is rows:
-        residency.tiers.write_down()
-        own = True
+    layout, own = cache.layout, False
+    for tiers in cache.stacks:
+        if isinstance(tiers.bottom, Disk) and tiers.bottom.file is rows:
+            tiers.write_down()
+            own = True
     for layer in cache.layers:
         first = layer.buffer.first if own else 0  # after an interrupted pass layers differ
         groups = np.arange(layer.index * layout.n_groups, (layer.index + 1) * layout.n_groups)
@@ -249,28 +250,45 @@ def restored(
     What comes later goes to memory, and beyond the budget to `rows` where they are the cache's `own`, else to a spill
     file; where there is none it stays in the buffers.
     """
-    border = layout.old(n_tokens)
+    residencies: list[Residency] = []
+    layers: list[LayerCache] = []
+    for part in layout.by_device:
+        tiers = _tiers_over(part, rows, n_tokens, own=own)
+        overflows = (own or part.overflows) and part.budget is not None
+        residency = Tiered(tiers) if overflows else Opened(tiers)
+        residencies.append(residency)
+        for number in range(part.n_layers):
+            layers.append(_restored_layer(part, part.first_layer + number, residency, rows, n_tokens, tensors))
+    return KVCache(layout, layers, residencies)
+
+
+def _tiers_over(layout: CacheLayout, rows: ContextRows, n_tokens: int, *, own: bool) -> TierStack:
+    """The tiers of one device's layers, whose old chunks are in `rows`."""
     bottom = Disk(layout, rows, Nowhere())
-    old = Pages.grid(np.arange(layout.n_layers * layout.n_groups), np.arange(border // layout.chunk_size))
-    bottom.row[old] = rows.first_rows(old.group, old.chunk * layout.chunk_size)
+    old = Pages.grid(np.arange(layout.n_layers * layout.n_groups), np.arange(layout.old(n_tokens) // layout.chunk_size))
+    bottom.row[old] = rows.first_rows(old.group + layout.first_group, old.chunk * layout.chunk_size)
     if not own and layout.budgets.spill_dir is not None:
         bottom = Disk(layout, SpillFile(layout.budgets.spill_dir, layout.row_shape, layout.row_dtype), bottom)
-    tiers = TierStack(layout, bottom)
-    overflows = (own or layout.overflows) and layout.budget is not None
-    residency = Tiered(tiers) if overflows else Opened(tiers)
-    layers = []
-    for index in range(layout.n_layers):
-        buffer = KVBuffer(layout, max(layout.recent_tokens, n_tokens - border), border)
-        if layout.packed:
-            recent = tensors[f"{UNROUNDED}/{index}"]
-        else:
-            found = rows.read_pages(rows.first_rows(tiers.groups(index), border), n_tokens - border)
-            recent = found.permute(2, 0, 3, 1, 4).flatten(1, 2)  # [groups, n, 2, P, D] -> [2, G, n, D]
-        for x, kept in zip(buffer.span(border, n_tokens), recent, strict=True):
-            x.copy_(kept)
-        state = layout.make_state(layout)
-        for name, own_state in state.items():
-            at = f"layers/{index}/{name}/"
-            own_state.restore({key[len(at) :]: x.to(layout.device) for key, x in tensors.items() if key.startswith(at)})
-        layers.append(LayerCache(index, layout, buffer, residency, state, n_tokens))
-    return KVCache(layout, layers, residency)
+    return TierStack(layout, bottom)
+
+
+def _restored_layer(
+    layout: CacheLayout, index: int, residency: Residency, rows: ContextRows, n_tokens: int,
+    tensors: Mapping[str, Tensor],
+) -> LayerCache:  # fmt: skip
+    """A layer with its recent tokens in the buffer, and what the method keeps."""
+    border = layout.old(n_tokens)
+    buffer = KVBuffer(layout, max(layout.recent_tokens, n_tokens - border), border)
+    if layout.packed:
+        recent = tensors[f"{UNROUNDED}/{index}"]
+    else:
+        groups = np.arange(index * layout.n_groups, (index + 1) * layout.n_groups)
+        found = rows.read_pages(rows.first_rows(groups, border), n_tokens - border)
+        recent = found.permute(2, 0, 3, 1, 4).flatten(1, 2)  # [groups, n, 2, P, D] -> [2, G, n, D]
+    for x, kept in zip(buffer.span(border, n_tokens), recent, strict=True):
+        x.copy_(kept)
+    state = layout.make_state(layout)
+    for name, own_state in state.items():
+        at = f"layers/{index}/{name}/"
+        own_state.restore({key[len(at) :]: x.to(layout.device) for key, x in tensors.items() if key.startswith(at)})
+    return LayerCache(index, layout, buffer, residency, state, n_tokens)

@@ -69,7 +69,7 @@ class Disk(Tier):
 
     def write(self, pages: Pages, *parts: Tensor) -> None:
         rows = to_rows(parts, self.layout)
-        first = self.file.allocate_pages(*pages, self.layout.page_rows)
+        first = self.file.allocate_pages(pages.group + self.layout.first_group, pages.chunk, self.layout.page_rows)
         self.file.write_pages(first, rows)
         self.row[pages] = first
         self.traffic.bytes_in += len(first) * self.layout.stored_page_bytes

@@ -10,8 +10,9 @@ others as they are. They are rounded once, in the buffer, whatever the budget; t
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import Enum
 from typing import TypeVar
 
@@ -130,6 +131,11 @@ class LayerCache:
         return self.residency.tiers
 
     @property
+    def number(self) -> int:
+        """Which layer of its device it is: tiers count from the device's first."""
+        return self.index - self.layout.first_layer
+
+    @property
     def whole(self) -> tuple[Tensor, Tensor]:
         """All rows of the buffer, `[G, capacity, D]` each, where it holds everything: row i is token i."""
         assert isinstance(self.residency, Whole), "some tokens are in the tiers"
@@ -150,7 +156,7 @@ class LayerCache:
         if start >= first:
             return self.buffer.span(start, stop)
         begin, border = start // size, min(stop, first)
-        old = self.tiers.chunks(self.index, begin, -(-border // size))
+        old = self.tiers.chunks(self.number, begin, -(-border // size))
         k, v = (x[:, start - begin * size : border - begin * size] for x in old)
         if stop <= first:
             return k, v
@@ -175,7 +181,7 @@ class LayerCache:
             return take_rows((self.buffer.k, self.buffer.v), index, into)
         numbers = index.cpu().numpy()
         n_old = int(np.searchsorted(numbers, first))
-        old = self.tiers.tokens(self.index, numbers[:n_old])
+        old = self.tiers.tokens(self.number, numbers[:n_old])
         recent = index[n_old:] - first
         k, v = (
             torch.cat((a, b.index_select(1, recent)), dim=1)
@@ -214,7 +220,7 @@ class LayerCache:
         pages = wanted[:, :n_old].unflatten(0, (-1, self.layout.page_heads)).any(dim=1)  # [groups, old chunks]
         if wanted[:, n_old:].any() or not pages.any():
             yield self.buffer.tiles(n_chunks)
-        for tiles in self.tiers.rounds(self.index, pages.numpy()):
+        for tiles in self.tiers.rounds(self.number, pages.numpy()):
             index = torch.nn.functional.pad(tiles.index, (0, n_chunks - n_old), value=-1)
             yield Tiles(tiles.k, tiles.v, index)
 
@@ -278,7 +284,7 @@ class LayerCache:
         size, first = self.layout.chunk_size, self.buffer.first
         border = min(self.layout.old(self.length), self.rounded if self.layout.packed else self.length)
         if border > first:
-            self.tiers.add(self.index, first // size, *self.buffer.span(first, border))
+            self.tiers.add(self.number, first // size, *self.buffer.span(first, border))
             capacity = max(self.layout.recent_tokens, self.length - border)  # less after a refused `move_to`
             self.buffer = self.buffer.replaced(border, capacity, self.length)
 
@@ -362,14 +368,17 @@ class KVCache:
 
     A pass begins with `begin` and ends with `commit`. After an interruption, `settle` drops the block, or completes its
     commit: all layers have it, or none.
+
+    Each device that has some of the layers has tiers of its own: `residencies`, all of one kind.
     """
 
     def __init__(
-        self, layout: CacheLayout, layers: Sequence[LayerCache], residency: Residency, file: RowFile | None = None
-    ) -> None:
+        self, layout: CacheLayout, layers: Sequence[LayerCache], residencies: Sequence[Residency],
+        file: RowFile | None = None,
+    ) -> None:  # fmt: skip
         self.layout = layout
         self.layers = list(layers)
-        self.residency = residency
+        self.residencies = list(residencies)
         self.file = file  # takes what memory may not hold; None: a spill file, where the layout has a folder for one
         self._pass = Pass.NONE
 
@@ -377,10 +386,11 @@ class KVCache:
     def empty(cls, layout: CacheLayout, capacity: int = 0, file: RowFile | None = None) -> KVCache:
         """A cache without tokens, with space for `capacity`."""
         layers = [
-            LayerCache(index, layout, KVBuffer(layout, 0), Whole(), layout.make_state(layout))
-            for index in range(layout.n_layers)
+            LayerCache(part.first_layer + number, part, KVBuffer(part, 0), Whole(), part.make_state(part))
+            for part in layout.by_device
+            for number in range(part.n_layers)
         ]
-        cache = cls(layout, layers, Whole(), file)
+        cache = cls(layout, layers, [Whole() for _ in layout.by_device], file)
         cache.reserve(capacity)
         return cache
 
@@ -390,9 +400,25 @@ class KVCache:
         return self.layers[0].length
 
     @property
+    def residency(self) -> Residency:
+        """The residency of the first device's layers. All others are of its kind."""
+        return self.residencies[0]
+
+    @property
     def tiers(self) -> list[Tier]:
-        """The tiers, fastest first; empty while everything is in the buffers."""
-        return [] if isinstance(self.residency, Whole) else list(self.residency.tiers)
+        """The tiers, fastest first, those of each device; empty while everything is in the buffers."""
+        return [tier for stack in self.stacks for tier in stack]
+
+    @property
+    def stacks(self) -> list[TierStack]:
+        """The tiers of each device; empty while everything is in the buffers."""
+        return [residency.tiers for residency in self.residencies if not isinstance(residency, Whole)]
+
+    @property
+    def by_device(self) -> Iterator[tuple[CacheLayout, Residency, list[LayerCache]]]:
+        """What each device has: its layout, its residency and its layers."""
+        for part, residency in zip(self.layout.by_device, self.residencies, strict=True):
+            yield part, residency, self.layers[part.first_layer : part.first_layer + part.n_layers]
 
     @property
     def in_file(self) -> int:
@@ -406,21 +432,22 @@ class KVCache:
         """
         layout = self.layout
         if isinstance(self.residency, Whole) and layout.whole_chunks(n_tokens) > layout.resident_tokens:
-            self.residency = Tiered(TierStack.empty(layout, n_tokens, self.file))
-        if isinstance(self.residency, Opened):
-            recent = layout.whole_chunks(n_tokens) - self.layers[0].buffer.first
-            if layout.budget is not None and recent > self.layers[0].buffer.capacity:
-                self.residency.tiers.shrink(recent)
-        for layer in self.layers:
-            if not isinstance(self.residency, Tiered):
-                layer.reserve(n_tokens)
-            elif isinstance(layer.residency, Whole):
-                layer.move_to(self.residency)
+            self.residencies = [Tiered(TierStack.empty(part, n_tokens, self.file)) for part in layout.by_device]
+        for _, residency, layers in self.by_device:
+            if isinstance(residency, Opened):
+                recent = layout.whole_chunks(n_tokens) - layers[0].buffer.first
+                if layout.budget is not None and recent > layers[0].buffer.capacity:
+                    residency.tiers.shrink(recent)
+            for layer in layers:
+                if not isinstance(residency, Tiered):
+                    layer.reserve(n_tokens)
+                elif isinstance(layer.residency, Whole):
+                    layer.move_to(residency)
 
     def prefetch(self, layer: int) -> None:
         """Begin to fetch what this layer is likely to ask for. Does nothing for a layer behind the last."""
         if not isinstance(self.residency, Whole) and layer < len(self.layers):
-            self.residency.tiers.prefetch(layer)
+            self.layers[layer].tiers.prefetch(self.layers[layer].number)
 
     def begin(self) -> None:
         """Begin a pass, after what an interrupted one left undone."""
@@ -526,12 +553,17 @@ class KVCache:
     def copy(self) -> KVCache:
         """A cache of its own with the same committed tokens. Bytes: one copy of what is in the buffers."""
         self.settle()
-        residency: Residency = Whole()
-        if isinstance(self.residency, Tiered):
-            residency = Tiered(self.residency.tiers.fork())
-        elif isinstance(self.residency, Opened):
-            residency = Opened(self.residency.tiers.fork(self.layers[0].buffer.capacity))
-        return KVCache(self.layout, [layer.copy(residency) for layer in self.layers], residency)
+        copied: list[LayerCache] = []
+        residencies: list[Residency] = []
+        for _, residency, layers in self.by_device:
+            other: Residency = Whole()
+            if isinstance(residency, Tiered):
+                other = Tiered(residency.tiers.fork())
+            elif isinstance(residency, Opened):
+                other = Opened(residency.tiers.fork(layers[0].buffer.capacity))
+            copied += [layer.copy(other) for layer in layers]
+            residencies.append(other)
+        return KVCache(self.layout, copied, residencies)
 
     def tensors(self) -> dict[str, Tensor]:
         """What the method keeps in every layer, as it was committed, by name.
@@ -553,20 +585,38 @@ class KVCache:
 
     @property
     def bytes_by_tier(self) -> dict[str, int]:
-        """Bytes held now: keys and values, and what the method keeps."""
-        held = {DEVICE: 0, HOST: 0, DISK: 0}
+        """Bytes held now: keys and values, and what the method keeps. Of several devices, each by its name."""
+        held = {part.device_tier: 0 for part in self.layout.by_device} | {HOST: 0, DISK: 0}
         for layer in self.layers:
-            held[DEVICE] += layer.buffer.n_bytes + sum(state.n_bytes for state in layer.state.values())
-        for tier in self.tiers:
-            held[tier.name] += tier.n_bytes
+            own = layer.buffer.n_bytes + sum(state.n_bytes for state in layer.state.values())
+            held[layer.layout.device_tier] += own
+        files = set()  # the devices' tiers may share one
+        for name, tier in self._named_tiers():
+            if not (isinstance(tier, Disk) and tier.file in files):
+                held[name] += tier.n_bytes
+            if isinstance(tier, Disk):
+                files.add(tier.file)
         return held
 
     @property
     def bytes_reserved(self) -> int:
         """Bytes of disk taken, those reserved for later rows included."""
-        return sum(tier.file.bytes_taken for tier in self.tiers if isinstance(tier, Disk))
+        return sum(file.bytes_taken for file in {tier.file for tier in self.tiers if isinstance(tier, Disk)})
 
     @property
     def traffic(self) -> dict[str, Traffic]:
         """What went through each tier; empty while there is none."""
-        return {tier.name: tier.traffic for tier in self.tiers}
+        found: dict[str, Traffic] = {}
+        for name, tier in self._named_tiers():
+            found[name] = _together(found[name], tier.traffic) if name in found else tier.traffic
+        return found
+
+    def _named_tiers(self) -> Iterator[tuple[str, Tier]]:
+        """The tiers as users read them."""
+        for part, stack in zip(self.layout.by_device, self.stacks, strict=False):  # no stacks: all in the buffers
+            for tier in stack:
+                yield (part.device_tier if tier.name == DEVICE else tier.name), tier
+
+
+def _together(one: Traffic, other: Traffic) -> Traffic:
+    return Traffic(*map(operator.add, astuple(one), astuple(other)))

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -32,6 +33,12 @@ class Budgets:
     device: int | None = None
     host: int | None = None
     spill_dir: Path | None = None
+
+    def part(self, n_layers: int, most: int, n_all: int) -> Budgets:
+        """Those of a device with `n_layers` of `n_all` layers, where the device with the most has `most`."""
+        device = None if self.device is None else self.device * n_layers // most
+        host = None if self.host is None else self.host * n_layers // n_all
+        return Budgets(device, host, self.spill_dir)
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,10 @@ class CacheLayout:
 
     With `kv_dtype` int8 complete chunks are rounded once they are `old`: when local attention no longer reaches them.
     The device has them in `dtype`; lower tiers and files have them packed, in 8 bits (`lce.cache.packing`).
+
+    A model's layers may be on several GPUs: `borders` are the layers from which on another device has them, with that
+    device. `by_device` has a layout for each, which counts its own layers alone. Its first is `first_layer` of the
+    model, and users read its memory as the tier `device_tier`. Files hold all layers, and know nothing of devices.
     """
 
     n_layers: int
@@ -78,6 +89,53 @@ class CacheLayout:
     )
     read_size: int = READ_SIZE
     kv_dtype: torch.dtype | None = None  # int8; None: keys and values are everywhere as the model computes them
+    borders: tuple[tuple[int, torch.device], ...] = ()
+    first_layer: int = 0
+    device_tier: str = DEVICE
+
+    @cached_property
+    def by_device(self) -> tuple[CacheLayout, ...]:
+        """A layout for the layers of each device, in order; only this one where there is one device.
+
+        The device budget is that of the device with the most layers. Others get as much a layer, so that all of them
+        overflow at the same length. The host's is divided by layers.
+        """
+        if not self.borders:
+            return (self,)
+        whole = replace(self)  # which refers to no parts
+        firsts = [0, *(layer for layer, _ in self.borders)]
+        counts = [stop - first for first, stop in zip(firsts, [*firsts[1:], self.n_layers], strict=True)]
+        return tuple(
+            replace(
+                self, n_layers=count, device=device, first_layer=first, device_tier=str(device), borders=(),
+                budgets=self.budgets.part(count, max(counts), self.n_layers),
+                make_state=lambda _: whole.make_state(whole),  # a method's maps are of every layer
+            )
+            for first, count, device in zip(firsts, counts, self.devices, strict=True)
+        )  # fmt: skip
+
+    def part_of(self, layer: int) -> CacheLayout:
+        """The layout of a layer's device."""
+        return next(part for part in self.by_device if layer < part.first_layer + part.n_layers)
+
+    def device_of(self, layer: int) -> torch.device:
+        """The device that has a layer."""
+        return self.part_of(layer).device
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The devices, in the order of their layers."""
+        return self.device, *(device for _, device in self.borders)
+
+    @property
+    def devices_text(self) -> str:
+        """The devices as users write them: `cuda:0,cuda:1`."""
+        return ",".join(map(str, self.devices))
+
+    @property
+    def first_group(self) -> int:
+        """Head groups of the model in the layers before these."""
+        return self.first_layer * self.n_groups
 
     @property
     def chunk_size(self) -> int:
@@ -220,6 +278,8 @@ class CacheLayout:
         """How many tokens need no lower tier."""
         if self.budget is None:
             return UNBOUNDED
+        if self.borders:
+            return self.by_device[0].resident_tokens
         return self.budget // (self.token_bytes * self.chunk_size) * self.chunk_size
 
     @property

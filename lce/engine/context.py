@@ -72,7 +72,10 @@ class Context(Unique):
     def __repr__(self) -> str:
         if self._cache is None:
             return f"Context({len(self)} tokens, closed)"
-        return f"Context({len(self)} tokens, {self.cache.bytes_by_tier['device']} bytes)"
+        held = self.cache.bytes_by_tier
+        return (
+            f"Context({len(self)} tokens, {sum(held[part.device_tier] for part in self.cache.layout.by_device)} bytes)"
+        )
 
     @property
     def cache(self) -> KVCache:

@@ -26,6 +26,7 @@ from lce.engine.arguments import (
 from lce.engine.chat import Conversation
 from lce.engine.context import Context, ContextMark
 from lce.engine.decode import Generation, Piece, Request, Stats, decode
+from lce.engine.devices import layers_text
 from lce.engine.holding import Streaming
 from lce.engine.job import PrefillJob
 from lce.engine.planning import Planner
@@ -49,7 +50,10 @@ class Engine(Runner):
         return self._fingerprint()
 
     def __repr__(self) -> str:
-        return f"Engine({self.method!r}, window={self.window}, block={self.block}, {self.device}, {self.dtype})"
+        where = str(self.device)
+        if self.layout.borders:
+            where = "; ".join(f"{layers_text(part)} on {part.device}" for part in self.layout.by_device)
+        return f"Engine({self.method!r}, window={self.window}, block={self.block}, {where}, {self.dtype})"
 
     @overload
     def generate(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Generation: ...

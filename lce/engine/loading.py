@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from numbers import Real
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 from lce.attention import Attention
 from lce.cache.layout import Budgets, CacheLayout
 from lce.engine.arguments import path_of, tokens_of
+from lce.engine.devices import Borders, at_edges, borders_of, devices_of
 from lce.engine.engine import Engine
 from lce.engine.planning import Plan, Planner
 from lce.engine.process import uses_threads
@@ -30,16 +31,18 @@ from lce.system import keep_freed_memory
 from lce.tokenizer.tokenizer import Tokenizer
 from lce.weights.checkpoint import Checkpoint
 from lce.weights.quantised import SCHEMES, Scheme, scheme_of
+from lce.weights.reading import allocate
 
 MOST_FACTOR = 1_000_000
 MOST_THREADS = 1024
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Devices = str | torch.device | Sequence[str | torch.device] | None
 DEMO = Path(__file__).parent.parent / "models" / "demo"
 
 
 def load(
     model: str | Path, method: str | Method = "full", *,
-    device: str | torch.device | None = "auto", dtype: str | torch.dtype | None = "auto",
+    device: Devices = "auto", dtype: str | torch.dtype | None = "auto",
     block: int | str | None = None, window: int | str | None = None, attention: str | None = "auto",
     rope: str | None = None, rope_factor: float | None = None,
     kv_device_budget: int | str | None = None, kv_host_budget: int | str | None = None,
@@ -48,18 +51,19 @@ def load(
 ) -> Engine:  # fmt: skip
     """An engine over the model folder `model`, or over the embedded "demo".
 
-    `method` is a name or an instance. `device` and `dtype` are names, or PyTorch's own objects; the `dtype` "auto" is
-    the checkpoint's. `block` tokens are prefilled in one step; None is what suits the method. `window` overrides the
-    positions that the model is trusted on. `rope` and `rope_factor` override the checkpoint's RoPE scaling. The budgets
-    bound the keys and values of a context in each kind of memory, in bytes or as "8GiB"; on the CPU both are the same
-    memory and the smaller one counts. Keys and values beyond them go to a file in `spill_dir`, which is removed with
-    the context. `kv_dtype` "int8" keeps old keys and values in 8 bits below the device, that is in host memory beside a
-    GPU, in that file and in context files: half the bytes of 16 bits, and results that are rounded. `weights` "int8"
-    and "int4" round the matrices of any checkpoint as it is loaded, to a half and 0.3 of bfloat16's bytes, for CPUs
-    alone; "auto" takes them as they are stored. `threads` is how many the whole process computes with from now on; None
-    changes nothing. `sharing` is an engine of the same model, device, dtype and weights: the new one uses its weights
-    and reads none. Raises `ModelError` for a folder that is no valid model, and `UsageError` for options that cannot be
-    used.
+    `method` is a name or an instance. `device` and `dtype` are names, or PyTorch's own objects; the `dtype` "auto"
+    is the checkpoint's. Several GPUs share the layers: "cuda:0,cuda:1", a list, or "cuda:all" for all that there
+    are. `block` tokens are prefilled in one step; None is what suits the method. `window` overrides the positions
+    that the model is trusted on. `rope` and `rope_factor` override the checkpoint's RoPE scaling. The budgets bound
+    the keys and values of a context in each kind of memory, in bytes or as "8GiB"; on the CPU both are the same
+    memory and the smaller one counts. Keys and values beyond them go to a file in `spill_dir`, which is removed
+    with the context. `kv_dtype` "int8" keeps old keys and values in 8 bits below the device, that is in host memory
+    beside a GPU, in that file and in context files: half the bytes of 16 bits, and results that are rounded.
+    `weights` "int8" and "int4" round the matrices of any checkpoint as it is loaded, to a half and 0.3 of
+    bfloat16's bytes, for CPUs alone; "auto" takes them as they are stored. `threads` is how many the whole process
+    computes with from now on; None changes nothing. `sharing` is an engine of the same model, device, dtype and
+    weights: the new one uses its weights and reads none. Raises `ModelError` for a folder that is no valid model,
+    and `UsageError` for options that cannot be used.
     """
     folder, block, window = folder_of(model), sized(block, "block", 1), sized(window, "window", 2)
     if threads is not None:
@@ -67,18 +71,21 @@ def load(
     config = read_config(folder)
     tokenizer = Tokenizer.from_folder(folder, config.vocab_size)
     window = window or config.window
-    where = device_of(device)
-    if where.type == "cpu":
+    devices = devices_of(device)
+    if devices[0].type == "cpu":
         keep_freed_memory()
     checkpoint = Checkpoint.open(folder)
-    scheme = _rounded(weights, checkpoint, where)
+    scheme = _rounded(weights, checkpoint, devices[0])
     scaling = _scaled(config.rope, rope, rope_factor)
     surroundings = Surroundings(config.published, folder, checkpoint.fingerprint, config, window, scaling)
     resolved = as_method(method).for_model(surroundings).resolve(window)
     budgets = budgets_of(kv_device_budget, kv_host_budget, spill_dir)
-    layout = layout_of(
-        config, resolved, dtype_of(dtype, checkpoint.dtype), where, block, budgets, kv_dtype_of(kv_dtype)
-    )
+    kind = dtype_of(dtype, checkpoint.dtype)
+    if isinstance(sharing, Engine) and sharing.layout.devices == devices:
+        borders = sharing.layout.borders
+    else:
+        borders = _borders(devices, config, _weight_bytes(config, kind, scheme, checkpoint.names))
+    layout = layout_of(config, resolved, kind, devices[0], block, budgets, kv_dtype_of(kv_dtype), borders)
     options = EngineOptions(resolved, backend_of(attention), window, scaling, scheme.name if scheme else None, layout)
     if sharing is not None:
         _check_same(sharing, config, checkpoint, options)
@@ -88,9 +95,13 @@ def load(
     family = model_class(config)
     wanted = family.weights(config, checkpoint.names)
     loaded = checkpoint.load(
-        wanted, dtype=layout.dtype, device=where, ignore=(*family.unused, *config.unused),
+        wanted, dtype=layout.dtype, device=lambda name: layout.device_of(family.layer_of(name, config)),
+        ignore=(*family.unused, *config.unused),
         joined=family.joined(config), schemes=family.schemes(config, scheme, checkpoint.names) if scheme else None,
     )  # fmt: skip
+    if layout.borders and "head" not in loaded:  # the embedding, which is on another device
+        (loaded["head"],) = allocate([(loaded["embed"].shape, layout.dtype)], layout.devices[-1])
+        loaded["head"].copy_(loaded["embed"])
     return Engine(family(config, loaded), tokenizer, checkpoint, options)
 
 
@@ -101,10 +112,10 @@ def _check_same(sharing: object, config: ModelConfig, checkpoint: Checkpoint, op
         raise UsageError(f"sharing is {shown(sharing)}; expected an engine of the same model")
     if sharing.model.config != config or sharing.fingerprint != checkpoint.fingerprint():
         raise UsageError(f"sharing is an engine of another model than {checkpoint.folder}; leave it out")
-    if (sharing.dtype, sharing.device) != (layout.dtype, layout.device):
+    if (sharing.dtype, sharing.layout.devices) != (layout.dtype, layout.devices):
         raise UsageError(
-            f"sharing is an engine in {sharing.dtype} on {sharing.device}; expected {layout.dtype} on {layout.device}, "
-            "as asked"
+            f"sharing is an engine in {sharing.dtype} on {sharing.layout.devices_text}; expected {layout.dtype} on "
+            f"{layout.devices_text}, as asked"
         )
     if sharing.weights != options.weights:
         raise UsageError(
@@ -114,7 +125,7 @@ def _check_same(sharing: object, config: ModelConfig, checkpoint: Checkpoint, op
 
 def plan(
     model: str | Path, method: str | Method = "full", *, tokens: int | str,
-    device: str | torch.device | None = "auto", dtype: str | torch.dtype | None = "auto",
+    device: Devices = "auto", dtype: str | torch.dtype | None = "auto",
     block: int | str | None = None, window: int | str | None = None,
     kv_device_budget: int | str | None = None, kv_host_budget: int | str | None = None,
     spill_dir: str | Path | None = None, kv_dtype: str | torch.dtype | None = "auto", weights: str | None = "auto",
@@ -139,20 +150,40 @@ def plan(
     )
     chosen = as_method(method).for_model(surroundings).resolve(window)
     kind = dtype_of(dtype, partial(DTYPES.__getitem__, config.dtype or "float32"))
-    budgets = budgets_of(kv_device_budget, kv_host_budget, spill_dir)
-    layout = layout_of(config, chosen, kind, device_of(device), block, budgets, kv_dtype_of(kv_dtype))
-    return Planner.of(layout, chosen.name, _weight_bytes(config, kind, weights)).plan(tokens)
+    budgets, devices = budgets_of(kv_device_budget, kv_host_budget, spill_dir), devices_of(device)
+    own = config.published.get("quantization_config") or {}  # of a quantised checkpoint
+    sizes = _weight_bytes(config, kind, scheme_of(weights) or scheme_of(own.get("weights")))
+    borders = _borders(devices, config, sizes)
+    layout = layout_of(config, chosen, kind, devices[0], block, budgets, kv_dtype_of(kv_dtype), borders)
+    return Planner.of(layout, chosen.name, _by_tier(config, layout, sizes)).plan(tokens)
 
 
-def _weight_bytes(config: ModelConfig, dtype: torch.dtype, weights: object) -> int:
-    """Bytes of a model's weights. Of a quantised checkpoint, config.json says that it is one."""
-    own = config.published.get("quantization_config") or {}
-    scheme = scheme_of(weights) or scheme_of(own.get("weights"))
+def _weight_bytes(
+    config: ModelConfig, dtype: torch.dtype, scheme: Scheme | None, stored: Collection[str] = ()
+) -> dict[str, int]:
+    """Bytes of a model's weights, by our names, in a dtype or rounded."""
     family = model_class(config)
-    shapes = dict(family.weights(config).values())
-    schemes = family.schemes(config, scheme) if scheme else {}
-    rounded = sum(each.n_bytes(shapes[name]) for name, each in schemes.items())
-    return rounded + dtype.itemsize * sum(math.prod(shapes[name]) for name in shapes.keys() - schemes.keys())
+    wanted = family.weights(config, stored)
+    schemes = family.schemes(config, scheme, stored) if scheme else {}
+    return {
+        name: schemes[published].n_bytes(shape) if published in schemes else dtype.itemsize * math.prod(shape)
+        for name, (published, shape) in wanted.items()
+    }
+
+
+def _borders(devices: Sequence[torch.device], config: ModelConfig, sizes: Mapping[str, int]) -> Borders:
+    """From which layers on other devices have them, by what is free on each device now."""
+    return borders_of(devices, config.n_layers, *at_edges(sizes)) if len(devices) > 1 else ()
+
+
+def _by_tier(config: ModelConfig, layout: CacheLayout, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Bytes of the weights on each device. Where the head is the embedding, the last of several has a copy."""
+    if layout.borders:
+        sizes = {"head": sizes["embed"], **sizes}
+    found = dict.fromkeys((part.device_tier for part in layout.by_device), 0)
+    for name, n_bytes in sizes.items():
+        found[layout.part_of(model_class(config).layer_of(name, config)).device_tier] += n_bytes
+    return found
 
 
 def _rounded(weights: object, checkpoint: Checkpoint, device: torch.device) -> Scheme | None:
@@ -185,12 +216,12 @@ def threads_of(number: object) -> int:
 
 def layout_of(
     config: ModelConfig, method: Method, dtype: torch.dtype, device: torch.device, block: int | None, budgets: Budgets,
-    kv_dtype: torch.dtype | None = None,
+    kv_dtype: torch.dtype | None = None, borders: Borders = (),
 ) -> CacheLayout:  # fmt: skip
     """The cache of a model's contexts under a resolved method."""
     return CacheLayout(
         config.n_layers, config.n_heads, config.n_kv_heads, config.head_dim, dtype, device, method.reach, budgets,
-        block or method.block, method.state, method.could_keep, kv_dtype=kv_dtype,
+        block or method.block, method.state, method.could_keep, kv_dtype=kv_dtype, borders=borders,
     )  # fmt: skip
 
 
@@ -210,23 +241,6 @@ def budgets_of(device: int | str | None, host: int | str | None, spill_dir: str 
         None if host is None else in_bytes(host, "kv_host_budget"),
         None if spill_dir is None else path_of(spill_dir, "spill_dir"),
     )
-
-
-def device_of(name: object) -> torch.device:
-    """The device that a user names. Raises `UsageError` for one that this machine does not have."""
-    if name is None or (isinstance(name, str) and name == "auto"):
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not isinstance(name, str | torch.device):
-        raise UsageError(f"device is {shown(name)}; expected auto, cpu, cuda or cuda:N")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UsageError(f"unknown device {shown(name)}; expected auto, cpu, cuda or cuda:N") from None
-    n_devices = {"cpu": 1, "cuda": torch.cuda.device_count()}.get(device.type, 0)
-    if not n_devices or (device.index or 0) >= n_devices:
-        cuda = " or cuda" if torch.cuda.is_available() else ""
-        raise UsageError(f"device {shown(str(name))} is not available here; expected auto, cpu{cuda}")
-    return device
 
 
 def dtype_of(name: object, own: Callable[[], torch.dtype]) -> torch.dtype:

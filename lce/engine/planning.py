@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -46,6 +46,11 @@ class Need:
     def fits(self) -> bool:
         return self.in_budget and (self.available is None or self.needed <= self.available)
 
+    def with_more(self, other: Need) -> Need:
+        """This tier's need with that of the layers of another device. Weights are on devices alone."""
+        total = self.keys_and_values + other.keys_and_values
+        return replace(self, keys_and_values=total, besides=self.besides + other.besides)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -59,10 +64,11 @@ class Plan:
     method: str
     dtype: str
     kv_dtype: str  # of keys and values below the device: "int8", or `dtype`
-    device: str
-    tiers: Mapping[str, Need]
+    device: str  # or several: "cuda:0,cuda:1"
+    tiers: Mapping[str, Need]  # "device", "host", "disk"; several devices by their names
     longest: int | None
     refusal: str | None
+    layers: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # the first and the last on each of several
 
     @property
     def fits(self) -> bool:
@@ -74,19 +80,20 @@ class Planner:
     """Computes the needs of one cache layout; `free_bytes` is what each tier had available when it was made.
 
     The keys and values of the first `n_filed` tokens are in a context file; reading them takes `pool_bytes` of memory.
+    `weights` and `pool_bytes` are those of each device: each has to hold its own layers.
     """
 
     layout: CacheLayout
     method: str  # its name
     free_bytes: Mapping[str, int | None]
-    weights: int = 0
+    weights: Mapping[str, int] = field(default_factory=dict)
     n_filed: int = 0
-    pool_bytes: int = 0
+    pool_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, layout: CacheLayout, method: str, weights: int = 0) -> Self:
-        """For a context that does not exist yet."""
-        return cls(layout, method, available(layout), weights)
+    def of(cls, layout: CacheLayout, method: str, weights: Mapping[str, int] | None = None) -> Self:
+        """For a context that does not exist yet, beside weights that are not loaded yet."""
+        return cls(layout, method, available(layout), weights or {})
 
     @classmethod
     def into_file(cls, layout: CacheLayout, method: str) -> Self:
@@ -100,28 +107,44 @@ class Planner:
 
         If it was opened from a file, its old tokens stay there; memory is needed for the new tokens and the pools.
         """
-        layout, held, pool_bytes = cache.layout, {**cache.bytes_by_tier, DISK: cache.bytes_reserved}, 0
-        if isinstance(cache.residency, Opened):
-            pool_bytes = cache.residency.tiers.top.n_bytes if layout.budget is None else layout.least_pool_bytes
+        layout, held = cache.layout, {**cache.bytes_by_tier, DISK: cache.bytes_reserved}
+        pool_bytes = {
+            part.device_tier: residency.tiers.top.n_bytes if part.budget is None else part.least_pool_bytes
+            for part, residency, _ in cache.by_device
+            if isinstance(residency, Opened)
+        }
         own = {tier: None if n is None else n + held[tier] for tier, n in available(layout).items()}
         return cls(layout, method, own, n_filed=cache.in_file, pool_bytes=pool_bytes)
 
     def needs(self, n_tokens: int) -> dict[str, Need]:
-        """What each tier must hold, by its name."""
-        budgets = {DEVICE: self.layout.budget, HOST: self.layout.budgets.host}
+        """What each tier must hold, by its name: first the devices."""
+        devices: dict[str, Need] = {}
+        others: dict[str, Need] = {}
+        for part in self.layout.by_device:
+            for tier, need in self._needs_of(part, n_tokens).items():
+                if tier == DEVICE:
+                    devices[part.device_tier] = need
+                else:
+                    others[tier] = others[tier].with_more(need) if tier in others else need
+        return {**devices, **others}
+
+    def _needs_of(self, part: CacheLayout, n_tokens: int) -> dict[str, Need]:
+        """What the layers of one device need of each tier."""
+        budgets = {DEVICE: part.budget, HOST: self.layout.budgets.host}
         n_new = max(0, n_tokens - self.n_filed)
-        besides = {DEVICE: self.layout.state_bytes(n_tokens)}
-        memory = DEVICE if self.layout.on_cpu else HOST
-        besides[memory] = besides.get(memory, 0) + self.layout.check_bytes(n_new, self.n_filed)
+        besides = {DEVICE: part.state_bytes(n_tokens)}
+        memory = DEVICE if part.on_cpu else HOST
+        besides[memory] = besides.get(memory, 0) + part.check_bytes(n_new, self.n_filed)
+        name = part.device_tier
         return {
             tier: Need(
-                keys_and_values + (self.pool_bytes if tier == DEVICE else 0),
+                keys_and_values + (self.pool_bytes.get(name, 0) if tier == DEVICE else 0),
                 besides.get(tier, 0),
-                self.weights if tier == DEVICE else 0,
+                self.weights.get(name, 0) if tier == DEVICE else 0,
                 budgets.get(tier),
-                self.free_bytes[tier],
+                self.free_bytes[name if tier == DEVICE else tier],
             )
-            for tier, keys_and_values in self.layout.needs(n_new).items()
+            for tier, keys_and_values in part.needs(n_new).items()
         }
 
     def fits(self, n_tokens: int) -> bool:
@@ -132,10 +155,13 @@ class Planner:
         return None if self.fits(MOST) else bisect_left(range(1, MOST), True, key=lambda n: not self.fits(n))
 
     def plan(self, n_tokens: int) -> Plan:
-        dtype, device = str(self.layout.dtype).removeprefix("torch."), str(self.layout.device)
-        needs = self.needs(n_tokens)
+        dtype, device = str(self.layout.dtype).removeprefix("torch."), self.layout.devices_text
+        needs, parts = self.needs(n_tokens), self.layout.by_device if self.layout.borders else ()
+        layers = {part.device_tier: (part.first_layer, part.first_layer + part.n_layers - 1) for part in parts}
         kv_dtype = str(self.layout.kv_dtype or self.layout.dtype).removeprefix("torch.")
-        return Plan(n_tokens, self.method, dtype, kv_dtype, device, needs, self.longest(), self.refusal(n_tokens))
+        return Plan(
+            n_tokens, self.method, dtype, kv_dtype, device, needs, self.longest(), self.refusal(n_tokens), layers
+        )
 
     def check(self, n_tokens: int) -> None:
         """Raise `CapacityError` if a context of `n_tokens` does not fit."""
@@ -144,21 +170,23 @@ class Planner:
 
     def refusal(self, n_tokens: int) -> str | None:
         """Why `n_tokens` do not fit: needed, available, the longest text that fits, the remedy; None if they fit."""
-        lacking = ((tier, need) for tier, need in self.needs(n_tokens).items() if not need.fits)
-        tier, need = next(lacking, ("", None))
-        if need is None:
+        lacking = [(tier, need) for tier, need in self.needs(n_tokens).items() if not need.fits]
+        if not lacking:
             return None
+        devices = [(tier, need) for tier, need in lacking if tier not in (HOST, DISK)]
+        tier, need = max(devices, key=lambda each: each[1].keys_and_values) if devices else lacking[0]
+        part = next((part for part in self.layout.by_device if part.device_tier == tier), None)
         longest, text = self.longest(), f"{n_tokens:,} token{'s' if n_tokens > 1 else ''}"
         most = f"the longest that fits is {longest:,} tokens" if longest else "no text fits"
         device, spill_dir = "memory" if self.layout.on_cpu else "device memory", self.layout.budgets.spill_dir
-        where = {DEVICE: device, HOST: "host memory", DISK: f"disk for {spill_dir}"}[tier]
+        where = {DEVICE: device, HOST: "host memory", DISK: f"disk for {spill_dir}"}.get(tier, f"memory on {tier}")
         if need.in_budget:
             return (
                 f"{text} need {size_text(need.needed)} of {where}, and {size_text(need.available or 0)} is available; "
                 f"{most}; ask for fewer, or {self._remedy(tier)}"
             )
-        if tier == DEVICE and need.keys_and_values == self.layout.least_budget:
-            least = f"{self.layout.budget_option} {enough_text(need.keys_and_values)}"
+        if part is not None and need.keys_and_values == part.least_budget:
+            least = f"{self.layout.budget_option} {enough_text(self._for_option(need.keys_and_values, part))}"
             return (
                 f"{text} cannot be read in blocks of {self.layout.block} with {size_text(need.budget or 0)} for keys "
                 f"and values; give {least} or more, or a smaller --block; {most}"
@@ -168,11 +196,16 @@ class Planner:
             f"{size_text(need.budget or 0)}; {most}; ask for fewer, or give --spill-dir or a larger budget"
         )
 
+    def _for_option(self, n_bytes: int, part: CacheLayout) -> int:
+        """The value of the option that gives the layers of one device so many bytes: see `CacheLayout.by_device`."""
+        most = max(each.n_layers for each in self.layout.by_device)
+        return -(-n_bytes * most // part.n_layers)
+
     def _remedy(self, tier: str) -> str:
         budgets = self.layout.budgets
         if tier == DISK:
             return "free some space, or name another --spill-dir"
-        if tier == DEVICE and not self.layout.on_cpu:
+        if tier not in (HOST, DISK) and not self.layout.on_cpu:
             return f"give a {'' if budgets.device is None else 'smaller '}--kv-device-budget"
         bounded = budgets.host is not None or (self.layout.on_cpu and budgets.device is not None)
         spill = "" if budgets.spill_dir else " and a --spill-dir"
@@ -181,7 +214,7 @@ class Planner:
 
 def available(layout: CacheLayout) -> dict[str, int | None]:
     """Free bytes of each tier; None where the machine does not say."""
-    found = {DEVICE: system.free_memory(layout.device)}
+    found = {part.device_tier: system.free_memory(part.device) for part in layout.by_device}
     if not layout.on_cpu:
         found[HOST] = system.free_memory(torch.device("cpu"))
     if layout.budgets.spill_dir is not None:

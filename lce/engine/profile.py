@@ -10,7 +10,7 @@ import inspect
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
@@ -94,7 +94,7 @@ def profiled(engine: Engine) -> AbstractContextManager[Profile]:
 @contextmanager
 def _profiled(engine: Engine) -> Iterator[Profile]:
     profile = Profile()
-    clock = _Clock(profile, engine.device)
+    clock = _Clock(profile, engine.layout.devices)
     work = _Work(profile, engine)
     undo: list[tuple[Any, str, Any]] = []  # owner, name, what it had of its own
     try:
@@ -137,9 +137,9 @@ def _replace(owner: Any, name: str, original: Any, other: Any, undo: list[tuple[
 class _Clock:
     """Books the time since the last change for the category that is current. Only the thread that made it counts."""
 
-    def __init__(self, profile: Profile, device: torch.device) -> None:
+    def __init__(self, profile: Profile, devices: Sequence[torch.device]) -> None:
         self.profile = profile
-        self.wait = torch.cuda.synchronize if device.type == "cuda" else None
+        self.devices = [device for device in devices if device.type == "cuda"]  # whose work is waited for
         self.thread = threading.get_ident()
         self.current, self.outer, self.since = OTHER, list[str](), 0.0
         self.spent = {**profile.seconds, TIMERS: 0.0}
@@ -169,8 +169,8 @@ class _Clock:
         self.current, self.since = self.outer.pop(), now
 
     def _now(self) -> float:
-        if self.wait is not None:
-            self.wait()
+        for device in self.devices:
+            torch.cuda.synchronize(device)
         return time.perf_counter()
 
     def timed(
@@ -214,11 +214,11 @@ class _Clock:
 
 def _cost_of_a_call(clock: _Clock, n: int = 2000) -> float:
     """Seconds that the timer of one call takes."""
-    empty = _Clock(Profile(), torch.device("cpu"))
+    empty = _Clock(Profile(), clock.devices)
 
     def nothing() -> None: ...
 
-    timed, empty.wait = empty.timed(nothing, OTHER), clock.wait
+    timed = empty.timed(nothing, OTHER)
     seconds = []
     for function in (nothing, timed):
         started = time.perf_counter()

@@ -52,7 +52,7 @@ class Runner(Unique):
         self.tokenizer = tokenizer
         self.method = options.method
         self.layout = options.layout
-        self.device = options.layout.device
+        self.device = options.layout.device  # that of the first layer, where there are several
         self.dtype = options.layout.dtype
         self.block = options.layout.block
         self.window = options.window

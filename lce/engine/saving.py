@@ -215,7 +215,7 @@ def data_of(path: Path, layout: CacheLayout, snapshot: Snapshot, vocab_size: int
         cache = restored(layout, snapshot.rows, manifest.read, tensors, own=own)
     except (KeyError, TypeError, ValueError, RuntimeError):
         raise contradiction(path) from None
-    return ContextData(cache, ids, logits.to(layout.device), manifest.announced, named(path))
+    return ContextData(cache, ids, logits.to(layout.devices[-1]), manifest.announced, named(path))
 
 
 def text_hash(token_ids: Sequence[int]) -> str:

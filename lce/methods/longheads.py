@@ -105,10 +105,9 @@ class LongHeads(SelectiveMethod):
     def choose(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
         if not self.fix_layer:
             return super().choose(q, cache, step)
-        chosen: Tensor | None = step.once(
-            "choice of the first layer", lambda: super(LongHeads, self).choose(q, cache, step)
+        return step.once_on_all(
+            "choice of the first layer", lambda: super(LongHeads, self).choose(q, cache, step), q.device
         )
-        return chosen
 
 
 def _random_scores(scores: Tensor, step: Step, layer: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -44,11 +44,14 @@ class Driver:
         """
         cache.settle()
         start, stop = cache.length, cache.length + n_tokens
-        step = Step(start, stop, rope, self.attention, self.window, self.n_kv_heads, self.sliding_window, note)
+        whole = Step(start, stop, rope, self.attention, self.window, self.n_kv_heads, self.sliding_window, note)
+        steps = {part.first_layer: replace(whole, memo={}) for part in cache.layout.by_device}  # a memo a device
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.method.keep(k, v, cache.layers[layer], step)
-            out = self.method.attend(q, cache.layers[layer], step)
+            own = cache.layers[layer]
+            step = steps[own.layout.first_layer]
+            self.method.keep(k, v, own, step)
+            out = self.method.attend(q, own, step)
             if n_tokens == 1:  # behind this layer's own pages and kernels
                 cache.prefetch(layer + 1)
             return out

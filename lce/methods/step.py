@@ -23,7 +23,8 @@ class Step:
 
     Example: the second block of a prefill by 512 has `start=512, stop=1024`; the decode step after 1,500 tokens has
     `start=1500, stop=1501`. `memo` lasts for the pass: `once` computes in the first layer what the other layers
-    use again. A method calls `note`, where there is one, with each layer's choice.
+    use again. Each device that has some of the layers has a memo of its own, so that what is kept there is on that
+    device; `all_devices` is one memo for all. A method calls `note`, where there is one, with each layer's choice.
     """
 
     start: int
@@ -35,6 +36,7 @@ class Step:
     sliding_window: int | None = None
     note: Note | None = None
     memo: dict[str, Any] = field(default_factory=dict)
+    all_devices: dict[str, Tensor | None] = field(default_factory=dict)
 
     @property
     def at(self) -> Tensor | None:
@@ -43,14 +45,26 @@ class Step:
 
     def part(self, start: int, stop: int) -> Step:
         """The step of some of the block's queries, `start..stop-1` counted from its first."""
-        return replace(self, start=self.start + start, stop=self.start + stop, memo={})
+        return replace(self, start=self.start + start, stop=self.start + stop, memo={}, all_devices={})
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """`make()`, called once a pass and `name`; later calls return the first result."""
+        """`make()`, called once a pass, device and `name`; later calls return the first result."""
         memo = self.memo
         if name not in memo:
             memo[name] = make()
         return memo[name]
+
+    def once_on_all(self, name: str, make: Callable[[], Tensor | None], device: torch.device) -> Tensor | None:
+        """As `once`, where layers on other devices need what the first layer made: they get a copy of it."""
+
+        def found() -> Tensor | None:
+            if name not in self.all_devices:
+                self.all_devices[name] = make()
+            made = self.all_devices[name]
+            return None if made is None else made.to(device)
+
+        result: Tensor | None = self.once(name, found)
+        return result
 
     def positions(self, device: torch.device) -> Tensor:
         """The indices of the block's tokens, `[T]`."""
@@ -107,7 +121,7 @@ class DeviceStep(Step):
     ) -> None:  # fmt: skip
         values = {
             "_at": at, "bound": bound, "rope": rope, "attention": attention, "window": window, "n_kv_heads": n_kv_heads,
-            "sliding_window": sliding_window, "note": None, "memo": {},
+            "sliding_window": sliding_window, "note": None, "memo": {}, "all_devices": {},
         }  # fmt: skip
         for name, value in values.items():  # as a frozen dataclass sets its own
             object.__setattr__(self, name, value)

@@ -42,6 +42,7 @@ class Layer:
         self.w = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
         self.biases = {name: self.w.get(f"{name}_bias") for name in self.w}
         self.eps = config.norm_eps
+        self.device = next(w.device for w in self.w.values() if isinstance(w, Tensor))
 
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
         """Hidden states `[T, hidden]` to those after this layer; may write over `x`."""
@@ -71,7 +72,7 @@ class Model:
     """Embedding, layers, norm, head. A family derives from it and declares the attributes below.
 
     `defaults` holds transformers' values for keys that a config.json of this family may leave out. Weights are
-    never written.
+    never written. Layers may be on several devices: hidden states are copied where the next layer is on another one.
     """
 
     model_type: ClassVar[str]
@@ -89,6 +90,8 @@ class Model:
         self.layers = [self.layer(i, config, weights) for i in range(config.n_layers)]
         self.final_norm = weights["norm"]
         self.head = weights.get("head", self.embed)
+        devices = [layer.device for layer in self.layers]
+        self.borders = {i: devices[i] for i in range(1, len(devices)) if devices[i] != devices[i - 1]}
 
     def __call__(self, ids: Tensor, start: int | Tensor, attend: Attend) -> Tensor:
         """Token ids `[T]` to the last layer's hidden states `[T, hidden]`; the first token has index `start`.
@@ -96,7 +99,10 @@ class Model:
         For one token the index may be a tensor `[1]` on the device: then nothing here depends on its value.
         """
         x = rows_of(self.embed, ids, self.final_norm.dtype)
+        borders = self.borders
         for layer in self.layers:
+            if layer.index in borders:
+                x = x.to(borders[layer.index])
             x = layer(x, attend)
         return x
 
@@ -140,6 +146,14 @@ class Model:
             name: (config.weight_prefix + published, tuple(sizes[word] for word in shape.split()))
             for name, (published, shape) in table.items()
         }
+
+    @classmethod
+    def layer_of(cls, name: str, config: ModelConfig) -> int:
+        """The layer beside which a weight is, by our name: the first for the embedding, the last for the head."""
+        index, dot, _ = name.partition(".")
+        if dot:
+            return int(index)
+        return 0 if name == "embed" else config.n_layers - 1
 
     @classmethod
     def joined(cls, config: ModelConfig) -> dict[str, tuple[str, ...]]:

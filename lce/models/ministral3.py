@@ -53,7 +53,7 @@ class Ministral3(Mistral):
         scale = self.query_scale(indices).to(self.embed.dtype)
 
         def attend_scaled(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend(layer, q * scale, k, v)
+            return attend(layer, q * scale.to(q.device), k, v)
 
         return super().__call__(ids, start, attend_scaled)
 

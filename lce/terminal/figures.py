@@ -162,7 +162,9 @@ def plan_lines(plan: Plan) -> list[str]:
         available = "unknown" if n.available is None else size_text(n.available)
         budget = "none" if n.budget is None else size_text(n.budget)
         besides, weights = size_text(n.besides), size_text(n.weights)
-        rows.append([tier, size_text(n.needed), available, size_text(n.keys_and_values), budget, besides, weights])
+        layers = plan.layers.get(tier)
+        name = tier if layers is None else f"{tier}, layers {layers[0]} to {layers[1]}"
+        rows.append([name, size_text(n.needed), available, size_text(n.keys_and_values), budget, besides, weights])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = [
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])

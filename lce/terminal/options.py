@@ -172,7 +172,10 @@ _KNOBS = option(
     "-o", "knobs", multiple=True, callback=parse_knobs, metavar="KEY=VALUE", help="A knob of the method; repeatable."
 )
 _COMPUTING = (
-    option("--device", default="auto", metavar="auto|cpu|cuda", help="Where to compute."),
+    option(
+        "--device", default="auto", metavar="auto|cpu|cuda|cuda:0,cuda:1",
+        help="Where to compute; several GPUs share the model's layers.",
+    ),
     option(
         "--dtype", default="auto", metavar="auto|float32|bfloat16|float16", help="Precision; auto is the checkpoint's."
     ),
@@ -205,7 +208,7 @@ _ATTENTION = (
     option("--rope-factor", type=float, help="How far RoPE scaling stretches the window."),
 )
 _BUDGETS = (
-    option("--kv-device-budget", metavar="SIZE", help="Limit of keys and values on the device, for example 8GiB."),
+    option("--kv-device-budget", metavar="SIZE", help="Limit of keys and values on a device, for example 8GiB."),
     option("--kv-host-budget", metavar="SIZE", help="Limit of keys and values in host memory."),
     option("--spill-dir", metavar="DIR", help="Folder for keys and values beyond the limits."),
     option(

@@ -14,7 +14,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -44,6 +44,7 @@ from lce.weights.reading import DTYPES, Job, Stamp, allocate, fill
 
 __all__ = ["DTYPES", "Checkpoint", "TensorInfo"]
 
+Size = tuple[Sequence[int], torch.dtype]  # of a tensor
 _MOST_SHARDS = 4096
 _SAMPLE = 4096  # bytes of each tensor's beginning, middle and end in the fingerprint
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".npz", ".h5", ".msgpack")
@@ -82,11 +83,12 @@ class Checkpoint:
         return cls(folder, tensors, stamps={file: stamp}, manifest=manifest)
 
     def load(
-        self, wanted: Mapping[str, tuple[str, tuple[int, ...]]], *, dtype: torch.dtype | None, device: torch.device,
+        self, wanted: Mapping[str, tuple[str, tuple[int, ...]]], *, dtype: torch.dtype | None,
+        device: torch.device | Callable[[str], torch.device],
         ignore: Sequence[str] = (), joined: Mapping[str, Sequence[str]] | None = None,
         schemes: Mapping[str, Scheme] | None = None,
     ) -> dict[str, Any]:  # fmt: skip
-        """The tensors of `wanted`, under its keys, in `dtype` (None: as stored) on `device`.
+        """The tensors of `wanted`, under its keys, in `dtype` (None: as stored) on `device`, or on that of each key.
 
         An entry of `wanted` maps the caller's name to the name in the checkpoint and the shape it must have. Names,
         shapes and stored dtypes are all checked first. Every other tensor of the checkpoint must match one of the
@@ -109,16 +111,20 @@ class Checkpoint:
         plain = sorted((names for names in together if names[0] not in schemes), key=self._place)
         rounded = sorted((names for names in together if names[0] in schemes), key=self._place)
         whole_shapes = {names: _beneath([shapes[name] for name in names]) for names in together}
-        sizes = [(whole_shapes[names], dtype or self._dtype_of(names)) for names in plain]
+        where = {names: device if isinstance(device, torch.device) else device(key) for names, key in together.items()}
+        sizes: dict[torch.device, list[Size]] = {each: [] for each in where.values()}
+        for names in plain:
+            sizes[where[names]].append((whole_shapes[names], dtype or self._dtype_of(names)))
         for names in rounded:
-            sizes += schemes[names[0]].parts(whole_shapes[names]).values()
+            sizes[where[names]] += schemes[names[0]].parts(whole_shapes[names]).values()
         staged = 0 if self.manifest else max((self._staged(names, shapes) for names in rounded), default=0)
-        self._check_memory(sum(math.prod(shape) * kind.itemsize for shape, kind in sizes) + staged, device)
-        memory = iter(allocate(sizes, device))
-        loaded: dict[tuple[str, ...], Any] = {names: next(memory) for names in plain}
+        for each, own in sizes.items():
+            self._check_memory(sum(math.prod(shape) * kind.itemsize for shape, kind in own) + staged, each)
+        memory = {each: iter(allocate(own, each)) for each, own in sizes.items()}
+        loaded: dict[tuple[str, ...], Any] = {names: next(memory[where[names]]) for names in plain}
         for names in rounded:
             n_out, n_in = whole_shapes[names]
-            parts = {part: next(memory) for part in schemes[names[0]].parts((n_out, n_in))}
+            parts = {part: next(memory[where[names]]) for part in schemes[names[0]].parts((n_out, n_in))}
             loaded[names] = QuantisedMatrix((n_out, n_in), parts)
         outs = {name: out for names in plain for name, out in _split(names, loaded[names], shapes, 1).items()}
         if self.manifest:

@@ -17,7 +17,7 @@ from lce.cache.kv import KVCache, LayerCache
 from lce.cache.layout import Budgets, CacheLayout, Reach
 from lce.errors import UsageError
 from lce.methods import Driver, Full, LongHeads, Method, Rope, RopeConfig, make
-from lce.methods.step import Step
+from lce.methods.step import DeviceStep, Step
 from lce.models.layers import Attend
 from tests import oracle
 from tests.interrupts import interrupted, places
@@ -251,3 +251,13 @@ def test_an_interruption_of_a_commit_is_as_if_it_came_before_or_after(tmp_path: 
 @pytest.mark.parametrize("name", INTERRUPTED)
 def test_an_interruption_at_any_bytecode_loses_nothing(name: str, start: int, tmp_path: Path) -> None:
     check_interruptions(name, start, 1, tmp_path)
+
+
+def test_every_kind_of_step_keeps_what_is_made_once() -> None:
+    rope, backend, cpu = Rope(RopeConfig(), 4, 8), Attention.choose("torch"), torch.device("cpu")
+    for step in (Step(3, 4, rope, backend, 8, 1), DeviceStep(torch.tensor([3]), 8, rope, backend, 8, 1)):
+        made = [step.once_on_all("x", lambda: torch.zeros(1), cpu) for _ in range(2)]
+        assert made[0] is made[1]
+        assert step.once_on_all("nothing", lambda: None, cpu) is None
+        other = replace(step, memo={}) if type(step) is Step else step
+        assert other.once_on_all("x", lambda: torch.ones(1), cpu) is made[0], "made for the pass, not for the device"

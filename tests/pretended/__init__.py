@@ -20,9 +20,9 @@ operator that CUDA lacks, a wait or an upload while a graph captures. What it do
 - A `torch.cuda.graph` does nothing until it is replayed; it then reads and writes the memory that it was captured with.
   Memory that was freed since then raises.
 
-`torch.ops.aten._flash_attention_forward` has a strict stand-in (`flash.py`). With `triton=True` (the fixture
-`triton_gpus`) Triton kernels run in its interpreter, in their stream, and are captured by graphs; it is slow. Without,
-lce finds no Triton there, and PyTorch's operators serve.
+`torch.ops.aten._flash_attention_forward` has a strict stand-in (`flash.py`). With `triton=True` (the
+fixture `triton_gpus`) Triton kernels run in its interpreter, in their stream, and are captured by graphs; it is slow.
+Without, lce finds no Triton there, and PyTorch's operators serve.
 
 What is not pretended: the rounding of CUDA's kernels, atomics, launch failures, time. The work of the default stream is
 done at once, so that what should wait for it and does not is not found. `x.inner` shows the numbers of a tensor without

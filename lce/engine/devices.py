@@ -1,0 +1,99 @@
+"""Which devices a user names, and which of a model's layers each of several GPUs has.
+
+Layers stay in order: each device has a run of them, so that hidden states move once between two devices. The embedding
+is beside the first layer, the head beside the last one. Devices work one after the other: several of them hold more
+than one does, and are no faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from lce import system
+from lce.cache.layout import CacheLayout
+from lce.errors import UsageError, shown
+
+EXPECTED = "expected auto, cpu, cuda or cuda:N, or several GPUs: cuda:0,cuda:1 or cuda:all"
+Borders = tuple[tuple[int, torch.device], ...]  # the layers from which on another device has them, with that device
+
+
+def devices_of(name: object) -> tuple[torch.device, ...]:
+    """The devices that a user names: one, or several GPUs in a text with commas or in a list.
+
+    Raises `UsageError` for those that this machine does not have, or that cannot hold one model together.
+    """
+    names: Sequence[object] = name if isinstance(name, list | tuple) else [name]
+    if name == "cuda:all":
+        names = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cuda"]
+    elif isinstance(name, str):
+        names = [part.strip() for part in name.split(",")]
+    if not names:
+        raise UsageError(f"device is {shown(name)}; {EXPECTED}")
+    devices = [device_of(each) for each in names]
+    if len(devices) == 1:
+        return tuple(devices)
+    if any(each in (None, "auto") for each in names) or any(device.type != "cuda" for device in devices):
+        raise UsageError(f"device is {shown(name)}; a model's layers can be on several GPUs, such as cuda:0,cuda:1")
+    devices = [torch.device("cuda", torch.cuda.current_device() if x.index is None else x.index) for x in devices]
+    if len({*devices}) < len(devices):
+        raise UsageError(f"device is {shown(name)}; expected each device once")
+    return tuple(devices)
+
+
+def device_of(name: object) -> torch.device:
+    """The device that a user names. Raises `UsageError` for one that this machine does not have."""
+    if name is None or (isinstance(name, str) and name == "auto"):
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not isinstance(name, str | torch.device):
+        raise UsageError(f"device is {shown(name)}; {EXPECTED}")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"unknown device {shown(name)}; {EXPECTED}") from None
+    n_devices = {"cpu": 1, "cuda": torch.cuda.device_count()}.get(device.type, 0)
+    if not n_devices or (device.index or 0) >= n_devices:
+        cuda = " or cuda" if torch.cuda.is_available() else ""
+        raise UsageError(f"device {shown(str(name))} is not available here; expected auto, cpu{cuda}")
+    return device
+
+
+def borders_of(devices: Sequence[torch.device], n_layers: int, embed_bytes: int, head_bytes: int) -> Borders:
+    """Where to cut `n_layers` layers, so that the longest context fits: see `counts_of`."""
+    if len(devices) > n_layers:
+        raise UsageError(f"{len(devices)} devices for {n_layers} layers; expected one layer or more on each device")
+    free = [system.free_memory(device) or 0 for device in devices]
+    free[0] -= embed_bytes
+    free[-1] -= head_bytes
+    counts = counts_of(free, n_layers)
+    return tuple((sum(counts[:i]), device) for i, device in enumerate(devices) if i)
+
+
+def counts_of(free: Sequence[int], n_layers: int) -> list[int]:
+    """How many layers each device gets, one or more, by its free bytes.
+
+    A layer's weights and its cache take the same of every device. So the longest context fits where the least memory
+    that any device has for a layer is largest: each next layer goes to the device that has the most for it.
+
+    Example: 7 layers on devices with 40, 40 and 20 GiB: 3, 3 and 1.
+    """
+    counts = [1] * len(free)
+    for _ in range(n_layers - len(free)):
+        best = max(range(len(free)), key=lambda i: free[i] / (counts[i] + 1))
+        counts[best] += 1
+    return counts
+
+
+def layers_text(part: CacheLayout) -> str:
+    """The layers of a device as users read them: `layers 0 to 15`."""
+    first, last = part.first_layer, part.first_layer + part.n_layers - 1
+    return f"layer {first}" if first == last else f"layers {first} to {last}"
+
+
+def at_edges(sizes: Mapping[str, int]) -> tuple[int, int]:
+    """Of weights' bytes by our names, those of the embedding, and those behind the last layer.
+
+    Where the head is the embedding, several devices hold it twice.
+    """
+    return sizes["embed"], sizes.get("head", sizes["embed"]) + sizes["norm"]
