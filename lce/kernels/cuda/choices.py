@@ -15,7 +15,7 @@ from lce.kernels.cuda.launching import MOST_CHUNKS, launch
 
 _TILE = 1 << 13  # numbers of summaries that a program reads at a time
 _WARP = 512  # scores that a warp chooses from
-_LARGEST = (64, 512, 4096, MOST_CHUNKS)  # choices among up to so many share a kernel: each takes a second to compile
+_LARGEST = (64, 512, 4096, 8192, MOST_CHUNKS)  # choices among up to so many share a kernel: fewer are compiled
 
 
 def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int | Tensor, size: int) -> Tensor:
@@ -129,7 +129,7 @@ def _chosen(
     return chosen
 
 
-@triton.jit(do_not_specialize=["n", "n_keys", "size"])
+@triton.jit(do_not_specialize=["n_keys"])
 def _score(
     q, keys, out, position, q_head, q_row, keys_head, keys_row, n, n_keys, dim, size,
     TOGETHER: tl.constexpr, SHARING: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, BOUNDS: tl.constexpr,
