@@ -21,7 +21,8 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
-from lce.cache.kv import KVCache, LayerCache
+from lce.cache.kv import KVCache
+from lce.cache.layer import LayerCache
 from lce.engine.context import Context
 from lce.engine.sampling import check_logits
 from lce.methods.run import Driver
