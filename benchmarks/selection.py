@@ -25,7 +25,8 @@ from vs_transformers import machine
 
 import lce.methods
 from lce.attention import Attention, Part
-from lce.cache.kv import KVCache, LayerCache
+from lce.cache.kv import KVCache
+from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout
 from lce.methods import esa, infllm, selective
 from lce.methods.run import Driver

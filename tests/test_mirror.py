@@ -23,6 +23,7 @@ COVERED = {  # a file of lce/, and the file of tests/ that tests it
     "attention/runs.py": "attention/test_attention.py",
     "kernels/rows.py": "kernels/test_attention.py",
     "kernels/cuda/rows.py": "kernels/cuda/test_attention.py",
+    "cache/layer.py": "cache/test_kv.py",
     "engine/job.py": "engine/test_saving.py",
     "engine/runner.py": "engine/test_engine.py",
     "methods/__init__.py": "test_package.py",

@@ -131,6 +131,8 @@ def _choice(dtype: torch.dtype, dim: int, n_chunks: int, choosers: int, bounds: 
     summaries = torch.empty(8, n_chunks, 2, dim, dtype=dtype) if bounds else torch.empty(32, n_chunks, dim, dtype=dtype)
     choices.best_runs(q, summaries, at, 256, 15, choosers=choosers, keep_first=True, keep_last=True, own=True)
     choices.best_runs(q, summaries, at, 256, 15, choosers=choosers, least=True)
+    for position in (at, None):
+        choices.runs_of_chunks(torch.zeros(choosers, 15, dtype=torch.int64), 256, position)
 
 
 def _choices_of_a_block(dtype: torch.dtype, n_chunks: int) -> None:

@@ -89,6 +89,8 @@ def _choices(n_chunks: int, dtype: torch.dtype, dim: int) -> None:
         for n_queries in (1, 512):
             choices.best_chunks(some(32, n_queries, n_chunks), forced.expand(n_queries, -1).contiguous(), n, 7, size)
             choices.best_chunks(some(1, n_queries, n_chunks), forced.expand(n_queries, -1).contiguous(), n, at, size)
+    for n, position in ((15, at), (1, None)):
+        choices.runs_of_chunks(torch.zeros(8, n, dtype=torch.int64), 256, position)
     for n_queries in (1, 8):
         choices.scores_of_few(some(1, n_queries, dim), some(1, n_chunks, dim))
         choices.scores_of_few(some(32, n_queries, dim), some(8, n_chunks, 2, dim))

@@ -52,7 +52,7 @@ def plugins() -> list[str]:
     """Options of plugins that may be installed: several processes, as most of the time is compilation, and limits."""
     found = []
     if importlib.util.find_spec("xdist"):
-        found += ["-n", "4"]
+        found += ["-n", str(max(1, min(8, (os.cpu_count() or 1) // 2)))]
     if importlib.util.find_spec("pytest_timeout"):
         found += ["--timeout=60"]
     return found

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from lce.cache.checks import FiledChecks, Numbers, write_all
-from lce.cache.kv import UNROUNDED, KVBuffer, KVCache, LayerCache, Opened, Residency, Tiered
+from lce.cache.kv import UNROUNDED, KVCache
+from lce.cache.layer import KVBuffer, LayerCache, Opened, Residency, Tiered
 from lce.cache.layout import CacheLayout, FileLayout
 from lce.cache.manifest import NAMES, REMEDY, Header, Manifest, contradiction, page_facts, read_header, signed
 from lce.cache.packing import pack, to_rows

@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 
-from lce.cache.kv import KVCache, LayerCache
+from lce.cache.kv import KVCache
+from lce.cache.layer import LayerCache
 from lce.engine.context import Context
 from lce.engine.sampling import check_logits
 from lce.methods.run import Driver
@@ -112,19 +114,28 @@ class Launched:
     read: Callable[[], list[int]]  # the likeliest next token, and whether all logits are finite
 
 
+def references(memory: Sequence[Tensor | None]) -> list[ReferenceType[Tensor] | None]:
+    return [None if x is None else ref(x) for x in memory]
+
+
 @dataclass(eq=False)
 class Recording:
     """A step for one bound over one memory: `work` does it, and `replay` too, once it is recorded."""
 
     bound: int
-    memory: Sequence[Tensor | None]  # what it reads and writes
+    memory: Sequence[ReferenceType[Tensor] | None]  # what it reads and writes, which is free once the cache has grown
     work: Work
     warm: bool = False  # it was done once
     replay: Work | None = None
 
     def is_for(self, bound: int, memory: Sequence[Tensor | None]) -> bool:
-        same = len(memory) == len(self.memory) and all(map(operator.is_, memory, self.memory))
-        return same and bound == self.bound
+        known = [None if x is None else x() for x in self.memory]
+        same = len(memory) == len(known) and all(map(operator.is_, memory, known))
+        return (
+            same
+            and bound == self.bound
+            and all(x is not None or y is None for x, y in zip(known, self.memory, strict=True))
+        )
 
 
 class DecodeGraph:
@@ -202,7 +213,9 @@ class DecodeGraph:
         found = self._recording
         if found is None or not found.is_for(bound, memory):
             self._recording = None  # frees the memory of its graph
-            found = self._recording = Recording(bound, memory, self._step(context.cache.layers, context, bound))
+            found = self._recording = Recording(
+                bound, references(memory), self._step(context.cache.layers, context, bound)
+            )
         return found
 
     def _following(self, cache: KVCache, start: int) -> Launched | None:

@@ -15,7 +15,8 @@ from typing import Self
 import torch
 
 from lce import system
-from lce.cache.kv import KVCache, Opened
+from lce.cache.kv import KVCache
+from lce.cache.layer import Opened
 from lce.cache.layout import DEVICE, DISK, HOST, CacheLayout
 from lce.errors import CapacityError
 from lce.sizes import enough_text, size_text

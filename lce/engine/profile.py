@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import lce.attention as attention
-from lce.cache import kv, method_state
+from lce.cache import kv, layer, method_state
 from lce.engine import runner, sampling
 from lce.engine.engine import Engine
 from lce.engine.graph import one_by_one
@@ -38,7 +38,7 @@ HOOKS: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("attention", attention, ("merge", "combine")),
     ("selection", lowdim.LowDimMap, ("low_keys",)),
     ("cache", kv.KVCache, ("begin", "commit", "reserve", "prefetch")),
-    ("cache", kv.LayerCache, ("write", "span", "tokens", "tiles")),
+    ("cache", layer.LayerCache, ("write", "span", "tokens", "tiles")),
     ("cache", method_state.GrowingRows, ("write", "span")),
     ("cache", method_state.RecentRows, ("write", "span")),
     ("cache", method_state.OpenChunk, ("write", "span")),

@@ -9,7 +9,7 @@ import pkgutil
 from typing import TYPE_CHECKING, Any
 
 from lce.attention import rotate
-from lce.cache.kv import LayerCache
+from lce.cache.layer import LayerCache
 from lce.methods import registry
 from lce.methods.base import Method
 from lce.methods.dca import DualChunk

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from lce.cache.kv import LayerCache
+from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout, Reach
 from lce.cache.method_state import MethodState, RecentRows
 from lce.errors import UsageError

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lce.attention import Turn, merge, rotate
-from lce.cache.kv import LayerCache
+from lce.cache.layer import LayerCache
 from lce.cache.layout import Reach
 from lce.errors import ModelError, UsageError, shown
 from lce.methods.base import Method

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lce.attention import Part, Runs, Turn
-from lce.cache.kv import LayerCache
+from lce.cache.layer import LayerCache
 from lce.cache.method_state import RecentRows
 from lce.methods.parts import RECENT
 from lce.methods.step import DeviceStep

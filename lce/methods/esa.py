@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lce.attention import merge, rotate
-from lce.cache.kv import LayerCache
+from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout
 from lce.cache.method_state import MethodState, Staged, TokenRows
 from lce.errors import UsageError

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lce.cache.kv import LayerCache
+from lce.cache.layer import LayerCache
 from lce.methods.base import Method
 from lce.methods.decoding import decode_spans, recent_span
 from lce.methods.parts import attend_span

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lce.attention import causal_mask, merge, rotate
-from lce.cache.kv import LayerCache
+from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout, Reach
 from lce.cache.method_state import MethodState, RecentRows, Staged, Summaries
 from lce.kernels.scores import add_weights, compiled_for

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lce.attention import Part, merge, rotate
-from lce.cache.kv import LayerCache
+from lce.cache.layer import LayerCache
 from lce.methods.base import LocalMethod
 from lce.methods.decoding import decode_far, decode_recent, recent_span
 from lce.methods.parts import SCORES_AT_ONCE, attend_behind, attend_local, concat_queries, products

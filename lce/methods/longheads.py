@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from lce.cache.kv import LayerCache
+from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout, Reach
 from lce.errors import UsageError
 from lce.methods.parts import fold_chunks, is_like, unfold_chunks

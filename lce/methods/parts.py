@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lce.attention import Part, Turn, combine, rotate
-from lce.cache.kv import LayerCache
+from lce.cache.layer import LayerCache
 from lce.cache.method_state import RecentRows
 from lce.methods.step import Step
 

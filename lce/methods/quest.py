@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lce.attention import rotate
-from lce.cache.kv import LayerCache
+from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout, Reach
 from lce.cache.method_state import MethodState, Summaries
 from lce.errors import UsageError

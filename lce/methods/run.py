@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lce.attention import Attention
-from lce.cache.kv import KVCache, LayerCache
+from lce.cache.kv import KVCache
+from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout
 from lce.errors import CapacityError, UsageError, shown
 from lce.methods.base import Method

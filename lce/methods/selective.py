@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lce.attention import Runs, Turn, merge, rotate
-from lce.cache.kv import LayerCache
+from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout, Reach
 from lce.cache.method_state import MethodState, OpenChunk, RecentRows, Summaries
 from lce.errors import UsageError
@@ -45,6 +45,11 @@ def dot_products(q: Tensor, vectors: Tensor) -> Tensor:
 
         return choices.scores_of_few(q, vectors)
     return products(q, vectors.mT)
+
+
+def _by_kernel(scores: Tensor) -> bool:
+    """Whether the kernel for GPUs chooses by scores `[C, T, M]`."""
+    return launching.runs_on(scores) and scores.shape[-1] <= launching.MOST_CHUNKS
 
 
 class Placement(ABC):
@@ -217,7 +222,7 @@ class ChunkSelection(Method):
         chunk_ids, own, forced = step.once(f"forced {n_chunks}", make)
         if compiled_for(scores) and step.at is None:
             return best_chunks(scores.contiguous(), forced, self.n_choices, step.start, self.size)
-        if launching.runs_on(scores) and n_chunks <= launching.MOST_CHUNKS:
+        if _by_kernel(scores):
             from lce.kernels.cuda import choices
 
             start = step.start if step.at is None else step.at
@@ -301,16 +306,19 @@ class ChunkSelection(Method):
         return (stop // size + 1) * size - 1
 
     def _choose_on_device(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
-        """`choose` among as many chunks as the bound allows: those that are not complete yet score -inf."""
+        """`choose` among as many chunks as the bound allows: those that are not complete yet are not taken."""
         summary = cache.kept(Summaries, SUMMARIES).spacious(step.bound // self.size)
         scored = PLACEMENTS[self.placement].scored(q, step, self.size)
         scores = self.score(scored, summary, step, cache.index)
+        n_chunks = scores.shape[-1]
 
         def make() -> Tensor:
-            return torch.arange(scores.shape[-1], device=q.device) >= step.at // self.size
+            return torch.arange(n_chunks, device=q.device) >= step.at // self.size
 
-        barred: Tensor = step.once(f"barred {scores.shape[-1]}", make)
-        chosen = self.select(scores.masked_fill(barred, -torch.inf), step)
+        own_select = type(self).select is not ChunkSelection.select
+        if own_select or not _by_kernel(scores):  # which does not look at them
+            scores = scores.masked_fill(step.once(f"barred {n_chunks}", make), -torch.inf)
+        chosen = self.select(scores, step)
         if len(chosen) in (1, step.n_kv_heads, len(q)):
             return chosen
         return chosen.repeat_interleave(len(q) // len(chosen), 0)
@@ -337,16 +345,17 @@ class ChunkSelection(Method):
     def _runs(self, chosen: Tensor, q: Tensor, cache: LayerCache, step: DeviceStep) -> Runs:
         """The chosen chunks `[C, K]` as runs, and behind them the own chunk, unless its keys are elsewhere."""
         (n_choosers, n_slots), size, own = chosen.shape, self.size, RECENT not in cache.state
-        counts = (chosen >= 0) * size
-        if own:
-
-            def make() -> tuple[Tensor, Tensor]:
-                return (step.at // size).expand(n_choosers, 1), (step.at % size + 1).expand(n_choosers, 1)
-
-            chunk, count = step.once(f"own chunk {n_choosers}", make)
-            chosen, counts = torch.cat((chosen, chunk), dim=1), torch.cat((counts, count), dim=1)
         turns, turn = self._slot_turns(n_slots, own, q, step)
-        return Runs(chosen * size, counts, turn, turns, size)
+        if launching.runs_on(q):
+            from lce.kernels.cuda import choices
+
+            return Runs(*choices.runs_of_chunks(chosen, size, step.at if own else None), turn, turns, size)
+        first, counts = chosen * size, (chosen >= 0) * size
+        if own:
+            begin = step.at // size * size
+            first = torch.cat((first, begin.expand(n_choosers, 1)), dim=1)
+            counts = torch.cat((counts, (step.at + 1 - begin).expand(n_choosers, 1)), dim=1)
+        return Runs(first, counts, turn, turns, size)
 
     def _slot_turns(self, n_slots: int, own: bool, q: Tensor, step: DeviceStep) -> tuple[Turn, Tensor]:
         """Turns, and which of them each chosen chunk is seen under; with `own` the own chunk too, behind them."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lce.attention import Turn, merge, rotate
-from lce.cache.kv import LayerCache
+from lce.cache.layer import LayerCache
 from lce.cache.layout import Reach
 from lce.methods.base import Method
 from lce.methods.decoding import Span, decode_spans, recent_span

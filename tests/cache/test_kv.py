@@ -17,7 +17,8 @@ from torch import Tensor
 
 from lce.attention import Tiles
 from lce.cache.context_file import Draft, restored, write_rows
-from lce.cache.kv import KVBuffer, KVCache, LayerCache, Opened, Tiered, Whole
+from lce.cache.kv import KVCache
+from lce.cache.layer import KVBuffer, LayerCache, Opened, Tiered, Whole
 from lce.cache.layout import Budgets, CacheLayout, Reach
 from lce.cache.method_state import MethodState, Staged, Summaries, TokenRows
 from lce.errors import CapacityError, UsageError

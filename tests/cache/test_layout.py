@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lce.attention import Attention
-from lce.cache.kv import KVCache, Whole
+from lce.cache.kv import KVCache
+from lce.cache.layer import Whole
 from lce.cache.layout import UNBOUNDED, Budgets, CacheLayout, Reach, power_of_two
 from lce.cache.movers import Mover
 from lce.cache.tiers import Disk, TierStack

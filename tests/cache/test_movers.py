@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lce.attention import Attention
-from lce.cache.kv import KVCache, Whole
+from lce.cache.kv import KVCache
+from lce.cache.layer import Whole
 from lce.cache.layout import Budgets, CacheLayout, Reach
 from lce.cache.movers import Cuda, Mover, Pinned, Slabs, located, neighbours
 from lce.cache.packing import Parts

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import lce
-from lce.cache.kv import LayerCache
+from lce.cache.layer import LayerCache
 from lce.methods import Full, LongHeads, Method, Step
 from lce.weights.checkpoint import Checkpoint
 from tests.checkpoints import tokens

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lce
-from lce.cache.kv import Opened, Tiered, Whole
+from lce.cache.layer import Opened, Tiered, Whole
 from lce.engine.devices import counts_of, devices_of
 from lce.errors import CapacityError, UsageError
 from lce.terminal.figures import plan_lines

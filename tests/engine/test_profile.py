@@ -11,7 +11,7 @@ import pytest
 
 import lce
 from lce.attention import Attention
-from lce.cache.kv import LayerCache
+from lce.cache.layer import LayerCache
 from lce.engine.profile import CATEGORIES, HOOKS, n_pairs
 from lce.models import layers
 from tests.checkpoints import tokens

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lce.attention import rotate
-from lce.cache.kv import LayerCache
+from lce.cache.layer import LayerCache
 from lce.errors import UsageError
 from lce.inspect.explain import HEADS, KV_HEADS, MOST_TOKENS, REACH, explain, vectors
 from lce.methods import Method, Step, available, make

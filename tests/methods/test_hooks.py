@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import lce
-from lce.cache.kv import LayerCache
+from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout, Reach
 from lce.cache.method_state import MethodState, TokenRows
 from lce.errors import UsageError

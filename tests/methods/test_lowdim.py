@@ -10,7 +10,7 @@ import torch
 
 from lce.errors import UsageError
 from lce.methods import lowdim
-from lce.methods.lowdim import LowDimMap, LowDimMaps, block_scores, first_best, principal, spread
+from lce.methods.lowdim import LowDimMap, LowDimMaps, block_scores, first_best, leading, principal, spread
 
 
 def layer(n_heads: int = 4, n_kv_heads: int = 2, low_dim: int = 3) -> LowDimMap:
@@ -61,6 +61,16 @@ def test_principal_directions_are_those_of_the_largest_variance() -> None:
     ours = principal(k, 3).numpy()
     assert np.abs(np.abs(axes @ ours) - np.eye(3)).max() < 1e-4
     assert principal(k, 100).shape == (8, 8)
+
+
+def test_leading_eigenvectors_are_found_by_iteration() -> None:
+    x = torch.randn(90, 96, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * torch.arange(96, 0, -1)
+    x = x.T @ x  # of rank 90
+    values, vectors = torch.linalg.eigh(x)
+    found = leading(x, 6)
+    assert torch.allclose((found.T @ x @ found).diagonal(), values[-6:], rtol=1e-3)
+    assert ((found.T @ vectors[:, -6:]) ** 2).sum() > 5.99
+    assert leading(torch.zeros_like(x), 6).isfinite().all()
 
 
 def test_of_equal_scores_the_first_are_taken() -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 import lce
 from lce.attention import Attention
-from lce.cache.kv import KVCache, LayerCache
+from lce.cache.kv import KVCache
+from lce.cache.layer import LayerCache
 from lce.cache.layout import Budgets, CacheLayout, Reach
 from lce.errors import UsageError
 from lce.methods import Driver, Full, LongHeads, Method, Rope, RopeConfig, make

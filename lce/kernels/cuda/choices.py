@@ -15,6 +15,7 @@ from lce.kernels.cuda.launching import MOST_CHUNKS, launch
 
 _TILE = 1 << 13  # numbers of summaries that a program reads at a time
 _WARP = 512  # scores that a warp chooses from
+_LARGEST = (64, 512, 4096, 8192, MOST_CHUNKS)  # choices among up to so many share a kernel: fewer are compiled
 
 
 def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int | Tensor, size: int) -> Tensor:
@@ -28,9 +29,8 @@ def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int | Tensor, siz
     """
     fits = forced.dtype == torch.bool and forced.shape == scores.shape[1:]
     assert fits, (forced.dtype, forced.shape, scores.shape)
-    n = min(n, scores.shape[2])
-    chosen = torch.empty(*scores.shape[:2], n, dtype=torch.int64, device=scores.device)
-    if n:
+    chosen = torch.empty(*scores.shape[:2], min(n, scores.shape[2]), dtype=torch.int64, device=scores.device)
+    if chosen.shape[2]:
         _choose_into(chosen, scores, forced, n, start, size)
     return chosen
 
@@ -73,7 +73,24 @@ def best_runs(
     scores = _scored(q[:, None], summaries, choosers, position, size, least)
     first = torch.empty(choosers, min(n, summaries.shape[1]) + own, dtype=torch.int64, device=q.device)
     count = first.new_empty(first.shape)
-    _choose_into(first, scores, None, min(n, summaries.shape[1]), position, size, keep_first, keep_last, count, own)
+    _choose_into(first, scores, None, n, position, size, keep_first, keep_last, count, own)
+    return first, count
+
+
+def runs_of_chunks(chosen: Tensor, size: int, position: Tensor | None) -> tuple[Tensor, Tensor]:
+    """First tokens and counts of chosen chunks of `size` tokens: `chosen [C, K]`, -1 for none, to `[C, K]` each.
+
+    With a position `[1]`, int64, also the tokens of its own chunk up to it, behind the others: `[C, K + 1]`.
+    """
+    fits = chosen.dtype == torch.int64 and (position is None or position.dtype == torch.int64)
+    assert fits, (chosen.dtype, position)
+    chosen, n = chosen.contiguous(), chosen.shape[1]
+    first = chosen.new_empty(len(chosen), n + (position is not None))
+    count = first.new_empty(first.shape)
+    launch(
+        _runs, (len(chosen),), chosen, chosen if position is None else position, first, count, n, size,
+        BLOCK=triton.next_power_of_2(first.shape[1]), OWN=position is not None, num_warps=1,
+    )  # fmt: skip
     return first, count
 
 
@@ -101,22 +118,23 @@ def _choose_into(
     chosen: Tensor, scores: Tensor, forced: Tensor | None, n: int, start: int | Tensor, size: int, first: bool = False,
     last: bool = False, counts: Tensor | None = None, own: bool = False,
 ) -> None:  # fmt: skip
-    """Choices among `scores [C, T, M]`: ids, or with `counts` runs."""
+    """Up to n choices among `scores [C, T, M]`, M and n 1 or more: ids, or with `counts` runs."""
     choosers, n_queries, n_chunks = scores.shape
     fits = n_chunks <= MOST_CHUNKS and scores.is_contiguous() and (forced is None or forced.is_contiguous())
     assert fits, (scores.shape, scores.stride())
-    block, n_rows = triton.next_power_of_2(n_chunks), choosers * n_queries
-    rows = max(1, _WARP // block)
+    block = next(size for size in _LARGEST if n_chunks <= size)
+    slots, n = min(block, triton.next_power_of_2(n)), min(n, n_chunks)
+    n_rows, rows = choosers * n_queries, max(1, _WARP // block)
     launch(
         _choose, (triton.cdiv(n_rows, rows),), scores, scores if forced is None else forced.view(torch.uint8), chosen,
         chosen if counts is None else counts, start, n_rows, n_queries, n_chunks, size, n, ROWS=rows, BLOCK=block,
-        SLOTS=triton.next_power_of_2(n), FORCED=forced is not None, FIRST=first, LAST=last,
-        ON_DEVICE=isinstance(start, Tensor), RUNS=counts is not None, OWN=own,
+        SLOTS=slots, FORCED=forced is not None, FIRST=first, LAST=last, ON_DEVICE=isinstance(start, Tensor),
+        RUNS=counts is not None, OWN=own,
         num_warps=max(1, min(16, block // _WARP)),
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_keys"])
 def _score(
     q, keys, out, position, q_head, q_row, keys_head, keys_row, n, n_keys, dim, size,
     TOGETHER: tl.constexpr, SHARING: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, BOUNDS: tl.constexpr,
@@ -147,7 +165,7 @@ def _score(
         tl.store(out + tl.program_id(1).to(tl.int64) * n_keys + i, total, mask=i < seen)
 
 
-@triton.jit(do_not_specialize=["start"])
+@triton.jit(do_not_specialize=["start", "n_rows", "n_queries", "n_chunks", "size", "n"])
 def _choose(
     scores, forced, chosen, counts, start, n_rows, n_queries, n_chunks, size, n,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, FORCED: tl.constexpr, FIRST: tl.constexpr,
@@ -215,3 +233,19 @@ def _choose(
     else:
         tl.store(chosen + slot, found, mask=taken)
         tl.store(chosen + to + slots, tl.full((ROWS, SLOTS), -1, tl.int64), mask=empty)
+
+
+@triton.jit(do_not_specialize=["n", "size"])
+def _runs(chosen, position, first, count, n, size, BLOCK: tl.constexpr, OWN: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    chunk = tl.load(chosen + tl.program_id(0) * n + i, mask=i < n, other=-1)
+    start, number = chunk * size, tl.where(chunk < 0, 0, size).to(tl.int64)
+    width = n
+    if OWN:
+        at = tl.load(position)
+        own = at // size * size
+        start, number = tl.where(i == n, own, start), tl.where(i == n, at + 1 - own, number)
+        width = n + 1
+    to = tl.program_id(0) * width + i
+    tl.store(first + to, start, mask=i < width)
+    tl.store(count + to, number, mask=i < width)

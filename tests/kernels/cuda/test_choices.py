@@ -100,3 +100,13 @@ def test_a_query_chooses_at_any_position_with_the_same_tensors(
             if own:
                 assert torch.equal(first[:, n], torch.full((choosers,), position // size * size))
                 assert torch.equal(count[:, n], torch.full((choosers,), position % size + 1))
+
+
+@pytest.mark.parametrize("at", [None, 0, 7, 8, 29])
+def test_runs_of_chosen_chunks(at: int | None) -> None:
+    chosen = torch.tensor([[[0, 2, 5]], [[1, -1, -1]]], device=DEVICE)[:, 0]
+    position = None if at is None else torch.tensor([at], device=DEVICE)
+    first, count = choices.runs_of_chunks(chosen, 8, position)
+    own = [] if at is None else [(at // 8 * 8, at % 8 + 1)]
+    expected = [[(0, 8), (16, 8), (40, 8), *own], [(8, 8), (-8, 0), (-8, 0), *own]]
+    assert torch.stack((first, count), -1).tolist() == [[list(run) for run in runs] for runs in expected]

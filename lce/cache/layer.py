@@ -1,0 +1,334 @@
+"""One layer of a KV cache: its buffer of recent tokens, the tiers behind it, and what the method keeps of it.
+
+With keys and values in 8 bits, a pass that begins at token s sees the tokens before `layout.old(s)` rounded, and all
+others as they are. They are rounded once, in the buffer, whatever the budget; tiers keep rounded numbers as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lce.attention import Tiles, Turn, append
+from lce.cache.layout import CacheLayout
+from lce.cache.method_state import Held, MethodState
+from lce.cache.packing import round_chunks
+from lce.cache.tiers import TierStack
+from lce.errors import CapacityError, UsageError
+from lce.kernels.gathering import take_rows
+from lce.sizes import size_text
+
+S = TypeVar("S", bound=MethodState)
+Unrounded = tuple[int, Tensor]  # the first of some tokens, and their keys and values `[2, G, n, D]`
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Residency: everything is in the buffer."""
+
+
+@dataclass(frozen=True)
+class Tiered:
+    """Residency: recent tokens are in the buffer, complete chunks before them in the tiers."""
+
+    tiers: TierStack
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Residency: complete chunks of a file are in the tiers, recent tokens and all later ones in the buffer."""
+
+    tiers: TierStack
+
+
+Residency = Whole | Tiered | Opened
+
+
+class KVBuffer:
+    """Keys and values `k v [G, capacity, D]` of the tokens from `first` on; whole chunks, and contiguous.
+
+    Never changes its size: `replaced` makes another one.
+    """
+
+    def __init__(self, layout: CacheLayout, capacity: int, first: int = 0) -> None:
+        self.layout = layout
+        self.first = first
+        shape = (layout.n_kv_heads, layout.whole_chunks(capacity), layout.head_dim)
+        try:
+            self.k, self.v = (torch.empty(shape, dtype=layout.dtype, device=layout.device) for _ in range(2))
+        except RuntimeError as error:
+            raise CapacityError(
+                f"no memory for {shape[1]:,} tokens in the cache: {size_text(2 * shape[1] * layout.key_bytes)} a layer "
+                "for keys and values; ask for fewer tokens, or give --kv-host-budget and --spill-dir"
+            ) from error
+        self.capacity = shape[1]  # tokens
+        n_chunks = shape[1] // layout.chunk_size
+        self.index = torch.arange(shape[0] * n_chunks, device=layout.device).view(shape[0], n_chunks)
+
+    @property
+    def n_bytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+    def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of tokens `start..stop-1`, views `[G, stop - start, D]`."""
+        here = slice(start - self.first, stop - self.first)
+        return self.k[:, here], self.v[:, here]
+
+    def tiles(self, n_chunks: int) -> Tiles:
+        """The buffer as tiles. The text has `n_chunks` complete chunks; those before the buffer have no tile here."""
+        size, before = self.layout.chunk_size, self.first // self.layout.chunk_size
+        index = self.index
+        if before:
+            index = torch.nn.functional.pad(index[:, : n_chunks - before], (before, 0), value=-1)
+        shape = (self.index.numel(), size, self.layout.head_dim)
+        return Tiles(self.k.view(shape), self.v.view(shape), index)
+
+    def replaced(self, first: int, capacity: int, stop: int) -> KVBuffer:
+        """Another buffer of `capacity` tokens, with tokens `first..stop-1` of this one. Bytes: one copy of them."""
+        other = KVBuffer(self.layout, capacity, first)
+        for mine, its in zip(self.span(first, stop), other.span(first, stop), strict=True):
+            its.copy_(mine)
+        return other
+
+
+class LayerCache:
+    """The keys and values of one layer, and what the method keeps beside them.
+
+    Methods ask for a span, for tokens or for chunks, and never learn where these were. `state` holds what the method
+    keeps, by the names that its `state` gives.
+    """
+
+    def __init__(
+        self, index: int, layout: CacheLayout, buffer: KVBuffer, residency: Residency,
+        state: Mapping[str, MethodState], length: int = 0, rounded: int = 0,
+    ) -> None:  # fmt: skip
+        self.index = index
+        self.layout = layout
+        self.buffer = buffer
+        self.residency = residency
+        self.state = dict(state)
+        self.length = length  # committed tokens
+        self.rounded = max(rounded, buffer.first)  # tokens that are rounded, with keys and values in 8 bits
+        self.stop = length  # tokens written, those of the pass under way included
+
+    @property
+    def tiers(self) -> TierStack:
+        """Where the tokens before the buffer are."""
+        assert not isinstance(self.residency, Whole), "everything is in the buffer"
+        return self.residency.tiers
+
+    @property
+    def number(self) -> int:
+        """Which layer of its device it is: tiers count from the device's first."""
+        return self.index - self.layout.first_layer
+
+    @property
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """All rows of the buffer, `[G, capacity, D]` each, where it holds everything: row i is token i."""
+        assert isinstance(self.residency, Whole), "some tokens are in the tiers"
+        return self.buffer.k, self.buffer.v
+
+    def kept(self, kind: type[S], name: str) -> S:
+        """What the method keeps under a name."""
+        state = self.state[name]
+        assert isinstance(state, kind), f"{name} is a {type(state).__name__}"
+        return state
+
+    def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of tokens `start..stop-1`, `[G, stop - start, D]` each, placed as the method declared.
+
+        Views where the buffer has them; else copies, so ask for what fits in memory: see `segments`.
+        """
+        first, size = self.buffer.first, self.layout.chunk_size
+        if start >= first:
+            return self.buffer.span(start, stop)
+        begin, border = start // size, min(stop, first)
+        old = self.tiers.chunks(self.number, begin, -(-border // size))
+        k, v = (x[:, start - begin * size : border - begin * size] for x in old)
+        if stop <= first:
+            return k, v
+        recent_k, recent_v = self.buffer.span(first, stop)
+        return torch.cat((k, recent_k), dim=1), torch.cat((v, recent_v), dim=1)
+
+    def segments(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Tokens `start..stop-1` in spans that are small enough to be copied.
+
+        They are cut at multiples of `segment`, so that a sum over them is the same wherever the tokens are.
+        """
+        segment = self.layout.segment
+        while start < stop:
+            border = min((start // segment + 1) * segment, stop)
+            yield start, border
+            start = border
+
+    def tokens(self, index: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Keys and values of the tokens `index [n]`, ascending: `[G, n, D]` each, copied; maybe to `into`, flat."""
+        first = self.buffer.first
+        if not first:
+            return take_rows((self.buffer.k, self.buffer.v), index, into)
+        numbers = index.cpu().numpy()
+        n_old = int(np.searchsorted(numbers, first))
+        old = self.tiers.tokens(self.number, numbers[:n_old])
+        recent = index[n_old:] - first
+        k, v = (
+            torch.cat((a, b.index_select(1, recent)), dim=1)
+            for a, b in zip(old, (self.buffer.k, self.buffer.v), strict=True)
+        )
+        return k, v
+
+    def values(self, index: Tensor) -> Tensor:
+        """Values of the tokens that each KV head names, `index [G, n]` in any order: `[G, n, D]`, copied.
+
+        Waits for the device only where some of them may be in the tiers.
+        """
+        v = self.buffer.v
+        if self.buffer.first:
+            tokens, index = index.unique(return_inverse=True)
+            v = self.tokens(tokens)[1]
+        return v.gather(1, index[..., None].expand(-1, -1, v.shape[-1]))
+
+    def tiles(self, chunk_ids: Tensor) -> Iterator[Tiles]:
+        """The complete chunks that the query heads chose, `[H, T, K]`, as tiles for `Attention.routed`.
+
+        In one round, without a copy, where they are in the buffer; else as many at a time as memory may hold, after one
+        wait for the device.
+        """
+        size, n_kv_heads = self.layout.chunk_size, self.layout.n_kv_heads
+        n_old, n_chunks = self.buffer.first // size, self.stop // size
+        if not n_old:
+            yield self.buffer.tiles(n_chunks)
+            return
+        device = self.buffer.k.device
+        heads = torch.arange(len(chunk_ids), device=device) // (len(chunk_ids) // n_kv_heads)
+        column = torch.where(chunk_ids < 0, n_chunks, chunk_ids)  # none chosen: a column behind the last chunk
+        asked = (heads[:, None, None] * (n_chunks + 1) + column).view(-1)
+        wanted = torch.zeros(n_kv_heads * (n_chunks + 1), dtype=torch.bool, device=device).index_fill_(0, asked, True)
+        wanted = wanted.view(n_kv_heads, -1)[:, :n_chunks].cpu()  # the only wait for the device
+        pages = wanted[:, :n_old].unflatten(0, (-1, self.layout.page_heads)).any(dim=1)  # [groups, old chunks]
+        if wanted[:, n_old:].any() or not pages.any():
+            yield self.buffer.tiles(n_chunks)
+        for tiles in self.tiers.rounds(self.number, pages.numpy()):
+            index = torch.nn.functional.pad(tiles.index, (0, n_chunks - n_old), value=-1)
+            yield Tiles(tiles.k, tiles.v, index)
+
+    def write(self, k: Tensor, v: Tensor, turn: Turn | None = None, at: Tensor | None = None) -> None:
+        """Put a block's keys and values `[G, T, D]` behind the committed ones. Time and bytes: O(T).
+
+        With a turn `[T, D/2]` the keys are rotated on the way. `at [1]` is the index of one token, read on the device:
+        then the buffer has space for it, and whoever ends the pass says that it has the token (`appended`).
+        """
+        layout, shape = self.layout, k.shape
+        if v.shape != shape or (shape[0], shape[2:]) != (layout.n_kv_heads, (layout.head_dim,)):
+            expected = f"[{layout.n_kv_heads}, T, {layout.head_dim}]"  # fewer would be repeated silently
+            raise UsageError(f"keys {list(k.shape)} and values {list(v.shape)} for the cache; expected {expected} each")
+        if at is not None:
+            append(k, v, *self.whole, at, turn)
+            return
+        stop = self.length + shape[1]
+        self.round_old()
+        self.reserve(stop)
+        self.stop = stop
+        buffer = self.buffer
+        append(k, v, buffer.k, buffer.v, self.length - buffer.first, turn)
+
+    def commit(self) -> None:
+        """Keep what this pass wrote. May be repeated."""
+        self.length = self.stop
+        for state in self.state.values():
+            state.commit(self.length)
+
+    def discard(self) -> None:
+        """Forget what was written since the last commit. May be repeated."""
+        self.stop = self.length
+        for state in self.state.values():
+            state.discard()
+
+    def reserve(self, n_tokens: int) -> None:
+        """Make the buffer large enough for `n_tokens` in all.
+
+        `Whole` buffers grow by half, within the budget; `Tiered` ones move old chunks to the tiers first.
+        """
+        layout, wanted = self.layout, n_tokens
+        if n_tokens - self.buffer.first <= self.buffer.capacity:
+            return
+        if isinstance(self.residency, Tiered):
+            self.retire()
+            if n_tokens - self.buffer.first <= self.buffer.capacity:
+                return
+        elif isinstance(self.residency, Whole):
+            wanted = max(n_tokens, min(self.buffer.capacity * 3 // 2, layout.resident_tokens))
+        self.buffer = self.buffer.replaced(self.buffer.first, wanted - self.buffer.first, self.length)
+
+    def move_to(self, residency: Tiered) -> None:
+        """Leave recent tokens alone in the buffer, and the others to the tiers."""
+        self.residency = residency
+        self.retire()
+        capacity = max(self.layout.recent_tokens, self.length - self.buffer.first)
+        self.buffer = self.buffer.replaced(self.buffer.first, capacity, self.length)
+
+    def retire(self) -> None:
+        """Move complete chunks behind the reach of local attention to the tiers."""
+        size, first = self.layout.chunk_size, self.buffer.first
+        border = min(self.layout.old(self.length), self.rounded if self.layout.packed else self.length)
+        if border > first:
+            self.tiers.add(self.number, first // size, *self.buffer.span(first, border))
+            capacity = max(self.layout.recent_tokens, self.length - border)  # less after a refused `move_to`
+            self.buffer = self.buffer.replaced(border, capacity, self.length)
+
+    def round_old(self) -> None:
+        """Round to 8 bits what the next tokens do not see as local. Time: O(what is new of it).
+
+        Only a pass does so, whatever the budget: a call that fails before goes back to tokens that are as they were.
+        """
+        border = self.layout.old(self.length)
+        if self.layout.packed and border > self.rounded:
+            round_chunks(*self.buffer.span(self.rounded, border), self.layout.chunk_size)
+            self.rounded = border
+
+    def unrounded(self) -> Unrounded | None:
+        """A copy of the tokens that are not rounded yet, where any ever are. Bytes: local tokens, and a block."""
+        if not self.layout.packed:
+            return None
+        return self.rounded, torch.stack(self.buffer.span(self.rounded, self.length))
+
+    def at(self, n_tokens: int, marks: Mapping[str, Held], unrounded: Unrounded | None = None) -> LayerCache:
+        """This cache when it had `n_tokens` tokens and `marks` were taken. It takes the place of this one.
+
+        Tokens that local attention sees come back from the tiers to the buffer. Pages of chunks that are no longer
+        complete stay in the tiers, unread: the buffer is in front of them, and `TierStack.add` replaces them.
+
+        What was rounded since comes back from `unrounded`, taken with the marks; without that, it stays rounded.
+        """
+        layout, buffer = self.layout, self.buffer
+        border = layout.old(n_tokens)
+        if border < buffer.first:
+            buffer = KVBuffer(layout, max(layout.recent_tokens, n_tokens - border), border)
+            for x, kept in zip(buffer.span(border, n_tokens), self.span(border, n_tokens), strict=True):
+                x.copy_(kept)
+        rounded = min(self.rounded, border)
+        if unrounded is not None:
+            rounded = min(rounded, unrounded[0])
+            if buffer is self.buffer:
+                self.rounded = max(rounded, buffer.first)  # after an interruption this cache rounds them again
+            first = max(unrounded[0], buffer.first)
+            _overwrite(buffer.span(first, n_tokens), unrounded[1][:, :, first - unrounded[0] :])
+        state = {name: state.at(marks[name]) for name, state in self.state.items()}
+        return LayerCache(self.index, layout, buffer, self.residency, state, n_tokens, rounded)
+
+    def copy(self, residency: Residency) -> LayerCache:
+        """A cache of its own with the committed tokens; `residency` has the tiers of the other context."""
+        capacity = self.length if isinstance(residency, Whole) else self.buffer.capacity
+        buffer = self.buffer.replaced(self.buffer.first, capacity, self.length)
+        state = {name: state.copy(self.length) for name, state in self.state.items()}
+        return LayerCache(self.index, self.layout, buffer, residency, state, self.length, self.rounded)
+
+
+@torch.inference_mode()  # the tensors may have been made in it
+def _overwrite(held: tuple[Tensor, Tensor], kept: Tensor) -> None:
+    for x, new in zip(held, kept, strict=True):
+        x.copy_(new)
