@@ -6,7 +6,7 @@ import json
 import math
 import random
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -54,7 +54,8 @@ class Drawn:
         return "drawn"
 
     def load(
-        self, wanted: Mapping[str, tuple[str, tuple[int, ...]]], *, dtype: torch.dtype, device: torch.device,
+        self, wanted: Mapping[str, tuple[str, tuple[int, ...]]], *, dtype: torch.dtype,
+        device: torch.device | Callable[[str], torch.device],
         joined: Mapping[str, Sequence[str]] | None = None, **more: Any,
     ) -> dict[str, Tensor]:  # fmt: skip
         """Norms of ones, all else of a normal distribution. Bytes: the weights. The same for a device and a seed."""
@@ -65,12 +66,12 @@ class Drawn:
         for whole, names in wholes.items():
             sizes = [wanted[part][1] for part in names]
             shapes[whole] = (sum(size[0] for size in sizes), *sizes[0][1:])
-        return {
-            name: torch.ones(shape, dtype=dtype, device=device)
-            if len(shape) == 1
-            else torch.empty(shape, dtype=dtype, device=device).normal_(std=SPREAD)
-            for name, shape in shapes.items()
-        }
+        found = {}
+        for name, shape in shapes.items():
+            where = device if isinstance(device, torch.device) else device(name)
+            x = torch.empty(shape, dtype=dtype, device=where)
+            found[name] = x.fill_(1.0) if len(shape) == 1 else x.normal_(std=SPREAD)
+        return found
 
 
 def write_config(folder: Path, shape: str) -> None:
