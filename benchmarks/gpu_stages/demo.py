@@ -27,14 +27,14 @@ LEAST_SHARE = 0.98  # of tokens with logits so near: where two chunks score alik
 class Demo:
     """Engines over the embedded model, sharing its weights, on one device."""
 
-    def __init__(self, device: torch.device, window: int | None) -> None:
+    def __init__(self, device: torch.device, tiny: bool) -> None:
         self.device = device
-        self.window = window
+        self.sizes = {"window": 256, "block": 64} if tiny else {}
         self.first: dict[Any, lce.Engine] = {}
 
     def engine(self, method: str, dtype: str = "float32", **options: Any) -> lce.Engine:
         sharing = self.first.get(dtype)
-        options |= {"device": self.device, "dtype": dtype, "window": self.window}
+        options |= {"device": self.device, "dtype": dtype, **self.sizes}
         engine = lce.load("demo", method, sharing=sharing, **options)
         self.first.setdefault(dtype, engine)
         return engine
@@ -42,25 +42,24 @@ class Demo:
 
 def run(setup: Setup) -> None:
     text = (ROOT / "examples" / "haystack.txt").read_text()
-    window = 128 if setup.tiny else None
-    demo, cpu = Demo(setup.device, window), setup.workers(1)
-    n = 640 if setup.tiny else 4000
+    demo, cpu = Demo(setup.device, setup.tiny), setup.workers(1)
+    n = 480 if setup.tiny else 2400  # beyond the budgets of `tiers`
     ids = demo.engine("full").tokenizer.encode(text)[:n]
     methods = ("longheads",) if setup.tiny else METHODS
     some, whole = ids[: 200 if setup.tiny else 2048], text[-600:] if setup.tiny else text
     # A process of its own compiles and computes the CPU's side, meanwhile.
-    logits = {method: cpu.submit(cpu_logits, window, method, some) for method in methods}
-    said = cpu.submit(cpu_text, window, whole)
+    logits = {method: cpu.submit(cpu_logits, setup.tiny, method, some) for method in methods}
+    said = cpu.submit(cpu_text, setup.tiny, whole)
     tiered = ("longheads",) if setup.tiny else TIERED
-    for method in tiered:
-        with setup.record.attempt(f"tiers: {method} float32") as cell:
-            cell.update(tiers(demo, method, "float32", ids))
     for method in methods:
         with setup.record.attempt(f"graph beside eager: {method}") as cell:
             cell.update(graph_beside_eager(setup, demo, method, ids))
     for method in tiered:
+        with setup.record.attempt(f"tiers: {method} float32") as cell:
+            cell.update(tiers(demo, method, "float32", ids))
+    for method in tiered:
         with setup.record.attempt(f"dropped contexts: {method}") as cell:
-            cell.update(dropped(demo, method, ids, 1 if setup.tiny else 10))
+            cell.update(dropped(demo, method, ids, 1 if setup.tiny else 4))
     for method in methods:
         with setup.record.attempt(f"logits beside the CPU: {method}") as cell:
             theirs = torch.from_numpy(logits[method].result(timeout=max(0.1, setup.left() - 4)))
@@ -75,20 +74,20 @@ def run(setup: Setup) -> None:
             cell.update(tiers(demo, method, "bfloat16", ids))
 
 
-_cpu: dict[int | None, Demo] = {}  # of the process that computes the CPU's side
+_cpu: dict[bool, Demo] = {}  # of the process that computes the CPU's side
 
 
-def cpu_demo(window: int | None) -> Demo:
-    return _cpu.setdefault(window, Demo(torch.device("cpu"), window))
+def cpu_demo(tiny: bool) -> Demo:
+    return _cpu.setdefault(tiny, Demo(torch.device("cpu"), tiny))
 
 
-def cpu_logits(window: int | None, method: str, ids: list[int]) -> Any:
+def cpu_logits(tiny: bool, method: str, ids: list[int]) -> Any:
     """As a NumPy array."""
-    return cpu_demo(window).engine(method).logits(ids).numpy()
+    return cpu_demo(tiny).engine(method).logits(ids).numpy()
 
 
-def cpu_text(window: int | None, prompt: str) -> str:
-    return cpu_demo(window).engine("longheads").generate(prompt, max_tokens=24).text
+def cpu_text(tiny: bool, prompt: str) -> str:
+    return cpu_demo(tiny).engine("longheads").generate(prompt, max_tokens=24).text
 
 
 def beside(logits: Tensor, other: Tensor) -> dict[str, Any]:
