@@ -43,10 +43,10 @@ class Demo:
 def run(setup: Setup) -> None:
     text = (ROOT / "examples" / "haystack.txt").read_text()
     demo, cpu = Demo(setup.device, setup.tiny), setup.workers(1)
-    n = 480 if setup.tiny else 2400  # beyond the budgets of `tiers`
+    n = 200 if setup.tiny else 2400  # beyond the budgets of `tiers`
     ids = demo.engine("full").tokenizer.encode(text)[:n]
     methods = ("longheads",) if setup.tiny else METHODS
-    some, whole = ids[: 200 if setup.tiny else 2048], text[-600:] if setup.tiny else text
+    some, whole = ids[: 150 if setup.tiny else 2048], text[-600:] if setup.tiny else text
     # A process of its own compiles and computes the CPU's side, meanwhile.
     logits = {method: cpu.submit(cpu_logits, setup.tiny, method, some) for method in methods}
     said = cpu.submit(cpu_text, setup.tiny, whole)
