@@ -66,12 +66,11 @@ class Drawn:
         for whole, names in wholes.items():
             sizes = [wanted[part][1] for part in names]
             shapes[whole] = (sum(size[0] for size in sizes), *sizes[0][1:])
-        return {
-            name: torch.ones(shape, dtype=dtype, device=device(name))
-            if len(shape) == 1
-            else torch.empty(shape, dtype=dtype, device=device(name)).normal_(std=SPREAD)
-            for name, shape in shapes.items()
-        }
+        found = {}
+        for name, shape in shapes.items():
+            x = torch.empty(shape, dtype=dtype, device=device(name))
+            found[name] = x.fill_(1.0) if len(shape) == 1 else x.normal_(std=SPREAD)
+        return found
 
 
 def write_config(folder: Path, shape: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import statistics
 import subprocess
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gpu_stages.setup import Setup
+from gpu_stages.setup import Setup, seconds_of
 
 PACKAGES = (
     "torch", "triton", "numpy", "numba", "llvmlite", "transformers", "safetensors", "tokenizers", "sentencepiece",
@@ -36,6 +35,10 @@ def run(setup: Setup) -> None:
     for name, measure in MEASUREMENTS.items():
         with record.attempt(name) as cell:
             cell.update(measure(setup))
+    with record.attempt("kernels"):
+        from gpu_stages import kernels
+
+        kernels.run(setup)
 
 
 def machine(setup: Setup) -> dict[str, Any]:
@@ -62,24 +65,6 @@ def version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def seconds_of(setup: Setup, work: Callable[[], object], times: int = 5) -> float:
-    """The median of several runs, after two that do not count. On a GPU by its events."""
-    found = []
-    for _ in range(times + 2):
-        if setup.cuda:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            work()
-            end.record()
-            end.synchronize()
-            found.append(start.elapsed_time(end) / 1e3)
-        else:
-            started = time.perf_counter()
-            work()
-            found.append(time.perf_counter() - started)
-    return statistics.median(found[2:])
 
 
 def copy_rate(setup: Setup) -> dict[str, float]:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
+import statistics
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+import lce
 
 ERROR_LINES = 12  # of a traceback
 
@@ -63,12 +68,44 @@ class Setup:
         return self.device.type == "cuda"
 
     def left(self) -> float:
-        """Seconds."""
-        return self.deadline - time.monotonic()
+        """Seconds; a day where there is no limit."""
+        return min(86400.0, self.deadline - time.monotonic())
 
     def synchronize(self) -> None:
         if self.cuda:
             torch.cuda.synchronize()
+
+    def workers(self, n: int) -> Executor:
+        """Processes that begin anew, for work of its own kernels to compile; threads where sizes are toys."""
+        if self.tiny:
+            return ThreadPoolExecutor(1)
+        return ProcessPoolExecutor(n, mp_context=multiprocessing.get_context("spawn"))
+
+
+def graph_figures(context: lce.Context) -> dict[str, Any]:
+    """Whether the decode steps of a context were recorded, and why not."""
+    graph = context.graph
+    if graph is None:
+        return {"graph": "none"}
+    return {"graph": graph.refused or "recorded", "recorded": graph.n_recorded, "replayed": graph.n_replayed}
+
+
+def seconds_of(setup: Setup, work: Callable[[], object], times: int = 5) -> float:
+    """The median of several runs, after two that do not count. On a GPU by its events."""
+    found = []
+    for _ in range(times + 2):
+        if setup.cuda:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            found.append(start.elapsed_time(end) / 1e3)
+        else:
+            started = time.perf_counter()
+            work()
+            found.append(time.perf_counter() - started)
+    return statistics.median(found[2:])
 
 
 class Skip(Exception):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import lce
 from gpu_stages.drawn import attended_bytes, engine_of, methods, prefill_flops, random_ids, weight_bytes
-from gpu_stages.setup import Setup
+from gpu_stages.setup import Setup, graph_figures
 
 METHODS = (("longheads", "full"), ("dca", "infllm", "esa"))  # all lengths of the first ones come first
 LENGTHS = (4096, 16384, 32768, 131072)
@@ -168,4 +168,5 @@ def decode(setup: Setup, engine: lce.Engine, context: lce.Context, new_tokens: i
         "events ms a token": events[0].elapsed_time(events[1]) / n if events else None,
         "decode bytes": weight_bytes(engine) + attended_bytes(engine, len(context)),
         "decoded": n,
+        **graph_figures(context),
     }

@@ -12,7 +12,7 @@ PAPER = {"longheads": (0.03, 0.08, 0.11), "full": (0.03, 0.11, 0.21)}
 
 
 def summary(results: Results) -> str:
-    parts = (hardware, statuses, checks, speeds, offloading, profiles, neighbour, bars)
+    parts = (hardware, kernels, statuses, checks, speeds, offloading, profiles, neighbour, bars)
     return "\n".join(line for part in parts for line in part(results)) + "\n"
 
 
@@ -44,6 +44,18 @@ def hardware(results: Results) -> Iterator[str]:
                 yield f"{name}: {what} {number(x) if what != 'error' else last(x)}"
 
 
+def kernels(results: Results) -> Iterator[str]:
+    """Rates of single kernels, in TB/s or TFLOP/s."""
+    for label, cell in cells(results.get(0, {})).items():
+        if label.startswith("kernels: "):
+            for what, x in cells(cell).items():
+                rates = [f"{name.removesuffix(' per s')} {x[name] / 1e12:.3g}" for name in x if name.endswith("per s")]
+                wrong = [f"{name}: {x[name]}" for name in x if name.endswith("error")]
+                yield f"{label}: {what}: {', '.join(rates + wrong)}"
+            if "error" in cell:
+                yield f"{label}: {last(cell['error'])}"
+
+
 def statuses(results: Results) -> Iterator[str]:
     yield ""
     for key, stage in sorted(results.items()):
@@ -58,7 +70,9 @@ def checks(results: Results) -> Iterator[str]:
     """How many checks of stages 1 to 3 hold, and those that do not."""
     tests = results.get(1, {})
     if "tests" in tests:
-        yield f"tests: {tests['passed']} passed, {tests['failed']} failed, {len(tests['skipped'])} skipped"
+        yield f"tests: {tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped"
+        if tests.get("stopped at the limit"):
+            yield f"  {len(tests['stopped at the limit'])} of {len(tests['exit status'])} processes had no time for all"
         yield from (f"  failed: {name}: {last(text)}" for name, text in tests["failures"].items())
     for key, name in ((2, "exactness"), (3, "demo")):
         found = {label: cell for label, cell in cells(results.get(key, {})).items() if "ok" in cell or "error" in cell}
@@ -96,7 +110,7 @@ def over(results: Results, cell: Mapping[str, Any], what: str) -> float | None:
 
 def speeds(results: Results) -> Iterator[str]:
     head = ["method", "tokens", "prefill tok/s", "over full", "TFLOP/s", "decode ms", "events ms", "over full",
-            "of copying", "peak GB", "A100, paper: ms"]  # fmt: skip
+            "of copying", "graph", "peak GB", "A100, paper: ms"]  # fmt: skip
     rows, notes = [], []
     for label, cell in cells(results.get(4, {})).items():
         if "length" not in cell:
@@ -107,6 +121,7 @@ def speeds(results: Results) -> Iterator[str]:
             number(over(results, cell, "prefill tok/s")), number(cell.get("prefill flop/s", 0) / 1e12 or None),
             number(cell.get("decode ms")), number(cell.get("events ms a token")),
             number(over(results, cell, "decode ms")), number(share(results, cell)),
+            f"{cell['graph'][:24]} {cell.get('replayed', '')}".strip() if "graph" in cell else "–",
             number(cell.get("peak memory bytes", 0) / 1e9 or None), number(paper and paper * 1e3),
         ])  # fmt: skip
         if "error" in cell or "note" in cell:

@@ -25,10 +25,10 @@ def devices_of(name: object) -> tuple[torch.device, ...]:
     Raises `UsageError` for those that this machine does not have, or that cannot hold one model together.
     """
     names: Sequence[object] = name if isinstance(name, list | tuple) else [name]
-    if name == "cuda:all":
-        names = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cuda"]
-    elif isinstance(name, str):
+    if isinstance(name, str):
         names = [part.strip() for part in name.split(",")]
+        if name == "cuda:all":
+            names = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cuda"]
     if not names:
         raise UsageError(f"device is {shown(name)}; {EXPECTED}")
     devices = [device_of(each) for each in names]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests.pretended import Gpus
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 
@@ -39,6 +42,7 @@ def test_every_stage_runs_at_toy_sizes(gpu: ModuleType, tmp_path: Path, capsys: 
     assert results["stage 1"]["status"] == "skipped: no CUDA"
     assert {stage["status"] for name, stage in results.items() if name != "stage 1"} == {"ran"}
     assert results["stage 3"]["tiers: longheads float32"]["same bits"]
+    assert results["stage 3"]["tiers: longheads float32"]["traffic"]["kv_device_budget, spill_dir"]
     assert results["stage 4"]["longheads at 300"]["decode ms"] > 0
     assert capsys.readouterr().out.endswith((tmp_path / "summary.txt").read_text() + "\n")
 
@@ -63,6 +67,13 @@ def test_a_stage_that_fails_costs_no_other(gpu: ModuleType, tmp_path: Path, monk
     assert results["stage 1"]["last lines"] == ["something broke"]
     assert results["stage 2"]["status"] == "ended at its limit of 2 s"
     assert "something broke" in (tmp_path / "stages.log").read_text()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_drawn_models_run_on_a_gpu(gpu: ModuleType, gpus: Gpus, tmp_path: Path) -> None:
+    """On a pretended one."""
+    assert gpu.run_stage(4, tmp_path, tmp_path / "record.json", "cuda", True, math.inf) == "ran"
+    assert errors(json.loads((tmp_path / "record.json").read_text())) == {}
 
 
 def test_without_a_gpu_every_stage_says_so(gpu: ModuleType, tmp_path: Path) -> None:

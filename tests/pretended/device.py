@@ -351,4 +351,4 @@ class Gpus:
 
 def _overwrite(memory: Memory) -> None:
     with _disable_current_modes(), torch.inference_mode():
-        torch.empty(0, dtype=torch.uint8).set_(memory.storage).fill_(0xFF)
+        torch.empty(0, dtype=torch.uint8, device="cpu").set_(memory.storage).fill_(0xFF)
