@@ -6,7 +6,7 @@ where chosen chunks are seen; how keys are cached and which query is scored foll
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self
@@ -27,6 +27,7 @@ from lce.methods.base import Method, says_for
 from lce.methods.decoding import Span, decode_recent
 from lce.methods.hooks import SELECTION_CHECKS
 from lce.methods.parts import RECENT, SCORES_AT_ONCE, attend_own_chunk, is_like, keep_recent, products
+from lce.methods.placement import PLACEMENTS
 from lce.methods.step import DeviceStep, Step
 
 SUMMARIES, OPEN_QUERIES = "summaries", "open queries"
@@ -50,70 +51,6 @@ def dot_products(q: Tensor, vectors: Tensor) -> Tensor:
 def _by_kernel(scores: Tensor) -> bool:
     """Whether the kernel for GPUs chooses by scores `[C, T, M]`."""
     return launching.runs_on(scores) and scores.shape[-1] <= launching.MOST_CHUNKS
-
-
-class Placement(ABC):
-    """Where a query sees the chunks that it chose, and its own chunk."""
-
-    def key_positions(self, indices: Tensor, size: int) -> Tensor | None:
-        """Where keys are rotated to before they are cached; None: left unrotated."""
-        return None
-
-    @abstractmethod
-    def slot_turns(self, q: Tensor, step: Step, size: int, n_slots: int, most: int) -> Turn:
-        """What turns a query for each of `n_slots` choices, `[T, n_slots, D/2]`, or `[T, 1, D/2]` for all alike.
-
-        `most` is how many chunks a query may choose.
-        """
-
-    def scored(self, q: Tensor, step: Step, size: int) -> Tensor:
-        """The block's queries as `score` is given them."""
-        return q
-
-
-class SideBySide(Placement):
-    """Chosen chunks side by side from position 0, the own chunk right after them: all within the window (LongHeads)."""
-
-    def key_positions(self, indices: Tensor, size: int) -> Tensor | None:
-        return indices % size
-
-    def slot_turns(self, q: Tensor, step: Step, size: int, n_slots: int, most: int) -> Turn:
-        """A chunk cached at offsets 0..L-1 is seen at slot s by turning the query back by s·L.
-
-        Example: L = 4, two slots, index 13 (own chunk 3, offset 1): the query is at 9 for slot 0, at 5 for slot 1.
-        """
-        indices = step.positions(q.device)
-        taken = (indices // size).clamp(max=most)[:, None]
-        behind = (taken - torch.arange(n_slots, device=q.device)).clamp(min=0) * size
-        return step.rope.turn(behind + (indices % size)[:, None], q.dtype)
-
-
-class TruePositions(Placement):
-    """Chosen chunks at their true positions: for models whose window is long already, and whose users want speed."""
-
-    def key_positions(self, indices: Tensor, size: int) -> Tensor | None:
-        return indices
-
-    def slot_turns(self, q: Tensor, step: Step, size: int, n_slots: int, most: int) -> Turn:
-        return step.true_turn(q).at(slice(None), None)
-
-    def scored(self, q: Tensor, step: Step, size: int) -> Tensor:
-        return rotate(q, step.true_turn(q))
-
-
-class ConstantDistance(Placement):
-    """Chosen chunks at one distance, the chunk size L. The own chunk has the distances 0 to L - 1."""
-
-    def slot_turns(self, q: Tensor, step: Step, size: int, n_slots: int, most: int) -> Turn:
-        return Turn(*(x.expand(q.shape[1], 1, -1) for x in step.far_turn(size, q)))
-
-    def scored(self, q: Tensor, step: Step, size: int) -> Tensor:
-        return rotate(q, step.far_turn(size, q))
-
-
-PLACEMENTS: dict[str, Placement] = {
-    "side_by_side": SideBySide(), "true": TruePositions(), "constant": ConstantDistance(),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)

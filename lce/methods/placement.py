@@ -1,0 +1,75 @@
+"""Where a query sees the chunks that it chose: how keys are cached and which query is scored follow from it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from lce.attention import Turn, rotate
+from lce.methods.step import Step
+
+
+class Placement(ABC):
+    """Where a query sees the chunks that it chose, and its own chunk."""
+
+    def key_positions(self, indices: Tensor, size: int) -> Tensor | None:
+        """Where keys are rotated to before they are cached; None: left unrotated."""
+        return None
+
+    @abstractmethod
+    def slot_turns(self, q: Tensor, step: Step, size: int, n_slots: int, most: int) -> Turn:
+        """What turns a query for each of `n_slots` choices, `[T, n_slots, D/2]`, or `[T, 1, D/2]` for all alike.
+
+        `most` is how many chunks a query may choose.
+        """
+
+    def scored(self, q: Tensor, step: Step, size: int) -> Tensor:
+        """The block's queries as `score` is given them."""
+        return q
+
+
+class SideBySide(Placement):
+    """Chosen chunks side by side from position 0, the own chunk right after them: all within the window (LongHeads)."""
+
+    def key_positions(self, indices: Tensor, size: int) -> Tensor | None:
+        return indices % size
+
+    def slot_turns(self, q: Tensor, step: Step, size: int, n_slots: int, most: int) -> Turn:
+        """A chunk cached at offsets 0..L-1 is seen at slot s by turning the query back by s·L.
+
+        Example: L = 4, two slots, index 13 (own chunk 3, offset 1): the query is at 9 for slot 0, at 5 for slot 1.
+        """
+        indices = step.positions(q.device)
+        taken = (indices // size).clamp(max=most)[:, None]
+        behind = (taken - torch.arange(n_slots, device=q.device)).clamp(min=0) * size
+        return step.rope.turn(behind + (indices % size)[:, None], q.dtype)
+
+
+class TruePositions(Placement):
+    """Chosen chunks at their true positions: for models whose window is long already, and whose users want speed."""
+
+    def key_positions(self, indices: Tensor, size: int) -> Tensor | None:
+        return indices
+
+    def slot_turns(self, q: Tensor, step: Step, size: int, n_slots: int, most: int) -> Turn:
+        return step.true_turn(q).at(slice(None), None)
+
+    def scored(self, q: Tensor, step: Step, size: int) -> Tensor:
+        return rotate(q, step.true_turn(q))
+
+
+class ConstantDistance(Placement):
+    """Chosen chunks at one distance, the chunk size L. The own chunk has the distances 0 to L - 1."""
+
+    def slot_turns(self, q: Tensor, step: Step, size: int, n_slots: int, most: int) -> Turn:
+        return Turn(*(x.expand(q.shape[1], 1, -1) for x in step.far_turn(size, q)))
+
+    def scored(self, q: Tensor, step: Step, size: int) -> Tensor:
+        return rotate(q, step.far_turn(size, q))
+
+
+PLACEMENTS: dict[str, Placement] = {
+    "side_by_side": SideBySide(), "true": TruePositions(), "constant": ConstantDistance(),
+}  # fmt: skip
