@@ -21,6 +21,7 @@ SHARED = {
     "lowdim",
     "map_file",
     "parts",
+    "placement",
     "registry",
     "run",
     "selective",
