@@ -72,15 +72,30 @@ class Mover:
         return x
 
 
-class Cuda(Mover):
-    """A GPU's memory, filled on a stream of its own while the model computes on another."""
-
-    asynchronous = True
+class Streamed(Mover):
+    """Memory that is filled on a CUDA stream of its own; an event says when pages have arrived in a slot."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
         self._arrivals: dict[int, torch.cuda.Event] = {}
+
+    def _to_wait_for(self, slots: Numbers) -> list[torch.cuda.Event]:
+        """What these slots wait for, each event once."""
+        arrivals = self._arrivals
+        found = (event for slot in slots.tolist() if (event := arrivals.get(slot))) if arrivals else ()
+        return list({id(event): event for event in found}.values())
+
+    def _waited_for(self, slots: Numbers) -> None:
+        """To be called when all were waited for: an interruption may come between."""
+        for slot in slots.tolist() if self._arrivals else ():
+            self._arrivals.pop(slot, None)
+
+
+class Cuda(Streamed):
+    """A GPU's memory, filled while the model computes on another stream."""
+
+    asynchronous = True
 
     @torch.inference_mode(mode=False)
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -113,27 +128,20 @@ class Cuda(Mover):
 
     def wait(self, slots: Numbers) -> None:
         current = torch.cuda.current_stream(self.device)
-        arrivals = _arrivals_of(self._arrivals, slots)
-        for event in {id(event): event for event in arrivals.values()}.values():
+        for event in self._to_wait_for(slots):
             current.wait_event(event)
-        for slot in arrivals:  # after all were waited for: an interruption may come between
-            self._arrivals.pop(slot, None)
+        self._waited_for(slots)
 
     def upload(self, x: Tensor) -> Tensor:
         return pinned(x).to(self.device, non_blocking=True)
 
 
-class Pinned(Mover):
+class Pinned(Streamed):
     """Page-locked memory of the host: a GPU copies from it, and to it, without the CPU.
 
     Pages of the GPU come on a stream of their own; `wait` makes the CPU wait for them. PyTorch does not hand out freed
     memory again before copies from it and to it have ended.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device)
-        self._arrivals: dict[int, torch.cuda.Event] = {}
 
     @torch.inference_mode(mode=False)
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -159,16 +167,9 @@ class Pinned(Mover):
         self._arrivals.update(dict.fromkeys(slots.tolist(), arrival))
 
     def wait(self, slots: Numbers) -> None:
-        arrivals = _arrivals_of(self._arrivals, slots)
-        for event in {id(event): event for event in arrivals.values()}.values():
+        for event in self._to_wait_for(slots):
             event.synchronize()
-        for slot in arrivals:
-            self._arrivals.pop(slot, None)
-
-
-def _arrivals_of(arrivals: dict[int, torch.cuda.Event], slots: Numbers) -> dict[int, torch.cuda.Event]:
-    """What is to be waited for, by slot."""
-    return {slot: event for slot in slots.tolist() if (event := arrivals.get(slot))} if arrivals else {}
+        self._waited_for(slots)
 
 
 def pinned(x: Tensor) -> Tensor:
