@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 SHARED = {
     "__init__",
     "base",
+    "budgeted",
     "costs",
     "decoding",
     "hooks",

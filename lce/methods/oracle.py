@@ -9,23 +9,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import cache as cached
-from typing import Any, ClassVar, Self, TypeVar, cast
+from typing import Any, ClassVar, cast
 
 from torch import Tensor
 
 from lce.cache.layer import LayerCache
 from lce.errors import UsageError
 from lce.methods.base import Method
+from lce.methods.budgeted import BudgetedChunks
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.esa import ESA
 from lce.methods.infllm import InfLLM
 from lce.methods.longheads import LongHeads
 from lce.methods.mass import Judge, TrueMass
 from lce.methods.registry import register
-from lce.methods.selective import ChunkSelection, SelectiveMethod, WithoutSummaries
+from lce.methods.selective import ChunkSelection, WithoutSummaries
 from lce.methods.step import Step
-
-S = TypeVar("S", bound=SelectiveMethod)
 
 
 class ByMass(WithoutSummaries):
@@ -54,7 +53,7 @@ class ByMass(WithoutSummaries):
 
 @register("oracle")
 @dataclass(frozen=True)
-class Oracle(ByMass, SelectiveMethod):
+class Oracle(ByMass, BudgetedChunks):
     """The chunks with most true attention, for every query of every head. For analysis, not to serve with.
 
     It answers what the best selection could do with a budget and a placement: what a method misses and the oracle
@@ -69,40 +68,11 @@ class Oracle(ByMass, SelectiveMethod):
     Cost: that of full attention, O(H · N · D) a token, in bounded slices of float32; nothing is kept of a chunk.
     """
 
-    analysis: ClassVar[bool] = True
-
-    budget: int | None = field(default=None, kw_only=True)
     judge: Judge = field(default="constant", kw_only=True)
-    keep_first: bool = field(default=True, kw_only=True)
-    keep_last: bool = field(default=True, kw_only=True)
 
-    knob_help: ClassVar = {
-        "budget": "tokens that a query attends, instead of chunks",
+    knob_help: ClassVar = BudgetedChunks.knob_help | {
         "judge": "what is true: attention at all distances, or at half of the window at most (constant)",
-        "keep_first": "the first chunk is always attended",
-        "keep_last": "the last complete chunk is always attended",
     }
-
-    def resolve(self, window: int) -> Self:
-        return super(Oracle, with_budget(self, window)).resolve(window)
-
-    def forced(self, chunk_ids: Tensor, own: Tensor) -> Tensor:
-        first, last = chunk_ids == 0, chunk_ids == own - 1
-        return (first & self.keep_first) | (last & self.keep_last)
-
-
-def with_budget(method: S, window: int) -> S:
-    """A method with its `budget` in tokens, if it has one, as `chunks` of the size that it resolves to."""
-    budget: int | None = vars(method)["budget"]
-    if budget is None:
-        return method
-    if method.chunks is not None:
-        raise UsageError(f"{method.label}: budget and chunks both say how much a query attends; drop one of them")
-    size = SelectiveMethod.resolve(replace(method, chunks=3), window).size
-    if budget < 3 * size:
-        raise UsageError(f"{method.label}: budget is {budget}; expected three chunks of {size} tokens or more")
-    knobs: dict[str, Any] = {"chunks": budget // size, "budget": None}
-    return replace(method, **knobs)
 
 
 # Other methods by true mass
