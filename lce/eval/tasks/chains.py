@@ -42,28 +42,14 @@ class Variables(Task):
             at = seen[chain]
             source = chains[chain][at - 1] if at else values[chain]
             facts[chain].append(len(statements))
-            statements.append(copying(source, chains[chain][at]))
+            statements.append(f"Copy {source} to {chains[chain][at]}.")
             seen[chain] += 1
         questions = []
         for value, chain, where in zip(values, chains, facts, strict=True):
-            steps = " ".join(copying(*pair) for pair in pairwise([value, *chain]))
+            answer = ", ".join([chain[0], *(f"{source} to {name}" for source, name in pairwise(chain))])
             text = f"Which names have {value}? Copy {value} to"
-            questions.append(Question(text, _rest(text, steps), tuple(chain), tuple(where)))
+            questions.append(Question(text, answer, tuple(chain), tuple(where)))
         return Puzzle(tuple(statements), tuple(questions))
-
-
-def copying(source: str, name: str) -> str:
-    return f"Copy {source} to {name}."
-
-
-def leading(node: str, after: str) -> str:
-    return f"{node} leads to {after}."
-
-
-def _rest(question: str, steps: str) -> str:
-    """What is left of the `steps` behind a question that ends with how they begin; without the full stop."""
-    shared = next(n for n in range(len(question), 0, -1) if steps.startswith(question[-n:]))
-    return steps[shared:].strip().removesuffix(".")
 
 
 @dataclass(frozen=True)
@@ -88,10 +74,10 @@ class Walk(Task):
             for _ in range(self.steps):
                 path.append(after[path[-1]])
             facts = tuple(number[node] for node in path[:-1])
-            steps = " ".join(leading(*pair) for pair in pairwise(path))
+            answer = ", ".join([path[1], *(f"{node} leads to {end}" for node, end in pairwise(path[1:]))])
             text = f"Walk {self.steps} steps from {start}. {start} leads to"
-            questions.append(Question(text, _rest(text, steps), tuple(path[1:]), facts))
-        return Puzzle(tuple(leading(node, after[node]) for node in order), tuple(questions))
+            questions.append(Question(text, answer, tuple(path[1:]), facts))
+        return Puzzle(tuple(f"{node} leads to {after[node]}." for node in order), tuple(questions))
 
 
 @dataclass(frozen=True)

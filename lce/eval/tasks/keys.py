@@ -133,7 +133,7 @@ class SeveralQueries(Task):
         for _ in range(self.keys):
             i, j = rng.sample(range(self.keys), 2)
             text = f"What are the codes of {things[i]} and {things[j]}? The code of {things[i]} is"
-            answer = f"{codes[i]}. The code of {things[j]} is {codes[j]}"
+            answer = f"{codes[i]} and the code of {things[j]} is {codes[j]}"
             questions.append(Question(text, answer, (codes[i], codes[j]), (i, j)))
         return Puzzle(statements, tuple(questions))
 
