@@ -24,17 +24,17 @@ Piece = tuple[tuple[int, ...], tuple[int, ...], float]  # a text's ids, those of
 
 # How often each format is drawn, and a task of it with knobs that suit a document of some tokens.
 FORMATS: tuple[tuple[float, Callable[[Random, int], Task]], ...] = (
-    (0.5, lambda rng, size: SplitPassKey(rng.randint(2, 3))),
+    (0.7, lambda rng, size: SplitPassKey(rng.randint(2, 3))),
     (0.7, lambda rng, size: SeveralKeys(rng.randint(2, 2 + size // 48))),
-    (1, lambda rng, size: SeveralQueries(rng.randint(2, 2 + size // 64))),
-    (1, lambda rng, size: SeveralValues(rng.randint(1, 2 + size // 200), rng.randint(0, size // 200))),
-    (1, lambda rng, size: CountingStars(rng.randint(2, 2 + size // 100))),
-    (1, lambda rng, size: Pairs()),
-    (1, lambda rng, size: CommonWords()),
-    (1, lambda rng, size: FrequentWords()),
-    (1.5, lambda rng, size: NthRequest(rng.randint(1, 2))),
+    (0.5, lambda rng, size: SeveralQueries(rng.randint(2, 2 + size // 64))),
+    (2, lambda rng, size: SeveralValues(rng.randint(1, 2 + size // 200), rng.randint(0, size // 200))),
+    (2, lambda rng, size: CountingStars(rng.randint(2, 2 + size // 100))),
+    (0.7, lambda rng, size: Pairs()),
+    (2, lambda rng, size: CommonWords()),
+    (2, lambda rng, size: FrequentWords()),
+    (2, lambda rng, size: NthRequest(rng.randint(1, 2))),
     (1, lambda rng, size: Variables(rng.randint(1, 1 + size // 200), rng.randint(1, 1 + size // 200))),
-    (1, lambda rng, size: Walk(rng.randint(1, 1 + size // 128))),
+    (0.7, lambda rng, size: Walk(rng.randint(1, 1 + size // 128))),
     (2, lambda rng, size: Whereabouts(rng.randint(2, 4), rng.randint(1, 3), rng.randint(3, 4 + size // 40))),
 )
 
@@ -93,7 +93,7 @@ class Corpus:
         weights: list[float] = []
         while len(ids) < size:  # one long document, or several short ones
             left = size - len(ids)
-            whole = left < 96 or self.rng.random() < 0.7
+            whole = left < 96 or self.rng.random() < 0.4
             document, weight = self._document(left if whole else self.rng.randint(64, left))
             ids += document
             weights += weight
