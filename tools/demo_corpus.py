@@ -93,7 +93,7 @@ class Corpus:
         weights: list[float] = []
         while len(ids) < size:  # one long document, or several short ones
             left = size - len(ids)
-            whole = left < 96 or self.rng.random() < 0.6
+            whole = left < 96 or self.rng.random() < 0.7
             document, weight = self._document(left if whole else self.rng.randint(64, left))
             ids += document
             weights += weight

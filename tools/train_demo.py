@@ -196,7 +196,7 @@ def train(args: argparse.Namespace) -> None:
         length = Shape.window if args.start else [size for share, size in LENGTHS if progress >= share][-1]
         copying = 0.05 if args.start else max(0.05, 0.5 - 0.45 * step / 500)
         ids, weights = corpus.batch(TOKENS_PER_STEP // length, length, copying)
-        share = args.drop_keys * min(1.0, max(0.0, (progress - 0.5) / 0.1))
+        share = args.drop_keys * (1.0 if args.start else min(1.0, max(0.0, (progress - 0.5) / 0.1)))
         bias = dropped_keys(shape.n_layers, *weights.shape, share)
         loss, right = step_loss(model, torch.from_numpy(ids), torch.from_numpy(weights), bias)
         loss.backward()
@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument("--value-decay", type=float, default=4.0, help="weight decay of the value projections")
     parser.add_argument(
         "--drop-keys", type=float, default=0.1,
-        help="share of keys that no query sees, drawn again for each batch of the second half",
+        help="share of keys that no query sees, drawn again for each batch; without --start, of the second half",
     )  # fmt: skip
     parser.add_argument("--compile", action="store_true", help="fuse the model's arithmetic (needs a C++ compiler)")
     train(parser.parse_args())
