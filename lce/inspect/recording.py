@@ -7,6 +7,7 @@ but the heads that are switched off.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -21,8 +22,7 @@ from lce.methods.mass import Judge
 from lce.sizes import count
 
 if TYPE_CHECKING:
-    from lce import Engine, Method
-    from lce.engine.decode import Generation
+    from lce import Engine, Generation, Method
 
 FORMAT = 1
 TOP = 5  # likeliest tokens beside each generated one
@@ -87,7 +87,7 @@ class Recorder:
             raise UsageError("no method is given; expected one of `lce methods`, or several")
         tell = progress or (lambda stage, done, total: None)
         found: Recording = {"format": FORMAT, "lce": lce.__version__}
-        runs = []
+        runs: list[dict[str, Any]] = []
         for method in methods:
             watch = Watch()
             engine = self.engine(make(method) if isinstance(method, str) else method, watch, window)
@@ -272,9 +272,6 @@ def spans_of_marks(texts: Sequence[str], marks: Sequence[str]) -> list[tuple[int
             raise UsageError(f"the mark {shown(mark)} is not in the prompt; expected a part of its text")
         while begin >= 0:
             end = begin + len(mark)
-            touched = [
-                i for i, (a, text) in enumerate(zip(starts, texts, strict=True)) if a < end and a + len(text) > begin
-            ]
-            found.append((touched[0], touched[-1] + 1, mark))
+            found.append((bisect_right(starts, begin) - 1, bisect_left(starts, end), mark))
             begin = whole.find(mark, end)
     return sorted(found)

@@ -162,7 +162,7 @@ def _true_runs(mask: Tensor) -> list[list[int]]:
 
 
 def attended_tokens(always: Tensor, chosen: Tensor | None, first: int, size: int, n_heads: int) -> Tensor:
-    """The tokens that queries attend, `[H, T, N]` bool: those always attended `[T, N]`, and those chosen `[H, T, K]`."""
+    """The tokens that queries attend, `[H, T, N]` bool: those always attended `[T, N]`, those chosen `[H, T, K]`."""
     attended = always.expand(n_heads, *always.shape).clone()
     if chosen is None or not chosen.shape[-1]:
         return attended

@@ -28,7 +28,8 @@ def is_like(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
 def spans_of(*spans: tuple[Tensor | int, Tensor | int], like: Tensor) -> Tensor:
     """Spans of tokens, `start` and `stop` `[T]` or one for all queries, as `Method.spans` returns them: `[T, S, 2]`."""
     edges = [torch.as_tensor(edge, device=like.device).expand(like.shape) for span in spans for edge in span]
-    return torch.stack(edges, dim=-1).unflatten(-1, (-1, 2))
+    stacked: Tensor = torch.stack(edges, dim=-1)  # [T, 2 S]
+    return stacked.view(len(like), len(spans), 2)
 
 
 def sinks_and_local(sinks: int, local: int, index: Tensor) -> Tensor:
