@@ -61,10 +61,14 @@ class Choices:
         self.blocks.append(Block(start, stop))
 
     def add(self, layer: int, chosen: Tensor) -> None:
-        """A layer's choice in the block, `[H, T, K]`, -1 for none. Raises `CapacityError` where it is too much."""
+        """A layer's choice in the block, `[H, T, K]`, -1 for none."""
         packed = self._packed(chosen)
         self.blocks[-1].layers[layer] = packed
-        self.n_bytes += packed.nbytes
+        self.count(packed.nbytes)
+
+    def count(self, n_bytes: int) -> None:
+        """Count bytes that are kept of the run. Raises `CapacityError` where they are too many."""
+        self.n_bytes += n_bytes
         if self.n_bytes > self.most_bytes:
             raise CapacityError(
                 f"the choices of {self.blocks[-1].stop:,} tokens take more than {size_text(self.most_bytes)}; give a "

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import lce
 from lce.errors import UsageError, shown
 from lce.inspect.looking import Looks
+from lce.inspect.packing import MOST_BYTES
 from lce.inspect.watching import Inspected, Watch
 from lce.methods import make
 from lce.methods.mass import Judge
@@ -62,11 +63,20 @@ class Asked:
 
 
 class Recorder:
-    """Records runs of one model; its weights are read once. `loading` are options of `lce.load`."""
+    """Records runs of one model; its weights are read once. `loading` are options of `lce.load`.
 
-    def __init__(self, model: str | Path, **loading: Any) -> None:
-        self.model, self.loading = model, loading
+    A run whose choices and scores take more than `most_bytes` ends with a `CapacityError`.
+    """
+
+    def __init__(self, model: str | Path, *, most_bytes: int = MOST_BYTES, **loading: Any) -> None:
+        self.model, self.most_bytes, self.loading = model, most_bytes, loading
         self._first: Engine | None = None
+
+    def first(self) -> Engine:
+        """The engine whose weights the others use: its tokenizer and config are those of all."""
+        if self._first is None:
+            self._first = lce.load(self.model, **self.loading)
+        return self._first
 
     def engine(self, method: Method, watch: Watch, window: int | None = None) -> Engine:
         """An engine whose method is watched, with the weights of those before it."""
@@ -89,7 +99,7 @@ class Recorder:
         found: Recording = {"format": FORMAT, "lce": lce.__version__}
         runs: list[dict[str, Any]] = []
         for method in methods:
-            watch = Watch()
+            watch = Watch(self.most_bytes)
             engine = self.engine(make(method) if isinstance(method, str) else method, watch, window)
             ids = prompt_ids(engine, asked.prompt)
             check_heads(asked.off, engine)
@@ -156,6 +166,7 @@ class _Run:
             "generated": [] if result is None else self._generated(result),
             "layers": [{"chooses": layer in choices.layers} for layer in sorted(watch.layers)],
             "choosing": choices.layers, "choosers": choices.choosers, "k": choices.most, "bits": choices.bits,
+            "warning": None if result is None else result.warning,
             "off": [list(pair) for pair in asked.off], "looked": sorted(looks),
             "always": self._always(), "segments": _segments(choices, looks),
             "stats": {

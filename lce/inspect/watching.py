@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lce.inspect.packing import Choices, SpanRuns, Spans
+from lce.inspect.packing import MOST_BYTES, Choices, SpanRuns, Spans
 from lce.methods import LayerCache, Method, Step, Wrapped
 from lce.methods.mass import spans_by_query
 
@@ -49,7 +49,8 @@ class LayerNotes:
 class Watch:
     """What is kept of a run. `begin`, run, and read the fields."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self.most_bytes = most_bytes
         self.begin()
 
     def begin(
@@ -78,7 +79,7 @@ class Watch:
         self.check()
         layer, rows = cache.index, self.rows(step)
         if self.choices is None:
-            self.choices = Choices(len(q), step.n_kv_heads)
+            self.choices = Choices(len(q), step.n_kv_heads, self.most_bytes)
         if layer == 0:
             self.choices.begin(step.start, step.stop)
         chosen: list[Tensor] = []
@@ -124,6 +125,8 @@ class Watch:
         distances = None if distances is None else distances[:, here].cpu()
         shared = scores is not None and scores.shape[1] > 1 and scores.stride(1) == 0  # the block chose together
         kept = None if scores is None else (scores[:, :1] if shared else scores).cpu().clone()
+        if kept is not None and self.choices is not None:
+            self.choices.count(kept.nbytes)
         queries = q[:, here].clone()
         for at, row in enumerate(rows.tolist()):
             query, own = step.start + row, None if spans is None else spans[row]
