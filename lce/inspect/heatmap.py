@@ -57,12 +57,18 @@ def _panel(axes: Axes, recording: dict[str, Any], run: dict[str, Any], query: in
     rings, labels = [], []
     for at, layer in enumerate(run["choosing"]):
         there = look["layers"][layer]
+        always = [] if there["always"] is None else look["always"][there["always"]]
+
+        def attended(c: int, head: int, there: Any = there, always: Any = always) -> bool:
+            own = there["chosen"][head * len(there["chosen"]) // n_heads] if there["chosen"] else []
+            return c in own or any(a < first + (c + 1) * size and first + c * size < b for a, b, *_ in always)
+
         for head, found in enumerate(there["heads"]):
             row = at * n_heads + head
             labels.append("" if found["recall"] is None else f"{found['recall']:.0%}")
             if there["chosen"]:
                 cells[row, there["chosen"][head * len(there["chosen"]) // n_heads]] = found["mass"]
-            rings += [(c, row) for c, mass, _, chosen in found["best"][:3] if not chosen and mass >= 0.02]
+            rings += [(c, row) for c, mass, _, _ in found["best"][:3] if mass >= 0.02 and not attended(c, head)]
     colours = _colours()
     axes.imshow(cells, aspect="auto", interpolation="nearest", cmap=colours, vmin=0, vmax=0.2)
     if rings:
