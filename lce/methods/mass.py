@@ -149,7 +149,12 @@ def spans_by_query(method: Method, cache: LayerCache, step: Step) -> list[list[l
     if says_for(type(method), "spans", "always"):
         found = method.spans(cache, step)
         if found is not None:
-            return [[[a, min(b, step.stop)] for a, b in row if a < b] for row in found.tolist()]
+            some = found.clamp(max=step.stop).tolist()
+            return (
+                some
+                if bool((found[..., 0] < found[..., 1]).all())
+                else [[x for x in row if x[0] < x[1]] for row in some]
+            )
     mask = method.always(cache, step)
     return None if mask is None else [_true_runs(row) for row in mask.cpu()]
 
