@@ -29,6 +29,7 @@ FORMAT = 1
 TOP = 5  # likeliest tokens beside each generated one
 MOST_GENERATED = 4096
 MOST_MARKS = 32  # places
+UNITS = 32  # of the window, by which true attention is counted where nothing is chosen
 
 Recording = dict[str, Any]
 
@@ -153,12 +154,11 @@ class _Run:
         else:
             engine.prefill(self.ids, progress=bar)
         run_s = time.perf_counter() - self.started
-        looks = Looks(
-            watch, method.choices, self.marks, asked.judge, lambda done, total: self.tell("true attention", done, total)
-        ).made()
         choices = watch.choices
         assert choices is not None, "the prompt has tokens"
-        first, size = method.choices
+        first, size = unit = method.choices if choices.layers else (0, max(1, engine.window // UNITS))
+        progress = lambda done, total: self.tell("true attention", done, total)  # noqa: E731
+        looks = Looks(watch, unit, self.marks, asked.judge, progress).made()
         knobs = {each.name: _plain(getattr(method, each.name)) for each in fields(method)}
         return {
             "label": label_of(method), "method": method.label, "knobs": knobs, "window": engine.window,
