@@ -1,0 +1,296 @@
+// The page: which query, which head and which runs are shown, and the controls that change them.
+"use strict";
+(() => {
+  const { el, get } = lce;
+  const state = { recording: null, shown: [], t: 0, hover: null, layer: 0, head: 0, scope: "all", columns: [], live: null };
+
+  /** Depth of colour, 0 to 4, by the share of heads that chose a chunk. */
+  function depths({ counts, heads }) {
+    return Uint8Array.from(counts, (n) => (n === 0 ? 0 : 1 + (n >= heads / 8) + (n >= heads / 3) + (n >= (2 * heads) / 3)));
+  }
+
+  // What is shown ----------------------------------------------------------------------------------------------------
+
+  function build() {
+    const { recording } = state, two = state.shown.length > 1;
+    for (const id of ["text", "heads", "why", "distances", "bytes"]) get(id).replaceChildren();
+    get("panels").className = `panels ${two ? "two" : "alone"}`;
+    state.columns = state.shown.map((number, i) => {
+      const run = recording.runs[number], letter = "AB"[i], name = `${letter}, ${run.label}`;
+      const cell = (id) => {
+        const who = el("p", { class: "who" }, el("span", { class: "letter" }, letter), el("b", {}, named(run)));
+        return get(id).appendChild(el("div", { class: "cell" }, who));
+      };
+      const scrolled = (top) => {
+        for (const other of state.columns) if (other.text && Math.abs(other.text.scroll.scrollTop - top) > 1) other.text.scroll.scrollTop = top;
+      };
+      const column = { run };
+      column.text = new lce.Text(cell("text"), `Text, ${name}`, { at, away, scrolled });
+      column.heads = new lce.Heads(cell("heads"), `Chunks by layer and head, ${name}`, { pick });
+      column.why = new lce.Why(cell("why"), { go: (token) => show(token), look: to, toggle: state.live });
+      column.distances = new lce.Distances(cell("distances"), `Distances, ${name}`);
+      column.bytes = new lce.Bytes(cell("bytes"));
+      return column;
+    });
+    for (const column of state.columns) column.text.lay(column.run);
+    get("slider").max = last();
+    answers();
+  }
+
+  /** A run's name, with its heads that are off. */
+  function named(run) {
+    return run.offKeys.size ? `${run.label}, ${lce.some(run.offKeys.size, "head")} off` : run.label;
+  }
+
+  function last() { return Math.max(...state.columns.map(({ run }) => run.queries)) - 1; }
+
+  function answers() {
+    const rows = state.columns.map(({ run }, i) => {
+      const tokens = run.generated.map((token, g) => {
+        const words = `Generated token ${g + 1}, “${token.text}”${token.logprob == null ? "" : `, log-probability ${token.logprob.toFixed(2)}`}: go to the query that wrote it`;
+        return el("button", { type: "button", title: words, "aria-label": words, onclick: () => to(run.prompt - 1 + g) }, lce.shape(token.text));
+      });
+      return el("p", { class: "answer" }, el("span", { class: "letter" }, "AB"[i]), el("span", { class: "muted" }, tokens.length ? "writes" : "writes nothing"), ...tokens);
+    });
+    get("answers").replaceChildren(...rows);
+  }
+
+  // Drawing ----------------------------------------------------------------------------------------------------------
+
+  let wanted = null;
+  /** Draw at the next frame; what is asked for in between is drawn once. */
+  function draw(animate = false) {
+    if (wanted === null) requestAnimationFrame(() => { const how = wanted; wanted = null; drawNow(how.animate); });
+    wanted = { animate: animate || wanted?.animate };
+  }
+
+  function drawNow(animate = false) {
+    if (!state.columns.length) return;
+    const { layer, head, scope, live } = state, token = state.hover ?? state.t;
+    for (const { run, text, heads, why, distances, bytes } of state.columns) {
+      const t = Math.min(token, run.queries - 1);
+      if (!run.isReady(t, () => draw())) continue;
+      get("missing").hidden = !run.segmentOf(t).failed;
+      const counts = run.counts(t, scope === "all" ? null : layer, scope === "head" ? head : null);
+      text.draw({ t, depth: depths(counts), picked: new Set(run.isOff(layer, head) ? [] : run.chosen(t, layer, head)), always: run.always(t, layer) ?? [] });
+      const each = { run, t, layer, head, live: live !== null };
+      heads.draw(each);
+      why.draw(each);
+      distances.draw(each, animate);
+      bytes.draw(each);
+    }
+    tell(token);
+  }
+
+  /** What kind of query a token is, in words. */
+  function place(run, t) {
+    if (t >= run.prompt) return `generated token ${t - run.prompt + 1} of ${run.generated.length}`;
+    const blocks = run.raw.blocks.filter(([start]) => start < run.prompt).length;
+    return `token ${lce.number(t)} of ${lce.number(run.prompt)} · prefill block ${run.blockOf(t) + 1} of ${blocks}`;
+  }
+
+  function tell(token) {
+    const { run } = state.columns[0], t = Math.min(token, run.queries - 1), written = run.generated[t - run.prompt + 1];
+    const chip = (text) => el("span", { class: "token query" }, lce.shape(text));
+    const writes = written && t >= run.prompt - 1 ? [" writes ", chip(written.text)] : [];
+    get("now").replaceChildren(chip(run.tokens[t]), ...writes, ` ${place(run, t)}`);
+    if (state.hover !== null) return;
+    get("slider").value = token;
+    get("slider").setAttribute("aria-valuetext", `“${run.tokens[t]}”, ${place(run, t)}`);
+    const words = [`Query “${run.tokens[t]}”, ${place(run, t)}.`, ...state.columns.map((column, i) => summary(column.run, token, "AB"[i]))].join(" ");
+    if (get("summary").textContent !== words) get("summary").textContent = words;
+  }
+
+  /** One run's choices at a query, for a reader who does not see the pictures. */
+  function summary(run, token, letter) {
+    const t = Math.min(token, run.queries - 1), { layer, head } = state, chosen = run.chosen(t, layer, head), look = run.look(t);
+    const chunks = chosen.length ? `chose ${chosen.length === 1 ? "chunk" : "chunks"} ${lce.list(chosen.map(String))}` : "chose no chunk";
+    const [, strong, words] = lce.verdict(run, t, layer, head);
+    const bytes = look ? ` It reads ${lce.share((look.bytes.read + look.bytes.scored) / look.bytes.full)} of full attention's bytes.` : "";
+    return `${letter}, ${named(run)}: layer ${layer}, head ${head} ${chunks}. ${strong} ${words}${bytes}`;
+  }
+
+  // Moving -----------------------------------------------------------------------------------------------------------
+
+  function at(token, pinned) {
+    if (pinned) { to(token, false); return; }
+    if (state.hover === token) return;
+    state.hover = token;
+    draw();
+  }
+
+  function away() {
+    if (state.hover === null) return;
+    state.hover = null;
+    draw();
+  }
+
+  function show(token, where) { for (const { text } of state.columns) text.show(token, where); }
+
+  /** Go to a query and stay there. */
+  function to(token, scroll = true) {
+    state.t = Math.max(0, Math.min(token, last()));
+    state.hover = null;
+    if (scroll) show(state.t);
+    draw(true);
+  }
+
+  /** The next block's last query; with a closer look, if the block has one. */
+  function block(way) {
+    const { run } = state.columns[0], blocks = run.raw.blocks, now = run.blockOf(Math.min(state.t, run.queries - 1)) + way;
+    if (now < 0 || now >= blocks.length) { to(way < 0 ? 0 : last()); return; }
+    const [start, stop] = blocks[now], looked = run.looked.filter((q) => start <= q && q < stop).at(-1);
+    to(looked ?? stop - 1);
+  }
+
+  function look(way) {
+    const found = state.columns[0].run.lookNear(state.t, way);
+    if (found !== undefined) to(found);
+  }
+
+  function pick(layer, head, chunk = null) {
+    [state.layer, state.head] = [layer, head];
+    get("layer").value = layer;
+    get("head").value = head;
+    if (chunk !== null && chunk < state.columns[0].run.chunks) show(state.columns[0].run.range(chunk)[0], "middle");
+    draw();
+  }
+
+  const answer = () => state.columns[0].run.prompt - 1;
+
+  // Controls ---------------------------------------------------------------------------------------------------------
+
+  function fill(select, names, value) {
+    select.replaceChildren(...names.map(([key, text]) => el("option", { value: key }, text)));
+    select.value = value;
+  }
+
+  /** The head with most true attention to the answer where it is written, or else with most to any one chunk. */
+  function mostTelling(run) {
+    let best = [0, 0], most = -1;
+    const t = run.prompt - 1;
+    for (let layer = 0; layer < run.model.layers; layer++) {
+      for (let head = 0; head < run.heads; head++) {
+        const found = run.lookAt(t, layer, head), marked = (found?.marked ?? []).reduce((sum, [, mass]) => sum + mass, 0);
+        const mass = run.marks.length ? marked : Math.max(0, ...(found?.mass ?? []));
+        if (mass > most) [best, most] = [[layer, head], mass];
+      }
+    }
+    return best;
+  }
+
+  /** Which runs are beside each other, after a change of the choosers. */
+  function choose() {
+    const a = Number(get("run-a").value), b = get("run-b").value;
+    state.shown = b === "none" ? [a] : [a, Number(b)];
+    build();
+    state.t = Math.min(state.t, last());
+    show(state.t);
+    drawNow();
+  }
+
+  /** Show a recording: the query that writes the first token of the answer, and the first two runs. */
+  function open(raw, stay = false) {
+    const recording = new lce.Recording(raw), { model } = recording, [first] = recording.runs;
+    state.recording = recording;
+    get("shown").hidden = false;
+    get("about").textContent = `${model.name} · ${lce.some(model.layers, "layer")} × ${lce.some(model.heads, "head")} · window of ${lce.number(model.window)} · ${lce.some(recording.tokens.length, "token")}`;
+    const names = recording.runs.map((run, i) => [i, named(run)]);
+    fill(get("run-a"), names, 0);
+    fill(get("run-b"), [["none", "none"], ...names], recording.runs.length > 1 ? 1 : "none");
+    const count = (n, word) => Array.from({ length: n }, (_, i) => [i, `${word} ${i}`]);
+    fill(get("layer"), count(model.layers, "layer"), state.layer);
+    fill(get("head"), count(model.heads, "head"), state.head);
+    const tell = () => {
+      [state.layer, state.head] = mostTelling(first);
+      pick(state.layer, state.head);
+    };
+    if (!stay) state.t = first.prompt - 1;
+    if (!stay && first.isReady(state.t, tell)) [state.layer, state.head] = mostTelling(first);
+    [get("layer").value, get("head").value] = [state.layer, state.head];
+    choose();
+  }
+
+  function controls() {
+    const on = (id, type, then) => get(id).addEventListener(type, then);
+    on("run-a", "change", choose);
+    on("run-b", "change", choose);
+    on("scope", "change", () => { state.scope = get("scope").value; draw(); });
+    on("layer", "change", () => pick(Number(get("layer").value), state.head));
+    on("head", "change", () => pick(state.layer, Number(get("head").value)));
+    on("slider", "input", () => to(Number(get("slider").value)));
+    on("token-back", "click", () => to(state.t - 1));
+    on("token-on", "click", () => to(state.t + 1));
+    on("block-back", "click", () => block(-1));
+    on("block-on", "click", () => block(1));
+    on("to-answer", "click", () => to(answer()));
+    document.addEventListener("keydown", key);
+    let width = 0;
+    new ResizeObserver(() => {
+      if (innerWidth === width || !state.columns.length) return;
+      width = innerWidth;
+      again();
+    }).observe(document.body);
+  }
+
+  function key(event) {
+    const { target } = event, typing = target.matches("textarea, select, input:not([type=range]):not([type=checkbox])");
+    if (typing || event.ctrlKey || event.altKey || event.metaKey || !state.columns.length || !get("shortcuts").checked) return;
+    const steps = {
+      ArrowLeft: () => (event.shiftKey ? block(-1) : to(state.t - 1)),
+      ArrowRight: () => (event.shiftKey ? block(1) : to(state.t + 1)),
+      "[": () => look(-1), "]": () => look(1), a: () => to(answer()),
+    };
+    if (!steps[event.key]) return;
+    event.preventDefault();
+    steps[event.key]();
+  }
+
+  // Looks ------------------------------------------------------------------------------------------------------------
+
+  const memory = {
+    get(name) { try { return localStorage.getItem(`lce.${name}`); } catch { return null; } },
+    set(name, value) { try { localStorage.setItem(`lce.${name}`, value); } catch { /* a page from a file may have none */ } },
+  };
+
+  /** Lay everything out again, after a change of width, type or colours. */
+  function again() {
+    lce.readColours();
+    for (const column of state.columns) column.text.lay(column.run);
+    if (state.columns.length) { show(state.t); drawNow(); }
+  }
+
+  function looks() {
+    const dark = matchMedia("(prefers-color-scheme: dark)"), root = document.documentElement;
+    const set = () => {
+      const theme = get("theme").value;
+      root.dataset.theme = theme === "auto" ? (dark.matches ? "dark" : "light") : theme;
+      root.dataset.size = get("large").checked ? "large" : "normal";
+      again();
+    };
+    get("theme").value = memory.get("theme") ?? "auto";
+    if (!get("theme").value) get("theme").value = "auto";
+    get("large").checked = memory.get("size") === "large";
+    dark.addEventListener("change", set);
+    get("theme").addEventListener("change", () => { memory.set("theme", get("theme").value); set(); });
+    get("large").addEventListener("change", () => { memory.set("size", get("large").checked ? "large" : "normal"); set(); });
+    set();
+  }
+
+  function start() {
+    looks();
+    controls();
+    const live = get("lce-live"), raw = JSON.parse(get("lce-recording")?.textContent || "null");
+    if (live) {
+      const show = (fresh) => open(lce.Live.beside(fresh, state.recording?.raw), state.recording !== null);
+      state.live = new lce.Live(JSON.parse(live.textContent).base, { show, changed: () => draw() });
+      if (raw) get("ask-text").value = raw.tokens.join("");
+    }
+    if (raw) open(raw);
+    else if (!live) {
+      get("empty").textContent = "This page holds no recording. lce inspect makes one.";
+      get("empty").hidden = false;
+    }
+  }
+  start();
+})();

@@ -1,0 +1,102 @@
+// One head's scores and ranks beside its true attention, and in words why it misses what it misses.
+"use strict";
+(() => {
+  const { el } = lce;
+  const MOST = 8; // rows
+
+  const CAUSES = {
+    selection: (look) => ["A miss of selection.", `Another choice of as many chunks would attend ${lce.share(look.reachable)} of the true attention.`],
+    budget: (look) => ["A miss of budget.", `Even the best choice of as many chunks would attend no more than ${lce.share(look.reachable)} of the true attention.`],
+    placement: () => ["A miss of placement.", "What matters is attended, but the distances at which it is seen change how much weight it gets."],
+  };
+
+  /** What became of the marked answer in a head, in words. */
+  function ofMarks(run, look) {
+    return (look.marked ?? []).filter(([, mass]) => mass >= 0.005).map(([number, mass, rank, attended]) => {
+      const placed = rank >= 0 ? `, rank ${lce.number(rank + 1)} by score` : "";
+      const read = attended >= 1 ? "attended" : attended > 0 ? "attended in part" : "not attended";
+      return ` The answer “${run.marks[number].label}” has ${lce.share(mass)} of the true attention${placed}: ${read}.`;
+    }).join("");
+  }
+
+  /** The verdict on a head as [kind, strong words, more words]. */
+  lce.verdict = (run, t, layer, head) => {
+    if (run.isOff(layer, head)) return ["miss", "Switched off.", "In this run the output of this head is zero."];
+    const look = run.lookAt(t, layer, head);
+    if (!look) return ["", "For this query the choices alone are recorded.", ""];
+    const held = `It attends ${lce.share(look.recall)} of its true attention, ${lce.share(look.always_mass)} in tokens that are always attended.${ofMarks(run, look)}`;
+    if (look.why) {
+      const [strong, words] = CAUSES[look.why](look), [most] = lce.missed(run, t, layer, head, 0.005);
+      const rank = most?.[2] >= 0 ? ` and rank ${lce.number(most[2] + 1)} by score` : "";
+      const named = most ? ` Missed most: chunk ${most[0]}, with ${lce.share(most[1])} of the true attention${rank}.` : "";
+      return ["miss", strong, `${words}${named} ${held}`];
+    }
+    return ["good", run.chooses(layer) ? "Nothing that matters is missed." : "This layer does not choose.", held];
+  };
+
+  /** The chunks of a look by true attention: { chunk, mass, given, score, rank, state }. */
+  function rows(run, t, layer, head) {
+    const look = run.lookAt(t, layer, head), found = new Map();
+    look.chosen.forEach((chunk, i) => {
+      found.set(chunk, { chunk, mass: look.mass[i], given: look.given?.[i], score: look.scores[i], rank: look.ranks[i], state: "chosen" });
+    });
+    for (const [chunk, mass, rank, chosen] of look.best) {
+      if (found.has(chunk)) continue;
+      const state = chosen ? "chosen" : run.alwaysOf(t, layer, chunk) || "missed";
+      found.set(chunk, { chunk, mass, rank, state });
+    }
+    return [...found.values()].sort((a, b) => (b.mass ?? 0) - (a.mass ?? 0));
+  }
+
+  class Why {
+    /** `go(token)` shows a place of the text, `look(t)` goes to a query with a closer look, `toggle` switches a head. */
+    constructor(host, { go, look, toggle }) {
+      this.host = el("div", {});
+      Object.assign(this, { go, look, toggle });
+      host.append(this.host);
+    }
+
+    draw({ run, t, layer, head, live }) {
+      const [kind, strong, words] = lce.verdict(run, t, layer, head), look = run.lookAt(t, layer, head);
+      const parts = [el("p", { class: `verdict ${kind}` }, el("b", {}, `Layer ${layer}, head ${head}. ${strong}`), " ", words)];
+      if (live) {
+        const off = this.toggle.is(layer, head);
+        parts.push(el("p", { class: "row verdict" }, el("button", { type: "button", "aria-pressed": String(off), onclick: () => this.toggle.flip(layer, head) },
+          off ? "Off at the next run: switch on again" : "Switch this head off")));
+      }
+      if (!look) parts.push(this.elsewhere(run, t));
+      else if (!run.isOff(layer, head)) parts.push(this.table(run, t, layer, head));
+      this.host.replaceChildren(...parts);
+    }
+
+    /** Where the nearest closer looks are. */
+    elsewhere(run, t) {
+      const jump = (to) => (to === undefined ? null : el("button", { type: "button", onclick: () => this.look(to) }, `query ${lce.number(to)}`));
+      const [before, after] = [jump(run.lookNear(t, -1)), jump(run.lookNear(t, 1))];
+      return el("p", { class: "row muted" }, "Scores and true attention are recorded for some queries:", before, after);
+    }
+
+    table(run, t, layer, head) {
+      const all = rows(run, t, layer, head), shown = all.slice(0, MOST), rest = all.slice(MOST);
+      const top = Math.max(...shown.map((row) => row.mass ?? 0), 1e-9);
+      const titles = ["Chunk", "Text", "True attention", "Score", "Rank", ""].map((name, i) =>
+        el("th", { scope: "col", class: i === 3 ? "number wide-only" : i === 4 ? "number" : "" }, name));
+      const body = shown.map((row) => {
+        const bar = el("span", { class: "bar" });
+        bar.style.width = `${5 * Math.max(0, (row.mass ?? 0) / top)}rem`;
+        const known = row.score != null && isFinite(row.score);
+        const words = el("button", { type: "button", class: "plain", onclick: () => this.go(run.range(row.chunk)[0]) }, run.words(row.chunk));
+        return el("tr", { class: `${row.state}${run.isMarked(row.chunk) ? " answer" : ""}` },
+          el("td", {}, String(row.chunk)), el("td", { class: "words" }, words), el("td", {}, bar, ` ${lce.share(row.mass)}`),
+          el("td", { class: "number wide-only" }, known ? row.score.toPrecision(3) : "–"),
+          el("td", { class: "number" }, row.rank == null || row.rank < 0 ? "–" : lce.number(row.rank + 1)), el("td", {}, row.state));
+      });
+      const sum = rest.reduce((total, row) => total + (row.mass ?? 0), 0);
+      const table = el("table", {}, el("caption", { class: "hidden" }, `Layer ${layer}, head ${head}: chunks by true attention`),
+        el("thead", {}, el("tr", {}, ...titles)), el("tbody", {}, ...body));
+      const note = rest.length ? `and ${lce.some(rest.length, "more chunk")} with ${lce.share(sum)} of the true attention together` : "";
+      return el("div", { class: "over" }, table, el("p", { class: "note" }, note));
+    }
+  }
+  lce.Why = Why;
+})();
