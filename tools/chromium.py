@@ -11,6 +11,7 @@ The browser reads messages from its file descriptor 3 and writes to 4, JSON that
 from __future__ import annotations
 
 import base64
+import fcntl
 import itertools
 import json
 import os
@@ -39,6 +40,13 @@ def chromium() -> str | None:
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
+def _moved(number: int) -> int:
+    """The same file under a number from 10 on."""
+    moved = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 10)
+    os.close(number)
+    return moved
+
+
 class Browser:
     """A browser that lives as long as the `with` statement. Raises `RuntimeError` where none is installed."""
 
@@ -53,9 +61,8 @@ class Browser:
         if path is None:
             raise RuntimeError("Chromium is not installed; on Debian: apt-get install chromium")
         self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        read_here, write_there = os.pipe()
-        read_there, self.writer = os.pipe()
-        self.reader = read_here
+        # Numbers from 10 on, so that the shell's 3 and 4 overwrite none of them.
+        self.reader, write_there, read_there, self.writer = (_moved(each) for each in (*os.pipe(), *os.pipe()))
         command = f'exec "$@" 3<&{read_there} 4>&{write_there}'
         flags = [*FLAGS, f"--user-data-dir={self.folder.name}", "about:blank"]
         self.process = subprocess.Popen(
@@ -164,14 +171,13 @@ class Page:
             raise RuntimeError(said["exceptionDetails"].get("exception", {}).get("description", expression))
         return said["result"].get("value")
 
-    def wait(self, expression: str, timeout_s: float = 5) -> Any:
-        """The value of an expression once it is true. Raises `TimeoutError` where it does not become so."""
+    def wait(self, expression: str, timeout_s: float = 5) -> None:
+        """Wait until a JavaScript expression is true. Raises `TimeoutError` where it does not become so."""
         stop = time.monotonic() + timeout_s
-        while not (value := self.value(expression)):
+        while not self.value(f"!!({expression})"):
             if time.monotonic() > stop:
                 raise TimeoutError(f"never true: {expression}")
             time.sleep(0.02)
-        return value
 
     def settle(self) -> None:
         """Wait until what was asked for is drawn."""

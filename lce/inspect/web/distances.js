@@ -116,7 +116,7 @@
       else if (!seen.length) words = "The method does not say at which distances it shows keys.";
       else {
         const real = t - Math.min(...seen.map((each) => each.start));
-        words = `Layer ${layer}, head ${head}: ` + (chosen.length ? `${lce.some(chosen.length, "chosen chunk")}, ` : "") +
+        words = `Layer ${layer}, head ${head}: ` + (chosen.length ? `${lce.some(chosen.length, `chosen ${run.word}`)}, ` : "") +
           `keys up to ${lce.number(real)} tokens back are seen at distances up to ${lce.number(farthest)}, ` +
           (this.beyond ? `beyond the window of ${lce.number(run.window)}.` : `within the window of ${lce.number(run.window)}.`);
       }

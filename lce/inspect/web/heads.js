@@ -65,7 +65,7 @@
         const [start, stop] = run.range(cell.chunk), look = run.lookAt(t, cell.layer, cell.head);
         const best = look?.best.find(([c]) => c === cell.chunk), at = look ? look.chosen.indexOf(cell.chunk) : -1;
         const mass = best?.[1] ?? (at >= 0 ? look.mass[at] : undefined);
-        parts.push(`chunk ${cell.chunk}, tokens ${start} to ${stop - 1}`);
+        parts.push(run.size === 1 ? `token ${start}` : `chunk ${cell.chunk}, tokens ${start} to ${stop - 1}`);
         if (run.chosen(t, cell.layer, cell.head).includes(cell.chunk)) parts.push("chosen");
         else if (start > t) parts.push("not read yet");
         else parts.push({ always: "always attended", partly: "attended in part" }[run.alwaysOf(t, cell.layer, cell.chunk)] ?? "not chosen");
@@ -83,6 +83,7 @@
       const end = this.x(Math.min(t + 1, run.tokens.length));
       g.fillStyle = c.soft;
       for (let layer = 0; layer < run.model.layers; layer++) g.fillRect(this.gutter, this.y(layer, 0), end - this.gutter, run.heads * this.row);
+      this.drawMarks(g);
       g.fillStyle = c.always;
       g.globalAlpha = 0.3;
       for (let layer = 0; layer < run.model.layers; layer++) {
@@ -96,7 +97,6 @@
         g.fillText(run.heads * this.row >= 9 || layer % 4 === 0 ? `layer ${layer}` : "", 0, this.y(layer, 0) + (run.heads * this.row) / 2);
         for (let head = 0; head < run.heads; head++) this.drawRow(g, layer, head);
       }
-      this.drawMarks(g);
       this.drawAxis(g);
       g.strokeStyle = c.ink;
       g.lineWidth = 1.5;
@@ -132,16 +132,21 @@
       g.strokeStyle = c.miss;
       g.lineWidth = this.row > 6 ? 2 : 1;
       for (const [chunk] of lce.missed(run, t, layer, head)) {
-        const [x, top, wide, high] = box(chunk, 5);
+        const [x, top, wide, high] = box(chunk, 7);
         g.strokeRect(x + 1, top + g.lineWidth / 2, wide - 2, high - g.lineWidth);
       }
     }
 
     drawMarks(g) {
-      g.strokeStyle = lce.colours.mark;
-      g.lineWidth = 2;
-      for (const { start, stop } of this.state.run.marks) {
-        const from = this.x(start), wide = Math.max(5, this.x(stop) - from);
+      const { run, t } = this.state;
+      g.fillStyle = g.strokeStyle = lce.colours.mark;
+      g.lineWidth = 1.5;
+      for (const { start, stop } of run.marks) {
+        if (start > t) continue;
+        const from = this.x(start), wide = Math.max(4, this.x(stop) - from);
+        g.globalAlpha = 0.3;
+        g.fillRect(from - 2, 0, wide + 4, this.bottom);
+        g.globalAlpha = 1;
         g.strokeRect(from - 2, 1, wide + 4, this.bottom - this.gap);
       }
     }
@@ -165,8 +170,8 @@
         for (let head = 0; head < run.heads; head++) missing += lce.missed(run, t, layer, head, 0.1).length > 0;
       }
       this.rest = run.choosing.length
-        ? `${lce.some(heads, "head")} chose ${lce.some(distinct, "different chunk")} of ${lce.number(Math.max(0, run.chunkOf(t)))} before this query` +
-          (run.look(t) ? `; ${missing ? lce.some(missing, "head misses", "heads miss") : "none misses"} a chunk with 10% or more of its true attention.` : ".")
+        ? `${lce.some(heads, "head")} chose ${lce.some(distinct, `different ${run.word}`)} of ${lce.number(Math.max(0, run.chunkOf(t)))} before this query` +
+          (run.look(t) ? `; ${missing ? lce.some(missing, "head misses", "heads miss") : "none misses"} a ${run.word} with 10% or more of its true attention.` : ".")
         : "This method chooses nothing: every head attends by the same rule. Blue is where the true attention is.";
       this.canvas.setAttribute("aria-label", `${this.label}. ${this.rest} Up and down arrow: the head before, after.`);
       this.note.textContent = this.rest;

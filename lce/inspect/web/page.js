@@ -24,7 +24,7 @@
       const scrolled = (top) => {
         for (const other of state.columns) if (other.text && Math.abs(other.text.scroll.scrollTop - top) > 1) other.text.scroll.scrollTop = top;
       };
-      const column = { run };
+      const column = { run, gist: el("span", { class: "muted gist" }) };
       column.text = new lce.Text(cell("text"), `Text, ${name}`, { at, away, scrolled });
       column.heads = new lce.Heads(cell("heads"), `Chunks by layer and head, ${name}`, { pick });
       column.why = new lce.Why(cell("why"), { go: (token) => show(token), look: to, toggle: state.live });
@@ -48,9 +48,9 @@
     const rows = state.columns.map(({ run }, i) => {
       const tokens = run.generated.map((token, g) => {
         const words = `Generated token ${g + 1}, “${token.text}”${token.logprob == null ? "" : `, log-probability ${token.logprob.toFixed(2)}`}: go to the query that wrote it`;
-        return el("button", { type: "button", title: words, "aria-label": words, onclick: () => to(run.prompt - 1 + g) }, lce.shape(token.text));
+        return el("button", { type: "button", title: words, "aria-label": words, onclick: () => to(run.prompt - 1 + g) }, lce.chip(token.text));
       });
-      return el("p", { class: "answer" }, el("span", { class: "letter" }, "AB"[i]), el("span", { class: "muted" }, tokens.length ? "writes" : "writes nothing"), ...tokens);
+      return el("p", { class: "answer" }, el("span", { class: "letter" }, "AB"[i]), el("span", { class: "muted" }, tokens.length ? "writes" : "writes nothing"), ...tokens, state.columns[i].gist);
     });
     get("answers").replaceChildren(...rows);
   }
@@ -67,10 +67,14 @@
   function drawNow(animate = false) {
     if (!state.columns.length) return;
     const { layer, head, scope, live } = state, token = state.hover ?? state.t;
-    for (const { run, text, heads, why, distances, bytes } of state.columns) {
+    const missing = state.columns.filter(({ run }) => !run.isReady(Math.min(token, run.queries - 1), () => draw()));
+    if (missing.length) {
+      get("now").textContent = `token ${lce.number(token)}: its recording is loaded …`;
+      return;
+    }
+    get("missing").hidden = !state.columns.some(({ run }) => run.segmentOf(Math.min(token, run.queries - 1)).failed);
+    for (const { run, gist, text, heads, why, distances, bytes } of state.columns) {
       const t = Math.min(token, run.queries - 1);
-      if (!run.isReady(t, () => draw())) continue;
-      get("missing").hidden = !run.segmentOf(t).failed;
       const counts = run.counts(t, scope === "all" ? null : layer, scope === "head" ? head : null);
       text.draw({ t, depth: depths(counts), picked: new Set(run.isOff(layer, head) ? [] : run.chosen(t, layer, head)), always: run.always(t, layer) ?? [] });
       const each = { run, t, layer, head, live: live !== null };
@@ -78,8 +82,16 @@
       why.draw(each);
       distances.draw(each, animate);
       bytes.draw(each);
+      gist.textContent = told(run, t);
     }
     tell(token);
+  }
+
+  /** A query's bytes and recall in a few words. */
+  function told(run, t) {
+    const bytes = run.look(t)?.bytes;
+    if (!bytes) return "";
+    return `reading ${lce.share((bytes.read + bytes.scored) / bytes.full)} of full attention’s bytes, attending ${lce.share(lce.recall(run, t))} of the true attention`;
   }
 
   /** What kind of query a token is, in words. */
@@ -91,7 +103,7 @@
 
   function tell(token) {
     const { run } = state.columns[0], t = Math.min(token, run.queries - 1), written = run.generated[t - run.prompt + 1];
-    const chip = (text) => el("span", { class: "token query" }, lce.shape(text));
+    const chip = (text) => el("span", { class: "token query" }, lce.chip(text));
     const writes = written && t >= run.prompt - 1 ? [" writes ", chip(written.text)] : [];
     get("now").replaceChildren(chip(run.tokens[t]), ...writes, ` ${place(run, t)}`);
     if (state.hover !== null) return;
@@ -104,7 +116,8 @@
   /** One run's choices at a query, for a reader who does not see the pictures. */
   function summary(run, token, letter) {
     const t = Math.min(token, run.queries - 1), { layer, head } = state, chosen = run.chosen(t, layer, head), look = run.look(t);
-    const chunks = chosen.length ? `chose ${chosen.length === 1 ? "chunk" : "chunks"} ${lce.list(chosen.map(String))}` : "chose no chunk";
+    const numbers = chosen.length > 8 ? [...chosen.slice(0, 8).map(String), `${chosen.length - 8} more`] : chosen.map(String);
+    const chunks = chosen.length ? `chose ${chosen.length === 1 ? run.word : `${run.word}s`} ${lce.list(numbers)}` : "chose nothing";
     const [, strong, words] = lce.verdict(run, t, layer, head);
     const bytes = look ? ` It reads ${lce.share((look.bytes.read + look.bytes.scored) / look.bytes.full)} of full attention's bytes.` : "";
     return `${letter}, ${named(run)}: layer ${layer}, head ${head} ${chunks}. ${strong} ${words}${bytes}`;
@@ -205,10 +218,13 @@
       [state.layer, state.head] = mostTelling(first);
       pick(state.layer, state.head);
     };
+    const places = first.marks.map((mark, i) => el("button", { type: "button", onclick: () => show(mark.start, "middle") }, `show “${mark.label}”${first.marks.length > 1 ? ` ${i + 1}` : ""}`));
+    get("marks").replaceChildren(...places.slice(0, 4));
     if (!stay) state.t = first.prompt - 1;
     if (!stay && first.isReady(state.t, tell)) [state.layer, state.head] = mostTelling(first);
     [get("layer").value, get("head").value] = [state.layer, state.head];
     choose();
+    if (first.marks.length) show(first.marks[0].start, "middle");
   }
 
   function controls() {
@@ -257,7 +273,7 @@
   function again() {
     lce.readColours();
     for (const column of state.columns) column.text.lay(column.run);
-    if (state.columns.length) { show(state.t); drawNow(); }
+    drawNow();
   }
 
   function looks() {

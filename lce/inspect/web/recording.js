@@ -39,6 +39,7 @@
       this.queries = raw.blocks.at(-1)[1];
       this.size = raw.chunk_size;
       this.first = raw.first;
+      this.word = raw.chunk_size === 1 ? "token" : "chunk"; // what is chosen
       this.chunks = Math.max(0, Math.ceil((this.tokens.length - this.first) / this.size));
       this.choosing = raw.choosing;
       this.none = raw.bits === 32 ? 0xffffffff : 0xffff; // behind a head's last choice
@@ -58,7 +59,12 @@
       return [Math.max(0, start), Math.min(this.tokens.length, start + this.size)];
     }
 
+    /** The text of a chunk; of a single token with its neighbours. */
     words(c, most = 60) {
+      if (this.size < 4) {
+        const [start, stop] = this.range(c), part = (a, b) => this.tokens.slice(Math.max(0, a), b).join("").replace(/\s+/g, " ");
+        return `${part(start - 4, start)}[${part(start, stop)}]${part(stop, stop + 6)}`.trim();
+      }
       const [start, stop] = this.range(c), text = this.tokens.slice(start, stop).join("").replace(/\s+/g, " ").trim();
       return text.length > most ? `${text.slice(0, most - 1)}…` : text;
     }

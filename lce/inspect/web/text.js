@@ -16,16 +16,27 @@
     const lines = [];
     let line = [], used = 0;
     const end = () => { lines.push(line); line = []; used = 0; };
+    /** End the line before the word that does not fit: tokens of one word stay together. */
+    const wrap = () => {
+      let word = line.length - 1;
+      while (word > 0 && !/^\s/.test(line[word][1]) && !/\s$/.test(line[word - 1][1])) word -= 1;
+      const carried = word > 0 ? line.splice(word) : line.splice(line.length - 1);
+      end();
+      for (const [token, text] of carried) put(token, text);
+    };
     const put = (token, text) => {
       const shown = line.length ? text : text.replace(/^ +(?=.)/, "");
       const wide = widthOf(shown);
-      if (line.length && used + wide > width) { end(); put(token, text); return; }
-      if (wide > width && shown.length > 1) {
+      if (!line.length && wide > width && shown.length > 1) {
         const fits = Math.max(1, Math.floor((shown.length * width) / wide) - 1);
-        line.push([token, shown.slice(0, fits)]); end(); put(token, shown.slice(fits));
+        line.push([token, shown.slice(0, fits)]);
+        end();
+        put(token, shown.slice(fits));
         return;
       }
-      line.push([token, shown]); used += wide;
+      line.push([token, shown]);
+      used += wide;
+      if (line.length > 1 && used > width) wrap();
     };
     tokens.forEach((text, token) => {
       const parts = text.split("\n");
@@ -46,7 +57,7 @@
       this.scroll = el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": label }, this.sheet);
       this.map = el("canvas", { class: "map", "aria-hidden": "true" });
       host.append(el("div", { class: "reader" }, this.scroll, this.map));
-      this.lines = []; this.spans = []; this.first = 0; this.last = 0; this.state = null;
+      this.lines = []; this.rows = new Map(); this.state = null;
       const token = (event) => event.target.closest?.(".token")?.dataset.token;
       this.scroll.addEventListener("pointermove", (event) => {
         const found = token(event);
@@ -64,6 +75,7 @@
 
     /** Lay the run's tokens out; again after a change of width or type. */
     lay(run) {
+      const top = this.run ? this.lines[Math.floor(this.scroll.scrollTop / this.height)]?.[0]?.[0] : undefined;
       this.run = run;
       const style = getComputedStyle(this.scroll);
       this.height = parseFloat(style.lineHeight);
@@ -73,7 +85,8 @@
       for (let i = this.lines.length - 1; i >= 0; i--) for (const [token] of this.lines[i]) this.lineOf[token] = i;
       this.sheet.style.height = `${this.lines.length * this.height}px`;
       this.sheet.replaceChildren();
-      this.spans = []; this.rows = new Map();
+      this.rows = new Map();
+      if (top !== undefined) this.scroll.scrollTop = this.lineOf[top] * this.height;
       this.fill();
     }
 
@@ -98,13 +111,14 @@
       }
     }
 
-    /** Colour for the query `t`: `state` has `depth` (of chunks, 0 to 4), `picked` (chunks), `always` (ranges). */
+    /** Scroll to a token, if it is not on screen or should stand in the middle. */
     show(token, where = "nearest") {
       const top = this.lineOf[Math.max(0, Math.min(token, this.run.tokens.length - 1))] * this.height;
       const view = this.scroll.clientHeight, now = this.scroll.scrollTop;
       if (where === "middle" || top < now || top + this.height > now + view) this.scroll.scrollTop = top - view / 2;
     }
 
+    /** Colour for the query `t`: `state` has also `depth` (of chunks, 0 to 4), `picked` (chunks), and `always` (ranges). */
     draw(state) {
       this.state = state;
       for (const { spans } of this.rows.values()) for (const span of spans) this.colour(span);
@@ -123,8 +137,8 @@
         if (c >= 0 && state.picked.has(c)) {
           const [start, stop] = run.range(c);
           names.push("picked");
-          if (i === start) names.push("first");
-          if (i === stop - 1) names.push("last");
+          if (i === start && (run.size > 1 || !state.picked.has(c - 1))) names.push("first");
+          if (i === stop - 1 && (run.size > 1 || !state.picked.has(c + 1))) names.push("last");
         } else if (state.always.some(([start, stop]) => start <= i && i < stop)) names.push("always");
       }
       for (const mark of run.marks) {
@@ -138,7 +152,7 @@
 
     drawMap() {
       if (!this.state) return;
-      const { run, state } = this, width = 1.9 * lce.rem, height = this.map.clientHeight || this.scroll.clientHeight;
+      const { run, state } = this, width = 1.9 * lce.rem, height = this.scroll.clientHeight;
       const g = lce.canvas(this.map, width, height), n = run.tokens.length, y = (token) => (token / n) * height;
       const bar = (start, stop, least) => g.fillRect(0, y(start), width, Math.max(least, y(stop) - y(start)));
       g.fillStyle = lce.colours.always;

@@ -28,7 +28,7 @@
     if (look.why) {
       const [strong, words] = CAUSES[look.why](look), [most] = lce.missed(run, t, layer, head, 0.005);
       const rank = most?.[2] >= 0 ? ` and rank ${lce.number(most[2] + 1)} by score` : "";
-      const named = most ? ` Missed most: chunk ${most[0]}, with ${lce.share(most[1])} of the true attention${rank}.` : "";
+      const named = most ? ` Missed most: ${run.word} ${most[0]}, with ${lce.share(most[1])} of the true attention${rank}.` : "";
       return ["miss", strong, `${words}${named} ${held}`];
     }
     return ["good", run.chooses(layer) ? "Nothing that matters is missed." : "This layer does not choose.", held];
@@ -45,7 +45,8 @@
       const state = chosen ? "chosen" : run.alwaysOf(t, layer, chunk) || "missed";
       found.set(chunk, { chunk, mass, rank, state });
     }
-    return [...found.values()].sort((a, b) => (b.mass ?? 0) - (a.mass ?? 0));
+    const last = (row) => (row.rank == null || row.rank < 0 ? Infinity : row.rank);
+    return [...found.values()].sort((a, b) => (b.mass ?? 0) - (a.mass ?? 0) || last(a) - last(b));
   }
 
   class Why {
@@ -78,23 +79,23 @@
 
     table(run, t, layer, head) {
       const all = rows(run, t, layer, head), shown = all.slice(0, MOST), rest = all.slice(MOST);
-      const top = Math.max(...shown.map((row) => row.mass ?? 0), 1e-9);
-      const titles = ["Chunk", "Text", "True attention", "Score", "Rank", ""].map((name, i) =>
-        el("th", { scope: "col", class: i === 3 ? "number wide-only" : i === 4 ? "number" : "" }, name));
+      const given = shown.some((row) => row.given != null), top = Math.max(...shown.map((row) => row.mass ?? 0), 1e-9);
+      const chunk = run.size === 1 ? "Token" : "Chunk";
+      const titles = [[chunk, "c0"], ["Text", "c1"], ["True attention", "c2"], given && ["Given", "c6 number"], ["Score", "c3 number wide-only"], ["Rank", "c4 number"], ["", "c5"]];
       const body = shown.map((row) => {
         const bar = el("span", { class: "bar" });
         bar.style.width = `${5 * Math.max(0, (row.mass ?? 0) / top)}rem`;
-        const known = row.score != null && isFinite(row.score);
+        const score = row.score != null && isFinite(row.score) ? lce.number(Number(row.score.toPrecision(4))) : "–";
         const words = el("button", { type: "button", class: "plain", onclick: () => this.go(run.range(row.chunk)[0]) }, run.words(row.chunk));
-        return el("tr", { class: `${row.state}${run.isMarked(row.chunk) ? " answer" : ""}` },
+        return el("tr", { class: `${row.state}${run.isMarked(row.chunk) ? " holds" : ""}` },
           el("td", {}, String(row.chunk)), el("td", { class: "words" }, words), el("td", {}, bar, ` ${lce.share(row.mass)}`),
-          el("td", { class: "number wide-only" }, known ? row.score.toPrecision(3) : "–"),
-          el("td", { class: "number" }, row.rank == null || row.rank < 0 ? "–" : lce.number(row.rank + 1)), el("td", {}, row.state));
+          given ? el("td", { class: "number" }, lce.share(row.given)) : null, el("td", { class: "number wide-only" }, score),
+          el("td", { class: "number" }, row.rank == null || row.rank < 0 ? "–" : lce.number(row.rank + 1)), el("td", { class: "state" }, row.state));
       });
       const sum = rest.reduce((total, row) => total + (row.mass ?? 0), 0);
-      const table = el("table", {}, el("caption", { class: "hidden" }, `Layer ${layer}, head ${head}: chunks by true attention`),
-        el("thead", {}, el("tr", {}, ...titles)), el("tbody", {}, ...body));
-      const note = rest.length ? `and ${lce.some(rest.length, "more chunk")} with ${lce.share(sum)} of the true attention together` : "";
+      const table = el("table", {}, el("caption", { class: "hidden" }, `Layer ${layer}, head ${head}: ${run.word}s by true attention`),
+        el("thead", {}, el("tr", {}, ...titles.filter(Boolean).map(([name, kind]) => el("th", { scope: "col", class: kind }, name)))), el("tbody", {}, ...body));
+      const note = rest.length ? `and ${lce.some(rest.length, `more ${run.word}`)} with ${lce.share(sum)} of the true attention together` : "";
       return el("div", { class: "over" }, table, el("p", { class: "note" }, note));
     }
   }
