@@ -5,12 +5,13 @@
   const EVERY = 300; // ms between questions about progress
 
   class Live {
-    /** `shown()` gives the page's recording, `show(raw)` shows another, `changed()` is called when a head is switched. */
+    /** `show(raw)` shows a recording, `changed()` is called when a head is switched. */
     constructor(base, { show, changed }) {
       Object.assign(this, { base, show, changed });
       this.off = new Set();
       this.known = null;
       get("live").hidden = false;
+      get("footer").textContent = "Served by lce inspect --live, which listens on this machine alone.";
       get("ask").addEventListener("submit", (event) => { event.preventDefault(); this.run(); });
       get("ask-cancel").addEventListener("click", () => this.ask("cancel", {}).catch((error) => this.fail(error)));
       get("ask-method").addEventListener("change", () => this.showKnobs());
@@ -126,13 +127,24 @@
     flip(layer, head) {
       const key = `${layer}.${head}`;
       if (!this.off.delete(key)) this.off.add(key);
+      this.showOff();
       this.changed();
+    }
+
+    showOff() {
+      const heads = [...this.off].map((key) => {
+        const [layer, head] = key.split(".").map(Number), words = `layer ${layer}, head ${head}`;
+        return el("button", { type: "button", "aria-label": `Switch ${words} on again`, onclick: () => this.flip(layer, head) }, `${words} ×`);
+      });
+      get("ask-off").hidden = !heads.length;
+      get("ask-off").replaceChildren(el("span", { class: "muted" }, "Off in the next run:"), ...heads);
     }
 
     /** The new recording with the runs of the one before behind its own, where both read the same text. */
     static beside(raw, before) {
       const same = before && raw.tokens.length === before.tokens.length && raw.tokens.every((text, i) => text === before.tokens[i]);
-      return same ? { ...raw, runs: [...raw.runs, ...before.runs].slice(0, 6) } : raw;
+      const old = same ? before.runs.map((run) => ({ ...run, label: run.label.endsWith(", before") ? run.label : `${run.label}, before` })) : [];
+      return { ...raw, runs: [...raw.runs, ...old].slice(0, 6) };
     }
   }
   lce.Live = Live;

@@ -211,9 +211,9 @@
     const names = recording.runs.map((run, i) => [i, named(run)]);
     fill(get("run-a"), names, 0);
     fill(get("run-b"), [["none", "none"], ...names], recording.runs.length > 1 ? 1 : "none");
-    const count = (n, word) => Array.from({ length: n }, (_, i) => [i, `${word} ${i}`]);
-    fill(get("layer"), count(model.layers, "layer"), state.layer);
-    fill(get("head"), count(model.heads, "head"), state.head);
+    const count = (n) => Array.from({ length: n }, (_, i) => [i, String(i)]);
+    fill(get("layer"), count(model.layers), state.layer);
+    fill(get("head"), count(model.heads), state.head);
     const tell = () => {
       [state.layer, state.head] = mostTelling(first);
       pick(state.layer, state.head);
