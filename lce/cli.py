@@ -15,14 +15,14 @@ from click import argument, option
 import lce
 from lce.errors import CapacityError, UsageError
 from lce.system import wait_passively
-from lce.terminal import figures, options, work
+from lce.terminal import figures, inspecting, options, work
 from lce.terminal.bench import ReportOutput
 from lce.terminal.chat import ChatLoop, chat_prompt_options
 from lce.terminal.contexts import Chosen, ask, ends
 from lce.terminal.evaluation import evaluation
 from lce.terminal.exits import INTERRUPTED, Root, keep_interrupts, leave_interrupted, prepare_streams, report_failure
 from lce.terminal.output import Output
-from lce.terminal.reading import read_text
+from lce.terminal.reading import Prompt, read_text
 
 
 def main() -> NoReturn:
@@ -245,6 +245,42 @@ def trace(model: str, prompt: str, method: lce.Method, last: int, loading: dict[
         engine = lce.load(model, method, **loading)
         found = engine.trace(prompt)
     show_trace(found, last, output)
+
+
+@cli.command()
+@options.model_option
+@options.later_prompt_options
+@options.methods_options
+@options.target_options("out", "The page to write, for example page.html.", required=False)
+@option("--json", "json_file", metavar="FILE", help="Write the recording as JSON; docs/inspect.md has the format.")
+@option("--mark", "marks", multiple=True, metavar="TEXT", help="Mark this part of the text, as the answer; repeatable.")
+@option("--max-tokens", "-n", type=options.INDEX, default=16, metavar="TOKENS", help="Write at most this many tokens.")
+@option("--spread", type=options.INDEX, default=200, metavar="N", help="Tokens, evenly spread, to look at closely.")
+@option("--judge", type=click.Choice(["constant", "true"]), default="constant", help="Whose attention is true.")
+@option("--live", is_flag=True, help="Serve the page on this machine, with the engine behind it.")
+@option("--port", type=options.INDEX, default=0, metavar="N", help="The port of --live; 0 is any.")
+@option("--max-tokens-prompt", type=options.COUNT, default="64k", metavar="TOKENS", help="Longest text of --live.")
+@options.loading_options
+@options.quiet_options
+def inspect(
+    model: str, prompt: Prompt, methods: list[lce.Method], out: str | None, json_file: str | None, live: bool,
+    port: int, max_tokens_prompt: int, loading: dict[str, Any], output: Output, **what: Any,
+) -> None:  # fmt: skip
+    """Show what a model attends, token by token: one page for a browser, which needs no network.
+
+    It runs the prompt with each --method, side by side in the page, and records what every head of every layer chose,
+    at which distances it saw it, and what full attention would have looked at. Where that is more than some MiB, it is
+    beside the page, in NAME.data.
+
+    With --live the page is served on 127.0.0.1 and asks for text, method and knobs itself; only who has the printed
+    address can use it.
+    """
+    if live:
+        inspecting.note_unused(out=out, json=json_file, mark=what["marks"])
+        text = prompt.read() if prompt.is_given else ""
+        return inspecting.serve_live(model, text, port, max_tokens_prompt, loading, output)
+    options.new_file(json_file, force=True)
+    inspecting.write_recording(model, methods, prompt.read(), out, json_file, what, loading, output)
 
 
 @cli.command()

@@ -30,6 +30,7 @@ SHARED = {
     "selective",
     "step",
     "top_p",
+    "wrapped",
 }  # files of lce/methods that hold no method
 
 own_methods = [name for name in lce.methods.available() if lce.methods.find(name).__module__.startswith("lce.")]

@@ -7,17 +7,17 @@ run: in its own blocks, on the hidden states that its own layers made, or on tho
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lce.errors import UsageError
-from lce.methods import ESA, LayerCache, Method, QueryBlock, Step, rotate
+from lce.methods import ESA, LayerCache, Method, Step, Wrapped, rotate
 from lce.methods.lowdim import first_best
-from lce.methods.mass import Judge, TrueMass
+from lce.methods.mass import Judge, TrueMass, attended_tokens, scored_bytes
 
 States = Literal["own", "judge"]
 PerHead = list[list[float]]  # layers, and their heads
@@ -167,7 +167,7 @@ class Watch:
         for some in (rows[part] for part in mass.slices(len(rows), len(q))):
             positions = some + step.start
             picked = None if chosen is None else chosen[:, some]
-            attended = _attended(always[some], picked, first, size, len(q))
+            attended = attended_tokens(always[some], picked, first, size, len(q))
             weights = mass.weights(q[:, some], positions)
             tally.queries += len(some)
             tally.add("recall", (weights * attended).sum(-1))
@@ -223,27 +223,6 @@ class Watch:
         tally.blocks += 1
 
 
-def scored_bytes(method: Method, position: int, q: Tensor, cache: LayerCache, step: Step) -> float:
-    """Bytes that a decode step at `position` reads to choose by, as the method counts them; 0 where it does not."""
-    block = QueryBlock(position, position + 1, len(q), step.n_kv_heads, q.shape[-1], layer=cache.index)
-    cost = method.cost(block)
-    return 0.0 if cost is None else float(cost.state_read or 0) * cache.layout.dtype.itemsize
-
-
-def _attended(always: Tensor, chosen: Tensor | None, first: int, size: int, n_heads: int) -> Tensor:
-    """The tokens that queries attend, `[H, T, N]` bool, of what they always do `[T, N]` and their choices."""
-    attended = always.expand(n_heads, *always.shape).clone()
-    if chosen is None or not chosen.shape[-1]:
-        return attended
-    n = always.shape[-1]
-    n_choices = max(0, -(-(n - first) // size))
-    taken = torch.zeros(*attended.shape[:2], n_choices + 1, dtype=torch.bool, device=always.device)
-    taken.scatter_(-1, torch.where(chosen < 0, n_choices, chosen), value=True)
-    tokens = taken[..., :n_choices].repeat_interleave(size, -1)[..., : n - first]
-    attended[..., first:] |= tokens
-    return attended
-
-
 def _cover_and_gini(times: Tensor) -> tuple[float, float]:
     """The share of choices that are made at all, and Gini's coefficient of how often: 0 is evenly, near 1 is one alone.
 
@@ -258,49 +237,11 @@ def _cover_and_gini(times: Tensor) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class Watched(Method):
+class Watched(Wrapped):
     """A method that runs as it is while a `Watch` looks on. With `states="judge"` its layers give what the judge's full
     attention does, so that all methods are compared on the same hidden states."""
 
-    inner: Method
     watch: Watch = field(repr=False, compare=False)
-
-    @property
-    def label(self) -> str:
-        return self.inner.label
-
-    def for_model(self, model: Any) -> Self:
-        return replace(self, inner=self.inner.for_model(model))
-
-    def resolve(self, window: int) -> Self:
-        return replace(self, inner=self.inner.resolve(window))
-
-    @property
-    def block(self) -> int:
-        return self.inner.block
-
-    @property
-    def reach(self) -> Any:
-        return self.inner.reach
-
-    @property
-    def choices(self) -> tuple[int, int]:
-        return self.inner.choices
-
-    def limit(self, window: int, sliding_window: int | None = None) -> int | None:
-        return self.inner.limit(window, sliding_window)
-
-    def state(self, layout: Any) -> Mapping[str, Any]:
-        return self.inner.state(layout)
-
-    def could_keep(self, layer: int, kept: Mapping[str, Tensor], layout: Any, n_tokens: int) -> bool:
-        return self.inner.could_keep(layer, kept, layout, n_tokens)
-
-    def key_positions(self, indices: Tensor) -> Tensor | None:
-        return self.inner.key_positions(indices)
-
-    def keep(self, k: Tensor, v: Tensor, cache: LayerCache, step: Step) -> None:
-        self.inner.keep(k, v, cache, step)
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         rows = self.watch.rows(step)

@@ -29,6 +29,7 @@ from lce.methods.selective import SelectiveMethod
 from lce.methods.self_extend import SelfExtend
 from lce.methods.step import Step
 from lce.methods.streaming import Streaming
+from lce.methods.wrapped import Wrapped
 from lce.models.config import RopeConfig
 from lce.models.rope import Rope
 
@@ -55,6 +56,7 @@ __all__ = [
     "SelfExtend",
     "Step",
     "Streaming",
+    "Wrapped",
     "available",
     "cheating",
     "find",

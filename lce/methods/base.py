@@ -21,7 +21,7 @@ from lce.errors import UsageError
 from lce.methods.costs import Cost, PaperFigure, QueryBlock
 from lce.methods.decoding import bucket
 from lce.methods.hooks import METHOD_CHECKS, Check, guard
-from lce.methods.parts import RECENT, keep_recent
+from lce.methods.parts import RECENT, keep_recent, mask_of
 from lce.methods.step import DeviceStep, OnDevice, Step, Surroundings
 
 
@@ -129,10 +129,33 @@ class Method(ABC):
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         """The block's unrotated queries `[H, T, D]` to their outputs `[H, T, D]`; `keep` has been called."""
 
-    def always(self, cache: LayerCache, step: Step) -> Tensor | None:
-        """Which tokens each query of the block attends whatever is chosen: `[T, N]` bool; for study, after `attend`.
+    def spans(self, cache: LayerCache, step: Step) -> Tensor | None:
+        """Which tokens each query of the block attends whatever is chosen; for study, after `attend`.
 
-        With the choices that `step.note` is given these are all that it attends. None: the method does not say.
+        `[T, S, 2]` int64: tokens `start..stop-1` of S spans, disjoint and in order; an empty one has `stop <= start`.
+        With the choices that `step.note` is given these are all that a query attends. None: the method does not say.
+        """
+        return None
+
+    def always(self, cache: LayerCache, step: Step) -> Tensor | None:
+        """The same as a mask, `[T, N]` bool. It follows from `spans`, or a method defines it instead."""
+        found = self.spans(cache, step)
+        return None if found is None else mask_of(found, step.stop)
+
+    def distance(self, index: Tensor, token: Tensor, step: Step) -> Tensor | None:
+        """The distance at which queries of the block see tokens that they attend whatever is chosen; for study.
+
+        `index [T, 1]` are the queries' indices, `token [n]` or `[T, n]` the tokens'; returns `[T, n]`. Tokens that a
+        query does not attend may get any number. None: the method does not say.
+        """
+        positions = self.key_positions(token.flatten())
+        return index - token if positions is not None and torch.equal(positions, token.flatten()) else None
+
+    def choice_distance(self, chosen: Tensor, step: Step) -> Tensor | None:
+        """The least and the largest distance at which the block's queries see what they chose; for study.
+
+        `chosen [H, T, K]` as `step.note` is given it; returns `[H, T, K, 2]`. The tokens of a choice are at distances
+        that fall by 1 from each to the next, or all at one. None: the method does not say.
         """
         return None
 

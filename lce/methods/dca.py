@@ -16,7 +16,7 @@ from lce.errors import ModelError, UsageError, shown
 from lce.methods.base import Method
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.decoding import Span, decode_spans
-from lce.methods.parts import attend_span, seen
+from lce.methods.parts import attend_span, spans_of
 from lce.methods.registry import register
 from lce.methods.step import DeviceStep, Step, Surroundings
 
@@ -104,10 +104,15 @@ class DualChunk(Method):
     def key_positions(self, indices: Tensor) -> Tensor | None:
         return indices % self.size
 
-    def always(self, cache: LayerCache, step: Step) -> Tensor | None:
-        distance, index = seen(step, cache.buffer.k.device)
-        own = step.positions(index.device)[:, None] // self.size
-        return (distance >= 0) & ((index // self.size == own) if self.parts == "intra" else (index >= 0))
+    def spans(self, cache: LayerCache, step: Step) -> Tensor | None:
+        index = step.positions(cache.buffer.k.device)
+        return spans_of((index // self.size * self.size if self.parts == "intra" else 0, index + 1), like=index)
+
+    def distance(self, index: Tensor, token: Tensor, step: Step) -> Tensor | None:
+        own, offset, far = index // self.size, index % self.size, torch.tensor(self.farthest, device=index.device)
+        previous = (offset + self.size).clamp(max=self.farthest) if self.parts == "all" else far
+        behind = own - token // self.size  # chunks
+        return torch.where(behind == 0, offset, torch.where(behind == 1, previous, far)) - token % self.size
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         size = self.size

@@ -34,7 +34,7 @@ from lce.methods.lowdim import (
     usable,
 )  # fmt: skip
 from lce.methods.map_file import open_maps
-from lce.methods.parts import attend_local, attend_tokens, is_like, products, seen
+from lce.methods.parts import attend_local, attend_tokens, is_like, products, spans_of
 from lce.methods.registry import register
 from lce.methods.step import Step, Surroundings
 from lce.methods.top_p import TOP_P_HELP, check_top_p, enough
@@ -199,10 +199,20 @@ class ESA(LocalMethod):
         far_part = attend_tokens(far, cache, step, kept)
         return merge([far_part, attend_local(q, cache, step, first=border)])
 
-    def always(self, cache: LayerCache, step: Step) -> Tensor | None:
-        distance, index = seen(step, cache.buffer.k.device)
+    def spans(self, cache: LayerCache, step: Step) -> Tensor | None:
+        index, border = step.positions(cache.buffer.k.device), step.start - self.n_local
+        if border <= self.sinks:
+            return spans_of((0, index + 1), like=index)
+        return spans_of((0, self.sinks), (border, index + 1), like=index)
+
+    def distance(self, index: Tensor, token: Tensor, step: Step) -> Tensor | None:
+        assert self.far is not None, "resolved before use"
         border = step.start - self.n_local
-        return (distance >= 0) & ((border <= self.sinks) | (index < self.sinks) | (index >= border))
+        return index - token if border <= self.sinks else (index - token).masked_fill(token < border, self.far)
+
+    def choice_distance(self, chosen: Tensor, step: Step) -> Tensor | None:
+        assert self.far is not None, "resolved before use"
+        return torch.full((*chosen.shape, 2), self.far, device=chosen.device)
 
     def cost(self, block: QueryBlock) -> Cost:
         """Principal components are not counted, and a low-dim key of `pca` counts with its token's block."""
@@ -256,7 +266,7 @@ class ESA(LocalMethod):
             chosen = first_best(best, n, self.eps) + self.sinks
             if step.note_scores:
                 none = best.new_full((self.sinks,), -torch.inf, dtype=torch.float32)
-                step.note_scores(cache.index, torch.cat((none, best.float())).expand(1, q.shape[1], -1))
+                step.note_scores(cache.index, torch.cat((none, best.float())).expand(1, step.n_noted, -1))
         else:
             chosen = torch.arange(self.sinks, border, device=q.device)
         if step.note:

@@ -10,7 +10,7 @@ from lce.cache.layer import LayerCache
 from lce.methods.base import Method
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.decoding import decode_spans, recent_span
-from lce.methods.parts import attend_span, seen
+from lce.methods.parts import attend_span, spans_of
 from lce.methods.registry import register
 from lce.methods.step import DeviceStep, Step
 
@@ -32,10 +32,10 @@ class Full(Method):
         """Under a sliding window within the model's window no distance leaves it."""
         return None if sliding_window is not None and sliding_window <= window else window
 
-    def always(self, cache: LayerCache, step: Step) -> Tensor | None:
-        distance, _ = seen(step, cache.buffer.k.device)
+    def spans(self, cache: LayerCache, step: Step) -> Tensor | None:
+        index = step.positions(cache.buffer.k.device)
         window = step.sliding_window or step.stop
-        return (distance >= 0) & (distance < window)
+        return spans_of(((index + 1 - window).clamp(min=0), index + 1), like=index)
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         return attend_span(q, cache, step, causal=True, window=step.sliding_window, turn=step.true_turn(q))[0]

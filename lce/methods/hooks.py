@@ -171,6 +171,21 @@ def check_always(method: Labelled, hook: str, got: Any, cache: Any, step: Any) -
         raise refuse(method, hook, got, f"{shape} bool, or None")
 
 
+def check_spans(method: Labelled, hook: str, got: Any, cache: Any, step: Any) -> None:
+    if got is not None:
+        expect_tensor(method, hook, got, (step.stop - step.start, "S", 2), got, torch.int64)
+
+
+def check_distance(method: Labelled, hook: str, got: Any, index: Tensor, token: Tensor, step: Any) -> None:
+    if got is not None:
+        expect_tensor(method, hook, got, (len(index), token.shape[-1]), index)
+
+
+def check_choice_distance(method: Labelled, hook: str, got: Any, chosen: Tensor, step: Any) -> None:
+    if got is not None:
+        expect_tensor(method, hook, got, (*chosen.shape, 2), chosen)
+
+
 def check_method(method: Labelled, hook: str, got: Any, *given: Any, **named: Any) -> None:
     if not hasattr(got, "attend"):
         raise refuse(method, hook, got, "a method: self, or dataclasses.replace(self, ...)")
@@ -183,6 +198,9 @@ def _is_count(value: Any, least: int) -> bool:
 METHOD_CHECKS: Mapping[str, Check] = {
     "attend": check_attend,
     "always": check_always,
+    "spans": check_spans,
+    "distance": check_distance,
+    "choice_distance": check_choice_distance,
     "decode": check_attend,
     "bound": check_bound,
     "keep": check_keep,

@@ -27,7 +27,7 @@ from lce.methods.parts import (
     attend_tokens,
     is_like,
     products,
-    seen,
+    spans_of,
 )
 from lce.methods.registry import register
 from lce.methods.selective import dot_products
@@ -161,13 +161,20 @@ class InfLLM(LocalMethod):
         rest = block.behind(local, first=self.sinks + n_blocks * self.block_size)
         return here + memory + rest + Cost(0, scores=scores, state_read=scores)
 
-    def always(self, cache: LayerCache, step: Step) -> Tensor | None:
-        distance, index = seen(step, cache.buffer.k.device)
-        end = self.memory_end(cache, step)
+    def spans(self, cache: LayerCache, step: Step) -> Tensor | None:
+        index, end = step.positions(cache.buffer.k.device), self.memory_end(cache, step)
         n_blocks = max(0, end - self.sinks) // self.block_size
         if n_blocks <= self.top_k and (self.top_p is None or not n_blocks):
-            return distance >= 0
-        return (distance >= 0) & ((distance < self.n_local) | (index < self.sinks) | (index >= end))
+            return spans_of((0, index + 1), like=index)
+        return spans_of((0, self.sinks), ((index + 1 - self.n_local).clamp(max=end), index + 1), like=index)
+
+    def distance(self, index: Tensor, token: Tensor, step: Step) -> Tensor | None:
+        assert self.far is not None, "resolved before use"
+        return torch.where(index - token < self.n_local, index - token, self.far)
+
+    def choice_distance(self, chosen: Tensor, step: Step) -> Tensor | None:
+        assert self.far is not None, "resolved before use"
+        return torch.full((*chosen.shape, 2), self.far, device=chosen.device)
 
     def relevance(self, q: Tensor, far: Tensor, n_blocks: int, cache: LayerCache, step: Step) -> Tensor:
         """What the memory blocks are worth to the queries together, `[n_blocks]`. `q far [H, T, D]`, far placed."""
@@ -187,7 +194,7 @@ class InfLLM(LocalMethod):
             n = enough(self.log_mass(relevance, len(q), q.shape[-1]), best, self.top_p)
         chosen = first_best(relevance, n)
         if step.note_scores:
-            step.note_scores(cache.index, relevance.float().expand(1, q.shape[1], -1))
+            step.note_scores(cache.index, relevance.float().expand(1, step.n_noted, -1))
         if step.note:
             step.note(cache.index, chosen.expand(*q.shape[:2], -1))
         return chosen

@@ -15,7 +15,7 @@ from lce.cache.layer import LayerCache
 from lce.methods.base import LocalMethod
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.decoding import decode_far, decode_recent, recent_span
-from lce.methods.parts import SCORES_AT_ONCE, attend_behind, attend_local, concat_queries, products, seen
+from lce.methods.parts import SCORES_AT_ONCE, attend_behind, attend_local, concat_queries, products, sinks_and_local
 from lce.methods.registry import register
 from lce.methods.step import DeviceStep, Step
 
@@ -57,11 +57,13 @@ class LMInfinite(LocalMethod):
         """A quarter of what a query attends, 512 to 1,024: larger products run faster."""
         return max(512, min(1024, self.n_local // 4))
 
-    def always(self, cache: LayerCache, step: Step) -> Tensor | None:
+    def spans(self, cache: LayerCache, step: Step) -> Tensor | None:
         if self.top_k and cache.index >= self.from_layer:
             return None  # what is chosen between is not noted
-        distance, index = seen(step, cache.buffer.k.device)
-        return (distance >= 0) & ((distance < self.n_local) | (index < self.sinks))
+        return sinks_and_local(self.sinks, self.n_local, step.positions(cache.buffer.k.device))
+
+    def distance(self, index: Tensor, token: Tensor, step: Step) -> Tensor | None:
+        return (index - token).clamp(max=self.n_local)
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         parts = [attend_local(q, cache, step, window=self.n_local)]

@@ -25,10 +25,24 @@ def is_like(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     return tuple(x.shape) == shape and x.dtype == dtype
 
 
-def seen(step: Step, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The distance of each token from each query of the block, `[T, N]`, negative for later ones; and the tokens."""
-    index = torch.arange(step.stop, device=device)
-    return step.positions(device)[:, None] - index, index
+def spans_of(*spans: tuple[Tensor | int, Tensor | int], like: Tensor) -> Tensor:
+    """Spans of tokens, `start` and `stop` `[T]` or one for all queries, as `Method.spans` returns them: `[T, S, 2]`."""
+    edges = [torch.as_tensor(edge, device=like.device).expand(like.shape) for span in spans for edge in span]
+    stacked: Tensor = torch.stack(edges, dim=-1)  # [T, 2 S]
+    return stacked.view(len(like), len(spans), 2)
+
+
+def sinks_and_local(sinks: int, local: int, index: Tensor) -> Tensor:
+    """The first `sinks` tokens, and the last `local` of each query `index [T]`: `[T, 2, 2]`."""
+    first = (index + 1 - local).clamp(min=0)
+    return spans_of((0, first.clamp(max=sinks)), (first, index + 1), like=index)
+
+
+def mask_of(spans: Tensor, n_tokens: int) -> Tensor:
+    """Which of `n_tokens` tokens are in spans `[T, S, 2]`: `[T, N]` bool."""
+    index = torch.arange(n_tokens, device=spans.device)
+    inside = (index >= spans[..., :1]) & (index < spans[..., 1:])  # [T, S, N]
+    return inside.any(dim=1)
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:

@@ -25,6 +25,10 @@ class Placement(ABC):
         `most` is how many chunks a query may choose.
         """
 
+    @abstractmethod
+    def distances(self, chosen: Tensor, index: Tensor, size: int, most: int) -> Tensor:
+        """The least and the largest distance at which queries `index [T]` see choices `[H, T, K]`: `[H, T, K, 2]`."""
+
     def slots(self, chosen: Tensor, step: Step, size: int, most: int) -> Tensor:
         """Choices `[H, T, K]`, -1 behind the last, in the slots that `slot_turns` means, where some have fewer."""
         return chosen
@@ -50,6 +54,15 @@ class SideBySide(Placement):
         behind = (taken - torch.arange(n_slots, device=q.device)).clamp(min=0) * size
         return step.rope.turn(behind + (indices % size)[:, None], q.dtype)
 
+    def distances(self, chosen: Tensor, index: Tensor, size: int, most: int) -> Tensor:
+        """Chosen chunks stand right before the own one, the last of them nearest.
+
+        Example: L = 4, index 13 (offset 1), chunks 0 and 2: chunk 2 at 2 to 5, chunk 0 at 6 to 9.
+        """
+        behind = (chosen >= 0).sum(-1, keepdim=True) - torch.arange(chosen.shape[-1], device=chosen.device)
+        farthest = behind * size + (index % size)[:, None]
+        return torch.stack((farthest - size + 1, farthest), dim=-1)
+
     def slots(self, chosen: Tensor, step: Step, size: int, most: int) -> Tensor:
         """Fewer choices stand behind empty slots, so that the own chunk is right after them for every head.
 
@@ -69,6 +82,10 @@ class TruePositions(Placement):
     def slot_turns(self, q: Tensor, step: Step, size: int, n_slots: int, most: int) -> Turn:
         return step.true_turn(q).at(slice(None), None)
 
+    def distances(self, chosen: Tensor, index: Tensor, size: int, most: int) -> Tensor:
+        farthest = index[:, None] - chosen * size
+        return torch.stack((farthest - size + 1, farthest), dim=-1)
+
     def scored(self, q: Tensor, step: Step, size: int) -> Tensor:
         return rotate(q, step.true_turn(q))
 
@@ -78,6 +95,9 @@ class ConstantDistance(Placement):
 
     def slot_turns(self, q: Tensor, step: Step, size: int, n_slots: int, most: int) -> Turn:
         return Turn(*(x.expand(q.shape[1], 1, -1) for x in step.far_turn(size, q)))
+
+    def distances(self, chosen: Tensor, index: Tensor, size: int, most: int) -> Tensor:
+        return torch.full((*chosen.shape, 2), size, device=chosen.device)
 
     def scored(self, q: Tensor, step: Step, size: int) -> Tensor:
         return rotate(q, step.far_turn(size, q))

@@ -18,7 +18,7 @@ from lce.kernels.compiling import MOST_ROWS
 from lce.kernels.cuda import launching
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.decoding import decode_spans, recent_span
-from lce.methods.parts import attend_span, is_like, products, seen
+from lce.methods.parts import attend_span, is_like, products, spans_of
 from lce.methods.registry import register
 from lce.methods.selective import SUMMARIES, ChunkSelection, PlainChoice
 from lce.methods.step import DeviceStep, Step
@@ -110,10 +110,11 @@ class Quest(ChunkSelection):
     def plain_choice(self) -> PlainChoice:
         return PlainChoice(keep_first=False, keep_last=False)
 
-    def always(self, cache: LayerCache, step: Step) -> Tensor | None:
+    def spans(self, cache: LayerCache, step: Step) -> Tensor | None:
         if cache.index < self.dense_layers:
-            return seen(step, cache.buffer.k.device)[0] >= 0
-        return super().always(cache, step)
+            index = step.positions(cache.buffer.k.device)
+            return spans_of((0, index + 1), like=index)
+        return super().spans(cache, step)
 
     def cost(self, block: QueryBlock) -> Cost:
         if block.layer < self.dense_layers:

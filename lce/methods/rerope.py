@@ -14,7 +14,7 @@ from lce.cache.layer import LayerCache
 from lce.methods.base import LocalMethod
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.decoding import decode_far, decode_recent, recent_span
-from lce.methods.parts import attend_behind, attend_local, seen
+from lce.methods.parts import attend_behind, attend_local, spans_of
 from lce.methods.registry import register
 from lce.methods.step import DeviceStep, Step
 
@@ -46,8 +46,12 @@ class ReRope(LocalMethod):
         made.expect(local=1)
         return made
 
-    def always(self, cache: LayerCache, step: Step) -> Tensor | None:
-        return seen(step, cache.buffer.k.device)[0] >= 0
+    def spans(self, cache: LayerCache, step: Step) -> Tensor | None:
+        index = step.positions(cache.buffer.k.device)
+        return spans_of((0, index + 1), like=index)
+
+    def distance(self, index: Tensor, token: Tensor, step: Step) -> Tensor | None:
+        return (index - token).clamp(max=self.n_local)
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         q = self.scaled(q, step)

@@ -28,7 +28,7 @@ from lce.methods.base import Method, says_for
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.decoding import Span, decode_recent
 from lce.methods.hooks import SELECTION_CHECKS
-from lce.methods.parts import RECENT, SCORES_AT_ONCE, attend_own_chunk, is_like, keep_recent, products, seen
+from lce.methods.parts import RECENT, SCORES_AT_ONCE, attend_own_chunk, is_like, keep_recent, products, spans_of
 from lce.methods.placement import PLACEMENTS
 from lce.methods.step import DeviceStep, Step
 from lce.methods.top_p import TOP_P_HELP, check_top_p, prune
@@ -54,6 +54,12 @@ def dot_products(q: Tensor, vectors: Tensor) -> Tensor:
 def _by_kernel(scores: Tensor) -> bool:
     """Whether the kernel for GPUs chooses by scores `[C, T, M]`."""
     return launching.runs_on(scores) and scores.shape[-1] <= launching.MOST_CHUNKS
+
+
+def _inside(rows: Tensor, step: Step, some: Step) -> Tensor:
+    """Those of the block's queries `rows` that are in a part of the block, counted from its first."""
+    rows = rows - (some.start - step.start)
+    return rows[(rows >= 0) & (rows < some.stop - some.start)]
 
 
 @dataclass(frozen=True)
@@ -214,10 +220,11 @@ class ChunkSelection(Method):
             chosen = self.select(scores, some)
             parts.append(chosen if self.top_p is None else self._pruned(chosen, scores, q, some))
             if step.note_scores:
-                all_scores.append(scores)
+                all_scores.append(scores if step.noted is None else scores[:, _inside(step.noted, step, some)])
         chosen = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
         if step.note_scores:
-            own = (step.positions(q.device) // self.size)[:, None]
+            index = step.positions(q.device)
+            own = ((index if step.noted is None else index[step.noted]) // self.size)[:, None]
             scores = torch.cat(all_scores, dim=1).float()
             later = torch.arange(scores.shape[-1], device=q.device) >= own
             step.note_scores(cache.index, scores.masked_fill(later, -torch.inf))
@@ -249,10 +256,16 @@ class ChunkSelection(Method):
         memory: Tensor = step.once(f"parts {n_slots}", lambda: q.new_empty(chosen.numel() * q.shape[-1]))
         return merge([step.attention.routed(q, turns, chosen, cache.tiles(chosen), memory), own])
 
-    def always(self, cache: LayerCache, step: Step) -> Tensor | None:
-        distance, index = seen(step, cache.buffer.k.device)
-        own = step.positions(index.device)[:, None] // self.size
-        return (distance >= 0) & (index // self.size == own)
+    def spans(self, cache: LayerCache, step: Step) -> Tensor | None:
+        index = step.positions(cache.buffer.k.device)
+        return spans_of((index // self.size * self.size, index + 1), like=index)
+
+    def distance(self, index: Tensor, token: Tensor, step: Step) -> Tensor | None:
+        return index - token  # of the own chunk
+
+    def choice_distance(self, chosen: Tensor, step: Step) -> Tensor | None:
+        index = step.positions(chosen.device)
+        return PLACEMENTS[self.placement].distances(chosen, index, self.size, self.n_choices)
 
     def cost(self, block: QueryBlock) -> Cost:
         """Exact where `score` stands, but for summaries: a `summarise` of one's own is not counted here."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
+import torch
 from torch import Tensor
 
 from lce.attention import Turn, merge, rotate
@@ -12,7 +13,7 @@ from lce.cache.layer import LayerCache
 from lce.methods.base import LocalMethod
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.decoding import decode_far, decode_recent, recent_span
-from lce.methods.parts import attend_behind, attend_local, seen
+from lce.methods.parts import attend_behind, attend_local, spans_of
 from lce.methods.registry import register
 from lce.methods.step import DeviceStep, Step
 
@@ -53,8 +54,13 @@ class SelfExtend(LocalMethod):
     def key_positions(self, indices: Tensor) -> Tensor | None:
         return indices // self.group
 
-    def always(self, cache: LayerCache, step: Step) -> Tensor | None:
-        return seen(step, cache.buffer.k.device)[0] >= 0
+    def spans(self, cache: LayerCache, step: Step) -> Tensor | None:
+        index = step.positions(cache.buffer.k.device)
+        return spans_of((0, index + 1), like=index)
+
+    def distance(self, index: Tensor, token: Tensor, step: Step) -> Tensor | None:
+        grouped = index // self.group - token // self.group + self.n_local - self.n_local // self.group
+        return torch.where(index - token < self.n_local, index - token, grouped)
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         here = attend_local(q, cache, step, window=self.n_local)

@@ -26,7 +26,8 @@ class Step:
     `start=1500, stop=1501`. `memo` lasts for the pass: `once` computes in the first layer what the other layers
     use again. Each device that has some of the layers has a memo of its own, so that what is kept there is on that
     device; `all_devices` is one memo for all. A method calls `note`, where there is one, with each layer's choice, and
-    before it `note_scores` with what it chose by.
+    before it `note_scores` with what it chose by; of the queries `noted` alone if there are some, counted from the
+    block's first, ascending.
     """
 
     start: int
@@ -40,11 +41,17 @@ class Step:
     memo: dict[str, Any] = field(default_factory=dict)
     all_devices: dict[str, Tensor | None] = field(default_factory=dict)
     note_scores: NoteScores | None = None
+    noted: Tensor | None = None
 
     @property
     def at(self) -> Tensor | None:
         """The index of a token of which only the device knows it: see `DeviceStep`."""
         return None
+
+    @property
+    def n_noted(self) -> int:
+        """The queries whose scores `note_scores` is given."""
+        return self.stop - self.start if self.noted is None else len(self.noted)
 
     def part(self, start: int, stop: int) -> Step:
         """The step of some of the block's queries, `start..stop-1` counted from its first."""
@@ -125,6 +132,7 @@ class DeviceStep(Step):
         values = {
             "_at": at, "bound": bound, "rope": rope, "attention": attention, "window": window, "n_kv_heads": n_kv_heads,
             "sliding_window": sliding_window, "note": None, "memo": {}, "all_devices": {}, "note_scores": None,
+            "noted": None,
         }  # fmt: skip
         for name, value in values.items():  # as a frozen dataclass sets its own
             object.__setattr__(self, name, value)

@@ -14,7 +14,7 @@ from lce.cache.layout import Reach
 from lce.methods.base import Method
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.decoding import Span, decode_spans, recent_span
-from lce.methods.parts import attend_behind, attend_span, seen
+from lce.methods.parts import attend_behind, attend_span, sinks_and_local
 from lce.methods.registry import register
 from lce.methods.step import DeviceStep, Step
 
@@ -57,9 +57,12 @@ class Streaming(Method):
         assert self.local is not None, "resolved before use"
         return Reach(sinks=self.sinks, local=self.local)
 
-    def always(self, cache: LayerCache, step: Step) -> Tensor | None:
-        distance, index = seen(step, cache.buffer.k.device)
-        return (distance >= 0) & ((distance < self.reach.local) | (index < self.sinks))
+    def spans(self, cache: LayerCache, step: Step) -> Tensor | None:
+        return sinks_and_local(self.sinks, self.reach.local, step.positions(cache.buffer.k.device))
+
+    def distance(self, index: Tensor, token: Tensor, step: Step) -> Tensor | None:
+        last = self.reach.sinks + self.reach.local - 1
+        return torch.where(index - token < self.reach.local, index - token, index.clamp(max=last) - token)
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         assert self.local is not None, "resolved before use"

@@ -26,7 +26,7 @@ from lce.terminal.contexts import Chosen
 from lce.terminal.exits import DEBUG
 from lce.terminal.methods import methods_of
 from lce.terminal.output import Output, note
-from lce.terminal.reading import read_prompt
+from lce.terminal.reading import Prompt, read_prompt
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
@@ -317,6 +317,7 @@ debug_option = option(
 )
 
 prompt_options = packed("prompt", read_prompt, *_PROMPT)
+later_prompt_options = packed("prompt", Prompt, *_PROMPT)
 method_argument = packed("method", _method, argument("method"), _KNOBS)
 method_options = packed("method", _method, _METHOD, _KNOBS)
 chosen_options = packed("chosen", Chosen, _CHOSEN, _KNOBS)
@@ -328,6 +329,7 @@ sampling_options = packed("sampling", _sampling, *_SAMPLING)
 loading_options = packed("loading", _loading, *_COMPUTING, *_ATTENTION, *_BUDGETS, _THREADS)
 planning_options = packed("planning", dict, *_COMPUTING, *_BUDGETS)
 output_options = packed("output", Output, _JSON, _QUIET, debug_option)
+quiet_options = packed("output", Output, _QUIET, debug_option)
 json_options = packed("output", Output, _JSON, debug_option)
 report_options = packed(
     "output", report_output,

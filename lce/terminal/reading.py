@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,23 @@ from lce.system import free_host_memory
 BYTES_OF_TEXT = 16  # memory that a byte of text takes until it is token ids, at most
 MAX_MESSAGES_BYTES = 256 << 20
 MAX_MESSAGES_VALUES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The options of a prompt, for a command that may do without one."""
+
+    text: str | None
+    prompt: str | None
+    prompt_file: str | None
+
+    @property
+    def is_given(self) -> bool:
+        return any(value is not None for value in (self.text, self.prompt, self.prompt_file))
+
+    def read(self) -> str:
+        """As `read_prompt`."""
+        return read_prompt(self.text, self.prompt, self.prompt_file)
 
 
 def read_prompt(text: str | None, prompt: str | None, prompt_file: str | None) -> str:

@@ -1,0 +1,75 @@
+"""`lce inspect`: a recording as a page or as JSON, and the page served with the engine behind it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+import lce
+from lce.errors import UsageError
+from lce.files import named, write_whole
+from lce.sizes import size_text
+from lce.terminal.output import Output, note
+
+
+def write_recording(
+    model: str, methods: Sequence[lce.Method], prompt: str, out: str | None, json_file: str | None,
+    what: dict[str, Any], loading: dict[str, Any], output: Output,
+) -> None:  # fmt: skip
+    """Record a prompt under some methods, and write a page, or JSON, or both."""
+    from lce.inspect.page import write_page
+    from lce.inspect.recording import Asked, Recorder
+
+    if out is None and json_file is None:
+        raise UsageError("nothing to write; give --out page.html, --json FILE, or --live")
+    asked = Asked(prompt, **what)
+    with output.noting(), output.bars() as bars:
+        recording = Recorder(model, **loading).record(asked, methods, progress=bars)
+    for run in recording["runs"]:
+        output.figures(figures_line(run))
+    if json_file is not None:
+        write_whole(Path(json_file), json.dumps(recording, separators=(",", ":"), allow_nan=False).encode())
+    if out is not None:
+        n_bytes = write_page(recording, out)
+        path = Path(out)
+        beside = path.with_name(f"{path.stem}.data")
+        more = f", with {named(beside)} beside it" if beside.is_dir() else ""
+        output.figures(f"{named(out)}: {size_text(n_bytes)}{more}")
+
+
+def figures_line(run: dict[str, Any]) -> str:
+    """What was recorded of a run: `longheads: 1,386 tokens, 8 generated, prefill 0.52 s, in all 1.40 s | …`."""
+    stats, text = run["stats"], "".join(each["text"] for each in run["generated"])
+    times = f"prefill {stats['prefill_s']:.2f} s, recorded in {stats['recorded_s']:.2f} s"
+    return f"{run['label']}: {stats['prompt_tokens']:,} prompt tokens | {times} | {text!r}"
+
+
+def serve_live(model: str, prompt: str, port: int, most_prompt: int, loading: dict[str, Any], output: Output) -> None:
+    """Serve the page until Ctrl-C. The address alone goes to stdout."""
+    from lce.inspect.live import Limits, Live
+    from lce.inspect.server import LiveServer
+
+    with output.noting():
+        live = Live(model, Limits(prompt_tokens=most_prompt), **loading)
+        server = LiveServer(live, port, prompt)
+        try:
+            click.echo(server.address)
+            sys.stdout.flush()
+            output.figures("lce: open this address in a browser of this machine; Ctrl-C ends it")
+            server.serve_forever(poll_interval=0.2)
+        except KeyboardInterrupt:
+            output.figures("\nlce: ended")
+        finally:
+            server.close()
+
+
+def note_unused(**given: object) -> None:
+    """Say which options have no effect on a page that is served."""
+    unused = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
+    if unused:
+        note(f"{', '.join(unused)}: not used with --live; choose them in the page")
