@@ -215,6 +215,12 @@ class Page:
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code, modifiers=modifiers)
         self.settle()
 
-    def picture(self, whole: bool = False) -> bytes:
-        """The page as PNG: what is on screen, or the whole of it."""
-        return base64.b64decode(self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"])
+    def picture(self, whole: bool = False, clip: str | None = None) -> bytes:
+        """The page as PNG: what is on screen, the whole of it, or the element that the expression `clip` gives."""
+        options: dict[str, Any] = {}
+        if clip is not None:
+            box = f"(b => [b.x + scrollX, b.y + scrollY, b.width, b.height])(({clip}).getBoundingClientRect())"
+            options["clip"] = dict(zip(("x", "y", "width", "height"), self.value(box), strict=True)) | {"scale": 1}
+        beyond = whole or clip is not None
+        said = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=beyond, **options)
+        return base64.b64decode(said["data"])

@@ -157,6 +157,10 @@ def test_rows_of_the_table_are_the_look_of_the_head(shown: Page) -> None:
     chunks = [int(x) for x in shown.value("[...document.querySelectorAll('#why .cell:first-child tbody tr')].map(r => r.cells[0].textContent)")]
     expected = {*choices(MADE, 399, 1, 0), 5, 49}
     assert set(chunks) == expected
+    rows = "[...document.querySelectorAll('#why .cell:first-child tbody tr')].map(r => [...r.cells].map(c => c.textContent.trim()))"
+    first = choices(MADE, 399, 1, 0)[0]
+    assert [row[2:] for row in shown.value(rows) if row[0] == str(first)] == [["50%", "70%", "9.5", "1", "chosen"]]
+    assert [row[2:] for row in shown.value(rows) if row[0] == "49"] == [["5.0%", "–", "–", "–", "always"]]
     assert "25%" in text(shown, "#bytes .figure b")
 
 
@@ -170,6 +174,7 @@ def test_two_runs_are_side_by_side_on_the_same_token_or_one_alone(shown: Page) -
     assert shown.value(cells) == "1,1,1,1,1"
     choose(shown, "run-a", "1")
     assert "everything" in text(shown, "#why .who")
+    assert "more than it can read" in text(shown, "#answers .error")
 
 
 def test_a_query_without_a_look_says_where_the_next_is(shown: Page) -> None:
@@ -383,12 +388,13 @@ def test_live_runs_a_prompt_shows_progress_and_puts_the_run_before_beside_the_ne
         found.click(*found.middle("document.querySelector('#why button[aria-pressed]')"))
         assert found.value("document.querySelector('#why button[aria-pressed]').getAttribute('aria-pressed')") == "true"
         found.click(*found.middle("document.getElementById('ask-run')"))
-        found.wait("document.getElementById('ask-run').disabled")
+        found.wait("document.getElementById('ask-state').textContent.includes('prefill 3 of 9')")
         assert engine.asked[-1]["off"] == [[1, 2]]
         engine.finish(MADE | {"runs": [MADE["runs"][0] | {"off": [[1, 2]], "label": "again"}]})
         found.wait("document.querySelectorAll('#heads .cell').length === 2")
         found.settle()
         assert "again, 1 head off" in text(found, "#heads .who")
+        assert "choosing(chunk_size=8), before" in text(found, "#heads .cell:last-child .who")
         assert "Switched off." in text(found, "#why .verdict")
         assert found.complaints == []
         found.close()

@@ -69,6 +69,12 @@
       g.fillRect(2, text, this.width - 4, high);
       g.fillRect(2, strip, this.width - 4, high);
       const window_ = this.below(run.window);
+      if (this.beyond) {
+        g.fillStyle = c.miss;
+        g.globalAlpha = 0.16;
+        g.fillRect(2, strip - 0.3 * rem, window_ - 2, high + 0.6 * rem);
+        g.globalAlpha = 1;
+      }
       g.fillStyle = c.muted;
       g.textAlign = "left";
       g.fillText("in the text: token 0", 2, text - 0.65 * rem);
@@ -104,7 +110,7 @@
       if (this.beyond) {
         g.textAlign = "left";
         g.fillStyle = c.miss;
-        g.fillText("beyond", 2, y);
+        g.fillText("beyond it", 2, y);
       }
       g.textAlign = "left";
     }

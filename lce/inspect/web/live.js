@@ -3,11 +3,14 @@
 (() => {
   const { el, get } = lce;
   const EVERY = 300; // ms between questions about progress
+  const MOST_OLDER = 5; // runs of before that are kept
 
   class Live {
     /** `show(raw)` shows a recording, `changed()` is called when a head is switched. */
-    constructor(base, { show, changed }) {
+    constructor({ base, prompt }, { show, changed }) {
       Object.assign(this, { base, show, changed });
+      get("ask-text").value = prompt ?? "";
+      get("missing").textContent = "Data of this query is no longer there; run the prompt again.";
       this.off = new Set();
       this.known = null;
       get("live").hidden = false;
@@ -140,11 +143,12 @@
       get("ask-off").replaceChildren(el("span", { class: "muted" }, "Off in the next run:"), ...heads);
     }
 
-    /** The new recording with the runs of the one before behind its own, where both read the same text. */
-    static beside(raw, before) {
+    /** The runs of the recording before that can be shown beside a new one: those on the same text. */
+    static older(raw, before) {
       const same = before && raw.tokens.length === before.tokens.length && raw.tokens.every((text, i) => text === before.tokens[i]);
-      const old = same ? before.runs.map((run) => ({ ...run, label: run.label.endsWith(", before") ? run.label : `${run.label}, before` })) : [];
-      return { ...raw, runs: [...raw.runs, ...old].slice(0, 6) };
+      if (!same) return [];
+      for (const run of before.runs) if (!run.label.endsWith(", before")) run.label += ", before";
+      return before.runs.slice(0, MOST_OLDER);
     }
   }
   lce.Live = Live;

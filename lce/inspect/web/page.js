@@ -50,7 +50,7 @@
         const words = `Generated token ${g + 1}, “${token.text}”${token.logprob == null ? "" : `, log-probability ${token.logprob.toFixed(2)}`}: go to the query that wrote it`;
         return el("button", { type: "button", title: words, "aria-label": words, onclick: () => to(run.prompt - 1 + g) }, lce.chip(token.text));
       });
-      return el("p", { class: "answer" }, el("span", { class: "letter" }, "AB"[i]), el("span", { class: "muted" }, tokens.length ? "writes" : "writes nothing"), ...tokens, state.columns[i].gist);
+      return el("p", { class: "answer" }, ...[el("span", { class: "letter" }, "AB"[i]), el("span", { class: "muted" }, tokens.length ? "writes" : "writes nothing"), ...tokens, state.columns[i].gist, run.raw.warning ? el("span", { class: "error" }, run.raw.warning) : null].filter(Boolean));
     });
     get("answers").replaceChildren(...rows);
   }
@@ -202,9 +202,10 @@
     drawNow();
   }
 
-  /** Show a recording: the query that writes the first token of the answer, and the first two runs. */
-  function open(raw, stay = false) {
-    const recording = new lce.Recording(raw), { model } = recording, [first] = recording.runs;
+  /** Show a recording: the query that writes the first token of the answer, and the first two runs. With `older` runs
+   *  on the same text the query and the head stay as they are. */
+  function open(raw, older = []) {
+    const recording = new lce.Recording(raw, older), { model } = recording, [first] = recording.runs, stay = older.length > 0;
     state.recording = recording;
     get("shown").hidden = false;
     get("about").textContent = `${model.name} · ${lce.some(model.layers, "layer")} × ${lce.some(model.heads, "head")} · window of ${lce.number(model.window)} · ${lce.some(recording.tokens.length, "token")}`;
@@ -298,9 +299,11 @@
     controls();
     const live = get("lce-live"), raw = JSON.parse(get("lce-recording")?.textContent || "null");
     if (live) {
-      const show = (fresh) => open(lce.Live.beside(fresh, state.recording?.raw), state.recording !== null);
-      state.live = new lce.Live(JSON.parse(live.textContent).base, { show, changed: () => draw() });
-      if (raw) get("ask-text").value = raw.tokens.join("");
+      const show = (fresh) => {
+        open(fresh, lce.Live.older(fresh, state.recording));
+        for (const run of state.recording.runs) run.loadAll();
+      };
+      state.live = new lce.Live(JSON.parse(live.textContent), { show, changed: () => draw() });
     }
     if (raw) open(raw);
     else if (!live) {

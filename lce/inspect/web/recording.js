@@ -26,8 +26,8 @@
 
   /** One method on the prompt: what every query chose, and closer looks at some of them. */
   class Run {
-    constructor(recording, raw, index) {
-      Object.assign(this, { raw, index });
+    constructor(recording, raw) {
+      this.raw = raw;
       this.model = recording.model;
       this.heads = recording.model.heads;
       this.window = raw.window ?? recording.model.window;
@@ -93,6 +93,12 @@
         document.head.append(script);
       }
       return false;
+    }
+
+    /** Load all that is beside the page, one piece after the other: what serves it may forget it. */
+    loadAll() {
+      const next = this.segments.find((segment) => !segment.numbers && !segment.failed);
+      if (next) this.isReady(next.start, () => setTimeout(() => this.loadAll()));
     }
 
     take(segment, base64, looks) {
@@ -170,13 +176,14 @@
   }
 
   class Recording {
-    constructor(raw) {
+    /** `older` are runs of a recording before, on the same text, that are shown too. */
+    constructor(raw, older = []) {
       if (raw.format !== 1) throw new Error(`This page reads recordings of format 1; this one is of format ${raw.format}.`);
       this.raw = raw;
       this.model = raw.model;
       this.tokens = raw.tokens;
       this.judge = raw.judge;
-      this.runs = raw.runs.map((run, i) => new Run(raw, run, i));
+      this.runs = [...raw.runs.map((run) => new Run(raw, run)), ...older];
     }
   }
 
