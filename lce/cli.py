@@ -231,20 +231,24 @@ def calibrate(model: str, text_file: str, out: str, loading: dict[str, Any], out
 @options.prompt_options
 @options.method_options
 @option("--last", type=options.COUNT, default=1, metavar="N", help="Of so many of the last tokens.")
+@option("--mark", "marks", multiple=True, metavar="TEXT", help="Also say how often this part of the text is chosen.")
+@option("--plot", metavar="FILE", help="Also draw the choices, as .png, .svg or .pdf; needs lce[plot].")
 @options.loading_options
 @options.output_options
-def trace(model: str, prompt: str, method: lce.Method, last: int, loading: dict[str, Any], output: Output) -> None:
+def trace(
+    model: str, prompt: str, method: lce.Method, plot: str | None, loading: dict[str, Any], output: Output, **what: Any
+) -> None:
     """Show what each head of each layer chose for the last tokens of a text, with scores and ranks.
 
     A choice is a chunk, a page, a memory block, or a token with esa; tokens that every query attends are not listed.
-    Rank 1 is the best score of all that the query could choose; in --json it is 0.
+    Rank 1 is the best score of all that the query could choose; in --json it is 0. With --json there is also the true
+    attention of each choice, the distances at which it is seen, and why a head misses what it misses; `lce inspect`
+    shows all of it in a browser.
     """
-    from lce.terminal.choosing import show_trace
+    from lce.terminal.tracing import show_trace
 
-    with output.noting():
-        engine = lce.load(model, method, **loading)
-        found = engine.trace(prompt)
-    show_trace(found, last, output)
+    options.new_file(plot, force=True)
+    show_trace(model, method, prompt, plot=plot, loading=loading, output=output, **what)
 
 
 @cli.command()

@@ -14,12 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from lce.inspect.given import given
 from lce.inspect.packing import Numbers
 from lce.inspect.watching import LayerNotes, Noted, Watch
 from lce.methods.mass import Judge, TrueMass, scored_bytes
 
 BEST = 8  # choices with most true attention that are listed
 ENOUGH = 0.9  # of true attention: a head that attends as much misses nothing
+MOVED = 0.5  # of its attention: a head that gives so much to other tokens than the true one is misled by distances
+COMPARED = 16  # last tokens of the prompt whose own attention is computed too, and all generated ones
 NUMBERS_AT_ONCE = 1 << 23  # weights of a slice of queries
 
 Mark = tuple[int, int]  # tokens start..stop-1
@@ -34,6 +37,7 @@ class Looks:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:  # fmt: skip
         self.watch, (self.first, self.size), self.marks, self.judge = watch, choices, marks, judge
+        self.compared_from = watch.n_prompt - COMPARED
         self.progress = progress or (lambda done, total: None)
 
     @torch.inference_mode()
@@ -131,6 +135,7 @@ class _Row:
         recalls, bests, shares = self._recalls(mass, safe), self._bests(), rounded(mass)
         distances = None if self.noted.distances is None else self.noted.distances.numpy()
         patterns: dict[bytes, int] = {}
+        own_share, moved = self._given(mass)
         marks = [self._mark(number) for number in self._marks_before()]
         found = []
         for head in range(self.n_heads):
@@ -141,11 +146,34 @@ class _Row:
                 if (key := pairs.tobytes()) not in patterns:
                     patterns[key] = _number_of(look["distances"], pairs.tolist())
                 pattern = patterns[key]
+            extra = (
+                {} if own_share is None else {"given": [x for x, yes in zip(own_share[head], own, strict=True) if yes]}
+            )
+            if recalls[head]["why"] is None and moved is not None and moved[head] > MOVED:
+                recalls[head] = {**recalls[head], "why": "placement"}
             found.append({
-                "distances": pattern, "mass": [x for x, there in zip(shares[head], own, strict=True) if there],
+                **extra, "distances": pattern, "mass": [x for x, there in zip(shares[head], own, strict=True) if there],
                 "best": bests[head], "marked": [mark[head] for mark in marks], **recalls[head],
             })  # fmt: skip
         return found
+
+    def _given(self, mass: Numbers) -> tuple[Any, Any]:
+        """The method's own attention to each choice, `[H][K]`, and how far it is from the true one, by head.
+
+        That is half the sum of differences (total variation) between both, among what is attended. None and None where
+        it is not computed.
+        """
+        looks, noted = self.looks, self.noted
+        if noted.query < looks.compared_from or not self.taken.any():
+            return None, None
+        found = given(self.notes, noted, looks.first, looks.size)
+        if found is None:
+            return None, None
+        pieces = [self.weights[:, a:b].sum(-1) for a, b, *_ in noted.near]
+        true = np.concatenate([mass, np.stack(pieces, axis=1)], axis=1)
+        true = true / np.maximum(true.sum(-1, keepdims=True), 1e-9)
+        own = torch.cat((found.of_choices, found.of_pieces), dim=1).numpy()
+        return rounded(own[:, : mass.shape[1]]), np.abs(own - true).sum(-1) / 2
 
     def _bests(self) -> list[list[list[Any]]]:
         """The choices with most true attention, best first: `[choice, mass, rank or -1, 1 if chosen]`, by head."""

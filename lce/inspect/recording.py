@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 TOP = 5  # likeliest tokens beside each generated one
 MOST_GENERATED = 4096
+MOST_MARKS = 32  # places
 
 Recording = dict[str, Any]
 
@@ -285,4 +286,8 @@ def spans_of_marks(texts: Sequence[str], marks: Sequence[str]) -> list[tuple[int
             end = begin + len(mark)
             found.append((bisect_right(starts, begin) - 1, bisect_left(starts, end), mark))
             begin = whole.find(mark, end)
+            if len(found) > MOST_MARKS:
+                raise UsageError(
+                    f"the mark {shown(mark)} is in the prompt more than {MOST_MARKS} times; give more of it"
+                )
     return sorted(found)

@@ -134,27 +134,3 @@ def verdict_lines(verdict: Any) -> list[str]:
     by = "" if verdict.by is None or verdict.cause == "answered" else f", answered by {verdict.by}"
     lines = [f"  sample {verdict.index}{depth}: {verdict.cause}{by}; expected {verdict.expected!r}"]
     return lines + [f"    {label}: {answer!r}" for label, answer in verdict.answers.items()]
-
-
-def show_trace(trace: Any, last: int, output: Output) -> None:
-    """Print the choices of the last queries of a trace, a line a layer and head."""
-    n = trace.chosen[0].shape[1]
-    rows = []
-    for index in range(max(0, n - last), n):
-        for layer, (chosen, scores, ranks) in enumerate(zip(trace.chosen, trace.scores, trace.ranks, strict=True)):
-            for head in range(len(chosen)):
-                taken = chosen[head, index] >= 0
-                numbers = (x[head, index][taken].tolist() for x in (chosen, ranks, scores))
-                keys = ("choices", "ranks", "scores")
-                rows.append({"token": index, "layer": layer, "head": head, **dict(zip(keys, numbers, strict=True))})
-    output.object({"chunk_size": trace.chunk_size, "first": trace.first, "rows": rows})
-    output.text(f"choice c: tokens {trace.first} + {trace.chunk_size} c and on; choice (rank, score)")
-    output.text(*map(_trace_row, rows))
-
-
-def _trace_row(row: dict[str, Any]) -> str:
-    known = [
-        f"{choice} ({rank + 1}, {score:.3g})" if rank >= 0 else str(choice)
-        for choice, rank, score in zip(row["choices"], row["ranks"], row["scores"], strict=True)
-    ]
-    return f"token {row['token']:,}, layer {row['layer']}, head {row['head']}: {', '.join(known) or 'no choice'}"

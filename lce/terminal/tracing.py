@@ -1,0 +1,92 @@
+"""`lce trace`: what each head of each layer chose for some tokens of a text, as lines, as JSON, or as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import lce
+from lce.terminal.output import Output
+
+
+def show_trace(
+    model: str, method: lce.Method, prompt: str, last: int, marks: tuple[str, ...], plot: str | None,
+    loading: dict[str, Any], output: Output,
+) -> None:  # fmt: skip
+    """Trace a text and print the choices of its last tokens, a line a layer and head."""
+    from lce.inspect.recording import Asked, Recorder
+
+    asked = Asked(prompt, max_tokens=0, marks=marks, spread=0, last=last)
+    with output.noting(), output.bars() as bars:
+        recording = Recorder(model, **loading).record(asked, [method], progress=bars)
+    run = recording["runs"][0]
+    if plot is not None:
+        from lce.inspect.heatmap import draw
+
+        draw(recording, plot)
+    found = list(rows(recording))
+    output.object({
+        "chunk_size": run["chunk_size"], "first": run["first"], "marks": recording["marks"], "rows": found,
+        "hits": hits(recording, found),
+    })  # fmt: skip
+    output.text(f"choice c: tokens {run['first']} + {run['chunk_size']} c and on; choice (rank, score)")
+    output.text(*map(_row, found), *_hit_lines(recording, found))
+
+
+def rows(recording: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What each head of each layer chose for each query that is looked at. Ranks are counted from 0; -1 is unknown."""
+    run, n_heads = recording["runs"][0], recording["model"]["heads"]
+    looks = {int(query): look for segment in run["segments"] for query, look in segment["looks"].items()}
+    for query in run["looked"]:
+        for layer, found in enumerate(looks[query]["layers"]):
+            for head, each in enumerate(found["heads"]):
+                own = head * len(found["chosen"]) // n_heads
+                lists = [found[name][own] if found["chosen"] else [] for name in ("chosen", "ranks", "scores")]
+                distances = [] if each["distances"] is None else looks[query]["distances"][each["distances"]]
+                yield {
+                    "token": query, "layer": layer, "head": head,
+                    **dict(zip(("choices", "ranks", "scores"), lists, strict=True)), "distances": distances,
+                    **{name: each[name] for name in ("mass", "best", "marked", "recall", "reachable", "why")},
+                }  # fmt: skip
+
+
+def hits(recording: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each mark and layer, over its heads and the tokens traced: how often it was attended, and how it ranked.
+
+    `attended` is the share of heads that attend a token of it, `hit1` and `hit5` the share for which one of its choices
+    has the best score, or one of the five best; None where layers choose nothing. `mass` is the mean true attention.
+    """
+    lines = []
+    for number, mark in enumerate(recording["marks"]):
+        for layer in range(recording["model"]["layers"]):
+            some = [each for row in found if row["layer"] == layer for each in row["marked"] if each[0] == number]
+            ranks = [rank for _, _, rank, _ in some if rank >= 0]
+            if some:
+                lines.append({
+                    "mark": number, "label": mark["label"], "layer": layer, "queries_and_heads": len(some),
+                    "attended": sum(share > 0 for *_, share in some) / len(some),
+                    "hit1": sum(rank < 1 for rank in ranks) / len(ranks) if ranks else None,
+                    "hit5": sum(rank < 5 for rank in ranks) / len(ranks) if ranks else None,
+                    "mass": sum(mass for _, mass, _, _ in some) / len(some),
+                })  # fmt: skip
+    return lines
+
+
+def _row(row: dict[str, Any]) -> str:
+    known = [
+        f"{choice} ({rank + 1}, {score:.3g})" if rank is not None and rank >= 0 else str(choice)
+        for choice, rank, score in zip(row["choices"], row["ranks"], row["scores"], strict=True)
+    ]
+    return f"token {row['token']:,}, layer {row['layer']}, head {row['head']}: {', '.join(known) or 'no choice'}"
+
+
+def _hit_lines(recording: dict[str, Any], found: list[dict[str, Any]]) -> list[str]:
+    """A line a mark and layer."""
+    lines = []
+    for hit in hits(recording, found):
+        mark = recording["marks"][hit["mark"]]
+        rates = "".join(f", {name} {hit[name]:.0%}" for name in ("hit1", "hit5") if hit[name] is not None)
+        where = f"{hit['label']!r} at tokens {mark['start']:,} to {mark['stop'] - 1:,}"
+        text = f"{where}, layer {hit['layer']}: attended by {hit['attended']:.0%} of heads"
+        lines.append(f"{text}, true attention {hit['mass']:.4f}{rates}")
+    return lines
