@@ -24,9 +24,9 @@ from typing import Any, Self
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-extensions", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--mute-audio", "--hide-scrollbars",
-    "--force-color-profile=srgb", "--remote-debugging-pipe",
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-extensions",
+    "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--mute-audio", "--hide-scrollbars", "--force-color-profile=srgb", "--remote-debugging-pipe",
 )  # fmt: skip
 KEYS = {
     "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Home": 36, "End": 35, "Tab": 9, "Enter": 13,
@@ -67,7 +67,8 @@ class Browser:
         flags = [*FLAGS, f"--user-data-dir={self.folder.name}", "about:blank"]
         self.process = subprocess.Popen(
             ["bash", "-c", command, "bash", path, *flags],
-            pass_fds=(read_there, write_there), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+            pass_fds=(read_there, write_there), start_new_session=True,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         os.close(read_there)
         os.close(write_there)
@@ -165,7 +166,7 @@ class Page:
         self.browser.call("Target.closeTarget", targetId=self.target)
 
     def value(self, expression: str) -> Any:
-        """The value of a JavaScript expression; of a promise, what it resolves to. Raises `RuntimeError` where it throws."""
+        """The value of a JavaScript expression, or what its promise resolves to. Raises `RuntimeError` if it throws."""
         said = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in said:
             raise RuntimeError(said["exceptionDetails"].get("exception", {}).get("description", expression))
@@ -185,7 +186,9 @@ class Page:
 
     def resize(self, width: int, height: int, ratio: float = 1) -> None:
         """Make the page's screen `width` by `height` CSS pixels, each `ratio` pixels of a picture."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=ratio, mobile=False)
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=ratio, mobile=False
+        )
 
     def prefer(self, **features: str) -> None:
         """Set what the reader prefers: `color_scheme="dark"`, `reduced_motion="reduce"`."""
@@ -194,8 +197,8 @@ class Page:
 
     def middle(self, element: str) -> tuple[float, float]:
         """The middle of the element that an expression gives, scrolled into view."""
-        box = f"(e => {{ e.scrollIntoView({{block: 'nearest'}}); const b = e.getBoundingClientRect(); return [b.x, b.y, b.width, b.height] }})({element})"
-        x, y, width, height = self.value(box)
+        self.value(f"({element}).scrollIntoView({{block: 'nearest'}})")
+        x, y, width, height = self.value(f"(b => [b.x, b.y, b.width, b.height])(({element}).getBoundingClientRect())")
         return x + width / 2, y + height / 2
 
     def point(self, x: float, y: float) -> None:
@@ -211,7 +214,9 @@ class Page:
         """Press a key by its name, as `ArrowLeft` or `a`."""
         code = KEYS.get(key, ord(key[0].upper()))
         text = {"text": key} if len(key) == 1 else {}
-        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=code, modifiers=modifiers, **text)
+        self.call(
+            "Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=code, modifiers=modifiers, **text
+        )
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code, modifiers=modifiers)
         self.settle()
 

@@ -1,7 +1,7 @@
 """Makes the pictures of `lce inspect` in docs/images, in headless Chromium.
 
-    python -m tools.make_screenshots                     records the demo on a part of examples/haystack.txt, minutes
-    python -m tools.make_screenshots --page page.html    draws a page that is there; two runs and a mark make it best
+python -m tools.make_screenshots                     records the demo on a part of examples/haystack.txt, minutes
+python -m tools.make_screenshots --page page.html    draws a page that is there; two runs and a mark make it best
 """
 
 from __future__ import annotations
@@ -37,7 +37,20 @@ def record(folder: Path, methods: str) -> Path:
     text, key = part_of_haystack()
     page, prompt = folder / "page.html", folder / "prompt.txt"
     prompt.write_text(text, encoding="utf-8")
-    command = [sys.executable, "-m", "lce", "inspect", "-m", "demo", "--method", methods, "-f", str(prompt), "--mark", key]
+    command = [
+        sys.executable,
+        "-m",
+        "lce",
+        "inspect",
+        "-m",
+        "demo",
+        "--method",
+        methods,
+        "-f",
+        str(prompt),
+        "--mark",
+        key,
+    ]
     subprocess.run([*command, "-n", "8", "--out", str(page)], check=True, cwd=ROOT)
     return page
 
@@ -66,9 +79,22 @@ def pictures(page: Page) -> dict[str, bytes]:
     take("inspect-why", clip="document.getElementById('panel-why')")
     take("inspect-distances", clip="document.getElementById('panel-distances')")
     take("inspect-bytes", clip="document.getElementById('panel-bytes')")
-    click, top = "document.querySelector('#marks button')?.click()", "document.getElementById('panel-text').offsetTop - 8"
-    take("inspect-dark", lambda: choose(page, "run-b", "none"), lambda: choose(page, "theme", "dark"), lambda: page.value(click))
-    take("inspect-phone", lambda: page.resize(360, 740, 2), page.settle, lambda: page.value(f"scrollTo(0, {top}); {click}"))
+    click, top = (
+        "document.querySelector('#marks button')?.click()",
+        "document.getElementById('panel-text').offsetTop - 8",
+    )
+    take(
+        "inspect-dark",
+        lambda: choose(page, "run-b", "none"),
+        lambda: choose(page, "theme", "dark"),
+        lambda: page.value(click),
+    )
+    take(
+        "inspect-phone",
+        lambda: page.resize(360, 740, 2),
+        page.settle,
+        lambda: page.value(f"scrollTo(0, {top}); {click}"),
+    )
     page.resize(1600, 900)
     choose(page, "theme", "light")
     page.value("scrollTo(0, 0); document.getElementById('large').click()")

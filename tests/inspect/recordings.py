@@ -25,7 +25,10 @@ def recording(
         "judge": "constant",
         "tokens": text,
         "marks": [{"start": 40, "stop": 44, "label": "4829"}],
-        "runs": [_choosing(tokens, layers, heads, size, k, looked, segment, seed), _full(tokens, layers, heads, size, looked)],
+        "runs": [
+            _choosing(tokens, layers, heads, size, k, looked, segment, seed),
+            _full(tokens, layers, heads, size, looked),
+        ],
     }  # fmt: skip
 
 
@@ -63,7 +66,10 @@ def _choosing(
     return _run("choosing", tokens, queries, size) | {
         "layers": [{"chooses": True}] * layers, "choosing": list(range(layers)), "choosers": heads, "k": k,
         "looked": sorted(looks), "segments": segments,
-        "always": [{"layers": list(range(layers)), "runs": [[0, ALWAYS, [[0, 0, 1, 1]]], [ALWAYS, queries, [[1, 1, ALWAYS + 1, 1]]]]}],
+        "always": [{
+            "layers": list(range(layers)),
+            "runs": [[0, ALWAYS, [[0, 0, 1, 1]]], [ALWAYS, queries, [[1, 1, ALWAYS + 1, 1]]]],
+        }],
     }  # fmt: skip
 
 
@@ -72,7 +78,8 @@ def _full(tokens: int, layers: int, heads: int, size: int, looked: int) -> dict[
     chosen = np.zeros((layers, heads, 0), "<u2")
     looks = {str(query): _look(query, chosen, size, heads) for query in _looked(tokens, queries, looked)}
     return _run("everything", tokens, queries, size) | {
-        "layers": [{"chooses": False}] * layers, "choosing": [], "choosers": 1, "k": 0, "looked": [int(q) for q in looks],
+        "layers": [{"chooses": False}] * layers, "choosing": [], "choosers": 1, "k": 0,
+        "looked": [int(q) for q in looks],
         "segments": [{"start": 0, "stop": queries, "rows": 1, "data": "", "looks": looks}],
         "always": [{"layers": list(range(layers)), "runs": [[0, queries, [[0, 0, 1, 1]]]]}],
     }  # fmt: skip
@@ -113,7 +120,9 @@ def _look(query: int, chosen: np.ndarray[Any, Any], size: int, heads: int) -> di
         ]  # fmt: skip
         ranks = [list(range(len(row))) for row in lists]
         scores = [[9.5 - i for i in range(len(row))] for row in lists]
-        layers.append({"always": 0, "chosen": lists if any(lists) else [[]], "scores": scores, "ranks": ranks, "heads": own})
+        layers.append(
+            {"always": 0, "chosen": lists if any(lists) else [[]], "scores": scores, "ranks": ranks, "heads": own}
+        )
     patterns = [[[20 + 8 * i, 27 + 8 * i] for i in range(len(row))] for row in layers[0]["chosen"]]
     return {
         "bytes": {"read": 1000, "scored": 24, "full": 4096},

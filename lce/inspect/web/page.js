@@ -50,7 +50,8 @@
         const words = `Generated token ${g + 1}, “${token.text}”${token.logprob == null ? "" : `, log-probability ${token.logprob.toFixed(2)}`}: go to the query that wrote it`;
         return el("button", { type: "button", title: words, "aria-label": words, onclick: () => to(run.prompt - 1 + g) }, lce.chip(token.text));
       });
-      return el("p", { class: "answer" }, ...[el("span", { class: "letter" }, "AB"[i]), el("span", { class: "muted" }, tokens.length ? "writes" : "writes nothing"), ...tokens, state.columns[i].gist, run.raw.warning ? el("span", { class: "error" }, run.raw.warning) : null].filter(Boolean));
+      return el("p", { class: "answer" }, el("span", { class: "letter" }, "AB"[i]), el("span", { class: "muted" }, tokens.length ? "writes" : "writes nothing"),
+        ...tokens, state.columns[i].gist, run.raw.warning ? el("span", { class: "error" }, run.raw.warning) : null);
     });
     get("answers").replaceChildren(...rows);
   }
