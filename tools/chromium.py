@@ -50,7 +50,7 @@ def _moved(number: int) -> int:
 class Browser:
     """A browser that lives as long as the `with` statement. Raises `RuntimeError` where none is installed."""
 
-    def __init__(self, timeout_s: float = 20) -> None:
+    def __init__(self, timeout_s: float = 60) -> None:
         self.timeout_s = timeout_s
         self.ids = itertools.count(1)
         self.pages: dict[str, Page] = {}
@@ -172,7 +172,7 @@ class Page:
             raise RuntimeError(said["exceptionDetails"].get("exception", {}).get("description", expression))
         return said["result"].get("value")
 
-    def wait(self, expression: str, timeout_s: float = 5) -> None:
+    def wait(self, expression: str, timeout_s: float = 20) -> None:
         """Wait until a JavaScript expression is true. Raises `TimeoutError` where it does not become so."""
         stop = time.monotonic() + timeout_s
         while not self.value(f"!!({expression})"):
