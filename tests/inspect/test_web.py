@@ -220,7 +220,7 @@ def test_every_control_has_a_name_and_a_reader_of_the_screen_is_told(shown: Page
     assert {"button", "combobox", "slider", "image"} <= {role for role, _ in named}
     assert [role for role, name in named if not name and role != "group"] == []
     assert shown.value("document.getElementById('summary').ariaLive") == "polite"
-    assert "It reads 25% of full attention's bytes" in text(shown, "#summary")
+    assert "It reads 25% of full attention’s bytes" in text(shown, "#summary")
 
 
 @pytest.mark.parametrize("large", [False, True])

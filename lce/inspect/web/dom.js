@@ -19,17 +19,30 @@ window.lce = {};
   lce.share = (x) => {
     if (x == null || !isFinite(x)) return "–";
     const percent = 100 * x;
-    return percent === 0 ? "0%" : percent < 0.1 ? "< 0.1%" : `${percent.toFixed(percent < 9.95 || (percent > 99.05 && percent < 99.95) ? 1 : 0)}%`;
+    return percent === 0
+      ? "0%"
+      : percent < 0.1
+        ? "< 0.1%"
+        : `${percent.toFixed(percent < 9.95 || (percent > 99.05 && percent < 99.95) ? 1 : 0)}%`;
   };
   lce.size = (bytes) => {
-    let value = bytes, unit = 0;
-    while (value >= 1024 && unit < 4) { value /= 1024; unit += 1; }
-    return `${unit && value < 9.95 ? value.toFixed(1) : Math.round(value)} ${["bytes", "KiB", "MiB", "GiB", "TiB"][unit]}`;
+    let value = bytes,
+      unit = 0;
+    while (value >= 1024 && unit < 4) {
+      value /= 1024;
+      unit += 1;
+    }
+    const digits = unit && value < 9.95 ? value.toFixed(1) : Math.round(value);
+    return `${digits} ${["bytes", "KiB", "MiB", "GiB", "TiB"][unit]}`;
   };
   lce.list = (words) => (words.length < 2 ? words.join("") : `${words.slice(0, -1).join(", ")} and ${words.at(-1)}`);
 
   /** A token as one reads it: line ends and other characters without a shape get a sign. */
-  lce.shape = (text) => text.replace(/\n/g, "↵").replace(/\t/g, "→   ").replace(/[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g, "·") || "·";
+  lce.shape = (text) =>
+    text
+      .replace(/\n/g, "↵")
+      .replace(/\t/g, "→   ")
+      .replace(/[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g, "·") || "·";
 
   /** A token on a button or in a sentence: without its leading space, a space alone as a sign. */
   lce.chip = (text) => lce.shape(text.trim() ? text.replace(/^ /, "") : text.replace(/ /g, "␣"));

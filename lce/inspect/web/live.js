@@ -15,10 +15,15 @@
       this.known = null;
       get("live").hidden = false;
       get("footer").textContent = "Served by lce inspect --live, which listens on this machine alone.";
-      get("ask").addEventListener("submit", (event) => { event.preventDefault(); this.run(); });
+      get("ask").addEventListener("submit", (event) => {
+        event.preventDefault();
+        this.run();
+      });
       get("ask-cancel").addEventListener("click", () => this.ask("cancel", {}).catch((error) => this.fail(error)));
       get("ask-method").addEventListener("change", () => this.showKnobs());
-      this.ask("about").then((about) => this.begin(about)).catch((error) => this.fail(error));
+      this.ask("about")
+        .then((about) => this.begin(about))
+        .catch((error) => this.fail(error));
     }
 
     /** A question to the engine: GET, or POST with a body. Raises an error in words. */
@@ -37,7 +42,9 @@
 
     begin(about) {
       this.methods = about.methods;
-      get("ask-method").replaceChildren(...about.methods.map((method) => el("option", { value: method.name }, method.name)));
+      get("ask-method").replaceChildren(
+        ...about.methods.map((method) => el("option", { value: method.name }, method.name)),
+      );
       if (about.methods.some((method) => method.name === "longheads")) get("ask-method").value = "longheads";
       get("ask-tokens").max = about.limits.max_tokens;
       this.showKnobs();
@@ -50,8 +57,19 @@
         const standard = knob.default == null ? "default" : `default: ${knob.default}`;
         const choices = knob.type === "bool" ? ["true", "false"] : knob.type === "choice" ? knob.choices : null;
         const input = choices
-          ? el("select", {}, el("option", { value: "" }, standard), ...choices.map((value) => el("option", { value }, String(value))))
-          : el("input", { type: "text", placeholder: standard, spellcheck: "false", autocomplete: "off", inputmode: knob.type === "int" ? "numeric" : false });
+          ? el(
+              "select",
+              {},
+              el("option", { value: "" }, standard),
+              ...choices.map((value) => el("option", { value }, String(value))),
+            )
+          : el("input", {
+              type: "text",
+              placeholder: standard,
+              spellcheck: "false",
+              autocomplete: "off",
+              inputmode: knob.type === "int" ? "numeric" : false,
+            });
         input.dataset.knob = knob.name;
         return el("label", { class: "field", title: knob.help }, knob.name, input);
       });
@@ -62,9 +80,11 @@
 
     /** The knobs that were filled in, of their types. What is no number is sent as it is, and the engine says so. */
     knobs() {
-      const method = this.methods.find((each) => each.name === get("ask-method").value), found = {};
+      const method = this.methods.find((each) => each.name === get("ask-method").value),
+        found = {};
       for (const input of get("ask-knobs").querySelectorAll("[data-knob]")) {
-        const { type } = method.knobs.find((knob) => knob.name === input.dataset.knob), text = input.value.trim();
+        const { type } = method.knobs.find((knob) => knob.name === input.dataset.knob),
+          text = input.value.trim();
         if (!text) continue;
         const number = (type === "int" || type === "float") && isFinite(Number(text));
         found[input.dataset.knob] = type === "bool" ? text === "true" : number ? Number(text) : text;
@@ -73,15 +93,27 @@
     }
 
     async run() {
-      const text = get("ask-text").value, question = get("ask-question").value, mark = get("ask-mark").value;
+      const text = get("ask-text").value,
+        question = get("ask-question").value,
+        mark = get("ask-mark").value;
       const prompt = text + (text && question && !/\s$/.test(text) && !/^\s/.test(question) ? " " : "") + question;
       get("ask-error").hidden = true;
-      if (!prompt) { this.fail(new Error("There is nothing to read yet: write a text or a question.")); return; }
+      if (!prompt) {
+        this.fail(new Error("There is nothing to read yet: write a text or a question."));
+        return;
+      }
       const off = [...this.off].map((key) => key.split(".").map(Number));
       try {
         this.busy(true);
         const max_tokens = Number(get("ask-tokens").value);
-        await this.ask("run", { prompt, method: get("ask-method").value, knobs: this.knobs(), max_tokens, off, marks: mark ? [mark] : [] });
+        await this.ask("run", {
+          prompt,
+          method: get("ask-method").value,
+          knobs: this.knobs(),
+          max_tokens,
+          off,
+          marks: mark ? [mark] : [],
+        });
         this.poll();
       } catch (error) {
         this.busy(false);
@@ -103,8 +135,16 @@
       this.busy(running);
       const progress = get("ask-progress");
       progress.hidden = !running;
-      if (said.total) [progress.max, progress.value] = [said.total, said.done]; else progress.removeAttribute("value");
-      const words = { running: `${said.stage ?? "running"}${said.total ? ` ${lce.number(said.done)} of ${lce.number(said.total)}` : ""}`, cancelled: "cancelled", done: "done" };
+      if (said.total) [progress.max, progress.value] = [said.total, said.done];
+      else progress.removeAttribute("value");
+      const words = {
+        running: [
+          said.stage ?? "running",
+          said.total ? `${lce.number(said.done)} of ${lce.number(said.total)}` : "",
+        ].join(" "),
+        cancelled: "cancelled",
+        done: "done",
+      };
       get("ask-state").textContent = words[said.state] ?? "";
       if (said.state === "failed") this.fail(new Error(said.error ?? "The run failed."));
       if (said.recording && said.id !== this.known) {
@@ -125,7 +165,9 @@
       get("ask-state").textContent = "";
     }
 
-    is(layer, head) { return this.off.has(`${layer}.${head}`); }
+    is(layer, head) {
+      return this.off.has(`${layer}.${head}`);
+    }
 
     flip(layer, head) {
       const key = `${layer}.${head}`;
@@ -136,8 +178,13 @@
 
     showOff() {
       const heads = [...this.off].map((key) => {
-        const [layer, head] = key.split(".").map(Number), words = `layer ${layer}, head ${head}`;
-        return el("button", { type: "button", "aria-label": `Switch ${words} on again`, onclick: () => this.flip(layer, head) }, `${words} ×`);
+        const [layer, head] = key.split(".").map(Number),
+          words = `layer ${layer}, head ${head}`;
+        return el(
+          "button",
+          { type: "button", "aria-label": `Switch ${words} on again`, onclick: () => this.flip(layer, head) },
+          `${words} ×`,
+        );
       });
       get("ask-off").hidden = !heads.length;
       get("ask-off").replaceChildren(el("span", { class: "muted" }, "Off in the next run:"), ...heads);
@@ -145,7 +192,10 @@
 
     /** The runs of the recording before that can be shown beside a new one: those on the same text. */
     static older(raw, before) {
-      const same = before && raw.tokens.length === before.tokens.length && raw.tokens.every((text, i) => text === before.tokens[i]);
+      const same =
+        before &&
+        raw.tokens.length === before.tokens.length &&
+        raw.tokens.every((text, i) => text === before.tokens[i]);
       if (!same) return [];
       for (const run of before.runs) if (!run.label.endsWith(", before")) run.label += ", before";
       return before.runs.slice(0, MOST_OLDER);

@@ -2,27 +2,43 @@
 "use strict";
 (() => {
   const { el, get } = lce;
-  const state = { recording: null, shown: [], t: 0, hover: null, layer: 0, head: 0, scope: "all", columns: [], live: null };
+  const state = {
+    recording: null,
+    shown: [],
+    t: 0,
+    hover: null,
+    layer: 0,
+    head: 0,
+    scope: "all",
+    columns: [],
+    live: null,
+  };
 
   /** Depth of colour, 0 to 4, by the share of heads that chose a chunk. */
   function depths({ counts, heads }) {
-    return Uint8Array.from(counts, (n) => (n === 0 ? 0 : 1 + (n >= heads / 8) + (n >= heads / 3) + (n >= (2 * heads) / 3)));
+    return Uint8Array.from(counts, (n) =>
+      n === 0 ? 0 : 1 + (n >= heads / 8) + (n >= heads / 3) + (n >= (2 * heads) / 3),
+    );
   }
 
   // What is shown ----------------------------------------------------------------------------------------------------
 
   function build() {
-    const { recording } = state, two = state.shown.length > 1;
+    const { recording } = state,
+      two = state.shown.length > 1;
     for (const id of ["text", "heads", "why", "distances", "bytes"]) get(id).replaceChildren();
     get("panels").className = `panels ${two ? "two" : "alone"}`;
     state.columns = state.shown.map((number, i) => {
-      const run = recording.runs[number], letter = "AB"[i], name = `${letter}, ${run.label}`;
+      const run = recording.runs[number],
+        letter = "AB"[i],
+        name = `${letter}, ${run.label}`;
       const cell = (id) => {
-        const who = el("p", { class: "who" }, el("span", { class: "letter" }, letter), el("b", {}, named(run)));
+        const who = el("p", { class: "who" }, el("span", { class: "letter" }, letter), el("b", {}, lce.named(run)));
         return get(id).appendChild(el("div", { class: "cell" }, who));
       };
       const scrolled = (top) => {
-        for (const other of state.columns) if (other.text && Math.abs(other.text.scroll.scrollTop - top) > 1) other.text.scroll.scrollTop = top;
+        for (const other of state.columns)
+          if (other.text && Math.abs(other.text.scroll.scrollTop - top) > 1) other.text.scroll.scrollTop = top;
       };
       const column = { run, gist: el("span", { class: "muted gist" }) };
       column.text = new lce.Text(cell("text"), `Text, ${name}`, { at, away, scrolled });
@@ -37,21 +53,29 @@
     answers();
   }
 
-  /** A run's name, with its heads that are off. */
-  function named(run) {
-    return run.offKeys.size ? `${run.label}, ${lce.some(run.offKeys.size, "head")} off` : run.label;
+  function last() {
+    return Math.max(...state.columns.map(({ run }) => run.queries)) - 1;
   }
-
-  function last() { return Math.max(...state.columns.map(({ run }) => run.queries)) - 1; }
 
   function answers() {
     const rows = state.columns.map(({ run }, i) => {
       const tokens = run.generated.map((token, g) => {
-        const words = `Generated token ${g + 1}, “${token.text}”${token.logprob == null ? "" : `, log-probability ${token.logprob.toFixed(2)}`}: go to the query that wrote it`;
-        return el("button", { type: "button", title: words, "aria-label": words, onclick: () => to(run.prompt - 1 + g) }, lce.chip(token.text));
+        const words = lce.wrote(token, g);
+        return el(
+          "button",
+          { type: "button", title: words, "aria-label": words, onclick: () => to(run.prompt - 1 + g) },
+          lce.chip(token.text),
+        );
       });
-      return el("p", { class: "answer" }, el("span", { class: "letter" }, "AB"[i]), el("span", { class: "muted" }, tokens.length ? "writes" : "writes nothing"),
-        ...tokens, state.columns[i].gist, run.raw.warning ? el("span", { class: "error" }, run.raw.warning) : null);
+      return el(
+        "p",
+        { class: "answer" },
+        el("span", { class: "letter" }, "AB"[i]),
+        el("span", { class: "muted" }, tokens.length ? "writes" : "writes nothing"),
+        ...tokens,
+        state.columns[i].gist,
+        run.raw.warning ? el("span", { class: "error" }, run.raw.warning) : null,
+      );
     });
     get("answers").replaceChildren(...rows);
   }
@@ -61,13 +85,19 @@
   let wanted = null;
   /** Draw at the next frame; what is asked for in between is drawn once. */
   function draw(animate = false) {
-    if (wanted === null) requestAnimationFrame(() => { const how = wanted; wanted = null; drawNow(how.animate); });
+    if (wanted === null)
+      requestAnimationFrame(() => {
+        const how = wanted;
+        wanted = null;
+        drawNow(how.animate);
+      });
     wanted = { animate: animate || wanted?.animate };
   }
 
   function drawNow(animate = false) {
     if (!state.columns.length) return;
-    const { layer, head, scope, live } = state, token = state.hover ?? state.t;
+    const { layer, head, scope, live } = state,
+      token = state.hover ?? state.t;
     const missing = state.columns.filter(({ run }) => !run.isReady(Math.min(token, run.queries - 1), () => draw()));
     if (missing.length) {
       get("now").textContent = `token ${lce.number(token)}: its recording is loaded …`;
@@ -77,57 +107,46 @@
     for (const { run, gist, text, heads, why, distances, bytes } of state.columns) {
       const t = Math.min(token, run.queries - 1);
       const counts = run.counts(t, scope === "all" ? null : layer, scope === "head" ? head : null);
-      text.draw({ t, depth: depths(counts), picked: new Set(run.isOff(layer, head) ? [] : run.chosen(t, layer, head)), always: run.always(t, layer) ?? [] });
+      text.draw({
+        t,
+        depth: depths(counts),
+        picked: new Set(run.isOff(layer, head) ? [] : run.chosen(t, layer, head)),
+        always: run.always(t, layer) ?? [],
+      });
       const each = { run, t, layer, head, live: live !== null };
       heads.draw(each);
       why.draw(each);
       distances.draw(each, animate);
       bytes.draw(each);
-      gist.textContent = told(run, t);
+      gist.textContent = lce.told(run, t);
     }
     tell(token);
   }
 
-  /** A query's bytes and recall in a few words. */
-  function told(run, t) {
-    const bytes = run.look(t)?.bytes;
-    if (!bytes) return "";
-    return `reading ${lce.share((bytes.read + bytes.scored) / bytes.full)} of full attention’s bytes, attending ${lce.share(lce.recall(run, t))} of the true attention`;
-  }
-
-  /** What kind of query a token is, in words. */
-  function place(run, t) {
-    if (t >= run.prompt) return `generated token ${t - run.prompt + 1} of ${run.generated.length}`;
-    const blocks = run.raw.blocks.filter(([start]) => start < run.prompt).length;
-    return `token ${lce.number(t)} of ${lce.number(run.prompt)} · prefill block ${run.blockOf(t) + 1} of ${blocks}`;
-  }
-
   function tell(token) {
-    const { run } = state.columns[0], t = Math.min(token, run.queries - 1), written = run.generated[t - run.prompt + 1];
+    const { run } = state.columns[0],
+      t = Math.min(token, run.queries - 1),
+      written = run.generated[t - run.prompt + 1];
     const chip = (text) => el("span", { class: "token query" }, lce.chip(text));
     const writes = written && t >= run.prompt - 1 ? [" writes ", chip(written.text)] : [];
-    get("now").replaceChildren(chip(run.tokens[t]), ...writes, ` ${place(run, t)}`);
+    get("now").replaceChildren(chip(run.tokens[t]), ...writes, ` ${lce.place(run, t)}`);
     if (state.hover !== null) return;
     get("slider").value = token;
-    get("slider").setAttribute("aria-valuetext", `“${run.tokens[t]}”, ${place(run, t)}`);
-    const words = [`Query “${run.tokens[t]}”, ${place(run, t)}.`, ...state.columns.map((column, i) => summary(column.run, token, "AB"[i]))].join(" ");
+    get("slider").setAttribute("aria-valuetext", `“${run.tokens[t]}”, ${lce.place(run, t)}`);
+    const words = [
+      `Query “${run.tokens[t]}”, ${lce.place(run, t)}.`,
+      ...state.columns.map((column, i) => lce.summary(column.run, token, state.layer, state.head, "AB"[i])),
+    ].join(" ");
     if (get("summary").textContent !== words) get("summary").textContent = words;
-  }
-
-  /** One run's choices at a query, for a reader who does not see the pictures. */
-  function summary(run, token, letter) {
-    const t = Math.min(token, run.queries - 1), { layer, head } = state, chosen = run.chosen(t, layer, head), look = run.look(t);
-    const numbers = chosen.length > 8 ? [...chosen.slice(0, 8).map(String), `${chosen.length - 8} more`] : chosen.map(String);
-    const chunks = chosen.length ? `chose ${chosen.length === 1 ? run.word : `${run.word}s`} ${lce.list(numbers)}` : "chose nothing";
-    const [, strong, words] = lce.verdict(run, t, layer, head);
-    const bytes = look ? ` It reads ${lce.share((look.bytes.read + look.bytes.scored) / look.bytes.full)} of full attention's bytes.` : "";
-    return `${letter}, ${named(run)}: layer ${layer}, head ${head} ${chunks}. ${strong} ${words}${bytes}`;
   }
 
   // Moving -----------------------------------------------------------------------------------------------------------
 
   function at(token, pinned) {
-    if (pinned) { to(token, false); return; }
+    if (pinned) {
+      to(token, false);
+      return;
+    }
     if (state.hover === token) return;
     state.hover = token;
     draw();
@@ -139,7 +158,9 @@
     draw();
   }
 
-  function show(token, where) { for (const { text } of state.columns) text.show(token, where); }
+  function show(token, where) {
+    for (const { text } of state.columns) text.show(token, where);
+  }
 
   /** Go to a query and stay there. */
   function to(token, scroll = true) {
@@ -151,9 +172,15 @@
 
   /** The next block's last query; with a closer look, if the block has one. */
   function block(way) {
-    const { run } = state.columns[0], blocks = run.raw.blocks, now = run.blockOf(Math.min(state.t, run.queries - 1)) + way;
-    if (now < 0 || now >= blocks.length) { to(way < 0 ? 0 : last()); return; }
-    const [start, stop] = blocks[now], looked = run.looked.filter((q) => start <= q && q < stop).at(-1);
+    const { run } = state.columns[0],
+      blocks = run.raw.blocks,
+      now = run.blockOf(Math.min(state.t, run.queries - 1)) + way;
+    if (now < 0 || now >= blocks.length) {
+      to(way < 0 ? 0 : last());
+      return;
+    }
+    const [start, stop] = blocks[now],
+      looked = run.looked.filter((q) => start <= q && q < stop).at(-1);
     to(looked ?? stop - 1);
   }
 
@@ -181,11 +208,13 @@
 
   /** The head with most true attention to the answer where it is written, or else with most to any one chunk. */
   function mostTelling(run) {
-    let best = [0, 0], most = -1;
+    let best = [0, 0],
+      most = -1;
     const t = run.prompt - 1;
     for (let layer = 0; layer < run.model.layers; layer++) {
       for (let head = 0; head < run.heads; head++) {
-        const found = run.lookAt(t, layer, head), marked = (found?.marked ?? []).reduce((sum, [, mass]) => sum + mass, 0);
+        const found = run.lookAt(t, layer, head),
+          marked = (found?.marked ?? []).reduce((sum, [, mass]) => sum + mass, 0);
         const mass = run.marks.length ? marked : Math.max(0, ...(found?.mass ?? []));
         if (mass > most) [best, most] = [[layer, head], mass];
       }
@@ -195,7 +224,8 @@
 
   /** Which runs are beside each other, after a change of the choosers. */
   function choose() {
-    const a = Number(get("run-a").value), b = get("run-b").value;
+    const a = Number(get("run-a").value),
+      b = get("run-b").value;
     state.shown = b === "none" ? [a] : [a, Number(b)];
     build();
     state.t = Math.min(state.t, last());
@@ -206,11 +236,14 @@
   /** Show a recording: the query that writes the first token of the answer, and the first two runs. With `older` runs
    *  on the same text the query and the head stay as they are. */
   function open(raw, older = []) {
-    const recording = new lce.Recording(raw, older), { model } = recording, [first] = recording.runs, stay = older.length > 0;
+    const recording = new lce.Recording(raw, older),
+      { model } = recording,
+      [first] = recording.runs,
+      stay = older.length > 0;
     state.recording = recording;
     get("shown").hidden = false;
-    get("about").textContent = `${model.name} · ${lce.some(model.layers, "layer")} × ${lce.some(model.heads, "head")} · window of ${lce.number(model.window)} · ${lce.some(recording.tokens.length, "token")}`;
-    const names = recording.runs.map((run, i) => [i, named(run)]);
+    get("about").textContent = lce.about(recording);
+    const names = recording.runs.map((run, i) => [i, lce.named(run)]);
     fill(get("run-a"), names, 0);
     fill(get("run-b"), [["none", "none"], ...names], recording.runs.length > 1 ? 1 : "none");
     const count = (n) => Array.from({ length: n }, (_, i) => [i, String(i)]);
@@ -220,7 +253,13 @@
       [state.layer, state.head] = mostTelling(first);
       pick(state.layer, state.head);
     };
-    const places = first.marks.map((mark, i) => el("button", { type: "button", onclick: () => show(mark.start, "middle") }, `show “${mark.label}”${first.marks.length > 1 ? ` ${i + 1}` : ""}`));
+    const places = first.marks.map((mark, i) =>
+      el(
+        "button",
+        { type: "button", onclick: () => show(mark.start, "middle") },
+        `show “${mark.label}”${first.marks.length > 1 ? ` ${i + 1}` : ""}`,
+      ),
+    );
     get("marks").replaceChildren(...places.slice(0, 4));
     if (!stay) state.t = first.prompt - 1;
     if (!stay && first.isReady(state.t, tell)) [state.layer, state.head] = mostTelling(first);
@@ -233,7 +272,10 @@
     const on = (id, type, then) => get(id).addEventListener(type, then);
     on("run-a", "change", choose);
     on("run-b", "change", choose);
-    on("scope", "change", () => { state.scope = get("scope").value; draw(); });
+    on("scope", "change", () => {
+      state.scope = get("scope").value;
+      draw();
+    });
     on("layer", "change", () => pick(Number(get("layer").value), state.head));
     on("head", "change", () => pick(state.layer, Number(get("head").value)));
     on("slider", "input", () => to(Number(get("slider").value)));
@@ -252,24 +294,21 @@
   }
 
   function key(event) {
-    const { target } = event, typing = target.matches("textarea, select, input:not([type=range]):not([type=checkbox])");
-    if (typing || event.ctrlKey || event.altKey || event.metaKey || !state.columns.length || !get("shortcuts").checked) return;
+    const { target } = event,
+      typing = target.matches("textarea, select, input:not([type=range]):not([type=checkbox])");
+    if (typing || event.ctrlKey || event.altKey || event.metaKey || !state.columns.length || !get("shortcuts").checked)
+      return;
     const steps = {
       ArrowLeft: () => (event.shiftKey ? block(-1) : to(state.t - 1)),
       ArrowRight: () => (event.shiftKey ? block(1) : to(state.t + 1)),
-      "[": () => look(-1), "]": () => look(1), a: () => to(answer()),
+      "[": () => look(-1),
+      "]": () => look(1),
+      a: () => to(answer()),
     };
     if (!steps[event.key]) return;
     event.preventDefault();
     steps[event.key]();
   }
-
-  // Looks ------------------------------------------------------------------------------------------------------------
-
-  const memory = {
-    get(name) { try { return localStorage.getItem(`lce.${name}`); } catch { return null; } },
-    set(name, value) { try { localStorage.setItem(`lce.${name}`, value); } catch { /* a page from a file may have none */ } },
-  };
 
   /** Lay everything out again, after a change of width, type or colours. */
   function again() {
@@ -278,27 +317,11 @@
     drawNow();
   }
 
-  function looks() {
-    const dark = matchMedia("(prefers-color-scheme: dark)"), root = document.documentElement;
-    const set = () => {
-      const theme = get("theme").value;
-      root.dataset.theme = theme === "auto" ? (dark.matches ? "dark" : "light") : theme;
-      root.dataset.size = get("large").checked ? "large" : "normal";
-      again();
-    };
-    get("theme").value = memory.get("theme") ?? "auto";
-    if (!get("theme").value) get("theme").value = "auto";
-    get("large").checked = memory.get("size") === "large";
-    dark.addEventListener("change", set);
-    get("theme").addEventListener("change", () => { memory.set("theme", get("theme").value); set(); });
-    get("large").addEventListener("change", () => { memory.set("size", get("large").checked ? "large" : "normal"); set(); });
-    set();
-  }
-
   function start() {
-    looks();
+    lce.settings(again);
     controls();
-    const live = get("lce-live"), raw = JSON.parse(get("lce-recording")?.textContent || "null");
+    const live = get("lce-live"),
+      raw = JSON.parse(get("lce-recording")?.textContent || "null");
     if (live) {
       const show = (fresh) => {
         open(fresh, lce.Live.older(fresh, state.recording));

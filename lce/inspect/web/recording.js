@@ -19,7 +19,8 @@
     let [low, high] = [0, list.length - 1];
     while (low < high) {
       const middle = (low + high + 1) >> 1;
-      if (first(list[middle]) <= t) low = middle; else high = middle - 1;
+      if (first(list[middle]) <= t) low = middle;
+      else high = middle - 1;
     }
     return low;
   }
@@ -49,9 +50,13 @@
       for (const segment of this.segments) if (!segment.src) this.take(segment, segment.data, segment.looks);
     }
 
-    chooses(layer) { return this.raw.layers[layer].chooses; }
+    chooses(layer) {
+      return this.raw.layers[layer].chooses;
+    }
 
-    chunkOf(token) { return Math.floor((token - this.first) / this.size); }
+    chunkOf(token) {
+      return Math.floor((token - this.first) / this.size);
+    }
 
     /** The tokens of a chunk, [start, stop). */
     range(c) {
@@ -62,14 +67,18 @@
     /** The text of a chunk; of a single token with its neighbours. */
     words(c, most = 60) {
       if (this.size < 4) {
-        const [start, stop] = this.range(c), part = (a, b) => this.tokens.slice(Math.max(0, a), b).join("").replace(/\s+/g, " ");
+        const [start, stop] = this.range(c),
+          part = (a, b) => this.tokens.slice(Math.max(0, a), b).join("").replace(/\s+/g, " ");
         return `${part(start - 4, start)}[${part(start, stop)}]${part(stop, stop + 6)}`.trim();
       }
-      const [start, stop] = this.range(c), text = this.tokens.slice(start, stop).join("").replace(/\s+/g, " ").trim();
+      const [start, stop] = this.range(c),
+        text = this.tokens.slice(start, stop).join("").replace(/\s+/g, " ").trim();
       return text.length > most ? `${text.slice(0, most - 1)}…` : text;
     }
 
-    isOff(layer, head) { return this.offKeys.has(`${layer}.${head}`); }
+    isOff(layer, head) {
+      return this.offKeys.has(`${layer}.${head}`);
+    }
 
     isMarked(c) {
       const [start, stop] = this.range(c);
@@ -77,17 +86,24 @@
     }
 
     /** The number of the prefill block, or of the decode step, that held query `t`. */
-    blockOf(t) { return holding(this.raw.blocks, t, (block) => block[0]); }
+    blockOf(t) {
+      return holding(this.raw.blocks, t, (block) => block[0]);
+    }
 
-    segmentOf(t) { return this.segments[holding(this.segments, t, (segment) => segment.start)]; }
+    segmentOf(t) {
+      return this.segments[holding(this.segments, t, (segment) => segment.start)];
+    }
 
-    /** Whether what is recorded of query `t` is at hand. If not, it is loaded from beside the page, and `then` is called. */
+    /** Whether the record of query `t` is at hand. If not, it is loaded from beside the page, and `then` is called. */
     isReady(t, then) {
       const segment = this.segmentOf(t);
       if (segment.numbers || segment.failed) return true;
       segment.waiting.push(then);
       if (segment.waiting.length === 1) {
-        const onerror = () => { segment.failed = true; this.tell(segment); };
+        const onerror = () => {
+          segment.failed = true;
+          this.tell(segment);
+        };
         const script = lce.el("script", { src: segment.src, onerror });
         loading.set(script, [this, segment]);
         document.head.append(script);
@@ -108,22 +124,29 @@
       this.tell(segment);
     }
 
-    tell(segment) { for (const then of segment.waiting.splice(0)) then(); }
+    tell(segment) {
+      for (const then of segment.waiting.splice(0)) then();
+    }
 
     /** Which chooser a head follows: heads that choose together share one. */
-    chooserOf(head) { return Math.floor((head * this.raw.choosers) / this.heads); }
+    chooserOf(head) {
+      return Math.floor((head * this.raw.choosers) / this.heads);
+    }
 
     /** The chunks that a head chose for query `t`, ascending. */
     chosen(t, layer, head) {
-      const place = this.choosing.indexOf(layer), segment = this.segmentOf(t), { choosers, k } = this.raw;
+      const place = this.choosing.indexOf(layer),
+        segment = this.segmentOf(t),
+        { choosers, k } = this.raw;
       if (place < 0 || !segment.numbers || !k) return [];
       const query = segment.rows === 1 ? 0 : t - segment.start;
-      const row = (query * this.choosing.length + place) * choosers + this.chooserOf(head), found = [];
+      const row = (query * this.choosing.length + place) * choosers + this.chooserOf(head),
+        found = [];
       for (let i = row * k; i < (row + 1) * k && segment.numbers[i] !== this.none; i++) found.push(segment.numbers[i]);
       return found;
     }
 
-    /** How many heads chose each chunk: all heads, those of a layer, or one. Heads that are switched off do not count. */
+    /** How many heads chose each chunk: of all heads, of a layer, or one. Heads that are off do not count. */
     counts(t, layer = null, head = null) {
       const counts = new Uint16Array(this.chunks);
       let heads = 0;
@@ -138,16 +161,22 @@
       return { counts, heads };
     }
 
-    look(t) { return this.segmentOf(t).looks?.[t]; }
+    look(t) {
+      return this.segmentOf(t).looks?.[t];
+    }
 
     /** What a closer look says of one head; undefined where there is none. */
     lookAt(t, layer, head) {
-      const look = this.look(t), found = look?.layers[layer];
+      const look = this.look(t),
+        found = look?.layers[layer];
       if (!found) return undefined;
-      const chooser = this.chooserOf(head), own = found.heads[head];
+      const chooser = this.chooserOf(head),
+        own = found.heads[head];
       return {
         ...own,
-        chosen: found.chosen[chooser] ?? [], scores: found.scores?.[chooser] ?? [], ranks: found.ranks?.[chooser] ?? [],
+        chosen: found.chosen[chooser] ?? [],
+        scores: found.scores?.[chooser] ?? [],
+        ranks: found.ranks?.[chooser] ?? [],
         mass: own.mass ?? [],
         distances: own.distances == null ? null : look.distances[own.distances],
         always: found.always == null ? null : look.always[found.always],
@@ -155,9 +184,11 @@
     }
 
     /** The query with a closer look before (`way` -1) or after `t`. */
-    lookNear(t, way) { return way < 0 ? this.looked.filter((q) => q < t).at(-1) : this.looked.find((q) => q > t); }
+    lookNear(t, way) {
+      return way < 0 ? this.looked.filter((q) => q < t).at(-1) : this.looked.find((q) => q > t);
+    }
 
-    /** The ranges that query `t` attends in a layer whatever it chooses, as [start, stop]; null where that is not known. */
+    /** The ranges that query `t` attends in a layer whatever it chooses, as [start, stop]; null if not known. */
     always(t, layer) {
       const entry = (this.raw.always ?? []).find((each) => each.layers.includes(layer));
       if (!entry) return null;
@@ -169,8 +200,12 @@
 
     /** How much of what query `t` could see of a chunk it attends anyway: "always", "partly", or "". */
     alwaysOf(t, layer, c) {
-      const [start, end] = this.range(c), stop = Math.min(end, t + 1);
-      const tokens = (this.always(t, layer) ?? []).reduce((sum, [a, b]) => sum + Math.max(0, Math.min(b, stop) - Math.max(a, start)), 0);
+      const [start, end] = this.range(c),
+        stop = Math.min(end, t + 1);
+      const tokens = (this.always(t, layer) ?? []).reduce(
+        (sum, [a, b]) => sum + Math.max(0, Math.min(b, stop) - Math.max(a, start)),
+        0,
+      );
       return tokens >= stop - start ? "always" : tokens ? "partly" : "";
     }
   }
@@ -178,7 +213,8 @@
   class Recording {
     /** `older` are runs of a recording before, on the same text, that are shown too. */
     constructor(raw, older = []) {
-      if (raw.format !== 1) throw new Error(`This page reads recordings of format 1; this one is of format ${raw.format}.`);
+      if (raw.format !== 1)
+        throw new Error(`This page reads recordings of format 1; this one is of format ${raw.format}.`);
       this.raw = raw;
       this.model = raw.model;
       this.tokens = raw.tokens;
@@ -187,7 +223,7 @@
     }
   }
 
-  /** Data that lies beside the page is scripts that call this. A script's own tag says for which segment it was loaded. */
+  /** Data that lies beside the page is scripts that call this. A script's tag says which segment it was loaded for. */
   window.lceSegment = (_run, _segment, base64, looks) => {
     const found = loading.get(document.currentScript);
     if (found) found[0].take(found[1], base64, looks);

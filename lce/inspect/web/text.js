@@ -14,8 +14,13 @@
       return found;
     };
     const lines = [];
-    let line = [], used = 0;
-    const end = () => { lines.push(line); line = []; used = 0; };
+    let line = [],
+      used = 0;
+    const end = () => {
+      lines.push(line);
+      line = [];
+      used = 0;
+    };
     /** End the line before the word that does not fit: tokens of one word stay together. */
     const wrap = () => {
       let word = line.length - 1;
@@ -42,7 +47,10 @@
       const parts = text.split("\n");
       parts.forEach((part, i) => {
         const last = i === parts.length - 1;
-        if (!last) { put(token, `${part}\n`); end(); } else if (part || parts.length === 1) put(token, part);
+        if (!last) {
+          put(token, `${part}\n`);
+          end();
+        } else if (part || parts.length === 1) put(token, part);
       });
     });
     if (line.length) end();
@@ -57,17 +65,30 @@
       this.scroll = el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": label }, this.sheet);
       this.map = el("canvas", { class: "map", "aria-hidden": "true" });
       host.append(el("div", { class: "reader" }, this.scroll, this.map));
-      this.lines = []; this.rows = new Map(); this.state = null;
+      this.lines = [];
+      this.rows = new Map();
+      this.state = null;
       const token = (event) => event.target.closest?.(".token")?.dataset.token;
       this.scroll.addEventListener("pointermove", (event) => {
         const found = token(event);
         if (found !== undefined && event.pointerType !== "touch") at(Number(found), false);
       });
       this.scroll.addEventListener("pointerleave", away);
-      this.scroll.addEventListener("click", (event) => { if (token(event) !== undefined) at(Number(token(event)), true); });
-      this.scroll.addEventListener("scroll", () => { this.fill(); this.drawMap(); scrolled?.(this.scroll.scrollTop); }, { passive: true });
+      this.scroll.addEventListener("click", (event) => {
+        if (token(event) !== undefined) at(Number(token(event)), true);
+      });
+      this.scroll.addEventListener(
+        "scroll",
+        () => {
+          this.fill();
+          this.drawMap();
+          scrolled?.(this.scroll.scrollTop);
+        },
+        { passive: true },
+      );
       const jump = (event) => {
-        if (event.buttons) this.show(Math.floor((event.offsetY / this.map.clientHeight) * this.run.tokens.length), "middle");
+        if (event.buttons)
+          this.show(Math.floor((event.offsetY / this.map.clientHeight) * this.run.tokens.length), "middle");
       };
       this.map.addEventListener("pointerdown", jump);
       this.map.addEventListener("pointermove", jump);
@@ -92,10 +113,15 @@
 
     /** Put the lines on screen into the document, and take the others out. */
     fill() {
-      const top = this.scroll.scrollTop, extra = 4;
+      const top = this.scroll.scrollTop,
+        extra = 4;
       const first = Math.max(0, Math.floor(top / this.height) - extra);
       const last = Math.min(this.lines.length, Math.ceil((top + this.scroll.clientHeight) / this.height) + extra);
-      for (const [i, row] of this.rows) if (i < first || i >= last) { row.element.remove(); this.rows.delete(i); }
+      for (const [i, row] of this.rows)
+        if (i < first || i >= last) {
+          row.element.remove();
+          this.rows.delete(i);
+        }
       for (let i = first; i < last; i++) {
         if (this.rows.has(i)) continue;
         const spans = this.lines[i].map(([token, text]) => {
@@ -114,11 +140,12 @@
     /** Scroll to a token, if it is not on screen or should stand in the middle. */
     show(token, where = "nearest") {
       const top = this.lineOf[Math.max(0, Math.min(token, this.run.tokens.length - 1))] * this.height;
-      const view = this.scroll.clientHeight, now = this.scroll.scrollTop;
+      const view = this.scroll.clientHeight,
+        now = this.scroll.scrollTop;
       if (where === "middle" || top < now || top + this.height > now + view) this.scroll.scrollTop = top - view / 2;
     }
 
-    /** Colour for the query `t`: `state` has also `depth` (of chunks, 0 to 4), `picked` (chunks), and `always` (ranges). */
+    /** Colour for a query: `state` has `t`, `depth` (of chunks, 0 to 4), `picked` (chunks), `always` (ranges). */
     draw(state) {
       this.state = state;
       for (const { spans } of this.rows.values()) for (const span of spans) this.colour(span);
@@ -126,7 +153,8 @@
     }
 
     colour(span) {
-      const { run, state } = this, i = Number(span.dataset.token);
+      const { run, state } = this,
+        i = Number(span.dataset.token);
       const names = ["token"];
       if (i >= run.prompt) names.push("written");
       if (i === state.t) names.push("query");
@@ -152,8 +180,12 @@
 
     drawMap() {
       if (!this.state) return;
-      const { run, state } = this, width = 1.9 * lce.rem, height = this.scroll.clientHeight;
-      const g = lce.canvas(this.map, width, height), n = run.tokens.length, y = (token) => (token / n) * height;
+      const { run, state } = this,
+        width = 1.9 * lce.rem,
+        height = this.scroll.clientHeight;
+      const g = lce.canvas(this.map, width, height),
+        n = run.tokens.length,
+        y = (token) => (token / n) * height;
       const bar = (start, stop, least) => g.fillRect(0, y(start), width, Math.max(least, y(stop) - y(start)));
       g.fillStyle = lce.colours.always;
       g.globalAlpha = 0.35;
@@ -166,12 +198,14 @@
       });
       g.strokeStyle = lce.colours.mark;
       g.lineWidth = 2;
-      for (const { start, stop } of run.marks) g.strokeRect(1, y(start) - 2, width - 2, Math.max(4, y(stop) - y(start) + 4));
+      for (const { start, stop } of run.marks)
+        g.strokeRect(1, y(start) - 2, width - 2, Math.max(4, y(stop) - y(start) + 4));
       g.fillStyle = lce.colours.ink;
       g.fillRect(0, Math.min(height - 2, y(state.t)), width, 2);
       g.strokeStyle = lce.colours.muted;
       g.lineWidth = 1;
-      const total = this.lines.length * this.height || 1, top = this.scroll.scrollTop / total;
+      const total = this.lines.length * this.height || 1,
+        top = this.scroll.scrollTop / total;
       const part = Math.min(1, this.scroll.clientHeight / total);
       g.strokeRect(0.5, top * height + 0.5, width - 1, Math.max(6, part * height - 1));
     }
