@@ -224,9 +224,8 @@ def facts(engine: Engine, name: str) -> dict[str, Any]:
 
 def label_of(method: Method) -> str:
     """The method and the knobs that are not at their defaults: `longheads(chunk_size=16)`."""
-    plain = type(method)().resolve(1 << 20) if not method.name else make(method.name)
     knobs = {each.name: _plain(getattr(method, each.name)) for each in fields(method)}
-    defaults = {each.name: _plain(getattr(plain, each.name)) for each in fields(plain)}
+    defaults = {each.name: _plain(each.default) for each in fields(method)}
     set_ones = [f"{name}={value}" for name, value in knobs.items() if value != defaults.get(name)]
     return f"{method.label}({', '.join(set_ones)})" if set_ones else method.label
 

@@ -38,6 +38,7 @@ MOST_BODY = 4 << 20
 MOST_VALUES = 1 << 20
 MOST_CONNECTIONS = 32
 HEAD_S, BODY_S, ANSWER_S = 10.0, 15.0, 60.0  # for the head of a request, its body, and an answer to be taken
+DRAIN_S = 1.0  # to read what is sent after an answer
 
 _SEGMENT = re.compile(r"data/([0-9a-f]{1,64})/(\d{1,4})-(\d{1,7})\.js")
 _KNOWN = re.compile(r"known=(\d{1,15})")
@@ -125,6 +126,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.watchdog.cancel()
         with suppress(OSError):
             super().finish()
+            self._drain()
+
+    def _drain(self) -> None:
+        """Read what the other side still sends, for a moment: closing on it would take our answer back (RST)."""
+        self.connection.shutdown(socket.SHUT_WR)
+        deadline = time.monotonic() + DRAIN_S
+        while (left := deadline - time.monotonic()) > 0:
+            self.connection.settimeout(left)
+            if not self.connection.recv(1 << 16):
+                break
 
     def _hang_up(self) -> None:
         with suppress(OSError):
@@ -242,6 +253,7 @@ class _Handler(BaseHTTPRequestHandler):
         )
         self.close_connection = True
         self.connection.settimeout(ANSWER_S)
+        self.request_version = "HTTP/1.0"  # http.server sends no head to what it takes for an older version
         self.send_response(status)
         for name, value in {**self._HEADERS, "Content-Security-Policy": policy, "Content-Type": kind}.items():
             self.send_header(name, value)

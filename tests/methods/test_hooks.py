@@ -218,6 +218,15 @@ class Analysed(lce.SelectiveMethod):
     def always(self, cache: LayerCache, step: Step) -> Tensor | None:
         return torch.ones(2, 3)
 
+    def spans(self, cache: LayerCache, step: Step) -> Tensor | None:
+        return torch.ones(3, 2)
+
+    def distance(self, index: Tensor, token: Tensor, step: Step) -> Tensor | None:
+        return token
+
+    def choice_distance(self, chosen: Tensor, step: Step) -> Tensor | None:
+        return chosen
+
 
 def test_hooks_of_analysis() -> None:
     with pytest.raises(UsageError, match=r"Analysed\.log_mass returned \[\d+, \d+\] float32; expected \[4, \d+, \d+\]"):
@@ -227,6 +236,14 @@ def test_hooks_of_analysis() -> None:
         UsageError, match=r"Analysed\.always returned \[2, 3\] float32; expected \[3, 7\] bool, or None"
     ):
         Analysed().always(cast("LayerCache", None), step)
+    with pytest.raises(UsageError, match=r"Analysed\.spans returned \[3, 2\] float32; expected \[3, S, 2\] int64"):
+        Analysed().spans(cast("LayerCache", None), step)
+    with pytest.raises(UsageError, match=r"Analysed\.distance returned \[7\] int64; expected \[3, 7\]"):
+        Analysed().distance(torch.arange(4, 7)[:, None], torch.arange(7), step)
+    with pytest.raises(
+        UsageError, match=r"Analysed\.choice_distance returned \[4, 3, 2\] int64; expected \[4, 3, 2, 2\]"
+    ):
+        Analysed().choice_distance(torch.zeros(4, 3, 2, dtype=torch.int64), step)
 
 
 class Costly(Full):
@@ -241,8 +258,13 @@ def test_a_cost_that_is_none() -> None:
         Costly().cost(QueryBlock(0, 1, H, G, D))
 
 
+STUDY = {"spans", "distance", "choice_distance"}
+
+
 def test_every_hook_that_is_checked_is_in_the_table() -> None:
-    assert {*WRONG, "choices", "for_model", "bound", "decode", "cost", "always", "log_mass"} == {*SELECTION_CHECKS}
+    assert {*WRONG, "choices", "for_model", "bound", "decode", "cost", "always", "log_mass", *STUDY} == {
+        *SELECTION_CHECKS
+    }
     assert {*METHOD_CHECKS} < {*SELECTION_CHECKS}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -64,32 +63,6 @@ def test_what_cannot_be_used_is_refused(asked: tuple[str, ...]) -> None:
     assert_error(run("eval", "why", *asked, "--method", "full"), 2, "full selects nothing")
     assert_error(run("eval", "selection", *asked, "--judge", "nobody"), 2, "nobody")
     assert_error(run("eval", "selection", *asked, "--filler", "nois"), 2, "did you mean 'noise'?")
-
-
-def test_trace_as_lines_and_as_json(tiny_model: Path) -> None:
-    args = (
-        "trace",
-        "-m",
-        tiny_model,
-        "--method",
-        "longheads",
-        "-o",
-        "chunk_size=4",
-        "-o",
-        "chunks=4",
-        "the old dogs " * 9,
-    )
-    result = run(*args, "--last", "2")
-    assert result.exit_code == 0, result.stderr
-    head, *rows = result.stdout.splitlines()
-    assert head == "choice c: tokens 0 + 4 c and on; choice (rank, score)"
-    assert len(rows) == 2 * 2 * 4, "tokens, layers, heads"
-    assert re.fullmatch(r"token \d+, layer 0, head 0: 0 \(\d+, \S+\), \d+ \(\d+, \S+\), \d+ \(\d+, \S+\)", rows[0])
-    found = json.loads(run(*args, "--json").stdout)
-    assert (found["chunk_size"], len(found["rows"])) == (4, 8)
-    assert len(found["rows"][0]["choices"]) == len(found["rows"][0]["ranks"]) == len(found["rows"][0]["scores"]) == 3
-    nothing = run("trace", "-m", tiny_model, "the old dogs")
-    assert nothing.stdout.splitlines()[-1].endswith("layer 1, head 3: no choice")
 
 
 @pytest.mark.parametrize("command", ["selection", "why"])

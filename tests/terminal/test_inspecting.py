@@ -1,0 +1,79 @@
+"""`lce inspect`: pages and recordings from the command line, and the page served until Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import signal
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from lce.inspect import page as pages
+from tests.command import assert_error, run, spawn
+
+TEXT = "the old dogs " * 9
+KNOBS = ("--method", "longheads,dca", "-o", "longheads.chunk_size=4", "-o", "longheads.chunks=4")
+
+
+@pytest.fixture
+def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A page of a line in the place of the real one."""
+    folder = tmp_path / "web"
+    folder.mkdir()
+    (folder / "page.html").write_text("<!doctype html><!--lce:style--><!--lce:data--><!--lce:script page.js-->")
+    (folder / "page.css").write_text("p {}")
+    (folder / "page.js").write_text("run();")
+    monkeypatch.setattr(pages, "WEB", folder)
+    pages._part.cache_clear()
+    yield folder
+    pages._part.cache_clear()
+
+
+def test_a_page_and_its_recording(tiny_model: Path, tmp_path: Path, web: Path) -> None:
+    page, recording = tmp_path / "page.html", tmp_path / "recording.json"
+    args = ("inspect", "-m", tiny_model, *KNOBS, TEXT, "--mark", "old dogs", "-n", "2", "--spread", "3")
+    result = run(*args, "--out", page, "--json", recording)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == ""
+    found = json.loads(recording.read_text())
+    inside = page.read_text().partition('id="lce-recording">')[2].partition("</script>")[0]
+    assert json.loads(inside) == found
+    assert [run["label"] for run in found["runs"]] == [
+        "longheads(chunk_size=4, chunks=4)",
+        "dca(chunk_size=48, far=63)",
+    ]
+    assert len(found["marks"]) == 9
+    lines = result.stderr.splitlines()
+    assert lines[0].startswith("longheads(chunk_size=4, chunks=4): ")
+    assert lines[-1].startswith(f"{page}: ")
+    assert_error(run(*args, "--out", page), 2, "exists")
+    assert run(*args, "--out", page, "--force", "--quiet").exit_code == 0
+
+
+def test_what_cannot_be_inspected(tiny_model: Path, tmp_path: Path) -> None:
+    args = ("inspect", "-m", tiny_model, TEXT)
+    assert_error(run(*args), 2, "nothing to write; give --out page.html")
+    assert_error(run(*args, "--json", tmp_path / "x", "--mark", "cats"), 2, "the mark 'cats' is not in the prompt")
+    assert_error(run(*args, "--json", tmp_path), 3, "is a folder")
+    assert_error(run(*args, "--json", tmp_path / "x", "--judge", "nobody"), 2, "nobody")
+    assert_error(run("inspect", "-m", tiny_model, "--live", "--port", "70000"), 2, "port 70000 cannot be used")
+    assert not (tmp_path / "x").exists()
+
+
+def test_live_until_interrupted(tiny_model: Path) -> None:
+    process = spawn("", "inspect", "-m", tiny_model, "--live", "--out", "x.html")
+    try:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        with urllib.request.urlopen(f"{address}state", timeout=30) as answer:
+            assert json.loads(answer.read()) == {"state": "idle", "id": 0}
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    assert out == ""
+    assert "--out: not used with --live" in err
+    assert err.endswith("lce: ended\n")
+    assert "Traceback" not in err
