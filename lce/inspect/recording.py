@@ -263,7 +263,8 @@ def token_texts(engine: Engine, ids: Sequence[int]) -> list[str]:
 
 
 def _token_text(tokenizer: Any, token_id: int) -> str:
-    text: str = tokenizer.decode([token_id], skip_special=False)
+    stream = tokenizer.stream(skip_special=False)
+    text: str = stream.push(token_id) + stream.finish()
     return text or str(token_id)
 
 
