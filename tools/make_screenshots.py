@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,11 +19,11 @@ from tools.chromium import Browser, Page
 
 ROOT = Path(__file__).parent.parent
 MOST_BYTES = 300_000
-AROUND = (1200, 2200)  # letters of the haystack before and after the key
+AROUND = (3500, 5000)  # letters of the haystack before and after the key
 
 
 def part_of_haystack() -> tuple[str, str]:
-    """Some paragraphs with the pass key and the question, and the key: three windows of the demo or so."""
+    """Some paragraphs with the pass key and the question, and the key: seven windows of the demo or so."""
     text = (ROOT / "examples" / "haystack.txt").read_text(encoding="utf-8")
     found = re.search(r"pass key is (\d+)", text)
     assert found, "the haystack has no pass key"
@@ -102,6 +103,34 @@ def pictures(page: Page) -> dict[str, bytes]:
     return made
 
 
+def live_picture(browser: Browser) -> bytes:
+    """The live page: the demo with all heads of the layer switched off that looks most at the answer, and before."""
+    text, key = part_of_haystack()
+    start = text.index(key)
+    prompt = text[start - 1000 : start + 1000] + text[text.rindex(" What is the pass key") :]
+    command = [sys.executable, "-m", "lce", "inspect", "-m", "demo", "--live"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as engine:
+        try:
+            assert engine.stdout is not None
+            page = browser.open(engine.stdout.readline().strip(), width=1440, height=1000)
+            page.wait("document.querySelector('[data-knob]')", 60)
+            for field, value in (("ask-text", prompt), ("ask-mark", key), ("ask-tokens", "6")):
+                page.value(f"document.getElementById({field!r}).value = {value!r}")
+            page.click(*page.middle("document.getElementById('ask-run')"))
+            page.wait("document.querySelector('#why table')", 120)
+            page.click(*page.middle("[...document.querySelectorAll('#why button[aria-pressed]')].at(-1)"))
+            page.click(*page.middle("document.getElementById('ask-run')"))
+            page.wait("document.querySelectorAll('#heads .cell').length === 2", 120)
+            page.wait("document.querySelector('#now').textContent.includes('writes')")
+            page.value("scrollTo(0, 0)")
+            page.settle()
+            if page.complaints:
+                sys.exit(f"the live page complains: {page.complaints}")
+            return page.picture()
+        finally:
+            engine.send_signal(signal.SIGINT)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", type=Path, help="a page that lce inspect made")
@@ -114,6 +143,7 @@ def main() -> None:
         made = pictures(page)
         if page.complaints:
             sys.exit(f"the page complains: {page.complaints}")
+        made["inspect-live"] = live_picture(browser)
     given.out.mkdir(parents=True, exist_ok=True)
     for name, data in made.items():
         if len(data) > MOST_BYTES:

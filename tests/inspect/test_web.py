@@ -397,7 +397,8 @@ def served(engine: Engine) -> Iterator[str]:
             self.send_header("Content-Type", kind)
             self.send_header(
                 "Content-Security-Policy",
-                "default-src 'none'; script-src 'nonce-once'; style-src 'nonce-once'; connect-src 'self'",
+                "default-src 'none'; script-src 'nonce-once'; style-src 'nonce-once'; img-src data:; "
+                "connect-src 'self'",
             )
             self.end_headers()
             self.wfile.write(content.encode())

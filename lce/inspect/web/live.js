@@ -165,29 +165,39 @@
       get("ask-state").textContent = "";
     }
 
-    is(layer, head) {
-      return this.off.has(`${layer}.${head}`);
+    /** Whether heads of a layer are off in the next run: all of them. */
+    is(layer, heads) {
+      return heads.every((head) => this.off.has(`${layer}.${head}`));
     }
 
-    flip(layer, head) {
-      const key = `${layer}.${head}`;
-      if (!this.off.delete(key)) this.off.add(key);
+    /** Switch heads of a layer off in the next run; on again, if all of them are off. */
+    flip(layer, heads) {
+      const on = this.is(layer, heads);
+      for (const head of heads) {
+        if (on) this.off.delete(`${layer}.${head}`);
+        else this.off.add(`${layer}.${head}`);
+      }
       this.showOff();
       this.changed();
     }
 
+    /** The heads that are off in the next run, those of a layer in one button. */
     showOff() {
-      const heads = [...this.off].map((key) => {
-        const [layer, head] = key.split(".").map(Number),
-          words = `layer ${layer}, head ${head}`;
-        return el(
-          "button",
-          { type: "button", "aria-label": `Switch ${words} on again`, onclick: () => this.flip(layer, head) },
-          `${words} ×`,
+      const layers = new Map();
+      for (const key of this.off) {
+        const [layer, head] = key.split(".").map(Number);
+        layers.set(
+          layer,
+          [...(layers.get(layer) ?? []), head].sort((a, b) => a - b),
         );
+      }
+      const buttons = [...layers].map(([layer, heads]) => {
+        const words = `layer ${layer}, ${heads.length === 1 ? "head" : "heads"} ${lce.list(heads.map(String))}`;
+        const onclick = () => this.flip(layer, heads);
+        return el("button", { type: "button", "aria-label": `Switch on again: ${words}`, onclick }, `${words} ×`);
       });
-      get("ask-off").hidden = !heads.length;
-      get("ask-off").replaceChildren(el("span", { class: "muted" }, "Off in the next run:"), ...heads);
+      get("ask-off").hidden = !buttons.length;
+      get("ask-off").replaceChildren(el("span", { class: "muted" }, "Off in the next run:"), ...buttons);
     }
 
     /** The runs of the recording before that can be shown beside a new one: those on the same text. */

@@ -91,17 +91,14 @@
         el("p", { class: `verdict ${kind}` }, el("b", {}, `Layer ${layer}, head ${head}. ${strong}`), " ", words),
       ];
       if (live) {
-        const off = this.toggle.is(layer, head);
+        const all = Array.from({ length: run.heads }, (_, each) => each);
+        const button = (heads, what) => {
+          const off = this.toggle.is(layer, heads);
+          const onclick = () => this.toggle.flip(layer, heads);
+          return el("button", { type: "button", "aria-pressed": String(off), onclick }, `Switch ${what} off`);
+        };
         parts.push(
-          el(
-            "p",
-            { class: "row verdict" },
-            el(
-              "button",
-              { type: "button", "aria-pressed": String(off), onclick: () => this.toggle.flip(layer, head) },
-              off ? "Off at the next run: switch on again" : "Switch this head off",
-            ),
-          ),
+          el("p", { class: "row verdict" }, button([head], "this head"), button(all, "all heads of this layer")),
         );
       }
       if (!look) parts.push(this.elsewhere(run, t));
