@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lce.inspect.given import given
 from lce.inspect.packing import Numbers
@@ -50,10 +51,12 @@ class Looks:
             notes = self.watch.layers[layer]
             for some in self._slices(notes):
                 weights = self._weights(notes, some)
+                masses = self._masses(weights)
+                numbers = weights.numpy()
                 for at, noted in enumerate(some):
                     look = looks.setdefault(noted.query, _empty_look())
-                    row = np.ascontiguousarray(weights[:, at, : noted.query + 1])
-                    _Row(self, notes, noted, row).add_to(look, choosers)
+                    row = _Row(self, notes, noted, numbers[:, at, : noted.query + 1], masses[:, at])
+                    row.add_to(look, choosers)
             self.progress(layer + 1, len(self.watch.layers))
         return looks
 
@@ -69,13 +72,19 @@ class Looks:
         if some:
             yield some
 
-    def _weights(self, notes: LayerNotes, some: Sequence[Noted]) -> Numbers:
-        """True attention of some queries, `[H, T, N]`."""
+    def _weights(self, notes: LayerNotes, some: Sequence[Noted]) -> Tensor:
+        """True attention of some queries, `[H, T, N]`, on the CPU."""
         first, stop = some[0].query, some[-1].query + 1
         step = replace(notes.step, start=first, stop=stop, memo={}, all_devices={}, note=None, note_scores=None)
         q = torch.stack([noted.q for noted in some], dim=1)
         positions = torch.tensor([noted.query for noted in some], device=q.device)
-        return TrueMass(notes.method, notes.cache, step, self.judge).weights(q, positions).cpu().numpy()
+        return TrueMass(notes.method, notes.cache, step, self.judge).weights(q, positions).cpu()
+
+    def _masses(self, weights: Tensor) -> Numbers:
+        """The sums of weights `[H, T, N]` over each choice: `[H, T, M]`."""
+        n = max(0, weights.shape[-1] - self.first)
+        padded = torch.nn.functional.pad(weights[..., self.first :], (0, -n % self.size))
+        return padded.unflatten(-1, (-1, self.size)).sum(-1).numpy() if n else np.zeros((*weights.shape[:2], 0))
 
 
 def _empty_look() -> Look:
@@ -85,12 +94,11 @@ def _empty_look() -> Look:
 class _Row:
     """One query in one layer: `weights [H, n]` is its true attention to the n tokens up to itself."""
 
-    def __init__(self, looks: Looks, notes: LayerNotes, noted: Noted, weights: Numbers) -> None:
+    def __init__(self, looks: Looks, notes: LayerNotes, noted: Noted, weights: Numbers, masses: Numbers) -> None:
         self.looks, self.notes, self.noted, self.weights = looks, notes, noted, weights
         (self.n_heads, n), first, size = weights.shape, looks.first, looks.size
         self.n_chunks = max(0, -(-(n - first) // size))
-        padded = np.pad(weights[:, first:], ((0, 0), (0, self.n_chunks * size - max(0, n - first))))
-        self.masses = padded.reshape(self.n_heads, self.n_chunks, size).sum(-1)  # [H, M]
+        self.masses = masses[:, : self.n_chunks]  # [H, M]
         self.chosen: Numbers = noted.chosen.numpy()  # [H, K]
         self.taken = self.chosen >= 0
         self.scores, self.ranks = self._by_head()
@@ -197,9 +205,11 @@ class _Row:
         reachable, counts = recall, self.taken.sum(-1)
         if self.scores is not None and counts.any():
             could = np.where(np.isnan(self.scores), 0.0, self.masses)
-            best = -np.sort(-could, axis=-1).cumsum(-1)
-            within = np.take_along_axis(best, np.clip(counts - 1, 0, None)[:, None], 1)[:, 0]
-            reachable = np.maximum(recall, always + np.where(counts > 0, within, 0.0))
+            most = min(int(counts.max()), could.shape[1])
+            best = -np.sort(np.partition(-could, most - 1, axis=-1)[:, :most], axis=-1)
+            sums = np.concatenate([np.zeros((self.n_heads, 1)), best.cumsum(-1)], axis=1)
+            within = np.take_along_axis(sums, counts[:, None].clip(max=most), 1)[:, 0]
+            reachable = np.maximum(recall, always + within)
         missed, lost = 1 - recall, reachable - recall
         found = []
         for head in range(self.n_heads):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,6 +169,20 @@ class SpanRuns:
 
     def __init__(self) -> None:
         self.runs: list[list[Any]] = []
+        self.block = (-1, -1)  # the queries that were added last
+        self.latest: list[Spans] = []  # and their spans
+
+    def extend(self, block: tuple[int, int], spans: list[Spans]) -> None:
+        """Add the spans of queries `start..stop-1`."""
+        for query, found in enumerate(spans, block[0]):
+            self.add(query, found)
+        self.block, self.latest = block, spans
+
+    def copy(self) -> SpanRuns:
+        """Runs that grow on their own from here on."""
+        other = SpanRuns()
+        other.runs = deepcopy(self.runs)
+        return other
 
     def add(self, query: int, spans: Spans) -> None:
         """The spans of a query. One that was there before is replaced, with all after it."""

@@ -42,8 +42,8 @@ class LayerNotes:
     method: Method
     cache: LayerCache
     step: Step
+    spans: SpanRuns | None  # None: the method does not say
     noted: dict[int, Noted] = field(default_factory=dict)
-    spans: SpanRuns | None = field(default_factory=SpanRuns)  # None: the method does not say
 
 
 class Watch:
@@ -66,6 +66,7 @@ class Watch:
         self.check = check or (lambda: None)
         self.layers: dict[int, LayerNotes] = {}
         self.choices: Choices | None = None
+        self.shared = SpanRuns()  # of all layers, until one differs
         self.pieces: dict[Any, list[Piece]] = {}
 
     def rows(self, step: Step) -> Tensor:
@@ -90,18 +91,26 @@ class Watch:
         out = method.attend(q, cache, noted)
         if chosen and chosen[-1].shape[-1]:
             self.choices.add(layer, chosen[-1])
-        notes = self.layers.setdefault(layer, LayerNotes(method, cache, step))
+        notes = self.layers.setdefault(layer, LayerNotes(method, cache, step, self.shared))
         notes.step = step
-        spans = spans_by_query(method, cache, step)
-        if spans is None:
-            notes.spans = None
-        elif notes.spans is not None:
-            for query, found in enumerate(spans, step.start):
-                notes.spans.add(query, found)
+        spans = self._spans(notes, step)
         if len(rows):
             self._note(notes, q, rows, chosen[-1] if chosen else None, scores[-1] if scores else None, spans)
         off = [head for at, head in self.off if at == layer]
         return out.index_fill(0, torch.tensor(off, device=out.device), 0.0) if off else out
+
+    def _spans(self, notes: LayerNotes, step: Step) -> list[Spans] | None:
+        """What each query of the block attends whatever is chosen; kept as runs, once for layers that are alike."""
+        spans = spans_by_query(notes.method, notes.cache, step)
+        block = step.start, step.stop
+        if spans is None or notes.spans is None:
+            notes.spans = None
+        elif notes.spans.block != block:
+            notes.spans.extend(block, spans)
+        elif notes.spans.latest != spans:  # another layer had these runs too, and goes another way
+            notes.spans = notes.spans.copy()
+            notes.spans.extend(block, spans)
+        return spans
 
     def _near(self, method: Method, step: Step, query: int, spans: Spans, device: torch.device) -> list[Piece]:
         """`distances_of`, once for all layers in which a query has these spans."""

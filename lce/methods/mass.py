@@ -149,7 +149,10 @@ def spans_by_query(method: Method, cache: LayerCache, step: Step) -> list[list[l
     if says_for(type(method), "spans", "always"):
         found = method.spans(cache, step)
         if found is not None:
-            return [[[a, min(b, step.stop)] for a, b in row if a < b] for row in found.tolist()]
+            all_spans: list[list[list[int]]] = found.clamp(max=step.stop).tolist()
+            if (found[..., 0] < found[..., 1]).all():
+                return all_spans
+            return [[span for span in row if span[0] < span[1]] for row in all_spans]
     mask = method.always(cache, step)
     return None if mask is None else [_true_runs(row) for row in mask.cpu()]
 
