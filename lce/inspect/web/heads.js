@@ -2,6 +2,7 @@
 "use strict";
 (() => {
   const { el } = lce;
+  const FAINT = 0.002; // true attention below which nothing is drawn where heads do not choose
   const NOTABLE = 0.02; // true attention from which a chunk that is not attended is drawn as missed
 
   /** The chunks with true attention that a head does not attend, as [chunk, mass, rank]; none without a closer look. */
@@ -162,6 +163,7 @@
       look?.chosen.forEach((chunk, i) => mass.set(chunk, look.mass[i]));
       if (!run.chooses(layer)) {
         for (const [chunk, share] of mass) {
+          if (share < FAINT) continue;
           g.fillStyle = lce.blue(0.15 + 0.85 * Math.sqrt(share));
           g.fillRect(...box(chunk, 2));
         }
@@ -219,7 +221,8 @@
       const misses = missing ? lce.some(missing, "head misses", "heads miss") : "none misses";
       this.rest = run.choosing.length
         ? [
-            `${lce.some(heads, "head")} chose ${lce.some(distinct, `different ${run.word}`)} of ${before} before this query`,
+            `${lce.some(heads, "head")} chose ${lce.some(distinct, `different ${run.word}`)}`,
+            ` of ${before} before this query`,
             run.look(t) ? `; ${misses} a ${run.word} with 10% or more of its true attention.` : ".",
           ].join("")
         : "This method chooses nothing: every head attends by the same rule. Blue is where the true attention is.";

@@ -42,6 +42,7 @@
 
     begin(about) {
       this.methods = about.methods;
+      this.heads = about.model.heads;
       get("ask-method").replaceChildren(
         ...about.methods.map((method) => el("option", { value: method.name }, method.name)),
       );
@@ -192,7 +193,8 @@
         );
       }
       const buttons = [...layers].map(([layer, heads]) => {
-        const words = `layer ${layer}, ${heads.length === 1 ? "head" : "heads"} ${lce.list(heads.map(String))}`;
+        const some = `${heads.length === 1 ? "head" : "heads"} ${lce.list(heads.map(String))}`;
+        const words = `layer ${layer}, ${heads.length === this.heads ? "all heads" : some}`;
         const onclick = () => this.flip(layer, heads);
         return el("button", { type: "button", "aria-label": `Switch on again: ${words}`, onclick }, `${words} ×`);
       });

@@ -134,7 +134,7 @@
       ];
       const body = shown.map((row) => {
         const bar = el("span", { class: "bar" });
-        bar.style.width = `${5 * Math.max(0, (row.mass ?? 0) / top)}rem`;
+        bar.style.width = `${4 * Math.max(0, (row.mass ?? 0) / top)}rem`;
         bar.hidden = !row.mass;
         const score = row.score != null && isFinite(row.score) ? lce.number(Number(row.score.toPrecision(4))) : "–";
         const words = el(
