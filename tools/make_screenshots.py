@@ -112,7 +112,7 @@ def live_picture(browser: Browser) -> bytes:
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as engine:
         try:
             assert engine.stdout is not None
-            page = browser.open(engine.stdout.readline().strip(), width=1440, height=1000)
+            page = browser.open(engine.stdout.readline().strip(), width=1280, height=900)
             page.wait("document.querySelector('[data-knob]')", 60)
             for field, value in (("ask-text", prompt), ("ask-mark", key), ("ask-tokens", "6")):
                 page.value(f"document.getElementById({field!r}).value = {value!r}")
@@ -139,7 +139,7 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, Browser(timeout_s=60) as browser:
         source = given.page or record(Path(folder), given.methods)
-        page = browser.open(source.absolute().as_uri(), width=1440, height=1000)
+        page = browser.open(source.absolute().as_uri(), width=1280, height=900)
         made = pictures(page)
         if page.complaints:
             sys.exit(f"the page complains: {page.complaints}")
