@@ -1,0 +1,23 @@
+"""Comments behind fields as their descriptions in the API reference: an extension of Griffe, named in mkdocs.yml."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+COMMENT = re.compile(r"  # (?!noqa|type:|fmt:)(.*)$")
+
+
+class FieldComments(griffe.Extension):
+    """Gives an attribute without a docstring the comment at the end of its line: `decode_s: float  # after ...`."""
+
+    def on_attribute_instance(self, *, attr: griffe.Attribute, agent: Any, **kwargs: Any) -> None:
+        if attr.docstring or attr.lineno is None or not attr.parent or not attr.parent.is_class:
+            return
+        lines = attr.source.splitlines()
+        found = COMMENT.search(lines[-1]) if lines else None
+        if found:
+            text = found[1][0].upper() + found[1][1:]
+            attr.docstring = griffe.Docstring(f"{text}." if text[-1] not in ".;:" else text, parent=attr)
