@@ -14,7 +14,7 @@ class FieldComments(griffe.Extension):
     """Gives an attribute without a docstring the comment at the end of its line: `decode_s: float  # after ...`."""
 
     def on_attribute_instance(self, *, attr: griffe.Attribute, agent: Any, **kwargs: Any) -> None:
-        if attr.docstring or attr.lineno is None or not attr.parent or not attr.parent.is_class:
+        if attr.docstring or attr.lineno is None:
             return
         lines = attr.source.splitlines()
         found = COMMENT.search(lines[-1]) if lines else None
