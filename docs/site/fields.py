@@ -1,4 +1,4 @@
-"""Comments behind fields as their descriptions in the API reference: an extension of Griffe, named in mkdocs.yml."""
+"""What the API reference makes of fields: an extension of Griffe, named in mkdocs.yml."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ import griffe
 COMMENT = re.compile(r"  # (?!noqa|type:|fmt:)(.*)$")
 
 
-class FieldComments(griffe.Extension):
-    """Gives an attribute without a docstring the comment at the end of its line: `decode_s: float  # after ...`."""
+class Fields(griffe.Extension):
+    """Gives an attribute without a docstring the comment at the end of its line: `decode_s: float  # after ...`.
+
+    And a field that is annotated as a bare `ClassVar` is no parameter of its dataclass.
+    """
 
     def on_attribute_instance(self, *, attr: griffe.Attribute, agent: Any, **kwargs: Any) -> None:
+        if str(attr.annotation) == "ClassVar":
+            attr.labels.discard("instance-attribute")
         if attr.docstring or attr.lineno is None:
             return
         lines = attr.source.splitlines()

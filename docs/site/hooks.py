@@ -1,12 +1,12 @@
 """What the site does with Markdown that also reads well on its own: hooks of MkDocs, named in mkdocs.yml.
 
-- Files outside docs/ become pages: those of `extra.outside`, and whatever a page links to. A file of code becomes a page
-  that shows it, any other file is copied. Links are turned to where their targets are in the site.
+- Files outside docs/ become pages: those of `extra.outside`, and whatever a page links to. A file of code becomes a
+  page that shows it, any other file is copied. Links are turned to where their targets are in the site.
 - A folder in the navigation, `tour/`, stands for its pages in the order of their names.
-- `<!-- api: lce.load lce.plan -->` becomes the reference of these names, made from their docstrings. `members=no` leaves
-  out what classes have.
-- The site needs no network: the one script that the theme loads from elsewhere is in docs/site, and a page that asks for
-  anything else from elsewhere is an error.
+- `<!-- api: lce.load lce.plan -->` becomes the reference of these names, made from their docstrings. `members=no`
+  leaves out what classes have; `name=home` says where a name is that a module has too.
+- The site needs no network: the one script that the theme loads from elsewhere is in docs/site, and a page that asks
+  for anything else from elsewhere is an error.
 """
 
 from __future__ import annotations
@@ -130,8 +130,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def _reference(match: re.Match[str]) -> str:
     words = match[1].split()
-    options = "\n    options:\n      members: false" if "members=no" in words else ""
-    return "\n\n".join(f"::: {name}{options}" for name in words if name != "members=no")
+    members = "\n      members: false" if "members=no" in words else ""
+    entries = []
+    for name, _, home in (word.partition("=") for word in words if word != "members=no"):
+        heading = f"\n      heading: {name}" if home else ""
+        options = f"\n    options:{members}{heading}" if members or heading else ""
+        entries.append(f"::: {home or name}{options}")
+    return "\n\n".join(entries)
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
