@@ -65,7 +65,7 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
     other.write_text("# Here\n[back](../page.md#top)")
     page.write_text(
         "# Top\n[a](b.md) `[c](d.md)` ![e](f.png)\n```\n[g](h.md)\n```\n[i](https://x.org) [j](#k) [l](#top)\n"
-        "[m](folder) [n](folder/other.md#here) [o](folder/other.md#there) [p](../..) <img src='q'> <img src=\"r.svg\">\n"
+        "[m](folder) [n](folder/other.md#here) [o](folder/other.md#there) [p](..) <img src='q'> <img src=\"r.svg\">\n"
     )
-    assert broken(page, tmp_path) == ["b.md", "f.png", "#k", "folder/other.md#there", "../..", "r.svg"]
+    assert broken(page, tmp_path) == ["b.md", "f.png", "#k", "folder/other.md#there", "..", "r.svg"]
     assert broken(other, tmp_path) == []
