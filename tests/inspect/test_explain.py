@@ -17,7 +17,7 @@ from lce.attention import rotate
 from lce.cache.layer import LayerCache
 from lce.errors import UsageError
 from lce.inspect.explain import HEADS, KV_HEADS, MOST_TOKENS, REACH, explain, vectors
-from lce.methods import Method, Step, available, find, make, selects
+from lce.methods import Method, Step, available, make, selects
 from lce.methods.parts import attend_behind
 from tests import oracle
 from tests.command import assert_error, run, spawn
