@@ -58,6 +58,11 @@ def repository_path(page: str, target: str) -> str:
     return path
 
 
+def in_order(name: str) -> tuple[bool, list[int], str]:
+    """Pages by their names: the folder's own page first, and numbers as numbers."""
+    return name not in ("README.md", "index.md"), [int(number) for number in re.findall(r"^\d+", name)], name
+
+
 def uri_of(path: str) -> str | None:
     """Where a file of the repository is in the site; None if it is not there."""
     return path.removeprefix("docs/") if path.startswith("docs/") else _uris.get(path)
@@ -77,7 +82,8 @@ def _expanded(nav: Any) -> Any:
         found = _expanded(inner)
         return {title: found} if found else None
     if nav.endswith("/"):
-        return [nav + path.name for path in sorted((ROOT / "docs" / nav).glob("*.md"))]
+        pages = sorted((path.name for path in (ROOT / "docs" / nav).glob("*.md")), key=in_order)
+        return [nav + name for name in pages]
     return nav
 
 
@@ -125,6 +131,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{match['before']}{target}{match['anchor'] or ''}{match['after']}"
 
     text = "".join(LINK.sub(turned, text) if is_prose else text for text, is_prose in prose(markdown))
+    text = text.replace("<details>", '<details markdown="1">')  # what is folded is Markdown too, as on GitHub
     return API.sub(_reference, text)
 
 
