@@ -89,19 +89,32 @@ def explain(
     distance gives the same output at any distance; its nearest key is then reported at its distance in the text. Raises
     `UsageError` for a method whose weights depend on positions in another way than by whole distances.
     """
-    given = Example() if not isinstance(method, str) or window is not None else find(method).example
-    window, block = given.window if window is None else window, given.block if block is None else block
+    method, window, block = _setting(method, knobs or {}, window, block)
     tokens, window = _between("tokens", tokens, 1, MOST_TOKENS), _between("window", window, 1, REACH)
     head, seed = _between("head", head, 0, HEADS - 1), _between("seed", seed, 0, 2**63 - 1)
     block = None if block is None else count(block, "block")
-    method = make(method, {**given.knobs, **(knobs or {})}) if isinstance(method, str) else method
-    if not isinstance(method, Method):
-        raise UsageError(f"method is {shown(method)}; expected a name, or an instance of lce.Method")
     method = method.resolve(window)
     block = min(block or method.block, tokens)
     bench = _Bench(method, *vectors(tokens, seed), window, block, head)
     factor = bench.factor()
     return Explanation(method, window, tokens, block, head, seed, bench.attended, _distances(bench, factor), factor)
+
+
+def _setting(
+    method: object, knobs: Mapping[str, Any], window: int | None, block: int | None
+) -> tuple[Method, int, int | None]:
+    """The method, the window and the block that were asked for; those of the method's example where they were not."""
+    if isinstance(method, Method):
+        if knobs:
+            raise UsageError("knobs are for a method's name; give an instance its knobs when it is made")
+        return method, Example().window if window is None else window, block
+    if not isinstance(method, str):
+        raise UsageError(f"method is {shown(method)}; expected a name, or an instance of lce.Method")
+    if window is not None:
+        return make(method, knobs), window, block
+    example = find(method).example
+    under = {} if "preset" in knobs else example.knobs  # a preset is a whole setting of its own
+    return make(method, {**under, **knobs}), example.window, example.block if block is None else block
 
 
 def _between(what: str, value: object, least: int, most: int) -> int:

@@ -95,7 +95,10 @@ def test_links_are_turned_to_where_pages_are(hooks: ModuleType) -> None:
 def test_a_folder_stands_for_its_pages_in_their_order(hooks: ModuleType) -> None:
     assert sorted(["10-b.md", "2-a.md", "README.md", "about.md"], key=hooks.in_order)[0] == "README.md"
     assert sorted(["10-b.md", "2-a.md"], key=hooks.in_order) == ["2-a.md", "10-b.md"]
-    assert hooks._expanded([{"A": "a.md"}, {"B": [{"C": "none/"}, "d.md"]}, {"E": "api/"}])[:2] == [{"A": "a.md"}, {"B": ["d.md"]}]
+    assert hooks._expanded([{"A": "a.md"}, {"B": [{"C": "none/"}, "d.md"]}, {"E": "api/"}])[:2] == [
+        {"A": "a.md"},
+        {"B": ["d.md"]},
+    ]
     assert hooks._expanded("api/") == [f"api/{page.name}" for page in sorted((DOCS / "api").glob("*.md"))]
 
 

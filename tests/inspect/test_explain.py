@@ -298,6 +298,10 @@ def test_what_a_name_stands_for() -> None:
     assert explain("infllm", block=2).block == 2
     assert explain("quest", window=12).window == 12
     assert explain(make("quest")).window == 12
+    with pytest.raises(UsageError, match="2 chunks of 256 tokens"):
+        explain("longheads", knobs={"preset": "released", "chunks": 2})
+    with pytest.raises(UsageError, match="give an instance its knobs"):
+        explain(make("dca"), knobs={"chunk_size": 3})
 
 
 def test_prints_an_aligned_matrix() -> None:
