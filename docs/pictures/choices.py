@@ -101,8 +101,12 @@ def draw(out: Path, shares: dict[int, Tensor], at: tuple[int, int], fact: range,
     figure = Figure(figsize=(10, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     extent = (0, n_bins * size)
-    left.imshow(last, cmap=CHOSEN, vmin=0, vmax=1, aspect="auto", extent=(*extent, len(last), 0), interpolation="none")
-    right.imshow(one, cmap=CHOSEN, vmin=0, vmax=1, aspect="auto", extent=(*extent, n_tokens, 0), interpolation="none")
+    left.imshow(
+        last.numpy(), cmap=CHOSEN, vmin=0, vmax=1, aspect="auto", extent=(*extent, len(last), 0), interpolation="none"
+    )
+    right.imshow(
+        one.numpy(), cmap=CHOSEN, vmin=0, vmax=1, aspect="auto", extent=(*extent, n_tokens, 0), interpolation="none"
+    )
     left.set_yticks([(i + 0.5) * n_heads for i in range(len(shares))], [f"layer {layer}" for layer in shares])
     for i in range(1, len(shares)):
         left.axhline(i * n_heads, color="black", linewidth=0.6)
