@@ -25,6 +25,9 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[2]
 CODE = {".py": "python", ".toml": "toml", ".sh": "bash", ".cfg": "ini", ".js": "js", ".css": "css"}
 FENCED = re.compile(r"^( *)(```+|~~~+).*?^\1\2 *$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+INFO = re.compile(
+    r"^( *(?:```+|~~~+) *\w+) +[^\n{}=]*$", re.MULTILINE
+)  # words behind a block's language, for other tools
 LINK = re.compile(r"(?P<before>\]\()(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?P<after>\))")
 API = re.compile(r"^<!-- api: (.*?) -->$", re.MULTILINE | re.DOTALL)
 SHIM = "https://unpkg.com/iframe-worker/shim"  # of Material's plugin `offline`
@@ -130,7 +133,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         target = target if found is None else posixpath.relpath(found, posixpath.dirname(uri))
         return f"{match['before']}{target}{match['anchor'] or ''}{match['after']}"
 
-    text = "".join(LINK.sub(turned, text) if is_prose else text for text, is_prose in prose(markdown))
+    pieces = (LINK.sub(turned, text) if is_prose else INFO.sub(r"\1", text) for text, is_prose in prose(markdown))
+    text = "".join(pieces)
     text = text.replace("<details>", '<details markdown="1">')  # what is folded is Markdown too, as on GitHub
     return API.sub(_reference, text)
 

@@ -102,6 +102,12 @@ def test_a_folder_stands_for_its_pages_in_their_order(hooks: ModuleType) -> None
     assert hooks._expanded("api/") == [f"api/{page.name}" for page in sorted((DOCS / "api").glob("*.md"))]
 
 
+def test_code_keeps_its_language_and_folds_are_markdown(hooks: ModuleType) -> None:
+    page = "```text varies\na\n```\n```python\n``` {.x a=1}\n```\n<details><summary>S</summary>\n"
+    made = '```text\na\n```\n```python\n``` {.x a=1}\n```\n<details markdown="1"><summary>S</summary>\n'
+    assert turned(hooks, "tour/1.md", page) == made
+
+
 def test_names_become_their_reference(hooks: ModuleType) -> None:
     hooks._uris.clear()
     assert turned(hooks, "api/x.md", "<!-- api: lce.load\nlce.plan -->") == "::: lce.load\n\n::: lce.plan"
