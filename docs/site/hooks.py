@@ -28,6 +28,8 @@ FENCED = re.compile(r"^( *)(```+|~~~+).*?^\1\2 *$|`[^`\n]+`", re.MULTILINE | re.
 INFO = re.compile(
     r"^( *(?:```+|~~~+) *\w+) +[^\n{}=]*$", re.MULTILINE
 )  # words behind a block's language, for other tools
+ROW = re.compile(r"^\|.*$", re.MULTILINE)  # of a table, where GitHub writes a stroke in code as \|
+SPAN = re.compile(r"`[^`\n]+`")
 LINK = re.compile(r"(?P<before>\]\()(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?P<after>\))")
 API = re.compile(r"^<!-- api: (.*?) -->$", re.MULTILINE | re.DOTALL)
 SHIM = "https://unpkg.com/iframe-worker/shim"  # of Material's plugin `offline`
@@ -134,7 +136,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{match['before']}{target}{match['anchor'] or ''}{match['after']}"
 
     pieces = (LINK.sub(turned, text) if is_prose else INFO.sub(r"\1", text) for text, is_prose in prose(markdown))
-    text = "".join(pieces)
+    text = ROW.sub(lambda row: SPAN.sub(lambda span: span.group().replace("\\|", "|"), row.group()), "".join(pieces))
     text = text.replace("<details>", '<details markdown="1">')  # what is folded is Markdown too, as on GitHub
     return API.sub(_reference, text)
 

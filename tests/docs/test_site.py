@@ -108,6 +108,10 @@ def test_code_keeps_its_language_and_folds_are_markdown(hooks: ModuleType) -> No
     assert turned(hooks, "tour/1.md", page) == made
 
 
+def test_strokes_in_the_code_of_tables_are_strokes(hooks: ModuleType) -> None:
+    assert turned(hooks, "x.md", "| `a\\|b` | c\\|d |\n`e\\|f`") == "| `a|b` | c\\|d |\n`e\\|f`"
+
+
 def test_names_become_their_reference(hooks: ModuleType) -> None:
     hooks._uris.clear()
     assert turned(hooks, "api/x.md", "<!-- api: lce.load\nlce.plan -->") == "::: lce.load\n\n::: lce.plan"
