@@ -1,6 +1,8 @@
 # make demo    sets everything up and asks the embedded model about a long text
 # make test    sets everything up and runs the tests
 # make check   checks format, lint and types
+# make docs    builds the documentation as a site, build/site/index.html; fails on any warning, such as a broken link
+# make pictures  draws the pictures of the documentation anew, by the commands that stand below them
 # make gpu     measures and checks everything on a GPU, with the system's Python: OUT=folder, STAGES=0,4
 # make venv    makes the virtual environment with lce in editable form; PYTHON=python3.12 selects the Python
 
@@ -11,7 +13,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check gpu venv
+.PHONY: demo test check docs pictures gpu venv
 
 demo: $(VENV)/runtime.stamp
 	$(BIN)/lce generate --model demo --method longheads --prompt-file examples/haystack.txt
@@ -23,6 +25,15 @@ check: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Docstrings are read, not imported. What is pinned gives the same pages anywhere; nothing is fetched but packages.
+docs: $(VENV)/docs.stamp
+	PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "build/site/index.html"
+
+pictures: $(VENV)/dev.stamp
+	$(BIN)/python docs/diagrams/draw.py
+	$(BIN)/python docs/pictures/draw.py
 
 # No virtual environment and no network: a machine with a GPU has its own PyTorch.
 gpu:
@@ -38,6 +49,10 @@ $(BIN)/python:
 $(VENV)/runtime.stamp: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e .
 	@touch $@
+
+$(VENV)/docs.stamp: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e '.[docs]'
+	@touch $@ $(VENV)/runtime.stamp
 
 $(VENV)/dev.stamp: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e '.[dev]'

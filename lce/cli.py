@@ -288,27 +288,29 @@ def inspect(
 
 
 @cli.command()
-@options.method_argument
+@options.named_options
 @option("--tokens", type=options.COUNT, default=24, metavar="N", help="Length of the made-up text.")
-@option("--window", type=options.COUNT, default=12, metavar="N", help="Positions the model can be trusted on.")
-@option(
-    "--block", type=options.COUNT, metavar="N", help="Tokens prefilled in one step.  [default: what suits the method]"
-)
+@option("--window", type=options.COUNT, metavar="N", help="Positions of the model, and knobs by default for them.")
+@option("--block", type=options.COUNT, metavar="N", help="Tokens prefilled in one step.")
 @option("--head", type=options.INDEX, default=0, metavar="N", help="Which of 4 query heads, over 2 KV heads.")
 @option("--seed", type=int, default=0, help="Another seed makes another text.")
 @option("--plot", metavar="FILE", help="Also draw the matrix, as .png, .svg or .pdf; needs lce[plot].")
 @options.json_options
-def explain(method: lce.Method, plot: str | None, output: Output, **setting: Any) -> None:
+def explain(named: tuple[str, dict[str, str]], plot: str | None, output: Output, **setting: Any) -> None:
     """Show which keys a METHOD attends, and the distances at which it sees them.
 
     The method runs on a short made-up text without a model, and the matrix is read from its output. A row is a query
     and a column a key; a cell is the distance in positions, or a dot if the query does not attend the key. The text is
     random vectors, so methods that select keys by content select among random ones.
+
+    Without --window the knobs are those of a small example that shows the method's idea; -o changes single ones. With
+    --window they are the method's defaults for it.
     """
     from lce.inspect import explain as inspection
 
     options.new_file(plot, force=True)
-    explanation = inspection.explain(method, **setting)
+    method, knobs = named
+    explanation = inspection.explain(method, knobs=knobs, **setting)
     if plot is not None:
         from lce.inspect.picture import draw
 

@@ -74,8 +74,8 @@ class Conversation(Unique):
         Raises `ModelError` if the model has no chat template.
         """
         self.engine = engine
-        self.context = context
-        self.tokens_read = 0
+        self.context = context  # of all turns so far; None before the first
+        self.tokens_read = 0  # by the last turn
         self._length = tokens_of(length, "length", least=0)
         self._before = [] if context is None else list(context.token_ids)  # what no message of ours stands for
         if self._before and system is not None:

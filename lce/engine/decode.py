@@ -22,18 +22,20 @@ class Stats:
     prompt_tokens: int = 0  # those of this call
     read_before: int = 0  # tokens in front of them, which the context had already
     generated_tokens: int = 0
-    prefill_s: float = 0.0
-    first_token_s: float = 0.0
+    prefill_s: float = 0.0  # of this call's prompt
+    first_token_s: float = 0.0  # from the beginning of the call
     decode_s: float = 0.0  # after the first token
-    memory: dict[str, int] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)  # bytes of the cache by tier
     traffic: dict[str, Traffic] = field(default_factory=dict)  # by tier, where the cache has more than one
 
     @property
     def prefill_tokens_per_s(self) -> float:
+        """Prompt tokens a second; 0 where nothing was prefilled."""
         return self.prompt_tokens / self.prefill_s if self.prefill_s else 0.0
 
     @property
     def decode_tokens_per_s(self) -> float:
+        """Tokens a second after the first one; 0 where there is one at most."""
         return max(0, self.generated_tokens - 1) / self.decode_s if self.decode_s else 0.0
 
 
@@ -79,7 +81,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of a generation's text; later pieces do not change it."""
+    """A piece of a generation's text, `str(piece)` or `piece.text`; later pieces do not change it."""
 
     text: str
 

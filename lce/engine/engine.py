@@ -43,7 +43,11 @@ from lce.tokenizer.tokenizer import NoTokenizer
 
 
 class Engine(Runner):
-    """Prefills and generates with one model and one method. Never changes: all state is in contexts."""
+    """Prefills and generates with one model and one method. Never changes: all state is in contexts.
+
+    What was chosen when it was loaded is in `method`, with every knob filled in, `window`, `rope`, `block`, `device`,
+    `dtype` and `weights`; `tokenizer` turns text into token ids and back.
+    """
 
     @property
     def fingerprint(self) -> str:

@@ -51,19 +51,24 @@ def load(
 ) -> Engine:  # fmt: skip
     """An engine over the model folder `model`, or over the embedded "demo".
 
-    `method` is a name or an instance. `device` and `dtype` are names, or PyTorch's own objects; the `dtype` "auto"
-    is the checkpoint's. Several GPUs share the layers: "cuda:0,cuda:1", a list, or "cuda:all" for all that there
-    are. `block` tokens are prefilled in one step; None is what suits the method. `window` overrides the positions
-    that the model is trusted on. `rope` and `rope_factor` override the checkpoint's RoPE scaling. The budgets bound
-    the keys and values of a context in each kind of memory, in bytes or as "8GiB"; on the CPU both are the same
-    memory and the smaller one counts. Keys and values beyond them go to a file in `spill_dir`, which is removed
-    with the context. `kv_dtype` "int8" keeps old keys and values in 8 bits below the device, that is in host memory
-    beside a GPU, in that file and in context files: half the bytes of 16 bits, and results that are rounded.
-    `weights` "int8" and "int4" round the matrices of any checkpoint as it is loaded, to a half and 0.3 of
-    bfloat16's bytes, for CPUs alone; "auto" takes them as they are stored. `threads` is how many the whole process
-    computes with from now on; None changes nothing. `sharing` is an engine of the same model, device, dtype and
-    weights: the new one uses its weights and reads none. Raises `ModelError` for a folder that is no valid model,
-    and `UsageError` for options that cannot be used.
+    - `method`: a name or an instance.
+    - `device`, `dtype`: names, or PyTorch's own objects; the `dtype` "auto" is the checkpoint's. Several GPUs share the
+      layers: "cuda:0,cuda:1", a list, or "cuda:all" for all that there are.
+    - `block`: tokens prefilled in one step; None is what suits the method.
+    - `window`: overrides the positions that the model is trusted on.
+    - `attention`: the backend, by its name; "auto" takes the fastest that the machine has.
+    - `rope`, `rope_factor`: override the checkpoint's RoPE scaling.
+    - `kv_device_budget`, `kv_host_budget`: bound the keys and values of a context in each kind of memory, in bytes or
+      as "8GiB". On the CPU both are the same memory, and the smaller one counts.
+    - `spill_dir`: keys and values beyond the budgets go to a file in this folder, which is removed with the context.
+    - `kv_dtype`: "int8" keeps old keys and values in 8 bits below the device, that is in host memory beside a GPU, in
+      the spill file and in context files: half the bytes of 16 bits, and results that are rounded.
+    - `weights`: "int8" and "int4" round the matrices of any checkpoint as it is loaded, to a half and 0.3 of bfloat16's
+      bytes, for CPUs alone; "auto" takes them as they are stored.
+    - `threads`: how many the whole process computes with from now on; None changes nothing.
+    - `sharing`: an engine of the same model, device, dtype and weights; the new one uses its weights and reads none.
+
+    Raises `ModelError` for a folder that is no valid model, and `UsageError` for options that cannot be used.
     """
     folder, block, window = folder_of(model), sized(block, "block", 1), sized(window, "window", 2)
     if threads is not None:

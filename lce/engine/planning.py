@@ -41,10 +41,12 @@ class Need:
 
     @property
     def in_budget(self) -> bool:
+        """Whether the keys and values are within the budget, where there is one."""
         return self.budget is None or self.keys_and_values <= self.budget
 
     @property
     def fits(self) -> bool:
+        """Whether they are within the budget, and all of it within what is available."""
         return self.in_budget and (self.available is None or self.needed <= self.available)
 
     def with_more(self, other: Need) -> Need:
@@ -73,6 +75,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
+        """Whether `tokens` tokens fit."""
         return self.refusal is None
 
 

@@ -19,14 +19,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lce.errors import UsageError, shown
-from lce.methods import Method, Rope, RopeConfig, make, run
+from lce.methods import Example, Method, Rope, RopeConfig, find, make, run
 from lce.sizes import count
 
 HEADS, KV_HEADS = 4, 2
@@ -76,27 +77,44 @@ class Explanation:
 
 
 def explain(
-    method: str | Method, *, tokens: int = 24, window: int = 12, block: int | None = None, head: int = 0, seed: int = 0
-) -> Explanation:
+    method: str | Method, *, knobs: Mapping[str, Any] | None = None, tokens: int = 24, window: int | None = None,
+    block: int | None = None, head: int = 0, seed: int = 0,
+) -> Explanation:  # fmt: skip
     """Run `method`, a name or an instance, on `tokens` random tokens, and measure what query head `head` of 4 (over 2
     KV heads) does, as in the first layer of a model that can be trusted on `window` positions.
 
-    `block` is how many queries are prefilled in one step, by default what the engine takes. Another `seed` makes other
-    vectors, for which a method may choose other keys. A query whose keys are all at one distance gives the same output
-    at any distance; its nearest key is then reported at its distance in the text. Raises `UsageError` for a method
-    whose weights depend on positions in another way than by whole distances.
+    Without a window, a name stands for the method's `example`, over which `knobs` count; with one, for its defaults.
+    `block` is how many queries are prefilled in one step, by default what the example says, or what the engine takes.
+    Another `seed` makes other vectors, for which a method may choose other keys. A query whose keys are all at one
+    distance gives the same output at any distance; its nearest key is then reported at its distance in the text. Raises
+    `UsageError` for a method whose weights depend on positions in another way than by whole distances.
     """
+    method, window, block = _setting(method, knobs or {}, window, block)
     tokens, window = _between("tokens", tokens, 1, MOST_TOKENS), _between("window", window, 1, REACH)
     head, seed = _between("head", head, 0, HEADS - 1), _between("seed", seed, 0, 2**63 - 1)
     block = None if block is None else count(block, "block")
-    method = make(method) if isinstance(method, str) else method
-    if not isinstance(method, Method):
-        raise UsageError(f"method is {shown(method)}; expected a name, or an instance of lce.Method")
     method = method.resolve(window)
     block = min(block or method.block, tokens)
     bench = _Bench(method, *vectors(tokens, seed), window, block, head)
     factor = bench.factor()
     return Explanation(method, window, tokens, block, head, seed, bench.attended, _distances(bench, factor), factor)
+
+
+def _setting(
+    method: object, knobs: Mapping[str, Any], window: int | None, block: int | None
+) -> tuple[Method, int, int | None]:
+    """The method, the window and the block that were asked for; those of the method's example where they were not."""
+    if isinstance(method, Method):
+        if knobs:
+            raise UsageError("knobs are for a method's name; give an instance its knobs when it is made")
+        return method, Example().window if window is None else window, block
+    if not isinstance(method, str):
+        raise UsageError(f"method is {shown(method)}; expected a name, or an instance of lce.Method")
+    if window is not None:
+        return make(method, knobs), window, block
+    example = find(method).example
+    under = {} if "preset" in knobs else example.knobs  # a preset is a whole setting of its own
+    return make(method, {**under, **knobs}), example.window, example.block if block is None else block
 
 
 def _between(what: str, value: object, least: int, most: int) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lce.attention import rotate
 from lce.cache.layer import LayerCache
 from lce.methods import registry
-from lce.methods.base import Method
+from lce.methods.base import Example, Method
 from lce.methods.costs import Cost, PaperFigure, QueryBlock
 from lce.methods.dca import DualChunk
 from lce.methods.esa import ESA
@@ -38,6 +38,7 @@ __all__ = [
     "Cost",
     "Driver",
     "DualChunk",
+    "Example",
     "Full",
     "InfLLM",
     "LMInfinite",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import torch
@@ -35,11 +35,23 @@ def says_for(cls: type, hook: str, *others: str) -> bool:
 
 
 @dataclass(frozen=True)
+class Example:
+    """A setting so small that a picture of it shows a method's idea: knobs, a window, and a block of queries.
+
+    `block` None is what suits the method.
+    """
+
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+    window: int = 12
+    block: int | None = None
+
+
+@dataclass(frozen=True)
 class Method(ABC):
     """A strategy behind the attention hook; its fields are its knobs, `None` where the window decides.
 
     `knob_help` says in a few words what each knob means. `presets` are named settings of knobs, such as those of a
-    paper's experiments: `-o preset=NAME` sets them first.
+    paper's experiments: `-o preset=NAME` sets them first. `example` is what `lce explain` shows if it is not told more.
 
     A method defines `attend`. It overrides `key_positions` if keys are not cached at their absolute positions, and
     `keep` if it keeps more of a block than keys and values. `reach` tells the cache what it needs to know, and `state`
@@ -49,6 +61,7 @@ class Method(ABC):
     name: ClassVar[str] = ""
     knob_help: ClassVar[Mapping[str, str]] = {}
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    example: ClassVar[Example] = Example()
     analysis: ClassVar[bool] = False  # not to serve with: nobody is referred to it
     hook_checks: ClassVar[Mapping[str, Check]] = METHOD_CHECKS
 

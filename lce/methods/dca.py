@@ -13,7 +13,7 @@ from lce.attention import Turn, merge, rotate
 from lce.cache.layer import LayerCache
 from lce.cache.layout import Reach
 from lce.errors import ModelError, UsageError, shown
-from lce.methods.base import Method
+from lce.methods.base import Example, Method
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.decoding import Span, decode_spans
 from lce.methods.parts import attend_span, spans_of
@@ -53,6 +53,7 @@ class DualChunk(Method):
         "temperature": "the factor of the released code, which the paper's results do not have",
         "far": "the query's position for chunks before the previous one; none is W - 1",
     }
+    example: ClassVar = Example({"chunk_size": 8})
 
     def for_model(self, model: Surroundings) -> Self:
         """Qwen's `dual_chunk_attention_config`: its chunk holds `local_size` positions kept for the previous chunk.

@@ -17,7 +17,7 @@ from lce.cache.layout import CacheLayout
 from lce.cache.method_state import MethodState, Staged, TokenRows
 from lce.errors import UsageError
 from lce.kernels.scores import compiled_for
-from lce.methods.base import LocalMethod
+from lce.methods.base import Example, LocalMethod
 from lce.methods.costs import Cost, PaperFigure, QueryBlock
 from lce.methods.lowdim import (
     LearnedFor,
@@ -93,6 +93,7 @@ class ESA(LocalMethod):
         "heads": "a token's score: the sum over all heads, or its best head's, with compress=none alone",
         "top_p": TOP_P_HELP,
     }
+    example: ClassVar = Example({"sinks": 2, "local": 5, "top_k": 4, "eps": 1, "compress": "none"}, block=3)
 
     presets: ClassVar = {"paper": {"sinks": 128, "local": 4096, "top_k": 2048, "eps": 3, "low_dim": 128}}  # 8k models
 

@@ -16,7 +16,7 @@ from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout, Reach
 from lce.cache.method_state import MethodState, RecentRows, Staged, Summaries
 from lce.kernels.scores import add_weights, compiled_for
-from lce.methods.base import LocalMethod
+from lce.methods.base import Example, LocalMethod
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.lowdim import first_best
 from lce.methods.parts import (
@@ -76,6 +76,7 @@ class InfLLM(LocalMethod):
         "far": "distance of everything else; none is local",
         "top_p": TOP_P_HELP,
     }
+    example: ClassVar = Example({"block_size": 3, "repr_tokens": 1, "top_k": 2, "sinks": 3, "local": 5}, block=3)
 
     presets: ClassVar = {  # the authors' settings for Llama 3 and Mistral
         "released": {"block_size": 128, "repr_tokens": 4, "top_k": 16, "sinks": 128, "local": 4096}

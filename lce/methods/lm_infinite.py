@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lce.attention import Part, merge, rotate
 from lce.cache.layer import LayerCache
-from lce.methods.base import LocalMethod
+from lce.methods.base import Example, LocalMethod
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.decoding import decode_far, decode_recent, recent_span
 from lce.methods.parts import SCORES_AT_ONCE, attend_behind, attend_local, concat_queries, products, sinks_and_local
@@ -46,6 +46,7 @@ class LMInfinite(LocalMethod):
         "top_k": "tokens between that each head chooses; 0 is none",
         "from_layer": "first layer that chooses tokens between",
     }
+    example: ClassVar = Example({"sinks": 2, "local": 8, "top_k": 2})
 
     def resolve(self, window: int) -> Self:
         made = replace(self, local=window if self.local is None else self.local)

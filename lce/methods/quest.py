@@ -16,6 +16,7 @@ from lce.cache.method_state import MethodState, Summaries
 from lce.errors import UsageError
 from lce.kernels.compiling import MOST_ROWS
 from lce.kernels.cuda import launching
+from lce.methods.base import Example
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.decoding import decode_spans, recent_span
 from lce.methods.parts import attend_span, is_like, products, spans_of
@@ -59,6 +60,7 @@ class Quest(ChunkSelection):
         "dense_layers": "first layers, which attend everything",
         "top_p": TOP_P_HELP,
     }
+    example: ClassVar = Example({"page": 2, "budget": 8, "dense_layers": 0}, window=24)
 
     def resolve(self, window: int) -> Self:
         made = replace(self, budget=max(window // 4, 2 * self.page) if self.budget is None else self.budget)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lce.attention import merge, rotate
 from lce.cache.layer import LayerCache
-from lce.methods.base import LocalMethod
+from lce.methods.base import Example, LocalMethod
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.decoding import decode_far, decode_recent, recent_span
 from lce.methods.parts import attend_behind, attend_local, spans_of
@@ -40,6 +40,7 @@ class ReRope(LocalMethod):
         "local": "the largest distance; none is half of the window",
         "log_scale": "multiply queries by a factor that grows with their index",
     }
+    example: ClassVar = Example({"local": 6})
 
     def resolve(self, window: int) -> Self:
         made = replace(self, local=max(1, window // 2) if self.local is None else self.local)

@@ -24,7 +24,7 @@ from lce.kernels.choices import best_chunks
 from lce.kernels.compiling import MOST_ROWS
 from lce.kernels.cuda import launching
 from lce.kernels.scores import compiled_for, scores_of_few
-from lce.methods.base import Method, says_for
+from lce.methods.base import Example, Method, says_for
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.decoding import Span, decode_recent
 from lce.methods.hooks import SELECTION_CHECKS
@@ -506,6 +506,7 @@ class SelectiveMethod(ChunkSelection):
         "placement": "where chosen chunks are seen: side by side, at true positions, or at one distance",
         "top_p": TOP_P_HELP,
     }
+    example: ClassVar = Example({"chunk_size": 2})
 
     def resolve(self, window: int) -> Self:
         size = self.chunk_size if self.chunk_size is not None else 256 if window >= 4096 else max(1, window // 32)

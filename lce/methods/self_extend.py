@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lce.attention import Turn, merge, rotate
 from lce.cache.layer import LayerCache
-from lce.methods.base import LocalMethod
+from lce.methods.base import Example, LocalMethod
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.decoding import decode_far, decode_recent, recent_span
 from lce.methods.parts import attend_behind, attend_local, spans_of
@@ -40,6 +40,7 @@ class SelfExtend(LocalMethod):
         "local": "last tokens, at exact distances; none is a quarter of the window",
         "group": "tokens that share a position farther away",
     }
+    example: ClassVar = Example({"local": 4, "group": 3})
 
     def resolve(self, window: int) -> Self:
         made = replace(self, local=max(1, window // 4) if self.local is None else self.local)

@@ -11,7 +11,7 @@ from torch import Tensor
 from lce.attention import Turn, merge, rotate
 from lce.cache.layer import LayerCache
 from lce.cache.layout import Reach
-from lce.methods.base import Method
+from lce.methods.base import Example, Method
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.decoding import Span, decode_spans, recent_span
 from lce.methods.parts import attend_behind, attend_span, sinks_and_local
@@ -41,6 +41,7 @@ class Streaming(Method):
         "sinks": "first tokens, always attended",
         "local": "last tokens; none is the window without the sinks",
     }
+    example: ClassVar = Example({"sinks": 2, "local": 6})
 
     def resolve(self, window: int) -> Self:
         made = replace(self, local=max(1, window - self.sinks) if self.local is None else self.local)

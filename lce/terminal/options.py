@@ -148,6 +148,10 @@ def _method(method: str, knobs: dict[str, str]) -> lce.Method:
     return lce.methods.make(method, knobs)
 
 
+def _named(method: str, knobs: dict[str, str]) -> tuple[str, dict[str, str]]:
+    return method, knobs
+
+
 def _methods(names: list[str], knobs: dict[str, str]) -> list[lce.Method]:
     return methods_of(names, knobs, _of_the_model())
 
@@ -318,7 +322,7 @@ debug_option = option(
 
 prompt_options = packed("prompt", read_prompt, *_PROMPT)
 later_prompt_options = packed("prompt", Prompt, *_PROMPT)
-method_argument = packed("method", _method, argument("method"), _KNOBS)
+named_options = packed("named", _named, argument("method"), _KNOBS)
 method_options = packed("method", _method, _METHOD, _KNOBS)
 chosen_options = packed("chosen", Chosen, _CHOSEN, _KNOBS)
 methods_options = packed("methods", _methods, _METHODS, _KNOBS)

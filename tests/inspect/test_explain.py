@@ -17,7 +17,7 @@ from lce.attention import rotate
 from lce.cache.layer import LayerCache
 from lce.errors import UsageError
 from lce.inspect.explain import HEADS, KV_HEADS, MOST_TOKENS, REACH, explain, vectors
-from lce.methods import Method, Step, available, make
+from lce.methods import Method, Step, available, make, selects
 from lce.methods.parts import attend_behind
 from tests import oracle
 from tests.command import assert_error, run, spawn
@@ -275,6 +275,35 @@ def test_what_cannot_be_asked() -> None:
     assert explain(make("full"), tokens=1).rows() == [[0]]
 
 
+@pytest.mark.parametrize("name", available())
+def test_a_name_alone_shows_the_idea(name: str) -> None:
+    """An example is small, and in it chunks are larger than a token and choices are left open."""
+    found = explain(name)
+    assert found.tokens < 2 * found.window + 1
+    assert found.distance.max() < found.window or name in {"full", "quest"}
+    if selects(found.method):
+        assert found.method.choices[1] > 1 or name == "esa"
+        other = explain(name, seed=1) if name != "random" else explain(name, knobs={"seed": 1})
+        assert not torch.equal(found.attended, other.attended)
+        assert not torch.equal(found.attended, found.attended.tril().cummax(dim=0).values.tril())  # it lets go
+    else:
+        assert torch.equal(found.attended, explain(name, seed=1).attended) or name == "lm_infinite"
+
+
+def test_what_a_name_stands_for() -> None:
+    assert explain("longheads").method == make("longheads", {"chunk_size": 2, "chunks": 6})
+    assert explain("longheads", knobs={"chunk_size": "3"}).method == make("longheads", {"chunk_size": 3, "chunks": 4})
+    assert explain("longheads", window=64).method == make("longheads").resolve(64)
+    assert explain("infllm").block == 3
+    assert explain("infllm", block=2).block == 2
+    assert explain("quest", window=12).window == 12
+    assert explain(make("quest")).window == 12
+    with pytest.raises(UsageError, match="2 chunks of 256 tokens"):
+        explain("longheads", knobs={"preset": "released", "chunks": 2})
+    with pytest.raises(UsageError, match="give an instance its knobs"):
+        explain(make("dca"), knobs={"chunk_size": 3})
+
+
 def test_prints_an_aligned_matrix() -> None:
     result = run(*FIGURE_2_ARGS)
     assert (result.exit_code, result.stderr) == (0, "")
@@ -302,7 +331,7 @@ def test_refuses_in_one_line(tmp_path: Path) -> None:
     assert_error(run("explain", "dca", "-o", "chunk_size=13"), 2, "at most the window, 12")
     assert_error(run("explain", "dca", "--tokens", "0"), 2, "--tokens is '0'")
     assert_error(run("explain", "dca", "--head", "4"), 2, "head is 4; expected 0 to 3")
-    assert_error(run("explain", "esa"), 2, "lce calibrate", "compress=pca")
+    assert_error(run("explain", "esa", "--window", "12"), 2, "lce calibrate", "compress=pca")
     assert_error(run("explain"), 2, "METHOD")
     assert_error(run("explain", "dca", "--plot", tmp_path / "a.pgn"), 2, "a.pgn", "did you mean '.png'?", ".svg")
     assert_error(run("explain", "dca", "--plot", tmp_path / "none"), 2, "unknown kind of picture ''")

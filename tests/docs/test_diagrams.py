@@ -1,0 +1,88 @@
+"""The diagrams: drawn from their text as it is now, with names that the code has, and floors in their order."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import tomllib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.test_architecture import ROOMS
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs" / "diagrams"
+SOURCES = {path.stem: tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.toml"))}
+
+
+@pytest.fixture(scope="module")
+def draw() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("draw", FOLDER / "draw.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_pictures_are_drawn_from_their_text(draw: ModuleType, name: str) -> None:
+    """If this fails: `python docs/diagrams/draw.py`."""
+    svg = (FOLDER / f"{name}.svg").read_text(encoding="utf-8")
+    assert svg == draw.drawn(SOURCES[name])
+    assert ElementTree.fromstring(svg).attrib["role"] == "img"
+    assert "prefers-color-scheme:dark" in svg
+
+
+def texts(source: dict[str, Any]) -> str:
+    return "\n".join(
+        entry["text"] for kind in ("box", "arrow", "note") for entry in source.get(kind, []) if "text" in entry
+    )
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_names_are_in_the_code(name: str) -> None:
+    code = "\n".join(file.read_text(encoding="utf-8") for file in sorted((ROOT / "lce").rglob("*.py")))
+    files = {file.stem for file in (ROOT / "lce").rglob("*.py")} | {file.name for file in (ROOT / "lce").iterdir()}
+    named = {word for span in re.findall(r"`([A-Za-z_][\w.]*)`", texts(SOURCES[name])) for word in span.split(".")}
+    assert named - set(re.findall(r"\w+", code)) - files == set()
+
+
+def test_texts_lie_within_their_picture() -> None:
+    for name, source in SOURCES.items():
+        width, height = source["size"]
+        for entry in source.get("box", []):
+            (x, y), (w, h) = entry["at"], entry["size"]
+            assert x >= 0, name
+            assert y >= 0, name
+            assert x + w <= width, (name, entry["text"])
+            assert y + h <= height, (name, entry["text"])
+            longest = max(len(line.replace("`", "")) for line in entry["text"].splitlines())
+            assert 0.74 * longest <= w, (name, entry["text"])
+
+
+def test_the_floors_are_those_of_the_architecture() -> None:
+    """Every room is in the picture once, and stands no lower than the rooms before it in the table."""
+    heights = {}
+    for entry in SOURCES["floors"]["box"]:
+        room = re.match(r"`(\w+)`", entry["text"])
+        assert room
+        assert room[1] not in heights
+        heights[room[1]] = -entry["at"][1]
+    assert set(heights) == set(ROOMS)
+    ground = [heights[room] for room in ROOMS]
+    assert ground == sorted(ground)
+
+
+def test_a_wrong_source_is_refused(draw: ModuleType) -> None:
+    good: dict[str, Any] = {"title": "<a>", "description": "", "size": [10, 10], "box": []}
+    assert "&lt;a&gt;" in draw.drawn(good)
+    bad = {**good, "box": [{"id": "a", "at": [0, 0], "size": [1, 1], "text": "", "kind": "stor"}]}
+    with pytest.raises(ValueError, match="kind 'stor'; expected one of plain, data"):
+        draw.drawn(bad)
+    with pytest.raises(ValueError, match=r"no end 'b\.r'; expected ID\.SIDE, with an ID of a"):
+        draw.drawn({**bad, "box": [{**bad["box"][0], "kind": "step"}], "arrow": [{"from": "b.r", "to": "a.l"}]})
