@@ -85,7 +85,7 @@ def same(shown: Block, got: str) -> bool:
 
 def _shape(text: str) -> str:
     """Numbers as `#`, several in a row as one, and lines alike as one: a model may have more layers."""
-    masked = re.sub(r"#([ \t]+#)+", "#", re.sub(r"-?\d[\d,]*(\.\d+)?", "#", text))
+    masked = re.sub(r"#([ \t]+#)+", "#", re.sub(r"-?\d[\d,]*(\.\d+)?%?", "#", text))
     return "".join(line + "\n" for line, _ in itertools.groupby(masked.splitlines()))
 
 
