@@ -67,7 +67,9 @@ def tables(
                 axes.set_yticks(range(n_rows))
                 axes.tick_params(labelsize=6)
             for start, stop in boxes:
-                frame = Rectangle((start - 0.5, -0.5), stop - start, n_rows, fill=False, edgecolor="crimson", linewidth=1.5)
+                frame = Rectangle(
+                    (start - 0.5, -0.5), stop - start, n_rows, fill=False, edgecolor="crimson", linewidth=1.5
+                )
                 axes.add_patch(frame)
             if columns <= NUMBERED:
                 for row, values in enumerate(table.tolist()):

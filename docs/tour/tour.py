@@ -127,7 +127,7 @@ def notebook(page: Path) -> Any:
         if block.kind == "python":
             folded = {"jupyter": {"source_hidden": True}, "collapsed": True} if block.folded else {}
             cells.append(nb.new_code_cell(text, metadata=folded))
-        elif block.kind == "bash":
+        elif block.kind in ("bash", "sh"):
             cells.append(nb.new_markdown_cell(f"In a terminal:\n```bash\n{text}\n```"))
         elif block.kind == "text" and cells and cells[-1].cell_type == "code":
             continue  # the cell prints it
