@@ -2,6 +2,7 @@
 # make test    sets everything up and runs the tests
 # make check   checks format, lint and types
 # make gpu     measures and checks everything on a GPU, with the system's Python: OUT=folder, STAGES=0,4
+# make tour    makes notebooks of the guided tour, docs/tour; its pages need no more than make venv
 # make venv    makes the virtual environment with lce in editable form; PYTHON=python3.12 selects the Python
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check gpu venv
+.PHONY: demo test check gpu tour venv
 
 demo: $(VENV)/runtime.stamp
 	$(BIN)/lce generate --model demo --method longheads --prompt-file examples/haystack.txt
@@ -27,6 +28,9 @@ check: $(VENV)/dev.stamp
 # No virtual environment and no network: a machine with a GPU has its own PyTorch.
 gpu:
 	PYTHONPATH=. $(PYTHON) benchmarks/gpu.py --out $(or $(OUT),gpu-results) $(if $(STAGES),--stages $(STAGES))
+
+tour: $(VENV)/dev.stamp
+	$(BIN)/python docs/tour/tour.py notebooks
 
 venv: $(VENV)/dev.stamp
 
