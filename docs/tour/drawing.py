@@ -24,10 +24,11 @@ def lines(
             axes.text(place, 1.0, f" {label}", color="grey", va="bottom", transform=axes.get_xaxis_transform())
         if log:
             axes.set_xscale("log", base=2)
+            axes.set_xticks(places, [f"{place:,}" for place in places])
         axes.set_xlabel(xlabel)
         axes.set_ylabel(ylabel)
         if len(series) > 1:
-            axes.legend(frameon=False)
+            axes.figure.legend(frameon=False, loc="outside right upper")
 
 
 def bars(path: str, values: Mapping[str, float], *, ylabel: str = "") -> None:
@@ -40,7 +41,7 @@ def bars(path: str, values: Mapping[str, float], *, ylabel: str = "") -> None:
 
 def tables(
     path: str, found: Mapping[str, Any], *, xlabel: str = "key j", ylabel: str = "query i", most: float | None = None,
-    boxes: Iterable[tuple[float, float]] = (), rows: Sequence[str] | None = None,
+    boxes: Iterable[tuple[float, float]] = (), rows: Sequence[str] | None = None, colours: str = "viridis_r",
 ) -> None:  # fmt: skip
     """Tables `[rows, columns]` side by side as colours, NaN white; values above `most` are red.
 
@@ -53,10 +54,10 @@ def tables(
         from matplotlib import colormaps
         from matplotlib.patches import Rectangle
 
-        colours = colormaps["viridis_r"].with_extremes(bad="white", over="crimson")
+        scale = colormaps[colours].with_extremes(bad="white", over="crimson")
         top = max(float(table.nan_to_num(0).max()) for table in found.values()) if most is None else most
         for axes, (title, table) in zip(all_axes, found.items(), strict=True):
-            axes.imshow(table.double().numpy(), cmap=colours, vmin=0, vmax=top, aspect="auto")
+            axes.imshow(table.double().numpy(), cmap=scale, vmin=0, vmax=top, aspect="auto")
             axes.set_title(title, fontsize=9)
             axes.set_xlabel(xlabel)
             axes.set_ylabel(ylabel)
