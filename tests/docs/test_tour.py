@@ -63,6 +63,7 @@ def test_a_chapter_has_its_parts(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert text.startswith(f"# {page.name[0]}. ")
     assert "At the end of this chapter you will" in text
+    assert 120 <= text.partition("\n## Exercises\n")[0].count("\n") <= 260, "as long as a lecture"
     exercises = re.findall(r"^\*\*(\d)\.\*\* ", text, re.MULTILINE)
     assert 2 <= len(exercises) <= 4
     solutions = text.split(tour.FOLD)[1:]
