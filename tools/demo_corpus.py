@@ -19,22 +19,23 @@ from lce.eval.tasks.making import NOISE
 
 BOS, EOS = "<s>", "</s>"
 WEIGHT_TEXT, WEIGHT_LIST, WEIGHT_ANSWER, WEIGHT_COPY = 0.3, 0.05, 4.0, 1.0
+LEAST_ANSWER = 24  # tokens of answers that a document of a format counts for at least, however short its answers are
 Piece = tuple[tuple[int, ...], tuple[int, ...], float]  # a text's ids, those of an answer behind it, the text's weight
 
 # How often each format is drawn, and a task of it with knobs that suit a document of some tokens.
 FORMATS: tuple[tuple[float, Callable[[Random, int], Task]], ...] = (
-    (1, lambda rng, size: SplitPassKey(rng.randint(2, 3))),
-    (1, lambda rng, size: SeveralKeys(rng.randint(2, 2 + size // 48))),
-    (1, lambda rng, size: SeveralQueries(rng.randint(2, 2 + size // 64))),
-    (1, lambda rng, size: SeveralValues(rng.randint(1, 2 + size // 200), rng.randint(0, size // 200))),
-    (1, lambda rng, size: CountingStars(rng.randint(2, 2 + size // 100))),
-    (1, lambda rng, size: Pairs()),
-    (1, lambda rng, size: CommonWords()),
-    (1, lambda rng, size: FrequentWords()),
-    (1.5, lambda rng, size: NthRequest(rng.randint(1, 1 + size // 200))),
-    (1.5, lambda rng, size: Variables(rng.randint(1, 1 + size // 200), rng.randint(1, 1 + size // 200))),
-    (1.5, lambda rng, size: Walk(rng.randint(1, 1 + size // 128))),
-    (2.5, lambda rng, size: Whereabouts(rng.randint(2, 4), rng.randint(1, 3), rng.randint(3, 4 + size // 40))),
+    (0.7, lambda rng, size: SplitPassKey(rng.randint(2, 3))),
+    (0.7, lambda rng, size: SeveralKeys(rng.randint(2, 2 + size // 48))),
+    (0.5, lambda rng, size: SeveralQueries(rng.randint(2, 2 + size // 64))),
+    (2, lambda rng, size: SeveralValues(rng.randint(1, 2 + size // 200), rng.randint(0, size // 200))),
+    (2, lambda rng, size: CountingStars(rng.randint(2, 2 + size // 100))),
+    (0.7, lambda rng, size: Pairs()),
+    (2, lambda rng, size: CommonWords()),
+    (2, lambda rng, size: FrequentWords()),
+    (2, lambda rng, size: NthRequest(rng.randint(1, 2))),
+    (1, lambda rng, size: Variables(rng.randint(1, 1 + size // 200), rng.randint(1, 1 + size // 200))),
+    (0.7, lambda rng, size: Walk(rng.randint(1, 1 + size // 128))),
+    (2, lambda rng, size: Whereabouts(rng.randint(2, 4), rng.randint(1, 3), rng.randint(3, 4 + size // 40))),
 )
 
 
@@ -92,7 +93,7 @@ class Corpus:
         weights: list[float] = []
         while len(ids) < size:  # one long document, or several short ones
             left = size - len(ids)
-            whole = left < 96 or self.rng.random() < 0.7
+            whole = left < 96 or self.rng.random() < 0.6
             document, weight = self._document(left if whole else self.rng.randint(64, left))
             ids += document
             weights += weight
@@ -161,22 +162,23 @@ class Corpus:
             whole = self._encode(f" {asked.text} {asked.answer}.")
             answer = self._encode(f" {asked.answer}.")
             if used + len(whole) <= size:
-                questions.append((whole[: -len(answer)], answer, WEIGHT_TEXT))
+                questions.append((whole[: -len(answer)], answer, WEIGHT_LIST))
                 used += len(whole)
         if not questions:
             return None
         if not task.fills:
             pieces = self._with_filler(pieces, int((size - used) * rng.choice((0.0, 0.3, 1.0))))
         ids, weights = [self.bos], [0.0]
+        answered = sum(len(answer) for _, answer, _ in questions)
+        answer_weight = WEIGHT_ANSWER * max(1.0, LEAST_ANSWER / answered)
         for text, answer, weight in pieces + questions:
             ids += text + answer
-            weights += [weight] * len(text) + [WEIGHT_ANSWER] * len(answer)
+            weights += [weight] * len(text) + [answer_weight] * len(answer)
         return [*ids, self.eos], [*weights, WEIGHT_TEXT]
 
     def _statements(self, task: Task, puzzle: Puzzle) -> list[Piece]:
-        weight = WEIGHT_LIST if task.fills else WEIGHT_TEXT
         texts = [puzzle.opening, *puzzle.statements] if puzzle.opening else puzzle.statements
-        return [(self._encode(" " + text), (), weight) for text in texts]
+        return [(self._encode(" " + text), (), WEIGHT_LIST) for text in texts]
 
     def _with_filler(self, pieces: list[Piece], left: int) -> list[Piece]:
         """The pieces in their order, with prose or noise at random places between them."""
@@ -187,7 +189,7 @@ class Corpus:
             left -= len(text)
             if left < 0:
                 break
-            filler.append((text, (), WEIGHT_TEXT))
+            filler.append((text, (), WEIGHT_LIST))
         places = sorted(rng.randint(0, len(filler)) for _ in pieces)
         for place, piece in reversed(list(zip(places, pieces, strict=True))):
             filler.insert(place, piece)

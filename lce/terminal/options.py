@@ -296,7 +296,7 @@ _SUITE = (
 _PUBLISHED = (
     option("--data", required=True, metavar="DIR", help="Your copy of the benchmark's files."),
     option(
-        "--tasks", multiple=True, callback=parse_optional_names, metavar="NAME",
+        "--task", "tasks", multiple=True, callback=parse_optional_names, metavar="NAME",
         help="Repeatable, or a list with commas.  [default: those whose files are there]",
     ),
     option("--samples", type=COUNT, metavar="N", help="Ask the first N questions of each task.  [default: all]"),

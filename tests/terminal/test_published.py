@@ -67,6 +67,7 @@ def test_scores_of_published_predictions(tmp_path: Path) -> None:
     assert run("eval", "score", other, "--suite", "longbench", "--task", "qasper").exit_code == 0
     assert_error(run("eval", "score", path, "--suite", "longbench", "--metric", "start"), 2, "did you mean 'starts'")
     assert_error(run("eval", "score", tmp_path / "no.jsonl", "--suite", "ruler", "--task", "vt"), 3, "no.jsonl")
+    assert_error(run("eval", "score", tmp_path / "none.jsonl", "--suite", "ruler"), 3, "none.jsonl")
     (tmp_path / "empty").mkdir()
     assert_error(run("eval", "score", tmp_path / "empty", "--suite", "ruler"), 3, "has no file of predictions of RULER")
 
@@ -74,7 +75,7 @@ def test_scores_of_published_predictions(tmp_path: Path) -> None:
 def test_what_cannot_be_used_is_refused_before_a_model_is_loaded(tmp_path: Path, data: Path) -> None:
     args = ("eval", "published", "--data", data, "--model", tmp_path / "none")
     assert_error(run(*args, "longbnch"), 2, "did you mean 'longbench'")
-    assert_error(run(*args, "longbench", "--tasks", "qaspr"), 2, "did you mean 'qasper'")
+    assert_error(run(*args, "longbench", "--task", "qaspr"), 2, "did you mean 'qasper'")
     assert_error(run(*args, "longbench", "--template", "llama"), 2, "text with {prompt}")
     assert_error(run(*args, "longbench", "--prompts", "gpt4"), 2, "leave it out")
     assert_error(run(*args, "longbench", "--mode", "turns"), 2, "expected single or shared")

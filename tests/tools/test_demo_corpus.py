@@ -32,14 +32,14 @@ def test_every_answer_stands_before_it_is_asked_for(tokenizer: Tokenizer) -> Non
     asked = 0
     for row, weight in zip(ids, weights, strict=True):
         starts = np.flatnonzero(row == tokenizer.token_to_id(BOS))
-        answers = np.flatnonzero((weight[1:] == WEIGHT_ANSWER) & (weight[:-1] != WEIGHT_ANSWER)) + 2
+        answers = np.flatnonzero((weight[1:] >= WEIGHT_ANSWER) & (weight[:-1] < WEIGHT_ANSWER)) + 2
         for at in answers:
             end = at
-            while end < 512 and weight[end - 1] == WEIGHT_ANSWER:
+            while end < 512 and weight[end - 1] >= WEIGHT_ANSWER:
                 end += 1
             document = row[starts[starts < at].max() : at]
             answer, text = tokenizer.decode(row[at:end].tolist()), tokenizer.decode(document.tolist())
-            assert all(word in text for word in re.findall(r"\w+", answer) if word != "and")
+            assert all(word in text for word in re.findall(r"\w+", answer) if word not in ("and", "in"))
             asked += 1
     assert asked > 40
 
@@ -47,7 +47,7 @@ def test_every_answer_stands_before_it_is_asked_for(tokenizer: Tokenizer) -> Non
 def test_every_format_comes_up_and_is_asked_about(tokenizer: Tokenizer) -> None:
     corpus = Corpus(tokenizer, 2, formats=1.0)
     texts = [tokenizer.decode(row.tolist()) for row in corpus.batch(60, 512, 0.0)[0]]
-    for words in ("split key", "codes of", "numbers of", "penguin", "Key ", "common words", "frequent", "Repeat the",
+    for words in ("split key", "codes of", "words of", "penguin", "Key ", "common words", "frequent", "Repeat the",
                   "Which names", "Walk ", "Where is the"):  # fmt: skip
         assert any(words in text for text in texts), words
 

@@ -70,6 +70,8 @@ def score_file(suite: Suite, path: Path, task: str | None = None, metric: str | 
 
 def prediction_files(suite: Suite, path: Path) -> list[Path]:
     """The file itself, or the files of a folder whose names tell tasks. Raises `DataError` for none."""
+    if not path.exists():
+        raise DataError(f"{named(path)} does not exist; name a file of predictions, or a folder of them")
     if not path.is_dir():
         return [path]
     files = sorted(each for each in path.iterdir() if each.suffix in (".jsonl", ".json"))

@@ -41,7 +41,7 @@ class Published(WithoutCeiling):
 
     def command(self, arm: Arm, lengths: Sequence[int], setting: Setting) -> str:
         words = [f"lce eval published {self.suite} --data {shlex.quote(setting.data[0])}"]
-        words += [f"--tasks {','.join(self.tasks)}"] * bool(self.tasks)
+        words += [f"--task {','.join(self.tasks)}"] * bool(self.tasks)
         words += [f"--max-length {lengths[0]}"] * bool(setting.lengths)
         words += [f"--samples {setting.limit}"] * (setting.limit is not None)
         words += setting.recorded()

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import ClassVar
 
-from lce.eval.prose import ANIMALS, COLOURS, THINGS
+from lce.eval.prose import ANIMALS, COLOURS, FOODS, THINGS
+
+WORDS = tuple(dict.fromkeys([*THINGS, *ANIMALS, *FOODS, *COLOURS]))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from random import Random
 
 from lce.eval.prose import NAMES, PLACES, THINGS
@@ -17,7 +18,10 @@ def _name(rng: Random) -> str:
 
 @dataclass(frozen=True)
 class Variables(Task):
-    """Variables assigned to each other; all that have a number are asked for (RULER's variable tracking)."""
+    """Numbers copied from variable to variable; all that have a number are asked for (RULER's variable tracking).
+
+    The answer repeats the copies, one by one, so that a model need not follow several in one step.
+    """
 
     name = "variables"
     metric = "recall"
@@ -38,18 +42,19 @@ class Variables(Task):
             at = seen[chain]
             source = chains[chain][at - 1] if at else values[chain]
             facts[chain].append(len(statements))
-            statements.append(f"Let {chains[chain][at]} be {source}.")
+            statements.append(f"Copy {source} to {chains[chain][at]}.")
             seen[chain] += 1
-        questions = tuple(
-            Question(f"Which names are {value}? They are", ", ".join(chain), tuple(chain), tuple(where))
-            for value, chain, where in zip(values, chains, facts, strict=True)
-        )
-        return Puzzle(tuple(statements), questions)
+        questions = []
+        for value, chain, where in zip(values, chains, facts, strict=True):
+            answer = ", ".join([chain[0], *(f"{source} to {name}" for source, name in pairwise(chain))])
+            text = f"Which names have {value}? Copy {value} to"
+            questions.append(Question(text, answer, tuple(chain), tuple(where)))
+        return Puzzle(tuple(statements), tuple(questions))
 
 
 @dataclass(frozen=True)
 class Walk(Task):
-    """A walk of some steps along a list of edges; every node has one edge."""
+    """A walk of some steps along a list of edges; every node has one edge. The answer repeats the edges of the walk."""
 
     name = "walk"
     metric = "recall"
@@ -69,16 +74,18 @@ class Walk(Task):
             for _ in range(self.steps):
                 path.append(after[path[-1]])
             facts = tuple(number[node] for node in path[:-1])
+            answer = ", ".join([path[1], *(f"{node} leads to {end}" for node, end in pairwise(path[1:]))])
             text = f"Walk {self.steps} steps from {start}. {start} leads to"
-            questions.append(Question(text, ", ".join(path[1:]), tuple(path[1:]), facts))
+            questions.append(Question(text, answer, tuple(path[1:]), facts))
         return Puzzle(tuple(f"{node} leads to {after[node]}." for node in order), tuple(questions))
 
 
 @dataclass(frozen=True)
 class Whereabouts(Task):
-    """Where a thing is, after people moved about, picked things up and put them down (bAbI, arXiv:1502.05698)."""
+    """Who had a thing last, and where it is, after people moved about with things (bAbI, arXiv:1502.05698)."""
 
     name = "whereabouts"
+    metric = "recall"
     people: int = 3
     things: int = 3
     events: int = 12
@@ -87,7 +94,7 @@ class Whereabouts(Task):
         names, things = rng.sample(NAMES, self.people), rng.sample(THINGS, self.things)
         at: dict[str, tuple[str, int]] = {}  # a person's place, and the statement that says so
         holder: dict[str, tuple[str, int]] = {}
-        lying: dict[str, tuple[str, tuple[int, ...]]] = {}  # a thing's place, once it was put down
+        lying: dict[str, tuple[str, str, tuple[int, ...]]] = {}  # who put a thing down, and its place
         statements: list[str] = []
 
         def move(name: str) -> None:
@@ -98,7 +105,7 @@ class Whereabouts(Task):
         def put_down(thing: str) -> None:
             name, taken = holder.pop(thing)
             place, moved = at[name]
-            lying[thing] = (place, (taken, moved, len(statements)))
+            lying[thing] = (name, place, (taken, moved, len(statements)))
             statements.append(f"{name} put down the {thing}.")
 
         def pick_up(name: str, thing: str) -> None:
@@ -113,7 +120,7 @@ class Whereabouts(Task):
             free = [
                 thing
                 for thing in things
-                if thing not in holder and (thing not in lying or lying[thing][0] == at[name][0])
+                if thing not in holder and (thing not in lying or lying[thing][1] == at[name][0])
             ]
             held = [thing for thing, (who, _) in holder.items() if who == name]
             if draw < 0.35 and free:
@@ -124,11 +131,11 @@ class Whereabouts(Task):
                 move(name)
         for thing, (name, taken) in holder.items():
             place, moved = at[name]
-            lying[thing] = (place, (taken, moved))
+            lying[thing] = (name, place, (taken, moved))
         questions = []
         for thing in rng.sample(sorted(lying), len(lying)):
-            place, facts = lying[thing]
-            questions.append(
-                Question(f"Where is the {thing}? The {thing} is in the", place, (place,), tuple(sorted(set(facts))))
-            )
+            name, place, facts = lying[thing]
+            text = f"Where is the {thing}, and who had it last? The {thing} was with"
+            answer = f"{name} in the {place}"
+            questions.append(Question(text, answer, (name, place), tuple(sorted(set(facts)))))
         return Puzzle(tuple(statements), tuple(questions))

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from lce.eval.needles import NEEDLES
 from lce.eval.prose import COLOURS, NAMES, THINGS
-from lce.eval.tasks.base import Puzzle, Question, Task, digits, distinct
+from lce.eval.tasks.base import WORDS, Puzzle, Question, Task, digits, distinct
 
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 
@@ -132,14 +132,15 @@ class SeveralQueries(Task):
         questions = []
         for _ in range(self.keys):
             i, j = rng.sample(range(self.keys), 2)
-            text = f"What are the codes of {things[i]} and {things[j]}? They are"
-            questions.append(Question(text, f"{codes[i]} and {codes[j]}", (codes[i], codes[j]), (i, j)))
+            text = f"What are the codes of {things[i]} and {things[j]}? The code of {things[i]} is"
+            answer = f"{codes[i]} and the code of {things[j]} is {codes[j]}"
+            questions.append(Question(text, answer, (codes[i], codes[j]), (i, j)))
         return Puzzle(statements, tuple(questions))
 
 
 @dataclass(frozen=True)
 class SeveralValues(Task):
-    """Several numbers of one person, all of which are asked for; `others` other people have numbers too."""
+    """Several words of one person, all of which are asked for; `others` other people have words too."""
 
     name = "several_values"
     metric = "recall"
@@ -150,13 +151,13 @@ class SeveralValues(Task):
         names = rng.sample(NAMES, 1 + self.others)
         owners = [name for name in names for _ in range(self.values)]
         rng.shuffle(owners)
-        numbers = distinct(rng, len(owners), lambda rng: digits(rng, 3))
-        statements = tuple(f"One number of {owner} is {x}." for owner, x in zip(owners, numbers, strict=True))
+        words = distinct(rng, len(owners), lambda rng: rng.choice(WORDS))
+        statements = tuple(f"One word of {owner} is {word}." for owner, word in zip(owners, words, strict=True))
         questions = []
         for name in names:
             facts = tuple(i for i, owner in enumerate(owners) if owner == name)
-            answers = tuple(numbers[i] for i in facts)
-            text = f"What are the numbers of {name}? The numbers of {name} are"
+            answers = tuple(words[i] for i in facts)
+            text = f"What are the words of {name}? The words of {name} are"
             questions.append(Question(text, ", ".join(answers), answers, facts))
         return Puzzle(statements, tuple(questions))
 

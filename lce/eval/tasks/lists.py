@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
 
-from lce.eval.prose import ANIMALS, COLOURS, FOODS, THINGS
-from lce.eval.tasks.base import Puzzle, Question, Task, digits, names
+from lce.eval.prose import ANIMALS
+from lce.eval.tasks.base import WORDS, Puzzle, Question, Task, digits, names
 from lce.eval.tasks.keys import ORDINALS, check_ordinals
 
-WORDS = tuple(dict.fromkeys([*THINGS, *ANIMALS, *FOODS, *COLOURS]))
 FORMS = "song tale joke poem riddle prayer".split()
 
 

@@ -28,7 +28,7 @@ def test_scores_are_those_of_the_command(tiny_model: Path, data: Path) -> None:
     measure = Published("infinitebench", ("passkey",))
     (cell,) = measure.cells(ARM, [0], setting)
     command = measure.command(ARM, [0], setting)
-    assert command.startswith(f"lce eval published infinitebench --data {data} --tasks passkey --samples 1 --model ")
+    assert command.startswith(f"lce eval published infinitebench --data {data} --task passkey --samples 1 --model ")
     (found,) = json.loads(run(*command.split()[1:], "--json", "--quiet").stdout)[:1]
     assert (cell.label, cell.value, cell.low, cell.high) == ("passkey", found["score"], found["low"], found["high"])
 
