@@ -4,6 +4,7 @@
 # make docs    builds the documentation as a site, build/site/index.html; fails on any warning, such as a broken link
 # make pictures  draws the pictures of the documentation anew, by the commands that stand below them
 # make gpu     measures and checks everything on a GPU, with the system's Python: OUT=folder, STAGES=0,4
+# make tour    makes notebooks of the guided tour, docs/tour; its pages need no more than make venv
 # make venv    makes the virtual environment with lce in editable form; PYTHON=python3.12 selects the Python
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check docs pictures gpu venv
+.PHONY: demo test check docs pictures gpu tour venv
 
 demo: $(VENV)/runtime.stamp
 	$(BIN)/lce generate --model demo --method longheads --prompt-file examples/haystack.txt
@@ -38,6 +39,9 @@ pictures: $(VENV)/dev.stamp
 # No virtual environment and no network: a machine with a GPU has its own PyTorch.
 gpu:
 	PYTHONPATH=. $(PYTHON) benchmarks/gpu.py --out $(or $(OUT),gpu-results) $(if $(STAGES),--stages $(STAGES))
+
+tour: $(VENV)/dev.stamp
+	$(BIN)/python docs/tour/tour.py notebooks
 
 venv: $(VENV)/dev.stamp
 

@@ -45,10 +45,10 @@ class Variables(Task):
             statements.append(f"Copy {source} to {chains[chain][at]}.")
             seen[chain] += 1
         questions = []
-        for value, chain, where in zip(values, chains, facts, strict=True):
-            answer = ", ".join([chain[0], *(f"{source} to {name}" for source, name in pairwise(chain))])
+        for value, copies, where in zip(values, chains, facts, strict=True):
+            answer = ", ".join([copies[0], *(f"{one} to {next_one}" for one, next_one in pairwise(copies))])
             text = f"Which names have {value}? Copy {value} to"
-            questions.append(Question(text, answer, tuple(chain), tuple(where)))
+            questions.append(Question(text, answer, tuple(copies), tuple(where)))
         return Puzzle(tuple(statements), tuple(questions))
 
 
