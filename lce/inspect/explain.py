@@ -89,7 +89,7 @@ def explain(
     distance gives the same output at any distance; its nearest key is then reported at its distance in the text. Raises
     `UsageError` for a method whose weights depend on positions in another way than by whole distances.
     """
-    method, window, block = _setting(method, knobs or {}, window, block)
+    method, window, block = _setting(method, {} if knobs is None else knobs, window, block)
     tokens, window = _between("tokens", tokens, 1, MOST_TOKENS), _between("window", window, 1, REACH)
     head, seed = _between("head", head, 0, HEADS - 1), _between("seed", seed, 0, 2**63 - 1)
     block = None if block is None else count(block, "block")
@@ -100,10 +100,10 @@ def explain(
     return Explanation(method, window, tokens, block, head, seed, bench.attended, _distances(bench, factor), factor)
 
 
-def _setting(
-    method: object, knobs: Mapping[str, Any], window: int | None, block: int | None
-) -> tuple[Method, int, int | None]:
+def _setting(method: object, knobs: object, window: int | None, block: int | None) -> tuple[Method, int, int | None]:
     """The method, the window and the block that were asked for; those of the method's example where they were not."""
+    if not isinstance(knobs, Mapping):
+        raise UsageError(f"knobs is {shown(knobs)}; expected a mapping of names to values, such as {{'chunk_size': 4}}")
     if isinstance(method, Method):
         if knobs:
             raise UsageError("knobs are for a method's name; give an instance its knobs when it is made")
