@@ -1,4 +1,4 @@
-"""Makes the pictures of `lce inspect` in docs/images, in headless Chromium.
+"""Makes the pictures of `lce inspect` in docs/pictures/inspect, in headless Chromium.
 
 python -m tools.make_screenshots                     records the demo on a part of examples/haystack.txt, minutes
 python -m tools.make_screenshots --page page.html    draws a page that is there; two runs and a mark make it best
@@ -135,7 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", type=Path, help="a page that lce inspect made")
     parser.add_argument("--methods", default="longheads,dca")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "pictures" / "inspect")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, Browser(timeout_s=60) as browser:
         source = given.page or record(Path(folder), given.methods)

@@ -19,7 +19,7 @@ from lce.inspect.recording import Asked, Recorder, Recording, check_heads, facts
 from lce.methods import Method, available, find, make
 
 MOST_METHODS = 2
-MOST_MARKS = 32
+MOST_MARKED = 32  # texts whose places are marked
 MOST_KNOB = 100  # letters of a knob's value
 LIVE_BYTES = 512 << 20  # of the choices of a run
 STOP_S = 5.0
@@ -72,8 +72,8 @@ class RunRequest:
         if not isinstance(named, list) or not 0 < len(named) <= MOST_METHODS:
             raise UsageError(f"methods is {shown(named)}; expected a list of one or {MOST_METHODS}")
         marks = body.get("marks") or []
-        if not (isinstance(marks, list) and len(marks) <= MOST_MARKS and all(isinstance(x, str) for x in marks)):
-            raise UsageError(f"marks is {shown(marks)}; expected up to {MOST_MARKS} texts")
+        if not (isinstance(marks, list) and len(marks) <= MOST_MARKED and all(isinstance(x, str) for x in marks)):
+            raise UsageError(f"marks is {shown(marks)}; expected up to {MOST_MARKED} texts")
         window = body.get("window")
         return cls(
             prompt=prompt,
