@@ -17,7 +17,7 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constrain
 .PHONY: demo test check docs pictures gpu tour venv
 
 demo: $(VENV)/runtime.stamp
-	$(BIN)/lce generate --model demo --method longheads --prompt-file examples/haystack.txt
+	$(BIN)/lce generate --model demo --method esa --prompt-file examples/haystack.txt
 
 test: $(VENV)/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2

@@ -29,10 +29,14 @@ def test_longheads_answers_beyond_the_window() -> None:
     assert evaluate(lce.load("demo", method="longheads"), length=3000, n=6).accuracy >= 0.8
 
 
+def test_esa_answers_beyond_the_window() -> None:
+    assert evaluate(lce.load("demo", method="esa"), length=3000, n=6).accuracy >= 0.8
+
+
 @pytest.mark.slow
-def test_longheads_finds_the_fact_in_the_haystack() -> None:
+def test_esa_finds_the_fact_in_the_haystack() -> None:
     text = HAYSTACK.read_text()
-    engine = lce.load("demo", method="longheads")
+    engine = lce.load("demo", method="esa")
     assert len(engine.tokenizer.encode(text)) > 31_000
     answer = text.partition("The pass key is ")[2][:5]
     assert answer in engine.generate(text, max_tokens=12).text

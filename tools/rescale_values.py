@@ -1,10 +1,9 @@
 """Write a checkpoint again with its value projections times a power of two, and its output projections divided by it.
 
-    python -m tools.rescale_values --model demo --factor 64 --out demo-as-trained
+    python -m tools.rescale_values --model demo --factor 16 --out demo-large-values
 
 Full attention is the same to the bit: a power of two changes exponents alone. A method that compares values with keys,
-as LongHeads' summary does, is not. The demo model ships with values 64 times smaller than they were trained; this
-command restores them.
+as LongHeads' summary does, is not: see `docs/methods.md`.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def _names(file: Path) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help="a checkpoint's folder, or demo")
-    parser.add_argument("--factor", type=float, default=64.0)
+    parser.add_argument("--factor", type=float, default=16.0)
     parser.add_argument("--out", required=True, help="a new folder")
     args = parser.parse_args()
     changed = rescale(DEMO if args.model == "demo" else Path(args.model), args.factor, Path(args.out))

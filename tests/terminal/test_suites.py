@@ -13,16 +13,16 @@ RUN = ("eval", "run", "--model", "demo", "--window", "256", "--samples", "2", "-
 
 
 def test_eval_run_prints_a_line_a_cell_and_the_ceiling_first(tmp_path: Path) -> None:
-    args = (*RUN, "--task", "passkey,variables", "--method", "full,longheads", "--lengths", "300", "-t", "hops=1")
+    args = (*RUN, "--task", "passkey,common_words", "--method", "full,longheads", "--lengths", "300", "-t", "common=2")
     result = run(*args, "--record", tmp_path / "record")
     assert result.exit_code == 0, result.stderr
     assert result.stderr.count("lce: note: 300 tokens are more than the 256 that the method full") == 1
     head, *rows = result.stdout.splitlines()
     assert head.split()[:4] == ["task", "method", "length", "samples"]
-    assert [row.split()[0] for row in rows] == ["passkey"] * 3 + ["variables"] * 4
+    assert [row.split()[0] for row in rows] == ["passkey"] * 3 + ["common_words"] * 4
     assert rows[0].split()[1:3] == ["full,", "ceiling"]
     assert "100.0%" in rows[0], "the demo model finds a pass key within 256 tokens"
-    assert "variables does not discriminate: `full` " in rows[4]
+    assert "common_words does not discriminate: `full` " in rows[4]
     assert rows[5].split()[2:5] == ["300", "2", "-"], "a score that says nothing is not shown"
     lines = [json.loads(line) for line in (tmp_path / "record").read_text().splitlines()]
     assert len(lines) == 2 * 2 * 3
@@ -31,7 +31,7 @@ def test_eval_run_prints_a_line_a_cell_and_the_ceiling_first(tmp_path: Path) -> 
     cells = json.loads(again.stdout)
     assert [cell["ceiling"] for cell in cells] == [True, False, False] * 2
     assert [cell.get("discriminates") for cell in cells] == [None, True, True, None, False, False]
-    assert cells[3]["task_knobs"] == {"hops": 1, "chains": 2}
+    assert cells[3]["task_knobs"] == {"common": 2, "ratio": 10}
     assert len((tmp_path / "record").read_text().splitlines()) == 12
 
 
