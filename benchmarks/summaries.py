@@ -1,9 +1,11 @@
-"""How far LongHeads' summaries are from the chunks' mean keys, layer by layer.
+"""How far LongHeads' summaries are from the chunks' mean keys, and whether it matters.
 
     python benchmarks/summaries.py --model demo
+    python benchmarks/summaries.py --model demo --samples 50 --length 8k
 
-Reads one text of pass keys. For each layer it prints the median over chunks and heads of `|c - mean| / |mean|`: c is
-the summary, mean the mean of the chunk's keys at their offsets.
+The first reads one text of pass keys and prints, for each layer, the median over chunks and heads of
+`|c - mean| / |mean|`: c is the summary, mean the mean of the keys at their offsets. With `--samples`, it also asks
+so many pass keys twice: of `longheads`, and of `longheads` with the mean key in the place of the summary.
 """
 
 from __future__ import annotations
@@ -15,9 +17,15 @@ import torch
 from torch import Tensor
 
 import lce
-from lce.eval.passkey import samples
+from lce import sizes
+from lce.eval.passkey import evaluate, samples
 
 FOUND: list[Tensor] = []  # a block's distances in one layer, layer by layer, block by block
+
+
+def mean_key(q: Tensor, k: Tensor) -> Tensor:
+    """The mean of each chunk's keys, for each query head: `k [G, M, L, D]` to `[H, M, D]`."""
+    return k.mean(dim=2).repeat_interleave(len(q) // len(k), dim=0)
 
 
 @dataclass(frozen=True)
@@ -26,9 +34,17 @@ class Measured(lce.methods.LongHeads):
 
     def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: lce.methods.Step) -> Tensor:
         summary = super().summarise(q, k, v, step)
-        mean = k.mean(dim=2).repeat_interleave(len(q) // len(k), dim=0)
+        mean = mean_key(q, k)
         FOUND.append(((summary - mean).norm(dim=-1) / mean.norm(dim=-1)).flatten())
         return summary
+
+
+@dataclass(frozen=True)
+class MeanKeys(lce.methods.LongHeads):
+    """LongHeads whose summary is the mean key."""
+
+    def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: lce.methods.Step) -> Tensor:
+        return mean_key(q, k)
 
 
 def main() -> None:
@@ -36,7 +52,10 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--samples", type=int, default=0)
+    parser.add_argument("--length", default="8k")
     args = parser.parse_args()
+    length = sizes.count(args.length, "--length")
     engine = lce.load(args.model, method=Measured())
 
     def count(text: str) -> int:
@@ -46,6 +65,14 @@ def main() -> None:
     n_layers = engine.model.config.n_layers
     for layer in range(n_layers):
         print(f"layer {layer}: {torch.cat(FOUND[layer::n_layers]).median():.3f}")
+    for name, method in (("summary", lce.methods.LongHeads()), ("mean key", MeanKeys())) if args.samples else ():
+        score = evaluate(
+            lce.load(args.model, method=method),
+            length=length,
+            n=args.samples,
+            seed=args.seed,
+        )
+        print(f"{name}: {score.accuracy:.2f} of {args.samples} pass keys, {score.low:.2f} to {score.high:.2f}")
 
 
 if __name__ == "__main__":
