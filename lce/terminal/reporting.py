@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from lce.eval.losses import LossTable
 from lce.eval.perplexity import Perplexity
-from lce.eval.report import HOLDS, Report, Table
+from lce.eval.report import HOLDS, Place, Report, Table
 from lce.eval.scores import Score
 from lce.eval.selections import SelectionTable
 from lce.sizes import size_text
@@ -16,8 +17,8 @@ from lce.terminal.tables import markdown
 
 
 def report_lines(report: Report) -> list[str]:
-    """A report as Markdown: for each table scores by length, bytes read, depths if they were asked for, and notes."""
-    lines: list[str] = []
+    """A report as Markdown: all tasks side by side, then for each scores by length, bytes read, depths and notes."""
+    lines = _side_by_side(report)
     for table in report.tables:
         lines += [f"## {table.group.title}: {table.group.model}", "", *_scores(table), ""]
         lines += [*_bytes(table), *_depths(table), *(f"- {note}" for note in _notes(table)), ""]
@@ -28,6 +29,36 @@ def report_lines(report: Report) -> list[str]:
     if report.conflicts:
         lines += [f"{report.conflicts:,} samples have different scores in several files; the first file counts.", ""]
     return lines[:-1]
+
+
+def _side_by_side(report: Report) -> list[str]:
+    """For each model and each length at which several tasks were asked: a row a task, a column a method."""
+    lines: list[str] = []
+    for model in dict.fromkeys(table.group.model for table in report.tables):
+        tables = [table for table in report.tables if table.group.model == model]
+        for length in sorted({length for table in tables for length in table.lengths}):
+            asked = [table for table in tables if length in table.lengths]
+            if len(asked) > 1:
+                lines += [f"## {len(asked)} tasks at {length:,} tokens: {model}", "", *_tasks(asked, length), ""]
+    return lines
+
+
+def _tasks(tables: Sequence[Table], length: int) -> list[str]:
+    """Mean scores at one length, and their means over the tasks that the model can do within its window."""
+    methods = list(dict.fromkeys(method for table in tables for method, own in table.cells if own == length))
+    rows, told = [], []
+    for table in tables:
+        found = [table.cells.get(Place(method, length)) for method in methods]
+        if table.discriminates and all(found):
+            told.append([cell.score.mean for cell in found if cell])
+        scores = ["" if x is None else "-" if table.discriminates is False else f"{x.score.mean:.2f}" for x in found]
+        top = "" if table.ceiling is None else f"{table.ceiling[1].mean:.2f}"
+        rows.append([f"`{table.group.title}`", top, *scores])
+    if len(told) > 1:
+        rows.append(
+            [f"mean of {len(told)}", "", *(f"{sum(column) / len(told):.2f}" for column in zip(*told, strict=True))]
+        )
+    return markdown(["task", "`full` within the window", *(f"`{method}`" for method in methods)], rows)
 
 
 def _scores(table: Table) -> list[str]:

@@ -49,6 +49,27 @@ def test_eval_report_as_markdown_and_as_json(tmp_path: Path) -> None:
     assert [cell["discriminates"] for cell in table["cells"]] == [True, True]
 
 
+def test_several_tasks_stand_side_by_side(tmp_path: Path) -> None:
+    """A mean is of the tasks that the model can do; a task alone at its length has no such table."""
+    lines = [
+        line(i, score, length=length, task=task, engine=name, method=method)
+        for name, method, score in (("Engine(Full(), window=512)", "full", 1.0), (QUEST, "quest", 0.0))
+        for task, length in (("made", 512), ("hard", 512), ("other", 512), ("other", 600)) for i in range(4)
+    ] + [line(i, float(task != "hard"), length=500, task=task, ceiling=True)
+         for task in ("made", "hard", "other") for i in range(20)]  # fmt: skip
+    table = run("eval", "report", file(tmp_path / "record", *lines)).stdout.partition("\n\n## ")[0]
+    assert table == (
+        "## 3 tasks at 512 tokens: tiny abcdef01\n"
+        "\n"
+        "| task | `full` within the window | `full` | `quest` |\n"
+        "| --- | ---: | ---: | ---: |\n"
+        "| `made` | 1.00 | 1.00 | 0.00 |\n"
+        "| `hard` | 0.00 | - | - |\n"
+        "| `other` | 1.00 | 1.00 | 0.00 |\n"
+        "| mean of 2 |  | 1.00 | 0.00 |"
+    )
+
+
 def test_eval_report_of_perplexities(tiny_model: Path, tmp_path: Path) -> None:
     """A record of `lce eval perplexity`, beside one of answers."""
     pytest.importorskip("matplotlib")
