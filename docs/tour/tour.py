@@ -2,12 +2,13 @@
 
     python tour.py run          every chapter, in this folder: pictures are drawn anew
     python tour.py run 3 5      chapters 3 and 5
-    python tour.py run --write  and put what is printed now into the pages' `text varies` blocks
+    python tour.py run --write  and put what is printed now into the pages' `text varies` and `text lines` blocks
     python tour.py notebooks    a notebook beside each page; needs the nbformat package
 
 A page is Markdown. Its `python` blocks run in order, in one namespace. A `text` block right behind a `python` block is
 what that block prints, where `...` stands for anything. Of a `text varies` block the numbers are not compared: another
-model prints others. `bash` blocks are commands, given in this folder.
+model prints others. A `text lines` block names lines of files and is compared exactly. `bash` blocks are commands,
+given in this folder.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Block:
     text: str
     line: int
     folded: bool = False  # in a solution
-    varies: bool = False  # its numbers depend on the model
+    mark: str = ""  # `varies`: its numbers depend on the model; `lines`: they are lines of files
 
 
 class Difference(AssertionError):
@@ -51,17 +52,17 @@ def chapters() -> list[Path]:
 
 def blocks(page: Path) -> Iterator[Block]:
     """The blocks of a page, prose between fences included."""
-    kind, found, begin, folded, varies = "prose", [], 1, False, False
+    kind, found, begin, folded, mark = "prose", [], 1, False, ""
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
-        fence = re.fullmatch(r"```(\w*)( varies)?", line)
+        fence = re.fullmatch(r"```(\w*)(?: (varies|lines))?", line)
         if fence is None:
             folded = line == FOLD or (folded and line != UNFOLD)
             found.append(line)
             continue
         if found:
-            yield Block(kind, "\n".join(found), begin, folded, varies)
+            yield Block(kind, "\n".join(found), begin, folded, mark)
         kind = fence[1] or ("text" if kind == "prose" else "prose")
-        varies = fence[2] is not None
+        mark = fence[2] or ""
         found, begin = [], number + 1
     if found:
         yield Block(kind, "\n".join(found), begin, folded)
@@ -78,7 +79,7 @@ def code(page: Path) -> Iterator[tuple[Block, Block | None]]:
 def same(shown: Block, got: str) -> bool:
     """Whether a block prints what its page shows."""
     want = shown.text + "\n"
-    if shown.varies:
+    if shown.mark == "varies":
         want, got = _shape(want), _shape(got)
     return doctest.OutputChecker().check_output(want, got, SAME)
 
@@ -92,7 +93,7 @@ def _shape(text: str) -> str:
 def run(page: Path, echo: bool = False, write: bool = False) -> dict[str, Any]:
     """Run a page's code in the current folder; returns its namespace. Raises `Difference`.
 
-    With `write`, the page shows afterwards what its blocks that vary print now.
+    With `write`, the page shows afterwards what its marked blocks print now.
     """
     namespace: dict[str, Any] = {"__name__": "__main__"}
     changed: list[tuple[Block, str]] = []
@@ -104,7 +105,7 @@ def run(page: Path, echo: bool = False, write: bool = False) -> dict[str, Any]:
         got = printed.getvalue()
         if echo:
             print(got, end="")
-        if shown is not None and shown.varies and write:
+        if shown is not None and shown.mark and write:
             changed.append((shown, got))
         elif shown is not None and not same(shown, got):
             raise Difference(f"{page.name}, line {block.line} prints\n{got}\nand the page shows\n{shown.text}")
@@ -157,7 +158,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("run", "notebooks"))
     parser.add_argument("chapter", nargs="*", type=int, help="numbers of chapters; all by default")
-    parser.add_argument("--write", action="store_true", help="renew the numbers that the pages show of the model")
+    parser.add_argument("--write", action="store_true", help="renew what the pages show of the model and of lines")
     given = parser.parse_args()
     if given.action == "notebooks":
         write_notebooks()

@@ -112,6 +112,16 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+def test_chapter_five_gives_file_and_line_of_the_four_steps() -> None:
+    page = next(page for page in PAGES if page.name.startswith("5"))
+    shown = next(block for block in tour.blocks(page) if block.mark == "lines")
+    rows = re.findall(r"^(.*?) +([\w/]+\.py):(\d+)  \w+\.(\w+)$", shown.text, re.MULTILINE)
+    assert len(rows) == shown.text.count("\n") + 1
+    assert [step for step, *_ in rows if step] == ["summarise", "score", "select", "place", "all four"]
+    for _, file, line, name in rows:
+        assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8").splitlines()[int(line) - 1]
+
+
 def test_the_lines_that_chapter_five_looks_for_are_found() -> None:
     page = next(page for page in PAGES if page.name.startswith("5"))
     commands = next(block.text for block in tour.blocks(page) if block.kind == "bash")
@@ -131,16 +141,21 @@ def test_a_page_that_is_wrong_is_found(tmp_path: Path) -> None:
     page.write_text(page.read_text().replace("2.5 a", "2.5 b"))
     with pytest.raises(tour.Difference):  # and nothing else
         tour.run(page)
+    page.write_text(page.read_text().replace("2.5 b", "2.5 a").replace("varies", "lines"))
+    with pytest.raises(tour.Difference):  # lines of files may not
+        tour.run(page)
     page.write_text("```python\nassert False\n```\n")
     with pytest.raises(AssertionError):
         tour.run(page)
 
 
-def test_numbers_that_vary_are_written_into_the_page(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mark", ["varies", "lines"])
+def test_marked_blocks_are_renewed(mark: str, tmp_path: Path) -> None:
     page = tmp_path / "1-old.md"
-    page.write_text("A\n```python\nprint('x', 7)\nprint('y', 8)\n```\n```text varies\nx 1\ny 2\n```\nB\n")
+    text = f"A\n```python\nprint('x', 7)\nprint('y', 8)\n```\n```text {mark}\nx 1\ny 2\n```\nB\n"
+    page.write_text(text)
     tour.run(page, write=True)
-    assert page.read_text() == "A\n```python\nprint('x', 7)\nprint('y', 8)\n```\n```text varies\nx 7\ny 8\n```\nB\n"
+    assert page.read_text() == text.replace("x 1\ny 2", "x 7\ny 8")
 
 
 @by_page
