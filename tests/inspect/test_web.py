@@ -297,6 +297,7 @@ def test_keys_move_at_once_where_motion_is_not_wanted(shown: Page) -> None:
 def test_text_of_prompts_is_never_markup(browser: Browser, tmp_path: Path) -> None:
     made = recording(tokens=60)
     made["tokens"][50:54] = ["</script>", "<img src=x onerror=document.title='run'>", "<!--", "\u2028\u202e"]
+    made["tokens"][46] = "\u202e"
     made["runs"][0]["label"] = "<u>name</u>"
     (tmp_path / "page.html").write_text(page(json_text(made)), encoding="utf-8")
     found = browser.open((tmp_path / "page.html").as_uri())
