@@ -256,7 +256,7 @@ def trace(
 @options.later_prompt_options
 @options.methods_options
 @options.target_options("out", "The page to write, for example page.html.", required=False)
-@option("--json", "json_file", metavar="FILE", help="Write the recording as JSON; docs/inspect.md has the format.")
+@option("--json", "json_file", metavar="FILE|-", help="Write the recording as JSON, - is stdout; see docs/inspect.md.")
 @option("--mark", "marks", multiple=True, metavar="TEXT", help="Mark this part of the text, as the answer; repeatable.")
 @option("--max-tokens", "-n", type=options.INDEX, default=16, metavar="TOKENS", help="Write at most this many tokens.")
 @option("--spread", type=options.INDEX, default=200, metavar="N", help="Tokens, evenly spread, to look at closely.")
@@ -280,11 +280,10 @@ def inspect(
     address can use it.
     """
     if live:
-        inspecting.note_unused(out=out, json=json_file, mark=what["marks"])
+        inspecting.note_unused()
         text = prompt.read() if prompt.is_given else ""
         return inspecting.serve_live(model, text, port, max_tokens_prompt, loading, output)
-    options.new_file(json_file, force=True)
-    inspecting.write_recording(model, methods, prompt.read(), out, json_file, what, loading, output)
+    inspecting.write_recording(model, methods, prompt, out, json_file, what, loading, output)
 
 
 @cli.command()

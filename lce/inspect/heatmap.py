@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lce.errors import UsageError, nearest
-from lce.files import write_whole
+from lce.errors import UsageError
+from lce.inspect.picture import checked, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-KINDS = (".pdf", ".png", ".svg")
 MOST_PANELS = 4
 MISSED, MARKED = "#D55E00", "#E69F00"  # Okabe and Ito's vermilion and orange
 
@@ -25,15 +23,11 @@ def draw(recording: dict[str, Any], path: str | Path) -> None:
     head stands the share of true attention that it attends. Raises `UsageError` without matplotlib, and where nothing
     is chosen.
     """
-    path, run = Path(path), recording["runs"][0]
-    if path.suffix.lower() not in KINDS:
-        raise UsageError(f"{path}: unknown kind of picture {path.suffix!r}; {nearest(path.suffix, KINDS)}")
+    path, run = checked(path), recording["runs"][0]
     if not run["choosing"]:
         raise UsageError(f"{run['label']} chooses nothing in this text, so there is no picture of its choices")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UsageError("a picture needs the matplotlib package: pip install 'lce[plot]'") from None
+    from matplotlib.figure import Figure
+
     queries = run["looked"][-MOST_PANELS:]
     heads = len(run["choosing"]) * recording["model"]["heads"]
     figure = Figure(figsize=(9, (1.2 + 0.13 * heads) * len(queries) + 0.5), layout="constrained")
@@ -41,10 +35,8 @@ def draw(recording: dict[str, Any], path: str | Path) -> None:
     panels = figure.subplots(len(queries), 1, squeeze=False)[:, 0]
     for axes, query in zip(panels, queries, strict=True):
         _panel(axes, recording, run, query, looks[str(query)])
-    figure.suptitle(run["label"])
-    picture = BytesIO()
-    figure.savefig(picture, format=path.suffix.lower()[1:], dpi=150)
-    write_whole(path, picture.getvalue())
+    figure.suptitle(run["label"], parse_math=False)
+    save(figure, path)
 
 
 def _panel(axes: Axes, recording: dict[str, Any], run: dict[str, Any], query: int, look: dict[str, Any]) -> None:
@@ -85,7 +77,7 @@ def _panel(axes: Axes, recording: dict[str, Any], run: dict[str, Any], query: in
     beside.set_yticks(range(len(labels)), labels, fontsize=4)
     beside.tick_params(length=0)
     token = recording["tokens"][query] if query < len(recording["tokens"]) else "a generated token"
-    axes.set_title(f"query {query:,}, {token!r}", fontsize="medium")
+    axes.set_title(f"query {query:,}, {token!r}", fontsize="medium", parse_math=False)
     axes.set_xlabel(f"chunk of {size}" if size > 1 else "token")
 
 

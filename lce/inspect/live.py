@@ -146,7 +146,7 @@ class Live:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._state: dict[str, Any] = {"state": "idle", "id": 0}
-        self._key, self._recording = "", dict[str, Any]()
+        self._done: tuple[int, str, Recording] = 0, "", {}  # of the last run done: number, key, recording
 
     def about(self) -> dict[str, Any]:
         """What a page can ask for: the model, the methods with their knobs, and the limits."""
@@ -199,7 +199,7 @@ class Live:
             what = Asked(asked.prompt, max_tokens=asked.max_tokens, marks=asked.marks, off=asked.off)
             recording = self._recorder.record(what, asked.methods, window=asked.window, progress=tell, check=check)
             check()
-            self._key, self._recording = secrets.token_hex(8), recording
+            self._done = number, secrets.token_hex(8), recording
             end["state"] = "done"
         except Cancelled:
             end["state"] = "cancelled"
@@ -220,15 +220,15 @@ class Live:
 
     def state(self, known: int | None = None) -> dict[str, Any]:
         """What happens now. With the last recording where it is done, unless it is the `known` one."""
-        state = self._state
-        if state["state"] == "done" and state["id"] != known:
-            return {**state, "recording": split(self._recording, f"data/{self._key}")}
+        state, (number, key, recording) = self._state, self._done
+        if state["state"] == "done" and number == state["id"] != known:
+            return {**state, "recording": split(recording, f"data/{key}")}
         return state
 
     def script(self, key: str, run: int, segment: int) -> str | None:
         """The script of a segment of the last recording; None where there is no such one."""
-        recording: Recording = self._recording
-        if not recording or not secrets.compare_digest(key.encode(), self._key.encode()):
+        _, right, recording = self._done
+        if not recording or not secrets.compare_digest(key.encode(), right.encode()):
             return None
         runs = recording["runs"]
         if run >= len(runs) or segment >= len(runs[run]["segments"]):

@@ -47,9 +47,9 @@ class Looks:
         looks: dict[int, Look] = {}
         choosers = self.watch.choices.choosers if self.watch.choices is not None else 1
         for layer in sorted(self.watch.layers):
-            self.watch.check()
             notes = self.watch.layers[layer]
             for some in self._slices(notes):
+                self.watch.check()
                 weights = self._weights(notes, some)
                 masses = self._masses(weights)
                 numbers = weights.numpy()
@@ -82,9 +82,13 @@ class Looks:
 
     def _masses(self, weights: Tensor) -> Numbers:
         """The sums of weights `[H, T, N]` over each choice: `[H, T, M]`."""
-        n = max(0, weights.shape[-1] - self.first)
-        padded = torch.nn.functional.pad(weights[..., self.first :], (0, -n % self.size))
-        return padded.unflatten(-1, (-1, self.size)).sum(-1).numpy() if n else np.zeros((*weights.shape[:2], 0))
+        n = weights.shape[-1] - self.first
+        if n <= 0:
+            return np.zeros((*weights.shape[:2], 0))
+        size = min(self.size, n)  # a choice may be far longer than the text
+        padded = torch.nn.functional.pad(weights[..., self.first :], (0, -n % size))
+        masses: Numbers = padded.unflatten(-1, (-1, size)).sum(-1).numpy()
+        return masses
 
 
 def _empty_look() -> Look:

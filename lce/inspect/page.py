@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from lce.errors import LceError
-from lce.files import check_target, draft_path, unwritable, write_whole
+from lce.errors import DataError, LceError, UsageError
+from lce.files import check_target, named, unwritable, write_whole
 
 WEB = Path(__file__).parent / "web"
 INLINE = 8 << 20  # bytes of a recording that a page holds itself
@@ -65,23 +65,36 @@ def _part(name: str) -> str:
         raise LceError(f"lce was installed without {name} for pages ({error.strerror}); install it again") from None
 
 
+def store_of(path: str | Path) -> Path:
+    """The folder `NAME.data` beside a page, which has what is large of it. Raises an error where neither can be."""
+    path = Path(path)
+    check_target(path)
+    store = path.with_name(f"{path.stem}.data")
+    if store == path:
+        raise UsageError(f"{named(path)} is the name of a folder of data; expected a page's, for example page.html")
+    if os.path.lexists(store) and not store.is_dir():
+        raise DataError(f"{named(store)} is no folder, and a page would keep its data there; name another page")
+    return store
+
+
 def write_page(recording: Recording, path: str | Path) -> int:
     """Write a recording as a page, and what is large of it into the folder `NAME.data` beside it. Returns the bytes.
 
-    The page appears whole or not at all, when all that it needs is there; what an older page of this name had in the
-    folder is removed behind it.
+    The page appears whole or not at all, when all that it needs is there. In the folder stays what the page uses,
+    and nothing of an older page of this name or of a call that failed.
     """
-    path = Path(path)
-    check_target(path)
-    store, folder, n_bytes = path.with_name(f"{path.stem}.data"), None, 0
-    data = "" if segment_bytes(recording) > INLINE else json_text(recording)
-    if not data or len(data) > INLINE:
-        folder = store / secrets.token_hex(16)
-        n_bytes = _write_scripts(recording, folder)
-        data = json_text(split(recording, f"{quote(store.name)}/{folder.name}"))
-    html = page(data).encode()
-    write_whole(path, html)
-    _sweep(store, folder)
+    path, n_bytes = Path(path), 0
+    store = store_of(path)
+    try:
+        data = "" if segment_bytes(recording) > INLINE else json_text(recording)
+        if not data or len(data) > INLINE:
+            folder = store / secrets.token_hex(16)
+            n_bytes = _write_scripts(recording, folder)
+            data = json_text(split(recording, f"{quote(store.name)}/{folder.name}"))
+        html = page(data).encode()
+        write_whole(path, html)
+    finally:
+        _sweep(store, path)
     return n_bytes + len(html)
 
 
@@ -108,28 +121,28 @@ def script(run: int, number: int, segment: dict[str, Any]) -> str:
 
 
 def _write_scripts(recording: Recording, folder: Path) -> int:
-    """Write a recording's scripts into a new folder, which appears when all are there. Returns their bytes."""
-    draft, n_bytes = draft_path(folder), 0
+    """Write a recording's scripts into a new folder. Returns their bytes."""
+    n_bytes = 0
     try:
-        os.makedirs(draft)
+        folder.mkdir(parents=True)
         for number, run in enumerate(recording["runs"]):
             for at, segment in enumerate(run["segments"]):
-                n_bytes += (draft / f"{number}-{at}.js").write_bytes(script(number, at, segment).encode("ascii"))
-        os.replace(draft, folder)
+                n_bytes += (folder / f"{number}-{at}.js").write_bytes(script(number, at, segment).encode("ascii"))
     except OSError as error:
         raise unwritable(folder, error) from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return n_bytes
 
 
-def _sweep(store: Path, kept: Path | None) -> None:
-    """Remove what older pages left in a store: folders with names and files as ours, and no others."""
-    if not store.is_dir():
-        return
-    for folder in store.iterdir():
-        ours = _FOLDER.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink()
-        if ours and folder != kept and all(_SCRIPT.fullmatch(file.name) for file in folder.iterdir()):
-            shutil.rmtree(folder, ignore_errors=True)
+def _sweep(store: Path, path: Path) -> None:
+    """Remove from a store what its page does not use: folders with names and files as ours, and no others."""
     with suppress(OSError):
+        if not store.is_dir():
+            return
+        used = path.read_bytes() if path.exists() else b""
+        for folder in store.iterdir():
+            ours = _FOLDER.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink()
+            if not ours or folder.name.encode() in used:
+                continue
+            if all(_SCRIPT.fullmatch(file.name) for file in folder.iterdir()):
+                shutil.rmtree(folder, ignore_errors=True)
         store.rmdir()  # where nothing is in it

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from io import BytesIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,9 +13,31 @@ from lce.errors import UsageError, nearest
 from lce.files import write_whole
 from lce.inspect.explain import Explanation
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 KINDS = (".pdf", ".png", ".svg")
 NUMBERED = 32  # tokens: up to so many, each cell shows its number
 BEYOND = "crimson"  # distances that the model was not trained on
+
+
+def checked(path: str | Path) -> Path:
+    """The path of a picture. Raises `UsageError` for a suffix of no known kind, and without matplotlib."""
+    path = Path(path)
+    if path.suffix.lower() not in KINDS:
+        raise UsageError(f"{path}: unknown kind of picture {path.suffix!r}; {nearest(path.suffix, KINDS)}")
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        raise UsageError("a picture needs the matplotlib package: pip install 'lce[plot]'") from None
+    return path
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure in the kind that the suffix names; the file appears whole or not at all."""
+    picture = BytesIO()
+    figure.savefig(picture, format=path.suffix.lower()[1:], dpi=150)
+    write_whole(path, picture.getvalue())
 
 
 def draw(explanation: Explanation, path: str | Path) -> None:
@@ -23,14 +46,10 @@ def draw(explanation: Explanation, path: str | Path) -> None:
     Keys that are not attended are white; distances beyond the window have a colour of their own. Needs matplotlib, but
     no display.
     """
-    path = Path(path)
-    if path.suffix.lower() not in KINDS:
-        raise UsageError(f"{path}: unknown kind of picture {path.suffix!r}; {nearest(path.suffix, KINDS)}")
-    try:
-        from matplotlib import colormaps
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UsageError("a picture needs the matplotlib package: pip install 'lce[plot]'") from None
+    path = checked(path)
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
     n, last = explanation.tokens, explanation.window - 1
     side = min(2.5 + 0.3 * n, 12.0)
     figure = Figure(figsize=(side + 1, side), layout="constrained")
@@ -54,7 +73,5 @@ def draw(explanation: Explanation, path: str | Path) -> None:
     axes.set_xlabel("key j")
     axes.set_ylabel("query i")
     title = textwrap.fill(explanation.title, int(7 * side))
-    axes.set_title(f"{title}\n{explanation.setting}", fontsize="medium")
-    picture = BytesIO()
-    figure.savefig(picture, format=path.suffix.lower()[1:], dpi=150)
-    write_whole(path, picture.getvalue())
+    axes.set_title(f"{title}\n{explanation.setting}", fontsize="medium", parse_math=False)
+    save(figure, path)

@@ -3,43 +3,68 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 import lce
 from lce.errors import UsageError
 from lce.files import named, write_whole
 from lce.sizes import size_text
+from lce.terminal.options import new_file
 from lce.terminal.output import Output, note
+from lce.terminal.reading import Prompt
+
+NOT_LIVE = ("path", "force", "json_file", "marks", "max_tokens", "spread", "judge", "names", "knobs")
 
 
 def write_recording(
-    model: str, methods: Sequence[lce.Method], prompt: str, out: str | None, json_file: str | None,
+    model: str, methods: Sequence[lce.Method], prompt: Prompt, out: str | None, json_file: str | None,
     what: dict[str, Any], loading: dict[str, Any], output: Output,
 ) -> None:  # fmt: skip
-    """Record a prompt under some methods, and write a page, or JSON, or both."""
-    from lce.inspect.page import write_page
+    """Record a prompt under some methods, and write a page, or JSON, or both. `-` as `json_file` is stdout."""
+    from lce.inspect.page import store_of, write_page
     from lce.inspect.recording import Asked, Recorder
 
     if out is None and json_file is None:
         raise UsageError("nothing to write; give --out page.html, --json FILE, or --live")
-    asked = Asked(prompt, **what)
+    _check_different({"--prompt-file": prompt.prompt_file, "--out": out, "--json": json_file})
+    if out is not None:
+        store_of(out)
+    if json_file != "-":
+        new_file(json_file, force=True)
+    asked = Asked(prompt.read(), **what)
     with output.noting(), output.bars() as bars:
         recording = Recorder(model, **loading).record(asked, methods, progress=bars)
     for run in recording["runs"]:
         output.figures(figures_line(run))
     if json_file is not None:
-        write_whole(Path(json_file), json.dumps(recording, separators=(",", ":"), allow_nan=False).encode())
+        text = json.dumps(recording, separators=(",", ":"), allow_nan=False)
+        if json_file == "-":
+            click.echo(text)
+        else:
+            write_whole(Path(json_file), text.encode())
     if out is not None:
         n_bytes = write_page(recording, out)
         path = Path(out)
         beside = path.with_name(f"{path.stem}.data")
         more = f", with {named(beside)} beside it" if beside.is_dir() else ""
         output.figures(f"{named(out)}: {size_text(n_bytes)}{more}")
+
+
+def _check_different(files: dict[str, str | None]) -> None:
+    """Refuse options that name one file: what is written would take the place of another one."""
+    options: dict[str, str] = {}
+    for option, file in files.items():
+        if file not in (None, "-"):
+            same = options.setdefault(os.path.realpath(file), option)
+            if same != option:
+                raise UsageError(f"{same} and {option} are both {named(file)}; name another file")
 
 
 def figures_line(run: dict[str, Any]) -> str:
@@ -68,8 +93,10 @@ def serve_live(model: str, prompt: str, port: int, most_prompt: int, loading: di
             server.close()
 
 
-def note_unused(**given: object) -> None:
-    """Say which options have no effect on a page that is served."""
-    unused = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
+def note_unused() -> None:
+    """Say which options of the command line have no effect on a page that is served."""
+    ctx = click.get_current_context()
+    given = {name for name in NOT_LIVE if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    unused = [param.opts[0] for param in ctx.command.params if param.name in given]
     if unused:
         note(f"{', '.join(unused)}: not used with --live; choose them in the page")

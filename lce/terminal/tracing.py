@@ -16,6 +16,10 @@ def show_trace(
     """Trace a text and print the choices of its last tokens, a line a layer and head."""
     from lce.inspect.recording import Asked, Recorder
 
+    if plot is not None:
+        from lce.inspect.picture import checked
+
+        checked(plot)
     asked = Asked(prompt, max_tokens=0, marks=marks, spread=0, last=last)
     with output.noting(), output.bars() as bars:
         recording = Recorder(model, **loading).record(asked, [method], progress=bars)

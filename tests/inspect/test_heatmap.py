@@ -10,6 +10,7 @@ from lce.errors import UsageError
 from lce.inspect.heatmap import draw
 from lce.inspect.recording import record
 from lce.methods import LongHeads
+from tests.inspect.recordings import recording
 
 TEXT = "the old dogs " * 9
 
@@ -34,6 +35,13 @@ def test_cells_rings_and_bands(tiny_model: Path, tmp_path: Path, monkeypatch: py
             assert row[chosen].tolist() == each["heads"][head]["mass"]
     assert len(bands) == 2 * len(found["marks"])
     assert (tmp_path / "choices.svg").exists()
+
+
+def test_dollars_of_a_text_are_no_formulas(tmp_path: Path) -> None:
+    for token in ("$$", "$\\frac{$", "$x^$"):
+        made = recording(tokens=60)
+        made["tokens"][58:] = [token] * 2
+        draw(made, tmp_path / "choices.svg")
 
 
 def test_what_cannot_be_drawn(tiny_model: Path, tmp_path: Path) -> None:

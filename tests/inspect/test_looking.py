@@ -9,15 +9,21 @@ import torch
 
 from lce.eval.watching import Watch as Measured
 from lce.eval.watching import Watched
-from lce.inspect.looking import rounded
+from lce.inspect.looking import Looks, rounded
 from lce.methods import make
 from lce.methods.mass import JUDGES, Judge
 from tests import oracle
-from tests.inspect.recorded import BLOCKS, CASES, HEADS, PLAIN, WINDOW, looks_at, tensors, watched
+from tests.inspect.recorded import BLOCKS, CASES, HEADS, PLAIN, WINDOW, N, looks_at, tensors, watched
 from tests.running import run
 
 LOOKED = (3, 40, 85, 118, 119)
 CLOSE = {"abs": 1.01e-4}  # looks have 4 decimals
+
+
+def test_choices_far_longer_than_the_text_take_no_more_memory() -> None:
+    watch, _ = watched("full", {}, LOOKED)
+    looks = {size: Looks(watch, (0, size)).made() for size in (N, 1 << 50)}
+    assert looks[1 << 50] == looks[N]
 
 
 @pytest.mark.parametrize(("name", "knobs"), [*CASES, *PLAIN], ids=str)

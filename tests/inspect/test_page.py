@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from lce.errors import CapacityError, DataError, LceError
+from lce import files
+from lce.errors import CapacityError, DataError, LceError, UsageError
 from lce.inspect import page as pages
 from lce.inspect.page import json_text, page, split, write_page
 
@@ -132,18 +133,43 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
     write_page(recording(data="A" * 200), path)
     before = path.read_text()
 
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pages.os, "replace", full)
+        patch.setattr(files.os, "replace", full)
         with pytest.raises(CapacityError, match="No space left"):
             write_page(recording(data="B" * 200), path)
     assert path.read_text() == before
     assert len(list((tmp_path / "page.data").iterdir())) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(pages, "write_whole", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write_page(recording(data="B" * 200), path)
+        with pytest.raises(KeyboardInterrupt):
+            write_page(recording(data="B" * 200), tmp_path / "new.html")
+    assert len(list((tmp_path / "page.data").iterdir())) == 1
+    assert not (tmp_path / "new.data").exists(), "nothing that no page uses stays"
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "sync_folder", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write_page(recording(data="C" * 200), path)
+    assert all((tmp_path / src).exists() for src in re.findall(r"page\.data/\w+/\d-\d\.js", path.read_text()))
     (tmp_path / "folder").mkdir()
     with pytest.raises(DataError, match="is a folder"):
         write_page(recording(), tmp_path / "folder")
+
+
+def test_a_page_whose_data_has_no_place(tmp_path: Path) -> None:
+    (tmp_path / "page.data").write_text("mine")
+    with pytest.raises(DataError, match=r"page\.data is no folder"):
+        write_page(recording(), tmp_path / "page.html")
+    with pytest.raises(UsageError, match="expected a page's, for example"):
+        write_page(recording(), tmp_path / "page.data")
+    assert (tmp_path / "page.data").read_text() == "mine"
 
 
 def test_split_keeps_all_but_the_segments() -> None:

@@ -175,6 +175,36 @@ def test_a_miss_says_whether_it_is_of_selection_budget_or_placement(shown: Page)
     assert "This layer does not choose." in text(shown, "#why .cell:last-child .verdict")
 
 
+def test_brackets_may_need_alt_gr_and_are_left_to_the_browser_with_other_keys(shown: Page) -> None:
+    go(shown, 200)
+    press = "document.body.dispatchEvent(new KeyboardEvent('keydown', {{key: ']', bubbles: true, ctrlKey: true, {}}}))"
+    shown.value(press.format(""))
+    shown.settle()
+    assert shown.value(f"{SLIDER}.value") == "200"
+    shown.value(press.format("altKey: true, modifierAltGraph: true"))
+    shown.settle()
+    assert int(shown.value(f"{SLIDER}.value")) in MADE["runs"][0]["looked"]
+
+
+def test_a_mark_in_many_places_takes_few_words(browser: Browser, tmp_path: Path) -> None:
+    made = recording(tokens=60)
+    made["marks"] *= 20
+    for segment in made["runs"][0]["segments"]:
+        for look in segment["looks"].values():
+            for layer in look["layers"]:
+                for head in layer["heads"]:
+                    head["marked"] = [[number, 0.01 + number / 1000, 6, 0.0] for number in range(20)]
+    (tmp_path / "page.html").write_text(page(json_text(made)), encoding="utf-8")
+    found = browser.open((tmp_path / "page.html").as_uri())
+    found.settle()
+    verdict = text(found, "#why .verdict")
+    assert verdict.count("The answer “4829”") == 3
+    assert "2.9% of the true attention" in verdict
+    assert "17 more places of it: 31% together." in verdict
+    assert found.complaints == []
+    found.close()
+
+
 def test_rows_of_the_table_are_the_look_of_the_head(shown: Page) -> None:
     choose(shown, "layer", "1")
     choose(shown, "head", "0")
@@ -230,6 +260,10 @@ def test_a_narrow_screen_needs_no_scrolling_to_the_side(shown: Page, large: bool
         shown.value("document.getElementById('large').click()")
     shown.settle()
     assert shown.value("document.scrollingElement.scrollWidth") <= 360
+    wide = "[...document.querySelectorAll('.over')].filter(e => e.scrollWidth > e.clientWidth).length"
+    assert shown.value(wide) == 0, "nothing is cut off in its panel"
+    widths = f"{ROWS}.map(row => row.querySelector('.words').clientWidth)"
+    assert min(shown.value(widths)) > 200, "the text of a chunk can be read"
     shown.value("localStorage.clear()")
 
 
@@ -263,6 +297,7 @@ def test_keys_move_at_once_where_motion_is_not_wanted(shown: Page) -> None:
 def test_text_of_prompts_is_never_markup(browser: Browser, tmp_path: Path) -> None:
     made = recording(tokens=60)
     made["tokens"][50:54] = ["</script>", "<img src=x onerror=document.title='run'>", "<!--", "\u2028\u202e"]
+    made["tokens"][46] = "\u202e"
     made["runs"][0]["label"] = "<u>name</u>"
     (tmp_path / "page.html").write_text(page(json_text(made)), encoding="utf-8")
     found = browser.open((tmp_path / "page.html").as_uri())
@@ -270,6 +305,7 @@ def test_text_of_prompts_is_never_markup(browser: Browser, tmp_path: Path) -> No
     assert found.value("document.querySelectorAll('img, u, b b').length") == 0
     assert found.value("document.title") == "lce inspect"
     assert "</script>" in text(found, ".sheet")
+    assert "\u202e" not in found.value("document.getElementById('panels').innerText"), "no text turns others around"
     assert found.complaints == []
     found.close()
 

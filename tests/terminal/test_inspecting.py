@@ -59,10 +59,25 @@ def test_what_cannot_be_inspected(tiny_model: Path, tmp_path: Path) -> None:
     assert_error(run(*args, "--json", tmp_path / "x", "--judge", "nobody"), 2, "nobody")
     assert_error(run("inspect", "-m", tiny_model, "--live", "--port", "70000"), 2, "port 70000 cannot be used")
     assert not (tmp_path / "x").exists()
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    args = ("inspect", "-m", tiny_model, "-f", text)
+    assert_error(run(*args, "--json", text), 2, "--prompt-file and --json are both")
+    assert_error(run(*args, "--out", tmp_path / "x", "--json", tmp_path / "y" / ".." / "x"), 2, "--out and --json are")
+    assert text.read_text() == TEXT
+    (tmp_path / "page.data").touch()
+    assert_error(run(*args, "--out", tmp_path / "page.html"), 3, "page.data is no folder")
+
+
+def test_a_recording_on_stdout(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("inspect", "-m", tiny_model, *KNOBS, TEXT, "-n", "0", "--spread", "3", "--json", "-")
+    assert [run["method"] for run in json.loads(result.stdout)["runs"]] == ["longheads", "dca"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_live_until_interrupted(tiny_model: Path) -> None:
-    process = spawn("", "inspect", "-m", tiny_model, "--live", "--out", "x.html")
+    process = spawn("", "inspect", "-m", tiny_model, "--live", "--out", "x.html", "--method", "dca", "-n", "4")
     try:
         assert process.stdout is not None
         address = process.stdout.readline().strip()
@@ -74,6 +89,6 @@ def test_live_until_interrupted(tiny_model: Path) -> None:
         process.kill()
     assert process.returncode == 0
     assert out == ""
-    assert "--out: not used with --live" in err
+    assert "--method, --out, --max-tokens: not used with --live" in err
     assert err.endswith("lce: ended\n")
     assert "Traceback" not in err

@@ -62,3 +62,4 @@ def test_a_picture(tiny_model: Path, tmp_path: Path) -> None:
     result = run("trace", "-m", tiny_model, *KNOBS, TEXT, "--plot", path, "--mark", "old dogs")
     assert result.exit_code == 0, result.stderr
     assert path.read_bytes().startswith(b"\x89PNG")
+    assert_error(run("trace", "-m", tmp_path / "no model", TEXT, "--plot", tmp_path / "x.gif"), 2, "unknown kind")

@@ -2,6 +2,7 @@
 "use strict";
 (() => {
   const { el } = lce;
+  const TOP = 2; // pixels above the first row, for the frame of the picked head
   const FAINT = 0.002; // true attention below which nothing is drawn where heads do not choose
   const NOTABLE = 0.02; // true attention from which a chunk that is not attended is drawn as missed
 
@@ -48,7 +49,7 @@
       this.row = Math.max(3, Math.min(0.95 * lce.rem, Math.floor((19 * lce.rem) / rows)));
       this.width = Math.max(180, this.box.clientWidth);
       this.plot = this.width - this.gutter - 4;
-      this.bottom = run.model.layers * (run.heads * this.row + this.gap);
+      this.bottom = TOP + run.model.layers * (run.heads * this.row + this.gap);
     }
 
     x(token) {
@@ -56,13 +57,13 @@
     }
 
     y(layer, head) {
-      return layer * (this.state.run.heads * this.row + this.gap) + head * this.row;
+      return TOP + layer * (this.state.run.heads * this.row + this.gap) + head * this.row;
     }
 
     cell(event) {
       if (!this.state) return null;
       const { run } = this.state,
-        layer = Math.floor(event.offsetY / (run.heads * this.row + this.gap));
+        layer = Math.max(0, Math.floor((event.offsetY - TOP) / (run.heads * this.row + this.gap)));
       const head = Math.floor((event.offsetY - this.y(layer, 0)) / this.row);
       if (layer >= run.model.layers || head < 0 || head >= run.heads) return null;
       const token = ((event.offsetX - this.gutter) / this.plot) * run.tokens.length;

@@ -296,8 +296,9 @@
   function key(event) {
     const { target } = event,
       typing = target.matches("textarea, select, input:not([type=range]):not([type=checkbox])");
-    if (typing || event.ctrlKey || event.altKey || event.metaKey || !state.columns.length || !get("shortcuts").checked)
-      return;
+    const held = event.ctrlKey || event.altKey || event.metaKey,
+      command = held && !event.getModifierState("AltGraph"); // brackets need AltGr on many keyboards
+    if (typing || command || !state.columns.length || !get("shortcuts").checked) return;
     const steps = {
       ArrowLeft: () => (event.shiftKey ? block(-1) : to(state.t - 1)),
       ArrowRight: () => (event.shiftKey ? block(1) : to(state.t + 1)),

@@ -64,16 +64,16 @@
       return [Math.max(0, start), Math.min(this.tokens.length, start + this.size)];
     }
 
-    /** The text of a chunk; of a single token with its neighbours. */
+    /** The text of a chunk on one line; of a single token with its neighbours. */
     words(c, most = 60) {
       if (this.size < 4) {
         const [start, stop] = this.range(c),
           part = (a, b) => this.tokens.slice(Math.max(0, a), b).join("").replace(/\s+/g, " ");
-        return `${part(start - 4, start)}[${part(start, stop)}]${part(stop, stop + 6)}`.trim();
+        return lce.shape(`${part(start - 4, start)}[${part(start, stop)}]${part(stop, stop + 6)}`.trim());
       }
       const [start, stop] = this.range(c),
         text = this.tokens.slice(start, stop).join("").replace(/\s+/g, " ").trim();
-      return text.length > most ? `${text.slice(0, most - 1)}…` : text;
+      return lce.shape(text.length > most ? `${text.slice(0, most - 1)}…` : text);
     }
 
     isOff(layer, head) {

@@ -3,6 +3,7 @@
 (() => {
   const { el } = lce;
   const MOST = 8; // rows
+  const MOST_MARKS = 3; // marked places with a sentence each
 
   const CAUSES = {
     selection: (look) => [
@@ -21,15 +22,19 @@
 
   /** What became of the marked answer in a head, in words. */
   function ofMarks(run, look) {
-    return (look.marked ?? [])
-      .filter(([, mass]) => mass >= 0.005)
-      .map(([number, mass, rank, attended]) => {
-        const placed = rank >= 0 ? `, rank ${lce.number(rank + 1)} by score` : "";
-        const read = attended >= 1 ? "attended" : attended > 0 ? "attended in part" : "not attended";
-        const answer = `The answer “${run.marks[number].label}”`;
-        return ` ${answer} has ${lce.share(mass)} of the true attention${placed}: ${read}.`;
-      })
-      .join("");
+    const found = (look.marked ?? []).filter(([, mass]) => mass >= 0.005).sort((a, b) => b[1] - a[1]),
+      rest = found.slice(MOST_MARKS);
+    const sentences = found.slice(0, MOST_MARKS).map(([number, mass, rank, attended]) => {
+      const placed = rank >= 0 ? `, rank ${lce.number(rank + 1)} by score` : "";
+      const read = attended >= 1 ? "attended" : attended > 0 ? "attended in part" : "not attended";
+      const answer = `The answer “${run.marks[number].label}”`;
+      return ` ${answer} has ${lce.share(mass)} of the true attention${placed}: ${read}.`;
+    });
+    if (rest.length) {
+      const sum = rest.reduce((total, [, mass]) => total + mass, 0);
+      sentences.push(` ${lce.some(rest.length, "more place")} of it: ${lce.share(sum)} together.`);
+    }
+    return sentences.join("");
   }
 
   /** The verdict on a head as [kind, strong words, more words]. */
@@ -122,38 +127,35 @@
         rest = all.slice(MOST);
       const given = shown.some((row) => row.given != null),
         top = Math.max(...shown.map((row) => row.mass ?? 0), 1e-9);
-      const chunk = run.size === 1 ? "Token" : "Chunk";
-      const titles = [
-        [chunk, "c0"],
-        ["Text", "c1"],
-        ["True attention", "c2"],
-        given && ["Given", "c6 number"],
-        ["Score", "c3 number wide-only"],
-        ["Rank", "c4 number"],
-        ["", "c5"],
-      ];
-      const body = shown.map((row) => {
-        const bar = el("span", { class: "bar" });
-        bar.style.width = `${4 * Math.max(0, (row.mass ?? 0) / top)}rem`;
-        bar.hidden = !row.mass;
-        const score = row.score != null && isFinite(row.score) ? lce.number(Number(row.score.toPrecision(4))) : "–";
-        const words = el(
+      const bar = (mass) => {
+        const drawn = el("span", { class: "bar" });
+        drawn.style.setProperty("--share", Math.max(0, (mass ?? 0) / top));
+        drawn.hidden = !mass;
+        return drawn;
+      };
+      const words = ({ chunk }) =>
+        el(
           "button",
-          { type: "button", class: "plain", onclick: () => this.go(run.range(row.chunk)[0]) },
-          run.words(row.chunk),
+          { type: "button", class: "plain", onclick: () => this.go(run.range(chunk)[0]) },
+          run.words(chunk),
         );
-        return el(
+      const score = (x) => (x != null && isFinite(x) ? lce.number(Number(x.toPrecision(4))) : "–");
+      const columns = [
+        [run.size === 1 ? "Token" : "Chunk", "c0", (row) => [String(row.chunk)]],
+        ["Text", "c1 words", (row) => [words(row)]],
+        ["True attention", "c2", (row) => [bar(row.mass), ` ${lce.share(row.mass)}`]],
+        given && ["Given", "c6 number", (row) => [lce.share(row.given)]],
+        ["Score", "c3 number wide-only", (row) => [score(row.score)]],
+        ["Rank", "c4 number", ({ rank }) => [rank == null || rank < 0 ? "–" : lce.number(rank + 1)]],
+        ["", "c5 state", (row) => [row.state]],
+      ].filter(Boolean);
+      const body = shown.map((row) =>
+        el(
           "tr",
           { class: `${row.state}${run.isMarked(row.chunk) ? " holds" : ""}` },
-          el("td", {}, String(row.chunk)),
-          el("td", { class: "words" }, words),
-          el("td", {}, bar, ` ${lce.share(row.mass)}`),
-          given ? el("td", { class: "number" }, lce.share(row.given)) : null,
-          el("td", { class: "number wide-only" }, score),
-          el("td", { class: "number" }, row.rank == null || row.rank < 0 ? "–" : lce.number(row.rank + 1)),
-          el("td", { class: "state" }, row.state),
-        );
-      });
+          ...columns.map(([, kind, cell]) => el("td", { class: kind }, ...cell(row))),
+        ),
+      );
       const sum = rest.reduce((total, row) => total + (row.mass ?? 0), 0);
       const table = el(
         "table",
@@ -162,7 +164,7 @@
         el(
           "thead",
           {},
-          el("tr", {}, ...titles.filter(Boolean).map(([name, kind]) => el("th", { scope: "col", class: kind }, name))),
+          el("tr", {}, ...columns.map(([name, kind]) => el("th", { scope: "col", class: kind }, name))),
         ),
         el("tbody", {}, ...body),
       );
