@@ -89,9 +89,9 @@ def explain(
     """
     check_selects(method)
     engine = lce.load(model, method, **loading)
-    asked, known = samples(engine), dict(setting or {"task": "samples"})
+    asked, known, about = samples(engine), dict(setting or {"task": "samples"}), {"checkpoint": str(model)}
     first = partial(progress, "itself:") if progress else None
-    own = answers(engine, asked, setting=known, record=record, progress=first)
+    own = answers(engine, asked, setting=known, record=record, about=about, progress=first)
     verdicts = [Verdict(i, sample.depth, sample.answer) for i, sample in enumerate(asked)]
     for verdict, (_, answer) in zip(verdicts, own, strict=True):
         verdict.add("answered", "itself", answer)
@@ -102,7 +102,7 @@ def explain(
         engine = lce.load(model, rung.method, **loading)
         for done, verdict in enumerate(missed, 1):
             key, sample = known | {"number": verdict.index}, asked[verdict.index]
-            ((_, answer),) = answers(engine, [sample], setting=key, record=record)
+            ((_, answer),) = answers(engine, [sample], setting=key, record=record, about=about)
             verdict.add(rung.cause, rung.label, answer)
             if progress:
                 progress(f"{rung.label}:", done, len(missed))

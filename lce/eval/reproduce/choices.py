@@ -29,10 +29,13 @@ class Chosen(WithoutCeiling):
         words = [f"lce eval selection --task {self.task} {size}", *setting.recorded(".looks")]
         return f"{' '.join(words)} {setting.options(arm, lengths[0])}"
 
+    def check(self, arms: Sequence[Arm], lengths: Sequence[int], setting: Setting) -> None:
+        setting.kept(selection.Looks, ".looks")
+
     def cells(self, arm: Arm, lengths: Sequence[int], setting: Setting) -> Iterator[Cell]:
         (task,) = make_tasks([self.task])
         suite = Suite(setting.samples, setting.seed)
-        record = None if setting.record is None else selection.Looks(f"{setting.record}.looks")
+        record = setting.kept(selection.Looks, ".looks")
         for length in lengths:
             with setting.advancing(f"{arm.name} at {length:,}") as advance:
                 found = selection.measure(
@@ -65,10 +68,11 @@ class TokenRecall(WithoutCeiling):
 
     def check(self, arms: Sequence[Arm], lengths: Sequence[int], setting: Setting) -> None:
         load_each(arms, lengths, setting)
+        setting.kept(selection.Looks, ".looks")
         perplexity.ends(texts(max(lengths), setting)[:1], max(lengths), max(lengths))
 
     def cells(self, arm: Arm, lengths: Sequence[int], setting: Setting) -> Iterator[Cell]:
-        record = None if setting.record is None else selection.Looks(f"{setting.record}.looks")
+        record = setting.kept(selection.Looks, ".looks")
         for length in lengths:
             one = selection.measure_text(
                 setting.model, setting.method(arm), contents(length, setting)[0][1], length=length,
