@@ -66,6 +66,7 @@ def test_answers_are_not_asked_again(model: str, tmp_path: Path, monkeypatch: py
     first = explain(model, method, lambda _: both, length=202, record=Record(path))
     assert [verdict.cause for verdict in first.verdicts] == ["answered", "budget"]
     assert path.read_bytes().count(b"\n") == 2 + 3  # two selections and a budget for the one that is missed
+    assert path.read_bytes().count(b'"checkpoint": ') == 2 + 3
 
     def never(*_: object, **__: object) -> None:
         raise AssertionError("asked again")
