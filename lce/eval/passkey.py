@@ -52,7 +52,10 @@ class Score:
 def make_sample(
     needle: Needle, length: int, depth: float, filler: Iterator[str], count: Callable[[str], int]
 ) -> Sample:
-    """A text of at most `length` tokens, as `count` counts them. Raises `UsageError` where the needle does not fit."""
+    """A text of at most `length` tokens, as `count` counts its sentences one by one.
+
+    Raises `UsageError` where the needle does not fit.
+    """
     left = length - count(needle.statement) - count(needle.question) - 1  # 1 for the beginning token
     if left < 0:
         raise UsageError(f"length is {length}; expected at least {length - left} tokens for the fact and the question")

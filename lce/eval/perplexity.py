@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 STRIDE = 256
 SCORED = ("last", "all")
+MOST = 1 << 48  # of what a line of a file says
 
 
 @dataclass(frozen=True)
@@ -68,17 +69,17 @@ class Loss:
     def is_sound(self) -> bool:
         """Lines of a file are not trusted."""
         return (
-            type(self.nll) is float and 0 <= self.nll < math.inf and type(self.tokens) is int and self.tokens > 0
+            type(self.nll) is float and 0 <= self.nll < MOST and type(self.tokens) is int and 0 < self.tokens < MOST
             and all(isinstance(text, str | None) for text in (self.method, self.checkpoint, self.version))
             and isinstance(self.knobs, dict | None)
-            and (self.window is None or (type(self.window) is int and 0 < self.window < 1 << 48))
+            and (self.window is None or (type(self.window) is int and 0 < self.window < MOST))
         )  # fmt: skip
 
 
 class Losses(Lines[Loss]):
     """The losses in one file, by window."""
 
-    kind = Loss
+    kind, holds = Loss, "losses"
     beginning = BEGINNING + b'"perplexity", "setting": '  # of every line
 
     @classmethod

@@ -100,6 +100,7 @@ class Lines(Generic[Kind]):
     """
 
     kind: type[Kind]
+    holds: ClassVar[str] = "answers"
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -138,8 +139,8 @@ class Lines(Generic[Kind]):
         self._answers[_key(sample)] = (sample, answer)
 
     def _strange(self, line: bytes, number: int) -> DataError:
-        found = f"line {number} is {shown(line[:60].decode(errors='replace'))}"
-        return DataError(f"{named(self.path)} is no record of answers: {found}; correct the line, or name another file")
+        found = f"{self.holds}: line {number} is {shown(line[:60].decode(errors='replace'))}"
+        return DataError(f"{named(self.path)} is no record of {found}; correct the line, or name another file")
 
     def values(self, name: str) -> set[str]:
         """The texts that the samples in the file have under a name."""
@@ -163,6 +164,12 @@ class Lines(Generic[Kind]):
 
     def add_all(self, answered: Sequence[tuple[dict[str, Any], Kind]]) -> None:
         """As `add`, all in one go. A process that is killed meanwhile leaves the first of them, each whole."""
+        for _, answer in answered:
+            if not answer.is_sound:  # with its line the file could not be read again
+                found = shown(repr(answer), 240)
+                raise DataError(
+                    f"cannot record {found}: a number is NaN or out of its range; check the model's weights"
+                )
         lines = b"".join(_line(sample, answer) for sample, answer in answered)
         try:
             with self._opened() as file:

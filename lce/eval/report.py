@@ -152,9 +152,13 @@ class Table:
         return holds
 
     def all_reach(self, length: int, top: Score) -> bool:
-        """Whether two or more methods were asked, and the interval of each reaches the ceiling's mean."""
-        scores = [cell.score for (_, own), cell in self.cells.items() if own == length]
-        return len(scores) > 1 and all(score.high >= top.mean for score in scores)
+        """`all_reach` of the methods at a length."""
+        return all_reach([cell.score for (_, own), cell in self.cells.items() if own == length], top)
+
+
+def all_reach(scores: Sequence[Score], ceiling: Score) -> bool:
+    """Whether these are two or more, and the interval of each reaches the ceiling's mean."""
+    return len(scores) > 1 and all(score.high >= ceiling.mean for score in scores)
 
 
 def fails(ceiling: Score) -> str | None:

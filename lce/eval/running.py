@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import lce
-from lce.errors import UsageError, WindowWarning, nearest, shown
+from lce.errors import DataError, UsageError, WindowWarning, nearest, shown
 from lce.eval.metrics import METRICS
 from lce.eval.prefixes import n_common
 from lce.eval.record import Answer, text_hash
 from lce.eval.scores import Score
 from lce.eval.spelling import described, spellings, told
+from lce.files import named
 
 if TYPE_CHECKING:
     from lce import Context, Engine
@@ -241,7 +242,11 @@ class _Run:
             return self.engine.prefill(parts.document, length=parts.length)
         path = Path(self.contexts) / f"{self._document_hash(parts)}.lce"
         if path.exists():
-            return self.engine.open_context(path)
+            context = self.engine.open_context(path)
+            if context.token_ids == parts.document:
+                return context
+            context.close()
+            raise DataError(f"{named(path)} holds another document than its name says; remove it")
         _make_folder(path.parent)
         context = self.engine.prefill(parts.document, length=parts.length)
         try:

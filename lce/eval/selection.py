@@ -28,7 +28,7 @@ LONGEST_LINE = 1 << 24  # bytes
 class Looks(Lines[Look]):
     """What was seen in texts, in one file: a line a text."""
 
-    kind = Look
+    kind, holds = Look, "what was selected"
 
     @classmethod
     def are_in(cls, path: str | Path) -> bool:

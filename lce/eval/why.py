@@ -4,7 +4,8 @@ A missed sample is asked again with one thing changed at a time, by selections t
 first change that answers right names the cause:
 
 1. `selection`: the same budget, placement and always attended tokens, but what is chosen has most true attention.
-2. `budget`: that, and 2, 4, 8, ... times as much is chosen. Side by side, as long as it fits in the window.
+2. `budget`: that, without `top_p`, and then 2, 4, 8, ... times as much is chosen. Side by side, as long as it fits in
+   the window.
 3. `placement`: the budget of before, the cheating selection, and chosen chunks placed otherwise within the window.
 4. `both`: everything is attended, at distances that the model knows (`rerope`, `dca`). So budget and placement
    together were too little, and no selection could help.
@@ -88,9 +89,9 @@ def explain(
     """
     check_selects(method)
     engine = lce.load(model, method, **loading)
-    asked, known = samples(engine), dict(setting or {"task": "samples"})
+    asked, known, about = samples(engine), dict(setting or {"task": "samples"}), {"checkpoint": str(model)}
     first = partial(progress, "itself:") if progress else None
-    own = answers(engine, asked, setting=known, record=record, progress=first)
+    own = answers(engine, asked, setting=known, record=record, about=about, progress=first)
     verdicts = [Verdict(i, sample.depth, sample.answer) for i, sample in enumerate(asked)]
     for verdict, (_, answer) in zip(verdicts, own, strict=True):
         verdict.add("answered", "itself", answer)
@@ -101,7 +102,7 @@ def explain(
         engine = lce.load(model, rung.method, **loading)
         for done, verdict in enumerate(missed, 1):
             key, sample = known | {"number": verdict.index}, asked[verdict.index]
-            ((_, answer),) = answers(engine, [sample], setting=key, record=record)
+            ((_, answer),) = answers(engine, [sample], setting=key, record=record, about=about)
             verdict.add(rung.cause, rung.label, answer)
             if progress:
                 progress(f"{rung.label}:", done, len(missed))
@@ -118,9 +119,9 @@ def rungs(method: Method, window: int, length: int) -> Iterator[Rung]:
     """The changes of a resolved method, in the order in which they are tried on a text of `length` tokens."""
     for judge in JUDGES[::-1]:
         yield Rung("selection", f"true mass ({judge})", cheating(method, judge))
-    for factor, wider in _wider(method, window, length):
+    for label, wider in _wider(method, window, length):
         for judge in JUDGES[::-1]:
-            yield Rung("budget", f"{factor} times the budget, true mass ({judge})", cheating(wider, judge))
+            yield Rung("budget", f"{label}, true mass ({judge})", cheating(wider, judge))
     for placement, moved in _moved(method, window):
         for judge in JUDGES[::-1]:
             yield Rung("placement", f"placed {placement}, true mass ({judge})", cheating(moved, judge))
@@ -128,8 +129,12 @@ def rungs(method: Method, window: int, length: int) -> Iterator[Rung]:
         yield Rung("both", f"everything ({name})", make(name))
 
 
-def _wider(method: Method, window: int, length: int) -> Iterator[tuple[int, Method]]:
-    """The method with 2, 4, ... times what it chooses, until it chooses everything or leaves the window."""
+def _wider(method: Method, window: int, length: int) -> Iterator[tuple[str, Method]]:
+    """The method without `top_p`, then with 2, 4, ... times its budget, until all is chosen or the window is full."""
+    if getattr(method, "top_p", None) is not None:
+        uncut: dict[str, Any] = {"top_p": None}
+        method = replace(method, **uncut)
+        yield "without top_p", method
     knob, size = _budget(method)
     if knob is None:
         return
@@ -139,7 +144,7 @@ def _wider(method: Method, window: int, length: int) -> Iterator[tuple[int, Meth
         if getattr(method, "placement", None) == "side_by_side" and least * factor * size > window:
             return
         knobs: dict[str, Any] = {knob: least * factor}
-        yield factor, replace(method, **knobs)
+        yield f"{factor} times the budget", replace(method, **knobs)
 
 
 def _budget(method: Method) -> tuple[str | None, int]:

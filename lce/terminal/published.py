@@ -12,6 +12,7 @@ from typing import Any
 
 import lce
 from lce.errors import UsageError
+from lce.eval.naming import cut
 from lce.eval.published import SUITES, Suite
 from lce.eval.published.base import Task
 from lce.eval.published.running import Benchmark, Outcome, Prompted
@@ -119,7 +120,7 @@ def row(method: str, found: TaskScore, outcome: Outcome) -> str:
 
 def detail_lines(found: TaskScore) -> list[str]:
     """The scores by group, and by the task's other metrics."""
-    lines = [f"  {name}: {score:.2f}" for name, score in found.groups.items()]
+    lines = [f"  {cut(name)}: {score:.2f}" for name, score in found.groups.items()]  # names are of the user's files
     return lines + [f"  by {name}: {score:.2f}" for name, score in found.others.items()]
 
 

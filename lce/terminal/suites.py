@@ -10,7 +10,7 @@ from typing import Any
 import lce
 from lce.errors import UsageError
 from lce.eval.record import Record
-from lce.eval.report import fails
+from lce.eval.report import all_reach, fails
 from lce.eval.sample import Sample
 from lce.eval.scores import Score
 from lce.eval.spelling import knob_values
@@ -70,7 +70,7 @@ class SuiteRun:
     ) -> list[dict[str, Any]]:  # fmt: skip
         """The cells of a task. `full` is asked at `length` first, unless it is None."""
         objects: list[dict[str, Any]] = []
-        reason = None
+        top, reason = None, None
         if full is not None:
             top = self._cell(task, full, length, None, answers, output, ceiling=True)
             output.text(row(task, CEILING, length, top))
@@ -79,11 +79,15 @@ class SuiteRun:
                 output.text(f"{task.name} does not discriminate: {reason} within the window")
         for length in self.lengths:
             made = self.suite.made(engines[0], task, length)
+            scores = []
             for engine in engines:
-                score = self._cell(task, engine, length, made, answers, output)
-                output.text(row(task, engine.method.label, length, score, hidden=reason is not None))
-                found = cell_object(task, engine, length, score)
-                objects.append({**found, "discriminates": None if full is None else reason is None})
+                scores.append(self._cell(task, engine, length, made, answers, output))
+                output.text(row(task, engine.method.label, length, scores[-1], hidden=reason is not None))
+            tells = None if top is None else reason is None and not all_reach(scores, top)
+            if tells is False and reason is None:
+                output.text(f"{task.name} does not discriminate at {length:,}: every method reaches the ceiling")
+            cells = [cell_object(task, *cell) for cell in zip(engines, [length] * len(scores), scores, strict=True)]
+            objects += [{**cell, "discriminates": tells} for cell in cells]
         return objects
 
     def _cell(

@@ -71,7 +71,7 @@ LINE: dict[str, Any] = {
     "changed",
     [{"length": 1 << 60}, {"length": "40"}, {"first": 0}, {"first": 40}, {"text": 3}, {"setting": "other"},
      {"setting": "stream", "stop": 41}, {"setting": "stream", "stop": True}, {"tokens": 0}, {"window": -1},
-     {"checkpoint": 3}],
+     {"checkpoint": 3}, {"nll": 1e200}, {"tokens": 10**400}],
 )  # fmt: skip
 def test_hostile_lines_are_refused(changed: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "losses.jsonl"

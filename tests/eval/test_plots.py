@@ -23,7 +23,7 @@ def report(tmp_path: Path) -> Report:
         for length in (512, 1024) for engine, method in ((QUEST, "quest"), ({}, "full"))
         for i, depth in enumerate((0, 1, 0, 1))
     ]  # fmt: skip
-    lines += [line(0, task="other", method="|" * 200)]
+    lines += [line(0, task="other", method="|" * 200 + "$\\no_formula$")]
     return Report.read(
         [file(tmp_path / "record", *(({**x, "engine": x["engine"] or line(0)["engine"]}) for x in lines))]
     )

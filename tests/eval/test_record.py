@@ -18,6 +18,7 @@ import pytest
 import lce
 from lce.errors import CapacityError, DataError, LceError
 from lce.eval.passkey import evaluate
+from lce.eval.perplexity import Loss, Losses
 from lce.eval.record import Answer, Record, text_hash
 from lce.eval.spelling import spellings, without_new
 from tests.command import assert_error, run
@@ -253,6 +254,24 @@ def test_a_lock_that_stays_is_an_error_and_no_hang(tmp_path: Path, monkeypatch: 
         threading.Timer(0.02, fcntl.flock, (held, fcntl.LOCK_UN)).start()
         Record(file).add({**SAMPLE, "index": 2}, Answer(True))
     assert len(file.read_text().splitlines()) == 2
+
+
+def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+    file = tmp_path / "answers"
+    for record, found in (
+        (Record(file), Answer(True, score=float("nan"))),
+        (Losses(file), Loss(float("nan"), 8)),
+    ):
+        with pytest.raises(DataError, match=r"cannot record .*nan.*: a number is NaN or"):
+            record.add(SAMPLE, found)
+    assert not file.exists()
+
+
+def test_a_record_of_another_kind_is_called_what_it_is_not(tmp_path: Path) -> None:
+    file = tmp_path / "answers"
+    file.write_text(LINE)
+    with pytest.raises(DataError, match="is no record of losses: line 1"):
+        Losses(file)
 
 
 def test_the_command_takes_one(tmp_path: Path) -> None:

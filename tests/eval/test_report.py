@@ -179,6 +179,34 @@ def test_hostile_names_stay_on_their_line(tmp_path: Path) -> None:
         assert len(name) < 400
 
 
+def test_no_name_is_read_as_markup(tmp_path: Path) -> None:
+    hostile = "<b onclick='x'> ![a](http://b) $\\frac$"
+    names = {"task": hostile, "method": hostile, "checkpoint": hostile.replace("/", ""), "other": hostile}
+    (table,) = Report.read([file(tmp_path / "record", line(0, **names))]).tables
+    for name in (table.group.model, table.group.title, *table.methods):
+        assert not any(sign in name for sign in ("<", ">", "](", "$"))
+
+
+def test_hostile_engines_are_names_alone(tmp_path: Path) -> None:
+    many = ", ".join(f"knob{n}=1" for n in range(20_000))
+    engines = {
+        f"Engine(Full(), window={'9' * 5000}, block=1, cpu)": "full",
+        "Engine(LongHeads(), window=0, block=1, cpu)": "longheads",
+        "Engine(LongHeads(chunk_size=8), window=512, block=1, cpu)": "longheads",
+        f"Engine(Full({many}), window=512, block=1, cpu)": "full",
+    }
+    lines = [line(0, engine=engine, method=method, window=None) for engine, method in engines.items()]
+    (table,) = Report.read([file(tmp_path / "record", *lines)]).tables
+    assert table.methods == ["full", "longheads", "longheads chunk_size=8"]
+
+
+def test_what_why_asked_again_is_one_table_of_its_own(tmp_path: Path) -> None:
+    again = [line(0, document=0, number=number) for number in (3, 5)]
+    first, second = Report.read([file(tmp_path / "record", line(0), line(1), *again)]).tables
+    assert [first.group.title, second.group.title] == ["made", "made, asked again by lce eval why"]
+    assert second.cells[Place("full", 512)].score.samples == 2
+
+
 def test_no_file_and_no_answers_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     for files, message in (

@@ -10,6 +10,7 @@ import pytest
 from tokenizers import normalizers, processors
 
 import lce
+from lce.errors import DataError
 from lce.eval.record import Record
 from lce.eval.running import Shard, answers, decode_bytes, evaluate
 from lce.eval.sample import Sample
@@ -118,6 +119,15 @@ def test_saved_contexts_are_opened_again(
     monkeypatch.setattr(lce.Engine, "prefill", noted)
     assert answers(engine, made(), **ask) == first
     assert max(read) <= 1, "no document is read again"
+
+
+def test_a_context_of_another_document_is_refused(engine: lce.Engine, tmp_path: Path) -> None:
+    ask = {"setting": SETTING, "mode": "shared", "contexts": tmp_path}
+    answers(engine, made(), **ask)
+    one, other = sorted(tmp_path.iterdir())[:2]
+    one.write_bytes(other.read_bytes())
+    with pytest.raises(DataError, match=f"{one.name} holds another document than its name says; remove it"):
+        answers(engine, made(), **ask)
 
 
 def test_turns_continue_saved_contexts(engine: lce.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@ def test_damaged_lines_are_refused(model: str, tmp_path: Path, change: bytes) ->
     name = change.partition(b":")[0]
     line = re.sub(name + rb": (\[\[.*?\]\]|[^,]+)", change, path.read_bytes())
     path.write_bytes(line)
-    with pytest.raises(DataError, match="is no record of answers: line 1"):
+    with pytest.raises(DataError, match="is no record of what was selected: line 1"):
         Looks(path)
 
 

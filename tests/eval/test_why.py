@@ -66,6 +66,7 @@ def test_answers_are_not_asked_again(model: str, tmp_path: Path, monkeypatch: py
     first = explain(model, method, lambda _: both, length=202, record=Record(path))
     assert [verdict.cause for verdict in first.verdicts] == ["answered", "budget"]
     assert path.read_bytes().count(b"\n") == 2 + 3  # two selections and a budget for the one that is missed
+    assert path.read_bytes().count(b'"checkpoint": ') == 2 + 3
 
     def never(*_: object, **__: object) -> None:
         raise AssertionError("asked again")
@@ -84,6 +85,7 @@ def test_a_method_that_selects_nothing_is_refused(model: str) -> None:
     [
         # All of the window is in use side by side.
         ("longheads", {}, ["selection"] * 2 + ["placement"] * 2 + ["both"] * 2),
+        ("longheads", {"top_p": 0.5}, ["selection"] * 2 + ["budget"] * 2 + ["placement"] * 2 + ["both"] * 2),
         ("longheads", {"placement": "constant", "chunks": 16}, ["selection"] * 2 + ["budget"] * 6 + ["placement"] * 2
          + ["both"] * 2),
         ("esa", {"compress": "none"}, ["selection"] * 2 + ["budget"] * 8 + ["placement"] * 4 + ["both"] * 2),
@@ -98,6 +100,7 @@ def test_what_is_tried(name: str, knobs: dict[str, Any], expected: list[str]) ->
     for rung in tried:
         rung.method.resolve(WINDOW)
     assert len({rung.label for rung in tried}) == len(tried)
+    assert {getattr(rung.method, "top_p", None) for rung in tried if rung.cause == "budget"} <= {None}
 
 
 def test_samples_are_those_that_are_missed(model: str) -> None:

@@ -92,3 +92,12 @@ def test_benchmarks_lists_files_and_tasks() -> None:
     for suite in listed:
         assert f"{suite['name']}: {suite['title']}" in text
         assert suite["files"] in text
+
+
+def test_names_of_groups_in_a_file_stay_on_their_line(tmp_path: Path) -> None:
+    line = {"answer": "1", "reference_counting_results": [1], "context_size": "8k\n\x1b[2J<b>"}
+    path = tmp_path / "Counting_Stars_EN_acquisition.jsonl"
+    path.write_text(json.dumps(line) + "\n", encoding="utf-8")
+    result = run("eval", "score", path, "--suite", "counting-stars")
+    assert result.exit_code == 0, result.stderr
+    assert "  8k??[2J‹b›: " in result.stdout

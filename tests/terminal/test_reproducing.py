@@ -45,7 +45,7 @@ def test_a_dry_run_measures_nothing(tiny_model: Path) -> None:
     assert "another measurement than the paper's: tasks made here; --data takes your copy of L-Eval" in text
 
 
-def test_what_cannot_run_is_refused_before_any_output(tiny_model: Path) -> None:
+def test_what_cannot_run_is_refused_before_any_output(tiny_model: Path, tmp_path: Path) -> None:
     table = ("reproduce", "longheads:table4", "--model", tiny_model)
     assert_error(run("reproduce", "longheads:table44"), 2, "did you mean 'longheads:table4'?")
     assert_error(run(*table, "-o", "sinks=3"), 2, "no row of longheads:table4 has this knob")
@@ -54,6 +54,11 @@ def test_what_cannot_run_is_refused_before_any_output(tiny_model: Path) -> None:
     assert_error(run(*table, "--lengths", "4k", "--kv-host-budget", "128KiB"), 4, "tokens need")
     assert_error(run("reproduce", "esa:table5", "--model", tiny_model), 2, "lce calibrate --model")
     assert_error(run("reproduce", "dca:table1", "--model", tiny_model, "--data", "missing.txt"), 3, "missing.txt")
+    for entry in ("longheads:table1", "longheads:table3", "longheads:table4"):
+        kind = {"longheads:table1": ".perplexity", "longheads:table3": ".looks"}.get(entry, "")
+        (tmp_path / f"{entry}{kind}").mkdir()
+        args = ("reproduce", entry, "--model", tiny_model, "--lengths", "256", "--record", tmp_path / entry)
+        assert_error(run(*args), 3, f"{entry}{kind} is a folder")
 
 
 NUMBERS = [(None, "-"), (">100", ">100"), (7.871, "7.87"), (0.0156, "0.0156"), (0.0, "0.00"), (15360, "15,360")]

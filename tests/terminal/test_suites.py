@@ -19,18 +19,23 @@ def test_eval_run_prints_a_line_a_cell_and_the_ceiling_first(tmp_path: Path) -> 
     assert result.stderr.count("lce: note: 300 tokens are more than the 256 that the method full") == 1
     head, *rows = result.stdout.splitlines()
     assert head.split()[:4] == ["task", "method", "length", "samples"]
-    assert [row.split()[0] for row in rows] == ["passkey"] * 3 + ["common_words"] * 4
+    assert [row.split()[0] for row in rows] == ["passkey"] * 4 + ["common_words"] * 4
     assert rows[0].split()[1:3] == ["full,", "ceiling"]
     assert "100.0%" in rows[0], "the demo model finds a pass key within 256 tokens"
-    assert "common_words does not discriminate: `full` " in rows[4]
-    assert rows[5].split()[2:5] == ["300", "2", "-"], "a score that says nothing is not shown"
+    assert rows[3] == "passkey does not discriminate at 300: every method reaches the ceiling"
+    assert "common_words does not discriminate: `full` " in rows[5]
+    assert rows[6].split()[2:5] == ["300", "2", "-"], "a score that says nothing is not shown"
     lines = [json.loads(line) for line in (tmp_path / "record").read_text().splitlines()]
     assert len(lines) == 2 * 2 * 3
     assert {line["checkpoint"] for line in lines} == {"demo"}
     again = run(*args, "--record", tmp_path / "record", "--json")
     cells = json.loads(again.stdout)
     assert [cell["ceiling"] for cell in cells] == [True, False, False] * 2
-    assert [cell.get("discriminates") for cell in cells] == [None, True, True, None, False, False]
+    assert [cell.get("discriminates") for cell in cells] == [None, False, False, None, False, False]
+    alone = run(*RUN, "--method", "full", "--lengths", "300", "--record", tmp_path / "record", "--json")
+    assert [cell.get("discriminates") for cell in json.loads(alone.stdout)] == [None, True], (
+        "one method is not compared"
+    )
     assert cells[3]["task_knobs"] == {"common": 2, "ratio": 10}
     assert len((tmp_path / "record").read_text().splitlines()) == 12
 

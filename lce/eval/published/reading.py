@@ -77,12 +77,13 @@ def json_rows(path: Path) -> Iterator[Row]:
         yield from _listed_rows(path)
         return
     with open(open_regular(path), "rb") as file:
-        number = 0
+        number = n_rows = 0
         while line := _line(file, path, number + 1):
             number += 1
             if line.strip():
+                n_rows += 1
                 yield _row(line, f"line {number} of {named(path)}")
-    if number == 0:
+    if not n_rows:
         raise DataError(f"{named(path)} is empty; expected a JSON object a line")
 
 
@@ -111,7 +112,7 @@ def json_value(path: Path) -> Any:
 
 def _listed_rows(path: Path) -> Iterator[Row]:
     content = json_value(path)
-    if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
+    if not content or not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
         raise DataError(f"{named(path)} holds {shown(content, 40)}; expected a list of objects")
     for number, row in enumerate(content, 1):
         yield Row(row, f"entry {number} of {named(path)}")

@@ -49,6 +49,7 @@ class Published(WithoutCeiling):
 
     def check(self, arms: Sequence[Arm], lengths: Sequence[int], setting: Setting) -> None:
         load_each(arms, lengths, setting)
+        setting.kept(Record)
         benchmark = self._benchmark(0, setting)
         benchmark.prompted(setting.engine(arms[0], 0), benchmark.tasks(self.tasks)[0])
 
@@ -67,7 +68,7 @@ class Published(WithoutCeiling):
 
     def _tasks(self, arm: Arm, length: int, setting: Setting) -> Iterator[Cell]:
         benchmark = self._benchmark(length, setting)
-        record = None if setting.record is None else Record(setting.record)
+        record = setting.kept(Record)
         for task in benchmark.tasks(self.tasks):
             made = benchmark.prompted(setting.engine(arm, 0), task)
             longest = max((each.n_tokens + (each.sample.max_tokens or 0) for each in made), default=0)

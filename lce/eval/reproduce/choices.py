@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lce.eval import selection
+from lce.eval import perplexity, selection
 from lce.eval.reproduce.entry import Arm, Cell
-from lce.eval.reproduce.measures import WithoutCeiling, contents, listed, load_each
+from lce.eval.reproduce.measures import WithoutCeiling, contents, listed, load_each, texts
 from lce.eval.reproduce.setting import Setting
 from lce.eval.suite import Suite, make_tasks
 
@@ -29,10 +29,13 @@ class Chosen(WithoutCeiling):
         words = [f"lce eval selection --task {self.task} {size}", *setting.recorded(".looks")]
         return f"{' '.join(words)} {setting.options(arm, lengths[0])}"
 
+    def check(self, arms: Sequence[Arm], lengths: Sequence[int], setting: Setting) -> None:
+        setting.kept(selection.Looks, ".looks")
+
     def cells(self, arm: Arm, lengths: Sequence[int], setting: Setting) -> Iterator[Cell]:
         (task,) = make_tasks([self.task])
         suite = Suite(setting.samples, setting.seed)
-        record = None if setting.record is None else selection.Looks(f"{setting.record}.looks")
+        record = setting.kept(selection.Looks, ".looks")
         for length in lengths:
             with setting.advancing(f"{arm.name} at {length:,}") as advance:
                 found = selection.measure(
@@ -60,21 +63,23 @@ class TokenRecall(WithoutCeiling):
 
     def command(self, arm: Arm, lengths: Sequence[int], setting: Setting) -> str:
         text = shlex.quote(setting.data[0]) if setting.data else "FILE"
-        size = f"--lengths {listed(lengths)} --queries {self.queries} --by-layer"
-        return f"lce eval selection --text {text} {size} {setting.options(arm, lengths[0])}"
+        words = [f"--lengths {listed(lengths)} --queries {self.queries} --by-layer", *setting.recorded(".looks")]
+        return f"lce eval selection --text {text} {' '.join(words)} {setting.options(arm, lengths[0])}"
 
     def check(self, arms: Sequence[Arm], lengths: Sequence[int], setting: Setting) -> None:
         load_each(arms, lengths, setting)
+        setting.kept(selection.Looks, ".looks")
+        perplexity.ends(texts(max(lengths), setting)[:1], max(lengths), max(lengths))
 
     def cells(self, arm: Arm, lengths: Sequence[int], setting: Setting) -> Iterator[Cell]:
+        record = setting.kept(selection.Looks, ".looks")
         for length in lengths:
-            engine, watch = selection.watching(setting.model, setting.method(arm), "constant", "own", **setting.loading)
-            ids = engine.tokenizer.encode(contents(length, setting)[0][1])[:length]
-            first, steps = len(ids) // 2, self.queries - 1
-            watch.begin(0, sorted({first + (len(ids) - 1 - first) * i // steps for i in range(self.queries)}))
-            engine.prefill(ids)
-            found = watch.end().found
-            if found is None:
+            one = selection.measure_text(
+                setting.model, setting.method(arm), contents(length, setting)[0][1], length=length,
+                queries=self.queries, record=record, **setting.loading,
+            )  # fmt: skip
+            found = [share for (share,) in one.by_layer.get("found", ())]
+            if not found:
                 yield Cell(arm.name, self.labels[0], length, None, note="all tokens are chosen; take a longer text")
                 continue
             yield Cell(arm.name, self.labels[0], length, sum(found) / len(found), n=len(found))

@@ -105,6 +105,7 @@ class Answers:
 
     def check(self, arms: Sequence[Arm], lengths: Sequence[int], setting: Setting) -> None:
         load_each(arms, lengths, setting)
+        setting.kept(Record)
         for task in make_tasks(self.tasks):
             self._suite(setting).made(setting.engine(WITHIN, 0), task, min(lengths))
 
@@ -125,7 +126,7 @@ class Answers:
 
     def _cell(self, arm: Arm, index: int, length: int, setting: Setting, *, ceiling: bool = False) -> Cell:
         task, label = make_tasks(self.tasks)[index], self.labels[index]
-        record = None if setting.record is None else Record(setting.record)
+        record = setting.kept(Record)
         about = {"checkpoint": setting.model} | ({"ceiling": True} if ceiling else {})
         with setting.advancing(f"{arm.name}, {label} at {length:,}") as advance:
             score = self._suite(setting).evaluate(
@@ -227,10 +228,11 @@ class Perplexity(WithoutCeiling):
 
     def check(self, arms: Sequence[Arm], lengths: Sequence[int], setting: Setting) -> None:
         load_each(arms, lengths, setting)
+        setting.kept(perplexity.Losses, ".perplexity")
         perplexity.ends(self._texts(lengths, setting), max(lengths), self.stride)
 
     def cells(self, arm: Arm, lengths: Sequence[int], setting: Setting) -> Iterator[Cell]:
-        record = None if setting.record is None else perplexity.Losses(f"{setting.record}.perplexity")
+        record = setting.kept(perplexity.Losses, ".perplexity")
         for length in lengths:
             engine = setting.engine(arm, length)
             with setting.advancing(f"{arm.name}, perplexity at {length:,}") as advance:

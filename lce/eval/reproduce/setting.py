@@ -13,10 +13,12 @@ import lce
 from lce.errors import UsageError, nearest
 
 if TYPE_CHECKING:
+    from lce.eval.record import Lines
     from lce.eval.reproduce.entry import Arm, Entry
 
 Progress = Callable[[int, int], None]
 T = TypeVar("T")
+L = TypeVar("L", bound="Lines[Any]")
 
 
 @dataclass
@@ -117,6 +119,14 @@ class Setting:
             if value not in (None, "auto") and name != "threads":
                 words += [f"--{name.replace('_', '-')}", shlex.quote(str(value))]
         return " ".join(words)
+
+    def kept(self, lines: type[L], kind: str = "") -> L | None:
+        """The file that results of a kind are kept in, None for none. Raises `DataError` where it cannot be used."""
+        if self.record is None:
+            return None
+        found = lines(self.record + kind)
+        found.prepare()
+        return found
 
     def recorded(self, kind: str = "") -> list[str]:
         """The option of a command that keeps its results where these are kept; `kind` ends the file's name."""

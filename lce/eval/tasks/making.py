@@ -7,6 +7,7 @@ from functools import cache
 from itertools import cycle
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 from lce.errors import DataError, UsageError, nearest
 from lce.eval.prose import sentences
@@ -16,6 +17,17 @@ from lce.eval.tasks.base import Puzzle, Question, Task
 # The filler of the published pass key task, repeated.
 NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
 Filler = Callable[[Random], Iterator[str]]  # the sentences of one sample's text, endless
+
+
+class Tokens(NamedTuple):
+    """Counts a sentence's tokens: behind a space, and as the first of a text."""
+
+    later: Callable[[str], int]
+    first: Callable[[str], int]
+
+    def more(self, sentence: str) -> int:
+        """How many more it has as the first of a text."""
+        return self.first(sentence) - self.later(sentence)
 
 
 def filler_named(name: str) -> Filler:
@@ -65,31 +77,36 @@ def samples(
     Raises `UsageError` where a puzzle does not fit.
     """
     text = filler_named(filler)
-    counted = cache(lambda sentence: count(" " + sentence))
+    tokens = Tokens(cache(lambda sentence: count(" " + sentence)), cache(count))
     for index in range(n):
         rng = Random(f"{seed}/{task.name}/{length}/{index}")
         even = (index + rng.random()) / n
         depth = depths[index % len(depths)] if depths else even
-        yield from _document(task, rng, length, depth, text, counted, questions)
+        yield from _document(task, rng, length, depth, text, tokens, questions)
 
 
 def _document(
-    task: Task, rng: Random, length: int, depth: float, filler: Filler, count: Callable[[str], int], questions: int
+    task: Task, rng: Random, length: int, depth: float, filler: Filler, tokens: Tokens, questions: int
 ) -> Iterator[Sample]:
-    puzzle = _filling(task, rng, length, count) if task.fills else task.puzzle(rng)
+    puzzle = _filling(task, rng, length, tokens) if task.fills else task.puzzle(rng)
     asked = puzzle.questions[:questions]
-    left = _left(puzzle, asked, length, count)
+    left = _left(puzzle, asked, length, tokens)
     if left < 0:
         needed = length - left
         raise UsageError(f"{task.name}: length is {length}; expected at least {needed} tokens for facts and question")
     body: list[str] = []
     if not task.fills:
         for sentence in filler(rng):
-            left -= count(sentence)
-            if left < 0:
+            if tokens.later(sentence) > left:
                 break
+            left -= tokens.later(sentence)
             body.append(sentence)
     places = _places(puzzle, depth, len(body), rng)
+    if body and places[0] and not puzzle.opening:
+        left -= tokens.more(body[0]) - tokens.more(puzzle.statements[0])
+    if left < 0:
+        del body[-1]
+        places = [min(place, len(body)) for place in places]
     for place, statement in reversed(list(zip(places, puzzle.statements, strict=True))):
         body.insert(place, statement)
     document = " ".join([puzzle.opening, *body] if puzzle.opening else body)
@@ -111,13 +128,14 @@ def _places(puzzle: Puzzle, depth: float, n_sentences: int, rng: Random) -> list
     return sorted(rng.randint(0, n_sentences) for _ in puzzle.statements)
 
 
-def _left(puzzle: Puzzle, asked: Sequence[Question], length: int, count: Callable[[str], int]) -> int:
-    """Tokens left for a filler; the beginning token takes one."""
-    used = sum(count(text) for text in puzzle.statements) + max(count(question.text) for question in asked)
-    return length - used - 1 - (count(puzzle.opening) if puzzle.opening else 0)
+def _left(puzzle: Puzzle, asked: Sequence[Question], length: int, tokens: Tokens) -> int:
+    """Tokens left for a filler, if the opening or a statement comes first; the beginning token takes one."""
+    texts = [puzzle.opening, *puzzle.statements] if puzzle.opening else puzzle.statements
+    used = sum(map(tokens.later, texts)) + max(tokens.later(question.text) for question in asked)
+    return length - used - 1 - tokens.more(texts[0])
 
 
-def _filling(task: Task, rng: Random, length: int, count: Callable[[str], int]) -> Puzzle:
+def _filling(task: Task, rng: Random, length: int, tokens: Tokens) -> Puzzle:
     """The puzzle of about as many statements as fit.
 
     Names become longer with their number, so a guess may jump over the length. It stays between those known to fit and
@@ -129,8 +147,8 @@ def _filling(task: Task, rng: Random, length: int, count: Callable[[str], int]) 
     while True:
         rng.setstate(state)
         puzzle = task.puzzle(rng, n)
-        left = _left(puzzle, puzzle.questions[:1], length, count)
-        each = max(1.0, sum(count(text) for text in puzzle.statements) / len(puzzle.statements))
+        left = _left(puzzle, puzzle.questions[:1], length, tokens)
+        each = max(1.0, sum(map(tokens.later, puzzle.statements)) / len(puzzle.statements))
         if 0 <= left < 3 * each or (left < 0 and n == task.least):
             return puzzle
         if left < 0:

@@ -173,6 +173,7 @@ def test_counting_stars_reads_what_was_corrected(tmp_path: Path) -> None:
         (b'{"context": "x", "input": "x", "answers": ["\xff"]}', "byte 44 is not UTF-8"),
         (b"[1]\n", "line 1 .* expected a JSON object"),
         (b"", "is empty"),
+        (b"\n \n", "is empty"),
         (b'\n{"context"', "line 2 .* not valid JSON"),
     ],
 )

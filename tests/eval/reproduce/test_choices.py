@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lce.errors import UsageError
 from lce.eval.reproduce import Arm, Setting
 from lce.eval.reproduce.choices import Chosen, TokenRecall
 from tests.command import run
@@ -38,5 +39,10 @@ def test_tokens_by_low_dim_scores(tiny_model: Path, tmp_path: Path) -> None:
     recall, layers = TokenRecall().cells(arm, [300], setting)
     assert recall.value == pytest.approx(selected(TokenRecall().command(arm, [300], setting))["found"])
     assert (layers.label, layers.n) == ("layers above 0.9", 2)
+    kept = Setting(str(tiny_model), data=setting.data, tools=read, record=str(tmp_path / "kept"))
+    assert list(TokenRecall().cells(arm, [300], kept)) == [recall, layers]
+    assert len((tmp_path / "kept.looks").read_text().splitlines()) == 1
+    with pytest.raises(UsageError, match="no text has 9,000 tokens"):
+        TokenRecall().check([arm], [300, 9000], setting)
     (short,) = TokenRecall().cells(arm, [40], setting)
     assert (short.value, short.note) == (None, "all tokens are chosen; take a longer text")

@@ -16,6 +16,11 @@ def words(text):
     return len(text.split())
 
 
+def unspaced(text):
+    """Words, and two more for one that no space comes before."""
+    return words(text) + (2 if not text.startswith(" ") else 0)
+
+
 @pytest.mark.parametrize("name", TASKS)
 def test_samples_fit_their_length_and_hold_their_facts(name):
     task = TASKS[name]()
@@ -26,6 +31,13 @@ def test_samples_fit_their_length_and_hold_their_facts(name):
         for sample in made:
             assert 0.7 * length < words(sample.prompt) <= length
             assert all(fact in sample.document for fact in sample.facts)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_first_word_of_a_text_may_have_more_tokens(name):
+    """As with byte-level tokens, where a word has fewer behind a space."""
+    for sample in samples(TASKS[name](), length=200, n=20, seed=1, count=unspaced):
+        assert unspaced(sample.prompt) <= 199  # the beginning token takes one
 
 
 def test_a_needle_stands_at_the_depths_asked_for():
