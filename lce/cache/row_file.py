@@ -38,11 +38,12 @@ class Descriptor(int):
     """A file descriptor, closed once: by `close`, or when nothing refers to it any more."""
 
     _open = True
+    _close = staticmethod(os.close)  # found here after the interpreter has taken its modules apart
 
     def close(self) -> None:
         if self._open:
             self._open = False
-            os.close(self)
+            self._close(self)
 
     __del__ = close
 

@@ -459,3 +459,17 @@ def test_pages_of_a_spill_file_are_adjacent(tmp_path: Path) -> None:
     assert file.n_rows == 22
     file.reserve(100)
     assert (file.n_bytes, file.bytes_taken) == (22 * 32, 100 * 32)
+
+
+def test_a_program_may_end_with_an_open_file(tmp_path: Path) -> None:
+    """Objects die while the interpreter takes its modules apart."""
+    program = (
+        "import lce, sys\n"
+        "engine = lce.load('demo', method='longheads')\n"
+        "engine.prefill('One is one. ' * 9).save(sys.argv[1])\n"
+        "context = engine.open_context(sys.argv[1])\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program, tmp_path / "context.lce"], capture_output=True, text=True, check=True
+    )
+    assert ended.stderr == ""
