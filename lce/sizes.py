@@ -61,12 +61,21 @@ def _whole(value: object) -> int | None:
 
 def size_text(n_bytes: int) -> str:
     """Bytes in the largest unit that they fill: `size_text(1536)` is "1.5 KiB"."""
-    power = min(max(0, n_bytes.bit_length() - 1) // 10, len(UNITS) - 1)
+    power = _power(n_bytes)
+    if power and f"{n_bytes / 1024**power:.1f}" == "1024.0" and power + 1 < len(UNITS):
+        power += 1
     return f"{n_bytes / 1024**power:.1f} {UNITS[power]}" if power else f"{n_bytes} B"
 
 
 def enough_text(n_bytes: int) -> str:
     """The least size that is `n_bytes` or more, as an option takes it: `enough_text(1537)` is "1.6KiB"."""
-    power = min(max(0, n_bytes.bit_length() - 1) // 10, len(UNITS) - 1)
+    power = _power(n_bytes)
     tenths = -(-10 * n_bytes // 1024**power)
+    if tenths == 10 * 1024 and power + 1 < len(UNITS):
+        power, tenths = power + 1, 10
     return f"{tenths // 10}.{tenths % 10}{UNITS[power]}" if power and tenths % 10 else f"{tenths // 10}{UNITS[power]}"
+
+
+def _power(n_bytes: int) -> int:
+    """Which unit the bytes fill: 0 is bytes, 1 KiB."""
+    return min(max(0, n_bytes.bit_length() - 1) // 10, len(UNITS) - 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lce.errors import UsageError
@@ -54,7 +54,15 @@ def test_many_digits_are_a_large_size() -> None:
 
 @pytest.mark.parametrize(
     ("n_bytes", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (8 << 30, "8.0 GiB"), (5 << 50, "5120.0 TiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (2**20 - 1, "1.0 MiB"),
+        (8 << 30, "8.0 GiB"),
+        (5 << 50, "5120.0 TiB"),
+    ],
 )
 def test_bytes_as_text(n_bytes: int, text: str) -> None:
     assert size_text(n_bytes) == text
@@ -91,6 +99,8 @@ def test_too_small_counts_are_refused(value: object, least: int) -> None:
 
 
 @given(n_bytes=st.integers(0, 1 << 55))
+@example(n_bytes=(1 << 40) - 1)
+@example(n_bytes=(1 << 20) - 1)
 def test_enough_is_enough_and_little_more(n_bytes: int) -> None:
     """Given back as an option it holds the bytes: rounded up, where other texts are rounded to the nearest."""
     text = enough_text(n_bytes)
