@@ -62,8 +62,6 @@ def _whole(value: object) -> int | None:
 def size_text(n_bytes: int) -> str:
     """Bytes in the largest unit that they fill: `size_text(1536)` is "1.5 KiB"."""
     power = _power(n_bytes)
-    if power and f"{n_bytes / 1024**power:.1f}" == "1024.0" and power + 1 < len(UNITS):
-        power += 1
     return f"{n_bytes / 1024**power:.1f} {UNITS[power]}" if power else f"{n_bytes} B"
 
 
