@@ -30,7 +30,7 @@ MARKERS, LINES = "osD^vPX*<>", ("-", "--", ":", "-.")
 APART, MOST_APART = 0.06, 0.5  # of a factor of two: what keeps equal scores of several methods visible side by side
 BINS = 5  # of depths, where none were asked for
 Span = tuple[float, float, float]  # a value and the ends of its interval
-MOST_METHODS, MOST_PANELS, MOST_DEPTHS = 40, 12, 20  # in one picture
+MOST_METHODS, MOST_PANELS, MOST_COLUMNS, MOST_DEPTHS = 40, 12, 3, 20  # in one picture
 
 
 def draw_all(report: Report, folder: str | Path) -> list[Path]:
@@ -216,11 +216,15 @@ def side_by_side(tables: Sequence[Table]) -> Figure:
     """Methods of one model side by side: a panel a task, at the longest length that most methods were asked at."""
     from matplotlib.figure import Figure
 
-    heights = [1.2 + 0.28 * len(_methods(table)) for table in tables]
-    figure = Figure(figsize=(WIDTH, 0.6 + sum(heights)), layout="constrained")
-    panels = figure.subplots(len(tables), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+    columns = min(MOST_COLUMNS, len(tables))
+    rows = [tables[first : first + columns] for first in range(0, len(tables), columns)]
+    heights = [1.2 + 0.28 * max(len(_methods(table)) for table in row) for row in rows]
+    figure = Figure(figsize=(WIDTH * columns, 0.6 + sum(heights)), layout="constrained")
+    panels = figure.subplots(len(rows), columns, squeeze=False, sharex=True, height_ratios=heights).flatten()
     figure.suptitle(f"{tables[0].group.model}: score, 95% interval, ceiling", fontsize=LETTERS, wrap=True)
-    for axes, table in zip(panels, tables, strict=True):
+    for axes in panels[len(tables) :]:
+        axes.remove()
+    for axes, table in zip(panels[: len(tables)], tables, strict=True):
         length = max(table.lengths, key=lambda length: (sum(place.length == length for place in table.cells), length))
         places = [Place(method, length) for method in _methods(table)]
         found = [(place.method, table.cells[place].score) for place in places if place in table.cells]
