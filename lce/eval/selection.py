@@ -178,7 +178,7 @@ def measure_text(
     """Read the first `length` tokens of a text, and look at `queries` queries evenly spread over its second half."""
     engine, watch = watching(model, method, judge, states, **loading)
     ids = engine.tokenizer.encode(text)[:length]
-    setting = {"task": "text", "text": text_hash(text), "length": length, "queries": queries}
+    setting = {"task": "text", "text": text_hash(text), "length": length, "n_queries": queries}
     key = {**setting, "judge": judge, "states": states, **described(engine)}
     look = None if record is None else record.get(key)
     if look is None:

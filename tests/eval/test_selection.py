@@ -65,6 +65,15 @@ def test_queries_of_a_text_are_spread_over_its_second_half(model: str) -> None:
     assert (found.hit1, found.cover, found.fact) == (None, None, None)
 
 
+def test_a_text_is_not_looked_at_again(model: str, tmp_path: Path) -> None:
+    """By another process; another number of queries is another matter."""
+    method, path = make("streaming", {"sinks": 2, "local": 10}), tmp_path / "looks"
+    for queries, n_lines in ((5, 1), (5, 1), (6, 2)):
+        found = measure_text(model, method, DOCUMENT, length=101, queries=queries, record=Looks(path))
+        assert found.queries == queries
+        assert len(path.read_text().splitlines()) == n_lines
+
+
 def test_what_was_seen_is_not_looked_at_again(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After an interruption, and by another process; another judge or another text is another matter."""
     method, path = make("longheads", {"chunk_size": 8, "chunks": 4}), tmp_path / "looks"
