@@ -1,7 +1,7 @@
 """Write a text to calibrate the demo model's maps on: prose in which facts are hidden and asked for.
 
 python -m tools.make_calibration_text --out calibration.txt
-lce calibrate --model demo --text calibration.txt --out lce/models/demo/esa_maps.safetensors
+lce calibrate --model demo --text calibration.txt --out lce/models/demo/esa_maps.safetensors --force
 """
 
 from __future__ import annotations
