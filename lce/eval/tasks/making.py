@@ -102,7 +102,7 @@ def _document(
             left -= tokens.later(sentence)
             body.append(sentence)
     places = _places(puzzle, depth, len(body), rng)
-    if body and places[0] and not puzzle.opening:
+    if body and places[0] and not puzzle.opening:  # a sentence of the filler comes first after all
         left -= tokens.more(body[0]) - tokens.more(puzzle.statements[0])
     if left < 0:
         del body[-1]
