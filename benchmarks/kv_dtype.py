@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
 import lce
-from lce.eval.prose import sentences
+from lce.lab.eval.prose import sentences
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from pathlib import Path
 from models import SHAPES, make_checkpoint, token_ids
 
 import lce
-from lce.bench import machine
+from lce.lab.bench import machine
 
 NEEDS = {"esa": {"compress": "pca"}}  # random weights have no learned maps
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import lce
 from lce import sizes
-from lce.eval.passkey import evaluate, samples
+from lce.lab.eval.passkey import evaluate, samples
 
 FOUND: list[Tensor] = []  # a block's distances in one layer, layer by layer, block by block
 

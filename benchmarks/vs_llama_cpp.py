@@ -43,7 +43,7 @@ class Lce:
     def load(self, folder: str, kind: str, methods: list[str], window: int | None, threads: int) -> str | None:
         """Load one engine a method over the same weights; a line that says why it cannot."""
         import lce
-        import lce.bench
+        import lce.lab.bench
 
         options: dict[str, Any] = {"window": window, "threads": threads}
         if kind != "bf16":
@@ -55,7 +55,7 @@ class Lce:
         for name in methods:
             engine = lce.load(folder, lce.methods.make(name, NEEDS.get(name)), sharing=first, **options)
             first = first or engine
-            self.subjects[name] = lce.bench.Subject(engine, token_ids)
+            self.subjects[name] = lce.lab.bench.Subject(engine, token_ids)
         return None
 
     def run(self, method: str, length: int, new_tokens: int) -> list[float]:
@@ -244,7 +244,7 @@ def main() -> None:
 def compare(args: argparse.Namespace) -> None:
     import llama_cpp
 
-    from lce.bench import machine
+    from lce.lab.bench import machine
 
     threads = args.threads or physical_cores()
     build = llama_cpp.llama_print_system_info().decode().strip(" |")

@@ -189,7 +189,7 @@ def bench(model: str, methods: list[lce.Method], loading: dict[str, Any], output
     multiplying matrices (prefill), measured in the same run. Texts are random tokens. Methods take turns, after one run
     each that is not timed. Ctrl-C prints what was measured so far.
     """
-    from lce.bench import Bench
+    from lce.lab.bench import Bench
 
     output.run(Bench(model, methods, **what, **loading))
 
@@ -305,13 +305,13 @@ def explain(named: tuple[str, dict[str, str]], plot: str | None, output: Output,
     Without --window the knobs are those of a small example that shows the method's idea; -o changes single ones. With
     --window they are the method's defaults for it.
     """
-    from lce.inspect import explain as inspection
+    from lce.lab.study import explain as inspection
 
     options.new_file(plot, force=True)
     method, knobs = named
     explanation = inspection.explain(method, knobs=knobs, **setting)
     if plot is not None:
-        from lce.inspect.picture import draw
+        from lce.lab.study.picture import draw
 
         draw(explanation, plot)
     output.object(figures.explanation_object(explanation))

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 ROOMS = re.findall(r"^\| `(\w+)` \|", PAGE.partition("## The floors")[2].partition("\n## ")[0], re.MULTILINE)
-ON_THE_FACE = {"bench", "calibrate", "eval", "inspect"}  # import what an embedder imports, and nothing else
+ON_THE_FACE = {"calibrate", "lab"}  # import what an embedder imports, and nothing else
 FACE = {"lce", "lce.methods", "lce.methods.lowdim", "lce.methods.map_file", "lce.methods.mass"}
 FACE |= {"lce.errors", "lce.sizes", "lce.progress", "lce.files", "lce.system"}
 DOORS = {"lce.attention"}  # packages whose modules nobody else imports
@@ -86,21 +86,21 @@ def test_a_room_imports_only_what_stands_below_it() -> None:
         ("cache/kv.py", "import_module('lce.engine.engine')", ["cache: lce.engine.engine stands above it"]),
         ("cache/kv.py", "from lce.attention.tiles import Tiles", ["cache: lce.attention.tiles is behind the door"]),
         ("cache/kv.py", "from lce.attention import tiles", ["cache: lce.attention.tiles is behind the door"]),
-        ("eval/passkey.py", "from lce.engine.engine import Engine", ["eval: lce.engine.engine is not the public face"]),
+        ("lab/passkey.py", "from lce.engine.engine import Engine", ["lab: lce.engine.engine is not the public face"]),
         ("cache/kv.py", "from lce.attention import Tiles", []),
         ("cache/kv.py", "from lce.cache.tiers import Tier", []),
         ("attention/__init__.py", "from lce.attention.tiles import Tiles", []),
-        ("eval/passkey.py", "import lce\nfrom lce import Engine\nfrom lce.methods import run", []),
+        ("lab/passkey.py", "import lce\nfrom lce import Engine\nfrom lce.methods import run", []),
         ("cli.py", "import lce\nimport torch", []),
     ],
 )
 def test_the_order_can_be_broken(tmp_path: Path, file: str, line: str, expected: list[str]) -> None:
     package = tmp_path / "lce"
-    for name in ("attention/tiles.py", "cache/kv.py", "engine/engine.py", "eval/passkey.py"):
+    for name in ("attention/tiles.py", "cache/kv.py", "engine/engine.py", "lab/passkey.py"):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).touch()
     (package / file).write_text(line)
-    assert violations(package, ["attention", "cache", "methods", "engine", "__init__", "eval", "cli"]) == expected
+    assert violations(package, ["attention", "cache", "methods", "engine", "__init__", "lab", "cli"]) == expected
 
 
 @pytest.mark.parametrize("name", sorted({*re.findall(r"`((?:\w+/)+[\w.]*)`", PAGE)}))

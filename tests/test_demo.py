@@ -8,7 +8,7 @@ import pytest
 
 import lce
 from lce.engine.loading import DEMO
-from lce.eval.passkey import evaluate
+from lce.lab.eval.passkey import evaluate
 
 HAYSTACK = Path(__file__).parent.parent / "examples" / "haystack.txt"
 

@@ -9,13 +9,13 @@ from random import Random
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from lce.eval.needles import NEEDLES, Needle
-from lce.eval.prose import sentences
-from lce.eval.tasks.base import Puzzle, Task
-from lce.eval.tasks.chains import Variables, Walk, Whereabouts
-from lce.eval.tasks.keys import OPENING, CountingStars, SeveralKeys, SeveralQueries, SeveralValues, SplitPassKey
-from lce.eval.tasks.lists import CommonWords, FrequentWords, NthRequest, Pairs
-from lce.eval.tasks.making import NOISE
+from lce.lab.eval.needles import NEEDLES, Needle
+from lce.lab.eval.prose import sentences
+from lce.lab.eval.tasks.base import Puzzle, Task
+from lce.lab.eval.tasks.chains import Variables, Walk, Whereabouts
+from lce.lab.eval.tasks.keys import OPENING, CountingStars, SeveralKeys, SeveralQueries, SeveralValues, SplitPassKey
+from lce.lab.eval.tasks.lists import CommonWords, FrequentWords, NthRequest, Pairs
+from lce.lab.eval.tasks.making import NOISE
 
 BOS, EOS = "<s>", "</s>"
 WEIGHT_TEXT, WEIGHT_LIST, WEIGHT_ANSWER, WEIGHT_COPY = 0.3, 0.05, 4.0, 1.0

@@ -11,9 +11,9 @@ from pathlib import Path
 from random import Random
 
 import lce
-from lce.eval.needles import NEEDLES
-from lce.eval.passkey import make_sample
-from lce.eval.prose import sentences
+from lce.lab.eval.needles import NEEDLES
+from lce.lab.eval.passkey import make_sample
+from lce.lab.eval.prose import sentences
 
 
 def main() -> None:

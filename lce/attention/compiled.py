@@ -8,12 +8,12 @@ from lce.attention.parts import Part
 from lce.attention.tiles import SlotQueries
 from lce.attention.torch import Torch
 from lce.attention.turn import Turn
-from lce.kernels import attention as kernels
-from lce.kernels.numbers import STORED
+from lce.kernels.cpu import attention as kernels
+from lce.kernels.cpu.numbers import STORED
 
 
 class Compiled(Torch):
-    """`lce.kernels.attention` on CPUs; elsewhere, and for other dtypes, PyTorch's kernels."""
+    """`lce.kernels.cpu.attention` on CPUs; elsewhere, and for other dtypes, PyTorch's kernels."""
 
     name = "compiled"
     speed = 2

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lce.kernels.cpu.merging import MOST_PARTS, merged
+from lce.kernels.cpu.numbers import STORED
 from lce.kernels.cuda import launching
-from lce.kernels.merging import MOST_PARTS, merged
-from lce.kernels.numbers import STORED
 
 Part = tuple[Tensor, Tensor]  # out [..., T, D] and its log-sum-exp lse [..., T], float32, natural logarithm
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lce.kernels import elementwise
+from lce.kernels.cpu import elementwise
 from lce.kernels.cuda import launching
 
 

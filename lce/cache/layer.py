@@ -20,7 +20,7 @@ from lce.cache.method_state import Held, MethodState
 from lce.cache.packing import round_chunks
 from lce.cache.tiers import TierStack
 from lce.errors import CapacityError, UsageError
-from lce.kernels.gathering import take_rows
+from lce.kernels.cpu.gathering import take_rows
 from lce.sizes import size_text
 
 S = TypeVar("S", bound=MethodState)

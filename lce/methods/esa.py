@@ -16,7 +16,7 @@ from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout
 from lce.cache.method_state import MethodState, Staged, TokenRows
 from lce.errors import UsageError
-from lce.kernels.scores import compiled_for
+from lce.kernels.cpu.scores import compiled_for
 from lce.methods.base import Example, LocalMethod
 from lce.methods.costs import Cost, PaperFigure, QueryBlock
 from lce.methods.lowdim import (

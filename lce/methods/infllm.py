@@ -15,7 +15,7 @@ from lce.attention import causal_mask, merge, rotate
 from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout, Reach
 from lce.cache.method_state import MethodState, RecentRows, Staged, Summaries
-from lce.kernels.scores import add_weights, compiled_for
+from lce.kernels.cpu.scores import add_weights, compiled_for
 from lce.methods.base import Example, LocalMethod
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.lowdim import first_best

@@ -21,9 +21,9 @@ from torch.nn.functional import max_pool1d
 
 from lce.errors import DataError, UsageError, shown
 from lce.files import named
-from lce.kernels.choices import best_tokens
+from lce.kernels.cpu.choices import best_tokens
+from lce.kernels.cpu.scores import best_below_top, compiled_for, scores_of_few
 from lce.kernels.cuda import launching
-from lce.kernels.scores import best_below_top, compiled_for, scores_of_few
 from lce.methods.parts import SCORES_AT_ONCE, products
 from lce.models.config import RopeConfig
 

@@ -14,7 +14,7 @@ from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout, Reach
 from lce.cache.method_state import MethodState, Summaries
 from lce.errors import UsageError
-from lce.kernels.compiling import MOST_ROWS
+from lce.kernels.cpu.compiling import MOST_ROWS
 from lce.kernels.cuda import launching
 from lce.methods.base import Example
 from lce.methods.costs import Cost, QueryBlock

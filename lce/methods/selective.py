@@ -20,10 +20,10 @@ from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout, Reach
 from lce.cache.method_state import MethodState, OpenChunk, RecentRows, Summaries
 from lce.errors import UsageError
-from lce.kernels.choices import best_chunks
-from lce.kernels.compiling import MOST_ROWS
+from lce.kernels.cpu.choices import best_chunks
+from lce.kernels.cpu.compiling import MOST_ROWS
+from lce.kernels.cpu.scores import compiled_for, scores_of_few
 from lce.kernels.cuda import launching
-from lce.kernels.scores import compiled_for, scores_of_few
 from lce.methods.base import Example, Method, says_for
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.decoding import Span, decode_recent

@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lce.kernels import elementwise
-from lce.kernels.compiling import MOST_ROWS
+from lce.kernels.cpu import elementwise
+from lce.kernels.cpu.compiling import MOST_ROWS
+from lce.kernels.cpu.elementwise import runs_on
+from lce.kernels.cpu.numbers import STORED
+from lce.kernels.cpu.products import product
 from lce.kernels.cuda import launching
-from lce.kernels.elementwise import runs_on
-from lce.kernels.numbers import STORED
-from lce.kernels.products import product
 from lce.models.config import ModelConfig, check_layer_types
 from lce.models.fields import Fields
 from lce.weights.quantised import LANES, SCHEMES, SCRATCH, QuantisedMatrix, Scheme, scratch_of

@@ -16,7 +16,7 @@ from lce.sizes import size_text
 from lce.terminal.output import Output
 
 if TYPE_CHECKING:
-    from lce.bench import Bench, Report, Row, Spread, StepTimes
+    from lce.lab.bench import Bench, Report, Row, Spread, StepTimes
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import lce
-from lce.eval.record import Record
-from lce.eval.selection import Looks, Samples, Selection, measure, measure_text
-from lce.eval.suite import Suite, make_tasks
-from lce.eval.tasks import Task
-from lce.eval.watching import States
-from lce.eval.why import CAUSES, Causes, check_selects, explain
+from lce.lab.eval.record import Record
+from lce.lab.eval.selection import Looks, Samples, Selection, measure, measure_text
+from lce.lab.eval.suite import Suite, make_tasks
+from lce.lab.eval.tasks import Task
+from lce.lab.eval.watching import States
+from lce.lab.eval.why import CAUSES, Causes, check_selects, explain
 from lce.methods.mass import Judge
 from lce.sizes import size_text
 from lce.terminal.capacity import check_capacity

@@ -1,4 +1,4 @@
-"""The commands `lce eval ...`: one function a subcommand, each a few calls of `lce.eval`.
+"""The commands `lce eval ...`: one function a subcommand, each a few calls of `lce.lab.eval`.
 
 Heavy modules are imported inside the functions, so that `--help` answers at once.
 """
@@ -11,9 +11,9 @@ import click
 from click import argument, option
 
 import lce
-from lce.eval.needles import NEEDLES
-from lce.eval.passkey import FILLERS
 from lce.files import named
+from lce.lab.eval.needles import NEEDLES
+from lce.lab.eval.passkey import FILLERS
 from lce.terminal import options
 from lce.terminal.output import Output
 from lce.terminal.reading import read_text
@@ -121,7 +121,7 @@ def harness(arguments: tuple[str, ...]) -> None:
     Takes the arguments of the command lm_eval: `lce eval harness run --help` shows them. Example: lce eval harness run
     --model lce --model_args pretrained=PATH,method=longheads,chunk_size=256 --tasks NAME
     """
-    from lce.eval.harness import main
+    from lce.lab.eval.harness import main
 
     main(arguments)
 
@@ -179,7 +179,7 @@ def run_suite(
 @options.json_options
 def tasks(output: Output) -> None:
     """List the tasks of `lce eval run`: what they ask, their metrics, and their knobs with the defaults."""
-    from lce.eval.tasks import TASKS
+    from lce.lab.eval.tasks import TASKS
     from lce.terminal import suites
 
     found = [suites.task_object(name) for name in TASKS]
@@ -197,13 +197,13 @@ def report(files: tuple[str, ...], plots: str | None, output: Output) -> None:
 
     The FILEs are what --record wrote, such as all shards of a run; samples that are in several count once.
     """
-    from lce.eval.report import Report
+    from lce.lab.eval.report import Report
     from lce.terminal import reporting
 
     found = Report.read(files)
     pictures = []
     if plots is not None:
-        from lce.eval.plots import draw_all
+        from lce.lab.eval.plots import draw_all
 
         pictures = draw_all(found, plots)
     output.object(reporting.report_object(found))
@@ -246,7 +246,7 @@ def score(file: str, suite: str, task: str | None, metric: str | None, output: O
     FILE is what the benchmark's code wrote for one task, such as pred/MODEL/qasper.jsonl of LongBench; DIR has one for
     each task.
     """
-    from lce.eval.published import find
+    from lce.lab.eval.published import find
     from lce.terminal.published import score_predictions
 
     score_predictions(find(suite), file, task, metric, output)

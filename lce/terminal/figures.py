@@ -7,8 +7,8 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from lce.eval.spelling import knob_values
 from lce.files import named
+from lce.lab.eval.spelling import knob_values
 from lce.sizes import size_text
 from lce.system import peak_memory
 from lce.terminal.tables import aligned, markdown
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from lce.engine.decode import Generation, Stats
     from lce.engine.info import ModelInfo
     from lce.engine.planning import Plan
-    from lce.eval.passkey import Score
-    from lce.inspect.explain import Explanation
+    from lce.lab.eval.passkey import Score
+    from lce.lab.study.explain import Explanation
     from lce.methods.base import Method
 
 SCORE_HEADER = f"{'method':<14}{'length':>10}{'samples':>9}{'accuracy':>10}  95% interval"

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lce.errors import shown
-from lce.eval.spelling import knob_values
 from lce.files import named
+from lce.lab.eval.spelling import knob_values
 from lce.sizes import size_text
 
 if TYPE_CHECKING:

@@ -28,8 +28,8 @@ def write_recording(
     what: dict[str, Any], loading: dict[str, Any], output: Output,
 ) -> None:  # fmt: skip
     """Record a prompt under some methods, and write a page, or JSON, or both. `-` as `json_file` is stdout."""
-    from lce.inspect.page import store_of, write_page
-    from lce.inspect.recording import Asked, Recorder
+    from lce.lab.study.page import store_of, write_page
+    from lce.lab.study.recording import Asked, Recorder
 
     if out is None and json_file is None:
         raise UsageError("nothing to write; give --out page.html, --json FILE, or --live")
@@ -76,8 +76,8 @@ def figures_line(run: dict[str, Any]) -> str:
 
 def serve_live(model: str, prompt: str, port: int, most_prompt: int, loading: dict[str, Any], output: Output) -> None:
     """Serve the page until Ctrl-C. The address alone goes to stdout."""
-    from lce.inspect.live import Limits, Live
-    from lce.inspect.server import LiveServer
+    from lce.lab.study.live import Limits, Live
+    from lce.lab.study.server import LiveServer
 
     with output.noting():
         live = Live(model, Limits(prompt_tokens=most_prompt), **loading)

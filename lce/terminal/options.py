@@ -110,8 +110,8 @@ def parse_optional_names(ctx: click.Context, param: click.Parameter, values: tup
 
 def _suite(tasks: list[str], task_knobs: dict[str, str], depths: str | None, shard: str, **how: Any) -> dict[str, Any]:
     """The tasks of `lce eval run`, and how they are asked."""
-    from lce.eval.running import Shard
-    from lce.eval.suite import Suite, make_tasks
+    from lce.lab.eval.running import Shard
+    from lce.lab.eval.suite import Suite, make_tasks
 
     try:
         places = tuple(float(text) for text in depths.split(",")) if depths else ()
@@ -171,10 +171,10 @@ def _benchmark(
     **values: Any,
 ) -> tuple[Any, list[str]]:  # fmt: skip
     """The benchmark that the options name, and the names of its tasks."""
-    from lce.eval.published import find
-    from lce.eval.published.asking import Asking
-    from lce.eval.published.running import Benchmark
-    from lce.eval.running import Shard
+    from lce.lab.eval.published import find
+    from lce.lab.eval.published.asking import Asking
+    from lce.lab.eval.published.running import Benchmark
+    from lce.lab.eval.running import Shard
 
     found = find(suite)
     for name in tasks:

@@ -8,7 +8,7 @@ from typing import Any
 
 import lce
 from lce.errors import UsageError
-from lce.eval.perplexity import Losses, Perplexity, Text, check, ends, stream, windows
+from lce.lab.eval.perplexity import Losses, Perplexity, Text, check, ends, stream, windows
 from lce.terminal.capacity import check_capacity
 from lce.terminal.output import Output
 from lce.terminal.reading import read_text

@@ -12,13 +12,13 @@ from typing import Any
 
 import lce
 from lce.errors import UsageError
-from lce.eval.naming import cut
-from lce.eval.published import SUITES, Suite
-from lce.eval.published.base import Task
-from lce.eval.published.running import Benchmark, Outcome, Prompted
-from lce.eval.published.scoring import TaskScore, prediction_files, score_file
-from lce.eval.record import Record
 from lce.files import check_folder, named, write_whole
+from lce.lab.eval.naming import cut
+from lce.lab.eval.published import SUITES, Suite
+from lce.lab.eval.published.base import Task
+from lce.lab.eval.published.running import Benchmark, Outcome, Prompted
+from lce.lab.eval.published.scoring import TaskScore, prediction_files, score_file
+from lce.lab.eval.record import Record
 from lce.terminal.capacity import check_capacity
 from lce.terminal.output import Output
 

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from lce.eval.losses import LossTable
-from lce.eval.perplexity import Perplexity
-from lce.eval.report import HOLDS, Place, Report, Table
-from lce.eval.scores import Score
-from lce.eval.selections import SelectionTable
+from lce.lab.eval.losses import LossTable
+from lce.lab.eval.perplexity import Perplexity
+from lce.lab.eval.report import HOLDS, Place, Report, Table
+from lce.lab.eval.scores import Score
+from lce.lab.eval.selections import SelectionTable
 from lce.sizes import size_text
 from lce.terminal.perplexity import number
 from lce.terminal.tables import markdown

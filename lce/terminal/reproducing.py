@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from lce.eval.reproduce import ENTRIES, PAPERS, Cell, Entry, Setting, find
+from lce.lab.papers import ENTRIES, PAPERS, Cell, Entry, Setting, find
 from lce.terminal.capacity import check_capacity
 from lce.terminal.output import Output
 
@@ -26,8 +26,8 @@ def list_entries(output: Output) -> None:
 
 def reproduce(id: str, output: Output, *, dry_run: bool, samples: int | None, **options: Any) -> None:
     """Run an entry, or with `dry_run` say what it would run, and print it."""
-    from lce.bench import bench
-    from lce.inspect.explain import explain
+    from lce.lab.bench import bench
+    from lce.lab.study.explain import explain
     from lce.terminal.reading import read_text
 
     entry = find(id)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import lce
-from lce.eval.passkey import Score, check_length, check_task, evaluate
-from lce.eval.record import Record
+from lce.lab.eval.passkey import Score, check_length, check_task, evaluate
+from lce.lab.eval.record import Record
 from lce.terminal import figures
 from lce.terminal.capacity import check_capacity
 from lce.terminal.output import Output

@@ -9,13 +9,13 @@ from typing import Any
 
 import lce
 from lce.errors import UsageError
-from lce.eval.record import Record
-from lce.eval.report import all_reach, fails
-from lce.eval.sample import Sample
-from lce.eval.scores import Score
-from lce.eval.spelling import knob_values
-from lce.eval.suite import Suite
-from lce.eval.tasks import TASKS, Task
+from lce.lab.eval.record import Record
+from lce.lab.eval.report import all_reach, fails
+from lce.lab.eval.sample import Sample
+from lce.lab.eval.scores import Score
+from lce.lab.eval.spelling import knob_values
+from lce.lab.eval.suite import Suite
+from lce.lab.eval.tasks import TASKS, Task
 from lce.sizes import size_text
 from lce.terminal.capacity import check_capacity
 from lce.terminal.output import Output

@@ -14,10 +14,10 @@ def show_trace(
     loading: dict[str, Any], output: Output,
 ) -> None:  # fmt: skip
     """Trace a text and print the choices of its last tokens, a line a layer and head."""
-    from lce.inspect.recording import Asked, Recorder
+    from lce.lab.study.recording import Asked, Recorder
 
     if plot is not None:
-        from lce.inspect.picture import checked
+        from lce.lab.study.picture import checked
 
         checked(plot)
     asked = Asked(prompt, max_tokens=0, marks=marks, spread=0, last=last)
@@ -25,7 +25,7 @@ def show_trace(
         recording = Recorder(model, **loading).record(asked, [method], progress=bars)
     run = recording["runs"][0]
     if plot is not None:
-        from lce.inspect.heatmap import draw
+        from lce.lab.study.heatmap import draw
 
         draw(recording, plot)
     found = list(rows(recording))

@@ -4,7 +4,7 @@
     int4   a scale and a zero for 32 inputs of a row, 4.75 bits a weight, fitted by least squares
 
 A matrix `NAME` of a quantised file is the tensors `NAME.codes`, `NAME.scales` and, in 4 bits, `NAME.zeros`, as
-`lce.kernels.quantised` lays them out. The file's metadata has a `Manifest`.
+`lce.kernels.cpu.quantised` lays them out. The file's metadata has a `Manifest`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Scheme:
 
     def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """The shape and dtype of each tensor of a matrix: codes, scales, zeros."""
-        from lce.kernels import quantised
+        from lce.kernels.cpu import quantised
 
         return dict(quantised.parts(self.bits, *shape))
 
@@ -85,21 +85,21 @@ class QuantisedMatrix:
         return sum(part.nbytes for part in self.parts.values())
 
     def product(self, x: Tensor, bias: Tensor | None, **fused: Any) -> Tensor:
-        """`x [T, in]` times the matrix transposed, for a few rows: see `lce.kernels.quantised.product`."""
-        from lce.kernels import quantised
+        """`x [T, in]` times the matrix transposed, for a few rows: see `lce.kernels.cpu.quantised.product`."""
+        from lce.kernels.cpu import quantised
 
         return quantised.product(x, self.shape[0], self.codes, self.scales, self.zeros, bias, **fused)
 
     def unpacked(self, first: int, out: Tensor) -> Tensor:
         """`out [rows, in]` filled with the rows from `first` on, a multiple of 16."""
-        from lce.kernels import quantised
+        from lce.kernels.cpu import quantised
 
         quantised.unpack(first, out, self.codes, self.scales, self.zeros)
         return out
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """The rows `ids [T]`, `[T, in]`."""
-        from lce.kernels import quantised
+        from lce.kernels.cpu import quantised
 
         out = torch.empty(len(ids), self.shape[1], dtype=dtype)
         quantised.rows_of(ids, out, self.codes, self.scales, self.zeros)
@@ -107,7 +107,7 @@ class QuantisedMatrix:
 
     def pack(self, weight: Tensor) -> None:
         """Round `weight [out, in]` into this matrix, whose tensors are new."""
-        from lce.kernels import quantised
+        from lce.kernels.cpu import quantised
 
         quantised.pack(weight, self.codes, self.scales, self.zeros)
 

@@ -16,7 +16,7 @@ import torch
 
 import lce
 from lce.engine.arguments import are_many, path_of
-from lce.inspect.explain import explain
+from lce.lab.study.explain import explain
 from lce.methods import LongHeads
 from tests.checkpoints import save_chat, tokens
 

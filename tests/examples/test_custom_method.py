@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import lce
-from lce.eval.passkey import evaluate
+from lce.lab.eval.passkey import evaluate
 from lce.methods import available, make, registry
 from tests import command, oracle
 from tests.running import cut, run, vectors

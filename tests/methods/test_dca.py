@@ -12,7 +12,7 @@ import torch
 
 import lce
 from lce.errors import ModelError, UsageError
-from lce.inspect.explain import explain
+from lce.lab.study.explain import explain
 from lce.methods import DualChunk
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lce.kernels import scores
+from lce.kernels.cpu import scores
 from tests.pretended import Gpus, pretended_gpus
 
 MODES = pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lce.bench import Bench, Ceilings, Report, Row, Spread, StepTimes, machine, measure
+from lce.lab.bench import Bench, Ceilings, Report, Row, Spread, StepTimes, machine, measure
 from lce.terminal.bench import report_lines
 from tests.command import assert_error, run
 

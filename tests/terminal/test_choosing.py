@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lce.eval.why import CAUSES
+from lce.lab.eval.why import CAUSES
 from tests.command import assert_error, run
 
 SMALL = ("--method", "longheads,full", "-o", "longheads.chunk_size=8", "-o", "longheads.chunks=4")

@@ -14,8 +14,8 @@ from lce.cache.tiers import Traffic
 from lce.calibrate import Recall
 from lce.engine.decode import Generation, Stats
 from lce.engine.planning import Need, Plan
-from lce.eval.passkey import Score
-from lce.inspect.explain import explain
+from lce.lab.eval.passkey import Score
+from lce.lab.study.explain import explain
 from lce.methods import InfLLM, LongHeads, Streaming
 from lce.methods.base import Method
 from lce.terminal import figures

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.command import assert_error, run
-from tests.eval.published.layouts import write
+from tests.lab.eval.published.layouts import write
 
 
 @pytest.fixture

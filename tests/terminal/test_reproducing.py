@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lce.eval.reproduce import ENTRIES
+from lce.lab.papers import ENTRIES
 from lce.terminal.reproducing import number
 from tests.command import assert_error, run
 

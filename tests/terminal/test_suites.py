@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from lce.eval.tasks import TASKS
+from lce.lab.eval.tasks import TASKS
 from tests.command import assert_error, run
 
 RUN = ("eval", "run", "--model", "demo", "--window", "256", "--samples", "2", "--quiet")

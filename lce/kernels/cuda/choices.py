@@ -1,4 +1,4 @@
-"""Scores and choices of chunks on GPUs, without a sync: see `lce.kernels.choices` and `lce.kernels.scores` for CPUs.
+"""Scores and choices of chunks on GPUs, without a sync: `lce.kernels.cpu` has those for CPUs.
 
 Scores are compared as keys: 32-bit integers in the same order, NaN above all. Of equal scores the first are taken, so a
 choice depends on nothing but its scores.

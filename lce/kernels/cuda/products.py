@@ -1,4 +1,4 @@
-"""Products of a few rows with a weight matrix, which read the weights once: see `lce.kernels.products` for CPUs."""
+"""Products of a few rows with a weight matrix, which read the weights once: see `lce.kernels.cpu.products` for CPUs."""
 
 from __future__ import annotations
 

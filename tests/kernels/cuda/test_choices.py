@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lce.kernels import choices as cpu
+from lce.kernels.cpu import choices as cpu
 
 pytest.importorskip("triton")
 from lce.kernels.cuda import choices

@@ -1,0 +1,206 @@
+"""Choices by scores: the best chunks of each query, and the best tokens of a block of queries.
+
+Scores are compared as keys: 32-bit integers in the same order, NaN above all. Of equal scores the first are taken, so a
+choice depends on nothing but its scores.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numba
+import numpy as np
+import torch
+from numba import carray, float32, int32, int64, uint8
+from torch import Tensor
+
+from lce.kernels.cpu.compiling import Kernel, inner, kernel
+from lce.kernels.cpu.numbers import READ, STORED, bits_of_float, float_of_bits, pointer
+
+_ROWS = 8  # rows of scores that a thread takes at a time
+_PIECE = 4096  # scores that a thread takes at a time
+_GROUP = 16  # scores that are compared at once
+
+
+def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int, size: int) -> Tensor:
+    """The n best of each row's chunks before its own, `[C, T, min(n, M)]`, ascending, -1 behind the last.
+
+    `scores [C, T, M]` contiguous. Row t is the query at index `start + t`; its own chunk is `(start + t) // size`.
+    `forced [T, M]` (bool) are taken first; a score of -inf is never taken unless it is forced. Time: O(C · T · M),
+    some twenty passes over a row's keys, which fit in the first-level cache.
+    """
+    n_choosers, n_queries, n_chunks = scores.shape
+    assert forced.dtype == torch.bool, forced.dtype
+    assert forced.shape == scores.shape[1:], forced.shape
+    assert all(x.is_contiguous() for x in (scores, forced)), (scores.stride(), forced.stride())
+    n = min(n, n_chunks)
+    chosen = torch.empty(n_choosers, n_queries, n, dtype=torch.int64)
+    _best_chunks(scores.dtype)(
+        scores.data_ptr(), forced.data_ptr(), chosen.data_ptr(), n_choosers, n_queries, n_chunks, n, start, size
+    )
+    return chosen
+
+
+def best_tokens(scores: Tensor, n: int, eps: int = 0) -> Tensor:
+    """The n best of M tokens, `[n]`, ascending; a token scores as the best one at most `eps` away.
+
+    `scores [M]` float32, contiguous, M at least n. Time: O(M · eps), with all threads; the rest is O(M / 16 + n).
+    """
+    n_tokens = len(scores)
+    assert scores.dtype == torch.float32, scores.dtype
+    assert scores.is_contiguous(), scores.stride()
+    assert 0 < n <= n_tokens, (n, n_tokens)
+    keys = torch.empty(n_tokens + -(-n_tokens // _GROUP), dtype=torch.int32)  # of the scores, and of groups of them
+    chosen = torch.empty(n, dtype=torch.int64)
+    _spread_keys()(scores.data_ptr(), keys.data_ptr(), n_tokens, eps)
+    _best_keys()(keys.data_ptr(), chosen.data_ptr(), n_tokens, n)
+    return chosen
+
+
+@inner
+def key_of_score(score):
+    """An int32 that is ordered as the scores are; NaN is the largest."""
+    bits = bits_of_float(score)
+    signed = np.int32(bits)
+    ordered = np.int32(signed ^ np.int32(np.int32(signed >> np.int32(31)) & np.int32(0x7FFF_FFFF)))
+    is_nan = np.uint32(bits & np.uint32(0x7FFF_FFFF)) > np.uint32(0x7F80_0000)
+    return np.int32(0x7FFF_FFFE) if is_nan else ordered
+
+
+@inner
+def score_of_key(key):
+    """The score that a key was made of."""
+    return float_of_bits(np.uint32(key ^ ((key >> np.int32(31)) & np.int32(0x7FFFFFFF))))
+
+
+_LEAST = np.int32(-0x7F80_0001)  # the key of -inf
+
+
+@cache
+def _best_chunks(dtype: torch.dtype) -> Kernel:
+    stored, read, item, key, least = STORED[dtype], READ[dtype], dtype.itemsize, key_of_score, _LEAST
+
+    @kernel("void(intp, intp, intp, intp, intp, intp, intp, intp, intp)")
+    def compiled(scores_at, forced_at, chosen_at, n_choosers, n_queries, n_chunks, n, start, size):
+        chosen = carray(pointer(chosen_at, int64), (n_choosers * n_queries, n))
+        n_rows = n_choosers * n_queries
+        for task in numba.prange((n_rows + _ROWS - 1) // _ROWS):
+            keys = np.empty(n_chunks, np.int32)
+            for row in range(task * _ROWS, min(n_rows, task * _ROWS + _ROWS)):
+                query = row % n_queries
+                seen = min(n_chunks, (start + query) // size)
+                scores = carray(pointer(scores_at + row * n_chunks * item, stored), (n_chunks,))
+                forced = carray(pointer(forced_at + query * n_chunks, uint8), (n_chunks,))
+                for i in range(seen):
+                    keys[i] = key(read(scores[i]))
+                for i in range(seen):  # the largest key where it is forced, else the smallest
+                    keys[i] = max(keys[i], np.int32(np.int32(-np.int32(forced[i])) ^ np.int32(-0x8000_0000)))
+                # n or more keys are at least `low`, fewer than n at least `high`: halve the range between.
+                low, high = np.int64(least), np.int64(0x8000_0000)
+                n_low, n_high = np.int64(seen), np.int64(0)
+                while n_low > n and high - low > 1:
+                    middle = np.int32((low + high) >> 1)
+                    count = np.int32(0)
+                    for i in range(seen):
+                        count = np.int32(count + np.int32(keys[i] >= middle))
+                    if count >= n:
+                        low, n_low = np.int64(middle), np.int64(count)
+                    else:
+                        high, n_high = np.int64(middle), np.int64(count)
+                worst, equal, taken = np.int32(low), n_low if n_low <= n else n - n_high, 0
+                for i in range(seen):
+                    if keys[i] > least and (keys[i] > worst or (keys[i] == worst and equal > 0)):
+                        equal -= np.int64(keys[i] == worst)
+                        chosen[row, taken] = i
+                        taken += 1
+                for i in range(taken, n):
+                    chosen[row, i] = -1
+
+    return compiled
+
+
+@cache
+def _spread_keys() -> Kernel:
+    key, piece, group = key_of_score, _PIECE, _GROUP
+
+    @kernel("void(intp, intp, intp, intp)")
+    def compiled(scores_at, keys_at, n, eps):
+        for task in numba.prange((n + piece - 1) // piece):
+            first = task * piece
+            stop = min(n, first + piece)
+            own = carray(pointer(scores_at + 4 * first, float32), (piece,))
+            keys = carray(pointer(keys_at + 4 * first, int32), (piece,))
+            for i in range(stop - first):
+                keys[i] = key(own[i])
+            for away in range(1, eps + 1):
+                before = max(0, away - first)  # tokens of the piece without one so far before them
+                if before < stop - first:
+                    left = carray(pointer(scores_at + 4 * (first + before - away), float32), (piece,))
+                    some = carray(pointer(keys_at + 4 * (first + before), int32), (piece,))
+                    for i in range(stop - first - before):
+                        some[i] = max(some[i], key(left[i]))
+                right = carray(pointer(scores_at + 4 * (first + away), float32), (piece,))
+                for i in range(min(stop, n - away) - first):
+                    keys[i] = max(keys[i], key(right[i]))
+            tops = carray(pointer(keys_at + 4 * (n + first // group), int32), (piece // group,))
+            for number in range((stop - first + group - 1) // group):
+                some = carray(pointer(keys_at + 4 * (first + number * group), int32), (group,))
+                best = some[0]
+                for i in range(min(group, stop - first - number * group)):
+                    best = max(best, some[i])
+                tops[number] = best
+
+    return compiled
+
+
+@inner
+def _nth_largest(keys, n):
+    """The n-th largest of int32 keys: a digit of 11, 11 and 10 bits at a time. Time: O(keys)."""
+    counts = np.empty(2048, np.int64)
+    found, mask, shift = np.uint32(0), np.uint32(0), 32
+    for width in (11, 11, 10):
+        shift -= width
+        counts[:] = 0
+        for i in range(len(keys)):
+            bits = np.uint32(keys[i]) ^ np.uint32(0x8000_0000)
+            if (bits & mask) == found:
+                counts[(bits >> np.uint32(shift)) & np.uint32((1 << width) - 1)] += 1
+        digit = (1 << width) - 1
+        while counts[digit] < n:
+            n -= counts[digit]
+            digit -= 1
+        found |= np.uint32(digit) << np.uint32(shift)
+        mask |= np.uint32((1 << width) - 1) << np.uint32(shift)
+    return np.int32(found ^ np.uint32(0x8000_0000))
+
+
+@cache
+def _best_keys() -> Kernel:
+    nth_largest, group = _nth_largest, _GROUP
+
+    @kernel("void(intp, intp, intp, intp)", parallel=False)
+    def compiled(keys_at, chosen_at, n_keys, n):
+        """n groups have a key of `least` or more each, so the n best keys are no less."""
+        n_groups = (n_keys + group - 1) // group
+        keys = carray(pointer(keys_at, int32), (n_keys + n_groups,))
+        chosen = carray(pointer(chosen_at, int64), (n,))
+        least = nth_largest(keys[n_keys:], n) if n <= n_groups else np.int32(-0x8000_0000)
+        some, index, found = np.empty(n_keys, np.int32), np.empty(n_keys, np.int32), 0
+        for number in range(n_groups):
+            if keys[n_keys + number] >= least:
+                for i in range(number * group, min(n_keys, number * group + group)):
+                    some[found] = keys[i]
+                    index[found] = i
+                    found += np.int64(keys[i] >= least)
+        worst = nth_largest(some[:found], n)
+        equal = n
+        for i in range(found):
+            equal -= np.int64(some[i] > worst)
+        taken = 0
+        for i in range(found):
+            if some[i] > worst or (some[i] == worst and equal > 0):
+                equal -= np.int64(some[i] == worst)
+                chosen[taken] = index[i]
+                taken += 1
+
+    return compiled

@@ -1,0 +1,240 @@
+"""What a decoder layer does between its products: norms, gates, and rotations of queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numba import carray
+from torch import Tensor
+
+from lce.kernels.cpu.compiling import Kernel, inner, kernel
+from lce.kernels.cpu.numbers import READ, STORED, WRITE, exp, pointer
+
+ALONE = 1 << 15  # numbers that one thread computes sooner than others wake up
+_ROWS = 64  # rows that a thread takes at a time, if there are several threads
+
+
+def runs_on(x: Tensor) -> bool:
+    """Whether these kernels take a tensor: on the CPU, of a dtype that they read, with nothing to differentiate."""
+    return x.is_cpu and x.dtype in STORED and not x.requires_grad
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x [..., D]`, of two or three dimensions, over its root mean square, times `weight [D]`: contiguous.
+
+    Computed in float32 and rounded once. Bytes: x once, the result once.
+    """
+    out = torch.empty(x.shape, dtype=x.dtype)
+    heads, n, dim = (1, *x.shape) if x.ndim == 2 else x.shape
+    fits = weight.shape == (dim,) and weight.dtype is x.dtype and weight.is_contiguous()
+    assert fits, (x.shape, weight.shape)
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    _suited(_norm(x.dtype), out)(
+        x.data_ptr(), x.stride(0) if x.ndim == 3 else 0, x.stride(-2), weight.data_ptr(), eps, out.data_ptr(),
+        heads, n, dim,
+    )  # fmt: skip
+    return out
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    """`x [T, 2·D]`, contiguous: its first half through the SiLU function, times its second half, `[T, D]`.
+
+    Computed in float32 and rounded once. Bytes: x once, the result once.
+    """
+    n, dim = x.shape[0], x.shape[1] // 2
+    fits = x.is_contiguous() and x.shape[1] == 2 * dim
+    assert fits, (x.shape, x.stride())
+    out = torch.empty(n, dim, dtype=x.dtype)
+    _suited(_silu_mul(x.dtype), out)(x.data_ptr(), out.data_ptr(), n, dim)
+    return out
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x [..., D]` rotated by angles `cos sin [..., D/2]` that broadcast against it, of up to three leading dimensions.
+
+    Dimension i is paired with dimension i + D/2. Computed in float32 and rounded once. Bytes: x once, the result once.
+    """
+    shape, dtype = x.shape, x.dtype
+    half = shape[-1] // 2
+    turns = cos.shape
+    if turns[-1] != half or cos.dtype is not dtype or sin.shape != turns or sin.dtype is not dtype:
+        raise ValueError(f"angles {list(turns)} {cos.dtype}, {list(sin.shape)} {sin.dtype} for {list(shape)}")
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    if cos.stride(-1) != 1 or cos.stride() != sin.stride():
+        cos, sin = cos.contiguous(), sin.contiguous()
+    if len(shape) == 3 and len(turns) == 2 and turns[0] == shape[1]:  # heads and tokens
+        stride, x_strides, turn_strides = x.stride(), (0, 0, 0), (0, 0, cos.stride(0))
+        lead, x_strides = (1, shape[0], shape[1]), (0, stride[0], stride[1])
+        out = torch.empty(shape, dtype=dtype)
+    else:
+        common = torch.broadcast_shapes(shape[:-1], turns[:-1])
+        assert len(common) <= 3, f"{list(common)}: more than three leading dimensions"
+        lead = (1,) * (3 - len(common)) + tuple(common)
+        x_strides, turn_strides = _strides(x, common), _strides(cos, common)
+        out = torch.empty(*common, shape[-1], dtype=dtype)
+    _suited(_rotate(dtype), out)(
+        x.data_ptr(), *x_strides, cos.data_ptr(), sin.data_ptr(), *turn_strides,
+        out.data_ptr(), lead[1] * lead[2] * 2 * half, lead[2] * 2 * half, 2 * half, *lead, half,
+    )  # fmt: skip
+    return out
+
+
+def append(
+    k: Tensor, v: Tensor, into_k: Tensor, into_v: Tensor, at: int, cos: Tensor | None, sin: Tensor | None
+) -> None:
+    """`k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; k rotated by `cos sin [T, D/2]`, if any.
+
+    One call and no view, for the one token of a decode step. Bytes: k and v once, the rows once.
+    """
+    shape, into, dtype = k.shape, into_k.shape, k.dtype
+    heads, n, dim = shape
+    alike = v.shape == shape and into_v.shape == into and v.dtype is dtype is into_k.dtype is into_v.dtype
+    assert alike, (shape, v.shape, into, into_v.shape)
+    fits = into[0] == heads and into[2] == dim and 0 <= at <= into[1] - n
+    assert fits, (shape, into, at)
+    contiguous = into_k.is_contiguous() and into_v.is_contiguous()
+    assert contiguous, (into_k.stride(), into_v.stride())
+    k_stride, v_stride = k.stride(), v.stride()
+    if k_stride[2] != 1 or v_stride[2] != 1:
+        k, v = k.contiguous(), v.contiguous()
+        k_stride, v_stride = k.stride(), v.stride()
+    cos_at = sin_at = 0
+    if cos is not None and sin is not None:
+        fits = cos.shape == sin.shape == (n, dim // 2) and cos.dtype is dtype is sin.dtype
+        assert fits, (cos.shape, sin.shape)
+        cos, sin = cos.contiguous(), sin.contiguous()
+        cos_at, sin_at = cos.data_ptr(), sin.data_ptr()
+    offset = at * dim * dtype.itemsize
+    _suited(_append(dtype), k)(
+        k.data_ptr(), k_stride[0], k_stride[1], v.data_ptr(), v_stride[0], v_stride[1], cos_at, sin_at,
+        into_k.data_ptr() + offset, into_v.data_ptr() + offset, into[1] * dim, heads, n, dim,
+    )  # fmt: skip
+
+
+def _strides(x: Tensor, common: Sequence[int]) -> tuple[int, int, int]:
+    """The strides of x's leading dimensions once they are expanded to three, 0 where they are."""
+    strides = x.expand(*common, x.shape[-1]).stride()[:-1]
+    first, second, third = (0,) * (3 - len(common)) + tuple(strides)
+    return first, second, third
+
+
+def _suited(kernel: Kernel, out: Tensor) -> Callable[..., Any]:
+    """The kernel, or its variant for one thread where the work is small."""
+    return kernel.alone if out.numel() < ALONE else kernel
+
+
+@cache
+def _norm(dtype: torch.dtype) -> Kernel:
+    stored, read, write = STORED[dtype], READ[dtype], WRITE[dtype]
+
+    @inner
+    def squares(x):
+        """The sum of the squares."""
+        total = np.float32(0)
+        for j in range(len(x)):
+            number = read(x[j])
+            total += number * number
+        return total
+
+    @kernel("void(intp, intp, intp, intp, float32, intp, intp, intp, intp)")
+    def compiled(x_at, head_stride, row_stride, weight_at, eps, out_at, n_heads, n, dim):
+        weight = carray(pointer(weight_at, stored), (dim,))
+        out = carray(pointer(out_at, stored), (n_heads * n, dim))
+        n_rows = n_heads * n
+        for task in numba.prange((n_rows + _ROWS - 1) // _ROWS):
+            for row in range(task * _ROWS, min(n_rows, task * _ROWS + _ROWS)):
+                offset = (row // n) * head_stride + (row % n) * row_stride
+                x = carray(pointer(x_at + offset * out.itemsize, stored), (dim,))
+                scale = np.float32(1) / np.sqrt(squares(x) / np.float32(dim) + eps)
+                for j in range(dim):
+                    out[row, j] = write(read(x[j]) * scale * read(weight[j]))
+
+    return compiled
+
+
+@cache
+def _silu_mul(dtype: torch.dtype) -> Kernel:
+    stored, read, write = STORED[dtype], READ[dtype], WRITE[dtype]
+
+    @kernel("void(intp, intp, intp, intp)")
+    def compiled(x_at, out_at, n, dim):
+        x = carray(pointer(x_at, stored), (n, 2, dim))
+        out = carray(pointer(out_at, stored), (n, dim))
+        for row in numba.prange(n):
+            for j in range(dim):
+                gate = read(x[row, 0, j])
+                sigmoid = np.float32(1) / (np.float32(1) + exp(min(-gate, np.float32(88))))
+                out[row, j] = write(gate * sigmoid * read(x[row, 1, j]))
+
+    return compiled
+
+
+@cache
+def _rotate(dtype: torch.dtype) -> Kernel:
+    """Rows of three leading dimensions."""
+    stored, size, turn = STORED[dtype], dtype.itemsize, _turn(dtype)
+
+    @kernel(f"void({', '.join(['intp'] * 17)})")
+    def compiled(x_at, x0, x1, x2, cos_at, sin_at, turn0, turn1, turn2, out_at, out0, out1, out2, n0, n1, n2, half):
+        n_rows = n0 * n1 * n2
+        for task in numba.prange((n_rows + _ROWS - 1) // _ROWS):
+            for row in range(task * _ROWS, min(n_rows, task * _ROWS + _ROWS)):
+                a, b, c = row // (n1 * n2), row // n2 % n1, row % n2
+                x = carray(pointer(x_at + (a * x0 + b * x1 + c * x2) * size, stored), (2, half))
+                out = carray(pointer(out_at + (a * out0 + b * out1 + c * out2) * size, stored), (2, half))
+                angle = (a * turn0 + b * turn1 + c * turn2) * size
+                cos = carray(pointer(cos_at + angle, stored), (half,))
+                sin = carray(pointer(sin_at + angle, stored), (half,))
+                turn(x, cos, sin, out, half)
+
+    return compiled
+
+
+@cache
+def _append(dtype: torch.dtype) -> Kernel:
+    stored, size, turn = STORED[dtype], dtype.itemsize, _turn(dtype)
+
+    @kernel(f"void({', '.join(['intp'] * 14)})")
+    def compiled(k_at, k0, k1, v_at, v0, v1, cos_at, sin_at, into_k_at, into_v_at, into0, heads, n, dim):
+        half = dim // 2
+        for task in numba.prange((heads * n + _ROWS - 1) // _ROWS):
+            for row in range(task * _ROWS, min(heads * n, task * _ROWS + _ROWS)):
+                head, i = row // n, row % n
+                to = (head * into0 + i * dim) * size
+                k = carray(pointer(k_at + (head * k0 + i * k1) * size, stored), (2, half))
+                v = carray(pointer(v_at + (head * v0 + i * v1) * size, stored), (dim,))
+                into_k = carray(pointer(into_k_at + to, stored), (2, half))
+                into_v = carray(pointer(into_v_at + to, stored), (dim,))
+                if cos_at:
+                    cos = carray(pointer(cos_at + i * half * size, stored), (half,))
+                    sin = carray(pointer(sin_at + i * half * size, stored), (half,))
+                    turn(k, cos, sin, into_k, half)
+                else:
+                    for j in range(half):
+                        into_k[0, j] = k[0, j]
+                        into_k[1, j] = k[1, j]
+                for j in range(dim):
+                    into_v[j] = v[j]
+
+    return compiled
+
+
+def _turn(dtype: torch.dtype) -> Callable[..., Any]:
+    """One vector `x [2, D/2]` turned into `out`."""
+    read, write = READ[dtype], WRITE[dtype]
+
+    @inner
+    def turn(x, cos, sin, out, half):
+        for j in range(half):
+            first, second = read(x[0, j]), read(x[1, j])
+            out[0, j] = write(first * read(cos[j]) - second * read(sin[j]))
+            out[1, j] = write(second * read(cos[j]) + first * read(sin[j]))
+
+    return turn

@@ -1,0 +1,149 @@
+"""Products of a few rows with a weight matrix, which read the weights once, at the speed of memory.
+
+What stands before and behind a product in a decoder layer is done on the way: the norm of its input, the bias, the
+gate of an MLP, the sum with the hidden states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numba import carray
+from torch import Tensor
+
+from lce.kernels.cpu.compiling import MOST_ROWS, Kernel, inner, kernel
+from lce.kernels.cpu.numbers import READ, STORED, WRITE, exp, pointer
+
+_ROWS = 64  # weight rows that a thread takes at a time
+_APART = 80  # numbers between rows of x: rows a power of two apart would share few lines of the nearest cache
+
+
+def product(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm: Tensor | None = None, eps: float = 0.0,
+    gated: bool = False, onto: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`x [T, in]` times `weight [out, in]` transposed, plus `bias [out]`: `[T, out]`, for T up to `MOST_ROWS`.
+
+    With `norm [in]` the rows of x are first divided by their root mean square, and multiplied by it. `gated` takes the
+    first half of the result, through the SiLU function, times the second: `[T, out / 2]`. With `onto` the result is
+    added to that tensor, in place.
+
+    All are contiguous, on the CPU and of one dtype. What is computed is float32, rounded once at the end. Bytes: the
+    weights, once. Each number of the result is one sum in one order, whatever the number of threads.
+    """
+    n, size = x.shape
+    n_rows, width = weight.shape
+    dtype = weight.dtype
+    n_out = n_rows // 2 if gated else n_rows
+    out = torch.empty(n, n_out, dtype=dtype) if onto is None else onto
+    fits = n <= MOST_ROWS and size == width and x.dtype is dtype
+    assert fits, (x.shape, weight.shape, x.dtype, dtype)
+    contiguous = x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
+    assert contiguous, (x.stride(), weight.stride(), out.stride())
+    assert onto is None or (onto.shape == (n, n_out) and onto.dtype is dtype), (onto.shape, onto.dtype)
+    assert norm is None or norm.dtype is dtype, norm.dtype
+    assert bias is None or bias.dtype is dtype, bias.dtype
+    _product(dtype)(
+        x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), 0 if norm is None else norm.data_ptr(),
+        eps, out.data_ptr(), n, n_out, size, gated, onto is not None,
+    )  # fmt: skip
+    return out
+
+
+@cache
+def _product(dtype: torch.dtype) -> Kernel:
+    stored, read, write = STORED[dtype], READ[dtype], WRITE[dtype]
+    dots = _dots(dtype)
+
+    @kernel("void(intp, intp, intp, intp, float32, intp, intp, intp, intp, boolean, boolean)")
+    def compiled(x_at, weight_at, bias_at, norm_at, eps, out_at, n, n_out, size, gated, adds):
+        n_parts = 2 if gated else 1
+        weight = carray(pointer(weight_at, stored), (n_parts * n_out, size))
+        bias = carray(pointer(bias_at, stored), (n_parts * n_out,))
+        norm = carray(pointer(norm_at, stored), (size,))
+        given = carray(pointer(x_at, stored), (n, size))
+        out = carray(pointer(out_at, stored), (n, n_out))
+        x = np.empty((n, size + _APART), np.float32)
+        for i in range(n):
+            for j in range(size):
+                x[i, j] = read(given[i, j])
+            if norm_at:
+                scale = np.float32(1) / np.sqrt(_squares(x[i, :size]) / np.float32(size) + eps)
+                for j in range(size):
+                    x[i, j] = x[i, j] * scale * read(norm[j])
+        for task in numba.prange((n_out + _ROWS - 1) // _ROWS):
+            first = task * _ROWS
+            n_here = min(n_out, first + _ROWS) - first
+            sums = np.empty((2, MOST_ROWS, _ROWS), np.float32)
+            for part in range(n_parts):
+                begin = part * n_out + first
+                dots(x, n, weight, begin, n_here, sums[part])
+                if bias_at:
+                    for i in range(n):
+                        for row in range(n_here):
+                            sums[part, i, row] += read(bias[begin + row])
+            for i in range(n):
+                if gated:
+                    for row in range(n_here):
+                        gate = sums[0, i, row]
+                        sums[0, i, row] = gate / (np.float32(1) + exp(min(-gate, np.float32(88)))) * sums[1, i, row]
+                if adds:
+                    for row in range(n_here):
+                        sums[0, i, row] += read(out[i, first + row])
+                for row in range(n_here):
+                    out[i, first + row] = write(sums[0, i, row])
+
+    return compiled
+
+
+@inner
+def _squares(x):
+    """The sum of the squares."""
+    total = np.float32(0)
+    for j in range(len(x)):
+        total += x[j] * x[j]
+    return total
+
+
+def _dots(dtype: torch.dtype) -> Callable[..., Any]:
+    """The products of all rows of `x [n, …]` with weight rows `begin..begin+n_here-1`, into `sums [n, n_here]`.
+
+    Four rows of x at a time, then two, then one: a weight is loaded and widened once for them.
+    """
+    read = READ[dtype]
+
+    @inner
+    def dots(x, n, weight, begin, n_here, sums):
+        size = weight.shape[1]
+        for row in range(n_here):
+            i = 0
+            while i + 4 <= n:
+                a = b = c = d = np.float32(0)
+                for j in range(size):
+                    w = read(weight[begin + row, j])
+                    a += x[i, j] * w
+                    b += x[i + 1, j] * w
+                    c += x[i + 2, j] * w
+                    d += x[i + 3, j] * w
+                sums[i, row], sums[i + 1, row], sums[i + 2, row], sums[i + 3, row] = a, b, c, d
+                i += 4
+            if i + 2 <= n:
+                a = b = np.float32(0)
+                for j in range(size):
+                    w = read(weight[begin + row, j])
+                    a += x[i, j] * w
+                    b += x[i + 1, j] * w
+                sums[i, row], sums[i + 1, row] = a, b
+                i += 2
+            if i < n:
+                a = np.float32(0)
+                for j in range(size):
+                    a += x[i, j] * read(weight[begin + row, j])
+                sums[i, row] = a
+
+    return dots

@@ -1,0 +1,593 @@
+"""Weights of 8 and 4 bits: rounding them, products of a few rows with them, and unpacking them.
+
+A matrix `[out, in]` lies in blocks of 16 rows. A vector of 64 bytes holds some inputs of a block, a word for each row:
+
+    codes   [blocks, in / 4, 64]   int8: bytes 0, 2, 1, 3 of a word are inputs 0, 1, 2, 3
+            [blocks, in / 8, 64]   uint8, 4 bits: the n-th halves of a word's two halfwords are inputs 2·n and 2·n + 1
+    scales  [blocks, groups, 16]   bfloat16, one for a group of inputs of a row
+    zeros   [blocks, groups, 16]   uint8, sixteenths of a code; 4 bits only
+
+A weight is `scale * code`, or `scale * (code - zero / 16)`. Rows and inputs are padded with zeros to whole blocks and
+groups.
+
+A product is one of integers: each group of inputs of x is rounded to 16 bits, of which the largest uses all, and
+halfwords of neighbouring inputs are multiplied in pairs and added up without error. A float32 x has a second 16 bits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import carray, float32, int8, int16, types, uint8, uint16, uint32
+from numba.core import cgutils
+from numba.extending import intrinsic
+from torch import Tensor
+
+from lce.kernels.cpu.compiling import MOST_ROWS, features, inner, kernel
+from lce.kernels.cpu.numbers import READ, STORED, WRITE, bits_of_float, exp, float_of_bits, pointer
+from lce.kernels.cpu.vectors import LANES
+
+GROUPS = {8: 128, 4: 32}  # bits: inputs that share a scale
+
+_TASK = 4  # blocks that a thread takes at a time
+_CHAINS = 4  # sums of a vector that do not wait for each other
+_VECTOR = 4 * LANES  # bytes
+_PLANES = {torch.float32: 2, torch.bfloat16: 1, torch.float16: 1}  # of 16 bits, for a number of x
+_MULTIPLIES_PAIRS = "avx512bw" in features()  # of 16 bits, 32 at a time
+_SHRINKS = 4  # ranges of a group that rounding to 4 bits tries, each _SHRINK narrower
+_SHRINK = np.float32(0.06)
+_FITS = 2  # corrections of scale and zero by least squares, for each of them
+
+_F32, _I8, _I16, _I32, _I64 = ir.FloatType(), *(ir.IntType(n) for n in (8, 16, 32, 64))
+_FLOATS, _BYTES, _HALVES, _WORDS = (ir.VectorType(kind, LANES) for kind in (_F32, _I8, _I16, _I32))
+_PAIRED = ir.VectorType(_I16, 2 * LANES)
+_scratch = threading.local()
+
+
+def parts(bits: int, n_out: int, n_in: int) -> dict[str, tuple[tuple[int, int, int], torch.dtype]]:
+    """The shape and dtype of each tensor of a packed matrix `[n_out, n_in]`."""
+    blocks, groups = -(-n_out // LANES), -(-n_in // GROUPS[bits])
+    codes = (blocks, groups * GROUPS[bits] * bits // 32, _VECTOR), torch.int8 if bits == 8 else torch.uint8
+    scales = (blocks, groups, LANES), torch.bfloat16
+    return {"codes": codes, "scales": scales} | ({"zeros": (scales[0], torch.uint8)} if bits == 4 else {})
+
+
+def pack(weight: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> None:
+    """Round `weight [out, in]` to the packed matrix that the others are. Time: some 0.3 ns a weight and thread for
+    8 bits, 4 ns for 4 bits, where scale and zero of each group are fitted to it by least squares."""
+    bits = _check(weight.shape, codes, scales, zeros)
+    assert weight.is_contiguous()
+    _pack(bits, weight.dtype)(
+        weight.data_ptr(), codes.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(), *weight.shape
+    )
+
+
+def product(
+    x: Tensor, n_rows: int, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None = None, *,
+    norm: Tensor | None = None, eps: float = 0.0, gated: bool = False, onto: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`x [T, in]` times a packed matrix `[n_rows, in]` transposed, plus `bias`: as `lce.kernels.cpu.products.product`.
+
+    T is up to `MOST_ROWS`. With `gated` the two halves of the rows are whole blocks. Bytes: the packed weights, once.
+    A group's sum is exact, of x in 16 bits (32 where x is float32); sums of groups are float32. Each number of the
+    result is one sum in one order, whatever T and the number of threads. Where x is not finite, the result is NaN.
+    """
+    n, n_in = x.shape
+    bits = _check((n_rows, n_in), codes, scales, zeros)
+    dtype, n_out = x.dtype, n_rows // 2 if gated else n_rows
+    out = torch.empty(n, n_out, dtype=dtype) if onto is None else onto
+    assert n <= MOST_ROWS
+    assert x.is_contiguous()
+    assert out.is_contiguous()
+    assert not gated or n_out % LANES == 0
+    assert out.shape == (n, n_out), out.shape
+    assert out.dtype is dtype, out.dtype
+    assert norm is None or (norm.dtype is dtype and norm.shape == (n_in,)), norm
+    assert bias is None or (bias.dtype is dtype and bias.shape == (n_rows,)), bias
+    rows = 1 if n == 1 else 2 if n == 2 else 4 if n <= 4 else MOST_ROWS
+    _product(bits, dtype, rows)(
+        x.data_ptr(), codes.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(),
+        0 if bias is None else bias.data_ptr(), 0 if norm is None else norm.data_ptr(), eps, out.data_ptr(),
+        _working(rows, codes.shape[0] * LANES, scales.shape[1] * (2 * GROUPS[bits] + 2)), n, n_out, n_in,
+        gated, onto is not None,
+    )  # fmt: skip
+    return out
+
+
+def unpack(first: int, out: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> None:
+    """The rows from `first` on, a multiple of 16, of a packed matrix as numbers: into `out [rows, in]`, any dtype."""
+    bits = 8 if zeros is None else 4
+    assert first % LANES == 0
+    assert first + len(out) <= codes.shape[0] * LANES
+    assert out.is_contiguous()
+    _check((codes.shape[0] * LANES, out.shape[1]), codes, scales, zeros)
+    _unpack(bits, out.dtype)(
+        codes.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(), out.data_ptr(), first, *out.shape
+    )
+
+
+def rows_of(ids: Tensor, out: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> None:
+    """The rows `ids [T]` (int64) of a packed matrix as numbers: into `out [T, in]`, any dtype."""
+    bits = 8 if zeros is None else 4
+    _check((codes.shape[0] * LANES, out.shape[1]), codes, scales, zeros)
+    assert len(ids) == len(out)
+    assert ids.dtype == torch.int64
+    assert ids.is_contiguous()
+    assert out.is_contiguous()
+    assert not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < codes.shape[0] * LANES)
+    _rows_of(bits, out.dtype)(
+        ids.data_ptr(), codes.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(), out.data_ptr(),
+        *out.shape,
+    )  # fmt: skip
+
+
+def _check(shape: Any, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> int:
+    """The bits of a packed matrix of this shape."""
+    bits = 8 if zeros is None else 4
+    blocks, groups = -(-shape[0] // LANES), -(-shape[1] // GROUPS[bits])
+    assert codes.shape == (blocks, groups * GROUPS[bits] * bits // 32, _VECTOR)
+    assert scales.shape == (blocks, groups, LANES)
+    assert codes.is_contiguous()
+    assert scales.is_contiguous()
+    assert scales.dtype == torch.bfloat16
+    assert zeros is None or (zeros.shape == scales.shape and zeros.is_contiguous())
+    return bits
+
+
+def _working(rows: int, n_out: int, n_in: int) -> int:
+    """The address of this thread's working memory, for `rows · (n_out + n_in)` floats; it grows and stays."""
+    needed = rows * (n_out + n_in)
+    memory = getattr(_scratch, "memory", None)
+    if memory is None or len(memory) < needed:
+        memory = _scratch.memory = torch.empty(needed)
+        _scratch.address = memory.data_ptr()
+    return int(_scratch.address)
+
+
+def _const(kind: Any, value: Any) -> Any:
+    return ir.Constant(kind, [value] * LANES)
+
+
+def _load(builder: Any, address: Any, index: Any, kind: Any) -> Any:
+    """The vector number `index` from an address on."""
+    return builder.load(builder.gep(builder.inttoptr(address, ir.PointerType(kind)), [index]), align=1)
+
+
+def _codes(builder: Any, bits: int, words: Any) -> list[tuple[Any, int]]:
+    """The inputs of a vector in order, each as 16 rows' codes, float32, times a power of two, whose exponent follows.
+
+    Codes stay at their places in the words, or lie in the highest byte, so that they need not be shifted down.
+    """
+    found = []
+    for n in range(32 // bits):
+        place = (0, 16, 8, 24)[n] if bits == 8 else 16 * (n % 2) + 4 * (n // 2)
+        if bits == 8:
+            left = builder.shl(words, _const(_WORDS, 24 - place)) if place < 24 else words
+            code, exponent = builder.and_(left, _const(_WORDS, 0xFF << 24)) if place else left, 24
+        elif place == 28:
+            code, exponent = builder.lshr(words, _const(_WORDS, place)), 0
+        else:
+            code, exponent = builder.and_(words, _const(_WORDS, 15 << place)), place
+        found.append((builder.sitofp(code, _FLOATS), exponent))
+    return found
+
+
+def _pairs(builder: Any, bits: int, words: Any) -> list[Any]:
+    """The inputs of a vector in order, two at a time: 16 rows' pairs of halfwords."""
+    halves = builder.bitcast(words, _PAIRED)
+    const = lambda value: ir.Constant(_PAIRED, [value] * 2 * LANES)  # noqa: E731
+    if bits == 8:
+        return [builder.ashr(builder.shl(halves, const(8)), const(8)), builder.ashr(halves, const(8))]
+    found = [builder.lshr(halves, const(4 * n)) if n else halves for n in range(4)]
+    return [builder.and_(each, const(15)) for each in found[:3]] + found[3:]
+
+
+def _add_products(builder: Any, total: Any, first: Any, second: Any) -> Any:
+    """`total` plus both products of each pair of halfwords: one instruction where the processor has AVX512_VNNI."""
+    if _MULTIPLIES_PAIRS:
+        name = "llvm.x86.avx512.pmaddw.d.512"
+        found = builder.module.globals.get(name)
+        function = found or ir.Function(builder.module, ir.FunctionType(_WORDS, [_PAIRED, _PAIRED]), name)
+        return builder.add(total, builder.call(function, [first, second]))
+    words = builder.bitcast(first, _WORDS), builder.bitcast(second, _WORDS)
+    sixteen = _const(_WORDS, 16)
+    low = [builder.ashr(builder.shl(each, sixteen), sixteen) for each in words]
+    high = [builder.ashr(each, sixteen) for each in words]
+    return builder.add(total, builder.add(builder.mul(*low), builder.mul(*high)))
+
+
+def _scale(builder: Any, scales: Any, group: Any) -> Any:
+    words = builder.zext(_load(builder, scales, group, _HALVES), _WORDS)
+    return builder.bitcast(builder.shl(words, _const(_WORDS, 16)), _FLOATS)
+
+
+def _zero(builder: Any, zeros: Any, group: Any) -> Any:
+    """Zeros in sixteenths."""
+    return builder.sitofp(builder.zext(_load(builder, zeros, group, _BYTES), _WORDS), _FLOATS)
+
+
+def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    name = "llvm.fma.v16f32"
+    found = builder.module.globals.get(name)
+    return builder.call(found or ir.Function(builder.module, ir.FunctionType(_FLOATS, [_FLOATS] * 3), name), [a, b, c])
+
+
+def _splat(builder: Any, base: Any, offset: Any, kind: Any) -> Any:
+    """The number at an index as a vector."""
+    nothing = ir.Constant(kind, ir.Undefined)
+    number = builder.load(builder.gep(builder.inttoptr(base, ir.PointerType(kind.element)), [offset]))
+    return builder.shuffle_vector(
+        builder.insert_element(nothing, number, ir.Constant(_I32, 0)), nothing, _const(_WORDS, 0)
+    )
+
+
+def _dot(bits: int, rows: int, planes: int) -> Callable[..., Any]:
+    """The intrinsic `(x, factors, codes, scales, zeros, n_groups, out)` multiplies `rows` rows of x with one block.
+
+    All are addresses but `n_groups`. x is `[planes, rows, n_groups * group]` int16; `factors [2, rows, n_groups]` what
+    one of it stands for in each group, and the sums of each group, times -1/16; out `[rows, 16]`. Instructions for 64
+    bytes of codes: 3 to take them apart for 8 bits, 6 for 4 bits, and 2 or 4 for each row of x and plane.
+    """
+    size = GROUPS[bits]
+    signature = types.void(*[types.intp] * 7)
+    n_vectors, in_word = size * bits // 32, 16 // bits  # of a group; pairs of inputs in a vector
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, factors, codes, scales, zeros, n_groups, out = args
+        totals = [cgutils.alloca_once_value(builder, _const(_FLOATS, 0.0)) for _ in range(rows)]
+        i64 = lambda value: ir.Constant(_I64, value)  # noqa: E731
+        n_pairs = builder.mul(n_groups, i64(size // 2))
+        n_chains = max(1, _CHAINS // rows)
+        with cgutils.for_range(builder, n_groups) as loop:
+            group = loop.index
+            first, pair = builder.mul(group, i64(n_vectors)), builder.mul(group, i64(size // 2))
+            cells = [(plane, t) for plane in range(planes) for t in range(rows)]
+            starts = {cell: builder.add(builder.mul(n_pairs, i64(cell[0] * rows + cell[1])), pair) for cell in cells}
+            sums: dict[tuple[int, int], list[Any]] = {cell: [_const(_WORDS, 0)] * n_chains for cell in cells}
+            for j in range(n_vectors):
+                words = _load(builder, codes, builder.add(first, i64(j)), _WORDS)
+                for n, weights in enumerate(_pairs(builder, bits, words)):
+                    number = j * in_word + n
+                    for cell in cells:
+                        numbers = _splat(builder, x, builder.add(starts[cell], i64(number)), _WORDS)
+                        chain = number % n_chains
+                        sums[cell][chain] = _add_products(
+                            builder, sums[cell][chain], weights, builder.bitcast(numbers, _PAIRED)
+                        )
+            scale = _scale(builder, scales, group)
+            zero = _zero(builder, zeros, group) if bits == 4 else None
+            for t in range(rows):
+                dots = []
+                for plane in range(planes):
+                    dot = sums[plane, t][0]
+                    for other in sums[plane, t][1:]:
+                        dot = builder.add(dot, other)
+                    dots.append(builder.sitofp(dot, _FLOATS))
+                dot = dots[0] if planes == 1 else _multiply_add(builder, dots[1], _const(_FLOATS, 2.0**-15), dots[0])
+                at = builder.add(builder.mul(n_groups, i64(t)), group)
+                if bits == 4:
+                    sum_at = builder.add(at, builder.mul(n_groups, i64(rows)))
+                    dot = _multiply_add(builder, zero, _splat(builder, factors, sum_at, _FLOATS), dot)
+                factor = builder.fmul(scale, _splat(builder, factors, at, _FLOATS))
+                builder.store(_multiply_add(builder, factor, dot, builder.load(totals[t])), totals[t])
+        place = builder.inttoptr(out, ir.PointerType(_FLOATS))
+        for t in range(rows):
+            builder.store(builder.load(totals[t]), builder.gep(place, [i64(t)]), align=4)
+        return context.get_dummy_value()
+
+    def typed(typing, a, b, c, d, e, f, g):
+        return signature, generate
+
+    typed.__name__ = typed.__qualname__ = f"dot {bits} {rows} {planes}"
+    result: Callable[..., Any] = intrinsic(typed)
+    return result
+
+
+def _rows(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
+    """The intrinsic `(codes, scales, zeros, n, out, stride)`: a block's 16 rows and 32 inputs as numbers.
+
+    The inputs are `32·n` to `32·n + 31`. Row i goes to `out + i · stride`, in bytes. Two numbers of two bytes make a
+    word, and 16 words of 16 rows are transposed in registers: about 0.4 instructions a weight.
+    """
+    signature = types.void(*[types.intp] * 6)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        codes, scales, zeros, n, out, stride = args
+        i64 = lambda value: ir.Constant(_I64, value)  # noqa: E731
+        group = builder.lshr(n, i64({128: 2, 32: 0}[GROUPS[bits]]))
+        scale = _scale(builder, scales, group)
+        first = builder.mul(n, i64(bits))
+        words = [_load(builder, codes, builder.add(first, i64(j)), _WORDS) for j in range(bits)]
+        exponents = {24} if bits == 8 else set(range(0, 28, 4))
+        factors = {e: builder.fmul(scale, _const(_FLOATS, 2.0**-e)) for e in exponents}
+        in_order = [code for each in words for code in _codes(builder, bits, each)]
+        if bits == 8:
+            weights = [builder.fmul(code, factors[e]) for code, e in in_order]
+        else:  # products and sums are exact
+            offset = builder.fmul(builder.fmul(_zero(builder, zeros, group), _const(_FLOATS, -1 / 16)), scale)
+            weights = [_multiply_add(builder, code, factors[e], offset) for code, e in in_order]
+        if dtype == torch.float32:
+            words = [builder.bitcast(each, _WORDS) for each in weights]
+        else:
+            words = [_rounded(builder, *pair, dtype) for pair in zip(weights[::2], weights[1::2], strict=True)]
+        for start in range(0, len(words), LANES):
+            for i, row in enumerate(_turned(builder, words[start : start + LANES])):
+                at = builder.add(builder.add(out, builder.mul(stride, i64(i))), i64(4 * start))
+                builder.store(row, builder.inttoptr(at, ir.PointerType(_WORDS)), align=1)
+        return context.get_dummy_value()
+
+    def typed(typing, a, b, c, d, e, f):
+        return signature, generate
+
+    typed.__name__ = typed.__qualname__ = f"rows {bits} {dtype}"
+    result: Callable[..., Any] = intrinsic(typed)
+    return result
+
+
+def _rounded(builder: Any, low: Any, high: Any, dtype: torch.dtype) -> Any:
+    """Two times 16 finite numbers, rounded to a dtype of two bytes, as words."""
+    if dtype == torch.float16:
+        halves = (builder.fptrunc(each, ir.VectorType(ir.HalfType(), LANES)) for each in (low, high))
+        low, high = (builder.zext(builder.bitcast(each, _HALVES), _WORDS) for each in halves)
+        return builder.or_(low, builder.shl(high, _const(_WORDS, 16)))
+    words = []
+    for each in (builder.bitcast(low, _WORDS), builder.bitcast(high, _WORDS)):
+        odd = builder.and_(builder.lshr(each, _const(_WORDS, 16)), _const(_WORDS, 1))
+        words.append(builder.add(each, builder.add(odd, _const(_WORDS, 0x7FFF))))
+    return builder.or_(builder.lshr(words[0], _const(_WORDS, 16)), builder.and_(words[1], _const(_WORDS, 0xFFFF0000)))
+
+
+def _turned(builder: Any, rows: list[Any]) -> list[Any]:
+    """16 vectors of 16 words, transposed."""
+    rows = list(rows)
+    for distance in (8, 4, 2, 1):
+        low = [e if not e & distance else LANES + e - distance for e in range(LANES)]
+        high = [e + distance if not e & distance else LANES + e for e in range(LANES)]
+        for i in range(LANES):
+            if not i & distance:
+                pair = rows[i], rows[i + distance]
+                rows[i] = builder.shuffle_vector(*pair, ir.Constant(_WORDS, low))
+                rows[i + distance] = builder.shuffle_vector(*pair, ir.Constant(_WORDS, high))
+    return rows
+
+
+@cache
+def _product(bits: int, dtype: torch.dtype, rows: int) -> Callable[..., Any]:
+    stored, read, write, size = STORED[dtype], READ[dtype], WRITE[dtype], GROUPS[bits]
+    planes = _PLANES[dtype]
+    dot, as_integers = _dot(bits, rows, planes), _as_integers(bits, dtype)
+
+    @kernel("void(intp, intp, intp, intp, intp, intp, float32, intp, intp, intp, intp, intp, boolean, boolean)")
+    def quantised_product(
+        x_at, codes, scales, zeros, bias_at, norm_at, eps, out_at, working, n, n_out, n_in, gated, adds
+    ):
+        n_parts = 2 if gated else 1
+        n_groups, n_blocks = (n_in + size - 1) // size, (n_out + LANES - 1) // LANES
+        bias = carray(pointer(bias_at, stored), (n_parts * n_out,))
+        out = carray(pointer(out_at, stored), (n, n_out))
+        factors_at = working + 2 * planes * rows * n_groups * size
+        dots_at = factors_at + 8 * rows * n_groups
+        dots = carray(pointer(dots_at, float32), (n_parts * n_blocks, rows, LANES))
+        as_integers(x_at, norm_at, eps, working, factors_at, dots_at, rows, n, n_in)
+        for task in numba.prange((n_blocks + _TASK - 1) // _TASK):
+            for first in range(task * _TASK, min(n_blocks, task * _TASK + _TASK)):
+                for block in range(first, n_parts * n_blocks, n_blocks):
+                    group = block * n_groups * LANES
+                    dot(
+                        working, factors_at, codes + group * size * bits // 8, scales + 2 * group, zeros + group,
+                        n_groups, dots_at + 4 * block * rows * LANES,
+                    )  # fmt: skip
+                for i in range(n):
+                    for lane in range(min(LANES, n_out - first * LANES)):
+                        row = first * LANES + lane
+                        total = dots[first, i, lane]
+                        if bias_at:
+                            total += read(bias[row])
+                        if gated:
+                            other = dots[first + n_blocks, i, lane]
+                            if bias_at:
+                                other += read(bias[row + n_out])
+                            total = total / (np.float32(1) + exp(min(-total, np.float32(88)))) * other
+                        if adds:
+                            total += read(out[i, row])
+                        out[i, row] = write(total)
+
+    return quantised_product
+
+
+@cache
+def _as_integers(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
+    """x, normalised and padded, as `_dot` takes it. One row is at `wide_at` as float32 on the way.
+
+    What one stands for is a power of two, so that a bfloat16 number is exact down to 1/128 of its group's largest.
+    """
+    stored, read, size, planes = STORED[dtype], READ[dtype], GROUPS[bits], _PLANES[dtype]
+
+    @inner
+    def as_integers(x_at, norm_at, eps, integers_at, factors_at, wide_at, rows, n, n_in):
+        n_groups = (n_in + size - 1) // size
+        x, norm = carray(pointer(x_at, stored), (n, n_in)), carray(pointer(norm_at, stored), (n_in,))
+        integers = carray(pointer(integers_at, int16), (planes, rows, n_groups * size))
+        factors = carray(pointer(factors_at, float32), (2, rows, n_groups))
+        wide = carray(pointer(wide_at, float32), (n_groups * size,))
+        for i in range(rows):
+            used = n_in if i < n else 0
+            for j in range(used):
+                wide[j] = read(x[i, j])
+            for j in range(used, n_groups * size):
+                wide[j] = np.float32(0)
+            if norm_at and i < n:
+                total = np.float32(0)
+                for j in range(n_in):
+                    total += wide[j] * wide[j]
+                scale = np.float32(1) / np.sqrt(total / np.float32(n_in) + eps)
+                for j in range(n_in):
+                    wide[j] *= scale * read(norm[j])
+            for g in range(n_groups):
+                largest = uint32(0)
+                for j in range(g * size, g * size + size):
+                    largest = max(largest, bits_of_float(wide[j]) & uint32(0x7FFF_FFFF))
+                exponent = largest >> uint32(23)
+                finite = exponent < uint32(255)
+                exponent = min(max(exponent, uint32(15)), uint32(254))
+                up = float_of_bits((uint32(268) - exponent) << uint32(23)) if finite else np.float32(0)
+                total = np.float32(0)
+                for j in range(g * size, g * size + size):
+                    number = wide[j] * up if finite else np.float32(0)
+                    high = min(np.floor(number + np.float32(0.5)), np.float32(32767))
+                    integers[0, i, j] = int16(high)
+                    total += high
+                    if planes == 2:
+                        low = np.floor((number - high) * np.float32(32768) + np.float32(0.5))
+                        integers[1, i, j] = int16(low)
+                        total += low * np.float32(1 / 32768)
+                down = float_of_bits((exponent - uint32(14)) << uint32(23))
+                factors[0, i, g] = down if finite else np.float32(np.nan)
+                factors[1, i, g] = total * np.float32(-0.0625)
+
+    return as_integers
+
+
+@cache
+def _unpack(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
+    stored, rows, size = STORED[dtype], _rows(bits, dtype), GROUPS[bits]
+    stored_as = np.float32 if dtype == torch.float32 else np.uint16
+    width, item = 32, dtype.itemsize
+
+    @kernel("void(intp, intp, intp, intp, intp, intp, intp)")
+    def quantised_unpack(codes, scales, zeros, out_at, first, n_rows, n_in):
+        n_groups = (n_in + size - 1) // size
+        out = carray(pointer(out_at, stored), (n_rows, n_in))
+        for task in numba.prange((n_rows + LANES - 1) // LANES):
+            group = (first // LANES + task) * n_groups * LANES
+            codes_at, scales_at, zeros_at = codes + group * size * bits // 8, scales + 2 * group, zeros + group
+            height = min(LANES, n_rows - task * LANES)
+            n_whole = n_in // width if height == LANES else 0
+            for n in range(n_whole):
+                at = out_at + (task * LANES * n_in + n * width) * item
+                rows(codes_at, scales_at, zeros_at, n, at, n_in * item)
+            edge = np.empty((LANES, width), stored_as)
+            for n in range(n_whole, (n_in + width - 1) // width):
+                rows(codes_at, scales_at, zeros_at, n, edge.ctypes.data, width * item)
+                for i in range(height):
+                    for j in range(min(width, n_in - n * width)):
+                        out[task * LANES + i, n * width + j] = edge[i, j]
+
+    return quantised_unpack
+
+
+@cache
+def _rows_of(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
+    stored, read, write, size = STORED[dtype], READ[torch.bfloat16], WRITE[dtype], GROUPS[bits]
+    code_type = int8 if bits == 8 else uint8
+
+    @kernel("void(intp, intp, intp, intp, intp, intp, intp)", parallel=False)
+    def quantised_rows(ids_at, codes_at, scales_at, zeros_at, out_at, n, n_in):
+        n_groups = (n_in + size - 1) // size
+        ids = carray(pointer(ids_at, types.int64), (n,))
+        out = carray(pointer(out_at, stored), (n, n_in))
+        for i in range(n):
+            block, lane = ids[i] // LANES, ids[i] % LANES
+            group = block * n_groups * LANES
+            n_vectors = n_groups * size * bits // 32
+            codes = carray(pointer(codes_at + group * size * bits // 8, code_type), (n_vectors, LANES, 4))
+            scales = carray(pointer(scales_at + 2 * group, uint16), (n_groups, LANES))
+            zeros = carray(pointer(zeros_at + group, uint8), (n_groups, LANES))
+            for j in range(n_in):
+                g = j // size
+                if bits == 8:
+                    code = np.float32(codes[j // 4, lane, 2 * (j & 1) + ((j >> 1) & 1)])
+                else:
+                    byte = codes[j // 8, lane, 2 * (j & 1) + ((j >> 2) & 1)]
+                    half = (byte >> 4) if j & 2 else (byte & 15)
+                    code = np.float32(half) - np.float32(zeros[g, lane]) * np.float32(0.0625)
+                out[i, j] = write(read(scales[g, lane]) * code)
+
+    return quantised_rows
+
+
+@cache
+def _pack(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
+    stored, read, size = STORED[dtype], READ[dtype], GROUPS[bits]
+    read_scale, write_scale = READ[torch.bfloat16], WRITE[torch.bfloat16]
+
+    @kernel("void(intp, intp, intp, intp, intp, intp)")
+    def quantised_pack(weight_at, codes_at, scales_at, zeros_at, n_out, n_in):
+        n_groups, n_blocks = (n_in + size - 1) // size, (n_out + LANES - 1) // LANES
+        weight = carray(pointer(weight_at, stored), (n_out, n_in))
+        codes = carray(pointer(codes_at, uint8), (n_blocks, n_groups * size * bits // 32, LANES, 4))
+        scales = carray(pointer(scales_at, uint16), (n_blocks, n_groups, LANES))
+        zeros = carray(pointer(zeros_at, uint8), (n_blocks, n_groups, LANES))
+        for block in numba.prange(n_blocks):
+            w, code = np.empty(size, np.float32), np.empty(size, np.float32)
+            for lane in range(LANES):
+                row = block * LANES + lane
+                for g in range(n_groups):
+                    n_used = min(size, n_in - g * size) if row < n_out else 0
+                    low = high = np.float32(0)
+                    for j in range(n_used):
+                        w[j] = read(weight[row, g * size + j])
+                    for j in range(n_used, size):
+                        w[j] = np.float32(0)
+                    for j in range(size):
+                        low, high = min(low, w[j]), max(high, w[j])
+                    if bits == 8:
+                        bits_of_scale = write_scale(max(high, -low) / np.float32(127))
+                        scale = read_scale(bits_of_scale)
+                        inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
+                        scales[block, g, lane] = bits_of_scale
+                        for j in range(size):
+                            rounded = np.floor(w[j] * inverse + np.float32(0.5))
+                            rounded = min(max(rounded, np.float32(-127)), np.float32(127))
+                            place = g * size + j
+                            codes[block, place // 4, lane, 2 * (j & 1) + ((j >> 1) & 1)] = uint8(int8(rounded))
+                        continue
+                    best, best_scale, best_zero = np.float32(np.inf), uint16(0), np.float32(0)
+                    for attempt in range(_SHRINKS):
+                        factor = np.float32(1) - _SHRINK * np.float32(attempt)
+                        step, least = (high / 15 - low / 15) * factor, low * factor
+                        for _fit in range(_FITS + 1):
+                            bits_of_scale = write_scale(step)
+                            scale = read_scale(bits_of_scale)
+                            if not scale > np.float32(1e-30):
+                                break
+                            inverse = np.float32(1) / scale
+                            zero = np.floor(np.float32(-16) * least * inverse + np.float32(0.5))
+                            zero = min(max(zero, np.float32(0)), np.float32(255)) * np.float32(0.0625)
+                            error = sum_w = sum_c = sum_wc = sum_cc = np.float32(0)
+                            for j in range(size):
+                                c = np.floor(w[j] * inverse + zero + np.float32(0.5))
+                                c = min(max(c, np.float32(0)), np.float32(15))
+                                missed = w[j] - scale * (c - zero)
+                                error += missed * missed
+                                sum_w += w[j]
+                                sum_c += c
+                                sum_wc += w[j] * c
+                                sum_cc += c * c
+                            if error < best:
+                                best, best_scale, best_zero = error, bits_of_scale, zero
+                            spread = sum_cc * np.float32(size) - sum_c * sum_c
+                            if not spread > 0:
+                                break
+                            step = (sum_wc * np.float32(size) - sum_c * sum_w) / spread
+                            least = (sum_w - step * sum_c) / np.float32(size)
+                    scales[block, g, lane] = best_scale
+                    zeros[block, g, lane] = uint8(best_zero * np.float32(16))
+                    scale = read_scale(best_scale)
+                    inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
+                    for j in range(size):
+                        c = np.floor(w[j] * inverse + best_zero + np.float32(0.5))
+                        code[j] = min(max(c, np.float32(0)), np.float32(15))
+                    for j in range(0, size, 8):
+                        for k in range(4):
+                            n = j + 4 * (k & 1) + (k >> 1)
+                            codes[block, (g * size + j) // 8, lane, k] = uint8(code[n]) | (uint8(code[n + 2]) << 4)
+
+    return quantised_pack

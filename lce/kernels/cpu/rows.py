@@ -1,0 +1,338 @@
+"""Rows of queries that attend keys in the processor's caches (FlashAttention, Dao et al., 2022).
+
+Some hundred keys at a time are packed so that a vector holds 16 keys: scores are products of whole vectors. With
+AVX512_BF16, bfloat16 numbers are multiplied in pairs; else everything is widened to float32. Scores, their softmax and
+all sums are float32. A few rows read the keys as they lie.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, float32, int64, uint32
+
+from lce.kernels.cpu import vectors
+from lce.kernels.cpu.compiling import inner, separate
+from lce.kernels.cpu.numbers import READ, STORED, WRITE, bits_of_float, exp2, float_of_bits, pointer
+from lce.kernels.cpu.vectors import largest
+
+KEYS = 256  # that are packed together: with 64 to 128 dimensions, keys and values stay in a core's second cache
+FEW_ROWS = 8  # up to here keys are read as they lie
+LOWEST = np.float32(-3.0e38)  # below any score
+
+
+def _pairs(dtype: torch.dtype) -> bool:
+    return vectors.PAIRS and dtype == torch.bfloat16
+
+
+@cache
+def _panels(pairs: bool, dtype: torch.dtype) -> Callable[..., Any]:
+    """`C [rows, width] += A · B`, as `vectors.multiply` has them; rows are 6, 4, 2 or 1, the width whole vectors."""
+    by_6_4, by_6_2, by_6_1 = (vectors.multiply(6, n, pairs, dtype) for n in (4, 2, 1))
+    by_4_4, by_4_2, by_4_1 = (vectors.multiply(4, n, pairs, dtype) for n in (4, 2, 1))
+    by_2_4, by_2_2, by_2_1 = (vectors.multiply(2, n, pairs, dtype) for n in (4, 2, 1))
+    by_1_4, by_1_2, by_1_1 = (vectors.multiply(1, n, pairs, dtype) for n in (4, 2, 1))
+    itemsize = dtype.itemsize
+
+    @separate
+    def product(rows, a, a_stride, b, b_stride, c, c_stride, n, width):
+        column = 0
+        while column < width:
+            left = width - column
+            columns = 64 if left >= 64 else 32 if left >= 32 else 16
+            right, to = b + itemsize * column, c + 4 * column
+            if columns == 64:
+                if rows == 6:
+                    by_6_4(a, a_stride, right, b_stride, to, c_stride, n)
+                elif rows == 4:
+                    by_4_4(a, a_stride, right, b_stride, to, c_stride, n)
+                elif rows == 2:
+                    by_2_4(a, a_stride, right, b_stride, to, c_stride, n)
+                else:
+                    by_1_4(a, a_stride, right, b_stride, to, c_stride, n)
+            elif columns == 32:
+                if rows == 6:
+                    by_6_2(a, a_stride, right, b_stride, to, c_stride, n)
+                elif rows == 4:
+                    by_4_2(a, a_stride, right, b_stride, to, c_stride, n)
+                elif rows == 2:
+                    by_2_2(a, a_stride, right, b_stride, to, c_stride, n)
+                else:
+                    by_1_2(a, a_stride, right, b_stride, to, c_stride, n)
+            elif rows == 6:
+                by_6_1(a, a_stride, right, b_stride, to, c_stride, n)
+            elif rows == 4:
+                by_4_1(a, a_stride, right, b_stride, to, c_stride, n)
+            elif rows == 2:
+                by_2_1(a, a_stride, right, b_stride, to, c_stride, n)
+            else:
+                by_1_1(a, a_stride, right, b_stride, to, c_stride, n)
+            column += columns
+
+    return product
+
+
+@cache
+def core(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], int]:
+    """The functions of a task: put a query, attend, finish a row; and how many numbers are in a word of four bytes."""
+    pairs, stored, read, write = _pairs(dtype), STORED[dtype], READ[dtype], WRITE[dtype]
+    itemsize = dtype.itemsize
+    per_word = 2 if pairs else 1  # numbers of a dimension, or of keys, in a word of four bytes
+    transpose = vectors.transpose(dtype, pairs)
+    product = _panels(pairs, torch.float32)
+    direct = _panels(False, dtype)
+    dots_1, dots_2, dots_4, dots_8 = (vectors.dots(n, pairs, dtype) for n in (1, 2, 4, 8))
+    chunk = 16 * per_word  # numbers of a vector that `dots` takes at a time
+
+    @separate
+    def pack_keys(k_at, k_stride, n, dim, packed):
+        """`n` keys `[n, D]` at an address to `packed [KEYS/64, words of D, 64]`: a vector holds a word of 16 keys."""
+        words, packed_at = dim // per_word, packed.ctypes.data
+        whole_keys, whole_words = n // 16 * 16, words // 16 * 16
+        for key in range(0, whole_keys, 16):
+            for word in range(0, whole_words, 16):
+                source = k_at + (key * k_stride + word * per_word) * itemsize
+                target = packed_at + 4 * ((key // 64 * words + word) * 64 + key % 64)
+                transpose(source, k_stride * itemsize, target, 256)
+        for key in range(n):
+            first = whole_words if key < whole_keys else 0
+            source = carray(pointer(k_at + (key * k_stride + first * per_word) * itemsize, stored), (dim,))
+            for i in range(words - first):
+                if pairs:
+                    bits = uint32(source[2 * i]) | (uint32(source[2 * i + 1]) << uint32(16))
+                    packed[key // 64, first + i, key % 64] = float_of_bits(bits)
+                else:
+                    packed[key // 64, first + i, key % 64] = read(source[i])
+
+    @separate
+    def pack_values(v_at, v_stride, n, dim, packed):
+        """`n` values `[n, D]` to `packed [words of keys, D]`; with pairs, a word has keys i and i + 16 of 32."""
+        row = v_stride * itemsize
+        for key in range((n + 31) // 32 * 32):
+            source = carray(pointer(v_at + key * row, stored), (dim,))
+            if pairs:
+                if key & 16:
+                    continue
+                other = carray(pointer(v_at + (key + 16) * row, stored), (dim,))
+                target = packed[key // 32 * 16 + key % 16]
+                if key + 16 < n:
+                    for d in range(dim):
+                        target[d] = float_of_bits(uint32(source[d]) | (uint32(other[d]) << uint32(16)))
+                elif key < n:
+                    for d in range(dim):
+                        target[d] = float_of_bits(uint32(source[d]))
+                else:
+                    target[:] = np.float32(0)
+            elif key < n:
+                target = packed[key]
+                for d in range(dim):
+                    target[d] = read(source[d])
+            else:
+                packed[key] = np.float32(0)
+
+    @inner
+    def soften(scores, first, stop, scale, state, sums, dim):
+        """One row's scores of keys `first..stop-1` to weights, in place, by its largest score so far.
+
+        `state` is that largest score and the sum of the weights. Where the largest grows, what was summed shrinks.
+        """
+        begin, end = first // 32 * 32, (stop + 31) // 32 * 32
+        for i in range(begin, first):
+            scores[i] = LOWEST
+        for i in range(stop, end):
+            scores[i] = LOWEST
+        top = max(state[0], largest(scores[begin:].ctypes.data, end - begin) * scale)
+        shrink = exp2(state[0] - top)
+        total, seen = np.float32(0), scores[begin:end]
+        for i in range(len(seen)):
+            weight = exp2(seen[i] * scale - top)
+            seen[i] = weight
+            total += weight
+        state[1] = state[1] * shrink + total
+        if state[0] != top:
+            for d in range(dim):
+                sums[d] *= shrink
+        state[0] = top
+
+    @inner
+    def put_query(q_at, cos_at, sin_at, dim, turned, to):
+        """A query `[D]` to the address `to`, turned if it is to be: bfloat16 with pairs, else float32."""
+        half = dim // 2
+        left, right = carray(pointer(q_at, stored), (half,)), carray(pointer(q_at + half * itemsize, stored), (half,))
+        cos, sin = carray(pointer(cos_at, stored), (half,)), carray(pointer(sin_at, stored), (half,))
+        if pairs:
+            bits_left, bits_right = carray(pointer(to, stored), (half,)), carray(pointer(to + dim, stored), (half,))
+            for i in range(half):
+                a, b = read(left[i]), read(right[i])
+                bits_left[i] = write(a * read(cos[i]) - b * read(sin[i])) if turned else left[i]
+                bits_right[i] = write(b * read(cos[i]) + a * read(sin[i])) if turned else right[i]
+        else:
+            out_left, out_right = (
+                carray(pointer(to, float32), (half,)),
+                carray(pointer(to + 4 * half, float32), (half,)),
+            )
+            for i in range(half):
+                a, b = read(left[i]), read(right[i])
+                out_left[i] = a * read(cos[i]) - b * read(sin[i]) if turned else a
+                out_right[i] = b * read(cos[i]) + a * read(sin[i]) if turned else b
+
+    @separate
+    def score_keys(rows, q_at, q_stride, k_at, k_stride, n, out, dim):
+        """Scores of 8, 4, 2 or 1 queries and `n` keys as they lie, `n` at least 16: `out [rows, n]`."""
+        n_chunks, at_once, key = dim // chunk, 16 // rows, 0
+        while key < n:
+            key = min(key, n - at_once)  # the last keys overlap with those before them
+            k, to = k_at + key * k_stride, out[0, key:].ctypes.data
+            if rows == 1:
+                dots_1(q_at, q_stride, k, k_stride, to, 4 * KEYS, n_chunks)
+            elif rows == 2:
+                dots_2(q_at, q_stride, k, k_stride, to, 4 * KEYS, n_chunks)
+            elif rows == 4:
+                dots_4(q_at, q_stride, k, k_stride, to, 4 * KEYS, n_chunks)
+            else:
+                dots_8(q_at, q_stride, k, k_stride, to, 4 * KEYS, n_chunks)
+            key += at_once
+
+    @inner
+    def attend_few(queries, n, spans, k_at, k_stride, v_at, v_stride, first, stop, dim, scale, state, sums, scores):
+        """`attend_rows` for few rows: keys and values are read where they lie, which is cheaper than packing them."""
+        start = first
+        while start < stop:
+            left = stop - start
+            size = left if left <= KEYS else KEYS if left >= KEYS + 16 else KEYS - 16  # never fewer than 16
+            k, v = k_at + start * k_stride * itemsize, v_at + start * v_stride * itemsize
+            row = 0
+            while row < n:
+                left = n - row
+                rows = 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
+                at = queries[row:].ctypes.data
+                score_keys(rows, at, 4 * queries.shape[1], k, k_stride * itemsize, size, scores[row : row + rows], dim)
+                row += rows
+            for row in range(n):
+                low, high = max(spans[row, 0] - start, 0), min(spans[row, 1] - start, size)
+                if low < high:
+                    soften(scores[row], low, high, scale, state[row], sums[row], dim)
+                    scores[row, : low // 32 * 32] = np.float32(0)
+                    scores[row, high:size] = np.float32(0)
+                else:
+                    scores[row, :size] = np.float32(0)
+            row = 0
+            while row < n:
+                left = n - row
+                rows = 6 if left >= 6 else 4 if left >= 4 else 2 if left >= 2 else 1
+                direct(
+                    rows, scores[row:].ctypes.data, 4 * KEYS, v, v_stride * itemsize, sums[row].ctypes.data,
+                    4 * sums.shape[1], size, dim,
+                )  # fmt: skip
+                row += rows
+            start += size
+
+    @inner
+    def attend_rows(
+        queries, n, spans, k_at, k_stride, v_at, v_stride, first, stop, dim, scale, state, sums, keys, values, scores,
+        weights,
+    ):  # fmt: skip
+        """`n` rows of `queries` attend keys `first..stop-1`, of which row i sees `spans[i, 0]..spans[i, 1]-1`."""
+        if n <= FEW_ROWS and dim % chunk == 0 and stop - first >= 16:
+            attend_few(queries, n, spans, k_at, k_stride, v_at, v_stride, first, stop, dim, scale, state, sums, scores)
+            return
+        words = dim // per_word
+        for start in range(first, stop, KEYS):
+            size = min(KEYS, stop - start)
+            pack_keys(k_at + start * k_stride * itemsize, k_stride, size, dim, keys)
+            pack_values(v_at + start * v_stride * itemsize, v_stride, size, dim, values)
+            row = 0
+            while row < n:
+                left = n - row
+                rows = 6 if left >= 6 else 4 if left >= 4 else 2 if left >= 2 else 1
+                begin, end = size, int64(0)
+                for i in range(row, row + rows):
+                    low, high = max(spans[i, 0] - start, 0), min(spans[i, 1] - start, size)
+                    if low < high:
+                        begin, end = min(begin, low // 32 * 32), max(end, (high + 31) // 32 * 32)
+                if begin < end:
+                    for i in range(rows):
+                        scores[i, begin:end] = np.float32(0)
+                    column = begin
+                    while column < end:
+                        width = min(end, column // 64 * 64 + 64) - column
+                        at_keys = keys[column // 64, 0, column % 64 :].ctypes.data
+                        product(
+                            rows, queries[row:].ctypes.data, 4 * words, at_keys, 256,
+                            scores[0, column:].ctypes.data, 4 * KEYS, words, width,
+                        )  # fmt: skip
+                        column += width
+                    for i in range(rows):
+                        low, high = max(spans[row + i, 0] - start, 0), min(spans[row + i, 1] - start, size)
+                        if low < high:
+                            soften(scores[i], low, high, scale, state[row + i], sums[row + i], dim)
+                            low, high = low // 32 * 32, (high + 31) // 32 * 32
+                        else:
+                            low, high = begin, begin
+                        scores[i, begin:low] = np.float32(0)
+                        scores[i, high:end] = np.float32(0)
+                    if pairs:
+                        for i in range(rows):
+                            for j in range(begin, end, 32):
+                                lower, upper = scores[i, j : j + 16], scores[i, j + 16 : j + 32]
+                                packed = weights[i, j // 2 : j // 2 + 16]
+                                for e in range(16):
+                                    low_bits = (bits_of_float(lower[e]) + uint32(0x8000)) >> uint32(16)
+                                    high_bits = (bits_of_float(upper[e]) + uint32(0x8000)) & uint32(0xFFFF0000)
+                                    packed[e] = float_of_bits(low_bits | high_bits)
+                        left_at, left_stride = weights[0, begin // 2 :].ctypes.data, 2 * KEYS
+                    else:
+                        left_at, left_stride = scores[0, begin:].ctypes.data, 4 * KEYS
+                    product(
+                        rows, left_at, left_stride, values[begin // per_word].ctypes.data, 4 * sums.shape[1],
+                        sums[row].ctypes.data, 4 * sums.shape[1], (end - begin) // per_word, sums.shape[1],
+                    )  # fmt: skip
+                row += rows
+
+    @inner
+    def finish(state, sums, out, lse, at, dim):
+        """A row's sums to its output `out[at]` and log-sum-exp `lse[at]`: 0 and -inf where it saw no key."""
+        seen = state[1] != 0  # NaN too: it must not pass for a row without keys
+        share = np.float32(1) / state[1] if seen else np.float32(0)
+        for d in range(dim):
+            out[at, d] = write(sums[d] * share)
+        lse[at] = (state[0] + np.log2(state[1])) * np.float32(math.log(2)) if seen else np.float32(-np.inf)
+
+    return put_query, attend_rows, finish, per_word
+
+
+@inner
+def scratch_size(n_rows, dim, per_word):
+    """How many words of four bytes a thread needs: see `scratch`."""
+    wide = (dim + 15) // 16 * 16
+    return n_rows * (dim // per_word + 6 + wide) + (dim + wide) * KEYS // per_word + 14 * KEYS + 32
+
+
+@inner
+def scratch(at, n_rows, dim, per_word):
+    """The memory of one thread: queries, spans, states, sums, packed keys and values, scores, and packed weights.
+
+    Arrays at addresses: arrays that Numba allocates are counted at each use, which costs more than most uses.
+    """
+    wide, words = (dim + 15) // 16 * 16, dim // per_word
+    spans = carray(pointer(at, int64), (n_rows, 2))
+    at += 16 * n_rows
+    keys = carray(pointer(at, float32), (KEYS // 64, words, 64))
+    at += 4 * words * KEYS
+    values = carray(pointer(at, float32), (KEYS // per_word, wide))
+    at += 4 * KEYS // per_word * wide
+    scores = carray(pointer(at, float32), (8, KEYS))
+    at += 32 * KEYS
+    weights = carray(pointer(at, float32), (6, KEYS // 2))
+    at += 12 * KEYS
+    sums = carray(pointer(at, float32), (n_rows, wide))
+    at += 4 * n_rows * wide
+    queries = carray(pointer(at, float32), (n_rows, words))
+    at += 4 * n_rows * words
+    state = carray(pointer(at, float32), (n_rows, 2))
+    return queries, spans, state, sums, keys, values, scores, weights

@@ -1,0 +1,162 @@
+"""Scores of a few queries, and what many queries' scores come to: one pass over the keys, or over the scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numba import carray, float32
+from torch import Tensor
+
+from lce.kernels.cpu.choices import key_of_score, score_of_key
+from lce.kernels.cpu.compiling import Kernel, inner, kernel
+from lce.kernels.cpu.numbers import READ, STORED, exp, pointer
+
+_KEYS = 256  # keys that a thread takes at a time
+_COLUMNS = 512
+
+
+def compiled_for(x: Tensor) -> bool:
+    """Whether there are kernels for a tensor: it is on the CPU, and its dtype is one that they read."""
+    return x.device.type == "cpu" and x.dtype in STORED
+
+
+def scores_of_few(q: Tensor, keys: Tensor) -> Tensor:
+    """Dot products of `q [G, T, D]` and `keys [G, M, D]`: float32 `[G, T, M]`, for few queries.
+
+    The dtypes are one; rows of keys are contiguous. Sums are float32. Bytes: the keys, once.
+    """
+    n_groups, n, dim = q.shape
+    n_keys = keys.shape[1]
+    group_stride, row_stride, one = keys.stride()
+    out = torch.empty(n_groups, n, n_keys, dtype=torch.float32)
+    wide = q.float().contiguous()
+    assert keys.shape == (n_groups, n_keys, dim), keys.shape
+    assert (row_stride, one) == (dim, 1), keys.stride()
+    _scores_of_few(keys.dtype)(wide.data_ptr(), keys.data_ptr(), out.data_ptr(), n_groups, n, n_keys, dim, group_stride)
+    return out
+
+
+def best_below_top(scores: Tensor) -> Tensor:
+    """What each token is worth to its best query: `scores [M, T]` to `[M]`, `max_t (s[m, t] - max_m' s[m', t])`.
+
+    Contiguous. Float32. Bytes: the scores, twice.
+    """
+    n_tokens, n = scores.shape
+    assert scores.is_contiguous(), scores.stride()
+    assert scores.numel(), scores.shape
+    tops = torch.empty(-(-n_tokens // _COLUMNS), n, dtype=torch.float32)
+    best = torch.empty(n_tokens, dtype=torch.float32)
+    tops_of, best_of = _best_below_top(scores.dtype)
+    tops_of(scores.data_ptr(), tops.data_ptr(), n_tokens, n)
+    top = tops.amax(dim=0)
+    best_of(scores.data_ptr(), top.data_ptr(), best.data_ptr(), n_tokens, n)
+    return best
+
+
+def add_weights(logits: Tensor, lse: Tensor, scale: float, into: Tensor, first_behind: int, window: int) -> None:
+    """Add up what keys get of the attention of queries: `into[h, j] += Σ_t exp(scale · logits[h, t, j] - lse[h, t])`.
+
+    `logits [H, T, n]`, `lse [H, T]` float32, `into [H, n]` float32; into's rows may be apart. Query t stands at key
+    `first_behind + t`, sees no later key, and none that is `window` or more behind it. Time: O(H · T · window).
+    """
+    n_heads, n_queries, n_keys = logits.shape
+    assert (lse.dtype, into.dtype) == (torch.float32, torch.float32), (lse.dtype, into.dtype)
+    assert (lse.shape, into.shape) == ((n_heads, n_queries), (n_heads, n_keys)), (lse.shape, into.shape)
+    assert all(x.is_contiguous() for x in (logits, lse, into[0])), (logits.stride(), lse.stride(), into.stride())
+    _add_weights(logits.dtype)(
+        logits.data_ptr(), lse.data_ptr(), into.data_ptr(), n_heads, n_queries, n_keys, into.stride(0), scale,
+        first_behind, window,
+    )  # fmt: skip
+
+
+@cache
+def _scores_of_few(dtype: torch.dtype) -> Kernel:
+    stored, read, item = STORED[dtype], READ[dtype], dtype.itemsize
+
+    @inner
+    def dot(q, key):
+        total = np.float32(0)
+        for d in range(len(q)):
+            total += q[d] * read(key[d])
+        return total
+
+    @kernel("void(intp, intp, intp, intp, intp, intp, intp, intp)")
+    def compiled(q_at, keys_at, out_at, n_groups, n, n_keys, dim, group_stride):
+        q = carray(pointer(q_at, float32), (n_groups, n, dim))
+        out = carray(pointer(out_at, float32), (n_groups, n, n_keys))
+        n_pieces = (n_keys + _KEYS - 1) // _KEYS
+        for task in numba.prange(n_groups * n_pieces):
+            group, first = task // n_pieces, task % n_pieces * _KEYS
+            keys = carray(pointer(keys_at + group * group_stride * item, stored), (n_keys, dim))
+            for i in range(first, min(n_keys, first + _KEYS)):
+                for t in range(n):
+                    out[group, t, i] = dot(q[group, t], keys[i])
+
+    return compiled
+
+
+@cache
+def _best_below_top(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    stored, read = STORED[dtype], READ[dtype]
+    key, number_of = key_of_score, score_of_key
+
+    @kernel("void(intp, intp, intp, intp)")
+    def tops_of(scores_at, tops_at, n_tokens, n):
+        scores = carray(pointer(scores_at, stored), (n_tokens, n))
+        tops = carray(pointer(tops_at, float32), ((n_tokens + _COLUMNS - 1) // _COLUMNS, n))
+        for task in numba.prange((n_tokens + _COLUMNS - 1) // _COLUMNS):
+            first = task * _COLUMNS
+            for t in range(n):
+                tops[task, t] = read(scores[first, t])
+            for i in range(first + 1, min(n_tokens, first + _COLUMNS)):
+                for t in range(n):
+                    tops[task, t] = max(tops[task, t], read(scores[i, t]))
+
+    @kernel("void(intp, intp, intp, intp, intp)")
+    def best_of(scores_at, top_at, best_at, n_tokens, n):
+        scores = carray(pointer(scores_at, stored), (n_tokens, n))
+        top = carray(pointer(top_at, float32), (n,))
+        best = carray(pointer(best_at, float32), (n_tokens,))
+        for task in numba.prange((n_tokens + _COLUMNS - 1) // _COLUMNS):
+            for i in range(task * _COLUMNS, min(n_tokens, task * _COLUMNS + _COLUMNS)):
+                largest = np.int32(-0x8000_0000)
+                for t in range(n):
+                    largest = max(largest, key(read(scores[i, t]) - top[t]))
+                best[i] = number_of(largest)
+
+    return tops_of, best_of
+
+
+@cache
+def _add_weights(dtype: torch.dtype) -> Kernel:
+    stored, read, item = STORED[dtype], READ[dtype], dtype.itemsize
+
+    @kernel("void(intp, intp, intp, intp, intp, intp, intp, float64, intp, intp)")
+    def compiled(logits_at, lse_at, into_at, n_heads, n, n_keys, stride, scale, first_behind, window):
+        lse = carray(pointer(lse_at, float32), (n_heads, n))
+        into = carray(pointer(into_at, float32), (n_heads, stride))
+        factor = np.float32(scale)
+        n_pieces = (n_keys + _KEYS - 1) // _KEYS
+        for task in numba.prange(n_heads * n_pieces):
+            head, begin = task // n_pieces, task % n_pieces * _KEYS
+            stop = min(n_keys, begin + _KEYS)
+            total = np.zeros(_KEYS, np.float32)
+            for t in range(max(0, begin - first_behind), n):
+                own = first_behind + t
+                if own - window + 1 >= stop:
+                    break
+                shift = lse[head, t]
+                first = max(begin, own - window + 1)
+                some = carray(pointer(logits_at + ((head * n + t) * n_keys + first) * item, stored), (_KEYS,))
+                weights = total[first - begin :]
+                for j in range(min(stop, own + 1) - first):
+                    weights[j] += exp(read(some[j]) * factor - shift)
+            for j in range(begin, stop):
+                into[head, j] += total[j - begin]
+
+    return compiled

@@ -1,0 +1,262 @@
+"""The inner loops that compilers do not find on their own, as vectors of 16 numbers.
+
+LLVM translates such vectors for any processor: one instruction each where it has AVX-512, several where it has not.
+`PAIRS` says whether this one multiplies pairs of bfloat16 numbers (AVX512_BF16): twice the speed of float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from lce.kernels.cpu.compiling import features
+
+LANES = 16
+PAIRS = "avx512bf16" in features()
+
+_I64, _I32, _F32 = ir.IntType(64), ir.IntType(32), ir.FloatType()
+_WORDS, _FLOATS = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
+
+
+class _BFloat(ir.HalfType):
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    intrinsic_name = "bf16"
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+
+_PAIRED = ir.VectorType(_BFloat(), 2 * LANES)
+
+
+def _const(value: int) -> Any:
+    return ir.Constant(_I64, value)
+
+
+def _at(builder: Any, address: Any, offset: Any, kind: Any) -> Any:
+    """A pointer to `kind`, `offset` bytes behind an address."""
+    return builder.inttoptr(builder.add(address, offset), ir.PointerType(kind))
+
+
+def _splat(builder: Any, number: Any, kind: Any) -> Any:
+    one = builder.insert_element(ir.Constant(kind, ir.Undefined), number, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(_WORDS, [0] * LANES))
+
+
+def multiply(rows: int, columns: int, pairs: bool, dtype: torch.dtype = torch.float32) -> Callable[..., Any]:
+    """The product that everything rests on: `C [rows, 16·columns] += A [rows, n] · B [n, 16·columns]`.
+
+    The intrinsic takes `(a, a_stride, b, b_stride, c, c_stride, n)`: addresses, strides in bytes, and n, 1 or more.
+    A and C are float32, and B is of `dtype`. With `pairs`, A and B are words of two bfloat16 numbers, whose products
+    are added to C both. C stays in registers: `rows · columns` of them, and `columns` for B. Each number of C is one
+    sum over n in order, so that it does not depend on `rows` and `columns`.
+    """
+    width = 64 if pairs else 16 * dtype.itemsize  # bytes of a vector of B
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        a, a_stride, b, b_stride, c, c_stride, n = args
+        multiply_add = _multiply_add(builder.module, pairs)
+        cells = [(i, j) for i in range(rows) for j in range(columns)]
+        places = {
+            (i, j): _at(builder, c, builder.add(builder.mul(c_stride, _const(i)), _const(64 * j)), _FLOATS)
+            for i, j in cells
+        }
+        sums = {cell: builder.load(places[cell], align=4) for cell in cells}
+        before, loop = builder.block, builder.append_basic_block("multiply")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        step = builder.phi(_I64)
+        step.add_incoming(_const(0), before)
+        phis = {cell: builder.phi(_FLOATS) for cell in cells}
+        here = builder.mul(step, b_stride)
+        right = [
+            _load_words(builder, b, builder.add(here, _const(width * j)), torch.float32 if pairs else dtype)
+            for j in range(columns)
+        ]
+        after = {}
+        for i in range(rows):
+            offset = builder.add(builder.mul(a_stride, _const(i)), builder.mul(step, _const(4)))
+            word = builder.load(_at(builder, a, offset, _I32 if pairs else _F32), align=4)
+            left = _splat(builder, word, _WORDS if pairs else _FLOATS)
+            for j in range(columns):
+                if pairs:
+                    factors = builder.bitcast(left, _PAIRED), builder.bitcast(right[j], _PAIRED)
+                    after[i, j] = builder.call(multiply_add, [phis[i, j], *factors])
+                else:
+                    factor = builder.bitcast(right[j], _FLOATS)
+                    after[i, j] = builder.call(multiply_add, [left, factor, phis[i, j]])
+        following = builder.add(step, _const(1))
+        step.add_incoming(following, builder.block)
+        for cell in cells:
+            phis[cell].add_incoming(sums[cell], before)
+            phis[cell].add_incoming(after[cell], builder.block)
+        end = builder.append_basic_block("multiplied")
+        builder.cbranch(builder.icmp_signed("<", following, n), loop, end)
+        builder.position_at_end(end)
+        for cell in cells:
+            builder.store(after[cell], places[cell], align=4)
+        return context.get_dummy_value()
+
+    return _intrinsic(f"multiply {rows} {columns} {pairs} {dtype}", types.void(*[types.intp] * 7), generate)
+
+
+def dots(rows: int, pairs: bool, dtype: torch.dtype) -> Callable[..., Any]:
+    """Dot products of `rows` vectors with `16 / rows` others, which are read as they lie: `Q · Kᵀ` of few queries.
+
+    The intrinsic takes `(q, q_stride, k, k_stride, out, out_stride, n)`: addresses, strides in bytes, and how many
+    chunks of 16 numbers a vector has, 1 or more. Q and the result are float32, K is of `dtype`; with `pairs`, both are
+    bfloat16, and a chunk has 32 numbers. Each result is added up in the same order, whatever `rows` is.
+    """
+    n_keys, width = LANES // rows, 64 if pairs else 16 * dtype.itemsize
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        q, q_stride, k, k_stride, out, out_stride, n = args
+        multiply_add = _multiply_add(builder.module, pairs)
+        before, loop = builder.block, builder.append_basic_block("dots")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        step = builder.phi(_I64)
+        step.add_incoming(_const(0), before)
+        phis = [builder.phi(_FLOATS) for _ in range(LANES)]
+        kind = torch.float32 if pairs else dtype
+        here, there = builder.mul(step, _const(64)), builder.mul(step, _const(width))
+        left = [
+            _load_words(builder, q, builder.add(builder.mul(q_stride, _const(i)), here), torch.float32)
+            for i in range(rows)
+        ]
+        after = [None] * LANES
+        for j in range(n_keys):
+            key = _load_words(builder, k, builder.add(builder.mul(k_stride, _const(j)), there), kind)
+            for i in range(rows):
+                cell = i * n_keys + j
+                factors = [builder.bitcast(x, _PAIRED if pairs else _FLOATS) for x in (left[i], key)]
+                order = [phis[cell], *factors] if pairs else [*factors, phis[cell]]
+                after[cell] = builder.call(multiply_add, order)
+        following = builder.add(step, _const(1))
+        step.add_incoming(following, builder.block)
+        zero = ir.Constant(_FLOATS, [0.0] * LANES)
+        for phi, sums in zip(phis, after, strict=True):
+            phi.add_incoming(zero, before)
+            phi.add_incoming(sums, builder.block)
+        end = builder.append_basic_block("dotted")
+        builder.cbranch(builder.icmp_signed("<", following, n), loop, end)
+        builder.position_at_end(end)
+        sums, distance = after, LANES // 2
+        while distance:  # half as many vectors at each turn, each with the sums of twice as many
+            halves = [_exchanged(builder, sums[i], sums[i + distance], distance) for i in range(distance)]
+            sums, distance = [builder.fadd(*pair) for pair in halves], distance // 2
+        for i in range(rows):
+            lanes = ir.Constant(ir.VectorType(_I32, n_keys), list(range(i * n_keys, (i + 1) * n_keys)))
+            part = builder.shuffle_vector(sums[0], sums[0], lanes)
+            place = _at(builder, out, builder.mul(out_stride, _const(i)), ir.VectorType(_F32, n_keys))
+            builder.store(part, place, align=4)
+        return context.get_dummy_value()
+
+    return _intrinsic(f"dots {rows} {pairs} {dtype}", types.void(*[types.intp] * 7), generate)
+
+
+def transpose(dtype: torch.dtype, pairs: bool) -> Callable[..., Any]:
+    """The intrinsic `(source, source_stride, target, target_stride)` transposes 16 rows of 16 words; strides in bytes.
+
+    With `pairs` a word is two bfloat16 numbers that stay together. Else it is a float32, widened from `dtype`.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source, source_stride, target, target_stride = args
+        rows = []
+        for i in range(LANES):
+            offset = builder.mul(source_stride, _const(i))
+            rows.append(_load_words(builder, source, offset, torch.float32 if pairs else dtype))
+        for distance in (8, 4, 2, 1):
+            for i in range(LANES):
+                if i & distance:
+                    continue
+                rows[i], rows[i + distance] = _exchanged(builder, rows[i], rows[i + distance], distance)
+        for i, row in enumerate(rows):
+            builder.store(row, _at(builder, target, builder.mul(target_stride, _const(i)), _WORDS), align=4)
+        return context.get_dummy_value()
+
+    return _intrinsic(f"transpose {dtype} {pairs}", types.void(*[types.intp] * 4), generate)
+
+
+def _multiply_add(module: Any, pairs: bool) -> Any:
+    """`(sum, x, y)` of pairs of bfloat16 numbers, or `(x, y, sum)` of float32: LLVM's own functions."""
+    if pairs:
+        kind, name = ir.FunctionType(_FLOATS, [_FLOATS, _PAIRED, _PAIRED]), "llvm.x86.avx512bf16.dpbf16ps.512"
+    else:
+        kind, name = ir.FunctionType(_FLOATS, [_FLOATS] * 3), "llvm.fma.v16f32"
+    found = module.globals.get(name)
+    return found if found is not None else ir.Function(module, kind, name)
+
+
+def _exchanged(builder: Any, first: Any, second: Any, distance: int) -> tuple[Any, Any]:
+    """A step of a transposition: lanes with and without the bit `distance`, of two vectors side by side."""
+    low = [e if not e & distance else LANES + e - distance for e in range(LANES)]
+    high = [e + distance if not e & distance else LANES + e for e in range(LANES)]
+    result = (builder.shuffle_vector(first, second, ir.Constant(_WORDS, lanes)) for lanes in (low, high))
+    return next(result), next(result)
+
+
+def _load_words(builder: Any, address: Any, offset: Any, dtype: torch.dtype) -> Any:
+    """16 numbers of a dtype as the bits of 16 float32 numbers."""
+    if dtype == torch.float32:
+        return builder.load(_at(builder, address, offset, _WORDS), align=4)
+    if dtype == torch.float16:
+        half = builder.load(_at(builder, address, offset, ir.VectorType(ir.HalfType(), LANES)), align=2)
+        return builder.bitcast(builder.fpext(half, _FLOATS), _WORDS)
+    bits = builder.load(_at(builder, address, offset, ir.VectorType(ir.IntType(16), LANES)), align=2)
+    return builder.shl(builder.zext(bits, _WORDS), ir.Constant(_WORDS, [16] * LANES))
+
+
+def _largest(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    address, n = args
+    start = builder.load(_at(builder, address, _const(0), _FLOATS), align=4)
+    before, loop = builder.block, builder.append_basic_block("largest")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    step, best = builder.phi(_I64), builder.phi(_FLOATS)
+    row = builder.load(_at(builder, address, builder.mul(step, _const(4)), _FLOATS), align=4)
+    larger = builder.select(builder.fcmp_ordered(">", row, best), row, best)
+    following = builder.add(step, _const(LANES))
+    step.add_incoming(_const(0), before)
+    step.add_incoming(following, builder.block)
+    best.add_incoming(start, before)
+    best.add_incoming(larger, builder.block)
+    end = builder.append_basic_block("found")
+    builder.cbranch(builder.icmp_signed("<", following, n), loop, end)
+    builder.position_at_end(end)
+    for distance in (8, 4, 2, 1):
+        order = ir.Constant(_WORDS, [(e + distance) % LANES for e in range(LANES)])
+        other = builder.shuffle_vector(larger, larger, order)
+        larger = builder.select(builder.fcmp_ordered(">", other, larger), other, larger)
+    return builder.extract_element(larger, ir.Constant(_I32, 0))
+
+
+def _take(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    return builder.atomic_rmw("add", _at(builder, args[0], _const(0), _I64), _const(1), "monotonic")
+
+
+def _intrinsic(name: str, signature: Any, generate: Callable[..., Any]) -> Callable[..., Any]:
+    """An intrinsic of one signature. Its name tells it from others in the cache's keys."""
+    n_args = len(signature.args)
+    made: dict[int, Callable[..., Any]] = {
+        1: lambda typing, a: (signature, generate),
+        2: lambda typing, a, b: (signature, generate),
+        4: lambda typing, a, b, c, d: (signature, generate),
+        7: lambda typing, a, b, c, d, e, f, g: (signature, generate),
+    }
+    made[n_args].__name__ = made[n_args].__qualname__ = name
+    result: Callable[..., Any] = intrinsic(made[n_args])
+    return result
+
+
+# The largest of n floats at an address, n a multiple of 16.
+largest = _intrinsic("largest", types.float32(types.intp, types.intp), _largest)
+# The number at an address, which is counted up: a queue of tasks.
+take = _intrinsic("take", types.intp(types.intp), _take)

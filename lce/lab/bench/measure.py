@@ -1,0 +1,286 @@
+"""Runs the measurements: methods by lengths, in turns, so that a slow moment of the machine hits all methods.
+
+A run prefills a text of random tokens into a new context and draws the first token; then it decodes. The first decode
+step fills caches and is not timed. For each method and length a run before the timed ones is not timed at all: in it
+kernels are compiled, and it counts what a step reads and computes.
+
+What a decode step must read: each weight once, of the embedding one row; the keys and values that its attention is
+given, a chunk once for each KV head that chose it; and the summaries or low-dim keys that it compares. What a prefill
+must compute: two operations for each weight of a layer and token, the head for the last token of each block, and four
+times the head dimension for each pair of a query and a key that it sees. Scores of a selection do not count.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+import lce
+from lce.errors import CapacityError, UsageError
+from lce.lab.bench.ceilings import Ceilings, Shape, ceilings, machine
+from lce.lab.bench.report import Report, Row, Spread, StepTimes
+from lce.progress import Progress, reported
+from lce.sizes import count
+
+OTHER = "Python and other"  # what no timer of a profile covers
+MOST_ROWS = 1024  # of the products that set the ceiling
+
+
+@dataclass
+class Runs:
+    """What was measured of one method at one length."""
+
+    prefill: list[float] = field(default_factory=list)
+    decode: list[float] = field(default_factory=list)
+    first_token: list[float] = field(default_factory=list)
+    cache_bytes: int = 0
+    attention_flops: float = 0.0
+
+
+class Subject:
+    """One engine that is measured. `ids` makes the text of a length; by default random tokens."""
+
+    def __init__(self, engine: lce.Engine, ids: Callable[[int], list[int]] | None = None) -> None:
+        self.engine = engine
+        self.ids = ids or random_text(engine)
+
+    def prefill(self, length: int, more: int) -> tuple[lce.Context, lce.Generation]:
+        """A new context with `length` tokens and the first token drawn, and space for `more`."""
+        context = self.engine.new_context(length + more)
+        return context, self.engine.generate(self.ids(length), context=context, max_tokens=1)
+
+    def decode(self, context: lce.Context, n_tokens: int, first: lce.Generation) -> float:
+        """Tokens a second over `n_tokens` decode steps after one that is not timed.
+
+        Where the model ends its text, it goes on behind another token; that step is not timed either.
+        """
+        seconds, left, last = 0.0, n_tokens, first
+        while left > 0:
+            prompt = self.ids(1) if last.finish_reason == "stop" else []
+            last = self.engine.generate(prompt, context=context, max_tokens=left + 1)
+            # The step that draws an end token is timed too, and the first token of each call is not.
+            left -= last.stats.generated_tokens - (last.finish_reason != "stop")
+            seconds += last.stats.decode_s
+        return n_tokens / seconds if seconds else 0.0
+
+    def shapes(self) -> list[Shape]:
+        """The matrices of a layer: what goes in, what comes out."""
+        c = self.engine.model.config
+        query, key, inner = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.intermediate_size
+        hidden = c.hidden_size
+        attention = [(hidden, query), (hidden, key), (hidden, key), (query, hidden)]
+        return [*attention, (hidden, inner), (hidden, inner), (inner, hidden)]
+
+    def product_flops(self, length: int) -> float:
+        """Operations in the products of a prefill: every layer for every token, the head once a block."""
+        c = self.engine.model.config
+        a_layer = sum(n_in * n_out for n_in, n_out in self.shapes())
+        n_blocks = -(-length // self.engine.block)
+        return 2.0 * (length * c.n_layers * a_layer + n_blocks * c.hidden_size * c.vocab_size)
+
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that a decode step reads: all but an embedding that is not the head too."""
+        model = self.engine.model
+        return memory_of([*(vars(layer) for layer in model.layers), model.head, model.final_norm])
+
+
+def random_text(engine: lce.Engine, seed: int = 0) -> Callable[[int], list[int]]:
+    """Makes texts of random tokens of an engine's vocabulary, the same for a seed; longer ones begin with shorter."""
+    vocab_size = engine.model.config.vocab_size
+
+    def ids(length: int) -> list[int]:
+        rng = random.Random(seed)
+        return [rng.randrange(vocab_size) for _ in range(length)]
+
+    return ids
+
+
+def memory_of(*things: Any) -> int:
+    """Bytes of memory behind all tensors and arrays in objects, what several of them share once."""
+    spans = sorted({(start, start + n_bytes) for start, n_bytes in _arrays(things, set())})
+    total = end = 0
+    for start, stop in spans:
+        total += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return total
+
+
+def _arrays(thing: Any, seen: set[int]) -> Iterator[tuple[int, int]]:
+    """The address and the bytes of each tensor and array in an object of lce, and in what it holds."""
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, Tensor):
+        yield thing.data_ptr(), thing.nbytes
+    elif isinstance(thing, np.ndarray):
+        yield thing.ctypes.data, thing.nbytes
+    elif isinstance(thing, dict | list | tuple):
+        for part in thing.values() if isinstance(thing, dict) else thing:
+            yield from _arrays(part, seen)
+    elif hasattr(thing, "__dict__") and type(thing).__module__.startswith("lce."):
+        yield from _arrays(vars(thing), seen)
+
+
+class Bench:
+    """A benchmark in steps: `run` measures, and `report` is what was measured so far, at any time."""
+
+    def __init__(
+        self, model: str | Path, methods: str | lce.Method | Sequence[str | lce.Method] = "full", *,
+        lengths: int | str | Sequence[int | str] = (512, 2048, 8192), repeats: int | str = 3,
+        new_tokens: int | str = 32, seed: int = 0, profile: bool = False, **loading: Any,
+    ) -> None:  # fmt: skip
+        """Load the model once for all methods. `loading` are options of `lce.load`.
+
+        Raises `UsageError` for what cannot be measured, and `CapacityError` for a length that cannot fit.
+        """
+        self.model, self.seed, self.profile = str(model), count(seed, "seed", least=0), bool(profile)
+        self.lengths = [count(length, "a length") for length in _several(lengths)]
+        self.repeats, self.new_tokens = count(repeats, "repeats"), count(new_tokens, "new_tokens")
+        wanted = _several(methods)
+        if not wanted or not self.lengths:
+            raise UsageError("nothing to measure; give one method and one length, or more")
+        self.subjects: dict[str, Subject] = {}
+        first: lce.Engine | None = None
+        for method in wanted:
+            engine = lce.load(model, method, sharing=first, **loading)
+            first = first or engine
+            self.subjects[_name(engine.method, self.subjects)] = Subject(engine, random_text(engine, seed))
+        assert first is not None
+        self.engine = first
+        for length in self.lengths:
+            self._check(length)
+        self.ceilings: Ceilings | None = None
+        self._runs: dict[tuple[int, str], Runs] = {}
+        self._profile: list[StepTimes] = []
+
+    def _check(self, length: int) -> None:
+        """Raise `CapacityError` for a length that cannot fit under one of the methods."""
+        for name, subject in self.subjects.items():
+            try:
+                subject.engine.new_context(self._most(length)).close()
+            except CapacityError as error:
+                error.add_note(f"this is what {name} is measured with at a length of {length:,}")
+                raise
+
+    def run(self, progress: Progress | bool | None = None) -> Report:
+        """Measure everything. `progress` is True for a bar, or called with runs done and in all."""
+        with reported(progress, "bench", " runs") as tell:
+            self._run(tell)
+        return self.report
+
+    def _run(self, tell: Progress) -> None:
+        done, total = 0, len(self.lengths) * len(self.subjects) * (self.repeats + 1)
+        tell(done, total)
+        self._measure_machine()
+        for length in self.lengths:
+            for repeat in range(-1, self.repeats):
+                for name, subject in self.subjects.items():
+                    runs = self._runs.get((length, name)) or Runs()
+                    if repeat < 0:
+                        self._count(subject, length, runs)
+                    else:
+                        self._time(name, subject, length, runs, profile=self.profile and repeat == self.repeats - 1)
+                    self._runs[length, name] = runs
+                    done += 1
+                    tell(done, total)
+        self._measure_machine()
+
+    def _most(self, length: int) -> int:
+        """Tokens of the longest context at a length."""
+        blocks = max(subject.engine.block for subject in self.subjects.values()) if self.profile else 0
+        return length + 2 * self.new_tokens + 8 + blocks
+
+    def _measure_machine(self) -> None:
+        """Measure the ceilings: at the beginning and at the end, and the best counts."""
+        subject, engine = next(iter(self.subjects.values())), self.engine
+        rows = min(MOST_ROWS, max(self.lengths))
+        found = ceilings(subject.shapes(), rows, engine.dtype, engine.device)
+        self.ceilings = found if self.ceilings is None else self.ceilings.best(found)
+
+    def _count(self, subject: Subject, length: int, runs: Runs) -> None:
+        """The run that is not timed: it counts what a prefill computes and what a decode step reads."""
+        with lce.profiled(subject.engine) as prefill:
+            context, first = subject.prefill(length, self._most(length) - length)
+        runs.attention_flops = prefill.attention_flops
+        with context:
+            subject.decode(context, 1, first)
+            with context.fork() as fork, lce.profiled(subject.engine) as step:
+                subject.engine.prefill(subject.ids(1), context=fork)
+            runs.cache_bytes = step.read_bytes
+
+    def _time(self, name: str, subject: Subject, length: int, runs: Runs, *, profile: bool) -> None:
+        context, first = subject.prefill(length, self._most(length) - length)
+        with context:
+            decode = subject.decode(context, self.new_tokens, first)
+            runs.prefill.append(first.stats.prefill_tokens_per_s)
+            runs.first_token.append(first.stats.first_token_s)
+            runs.decode.append(decode)
+            if profile:
+                self._profile += self._steps(name, subject, length, context)
+
+    def _steps(self, name: str, subject: Subject, length: int, context: lce.Context) -> list[StepTimes]:
+        """Where a decode step's time goes, and then that of a block of prefill."""
+        engine = subject.engine
+        engine.prefill(subject.ids(1), context=context)
+        with lce.profiled(engine) as steps:
+            last = engine.generate([], context=context, max_tokens=self.new_tokens + 1)
+        n_steps = max(1, last.stats.generated_tokens - (last.finish_reason != "stop"))
+        named = sum(steps.seconds.values()) - steps.seconds[OTHER] + steps.timers_s
+        steps.seconds[OTHER] = max(0.0, last.stats.decode_s - named)  # not what the call does before its first token
+        with lce.profiled(engine) as block:
+            engine.prefill(subject.ids(engine.block), context=context)
+        return [
+            StepTimes(
+                name, length, step, tokens, {what: s / n for what, s in found.seconds.items()}, found.timers_s / n
+            )
+            for step, tokens, found, n in (("decode", 1, steps, n_steps), ("prefill", engine.block, block, 1))
+        ]
+
+    @property
+    def report(self) -> Report:
+        """What was measured so far: the methods and lengths of which a run was timed."""
+        engine, best = self.engine, self.ceilings or Ceilings(0.0, 0.0, 0.0, 0)
+        rows = [self._row(length, name, runs, best) for (length, name), runs in self._runs.items() if runs.decode]
+        return Report(
+            self.model, machine(), lce.__version__, str(engine.dtype).removeprefix("torch."),
+            engine.layout.devices_text,
+            engine.window, self.repeats, self.new_tokens, self.seed,
+            {name: repr(subject.engine.method) for name, subject in self.subjects.items()},
+            best, rows, list(self._profile),
+        )  # fmt: skip
+
+    def _row(self, length: int, name: str, runs: Runs, best: Ceilings) -> Row:
+        subject = self.subjects[name]
+        prefill, decode, first = (Spread.of(x) for x in (runs.prefill, runs.decode, runs.first_token))
+        weights = subject.weight_bytes()
+        flops = subject.product_flops(length) + runs.attention_flops
+        return Row(
+            name, length, prefill, decode, first, weights, runs.cache_bytes, flops,
+            prefill_share=flops / length * prefill.median / best.product if best.product else 0.0,
+            decode_share=(weights + runs.cache_bytes) * decode.median / best.reading if best.reading else 0.0,
+            warning=subject.engine.beyond(length),
+        )  # fmt: skip
+
+
+def bench(
+    model: str | Path, methods: str | lce.Method | Sequence[str | lce.Method] = "full", *,
+    progress: Progress | bool | None = None, **options: Any,
+) -> Report:  # fmt: skip
+    """Measure a model with some methods at some lengths; takes the options of `Bench`."""
+    return Bench(model, methods, **options).run(progress)
+
+
+def _several(things: Any) -> list[Any]:
+    """One thing or several, as a list."""
+    return list(things) if isinstance(things, list | tuple) else [things]
+
+
+def _name(method: lce.Method, taken: Iterable[str]) -> str:
+    """What the rows call a method: its name, or with its knobs where another one has that already."""
+    return repr(method) if method.label in taken else method.label

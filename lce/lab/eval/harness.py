@@ -1,0 +1,230 @@
+"""lce as a model of EleutherAI's lm-evaluation-harness: `--model lce --model_args pretrained=PATH,method=longheads`.
+
+The harness makes prompts and scores answers; `lce.lab.eval.requests` answers them. This module is the adapter: the
+class that the harness knows as `lce`, of the entry-point group `lm_eval.models`. Releases up to 0.4.13 read no entry point:
+there `lce eval harness`, or an import of this module, registers it. Needs the package lm_eval: `lce[harness]`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from traceback import walk_tb
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+import lce
+from lce.errors import DataError, UsageError
+from lce.lab.eval.requests import (
+    Generating,
+    generating,
+    generations,
+    likelihoods,
+    longest,
+    model_arguments,
+    own_arguments,
+    text_likelihood,
+)
+
+try:
+    from lm_eval import utils
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import model_registry, register_model
+    from lm_eval.models.utils import normalize_gen_kwargs
+except ImportError as error:
+    raise UsageError(f"lm-evaluation-harness is needed: pip install 'lce[harness]' ({error})") from error
+
+NAME = "lce"
+_MARK = "\ue000 "  # no text has it; the space shows whether a chat template strips messages
+_log = logging.getLogger(__name__)
+
+
+class LceLM(TemplateLM):
+    """An engine behind the harness's interface.
+
+    `pretrained` is the folder of a checkpoint, "demo", or an `lce.Engine`. The other arguments are those of
+    `lce.lab.eval.requests.model_arguments`. Requests are answered one after the other, so `batch_size` changes nothing.
+    Raises `UsageError` for arguments that cannot be used, and whatever `lce.load` raises.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | lce.Engine | None = None,
+        batch_size: object = 1,
+        max_batch_size: object = None,
+        **arguments: Any,
+    ) -> None:
+        super().__init__()
+        if isinstance(pretrained, lce.Engine):
+            self.engine, self.arguments = pretrained, own_arguments(arguments)
+        else:
+            loading, self.arguments = model_arguments({"pretrained": pretrained, **arguments})
+            self.engine = lce.load(**loading)
+        self.tokenizer = self.engine.tokenizer
+        limit = longest(self.engine)
+        self.max_length = self.arguments.max_length or limit
+        self.max_gen_toks = self.arguments.max_gen_toks
+        self.batch_size = 1
+        self._device = self.engine.device
+        if limit is not None and self.max_length is not None and self.max_length > limit:
+            _log.warning(self.engine.beyond(self.max_length))
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: Mapping[str, Any] | None = None) -> LceLM:
+        return cls.create_from_arg_obj(utils.simple_parse_args_string(arg_string), additional_config)
+
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: Mapping[str, Any], additional_config: Mapping[str, Any] | None = None
+    ) -> LceLM:
+        """The model arguments come before the harness's own, whose default device is a GPU even where there is none."""
+        own = {name: value for name, value in (additional_config or {}).items() if value is not None}
+        if str(own.get("device", "")).startswith("cuda") and not torch.cuda.is_available():
+            own["device"] = "auto"
+        return cls(**{**own, **arg_dict})
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What tells the tokenizer apart in the harness's cache of requests."""
+        return str(self.engine.fingerprint)
+
+    @property
+    def eot_token_id(self) -> int | None:
+        return next(iter(self.tokenizer.eos_ids), None)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text that has no context."""
+        for token_id in (self.arguments.prefix_token_id, self.tokenizer.bos_id, self.eot_token_id):
+            if token_id is not None:
+                return int(token_id)
+        raise UsageError("the tokenizer has neither BOS nor EOS; add prefix_token_id=ID to the model arguments")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        bos = self.arguments.add_bos_token if add_special_tokens is None else add_special_tokens
+        return self.tokenizer.encode(string, bos=bos and self.tokenizer.bos_id is not None)
+
+    def tok_decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self.tokenizer.decode(tokens, skip_special=skip_special_tokens)
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        found: dict[int, tuple[float, bool]] = {}
+        pairs = [(context, continuation) for _, context, continuation in requests]
+        self._note_cut([len(context) + len(continuation) - 1 for context, continuation in pairs])
+        with self._working("likelihoods", len(requests), disable_tqdm) as tick:
+            for number, logprob, greedy in likelihoods(self.engine, pairs, self.max_length):
+                found[number] = (logprob, greedy)
+                self.cache_hook.add_partial("loglikelihood", requests[number][0], found[number])
+                tick()
+        return [found[number] for number in range(len(requests))]
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Each text in the harness's windows of `max_length` tokens, which do not overlap."""
+        found = []
+        with self._working("texts", len(requests), disable_tqdm) as tick:
+            for (text,) in (request.args for request in requests):
+                ids, prefix = self.tok_encode(text), self.prefix_token_id
+                windows = utils.get_rolling_token_windows(ids, prefix, self.max_length or max(1, len(ids)), 1)
+                found.append(text_likelihood(self.engine, [utils.make_disjoint_window(each) for each in windows]))
+                self.cache_hook.add_partial("loglikelihood_rolling", (text,), found[-1])
+                tick()
+        return found
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        found: dict[int, str] = {}
+        asked = [(self._prompt(prompt), self._generating(how)) for prompt, how in (each.args for each in requests)]
+        self._note_cut([len(prompt) + how.max_tokens for prompt, how in asked])
+        with self._working("generations", len(requests), disable_tqdm) as tick:
+            for number, text in generations(self.engine, asked, self.max_length):
+                found[number] = text
+                self.cache_hook.add_partial("generate_until", requests[number].args, text)
+                tick()
+        return [found[number] for number in range(len(requests))]
+
+    def _prompt(self, text: str) -> list[int]:
+        return self.tok_encode(text) or [self.prefix_token_id]
+
+    def _generating(self, given: dict[str, Any]) -> Generating:
+        how = normalize_gen_kwargs(given, self.max_gen_toks)
+        if how["do_sample"] and how.get("seed") is None:  # the harness seeds torch: the same --seed draws the same
+            how["seed"] = int(torch.randint(1 << 62, ()))
+        return generating(how)
+
+    def _note_cut(self, lengths: Sequence[int]) -> None:
+        longer = [length for length in lengths if self.max_length is not None and length > self.max_length]
+        if longer:
+            _log.warning(
+                f"{len(longer)} of {len(lengths)} requests lose their beginning; the longest has {max(longer):,} tokens"
+                f", and max_length is {self.max_length:,}; give max_length=, or a method that reads on"
+            )
+
+    @contextmanager
+    def _working(self, what: str, total: int, quiet: bool) -> Iterator[Callable[[], Any]]:
+        """A bar; yields what moves it. That a text is beyond the window was said when the model was loaded."""
+        bar = tqdm(total=total, desc=f"lce: {what}", disable=quiet)
+        with bar, warnings.catch_warnings():
+            warnings.simplefilter("ignore", lce.WindowWarning)
+            yield bar.update
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The text of a chat; without a generation prompt its last message is left open, to be continued."""
+        try:
+            return self._chat(chat_history, add_generation_prompt)
+        except DataError:  # many templates refuse a system's message
+            users = [message for message in chat_history if message.get("role") != "system"]
+            if not users or len(users) == len(chat_history):
+                raise
+            _log.warning("the chat template refuses these messages; the system's message is left out")
+            return self._chat(users, add_generation_prompt)
+
+    def _chat(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        if add_generation_prompt:
+            return self.tokenizer.chat(messages)
+        *before, last = messages
+        text = self.tokenizer.chat([*before, {**last, "content": last["content"] + _MARK}], False)
+        begun, found, rest = text.rpartition(_MARK.strip())
+        if not found:
+            raise DataError("the chat template leaves out the last message; give no system prompt to be continued")
+        return begun if rest.startswith(" ") else begun.rstrip()
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the results say of the model."""
+        engine = self.engine
+        return {
+            "lce_version": lce.__version__,
+            "lce_engine": repr(engine),
+            "lce_rope": repr(engine.rope),
+            "model_dtype": str(engine.dtype),
+            "model_sha": engine.fingerprint,
+        }
+
+
+if NAME not in model_registry:  # a release that reads entry points knows it already
+    register_model(NAME)(LceLM)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the command line of the harness, `lm_eval`, with these arguments; it knows the model `lce`.
+
+    Raises `UsageError` for what the harness itself refuses, such as a task that it does not have.
+    """
+    from lm_eval.__main__ import cli_evaluate
+
+    before = sys.argv
+    try:
+        sys.argv = ["lm_eval", *arguments]
+        cli_evaluate()
+    except ValueError as error:
+        *_, (frame, _) = walk_tb(error.__traceback__)
+        if not frame.f_globals.get("__name__", "").startswith("lm_eval."):
+            raise
+        raise UsageError(f"lm-evaluation-harness: {' '.join(str(error).split())}") from error
+    finally:
+        sys.argv = before

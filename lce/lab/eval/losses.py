@@ -1,0 +1,129 @@
+"""Reads records of perplexity and makes tables of them: a row a method, a column a length or a run of positions.
+
+A table is one model in one setting: windows of which the last S tokens are scored, windows of which all are, or
+streams, whose columns end at powers of two. The record does not name its texts. A cell has all windows that the files
+have, each once, and a note says where methods were not asked the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lce.errors import DataError, shown
+from lce.files import named
+from lce.lab.eval.naming import engine_key, method_names, model_names
+from lce.lab.eval.perplexity import Loss, Perplexity
+
+LossLine = tuple[Mapping[str, Any], Loss]  # what was asked, and its loss
+MOST_TOKENS = 1 << 48
+
+
+class Column(NamedTuple):
+    """Windows of `length` tokens, or the tokens `first..length-1` of streams."""
+
+    first: int
+    length: int
+
+
+@dataclass
+class LossTable:
+    """The perplexities of one model in one setting, by method and column."""
+
+    model: str
+    setting: str
+    cells: dict[tuple[str, Column], Perplexity] = field(default_factory=dict)
+    windows: tuple[int, ...] = ()  # of the engines
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        return f"perplexity, {self.setting}"
+
+    @property
+    def methods(self) -> list[str]:
+        return list(dict.fromkeys(method for method, _ in self.cells))
+
+    @property
+    def columns(self) -> list[Column]:
+        return sorted({column for _, column in self.cells}, key=lambda column: column.length)
+
+    def as_object(self) -> dict[str, Any]:
+        """The table as JSON has it."""
+        cells = [{**asdict(cell), "method": method} for (method, _), cell in self.cells.items()]
+        return {"model": self.model, "setting": self.setting, "notes": self.notes, "cells": cells}
+
+
+def check_line(sample: Mapping[str, Any], file: str | Path) -> None:
+    """Raise `DataError` for a line that says no window of a text. Lines of a file are not trusted."""
+    setting, length, first = (sample.get(name) for name in ("setting", "length", "first"))
+    stop = sample.get("stop", length)
+    sound = all(type(n) is int for n in (length, first, stop)) and setting in ("windows", "stream")
+    if not sound or not 1 <= first < stop <= length < MOST_TOKENS or not isinstance(sample.get("text"), str):  # type: ignore[operator]
+        found = ", ".join(f"{name}={shown(sample.get(name))}" for name in ("setting", "length", "first", "stop"))
+        raise DataError(
+            f"{named(file)} has a loss with {found}; expected windows or stream, and 1 <= first < stop <= length; "
+            "correct the line"
+        )
+
+
+def loss_tables(lines: Sequence[LossLine]) -> Iterator[LossTable]:
+    """The tables of all lines, in the order of the files; lengths ascend."""
+    names, models = method_names(lines), model_names(lines)
+    for model in dict.fromkeys(str(sample.get("model")) for sample, _ in lines):
+        mine = [line for line in lines if str(line[0].get("model")) == model]
+        for setting, group in _settings(mine):
+            table = LossTable(models[model], setting)
+            table.windows = tuple(sorted({loss.window for _, loss in group if loss.window}))
+            columns = _columns(group)
+            found: dict[tuple[str, Column], dict[str, Loss]] = {}
+            for sample, loss in group:
+                where = names[engine_key(sample)], columns[_border(sample)]
+                found.setdefault(where, {})[f"{sample['text']} {sample['first']} {sample.get('stop')}"] = loss
+            for (method, column), losses in found.items():
+                kind = group[0][0]["setting"]
+                table.cells[method, column] = Perplexity.of(method, kind, *column, list(losses.values()))
+            table.notes = [
+                f"At {column.length:,} tokens the methods were not asked the same texts."
+                for column in table.columns
+                if len({frozenset(losses) for (_, own), losses in found.items() if own == column}) > 1
+            ]
+            yield table
+
+
+def _settings(lines: Sequence[LossLine]) -> Iterator[tuple[str, list[LossLine]]]:
+    """The settings of one model's lines. A window that is no longer than its stride belongs to each of them."""
+    windows = [line for line in lines if line[0]["setting"] == "windows"]
+    strides = sorted({sample["length"] - sample["first"] for sample, _ in windows if sample["first"] > 1})
+    for stride in strides:
+        yield (
+            f"the last {stride:,} tokens of windows",
+            [line for line in windows if line[0]["first"] == max(1, line[0]["length"] - stride)],
+        )
+    whole = [line for line in windows if line[0]["first"] == 1]
+    if any(sample["length"] - 1 > max(strides, default=0) for sample, _ in whole):
+        yield "all tokens of windows", whole
+    if streams := [line for line in lines if line[0]["setting"] == "stream"]:
+        yield "by position in a stream", streams
+
+
+def _border(sample: Mapping[str, Any]) -> int:
+    """What the lines of a column share: a window's length, or the power of two by which a run of a stream ends."""
+    length: int = sample["length"]
+    return length if sample["setting"] == "windows" else 1 << (sample["stop"] - 1).bit_length()
+
+
+def _columns(lines: Sequence[LossLine]) -> dict[int, Column]:
+    """The columns of a table by their borders. A stream's are as long as what was read."""
+    runs: dict[int, list[tuple[int, int]]] = {}
+    for sample, _ in lines:
+        runs.setdefault(_border(sample), []).append((sample["first"], sample.get("stop", sample["length"])))
+    if lines[0][0]["setting"] == "windows":
+        return {border: Column(0, border) for border in runs}
+    firsts = {border: min(first for first, _ in found) for border, found in runs.items()}
+    return {
+        border: Column(0 if firsts[border] == 1 else firsts[border], max(stop for _, stop in found))
+        for border, found in runs.items()
+    }

@@ -1,0 +1,100 @@
+"""The metrics of LongBench (Bai et al., 2024) and LongBench v2 that are not in overlap.py.
+
+They equal THUDM/LongBench's metrics.py. What looks odd there is kept, because published scores contain it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from difflib import SequenceMatcher
+
+from lce.lab.eval.metrics import libraries
+
+_COMMENT_SIGNS = ("`", "#", "//")
+
+
+def first_line(metric: Callable[[str, tuple[str, ...]], float]) -> Callable[[str, tuple[str, ...]], float]:
+    """A metric of the first line that says something: few-shot prompts make models write the next example too."""
+    return lambda prediction, references: metric(prediction.lstrip("\n").split("\n")[0], references)
+
+
+def count(prediction: str, references: tuple[str, ...]) -> float:
+    """The share of the answer's numbers that are the right one (PassageCount)."""
+    return max(_share_of_numbers(prediction, reference) for reference in references)
+
+
+def retrieval(prediction: str, references: tuple[str, ...]) -> float:
+    """The share of the answer's numbers that are the paragraph's, of a reference `Paragraph 7`."""
+    return max(_share_of_numbers(prediction, _number(r"Paragraph (\d+)", reference)) for reference in references)
+
+
+def retrieval_zh(prediction: str, references: tuple[str, ...]) -> float:
+    """The share of the answer's numbers that are the paragraph's, of a reference `段落7`."""
+    return max(_share_of_numbers(prediction, _number(r"段落(\d+)", reference)) for reference in references)
+
+
+def _number(pattern: str, reference: str) -> str:
+    found = re.search(pattern, reference)
+    return found[1] if found else ""
+
+
+def _share_of_numbers(prediction: str, right: str) -> float:
+    numbers = re.findall(r"\d+", prediction)
+    return numbers.count(right) / len(numbers) if numbers else 0.0
+
+
+def code_similarity(prediction: str, references: tuple[str, ...]) -> float:
+    """The likeness of the answer's first line of code: difflib's ratio, in whole percent.
+
+    This is fuzzywuzzy's `ratio` as LongBench installs it, by which its own scores are.
+    """
+    return _best_ratio(prediction, references, lambda *texts: SequenceMatcher(None, *texts).ratio())
+
+
+def code_similarity_indel(prediction: str, references: tuple[str, ...]) -> float:
+    """As `code_similarity`, by insertions and deletions: fuzzywuzzy's `ratio` with python-Levenshtein installed.
+
+    Some papers have their scores by it; they are about 2 points higher on LCC and RepoBench-P.
+    """
+    return _best_ratio(prediction, references, libraries.indel_ratio)
+
+
+def _best_ratio(prediction: str, references: tuple[str, ...], ratio: Callable[[str, str], float]) -> float:
+    lines = prediction.lstrip("\n").split("\n")
+    line = next((line for line in lines if not any(sign in line for sign in _COMMENT_SIGNS)), "")
+    return max(_in_percent(line, reference, ratio) for reference in references)
+
+
+def _in_percent(one: str, other: str, ratio: Callable[[str, str], float]) -> float:
+    if one == other:
+        return 1.0
+    return round(100 * ratio(one, other)) / 100 if one and other else 0.0
+
+
+def classification(prediction: str, references: tuple[str, ...]) -> float:
+    """1 over the number of labels that the answer names, if the right one is among them.
+
+    The references are the right labels, an empty text, and all labels. A named label that is part of the right one
+    does not count; of two such labels in a row the second does, as in the published loop.
+    """
+    border = references.index("")
+    right, labels = references[:border], references[border + 1 :]
+    return max(_share_of_labels(prediction, label, labels) for label in right)
+
+
+def _share_of_labels(prediction: str, right: str, labels: tuple[str, ...]) -> float:
+    found = [label for label in labels if label in prediction]
+    at = 0
+    while at < len(found):
+        if found[at] in right and found[at] != right:
+            found.remove(found[at])  # what follows moves up by one and is passed over
+        at += 1
+    return 1 / len(found) if right in found else 0.0
+
+
+def stated_letter(prediction: str, references: tuple[str, ...]) -> float:
+    """1 where the answer states the right letter: `The correct answer is (B)` (LongBench v2)."""
+    text = prediction.strip().replace("*", "")
+    found = re.search(r"The correct answer is \(([A-D])\)", text) or re.search(r"The correct answer is ([A-D])", text)
+    return float(found is not None and found[1] in references)

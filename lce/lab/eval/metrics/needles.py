@@ -1,0 +1,88 @@
+"""The metrics of RULER, of NeedleBench V2 (Li et al., 2025) and of Counting-Stars (Song et al., 2025)."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from lce.lab.eval.metrics import libraries
+
+_NAMES = ("little_penguin", "小企鹅")  # under which Counting-Stars asks for the numbers
+
+
+def match_all(prediction: str, references: tuple[str, ...]) -> float:
+    """The share of the references that the answer contains, case aside (RULER's string_match_all)."""
+    return sum(_contains(prediction, reference) for reference in references) / len(references)
+
+
+def match_part(prediction: str, references: tuple[str, ...]) -> float:
+    """1 where the answer contains one of the references, case aside (RULER's string_match_part, of its questions)."""
+    return float(any(_contains(prediction, reference) for reference in references))
+
+
+def _contains(prediction: str, reference: str) -> bool:
+    return reference.lower() in re.sub(r"[\x00-\x1f]", "\n", prediction.strip()).strip().lower()
+
+
+def keywords(prediction: str, references: tuple[str, ...]) -> float:
+    """The share of the key words that the answer contains (NeedleBench V2's retrieval)."""
+    return sum(reference in prediction for reference in references) / len(references)
+
+
+def boxed(prediction: str, references: tuple[str, ...]) -> float:
+    r"""1 where the last `\boxed{...}` of the answer holds the right name (NeedleBench V2's reasoning)."""
+    return float(_clean(_last_box(prediction)) in [reference.strip() for reference in references])
+
+
+def _last_box(text: str) -> str:
+    """What the last box holds, up to the brace that closes it; without a second pair of braces."""
+    start = text.rfind("\\boxed")
+    if start < 0 or not text.startswith("{", start + len("\\boxed")):
+        return ""
+    depth = 0
+    for at in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[at], 0)
+        if text[at] == "}" and depth == 0:
+            inner = text[start + len("\\boxed{") : at]
+            return re.sub(r"^\{(.*)\}$", r"\1", inner)
+    return ""
+
+
+def _clean(text: str) -> str:
+    if not text or text == "None":
+        return "None"
+    text = re.sub(r"\\boxed\{([^}]+)\}", r"\1", re.sub(r"\\text\{([^}]+)\}", r"\1", text))
+    text = re.sub(r"\s+", " ", re.sub(r"\\[\[\]]", "", text).replace("\\", "")).strip()
+    return re.sub("[\"']", "", text).replace("~", " ").strip()
+
+
+def stars(prediction: str, references: tuple[str, ...]) -> float:
+    """The share of the counts that the answer lists (Counting-Stars, acquisition)."""
+    listed = _listed(prediction, len(references))
+    return sum(int(reference) in listed for reference in references) / len(references)
+
+
+def corrected_stars(prediction: str, references: tuple[str, ...]) -> float:
+    """Points for the corrected counts (Counting-Stars, reasoning).
+
+    The references are `right/wrong`. A pair gives 1 where the right count alone is listed, 1/2 where both are, 1/4
+    where the wrong one alone is.
+    """
+    listed = _listed(prediction, len(references))
+    points = {(True, False): 1.0, (True, True): 0.5, (False, True): 0.25, (False, False): 0.0}
+    pairs = [reference.split("/") for reference in references]
+    return sum(points[int(right) in listed, int(wrong) in listed] for right, wrong in pairs) / len(pairs)
+
+
+def _listed(answer: str, most: int) -> list[Any]:
+    """The first `most` values of the list in the answer's JSON; none where it has no such list."""
+    text = answer.replace("```", "").replace("json", "").strip() if "```" in answer else answer
+    if "[" not in text:
+        return []
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        content = libraries.repaired_json(text)
+    found: Any = next((content[name] for name in _NAMES if name in content), []) if isinstance(content, dict) else []
+    return found[:most] if isinstance(found, list) else []

@@ -1,0 +1,89 @@
+"""Scores by common words: F1 as in SQuAD, and ROUGE. The best over the references."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from lce.lab.eval.metrics import libraries
+
+_ASCII_SIGNS = frozenset(string.punctuation)
+_CHINESE_SIGNS = _ASCII_SIGNS | frozenset(  # those that LongBench and InfiniteBench leave out
+    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
+)
+
+Tokens = Callable[[str], Sequence[str]]
+
+
+def normalised(text: str, *, lower: bool = True) -> str:
+    """English text without punctuation, articles and repeated white space, in lower case unless asked otherwise."""
+    text = "".join(c for c in (text.lower() if lower else text) if c not in _ASCII_SIGNS)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def normalised_chinese(text: str) -> str:
+    """Text in lower case without punctuation, Chinese or not, and without white space."""
+    return "".join("".join(c for c in text.lower() if c not in _CHINESE_SIGNS).split())
+
+
+def f1(prediction: Sequence[str], reference: Sequence[str]) -> float:
+    """The harmonic mean of precision and recall over two bags of tokens; 0 without a common one."""
+    common = sum((Counter(prediction) & Counter(reference)).values())
+    if common == 0:
+        return 0.0
+    precision, recall = common / len(prediction), common / len(reference)
+    return 2 * precision * recall / (precision + recall)
+
+
+def _best_f1(prediction: str, references: Sequence[str], tokens: Tokens) -> float:
+    found = tokens(prediction)
+    return max((f1(found, tokens(reference)) for reference in references), default=0.0)
+
+
+def qa_f1(prediction: str, references: tuple[str, ...]) -> float:
+    """F1 over normalised English words (SQuAD; LongBench, InfiniteBench, L-Eval)."""
+    return _best_f1(prediction, references, lambda text: normalised(text).split())
+
+
+def qa_f1_zh(prediction: str, references: tuple[str, ...]) -> float:
+    """F1 over Chinese words as jieba cuts them, normalised one by one (LongBench)."""
+    cut = libraries.cut_chinese()
+    return _best_f1(prediction, references, lambda text: [w for w in map(normalised_chinese, cut(text)) if w])
+
+
+def qa_f1_characters(prediction: str, references: tuple[str, ...]) -> float:
+    """F1 over the characters of normalised Chinese text (InfiniteBench's Zh.QA)."""
+    return _best_f1(prediction, references, lambda text: list(normalised_chinese(text)))
+
+
+def rouge_l(prediction: str, references: tuple[str, ...]) -> float:
+    """ROUGE-L as the library rouge computes it (LongBench)."""
+    return max((libraries.rouge()(prediction, reference) for reference in references), default=0.0)
+
+
+def rouge_l_zh(prediction: str, references: tuple[str, ...]) -> float:
+    """ROUGE-L over Chinese words as jieba cuts them (LongBench)."""
+    cut = libraries.cut_chinese()
+    return rouge_l(" ".join(cut(prediction)), tuple(" ".join(cut(reference)) for reference in references))
+
+
+def rouge_lsum(prediction: str, references: tuple[str, ...]) -> float:
+    """ROUGE-Lsum as rouge-score computes it, sentences on lines (InfiniteBench's En.Sum)."""
+    return libraries.rouge_scorer("rougeLsum")(references, prediction)
+
+
+def rouge_score_1(prediction: str, references: tuple[str, ...]) -> float:
+    """ROUGE-1 as rouge-score computes it (L-Eval)."""
+    return libraries.rouge_scorer("rouge1")(references, prediction)
+
+
+def rouge_score_2(prediction: str, references: tuple[str, ...]) -> float:
+    """ROUGE-2 as rouge-score computes it (L-Eval)."""
+    return libraries.rouge_scorer("rouge2")(references, prediction)
+
+
+def rouge_score_l(prediction: str, references: tuple[str, ...]) -> float:
+    """ROUGE-L as rouge-score computes it (L-Eval)."""
+    return libraries.rouge_scorer("rougeL")(references, prediction)

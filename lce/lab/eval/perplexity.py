@@ -1,0 +1,256 @@
+"""Perplexity of texts by length, in two settings.
+
+Windows, the setting of the papers on PG19 (Press et al., 2022; S = 256 in Chen et al., 2023, and in the code of Dual
+Chunk Attention): a window of `length` tokens slides over the text in steps of `stride`. Each is read from its own
+beginning, as a text of its own without a beginning token. Its last `stride` tokens are scored (`last`), so that each
+token of the text is scored once, behind at least `length - stride` others; or all of them are (`all`), as that code
+does. Windows of several lengths end at the same tokens: what differs is how much comes before.
+
+Stream: one pass over each text, each token scored once behind all tokens before it, and the mean by position.
+
+The perplexity is `exp` of the mean negative log-likelihood a token. Its 95% interval is Student's, over windows, or
+over runs of `stride` tokens of a stream; a ratio estimate, where these are of several sizes. Neighbouring windows of
+one text are more alike than windows of different texts, and with `all` they overlap: then the interval is too narrow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Any
+
+from lce.errors import UsageError, nearest
+from lce.files import open_regular
+from lce.lab.eval.record import BEGINNING, Lines
+from lce.lab.eval.spelling import described, told
+
+if TYPE_CHECKING:
+    from lce import Engine
+
+STRIDE = 256
+SCORED = ("last", "all")
+MOST = 1 << 48  # of what a line of a file says
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text's token ids, without a beginning token."""
+
+    name: str
+    ids: Sequence[int]
+
+    @classmethod
+    def of(cls, engine: Engine, name: str, text: str) -> Text:
+        return cls(name, engine.tokenizer.encode(text, bos=False))
+
+    def hash(self, start: int, stop: int) -> str:
+        """A short hash that tells some tokens from others."""
+        return hashlib.sha256(array("q", self.ids[start:stop]).tobytes()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The negative log-likelihood of some tokens together, and what is told besides, as in `Answer`."""
+
+    nll: float
+    tokens: int
+    method: str | None = None
+    knobs: dict[str, Any] | None = None
+    window: int | None = None  # of the engine
+    checkpoint: str | None = None
+    version: str | None = None
+
+    @property
+    def is_sound(self) -> bool:
+        """Lines of a file are not trusted."""
+        return (
+            type(self.nll) is float and 0 <= self.nll < MOST and type(self.tokens) is int and 0 < self.tokens < MOST
+            and all(isinstance(text, str | None) for text in (self.method, self.checkpoint, self.version))
+            and isinstance(self.knobs, dict | None)
+            and (self.window is None or (type(self.window) is int and 0 < self.window < MOST))
+        )  # fmt: skip
+
+
+class Losses(Lines[Loss]):
+    """The losses in one file, by window."""
+
+    kind, holds = Loss, "losses"
+    beginning = BEGINNING + b'"perplexity", "setting": '  # of every line
+
+    @classmethod
+    def are_in(cls, path: str | Path) -> bool:
+        """Whether a file begins as a record of losses does."""
+        with open(open_regular(Path(path)), "rb") as file:
+            return file.read(len(cls.beginning)) == cls.beginning
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """The perplexity at one length, or of the tokens `first..length-1` of streams, with its 95% interval.
+
+    `samples` windows, or runs of a stream, have `tokens` scored tokens in all. The interval is None for a single one.
+    """
+
+    method: str
+    setting: str  # "windows" or "stream"
+    first: int
+    length: int
+    samples: int
+    tokens: int
+    perplexity: float
+    low: float | None
+    high: float | None
+
+    @classmethod
+    def of(cls, method: str, setting: str, first: int, length: int, losses: Sequence[Loss]) -> Perplexity:
+        n, nll, tokens = len(losses), math.fsum(loss.nll for loss in losses), sum(loss.tokens for loss in losses)
+        mean = nll / tokens
+        ends: tuple[float | None, float | None] = (None, None)
+        if n > 1:
+            squares = math.fsum((loss.nll - mean * loss.tokens) ** 2 for loss in losses)
+            spread = student(n - 1) * math.sqrt(squares * n / (n - 1)) / tokens
+            ends = _exp(mean - spread), _exp(mean + spread)
+        return cls(method, setting, first, length, n, tokens, _exp(mean), *ends)
+
+
+def student(freedom: int) -> float:
+    """The 97.5% quantile of Student's t, to 0.2% (Abramowitz and Stegun, 26.7.5, and the first four values)."""
+    exact = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764}
+    if freedom in exact:
+        return exact[freedom]
+    z = NormalDist().inv_cdf(0.975)
+    return (
+        z
+        + (z**3 + z) / (4 * freedom)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
+    )
+
+
+def windows(
+    engine: Engine, texts: Sequence[Text], *, length: int, longest: int = 0, stride: int = STRIDE,
+    scored: str = "last", most: int | None = None, record: Losses | None = None,
+    about: Mapping[str, Any] | None = None, progress: Callable[[int, int], None] | None = None,
+) -> Perplexity:  # fmt: skip
+    """Perplexity in windows of `length` tokens, which end where those of `longest` tokens do.
+
+    `most` bounds the windows of all texts together: they are spread evenly. Windows that `record` has are not read
+    again; `about` are fields of `Loss` that it gets besides. Raises `UsageError` where no text has `longest` tokens.
+    """
+    check(stride, scored)
+    found = ends(texts, max(length, longest), stride, most)
+    first = max(1, length - stride) if scored == "last" else 1
+    losses = []
+    for done, (text, end) in enumerate(found, 1):
+        start = end - length
+        asked = {**_asked(engine, "windows"), "length": length, "first": first, "text": text.hash(start, end)}
+        loss = record.get(asked) if record else None
+        if loss is None:
+            if record:
+                record.prepare()
+            logprobs = engine.score(text.ids[start:end], first=first).logprobs
+            loss = Loss(-float(logprobs.double().sum()), len(logprobs), **told(engine), **(about or {}))
+            if record:
+                record.add(asked, loss)
+        losses.append(loss)
+        if progress:
+            progress(done, len(found))
+    return Perplexity.of(engine.method.name, "windows", 0, length, losses)
+
+
+def stream(
+    engine: Engine, texts: Sequence[Text], *, lengths: Sequence[int], stride: int = STRIDE,
+    record: Losses | None = None, about: Mapping[str, Any] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Perplexity]:  # fmt: skip
+    """Perplexity by position in one pass over each text, or over its first `max(lengths)` tokens.
+
+    One for each of the `lengths`, of the tokens from the length before it on. A text that `record` has whole is not
+    read again; `about` are fields of `Loss` that it gets besides. Lengths that no text reaches into are left out.
+    """
+    check(stride, "last")
+    borders = sorted(set(lengths))
+    by_border: dict[int, list[Loss]] = {border: [] for border in borders}
+    total = sum(min(len(text.ids), borders[-1]) for text in texts)
+    before, more = 0, told(engine) | dict(about or {})
+    for text in texts:
+        n = min(len(text.ids), borders[-1])
+        if n > 1:
+            for border, loss in _streamed(engine, text, n, borders, stride, record, more, before, total, progress):
+                by_border[border].append(loss)
+        before += n
+    found = []
+    for first, border in zip([0, *borders], borders, strict=False):
+        if by_border[border]:
+            found.append(Perplexity.of(engine.method.name, "stream", first, border, by_border[border]))
+    if not found:
+        raise UsageError(f"no text has two tokens; expected texts of {borders[-1]} tokens")
+    return found
+
+
+def _streamed(
+    engine: Engine, text: Text, n: int, borders: Sequence[int], stride: int, record: Losses | None,
+    about: Mapping[str, Any], before: int, total: int, progress: Callable[[int, int], None] | None,
+) -> Iterator[tuple[int, Loss]]:  # fmt: skip
+    """The losses of runs of at most `stride` tokens, each with the border that it comes before."""
+    runs = list(_runs(n, borders, stride))
+    whole = {**_asked(engine, "stream"), "length": n, "text": text.hash(0, n)}
+    keys = [{**whole, "first": first, "stop": stop} for first, stop, _ in runs]
+    known = [record.get(key) if record else None for key in keys]
+    losses = [loss for loss in known if loss is not None]
+    if len(losses) < len(runs):
+        if record:
+            record.prepare()
+        tell = (lambda done, _: progress(before + done, total)) if progress else None
+        nll = -engine.score(text.ids[:n], progress=tell).logprobs.double()  # of the tokens from 1 on
+        losses = [Loss(float(nll[first - 1 : stop - 1].sum()), stop - first, **about) for first, stop, _ in runs]
+        if record:
+            record.add_all([pair for pair, old in zip(zip(keys, losses, strict=True), known, strict=True) if not old])
+    if progress:
+        progress(before + n, total)
+    return ((border, loss) for (_, _, border), loss in zip(runs, losses, strict=True))
+
+
+def _runs(n: int, borders: Sequence[int], stride: int) -> Iterator[tuple[int, int, int]]:
+    """Tokens `1..n-1` in runs: `first, stop`, and the border before which the run is. Time: O(n / stride)."""
+    first = 1
+    for border in borders:
+        while first < min(border, n):
+            stop = min((first // stride + 1) * stride, border, n)
+            yield first, stop, border
+            first = stop
+
+
+def ends(texts: Sequence[Text], length: int, stride: int, most: int | None = None) -> list[tuple[Text, int]]:
+    """Where the windows of `length` tokens end, by text; `most` of them, spread evenly, where it is given."""
+    found = [(text, end) for text in texts for end in range(length, len(text.ids) + 1, stride)]
+    if not found:
+        longest = max((len(text.ids) for text in texts), default=0)
+        raise UsageError(
+            f"no text has {length:,} tokens, the longest has {longest:,}; give a longer text or smaller lengths"
+        )
+    if most is not None and most < len(found):
+        return [found[(2 * i + 1) * len(found) // (2 * most)] for i in range(most)]
+    return found
+
+
+def check(stride: int, scored: str) -> None:
+    """Raise `UsageError` for a stride or a choice of tokens that cannot be used."""
+    if stride < 1:
+        raise UsageError(f"stride is {stride}; expected 1 or more")
+    if scored not in SCORED:
+        raise UsageError(f"unknown scored {scored!r}; {nearest(scored, SCORED)}")
+
+
+def _asked(engine: Engine, setting: str) -> dict[str, Any]:
+    """What a loss depends on besides the tokens."""
+    return {"task": "perplexity", "setting": setting, **described(engine)}
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < 700 else math.inf

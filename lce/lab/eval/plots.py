@@ -1,0 +1,320 @@
+"""Pictures of a report: scores by length, bytes read and depth, methods side by side, perplexities, and recall.
+
+They are PNG files 1,000 pixels wide, which a phone shows at full width with legible letters. Colours are those of Okabe
+and Ito, which the colour-blind tell apart. Methods also differ in markers and lines; cells of heat maps have numbers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lce.errors import UsageError, shown
+from lce.files import check_folder, write_whole
+from lce.lab.eval.losses import LossTable
+from lce.lab.eval.report import Cell, Place, Report, Table
+from lce.lab.eval.selections import SelectionTable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH, DPI, LETTERS = 5.0, 200, 11  # inches, pixels an inch, points
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito, without yellow
+MARKERS, LINES = "osD^vPX*<>", ("-", "--", ":", "-.")
+APART, MOST_APART = 0.06, 0.5  # of a factor of two: what keeps equal scores of several methods visible side by side
+BINS = 5  # of depths, where none were asked for
+Span = tuple[float, float, float]  # a value and the ends of its interval
+MOST_METHODS, MOST_PANELS, MOST_COLUMNS, MOST_DEPTHS = 40, 12, 3, 20  # in one picture
+
+
+def draw_all(report: Report, folder: str | Path) -> list[Path]:
+    """Draw every table of a report into PNG files of a folder, which is made. Returns their paths.
+
+    Each file appears whole or not at all. Raises `UsageError` without matplotlib, and for a folder that cannot be used.
+    """
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        raise UsageError("pictures need the matplotlib package: pip install 'lce[plot]'") from None
+    folder = Path(folder)
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{shown(str(folder))} is no folder for pictures: {reason}; name another") from None
+    check_folder(folder / "picture.png")
+    written: list[Path] = []
+    for name, figure in figures(report):
+        path = folder / f"{name}.png"
+        picture = BytesIO()
+        figure.savefig(picture, format="png", dpi=DPI)
+        write_whole(path, picture.getvalue())
+        written.append(path)
+    return written
+
+
+def figures(report: Report) -> Iterator[tuple[str, Figure]]:
+    """The pictures of a report and their names, each used once."""
+    used: set[str] = set()
+
+    def name(*parts: str) -> str:
+        text = re.sub(r"[^a-z0-9]+", "-", " ".join(parts).lower()).strip("-")[:80]
+        found = next(each for each in (text, *(f"{text}-{n}" for n in range(2, 1 << 20))) if each not in used)
+        used.add(found)
+        return found
+
+    kinds: dict[str, Callable[[Table], Figure | None]] = {"length": by_length, "bytes": by_bytes, "depth": by_depth}
+    for table in report.tables:
+        for kind, draw in kinds.items():
+            if (figure := draw(table)) is not None:
+                yield name(table.group.model, table.group.title, kind), figure
+    for model in dict.fromkeys(table.group.model for table in report.tables):
+        tables = [table for table in report.tables if table.group.model == model and table.cells]
+        for first in range(0, len(tables), MOST_PANELS):
+            yield name(model, "methods"), side_by_side(tables[first : first + MOST_PANELS])
+    for losses in report.perplexities:
+        yield name(losses.model, losses.title), perplexities(losses)
+    for selection in report.selections:
+        yield name(selection.model, selection.title), recall_by_bytes(selection)
+
+
+def by_length(table: Table) -> Figure | None:
+    """Scores by length, with intervals, and the ceiling as a line across."""
+    if not table.cells:
+        return None
+    figure, axes = _figure(table, 4.6)
+    for number, method in enumerate(_methods(table)):
+        cells = [(length, table.cells[place]) for length, place in _row(table, method)]
+        apart = min(APART, MOST_APART / len(table.methods))
+        shift = 2 ** (apart * (number - (len(table.methods) - 1) / 2))
+        spans = [(cell.score.mean, cell.score.low, cell.score.high) for _, cell in cells]
+        _line(axes, method, number, [length * shift for length, _ in cells], spans)
+    _by_tokens(axes, table.lengths)
+    return _finished(figure, axes, table)
+
+
+def perplexities(table: LossTable) -> Figure:
+    """Perplexities by length or position, with intervals; a line stands at the end of the window."""
+    figure, axes = _figure(table, 4.6)
+    for number, method in enumerate(_methods(table)):
+        cells = [
+            (column.length, table.cells[method, column]) for column in table.columns if (method, column) in table.cells
+        ]
+        spans = [(x.perplexity, x.low or x.perplexity, x.high or x.perplexity) for _, x in cells]
+        _line(axes, method, number, [length for length, _ in cells], spans)
+    for window in table.windows:
+        axes.axvline(window, color="0.4", linestyle=(0, (6, 3)), linewidth=1.2, zorder=0, label="window")
+    _by_tokens(axes, [column.length for column in table.columns])
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda y, _: f"{y:,.3g}")
+    axes.yaxis.set_minor_formatter(lambda y, _: f"{y:,.3g}")
+    axes.tick_params(which="both", labelsize=LETTERS - 1)
+    return _labelled(figure, axes, "perplexity", f"{table.title}: {table.model}")
+
+
+def recall_by_bytes(table: SelectionTable) -> Figure:
+    """Recall of true attention by what a query reads, a panel a length; a line joins the budgets of a method."""
+    from matplotlib.figure import Figure
+
+    lengths, shown = table.lengths[:MOST_PANELS], _methods(table)
+    figure = Figure(figsize=(WIDTH, 0.9 + 2.6 * len(lengths) + 0.25 * len(shown)), layout="constrained")
+    figure.suptitle(f"{table.title}: {table.model}", fontsize=LETTERS, wrap=True)
+    for axes, length in zip(figure.subplots(len(lengths), 1, squeeze=False)[:, 0], lengths, strict=True):
+        for number, method in enumerate(shown):
+            rows = [row for row in table.rows if (row.line, row.length) == (method, length)]
+            points = sorted((row.read_bytes / 2**20, row.selection.recall) for row in rows)
+            if points:
+                _line(axes, method, number, [x for x, _ in points], [(recall,) * 3 for _, recall in points])
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:.3g}")
+        axes.set_title(f"{_short(length)} tokens", fontsize=LETTERS)
+        axes.set_ylim(-0.05, 1.09)
+        _styled(axes, "recall")
+    axes.set_xlabel("MiB that a query reads in all layers", fontsize=LETTERS)
+    handles = {label: h for each in figure.axes for h, label in zip(*each.get_legend_handles_labels(), strict=True)}
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=2, fontsize=LETTERS - 1, frameon=False
+    )
+    return figure
+
+
+def _by_tokens(axes: Axes, lengths: Sequence[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [_short(length) for length in lengths])
+    axes.xaxis.minorticks_off()
+    axes.set_xlabel("tokens")
+
+
+def by_bytes(table: Table) -> Figure | None:
+    """Scores by what a decode step reads; a line joins the lengths of a method, the longest of which is named."""
+    figure, axes = _figure(table, 4.6)
+    drawn = False
+    for number, method in enumerate(_methods(table)):
+        cells = [(length, table.cells[place].score) for length, place in _row(table, method)]
+        known = [(length, score, score.read_bytes) for length, score in cells if score.read_bytes]
+        if known:
+            drawn = True
+            sizes = [size / 2**20 for _, _, size in known]
+            _line(axes, method, number, sizes, [(score.mean, score.low, score.high) for _, score, _ in known])
+            length, score, _ = known[-1]
+            axes.annotate(
+                _short(length), (sizes[-1], score.mean), (6, 4), textcoords="offset points", fontsize=LETTERS - 2
+            )
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    axes.set_xlabel("MiB of keys and values that a decode step reads")
+    return _finished(figure, axes, table) if drawn else None
+
+
+def by_depth(table: Table) -> Figure | None:
+    """Scores by depth and length, a heat map a method, one below the other."""
+    asked = sorted({depth for cell in table.cells.values() for depth in cell.depths})
+    edges = [(n / BINS, (n + 1) / BINS) for n in range(BINS)]
+    bands = [(depth, depth) for depth in asked] if 0 < len(asked) <= MOST_DEPTHS else edges
+    names = [f"{low:.0%}" if low == high else f"{low:.0%}–{high:.0%}" for low, high in bands]
+    maps = {method: _heat(table, method, bands) for method in _methods(table)}
+    maps = {method: rows for method, rows in maps.items() if any(value is not None for row in rows for value in row)}
+    if not maps:
+        return None
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    n = len(maps)
+    figure = Figure(figsize=(WIDTH, 1 + n * (1.0 + 0.3 * len(bands))), layout="constrained")
+    figure.suptitle(_title(table), fontsize=LETTERS, wrap=True)
+    colours = colormaps["cividis"].with_extremes(bad="0.85")
+    for axes, (method, rows) in zip(figure.subplots(n, 1, squeeze=False)[:, 0], maps.items(), strict=True):
+        values = [[float("nan") if value is None else value for value in row] for row in rows]
+        axes.imshow(values, cmap=colours, vmin=0, vmax=1, aspect="auto")
+        for i, row in enumerate(rows):
+            for j, value in enumerate(row):
+                if value is not None:
+                    colour = "white" if value < 0.5 else "black"
+                    axes.text(j, i, f"{value:.2f}", ha="center", va="center", color=colour, fontsize=LETTERS - 1)
+        axes.set_title(method, fontsize=LETTERS, wrap=True)
+        axes.set_xticks(range(len(table.lengths)), [_short(length) for length in table.lengths], fontsize=LETTERS - 1)
+        axes.set_yticks(range(len(names)), names, fontsize=LETTERS - 1)
+        axes.set_ylabel("depth", fontsize=LETTERS)
+    axes.set_xlabel("tokens", fontsize=LETTERS)
+    return figure
+
+
+def _heat(table: Table, method: str, bands: Sequence[tuple[float, float]]) -> list[list[float | None]]:
+    """Mean scores, a row a band of depths, a column a length."""
+    cells = [table.cells.get(place, Cell()) for place in table.places(method)]
+    scores = [[cell.between(low, high) for cell in cells] for low, high in bands]
+    return [[None if score is None else score.mean for score in row] for row in scores]
+
+
+def side_by_side(tables: Sequence[Table]) -> Figure:
+    """Methods of one model side by side: a panel a task, at the longest length that most methods were asked at."""
+    from matplotlib.figure import Figure
+
+    columns = min(MOST_COLUMNS, len(tables))
+    rows = [tables[first : first + columns] for first in range(0, len(tables), columns)]
+    heights = [1.2 + 0.28 * max(len(_methods(table)) for table in row) for row in rows]
+    figure = Figure(figsize=(WIDTH * columns, 0.6 + sum(heights)), layout="constrained")
+    panels = figure.subplots(len(rows), columns, squeeze=False, sharex=True, height_ratios=heights).flatten()
+    figure.suptitle(f"{tables[0].group.model}: score, 95% interval, ceiling", fontsize=LETTERS, wrap=True)
+    for axes in panels[len(tables) :]:
+        axes.remove()
+    for axes, table in zip(panels[: len(tables)], tables, strict=True):
+        length = max(table.lengths, key=lambda length: (sum(place.length == length for place in table.cells), length))
+        places = [Place(method, length) for method in _methods(table)]
+        found = [(place.method, table.cells[place].score) for place in places if place in table.cells]
+        for y, (_, score) in enumerate(found):
+            axes.errorbar(
+                score.mean,
+                y,
+                xerr=_errors([(score.mean, score.low, score.high)]),
+                color=COLOURS[1],
+                marker="o",
+                capsize=3,
+            )
+        _ceiling(axes, table, vertical=True)
+        axes.set_yticks(range(len(found)), [_wrapped(method) for method, _ in found], fontsize=LETTERS - 1)
+        axes.set_ylim(len(found) - 0.5, -0.5)
+        axes.set_title(f"{_title(table, model=False)}, {_short(length)} tokens", fontsize=LETTERS, wrap=True)
+        axes.set_xlim(-0.03, 1.03)
+        axes.grid(axis="x", color="0.9")
+        axes.tick_params(labelbottom=True, labelsize=LETTERS - 1)
+    return figure
+
+
+def _methods(table: Table | LossTable | SelectionTable) -> list[str]:
+    return table.methods[:MOST_METHODS]
+
+
+def _row(table: Table, method: str) -> list[tuple[int, Any]]:
+    """The lengths at which a method was asked, with their places."""
+    return [(place.length, place) for place in table.places(method) if place in table.cells]
+
+
+def _figure(table: Table | LossTable, height: float) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
+    lines = sum(_wrapped(method).count("\n") + 1 for method in _methods(table)) + 1
+    figure = Figure(figsize=(WIDTH, height + 0.12 * lines), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _line(axes: Axes, method: str, number: int, x: Sequence[float], spans: Sequence[Span]) -> None:
+    """A method's values with their intervals, in a colour, a marker and a line of its own."""
+    axes.errorbar(
+        x, [value for value, _, _ in spans], yerr=_errors(spans), label=_wrapped(method), capsize=3, linewidth=1.6,
+        elinewidth=0.9, markersize=6, color=COLOURS[number % len(COLOURS)], marker=MARKERS[number % len(MARKERS)],
+        linestyle=LINES[number // len(COLOURS) % len(LINES)],
+    )  # fmt: skip
+
+
+def _errors(spans: Sequence[Span]) -> list[list[float]]:
+    """How far the ends of the intervals are from the values; rounding may put an end on the other side."""
+    return [[max(0.0, value - low) for value, low, _ in spans], [max(0.0, high - value) for value, _, high in spans]]
+
+
+def _ceiling(axes: Axes, table: Table, *, vertical: bool = False) -> None:
+    if table.ceiling is not None:
+        draw = axes.axvline if vertical else axes.axhline
+        draw(table.ceiling[1].mean, color="0.4", linestyle=(0, (6, 3)), linewidth=1.2, zorder=0, label="ceiling")
+
+
+def _finished(figure: Figure, axes: Axes, table: Table) -> Figure:
+    _ceiling(axes, table)
+    axes.set_ylim(-0.05, 1.09)
+    return _labelled(figure, axes, "score", _title(table))
+
+
+def _labelled(figure: Figure, axes: Axes, what: str, title: str) -> Figure:
+    _styled(axes, what)
+    axes.set_title(title, fontsize=LETTERS, wrap=True)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=LETTERS - 1, frameon=False)
+    return figure
+
+
+def _styled(axes: Axes, what: str) -> None:
+    axes.margins(x=0.12)
+    axes.set_ylabel(what, fontsize=LETTERS)
+    axes.xaxis.label.set_fontsize(LETTERS)
+    axes.tick_params(labelsize=LETTERS - 1)
+    axes.grid(color="0.9")
+
+
+def _title(table: Table, *, model: bool = True) -> str:
+    text = f"{table.group.title}: {table.group.model}" if model else table.group.title
+    return f"{text}\n(does not discriminate)" if table.discriminates is False else text
+
+
+def _wrapped(method: str, most: int = 22) -> str:
+    """A method's name as legends have it: in lines of at most `most` letters; there is room for two side by side."""
+    return "\n".join(textwrap.wrap(method, most)[:5])
+
+
+def _short(length: int) -> str:
+    """`8k` for 8,192."""
+    return f"{length // 1024}k" if length % 1024 == 0 else f"{length:,}"

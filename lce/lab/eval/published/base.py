@@ -1,0 +1,187 @@
+"""What a published benchmark is: files in its own layout, prompts to the character, metrics, and its averages."""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from lce.errors import DataError, UsageError, nearest
+from lce.files import named
+from lce.lab.eval.published.reading import Row, find_file, json_rows
+from lce.lab.eval.sample import Sample
+
+Encode = Callable[[str], list[int]]
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """How texts are counted and cut. `encode` adds the tokens that begin a text, `encode_alone` none."""
+
+    encode: Encode
+    encode_alone: Encode
+    decode: Decode
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Tokens:
+        """Those of an engine's tokenizer."""
+        return cls(tokenizer.encode, lambda text: tokenizer.encode(text, bos=False), tokenizer.decode)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task of a benchmark. `metrics` are names of `METRICS`; the first one is the task's score."""
+
+    name: str
+    metrics: tuple[str, ...]
+    max_tokens: int
+    category: str = ""  # tasks of one category are averaged first, where the benchmark does so
+
+
+@dataclass(frozen=True)
+class Item:
+    """A question as the benchmark asks it: `before`, `context` and `after` make the prompt.
+
+    `template` is what its own code puts around a prompt: `none`, `chat` (the model's chat template, where it has one),
+    or a text with `{prompt}` and perhaps `{system}`. `fixed` items get that whatever the user asks for. `opening`
+    begins the answer, behind the template. `cut` names how a prompt that is too long is shortened.
+    """
+
+    index: int
+    before: str
+    context: str
+    after: str
+    answers: tuple[str, ...]
+    metric: str
+    max_tokens: int
+    template: str = "none"
+    fixed: bool = False
+    system: str = ""
+    opening: str = ""
+    cut: str = "middle"
+    group: str = ""  # a length, a difficulty, ...: scores are also given by group
+    depth: float | None = None  # where the fact stands; 0 is the document's beginning, 1 its end
+    source: Mapping[str, Any] | None = None  # fields that a file of predictions repeats
+
+    @property
+    def prompt(self) -> str:
+        return self.before + self.context + self.after
+
+    @property
+    def sample(self) -> Sample:
+        """The sample, for a model that gets no template."""
+        document, question = self.before + self.context, self.after + self.opening
+        return Sample(document, question, self.answers, self.metric, max_tokens=self.max_tokens, depth=self.depth)
+
+
+@dataclass(frozen=True)
+class Answered:
+    """An answer that is to be scored, by itself or from a file of predictions."""
+
+    prediction: str
+    answers: tuple[str, ...]
+    metrics: tuple[str, ...]
+    group: str = ""
+
+
+class Suite(ABC):
+    """A published benchmark. One instance a benchmark; nothing in it changes."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    source: ClassVar[str]  # the repository that the prompts and metrics are from
+    data: ClassVar[str]  # where its data are published
+    layout: ClassVar[str]  # the files that are expected under --data
+    tasks: ClassVar[tuple[Task, ...]]
+    variants: ClassVar[tuple[str, ...]] = ("",)  # sets of prompts; the first is the default
+
+    def task(self, name: str) -> Task:
+        """The task of a name. Raises `UsageError`."""
+        found = next((task for task in self.tasks if task.name == name), None)
+        if found is None:
+            raise UsageError(f"{self.name} has no task {name!r}; {nearest(name, [task.name for task in self.tasks])}")
+        return found
+
+    def variant(self, name: str | None) -> str:
+        """The set of prompts of a name, or the default. Raises `UsageError`."""
+        if name is None:
+            return self.variants[0]
+        if name not in self.variants or name == "":
+            known = nearest(name, self.variants) if self.variants != ("",) else "leave it out: there is one set"
+            raise UsageError(f"{self.name} has no prompts {name!r}; {known}")
+        return name
+
+    @abstractmethod
+    def paths(self, task: Task) -> tuple[str, ...]:
+        """Where the task's file may be under the data folder; the first is the published place. May be patterns."""
+
+    @abstractmethod
+    def item(self, row: Row, index: int, task: Task, variant: str) -> Iterable[Item]:
+        """The questions of one line of the task's file."""
+
+    @abstractmethod
+    def answered(self, row: Row, index: int, task: Task) -> Iterable[Answered]:
+        """What one line of a published file of predictions says."""
+
+    def prediction(self, item: Item, text: str) -> dict[str, Any]:
+        """The line of a file of predictions, in the benchmark's own layout, that `answered` reads again."""
+        return {**(item.source or {}), "pred": text}
+
+    def present(self, folder: Path) -> list[Task]:
+        """The tasks whose files are there. Raises `DataError`, which says what goes where, for none."""
+        found = [task for task in self.tasks if find_file(folder, self.paths(task)) is not None]
+        if not found:
+            first = self.paths(self.tasks[0])[0]
+            raise DataError(f"{named(folder)} has no file of {self.title}, such as {first}; {self.remedy}")
+        return found
+
+    @property
+    def remedy(self) -> str:
+        return f"put there what is published at {self.data}: {self.layout}"
+
+    def items(self, folder: Path, task: Task, variant: str = "", tokens: Tokens | None = None) -> Iterator[Item]:
+        """The task's questions, read from the user's file. Raises `DataError` for a file that is missing or broken."""
+        path = find_file(folder, self.paths(task))
+        if path is None:
+            raise DataError(f"{named(folder / self.paths(task)[0])} is missing; {self.remedy}")
+        for index, row in enumerate(json_rows(path)):
+            yield from self.item(row, index, task, variant)
+
+    def predictions(self, path: Path, task: Task) -> Iterator[Answered]:
+        """What a file of predictions in the benchmark's own layout says."""
+        for index, row in enumerate(json_rows(path)):
+            yield from self.answered(row, index, task)
+
+    def task_of(self, path: Path) -> Task | None:
+        """The task that the name of a file of predictions tells; None for no task."""
+        stem = path.name.partition(".")[0].removeprefix("preds_")
+        return next((task for task in self.tasks if task.name == stem), None)
+
+    def averages(self, scores: Mapping[str, float]) -> dict[str, float]:
+        """The benchmark's own averages of task scores; only those whose tasks are all there."""
+        if {task.name for task in self.tasks} - set(scores):
+            return {}
+        return {"average": sum(scores[task.name] for task in self.tasks) / len(self.tasks)}
+
+
+def filled(template: str, **values: str) -> tuple[str, str, str]:
+    """A template around `{context}`: what is before it, the context, and what is after it, other values put in.
+
+    Braces in values, and braces that hold no value's name, stay as they are.
+    """
+
+    def put(text: str) -> str:
+        return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), text)
+
+    before, _, after = template.partition("{context}")
+    return put(before), values["context"], put(after)
+
+
+def prompts(name: str) -> Any:
+    """The prompts of a benchmark, from the JSON file beside its module."""
+    return json.loads(Path(__file__).with_name(f"{name}.json").read_text(encoding="utf-8"))

@@ -1,0 +1,109 @@
+"""InfiniteBench (Zhang et al., 2024): 12 tasks over 100,000 tokens long, cut in the middle where too long."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lce.errors import DataError
+from lce.lab.eval.published.base import Answered, Item, Suite, Task, filled, prompts
+from lce.lab.eval.published.reading import Row
+
+WITH_OPTIONS = frozenset({"longbook_choice_eng", "code_debug"})
+
+
+class InfiniteBench(Suite):
+    """The 12 tasks, with the prompts that the published code gives open models (`yarn-mistral`), or those of others.
+
+    The example conversation that it puts before Math.Calc for GPT-4 is not here.
+    """
+
+    name = "infinitebench"
+    title = "InfiniteBench"
+    source = "OpenBMB/InfiniteBench (src/prompt.py, eval_utils.py, compute_scores.py)"
+    data = "the data set xinrongzhang2022/InfiniteBench"
+    layout = "passkey.jsonl, ... with context, input, answer, options"
+    tasks = (
+        Task("passkey", ("infinitebench.first_integer",), 6),
+        Task("number_string", ("infinitebench.first_integer",), 12),
+        Task("kv_retrieval", ("infinitebench.word",), 50),
+        Task("longbook_sum_eng", ("rouge_lsum",), 1200),
+        Task("longbook_choice_eng", ("infinitebench.option",), 40),
+        Task("longbook_qa_eng", ("qa_f1",), 40),
+        Task("longbook_qa_chn", ("qa_f1_characters",), 40),
+        Task("longdialogue_qa_eng", ("infinitebench.speaker",), 40),
+        Task("math_find", ("infinitebench.first_number",), 3),
+        Task("math_calc", ("infinitebench.running_values",), 30000),
+        Task("code_run", ("infinitebench.last_integer",), 5),
+        Task("code_debug", ("infinitebench.buggy_function",), 5),
+    )
+    variants = ("yarn-mistral", "gpt4", "claude2")
+
+    def paths(self, task: Task) -> tuple[str, ...]:
+        return (f"{task.name}.jsonl", f"data/{task.name}.jsonl")
+
+    def item(self, row: Row, index: int, task: Task, variant: str) -> Iterator[Item]:
+        variant = variant or self.variants[0]
+        template: str = prompts("infinitebench")[variant][task.name]
+        before, context, after = filled(template, **_values(row, task))
+        yield Item(
+            index, before, context, after, _references(row, task), task.metrics[0], task.max_tokens,
+            template="none" if variant == "yarn-mistral" else "chat",
+            cut="middle" if variant == "yarn-mistral" else "middle_joined",
+            source={"id": index, "ground_truth": _ground_truth(row, task)},
+        )  # fmt: skip
+
+    def prediction(self, item: Item, text: str) -> dict[str, object]:
+        return {**(item.source or {}), "prediction": text}
+
+    def answered(self, row: Row, index: int, task: Task) -> Iterator[Answered]:
+        yield Answered(row.text("prediction", "pred"), row.texts("ground_truth", "label"), task.metrics)
+
+    def task_of(self, path: Path) -> Task | None:
+        name = path.name.partition(".")[0].removeprefix("preds_")
+        found = [task for task in self.tasks if re.fullmatch(rf"{task.name}(_\d+-\d+)?", name)]
+        return found[0] if found else None
+
+
+def _values(row: Row, task: Task) -> dict[str, str]:
+    """What goes into the template, by name."""
+    asked = row.text("input")
+    values = {"context": row.text("context", "content"), "input": asked, "question": asked}
+    if task.name in WITH_OPTIONS:
+        values |= {f"OPTION_{letter}": text for letter, text in zip("ABCD", _options(row), strict=True)}
+    if task.name == "code_run":
+        call = _found(r"func_[0-9]+\(-?[0-9]+\)", row, asked)
+        values |= {"func_call": call, "func": call.partition("(")[0]}
+    if task.name == "math_find":
+        values["prefix"] = f"What is {_found('The .+ of', row, asked).lower()[:-3]} in the following list?"
+    return values
+
+
+def _found(pattern: str, row: Row, text: str) -> str:
+    found = re.search(pattern, text)
+    if found is None:
+        raise DataError(f"'input' of {row.where} has no {pattern!r}; expected the published layout")
+    return found[0]
+
+
+def _options(row: Row) -> tuple[str, ...]:
+    options = row.texts("options")
+    if len(options) != 4:
+        raise DataError(f"{row.where} has {len(options)} options; expected 4")
+    return options
+
+
+def _references(row: Row, task: Task) -> tuple[str, ...]:
+    answers = row.texts("answer")
+    if task.name not in WITH_OPTIONS or (len(answers) == 2 and answers[1] in tuple("ABCD")):
+        return answers
+    options = _options(row)
+    if answers[0] not in options:
+        raise DataError(f"'answer' of {row.where} is none of its options; expected one of them")
+    return answers[0], "ABCD"[options.index(answers[0])]
+
+
+def _ground_truth(row: Row, task: Task) -> Any:
+    return list(_references(row, task)) if task.name in WITH_OPTIONS else row.content["answer"]

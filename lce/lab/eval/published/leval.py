@@ -1,0 +1,121 @@
+"""L-Eval (An et al., 2024): 20 tasks in English, several questions about one document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from lce.lab.eval.published.base import Answered, Item, Suite, Task, prompts
+from lce.lab.eval.published.reading import Row
+
+CLOSED = ("coursera", "quality", "topic_retrieval_longchat", "tpo", "gsm100", "codeU", "sci_fi")
+F1_TASKS = ("financial_qa", "legal_contract_qa", "multidoc_qa", "narrative_qa", "natural_question", "scientific_qa")
+ROUGE_TASKS = (
+    "gov_report_summ", "meeting_summ", "news_summ", "paper_assistant", "patent_summ", "review_summ", "tv_show_summ"
+)  # fmt: skip
+_CLOSED_METRICS = {
+    "coursera": "leval.letters", "quality": "leval.letter", "tpo": "leval.letter", "gsm100": "leval.worked_number",
+    "codeU": "leval.program_output", "topic_retrieval_longchat": "leval.exact", "sci_fi": "leval.judgement",
+}  # fmt: skip
+_ROUGE = ("rouge_score_l", "rouge_score_1", "rouge_score_2")
+_SCORED = ("exam", "f1", "rouge")  # others are for people or for a model to judge, and are left out
+_MAX_TOKENS = 512
+_TOPICS = ("first", "second", "third")
+
+
+class LEval(Suite):
+    """The 7 closed-ended tasks, and the open-ended ones by F1 and ROUGE.
+
+    Prompts, and the template of Llama 2 around them, are those of llama2-chat-test.py; `--template chat` puts the
+    model's own in its place. Documents that are too long lose words at their end (those of code at their beginning)
+    until they leave room for the answer. The judgement of `sci_fi` without the document is a second sample.
+    """
+
+    name = "l-eval"
+    title = "L-Eval"
+    source = "OpenLMLab/LEval (Baselines/llama2-chat-test.py, LEval_config.py, Evaluation)"
+    data = "OpenLMLab/LEval (LEval-data), and the data set L4NLP/LEval"
+    layout = (
+        "the folders Closed-ended-tasks and Open-ended-tasks: coursera.jsonl, ... with instructions, outputs, input"
+    )
+    tasks = (
+        *(Task(name, (_CLOSED_METRICS[name],), _MAX_TOKENS, "closed-ended") for name in CLOSED),
+        *(Task(name, ("qa_f1",), _MAX_TOKENS, "open-ended, F1") for name in F1_TASKS),
+        *(Task(name, _ROUGE, _MAX_TOKENS, "open-ended, ROUGE") for name in ROUGE_TASKS),
+    )
+
+    def paths(self, task: Task) -> tuple[str, ...]:
+        place = f"{'Closed' if task.name in CLOSED else 'Open'}-ended-tasks/{task.name}.jsonl"
+        return (place, f"LEval-data/{place}", f"{task.name}.jsonl")
+
+    def item(self, row: Row, index: int, task: Task, variant: str) -> Iterator[Item]:
+        if row.text("evaluation") not in _SCORED:
+            return
+        questions, answers = row.texts("instructions"), row.texts("outputs")
+        for number, (question, answer) in enumerate(zip(questions, answers, strict=False)):
+            source = {"query": question, "gt": answer, "evaluation": row.text("evaluation")}
+            yield from _asked(row.text("input"), question, answer, task, number, {**source, "index": index})
+
+    def prediction(self, item: Item, text: str) -> dict[str, Any]:
+        return {**(item.source or {}), "lce_pred": text}
+
+    def answered(self, row: Row, index: int, task: Task) -> Iterator[Answered]:
+        if row.text("evaluation") not in _SCORED:
+            return
+        name = next((name for name in row.content if "_pred" in name), "lce_pred")
+        text, right = row.text(name), row.text("gt")
+        if task.name != "sci_fi":
+            group = _TOPICS[index % 3] if task.name == "topic_retrieval_longchat" else ""
+            yield Answered(text, (right,), task.metrics, group)
+            return
+        judged = row.content.get("judged")
+        for group, answer, reference in zip(
+            ("loyalty", "fact"), _two_judgements(text), _two_judgements(right), strict=True
+        ):
+            if judged in (None, group):
+                yield Answered(text if judged else answer, (reference,), task.metrics, group)
+
+    def task_of(self, path: Path) -> Task | None:
+        found = [task for task in self.tasks if task.name in path.name]
+        return found[0] if found else None
+
+    def averages(self, scores: Mapping[str, float]) -> dict[str, float]:
+        found = {}
+        for category in dict.fromkeys(task.category for task in self.tasks):
+            members = [task.name for task in self.tasks if task.category == category]
+            if set(members) <= set(scores):
+                found[f"average ({category})"] = fmean(scores[name] for name in members)
+        return found
+
+
+def _asked(
+    document: str, question: str, answer: str, task: Task, number: int, source: dict[str, Any]
+) -> Iterator[Item]:
+    """The samples of one question, as the published code writes them for Llama 2."""
+    data = prompts("leval")
+    closed = task.name in CLOSED
+    style = task.name if task.name in data["prompts"] else "closed" if closed else "open"
+    prompt = data["prompts"][style]
+    after = prompt["after"].replace("{inst}", question).replace("{words}", str(len(answer.split())))
+    system = data["system"].get(task.name, data["system"]["closed" if closed else "open"])
+    common: dict[str, Any] = {"metric": task.metrics[0], "max_tokens": task.max_tokens}
+    index = source.pop("index")
+    references = _two_judgements(answer) if task.name == "sci_fi" else (answer, "")
+    group = {"sci_fi": "loyalty", "topic_retrieval_longchat": _TOPICS[number % 3]}.get(task.name, "")
+    judged = {"judged": "loyalty"} if task.name == "sci_fi" else {}
+    yield Item(
+        index, prompt["before"], document, after, references[:1], template=data["template"] + prompt["close"],
+        system=system, opening=prompt["opening"], cut="words_left" if task.name == "codeU" else "words_right",
+        group=group, source={**source, **judged}, **common,
+    )  # fmt: skip
+    if task.name == "sci_fi":
+        asked = question.replace(*data["fact"]["replace"]) + data["fact"]["after"]
+        yield Item(index, "", "", asked, references[1:], group="fact", source={**source, "judged": "fact"}, **common)
+
+
+def _two_judgements(text: str) -> tuple[str, str]:
+    """`true [fact: false]` as its two parts."""
+    loyalty, _, fact = text.lower().partition("[fact:")
+    return loyalty.strip(), fact.partition("[fact:")[0][:-1].strip()

@@ -1,0 +1,149 @@
+"""NeedleBench V2 (Li et al., 2025): needles in essays, built from its files for a tokenizer, at lengths and depths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from lce.errors import DataError, UsageError, shown
+from lce.files import named
+from lce.lab.eval.published.base import Answered, Item, Suite, Task, Tokens
+from lce.lab.eval.published.haystack import DEPTHS, LANGUAGES, Chain, Haystack, Language, Needles
+from lce.lab.eval.published.reading import Row, find_file, json_rows, json_value
+
+LENGTHS = {  # tokens, of each size
+    "4k": (1000, 2000, 3000, 4000),
+    "8k": tuple(range(1000, 8001, 1000)),
+    "32k": (1000, *range(4000, 32001, 4000)),
+    "128k": (1000, 2000, 4000, 8000, 16000, 32000, 64000, 128000),
+    "200k": (1000, *range(25000, 200001, 25000)),
+    "256k": (32000, 128000, 256000),
+    "1000k": (1000, *range(125000, 1000001, 125000)),
+}
+# How the files that OpenCompass writes call the kinds of tasks.
+_KINDS = {"origin": "single", "parallel": "multi_retrieval"} | {
+    f"{n}needle": f"multi_reasoning_{n}" for n in (2, 3, 4, 5)
+}
+REPEATS = {"single": 10, "multi_retrieval": 25, "multi_reasoning": 10}
+
+
+class NeedleBench(Suite):
+    """One needle, eleven of them, or a chain of 2 to 5 relatives, in English and Chinese.
+
+    The prompts are built as the published code builds them, with the same draws of numbers, but the model's tokenizer
+    counts the tokens (there GPT-4's), and the eleven needles of multi_retrieval are drawn with the seed 0 (there
+    without one). The published limit of an answer's length belongs to the model; here it is that of OpenCompass's
+    example, 4096 tokens, for the chain and 256 for the others. The Ancestral Trace Challenge, which has no long text,
+    is not here.
+    """
+
+    name = "needlebench"
+    title = "NeedleBench V2"
+    source = "open-compass/opencompass (opencompass/datasets/needlebench_v2 and its configs)"
+    data = "the data set opencompass/NeedleBench"
+    layout = "PaulGrahamEssays.jsonl and zh_finance.jsonl (text), needles.jsonl and names.json"
+    tasks = (
+        *(Task(f"single_{x}", ("needlebench.keywords",), 256, "single") for x in LANGUAGES),
+        *(Task(f"multi_retrieval_{x}", ("needlebench.keywords",), 256, "multi_retrieval") for x in LANGUAGES),
+        *(
+            Task(f"multi_reasoning_{n}_{x}", ("needlebench.boxed",), 4096, "multi_reasoning")
+            for x in LANGUAGES
+            for n in range(2, 6)
+        ),
+    )
+    variants = tuple(LENGTHS)
+
+    def paths(self, task: Task) -> tuple[str, ...]:
+        return (LANGUAGES[task.name[-2:]].texts,)
+
+    def items(self, folder: Path, task: Task, variant: str = "", tokens: Tokens | None = None) -> Iterator[Item]:
+        if tokens is None:
+            raise UsageError("NeedleBench is built for a tokenizer; give the model's")
+        language = LANGUAGES[task.name[-2:]]
+        texts = [row.text("text") for row in self._rows(folder, language.texts)]
+        haystack = Haystack(tokens, texts)
+        made: Callable[..., Iterable[Item]]
+        if task.category == "multi_reasoning":
+            n_needles = int(task.name.split("_")[-2])
+            made = Chain(task, language, haystack, self._names(folder, language), n_needles).items
+        else:
+            needles = Needles(task, language, haystack, list(self._rows(folder, "needles.jsonl")))
+            if len(needles.own) < 1 or len(needles.distinct) < len(DEPTHS):
+                raise DataError(
+                    f"{named(folder / 'needles.jsonl')} has too few needles in {language.name}; {self.remedy}"
+                )
+            made = needles.items
+        index = 0
+        for counter in range(REPEATS[task.category]):
+            haystack.shuffle(counter)
+            for length in LENGTHS[variant or self.variants[0]]:
+                for item in made(counter, length):
+                    yield replace(item, index=index)
+                    index += 1
+
+    def item(self, row: Row, index: int, task: Task, variant: str) -> Iterator[Item]:
+        raise NotImplementedError("the items of NeedleBench are built, not read")
+
+    def _file(self, folder: Path, name: str) -> Path:
+        path = find_file(folder, (name,))
+        if path is None:
+            raise DataError(f"{named(folder / name)} is missing; {self.remedy}")
+        return path
+
+    def _rows(self, folder: Path, name: str) -> Iterator[Row]:
+        return json_rows(self._file(folder, name))
+
+    def _names(self, folder: Path, language: Language) -> list[str]:
+        path = self._file(folder, "names.json")
+        content = json_value(path)
+        if not isinstance(content, dict):
+            raise DataError(
+                f"{named(path)} holds a {type(content).__name__}; expected an object with English and Chinese"
+            )
+        names = Row(content, named(path)).text(language.name).split(",")
+        if len(names) < 6:
+            raise DataError(f"{named(path)} has {len(names)} names in {language.name}; expected 6 or more")
+        return names
+
+    def prediction(self, item: Item, text: str) -> dict[str, Any]:
+        return {**(item.source or {}), "prediction": text}
+
+    def predictions(self, path: Path, task: Task) -> Iterator[Answered]:
+        """OpenCompass's own file is one object with an entry for each answer."""
+        if path.suffix != ".json":
+            yield from super().predictions(path, task)
+            return
+        content = json_value(path)
+        if not isinstance(content, dict) or not all(isinstance(entry, dict) for entry in content.values()):
+            raise DataError(f"{named(path)} is no file of OpenCompass's predictions; expected an object of objects")
+        for name, entry in content.items():
+            yield from self.answered(Row(entry, f"entry {shown(name)} of {named(path)}"), 0, task)
+
+    def answered(self, row: Row, index: int, task: Task) -> Iterator[Answered]:
+        gold = row.text("gold")
+        if task.category == "single":
+            answers = tuple(gold.split("*")[1:2])
+        else:
+            answers = tuple(gold.split("#")[0].split("*")) if task.category == "multi_retrieval" else (gold,)
+        if not answers:
+            raise DataError(f"'gold' of {row.where} has no key word; expected the needle, * and the key word")
+        yield Answered(row.text("prediction"), answers, task.metrics, str(row.content.get("length", "")))
+
+    def task_of(self, path: Path) -> Task | None:
+        """By the names that OpenCompass gives its files, such as `Length1000Depth0_origin_en_4k.json`, and by ours."""
+        language = next((x for x in LANGUAGES if f"_{x}" in path.name), None)
+        kind = next((new for old, new in _KINDS.items() if old in path.name), None)
+        if language is None or kind is None:
+            return super().task_of(path)
+        return self.task(f"{kind}_{language}")
+
+    def averages(self, scores: Mapping[str, float]) -> dict[str, float]:
+        """The mean of the three kinds of tasks, as V2 has it."""
+        if {task.name for task in self.tasks} - set(scores):
+            return {}
+        kinds = {kind: [scores[t.name] for t in self.tasks if t.category == kind] for kind in REPEATS}
+        found = {f"average ({kind})": fmean(members) for kind, members in kinds.items()}
+        return {**found, "average": fmean(found.values())}

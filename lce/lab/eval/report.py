@@ -1,0 +1,263 @@
+"""Reads records, of one file or of several shards, and makes tables of them: a row a method.
+
+Records of perplexity and of selection have tables of their own (`lce.lab.eval.losses`, `lce.lab.eval.selections`). The
+following is about answers.
+
+A cell is one task, asked in one way of one model, by one method at one length: the mean score of its samples, with the
+95% interval of `lce.lab.eval.scores`. Samples that are in several files count once.
+
+A task's ceiling is what the model can do within its window: the score of `full` at the samples that `Suite` asks for
+that, or else at the largest length within the window. A task whose ceiling is not clearly above chance, or below 0.5,
+does not tell methods apart, and neither does a length at which every method has the ceiling's score: notes say so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lce.errors import DataError, UsageError, shown
+from lce.files import named
+from lce.lab.eval.losses import LossLine, LossTable, check_line, loss_tables
+from lce.lab.eval.naming import cut, engine_key, engine_parts, method_names, model_names, way_of, window_of
+from lce.lab.eval.perplexity import Losses
+from lce.lab.eval.record import Answer, Record
+from lce.lab.eval.scores import Score
+from lce.lab.eval.selection import Looks
+from lce.lab.eval.selections import LookLine, SelectionTable, check_look, selection_tables
+
+CLEARLY = 0.1  # how far above chance the lower end of a ceiling's interval is, at least
+FAILS = 0.5  # below it, `full` fails within the window
+HOLDS = 0.9  # of the ceiling, which a method must reach to hold
+
+AnswerLine = tuple[Mapping[str, Any], Answer]  # a sample and its answer
+
+
+@dataclass(frozen=True, order=True)
+class Group:
+    """What one table is about: a model and a task, asked in one way."""
+
+    model: str
+    task: str
+    way: str = ""  # knobs of the task, filler and mode, where they are not as usual
+
+    @property
+    def title(self) -> str:
+        return f"{self.task}{', ' if self.way else ''}{self.way}"
+
+
+class Place(NamedTuple):
+    """Where a cell stands in its table."""
+
+    method: str
+    length: int
+
+
+@dataclass
+class Cell:
+    """The answers of one method at one length."""
+
+    answers: dict[str, Answer] = field(default_factory=dict)
+    depths: set[float] = field(default_factory=set)  # those that were asked for
+
+    @cached_property
+    def score(self) -> Score:
+        return Score.of(self.answers[key] for key in sorted(self.answers))
+
+    def between(self, low: float, high: float) -> Score | None:
+        """The score of the facts that stand between two depths, ends included; None where there are none."""
+        found = [a for a in self.answers.values() if a.depth is not None and low <= a.depth <= high]
+        return Score.of(found) if found else None
+
+
+@dataclass
+class Table:
+    """The cells of one group, by method and length, in the order in which they were first asked."""
+
+    group: Group
+    cells: dict[Place, Cell] = field(default_factory=dict)
+    ceilings: dict[Place, Cell] = field(default_factory=dict)  # of `full`, within the window
+
+    @property
+    def methods(self) -> list[str]:
+        return list(dict.fromkeys(method for method, _ in self.cells))
+
+    @property
+    def lengths(self) -> list[int]:
+        return sorted({length for _, length in self.cells})
+
+    def places(self, method: str) -> list[Place]:
+        """A method's row: a place a length, whether there is a cell or not."""
+        return [Place(method, length) for length in self.lengths]
+
+    def depths(self, place: Place) -> list[float]:
+        """The depths at which samples were asked for; none where depths are even."""
+        cell = self.cells.get(place)
+        return [] if cell is None else sorted(cell.depths)
+
+    def at_depth(self, place: Place, depth: float) -> Score | None:
+        cell = self.cells.get(place)
+        return None if cell is None else cell.between(depth, depth)
+
+    @property
+    def ceiling(self) -> tuple[int, Score] | None:
+        """The length and the score of `full` within the window; None where it was not measured."""
+        if not self.ceilings:
+            return None
+        where = max(self.ceilings, key=lambda place: place.length)
+        return where.length, self.ceilings[where].score
+
+    @property
+    def notes(self) -> list[str]:
+        """Why the task, or a length of it, tells nothing of the methods."""
+        if self.ceiling is None:
+            return ["The ceiling is not measured: `full` was not asked within the window."]
+        length, top = self.ceiling
+        if reason := fails(top):
+            return [f"The task does not discriminate: {reason}, at {length:,} tokens within the window."]
+        return [
+            f"{length:,} tokens do not discriminate: every method has the score of `full` within the window."
+            for length in self.lengths
+            if self.all_reach(length, top)
+        ]
+
+    @property
+    def discriminates(self) -> bool | None:
+        """Whether the model can do the task within its window; None where that is not known."""
+        return None if self.ceiling is None else fails(self.ceiling[1]) is None
+
+    def tells(self, length: int) -> bool | None:
+        """Whether scores at a length tell methods apart; None where the ceiling is not known."""
+        if self.ceiling is None:
+            return None
+        return bool(self.discriminates) and not self.all_reach(length, self.ceiling[1])
+
+    def holds_to(self, method: str) -> int | None:
+        """The longest length up to which a method's mean is at least `HOLDS` of the ceiling's, at each length asked.
+
+        0 where it fails at the shortest; None where the ceiling is not known, or `full` fails itself.
+        """
+        if self.ceiling is None or not self.discriminates:
+            return None
+        holds = 0
+        for place in self.places(method):
+            if place in self.cells:
+                if self.cells[place].score.mean < HOLDS * self.ceiling[1].mean:
+                    break
+                holds = place.length
+        return holds
+
+    def all_reach(self, length: int, top: Score) -> bool:
+        """`all_reach` of the methods at a length."""
+        return all_reach([cell.score for (_, own), cell in self.cells.items() if own == length], top)
+
+
+def all_reach(scores: Sequence[Score], ceiling: Score) -> bool:
+    """Whether these are two or more, and the interval of each reaches the ceiling's mean."""
+    return len(scores) > 1 and all(score.high >= ceiling.mean for score in scores)
+
+
+def fails(ceiling: Score) -> str | None:
+    """Why a task with this ceiling tells nothing of methods; None if it does."""
+    if ceiling.low < (ceiling.chance or 0.0) + CLEARLY:
+        return f"`full` scores {ceiling.mean:.2f}, not clearly above chance ({ceiling.chance or 0.0:.2f})"
+    if ceiling.mean < FAILS:
+        return f"`full` fails itself, with {ceiling.mean:.2f}"
+    return None
+
+
+@dataclass(frozen=True)
+class Report:
+    """The tables of some files."""
+
+    tables: tuple[Table, ...]
+    conflicts: int = 0  # samples that have different answers in several files; the first file counts
+    perplexities: tuple[LossTable, ...] = ()
+    selections: tuple[SelectionTable, ...] = ()
+
+    @classmethod
+    def read(cls, files: Sequence[str | Path]) -> Report:
+        """Raises `DataError` for a file that is no record, or that has a line without a length."""
+        if not files:
+            raise UsageError("no file is given; expected one record or more")
+        found: dict[str, AnswerLine] = {}
+        losses: dict[str, LossLine] = {}
+        looks: dict[str, LookLine] = {}
+        conflicts = 0
+        for file in files:
+            if not Path(file).exists():
+                raise DataError(f"there is no file {named(file)}; name a record that lce eval run --record wrote")
+            if Losses.are_in(file):
+                for key, sample, loss in Losses(file).items():
+                    check_line(sample, file)
+                    losses.setdefault(key, (sample, loss))
+                continue
+            if Looks.are_in(file):
+                for key, sample, look in Looks(file).items():
+                    check_look((sample, look), file)
+                    looks.setdefault(key, (sample, look))
+                continue
+            for key, sample, answer in Record(file).items():
+                _check(sample, file)
+                conflicts += key in found and found[key][1].value != answer.value
+                found.setdefault(key, (sample, answer))
+        if not found and not losses and not looks:
+            raise DataError(f"{named(files[0])} has no answers; name a record that lce eval run --record wrote")
+        perplexities = tuple(loss_tables(list(losses.values())))
+        return cls(tuple(_tables(found)), conflicts, perplexities, tuple(selection_tables(looks)))
+
+
+def _check(sample: Mapping[str, Any], file: str | Path) -> None:
+    length = sample.get("length")
+    if type(length) is not int or not 0 < length < 1 << 48 or not isinstance(sample.get("task"), str):
+        raise DataError(
+            f"{named(file)} has an answer of length {shown(length)} to task {shown(sample.get('task'))}; expected a "
+            "number of tokens and a name; correct the line"
+        )
+
+
+def _tables(found: Mapping[str, AnswerLine]) -> list[Table]:
+    """The tables of all answers. Order: as in the files, but lengths and depths ascend."""
+    names, models = method_names(found.values()), model_names(found.values())
+    tables: dict[Group, Table] = {}
+    documents: dict[str, int] = {}  # those of other seeds and lengths have the same numbers in their lines
+    for key, (sample, answer) in found.items():
+        number = answer.document if answer.document is not None else sample.get("index")
+        document = json.dumps({**sample, "index": number}, sort_keys=True)
+        answer = replace(answer, document=documents.setdefault(document, len(documents)))
+        group = Group(models[str(sample.get("model"))], cut(sample["task"]), way_of(sample))
+        table = tables.setdefault(group, Table(group))
+        cells = table.ceilings if answer.ceiling else table.cells
+        where = Place(names[engine_key(sample)], sample["length"])
+        cell = cells.setdefault(where, Cell())
+        cell.answers[key] = answer
+        asked = sample.get("depths")
+        if isinstance(asked, list) and answer.depth is not None and answer.depth in asked:
+            cell.depths.add(answer.depth)  # facts of puzzles with several stand elsewhere
+    for table in tables.values():
+        lengths = table.lengths
+        for where, cell in table.ceilings.items():  # longer than the others it was asked for by itself too
+            if where.length in lengths or where.length > max(lengths, default=0):
+                same = table.cells.setdefault(where, Cell())
+                same.answers |= cell.answers
+                same.depths |= cell.depths
+                cell.answers |= same.answers  # some may have been recorded before, for no ceiling
+        if not table.ceilings:
+            table.ceilings = _within(table.cells, found)
+    return [table for table in tables.values() if table.cells or table.ceilings]
+
+
+def _within(cells: Mapping[Place, Cell], found: Mapping[str, AnswerLine]) -> dict[Place, Cell]:
+    """The cells of `full` without RoPE scaling within the window, where no sample was asked for the ceiling."""
+    within = {}
+    for where, cell in cells.items():
+        line = found[next(iter(cell.answers))]
+        kind, parts = engine_parts(line[0])
+        is_full = (line[1].method or kind.lower()) == "full"
+        if is_full and parts.get("rope", "none") == "none" and where.length <= window_of(line):
+            within[where] = cell
+    return within

@@ -1,0 +1,198 @@
+"""Requests of an evaluation harness, answered by an engine: likelihoods of continuations, and texts up to a stop.
+
+Token ids in, numbers and texts out. Requests whose contexts begin alike are read together (`lce.lab.eval.prefixes`);
+each answer comes with the number of its request, in the order of reading.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import lce
+from lce.errors import UsageError, nearest, shown
+from lce.lab.eval.prefixes import read_all
+from lce.sizes import count
+
+if TYPE_CHECKING:
+    from lce import Context, Engine
+
+LONGEST = 1 << 31  # tokens; a method that reads so many has no limit
+LOADING = tuple(name for name in inspect.signature(lce.load).parameters if name not in ("model", "method", "sharing"))
+NEUTRAL = {"num_beams": 1, "repetition_penalty": 1.0, "length_penalty": 1.0, "num_return_sequences": 1}
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+
+
+@dataclass(frozen=True)
+class ModelArguments:
+    """What the model arguments of a harness say of requests.
+
+    Longer requests lose their beginning at `max_length` tokens; None is as many as the method can read. `max_gen_toks`
+    is for tasks that do not say. `prefix_token_id` stands before texts without a context; None is BOS, or EOS.
+    `add_bos_token` overrides the tokenizer's own rule.
+    """
+
+    max_length: int | None = None
+    max_gen_toks: int = 256
+    prefix_token_id: int | None = None
+    add_bos_token: bool | None = None
+
+
+OWN = tuple(each.name for each in dataclasses.fields(ModelArguments))
+
+
+def own_arguments(given: Mapping[str, Any]) -> ModelArguments:
+    """The arguments of `ModelArguments` by name. Raises `UsageError` for an unknown name or a value of another type."""
+    _check_names(given, OWN, "beside an engine")
+    own = {name: value for name, value in given.items() if value is not None}
+    for name, least in (("max_length", 2), ("max_gen_toks", 1), ("prefix_token_id", 0)):
+        if name in own:
+            own[name] = count(own[name], name, least)
+    if not isinstance(own.get("add_bos_token", True), bool):
+        raise UsageError(f"add_bos_token is {shown(own['add_bos_token'])}; expected True or False")
+    return ModelArguments(**own)
+
+
+def model_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], ModelArguments]:
+    """Options of `lce.load`, and the rest, of `pretrained`, `method`, its knobs, options and `ModelArguments` by name.
+
+    A harness makes numbers, truth values and None of what looks like them. For a knob and for `rope`, None was the text
+    "none"; other arguments are left out. Raises `UsageError` for unknown names and for values that cannot be used.
+    """
+    method = given.get("method", "full")
+    cls = lce.methods.find(method)
+    knobs = [each.name for each in dataclasses.fields(cls)] + (["preset"] if cls.presets else [])
+    _check_names(given, ("pretrained", "method", *LOADING, *OWN, *knobs), f"with method {method!r}")
+    if given.get("pretrained") is None:
+        raise UsageError("the model arguments have no pretrained=PATH; expected the folder of a checkpoint, or demo")
+    text = {name: "none" if value is None else value for name, value in given.items()}
+    loading = {name: given[name] for name in LOADING if given.get(name) is not None}
+    if "rope" in given:
+        loading["rope"] = text["rope"]
+    loading["model"] = str(given["pretrained"])
+    loading["method"] = lce.methods.make(method, {name: text[name] for name in knobs if name in text})
+    return loading, own_arguments({name: given[name] for name in OWN if name in given})
+
+
+def _check_names(given: Mapping[str, Any], valid: Sequence[str], where: str) -> None:
+    unknown = next((name for name in given if name not in valid), None)
+    if unknown is not None:
+        raise UsageError(f"unknown model argument {shown(unknown)} {where}; {nearest(unknown, valid)}")
+
+
+def longest(engine: Engine) -> int | None:
+    """The tokens that the engine's method can read of its model; None where there is no limit."""
+    limit = bisect.bisect_left(range(LONGEST), True, key=lambda n: engine.beyond(n + 1) is not None)
+    return None if limit == LONGEST else limit
+
+
+def likelihoods(
+    engine: Engine, requests: Sequence[tuple[list[int], list[int]]], max_length: int | None = None
+) -> Iterator[tuple[int, float, bool]]:
+    """How likely each continuation is after its context: requests are pairs of token ids, neither empty.
+
+    Yields a request's number, the continuation's log-probability, and whether greedy decoding writes it. A context
+    loses its beginning where the model would read more than `max_length` tokens; the last of a continuation is not
+    read. Raises `UsageError` where that leaves no context.
+    """
+    contexts = []
+    for context, continuation in requests:
+        most = len(context) if max_length is None else min(len(context), max_length + 1 - len(continuation))
+        if most < 1 or not continuation:
+            raise UsageError(
+                f"a continuation of {len(continuation)} tokens after {len(context)}; expected 1 or more of each, and "
+                f"a max_length of {len(continuation)} or more"
+            )
+        contexts.append(context[-most:])
+    lengths = [len(context) + len(request[1]) for context, request in zip(contexts, requests, strict=True)]
+    for number, held in read_all(engine, contexts, lengths):
+        yield number, *_likelihood(engine, held, requests[number][1])
+
+
+def _likelihood(engine: Engine, context: Context, continuation: list[int]) -> tuple[float, bool]:
+    logits = context.logits
+    if len(continuation) == 1 and logits is not None:  # nothing more to read
+        token_id = continuation[0]
+        return float(logits[token_id] - logits.logsumexp(-1)), int(logits.argmax()) == token_id
+    scores = engine.score(continuation, context=context)
+    return float(scores.logprobs.double().sum()), bool(scores.likeliest.all())
+
+
+def text_likelihood(engine: Engine, windows: Sequence[tuple[list[int], list[int]]]) -> float:
+    """The log-probability of a text that is cut into windows: pairs of a context and the tokens to score after it.
+
+    Each window is read in one pass, which never holds the logits of more than a slice.
+    """
+    scores = [engine.score([*context, *scored], first=len(context)) for context, scored in windows]
+    return sum(float(each.logprobs.double().sum()) for each in scores)
+
+
+@dataclass(frozen=True)
+class Generating:
+    """How a text is to be written: at most `max_tokens` tokens, up to the first of `until`."""
+
+    until: tuple[str, ...]
+    max_tokens: int
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # knobs of `lce.Sampling`
+
+
+def generating(given: Mapping[str, Any]) -> Generating:
+    """What a task's `generation_kwargs` mean, as the harness normalises them: with `until` and `max_gen_toks`.
+
+    `do_sample` without a temperature samples at 1. Raises `UsageError` for arguments that lce does not have.
+    """
+    options = {name: value for name, value in given.items() if NEUTRAL.get(name) != value}
+    until, most = options.pop("until"), options.pop("max_gen_toks")
+    sampled = options.pop("do_sample", False)
+    unknown = next((name for name in options if name not in SAMPLING), None)
+    if unknown is not None:
+        valid = ("until", "max_gen_toks", "do_sample", *SAMPLING)
+        raise UsageError(f"unknown generation argument {unknown}={shown(options[unknown])}; {nearest(unknown, valid)}")
+    if not all(isinstance(stop, str) for stop in until):
+        raise UsageError(f"until is {shown(until)}; expected strings")
+    sampling = {**options, "temperature": options.get("temperature", 1.0) if sampled else 0.0}
+    return Generating(tuple(stop for stop in until if stop), count(most, "max_gen_toks"), sampling)
+
+
+def generations(
+    engine: Engine, requests: Sequence[tuple[list[int], Generating]], max_length: int | None = None
+) -> Iterator[tuple[int, str]]:
+    """What the engine writes after each prompt; yields a request's number and the text before the first stop.
+
+    A prompt loses its beginning where it and `max_tokens` are more than `max_length` tokens. A stop may be the text of
+    a special token, such as `<|im_end|>`. Raises `UsageError` where no prompt is left.
+    """
+    prompts = []
+    for prompt, how in requests:
+        most = len(prompt) if max_length is None else min(len(prompt), max_length - how.max_tokens)
+        if most < 1:
+            raise UsageError(
+                f"{how.max_tokens} tokens are to be written after {len(prompt)}; expected a prompt, and a max_gen_toks "
+                f"below the max_length of {max_length}"
+            )
+        prompts.append(prompt[-most:])
+    lengths = [len(prompt) + how.max_tokens for prompt, (_, how) in zip(prompts, requests, strict=True)]
+    for number, context in read_all(engine, prompts, lengths):
+        yield number, _written(engine, context, requests[number][1])
+
+
+def _written(engine: Engine, context: Context, how: Generating) -> str:
+    tokenizer = engine.tokenizer
+    until = [*how.until, tokenizer.eos_token] if tokenizer.eos_token else how.until
+    encoded = [tokenizer.encode(stop, bos=False) for stop in until]
+    special = {ids[0] for ids in encoded if len(ids) == 1 and not tokenizer.decode(ids)}  # they have no text
+
+    def ends(text: str) -> bool:
+        return stream.result.token_ids[-1] in special or any(stop in text for stop in until)
+
+    stream = engine.stream("", context=context, max_tokens=how.max_tokens, sampling=how.sampling, stop=ends)
+    return cut(stream.finish().text, until)
+
+
+def cut(text: str, until: Sequence[str]) -> str:
+    """The text before the first of the stops."""
+    return text[: min((at for stop in until if (at := text.find(stop)) >= 0), default=len(text))]

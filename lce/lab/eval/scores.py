@@ -1,0 +1,85 @@
+"""From scores of samples to a mean with its 95% interval.
+
+Where every document has one question and a score of 0 or 1, the interval is Wilson's. Otherwise it is a bootstrap over
+documents: the 2.5% and 97.5% quantiles of the means of 2,000 draws with replacement, seeded, so that the same scores
+give the same interval in any order. Where all documents have the same mean, a bootstrap sees no spread. Then it is
+Wilson's, which is not too narrow: no scores from 0 to 1 vary more than zeros and ones with the same mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from lce.lab.eval.record import Answer
+
+DRAWS = 2000
+
+
+@dataclass(frozen=True)
+class Score:
+    """The mean score of some samples, 0 to 1, with its 95% interval `low` to `high`, which is of the kind `interval`.
+
+    `read_bytes` are the bytes of keys, values and what is kept of them that a decode step behind the answer read, on
+    average over the samples where that is known; `prompt_tokens` and `chance` are averages as well, None where unknown.
+    """
+
+    samples: int
+    mean: float
+    low: float
+    high: float
+    interval: str  # "Wilson" or "bootstrap"
+    read_bytes: float | None = None
+    prompt_tokens: float | None = None
+    chance: float | None = None
+
+    @classmethod
+    def of(cls, answers: Iterable[Answer]) -> Score:
+        """The score of at least one answer. Their order does not matter."""
+        answers = list(answers)
+        documents: dict[int | None, list[float]] = {}
+        for answer in answers:
+            documents.setdefault(answer.document, []).append(answer.value)
+        kind, low, high = interval(list(documents.values()))
+        return cls(
+            len(answers), math.fsum(answer.value for answer in answers) / len(answers), low, high, kind,
+            mean_of(answer.read_bytes for answer in answers), mean_of(answer.prompt_tokens for answer in answers),
+            mean_of(answer.chance for answer in answers),
+        )  # fmt: skip
+
+
+def mean_of(values: Iterable[float | None]) -> float | None:
+    """The mean of those that are known; None where none is."""
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known else None
+
+
+def interval(documents: Sequence[Sequence[float]]) -> tuple[str, float, float]:
+    """The kind and the ends of the 95% interval of the mean of all scores, given by document."""
+    total, n = math.fsum(math.fsum(scores) for scores in documents), sum(map(len, documents))
+    plain = all(len(scores) == 1 and scores[0] in (0.0, 1.0) for scores in documents)
+    means = {round(math.fsum(scores) / len(scores), 9) for scores in documents}
+    if plain or len(means) == 1:
+        return "Wilson", *wilson(total, n if plain else len(documents), share=total / n)
+    return "bootstrap", *_bootstrap(documents)
+
+
+def wilson(right: float, n: int, z: float = 1.96, *, share: float | None = None) -> tuple[float, float]:
+    """The Wilson score interval of `right` successes in `n` trials; z = 1.96 is 95%."""
+    share = right / n if share is None else share
+    centre = share + z * z / (2 * n)
+    spread = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    scale = 1 + z * z / n
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+
+
+def _bootstrap(documents: Sequence[Sequence[float]]) -> tuple[float, float]:
+    import numpy as np
+
+    ordered = sorted(tuple(sorted(scores)) for scores in documents)  # the order of a file's lines must not matter
+    sums = np.array([math.fsum(scores) for scores in ordered])
+    sizes = np.array([len(scores) for scores in ordered], dtype=float)
+    drawn = np.random.default_rng(0).integers(len(ordered), size=(DRAWS, len(ordered)))
+    low, high = np.quantile(sums[drawn].sum(1) / sizes[drawn].sum(1), (0.025, 0.975))
+    return float(low), float(high)

@@ -1,0 +1,192 @@
+"""What methods select: how much of the true attention they read, at what cost, and whether they find the facts."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lce
+from lce.files import open_regular
+from lce.lab.eval.metrics import METRICS
+from lce.lab.eval.record import Lines, text_hash
+from lce.lab.eval.sample import Sample
+from lce.lab.eval.spelling import described
+from lce.lab.eval.watching import Look, PerHead, States, Watch, Watched
+from lce.methods.mass import Judge
+
+if TYPE_CHECKING:
+    from lce import Engine, Method
+
+Samples = Callable[["Engine"], Sequence[Sample]]  # made for an engine's tokenizer
+LONGEST_LINE = 1 << 24  # bytes
+
+
+class Looks(Lines[Look]):
+    """What was seen in texts, in one file: a line a text."""
+
+    kind, holds = Look, "what was selected"
+
+    @classmethod
+    def are_in(cls, path: str | Path) -> bool:
+        """Whether a file begins as a record of looks does."""
+        with open(open_regular(Path(path)), "rb") as file:
+            line = file.readline(LONGEST_LINE)
+        try:
+            fields = json.loads(line)
+            return isinstance(fields, dict) and {"queries", "recall"} <= fields.keys()
+        except (ValueError, RecursionError):
+            return False
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What one method selected in texts of one length: means over `samples` texts, their queries, layers and heads.
+
+    `recall`, `tokens`, `fact`, `hit1`, `hit5`, `cover`, `gini`, `found` and the bytes are those of `Look`; `by_layer`
+    has some of them for each layer and head, `found` for each layer. `right` is the mean score of the answers. None:
+    nothing to measure.
+    """
+
+    method: str
+    length: int
+    judge: str
+    states: str
+    samples: int
+    queries: int
+    tokens: float
+    read_bytes: float
+    scored_bytes: float
+    full_bytes: float
+    recall: float
+    fact: float | None
+    hit1: float | None
+    hit5: float | None
+    cover: float | None
+    gini: float | None
+    found: float | None
+    right: float | None
+    by_layer: dict[str, PerHead]
+
+    @classmethod
+    def of(cls, method: str, length: int, looks: Sequence[Look], judge: str, states: str) -> Selection:
+        """The means of what was seen in several texts."""
+        per_head = {
+            name: tables
+            for name in ("recall", "tokens", "fact", "hit1", "hit5")
+            if (tables := [table for look in looks if (table := getattr(look, name)) is not None])
+        }
+        by_layer = {name: _mean_tables(tables) for name, tables in per_head.items()}
+        found = [[[x] for x in look.found] for look in looks if look.found]
+        if found:
+            by_layer["found"] = _mean_tables(found)
+        means: dict[str, Any] = {name: _mean([x for row in table for x in row]) for name, table in by_layer.items()}
+        for name in ("read_bytes", "scored_bytes", "full_bytes", "cover", "gini"):
+            means[name] = _mean([x for look in looks if (x := getattr(look, name)) is not None])
+        for name in ("fact", "hit1", "hit5", "found"):
+            means.setdefault(name, None)
+        scores = [look.score for look in looks if look.score is not None]
+        return cls(
+            method=method, length=length, judge=judge, states=states, samples=len(looks),
+            queries=sum(look.queries for look in looks), by_layer=by_layer, right=_mean(scores),
+            **means,
+        )  # fmt: skip
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
+
+
+def _mean_tables(tables: Sequence[PerHead]) -> PerHead:
+    """The mean of tables by layer and head; of a layer that has heads in some of them, of those."""
+    rows = [[table[layer] for table in tables if table[layer]] for layer in range(len(tables[0]))]
+    return [[math.fsum(x) / len(x) for x in zip(*row, strict=True)] for row in rows]
+
+
+def watching(model: str, method: Method, judge: Judge, states: States, **loading: Any) -> tuple[Engine, Watch]:
+    """An engine whose method is watched; `loading` are options of `lce.load`."""
+    watch = Watch(judge, states)
+    return lce.load(model, Watched(method, watch), **loading), watch
+
+
+def measure(
+    model: str, method: Method, samples: Samples, *, length: int, judge: Judge = "constant", states: States = "own",
+    setting: Mapping[str, Any] | None = None, record: Looks | None = None,
+    progress: Callable[[int, int], None] | None = None, **loading: Any,
+) -> Selection:  # fmt: skip
+    """Answer samples with a method, and look at the queries that write the answers: the last of the prompt, and each
+    written token's.
+
+    `samples` is called with the engine. `judge` says which full attention is the truth, `states` on whose hidden states
+    the method selects. `setting`, what the samples are made from and its first name `task`, and their numbers are how
+    `record` knows them; those that it has are not asked again.
+    """
+    engine, watch = watching(model, method, judge, states, **loading)
+    asked = {**(setting or {"task": "samples"}), "judge": judge, "states": states, **described(engine)}
+    made, looks = samples(engine), []
+    for index, sample in enumerate(made):
+        key = {**asked, "index": index}
+        look = None if record is None else record.get(key)
+        if look is None or look.prompt != text_hash(sample.prompt):
+            look = replace(look_at(engine, watch, sample), **_about(engine, model, method))
+            if record is not None:
+                record.add(key, look)
+        looks.append(look)
+        if progress:
+            progress(len(looks), len(made))
+    return Selection.of(method.name, length, looks, judge, states)
+
+
+def _about(engine: Engine, model: str, method: Method) -> dict[str, Any]:
+    """What a line tells besides, to read and to sort."""
+    return {"method": method.label, "window": engine.window, "checkpoint": str(model)}
+
+
+def look_at(engine: Engine, watch: Watch, sample: Sample) -> Look:
+    """What the queries attended that wrote the answer to a sample, with the answer's score."""
+    ids = engine.tokenizer.encode(sample.prompt)
+    watch.begin(len(ids) - 1, facts=fact_spans(engine, sample))
+    answer = engine.generate(ids, max_tokens=answer_tokens(engine, sample)).text
+    score = METRICS[sample.metric](answer, sample.answers)
+    return replace(watch.end(), score=score, prompt=text_hash(sample.prompt))
+
+
+def answer_tokens(engine: Engine, sample: Sample) -> int:
+    """How long an answer may be: what the sample says, or what the perfect one takes, and two more."""
+    return sample.max_tokens or len(engine.tokenizer.encode(" " + sample.answer, bos=False)) + 2
+
+
+def fact_spans(engine: Engine, sample: Sample) -> list[tuple[int, int]]:
+    """The tokens of each of a sample's facts, `start..stop-1`, where the prompt has it."""
+    spans = []
+    for fact in sample.facts:
+        at = sample.prompt.find(fact)
+        if at >= 0:
+            before, through = sample.prompt[:at].rstrip(" "), sample.prompt[: at + len(fact)]  # a space begins a token
+            start, stop = (len(engine.tokenizer.encode(text)) for text in (before, through))
+            spans.append((start, max(stop, start + 1)))
+    return spans
+
+
+def measure_text(
+    model: str, method: Method, text: str, *, length: int, queries: int = 32, judge: Judge = "constant",
+    states: States = "own", record: Looks | None = None, **loading: Any,
+) -> Selection:  # fmt: skip
+    """Read the first `length` tokens of a text, and look at `queries` queries evenly spread over its second half."""
+    engine, watch = watching(model, method, judge, states, **loading)
+    ids = engine.tokenizer.encode(text)[:length]
+    setting = {"task": "text", "text": text_hash(text), "length": length, "n_queries": queries}
+    key = {**setting, "judge": judge, "states": states, **described(engine)}
+    look = None if record is None else record.get(key)
+    if look is None:
+        first = len(ids) // 2
+        positions = sorted({first + (len(ids) - 1 - first) * i // max(1, queries - 1) for i in range(queries)})
+        watch.begin(0, positions)
+        engine.prefill(ids)
+        look = replace(watch.end(), **_about(engine, model, method))
+        if record is not None:
+            record.add(key, look)
+    return Selection.of(method.name, len(ids), [look], judge, states)

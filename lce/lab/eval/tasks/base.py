@@ -1,0 +1,83 @@
+"""What a task is: a generator of puzzles, whose statements go into a text and whose questions end a prompt."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import ClassVar
+
+from lce.lab.eval.prose import ANIMALS, COLOURS, FOODS, THINGS
+
+WORDS = tuple(dict.fromkeys([*THINGS, *ANIMALS, *FOODS, *COLOURS]))
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question whose last words begin the answer.
+
+    `answer` is how a model goes on, without the full stop; `answers` is what the metric looks for in it; `facts` are
+    the statements that it follows from, by their numbers.
+    """
+
+    text: str
+    answer: str
+    answers: tuple[str, ...]
+    facts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Puzzle:
+    """Statements, in the order in which they stand in the text, and questions about them."""
+
+    statements: tuple[str, ...]
+    questions: tuple[Question, ...]
+    opening: str = ""  # begins the document
+
+
+@dataclass(frozen=True)
+class Task(ABC):
+    """A task; its fields are its knobs.
+
+    Where `fills` is set, the statements are the whole text, as many as the length allows. Otherwise they are hidden in
+    a filler, and there are as many as the knobs say.
+    """
+
+    name: ClassVar[str]
+    metric: ClassVar[str] = "starts"
+    fills: ClassVar[bool] = False
+    least: ClassVar[int] = 1  # statements of the smallest puzzle, where `fills` is set
+
+    @abstractmethod
+    def puzzle(self, rng: Random, n: int = 0) -> Puzzle:
+        """A puzzle; of `n` statements where `fills` is set."""
+
+
+def digits(rng: Random, n: int) -> str:
+    return "".join(rng.choice("0123456789") for _ in range(n))
+
+
+def distinct(rng: Random, n: int, make: Callable[[Random], str]) -> list[str]:
+    """`n` different texts that `make(rng)` gives. Raises `ValueError` where it hardly finds so many."""
+    found: dict[str, None] = {}
+    misses = 0  # since the last new text
+    while len(found) < n:
+        before = len(found)
+        found[make(rng)] = None
+        misses = misses + 1 if len(found) == before else 0
+        if misses > 1000 + 20 * len(found):
+            raise ValueError(f"{n} different texts of a kind that has about {len(found)}")
+    return list(found)
+
+
+def names(rng: Random, n: int) -> list[str]:
+    """`n` different names of three words, such as "red fox box"; of more words where more than 3,420 are wanted."""
+    things = 1
+    while len(COLOURS) * len(ANIMALS) * len(THINGS) ** things < 2 * n:
+        things += 1
+
+    def name(rng: Random) -> str:
+        return " ".join([rng.choice(COLOURS), rng.choice(ANIMALS), *(rng.choice(THINGS) for _ in range(things))])
+
+    return distinct(rng, n, name)

@@ -1,0 +1,180 @@
+"""Facts hidden in a text: one, or several keys, values and questions (RULER's NIAH family, arXiv:2404.06654)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import ClassVar
+
+from lce.lab.eval.needles import NEEDLES
+from lce.lab.eval.prose import COLOURS, NAMES, THINGS
+from lce.lab.eval.tasks.base import WORDS, Puzzle, Question, Task, digits, distinct
+
+ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
+
+
+def check_ordinals(knob: str, value: int) -> None:
+    """Raise `ValueError` where there are no words to count so far."""
+    if value > len(ORDINALS):
+        raise ValueError(f"{knob} is {value}; expected {len(ORDINALS)} or fewer")
+
+
+@dataclass(frozen=True)
+class OneNeedle(Task):
+    """One fact of `lce.lab.eval.needles`, stated once."""
+
+    needle: ClassVar[str]
+
+    def puzzle(self, rng: Random, n: int = 0) -> Puzzle:
+        needle = NEEDLES[self.needle](rng)
+        question = Question(needle.question, needle.answer, (needle.answer,), (0,))
+        return Puzzle((needle.statement,), (question,))
+
+
+class PassKey(OneNeedle):
+    """A pass key of five digits, stated twice in one place."""
+
+    name, needle = "passkey", "passkey"
+
+
+class Code(OneNeedle):
+    """The four-digit code of a coloured thing."""
+
+    name, needle = "code", "code"
+
+
+class Secret(OneNeedle):
+    """The secret of a named person: two words."""
+
+    name, needle = "secret", "secret"
+
+
+class HidingPlace(OneNeedle):
+    """Where a person hid a thing."""
+
+    name, needle = "place", "place"
+
+
+class Favourite(OneNeedle):
+    """What a person likes best to eat."""
+
+    name, needle = "favourite", "favourite"
+
+
+class PublishedPassKey(OneNeedle):
+    """The pass key with the published opening (Mohtashami and Jaggi, 2023); the published filler is `noise`."""
+
+    name, needle = "passkey_published", "passkey"
+
+    def puzzle(self, rng: Random, n: int = 0) -> Puzzle:
+        plain = super().puzzle(rng)
+        return Puzzle(plain.statements, plain.questions, OPENING)
+
+
+OPENING = (
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
+    "I will quiz you about the important information there."
+)
+
+
+@dataclass(frozen=True)
+class SplitPassKey(Task):
+    """A key in parts of three digits, each in another place; the parts are asked for in order."""
+
+    name = "split_passkey"
+    metric = "recall"
+    parts: int = 2
+
+    def puzzle(self, rng: Random, n: int = 0) -> Puzzle:
+        check_ordinals("parts", self.parts)
+        parts = distinct(rng, self.parts, lambda rng: digits(rng, 3))
+        order = rng.sample(range(self.parts), self.parts)
+        statements = tuple(f"The {ORDINALS[i]} part of the split key is {parts[i]}." for i in order)
+        question = Question(
+            "What is the split key? The split key is", " ".join(parts), tuple(parts), tuple(range(self.parts))
+        )
+        return Puzzle(statements, (question,))
+
+
+def _things(rng: Random, n: int) -> list[str]:
+    return distinct(rng, n, lambda rng: f"the {rng.choice(COLOURS)} {rng.choice(THINGS)}")
+
+
+@dataclass(frozen=True)
+class SeveralKeys(Task):
+    """Codes of several things, one of which is asked for."""
+
+    name = "several_keys"
+    keys: int = 8
+
+    def puzzle(self, rng: Random, n: int = 0) -> Puzzle:
+        things, codes = _things(rng, self.keys), [digits(rng, 4) for _ in range(self.keys)]
+        statements = tuple(f"The code of {thing} is {code}." for thing, code in zip(things, codes, strict=True))
+        asked = rng.sample(range(self.keys), self.keys)
+        questions = tuple(
+            Question(f"What is the code of {things[i]}? The code of {things[i]} is", codes[i], (codes[i],), (i,))
+            for i in asked
+        )
+        return Puzzle(statements, questions)
+
+
+@dataclass(frozen=True)
+class SeveralQueries(Task):
+    """Codes of several things, two of which are asked for at once."""
+
+    name = "several_queries"
+    metric = "recall"
+    keys: int = 6
+
+    def puzzle(self, rng: Random, n: int = 0) -> Puzzle:
+        things, codes = _things(rng, self.keys), distinct(rng, self.keys, lambda rng: digits(rng, 4))
+        statements = tuple(f"The code of {thing} is {code}." for thing, code in zip(things, codes, strict=True))
+        questions = []
+        for _ in range(self.keys):
+            i, j = rng.sample(range(self.keys), 2)
+            text = f"What are the codes of {things[i]} and {things[j]}? The code of {things[i]} is"
+            answer = f"{codes[i]} and the code of {things[j]} is {codes[j]}"
+            questions.append(Question(text, answer, (codes[i], codes[j]), (i, j)))
+        return Puzzle(statements, tuple(questions))
+
+
+@dataclass(frozen=True)
+class SeveralValues(Task):
+    """Several words of one person, all of which are asked for; `others` other people have words too."""
+
+    name = "several_values"
+    metric = "recall"
+    values: int = 3
+    others: int = 2
+
+    def puzzle(self, rng: Random, n: int = 0) -> Puzzle:
+        names = rng.sample(NAMES, 1 + self.others)
+        owners = [name for name in names for _ in range(self.values)]
+        rng.shuffle(owners)
+        words = distinct(rng, len(owners), lambda rng: rng.choice(WORDS))
+        statements = tuple(f"One word of {owner} is {word}." for owner, word in zip(owners, words, strict=True))
+        questions = []
+        for name in names:
+            facts = tuple(i for i, owner in enumerate(owners) if owner == name)
+            answers = tuple(words[i] for i in facts)
+            text = f"What are the words of {name}? The words of {name} are"
+            questions.append(Question(text, ", ".join(answers), answers, facts))
+        return Puzzle(statements, tuple(questions))
+
+
+@dataclass(frozen=True)
+class CountingStars(Task):
+    """How many stars a penguin counted, each time it counted (Counting-Stars, arXiv:2403.11802)."""
+
+    name = "counting_stars"
+    metric = "recall"
+    times: int = 4
+
+    def puzzle(self, rng: Random, n: int = 0) -> Puzzle:
+        counts = distinct(rng, self.times, lambda rng: str(rng.randint(10, 99)))
+        statements = tuple(f"The little penguin counted {count} stars." for count in counts)
+        question = Question(
+            "How many stars did the little penguin count? The little penguin counted",
+            ", ".join(counts), tuple(counts), tuple(range(self.times)),
+        )  # fmt: skip
+        return Puzzle(statements, (question,))

@@ -1,0 +1,162 @@
+"""Samples of a task at a length: its statements in a filler, or as many statements as fit, and a question."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import cycle
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+from lce.errors import DataError, UsageError, nearest
+from lce.lab.eval.prose import sentences
+from lce.lab.eval.sample import Sample
+from lce.lab.eval.tasks.base import Puzzle, Question, Task
+
+# The filler of the published pass key task, repeated.
+NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
+Filler = Callable[[Random], Iterator[str]]  # the sentences of one sample's text, endless
+
+
+class Tokens(NamedTuple):
+    """Counts a sentence's tokens: behind a space, and as the first of a text."""
+
+    later: Callable[[str], int]
+    first: Callable[[str], int]
+
+    def more(self, sentence: str) -> int:
+        """How many more it has as the first of a text."""
+        return self.first(sentence) - self.later(sentence)
+
+
+def filler_named(name: str) -> Filler:
+    """`prose` and `noise` are made here; `essays:DIR` reads the .txt files of a folder, from a place drawn at random.
+
+    Raises `UsageError` for another name, `DataError` for a folder without text.
+    """
+    kind, _, folder = name.partition(":")
+    if kind == "essays" and folder:
+        texts = _essays(Path(folder))
+        return lambda rng: _from_anywhere(texts, rng)
+    if name == "prose":
+        return sentences
+    if name == "noise":
+        return lambda rng: cycle(NOISE)
+    raise UsageError(f"unknown filler {name!r}; {nearest(kind, ('prose', 'noise', 'essays:FOLDER'))}")
+
+
+def _essays(folder: Path) -> list[str]:
+    try:
+        files = sorted(folder.glob("*.txt"))
+        text = " ".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
+    except OSError as error:
+        raise DataError(f"cannot read the essays in {folder}: {error.strerror}; name a folder of .txt files") from error
+    parts = [part for part in " ".join(text.split()).replace("? ", "?\n").replace(". ", ".\n").split("\n") if part]
+    if not parts:
+        raise DataError(f"{folder} has no text; expected a folder of .txt files")
+    return parts
+
+
+def _from_anywhere(parts: Sequence[str], rng: Random) -> Iterator[str]:
+    start = rng.randrange(len(parts))
+    while True:
+        yield from parts[start:]
+        start = 0
+
+
+def samples(
+    task: Task, *, length: int, n: int, seed: int, count: Callable[[str], int], filler: str = "prose",
+    depths: Sequence[float] = (), questions: int = 1,
+) -> Iterator[Sample]:  # fmt: skip
+    """`n` documents of at most `length` tokens with their questions, as `count` counts them, one question a sample.
+
+    The same seed gives the same samples; sample i does not depend on `n` but for its depth. A single fact stands at
+    `depths` in turn, or else at even depths over the documents; several facts stand in order at random depths.
+    `questions` are asked of each document, or as many as its puzzle has; samples of one document follow each other.
+    Raises `UsageError` where a puzzle does not fit.
+    """
+    text = filler_named(filler)
+    tokens = Tokens(cache(lambda sentence: count(" " + sentence)), cache(count))
+    for index in range(n):
+        rng = Random(f"{seed}/{task.name}/{length}/{index}")
+        even = (index + rng.random()) / n
+        depth = depths[index % len(depths)] if depths else even
+        yield from _document(task, rng, length, depth, text, tokens, questions)
+
+
+def _document(
+    task: Task, rng: Random, length: int, depth: float, filler: Filler, tokens: Tokens, questions: int
+) -> Iterator[Sample]:
+    puzzle = _filling(task, rng, length, tokens) if task.fills else task.puzzle(rng)
+    asked = puzzle.questions[:questions]
+    left = _left(puzzle, asked, length, tokens)
+    if left < 0:
+        needed = length - left
+        raise UsageError(f"{task.name}: length is {length}; expected at least {needed} tokens for facts and question")
+    body: list[str] = []
+    if not task.fills:
+        for sentence in filler(rng):
+            if tokens.later(sentence) > left:
+                break
+            left -= tokens.later(sentence)
+            body.append(sentence)
+    places = _places(puzzle, depth, len(body), rng)
+    if body and places[0] and not puzzle.opening:  # a sentence of the filler comes first after all
+        left -= tokens.more(body[0]) - tokens.more(puzzle.statements[0])
+    if left < 0:
+        del body[-1]
+        places = [min(place, len(body)) for place in places]
+    for place, statement in reversed(list(zip(places, puzzle.statements, strict=True))):
+        body.insert(place, statement)
+    document = " ".join([puzzle.opening, *body] if puzzle.opening else body)
+    for question in asked:
+        first = min(question.facts, default=0)
+        where = depth if len(puzzle.statements) == 1 else _depth(puzzle, places, first, len(body))
+        facts = tuple(puzzle.statements[i] for i in question.facts)
+        yield Sample(document, " " + question.text, question.answers, task.metric, question.answer, None, where, facts)
+
+
+def _depth(puzzle: Puzzle, places: Sequence[int], fact: int, n_sentences: int) -> float:
+    return (places[fact] + fact) / max(1, n_sentences)
+
+
+def _places(puzzle: Puzzle, depth: float, n_sentences: int, rng: Random) -> list[int]:
+    """Before which sentence of the filler each statement stands, ascending."""
+    if len(puzzle.statements) == 1:
+        return [round(depth * n_sentences)]
+    return sorted(rng.randint(0, n_sentences) for _ in puzzle.statements)
+
+
+def _left(puzzle: Puzzle, asked: Sequence[Question], length: int, tokens: Tokens) -> int:
+    """Tokens left for a filler, if the opening or a statement comes first; the beginning token takes one."""
+    texts = [puzzle.opening, *puzzle.statements] if puzzle.opening else puzzle.statements
+    used = sum(map(tokens.later, texts)) + max(tokens.later(question.text) for question in asked)
+    return length - used - 1 - tokens.more(texts[0])
+
+
+def _filling(task: Task, rng: Random, length: int, tokens: Tokens) -> Puzzle:
+    """The puzzle of about as many statements as fit.
+
+    Names become longer with their number, so a guess may jump over the length. It stays between those known to fit and
+    not to fit.
+    """
+    state, n = rng.getstate(), max(task.least, 8)
+    fits: Puzzle | None = None
+    most, too_many = 0, 1 << 62
+    while True:
+        rng.setstate(state)
+        puzzle = task.puzzle(rng, n)
+        left = _left(puzzle, puzzle.questions[:1], length, tokens)
+        each = max(1.0, sum(map(tokens.later, puzzle.statements)) / len(puzzle.statements))
+        if 0 <= left < 3 * each or (left < 0 and n == task.least):
+            return puzzle
+        if left < 0:
+            too_many = min(too_many, n)
+        elif n >= most:
+            fits, most = puzzle, n
+        if too_many - most <= 1:
+            return fits or puzzle
+        n = max(task.least, int(n + (left - 1.5 * each) / each))
+        if not most < n < too_many:
+            n = max(task.least, (most + too_many) // 2)

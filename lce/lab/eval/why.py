@@ -1,0 +1,184 @@
+"""Why a method missed an answer: its selection, its budget, its placement, or the model.
+
+A missed sample is asked again with one thing changed at a time, by selections that cheat (`lce.methods.cheating`). The
+first change that answers right names the cause:
+
+1. `selection`: the same budget, placement and always attended tokens, but what is chosen has most true attention.
+2. `budget`: that, without `top_p`, and then 2, 4, 8, ... times as much is chosen. Side by side, as long as it fits in
+   the window.
+3. `placement`: the budget of before, the cheating selection, and chosen chunks placed otherwise within the window.
+4. `both`: everything is attended, at distances that the model knows (`rerope`, `dca`). So budget and placement
+   together were too little, and no selection could help.
+5. `model`: nothing answers. The model does not do this sample even if it sees everything.
+
+A cheating selection is judged by full attention at distances up to half of the window, and then by full attention at
+true distances. Where either answers, a better selection would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import Any
+
+import lce
+from lce.errors import UsageError
+from lce.lab.eval.record import Answer, Record
+from lce.lab.eval.running import answers
+from lce.lab.eval.selection import Samples
+from lce.methods import ESA, InfLLM, Method, Quest, SelectiveMethod, cheating, make, selects
+from lce.methods.mass import JUDGES
+
+CAUSES = ("answered", "selection", "budget", "placement", "both", "model")
+RIGHT = 0.5  # the score from which an answer counts as right
+IN_WINDOW = ("side_by_side", "constant")  # placements with no distance beyond the window
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One change of a method, and the cause that it shows where it answers right."""
+
+    cause: str
+    label: str
+    method: Method
+
+
+@dataclass
+class Verdict:
+    """Why a method missed a sample, or that it answered: `by` is the change that answered; all `answers` are kept."""
+
+    index: int
+    depth: float | None
+    expected: str
+    cause: str = "model"
+    by: str | None = None
+    answers: dict[str, str] = field(default_factory=dict)
+
+    def add(self, cause: str, label: str, answer: Answer) -> None:
+        """Take an answer; the first right one gives the verdict."""
+        self.answers[label] = answer.answer or ""
+        if self.by is None and answer.value >= RIGHT:
+            self.cause, self.by = cause, label
+
+
+@dataclass(frozen=True)
+class Causes:
+    """The verdicts on the samples of one length."""
+
+    method: str
+    length: int
+    verdicts: list[Verdict]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many samples have each cause."""
+        return {cause: sum(verdict.cause == cause for verdict in self.verdicts) for cause in CAUSES}
+
+
+def explain(
+    model: str, method: Method, samples: Samples, *, length: int, setting: Mapping[str, Any] | None = None,
+    record: Record | None = None, progress: Callable[[str, int, int], None] | None = None, **loading: Any,
+) -> Causes:  # fmt: skip
+    """Answer samples with a method, and those that it misses with each change until one answers.
+
+    `samples` is called with the engine; `loading` are options of `lce.load`. `setting`, what the samples are made from
+    and its first name `task`, and their numbers are how `record` knows them. The method's own answers are
+    those of `lce.lab.eval.running.answers`, and count where the record has them already. `progress` is called with what is tried,
+    how many samples are done, and how many there are. Raises `UsageError` for a method that selects nothing.
+    """
+    check_selects(method)
+    engine = lce.load(model, method, **loading)
+    asked, known, about = samples(engine), dict(setting or {"task": "samples"}), {"checkpoint": str(model)}
+    first = partial(progress, "itself:") if progress else None
+    own = answers(engine, asked, setting=known, record=record, about=about, progress=first)
+    verdicts = [Verdict(i, sample.depth, sample.answer) for i, sample in enumerate(asked)]
+    for verdict, (_, answer) in zip(verdicts, own, strict=True):
+        verdict.add("answered", "itself", answer)
+    for rung in rungs(engine.method, engine.window, length):
+        missed = [verdict for verdict in verdicts if verdict.by is None]
+        if not missed:
+            break
+        engine = lce.load(model, rung.method, **loading)
+        for done, verdict in enumerate(missed, 1):
+            key, sample = known | {"number": verdict.index}, asked[verdict.index]
+            ((_, answer),) = answers(engine, [sample], setting=key, record=record, about=about)
+            verdict.add(rung.cause, rung.label, answer)
+            if progress:
+                progress(f"{rung.label}:", done, len(missed))
+    return Causes(method.name, length, verdicts)
+
+
+def check_selects(method: Method) -> None:
+    """Raise `UsageError` for a method that selects nothing."""
+    if not selects(method):
+        raise UsageError(f"{method.label} selects nothing, so its selection cannot be at fault; expected one that does")
+
+
+def rungs(method: Method, window: int, length: int) -> Iterator[Rung]:
+    """The changes of a resolved method, in the order in which they are tried on a text of `length` tokens."""
+    for judge in JUDGES[::-1]:
+        yield Rung("selection", f"true mass ({judge})", cheating(method, judge))
+    for label, wider in _wider(method, window, length):
+        for judge in JUDGES[::-1]:
+            yield Rung("budget", f"{label}, true mass ({judge})", cheating(wider, judge))
+    for placement, moved in _moved(method, window):
+        for judge in JUDGES[::-1]:
+            yield Rung("placement", f"placed {placement}, true mass ({judge})", cheating(moved, judge))
+    for name in ("rerope", "dca"):
+        yield Rung("both", f"everything ({name})", make(name))
+
+
+def _wider(method: Method, window: int, length: int) -> Iterator[tuple[str, Method]]:
+    """The method without `top_p`, then with 2, 4, ... times its budget, until all is chosen or the window is full."""
+    if getattr(method, "top_p", None) is not None:
+        uncut: dict[str, Any] = {"top_p": None}
+        method = replace(method, **uncut)
+        yield "without top_p", method
+    knob, size = _budget(method)
+    if knob is None:
+        return
+    least, factor = getattr(method, knob), 1
+    while least * factor * size < length:
+        factor *= 2
+        if getattr(method, "placement", None) == "side_by_side" and least * factor * size > window:
+            return
+        knobs: dict[str, Any] = {knob: least * factor}
+        yield f"{factor} times the budget", replace(method, **knobs)
+
+
+def _budget(method: Method) -> tuple[str | None, int]:
+    """The knob of a method's budget, and the tokens that one of it stands for."""
+    if isinstance(method, Quest):
+        return "budget", 1
+    if isinstance(method, ESA | InfLLM):
+        return "top_k", method.choices[1]
+    if isinstance(method, SelectiveMethod):
+        return "chunks", method.size
+    return None, 1
+
+
+def _moved(method: Method, window: int) -> Iterator[tuple[str, Method]]:
+    """The method with its choices placed otherwise, within the window; for one without placements, `oracle` by them."""
+    names = {each.name for each in fields(method)}
+    for placement in IN_WINDOW:
+        if "placement" in names:
+            if getattr(method, "placement") != placement:  # noqa: B009
+                knobs: dict[str, Any] = {"placement": placement}
+                yield placement, replace(method, **knobs)
+        else:
+            size = max(1, window // 32) if isinstance(method, ESA) else method.choices[1]
+            budget = min(window, max(3 * size, _attended(method)))
+            yield (
+                placement,
+                make("oracle", {"chunk_size": size, "budget": budget, "placement": placement}).resolve(window),
+            )
+
+
+def _attended(method: Method) -> int:
+    """The tokens that a query of a resolved method attends at most."""
+    if isinstance(method, Quest):
+        assert method.budget is not None, "resolved"
+        return method.budget
+    knob, size = _budget(method)
+    return method.reach.sinks + method.reach.local + (0 if knob is None else size * int(getattr(method, knob)))

@@ -1,0 +1,148 @@
+"""A recording as a page: one HTML file that needs no network, and scripts beside it where the recording is large.
+
+`lce/lab/study/web/page.html` names what is put into it: `<!--lce:style-->`, `<!--lce:data-->`, and
+`<!--lce:script NAME-->` for each script, in the order in which they run. Texts of prompts are only ever data: they
+stand in JSON whose signs cannot end the element that they are in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from lce.errors import DataError, LceError, UsageError
+from lce.files import check_target, named, unwritable, write_whole
+
+WEB = Path(__file__).parent / "web"
+INLINE = 8 << 20  # bytes of a recording that a page holds itself
+_PLACES = re.compile(r"<!--lce:(style|data|script)(?: ([\w.]+))?-->")
+_SCRIPT = re.compile(r"\d+-\d+\.js")
+_FOLDER = re.compile(r"[0-9a-f]{32}")
+
+Recording = dict[str, Any]
+
+
+def json_text(value: Any) -> str:
+    """JSON in ASCII that can stand in a script element: no sign of it begins or ends a tag, a comment or an entity."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def page(data: str, *, nonce: str | None = None, live: Any = None) -> str:
+    """The page around a recording's JSON. With `live`, what the page must know of the engine behind it.
+
+    A `nonce` is put on its scripts and styles, for a Content-Security-Policy.
+    """
+    mark = f' nonce="{nonce}"' if nonce else ""
+
+    def put(found: re.Match[str]) -> str:
+        kind, name = found.groups()
+        if kind == "style":
+            return f"<style{mark}>\n{_part('page.css')}</style>"
+        if kind == "script":
+            return f"<script{mark}>\n{_part(name or 'page.js')}</script>"
+        element = '<script type="application/json" id="{}">{}</script>'
+        parts = [element.format("lce-recording", data)]
+        return "\n".join(parts if live is None else [element.format("lce-live", json_text(live)), *parts])
+
+    return _PLACES.sub(put, _part("page.html"))
+
+
+@cache
+def _part(name: str) -> str:
+    """A file of the page."""
+    try:
+        return (WEB / name).read_text(encoding="utf-8")
+    except OSError as error:
+        raise LceError(f"lce was installed without {name} for pages ({error.strerror}); install it again") from None
+
+
+def store_of(path: str | Path) -> Path:
+    """The folder `NAME.data` beside a page, which has what is large of it. Raises an error where neither can be."""
+    path = Path(path)
+    check_target(path)
+    store = path.with_name(f"{path.stem}.data")
+    if store == path:
+        raise UsageError(f"{named(path)} is the name of a folder of data; expected a page's, for example page.html")
+    if os.path.lexists(store) and not store.is_dir():
+        raise DataError(f"{named(store)} is no folder, and a page would keep its data there; name another page")
+    return store
+
+
+def write_page(recording: Recording, path: str | Path) -> int:
+    """Write a recording as a page, and what is large of it into the folder `NAME.data` beside it. Returns the bytes.
+
+    The page appears whole or not at all, when all that it needs is there. In the folder stays what the page uses,
+    and nothing of an older page of this name or of a call that failed.
+    """
+    path, n_bytes = Path(path), 0
+    store = store_of(path)
+    try:
+        data = "" if segment_bytes(recording) > INLINE else json_text(recording)
+        if not data or len(data) > INLINE:
+            folder = store / secrets.token_hex(16)
+            n_bytes = _write_scripts(recording, folder)
+            data = json_text(split(recording, f"{quote(store.name)}/{folder.name}"))
+        html = page(data).encode()
+        write_whole(path, html)
+    finally:
+        _sweep(store, path)
+    return n_bytes + len(html)
+
+
+def segment_bytes(recording: Recording) -> int:
+    """What the choices of a recording take, as base64."""
+    return sum(len(segment["data"]) for run in recording["runs"] for segment in run["segments"])
+
+
+def split(recording: Recording, folder: str) -> Recording:
+    """A recording whose segments are scripts in a folder, `RUN-SEGMENT.js`."""
+    runs = []
+    for number, run in enumerate(recording["runs"]):
+        segments = []
+        for at, segment in enumerate(run["segments"]):
+            rest = {key: value for key, value in segment.items() if key not in ("data", "looks")}
+            segments.append({**rest, "src": f"{folder}/{number}-{at}.js"})
+        runs.append({**run, "segments": segments})
+    return {**recording, "runs": runs}
+
+
+def script(run: int, number: int, segment: dict[str, Any]) -> str:
+    """The script that gives a page one segment of a run."""
+    return f'lceSegment({run},{number},"{segment["data"]}",{json_text(segment["looks"])});\n'
+
+
+def _write_scripts(recording: Recording, folder: Path) -> int:
+    """Write a recording's scripts into a new folder. Returns their bytes."""
+    n_bytes = 0
+    try:
+        folder.mkdir(parents=True)
+        for number, run in enumerate(recording["runs"]):
+            for at, segment in enumerate(run["segments"]):
+                n_bytes += (folder / f"{number}-{at}.js").write_bytes(script(number, at, segment).encode("ascii"))
+    except OSError as error:
+        raise unwritable(folder, error) from error
+    return n_bytes
+
+
+def _sweep(store: Path, path: Path) -> None:
+    """Remove from a store what its page does not use: folders with names and files as ours, and no others."""
+    with suppress(OSError):
+        if not store.is_dir():
+            return
+        used = path.read_bytes() if path.exists() else b""
+        for folder in store.iterdir():
+            ours = _FOLDER.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink()
+            if not ours or folder.name.encode() in used:
+                continue
+            if all(_SCRIPT.fullmatch(file.name) for file in folder.iterdir()):
+                shutil.rmtree(folder, ignore_errors=True)
+        store.rmdir()  # where nothing is in it

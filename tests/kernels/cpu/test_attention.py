@@ -1,0 +1,86 @@
+"""The attention kernels beside one softmax in float64: at the borders of their blocks, and with NaN among numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lce.kernels.cpu.attention import attend, attend_tiles, merge_slots
+
+MOST = {torch.float32: 5e-6, torch.bfloat16: 3e-2, torch.float16: 3e-3}
+KINDS = pytest.mark.parametrize("dtype", list(MOST), ids=str)
+SHAPES = [  # G, R, T, N, D, window
+    (1, 1, 1, 1, 8, None), (2, 1, 1, 15, 64, None), (1, 8, 1, 17, 64, 16), (1, 9, 1, 257, 80, None),
+    (2, 2, 2, 255, 96, 256), (1, 4, 2, 513, 112, 255), (1, 1, 9, 271, 64, None), (3, 1, 8, 272, 24, 17),
+    (1, 16, 2, 769, 16, 1), (1, 33, 1, 767, 64, None), (1, 1, 97, 100, 40, 17), (1, 7, 14, 511, 256, 100),
+    (1, 64, 3, 528, 64, None), (1, 1, 17, 4113, 64, 4096),
+]  # fmt: skip
+
+
+def grouped(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None) -> tuple[Tensor, Tensor]:
+    """`attend` of `q [G, R, T, D]`."""
+    out, lse = attend(q.flatten(0, 1), k, v, causal, window)
+    return out.view(q.shape), lse.view(q.shape[:-1])
+
+
+def truth(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:
+    n_queries, n_keys = q.shape[2], k.shape[1]
+    scores = torch.einsum("grtd,gnd->grtn", q.double(), k.double()) / math.sqrt(q.shape[3])
+    if causal:
+        away = torch.arange(n_queries)[:, None] + n_keys - n_queries - torch.arange(n_keys)
+        scores = scores.masked_fill((away < 0) | (away >= (window or n_keys)), -math.inf)
+    return torch.einsum("grtn,gnd->grtd", scores.softmax(-1), v.double()), scores.logsumexp(-1)
+
+
+@KINDS
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes_at_the_borders_of_blocks(shape: tuple[int, int, int, int, int, int | None], dtype: torch.dtype) -> None:
+    groups, rep, n_queries, n_keys, dim, window = shape
+    random = torch.Generator().manual_seed(n_keys)
+    q = torch.randn(groups, rep, n_queries, dim, generator=random).to(dtype)
+    k, v = (torch.randn(groups, n_keys, dim, generator=random).to(dtype) for _ in range(2))
+    for causal in (False, True):
+        found, within = [], window if causal else None
+        before = torch.get_num_threads()
+        try:
+            for n in (1, 2):
+                torch.set_num_threads(n)
+                found.append(grouped(q, k, v, causal, within))
+        finally:
+            torch.set_num_threads(before)
+        (out, lse), other = found
+        assert torch.equal(out, other[0])
+        assert torch.equal(lse, other[1])
+        expected, expected_lse = truth(q, k, v, causal, within)
+        assert (out - expected).abs().max() < MOST[dtype]
+        assert (lse - expected_lse).abs().max() < 3e-5
+
+
+@KINDS
+@pytest.mark.parametrize("n_queries", [1, 5, 40])
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_no_nan_is_hidden(n_queries: int, which: str, dtype: torch.dtype) -> None:
+    """Where a number is none, the result is none: else a model with such weights would write text all the same."""
+    for n_keys, dim in ((40, 24), (700, 64)):
+        q = torch.randn(2, 2, n_queries, dim).to(dtype)
+        k, v = (torch.randn(2, n_keys, dim).to(dtype) for _ in range(2))
+        damaged = {"q": q, "k": k, "v": v}[which]
+        damaged[0].view(-1, dim)[0, 3] = math.nan
+        out, _ = grouped(q, k, v, causal=False)
+        assert torch.equal(out.isnan().any(-1), truth(q, k, v, causal=False, window=None)[0].isnan().any(-1))
+
+
+@KINDS
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_no_nan_is_hidden_among_tiles(which: str, dtype: torch.dtype) -> None:
+    q, k, v = torch.randn(2, 3, 64).to(dtype), torch.randn(4, 32, 64).to(dtype), torch.randn(4, 32, 64).to(dtype)
+    {"q": q, "k": k, "v": v}[which][..., 0] = math.nan
+    out, lse = torch.empty(12, 64, dtype=dtype), torch.empty(12)
+    cos, sin = torch.ones(3, 1, 32, dtype=dtype), torch.zeros(3, 1, 32, dtype=dtype)
+    attend_tiles(q, cos, sin, torch.arange(12) % 4, k, v, out, lse)
+    assert out.isnan().any(-1).all()
+    merged, _ = merge_slots(out.view(2, 3, 2, 64), lse.view(2, 3, 2))
+    assert merged.isnan().any(-1).all()

@@ -1,0 +1,91 @@
+"""Norms, gates and rotations against their definitions in float64, in every layout that callers have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lce.kernels.cpu import elementwise
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+MANY = elementwise.ALONE // 16  # rows of 16 numbers that several threads share
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    found: torch.dtype = request.param
+    return found
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_close(got: Tensor, expected: Tensor) -> None:
+    """Within the rounding of the result."""
+    bound = torch.finfo(got.dtype).eps * expected.abs() + 1e-6 * expected.abs().clamp(min=1)
+    assert ((got.double() - expected).abs() <= bound).all()
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.double().chunk(2, dim=-1)
+    cos, sin = cos.double(), sin.double()
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+@pytest.mark.parametrize("n", [1, 5, MANY])
+def test_the_norm_of_rows_and_of_heads(n: int, dtype: torch.dtype) -> None:
+    weight, rows = random(16, dtype=dtype, seed=2), random(n, 3, 16, dtype=dtype, seed=1)
+    for x in (rows[:, 1].contiguous(), rows[:, 1], rows.transpose(0, 1)):
+        wide = x.double()
+        expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+        got = elementwise.rms_norm(x, weight, 1e-5)
+        assert got.shape == x.shape
+        assert_close(got, expected)
+
+
+@pytest.mark.parametrize("n", [1, 5, MANY])
+def test_the_gate_of_an_mlp(n: int, dtype: torch.dtype) -> None:
+    x = random(n, 46, dtype=dtype, seed=1) * 8
+    gate, up = x.double().chunk(2, dim=-1)
+    assert_close(elementwise.silu_mul(x), F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("n", [1, 7, MANY])
+@pytest.mark.parametrize("layout", ["heads", "tokens first", "one turn", "slots", "rows"])
+def test_rotations_broadcast(n: int, layout: str, dtype: torch.dtype) -> None:
+    x, turns = random(3, n, 16, dtype=dtype, seed=1), random(2, n, 8, dtype=dtype, seed=2)
+    match layout:
+        case "tokens first":
+            x = random(n, 3, 16, dtype=dtype, seed=1).transpose(0, 1)
+        case "one turn":
+            turns = turns[:, :1]
+        case "slots":
+            x, turns = x[:, :, None], random(2, n, 4, 8, dtype=dtype, seed=2)
+        case "rows":
+            x = x[0]
+    got = elementwise.rotate(x, *turns)
+    assert got.is_contiguous()
+    assert_close(got, rotated(x, *turns))
+
+
+@pytest.mark.parametrize("n", [1, 7, MANY])
+@pytest.mark.parametrize("turned", [False, True])
+def test_append_writes_its_rows_and_no_others(n: int, turned: bool, dtype: torch.dtype) -> None:
+    joined = random(n, 5, 16, dtype=dtype, seed=1).transpose(0, 1)
+    k, v, turns = joined[1:3], joined[3:], random(2, n, 8, dtype=dtype, seed=2)
+    into = torch.zeros(2, 2, n + 4, 16, dtype=dtype)
+    elementwise.append(k, v, *into, 3, *(turns if turned else (None, None)))
+    assert torch.equal(into[0, :, 3 : n + 3], elementwise.rotate(k, *turns) if turned else k)
+    assert torch.equal(into[1, :, 3 : n + 3], v)
+    assert not into[:, :, :3].any()
+    assert not into[:, :, n + 3 :].any()
+
+
+def test_rows_behind_the_end_are_refused() -> None:
+    k, into = torch.zeros(2, 3, 16), torch.zeros(2, 8, 16)
+    for at in (-1, 6):
+        with pytest.raises(AssertionError):
+            elementwise.append(k, k, into, into.clone(), at, None, None)

@@ -1,0 +1,105 @@
+"""Products of few rows: the definition in float64, what is done on the way, and the same bits with any threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lce.kernels.cpu.compiling import MOST_ROWS
+from lce.kernels.cpu.products import product
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+EPS = 1e-5
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    found: torch.dtype = request.param
+    return found
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def truth(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm: Tensor | None = None, eps: float = 0.0,
+    gated: bool = False, onto: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """In float64."""
+    wide = x.double()
+    if norm is not None:
+        wide = wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * norm.double()
+    out = wide @ weight.double().T + (0 if bias is None else bias.double())
+    if gated:
+        gate, up = out.chunk(2, dim=-1)
+        out = F.silu(gate) * up
+    return out if onto is None else onto.double() + out
+
+
+def assert_close(got: Tensor, expected: Tensor) -> None:
+    """Within the rounding of the result, and of float32 sums of some hundred numbers."""
+    rounding = torch.finfo(got.dtype).eps
+    bound = rounding * expected.abs() + 3e-6 * expected.abs().max()
+    assert ((got.double() - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("rows", range(1, MOST_ROWS + 1))
+@pytest.mark.parametrize(("size", "n_out"), [(7, 3), (96, 130), (512, 64)])
+def test_equals_the_product_in_float64(rows: int, size: int, n_out: int, dtype: torch.dtype) -> None:
+    x, weight = random(rows, size, dtype=dtype, seed=1), random(n_out, size, dtype=dtype, seed=2)
+    assert_close(product(x, weight), truth(x, weight))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+def test_norm_bias_gate_and_sum_come_on_the_way(rows: int, with_bias: bool, gated: bool, dtype: torch.dtype) -> None:
+    x, weight = random(rows, 80, dtype=dtype, seed=1), random(140, 80, dtype=dtype, seed=2)
+    norm, bias = random(80, dtype=dtype, seed=3), random(140, dtype=dtype, seed=4) if with_bias else None
+    onto = random(rows, 70 if gated else 140, dtype=dtype, seed=5)
+    given = onto.clone()
+    got = product(x, weight, bias, norm=norm, eps=EPS, gated=gated, onto=given)
+    assert got is given
+    assert_close(got, truth(x, weight, bias, norm=norm, eps=EPS, gated=gated, onto=onto))
+
+
+def test_the_same_bits_with_any_number_of_threads(threads: None, dtype: torch.dtype) -> None:
+    x, weight = random(5, 300, dtype=dtype, seed=1), random(1000, 300, dtype=dtype, seed=2)
+    found = []
+    for n in (1, 2):
+        torch.set_num_threads(n)
+        found.append((product(x, weight), product(x[:1], weight, gated=True)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("gate", [-1e30, -200.0, -88.5, 88.5, 1e30])
+def test_a_gate_far_from_zero_neither_overflows_nor_is_lost(gate: float) -> None:
+    x, weight = torch.ones(1, 1), torch.tensor([[gate], [1.0]])
+    torch.testing.assert_close(product(x, weight, gated=True)[0, 0].item(), max(gate, 0.0), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_visible(value: float, dtype: torch.dtype) -> None:
+    x, weight = random(1, 40, dtype=dtype, seed=1), random(8, 40, dtype=dtype, seed=2)
+    weight[2, 3] = value
+    assert product(x, weight).isfinite().tolist() == [[i != 2 for i in range(8)]]
+    assert not product(x, weight, gated=True)[0, 2].isfinite()
+
+
+def test_other_shapes_and_dtypes_are_refused() -> None:
+    x, weight = torch.zeros(1, 8), torch.zeros(4, 8)
+    for wrong in ((torch.zeros(9, 8), weight), (x, torch.zeros(4, 9)), (x.half(), weight), (x, torch.zeros(8, 4).T)):
+        with pytest.raises(AssertionError):
+            product(*wrong)

@@ -1,0 +1,110 @@
+"""Packed matrices: their error, and products, rows and unpacked weights that agree with each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lce.kernels.cpu import quantised
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES = ((33, 100), (64, 256))
+# Rows of x. 1, 2, 3 and 8 have a kernel each, for each dtype and number of bits, which takes seconds to compile: two
+# dtypes at least for each. The slow test has them all.
+COUNTS = {torch.float32: (1, 2, 3, 8), torch.bfloat16: (1, 2, 8), torch.float16: (1, 3)}
+ERRORS = {8: 0.008, 4: 0.075}  # of Gaussian weights, relative
+
+
+def packed(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    parts = {
+        name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in quantised.parts(bits, *weight.shape).items()
+    }
+    matrix = parts["codes"], parts["scales"], parts.get("zeros")
+    quantised.pack(weight, *matrix)
+    return matrix
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_are_those_of_the_unpacked_weights(bits: int, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    check_products(bits, dtype, shape, COUNTS[dtype])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_of_every_number_of_rows(bits: int, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    check_products(bits, dtype, shape, (1, 2, 3, 8))
+
+
+def check_products(bits: int, dtype: torch.dtype, shape: tuple[int, int], counts: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype)
+    matrix = packed(weight, bits)
+    exact = torch.empty(shape)
+    quantised.unpack(0, exact, *matrix)
+    assert (exact - weight.float()).norm() / weight.float().norm() < ERRORS[bits]
+    tolerance = 4 * torch.finfo(dtype).eps
+    for n in counts:
+        x = torch.randn(n, shape[1]).to(dtype)
+        out = quantised.product(x, shape[0], *matrix, bias)
+        expected = x.double() @ exact.double().T + bias.double()
+        assert (out.double() - expected).norm() / expected.norm() < tolerance
+        assert torch.equal(quantised.product(x[:1], shape[0], *matrix, bias), out[:1])
+    later = torch.empty(shape[0] - 16, shape[1], dtype=dtype)
+    quantised.unpack(16, later, *matrix)
+    assert torch.equal(later, exact[16:].to(dtype))
+    ids = torch.tensor([3, 0, 32])
+    rows = torch.empty(3, shape[1], dtype=dtype)
+    quantised.rows_of(ids, rows, *matrix)
+    assert torch.equal(rows, exact[ids].to(dtype))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_what_stands_around_a_product(bits: int) -> None:
+    torch.manual_seed(0)
+    x, norm, onto = torch.randn(2, 100), torch.randn(100), torch.randn(2, 32)
+    matrix, whole = packed(torch.randn(64, 100), bits), torch.empty(64, 100)
+    quantised.unpack(0, whole, *matrix)
+    normal = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm
+    gate, up = (normal @ whole.T).chunk(2, dim=-1)
+    expected = onto + torch.nn.functional.silu(gate) * up
+    out = quantised.product(x, 64, *matrix, norm=norm, eps=1e-5, gated=True, onto=onto.clone())
+    assert (out - expected).norm() / expected.norm() < 1e-5
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_number_of_threads_changes_no_bit(bits: int) -> None:
+    torch.manual_seed(0)
+    x, matrix = torch.randn(3, 256), packed(torch.randn(320, 256), bits)
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for n_threads in (1, 2):
+            torch.set_num_threads(n_threads)
+            found.append(quantised.product(x, 320, *matrix))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("value", [0.0, 1.0, -2.5])
+def test_constant_weights(bits: int, value: float) -> None:
+    matrix, out = packed(torch.full((16, 64), value), bits), torch.empty(16, 64)
+    quantised.unpack(0, out, *matrix)
+    assert (out - value).abs().max() <= abs(value) * 0.005
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_visible(bits: int, value: float) -> None:
+    torch.manual_seed(0)
+    x, matrix = torch.randn(2, 256), packed(torch.randn(32, 256), bits)
+    x[1, 200] = value
+    out = quantised.product(x, 32, *matrix)
+    assert out[0].isfinite().all()
+    assert out[1].isnan().all()

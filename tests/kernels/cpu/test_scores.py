@@ -1,0 +1,66 @@
+"""Kernels of scores, beside PyTorch's operators in float32."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lce.kernels.cpu.scores import add_weights, best_below_top, scores_of_few
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(params=[1, 2], autouse=True)
+def threads(request: pytest.FixtureRequest) -> object:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 1, 2), (3, 1, 300, 64), (2, 4, 700, 16)])
+def test_few_queries(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
+    n_groups, n, n_keys, dim = shape
+    q, keys = (
+        torch.randn(n_groups, n, dim).to(dtype),
+        torch.randn(n_groups, n_keys + 9, dim).to(dtype)[:, 5 : n_keys + 5],
+    )
+    scores = scores_of_few(q, keys)
+    assert scores.dtype == torch.float32
+    assert (scores - q.float() @ keys.float().mT).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (600, 7), (1500, 40)])
+def test_what_tokens_are_worth(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    scores = torch.randn(shape).to(dtype)
+    wide = scores.float()
+    assert torch.equal(best_below_top(scores), (wide - wide.amax(dim=0)).amax(dim=1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("n", "n_keys", "window"), [(1, 300, 100), (1, 1, 5), (40, 40, 12), (70, 600, 300), (9, 20, 99)]
+)
+def test_weights_of_the_keys_that_are_seen(dtype: torch.dtype, n: int, n_keys: int, window: int) -> None:
+    logits, lse = torch.randn(3, n, n_keys).to(dtype), torch.rand(3, n) + 4
+    into = torch.ones(3, n_keys + 4)[:, 2:-2]
+    add_weights(logits, lse, 0.5, into, n_keys - n, window)
+    distance = (n_keys - n + torch.arange(n))[:, None] - torch.arange(n_keys)
+    unseen = (distance < 0) | (distance >= window)
+    truth = (logits.float() * 0.5 - lse[..., None]).masked_fill(unseen, -math.inf).exp().sum(dim=1)
+    assert (into - 1 - truth).abs().max() < 1e-5
+
+
+def test_the_number_of_threads_changes_no_bit() -> None:
+    q, keys = torch.randn(2, 3, 64), torch.randn(2, 3000, 64)
+    logits, lse, found = torch.randn(2, 9, 3000), torch.rand(2, 9) + 5, []
+    for n_threads in (1, 2):
+        torch.set_num_threads(n_threads)
+        into = torch.zeros(2, 3000)
+        add_weights(logits, lse, 1.0, into, 2991, 2000)
+        found.append((into, scores_of_few(q, keys), best_below_top(logits[0].T.contiguous())))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

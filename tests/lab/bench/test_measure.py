@@ -1,0 +1,153 @@
+"""A benchmark of a tiny model: every row is there, and its work is what the formulas say."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import lce
+from lce.errors import CapacityError, UsageError
+from lce.lab.bench import Bench, Ceilings, Subject, bench, measure
+from lce.lab.bench.measure import memory_of, random_text
+from tests.checkpoints import VOCAB, save_tiny
+
+WEIGHTS = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96  # of the products of one layer of the tiny model
+NORMS = 64
+
+
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose ceilings are known."""
+    found = iter([Ceilings(1e9, 2e9, 1e12, 8), Ceilings(5e8, 3e9, 2e12, 8)] * 9)
+    monkeypatch.setattr(measure, "ceilings", lambda *_: next(found))
+
+
+def test_every_method_and_length(tiny_model: Path) -> None:
+    told: list[tuple[int, int]] = []
+    method = lce.methods.LongHeads(chunk_size=8, chunks=4)
+    report = bench(
+        tiny_model, ["full", method], lengths=[16, "40"], repeats=2, new_tokens=3, profile=True,
+        progress=lambda done, total: told.append((done, total)),
+    )  # fmt: skip
+    assert told == [(done, 12) for done in range(13)]
+    assert [(row.length, row.method) for row in report.rows] == [
+        (16, "full"), (16, "longheads"), (40, "full"), (40, "longheads"),
+    ]  # fmt: skip
+    assert report.ceilings == Ceilings(1e9, 3e9, 2e12, 8)
+    assert report.methods["longheads"] == repr(method)
+    assert (report.dtype, report.window, report.repeats, report.new_tokens) == ("float32", 64, 2, 3)
+    for row in report.rows:
+        assert row.weight_bytes == 4 * (2 * WEIGHTS + 5 * NORMS + VOCAB * 64)
+        assert row.first_token.median >= 16 / row.prefill.high
+        for spread in (row.prefill, row.decode, row.first_token):
+            assert 0 < spread.low <= spread.median <= spread.high
+        assert row.decode_share == pytest.approx((row.weight_bytes + row.cache_bytes) * row.decode.median / 1e9)
+        assert row.prefill_share == pytest.approx(row.prefill_flops / row.length * row.prefill.median / 2e12)
+    full = report.rows[2]
+    assert full.cache_bytes == 2 * 2 * 2 * 16 * 4 * (40 + 3 + 1)  # K and V, layers, heads, tokens; see `Bench._count`
+    assert full.prefill_flops == 2 * (40 * 2 * WEIGHTS + 64 * VOCAB) + 2 * 4 * 4 * 16 * 40 * 41 / 2
+    assert full.warning is None
+    steps = [(times.length, times.method, times.step) for times in report.profile]
+    assert steps == [(row.length, row.method, step) for row in report.rows for step in ("decode", "prefill")]
+    assert all(times.total_s > 0 and times.seconds["products"] > 0 for times in report.profile)
+    assert [times.tokens for times in report.profile[:4]] == [1, 2048, 1, 512]
+
+
+def test_methods_share_the_weights(tiny_model: Path) -> None:
+    started = Bench(tiny_model, ["full", "streaming", lce.methods.Streaming(sinks=2)], lengths=[8])
+    assert len({id(subject.engine.model) for subject in started.subjects.values()}) == 1
+    assert list(started.subjects) == ["full", "streaming", "Streaming(sinks=2, local=62)"]
+
+
+def test_weights_are_shared_with_the_same_model_alone(tiny_model: Path, tmp_path: Path) -> None:
+    engine, other = lce.load(tiny_model), save_tiny(tmp_path, seed=1)
+    shared = lce.load(tiny_model, "longheads", sharing=engine)
+    assert shared.model is engine.model
+    assert shared.generate([5, 6], max_tokens=4).token_ids == engine.generate([5, 6], max_tokens=4).token_ids
+    with pytest.raises(UsageError, match="another model"):
+        lce.load(other, sharing=engine)
+    with pytest.raises(UsageError, match=r"in torch\.float32 on cpu; expected torch\.bfloat16"):
+        lce.load(tiny_model, sharing=engine, dtype="bfloat16")
+    with pytest.raises(UsageError, match="sharing is 'demo'"):
+        lce.load(tiny_model, sharing="demo")  # type: ignore[arg-type]
+
+
+def test_what_was_measured_survives_an_interruption(tiny_model: Path) -> None:
+    started = Bench(tiny_model, ["full", "streaming"], lengths=[8], repeats=1, new_tokens=2)
+
+    def interrupt(done: int, total: int) -> None:
+        if done == 3:  # two that do not count, and the first that does
+            raise KeyboardInterrupt
+
+    assert list(started.report.rows) == []
+    with pytest.raises(KeyboardInterrupt):
+        started.run(interrupt)
+    assert [row.method for row in started.report.rows] == ["full"]
+
+
+def test_an_end_token_ends_no_measurement(tiny_model: Path) -> None:
+    """Of a model that ends its text at every other token, as many steps are timed as of any other."""
+    engine = lce.load(tiny_model)
+    subject = Subject(engine)
+    context, first = subject.prefill(8, 60)
+    plain = engine.generate([], context=context.fork(), max_tokens=20).token_ids
+    ends = lce.load(tiny_model, sharing=engine)
+    ends._eos_ids = frozenset(plain[3::2])
+    subject, calls = Subject(ends), []
+    generate = ends.generate
+
+    def counted(*args: object, **options: object) -> lce.Generation:
+        result: lce.Generation = generate(*args, **options)  # type: ignore[call-overload]
+        calls.append(result)
+        return result
+
+    ends.generate = counted  # type: ignore[method-assign,assignment]
+    context, first = subject.prefill(8, 60)
+    assert subject.decode(context, 20, first) > 0
+    timed = sum(call.stats.generated_tokens - (call.finish_reason != "stop") for call in calls[1:])
+    assert len(calls) > 2
+    assert timed == 20
+
+
+def test_texts_are_random_and_repeatable(tiny_model: Path) -> None:
+    engine = lce.load(tiny_model)
+    text = random_text(engine)
+    assert text(50)[:20] == text(20)
+    assert random_text(engine, seed=1)(20) != text(20)
+    assert 0 <= min(text(999)) <= max(text(999)) < VOCAB
+
+
+def test_shared_memory_counts_once() -> None:
+    joined = torch.zeros(6, 4)
+    holder = SimpleNamespace(w={"q": joined[:2], "k": joined[2:3], "qkv": joined}, other=[np.zeros(5, np.int8)])
+    assert memory_of(vars(holder), joined) == 6 * 4 * 4 + 5
+    assert memory_of(joined[:2], joined[4:]) == 4 * 4 * 4
+    assert memory_of("nothing", None) == 0
+
+
+def test_what_cannot_be_measured(tiny_model: Path) -> None:
+    with pytest.raises(CapacityError, match=r"need 256\.0 KiB of memory") as error:
+        Bench(tiny_model, lengths=[300], new_tokens=4, kv_host_budget="128KiB")
+    assert error.value.__notes__ == ["this is what full is measured with at a length of 300"]
+    with pytest.raises(UsageError, match="did you mean 'longheads'"):
+        Bench(tiny_model, ["longhead"])
+    with pytest.raises(UsageError, match="nothing to measure"):
+        Bench(tiny_model, [])
+    for options in (
+        {"lengths": [0]}, {"lengths": "8,16"}, {"lengths": None}, {"lengths": {8}}, {"repeats": 0},
+        {"new_tokens": "many"}, {"seed": -1}, {"seed": "x"}, {"methods": 5}, {"methods": [None]},
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match="expected"):
+            Bench(tiny_model, **options)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="progress is 3"):
+        bench(tiny_model, lengths=8, progress=3)  # type: ignore[arg-type]
+
+
+def test_a_report_is_data(tiny_model: Path) -> None:
+    report = bench(tiny_model, lengths=[4], repeats=1, new_tokens=1)
+    assert dataclasses.asdict(report)["rows"][0]["decode"]["low"] > 0

@@ -1,0 +1,214 @@
+"""Every benchmark reads files of its own layout, asks as published, and scores what it wrote; docs and code agree."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lce.errors import DataError, UsageError
+from lce.lab.eval.metrics import METRICS
+from lce.lab.eval.published import SUITES, Suite, find, reading
+from lce.lab.eval.published.base import Item, Tokens
+from lce.lab.eval.published.reading import Row
+from lce.lab.eval.published.scoring import score_file, scored
+from tests.lab.eval.published.layouts import LAYOUTS, write
+
+ROOT = Path(__file__).parents[4]
+LETTERS = Tokens(lambda text: [0, *map(ord, text)], lambda text: [*map(ord, text)], lambda ids: "".join(map(chr, ids)))
+
+
+def items(folder: Path, suite: str, task: str, variant: str = "") -> list[Item]:
+    return list(find(suite).items(folder, find(suite).task(task), variant, LETTERS))
+
+
+def test_file_registry_and_docs_agree() -> None:
+    page = (
+        (ROOT / "docs" / "evaluation.md")
+        .read_text(encoding="utf-8")
+        .partition("## Published benchmarks")[2]
+        .partition("\n## ")[0]
+    )
+    assert re.findall(r"^\| `([\w-]+)` \|", page, re.MULTILINE) == list(SUITES)
+    folder = ROOT / "lce" / "eval" / "published"
+    others = {"__init__", "base", "reading", "asking", "scoring", "running", "haystack"}
+    homes = {type(suite).__module__.rpartition(".")[2] for suite in SUITES.values()}
+    assert homes == {path.stem for path in folder.glob("*.py")} - others
+    for suite in SUITES.values():
+        assert all(metric in METRICS for task in suite.tasks for metric in task.metrics)
+        assert suite.source in page
+
+
+def test_unknown_names_get_the_nearest() -> None:
+    with pytest.raises(UsageError, match="did you mean 'longbench'"):
+        find("longbnch")
+    with pytest.raises(UsageError, match="did you mean 'qasper'"):
+        find("longbench").task("qaspr")
+    with pytest.raises(UsageError, match="did you mean '0shot'"):
+        find("longbench-v2").variant("0sht")
+    with pytest.raises(UsageError, match="there is one set"):
+        find("ruler").variant("x")
+
+
+@pytest.mark.parametrize(("suite", "task"), [(suite, task) for suite, tasks in LAYOUTS.items() for task in tasks])
+def test_a_perfect_answer_scores_100(tmp_path: Path, suite: str, task: str) -> None:
+    """Its answer, written in the benchmark's own layout of predictions and read again."""
+    if task in ("gov_report", "vcsum", "news_summ", "longbook_sum_eng"):
+        pytest.importorskip("rouge_score" if suite != "longbench" else "rouge")
+    write(tmp_path, suite, task)
+    own, of = find(suite), find(suite).task(task)
+    found = items(tmp_path, suite, task)
+    assert found
+    assert of in own.present(tmp_path)
+    path = tmp_path / f"{task}.jsonl"
+    lines = [own.prediction(item, LAYOUTS[suite][task].perfect(item)) for item in found]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    score = score_file(own, path)
+    assert (score.task, score.samples, score.score) == (task, len(found), pytest.approx(100, abs=1e-4))
+    worst = scored(of, (x for line in [own.prediction(item, "") for item in found] for x in _reread(own, of, line)))
+    assert worst is not None
+    assert worst.score < 100
+
+
+def _reread(own: Any, task: Any, line: dict[str, Any]) -> Any:
+    return own.answered(Row(line, "a line"), 0, task)
+
+
+def test_the_prompts_of_longbench(tmp_path: Path) -> None:
+    write(tmp_path, "longbench", "trec")
+    (item,) = items(tmp_path, "longbench", "trec")
+    assert item.prompt == (
+        "Please determine the type of the question below. Here are some examples of questions.\n\n"
+        "Question: {b}\nType: City\nQuestion: a?\nType:"
+    )
+    assert (item.template, item.fixed, item.max_tokens) == ("none", True, 64)
+    assert item.answers == ("City", "", "City", "Person")
+    assert item.sample.document.endswith("Type: City")
+
+
+def test_longbench_e_has_lengths(tmp_path: Path) -> None:
+    write(tmp_path, "longbench-e", "qasper")
+    assert [item.group for item in items(tmp_path, "longbench-e", "qasper")] == ["0-4k", "4-8k", "8k+"]
+
+
+def test_longbench_averages_over_categories() -> None:
+    scores = {task.name: 10.0 for task in find("longbench").tasks} | {"lcc": 70.0}
+    found = find("longbench").averages(scores)
+    assert found["average (English)"] == pytest.approx((5 * 10 + 40) / 6)
+    assert found["average (Chinese)"] == pytest.approx((5 * 10 + 40) / 6)
+    assert find("longbench").averages({"lcc": 1.0}) == {}
+
+
+def test_infinitebench_finds_the_call_and_the_letter(tmp_path: Path) -> None:
+    write(tmp_path, "infinitebench", "code_run")
+    write(tmp_path, "infinitebench", "code_debug")
+    write(tmp_path, "infinitebench", "math_find")
+    (item,) = items(tmp_path, "infinitebench", "code_run")
+    assert item.prompt.startswith("There is a function called func_1 in the following Python code.\n\ndef")
+    assert item.prompt.endswith("Please compute the exact value of func_1(-3). The value of func_1(-3) is")
+    (item,) = items(tmp_path, "infinitebench", "code_debug")
+    assert item.answers == ("beta", "B")
+    (item,) = items(tmp_path, "infinitebench", "math_find", "gpt4")
+    assert item.before == "What is the smallest number in the following list?\n\n"
+
+
+def test_leval_asks_about_a_document_and_about_the_world(tmp_path: Path) -> None:
+    write(tmp_path, "l-eval", "sci_fi")
+    loyalty, fact = items(tmp_path, "l-eval", "sci_fi")
+    assert loyalty.before + loyalty.context == "Document is as follows. The story."
+    assert (loyalty.answers, fact.answers) == (("true",), ("false",))
+    assert fact.prompt.startswith("Is it so, based on the real-world knowledge")
+    (published,) = _reread(find("l-eval"), find("l-eval").task("tpo"), {"evaluation": "exam", "gt": "A", "x_pred": "A"})
+    assert published.prediction == "A"
+    assert not list(_reread(find("l-eval"), find("l-eval").task("tpo"), {"evaluation": "human"}))
+
+
+def test_needlebench_puts_needles_at_depths(tmp_path: Path) -> None:
+    write(tmp_path, "needlebench", "single_en")
+    found = items(tmp_path, "needlebench", "single_en", "4k")
+    assert len(found) == 10 * 4 * 11
+    first, last = found[0], found[10]
+    assert (first.depth, last.depth, first.group) == (0, 1, "1000")
+    needle = f"\nNeedle {first.answers[0][1:]} is {first.answers[0]}.\n"
+    assert first.context.startswith(needle)
+    assert last.context.endswith(needle)
+    assert len(first.context) == 1000 - 500
+    write(tmp_path, "needlebench", "multi_reasoning_3_en")
+    chain = items(tmp_path, "needlebench", "multi_reasoning_3_en", "4k")[5]
+    assert len(set(re.findall(r"Name\d+", chain.context))) == 3 + 1
+    assert chain.answers[0] in chain.context
+    with pytest.raises(UsageError, match="tokenizer"):
+        next(find("needlebench").items(tmp_path, find("needlebench").task("single_en")))
+
+
+def test_opencompass_writes_one_object(tmp_path: Path) -> None:
+    path = tmp_path / "Length1000Depth0_origin_en_4k.json"
+    entries = [{"prediction": "k1", "gold": "\nNeedle*k1"}, {"prediction": "", "gold": "n*k"}]
+    path.write_text(json.dumps({str(number): entry for number, entry in enumerate(entries)}))
+    assert score_file(find("needlebench"), path).score == 50
+
+
+def test_counting_stars_reads_what_was_corrected(tmp_path: Path) -> None:
+    write(tmp_path, "counting-stars", "reasoning_en")
+    (item,) = items(tmp_path, "counting-stars", "reasoning_en")
+    assert item.answers == ("5/6", "9/8")
+    own, task = find("counting-stars"), find("counting-stars").task("reasoning_en")
+    known = list(range(1, 33))
+    (published,) = _reread(own, task, {"answer": "", "reference_counting_results": known})
+    assert published.answers[:2] == ("1/16", "2/116")
+    with pytest.raises(DataError, match="does not tell the counts that are corrected"):
+        list(_reread(own, task, {"answer": "", "reference_counting_results": [5, 9]}))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"context": "x"}\n', "line 1 of .* has no 'input'"),
+        (b'{"context": 1, "input": "x", "answers": ["a"]}', "'context' of line 1 .* is 1; expected a text"),
+        (b'{"context": "x", "input": "x", "answers": []}', "'answers' of line 1"),
+        (b'{"context": "x", "input": "x", "answers": ["\xff"]}', "byte 44 is not UTF-8"),
+        (b"[1]\n", "line 1 .* expected a JSON object"),
+        (b"", "is empty"),
+        (b"\n \n", "is empty"),
+        (b'\n{"context"', "line 2 .* not valid JSON"),
+    ],
+)
+def test_broken_files_are_refused_in_one_line(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "qasper.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        items(tmp_path, "longbench", "qasper")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
+def test_a_missing_file_says_what_goes_where(tmp_path: Path, suite: Suite) -> None:
+    with pytest.raises(DataError) as one:
+        suite.present(tmp_path)
+    with pytest.raises(DataError) as other:
+        list(suite.items(tmp_path, suite.tasks[0], "", LETTERS))
+    for message in (str(one.value), str(other.value)):
+        assert suite.layout in message
+        assert suite.data in message
+
+
+def test_two_files_of_one_task_are_refused(tmp_path: Path) -> None:
+    for length in (64000, 128000):
+        (tmp_path / f"Counting_Stars_EN_acquisition_{length}_32_32.jsonl").touch()
+    with pytest.raises(DataError, match="are both of one task"):
+        items(tmp_path, "counting-stars", "acquisition_en")
+
+
+def test_pipes_and_endless_lines_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "qasper.jsonl"
+    os.mkfifo(path)
+    with pytest.raises(DataError, match=r"is a FIFO; expected a regular file"):
+        items(tmp_path, "longbench", "qasper")
+    path.unlink()
+    path.write_bytes(b" " * 200)
+    monkeypatch.setattr(reading, "LONGEST_LINE", 100)
+    with pytest.raises(DataError, match=r"line 1 of .* is longer than 100 bytes"):
+        items(tmp_path, "longbench", "qasper")

@@ -1,0 +1,75 @@
+"""Every task makes puzzles whose answers follow from the statements that it names."""
+
+import re
+from random import Random
+
+import pytest
+
+from lce.lab.eval.metrics import METRICS
+from lce.lab.eval.tasks import TASKS
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_an_answer_is_scored_as_right_and_stands_in_its_facts(name):
+    task = TASKS[name]()
+    for seed in range(20):
+        puzzle = task.puzzle(Random(seed), 20)
+        assert puzzle == task.puzzle(Random(seed), 20)
+        for question in puzzle.questions:
+            assert METRICS[task.metric](" " + question.answer + ". The", question.answers) == 1
+            assert METRICS[task.metric](" zzz.", question.answers) < 0.5
+            text = " ".join(puzzle.statements[i] for i in question.facts)
+            assert all(word in text for word in re.findall(r"\w+", question.answer) if word not in ("and", "in"))
+
+
+def test_whereabouts_agrees_with_a_replay_of_its_story():
+    for seed in range(200):
+        puzzle = TASKS["whereabouts"]().puzzle(Random(seed))
+        place, held, lies, had = {}, {}, {}, {}
+        for statement in puzzle.statements:
+            name, *_, last = statement.rstrip(".").split()
+            if "moved" in statement:
+                place[name] = last
+            elif "picked" in statement:
+                assert lies.pop(last, place[name]) == place[name]
+                held[last] = had[last] = name
+            else:
+                assert held.pop(last) == name
+                lies[last] = place[name]
+        for question in puzzle.questions:
+            thing = question.text.split(",")[0].split()[-1]
+            assert question.answers == (had[thing], place[held[thing]] if thing in held else lies[thing])
+
+
+def test_variables_and_walks_follow_the_links():
+    for seed in range(50):
+        puzzle = TASKS["variables"]().puzzle(Random(seed))
+        values = {}
+        for statement in puzzle.statements:
+            _, source, _, name = statement.rstrip(".").split()
+            values[name] = values.get(source, source)
+        for question in puzzle.questions:
+            value = question.text.split("?")[0].split()[-1]
+            assert sorted(question.answers) == sorted(name for name in values if values[name] == value)
+        puzzle = TASKS["walk"]().puzzle(Random(seed), 30)
+        after = dict(re.findall(r"([\w ]+) leads to ([\w ]+)", "".join(puzzle.statements)))
+        for question in puzzle.questions:
+            at, path = question.text.split("from ")[1].split(".")[0], []
+            for _ in range(3):
+                path.append(at := after[at])
+            assert tuple(path) == question.answers
+
+
+def test_common_and_frequent_words_are_the_most_counted_ones():
+    for name in ("common_words", "frequent_words"):
+        for seed in range(20):
+            puzzle = TASKS[name]().puzzle(Random(seed), 150)
+            words = [statement.rstrip(",") for statement in puzzle.statements]
+            counts = sorted((words.count(word) for word in set(words)), reverse=True)
+            assert sorted((words.count(word) for word in puzzle.questions[0].answers), reverse=True) == counts[:3]
+
+
+def test_long_texts_have_more_keys_and_nodes_than_short_names_can_tell_apart():
+    for name, n in (("pairs", 12_000), ("walk", 8_000)):
+        statements = TASKS[name]().puzzle(Random(0), n).statements
+        assert len({re.sub(" (has|leads to) .*", "", statement) for statement in statements}) == n

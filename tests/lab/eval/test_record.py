@@ -1,0 +1,293 @@
+"""A record of answers: what is asked once is not asked again."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lce
+from lce.errors import CapacityError, DataError, LceError
+from lce.lab.eval.passkey import evaluate
+from lce.lab.eval.perplexity import Loss, Losses
+from lce.lab.eval.record import Answer, Record, text_hash
+from lce.lab.eval.spelling import spellings, without_new
+from tests.command import assert_error, run
+from tests.interrupts import interrupted, places
+
+
+def test_an_interrupted_evaluation_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, file = lce.load("demo"), tmp_path / "answers"
+    whole = evaluate(engine, length=200, n=6)
+
+    def interrupt(done: int, n: int) -> None:
+        if done == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(engine, length=200, n=6, record=Record(file), progress=interrupt)
+    file.write_bytes(file.read_bytes()[:-9])  # the fourth answer was cut short
+    asked = []
+    generate = type(engine).generate
+    monkeypatch.setattr(
+        type(engine), "generate", lambda self, prompt, **kw: asked.append(prompt) or generate(self, prompt, **kw)
+    )
+    assert evaluate(engine, length=200, n=6, record=Record(file)) == whole
+    assert len(asked) == 3
+    assert evaluate(engine, length=200, n=6, record=Record(file)) == whole
+    assert len(asked) == 3
+    assert len(file.read_text().splitlines()) == 6
+    for other in ({"seed": 1}, {"n": 5}, {"length": 201}, {"filler": "noise"}):
+        evaluate(engine, **{"length": 200, "n": 6, "record": Record(file)} | other)
+    assert len(asked) == 3 + 6 + 5 + 6 + 6
+    evaluate(lce.load("demo", method="streaming"), length=200, n=6, record=Record(file))
+    assert len(asked) == 3 + 6 + 5 + 6 + 6 + 6
+
+
+def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "answers"
+    file.write_text("some text\n")
+    with pytest.raises(
+        DataError, match="no record of answers: line 1 is 'some text'; correct the line, or name another"
+    ):
+        Record(file)
+    file.write_text(json.dumps({"right": "yes"}) + "\n")
+    with pytest.raises(DataError, match="no record"):
+        Record(file)
+    with pytest.raises(DataError, match="is a folder"):
+        Record(tmp_path)
+    record = Record(tmp_path / "none" / "answers")
+    for use in (record.prepare, lambda: record.add({}, Answer(True))):
+        with pytest.raises(DataError, match=r"cannot write .*No such file or directory; name another file"):
+            use()
+
+
+SAMPLE = {"task": "t", "index": 1, "engine": "Engine(X(a=1), window=8)"}
+LINE = json.dumps({**SAMPLE, "right": True}) + "\n"
+
+
+def test_the_texts_are_kept(tmp_path: Path) -> None:
+    engine, file = lce.load("demo"), tmp_path / "answers"
+    evaluate(engine, length=100, n=2, record=Record(file))
+    for line in map(json.loads, file.read_text().splitlines()):
+        assert line["answer"].strip().startswith(line["expected"]) == line["right"]
+        assert len(line["expected"]) == 5
+        assert len(line["prompt"]) == 16
+
+
+def test_an_answer_to_another_prompt_is_not_given(tmp_path: Path) -> None:
+    file = tmp_path / "answers"
+    answer = Answer(True, text_hash("the prompt"), "x", "\x00 \ud800 y")
+    Record(file).add(SAMPLE, answer)
+    assert Record(file).given(SAMPLE, "the prompt") == answer
+    assert Record(file).given(SAMPLE, "another prompt") is None
+    assert Record(file).given({**SAMPLE, "index": 2}, "the prompt") is None
+
+
+def test_lines_without_texts_are_read(tmp_path: Path) -> None:
+    (tmp_path / "answers").write_text(LINE)
+    assert Record(tmp_path / "answers").given(SAMPLE, "any prompt") == Answer(True)
+
+
+def test_the_published_answers_are_readable() -> None:
+    record = Record(Path(lce.__file__).parent.parent / "benchmarks" / "answers.jsonl")
+    assert record.values("task") == {"passkey"}
+    assert len(record.values("engine")) >= 9
+
+
+def test_a_knob_that_came_later_does_not_change_what_was_asked(tmp_path: Path) -> None:
+    """The line was written when `longheads` had no `placement` and no `share`."""
+    engine, file = lce.load("demo", "longheads"), tmp_path / "answers"
+    evaluate(engine, length=100, n=1, record=Record(file))
+    text = file.read_text()
+    older = text.replace("placement='side_by_side', ", "").replace("share='head', ", "")
+    assert len(older) < len(text)
+    file.write_text(older)
+    evaluate(engine, length=100, n=1, record=Record(file))
+    assert file.read_text() == older, "not asked again"
+    evaluate(lce.load("demo", lce.methods.LongHeads(share="group")), length=100, n=1, record=Record(file))
+    assert len(file.read_text().splitlines()) == 2
+
+
+def test_a_knob_that_came_later_counts_where_the_method_has_no_plain_defaults(tmp_path: Path) -> None:
+    """`esa` needs maps, which no defaults have. The line was written when it had no `top_p`."""
+    file, engines = tmp_path / "answers", [lce.load("demo", lce.methods.ESA(top_p=p)) for p in (None, 0.5)]
+    evaluate(engines[0], length=100, n=1, record=Record(file))
+    file.write_text(file.read_text().replace(", top_p=None", ""))
+    for engine in engines:
+        evaluate(engine, length=100, n=1, record=Record(file))
+    lines = file.read_text().splitlines()
+    assert ["top_p" in line.partition('"engine": ')[2].partition("window=")[0] for line in lines] == [False, True]
+
+
+def test_the_published_answers_are_those_of_todays_methods() -> None:
+    """Of methods that got knobs since, `dca` one whose default depends on the window."""
+    record = Record(Path(lce.__file__).parent.parent / "benchmarks" / "answers.jsonl")
+    for name in ("dca", "longheads", "streaming"):
+        engine = lce.load("demo", name)
+        spelled = [spelling["engine"] for spelling in spellings(record, engine)]
+        assert len(record.values("engine") & set(spelled)) == 1
+    text, line = "X(a=1, b=None, c=3)", "X(a=1)"
+    owner = dataclasses.make_dataclass("X", [("a", int, 1), ("b", int | None, None), ("c", int, 3)])
+    assert without_new(text, line, owner(1, None, 3), owner()) == line
+    assert without_new(text, line, owner(1, None, 3), owner(c=4)) == "X(a=1, c=3)"
+
+
+@pytest.mark.parametrize("cut", [*range(0, len(LINE), 7), len(LINE) - 1])
+def test_a_line_cut_anywhere_is_overwritten_and_others_stay(cut: int, tmp_path: Path) -> None:
+    file = tmp_path / "answers"
+    file.write_text(LINE + LINE.replace("1", "2")[:cut])
+    record = Record(file)
+    record.add({**SAMPLE, "index": 3}, Answer(False))
+    first, second = file.read_text().splitlines(keepends=True)
+    assert first == LINE
+    assert json.loads(second)["index"] == 3
+
+
+@pytest.mark.parametrize(
+    "line", ["", "null", "[]", "3", '"x"', "{}", '{"right": 1}', '{"right": null}', "[" * 10**5, "{", "\x00", "\ud800",
+             '{"right": true, "answer": 3}', '{"right": true, "prompt": []}', "x" * 10**6]
+)  # fmt: skip
+def test_a_damaged_line_is_named(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "answers"
+    file.write_bytes((LINE + line + "\n" + LINE).encode("utf-8", "surrogatepass"))
+    with pytest.raises(DataError, match="is no record of answers: line 2 is ") as caught:
+        Record(file)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 500
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever part of the line is written before the disk is full."""
+    file = tmp_path / "answers"
+    file.write_text(LINE)
+    record, real = Record(file), os.pwrite
+    for part in range(0, len(LINE), 5):
+        written: Iterator[int] = iter([part])
+
+        def pwrite(descriptor: int, data: bytes, offset: int, written: Iterator[int] = written) -> int:
+            n = next(written, None)
+            if n is None:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(descriptor, data[:n], offset)
+
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        with pytest.raises(CapacityError, match="answers: No space left on device"):
+            record.add({**SAMPLE, "index": 9}, Answer(True))
+        assert file.read_text() == LINE
+    monkeypatch.undo()
+    assert record.given({**SAMPLE, "index": 9}, "") is None
+    record.add({**SAMPLE, "index": 9}, Answer(True))
+    assert len(file.read_text().splitlines()) == 2
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of a file that is closed with its object
+def test_ctrl_c_anywhere_leaves_whole_lines(tmp_path: Path) -> None:
+    """Two answers are added in one go: after an interruption the file has neither or both, and takes them again."""
+    two = [({**SAMPLE, "index": index}, Answer(True)) for index in (8, 9)]
+
+    def record(name: str) -> Record:
+        (tmp_path / name).write_text(LINE)
+        return Record(tmp_path / name)
+
+    first = record("first")
+    for number, (place, nth) in enumerate(places(lambda: first.add_all(two), 1, "record.py")):
+        stopped = record(str(number))
+        interrupted(lambda stopped=stopped: stopped.add_all(two), place, nth)  # type: ignore[misc]
+        assert stopped.path.read_text() in (LINE, first.path.read_text())
+        Record(stopped.path).add_all(two)
+        assert set(stopped.path.read_text().splitlines()) == set(first.path.read_text().splitlines())
+
+
+def test_what_is_no_regular_file_is_refused_before_any_work(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "answers").write_text(LINE)
+    (tmp_path / "link").symlink_to("answers")
+    for name in (tmp_path / "pipe", tmp_path / "link", tmp_path, Path("/dev/full"), Path("/dev/zero")):
+        args = ("eval", "passkey", "--model", "none", "--lengths", "100", "--record", name)
+        assert_error(run(*args), 3, str(name), "expected a regular file")
+    with open(tmp_path / "large", "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(DataError, match="bytes; expected"):
+        Record(tmp_path / "large")
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_model_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, asked = lce.load("demo"), []
+    monkeypatch.setattr(type(engine), "generate", lambda *_, **__: asked.append(1))
+    with pytest.raises(LceError, match="cannot write"):
+        evaluate(engine, length=100, n=1, record=Record(tmp_path / "none" / "answers"))
+    assert asked == []
+
+
+def test_two_processes_add_to_one_file(tmp_path: Path) -> None:
+    file = tmp_path / "answers"
+    script = (
+        "import sys\nfrom lce.lab.eval.record import Answer, Record\nrecord = Record(sys.argv[1])\n"
+        "for i in range(40): record.add({'who': sys.argv[2], 'index': i}, Answer(True, answer='x' * 5000))\n"
+    )
+    both = [subprocess.Popen([sys.executable, "-c", script, str(file), who]) for who in "ab"]
+    assert [process.wait(timeout=60) for process in both] == [0, 0]
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert sorted((line["who"], line["index"]) for line in lines) == [(who, i) for who in "ab" for i in range(40)]
+
+
+def test_a_lock_that_stays_is_an_error_and_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lce.lab.eval.record.LOCK_PAUSE_S", 0.001)
+    file = tmp_path / "answers"
+    file.write_text(LINE)
+    with file.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match="is being written by another process"):
+            Record(file).add(SAMPLE, Answer(True))
+        threading.Timer(0.02, fcntl.flock, (held, fcntl.LOCK_UN)).start()
+        Record(file).add({**SAMPLE, "index": 2}, Answer(True))
+    assert len(file.read_text().splitlines()) == 2
+
+
+def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+    file = tmp_path / "answers"
+    for record, found in (
+        (Record(file), Answer(True, score=float("nan"))),
+        (Losses(file), Loss(float("nan"), 8)),
+    ):
+        with pytest.raises(DataError, match=r"cannot record .*nan.*: a number is NaN or"):
+            record.add(SAMPLE, found)
+    assert not file.exists()
+
+
+def test_a_record_of_another_kind_is_called_what_it_is_not(tmp_path: Path) -> None:
+    file = tmp_path / "answers"
+    file.write_text(LINE)
+    with pytest.raises(DataError, match="is no record of losses: line 1"):
+        Losses(file)
+
+
+def test_the_command_takes_one(tmp_path: Path) -> None:
+    file = tmp_path / "answers"
+    args = ("eval", "passkey", "--model", "demo", "--lengths", "100", "--samples", "2", "--record", file)
+    first, second = run(*args), run(*args)
+    assert (first.exit_code, first.stdout) == (0, second.stdout)
+    assert len(file.read_text().splitlines()) == 2
+    file.write_text("{}\n")
+    assert_error(run(*args, "--json"), 3, "no record of answers")
+
+
+@pytest.mark.parametrize("text", ["some notes", '{"name": "a config"}', "{}", "x\n", '{"task": 3}\nnotes', "\0" * 9])
+def test_another_file_is_refused_and_stays_as_it_is(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text(text)
+    with pytest.raises(DataError, match="is no record of answers: line"):
+        Record(file)
+    assert file.read_text() == text

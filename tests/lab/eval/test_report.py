@@ -1,0 +1,218 @@
+"""Reports: several files as one, what cells are called, ceilings, and what does not discriminate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lce
+from lce.errors import LceError
+from lce.lab.eval.report import Place, Report
+from lce.lab.eval.scores import wilson
+
+PUBLISHED = Path(lce.__file__).parent.parent / "benchmarks" / "answers.jsonl"
+FULL = "Engine(Full(), window=512, block=2048, cpu, torch.float32)"
+QUEST = "Engine(Quest(page=16, budget=128), window=512, block=512, cpu, torch.float32)"
+ROPE = "RopeConfig(kind='none', theta=10000.0, factor=1.0)"
+
+
+def line(index: int, score: float = 1, **more: Any) -> dict[str, Any]:
+    sample = {
+        "task": "made",
+        "filler": "prose",
+        "length": 512,
+        "samples": 4,
+        "seed": 0,
+        "model": "abcdef0123",
+        "engine": FULL,
+    }
+    told = {
+        "right": score == 1,
+        "score": score,
+        "method": "full",
+        "window": 512,
+        "document": index,
+        "checkpoint": "m/tiny",
+    }
+    return {**sample, "rope": ROPE, "index": index, **told, **more}  # fmt: skip
+
+
+def file(path: Path, *lines: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    return path
+
+
+def test_shards_make_the_report_of_one_file_in_any_order(tmp_path: Path) -> None:
+    lines = [
+        line(i, i / 7, length=length, engine=engine, method=method)
+        for i in range(8) for length in (512, 1024) for engine, method in ((FULL, "full"), (QUEST, "quest"))
+    ]  # fmt: skip
+    whole = Report.read([file(tmp_path / "whole", *lines)])
+    first, second = (file(tmp_path / str(n), *(each for each in lines if each["index"] % 2 == n)) for n in (0, 1))
+    parts = Report.read([second, first, second])
+    assert parts.conflicts == 0
+    (table,), (other,) = whole.tables, parts.tables
+    assert {place: cell.score for place, cell in table.cells.items()} == {
+        place: cell.score for place, cell in other.cells.items()
+    }
+    assert (table.group.model, table.lengths, len(table.cells)) == ("tiny abcdef01", [512, 1024], 4)
+    changed = Report.read([first, file(tmp_path / "changed", {**lines[0], "score": 0.5, "right": False})])
+    assert changed.conflicts == 1
+    assert changed.tables[0].cells[Place("full", 512)].score.mean == other_mean(lines)
+
+
+def other_mean(lines: list[dict[str, Any]]) -> float:
+    """The mean of the first shard's `full` at 512."""
+    scores = [x["score"] for x in lines if x["engine"] == FULL and x["length"] == 512 and x["index"] % 2 == 0]
+    return pytest.approx(sum(scores) / len(scores))  # type: ignore[return-value]
+
+
+def test_engines_are_told_apart_by_what_differs(tmp_path: Path) -> None:
+    """A knob that a line does not have, because it is older, counts as its default."""
+    old = "Engine(LongHeads(chunk_size=16, chunks=32), window=512, block=512, cpu, torch.float32)"
+    new = old.replace("chunks=32", "chunks=32, placement='side_by_side'")
+    engines = [old, new, new.replace("side_by_side", "true"), FULL]
+    lines = [line(i, engine=engine, method=None if engine == old else "full" if engine == FULL else "longheads")
+             for i, engine in enumerate(engines)]  # fmt: skip
+    scaled = line(9, rope="RopeConfig(kind='linear', theta=10000.0, factor=4.0)", weights="int8")
+    (table,) = Report.read([file(tmp_path / "record", *lines, scaled)]).tables
+    assert table.methods == [
+        "longheads placement=side_by_side", "longheads placement=true", "full rope=none", "full rope=linear x4",
+    ]  # fmt: skip
+
+
+def test_few_knobs_tell_published_engines_apart() -> None:
+    names = [name for name in Report.read([PUBLISHED]).tables[0].methods if name.startswith("esa")]
+    assert names == [
+        f"esa eps={x}" for x in ("1 compress=calibrated", "1 compress=none", "1 compress=pca", "3 compress=calibrated")
+    ]
+
+
+def test_tasks_that_do_not_discriminate_say_why(tmp_path: Path) -> None:
+    def table(*scores: float, **more: Any) -> Any:
+        ceiling = [line(i, score, length=500, ceiling=True, **more) for i, score in enumerate(scores)]
+        cells = ((1024, QUEST, "quest"), (1024, FULL, "full"), (2048, QUEST, "quest"))
+        asked = [line(i, 1, length=n, engine=engine, method=method) for i in range(20) for n, engine, method in cells]
+        return Report.read([file(tmp_path / "record", *ceiling, *asked)]).tables[0]
+
+    assert (fine := table(*[1.0] * 19, 0.0)).discriminates
+    assert fine.ceiling == (500, fine.ceilings[Place("full", 500)].score)
+    assert fine.notes == ["1,024 tokens do not discriminate: every method has the score of `full` within the window."]
+    assert "not clearly above chance (0.00)" in table(*[0.0] * 20).notes[0]
+    assert "not clearly above chance (0.60)" in table(*[0.65] * 20, chance=0.6).notes[0]
+    assert "`full` fails itself, with 0.40" in table(*[1.0] * 8, *[0.0] * 12).notes[0]
+
+
+def test_a_method_holds_to_the_last_length_before_it_first_fails(tmp_path: Path) -> None:
+    scores = {256: 1.0, 512: 0.95, 1024: 0.5, 2048: 1.0}  # of a ceiling of 1
+    asked = [
+        line(i, float(i < 20 * score), length=length, engine=QUEST, method="quest")
+        for length, score in scores.items() for i in range(20)
+    ]  # fmt: skip
+    ceiling = [line(i, 1, length=500, ceiling=True) for i in range(20)]
+    (table,) = Report.read([file(tmp_path / "record", *ceiling, *asked)]).tables
+    assert table.holds_to("quest") == 512
+    assert table.holds_to("other") == 0
+    assert [table.tells(length) for length in table.lengths] == [True] * 4
+    (table,) = Report.read([file(tmp_path / "record", *asked)]).tables
+    assert table.holds_to("quest") is None
+
+
+def test_a_ceiling_may_be_a_score_of_full_within_the_window(tmp_path: Path) -> None:
+    lines = [line(i, length=length) for i in range(3) for length in (256, 512, 1024)]
+    scaled = [line(3, length=400, rope=ROPE.replace("none", "linear"))]
+    (table,) = Report.read([file(tmp_path / "record", *lines, *scaled)]).tables
+    assert table.ceiling is not None
+    assert (table.ceiling[0], table.ceiling[1].samples) == (512, 3)
+    (table,) = Report.read([file(tmp_path / "record", line(0, length=513))]).tables
+    assert table.notes == ["The ceiling is not measured: `full` was not asked within the window."]
+
+
+def test_samples_of_the_ceiling_are_samples_of_full_too(tmp_path: Path) -> None:
+    before, ceiling = [line(i, i) for i in range(2)], [line(i, ceiling=True) for i in range(2, 4)]
+    for lines in (before + ceiling, ceiling + before):  # shards, the first of them asked without a ceiling
+        (table,) = Report.read([file(tmp_path / "record", *lines)]).tables
+        assert table.ceiling is not None
+        assert table.ceiling[1].samples == table.cells[Place("full", 512)].score.samples == 4
+    shorter = [line(i, length=256) for i in range(2)]
+    (table,) = Report.read([file(tmp_path / "record", *ceiling, *shorter)]).tables
+    assert table.lengths == [256, 512]  # `full` was asked at both lengths
+    (table,) = Report.read([file(tmp_path / "record", *ceiling, line(0, length=1024))]).tables
+    assert table.lengths == [1024]
+
+
+def test_the_published_answers_give_the_published_table() -> None:
+    demo, trained = Report.read([PUBLISHED]).tables
+    shares = {place: cell.score.mean for place, cell in demo.cells.items()}
+    rows = {"full": (1, 0.12, 0, 0), "self_extend": (1, 1, 0.38, 0), "infllm": (1, 1, 1, 0.86), "dca": (1, 1, 1, 1)}
+    for method, expected in rows.items():
+        assert tuple(shares[Place(method, length)] for length in (512, 2048, 8192, 32768)) == expected
+    score = trained.cells[Place("longheads", 8192)].score
+    assert (score.mean, score.low, score.high) == (0.4, *wilson(20, 50))
+
+
+HOSTILE = [
+    {"length": "x"}, {"length": True}, {"length": 0}, {"length": 1 << 60}, {"task": 3}, {"score": 2}, {"knobs": []},
+    {"score": float("nan")}, {"depth": -1}, {"document": 1.5}, {"read_bytes": -1}, {"window": 10**30}, {"method": 5},
+    {"expected": [1]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changed", HOSTILE)
+def test_hostile_lines_are_refused(changed: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(LceError) as caught:
+        Report.read([file(tmp_path / "record", line(0), line(1, **changed))])
+    assert str(caught.value).isprintable()
+
+
+def test_hostile_names_stay_on_their_line(tmp_path: Path) -> None:
+    names = {"task": "a|b`\n" * 99, "engine": "Engine(" + "(" * 999, "rope": "x\ny", "model": "\0|", "task_knobs": 3}
+    (table,) = Report.read(
+        [file(tmp_path / "record", {**line(0), **names, "checkpoint": "|\n/..", "other": ["\n"]})]
+    ).tables
+    for name in (table.group.model, table.group.title, *table.methods):
+        assert name.isprintable()
+        assert "|" not in name
+        assert len(name) < 400
+
+
+def test_no_name_is_read_as_markup(tmp_path: Path) -> None:
+    hostile = "<b onclick='x'> ![a](http://b) $\\frac$"
+    names = {"task": hostile, "method": hostile, "checkpoint": hostile.replace("/", ""), "other": hostile}
+    (table,) = Report.read([file(tmp_path / "record", line(0, **names))]).tables
+    for name in (table.group.model, table.group.title, *table.methods):
+        assert not any(sign in name for sign in ("<", ">", "](", "$"))
+
+
+def test_hostile_engines_are_names_alone(tmp_path: Path) -> None:
+    many = ", ".join(f"knob{n}=1" for n in range(20_000))
+    engines = {
+        f"Engine(Full(), window={'9' * 5000}, block=1, cpu)": "full",
+        "Engine(LongHeads(), window=0, block=1, cpu)": "longheads",
+        "Engine(LongHeads(chunk_size=8), window=512, block=1, cpu)": "longheads",
+        f"Engine(Full({many}), window=512, block=1, cpu)": "full",
+    }
+    lines = [line(0, engine=engine, method=method, window=None) for engine, method in engines.items()]
+    (table,) = Report.read([file(tmp_path / "record", *lines)]).tables
+    assert table.methods == ["full", "longheads", "longheads chunk_size=8"]
+
+
+def test_what_why_asked_again_is_one_table_of_its_own(tmp_path: Path) -> None:
+    again = [line(0, document=0, number=number) for number in (3, 5)]
+    first, second = Report.read([file(tmp_path / "record", line(0), line(1), *again)]).tables
+    assert [first.group.title, second.group.title] == ["made", "made, asked again by lce eval why"]
+    assert second.cells[Place("full", 512)].score.samples == 2
+
+
+def test_no_file_and_no_answers_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    for files, message in (
+        ([], "no file"),
+        ([tmp_path / "none"], "there is no file"),
+        ([tmp_path / "empty"], "no answers"),
+    ):
+        with pytest.raises(LceError, match=message):
+            Report.read(files)

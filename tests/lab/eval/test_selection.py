@@ -1,0 +1,138 @@
+"""Selections measured on samples and texts, on a hand-made model that answers what it attends."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import lce
+from lce.errors import DataError
+from lce.lab.eval import selection
+from lce.lab.eval.sample import Sample
+from lce.lab.eval.selection import Looks, Selection, fact_spans, measure, measure_text
+from lce.lab.eval.watching import Look
+from lce.methods import make
+from tests.lookup import save_lookup, text
+
+pytestmark = pytest.mark.filterwarnings("ignore::lce.WindowWarning")
+DOCUMENT = text(50, "7", 150)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_lookup(tmp_path_factory.mktemp("lookup")))
+
+
+def samples(_: object) -> list[Sample]:
+    return [Sample(DOCUMENT, "?", ("7",), answer="7", facts=("7",), max_tokens=1)] * 2
+
+
+def test_what_finds_the_fact_answers(model: str) -> None:
+    """The question's one query has all its attention on the fact, 150 tokens away."""
+    told = []
+    right = make("oracle", {"chunk_size": 8, "chunks": 4})
+    found = measure(model, right, samples, length=202, progress=lambda *said: told.append(said))
+    assert (found.method, found.length, found.samples, found.queries) == ("oracle", 202, 2, 2)
+    assert (found.right, found.hit1, found.hit5, found.fact) == (1.0, 1.0, 1.0, 1.0)
+    assert found.recall == pytest.approx(1.0, abs=1e-4)
+    assert found.tokens == 3 * 8 + 202 % 8 + 1
+    assert told == [(1, 2), (2, 2)]
+    wrong = measure(model, make("longheads", {"chunk_size": 8, "chunks": 4, "rank": "last"}), samples, length=202)
+    assert (wrong.right, wrong.hit1, wrong.fact) == (0.0, 0.0, 0.0)
+    assert wrong.recall <= 1e-3
+    assert wrong.by_layer["recall"] == [[pytest.approx(wrong.recall)]]
+
+
+def test_a_judge_at_true_distances_sees_what_full_attention_does(model: str) -> None:
+    """At 150 positions the logit is reversed, so full attention does not look at the fact."""
+    knobs = {"chunk_size": 8, "chunks": 4}
+    found = measure(model, make("oracle", {**knobs, "judge": "true"}), samples, length=202, judge="true")
+    assert (found.right, found.fact) == (0.0, 0.0)
+    assert measure(model, make("full"), samples, length=202, judge="true").recall == pytest.approx(1.0)
+
+
+def test_states_of_the_judge_answer_whatever_is_selected(model: str) -> None:
+    wrong = make("longheads", {"chunk_size": 8, "chunks": 4, "rank": "last"})
+    assert measure(model, wrong, samples, length=202, states="judge").right == 1.0
+
+
+def test_queries_of_a_text_are_spread_over_its_second_half(model: str) -> None:
+    found = measure_text(model, make("streaming", {"sinks": 2, "local": 10}), DOCUMENT, length=101, queries=5)
+    assert (found.length, found.queries, found.tokens, found.right) == (101, 5, 12.0, None)
+    assert found.full_bytes == sum(i + 1 for i in (50, 62, 75, 87, 100)) / 5 * 2 * 16 * 4
+    assert (found.hit1, found.cover, found.fact) == (None, None, None)
+
+
+def test_a_text_is_not_looked_at_again(model: str, tmp_path: Path) -> None:
+    """By another process; another number of queries is another matter."""
+    method, path = make("streaming", {"sinks": 2, "local": 10}), tmp_path / "looks"
+    for queries, n_lines in ((5, 1), (5, 1), (6, 2)):
+        found = measure_text(model, method, DOCUMENT, length=101, queries=queries, record=Looks(path))
+        assert found.queries == queries
+        assert len(path.read_text().splitlines()) == n_lines
+
+
+def test_what_was_seen_is_not_looked_at_again(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an interruption, and by another process; another judge or another text is another matter."""
+    method, path = make("longheads", {"chunk_size": 8, "chunks": 4}), tmp_path / "looks"
+    whole = measure(model, method, samples, length=202)
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure(model, method, samples, length=202, record=Looks(path), progress=stop)
+    assert path.read_bytes().count(b"\n") == 1
+    assert measure(model, method, samples, length=202, record=Looks(path)) == whole
+    assert path.read_bytes().count(b"\n") == 2
+    looked = []
+    monkeypatch.setattr(selection, "look_at", lambda *given: looked.append(given) or look)
+    look = next(found for _, _, found in Looks(path).items())
+    assert measure(model, method, samples, length=202, record=Looks(path)) == whole
+    assert not looked
+    measure(model, method, samples, length=202, judge="true", record=Looks(path))
+    assert len(looked) == 2
+
+
+@pytest.mark.parametrize("change", [b'"queries": "1"', b'"full_bytes": 0', b'"recall": [[NaN]]', b'"cover": [1]'])
+def test_damaged_lines_are_refused(model: str, tmp_path: Path, change: bytes) -> None:
+    method, path = make("longheads", {"chunk_size": 8, "chunks": 4}), tmp_path / "looks"
+    measure(model, method, lambda engine: samples(engine)[:1], length=202, record=Looks(path))
+    name = change.partition(b":")[0]
+    line = re.sub(name + rb": (\[\[.*?\]\]|[^,]+)", change, path.read_bytes())
+    path.write_bytes(line)
+    with pytest.raises(DataError, match="is no record of what was selected: line 1"):
+        Looks(path)
+
+
+def test_means_are_by_layer_and_head() -> None:
+    """Two texts; in the second, layer 0 had no fact to choose."""
+    ours = {"queries": 1, "tokens": [[1.0, 2.0], [3.0, 4.0]], "scored_bytes": 0.0, "full_bytes": 8.0}
+    first = Look(
+        recall=[[0.5, 1.0], [0.0, 0.0]], read_bytes=2.0, hit1=[[1.0, 0.0], [1.0, 1.0]], found=[0.5, 1.0], **ours
+    )
+    other = Look(recall=[[0.5, 0.0], [1.0, 1.0]], read_bytes=4.0, hit1=[[], [0.0, 1.0]], found=[0.7, 0.8], **ours)
+    both = Selection.of("esa", 100, [first, other], "true", "own")
+    assert both.by_layer["recall"] == [[0.5, 0.5], [0.5, 0.5]]
+    assert both.by_layer["hit1"] == [[1.0, 0.0], [0.5, 1.0]]
+    assert both.by_layer["found"] == [[pytest.approx(0.6)], [0.9]]
+    assert (both.recall, both.hit1, both.found, both.read_bytes) == (0.5, 0.625, pytest.approx(0.75), 3.0)
+    assert (both.queries, both.samples, both.right, both.hit5, both.cover) == (2, 2, None, None, None)
+
+
+def test_facts_are_spans_of_tokens(model: str) -> None:
+    engine = lce.load(model)
+    sample = Sample("~~ 12 ~~ 345", " ?", ("12",), facts=("12", "345", "absent"))
+    ids = engine.tokenizer.encode(sample.prompt)
+    spans = fact_spans(engine, sample)
+    assert [engine.tokenizer.decode(ids[a:b]).strip() for a, b in spans] == ["12", "345"]
+
+
+def test_the_span_of_a_fact_begins_with_its_first_word() -> None:
+    engine = lce.load("demo")
+    fact = "The pass key is 12345."
+    sample = Sample(f"One is two. {fact}", " What is it?", ("12345",), facts=(fact,))
+    (span,) = fact_spans(engine, sample)
+    assert engine.tokenizer.decode(engine.tokenizer.encode(sample.prompt)[slice(*span)]).strip() == fact

@@ -1,0 +1,97 @@
+"""Suites: tasks with knobs, what a record calls their samples, and ceilings within the window."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import lce
+from lce.lab.eval.passkey import evaluate
+from lce.lab.eval.record import Record
+from lce.lab.eval.running import Shard
+from lce.lab.eval.suite import Suite, make_tasks
+from lce.lab.eval.tasks import TASKS
+
+
+def test_a_knob_is_for_all_tasks_or_for_one() -> None:
+    several, values = make_tasks(["several_keys", "several_values"], {"keys": "3", "several_values.values": 2})
+    assert (several, values) == (TASKS["several_keys"](keys=3), TASKS["several_values"](values=2))  # type: ignore[call-arg]
+    assert len(make_tasks(["passkey", "all"])) == len(TASKS)
+    for names, knobs, message in (
+        (["varables"], {}, "did you mean 'variables'"),
+        (["variables"], {"hop": "3"}, "no task has the knob 'hop'"),
+        (["variables"], {"variables.hps": "3"}, "did you mean 'variables.hops'"),
+        (["variables"], {"hops": "x"}, "expected a whole number above 0"),
+        (["variables"], {"hops": "0"}, "hops is '0'"),
+    ):
+        with pytest.raises(lce.UsageError, match=message):
+            make_tasks(names, knobs)
+
+
+def test_what_is_as_usual_is_not_in_a_setting() -> None:
+    """So a record stays valid when something new can be set."""
+    usual = {"task": "passkey", "filler": "prose", "length": 100, "samples": 20, "seed": 0}
+    assert Suite().setting(TASKS["passkey"](), 100) == usual
+    suite = Suite(samples=2, filler="essays:/some/where", depths=(0.0, 1.0), mode="turns")
+    assert suite.setting(make_tasks(["variables"], {"hops": "3"})[0], 100) == {
+        **usual, "task": "variables", "filler": "essays", "samples": 2, "task_knobs": {"hops": 3}, "depths": [0.0, 1.0],
+        "questions": 4,
+    }  # fmt: skip
+    assert Suite(filler="noise").setting(TASKS["pairs"](), 100)["filler"] == "none"
+
+
+def test_passkeys_are_the_same_samples_under_both_names(tiny_model: Path, tmp_path: Path) -> None:
+    record, engine = Record(tmp_path / "record"), lce.load(tiny_model, "streaming")
+    first = evaluate(engine, length=200, n=3, record=record)
+    second = Suite(samples=3).evaluate(engine, TASKS["passkey"](), 200, record=record)
+    assert (first.accuracy, first.low, first.high) == (second.mean, second.low, second.high)
+    assert len(record.path.read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("mode", ["single", "turns"])
+def test_a_ceiling_stays_within_the_window(mode: str, tmp_path: Path) -> None:
+    engine = lce.load("demo", window=300)
+    suite, task = Suite(samples=2, mode=mode, questions=2), TASKS["several_keys"]()
+    length = suite.ceiling_length(engine, task, [100, 4000])
+    assert 230 < length < 300
+    record = Record(tmp_path / "record")
+    suite.evaluate(engine, task, length, record=record, about={"ceiling": True})
+    ends = []
+    for line in map(json.loads, record.path.read_text().splitlines()):
+        assert line["ceiling"] is True
+        ends.append(line["prompt_tokens"] + len(engine.tokenizer.encode(line["answer"], bos=False)))
+    assert max(ends) <= 300
+    assert suite.ceiling_length(engine, task, [200, 220]) == 220, "none larger than what is asked"
+
+
+def test_what_cannot_be_a_suite_is_refused() -> None:
+    for changed, message in (
+        ({"samples": 0}, "samples is 0"),
+        ({"depths": (1.5,)}, "from 0 to 1"),
+        ({"mode": "turn"}, "did you mean 'turns'"),
+        ({"contexts": "x"}, "modes shared and turns"),
+        ({"questions": -1}, "questions is -1"),
+        ({"shard": Shard(2, 3), "samples": 2}, "none for shard 2/3"),
+    ):
+        with pytest.raises(lce.UsageError, match=message):
+            Suite(**changed)  # type: ignore[arg-type]
+
+
+def test_knobs_that_are_too_large_are_refused_and_do_not_hang(tiny_model: Path) -> None:
+    engine = lce.load(tiny_model)
+    for name, knobs in (
+        ("several_keys", {"keys": "9999"}), ("nth_request", {"same": "9"}), ("several_values", {"values": "9999"}),
+        ("split_passkey", {"parts": "9999"}),
+    ):  # fmt: skip
+        with pytest.raises(lce.UsageError, match=r"cannot be made: .*; take smaller knobs"):
+            Suite(samples=2).made(engine, make_tasks([name], knobs)[0], 9000)
+    for name, knob, value in (
+        ("whereabouts", "events", "1000000000"), ("common_words", "ratio", "9" * 400),
+        ("frequent_words", "exponent", "nan"), ("frequent_words", "exponent", "inf"),
+    ):  # fmt: skip
+        with pytest.raises(lce.UsageError, match="above 0, and at most 10,000"):
+            make_tasks([name], {knob: value})
+    with pytest.raises(lce.UsageError, match="passkey take none"):
+        make_tasks(["passkey"], {"keys": "3"})

@@ -1,0 +1,114 @@
+"""Causes of misses, on a hand-made model whose misses have known causes (tests/lookup.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lce
+from lce.errors import UsageError
+from lce.lab.eval.record import Record
+from lce.lab.eval.sample import Sample
+from lce.lab.eval.why import CAUSES, explain, rungs
+from lce.methods import make
+from tests.lookup import WINDOW, save_lookup, text
+
+pytestmark = pytest.mark.filterwarnings("ignore::lce.WindowWarning")
+FAR = text(50, "7", 150)  # 150 positions away: beyond the window, and not in the first chunk or the last ones
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_lookup(tmp_path_factory.mktemp("lookup")))
+
+
+def asked(document: str, answer: str = "7") -> Callable[[object], Iterable[Sample]]:
+    return lambda engine: [Sample(document, "?", (answer,), answer=answer, facts=(answer,))]
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs", "document", "answer", "cause", "by"),
+    [
+        ("longheads", {"chunk_size": 8, "chunks": 8, "rank": "last"}, text(2, "7", 190), "7", "answered", "itself"),
+        ("longheads", {"chunk_size": 8, "chunks": 8, "rank": "last"}, FAR, "7", "selection", "true mass (constant)"),
+        ("quest", {"dense_layers": 0, "page": 8, "budget": 16}, text(250, "7", 60), "7", "answered", "itself"),
+        # The first chunk, the last and its own are three: none is free, whoever selects.
+        ("longheads", {"chunk_size": 8, "chunks": 3}, FAR, "7", "budget", "2 times the budget, true mass (constant)"),
+        ("longheads", {"chunk_size": 8, "chunks": 6, "placement": "true"}, FAR, "7", "placement",
+         "placed side_by_side, true mass (constant)"),
+        # At true distances no budget helps, and three chunks do not help in any placement.
+        ("longheads", {"chunk_size": 8, "chunks": 3, "placement": "true"}, FAR, "7", "both", "everything (rerope)"),
+        ("longheads", {"chunk_size": 8, "chunks": 3}, FAR, "4", "model", None),
+        ("infllm", {"block_size": 8, "top_k": 1, "sinks": 4, "local": 8}, FAR + "5", "7", "model", None),
+        # To a filler's query all tokens are alike, so each of them has the best score of the block.
+        ("esa", {"compress": "none", "sinks": 4, "local": 8, "top_k": 4}, FAR, "7", "selection",
+         "true mass (constant)"),
+    ],
+    ids=range(9),
+)  # fmt: skip
+def test_known_causes(
+    model: str, name: str, knobs: dict[str, Any], document: str, answer: str, cause: str, by: str | None
+) -> None:
+    found = explain(model, make(name, knobs), asked(document, answer), length=len(document) + 2)
+    verdict = found.verdicts[0]
+    assert (verdict.cause, verdict.by) == (cause, by), verdict.answers
+    assert found.counts == {each: int(each == cause) for each in CAUSES}
+    assert next(iter(verdict.answers)) == "itself"
+
+
+def test_answers_are_not_asked_again(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "answers"
+    method = make("longheads", {"chunk_size": 8, "chunks": 3})
+    both = [*asked(text(2, "7", 190))(None), *asked(FAR)(None)]
+    first = explain(model, method, lambda _: both, length=202, record=Record(path))
+    assert [verdict.cause for verdict in first.verdicts] == ["answered", "budget"]
+    assert path.read_bytes().count(b"\n") == 2 + 3  # two selections and a budget for the one that is missed
+    assert path.read_bytes().count(b'"checkpoint": ') == 2 + 3
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("asked again")
+
+    monkeypatch.setattr(lce.Engine, "generate", never)
+    assert explain(model, method, lambda _: both, length=202, record=Record(path)) == first
+
+
+def test_a_method_that_selects_nothing_is_refused(model: str) -> None:
+    with pytest.raises(UsageError, match="dca selects nothing, so its selection cannot be at fault"):
+        explain(model, make("dca"), asked(FAR), length=200)
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs", "expected"),
+    [
+        # All of the window is in use side by side.
+        ("longheads", {}, ["selection"] * 2 + ["placement"] * 2 + ["both"] * 2),
+        ("longheads", {"top_p": 0.5}, ["selection"] * 2 + ["budget"] * 2 + ["placement"] * 2 + ["both"] * 2),
+        ("longheads", {"placement": "constant", "chunks": 16}, ["selection"] * 2 + ["budget"] * 6 + ["placement"] * 2
+         + ["both"] * 2),
+        ("esa", {"compress": "none"}, ["selection"] * 2 + ["budget"] * 8 + ["placement"] * 4 + ["both"] * 2),
+        ("quest", {}, ["selection"] * 2 + ["budget"] * 6 + ["placement"] * 4 + ["both"] * 2),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_tried(name: str, knobs: dict[str, Any], expected: list[str]) -> None:
+    method = make(name, knobs).resolve(WINDOW)
+    tried = list(rungs(method, WINDOW, 200))
+    assert [rung.cause for rung in tried] == expected
+    for rung in tried:
+        rung.method.resolve(WINDOW)
+    assert len({rung.label for rung in tried}) == len(tried)
+    assert {getattr(rung.method, "top_p", None) for rung in tried if rung.cause == "budget"} <= {None}
+
+
+def test_samples_are_those_that_are_missed(model: str) -> None:
+    """The first is answered, so only the second is asked again."""
+    both = [*asked(text(2, "7", 190))(None), *asked(FAR)(None)]
+    told: list[tuple[str, int, int]] = []
+    method = make("longheads", {"chunk_size": 8, "chunks": 3})
+    found = explain(model, method, lambda _: both, length=200, progress=lambda *said: told.append(said))
+    assert [verdict.cause for verdict in found.verdicts] == ["answered", "budget"]
+    assert told[:2] == [("itself:", 1, 2), ("itself:", 2, 2)]
+    assert {total for _, _, total in told[2:]} == {1}

@@ -1,0 +1,346 @@
+"""What `lce explain` finds: for our methods the oracle's masks and distances; for others the truth or a refusal."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from lce.attention import rotate
+from lce.cache.layer import LayerCache
+from lce.errors import UsageError
+from lce.lab.study.explain import HEADS, KV_HEADS, MOST_TOKENS, REACH, explain, vectors
+from lce.methods import Method, Step, available, make, selects
+from lce.methods.parts import attend_behind
+from tests import oracle
+from tests.command import assert_error, run, spawn
+from tests.running import BY_BLOCK, cut
+
+WINDOW, TOKENS = 16, 40
+KNOBS: dict[str, list[dict[str, object]]] = {
+    "dca": [{}, {"chunk_size": 5}, {"chunk_size": 16}, {"temperature": True}],
+    "esa": [
+        {"compress": "none", "sinks": 4, "top_k": 5},
+        {"compress": "none", "sinks": 0, "local": 3, "top_k": 4, "eps": 0, "far": 500},
+    ],
+    "full": [{}],
+    "infllm": [
+        {"block_size": 4, "sinks": 3, "top_k": 2, "repr_tokens": 2},
+        {"block_size": 3, "sinks": 0, "top_k": 1, "far": 13},
+    ],
+    "lm_infinite": [{"sinks": 2, "local": 9}, {"sinks": 0, "local": 1}, {"sinks": 3, "top_k": 3}],
+    "longheads": [
+        {"chunk_size": 2},
+        {"chunk_size": 4, "share": "group"},
+        {"chunk_size": 3, "rank": "last", "keep_first": False},
+        {"chunk_size": 1},
+        {"chunk_size": 2, "placement": "true"},
+        {"chunk_size": 3, "placement": "constant"},
+    ],
+    "oracle": [{"chunk_size": 2}],
+    "quest": [{}, {"dense_layers": 0, "page": 2, "budget": 8}],
+    "random": [{"chunk_size": 2}],
+    "rerope": [{}, {"local": 1}, {"log_scale": True}],
+    "self_extend": [{}, {"local": 7, "group": 3}],
+    "streaming": [{}, {"sinks": 0}, {"sinks": 1, "local": 1}],
+}
+# Figure 2 of Dual Chunk Attention: 12 tokens, chunks of 6, a model trained on 10.
+FIGURE_2 = """
+    0
+    1 0
+    2 1 0
+    3 2 1 0
+    4 3 2 1 0
+    5 4 3 2 1 0
+    6 5 4 3 2 1 0
+    7 6 5 4 3 2 1 0
+    8 7 6 5 4 3 2 1 0
+    9 8 7 6 5 4 3 2 1 0
+    9 8 7 6 5 4 4 3 2 1 0
+    9 8 7 6 5 4 5 4 3 2 1 0
+"""
+FIGURE_2_ROWS = [[int(d) for d in line.split()] for line in FIGURE_2.strip().splitlines()]
+FIGURE_2_ARGS = ("explain", "dca", "--tokens", "12", "--window", "10", "-o", "chunk_size=6")
+
+
+def test_every_method_is_held_to_its_definition() -> None:
+    assert set(KNOBS) == set(available()) == set(oracle.DEFINITIONS)
+
+
+@pytest.mark.parametrize(("block", "head"), [(None, 3), (5, 0)])
+@pytest.mark.parametrize(("name", "knobs"), [(name, knobs) for name in KNOBS for knobs in KNOBS[name]], ids=str)
+def test_finds_what_the_definition_says(name: str, knobs: dict[str, object], block: int | None, head: int) -> None:
+    found = explain(make(name, knobs), tokens=TOKENS, window=WINDOW, block=block, head=head)
+    q, k, v = vectors(TOKENS, 0)
+    setting = oracle.Setting(WINDOW, cut(TOKENS, found.block), frequencies=torch.zeros(q.shape[-1] // 2))
+    truth = oracle.DEFINITIONS[name](q, k, v, setting, **knobs)
+    assert torch.equal(found.attended, truth.mask[head])
+    assert torch.equal(found.distance, truth.distance[head].masked_fill(~truth.mask[head], -1))
+    scale = torch.ones(TOKENS) if truth.scale is None else truth.scale
+    several = found.attended.sum(dim=-1) > 1  # one weight is 1 whatever its logit is multiplied by
+    assert (found.factor - scale)[several].abs().max() < 1e-3 if several.any() else True
+    assert found.factor[~several].eq(1).all()
+
+
+@pytest.mark.parametrize("name", KNOBS)
+def test_decodes_as_it_prefills_where_blocks_do_not_matter(name: str) -> None:
+    method = make(name, KNOBS[name][0])
+    same = explain(method, tokens=30, block=1).rows() == explain(method, tokens=30, block=30).rows()
+    assert same != (name in BY_BLOCK)
+
+
+def test_figure_2_of_dual_chunk_attention() -> None:
+    found = explain(make("dca", {"chunk_size": 6}), tokens=12, window=10)
+    assert found.rows() == [row + [None] * (12 - len(row)) for row in FIGURE_2_ROWS]
+
+
+def test_finds_what_every_method_has_in_common() -> None:
+    pca = {"compress": "pca", "sinks": 2, "top_k": 3, "low_dim": 9}
+    for name, knobs in [("esa", pca), *((name, knobs[0]) for name, knobs in KNOBS.items())]:
+        found = explain(make(name, knobs), tokens=30)
+        assert found.distance.diagonal().eq(0).all(), name
+        assert not found.attended.triu(1).any(), name
+        assert found.distance[found.attended].ge(0).all(), name
+        assert found.distance[~found.attended].eq(-1).all(), name
+
+
+def test_shows_as_many_keys_as_are_chosen() -> None:
+    found = explain(make("longheads", {"chunk_size": 4, "chunks": 5}), tokens=64, window=20)
+    offset = torch.arange(64) % 4
+    assert found.attended.sum(dim=-1)[20:].tolist() == (16 + offset + 1)[20:].tolist()
+    assert found.distance.max() == 19
+
+
+def test_a_seed_finds_the_same_and_another_chooses_otherwise() -> None:
+    method = make("longheads", {"chunk_size": 2, "chunks": 6})
+    assert explain(method, seed=3).rows() == explain(method, seed=3).rows()
+    assert explain(method, seed=3).rows() != explain(method, seed=4).rows()
+    assert explain(method, seed=3).rows() != explain(method, seed=3, head=1).rows()
+
+
+def test_many_tokens() -> None:
+    found = explain(make("full"), tokens=MOST_TOKENS)
+    index = torch.arange(MOST_TOKENS)
+    assert torch.equal(found.distance, (index[:, None] - index).clamp(min=-1))
+
+
+def test_large_distances() -> None:
+    far = explain(make("infllm", {"sinks": 2, "local": 3, "far": REACH}), tokens=8)
+    assert far.rows()[7][:5] == [REACH] * 5
+    with pytest.raises(UsageError, match=f"beyond {REACH:,}"):
+        explain(make("infllm", {"sinks": 2, "local": 3, "far": 2 * REACH}), tokens=8)
+
+
+@dataclass(frozen=True)
+class Seen(Method):
+    """A method of somebody else: full attention but for what a test makes of it."""
+
+    name: ClassVar[str] = "seen"
+
+    shift: int = 0  # how much farther a query sees all keys
+    stretch: float = 1.0  # of positions
+
+    def key_positions(self, indices: Tensor) -> Tensor:
+        return indices * self.stretch
+
+    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        places = (step.positions(q.device) + self.shift) * self.stretch
+        return self.see(rotate(q, step.rope.turn(places, q.dtype)), cache, step)
+
+    def see(self, placed: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        return step.attention.dense(placed, *cache.span(0, cache.stop), causal=True)[0]
+
+
+@dataclass(frozen=True)
+class Blind(Seen):
+    """Queries do not see themselves."""
+
+    def see(self, placed: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        return attend_behind(placed, cache, step, gap=1)[0]
+
+
+@dataclass(frozen=True)
+class Biased(Seen):
+    """A penalty on old keys that is none of RoPE's, and a factor for each query."""
+
+    def see(self, placed: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        k, v = cache.span(0, cache.stop)
+        keys, values = (x.repeat_interleave(placed.shape[0] // len(k), 0) for x in (k, v))
+        behind = step.positions(placed.device)[:, None] - torch.arange(step.stop)
+        logits = placed @ keys.mT / math.sqrt(placed.shape[-1]) * (1 + behind[:, :1] / 20) - 0.3 * behind
+        return logits.masked_fill(behind < 0, -torch.inf).softmax(-1) @ values
+
+
+@dataclass(frozen=True)
+class Fickle(Seen):
+    """Sees a few keys in one run of `every`, and all in the others; in every run other keys where that is 0."""
+
+    every: int = 3
+    runs: ClassVar[int] = 0
+
+    def see(self, placed: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        n = Fickle.runs
+        Fickle.runs += 1
+        few = 1 + n if not self.every else 4 if n % self.every == 0 else None
+        return step.attention.dense(placed, *cache.span(0, cache.stop), causal=True, window=few)[0]
+
+
+@dataclass(frozen=True)
+class NoMean(Seen):
+    """Gives the queries back."""
+
+    def see(self, placed: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        return placed
+
+
+@dataclass(frozen=True)
+class Squared(Seen):
+    """Weights, but no softmax."""
+
+    def see(self, placed: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        k, v = cache.span(0, cache.stop)
+        keys, values = (x.repeat_interleave(placed.shape[0] // len(k), 0) for x in (k, v))
+        weights = (placed @ keys.mT).square().tril(step.start)
+        return weights / weights.sum(dim=-1, keepdim=True) @ values
+
+
+def lower(n: int, distance: Callable[[int, int], int], below: int = 1) -> list[list[int | None]]:
+    """A matrix for queries i that see keys `j < i + below`."""
+    return [[distance(i, j) if j < i + below else None for j in range(n)] for i in range(n)]
+
+
+def test_another_method_is_found_out_as_well() -> None:
+    true = lower(20, lambda i, j: i - j)
+    assert explain(Seen(), tokens=20).rows() == true
+    assert explain(Biased(), tokens=20).rows() == true
+    assert explain(Seen(stretch=2), tokens=20).rows() == lower(20, lambda i, j: 2 * (i - j))
+    assert explain(Seen(stretch=-1), tokens=20).rows() == lower(20, lambda i, j: j - i)
+
+
+def test_a_query_need_not_see_itself() -> None:
+    assert explain(Blind(), tokens=20).rows() == lower(20, lambda i, j: i - j, below=0)
+
+
+@pytest.mark.parametrize("shift", [1, 300, -7])
+def test_a_query_may_see_itself_elsewhere(shift: int) -> None:
+    """All but the first one: that it sees itself somewhere makes no difference to it."""
+    for method, below in ((Seen(shift), 1), (Blind(shift), 0)):
+        found = explain(method, tokens=20).rows()
+        assert found[2:] == lower(20, lambda i, j: i - j + shift, below)[2:]
+    assert explain(Seen(shift), tokens=20).rows()[0][0] == 0
+
+
+def test_a_choice_that_changes_between_runs_does_not_mislead() -> None:
+    Fickle.runs = 0
+    found = explain(Fickle(every=3), tokens=20)
+    assert found.rows() == [[i - j if 0 <= i - j < 4 else None for j in range(20)] for i in range(20)]
+    assert Fickle.runs > 30  # of which every third could be used
+
+
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [
+        (Seen(stretch=0.5), "not whole"),
+        (Fickle(every=0), "attends other keys at the slightest change"),
+        (NoMean(), "no weighted mean"),
+        (Squared(), "no softmax over products"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_method_that_cannot_be_read_is_refused(method: Method, why: str) -> None:
+    Fickle.runs = 0
+    with pytest.raises(UsageError, match=f"seen: the distances cannot be read off its output: .*{why}"):
+        explain(method)
+
+
+def test_what_cannot_be_asked() -> None:
+    for asked, message in (
+        ({"tokens": 0}, f"tokens is 0; expected 1 to {MOST_TOKENS}"),
+        ({"tokens": MOST_TOKENS + 1}, f"expected 1 to {MOST_TOKENS}"),
+        ({"window": 0}, f"window is 0; expected 1 to {REACH}"),
+        ({"block": 0}, "block is 0; expected 1 or more"),
+        ({"head": HEADS}, f"head is {HEADS}; expected 0 to {HEADS - 1}"),
+        ({"head": -1}, "head is -1"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            explain(make("full"), **asked)
+    assert HEADS > KV_HEADS
+    assert explain(make("full"), tokens=1).rows() == [[0]]
+
+
+@pytest.mark.parametrize("name", available())
+def test_a_name_alone_shows_the_idea(name: str) -> None:
+    """An example is small, and in it chunks are larger than a token and choices are left open."""
+    found = explain(name)
+    assert found.tokens < 2 * found.window + 1
+    assert found.distance.max() < found.window or name in {"full", "quest"}
+    if selects(found.method):
+        assert found.method.choices[1] > 1 or name == "esa"
+        other = explain(name, seed=1) if name != "random" else explain(name, knobs={"seed": 1})
+        assert not torch.equal(found.attended, other.attended)
+        assert not torch.equal(found.attended, found.attended.tril().cummax(dim=0).values.tril())  # it lets go
+    else:
+        assert torch.equal(found.attended, explain(name, seed=1).attended) or name == "lm_infinite"
+
+
+def test_what_a_name_stands_for() -> None:
+    assert explain("longheads").method == make("longheads", {"chunk_size": 2, "chunks": 6})
+    assert explain("longheads", knobs={"chunk_size": "3"}).method == make("longheads", {"chunk_size": 3, "chunks": 4})
+    assert explain("longheads", window=64).method == make("longheads").resolve(64)
+    assert explain("infllm").block == 3
+    assert explain("infllm", block=2).block == 2
+    assert explain("quest", window=12).window == 12
+    assert explain(make("quest")).window == 12
+    with pytest.raises(UsageError, match="2 chunks of 256 tokens"):
+        explain("longheads", knobs={"preset": "released", "chunks": 2})
+    with pytest.raises(UsageError, match="give an instance its knobs"):
+        explain(make("dca"), knobs={"chunk_size": 3})
+
+
+def test_prints_an_aligned_matrix() -> None:
+    result = run(*FIGURE_2_ARGS)
+    assert (result.exit_code, result.stderr) == (0, "")
+    title, setting, empty, heads, rule, *rows = result.stdout.splitlines()
+    assert title == "dca(chunk_size=6, parts=all, temperature=False, far=9)"
+    assert setting.startswith("window 10, 12 tokens, block 12, head 0")
+    assert heads.split() == ["i\\j", "|", *map(str, range(12))]
+    assert rule == "----+" + "-" * 36
+    assert empty == ""
+    assert {len(line) for line in (heads, rule, *rows)} == {41}
+    expected = [[str(i), "|", *map(str, row), *"." * (11 - i)] for i, row in enumerate(FIGURE_2_ROWS)]
+    assert [row.split() for row in rows] == expected
+
+
+def test_prints_json() -> None:
+    got = json.loads(run(*FIGURE_2_ARGS, "--json", "--block", "5", "--head", "2").stdout)
+    assert got.pop("distances") == [row + [None] * (12 - len(row)) for row in FIGURE_2_ROWS]
+    knobs = {"chunk_size": 6, "parts": "all", "temperature": False, "far": 9}
+    assert got == {"method": "dca", "knobs": knobs, "window": 10, "tokens": 12, "block": 5, "head": 2, "seed": 0}
+
+
+def test_refuses_in_one_line(tmp_path: Path) -> None:
+    assert_error(run("explain", "dcaa"), 2, "unknown method 'dcaa'; did you mean 'dca'?")
+    assert_error(run("explain", "dca", "-o", "chunks=3"), 2, "no option 'chunks'", "chunk_size")
+    assert_error(run("explain", "dca", "-o", "chunk_size=13"), 2, "at most the window, 12")
+    assert_error(run("explain", "dca", "--tokens", "0"), 2, "--tokens is '0'")
+    assert_error(run("explain", "dca", "--head", "4"), 2, "head is 4; expected 0 to 3")
+    assert_error(run("explain", "esa", "--window", "12"), 2, "lce calibrate", "compress=pca")
+    assert_error(run("explain"), 2, "METHOD")
+    assert_error(run("explain", "dca", "--plot", tmp_path / "a.pgn"), 2, "a.pgn", "did you mean '.png'?", ".svg")
+    assert_error(run("explain", "dca", "--plot", tmp_path / "none"), 2, "unknown kind of picture ''")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_imports_nothing_heavy() -> None:
+    check = "import atexit; atexit.register(lambda: {'torch', 'matplotlib'} & {*sys.modules} and os._exit(99))"
+    process = spawn(check, "explain", "--help")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert out.startswith("Usage: lce explain")

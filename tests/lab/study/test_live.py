@@ -1,0 +1,132 @@
+"""Runs that a page asks for: checked, bounded, one at a time, and cancelled."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lce.errors import LceError, UsageError
+from lce.lab.study.live import Busy, Limits, Live, RunRequest, knobs_of
+from lce.methods import LongHeads, available, find, make
+
+TEXT = "The old miller took the bread out of the oven. " * 3
+ASKED: dict[str, Any] = {"prompt": TEXT, "method": "longheads", "knobs": {"chunk_size": 4}, "max_tokens": 2}
+
+
+@pytest.fixture
+def live(tiny_model: Path) -> Iterator[Live]:
+    made = Live(tiny_model, Limits(prompt_tokens=200, max_tokens=8))
+    yield made
+    made.close()
+
+
+def finished(live: Live) -> dict[str, Any]:
+    """The state when no run is under way."""
+    deadline = time.monotonic() + 60
+    while (state := live.state())["state"] == "running":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return state
+
+
+def test_a_run_and_its_recording(live: Live) -> None:
+    assert live.state() == {"state": "idle", "id": 0}
+    assert live.start({**ASKED, "off": [[0, 1]], "window": 32, "marks": ["bread"]}) == 1
+    state = finished(live)
+    assert (state["state"], state["id"]) == ("done", 1)
+    (run,) = state["recording"]["runs"]
+    assert (run["off"], run["window"], len(run["generated"])) == ([[0, 1]], 32, 2)
+    assert len(state["recording"]["marks"]) == 3
+    assert "recording" not in live.state(known=1)
+    folder, name = run["segments"][0]["src"].removeprefix("data/").split("/")
+    text = live.script(folder, 0, 0)
+    assert name == "0-0.js"
+    assert text is not None
+    assert text.startswith('lceSegment(0,0,"')
+    assert [live.script(*wrong) for wrong in (("0" * 16, 0, 0), (folder, 1, 0), (folder, 0, 999))] == [None] * 3
+    live.start({"prompt": TEXT, "methods": [{"method": "full"}, {"method": "dca"}], "max_tokens": 0})
+    assert [run["method"] for run in finished(live)["recording"]["runs"]] == ["full", "dca"]
+
+
+def test_one_run_at_a_time_and_cancel(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    first = LongHeads.attend
+
+    def slow(self: LongHeads, *args: Any) -> Any:
+        begun.set()
+        assert go_on.wait(30)
+        return first(self, *args)
+
+    monkeypatch.setattr(LongHeads, "attend", slow)
+    live.start(ASKED)
+    assert begun.wait(30)
+    with pytest.raises(Busy, match="a run is under way"):
+        live.start(ASKED)
+    assert live.cancel() == 1
+    go_on.set()
+    assert finished(live) == {"state": "cancelled", "id": 1}
+    assert live.start(ASKED) == 2
+    assert finished(live)["state"] == "done"
+
+
+def test_a_run_that_fails_says_so(live: Live) -> None:
+    live.start({**ASKED, "marks": ["not there"]})
+    assert "the mark 'not there' is not in the prompt" in finished(live)["error"]
+    live.start({**ASKED, "knobs": {"chunk_size": 60}})
+    state = finished(live)
+    assert state["state"] == "failed"
+    assert "expected 3 or more" in state["error"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ([], "expected an object"), ({"prompt": ""}, "the prompt is missing or empty"), ({"prompt": 7}, "the prompt"),
+        ({"method": "longhead"}, "did you mean 'longheads'"), ({"method": None}, "expected the name of a method"),
+        ({"knobs": {"chunksize": 4}}, "has no option 'chunksize'"),
+        ({"knobs": {"chunk_size": []}}, "expected a number"),
+        ({"knobs": {"chunk_size": "x" * 200}}, "expected a number"), ({"knobs": [1]}, "an object of knobs"),
+        ({"method": "esa", "knobs": {"maps": "/etc/passwd"}}, "cannot be set from a page"),
+        ({"max_tokens": 9}, "max_tokens is 9; expected a whole number from 0 to 8"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": 1e400}, "max_tokens is inf"), ({"off": [[0]]}, "pairs of a layer and a head"),
+        ({"off": [[0, 9]]}, "layer 0 has no head 9"), ({"off": {"0": 1}}, "pairs of a layer"),
+        ({"window": 1}, "window is 1"), ({"marks": [3]}, "marks is"), ({"methods": []}, "methods is"),
+        ({"methods": [{"method": "full"}] * 3}, "expected a list of one or 2"),
+        ({"promt": "x"}, "did you mean 'prompt'"),
+        ({"prompt": "the dogs " * 400}, "expected 200 or fewer"), ({"prompt": "\ud800"}, "half a surrogate pair"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_asked(live: Live, change: Any, words: str) -> None:
+    body = {**ASKED, **change} if isinstance(change, dict) else change
+    with pytest.raises(LceError) as raised:
+        live.start(body)
+    assert words in str(raised.value)
+    assert live.state()["state"] == "idle"
+
+
+def test_about_names_every_method_and_its_knobs(live: Live) -> None:
+    about = live.about()
+    assert [each["name"] for each in about["methods"]] == available()
+    assert about["model"] | {"name": ""} == {"name": "", "layers": 2, "heads": 4, "kv_heads": 2, "window": 64}
+    assert about["limits"] == {"prompt_tokens": 200, "max_tokens": 8}
+    knobs = {knob["name"]: knob for knob in knobs_of(find("longheads"))}
+    assert knobs["share"] | {"help": ""} == {
+        "name": "share", "type": "choice", "help": "", "none": False, "default": "head",
+        "choices": ["head", "group", "layer"],
+    }  # fmt: skip
+    assert (knobs["chunk_size"]["type"], knobs["chunk_size"]["none"]) == ("int", True)
+    assert (knobs["keep_first"]["type"], knobs["top_p"]["type"]) == ("bool", "float")
+    for each in about["methods"]:
+        plain = {knob["name"]: knob["default"] for knob in each["knobs"]}
+        assert RunRequest.of({"prompt": "x", "method": each["name"], "knobs": plain}, Limits()).methods == (
+            make(each["name"], plain),
+        )
+    with pytest.raises(UsageError):
+        RunRequest.of(None, Limits())

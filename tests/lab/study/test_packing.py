@@ -1,0 +1,79 @@
+"""Choices in few bytes come out as they went in, and spans as runs mean what they say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lce.errors import CapacityError
+from lce.lab.study import packing
+from lce.lab.study.packing import Choices, SpanRuns
+
+
+def unpacked(choices: Choices) -> torch.Tensor:
+    """`[queries, layers, choosers, K]`, -1 for none."""
+    parts = []
+    for each in choices.segments():
+        x = each.choices.astype(np.int64)
+        x = np.where(x == np.iinfo(each.choices.dtype).max, -1, x)
+        parts.append(np.broadcast_to(x, (each.stop - each.start, *x.shape[1:])))
+    return torch.from_numpy(np.concatenate(parts))
+
+
+def test_choices_come_out_as_they_went_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "SEGMENT_BYTES", 100)  # several segments a block
+    choices, found = Choices(4, 2), []
+    for start, stop, k in ((0, 8, 0), (8, 40, 3), (40, 41, 3), (41, 42, 5)):
+        choices.begin(start, stop)
+        chosen = torch.randint(-1, 40, (4, stop - start, k))
+        for layer in (1, 3):
+            if k:
+                choices.add(layer, chosen + (chosen >= 0) * layer)
+        wide = torch.nn.functional.pad(chosen, (0, 5 - k), value=-1)
+        found.append(torch.stack([wide + (wide >= 0) * layer for layer in (1, 3)]).permute(2, 0, 1, 3))
+    assert (choices.layers, choices.choosers, choices.most, choices.bits) == ([1, 3], 4, 5, 16)
+    assert torch.equal(unpacked(choices), torch.cat(found))
+    stops = [(each.start, each.stop) for each in choices.segments()]
+    assert stops[0][0] == 0
+    assert stops[-1][1] == 42
+    assert [a for a, _ in stops[1:]] == [b for _, b in stops[:-1]], "every query once, in order"
+    assert max(each.choices.nbytes for each in choices.segments()) <= 100
+    assert stops[-1] == (41, 42)
+
+
+def test_what_is_shared_is_kept_once() -> None:
+    choices = Choices(4, 2)
+    choices.begin(0, 6)
+    choices.add(0, torch.tensor([[[3, 70_000]]]).expand(4, 6, 2))
+    assert choices.blocks[0].layers[0].shape == (1, 1, 2)
+    choices.begin(6, 7)
+    choices.add(0, torch.tensor([[[1, 2]], [[1, 2]], [[0, 5]], [[0, 5]]]))
+    assert choices.blocks[1].layers[0].shape == (1, 2, 2), "a chooser a KV head"
+    assert (choices.choosers, choices.bits) == (2, 32)
+    assert unpacked(choices)[-1, 0].tolist() == [[1, 2], [0, 5]]
+    assert unpacked(choices)[0, 0].tolist() == [[3, 70_000]] * 2
+
+
+def test_a_block_that_is_read_again_takes_the_place_of_the_first() -> None:
+    choices = Choices(1, 1)
+    for start, stop in ((0, 4), (4, 8), (2, 6)):
+        choices.begin(start, stop)
+    assert [(block.start, block.stop) for block in choices.blocks] == [(2, 6)]
+
+
+def test_choices_are_bounded() -> None:
+    choices = Choices(1, 1, most_bytes=100)
+    choices.begin(0, 60)
+    with pytest.raises(CapacityError, match="the choices of 60 tokens take more than 100 B"):
+        choices.add(0, torch.arange(60)[None, :, None])
+
+
+def test_runs_of_spans() -> None:
+    runs = SpanRuns()
+    for query in range(4, 12):
+        runs.add(query, [[0, 2], [query // 4 * 4, query + 1]])  # two sinks, and the own chunk of 4
+    assert runs.runs == [[4, 8, [[0, 0, 2, 0], [4, 0, 5, 1]]], [8, 12, [[0, 0, 2, 0], [8, 0, 9, 1]]]]
+    runs.add(9, [[5, 10]])
+    runs.add(10, [[6, 11]])
+    assert runs.runs[-2:] == [[8, 9, [[0, 0, 2, 0], [8, 0, 9, 1]]], [9, 11, [[5, 1, 10, 1]]]]

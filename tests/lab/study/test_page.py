@@ -1,0 +1,186 @@
+"""Pages: what is put where, that no text can leave its place, and files that appear whole."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lce import files
+from lce.errors import CapacityError, DataError, LceError, UsageError
+from lce.lab.study import page as pages
+from lce.lab.study.page import json_text, page, split, write_page
+
+HOSTILE = "</script><script>alert(1)</script><!-- --> ]]> \u2028\u2029 & ' \" \\ \x00 <!--lce:data--> \ud800"
+
+
+@pytest.fixture(autouse=True)
+def _web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page of a few lines in the place of the real one."""
+    web = tmp_path / "web"
+    web.mkdir()
+    (web / "page.html").write_text(
+        "<!doctype html><head><!--lce:style--></head><body>\n<!--lce:data-->\n<!--lce:script a.js-->\n"
+        "<!--lce:script page.js--></body>"
+    )
+    (web / "page.css").write_text("p { color: red }\n")
+    (web / "a.js").write_text("first();\n")
+    (web / "page.js").write_text("second();\n")
+    monkeypatch.setattr(pages, "WEB", web)
+    pages._part.cache_clear()
+    yield
+    pages._part.cache_clear()
+
+
+def recording(text: str = "text", data: str = "AAAA", runs: int = 1) -> dict[str, Any]:
+    segments = [{"start": 0, "stop": 2, "rows": 2, "data": data, "looks": {"0": {"why": text}}}]
+    segments.append({**segments[0], "start": 2, "stop": 3})
+    return {"tokens": [text, "b"], "runs": [{"label": text, "segments": segments}] * runs}
+
+
+class Scripts(HTMLParser):
+    """The elements of a page as a browser sees them: scripts with their attributes and contents."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.found: list[tuple[dict[str, str | None], str]] = []
+        self.tags: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag == "script":
+            self.found.append((dict(attrs), ""))
+
+    def handle_data(self, data: str) -> None:
+        if self.found:
+            self.found[-1] = (self.found[-1][0], self.found[-1][1] + data)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "script":
+            self.found.append(({}, ""))
+
+    @property
+    def scripts(self) -> list[tuple[dict[str, str | None], str]]:
+        return [each for each in self.found if each[0] or each[1].strip()]
+
+
+def test_a_page_has_everything_in_order() -> None:
+    found = Scripts(page(json_text(recording()))).scripts
+    assert [attrs.get("id") for attrs, _ in found] == ["lce-recording", None, None]
+    assert json.loads(found[0][1]) == recording()
+    assert [text.strip() for _, text in found[1:]] == ["first();", "second();"]
+    live = Scripts(page("null", nonce="xyz", live={"base": "/t/"})).scripts
+    assert [attrs.get("id") for attrs, _ in live] == ["lce-live", "lce-recording", None, None]
+    assert [attrs.get("nonce") for attrs, _ in live[2:]] == ["xyz", "xyz"]
+    assert json.loads(live[0][1]) == {"base": "/t/"}
+    assert '<style nonce="xyz">' in page("null", nonce="xyz")
+
+
+def test_no_text_leaves_its_place(tmp_path: Path) -> None:
+    html = page(json_text(recording(HOSTILE)), live={"prompt": HOSTILE})
+    found = Scripts(html)
+    assert len(found.scripts) == 4
+    assert json.loads(found.scripts[1][1]) == recording(HOSTILE)
+    assert found.tags.count("script") == 4
+    assert not re.search("[\u2028\u2029\x00]", html)
+    assert html.isascii()
+    script = pages.script(0, 0, recording(HOSTILE)["runs"][0]["segments"][0])
+    assert script.isascii()
+    assert "<" not in script
+    assert script.count("\n") == 1
+    assert json.loads(script[script.index('{"0"') : script.rindex(")")]) == {"0": {"why": HOSTILE}}
+
+
+def test_small_recordings_are_in_the_page(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    assert write_page(recording(), path) == path.stat().st_size
+    assert json.loads(Scripts(path.read_text()).scripts[0][1]) == recording()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["page.html", "web"]
+
+
+def test_large_ones_are_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "INLINE", 100)
+    path = tmp_path / "a page #1.html"
+    written = write_page(recording(data="A" * 200, runs=2), path)
+    (first,) = (tmp_path / "a page #1.data").iterdir()
+    files = sorted(file.name for file in first.iterdir())
+    assert files == ["0-0.js", "0-1.js", "1-0.js", "1-1.js"]
+    assert written == path.stat().st_size + sum(file.stat().st_size for file in first.iterdir())
+    inside = json.loads(Scripts(path.read_text()).scripts[0][1])
+    sources = [segment["src"] for run in inside["runs"] for segment in run["segments"]]
+    assert sources == [f"a%20page%20%231.data/{first.name}/{name}" for name in files]
+    assert "data" not in inside["runs"][0]["segments"][0]
+    assert (first / "1-1.js").read_text() == 'lceSegment(1,1,"' + "A" * 200 + '",{"0":{"why":"text"}});\n'
+    (first.parent / "mine.txt").write_text("not a page's")
+    write_page(recording(data="B" * 200), path)
+    (second,) = (each for each in first.parent.iterdir() if each.is_dir())
+    assert second != first, "what the older page had is gone"
+    assert (first.parent / "mine.txt").exists()
+    (first.parent / "mine.txt").unlink()
+    monkeypatch.setattr(pages, "INLINE", 1 << 20)
+    write_page(recording(), path)
+    assert not first.parent.exists()
+
+
+def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "INLINE", 100)
+    path = tmp_path / "page.html"
+    write_page(recording(data="A" * 200), path)
+    before = path.read_text()
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "replace", full)
+        with pytest.raises(CapacityError, match="No space left"):
+            write_page(recording(data="B" * 200), path)
+    assert path.read_text() == before
+    assert len(list((tmp_path / "page.data").iterdir())) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(pages, "write_whole", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write_page(recording(data="B" * 200), path)
+        with pytest.raises(KeyboardInterrupt):
+            write_page(recording(data="B" * 200), tmp_path / "new.html")
+    assert len(list((tmp_path / "page.data").iterdir())) == 1
+    assert not (tmp_path / "new.data").exists(), "nothing that no page uses stays"
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "sync_folder", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write_page(recording(data="C" * 200), path)
+    assert all((tmp_path / src).exists() for src in re.findall(r"page\.data/\w+/\d-\d\.js", path.read_text()))
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DataError, match="is a folder"):
+        write_page(recording(), tmp_path / "folder")
+
+
+def test_a_page_whose_data_has_no_place(tmp_path: Path) -> None:
+    (tmp_path / "page.data").write_text("mine")
+    with pytest.raises(DataError, match=r"page\.data is no folder"):
+        write_page(recording(), tmp_path / "page.html")
+    with pytest.raises(UsageError, match="expected a page's, for example"):
+        write_page(recording(), tmp_path / "page.data")
+    assert (tmp_path / "page.data").read_text() == "mine"
+
+
+def test_split_keeps_all_but_the_segments() -> None:
+    whole = recording(runs=2)
+    parted = split(whole, "data/x")
+    assert parted["tokens"] == whole["tokens"]
+    assert parted["runs"][1]["segments"][1] == {"start": 2, "stop": 3, "rows": 2, "src": "data/x/1-1.js"}
+    assert "data" in whole["runs"][0]["segments"][0], "the recording itself stays"
+
+
+def test_an_installation_without_the_page(tmp_path: Path) -> None:
+    (tmp_path / "web" / "page.css").unlink()
+    with pytest.raises(LceError, match=r"without page\.css"):
+        page("null")

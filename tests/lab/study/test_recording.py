@@ -1,0 +1,133 @@
+"""Recordings of a real model equal what the engine chooses, and refuse what cannot be recorded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lce
+from lce.errors import CapacityError, UsageError
+from lce.lab.study.recording import Asked, Recorder, label_of, record, spans_of_marks, token_texts
+from lce.methods import LongHeads, make
+from tests.lab.study.recorded import always_of, choices_of
+
+METHOD = LongHeads(chunk_size=4, chunks=6)
+TEXT = "The old miller took the bread out of the oven and the children ate it. " * 4
+
+
+@pytest.fixture(scope="module")
+def recorded(tiny_model: Path) -> dict[str, Any]:
+    return record(
+        tiny_model, [METHOD, make("esa", {"compress": "none", "sinks": 4, "top_k": 8}), "dca"], TEXT, max_tokens=3,
+        marks=["the bread out"], spread=5, last=4, block=32,
+    )  # fmt: skip
+
+
+def test_choices_are_those_of_the_engine(recorded: dict[str, Any], tiny_model: Path) -> None:
+    for run, method in zip(recorded["runs"], (METHOD, make("esa", {"compress": "none", "sinks": 4, "top_k": 8}), "dca"),
+                           strict=True):  # fmt: skip
+        engine = lce.load(tiny_model, method, block=32)
+        ids = engine.tokenizer.encode(TEXT)
+        trace = engine.trace(ids)
+        if not run["choosing"]:
+            assert all(chosen.shape[-1] == 0 for chosen in trace.chosen)
+            continue
+        found = torch.from_numpy(choices_of(run))[: len(ids)]  # [N, layers, C, K]
+        repeat = len(trace.chosen[0]) // run["choosers"]
+        for layer, chosen in enumerate(trace.chosen):
+            own = found[:, layer].transpose(0, 1).repeat_interleave(repeat, 0)
+            assert torch.equal(own, chosen)
+        for segment in run["segments"]:
+            for query, look in segment["looks"].items():
+                for layer, each in enumerate(look["layers"]):
+                    for head, chosen in enumerate(each["chosen"]):
+                        at = head * len(trace.chosen[0]) // len(each["chosen"])
+                        if int(query) < len(ids):
+                            row = trace.chosen[layer][at, int(query)]
+                            assert chosen == row[row >= 0].tolist()
+                            ranks = trace.ranks[layer][at, int(query)]
+                            assert each["ranks"][head] == ranks[row >= 0].tolist()
+
+
+def test_a_recording_is_what_was_run(recorded: dict[str, Any], tiny_model: Path) -> None:
+    engine = lce.load(tiny_model, METHOD, block=32)
+    ids = engine.tokenizer.encode(TEXT)
+    result = engine.generate(ids, max_tokens=3, logprobs=5)
+    run = recorded["runs"][0]
+    assert "".join(each["text"] for each in run["generated"]) == result.text
+    assert [each["logprob"] for each in run["generated"]] == [round(x.logprob, 4) for x in result.logprobs or []]
+    assert "".join(recorded["tokens"]).endswith(TEXT)
+    assert len(recorded["tokens"]) == len(ids)
+    n = len(ids) + len(result.token_ids) - 1  # the last one is not read
+    assert run["blocks"] == [*([a, min(a + 32, len(ids))] for a in range(0, len(ids), 32)), [n - 2, n - 1], [n - 1, n]]
+    assert [run["segments"][0]["start"], run["segments"][-1]["stop"]] == [0, n]
+    assert set(range(len(ids) - 4, n)) <= set(run["looked"])
+    assert {int(query) for segment in run["segments"] for query in segment["looks"]} == set(run["looked"])
+    assert all(always_of(run, 1, query) == [[query // 4 * 4, query + 1]] for query in range(n))
+    assert run["knobs"]["chunk_size"] == 4
+    assert run["label"] == "longheads(chunk_size=4, chunks=6)"
+    assert (run["first"], run["chunk_size"], run["choosers"], run["k"]) == (0, 4, 4, 5)
+    assert (run["window"], run["placement"]) == (64, "side_by_side")
+    assert json.loads(json.dumps(recorded, allow_nan=False)) == recorded
+    for mark in recorded["marks"]:
+        assert "the bread out" in "".join(recorded["tokens"][mark["start"] : mark["stop"]])
+    assert len(recorded["marks"]) == 4
+
+
+def test_generated_tokens_have_the_attention_that_the_method_gives(recorded: dict[str, Any]) -> None:
+    for run in recorded["runs"][:2]:
+        look = run["segments"][-1]["looks"][str(run["looked"][-1])]
+        for layer in look["layers"]:
+            for found in layer["heads"]:
+                assert len(found["given"]) == len(found["mass"])
+                assert 0 <= sum(found["given"]) <= 1.001
+
+
+def test_marks_are_tokens_that_have_a_part_of_them() -> None:
+    texts = ["<s>", "ab", "", "c", "de", "abc"]
+    assert spans_of_marks(texts, ["bc", "e"]) == [(1, 4, "bc"), (4, 5, "e"), (5, 6, "bc")]
+    with pytest.raises(UsageError, match="the mark 'xyz' is not in the prompt"):
+        spans_of_marks(texts, ["xyz"])
+    with pytest.raises(UsageError, match="the mark '' is not in the prompt"):
+        spans_of_marks(texts, [""])
+    with pytest.raises(UsageError, match="more than 32 times"):
+        spans_of_marks(["a"] * 40, ["a"])
+
+
+def test_what_is_looked_at() -> None:
+    assert Asked("x", spread=4, last=2).looked(10) == [0, 2, 4, 6, 8, 9]
+    assert Asked("x", spread=0, last=1).looked(10) == [9]
+    assert Asked("x").looked(3) == [0, 1, 2]
+    assert len(Asked("x").looked(30_000)) == 264
+
+
+def test_labels_name_what_was_set() -> None:
+    assert label_of(make("full")) == "full"
+    assert label_of(make("quest", {"page": 8}).resolve(64)) == "quest(page=8, budget=16)"
+
+
+def test_what_cannot_be_recorded(tiny_model: Path) -> None:
+    recorder = Recorder(tiny_model, block=16)
+    with pytest.raises(UsageError, match="no method is given"):
+        recorder.record(Asked("text"), [])
+    with pytest.raises(UsageError, match="the prompt is empty"):
+        recorder.record(Asked(""), ["full"])
+    with pytest.raises(UsageError, match="layer 2 has no head 0; expected layers 0 to 1 and heads 0 to 3"):
+        recorder.record(Asked("text", off=[(2, 0)]), ["full"])
+    with pytest.raises(UsageError, match=r"max_tokens is 5,000; expected 4,096 or less"):
+        Asked("text", max_tokens=5000)
+    with pytest.raises(CapacityError, match="the choices of"):
+        Recorder(tiny_model, most_bytes=100).record(Asked(TEXT, max_tokens=0), [METHOD])
+
+
+def test_a_model_without_a_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(tiny_model / name)
+    found = record(tmp_path, [METHOD], [5, 6, 7], max_tokens=2)
+    assert found["tokens"] == ["5 ", "6 ", "7 "]
+    assert len(found["runs"][0]["generated"]) == 2
+    assert token_texts(lce.load(tiny_model), lce.load(tiny_model).tokenizer.encode("the dogs"))[-1]

@@ -1,0 +1,98 @@
+"""Watching changes nothing and keeps every choice; heads that are off are columns of zeros in the output projection."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import lce
+from lce.lab.study.watching import Inspected, Watch, _pieces
+from lce.methods import make
+from tests import oracle
+from tests.lab.study.recorded import BLOCKS, CASES, PLAIN, WINDOW, N, tensors, watched
+from tests.running import run
+
+
+@pytest.mark.parametrize(("name", "knobs"), [*CASES, *PLAIN], ids=str)
+def test_keeps_what_every_query_chose_and_changes_nothing(name: str, knobs: dict[str, Any]) -> None:
+    noted: list[torch.Tensor] = []
+    out = run(make(name, knobs), *tensors(), BLOCKS, window=WINDOW, note=lambda _, chosen: noted.append(chosen))
+    watch, same = watched(name, knobs, looked=[5, 90, N - 1])
+    assert torch.equal(out, same)
+    assert watch.choices is not None
+    blocks = [block.layers[0] for block in watch.choices.blocks if 0 in block.layers]
+    assert len(blocks) == len([x for x in noted if x.shape[-1]])
+    for packed, chosen in zip(blocks, (x for x in noted if x.shape[-1]), strict=True):
+        none = int(torch.iinfo(torch.uint16).max)
+        kept = torch.from_numpy(packed.astype("int64")).transpose(0, 1)
+        kept = kept.masked_fill(kept == none, -1).repeat_interleave(len(chosen) // len(kept), 0)
+        assert torch.equal(kept.expand(chosen.shape), chosen)
+    spans = watch.layers[0].spans
+    assert spans is not None
+    mask = torch.zeros(N, N, dtype=torch.bool)
+    for q0, q1, moving in spans.runs:
+        for query in range(q0, q1):
+            for a, da, b, db in moving:
+                mask[query, a + da * (query - q0) : b + db * (query - q0)] = True
+    attended = oracle.DEFINITIONS[name](*tensors(), oracle.Setting(WINDOW, BLOCKS), **knobs).mask
+    assert not (mask & ~attended).any()
+    assert noted or torch.equal(mask.expand_as(attended), attended), "all that a method without choices attends"
+
+
+@pytest.mark.parametrize(
+    ("distances", "pieces"),
+    [
+        ([5, 4, 3, 9, 8, 8, 8], [(0, 3), (3, 5), (5, 7)]), ([7], [(0, 1)]), ([4, 4, 4], [(0, 3)]),
+        ([0, 9, 3, 2], [(0, 1), (1, 2), (2, 4)]), ([6, 6, 5, 4], [(0, 2), (2, 4)]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_pieces_of_distances(distances: list[int], pieces: list[tuple[int, int]]) -> None:
+    assert _pieces(torch.tensor(distances)) == pieces
+
+
+def test_pieces_are_bounded() -> None:
+    assert len(_pieces(torch.arange(5000) * 2 % 997)) <= 128
+
+
+def test_heads_that_are_off(tiny_model: Path, tmp_path: Path) -> None:
+    """Equal to the model whose output projection has zeros in the columns of those heads."""
+    off, dim = ((0, 1), (1, 0), (1, 3)), 16
+    folder = tmp_path / "zeroed"
+    shutil.copytree(tiny_model, folder)
+    weights = load_file(folder / "model.safetensors")
+    for layer, head in off:
+        weights[f"model.layers.{layer}.self_attn.o_proj.weight"][:, head * dim : (head + 1) * dim] = 0
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    ids = torch.randint(2, 300, (90,)).tolist()
+    for name in ("full", "longheads"):
+        watch = Watch()
+        engine = lce.load(tiny_model, Inspected(make(name), watch))
+        watch.begin(len(ids), off=off)
+        assert torch.equal(engine.logits(ids), lce.load(folder, name).logits(ids))
+        watch.begin(len(ids))
+        assert torch.equal(engine.logits(ids), lce.load(tiny_model, name).logits(ids))
+
+
+def test_a_check_ends_the_run(tiny_model: Path) -> None:
+    class Ended(Exception):
+        pass
+
+    calls = []
+
+    def check() -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise Ended
+
+    watch = Watch()
+    engine = lce.load(tiny_model, Inspected(make("full"), watch), block=8)
+    watch.begin(40, check=check)
+    with pytest.raises(Ended):
+        engine.prefill(list(range(2, 42)))
+    assert len(calls) == 3
