@@ -1,4 +1,4 @@
-"""What a decoder layer does between its products, on GPUs: one launch each; `lce.kernels.cpu.elementwise` serves CPUs."""
+"""What a decoder layer does between its products, on GPUs, one launch each; `lce.kernels.cpu` serves CPUs."""
 
 from __future__ import annotations
 

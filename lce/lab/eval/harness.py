@@ -1,8 +1,8 @@
 """lce as a model of EleutherAI's lm-evaluation-harness: `--model lce --model_args pretrained=PATH,method=longheads`.
 
 The harness makes prompts and scores answers; `lce.lab.eval.requests` answers them. This module is the adapter: the
-class that the harness knows as `lce`, of the entry-point group `lm_eval.models`. Releases up to 0.4.13 read no entry point:
-there `lce eval harness`, or an import of this module, registers it. Needs the package lm_eval: `lce[harness]`.
+class that the harness knows as `lce`, of the entry-point group `lm_eval.models`. Releases up to 0.4.13 read no entry
+point: there `lce eval harness`, or an import of this module, registers it. Needs the package lm_eval: `lce[harness]`.
 """
 
 from __future__ import annotations

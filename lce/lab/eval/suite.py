@@ -74,7 +74,7 @@ class Suite:
     """How samples are made and asked: `samples` documents for each task and length, `questions` of each.
 
     `depths` are where a single fact stands, in turn; without any, depths are even. See
-    `lce.lab.eval.tasks.making.samples` for the fillers, and `lce.lab.eval.running` for the modes, `contexts` and shards. Raises `UsageError`.
+    `lce.lab.eval.tasks.making.samples` for the fillers, `lce.lab.eval.running` for the modes, `contexts` and shards. Raises `UsageError`.
     """
 
     samples: int = 20

@@ -84,8 +84,8 @@ def explain(
 
     `samples` is called with the engine; `loading` are options of `lce.load`. `setting`, what the samples are made from
     and its first name `task`, and their numbers are how `record` knows them. The method's own answers are
-    those of `lce.lab.eval.running.answers`, and count where the record has them already. `progress` is called with what is tried,
-    how many samples are done, and how many there are. Raises `UsageError` for a method that selects nothing.
+    those of `lce.lab.eval.running.answers`, and count where the record has them already. `progress` is called with what
+    is tried, how many samples are done, and how many there are. Raises `UsageError` for a method that selects nothing.
     """
     check_selects(method)
     engine = lce.load(model, method, **loading)
