@@ -73,8 +73,9 @@ def _knob(name: str, value: Any, kind: type) -> Any:
 class Suite:
     """How samples are made and asked: `samples` documents for each task and length, `questions` of each.
 
-    `depths` are where a single fact stands, in turn; without any, depths are even. See
-    `lce.lab.eval.tasks.making.samples` for the fillers, `lce.lab.eval.running` for the modes, `contexts` and shards. Raises `UsageError`.
+    `depths` are where a single fact stands, in turn; without any, depths are even. The fillers
+    are those of `lce.lab.eval.tasks.making.samples`; modes, `contexts` and shards are those of `lce.lab.eval.running`.
+    Raises `UsageError`.
     """
 
     samples: int = 20
