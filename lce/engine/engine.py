@@ -35,9 +35,10 @@ from lce.engine.sampling import check_logits
 from lce.engine.saving import open_saved
 from lce.engine.scoring import Scorer, TokenScores
 from lce.engine.stream import AsyncStream, CancelFlag, Cancelled, Stream
-from lce.engine.trace import Trace, TraceRecorder
+from lce.engine.trace import Trace, TraceObserver
 from lce.engine.window import beyond, warn
 from lce.errors import UsageError, shown
+from lce.methods.observed import Observed
 from lce.progress import Progress, check_progress, reported
 from lce.tokenizer.tokenizer import NoTokenizer
 
@@ -231,11 +232,11 @@ class Engine(Runner):
         ids = self._ids(token_ids)
         self._warn(len(ids))
         context = self._new_context(len(ids))
-        recorder = TraceRecorder(self.model.config.n_layers, self.model.config.n_heads, keep_all=scores)
+        observer = TraceObserver(keep_all=scores)
+        driver = replace(self._driver, method=Observed(self.method, observer))
         for part in blocks(ids, self.block):
-            self._append(context, part, recorder.note, recorder.note_scores)
-            recorder.end_block(len(part))
-        return recorder.trace(self.method.choices)
+            self._append(context, part, driver)
+        return observer.trace(self.method.choices)
 
     def prefill_file(
         self, document: Prompt, path: str | Path, *, context: Context | None = None, length: int | str | None = None,

@@ -21,7 +21,6 @@ from lce.engine.sampling import check_logits
 from lce.engine.saving import ContextData
 from lce.methods.base import Method
 from lce.methods.run import Driver
-from lce.methods.step import Note, NoteScores
 from lce.models.config import RopeConfig
 from lce.models.layers import Attend, Model
 from lce.models.rope import Rope
@@ -110,10 +109,10 @@ class Runner(Unique):
             context.graph = DecodeGraph(self.model, self._driver, self.device, tape(self.device))
         return context.graph.append(context, token_id, ahead=ahead)
 
-    def _append(
-        self, context: Context, ids: Sequence[int], note: Note | None = None, note_scores: NoteScores | None = None
-    ) -> Tensor:
+    def _append(self, context: Context, ids: Sequence[int], driver: Driver | None = None) -> Tensor:
         """Append a block of tokens to the context's cache; their hidden states `[T, hidden]`.
+
+        `driver` is by default that of the engine's own method.
 
         Sets the context's logits to those after the block. After an error or an interruption the context is as it was
         before the block, or as it is after it.
@@ -132,7 +131,7 @@ class Runner(Unique):
             return hidden
 
         try:
-            return self._driver.forward(context.cache, context.rope, len(ids), model_call, note, note_scores)
+            return (driver or self._driver).forward(context.cache, context.rope, len(ids), model_call)
         except BaseException as error:
             if context.cache.length == before:  # the block was discarded
                 context.set_logits(logits, before)

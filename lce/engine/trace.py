@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lce.errors import UsageError
+from lce.methods.observed import Observation
+from lce.methods.step import Step
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Trace:
     all_scores: list[Tensor] | None = None
 
     def hits(self, start: int, stop: int) -> list[Tensor]:
-        """Whether a choice has one of the tokens `start..stop-1`, for each layer `[H, T]` bool.
+        """Return whether a choice has one of the tokens `start..stop-1`, for each layer `[H, T]` bool.
 
         Example: `trace.hits(*fact)[layer][:, -1].float().mean()` is the share of heads that chose a fact for the last
         token.
@@ -41,7 +43,7 @@ class Trace:
         return [((chosen >= a) & (chosen < b) & (chosen >= 0)).any(-1) for chosen in self.chosen]
 
     def best_ranks(self, start: int, stop: int) -> list[Tensor]:
-        """The best rank by score of the choices with the tokens `start..stop-1`, for each layer `[C, T]`.
+        """Return the best rank by score of the choices with the tokens `start..stop-1`, for each layer `[C, T]`.
 
         0 is the best of all; -1 where a query could choose none of them. Needs `engine.trace(..., scores=True)`.
         """
@@ -59,52 +61,43 @@ class Trace:
         return found
 
     def _choices_of(self, start: int, stop: int) -> tuple[int, int]:
-        """The choices `a..b-1` that have a part of some tokens."""
+        """Return a and b, where the choices `a..b-1` have a part of the tokens `start..stop-1`."""
         a = max(0, (start - self.first) // self.chunk_size)
         return a, max(a, -(-(stop - self.first) // self.chunk_size))
 
 
-class TraceRecorder:
-    """Collects the choices of a prefill: `note_scores` and `note` are called by the method, `end_block` after a block.
+class TraceObserver:
+    """Collects the choices of a prefill, one part a block and layer. With `keep_all`, all scores are kept too."""
 
-    With `keep_all`, all scores are kept and not those of the choices alone.
-    """
-
-    def __init__(self, n_layers: int, n_heads: int, *, keep_all: bool = False) -> None:
-        self.n_heads = n_heads
+    def __init__(self, *, keep_all: bool = False) -> None:
         self.keep_all = keep_all
-        self._chosen: dict[int, Tensor] = {}  # what each layer chose in this block
-        self._scores: dict[int, Tensor] = {}  # and by which scores
-        self._parts: list[list[tuple[Tensor, ...]]] = [[] for _ in range(n_layers)]  # a part a block
+        self._parts: dict[int, list[tuple[Tensor, ...]]] = {}  # by layer: choices, their scores and ranks, all scores
 
-    def note(self, layer: int, chosen: Tensor) -> None:
-        """Record what a layer chose in this block, `[H, T, K]`."""
-        self._chosen[layer] = chosen
+    def rows(self, step: Step) -> None:
+        """Observe all queries."""
 
-    def note_scores(self, layer: int, scores: Tensor) -> None:
-        """Record the scores `[C, T, M]` that a layer chooses by in this block."""
-        self._scores[layer] = scores
-
-    def end_block(self, n_tokens: int) -> None:
-        """Keep the choices of this block of `n_tokens`; an empty one for a layer that chose nothing."""
-        nothing = torch.empty(self.n_heads, n_tokens, 0, dtype=torch.int64)
-        for layer, parts in enumerate(self._parts):
-            chosen = self._chosen.pop(layer, nothing)
-            scores = self._scores.pop(layer, chosen.new_full((1, n_tokens, 0), -torch.inf, dtype=torch.float32))
-            part = (chosen, *_of_choices(chosen, scores), scores)
-            parts.append(tuple(x.cpu() for x in (part if self.keep_all else part[:3])))
+    def observe(self, seen: Observation, out: Tensor) -> Tensor:
+        """Keep what a layer chose in a block; an empty choice where it chose nothing."""
+        n_heads, n_tokens = seen.q.shape[:2]
+        chosen = torch.empty(n_heads, n_tokens, 0, dtype=torch.int64) if seen.chosen is None else seen.chosen
+        scores = chosen.new_empty(1, n_tokens, 0, dtype=torch.float32) if seen.scores is None else seen.scores
+        part = (chosen, *_of_choices(chosen, scores), *([scores] if self.keep_all else []))
+        self._parts.setdefault(seen.layer, []).append(tuple(x.cpu() for x in part))
+        return out
 
     def trace(self, choices: tuple[int, int]) -> Trace:
-        """The choices of all blocks; `choices` is `Method.choices`."""
+        """Return the choices of all blocks; `choices` is `Method.choices`."""
         first, size = choices
-        chosen, scores, ranks = ([_joined([part[i] for part in parts], fill) for parts in self._parts] for i, fill in
-                                 ((0, -1), (1, torch.nan), (2, -1)))  # fmt: skip
-        every = [_joined([part[3] for part in parts], -torch.inf) for parts in self._parts] if self.keep_all else None
-        return Trace(size, chosen, first, scores, ranks, every)
+        fills = (-1, torch.nan, -1, -torch.inf)[: 4 if self.keep_all else 3]
+        layers = [self._parts[layer] for layer in sorted(self._parts)]
+        chosen, scores, ranks, *every = (
+            [_joined([part[i] for part in parts], fill) for parts in layers] for i, fill in enumerate(fills)
+        )
+        return Trace(size, chosen, first, scores, ranks, every[0] if every else None)
 
 
 def ranks_of(scores: Tensor) -> Tensor:
-    """The place of each of `scores [C, T, M]` among its query's, 0 for the largest, of equal ones the first."""
+    """Return the place of each of `scores [C, T, M]` among its query's scores: 0 for the largest, ties in order."""
     if scores.shape[1] > 1 and scores.stride(1) == 0:  # one block of queries chose together
         return ranks_of(scores[:, :1].clone()).expand(scores.shape)
     order = scores.argsort(dim=-1, descending=True, stable=True)
@@ -113,7 +106,7 @@ def ranks_of(scores: Tensor) -> Tensor:
 
 
 def _of_choices(chosen: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The scores and the ranks of the choices `[H, T, K]`; NaN and -1 for none, and where no scores are known."""
+    """Return the scores and the ranks of the choices `[H, T, K]`; NaN and -1 for none and where no score is known."""
     none = chosen < 0
     if not scores.shape[-1]:
         return none.float().fill_(torch.nan), none.long().fill_(-1)
@@ -126,7 +119,7 @@ def _of_choices(chosen: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _joined(parts: list[Tensor], fill: float) -> Tensor:
-    """What was kept of several blocks, `[H, T, K]` each, padded to the largest K; of fewer heads, repeated."""
+    """Join the parts `[H, T, K]` of several blocks, padded to the largest K; parts of fewer heads are repeated."""
     widest, most = max(part.shape[-1] for part in parts), max(len(part) for part in parts)
     same = (part.repeat_interleave(most // len(part), 0) for part in parts)
     return torch.cat([pad(part, (0, widest - part.shape[-1]), value=fill) for part in same], dim=1)

@@ -19,6 +19,7 @@ from lce.methods.full import Full
 from lce.methods.infllm import InfLLM
 from lce.methods.lm_infinite import LMInfinite
 from lce.methods.longheads import LongHeads
+from lce.methods.observed import Observation, Observed
 from lce.methods.oracle import Oracle, cheating, selects
 from lce.methods.quest import Quest
 from lce.methods.random import RandomChunks
@@ -45,6 +46,8 @@ __all__ = [
     "LayerCache",
     "LongHeads",
     "Method",
+    "Observation",
+    "Observed",
     "Oracle",
     "PaperFigure",
     "QueryBlock",

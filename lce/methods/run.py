@@ -16,7 +16,7 @@ from lce.cache.layout import CacheLayout
 from lce.errors import CapacityError, UsageError, shown
 from lce.methods.base import Method
 from lce.methods.registry import as_method
-from lce.methods.step import DeviceStep, Note, NoteScores, Step
+from lce.methods.step import DeviceStep, Note, Step
 from lce.models.config import RopeConfig
 from lce.models.layers import Attend
 from lce.models.rope import Rope
@@ -36,9 +36,8 @@ class Driver:
     sliding_window: int | None = None
 
     def forward(
-        self, cache: KVCache, rope: Rope, n_tokens: int, model_call: Callable[[Attend], T], note: Note | None = None,
-        note_scores: NoteScores | None = None,
-    ) -> T:  # fmt: skip
+        self, cache: KVCache, rope: Rope, n_tokens: int, model_call: Callable[[Attend], T], note: Note | None = None
+    ) -> T:
         """Append a block of `n_tokens` tokens to the cache; returns what `model_call` returns.
 
         `model_call(attend)` runs the model, which calls `attend` once a layer, in order. If that raises, the block is
@@ -46,10 +45,7 @@ class Driver:
         """
         cache.settle()
         start, stop = cache.length, cache.length + n_tokens
-        whole = Step(
-            start, stop, rope, self.attention, self.window, self.n_kv_heads, self.sliding_window, note,
-            note_scores=note_scores,
-        )  # fmt: skip
+        whole = Step(start, stop, rope, self.attention, self.window, self.n_kv_heads, self.sliding_window, note)
         steps = {part.first_layer: replace(whole, memo={}) for part in cache.layout.by_device}  # a memo a device
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -28,8 +28,8 @@ def write_recording(
     what: dict[str, Any], loading: dict[str, Any], output: Output,
 ) -> None:  # fmt: skip
     """Record a prompt under some methods, and write a page, or JSON, or both. `-` as `json_file` is stdout."""
-    from lce.lab.study.page import store_of, write_page
-    from lce.lab.study.recording import Asked, Recorder
+    from lce.lab.study.recording import Recorder, RecordingRequest
+    from lce.lab.study.web_page import store_of, write_page
 
     if out is None and json_file is None:
         raise UsageError("nothing to write; give --out page.html, --json FILE, or --live")
@@ -38,9 +38,9 @@ def write_recording(
         store_of(out)
     if json_file != "-":
         new_file(json_file, force=True)
-    asked = Asked(prompt.read(), **what)
+    request = RecordingRequest(prompt.read(), **what)
     with output.noting(), output.bars() as bars:
-        recording = Recorder(model, **loading).record(asked, methods, progress=bars)
+        recording = Recorder(model, **loading).record(request, methods, progress=bars)
     for run in recording["runs"]:
         output.figures(figures_line(run))
     if json_file is not None:
@@ -77,7 +77,7 @@ def figures_line(run: dict[str, Any]) -> str:
 def serve_live(model: str, prompt: str, port: int, most_prompt: int, loading: dict[str, Any], output: Output) -> None:
     """Serve the page until Ctrl-C. The address alone goes to stdout."""
     from lce.lab.study.live import Limits, Live
-    from lce.lab.study.server import LiveServer
+    from lce.lab.study.live_server import LiveServer
 
     with output.noting():
         live = Live(model, Limits(prompt_tokens=most_prompt), **loading)

@@ -14,15 +14,15 @@ def show_trace(
     loading: dict[str, Any], output: Output,
 ) -> None:  # fmt: skip
     """Trace a text and print the choices of its last tokens, a line a layer and head."""
-    from lce.lab.study.recording import Asked, Recorder
+    from lce.lab.study.recording import Recorder, RecordingRequest
 
     if plot is not None:
         from lce.lab.study.picture import checked
 
         checked(plot)
-    asked = Asked(prompt, max_tokens=0, marks=marks, spread=0, last=last)
+    request = RecordingRequest(prompt, max_tokens=0, marks=marks, spread=0, last=last)
     with output.noting(), output.bars() as bars:
-        recording = Recorder(model, **loading).record(asked, [method], progress=bars)
+        recording = Recorder(model, **loading).record(request, [method], progress=bars)
     run = recording["runs"][0]
     if plot is not None:
         from lce.lab.study.heatmap import draw

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import lce
-from lce.engine.trace import TraceRecorder
+from lce.engine.trace import TraceObserver
 from lce.errors import UsageError
-from lce.methods import LongHeads
+from lce.methods import LongHeads, Observation
 from tests.checkpoints import tokens
 
 BLOCK = 32
@@ -55,14 +57,21 @@ def test_a_trace_is_empty_where_nothing_is_chosen(tiny_model: Path, name: str) -
     assert [chosen.shape for chosen in trace.chosen] == [(4, 40 if name == "full" else 2, 0)] * 2
 
 
-def test_a_recorder_joins_the_blocks_of_each_layer() -> None:
+def observed(observer: TraceObserver, layer: int, n_tokens: int, chosen: Any, scores: Any = None) -> None:
+    """Hand an observer what a layer of one or two heads chose in a block."""
+    q = torch.zeros(1 if chosen is None else len(chosen), n_tokens, 2)
+    picked, by = (None if x is None else torch.tensor(x) for x in (chosen, scores))
+    seen = Observation(None, q, SimpleNamespace(index=layer), None, torch.arange(n_tokens), picked, by)  # type: ignore[arg-type]
+    assert observer.observe(seen, q) is q
+
+
+def test_the_blocks_of_each_layer_are_joined() -> None:
     """Two layers, one head: layer 0 chooses from the second block on, layer 1 nothing."""
-    recorder = TraceRecorder(n_layers=2, n_heads=1)
+    observer = TraceObserver()
     for n_tokens, chosen in ((2, None), (1, [[[0]]]), (2, [[[0, 1], [0, -1]]])):
-        if chosen is not None:
-            recorder.note(0, torch.tensor(chosen))
-        recorder.end_block(n_tokens)
-    trace = recorder.trace((3, 4))
+        observed(observer, 0, n_tokens, chosen)
+        observed(observer, 1, n_tokens, None)
+    trace = observer.trace((3, 4))
     assert (trace.first, trace.chunk_size) == (3, 4)
     assert trace.chosen[0].tolist() == [[[-1, -1], [-1, -1], [0, -1], [0, 1], [0, -1]]]
     assert trace.chosen[1].shape == (1, 5, 0)
@@ -70,14 +79,10 @@ def test_a_recorder_joins_the_blocks_of_each_layer() -> None:
 
 def test_choices_have_their_scores_and_ranks() -> None:
     """Two heads choose together in layer 0; of the second block's query no score of chunk 2 is known."""
-    recorder = TraceRecorder(n_layers=1, n_heads=2, keep_all=True)
-    recorder.note_scores(0, torch.tensor([[[0.5, 2.0, 1.0]]]))
-    recorder.note(0, torch.tensor([[[0, 1]], [[1, 2]]]))
-    recorder.end_block(1)
-    recorder.note_scores(0, torch.tensor([[[3.0, 3.0]]]))
-    recorder.note(0, torch.tensor([[[1, -1]], [[0, -1]]]))
-    recorder.end_block(1)
-    trace = recorder.trace((0, 4))
+    observer = TraceObserver(keep_all=True)
+    observed(observer, 0, 1, [[[0, 1]], [[1, 2]]], [[[0.5, 2.0, 1.0]]])
+    observed(observer, 0, 1, [[[1, -1]], [[0, -1]]], [[[3.0, 3.0]]])
+    trace = observer.trace((0, 4))
     assert trace.ranks[0].tolist() == [[[2, 0], [1, -1]], [[0, 1], [0, -1]]]
     none = float("nan")
     expected = torch.tensor([[[0.5, 2.0], [3.0, none]], [[2.0, 1.0], [3.0, none]]])

@@ -15,7 +15,8 @@ from lce.lab.eval.metrics import METRICS
 from lce.lab.eval.record import Lines, text_hash
 from lce.lab.eval.sample import Sample
 from lce.lab.eval.spelling import described
-from lce.lab.eval.watching import Look, PerHead, States, Watch, Watched
+from lce.lab.eval.watching import Look, PerHead, States, Watch
+from lce.methods import Observed
 from lce.methods.mass import Judge
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def _mean_tables(tables: Sequence[PerHead]) -> PerHead:
 def watching(model: str, method: Method, judge: Judge, states: States, **loading: Any) -> tuple[Engine, Watch]:
     """An engine whose method is watched; `loading` are options of `lce.load`."""
     watch = Watch(judge, states)
-    return lce.load(model, Watched(method, watch), **loading), watch
+    return lce.load(model, Observed(method, watch), **loading), watch
 
 
 def measure(

@@ -1,7 +1,7 @@
 """Watches what some queries of a run attend, beside what full attention would give each token.
 
-`Watched` runs any method as it is. For the queries that a `Watch` asks for it compares, in every layer and head, the
-tokens that the method attends with the true mass (`lce.methods.mass`). So what is measured is the method in a real
+`Observed` runs any method as it is. For the queries that a `Watch` asks for, the watch compares in every layer and head
+the tokens that the method attends with the true mass (`lce.methods.mass`). So what is measured is the method in a real
 run: in its own blocks, on the hidden states that its own layers made, or on those of the judge's full attention.
 """
 
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from lce.errors import UsageError
-from lce.methods import ESA, LayerCache, Method, Step, Wrapped, rotate
+from lce.methods import ESA, LayerCache, Observation, Step, rotate
 from lce.methods.lowdim import first_best
-from lce.methods.mass import Judge, TrueMass, attended_tokens, scored_bytes
+from lce.methods.mass import Judge
 
 States = Literal["own", "judge"]
 PerHead = list[list[float]]  # layers, and their heads
@@ -150,40 +150,45 @@ class Watch:
             found=found if any(tally.blocks for tally in layers) else None,
         )
 
-    def look(
-        self, method: Method, q: Tensor, cache: LayerCache, step: Step, rows: Tensor,
-        chosen: Tensor | None, scores: Tensor | None,
-    ) -> None:  # fmt: skip
-        """Count what the block's queries `rows` attended."""
-        always = method.always(cache, step)
+    def observe(self, seen: Observation, out: Tensor) -> Tensor:
+        """Count what the watched queries attended. Return the layer's output, or that of the judge's attention."""
+        if len(seen.rows):
+            self._count(seen)
+        return out if self.states == "own" else seen.mass(self.judge).attend(seen.q)
+
+    def _count(self, seen: Observation) -> None:
+        always, picked = seen.always(), seen.picked
         if always is None:
             raise UsageError(
-                f"{method.label} does not say which tokens it always attends, so what it selects cannot be measured; "
-                "define always"
+                f"{seen.method.label} does not say which tokens it always attends, so what it selects cannot be "
+                "measured; define always"
             )
-        tally, mass = self.layers.setdefault(cache.index, _Tally()), TrueMass(method, cache, step, self.judge)
-        first, size = method.choices
-        rows = rows.to(q.device)
-        for some in (rows[part] for part in mass.slices(len(rows), len(q))):
-            positions = some + step.start
-            picked = None if chosen is None else chosen[:, some]
-            attended = attended_tokens(always[some], picked, first, size, len(q))
-            weights = mass.weights(q[:, some], positions)
-            tally.queries += len(some)
+        tally, mass, q, n_kv_heads = (
+            self.layers.setdefault(seen.layer, _Tally()),
+            seen.mass(self.judge),
+            seen.q,
+            seen.step.n_kv_heads,
+        )
+        first, size = seen.method.choices
+        vector = 2 * q.shape[-1] * seen.cache.layout.dtype.itemsize
+        for some in mass.slices(len(seen.rows), len(q)):
+            positions = seen.positions[some]
+            attended = seen.attended(some, always)
+            weights = mass.weights(q[:, seen.rows[some]], positions)
+            tally.queries += len(positions)
             tally.add("recall", (weights * attended).sum(-1))
             tally.add("tokens", attended)
             for start, stop in self.facts:
                 tally.add("fact", attended[..., start:stop].float().mean(-1) / len(self.facts))
-            read = attended.unflatten(0, (step.n_kv_heads, -1)).any(1).sum()  # a KV head's token is read once
-            vector = 2 * q.shape[-1] * cache.layout.dtype.itemsize
+            read = attended.unflatten(0, (n_kv_heads, -1)).any(1).sum()  # a KV head's token is read once
             tally.count("read", float(read) * vector)
-            tally.count("full", float((positions + 1).sum()) * step.n_kv_heads * vector)
-            for position in positions.tolist():
-                tally.count("scored", scored_bytes(method, position, q, cache, step))
-            if scores is not None:
-                self._look_at_choices(tally, scores[:, some], picked, positions, first, size)
-        if isinstance(method, ESA):
-            self._look_at_maps(tally, method, q, cache, step)
+            tally.count("full", float((positions + 1).sum()) * n_kv_heads * vector)
+            if seen.scores is not None:
+                chosen = None if picked is None else picked[:, some]
+                self._look_at_choices(tally, seen.scores[:, some], chosen, positions, first, size)
+        tally.count("scored", seen.scored_bytes())
+        if isinstance(seen.method, ESA):
+            self._look_at_maps(tally, seen.method, q, seen.cache, seen.step)
 
     def _look_at_choices(
         self, tally: _Tally, scores: Tensor, chosen: Tensor | None, positions: Tensor, first: int, size: int
@@ -234,26 +239,3 @@ def _cover_and_gini(times: Tensor) -> tuple[float, float]:
         return 0.0, 0.0
     order = 2 * torch.arange(1, n + 1) - n - 1
     return float((times > 0).double().mean()), float((order * x).sum()) / (n * total)
-
-
-@dataclass(frozen=True)
-class Watched(Wrapped):
-    """A method that runs as it is while a `Watch` looks on. With `states="judge"` its layers give what the judge's full
-    attention does, so that all methods are compared on the same hidden states."""
-
-    watch: Watch = field(repr=False, compare=False)
-
-    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        rows = self.watch.rows(step)
-        if not len(rows):
-            out = self.inner.attend(q, cache, step)
-        else:
-            chosen: dict[int, Tensor] = {}
-            scores: dict[int, Tensor] = {}
-            noted = replace(step, note=chosen.__setitem__, note_scores=scores.__setitem__)
-            out = self.inner.attend(q, cache, noted)
-            layer = cache.index
-            self.watch.look(self.inner, q, cache, step, rows, chosen.get(layer), scores.get(layer))
-        if self.watch.states == "judge":
-            return TrueMass(self.inner, cache, step, self.watch.judge).attend(q)
-        return out

@@ -1,6 +1,6 @@
 """Runs that a page asks for: one prompt at a time, checked, bounded, in a thread of its own, and cancelled at any time.
 
-`lce.lab.study.server` puts it behind HTTP. Nothing that a request holds is trusted.
+`lce.lab.study.live_server` puts it behind HTTP. Nothing that a request holds is trusted.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lce.errors import LceError, UsageError, nearest, shown
-from lce.lab.study.page import script, split
-from lce.lab.study.recording import Asked, Recorder, Recording, check_heads, facts, prompt_ids
+from lce.lab.study.recording import Recorder, Recording, RecordingRequest, check_heads, facts, prompt_ids
+from lce.lab.study.web_page import script, split
 from lce.methods import Method, available, find, make
 
 MOST_METHODS = 2
@@ -196,7 +196,7 @@ class Live:
 
         end: dict[str, Any] = {"state": "failed", "id": number}
         try:
-            what = Asked(asked.prompt, max_tokens=asked.max_tokens, marks=asked.marks, off=asked.off)
+            what = RecordingRequest(asked.prompt, max_tokens=asked.max_tokens, marks=asked.marks, off=asked.off)
             recording = self._recorder.record(what, asked.methods, window=asked.window, progress=tell, check=check)
             check()
             self._done = number, secrets.token_hex(8), recording

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lce.errors import UsageError
-from lce.lab.eval.watching import Look, States, Watch, Watched, _cover_and_gini
-from lce.methods import Method, make
+from lce.lab.eval.watching import Look, States, Watch, _cover_and_gini
+from lce.methods import Method, Observed, make
 from lce.methods.mass import JUDGES, Judge
 from tests import oracle
 from tests.running import run, vectors
@@ -28,7 +28,7 @@ def seen(
 ) -> tuple[Look, torch.Tensor]:
     watch = Watch(judge, states)
     watch.begin(100, positions, facts)
-    out = run(Watched(method, watch), *vectors(3, 4, 2, N, 8), [80, 39, 1], window=WINDOW)
+    out = run(Observed(method, watch), *vectors(3, 4, 2, N, 8), [80, 39, 1], window=WINDOW)
     return watch.end(), out
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from lce.lab.study.looking import Looks
-from lce.lab.study.watching import Inspected, Watch
-from lce.methods import make
+from lce.lab.study.looks import looks_of
+from lce.lab.study.run_observer import RunObserver
+from lce.methods import Observed, make
 from lce.methods.mass import Judge
 from tests.running import run, vectors
 
@@ -32,18 +32,22 @@ def tensors() -> tuple[Tensor, Tensor, Tensor]:
     return vectors(3, HEADS, KV_HEADS, N, DIM)
 
 
-def watched(name: str, knobs: dict[str, Any], looked: Iterable[int] = ()) -> tuple[Watch, Tensor]:
+def watched(name: str, knobs: dict[str, Any], looked: Iterable[int] = ()) -> tuple[RunObserver, Tensor]:
     """What was kept of a run, and the run's output `[H, N, D]`."""
-    watch = Watch()
+    watch = RunObserver()
     watch.begin(N, looked)
-    return watch, run(Inspected(make(name, knobs), watch), *tensors(), BLOCKS, window=WINDOW)
+    return watch, run(Observed(make(name, knobs), watch), *tensors(), BLOCKS, window=WINDOW)
 
 
 def looks_at(
-    watch: Watch, name: str, knobs: dict[str, Any], judge: Judge = "constant", marks: Sequence[tuple[int, int]] = ()
-) -> dict[int, dict[str, Any]]:
-    """The looks at what a `Watch` kept."""
-    return Looks(watch, make(name, knobs).resolve(WINDOW).choices, marks, judge).made()
+    watch: RunObserver,
+    name: str,
+    knobs: dict[str, Any],
+    judge: Judge = "constant",
+    marks: Sequence[tuple[int, int]] = (),
+) -> dict[int, dict[str, Any]]:  # fmt: skip
+    """The looks at what a `RunObserver` kept."""
+    return looks_of(watch, make(name, knobs).resolve(WINDOW).choices, marks, judge)
 
 
 def choices_of(run: dict[str, Any]) -> np.ndarray[Any, Any]:

@@ -11,7 +11,7 @@ import torch
 
 import lce
 from lce.errors import CapacityError, UsageError
-from lce.lab.study.recording import Asked, Recorder, label_of, record, spans_of_marks, token_texts
+from lce.lab.study.recording import Recorder, RecordingRequest, label_of, record, spans_of_marks, token_texts
 from lce.methods import LongHeads, make
 from tests.lab.study.recorded import always_of, choices_of
 
@@ -99,10 +99,10 @@ def test_marks_are_tokens_that_have_a_part_of_them() -> None:
 
 
 def test_what_is_looked_at() -> None:
-    assert Asked("x", spread=4, last=2).looked(10) == [0, 2, 4, 6, 8, 9]
-    assert Asked("x", spread=0, last=1).looked(10) == [9]
-    assert Asked("x").looked(3) == [0, 1, 2]
-    assert len(Asked("x").looked(30_000)) == 264
+    assert RecordingRequest("x", spread=4, last=2).looked(10) == [0, 2, 4, 6, 8, 9]
+    assert RecordingRequest("x", spread=0, last=1).looked(10) == [9]
+    assert RecordingRequest("x").looked(3) == [0, 1, 2]
+    assert len(RecordingRequest("x").looked(30_000)) == 264
 
 
 def test_labels_name_what_was_set() -> None:
@@ -113,15 +113,15 @@ def test_labels_name_what_was_set() -> None:
 def test_what_cannot_be_recorded(tiny_model: Path) -> None:
     recorder = Recorder(tiny_model, block=16)
     with pytest.raises(UsageError, match="no method is given"):
-        recorder.record(Asked("text"), [])
+        recorder.record(RecordingRequest("text"), [])
     with pytest.raises(UsageError, match="the prompt is empty"):
-        recorder.record(Asked(""), ["full"])
+        recorder.record(RecordingRequest(""), ["full"])
     with pytest.raises(UsageError, match="layer 2 has no head 0; expected layers 0 to 1 and heads 0 to 3"):
-        recorder.record(Asked("text", off=[(2, 0)]), ["full"])
+        recorder.record(RecordingRequest("text", off=[(2, 0)]), ["full"])
     with pytest.raises(UsageError, match=r"max_tokens is 5,000; expected 4,096 or less"):
-        Asked("text", max_tokens=5000)
+        RecordingRequest("text", max_tokens=5000)
     with pytest.raises(CapacityError, match="the choices of"):
-        Recorder(tiny_model, most_bytes=100).record(Asked(TEXT, max_tokens=0), [METHOD])
+        Recorder(tiny_model, most_bytes=100).record(RecordingRequest(TEXT, max_tokens=0), [METHOD])
 
 
 def test_a_model_without_a_tokenizer(tiny_model: Path, tmp_path: Path) -> None:

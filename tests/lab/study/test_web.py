@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lce.lab.study.page import json_text, page, write_page
+from lce.lab.study.web_page import json_text, page, write_page
 from tests.lab.study.recordings import choices, recording
 from tools.chromium import SHIFT, Browser, Page, chromium
 

@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 from lce.errors import LceError, UsageError
 from lce.files import JsonError, parse_json
 from lce.lab.study.live import Busy, Live
-from lce.lab.study.page import page
+from lce.lab.study.web_page import page
 
 HOST = "127.0.0.1"
 TOKEN_BYTES = 24

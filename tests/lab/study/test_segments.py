@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from lce.errors import CapacityError
-from lce.lab.study import packing
-from lce.lab.study.packing import Choices, SpanRuns
+from lce.lab.study import segments
+from lce.lab.study.segments import RunChoices, span_runs
 
 
-def unpacked(choices: Choices) -> torch.Tensor:
+def unpacked(choices: RunChoices) -> torch.Tensor:
     """`[queries, layers, choosers, K]`, -1 for none."""
     parts = []
     for each in choices.segments():
@@ -22,14 +22,13 @@ def unpacked(choices: Choices) -> torch.Tensor:
 
 
 def test_choices_come_out_as_they_went_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "SEGMENT_BYTES", 100)  # several segments a block
-    choices, found = Choices(4, 2), []
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 100)  # several segments a block
+    choices, found = RunChoices(2), []
     for start, stop, k in ((0, 8, 0), (8, 40, 3), (40, 41, 3), (41, 42, 5)):
         choices.begin(start, stop)
         chosen = torch.randint(-1, 40, (4, stop - start, k))
         for layer in (1, 3):
-            if k:
-                choices.add(layer, chosen + (chosen >= 0) * layer)
+            choices.add(layer, chosen + (chosen >= 0) * layer, None)
         wide = torch.nn.functional.pad(chosen, (0, 5 - k), value=-1)
         found.append(torch.stack([wide + (wide >= 0) * layer for layer in (1, 3)]).permute(2, 0, 1, 3))
     assert (choices.layers, choices.choosers, choices.most, choices.bits) == ([1, 3], 4, 5, 16)
@@ -43,37 +42,46 @@ def test_choices_come_out_as_they_went_in(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_what_is_shared_is_kept_once() -> None:
-    choices = Choices(4, 2)
+    choices = RunChoices(2)
     choices.begin(0, 6)
-    choices.add(0, torch.tensor([[[3, 70_000]]]).expand(4, 6, 2))
-    assert choices.blocks[0].layers[0].shape == (1, 1, 2)
+    choices.add(0, torch.tensor([[[3, 70_000]]]).expand(4, 6, 2), None)
+    assert choices.blocks[0].choices[0].shape == (1, 1, 2)
     choices.begin(6, 7)
-    choices.add(0, torch.tensor([[[1, 2]], [[1, 2]], [[0, 5]], [[0, 5]]]))
-    assert choices.blocks[1].layers[0].shape == (1, 2, 2), "a chooser a KV head"
+    choices.add(0, torch.tensor([[[1, 2]], [[1, 2]], [[0, 5]], [[0, 5]]]), None)
+    assert choices.blocks[1].choices[0].shape == (1, 2, 2), "a chooser a KV head"
     assert (choices.choosers, choices.bits) == (2, 32)
     assert unpacked(choices)[-1, 0].tolist() == [[1, 2], [0, 5]]
     assert unpacked(choices)[0, 0].tolist() == [[3, 70_000]] * 2
 
 
 def test_a_block_that_is_read_again_takes_the_place_of_the_first() -> None:
-    choices = Choices(1, 1)
+    choices = RunChoices(1)
     for start, stop in ((0, 4), (4, 8), (2, 6)):
         choices.begin(start, stop)
     assert [(block.start, block.stop) for block in choices.blocks] == [(2, 6)]
 
 
 def test_choices_are_bounded() -> None:
-    choices = Choices(1, 1, most_bytes=100)
+    choices = RunChoices(1, most_bytes=100)
     choices.begin(0, 60)
     with pytest.raises(CapacityError, match="the choices of 60 tokens take more than 100 B"):
-        choices.add(0, torch.arange(60)[None, :, None])
+        choices.add(0, torch.arange(60)[None, :, None], None)
 
 
 def test_runs_of_spans() -> None:
-    runs = SpanRuns()
-    for query in range(4, 12):
-        runs.add(query, [[0, 2], [query // 4 * 4, query + 1]])  # two sinks, and the own chunk of 4
-    assert runs.runs == [[4, 8, [[0, 0, 2, 0], [4, 0, 5, 1]]], [8, 12, [[0, 0, 2, 0], [8, 0, 9, 1]]]]
-    runs.add(9, [[5, 10]])
-    runs.add(10, [[6, 11]])
-    assert runs.runs[-2:] == [[8, 9, [[0, 0, 2, 0], [8, 0, 9, 1]]], [9, 11, [[5, 1, 10, 1]]]]
+    own = [[[0, 2], [query // 4 * 4, query + 1]] for query in range(4, 9)]  # two sinks, and the own chunk of 4
+    expected = [[4, 8, [[0, 0, 2, 0], [4, 0, 5, 1]]], [8, 9, [[0, 0, 2, 0], [8, 0, 9, 0]]]]
+    assert span_runs([(4, own[:3]), (7, own[3:])]) == expected
+    assert span_runs([(8, [*own[4:], [[5, 10]], [[6, 11]]])]) == [expected[1], [9, 11, [[5, 1, 10, 1]]]]
+
+
+def test_layers_that_always_attend_the_same_are_together() -> None:
+    choices = RunChoices(1)
+    for start in (0, 2):
+        choices.begin(start, start + 2)
+        for layer, spans in enumerate(([[[0, 1]]] * 2, [[[0, 1 + start]]] * 2, [[[0, 1]]] * 2, None)):
+            choices.add(layer, None, spans)
+    assert choices.always() == [
+        {"layers": [0, 2], "runs": [[0, 4, [[0, 0, 1, 0]]]]},
+        {"layers": [1], "runs": [[0, 2, [[0, 0, 1, 0]]], [2, 4, [[0, 0, 3, 0]]]]},
+    ]

@@ -17,7 +17,7 @@ from lce.errors import UsageError
 from lce.lab.study import page as pages
 from lce.lab.study import server as servers
 from lce.lab.study.live import Limits, Live
-from lce.lab.study.server import LiveServer
+from lce.lab.study.live_server import LiveServer
 
 Answer = tuple[int, dict[str, str], bytes]  # status, headers, content
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lce
-from lce.lab.study.watching import Inspected, Watch, _pieces
-from lce.methods import make
+from lce.lab.study.run_observer import RunObserver, _cuts
+from lce.methods import Observed, make
 from tests import oracle
 from tests.lab.study.recorded import BLOCKS, CASES, PLAIN, WINDOW, N, tensors, watched
 from tests.running import run
@@ -25,17 +25,16 @@ def test_keeps_what_every_query_chose_and_changes_nothing(name: str, knobs: dict
     watch, same = watched(name, knobs, looked=[5, 90, N - 1])
     assert torch.equal(out, same)
     assert watch.choices is not None
-    blocks = [block.layers[0] for block in watch.choices.blocks if 0 in block.layers]
+    blocks = [block.choices[0] for block in watch.choices.blocks if 0 in block.choices]
     assert len(blocks) == len([x for x in noted if x.shape[-1]])
     for packed, chosen in zip(blocks, (x for x in noted if x.shape[-1]), strict=True):
         none = int(torch.iinfo(torch.uint16).max)
         kept = torch.from_numpy(packed.astype("int64")).transpose(0, 1)
         kept = kept.masked_fill(kept == none, -1).repeat_interleave(len(chosen) // len(kept), 0)
         assert torch.equal(kept.expand(chosen.shape), chosen)
-    spans = watch.layers[0].spans
-    assert spans is not None
+    (always,) = watch.choices.always()
     mask = torch.zeros(N, N, dtype=torch.bool)
-    for q0, q1, moving in spans.runs:
+    for q0, q1, moving in always["runs"]:
         for query in range(q0, q1):
             for a, da, b, db in moving:
                 mask[query, a + da * (query - q0) : b + db * (query - q0)] = True
@@ -53,11 +52,11 @@ def test_keeps_what_every_query_chose_and_changes_nothing(name: str, knobs: dict
     ids=str,
 )  # fmt: skip
 def test_pieces_of_distances(distances: list[int], pieces: list[tuple[int, int]]) -> None:
-    assert _pieces(torch.tensor(distances)) == pieces
+    assert _cuts(torch.tensor(distances)) == pieces
 
 
 def test_pieces_are_bounded() -> None:
-    assert len(_pieces(torch.arange(5000) * 2 % 997)) <= 128
+    assert len(_cuts(torch.arange(5000) * 2 % 997)) <= 128
 
 
 def test_heads_that_are_off(tiny_model: Path, tmp_path: Path) -> None:
@@ -71,8 +70,8 @@ def test_heads_that_are_off(tiny_model: Path, tmp_path: Path) -> None:
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     ids = torch.randint(2, 300, (90,)).tolist()
     for name in ("full", "longheads"):
-        watch = Watch()
-        engine = lce.load(tiny_model, Inspected(make(name), watch))
+        watch = RunObserver()
+        engine = lce.load(tiny_model, Observed(make(name), watch))
         watch.begin(len(ids), off=off)
         assert torch.equal(engine.logits(ids), lce.load(folder, name).logits(ids))
         watch.begin(len(ids))
@@ -90,8 +89,8 @@ def test_a_check_ends_the_run(tiny_model: Path) -> None:
         if len(calls) == 3:
             raise Ended
 
-    watch = Watch()
-    engine = lce.load(tiny_model, Inspected(make("full"), watch), block=8)
+    watch = RunObserver()
+    engine = lce.load(tiny_model, Observed(make("full"), watch), block=8)
     watch.begin(40, check=check)
     with pytest.raises(Ended):
         engine.prefill(list(range(2, 42)))

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from lce.lab.eval.watching import Watch as Measured
-from lce.lab.eval.watching import Watched
-from lce.lab.study.looking import Looks, rounded
-from lce.methods import make
+from lce.lab.study.looks import looks_of, rounded
+from lce.methods import Observed, make
 from lce.methods.mass import JUDGES, Judge
 from tests import oracle
 from tests.lab.study.recorded import BLOCKS, CASES, HEADS, PLAIN, WINDOW, N, looks_at, tensors, watched
@@ -22,7 +21,7 @@ CLOSE = {"abs": 1.01e-4}  # looks have 4 decimals
 
 def test_choices_far_longer_than_the_text_take_no_more_memory() -> None:
     watch, _ = watched("full", {}, LOOKED)
-    looks = {size: Looks(watch, (0, size)).made() for size in (N, 1 << 50)}
+    looks = {size: looks_of(watch, (0, size)) for size in (N, 1 << 50)}
     assert looks[1 << 50] == looks[N]
 
 
@@ -113,7 +112,7 @@ def test_ranks_and_scores_are_those_of_a_trace() -> None:
 def test_bytes_are_those_of_lce_eval_selection(name: str, knobs: dict[str, Any]) -> None:
     measured = Measured()
     measured.begin(0, LOOKED)
-    run(Watched(make(name, knobs), measured), *tensors(), BLOCKS, window=WINDOW)
+    run(Observed(make(name, knobs), measured), *tensors(), BLOCKS, window=WINDOW)
     expected = measured.end()
     watch, _ = watched(name, knobs, LOOKED)
     counts = [look["bytes"] for look in looks_at(watch, name, knobs).values()]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from lce.lab.study.given import given
+from lce.lab.study.own_attention import own_attention, own_weights
 from lce.methods import make
 from tests.lab.study.recorded import CASES, HEADS, KV_HEADS, PLAIN, WINDOW, tensors, watched
 
@@ -21,10 +22,12 @@ def test_gives_the_output_of_the_method(name: str, knobs: dict[str, Any]) -> Non
     values = tensors()[2]
     heads = torch.arange(HEADS)[:, None]
     for query in LOOKED:
-        noted = watch.layers[0].noted[query]
-        found = given(watch.layers[0], noted, first, size)
+        seen = watch.layers[0].queries[query]
+        found = own_weights(watch.layers[0], seen, first, size)
+        shares = own_attention(watch.layers[0], seen, first, size)
         assert found is not None
-        rows = values[heads * KV_HEADS // HEADS, found.tokens]  # [H, n, D]
-        assert ((found.weights[..., None] * rows).sum(1) - out[:, query]).abs().max() <= 1e-5
-        total = found.of_choices.sum(-1) + found.of_pieces.sum(-1)
-        assert (total - 1).abs().max() <= 1e-5
+        assert shares is not None
+        tokens, weights = found
+        rows = values[heads * KV_HEADS // HEADS, tokens]  # [H, n, D]
+        assert ((weights[..., None] * rows).sum(1) - out[:, query]).abs().max() <= 1e-5
+        assert np.abs(shares.sum(-1) - 1).max() <= 1e-5

@@ -1,0 +1,150 @@
+"""Observes a run for a recording: what every query chose, and what a closer look at some queries needs.
+
+Of the queries that are looked at, their scores, spans and the queries themselves are kept. True attention is computed
+after the run (`lce.lab.study.looks`): the cache has all keys by then, and they are rotated once for many queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lce.lab.study.segments import MOST_BYTES, RunChoices, Spans
+from lce.methods import LayerCache, Method, Observation, Step
+
+Piece = tuple[int, int, int | None, int | None]  # tokens start..stop-1, and their least and largest distance
+MOST_PIECES = 128  # of what a query always attends
+
+
+@dataclass
+class SeenQuery:
+    """One query in one layer, as it was when the method attended it."""
+
+    query: int
+    q: Tensor  # [H, D], unrotated
+    chosen: Tensor  # [H, K], -1 for none
+    scores: Tensor | None  # [C, M] by which it chose; -inf for what it does not have
+    spans: Spans | None  # what it attends whatever is chosen
+    pieces: list[Piece]  # the spans, by the distances at which they are seen
+    distances: Tensor | None  # [H, K, 2], the least and the largest distance of each choice
+
+
+@dataclass
+class SeenLayer:
+    """The queries of a layer that are looked at, and what the layer's keys can be read by after the run."""
+
+    method: Method
+    cache: LayerCache
+    step: Step
+    queries: dict[int, SeenQuery] = field(default_factory=dict)
+
+
+class RunObserver:
+    """Keeps what a run chose. Call `begin`, run the engine whose method it observes, and read the fields."""
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self.most_bytes = most_bytes
+        self.begin()
+
+    def begin(
+        self, n_prompt: int = 0, looked: Iterable[int] = (), off: Sequence[tuple[int, int]] = (),
+        check: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """Begin a prompt of `n_prompt` tokens, to look at the queries `looked` and at all of generated tokens.
+
+        The heads `off`, pairs of a layer and a head, are switched off. `check` is called often; an error that it raises
+        ends the run.
+        """
+        self.n_prompt, self.looked, self.off, self.check = n_prompt, sorted(looked), tuple(off), check
+        self.layers: dict[int, SeenLayer] = {}
+        self.choices: RunChoices | None = None
+        self._pieces: dict[Any, list[Piece]] = {}  # by a query and its spans, once for all layers
+
+    def rows(self, step: Step) -> Tensor:
+        """Return the block's queries that are looked at, counted from its first."""
+        self.check()
+        if step.start >= self.n_prompt:
+            return torch.arange(step.stop - step.start)
+        return torch.tensor([i - step.start for i in self.looked if step.start <= i < step.stop], dtype=torch.int64)
+
+    def observe(self, seen: Observation, out: Tensor) -> Tensor:
+        """Keep what a layer chose, and return its output with zeros for the heads that are off."""
+        layer, step = seen.layer, seen.step
+        if self.choices is None:
+            self.choices = RunChoices(step.n_kv_heads, self.most_bytes)
+        if layer == 0:
+            self.choices.begin(step.start, step.stop)
+        spans = seen.spans()
+        self.choices.add(layer, seen.chosen, spans)
+        kept = self.layers.setdefault(layer, SeenLayer(seen.method, seen.cache, step))
+        kept.step = step
+        if len(seen.rows):
+            kept.queries |= self._queries(seen, spans, self.choices)
+        off = [head for where, head in self.off if where == layer]
+        return out.index_fill(0, torch.tensor(off, device=out.device), 0.0) if off else out
+
+    def _queries(self, seen: Observation, spans: list[Spans] | None, choices: RunChoices) -> dict[int, SeenQuery]:
+        """Return the block's queries that are looked at, by their indices."""
+        q, rows, scores, picked, distances = seen.q, seen.rows, seen.scores, seen.picked, seen.distances()
+        if picked is None:
+            picked = q.new_empty(len(q), len(rows), 0, dtype=torch.int64)
+        if scores is not None:
+            scores = (scores[:, :1] if seen.together else scores).cpu().clone()
+            choices.count(scores.nbytes)
+        queries, picked = q[:, rows].clone(), picked.cpu()
+        distances = None if distances is None else distances.cpu()
+        found = {}
+        for n, row in enumerate(rows.tolist()):
+            query, own = seen.step.start + row, None if spans is None else spans[row]
+            found[query] = SeenQuery(
+                query, queries[:, n], picked[:, n], None if scores is None else scores[:, 0 if seen.together else n],
+                own, [] if own is None else self._pieces_of(seen, query, own),
+                None if distances is None else distances[:, n],
+            )  # fmt: skip
+        return found
+
+    def _pieces_of(self, seen: Observation, query: int, spans: Spans) -> list[Piece]:
+        key = query, tuple(map(tuple, spans))
+        if key not in self._pieces:
+            self._pieces[key] = pieces_of(seen.method, seen.step, query, spans, seen.q.device)
+        return self._pieces[key]
+
+
+def pieces_of(method: Method, step: Step, query: int, spans: Spans, device: torch.device) -> list[Piece]:
+    """Return the tokens of a query's spans by their distances.
+
+    In a piece the distance falls by 1 from each token to the next, or is one for all. Where that makes too many pieces,
+    each is a part of a span, with its least and largest distance.
+    """
+    index, found = torch.tensor([[query]], device=device), list[Piece]()
+    for start, stop in spans:
+        distance = method.distance(index, torch.arange(start, stop, device=device), step)
+        if distance is None:
+            found.append((start, stop, None, None))
+            continue
+        row = distance[0].cpu()
+        found += [(start + a, start + b, int(row[a:b].min()), int(row[a:b].max())) for a, b in _cuts(row)]
+    return found
+
+
+def _cuts(distance: Tensor) -> list[tuple[int, int]]:
+    """Cut the distances of `n` tokens into pieces of one distance, or that fall by 1 from token to token.
+
+    Example: 5, 4, 3, 9, 8, 8, 8 is cut into 5, 4, 3; 9, 8; 8, 8.
+    """
+    n, (steps, counts) = len(distance), distance.diff().unique_consecutive(return_counts=True)
+    edges, end = [0], 0
+    if len(steps) <= 4 * MOST_PIECES:
+        for step, count in zip(steps.tolist(), counts.tolist(), strict=True):
+            if step not in (0, -1):
+                edges += range(end + 1, end + 1 + count)
+            elif edges[-1] != end:  # the token before the step is in another piece
+                edges.append(end + 1)
+            end += count
+    if len(steps) > 4 * MOST_PIECES or len(edges) > MOST_PIECES:
+        edges = list(range(0, n, -(-n // MOST_PIECES)))
+    return list(zip(edges, [*edges[1:], n], strict=True))

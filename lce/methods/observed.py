@@ -1,0 +1,122 @@
+"""What a method chose in a run: one recorder for traces, for the pages of `lce inspect`, and for evaluation.
+
+`Observed` runs any method as it is. For every block and layer an `Observer` is given an `Observation`: what the method
+chose, and what can be asked of that choice while the run's cache lasts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lce.cache.layer import LayerCache
+from lce.methods.base import Method
+from lce.methods.mass import Judge, TrueMass, attended_tokens, scored_bytes, spans_by_query
+from lce.methods.step import Step
+from lce.methods.wrapped import Wrapped
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one block of queries did in one layer.
+
+    `rows [R]` are the observed queries, counted from the block's first. `chosen [H, T, K]` are the choices of all T
+    queries of the block, -1 for none; `scores [C, R, M]` are what the observed queries chose by, -inf for what a query
+    does not have. Where heads choose together, C is less than H. None: the method noted nothing.
+    """
+
+    method: Method
+    q: Tensor  # [H, T, D], unrotated
+    cache: LayerCache
+    step: Step
+    rows: Tensor
+    chosen: Tensor | None
+    scores: Tensor | None
+
+    @property
+    def layer(self) -> int:
+        return self.cache.index
+
+    @property
+    def positions(self) -> Tensor:
+        """The indices of the observed queries in the text, `[R]`."""
+        return self.rows + self.step.start
+
+    @property
+    def together(self) -> bool:
+        """Whether the block's queries chose together, by one row of scores."""
+        return self.scores is not None and self.scores.shape[1] > 1 and self.scores.stride(1) == 0
+
+    @property
+    def picked(self) -> Tensor | None:
+        """The choices of the observed queries, `[H, R, K]`."""
+        return None if self.chosen is None else self.chosen[:, self.rows]
+
+    def spans(self) -> list[list[list[int]]] | None:
+        """For each query of the block, the spans `[start, stop]` it attends whatever it chose; None: not known."""
+        return spans_by_query(self.method, self.cache, self.step)
+
+    def distances(self) -> Tensor | None:
+        """The least and largest distance of each choice of the observed queries, `[H, R, K, 2]`; None: not known."""
+        if self.chosen is None:
+            return None
+        found = self.method.choice_distance(self.chosen, self.step)
+        return None if found is None else found[:, self.rows]
+
+    def always(self) -> Tensor | None:
+        """The tokens that the observed queries attend whatever they chose, `[R, N]` bool; None: not known."""
+        found = self.method.always(self.cache, self.step)
+        return None if found is None else found[self.rows]
+
+    def attended(self, some: slice, always: Tensor) -> Tensor:
+        """All tokens that `some` of the observed queries attend, `[H, some, N]` bool. `always` is that method's."""
+        picked, (first, size) = self.picked, self.method.choices
+        chosen = None if picked is None else picked[:, some]
+        return attended_tokens(always[some], chosen, first, size, len(self.q))
+
+    def mass(self, judge: Judge) -> TrueMass:
+        """Full attention over the same keys, by which the choice is judged."""
+        return TrueMass(self.method, self.cache, self.step, judge)
+
+    def scored_bytes(self) -> float:
+        """The bytes that the observed queries read to choose by, each as a decode step."""
+        queries = self.positions.tolist()
+        return sum(scored_bytes(self.method, query, self.q, self.cache, self.step) for query in queries)
+
+
+class Observer(Protocol):
+    """What looks on while a method runs."""
+
+    def rows(self, step: Step) -> Tensor | None:
+        """Return the queries of a block to observe, counted from the block's first; None for all of them."""
+
+    def observe(self, seen: Observation, out: Tensor) -> Tensor:
+        """Take what a layer did, and return the layer's output: the method's own `out [H, T, D]`, or another."""
+
+
+@dataclass(frozen=True)
+class Observed(Wrapped):
+    """A method that runs as it is while an observer looks on.
+
+    Example: `lce.load(model, Observed(lce.methods.make("longheads"), observer))`.
+    """
+
+    observer: Observer = field(repr=False, compare=False)
+
+    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        n = step.stop - step.start
+        some = self.observer.rows(step)
+        rows = torch.arange(n, device=q.device) if some is None else some.to(q.device)
+        chosen: dict[int, Tensor] = {}
+        scores: dict[int, Tensor] = {}
+        noted = replace(step, note=chosen.__setitem__)
+        if len(rows):
+            noted = replace(noted, note_scores=scores.__setitem__, noted=None if some is None else rows)
+        out = self.inner.attend(q, cache, noted)
+        by = scores.get(cache.index)
+        if by is not None and by.shape[1] == n != len(rows):  # the method gave the scores of all queries
+            by = by[:, rows.to(by.device)]
+        return self.observer.observe(Observation(self.inner, q, cache, step, rows, chosen.get(cache.index), by), out)
