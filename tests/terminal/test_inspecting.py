@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lce.lab.study import page as pages
+from lce.lab.study import web_page as pages
 from tests.command import assert_error, run, spawn
 
 TEXT = "the old dogs " * 9

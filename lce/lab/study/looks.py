@@ -194,7 +194,7 @@ class _Row:
         return rounded(own[:, : self.mass.shape[1]]), np.abs(own - true).sum(-1) / 2
 
     def _bests(self) -> list[list[list[Any]]]:
-        """Return by head the choices with most true attention: `[choice, mass, rank or -1, 1 if chosen]`, best first."""
+        """Return each head's choices of most true attention, in order: `[choice, mass, rank or -1, 1 if chosen]`."""
         n = min(BEST, self.n_chunks)
         some = np.argpartition(-self.masses, n - 1, axis=-1)[:, :n] if n else np.zeros((self.n_heads, 0), np.int64)
         order = np.argsort(-np.take_along_axis(self.masses, some, 1), axis=-1, kind="stable")

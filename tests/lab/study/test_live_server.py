@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from lce.errors import UsageError
-from lce.lab.study import page as pages
-from lce.lab.study import server as servers
+from lce.lab.study import live_server as servers
+from lce.lab.study import web_page as pages
 from lce.lab.study.live import Limits, Live
 from lce.lab.study.live_server import LiveServer
 

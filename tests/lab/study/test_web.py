@@ -313,7 +313,7 @@ def test_text_of_prompts_is_never_markup(browser: Browser, tmp_path: Path) -> No
 def test_data_beside_the_page_is_loaded_when_it_is_looked_at(
     browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lce.lab.study.page.INLINE", 1000)
+    monkeypatch.setattr("lce.lab.study.web_page.INLINE", 1000)
     write_page(MADE, tmp_path / "page.html")
     found = browser.open((tmp_path / "page.html").as_uri())
     found.wait("document.querySelector('#why table')")

@@ -12,7 +12,7 @@ import pytest
 
 from lce import files
 from lce.errors import CapacityError, DataError, LceError, UsageError
-from lce.lab.study import page as pages
+from lce.lab.study import web_page as pages
 from lce.lab.study.web_page import json_text, page, split, write_page
 
 HOSTILE = "</script><script>alert(1)</script><!-- --> ]]> \u2028\u2029 & ' \" \\ \x00 <!--lce:data--> \ud800"
