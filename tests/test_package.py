@@ -30,6 +30,7 @@ SHARED = {
     "selective",
     "step",
     "top_p",
+    "observed",
     "wrapped",
 }  # files of lce/methods that hold no method
 
