@@ -1,17 +1,59 @@
-"""Runs command lines, in this process or in a new one."""
+"""Runs command lines and scripts, in this process or in a new one. Nothing here waits longer than `LIMIT` seconds."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from click.testing import CliRunner, Result
 
 from lce import cli
 
+T = TypeVar("T")
+LIMIT = 60.0
 PROMPT = "the quick brown fox jumps over the lazy dog, and then over the moon"
+
+
+def within(call: Callable[[], T], seconds: float = LIMIT) -> T:
+    """Make a call that may block, in a thread; `TimeoutError` if it takes longer."""
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future.result(seconds)
+
+
+class Process(subprocess.Popen[str]):
+    """A new process with pipes for its text. Waits end with an error at their limit; in a `with`, an error kills it."""
+
+    def __init__(self, line: list[Any], **options: Any) -> None:
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        super().__init__(line, text=True, **pipes | options)
+
+    def line(self, pipe: str = "stdout") -> str:
+        """The next line of its output."""
+        return within(getattr(self, pipe).readline)
+
+    def wait(self, timeout: float | None = LIMIT) -> int:
+        return super().wait(timeout)
+
+    def communicate(self, input: str | None = None, timeout: float | None = LIMIT) -> tuple[str, str]:
+        return super().communicate(input, timeout)
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        if kind is not None:
+            self.kill()
+        super().__exit__(kind, *rest)
 
 
 def run(*args: str | Path, stdin: bytes | str | None = None) -> Result:
@@ -19,12 +61,24 @@ def run(*args: str | Path, stdin: bytes | str | None = None) -> Result:
     return CliRunner().invoke(cli.cli, [str(arg) for arg in args], input=stdin)
 
 
-def spawn(script: str, *args: str | Path, **options: Any) -> subprocess.Popen[str]:
-    """A command line in a new process, after `script`. Ctrl-C works there even if this process ignores it."""
-    start = "import os, signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+def start(code: str, *args: str | Path, **options: Any) -> Process:
+    """Start Python with this code in a new process."""
+    return Process([sys.executable, "-c", code, *args], **options)
+
+
+def output(code: str, *args: str | Path, **options: Any) -> str:
+    """What Python with this code writes to stdout in a new process. It must succeed, and say nothing on stderr."""
+    process = start(code, *args, **options)
+    out, err = process.communicate()
+    assert (process.returncode, err) == (0, "")
+    return out
+
+
+def spawn(before: str, *args: str | Path, **options: Any) -> Process:
+    """A command line in a new process, after the code `before`. Ctrl-C works there even if this process ignores it."""
+    first = "import os, signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
     run_it = f"\nfrom lce.cli import main\nsys.argv = ['lce', *{[str(arg) for arg in args]!r}]\nmain()\n"
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
-    return subprocess.Popen([sys.executable, "-c", start + script + run_it], text=True, **pipes)
+    return start(first + before + run_it, **options)
 
 
 def assert_error(result: Result, code: int, *words: str) -> None:

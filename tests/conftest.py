@@ -33,6 +33,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A slow test has ten times the time of others, unless it says otherwise."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(900))
+
+
 @pytest.fixture(autouse=True)
 def _seeds() -> None:
     torch.set_num_threads(1)

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ import lce
 from lce.system import PASSIVE
 from lce.terminal.figures import knob_meanings
 from tests.checkpoints import TINY
-from tests.command import PROMPT, assert_error, run, spawn
+from tests.command import PROMPT, assert_error, output, run, spawn
 
 
 @pytest.mark.parametrize(
@@ -26,14 +24,14 @@ from tests.command import PROMPT, assert_error, run, spawn
 def test_help_does_not_import_torch(args: list[str]) -> None:
     check = "import atexit; atexit.register(lambda: 'torch' in sys.modules and os._exit(99))"
     process = spawn(check, *args)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate()
     assert (process.returncode, err) == (0, "")
     assert out.startswith(("Usage: lce", f"lce {lce.__version__}"))
 
 
 def test_python_dash_m() -> None:
-    done = subprocess.run([sys.executable, "-m", "lce", "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout == f"lce {lce.__version__}\n"
+    code = "import runpy, sys; sys.argv[1:] = ['--version']; runpy.run_module('lce', run_name='__main__')"
+    assert output(code) == f"lce {lce.__version__}\n"
 
 
 def test_the_text_alone_goes_to_stdout(tiny_model: Path) -> None:
@@ -212,10 +210,9 @@ def test_an_interrupted_prefill_says_how_to_resume(tiny_model: Path, tmp_path: P
         "Driver.forward = slowly\n"
     )
     process = spawn(slow, *command)
-    assert process.stderr is not None
-    assert process.stderr.readline() == "there\n"
+    assert process.line("stderr") == "there\n"
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate()
     assert (process.returncode, out) == (130, "")
     assert "interrupted" in err
     assert "the same command goes on from 128 tokens" in err
@@ -238,7 +235,7 @@ def test_threads_wait_passively_from_the_beginning(tiny_model: Path) -> None:
     command = ("generate", "-m", tiny_model, PROMPT, "-n", "1", "--quiet")
     plain = {name: value for name, value in os.environ.items() if name not in PASSIVE}
     for environment, said in ((plain, "PASSIVE 10000\n"), ({**plain, "OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE None\n")):
-        _, err = spawn(script, *command, env=environment).communicate(timeout=60)
+        _, err = spawn(script, *command, env=environment).communicate()
         assert err.splitlines(keepends=True)[0] == said
 
 

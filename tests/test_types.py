@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.command import Process
 
 ROOT = Path(__file__).parent.parent
 
@@ -99,10 +100,12 @@ def mypy(python: str | Path, folder: Path, text: str) -> tuple[int, str]:
     folder.mkdir(exist_ok=True)
     (folder / "embedder.py").write_text(text, encoding="utf-8")
     line = [python, "-m", "mypy", "--strict", "--cache-dir", folder / "cache", "embedder.py"]
-    done = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=300)
-    return done.returncode, done.stdout + done.stderr
+    process = Process(line, cwd=folder)
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out + err
 
 
+@pytest.mark.timeout(300)
 def test_an_embedders_file_is_typed(tmp_path: Path) -> None:
     assert mypy(sys.executable, tmp_path, EMBEDDER) == (0, "Success: no issues found in 1 source file\n")
     code, output = mypy(sys.executable, tmp_path, "\n".join(["import lce", *MISTAKES]))
@@ -122,7 +125,7 @@ def test_an_embedders_file_is_typed_in_a_fresh_environment(
     shutil.copytree(ROOT / "lce", source / "lce", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "constraints.txt"):
         shutil.copy(ROOT / name, source / name)
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    assert Process([sys.executable, "-m", "venv", tmp_path / "venv"]).wait() == 0
     pip = [python, "-m", "pip", "install", "--quiet", "-c", "constraints.txt"]
-    subprocess.run([*pip, *(["-e"] if editable else []), ".", "mypy"], cwd=source, check=True)
+    assert Process([*pip, *(["-e"] if editable else []), ".", "mypy"], cwd=source).wait(timeout=900) == 0
     assert mypy(python, tmp_path / "user", EMBEDDER) == (0, "Success: no issues found in 1 source file\n")

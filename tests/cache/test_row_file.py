@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +20,7 @@ from lce.cache import row_file
 from lce.cache.checks import Checks
 from lce.cache.row_file import RowFile, SpillFile
 from lce.errors import CapacityError, DataError
+from tests.command import output, start
 
 ROW = (2, 1, 4)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -180,15 +179,14 @@ def test_closing_frees_the_space(tmp_path: Path) -> None:
 
 
 def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
-    script = (
+    code = (
         "import sys, time, torch\nfrom pathlib import Path\nfrom lce.cache.row_file import SpillFile\n"
         "file = SpillFile(Path(sys.argv[1]), (2, 1, 4), torch.float32)\n"
         "file.write(file.allocate(1000), torch.ones(1000, 2, 1, 4))\n"
         "print(int(file.read(torch.arange(1000)).sum()), flush=True)\ntime.sleep(60)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"8000\n"
+    with start(code, tmp_path) as process:
+        assert process.line() == "8000\n"
         process.kill()
     assert process.returncode == -9
     assert list(tmp_path.iterdir()) == []
@@ -307,8 +305,7 @@ def test_pages_are_read_in_a_process_that_was_forked(tmp_path: Path) -> None:
         "if child == 0: os._exit(0 if read() == 400 else 1)\n"
         "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
     )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script, str(tmp_path)], timeout=60, check=False)
-    assert done.returncode == 0
+    assert start(script, tmp_path).wait() == 0
 
 
 @pytest.mark.parametrize("reserve", [False, True], ids=["allocate", "reserve"])
@@ -469,7 +466,4 @@ def test_a_program_may_end_with_an_open_file(tmp_path: Path) -> None:
         "engine.prefill('One is one. ' * 9).save(sys.argv[1])\n"
         "context = engine.open_context(sys.argv[1])\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program, tmp_path / "context.lce"], capture_output=True, text=True, check=True
-    )
-    assert ended.stderr == ""
+    assert output(program, tmp_path / "context.lce") == ""

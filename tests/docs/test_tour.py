@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.command import LIMIT, Process
+
 ROOT = Path(__file__).parent.parent.parent
 TOUR = ROOT / "docs" / "tour"
 
@@ -126,7 +128,7 @@ def test_the_lines_that_chapter_five_looks_for_are_found() -> None:
     page = next(page for page in PAGES if page.name.startswith("5"))
     commands = next(block.text for block in tour.blocks(page) if block.kind == "bash")
     for command in commands.splitlines():
-        done = subprocess.run(command, shell=True, cwd=TOUR, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, shell=True, cwd=TOUR, capture_output=True, text=True, check=True, timeout=LIMIT)
         wanted = re.findall(r"def (\w+)", command) or ["key_positions", "slot_turns"]
         assert all(f"def {name}(" in done.stdout for name in wanted)
 
@@ -195,8 +197,7 @@ def test_its_commands_run(page: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path}
     for block in tour.blocks(page):
         if block.kind == "bash":
-            done = subprocess.run(
-                ["bash", "-euc", block.text], cwd=here, env=environment, capture_output=True, text=True
-            )
-            assert done.returncode == 0, done.stderr
-            assert done.stdout
+            process = Process(["bash", "-euc", block.text], cwd=here, env=environment)
+            out, err = process.communicate(timeout=300)
+            assert process.returncode == 0, err
+            assert out

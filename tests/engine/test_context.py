@@ -75,7 +75,7 @@ def test_a_context_is_asked_by_one_thread_at_a_time(engine: lce.Engine) -> None:
             yield str(caught.value)
 
     with ThreadPoolExecutor(1) as pool:
-        messages = pool.submit(lambda: list(refusals())).result()
+        messages = pool.submit(lambda: list(refusals())).result(60)
     assert all("fork" in message for message in messages)
     said = len(context)
     stream.close()
@@ -93,12 +93,12 @@ def test_two_threads_do_as_one_after_the_other(engine: lce.Engine) -> None:
     start = threading.Barrier(2)
 
     def together(seeds: range) -> list[tuple[list[int], Tensor]]:
-        start.wait()
+        start.wait(60)
         return [ask(seed) for seed in seeds]
 
     with ThreadPoolExecutor(2) as pool:
         halves = [pool.submit(together, seeds) for seeds in (range(2), range(2, 4))]
-        at_once = [answer for half in halves for answer in half.result()]
+        at_once = [answer for half in halves for answer in half.result(60)]
     for (ids, logits), (same_ids, same_logits) in zip(in_turn, at_once, strict=True):
         assert ids == same_ids
         assert torch.equal(logits, same_logits)

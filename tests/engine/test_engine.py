@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor
 
 import lce
 from tests.checkpoints import tokens
+from tests.command import output
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then over the moon and the other dogs. " * 3
 
@@ -335,8 +335,7 @@ print(before, held, rss())
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
 def test_memory_is_given_back_when_an_engine_ends() -> None:
-    line = [sys.executable, "-W", "ignore", "-c", RSS, "demo"]
-    before, held, after = map(float, subprocess.run(line, capture_output=True, text=True, check=True).stdout.split())
+    before, held, after = map(float, output(RSS, "demo").split())
     assert held - before > 25, "a model and activations"
     assert after - before < 0.35 * (held - before)
 

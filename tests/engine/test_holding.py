@@ -77,7 +77,7 @@ def test_another_thread_is_refused_as_long_as_the_call_runs() -> None:
     with pytest.raises(UsageError):
         nested(holders)
     done.set()
-    thread.join()
+    thread.join(60)
     call(holders)
     assert errors == []
 
@@ -86,7 +86,7 @@ def test_of_many_threads_one_is_first() -> None:
     holders, start, done, won = Holders(), threading.Barrier(8), threading.Event(), list[bool]()
 
     def race() -> None:
-        start.wait()
+        start.wait(60)
         try:
             with use(holders):
                 won.append(True)
@@ -100,7 +100,7 @@ def test_of_many_threads_one_is_first() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
     assert sum(won) == 1
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.command import output
 
 PARENT = """
 import os, sys, torch
@@ -38,10 +38,8 @@ fork("two threads", 2, 1)
 
 
 def test_a_child_of_a_process_with_threads_is_refused_before_it_hangs(tiny_model: Path) -> None:
-    line = [sys.executable, "-W", "ignore", "-c", PARENT, str(tiny_model)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
-    said = done.stdout.splitlines()
-    assert len(said) == 10, done.stderr
+    said = output(PARENT, tiny_model).splitlines()
+    assert len(said) == 10
     refused = [answer for answer in said if not answer.endswith(" fine")]
     assert refused == said[6:8]
     for answer in refused:

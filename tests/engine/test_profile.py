@@ -75,7 +75,7 @@ def test_other_threads_are_not_timed(tiny_model: Path) -> None:
     with lce.profiled(engine) as profile:
         thread = threading.Thread(target=engine.prefill, args=(tokens(20),))
         thread.start()
-        thread.join()
+        thread.join(60)
     assert profile.calls == 0
     assert profile.read_bytes == 0
 

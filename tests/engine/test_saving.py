@@ -10,7 +10,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from lce.files import draft_path
 from lce.methods import LongHeads
 from lce.weights.header import read_all
 from tests.checkpoints import save_tiny, tokens
+from tests.command import start
 from tests.interrupts import interrupted, places
 from tests.late import LateDevice, no_gpu
 
@@ -180,7 +180,7 @@ def test_two_processes_open_one_file(document: Path, engine: lce.Engine, tiny_mo
         f"context = engine.open_context({str(document)!r})\n"
         f"print(engine.generate({tokens(9, 1)!r}, context=context, max_tokens=12).token_ids)"
     )
-    both = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    both = [start(script) for _ in range(2)]
     expected = answer(engine, engine.open_context(document))
     assert [process.communicate()[0].strip() for process in both] == [str(expected)] * 2
 
@@ -445,19 +445,17 @@ def test_killed_at_any_moment_of_a_save(engine: lce.Engine, tiny_model: Path, tm
     truth = {n: answer(engine, engine.prefill(list(range(2, 2 + n)))) for n in (250, 290)}
     script = SAVER.format(model=str(tiny_model), knobs=NEEDS["longheads"], path=str(path))
     leftovers = kills = 0
-    line, pipe = [sys.executable, "-c", script], subprocess.PIPE
-    with subprocess.Popen(line, stdin=pipe, stdout=pipe, text=True, bufsize=1) as process:
+    with start(script, stdin=subprocess.PIPE, bufsize=1) as process:
         assert process.stdin is not None
-        assert process.stdout is not None
         while kills < 4 or (not leftovers and kills < 40):  # until one of them came in the middle of a save
             kills += 1
             process.stdin.write("\n")
-            child = int(process.stdout.readline())
+            child = int(process.line())
             while not path.exists():  # the first save of all may take longer
                 time.sleep(0.01)
             time.sleep(0.05 + draw.random() * 0.1)
             os.kill(child, signal.SIGKILL)
-            assert process.stdout.readline() == "gone\n"
+            assert process.line() == "gone\n"
             leftovers += len(os.listdir(tmp_path)) - 1
             context = engine.open_context(path)
             n = len(context)
@@ -724,17 +722,16 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(
     script = READER.format(model=str(tiny_model), knobs=NEEDS["longheads"], path=str(path))
     rows_start, rows_stop = engine.layout.file(300).rows_start, engine.layout.file(300).checks_start
     shutil.copy(document, path)
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        assert process.stdout.readline() == f"{truth}\n"
+    with start(script) as process:
+        assert process.line() == "ready\n"
+        assert process.line() == f"{truth}\n"
         with path.open("r+b") as file:
             if how == "cut":
                 file.truncate(rows_start + 100)
             else:
                 file.seek(rows_start)
                 file.write(bytes(rows_stop - rows_start))
-        *answers, last = process.stdout.read().splitlines()
+        *answers, last = process.communicate()[0].splitlines()
     assert process.returncode == 0
     assert last == "refused"
     assert set(answers) <= {str(truth)}

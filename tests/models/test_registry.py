@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tokenize
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import lce
 from lce.errors import ModelError
 from lce.models.registry import families, read_config
 from tests.checkpoints import TINY, save_tiny
+from tests.command import output
 from tests.parity import assert_equals_the_oracle, difference
 
 ROOT = Path(__file__).parents[2]
@@ -136,15 +135,11 @@ def test_a_new_family_is_one_file(tiny_model: Path, tmp_path: Path) -> None:
         "import sys, lce, lce.models; lce.models.__path__.append(sys.argv[1]); engine = lce.load(sys.argv[2]);"
         "print(type(engine.model).__name__, engine.window, engine.logits([3, 4]).shape)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path), str(model)], capture_output=True, text=True, check=False, cwd=ROOT
-    )
-    assert done.stdout.strip() == "Parrot 48 torch.Size([2, 300])", done.stderr
+    assert output(code, tmp_path, model, cwd=ROOT) == "Parrot 48 torch.Size([2, 300])\n"
 
 
 def test_importing_the_registry_does_not_import_torch() -> None:
-    code = "import sys, lce.models.registry; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert output("import sys, lce.models.registry; print('torch' in sys.modules)") == "False\n"
 
 
 YARN = {

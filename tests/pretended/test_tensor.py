@@ -144,7 +144,7 @@ def test_other_threads_and_devices() -> None:
     with pretended_gpus(2):
         thread = threading.Thread(target=lambda: found.append(torch.ones(2, device="cuda") * 2))
         thread.start()
-        thread.join()
+        thread.join(60)
         assert found[0].is_cuda
         with torch.cuda.device(1):
             assert torch.zeros(1, device="cuda").device.index == 1 == torch.cuda.current_device()

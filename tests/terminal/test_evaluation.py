@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 from lce import cli
 from lce.terminal.evaluation import evaluation
+from tests.command import output
 
 
 def test_the_group_is_a_command_of_lce() -> None:
@@ -24,5 +22,4 @@ def test_the_help_of_every_command_imports_nothing_heavy() -> None:
         "    assert result.exit_code == 0 and result.stdout.startswith('Usage: eval'), (name, result)\n"
         "print({'torch', 'numba', 'matplotlib'} & sys.modules.keys())\n"
     )
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr) == ("set()\n", "")
+    assert output(check) == "set()\n"

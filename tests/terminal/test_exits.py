@@ -69,10 +69,9 @@ def test_ctrl_c_in_prefill(tiny_model: Path) -> None:
         "def read(*_):\n    print('reading', file=sys.stderr, flush=True)\n    time.sleep(60)\nDriver.forward = read\n"
     )
     process = spawn(script, "generate", "--model", tiny_model, "--prompt", PROMPT)
-    assert process.stderr is not None
-    assert process.stderr.readline() == "reading\n"
+    assert process.line("stderr") == "reading\n"
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate()
     assert (process.returncode, out, err) == (130, "", "\nlce: interrupted\n")
 
 
@@ -83,7 +82,7 @@ def test_ctrl_c_while_writing_ends_the_line(tiny_model: Path) -> None:
         "    pushed.append(text)\n    return push(self, 'ab')\ndecode.StopWatch.push = push_or_stop\n"
     )
     process = spawn(script, "generate", "--model", tiny_model, "--prompt", PROMPT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate()
     assert (process.returncode, out, err) == (130, "abab\n", "\nlce: interrupted\n")
 
 
@@ -93,7 +92,7 @@ def test_ctrl_c_while_torch_is_imported() -> None:
         "            os.kill(os.getpid(), signal.SIGINT)\nsys.meta_path.insert(0, Hook())\n"
     )
     process = spawn(script, "generate", "--model", "demo", "--prompt", PROMPT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate()
     assert (process.returncode, out, err) == (130, "", "\nlce: interrupted\n")
 
 
@@ -102,14 +101,14 @@ def test_a_closed_pipe_is_no_error(tiny_model: Path) -> None:
     process = spawn("", "generate", "--model", tiny_model, "--prompt", PROMPT, stdout=write_end)
     os.close(write_end)
     os.close(read_end)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate()
     assert (process.returncode, err) == (0, "")
 
 
 def test_help_that_cannot_be_written_is_one_line() -> None:
     with open("/dev/full", "w") as full:
         process = spawn("", "--help", stdout=full)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate()
     assert (process.returncode, err) == (4, "lce: error: No space left on device\n")
 
 
@@ -121,5 +120,5 @@ def test_ctrl_c_in_a_finaliser_is_not_lost() -> None:
         "import lce\ndef load(*_, **__):\n    Last()\n    time.sleep(60)\nlce.load = load\n"
     )
     process = spawn(script, "generate", "--model", "demo", "--prompt", PROMPT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate()
     assert (process.returncode, out, err) == (130, "", "\nlce: interrupted\n")

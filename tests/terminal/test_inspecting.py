@@ -79,8 +79,7 @@ def test_a_recording_on_stdout(tiny_model: Path, tmp_path: Path, monkeypatch: py
 def test_live_until_interrupted(tiny_model: Path) -> None:
     process = spawn("", "inspect", "-m", tiny_model, "--live", "--out", "x.html", "--method", "dca", "-n", "4")
     try:
-        assert process.stdout is not None
-        address = process.stdout.readline().strip()
+        address = process.line().strip()
         with urllib.request.urlopen(f"{address}state", timeout=30) as answer:
             assert json.loads(answer.read()) == {"state": "idle", "id": 0}
         process.send_signal(signal.SIGINT)

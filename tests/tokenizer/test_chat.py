@@ -4,7 +4,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from lce.errors import DataError, LceError, ModelError
 from lce.tokenizer import chat
 from lce.tokenizer.chat import MAX_BYTES, choose_template, render_chat
 from lce.tokenizer.tokenizer import Tokenizer
+from tests.command import output
 from tests.vocabularies import KINDS
 
 LLAMA2 = """{% if messages[0]['role'] == 'system' %}
@@ -379,8 +379,7 @@ def test_memory_is_bounded() -> None:
         print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
     """
     worst = [LIST + "{{ l | tojson(indent=99999) }}", TEXT + "{{ t.translate({97: t}) }}", MEMORY_BOMBS[-2]]
-    done = subprocess.run([sys.executable, "-c", script, *worst], capture_output=True, text=True, check=True)
-    assert 100 << 10 < int(done.stdout) <= MAX_BYTES >> 10
+    assert 100 << 10 < int(output(script, *worst)) <= MAX_BYTES >> 10
 
 
 def test_ctrl_c_ends_the_rendering_and_leaves_nothing() -> None:

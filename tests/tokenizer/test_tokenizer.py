@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from tokenizers import processors
 
 from lce.errors import DataError, ModelError, UsageError
 from lce.tokenizer.tokenizer import Tokenizer, checked_ids
+from tests.command import output
 from tests.vocabularies import KINDS, TEXTS, byte_ids, one_line, write_json
 
 
@@ -217,7 +216,7 @@ def test_no_tokenizer(tmp_path: Path) -> None:
 
 def test_importing_it_is_light() -> None:
     check = "import lce.tokenizer.tokenizer, sys; print([m for m in ('torch', 'transformers') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert output(check) == "[]\n"
 
 
 def test_a_prompt_of_ids() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.command import Process
 from tools.compile_cuda import Binary, fault
 from tools.cuda_launches import CALLS, Call
 
@@ -21,9 +21,10 @@ def compile_kernels(*options: str, cache: Path) -> list[str]:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tools.compile_cuda", *options]
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.splitlines()
+    process = Process(command, cwd=ROOT, env=environment)
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, out + err
+    return out.splitlines()
 
 
 def test_decode_kernels_compile_and_do_not_spill(tmp_path: Path) -> None:

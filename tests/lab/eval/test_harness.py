@@ -5,7 +5,6 @@ from __future__ import annotations
 import configparser
 import importlib
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
@@ -147,7 +146,7 @@ def test_what_the_harness_refuses_is_one_line() -> None:
 def test_the_command_runs_a_method(folder: Path, tasks: Path) -> None:
     arguments = f"pretrained={folder},method=longheads,chunk_size=4,chunks=8,block=16"
     command = ["eval", "harness", "run", "--model", "lce", "--model_args", arguments]
-    with spawn("", *command, "--tasks", "choice,writing", "--include_path", tasks, stderr=subprocess.PIPE) as process:
+    with spawn("", *command, "--tasks", "choice,writing", "--include_path", tasks) as process:
         out, err = process.communicate()
     assert process.returncode == 0, err
     assert "'method': 'longheads', 'chunk_size': 4" in out

@@ -7,8 +7,6 @@ import errno
 import fcntl
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +19,7 @@ from lce.lab.eval.passkey import evaluate
 from lce.lab.eval.perplexity import Loss, Losses
 from lce.lab.eval.record import Answer, Record, text_hash
 from lce.lab.eval.spelling import spellings, without_new
-from tests.command import assert_error, run
+from tests.command import assert_error, run, start
 from tests.interrupts import interrupted, places
 
 
@@ -237,8 +235,8 @@ def test_two_processes_add_to_one_file(tmp_path: Path) -> None:
         "import sys\nfrom lce.lab.eval.record import Answer, Record\nrecord = Record(sys.argv[1])\n"
         "for i in range(40): record.add({'who': sys.argv[2], 'index': i}, Answer(True, answer='x' * 5000))\n"
     )
-    both = [subprocess.Popen([sys.executable, "-c", script, str(file), who]) for who in "ab"]
-    assert [process.wait(timeout=60) for process in both] == [0, 0]
+    both = [start(script, file, who) for who in "ab"]
+    assert [process.wait() for process in both] == [0, 0]
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert sorted((line["who"], line["index"]) for line in lines) == [(who, i) for who in "ab" for i in range(40)]
 

@@ -37,7 +37,7 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield made
         made.shutdown()
         made.close()
-        thread.join()
+        thread.join(60)
         pages._part.cache_clear()
 
 

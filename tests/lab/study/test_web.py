@@ -449,7 +449,7 @@ def served(engine: Engine) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_address[1]}/token/"
     finally:
         server.shutdown()
-        thread.join()
+        thread.join(60)
         server.server_close()
 
 
