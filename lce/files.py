@@ -24,6 +24,20 @@ MAX_FILE_BYTES = 16 << 20  # of a checkpoint's JSON; the largest published ones,
 MAX_JSON_VALUES = 1_000_000  # in it; an entry of added_tokens_decoder has 12
 
 
+def path_of(path: object, what: str = "the path") -> Path:
+    """A path that files may have."""
+    if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
+        raise UsageError(f"{what} is {shown(path)}; expected a str or a pathlib.Path")
+    text = os.fspath(path)
+    try:
+        fits = all(len(os.fsencode(part)) <= 255 for part in Path(text).parts) and "\0" not in text and text != ""
+    except UnicodeEncodeError:
+        fits = False
+    if not fits:
+        raise UsageError(f"{what} is {shown(text)}; expected the name of a file or a folder")
+    return Path(text)
+
+
 def open_regular(path: str | Path, error: type[LceError] = DataError, *, follow: bool = True) -> int:
     """A descriptor to read a regular file. Never waits: folders, FIFOs, devices and sockets are refused.
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
@@ -22,8 +20,6 @@ from lce.tokenizer.tokenizer import checked_ids
 
 if TYPE_CHECKING:
     from lce.engine.context import Context
-
-MOST_TOKENS = 1 << 60  # nothing that counts tokens or positions is larger
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]] | Tensor
 Prompt = str | TokenIds
@@ -68,10 +64,10 @@ def generation_options(given: Mapping[str, Any]) -> Options:
     logprobs, progress = given.get("logprobs"), given.get("progress")
     check_progress(progress)
     return Options(
-        tokens_of(given.get("max_tokens", 256), "max_tokens"),
+        count(given.get("max_tokens", 256), "max_tokens"),
         given.get("context"),
         sampling_of(given.get("sampling"), {knob: given[knob] for knob in SAMPLING if knob in given}),
-        None if logprobs is None else tokens_of(logprobs, "logprobs", least=0),
+        None if logprobs is None else count(logprobs, "logprobs", least=0),
         progress,
     )
 
@@ -91,28 +87,6 @@ def sampling_of(sampling: object, knobs: Mapping[str, Any]) -> Sampling:
     if sampling is not None and not isinstance(sampling, Sampling):
         raise UsageError(f"sampling is {shown(sampling)}; expected lce.Sampling(...), or its knobs as keywords")
     return dataclasses.replace(sampling or Sampling(), **knobs)
-
-
-def tokens_of(value: object, what: str, least: int = 1) -> int:
-    """A number of tokens, as `lce.sizes.count` reads it."""
-    number = count(value, what, least)
-    if number > MOST_TOKENS:
-        raise UsageError(f"{what} is {shown(value)}; expected {MOST_TOKENS} or less")
-    return number
-
-
-def path_of(path: object, what: str = "the path") -> Path:
-    """A path that files may have."""
-    if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
-        raise UsageError(f"{what} is {shown(path)}; expected a str or a pathlib.Path")
-    text = os.fspath(path)
-    try:
-        fits = all(len(os.fsencode(part)) <= 255 for part in Path(text).parts) and "\0" not in text and text != ""
-    except UnicodeEncodeError:
-        fits = False
-    if not fits:
-        raise UsageError(f"{what} is {shown(text)}; expected the name of a file or a folder")
-    return Path(text)
 
 
 def are_many(prompt: object) -> bool:

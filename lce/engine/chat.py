@@ -5,19 +5,33 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Protocol, Unpack
 
-from lce.engine.arguments import GenerationOptions, generation_options, tokens_of
+from lce.engine.arguments import GenerationOptions, generation_options
 from lce.engine.context import Context, Unique
 from lce.engine.decode import Generation
 from lce.engine.stream import Stream
 from lce.errors import ModelError, UsageError
+from lce.methods.base import Method
+from lce.sizes import count
 from lce.tokenizer.chat import ChatText
-
-if TYPE_CHECKING:
-    from lce.engine.engine import Engine
+from lce.tokenizer.tokenizer import Tokenizer
 
 _SAID = "This is what was said before."  # stands for the tokens of a context whose messages are not known
+
+
+class Answering(Protocol):
+    """What a conversation needs of an engine."""
+
+    @property
+    def method(self) -> Method: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    def new_context(self, length: int) -> Context: ...
+
+    def stream(self, prompt: list[int], **options: Unpack[GenerationOptions]) -> Stream: ...
 
 
 @dataclass(frozen=True)
@@ -67,7 +81,7 @@ class Conversation(Unique):
     instead = "save it, or make another one and give it the messages"
 
     def __init__(
-        self, engine: Engine, system: str | None = None, *, context: Context | None = None, length: int | str = 0
+        self, engine: Answering, system: str | None = None, *, context: Context | None = None, length: int | str = 0
     ) -> None:
         """`length` announces how long the context will become in all; RoPE scaling `dynamic` depends on it.
 
@@ -76,7 +90,7 @@ class Conversation(Unique):
         self.engine = engine
         self.context = context  # of all turns so far; None before the first
         self.tokens_read = 0  # by the last turn
-        self._length = tokens_of(length, "length", least=0)
+        self._length = count(length, "length", least=0)
         self._before = [] if context is None else list(context.token_ids)  # what no message of ours stands for
         if self._before and system is not None:
             raise UsageError("a system message begins a conversation, but this context has begun; leave it out")

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, ClassVar, NoReturn, Self, SupportsIndex
 from torch import Tensor
 
 from lce.cache.kv import KVCache, Mark
-from lce.engine.arguments import path_of, tokens_of
 from lce.engine.holding import Holder, Holders, InUse
 from lce.engine.identity import Identity
 from lce.engine.saving import ContextData, save
 from lce.errors import UsageError
+from lce.files import path_of
 from lce.models.rope import Rope
+from lce.sizes import count
 
 if TYPE_CHECKING:
     from lce.engine.graph import DecodeGraph
@@ -130,7 +131,7 @@ class Context(Unique):
         `infllm` and for `esa` with `compress="pca"`. These two and `esa` read them in other blocks than before.
         """
         with self.in_use():
-            n_tokens = tokens_of(n_tokens, "n_tokens", least=0)
+            n_tokens = count(n_tokens, "n_tokens", least=0)
             if n_tokens > len(self):
                 raise UsageError(f"n_tokens is {n_tokens}; expected {len(self)} or less, the length of the context")
             if n_tokens < self.cache.length:

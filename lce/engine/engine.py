@@ -20,8 +20,6 @@ from lce.engine.arguments import (
     are_many,
     generation_options,
     ids_of,
-    path_of,
-    tokens_of,
 )
 from lce.engine.chat import Conversation
 from lce.engine.context import Context, ContextMark
@@ -38,8 +36,10 @@ from lce.engine.stream import AsyncStream, CancelFlag, Cancelled, Stream
 from lce.engine.trace import Trace, TraceObserver
 from lce.engine.window import beyond, warn
 from lce.errors import UsageError, shown
+from lce.files import path_of
 from lce.methods.observed import Observed
 from lce.progress import Progress, check_progress, reported
+from lce.sizes import count
 from lce.tokenizer.tokenizer import NoTokenizer
 
 
@@ -102,7 +102,7 @@ class Engine(Runner):
 
     def beyond(self, n_tokens: int) -> str | None:
         """One line that says so if texts of `n_tokens` are longer than the method can read; None if they are not."""
-        return beyond(self.method, self.model.config, self.window, self.rope, tokens_of(n_tokens, "n_tokens", least=0))
+        return beyond(self.method, self.model.config, self.window, self.rope, count(n_tokens, "n_tokens", least=0))
 
     def _stream(self, ids: list[int], options: Options, flag: CancelFlag, *, undo: bool = False) -> Stream:
         request = Request(ids, options.sampling, options.max_tokens, self._eos_ids, options.logprobs)
@@ -156,7 +156,7 @@ class Engine(Runner):
         Raises `UsageError` for a document that cannot be used, and `CapacityError` before any work if it cannot fit.
         After any error or Ctrl-C, `context` is as it was before.
         """
-        announced = 0 if length is None else tokens_of(length, "length", least=0)
+        announced = 0 if length is None else count(length, "length", least=0)
         ids = self._ids(document, self._own(context))
         held = self._new_context(max(len(ids), announced)) if context is None else context
         with held.in_use(), reported(progress, "prefill") as tell:
@@ -197,7 +197,7 @@ class Engine(Runner):
         """
         ids, before = self._ids(token_ids, self._own(context)), 0 if context is None else len(context)
         least = 0 if before else 1
-        first = least if first is None else tokens_of(first, "first", least)
+        first = least if first is None else count(first, "first", least)
         if first > len(ids):
             raise UsageError(f"first is {first}; expected {len(ids)} or less, the number of tokens")
         held = self._new_context(len(ids)) if context is None else context
@@ -250,9 +250,9 @@ class Engine(Runner):
         `path` is being written for another text or by another engine, and `CapacityError` where the disk or the memory
         is too small. `context` stays as it is, and `path` may be the file that it was opened from.
         """
-        every = None if checkpoint_every is None else tokens_of(checkpoint_every, "checkpoint_every")
+        every = None if checkpoint_every is None else count(checkpoint_every, "checkpoint_every")
         target, ids = path_of(path), self._ids(document, self._own(context))
-        wanted = 0 if length is None else tokens_of(length, "length", least=0)
+        wanted = 0 if length is None else count(length, "length", least=0)
         check_progress(progress)
         job: PrefillJob | None = None
         try:
@@ -293,7 +293,7 @@ class Engine(Runner):
 
         Raises `CapacityError` if it cannot fit.
         """
-        return self._new_context(tokens_of(length, "length"))
+        return self._new_context(count(length, "length"))
 
     def _options(self, given: GenerationOptions) -> Options:
         options = generation_options(given)

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lce.engine.arguments import path_of
 from lce.engine.identity import model_identity
 from lce.engine.loading import DEMO
 from lce.engine.saving import ContextInfo, describe
 from lce.errors import LceError
+from lce.files import path_of
 from lce.methods import registry
 from lce.methods.base import Method
 from lce.methods.step import Surroundings

@@ -13,14 +13,13 @@ import torch
 
 from lce.attention import Attention
 from lce.cache.layout import Budgets, CacheLayout
-from lce.engine.arguments import path_of, tokens_of
 from lce.engine.devices import Borders, at_edges, borders_of, devices_of
 from lce.engine.engine import Engine
 from lce.engine.planning import Plan, Planner
 from lce.engine.process import uses_threads
 from lce.engine.runner import EngineOptions
 from lce.errors import UsageError, nearest, shown
-from lce.files import named
+from lce.files import named, path_of
 from lce.methods.base import Method
 from lce.methods.registry import as_method
 from lce.methods.step import Surroundings
@@ -163,7 +162,7 @@ def plan(
         kv_host_budget=kv_host_budget, spill_dir=spill_dir, kv_dtype=kv_dtype, weights=weights,
     )  # fmt: skip
     tier_bytes = _by_tier(made.config, made.layout, made.weight_bytes)
-    return Planner.of(made.layout, made.method.name, tier_bytes).plan(tokens_of(tokens, "tokens"))
+    return Planner.of(made.layout, made.method.name, tier_bytes).plan(count(tokens, "tokens"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,7 +277,7 @@ def folder_of(model: object) -> Path:
 
 def sized(value: object, what: str, least: int) -> int | None:
     """A number of tokens, or None."""
-    return None if value is None else tokens_of(value, what, least)
+    return None if value is None else count(value, what, least)
 
 
 def budgets_of(device: int | str | None, host: int | str | None, spill_dir: str | Path | None) -> Budgets:

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from lce.engine.arguments import tokens_of
 from lce.engine.loading import Devices, Planned, planned
 from lce.errors import UsageError
 from lce.methods.base import Method
 from lce.methods.costs import UNCOUNTED, PaperFigure, QueryBlock, total
 from lce.methods.selective import ChunkSelection
 from lce.models.registry import model_class
+from lce.sizes import count
 
 PROJECTIONS = ("q", "k", "v", "o")  # a layer's matrices around attention; its others are the MLP's
 LONGEST = 1 << 24  # tokens; a text so long takes a minute or more to count with the slowest methods
@@ -109,7 +109,7 @@ def operations(
     Only config.json is read. A method of one's own is counted by its `Method.cost`; without one only the products with
     weights are. Time: tens of microseconds for each block and layer.
     """
-    n_tokens = tokens_of(tokens, "tokens")
+    n_tokens = count(tokens, "tokens")
     made = planned(
         model, method, device=device, dtype=dtype, block=block, window=window, kv_device_budget=kv_device_budget,
         kv_host_budget=kv_host_budget, spill_dir=spill_dir, kv_dtype=kv_dtype, weights=weights,

@@ -6,10 +6,9 @@ import json
 import os
 from pathlib import Path
 
-from lce.engine.arguments import path_of
 from lce.engine.loading import folder_of
 from lce.errors import UsageError
-from lce.files import named, read_file, read_object, write_whole
+from lce.files import named, path_of, read_file, read_object, write_whole
 from lce.models.registry import model_class, read_config
 from lce.progress import Progress, check_progress, reported
 from lce.version import __version__

@@ -17,10 +17,9 @@ from lce.cache.kv import KVCache
 from lce.cache.layout import CacheLayout, FileLayout
 from lce.cache.manifest import FORMAT, REMEDY, Manifest, contradiction, digest, page_facts, read_header
 from lce.cache.small import Small
-from lce.engine.arguments import path_of
 from lce.engine.identity import Identity, knobs_of
 from lce.errors import DataError, UsageError, shown
-from lce.files import check_target, draft_path, named, open_regular, remove_leftover, sweep
+from lce.files import check_target, draft_path, named, open_regular, path_of, remove_leftover, sweep
 from lce.version import __version__
 
 MOST_UNREAD = 1 << 16  # tokens of a context that are not in its cache

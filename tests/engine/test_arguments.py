@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import lce
-from lce.engine.arguments import are_many, path_of
+from lce.engine.arguments import are_many
+from lce.files import path_of
 from lce.lab.study.explain import explain
 from lce.methods import LongHeads
 from tests.checkpoints import save_chat, tokens
