@@ -42,6 +42,7 @@ def make_checkpoint(folder: Path, shape: dict[str, int], dtype: str, window: int
 
     from lce.engine.loading import DEMO
     from lce.models.registry import model_class, read_config
+    from lce.weights.source import Folder
 
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -61,7 +62,7 @@ def make_checkpoint(folder: Path, shape: dict[str, int], dtype: str, window: int
         shutil.copy(DEMO / name, folder / name)
     torch.manual_seed(0)
     kind = getattr(torch, dtype)
-    model = read_config(folder)
+    model = read_config(Folder(folder))
     tensors = {
         name: torch.ones(size, dtype=kind) if len(size) == 1 else torch.empty(size, dtype=kind).normal_(std=0.02)
         for name, size in model_class(model).weights(model).values()

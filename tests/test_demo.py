@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import lce
-from lce.engine.loading import DEMO
 from lce.lab.eval.passkey import evaluate
+from lce.weights.source import DEMO
 
 HAYSTACK = Path(__file__).parent.parent / "examples" / "haystack.txt"
 

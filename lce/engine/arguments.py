@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
@@ -12,14 +14,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lce.attention import Attention
+from lce.cache.layout import Budgets
 from lce.engine.sampling import Sampling
 from lce.errors import UsageError, nearest, shown
+from lce.files import path_of
+from lce.models.config import ROPE_KINDS, RopeConfig
 from lce.progress import Progress, check_progress
-from lce.sizes import count
+from lce.sizes import count, in_bytes
 from lce.tokenizer.tokenizer import checked_ids
 
 if TYPE_CHECKING:
     from lce.engine.context import Context
+
+MOST_FACTOR = 1_000_000
+MOST_THREADS = 1024
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]] | Tensor
 Prompt = str | TokenIds
@@ -120,3 +130,69 @@ def _is_whole(x: Tensor | NDArray[Any]) -> bool:
     if isinstance(x, Tensor):
         return not x.is_floating_point() and not x.is_complex() and x.dtype != torch.bool
     return np.issubdtype(x.dtype, np.integer)
+
+
+def threads_of(number: object) -> int:
+    """A number of threads. Raises `UsageError` for more than any machine has cores."""
+    threads = count(number, "threads")
+    if threads > MOST_THREADS:
+        raise UsageError(
+            f"threads is {shown(number)}; expected {MOST_THREADS} or fewer, the cores of the machine at most"
+        )
+    return threads
+
+
+def sized(value: object, what: str, least: int) -> int | None:
+    """A number of tokens, or None."""
+    return None if value is None else count(value, what, least)
+
+
+def budgets_of(device: int | str | None, host: int | str | None, spill_dir: str | Path | None) -> Budgets:
+    """Budgets from a user's sizes. Raises `UsageError` for text that is no size."""
+    return Budgets(
+        None if device is None else in_bytes(device, "kv_device_budget"),
+        None if host is None else in_bytes(host, "kv_host_budget"),
+        None if spill_dir is None else path_of(spill_dir, "spill_dir"),
+    )
+
+
+def dtype_of(name: object, own: Callable[[], torch.dtype]) -> torch.dtype:
+    """The dtype that a user names; "auto" is the checkpoint's `own`."""
+    if name is None or (isinstance(name, str) and name == "auto"):
+        return own()
+    if isinstance(name, torch.dtype) and name in DTYPES.values():
+        return name
+    if not isinstance(name, str) or name not in DTYPES:
+        raise UsageError(f"unknown dtype {shown(name)}; {nearest(str(name), ['auto', *DTYPES])}")
+    return DTYPES[name]
+
+
+def kv_dtype_of(name: object) -> torch.dtype | None:
+    """The dtype that a user names for keys and values below the device; None for "auto", as the model computes them."""
+    if name is None or (isinstance(name, str) and name == "auto"):
+        return None
+    if name is not torch.int8 and not (isinstance(name, str) and name == "int8"):
+        raise UsageError(f"unknown kv_dtype {shown(name)}; expected auto or int8")
+    return torch.int8
+
+
+def scaled(rope: RopeConfig, kind: str | None, factor: object) -> RopeConfig:
+    """The checkpoint's RoPE scaling, changed by the user's options."""
+    if kind is not None and str(kind) not in ROPE_KINDS:
+        raise UsageError(f"unknown rope {shown(kind)}; {nearest(str(kind), ROPE_KINDS)}")
+    if factor is not None:
+        if isinstance(factor, bool) or not isinstance(factor, Real) or not 1 <= float(factor) <= MOST_FACTOR:
+            raise UsageError(f"rope_factor is {shown(factor)}; expected 1 or more, and {MOST_FACTOR:,} or less")
+        factor = float(factor)
+    if factor is not None and (kind or rope.kind) == "none":
+        raise UsageError(f"rope_factor={factor:g} has no scaling to belong to; add rope=, for example rope='linear'")
+    if kind not in (None, "none", rope.kind) and factor is None:
+        raise UsageError(f"rope={kind!r} needs a rope_factor, for example 4")
+    return dataclasses.replace(rope, kind=kind or rope.kind, factor=factor if factor is not None else rope.factor)
+
+
+def backend_of(name: object) -> Attention:
+    """The attention backend that a user names."""
+    if name is not None and not isinstance(name, str):
+        raise UsageError(f"attention is {shown(name)}; expected the name of a backend, or 'auto'")
+    return Attention.choose(name or "auto")

@@ -8,17 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lce.engine.identity import model_identity
-from lce.engine.loading import DEMO
+from lce.engine.loading import fitted
 from lce.engine.saving import ContextInfo, describe
 from lce.errors import LceError
 from lce.files import path_of
 from lce.methods import registry
 from lce.methods.base import Method
-from lce.methods.step import Surroundings
-from lce.models.config import ModelConfig, RopeConfig
+from lce.methods.step import ModelFacts
+from lce.models.config import RopeConfig
 from lce.models.registry import families, model_class, read_config
-from lce.tokenizer.tokenizer import Tokenizer
-from lce.weights.checkpoint import Checkpoint
+from lce.weights.source import source_of
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
@@ -70,25 +69,24 @@ def info(path: str | Path) -> ModelInfo | ContextInfo:
 
 def describe_model(model: str | Path) -> ModelInfo:
     """What the folder `model`, or the embedded "demo", holds. Raises `ModelError` where it is no valid model."""
-    folder = DEMO if str(model) == "demo" else Path(model)
-    config = read_config(folder)
+    source = source_of(str(model))
+    config = read_config(source)
     shapes = dict(model_class(config).weights(config).values())  # tied weights have one name
-    checkpoint = Checkpoint.open(folder) if any(folder.glob("*.safetensors")) else None
+    checkpoint = source.checkpoint if any(source.path.glob("*.safetensors")) else None
     manifest = checkpoint.manifest if checkpoint else None
-    file = next((name for name in TOKENIZERS if (folder / name).is_file()), None)
-    tokenizer = None if file is None else Tokenizer.from_folder(folder, config.vocab_size)
-    surroundings = Surroundings(
-        config.published, folder, lambda: Checkpoint.open(folder).fingerprint(), config, config.window, config.rope
-    )
+    file = next((name for name in TOKENIZERS if source.file(name).is_file()), None)
+    facts = ModelFacts(source, config, config.window, config.rope)
     methods: dict[str, Method] = {}
     refused: dict[str, str] = {}
     for name in registry.available():
         try:
-            methods[name] = registry.make(name).for_model(surroundings).resolve(config.window)
+            methods[name] = fitted(name, facts)
         except LceError as error:
             refused[name] = str(error)
+    weights = manifest.weights if manifest else None
+    fingerprint = checkpoint.fingerprint() if checkpoint else None
     return ModelInfo(
-        folder=folder,
+        folder=source.path,
         family=next(name for name, cls in families().items() if cls.architecture == config.architecture),
         architecture=config.architecture,
         n_layers=config.n_layers,
@@ -103,17 +101,11 @@ def describe_model(model: str | Path) -> ModelInfo:
         parameters=sum(math.prod(shape) for shape in shapes.values()),
         dtype=None if checkpoint is None else str(checkpoint.dtype()).removeprefix("torch."),
         weight_bytes=None if checkpoint is None else sum(x.stop - x.start for x in checkpoint.tensors.values()),
-        weights=manifest.weights if manifest else None,
-        fingerprint=None if checkpoint is None else checkpoint.fingerprint(),
-        identity=None if checkpoint is None else _identity(config, checkpoint),
+        weights=weights,
+        fingerprint=fingerprint,
+        identity=None if fingerprint is None else model_identity(config.identity(fingerprint), weights),
         tokenizer=file,
-        chat_template=tokenizer is not None and tokenizer.chat_template is not None,
+        chat_template=file is not None and source.tokenizer(config.vocab_size).chat_template is not None,
         methods=methods,
         refused=refused,
     )
-
-
-def _identity(config: ModelConfig, checkpoint: Checkpoint) -> str:
-    """The model as context files name it."""
-    weights = checkpoint.manifest.weights if checkpoint.manifest else None
-    return model_identity(config.identity(checkpoint.fingerprint()), weights)

@@ -4,39 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from numbers import Real
 from pathlib import Path
 
 import torch
 
-from lce.attention import Attention
 from lce.cache.layout import Budgets, CacheLayout
+from lce.engine.arguments import DTYPES, backend_of, budgets_of, dtype_of, kv_dtype_of, scaled, sized, threads_of
 from lce.engine.devices import Borders, at_edges, borders_of, devices_of
 from lce.engine.engine import Engine
 from lce.engine.planning import Plan, Planner
 from lce.engine.process import uses_threads
 from lce.engine.runner import EngineOptions
-from lce.errors import UsageError, nearest, shown
-from lce.files import named, path_of
+from lce.errors import UsageError, shown
+from lce.files import named
 from lce.methods.base import Method
 from lce.methods.registry import as_method
-from lce.methods.step import Surroundings
-from lce.models.config import ROPE_KINDS, ModelConfig, RopeConfig
+from lce.methods.step import ModelFacts
+from lce.models.config import ModelConfig
 from lce.models.registry import model_class, read_config
-from lce.sizes import count, in_bytes
+from lce.sizes import count
 from lce.system import keep_freed_memory
-from lce.tokenizer.tokenizer import Tokenizer
 from lce.weights.checkpoint import Checkpoint
 from lce.weights.quantised import SCHEMES, Scheme, scheme_of
 from lce.weights.reading import allocate
+from lce.weights.source import source_of
 
-MOST_FACTOR = 1_000_000
-MOST_THREADS = 1024
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Devices = str | torch.device | Sequence[str | torch.device] | None
-DEMO = Path(__file__).parent.parent / "models" / "demo"
 
 
 def load(
@@ -69,27 +64,27 @@ def load(
 
     Raises `ModelError` for a folder that is no valid model, and `UsageError` for options that cannot be used.
     """
-    folder, block, window = folder_of(model), sized(block, "block", 1), sized(window, "window", 2)
+    source, block, window = source_of(model), sized(block, "block", 1), sized(window, "window", 2)
     if threads is not None:
         torch.set_num_threads(threads_of(threads))
-    config = read_config(folder)
-    tokenizer = Tokenizer.from_folder(folder, config.vocab_size)
+    config = read_config(source)
+    tokenizer = source.tokenizer(config.vocab_size)
     window = window or config.window
     devices = devices_of(device)
     if devices[0].type == "cpu":
         keep_freed_memory()
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = source.checkpoint
     scheme = _rounded(weights, checkpoint, devices[0])
-    scaling = _scaled(config.rope, rope, rope_factor)
-    fitted = _fitted(method, folder, config, checkpoint, window, scaling)
+    scaling = scaled(config.rope, rope, rope_factor)
+    chosen = fitted(method, ModelFacts(source, config, window, scaling))
     budgets = budgets_of(kv_device_budget, kv_host_budget, spill_dir)
     kind = dtype_of(dtype, checkpoint.dtype)
     if isinstance(sharing, Engine) and sharing.layout.devices == devices:
         borders = sharing.layout.borders
     else:
         borders = _borders(devices, config, _weight_bytes(config, kind, scheme, checkpoint.names))
-    layout = layout_of(config, fitted, kind, devices[0], block, budgets, kv_dtype_of(kv_dtype), borders)
-    options = EngineOptions(fitted, backend_of(attention), window, scaling, scheme.name if scheme else None, layout)
+    layout = layout_of(config, chosen, kind, devices[0], block, budgets, kv_dtype_of(kv_dtype), borders)
+    options = EngineOptions(chosen, backend_of(attention), window, scaling, scheme.name if scheme else None, layout)
     if sharing is not None:
         _check_same(sharing, config, checkpoint, options)
         return Engine(sharing.model, tokenizer, checkpoint, options)
@@ -108,23 +103,20 @@ def load(
     return Engine(family(config, loaded), tokenizer, checkpoint, options)
 
 
-def _fitted(
-    method: str | Method, folder: Path, config: ModelConfig, checkpoint: Checkpoint, window: int, scaling: RopeConfig
-) -> Method:
-    """A method with the files that it finds beside a model, and every knob filled in."""
-    surroundings = Surroundings(config.published, folder, checkpoint.fingerprint, config, window, scaling)
-    return as_method(method).for_model(surroundings).resolve(window)
+def fitted(method: str | Method, model: ModelFacts) -> Method:
+    """Return a method with the files that it finds beside a model, and every knob filled in."""
+    return as_method(method).for_model(model).resolve(model.window)
 
 
 def resolved(
     model: str | Path, method: str | Method, *, window: int | str | None = None, rope: str | None = None,
     rope_factor: float | None = None,
 ) -> Method:  # fmt: skip
-    """The method as `load` with these options would resolve it. No weights are loaded; raises as `load` does."""
-    folder = folder_of(model)
-    config = read_config(folder)
-    positions = sized(window, "window", 2) or config.window
-    return _fitted(method, folder, config, Checkpoint.open(folder), positions, _scaled(config.rope, rope, rope_factor))
+    """Return the method as `load` with these options would resolve it. Loads no weights; raises as `load` does."""
+    source = source_of(model)
+    config = read_config(source)
+    window = sized(window, "window", 2) or config.window
+    return fitted(method, ModelFacts(source, config, window, scaled(config.rope, rope, rope_factor)))
 
 
 def _check_same(sharing: object, config: ModelConfig, checkpoint: Checkpoint, options: EngineOptions) -> None:
@@ -182,19 +174,9 @@ def planned(
     spill_dir: str | Path | None = None, kv_dtype: str | torch.dtype | None = "auto", weights: str | None = "auto",
 ) -> Planned:  # fmt: skip
     """An engine's sizes from config.json alone; see `plan`."""
-    folder, block, window = folder_of(model), sized(block, "block", 1), sized(window, "window", 2)
-    config = read_config(folder)
-    window = window or config.window
-    surroundings = Surroundings(
-        config.published,
-        folder,
-        lambda: Checkpoint.open(folder).fingerprint(),
-        config,
-        window,
-        config.rope,
-        plan_only=True,
-    )
-    chosen = as_method(method).for_model(surroundings).resolve(window)
+    source, block, window = source_of(model), sized(block, "block", 1), sized(window, "window", 2)
+    config = read_config(source)
+    chosen = fitted(method, ModelFacts(source, config, window or config.window, config.rope, plan_only=True))
     kind = dtype_of(dtype, partial(DTYPES.__getitem__, config.dtype or "float32"))
     budgets, devices = budgets_of(kv_device_budget, kv_host_budget, spill_dir), devices_of(device)
     own = config.published.get("quantization_config") or {}  # of a quantised checkpoint
@@ -250,16 +232,6 @@ def _rounded(weights: object, checkpoint: Checkpoint, device: torch.device) -> S
     return found
 
 
-def threads_of(number: object) -> int:
-    """A number of threads. Raises `UsageError` for more than any machine has cores."""
-    threads = count(number, "threads")
-    if threads > MOST_THREADS:
-        raise UsageError(
-            f"threads is {shown(number)}; expected {MOST_THREADS} or fewer, the cores of the machine at most"
-        )
-    return threads
-
-
 def layout_of(
     config: ModelConfig, method: Method, dtype: torch.dtype, device: torch.device, block: int | None, budgets: Budgets,
     kv_dtype: torch.dtype | None = None, borders: Borders = (),
@@ -269,63 +241,3 @@ def layout_of(
         config.n_layers, config.n_heads, config.n_kv_heads, config.head_dim, dtype, device, method.reach, budgets,
         block or method.block, method.state, method.could_keep, kv_dtype=kv_dtype, borders=borders,
     )  # fmt: skip
-
-
-def folder_of(model: object) -> Path:
-    return DEMO if isinstance(model, str) and model == "demo" else path_of(model, "model")
-
-
-def sized(value: object, what: str, least: int) -> int | None:
-    """A number of tokens, or None."""
-    return None if value is None else count(value, what, least)
-
-
-def budgets_of(device: int | str | None, host: int | str | None, spill_dir: str | Path | None) -> Budgets:
-    """Budgets from a user's sizes. Raises `UsageError` for text that is no size."""
-    return Budgets(
-        None if device is None else in_bytes(device, "kv_device_budget"),
-        None if host is None else in_bytes(host, "kv_host_budget"),
-        None if spill_dir is None else path_of(spill_dir, "spill_dir"),
-    )
-
-
-def dtype_of(name: object, own: Callable[[], torch.dtype]) -> torch.dtype:
-    """The dtype that a user names; "auto" is the checkpoint's `own`."""
-    if name is None or (isinstance(name, str) and name == "auto"):
-        return own()
-    if isinstance(name, torch.dtype) and name in DTYPES.values():
-        return name
-    if not isinstance(name, str) or name not in DTYPES:
-        raise UsageError(f"unknown dtype {shown(name)}; {nearest(str(name), ['auto', *DTYPES])}")
-    return DTYPES[name]
-
-
-def kv_dtype_of(name: object) -> torch.dtype | None:
-    """The dtype that a user names for keys and values below the device; None for "auto", as the model computes them."""
-    if name is None or (isinstance(name, str) and name == "auto"):
-        return None
-    if name is not torch.int8 and not (isinstance(name, str) and name == "int8"):
-        raise UsageError(f"unknown kv_dtype {shown(name)}; expected auto or int8")
-    return torch.int8
-
-
-def backend_of(name: object) -> Attention:
-    """The attention backend that a user names."""
-    if name is not None and not isinstance(name, str):
-        raise UsageError(f"attention is {shown(name)}; expected the name of a backend, or 'auto'")
-    return Attention.choose(name or "auto")
-
-
-def _scaled(rope: RopeConfig, kind: str | None, factor: object) -> RopeConfig:
-    """The checkpoint's RoPE scaling, changed by the user's options."""
-    if kind is not None and str(kind) not in ROPE_KINDS:
-        raise UsageError(f"unknown rope {shown(kind)}; {nearest(str(kind), ROPE_KINDS)}")
-    if factor is not None:
-        if isinstance(factor, bool) or not isinstance(factor, Real) or not 1 <= float(factor) <= MOST_FACTOR:
-            raise UsageError(f"rope_factor is {shown(factor)}; expected 1 or more, and {MOST_FACTOR:,} or less")
-        factor = float(factor)
-    if factor is not None and (kind or rope.kind) == "none":
-        raise UsageError(f"rope_factor={factor:g} has no scaling to belong to; add rope=, for example rope='linear'")
-    if kind not in (None, "none", rope.kind) and factor is None:
-        raise UsageError(f"rope={kind!r} needs a rope_factor, for example 4")
-    return dataclasses.replace(rope, kind=kind or rope.kind, factor=factor if factor is not None else rope.factor)

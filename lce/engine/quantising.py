@@ -6,15 +6,14 @@ import json
 import os
 from pathlib import Path
 
-from lce.engine.loading import folder_of
 from lce.errors import UsageError
-from lce.files import named, path_of, read_file, read_object, write_whole
+from lce.files import named, path_of, read_file, write_whole
 from lce.models.registry import model_class, read_config
 from lce.progress import Progress, check_progress, reported
 from lce.version import __version__
-from lce.weights.checkpoint import Checkpoint
 from lce.weights.quantised import scheme_of
 from lce.weights.saving import save_quantised
+from lce.weights.source import source_of
 
 LARGEST = 256 << 20  # bytes of a file that is copied
 BESIDE = (
@@ -32,18 +31,17 @@ def quantize(
     empty folder. Peak memory is one matrix, twice. `progress` counts bytes. Raises `ModelError` for a folder that is no
     valid model or quantised already, and `UsageError` for weights or a folder that cannot be used.
     """
-    folder, target, scheme = folder_of(model), path_of(out, "out"), scheme_of(weights)
+    source, target, scheme = source_of(model), path_of(out, "out"), scheme_of(weights)
     check_progress(progress)
     if scheme is None:
         raise UsageError("weights is 'auto'; expected int8 or int4")
     if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(f"{named(target)} exists and is no empty folder; name another one")
-    config, checkpoint = read_config(folder), Checkpoint.open(folder)
+    config, checkpoint = read_config(source), source.checkpoint
     family = model_class(config)
     wanted = dict(family.weights(config, checkpoint.names).values())
     checkpoint.check(wanted, (*family.unused, *config.unused))
-    published = read_object(folder / "config.json")
-    published["quantization_config"] = {"quant_method": "lce", "weights": scheme.name}
+    published = {**source.config, "quantization_config": {"quant_method": "lce", "weights": scheme.name}}
     try:
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -53,7 +51,7 @@ def quantize(
         path = target / "model.safetensors"
         save_quantised(checkpoint, path, wanted, schemes, scheme.name, __version__, report)
     for name in BESIDE:
-        data = read_file(folder / name, LARGEST)
+        data = read_file(source.file(name), LARGEST)
         if data is not None:
             write_whole(target / name, data)
     write_whole(target / "config.json", json.dumps(published, indent=2).encode())

@@ -12,8 +12,9 @@ import torch
 from lce.errors import LceError, WindowWarning
 from lce.methods import registry
 from lce.methods.base import Method
-from lce.methods.step import Surroundings
+from lce.methods.step import ModelFacts
 from lce.models.config import ModelConfig, RopeConfig
+from lce.weights.source import Folder
 
 INSIDE = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))  # lce, and torch's decorators around it
 FIRST = ("longheads", "dca", "esa")  # of the methods that are named first
@@ -47,11 +48,11 @@ def beyond(method: Method, config: ModelConfig, window: int, rope: RopeConfig, n
 @functools.cache
 def _unlimited(config: ModelConfig, window: int, rope: RopeConfig) -> tuple[str, ...]:
     """The names of the methods that read texts of any length of a model, by their default knobs."""
-    found, nowhere = [], Surroundings(config.published, Path(), str, config, window, rope, plan_only=True)
+    found, facts = [], ModelFacts(Folder(Path()), config, window, rope, plan_only=True)
     for name in registry.available():
         try:
             method = registry.make(name)
-            if not method.analysis and method.for_model(nowhere).resolve(window).limit(window) is None:
+            if not method.analysis and method.for_model(facts).resolve(window).limit(window) is None:
                 found.append(name)
         except LceError:  # another package's method that needs knobs, or cannot be imported
             continue

@@ -22,7 +22,7 @@ from lce.methods.costs import Cost, PaperFigure, QueryBlock
 from lce.methods.decoding import bucket
 from lce.methods.hooks import METHOD_CHECKS, Check, guard
 from lce.methods.parts import RECENT, keep_recent, mask_of
-from lce.methods.step import DeviceStep, OnDevice, Step, Surroundings
+from lce.methods.step import DeviceStep, ModelFacts, OnDevice, Step
 
 
 def says_for(cls: type, hook: str, *others: str) -> bool:
@@ -75,7 +75,7 @@ class Method(ABC):
         """What errors call the method: its name, or its class's if it is not registered."""
         return self.name or type(self).__name__
 
-    def for_model(self, model: Surroundings) -> Self:
+    def for_model(self, model: ModelFacts) -> Self:
         """This method with what a model's own files hold for it; called once, before `resolve`."""
         return self
 

@@ -18,7 +18,7 @@ from lce.methods.costs import Cost, QueryBlock
 from lce.methods.decoding import Span, decode_spans
 from lce.methods.parts import attend_span, spans_of
 from lce.methods.registry import register
-from lce.methods.step import DeviceStep, Step, Surroundings
+from lce.methods.step import DeviceStep, ModelFacts, Step
 
 
 @register("dca")
@@ -55,20 +55,20 @@ class DualChunk(Method):
     }
     example: ClassVar = Example({"chunk_size": 8})
 
-    def for_model(self, model: Surroundings) -> Self:
+    def for_model(self, model: ModelFacts) -> Self:
         """Qwen's `dual_chunk_attention_config`: its chunk holds `local_size` positions kept for the previous chunk.
 
         The query of older chunks is at Qwen's `chunk_size`, as where these models are served: one beyond the paper's
         `c - 1`. The successive positions may end before it, at `2s - 1`; then it is there.
         """
-        config = model.config.get("dual_chunk_attention_config")
+        config = model.config.published.get("dual_chunk_attention_config")
         if config is None or self.chunk_size is not None:
             return self
         size, kept = (config.get(key) for key in ("chunk_size", "local_size"))
         if not isinstance(size, int) or not isinstance(kept, int) or not 0 <= kept < size:
             raise ModelError(
-                f"{model.folder}: dual_chunk_attention_config is {shown(config)}; expected a chunk_size and a smaller "
-                "local_size; give -o chunk_size=N"
+                f"{model.source.path}: dual_chunk_attention_config is {shown(config)}; expected a chunk_size and a "
+                "smaller local_size; give -o chunk_size=N"
             )
         far = min(size, 2 * (size - kept) - 1) if self.far is None else self.far
         return replace(self, chunk_size=size - kept, far=far)

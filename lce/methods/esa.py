@@ -36,7 +36,7 @@ from lce.methods.lowdim import (
 from lce.methods.map_file import open_maps
 from lce.methods.parts import attend_local, attend_tokens, is_like, products, spans_of
 from lce.methods.registry import register
-from lce.methods.step import Step, Surroundings
+from lce.methods.step import ModelFacts, Step
 from lce.methods.top_p import TOP_P_HELP, check_top_p, enough
 
 LOW_DIM_KEYS, BASIS = "low-dim keys", "principal components"
@@ -97,7 +97,7 @@ class ESA(LocalMethod):
 
     presets: ClassVar = {"paper": {"sinks": 128, "local": 4096, "top_k": 2048, "eps": 3, "low_dim": 128}}  # 8k models
 
-    def for_model(self, model: Surroundings) -> Self:
+    def for_model(self, model: ModelFacts) -> Self:
         if self.compress != "calibrated":
             return self
         if model.plan_only:
@@ -109,18 +109,18 @@ class ESA(LocalMethod):
             )
         sized = self.sized(model.window)
         assert sized.far is not None, "sized"
-        wanted = LearnedFor(model.fingerprint(), self.low_dim, sized.far, model.window, model.rope)
-        sizes = (model.model.n_heads, model.model.n_kv_heads, model.model.head_dim)
+        wanted = LearnedFor(model.source.checkpoint.fingerprint(), self.low_dim, sized.far, model.window, model.rope)
+        sizes = (model.config.n_heads, model.config.n_kv_heads, model.config.head_dim)
         if isinstance(self.maps, LowDimMaps):
             if self.maps.learned_for is not None:
-                wanted.check(asdict(self.maps.learned_for), self.maps.source, model.folder)
-            self.maps.check_shapes(model.model.n_layers, *sizes)
+                wanted.check(asdict(self.maps.learned_for), self.maps.source, model.source.path)
+            self.maps.check_shapes(model.config.n_layers, *sizes)
             return self
-        path = model.folder / MAPS_FILE if self.maps is None else Path(self.maps)
+        path = model.source.file(MAPS_FILE) if self.maps is None else Path(self.maps)
         if self.maps is None and not path.exists():
-            raise missing(self.name, wanted.command(model.folder))
+            raise missing(self.name, wanted.command(model.source.path))
         shapes = LowDimMap.shapes(*sizes, self.low_dim)
-        return replace(self, maps=open_maps(path, wanted, shapes, model.model.n_layers, model.folder))
+        return replace(self, maps=open_maps(path, wanted, shapes, model.config.n_layers, model.source.path))
 
     def sized(self, window: int) -> Self:
         """This method with every size filled in."""

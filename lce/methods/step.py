@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from lce.attention import Attention, Turn
 from lce.models.config import ModelConfig, RopeConfig
 from lce.models.rope import Rope
+from lce.weights.source import Source
 
 Note = Callable[[int, Tensor], None]  # a layer, and the chunks that it chose `[H, T, K]`
 NoteScores = Callable[[int, Tensor], None]  # a layer, and its scores of all choices `[C, T, M]`, -inf for none
@@ -158,16 +158,15 @@ class DeviceStep(Step):
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """A checkpoint as a method sees it: the values of its config.json, its folder, and its weights' fingerprint.
+class ModelFacts:
+    """A model as a method sees it before anything is attended.
 
-    `model` has the sizes. `window` and `rope` are those that the engine uses, the user's options included.
+    `config` has the sizes and, as `published`, the fields of config.json. `source` has the files beside the weights.
+    `window` and `rope` are those that the engine uses, the user's options included.
     """
 
-    config: Mapping[str, Any]
-    folder: Path
-    fingerprint: Callable[[], str]
-    model: ModelConfig
+    source: Source
+    config: ModelConfig
     window: int
     rope: RopeConfig
     plan_only: bool = False  # nothing will be attended: a method that learns from a file is taken as if it had it

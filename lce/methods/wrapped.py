@@ -13,7 +13,7 @@ from lce.cache.layout import CacheLayout, Reach
 from lce.cache.method_state import MethodState
 from lce.methods.base import Method
 from lce.methods.costs import Cost, PaperFigure, QueryBlock
-from lce.methods.step import Step, Surroundings
+from lce.methods.step import ModelFacts, Step
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Wrapped(Method):
     def label(self) -> str:
         return self.inner.label
 
-    def for_model(self, model: Surroundings) -> Self:
+    def for_model(self, model: ModelFacts) -> Self:
         return replace(self, inner=self.inner.for_model(model))
 
     def resolve(self, window: int) -> Self:

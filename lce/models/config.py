@@ -9,19 +9,15 @@ error is a ModelError of one line: the file, the key, its value, what was expect
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from lce.errors import ModelError, shown
-from lce.files import named, read_object
+from lce.errors import shown
 from lce.models.fields import Fields
 
 ROPE_KINDS = ("none", "linear", "ntk", "dynamic", "yarn", "llama3")
 DTYPES = ("float32", "bfloat16", "float16")
-LARGEST_FILE = 4 << 20  # bytes; published files have a few thousand
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 # Keys of other families' configs that change what a model computes, and the values at which they change nothing. A
@@ -96,14 +92,14 @@ class ModelConfig:
     published: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)  # config.json as it stands
 
     @classmethod
-    def read(cls, fields: Fields, folder: Path, architecture: str) -> ModelConfig:
-        """What all families share of the config in `folder`; `fields` carries the family's defaults."""
+    def read(cls, fields: Fields, generation: Fields, architecture: str) -> ModelConfig:
+        """Read what all families share; `fields` has the family's defaults, `generation` is generation_config.json."""
         _refuse_unsupported(fields)
         n_heads, n_kv_heads, head_dim = _heads(fields)
         vocab_size = fields.integer("vocab_size")
         announced = fields.integer("max_position_embeddings")
         dual_chunk = fields.section("dual_chunk_attention_config")  # Qwen's: announces more than was trained
-        bos_id, eos_ids = _special_tokens(fields, folder, vocab_size)
+        bos_id, eos_ids = _special_tokens(fields, generation, vocab_size)
         return cls(
             architecture=architecture,
             vocab_size=vocab_size,
@@ -130,17 +126,6 @@ class ModelConfig:
         """
         same = replace(self, dtype=None, bos_id=None, eos_ids=(), weight_prefix="", unused=(), published={})
         return hashlib.sha256(f"{fingerprint} {same!r}".encode()).hexdigest()
-
-
-def config_file(folder: Path) -> Fields:
-    """The config.json of the checkpoint in `folder`; ModelError if there is none."""
-    if not os.path.isdir(folder):
-        kind = "is not a folder" if os.path.exists(folder) else "does not exist"
-        raise ModelError(f"{named(folder)} {kind}; expected a checkpoint's folder with a config.json; check the path")
-    path = folder / "config.json"
-    if not os.path.lexists(path):
-        raise ModelError(f"{named(folder)} has no config.json; expected a checkpoint's folder; check the path")
-    return Fields(named(path), read_object(path, LARGEST_FILE))
 
 
 def rope_section(fields: Fields) -> Fields:
@@ -220,10 +205,8 @@ def _dtype(fields: Fields) -> str | None:
     return name.removeprefix("torch.")
 
 
-def _special_tokens(fields: Fields, folder: Path, vocab_size: int) -> tuple[int | None, tuple[int, ...]]:
+def _special_tokens(fields: Fields, generation: Fields, vocab_size: int) -> tuple[int | None, tuple[int, ...]]:
     """The token that begins a text, and all that end one: those of generation_config.json, then those of the config."""
-    path = folder / "generation_config.json"
-    generation = Fields(named(path), read_object(path, LARGEST_FILE))
     bos = fields.token_ids("bos_token_id", vocab_size) + generation.token_ids("bos_token_id", vocab_size)
     eos = generation.token_ids("eos_token_id", vocab_size) + fields.token_ids("eos_token_id", vocab_size)
     bos = bos or _default_token(fields, "bos_token_id", vocab_size)

@@ -9,7 +9,6 @@ published one and to the shape, written in the words of `_sizes`:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -111,10 +110,10 @@ class Model:
         return linear(x, self.head, norm=self.final_norm, eps=self.config.norm_eps).to(torch.float32)
 
     @classmethod
-    def read(cls, fields: Fields, folder: Path) -> ModelConfig:
+    def read(cls, fields: Fields, generation: Fields) -> ModelConfig:
         """The checked config of a checkpoint of this family. Raises ModelError if lce cannot run it."""
         fields = Fields(fields.where, fields.values, cls.defaults)
-        config = cls.configure(ModelConfig.read(fields, folder, cls.architecture), fields)
+        config = cls.configure(ModelConfig.read(fields, generation, cls.architecture), fields)
         check_layer_types(fields, config)
         return config
 

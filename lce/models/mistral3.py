@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import ClassVar
 
 from lce.models.config import ModelConfig
@@ -22,12 +21,12 @@ class Mistral3:
     architecture: ClassVar[str]
 
     @classmethod
-    def read(cls, fields: Fields, folder: Path) -> ModelConfig:
+    def read(cls, fields: Fields, generation: Fields) -> ModelConfig:
         text = fields.inner("text_config", inherited=_OF_THE_WHOLE)
         found = family_of(text)
         if found is cls:
             raise text.refusal("model_type", "the name of a text model's family")
-        config = found.read(text, folder)
+        config = found.read(text, generation)
         tied = text.flag("tie_word_embeddings", default=True)
         return replace(
             config,

@@ -10,15 +10,15 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar, cast
 
 import lce.models
-from lce.models.config import ModelConfig, config_file
+from lce.models.config import ModelConfig
 from lce.models.fields import Fields
 
 if TYPE_CHECKING:
     from lce.models.layers import Model
+    from lce.weights.source import Source
 
 
 class Family(Protocol):
@@ -28,7 +28,7 @@ class Family(Protocol):
     architecture: ClassVar[str]
 
     @classmethod
-    def read(cls, fields: Fields, folder: Path) -> ModelConfig:
+    def read(cls, fields: Fields, generation: Fields) -> ModelConfig:
         """The checked config of a checkpoint of this family, with the `architecture` of the model to build."""
 
 
@@ -54,10 +54,11 @@ def families() -> Mapping[str, type[Family]]:
     return dict(sorted(_FAMILIES.items()))
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """The config of the checkpoint in `folder`. Raises ModelError if lce cannot run it or cannot trust it."""
-    fields = config_file(Path(folder))
-    return family_of(fields).read(fields, Path(folder))
+def read_config(source: Source) -> ModelConfig:
+    """Return the config of a model. Raises `ModelError` if lce cannot run the model or cannot trust its files."""
+    fields = Fields(source.where("config.json"), source.config)
+    generation = Fields(source.where("generation_config.json"), source.generation_config)
+    return family_of(fields).read(fields, generation)
 
 
 def model_class(config: ModelConfig) -> type[Model]:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import lce
-from lce.engine.loading import DEMO
 from lce.errors import UsageError
 from lce.methods import ESA, lowdim, make
 from lce.methods.lowdim import LowDimMap, LowDimMaps
+from lce.weights.source import DEMO
 from tests import oracle
 from tests.running import cut, run, vectors
 

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Ministral3Config, Mistra
 from lce.errors import ModelError
 from lce.models.config import ModelConfig, RopeConfig
 from lce.models.registry import read_config
+from lce.weights.source import Folder
 from tests.command import output
 
 LLAMA_2: dict[str, Any] = {
@@ -78,7 +79,7 @@ def read(folder: Path, config: Mapping[str, Any], generation: Mapping[str, Any] 
     (folder / "config.json").write_text(json.dumps(config))
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
-    return read_config(folder)
+    return read_config(Folder(folder))
 
 
 def without(config: Mapping[str, Any], *keys: str) -> dict[str, Any]:
@@ -310,7 +311,7 @@ SCALINGS: list[tuple[dict[str, Any], RopeConfig]] = [
 @pytest.mark.parametrize(("scaling", "expected"), SCALINGS)
 def test_both_layouts_of_every_scaling(tmp_path: Path, scaling: dict[str, Any], expected: RopeConfig) -> None:
     LlamaConfig(**TINY, max_position_embeddings=2048, rope_parameters=dict(scaling)).save_pretrained(tmp_path)
-    assert read_config(tmp_path).rope == expected  # transformers fills in original_window
+    assert read_config(Folder(tmp_path)).rope == expected  # transformers fills in original_window
 
     older = {"type": scaling["rope_type"]} | without(scaling, "rope_type", "rope_theta")
     older |= {} if expected.original_window is None else {"original_max_position_embeddings": expected.original_window}
@@ -371,7 +372,7 @@ def test_a_model_that_transformers_saved(tmp_path: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig(**TINY, num_key_value_heads=2, head_dim=16, attention_bias=True))
     model.generation_config.eos_token_id = [5, 2]
     model.save_pretrained(tmp_path)
-    config = read_config(tmp_path)
+    config = read_config(Folder(tmp_path))
     assert (config.n_kv_heads, config.head_dim, config.biases) == (2, 16, ("q", "k", "v", "o"))
     assert (config.dtype, config.eos_ids) == ("float32", (5, 2))
 
@@ -539,22 +540,22 @@ def test_files_that_are_no_json_objects(tmp_path: Path, name: str, raw: bytes, m
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_2))
     (tmp_path / name).write_bytes(raw)
     with pytest.raises(ModelError, match=f"{name}:? {message}"):
-        read_config(tmp_path)
+        read_config(Folder(tmp_path))
 
 
 def test_folders_without_a_config(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="does not exist; expected a checkpoint's folder"):
-        read_config(tmp_path / "missing")
+        read_config(Folder(tmp_path / "missing"))
     (tmp_path / "weights.bin").touch()
     with pytest.raises(ModelError, match="is not a folder; expected a checkpoint's folder"):
-        read_config(tmp_path / "weights.bin")
+        read_config(Folder(tmp_path / "weights.bin"))
     with pytest.raises(ModelError, match=r"has no config\.json"):
-        read_config(tmp_path)
+        read_config(Folder(tmp_path))
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(ModelError, match=r"config\.json is a FIFO; expected a regular file"):
-        read_config(tmp_path)
+        read_config(Folder(tmp_path))
     with pytest.raises(ModelError, match="does not exist"):
-        read_config(tmp_path / ("long" * 1000))
+        read_config(Folder(tmp_path / ("long" * 1000)))
 
 
 def test_bad_ends_of_text_in_the_generation_config(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lce
-from lce.engine.loading import DEMO
+from lce.weights.source import DEMO
 from tools.rescale_values import rescale
 
 IDS = list(range(2, 402))

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 import lce
-from lce.engine.loading import DEMO
+from lce.weights.source import DEMO
 from tools.train_demo import Model, Shape, attention, dropped_keys, resume, save
 
 
