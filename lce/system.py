@@ -51,16 +51,34 @@ def free_host_memory() -> int | None:
 
 
 def free_disk(folder: Path) -> int | None:
-    """Bytes that can be written in a folder, which need not exist yet; None if unknown."""
+    """Return the bytes that can be written in a folder, which need not exist yet; None if unknown."""
+    try:
+        return shutil.disk_usage(_existing(folder)).free
+    except OSError:
+        return None
+
+
+def disk_name(folder: Path) -> str:
+    """Return a name for the disk of a folder, which need not exist yet: folders on one disk have one name."""
+    try:
+        return f"disk {os.stat(_existing(folder)).st_dev}"
+    except OSError:
+        return f"disk of {folder.absolute()}"
+
+
+def memory_name(device: torch.device) -> str:
+    """Return a name for the memory of a device, one for all ways to write the device."""
+    if device.type != "cuda" or device.index is not None:
+        return str(device)
+    import torch
+
+    return f"cuda:{torch.cuda.current_device() if torch.cuda.is_available() else 0}"
+
+
+def _existing(folder: Path) -> Path:
+    """Return the folder, or the nearest one above it that exists."""
     folder = folder.absolute()
-    for ancestor in (folder, *folder.parents):
-        try:
-            return shutil.disk_usage(ancestor).free
-        except FileNotFoundError:
-            continue
-        except OSError:
-            break
-    return None
+    return next((each for each in (folder, *folder.parents) if each.exists()), folder)
 
 
 def _system() -> int | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, NoReturn, Self, SupportsIndex
 from torch import Tensor
 
 from lce.cache.kv import KVCache, Mark
+from lce.engine.allowance import ALLOWANCE
 from lce.engine.holding import Holder, Holders, InUse
 from lce.engine.identity import Identity
 from lce.engine.saving import ContextData, save
@@ -184,3 +185,4 @@ class Context(Unique):
             self.set_logits(mark.logits, mark.cache.length)
         finally:
             del self.token_ids[max(mark.n_tokens, self.cache.length) :]
+            ALLOWANCE.give_back(self.cache, max(self.announced, len(self)))

@@ -12,6 +12,7 @@ from typing import Unpack, overload
 import torch
 from torch import Tensor
 
+from lce.engine.allowance import ALLOWANCE
 from lce.engine.arguments import (
     GenerationOptions,
     Options,
@@ -27,7 +28,6 @@ from lce.engine.decode import Generation, Piece, Request, Stats, decode
 from lce.engine.devices import layers_text
 from lce.engine.holding import Streaming
 from lce.engine.job import PrefillJob
-from lce.engine.planning import Planner
 from lce.engine.runner import Runner, blocks
 from lce.engine.sampling import check_logits
 from lce.engine.saving import open_saved
@@ -119,7 +119,7 @@ class Engine(Runner):
             return
         held = self._new_context(n_new) if options.context is None else options.context
         held.hold(holder)
-        self._reserve(held, len(held) + n_new)
+        self._reserve(held.cache, len(held) + n_new)
         mark: ContextMark | None = held.mark()
         started = time.perf_counter()
         try:
@@ -161,7 +161,7 @@ class Engine(Runner):
         held = self._new_context(max(len(ids), announced)) if context is None else context
         with held.in_use(), reported(progress, "prefill") as tell:
             self._warn(len(ids) + len(held))
-            self._reserve(held, max(len(held) + len(ids), announced))
+            self._reserve(held.cache, max(len(held) + len(ids), announced))
             mark = held.mark()
             try:
                 held.token_ids.extend(ids)
@@ -203,7 +203,7 @@ class Engine(Runner):
         held = self._new_context(len(ids)) if context is None else context
         with held.in_use(), reported(progress, "score") as tell:
             self._warn(before + len(ids))
-            self._reserve(held, before + len(ids))
+            self._reserve(held.cache, before + len(ids))
             mark = held.mark()
             try:
                 scorer = Scorer(ids, first, self.model.logits, self.model.config.vocab_size)
@@ -260,10 +260,11 @@ class Engine(Runner):
                 before = None if context is None else context.data
                 ids = ids if before is None else [*before.token_ids, *ids]
                 announced = max(len(ids), wanted) if before is None else before.announced
-                Planner.into_file(self.layout, self.method.name).check(len(ids))
+                ALLOWANCE.file_planner(self.layout, self.method.name).check(len(ids))
                 self._warn(len(ids))
                 job = PrefillJob(target, self.layout, self.identity, ids, announced)
                 context = self._context(job.start(before))
+                ALLOWANCE.promise(context.cache, self.method.name, len(ids))
             every = every or len(ids)
             stats = Stats(prompt_tokens=len(context.uncached), read_before=context.cache.length)
             started = time.perf_counter()

@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 
 from lce.cache.layout import Budgets, CacheLayout
+from lce.engine.allowance import ALLOWANCE
 from lce.engine.arguments import DTYPES, backend_of, budgets_of, dtype_of, kv_dtype_of, scaled, sized, threads_of
 from lce.engine.devices import Borders, at_edges, borders_of, devices_of
 from lce.engine.engine import Engine
-from lce.engine.planning import Plan, Planner
+from lce.engine.planning import Plan
 from lce.engine.process import uses_threads
 from lce.engine.runner import EngineOptions
 from lce.errors import UsageError, shown
@@ -154,7 +155,7 @@ def plan(
         kv_host_budget=kv_host_budget, spill_dir=spill_dir, kv_dtype=kv_dtype, weights=weights,
     )  # fmt: skip
     tier_bytes = _by_tier(made.config, made.layout, made.weight_bytes)
-    return Planner.of(made.layout, made.method.name, tier_bytes).plan(count(tokens, "tokens"))
+    return ALLOWANCE.planner(made.layout, made.method.name, tier_bytes).plan(count(tokens, "tokens"))
 
 
 @dataclasses.dataclass(frozen=True)

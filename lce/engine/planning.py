@@ -95,30 +95,61 @@ class Planner:
     pool_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, layout: CacheLayout, method: str, weights: Mapping[str, int] | None = None) -> Self:
-        """For a context that does not exist yet, beside weights that are not loaded yet."""
-        return cls(layout, method, available(layout), weights or {})
+    def of(
+        cls, layout: CacheLayout, method: str, weights: Mapping[str, int] | None = None, taken: Mapping[str, int] = {}
+    ) -> Self:  # fmt: skip
+        """Return a planner for a context that does not exist yet, beside weights that are not loaded yet.
+
+        `taken` are bytes that others may still use of each kind of memory: see `kinds_of`.
+        """
+        return cls(layout, method, available(layout, taken), weights or {})
 
     @classmethod
-    def into_file(cls, layout: CacheLayout, method: str) -> Self:
-        """For a context that is prefilled into a file. The disk does not count: the file reserves its own space."""
-        planner = cls.of(replace(layout, budgets=replace(layout.budgets, spill_dir=Path())), method)
+    def into_file(cls, layout: CacheLayout, method: str, taken: Mapping[str, int] = {}) -> Self:
+        """Return a planner for a context that is prefilled into a file, which reserves its own space on the disk."""
+        planner = cls.of(replace(layout, budgets=replace(layout.budgets, spill_dir=Path())), method, taken=taken)
         return replace(planner, free_bytes={**planner.free_bytes, DISK: None})
 
     @classmethod
-    def growing(cls, cache: KVCache, method: str) -> Self:
-        """For a context that exists: what it holds already counts as available to it.
+    def growing(
+        cls, cache: KVCache, method: str, taken: Mapping[str, int] = {}, promised: Mapping[str, int] = {}
+    ) -> Self:  # fmt: skip
+        """Return a planner for a context that exists: what it uses, or was promised, counts as available to it.
 
         If it was opened from a file, its old tokens stay there; memory is needed for the new tokens and the pools.
         """
-        layout, held = cache.layout, {**cache.bytes_by_tier, DISK: cache.bytes_reserved}
+        planner = (cls.of if cache.file is None else cls.into_file)(cache.layout, method, taken=taken)
         pool_bytes = {
             part.device_tier: residency.tiers.top.n_bytes if part.budget is None else part.least_pool_bytes
             for part, residency, _ in cache.by_device
             if isinstance(residency, Opened)
         }
-        own = {tier: None if n is None else n + held[tier] for tier, n in available(layout).items()}
-        return cls(layout, method, own, n_filed=cache.in_file, pool_bytes=pool_bytes)
+        planner = replace(planner, n_filed=cache.in_file, pool_bytes=pool_bytes)
+        kinds, used = kinds_of(planner.layout), planner.bytes_used(cache)
+        free = {
+            tier: None if n is None else max(n + used.get(kinds[tier], 0), promised.get(kinds[tier], 0))
+            for tier, n in planner.free_bytes.items()
+        }
+        return replace(planner, free_bytes=free)
+
+    def bytes_needed(self, n_tokens: int) -> dict[str, int]:
+        """Return the bytes that `n_tokens` tokens need of each kind of memory."""
+        kinds = kinds_of(self.layout)
+        return {kinds[tier]: need.needed for tier, need in self.needs(n_tokens).items()}
+
+    def bytes_used(self, cache: KVCache) -> dict[str, int]:
+        """Return the bytes of each kind of memory that are no longer free because of a cache.
+
+        A CPU's memory counts as free until it is written, so there the tokens count; elsewhere, what is allocated.
+        """
+        kinds, used = kinds_of(self.layout), self.bytes_needed(cache.length)
+        for tier, n_bytes in {**cache.bytes_by_tier, DISK: cache.bytes_reserved}.items():
+            kind = kinds.get(tier)
+            if kind is not None and tier == DISK:
+                used[kind] = n_bytes
+            elif kind is not None and not self.layout.on_cpu:
+                used[kind] = max(used.get(kind, 0), n_bytes)
+        return used
 
     def needs(self, n_tokens: int) -> dict[str, Need]:
         """What each tier must hold, by its name: first the devices."""
@@ -216,11 +247,22 @@ class Planner:
         return f"give a {'smaller ' if bounded else ''}--kv-host-budget{spill}"
 
 
-def available(layout: CacheLayout) -> dict[str, int | None]:
-    """Free bytes of each tier; None where the machine does not say."""
+def kinds_of(layout: CacheLayout) -> dict[str, str]:
+    """Return the kind of memory that each tier is in: tiers of unlike layouts in one memory have one kind."""
+    kinds = {part.device_tier: system.memory_name(part.device) for part in layout.by_device}
+    if not layout.on_cpu:
+        kinds[HOST] = system.memory_name(torch.device("cpu"))
+    if layout.budgets.spill_dir is not None:
+        kinds[DISK] = system.disk_name(layout.budgets.spill_dir)
+    return kinds
+
+
+def available(layout: CacheLayout, taken: Mapping[str, int] = {}) -> dict[str, int | None]:
+    """Return the free bytes of each tier without those `taken`, by kind; None where the machine does not say."""
     found = {part.device_tier: system.free_memory(part.device) for part in layout.by_device}
     if not layout.on_cpu:
         found[HOST] = system.free_memory(torch.device("cpu"))
     if layout.budgets.spill_dir is not None:
         found[DISK] = system.free_disk(layout.budgets.spill_dir)
-    return found
+    kinds = kinds_of(layout)
+    return {tier: None if n is None else max(0, n - taken.get(kinds[tier], 0)) for tier, n in found.items()}

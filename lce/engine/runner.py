@@ -12,10 +12,10 @@ from torch import Tensor
 from lce.attention import Attention
 from lce.cache.kv import KVCache
 from lce.cache.layout import CacheLayout
+from lce.engine.allowance import ALLOWANCE
 from lce.engine.context import Context, Unique
 from lce.engine.graph import CudaTape, DecodeGraph, Tape
 from lce.engine.identity import Identity
-from lce.engine.planning import Planner
 from lce.engine.process import uses_threads
 from lce.engine.sampling import check_logits
 from lce.engine.saving import ContextData
@@ -76,14 +76,19 @@ class Runner(Unique):
 
     def _new_context(self, length: int) -> Context:
         """An empty context, announced to become `length` tokens long."""
-        Planner.of(self.layout, self.method.name).check(length)
-        return self._context(ContextData(KVCache.empty(self.layout, length), announced=length))
+        cache = KVCache.empty(self.layout)
+        self._reserve(cache, length)
+        return self._context(ContextData(cache, announced=length))
 
-    def _reserve(self, context: Context, length: int) -> None:
-        """Make space for a context to become `length` tokens long. Raises `CapacityError` where they cannot fit."""
-        if len(context):  # a new one was checked
-            Planner.growing(context.cache, self.method.name).check(length)
-        context.cache.reserve(length)
+    def _reserve(self, cache: KVCache, length: int) -> None:
+        """Make space for a cache to become `length` tokens long. Raises `CapacityError` where they cannot fit."""
+        before = ALLOWANCE.promised(cache)
+        ALLOWANCE.promise(cache, self.method.name, length)
+        try:
+            cache.reserve(length)
+        except BaseException:
+            ALLOWANCE.give_back(cache, before)
+            raise
 
     def rope_of(self, length: int) -> Rope:
         """The rotation of a context that was announced to become `length` tokens long."""
