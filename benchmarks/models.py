@@ -40,9 +40,8 @@ def make_checkpoint(folder: Path, shape: dict[str, int], dtype: str, window: int
     import torch
     from safetensors.torch import save_file
 
-    from lce.engine.loading import DEMO
     from lce.models.registry import model_class, read_config
-    from lce.weights.source import Folder
+    from lce.weights.source import DEMO, Folder
 
     config = {
         "architectures": ["LlamaForCausalLM"],

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from lce.engine.loading import DEMO
+from lce.weights.source import DEMO
 from tools.demo_corpus import BOS, WEIGHT_ANSWER, Corpus
 
 
