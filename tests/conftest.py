@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is loaded: kernels for a GPU run on CPU tensors
 
 from tests.checkpoints import save_tiny
+from tests.depth import mark_slow
 from tests.interpreting import repair
 from tests.pretended import Gpus, pretended_gpus
 
@@ -33,8 +34,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A slow test has ten times the time of others, unless it says otherwise."""
+    """Mark what `tests.depth` finds slow. A slow test has ten times the time of others, unless it says otherwise."""
+    mark_slow(items)
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(900))

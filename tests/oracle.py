@@ -322,15 +322,13 @@ def placed(
             row = [*choose(h, i), i // size]
             at = (len(row) - 1) * size + i % size
             for slot, chunk in enumerate(row):
-                for offset in range(size):
-                    j = chunk * size + offset
-                    if j <= i:
-                        mask[h, i, j] = True
-                        distance[h, i, j] = {
-                            "side_by_side": at - (slot * size + offset),
-                            "true": i - j,
-                            "constant": i - j if chunk == i // size else size,
-                        }[placement]
+                j = torch.arange(chunk * size, min((chunk + 1) * size, i + 1))
+                mask[h, i, j] = True
+                distance[h, i, j] = {
+                    "side_by_side": at - slot * size - j % size,
+                    "true": i - j,
+                    "constant": i - j if chunk == i // size else torch.full_like(j, size),
+                }[placement]
     return Tables(mask, distance)
 
 
@@ -386,14 +384,12 @@ def quest(
     positions = torch.arange(n)
     queries = [torch.view_as_real(turned(q[h], positions, setting)).flatten(1) for h in range(n_heads)]
     keys = [torch.view_as_real(turned(k[g], positions, setting)).flatten(1) for g in range(k.shape[0])]
-
-    def bound(h: int, i: int, c: int) -> float:
-        tokens = keys[h // rep][c * page : (c + 1) * page]
-        low, high = queries[h][i] * tokens.min(0).values, queries[h][i] * tokens.max(0).values
-        return float(torch.maximum(low, high).sum())
+    pages = [tokens[: n // page * page].unflatten(0, (-1, page)) for tokens in keys]  # [M, P, D]
 
     def choose(h: int, i: int) -> list[int]:
-        bounds = [bound(h, i, c) for c in range(i // page)]
+        before = pages[h // rep][: i // page]
+        low, high = queries[h][i] * before.amin(1), queries[h][i] * before.amax(1)
+        bounds = torch.maximum(low, high).sum(-1).tolist()
         best = sorted(range(len(bounds)), key=lambda c: -bounds[c])[: budget // page - 1]
         return sorted(reaching(top_p, [], best, dict(enumerate(math.exp(x / math.sqrt(q.shape[-1])) for x in bounds))))
 

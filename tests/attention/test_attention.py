@@ -29,6 +29,7 @@ from tests.attention.truth import (
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize(("n_queries", "n_keys"), [(1, 1), (1, 70), (5, 70), (33, 70), (70, 70)])
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 1), (True, 7), (True, 69)])
+@pytest.mark.covering
 def test_dense(
     name: str, heads: tuple[int, int], n_queries: int, n_keys: int, causal: bool, window: int | None
 ) -> None:
@@ -116,6 +117,7 @@ CHOICES = ("all different", "some none", "all none", "all the first", "nearly al
 @pytest.mark.parametrize("kind", CHOICES)
 @pytest.mark.parametrize("per_slot", [False, True], ids=["one turn", "one turn a slot"])
 @pytest.mark.parametrize("n_queries", [3, 37])
+@pytest.mark.covering
 def test_routed(name: str, heads: tuple[int, int], kind: str, per_slot: bool, n_queries: int) -> None:
     q, k, v = routed_vectors(*heads, n_queries, 6, 5)
     turns, chosen = turns_of(n_queries, 3 if per_slot else 1), choices(kind, heads[0], n_queries, 3, 6)

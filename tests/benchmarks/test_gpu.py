@@ -33,6 +33,7 @@ def errors(stage: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_every_stage_runs_at_toy_sizes(gpu: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     status = gpu.main(["--device", "cpu", "--tiny", "--in-process", "--out", str(tmp_path)])

@@ -207,6 +207,7 @@ def test_a_header_has_ample_space() -> None:
 @pytest.mark.parametrize("budgeted", [False, True])
 @pytest.mark.parametrize("n", [1, 8, 9, 17, 72, N])
 @pytest.mark.parametrize("layout", (LAYOUTS | PACKED).values(), ids=LAYOUTS | PACKED)
+@pytest.mark.covering
 def test_a_restored_cache_goes_on_like_the_original(
     layout: CacheLayout, n: int, budgeted: bool, tmp_path: Path
 ) -> None:

@@ -226,6 +226,7 @@ def test_a_folder_without_the_space_is_refused_and_nothing_is_begun(
 
 @KV_DTYPES
 @pytest.mark.parametrize("chunks", [0, 3, 10])
+@pytest.mark.covering
 def test_the_space_that_was_reserved_is_enough(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunks: int, kv_dtype: torch.dtype | None
 ) -> None:
@@ -304,6 +305,7 @@ def test_slabs_of_the_host_are_powers_of_two_within_the_budget(
 @KV_DTYPES
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("n", [7, 100, 231, 300])
+@pytest.mark.covering
 def test_what_is_needed_on_a_cpu_is_what_is_held(
     tmp_path: Path, n: int, apart: bool, kv_dtype: torch.dtype | None
 ) -> None:
@@ -328,6 +330,7 @@ def test_what_is_needed_on_a_cpu_is_what_is_held(
 @pytest.mark.parametrize("folder", [False, True])
 @pytest.mark.parametrize("host", [None, 0, 5, 100])
 @pytest.mark.parametrize("n", [7, 100, 231, 300])
+@pytest.mark.covering
 def test_what_is_needed_beside_a_gpu_is_at_least_what_is_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int, host: int | None, folder: bool,
     kv_dtype: torch.dtype | None,
@@ -369,6 +372,7 @@ METHODS = {
 
 @pytest.mark.parametrize("block", [1, 7, 64])
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.covering
 def test_what_a_method_keeps_is_bounded_before_it_is_read(name: str, block: int) -> None:
     """At every length at least, and at the end closely, what its states hold."""
     method = make(name, METHODS[name]).resolve(32)
