@@ -1,5 +1,6 @@
 # make demo    sets everything up and asks the embedded model about a long text
 # make test    sets everything up and runs the tests
+# make test-slow  runs the tests that are left out there: more cases of the same, and what takes long
 # make check   checks format, lint and types
 # make docs    builds the documentation as a site, build/site/index.html; fails on any warning, such as a broken link
 # make pictures  draws the pictures of the documentation anew, by the commands that stand below them
@@ -14,13 +15,16 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check docs pictures gpu tour venv
+.PHONY: demo test test-slow check docs pictures gpu tour venv
 
 demo: $(VENV)/runtime.stamp
 	$(BIN)/lce generate --model demo --method esa --prompt-file examples/haystack.txt
 
 test: $(VENV)/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+test-slow: $(VENV)/dev.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .

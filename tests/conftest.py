@@ -18,12 +18,14 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is loaded: kernels for a GPU run on CPU tensors
 
 from tests.checkpoints import save_tiny
+from tests.compiling import take_turns
 from tests.depth import mark_slow
 from tests.interpreting import repair
 from tests.pretended import Gpus, pretended_gpus
 
 torch.set_num_threads(1)
 repair()
+take_turns()
 
 
 @pytest.hookimpl(optionalhook=True)
