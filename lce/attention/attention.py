@@ -18,6 +18,7 @@ from lce.attention.runs import Runs
 from lce.attention.tiles import SlotQueries, Tiles
 from lce.attention.turn import Turn
 from lce.errors import UsageError, nearest, shown
+from lce.profiling import count_dense, count_routed, timed
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Attention:
         """Whether the backend has a kernel of its own for `decode` of such keys: plain operators copy all keys."""
         return self.backend.decodes(dtype, head_dim)
 
+    @timed("attention", count_dense)
     def dense(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None, turn: Turn | None = None
     ) -> Part:
@@ -56,6 +58,7 @@ class Attention:
             return torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
         return self.backend.dense(q, k, v, causal=causal, window=window, turn=turn)
 
+    @timed("attention", count_routed)
     def routed(
         self, q: Tensor, turns: Turn, chunk_ids: Tensor, tiles: Iterable[Tiles], memory: Tensor | None = None
     ) -> Part:

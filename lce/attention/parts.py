@@ -11,15 +11,18 @@ from torch import Tensor
 from lce.kernels.cpu.merging import MOST_PARTS, merged
 from lce.kernels.cpu.numbers import STORED
 from lce.kernels.cuda import launching
+from lce.profiling import timed
 
 Part = tuple[Tensor, Tensor]  # out [..., T, D] and its log-sum-exp lse [..., T], float32, natural logarithm
 
 
+@timed("attention")
 def merge(parts: Sequence[Part]) -> Tensor:
     """One softmax over the keys of all parts, exactly: `out [H, T, D]`. Every query must have seen some key."""
     return combine(parts)[0]
 
 
+@timed("attention")
 def combine(parts: Sequence[Part]) -> Part:
     """Merge partial attentions over disjoint keys: one softmax over all of them, and its log-sum-exp.
 

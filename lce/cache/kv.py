@@ -21,6 +21,7 @@ from lce.cache.method_state import Held
 from lce.cache.row_file import RowFile
 from lce.cache.tiers import Disk, Tier, TierStack, Traffic
 from lce.errors import UsageError
+from lce.profiling import timed
 
 UNROUNDED = "unrounded"  # tokens of a layer in a file whose rows are packed: "unrounded/0"
 
@@ -108,6 +109,7 @@ class KVCache:
         """Tokens at the beginning that stay in the file from which the context was opened."""
         return self.layers[0].buffer.first if isinstance(self.residency, Opened) else 0
 
+    @timed("cache")
     def reserve(self, n_tokens: int) -> None:
         """Make space for `n_tokens` in all, so that appending up to there allocates nothing.
 
@@ -127,6 +129,7 @@ class KVCache:
                 elif isinstance(layer.residency, Whole):
                     layer.move_to(residency)
 
+    @timed("cache")
     def prefetch(self, layer: int) -> None:
         """Begin to fetch what this layer is likely to ask for. Does nothing for a layer behind the last."""
         if not isinstance(self.residency, Whole) and layer < len(self.layers):
@@ -165,6 +168,7 @@ class KVCache:
         for layer in self.layers:
             layer.stop = n_tokens
 
+    @timed("cache")
     def commit(self) -> None:
         """Keep what the pass that just ended wrote, in every layer."""
         self._pass = Pass.COMMITTING

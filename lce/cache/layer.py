@@ -21,6 +21,7 @@ from lce.cache.packing import round_chunks
 from lce.cache.tiers import TierStack
 from lce.errors import CapacityError, UsageError
 from lce.kernels.cpu.gathering import take_rows
+from lce.profiling import timed
 from lce.sizes import size_text
 
 S = TypeVar("S", bound=MethodState)
@@ -139,6 +140,7 @@ class LayerCache:
         assert isinstance(state, kind), f"{name} is a {type(state).__name__}"
         return state
 
+    @timed("cache")
     def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values of tokens `start..stop-1`, `[G, stop - start, D]` each, placed as the method declared.
 
@@ -166,6 +168,7 @@ class LayerCache:
             yield start, border
             start = border
 
+    @timed("cache")
     def tokens(self, index: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values of the tokens `index [n]`, ascending: `[G, n, D]` each, copied; maybe to `into`, flat."""
         first = self.buffer.first

@@ -15,6 +15,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from lce.profiling import count_compared, timed
+
 Held = tuple[Tensor | None, int]  # a tensor, None before the first write, and a number that says what it holds
 
 
@@ -121,6 +123,7 @@ class GrowingRows(MethodState):
         buffer.narrow(self.axis, start, stop - start).copy_(rows)
         self._held = (buffer, stop)
 
+    @timed("cache", count_compared)
     def span(self, start: int, stop: int) -> Tensor:
         """Rows `start..stop-1`, a view."""
         buffer, n_rows = self._held

@@ -19,6 +19,7 @@ from lce.cache.pages import Numbers, Pages, PageTable, slices
 from lce.cache.slots import SlotQueue, Slots, shapes_of
 from lce.cache.tier import Nowhere, Tier, Traffic, joined
 from lce.errors import CapacityError
+from lce.profiling import timed
 
 AT_ONCE = 64 << 20  # bytes of pages that are read from a lower tier, or written to it, in one go
 
@@ -107,6 +108,7 @@ class Pool(Tier):
     def order(self, pages: Pages) -> Numbers:
         return np.argsort(self.find(pages), kind="stable")
 
+    @timed("cache")
     def bring(self, pages: Pages) -> Numbers:
         """Have these pages, at most `capacity`, in slots; the slots. The pages stay there until the next request."""
         slots, missing = self._request(pages)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lce.errors import ModelError, UsageError, shown
+from lce.profiling import timed
 
 SMALLEST = torch.finfo(torch.float32).tiny  # temperature; a smaller one is 0 in float32
 
@@ -102,6 +103,7 @@ class Sampler:
         else:
             self._random.manual_seed(sampling.seed)
 
+    @timed("sampling")
     def pick(self, logits: Tensor) -> int:
         """The next token for logits `[vocab]`. Time: O(vocab), times its logarithm if top_p keeps thousands of them."""
         if self.sampling.temperature == 0:
@@ -144,6 +146,7 @@ def _cut_nucleus(probabilities: Tensor, top_p: float) -> None:
     probabilities[equal[n_equal:]] = 0
 
 
+@timed("sampling")
 def check_logits(logits: Tensor, first: int) -> None:
     """Raise `ModelError` if logits `[T, vocab]`, those after token `first` and the next ones, are not finite.
 

@@ -20,6 +20,7 @@ from lce.methods.step import DeviceStep, Note, Step
 from lce.models.config import RopeConfig
 from lce.models.layers import Attend
 from lce.models.rope import Rope
+from lce.profiling import section
 from lce.sizes import count
 
 T = TypeVar("T")
@@ -51,8 +52,10 @@ class Driver:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             own = cache.layers[layer]
             step = steps[own.layout.first_layer]
-            self.method.keep(k, v, own, step)
-            out = self.method.attend(q, own, step)
+            with section("cache"):
+                self.method.keep(k, v, own, step)
+            with section("selection"):  # what is neither attention nor the cache is choosing
+                out = self.method.attend(q, own, step)
             if n_tokens == 1:  # behind this layer's own pages and kernels
                 cache.prefetch(layer + 1)
             return out

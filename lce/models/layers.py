@@ -23,6 +23,7 @@ from lce.kernels.cpu.products import product
 from lce.kernels.cuda import launching
 from lce.models.config import ModelConfig, check_layer_types
 from lce.models.fields import Fields
+from lce.profiling import timed
 from lce.weights.quantised import LANES, SCHEMES, SCRATCH, QuantisedMatrix, Scheme, scratch_of
 
 # The attention hook: (layer, q [H, T, D], k [G, T, D], v [G, T, D]), all unrotated, to [H, T, D].
@@ -196,6 +197,7 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
     }
 
 
+@timed("products")
 def linear(
     x: Tensor, weight: Any, bias: Tensor | None = None, *, norm: Tensor | None = None, eps: float = 0.0,
     gated: bool = False, onto: Tensor | None = None,
@@ -261,6 +263,7 @@ def _product_of_many(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+@timed("norms")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x [..., D]` over its root mean square, times `weight [D]`; computed in float32 for any dtype."""
     if runs_on(x):
@@ -281,6 +284,7 @@ def norm_heads(q: Tensor, q_weight: Tensor, k: Tensor, k_weight: Tensor, eps: fl
     return rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
 
 
+@timed("activations")
 def silu_mul(x: Tensor) -> Tensor:
     """SiLU of the first half of `x [T, 2·D]` times the second half: `[T, D]`."""
     if runs_on(x):

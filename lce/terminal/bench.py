@@ -107,8 +107,8 @@ def _profile(report: Report) -> list[str]:
     names = list(report.profile[0].seconds)
     return [
         "",
-        f"| method | length | step | ms | {' | '.join(names)} | timers ms |",
-        "|---|---:|---|---:|" + "---:|" * (len(names) + 1),
+        f"| method | length | step | ms | {' | '.join(names)} |",
+        "|---|---:|---|---:|" + "---:|" * len(names),
         *map(_step, report.profile),
     ]
 
@@ -116,8 +116,7 @@ def _profile(report: Report) -> list[str]:
 def _step(times: StepTimes) -> str:
     shares = " | ".join(f"{s / times.total_s:.0%}" for s in times.seconds.values())
     what = f"{times.step}, {times.tokens:,} token{'s' if times.tokens > 1 else ''}"
-    milliseconds, timers = (_number(1000 * s) for s in (times.total_s, times.timers_s))
-    return f"| `{times.method}` | {times.length:,} | {what} | {milliseconds} | {shares} | {timers} |"
+    return f"| `{times.method}` | {times.length:,} | {what} | {_number(1000 * times.total_s)} | {shares} |"
 
 
 def report_output(json_file: str | None, quiet: bool) -> ReportOutput:

@@ -231,14 +231,12 @@ class Bench:
         with lce.profiled(engine) as steps:
             last = engine.generate([], context=context, max_tokens=self.new_tokens + 1)
         n_steps = max(1, last.stats.generated_tokens - (last.finish_reason != "stop"))
-        named = sum(steps.seconds.values()) - steps.seconds[OTHER] + steps.timers_s
-        steps.seconds[OTHER] = max(0.0, last.stats.decode_s - named)  # not what the call does before its first token
+        marked = steps.total_s - steps.seconds[OTHER]
+        steps.seconds[OTHER] = max(0.0, last.stats.decode_s - marked)  # not what the call does before its first token
         with lce.profiled(engine) as block:
             engine.prefill(subject.ids(engine.block), context=context)
         return [
-            StepTimes(
-                name, length, step, tokens, {what: s / n for what, s in found.seconds.items()}, found.timers_s / n
-            )
+            StepTimes(name, length, step, tokens, {what: s / n for what, s in found.seconds.items()})
             for step, tokens, found, n in (("decode", 1, steps, n_steps), ("prefill", engine.block, block, 1))
         ]
 

@@ -47,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Where one step's time goes: `seconds` by category. `timers_s` is what measuring took, in none of them.
+    """Where one step's time goes: `seconds` by category.
 
     `step` is `decode`, one token, or `prefill`, one block of `tokens` tokens, behind a text of `length` tokens.
     """
@@ -57,7 +57,6 @@ class StepTimes:
     step: str
     tokens: int
     seconds: Mapping[str, float]
-    timers_s: float
 
     @property
     def total_s(self) -> float:

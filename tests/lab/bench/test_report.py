@@ -10,5 +10,5 @@ def test_spread() -> None:
     assert Spread.of([2.0, 4.0]).median == 3.0
 
 
-def test_the_timers_are_in_no_total() -> None:
-    assert StepTimes("full", 8, "decode", 1, {"products": 0.25, "Python and other": 0.5}, 9.0).total_s == 0.75
+def test_the_total_of_a_step() -> None:
+    assert StepTimes("full", 8, "decode", 1, {"products": 0.25, "Python and other": 0.5}).total_s == 0.75

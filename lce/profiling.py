@@ -1,0 +1,166 @@
+"""Marks on the functions that take a run's time, and what a profile reads off them.
+
+While no profile is taken a mark costs one comparison. Marks are not ranges of `torch.profiler`: those cost ten times as
+much, and starting that profiler takes seconds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+OTHER = "Python and other"
+CATEGORIES = ("products", "attention", "selection", "cache", "norms", "activations", "sampling", OTHER)
+
+
+@dataclass
+class Profile:
+    """What a profiled run did. `seconds` has each of `CATEGORIES`.
+
+    A category's time is its own: what a marked call spends in another marked call counts for that call alone.
+    `read_bytes` are the keys and values that attention was given, each chosen chunk once a KV head and call, and the
+    summaries and low-dim keys that were compared. `attention_flops` are four times D for each pair of a query and a key
+    that it sees; the scores of a selection do not count.
+    """
+
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0.0))
+    calls: int = 0
+    read_bytes: int = 0
+    attention_flops: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of the run."""
+        return sum(self.seconds.values())
+
+
+class _Clock:
+    """Books the time since the last change for the category that is current. Only one thread counts."""
+
+    def __init__(self, profile: Profile, n_kv_heads: int, chunk_size: int, wait: Callable[[], None]) -> None:
+        self.profile, self.n_kv_heads, self.chunk_size, self.wait = profile, n_kv_heads, chunk_size, wait
+        self.thread = threading.get_ident()
+        self.current, self.since = OTHER, self._now()
+
+    def _now(self) -> float:
+        self.wait()
+        return time.perf_counter()
+
+    def change(self, category: str) -> str:
+        """Book the time until now, and return the category that was current."""
+        now, before = self._now(), self.current
+        if before in self.profile.seconds:
+            self.profile.seconds[before] += now - self.since
+        self.current, self.since = category, now
+        return before
+
+
+_clock: _Clock | None = None  # of the profile that is taken
+_COUNTING = "counting"  # time that is booked nowhere
+
+_NOTHING = nullcontext()
+
+
+class _Section:
+    """Time that is booked for a category."""
+
+    def __init__(self, clock: _Clock, category: str) -> None:
+        self.clock, self.category = clock, category
+
+    def __enter__(self) -> None:
+        self.before = self.clock.change(self.category)
+
+    def __exit__(self, *error: object) -> None:
+        self.clock.change(self.before)
+
+
+def section(category: str) -> AbstractContextManager[object]:
+    """Book the time inside `with` for `category`, while this thread takes a profile."""
+    clock = _clock
+    return _NOTHING if clock is None or clock.thread != threading.get_ident() else _Section(clock, category)
+
+
+Count = Callable[..., None]  # of a clock, a marked function's result, and its arguments
+
+
+def timed(category: str, count: Count | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Mark a function: its time is booked for `category`, and `count` counts its work, while a profile is taken."""
+
+    def mark(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            clock = _clock
+            if clock is None or clock.thread != threading.get_ident():
+                return function(*args, **kwargs)
+            clock.profile.calls += 1
+            with _Section(clock, category):
+                out = function(*args, **kwargs)
+            if count is not None:
+                with _Section(clock, _COUNTING):
+                    count(clock, out, *args, **kwargs)
+            return out
+
+        return run
+
+    return mark
+
+
+@contextmanager
+def profiling(n_kv_heads: int, chunk_size: int, wait: Callable[[], None]) -> Iterator[Profile]:
+    """Take a profile of what this thread does inside `with`. `wait` returns when the devices have done their work.
+
+    A profile inside another one takes its place for as long as it lasts.
+    """
+    global _clock
+    profile, outer = Profile(), _clock
+    _clock = clock = _Clock(profile, n_kv_heads, chunk_size, wait)
+    try:
+        yield profile
+    finally:
+        _clock = outer
+        clock.change(OTHER)
+
+
+def count_dense(
+    clock: _Clock, _out: Any, _self: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None,
+    turn: object = None,
+) -> None:  # fmt: skip
+    """Count a call of `Attention.dense`."""
+    n_heads, n_queries, dim = q.shape
+    clock.profile.read_bytes += k.nbytes + v.nbytes
+    clock.profile.attention_flops += 4.0 * n_heads * dim * n_pairs(n_queries, k.shape[1], causal, window)
+
+
+def count_routed(clock: _Clock, _out: Any, _self: Any, q: Tensor, turns: Any, chunk_ids: Tensor, *_: Any) -> None:
+    """Count a call of `Attention.routed`: a chunk that several heads of a KV head chose is read once."""
+    chosen = chunk_ids.unflatten(0, (clock.n_kv_heads, -1)).flatten(1)  # [G, choices]
+    n_different = sum(len(ids[ids >= 0].unique()) for ids in chosen)
+    clock.profile.read_bytes += n_different * 2 * clock.chunk_size * q.shape[-1] * q.itemsize
+    clock.profile.attention_flops += 4.0 * q.shape[-1] * clock.chunk_size * int((chosen >= 0).sum())
+
+
+def count_compared(clock: _Clock, out: Tensor, *_: Any) -> None:
+    """Count what a method keeps and compares."""
+    clock.profile.read_bytes += out.nbytes
+
+
+def n_pairs(n_queries: int, n_keys: int, causal: bool, window: int | None = None) -> int:
+    """Return the pairs of a query and a key that it sees, where the last query sees the last key.
+
+    Example: 2 queries over 5 keys make 10 pairs, causal ones 9, with a window of 3 six.
+    """
+    if not causal:
+        return n_queries * n_keys
+    most = n_keys if window is None else window
+    return sum(min(seen, most) for seen in range(n_keys - n_queries + 1, n_keys + 1) if seen > 0)
