@@ -29,7 +29,6 @@ from lce.weights.quantised import LANES, SCHEMES, SCRATCH, QuantisedMatrix, Sche
 # The attention hook: (layer, q [H, T, D], k [G, T, D], v [G, T, D]), all unrotated, to [H, T, D].
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 WeightTable = Mapping[str, tuple[str, str]]
-FEW = 8192  # numbers of several rows that a product by the kernel takes: more do not stay in the nearest cache
 
 
 class Layer:
@@ -208,10 +207,10 @@ def linear(
     the second: `[T, out / 2]`. With `onto` the result is added to that tensor, in place. A few rows take a kernel that
     reads the weights at the speed of memory, and rounds once at the end; on a GPU it is one launch.
     """
-    n, size = x.shape
+    n = len(x)
     if isinstance(weight, QuantisedMatrix) and n <= MOST_ROWS:
         return weight.product(x.contiguous(), bias, norm=norm, eps=eps, gated=gated, onto=onto)
-    if x.is_cpu and (n == 1 or n * size <= FEW) and n <= MOST_ROWS and _plain(x, weight, onto):
+    if x.is_cpu and n <= MOST_ROWS and _plain(x, weight, onto):
         return product(x, weight, bias, norm=norm, eps=eps, gated=gated, onto=onto)
     if n <= launching.MOST_ROWS and launching.runs_on(x) and _plain(x, weight, onto):
         from lce.kernels.cuda import products

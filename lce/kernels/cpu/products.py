@@ -16,10 +16,14 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from lce.kernels.cpu.compiling import MOST_ROWS, Kernel, inner, kernel
+from lce.kernels.cpu import vectors
+from lce.kernels.cpu.compiling import MOST_ROWS, Kernel, features, inner, kernel
 from lce.kernels.cpu.numbers import READ, STORED, WRITE, exp, pointer
+from lce.kernels.cpu.vectors import LANES
 
 _ROWS = 64  # weight rows that a thread takes at a time
+_CHAINS = 2  # sums of a product that do not wait for each other
+_COLUMNS = 2 if "avx512f" in features() else 1  # weight rows that four rows of x meet at a time, in registers
 _APART = 80  # numbers between rows of x: rows a power of two apart would share few lines of the nearest cache
 
 
@@ -34,7 +38,8 @@ def product(
     added to that tensor, in place.
 
     All are contiguous, on the CPU and of one dtype. What is computed is float32, rounded once at the end. Bytes: the
-    weights, once. Each number of the result is one sum in one order, whatever the number of threads.
+    weights, once. A row of the result has the same bits whatever T and the number of threads. Eight rows take two to
+    four times as long as one.
     """
     n, size = x.shape
     n_rows, width = weight.shape
@@ -68,7 +73,8 @@ def _product(dtype: torch.dtype) -> Kernel:
         norm = carray(pointer(norm_at, stored), (size,))
         given = carray(pointer(x_at, stored), (n, size))
         out = carray(pointer(out_at, stored), (n, n_out))
-        x = np.empty((n, size + _APART), np.float32)
+        x = np.empty((n if n <= 2 else (n + 3) // 4 * 4, size + _APART), np.float32)
+        x[n:] = np.float32(0)
         for i in range(n):
             for j in range(size):
                 x[i, j] = read(given[i, j])
@@ -79,7 +85,7 @@ def _product(dtype: torch.dtype) -> Kernel:
         for task in numba.prange((n_out + _ROWS - 1) // _ROWS):
             first = task * _ROWS
             n_here = min(n_out, first + _ROWS) - first
-            sums = np.empty((2, MOST_ROWS, _ROWS), np.float32)
+            sums = np.empty((2, MOST_ROWS, _ROWS + _COLUMNS), np.float32)
             for part in range(n_parts):
                 begin = part * n_out + first
                 dots(x, n, weight, begin, n_here, sums[part])
@@ -110,40 +116,40 @@ def _squares(x):
     return total
 
 
+@cache
 def _dots(dtype: torch.dtype) -> Callable[..., Any]:
-    """The products of all rows of `x [n, …]` with weight rows `begin..begin+n_here-1`, into `sums [n, n_here]`.
+    """Make the function that multiplies all rows of `x [n, …]` with the weight rows `begin..begin+n_here-1`.
 
-    Four rows of x at a time, then two, then one: a weight is loaded and widened once for them.
+    Writes `sums [n, n_here]`. A weight row is read from memory once, by one or two rows of x alone, or by four at a
+    time: then `_COLUMNS` weight rows share what is read of x. Each sum has the same order in all of them. `x` and
+    `sums` have rows up to the next multiple of four, and `sums` `_COLUMNS` columns to spare.
     """
-    read = READ[dtype]
+    by_1, by_2 = (vectors.dots(rows, False, dtype, 1, _CHAINS) for rows in (1, 2))
+    by_4 = vectors.dots(4, False, dtype, _COLUMNS, _CHAINS)
+    read, itemsize = READ[dtype], dtype.itemsize
 
     @inner
     def dots(x, n, weight, begin, n_here, sums):
         size = weight.shape[1]
-        for row in range(n_here):
-            i = 0
-            while i + 4 <= n:
-                a = b = c = d = np.float32(0)
-                for j in range(size):
-                    w = read(weight[begin + row, j])
-                    a += x[i, j] * w
-                    b += x[i + 1, j] * w
-                    c += x[i + 2, j] * w
-                    d += x[i + 3, j] * w
-                sums[i, row], sums[i + 1, row], sums[i + 2, row], sums[i + 3, row] = a, b, c, d
-                i += 4
-            if i + 2 <= n:
-                a = b = np.float32(0)
-                for j in range(size):
-                    w = read(weight[begin + row, j])
-                    a += x[i, j] * w
-                    b += x[i + 1, j] * w
-                sums[i, row], sums[i + 1, row] = a, b
-                i += 2
-            if i < n:
-                a = np.float32(0)
-                for j in range(size):
-                    a += x[i, j] * read(weight[begin + row, j])
-                sums[i, row] = a
+        n_steps, x_row, sums_row = size // (_CHAINS * LANES), 4 * x.shape[1], 4 * sums.shape[1]
+        whole, row = n_steps * _CHAINS * LANES, 0
+        while row < n_here and n_steps:
+            at, to = weight[begin + row :].ctypes.data, sums[0, row:].ctypes.data
+            step = 1 if n <= 2 or n_here - row < _COLUMNS else _COLUMNS
+            if n == 1:
+                by_1(x.ctypes.data, x_row, at, 0, to, sums_row, n_steps)
+            elif n == 2:
+                by_2(x.ctypes.data, x_row, at, 0, to, sums_row, n_steps)
+            else:
+                weight_row = size * itemsize if step == _COLUMNS else 0  # 0: one row in all columns
+                for i in range(0, n, 4):
+                    by_4(x[i].ctypes.data, x_row, at, weight_row, to + i * sums_row, sums_row, n_steps)
+            row += step
+        for row in range(n_here if whole < size else 0):
+            for i in range(n):
+                rest = sums[i, row] if n_steps else np.float32(0)
+                for j in range(whole, size):
+                    rest += x[i, j] * read(weight[begin + row, j])
+                sums[i, row] = rest
 
     return dots

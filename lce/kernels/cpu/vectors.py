@@ -106,14 +106,17 @@ def multiply(rows: int, columns: int, pairs: bool, dtype: torch.dtype = torch.fl
     return _intrinsic(f"multiply {rows} {columns} {pairs} {dtype}", types.void(*[types.intp] * 7), generate)
 
 
-def dots(rows: int, pairs: bool, dtype: torch.dtype) -> Callable[..., Any]:
-    """Dot products of `rows` vectors with `16 / rows` others, which are read as they lie: `Q · Kᵀ` of few queries.
+def dots(rows: int, pairs: bool, dtype: torch.dtype, columns: int | None = None, chains: int = 1) -> Callable[..., Any]:
+    """Dot products of `rows` vectors with `columns` others, all read as they lie: `Q · Kᵀ` of few queries.
 
     The intrinsic takes `(q, q_stride, k, k_stride, out, out_stride, n)`: addresses, strides in bytes, and how many
-    chunks of 16 numbers a vector has, 1 or more. Q and the result are float32, K is of `dtype`; with `pairs`, both are
-    bfloat16, and a chunk has 32 numbers. Each result is added up in the same order, whatever `rows` is.
+    steps a vector has, 1 or more. A step is `chains` vectors of 16 numbers, each of which has a sum of its own. Q and
+    the result are float32, K is of `dtype`; with `pairs`, both are bfloat16, and a vector has 32 numbers.
+    `rows · columns` is a power of two, 16 unless `columns` says otherwise. Each result is added up in the same order,
+    whatever `rows` and `columns` are.
     """
-    n_keys, width = LANES // rows, 64 if pairs else 16 * dtype.itemsize
+    n_keys, width = columns or LANES // rows, 64 if pairs else 16 * dtype.itemsize
+    cells = [(chain, i, j) for chain in range(chains) for j in range(n_keys) for i in range(rows)]
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         q, q_stride, k, k_stride, out, out_stride, n = args
@@ -123,34 +126,37 @@ def dots(rows: int, pairs: bool, dtype: torch.dtype) -> Callable[..., Any]:
         builder.position_at_end(loop)
         step = builder.phi(_I64)
         step.add_incoming(_const(0), before)
-        phis = [builder.phi(_FLOATS) for _ in range(LANES)]
+        phis = {cell: builder.phi(_FLOATS) for cell in cells}
         kind = torch.float32 if pairs else dtype
-        here, there = builder.mul(step, _const(64)), builder.mul(step, _const(width))
-        left = [
-            _load_words(builder, q, builder.add(builder.mul(q_stride, _const(i)), here), torch.float32)
-            for i in range(rows)
-        ]
-        after = [None] * LANES
-        for j in range(n_keys):
-            key = _load_words(builder, k, builder.add(builder.mul(k_stride, _const(j)), there), kind)
-            for i in range(rows):
-                cell = i * n_keys + j
-                factors = [builder.bitcast(x, _PAIRED if pairs else _FLOATS) for x in (left[i], key)]
-                order = [phis[cell], *factors] if pairs else [*factors, phis[cell]]
-                after[cell] = builder.call(multiply_add, order)
+        left, right, after = {}, {}, {}
+        for chain, i, j in cells:
+            if j == 0:
+                here = builder.add(builder.mul(step, _const(64 * chains)), _const(64 * chain))
+                left[i] = _load_words(builder, q, builder.add(builder.mul(q_stride, _const(i)), here), torch.float32)
+            if i == 0:
+                there = builder.add(builder.mul(step, _const(width * chains)), _const(width * chain))
+                right[j] = _load_words(builder, k, builder.add(builder.mul(k_stride, _const(j)), there), kind)
+            factors = [builder.bitcast(x, _PAIRED if pairs else _FLOATS) for x in (left[i], right[j])]
+            sums = phis[chain, i, j]
+            after[chain, i, j] = builder.call(multiply_add, [sums, *factors] if pairs else [*factors, sums])
         following = builder.add(step, _const(1))
         step.add_incoming(following, builder.block)
-        zero = ir.Constant(_FLOATS, [0.0] * LANES)
-        for phi, sums in zip(phis, after, strict=True):
-            phi.add_incoming(zero, before)
-            phi.add_incoming(sums, builder.block)
+        for cell in cells:
+            phis[cell].add_incoming(ir.Constant(_FLOATS, [0.0] * LANES), before)
+            phis[cell].add_incoming(after[cell], builder.block)
         end = builder.append_basic_block("dotted")
         builder.cbranch(builder.icmp_signed("<", following, n), loop, end)
         builder.position_at_end(end)
-        sums, distance = after, LANES // 2
-        while distance:  # half as many vectors at each turn, each with the sums of twice as many
-            halves = [_exchanged(builder, sums[i], sums[i + distance], distance) for i in range(distance)]
-            sums, distance = [builder.fadd(*pair) for pair in halves], distance // 2
+        sums = [after[0, i, j] for i in range(rows) for j in range(n_keys)]
+        for chain in range(1, chains):
+            sums = [builder.fadd(sums[i * n_keys + j], after[chain, i, j]) for i in range(rows) for j in range(n_keys)]
+        for distance in (8, 4, 2, 1):
+            if distance < len(sums):  # half as many vectors, each with the sums of twice as many
+                halves = [_exchanged(builder, sums[i], sums[i + distance], distance) for i in range(distance)]
+                sums = [builder.fadd(*pair) for pair in halves]
+            else:
+                order = ir.Constant(_WORDS, [lane ^ distance for lane in range(LANES)])
+                sums = [builder.fadd(each, builder.shuffle_vector(each, each, order)) for each in sums]
         for i in range(rows):
             lanes = ir.Constant(ir.VectorType(_I32, n_keys), list(range(i * n_keys, (i + 1) * n_keys)))
             part = builder.shuffle_vector(sums[0], sums[0], lanes)
@@ -158,7 +164,7 @@ def dots(rows: int, pairs: bool, dtype: torch.dtype) -> Callable[..., Any]:
             builder.store(part, place, align=4)
         return context.get_dummy_value()
 
-    return _intrinsic(f"dots {rows} {pairs} {dtype}", types.void(*[types.intp] * 7), generate)
+    return _intrinsic(f"dots {rows} {pairs} {dtype} {n_keys} {chains}", types.void(*[types.intp] * 7), generate)
 
 
 def transpose(dtype: torch.dtype, pairs: bool) -> Callable[..., Any]:

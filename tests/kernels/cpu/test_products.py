@@ -75,13 +75,18 @@ def test_norm_bias_gate_and_sum_come_on_the_way(rows: int, with_bias: bool, gate
     assert_close(got, truth(x, weight, bias, norm=norm, eps=EPS, gated=gated, onto=onto))
 
 
-def test_the_same_bits_with_any_number_of_threads(threads: None, dtype: torch.dtype) -> None:
-    x, weight = random(5, 300, dtype=dtype, seed=1), random(1000, 300, dtype=dtype, seed=2)
-    found = []
-    for n in (1, 2):
-        torch.set_num_threads(n)
-        found.append((product(x, weight), product(x[:1], weight, gated=True)))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+@pytest.mark.parametrize(("size", "n_out"), [(20, 6), (300, 134), (3072, 70), (8192, 18)])
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_row_has_the_bits_that_it_has_alone(
+    threads: None, size: int, n_out: int, gated: bool, dtype: torch.dtype
+) -> None:
+    x, weight = random(MOST_ROWS, size, dtype=dtype, seed=1), random(n_out, size, dtype=dtype, seed=2)
+    norm, bias = random(size, dtype=dtype, seed=3), random(n_out, dtype=dtype, seed=4)
+    alone = torch.cat([product(row[None], weight, bias, norm=norm, eps=EPS, gated=gated) for row in x])
+    for n_threads in (1, 2):
+        torch.set_num_threads(n_threads)
+        for n in range(1, MOST_ROWS + 1):
+            assert torch.equal(product(x[:n], weight, bias, norm=norm, eps=EPS, gated=gated), alone[:n]), n
 
 
 @pytest.mark.parametrize("gate", [-1e30, -200.0, -88.5, 88.5, 1e30])
