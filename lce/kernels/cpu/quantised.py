@@ -37,6 +37,8 @@ from lce.kernels.cpu.vectors import LANES
 GROUPS = {8: 128, 4: 32}  # bits: inputs that share a scale
 
 _TASK = 4  # blocks that a thread takes at a time
+_ROWS = 4  # of x, beside one alone, that meet a block at a time
+_STEP = 4  # vectors of codes that a turn of the innermost loop takes
 _CHAINS = 4  # sums of a vector that do not wait for each other
 _VECTOR = 4 * LANES  # bytes
 _PLANES = {torch.float32: 2, torch.bfloat16: 1, torch.float16: 1}  # of 16 bits, for a number of x
@@ -76,8 +78,8 @@ def product(
     """`x [T, in]` times a packed matrix `[n_rows, in]` transposed, plus `bias`: as `lce.kernels.cpu.products.product`.
 
     T is up to `MOST_ROWS`. With `gated` the two halves of the rows are whole blocks. Bytes: the packed weights, once.
-    A group's sum is exact, of x in 16 bits (32 where x is float32); sums of groups are float32. Each number of the
-    result is one sum in one order, whatever T and the number of threads. Where x is not finite, the result is NaN.
+    A group's sum is exact, of x in 16 bits (32 where x is float32); sums of groups are float32. A row of the result has
+    the same bits whatever T and the number of threads. Where x is not finite, the result is NaN.
     """
     n, n_in = x.shape
     bits = _check((n_rows, n_in), codes, scales, zeros)
@@ -91,11 +93,11 @@ def product(
     assert out.dtype is dtype, out.dtype
     assert norm is None or (norm.dtype is dtype and norm.shape == (n_in,)), norm
     assert bias is None or (bias.dtype is dtype and bias.shape == (n_rows,)), bias
-    rows = 1 if n == 1 else 2 if n == 2 else 4 if n <= 4 else MOST_ROWS
-    _product(bits, dtype, rows)(
+    padded = 1 if n == 1 else -(-n // _ROWS) * _ROWS
+    _product(bits, dtype)(
         x.data_ptr(), codes.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(),
         0 if bias is None else bias.data_ptr(), 0 if norm is None else norm.data_ptr(), eps, out.data_ptr(),
-        _working(rows, codes.shape[0] * LANES, scales.shape[1] * (2 * GROUPS[bits] + 2)), n, n_out, n_in,
+        _working(padded, codes.shape[0] * LANES, scales.shape[1] * (2 * GROUPS[bits] + 2)), n, n_out, n_in,
         gated, onto is not None,
     )  # fmt: skip
     return out
@@ -241,34 +243,40 @@ def _dot(bits: int, rows: int, planes: int) -> Callable[..., Any]:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x, factors, codes, scales, zeros, n_groups, out = args
-        totals = [cgutils.alloca_once_value(builder, _const(_FLOATS, 0.0)) for _ in range(rows)]
         i64 = lambda value: ir.Constant(_I64, value)  # noqa: E731
         n_pairs = builder.mul(n_groups, i64(size // 2))
         n_chains = max(1, _CHAINS // rows)
+        cells = [(plane, t) for plane in range(planes) for t in range(rows)]
+        totals = [cgutils.alloca_once_value(builder, _const(_FLOATS, 0.0)) for _ in range(rows)]
+        sums = {
+            (*cell, chain): cgutils.alloca_once_value(builder, _const(_WORDS, 0))
+            for cell in cells for chain in range(n_chains)
+        }  # fmt: skip
         with cgutils.for_range(builder, n_groups) as loop:
             group = loop.index
             first, pair = builder.mul(group, i64(n_vectors)), builder.mul(group, i64(size // 2))
-            cells = [(plane, t) for plane in range(planes) for t in range(rows)]
             starts = {cell: builder.add(builder.mul(n_pairs, i64(cell[0] * rows + cell[1])), pair) for cell in cells}
-            sums: dict[tuple[int, int], list[Any]] = {cell: [_const(_WORDS, 0)] * n_chains for cell in cells}
-            for j in range(n_vectors):
-                words = _load(builder, codes, builder.add(first, i64(j)), _WORDS)
-                for n, weights in enumerate(_pairs(builder, bits, words)):
-                    number = j * in_word + n
-                    for cell in cells:
-                        numbers = _splat(builder, x, builder.add(starts[cell], i64(number)), _WORDS)
-                        chain = number % n_chains
-                        sums[cell][chain] = _add_products(
-                            builder, sums[cell][chain], weights, builder.bitcast(numbers, _PAIRED)
-                        )
+            for each in sums.values():
+                builder.store(_const(_WORDS, 0), each)
+            with cgutils.for_range(builder, i64(n_vectors // _STEP)) as inside:
+                vector = builder.mul(inside.index, i64(_STEP))
+                number = builder.mul(vector, i64(in_word))
+                for j in range(_STEP):
+                    words = _load(builder, codes, builder.add(first, builder.add(vector, i64(j))), _WORDS)
+                    for n, weights in enumerate(_pairs(builder, bits, words), j * in_word):
+                        for cell in cells:
+                            place = builder.add(starts[cell], builder.add(number, i64(n)))
+                            numbers = builder.bitcast(_splat(builder, x, place, _WORDS), _PAIRED)
+                            held = sums[(*cell, n % n_chains)]
+                            builder.store(_add_products(builder, builder.load(held), weights, numbers), held)
             scale = _scale(builder, scales, group)
             zero = _zero(builder, zeros, group) if bits == 4 else None
             for t in range(rows):
                 dots = []
                 for plane in range(planes):
-                    dot = sums[plane, t][0]
-                    for other in sums[plane, t][1:]:
-                        dot = builder.add(dot, other)
+                    dot = builder.load(sums[plane, t, 0])
+                    for chain in range(1, n_chains):
+                        dot = builder.add(dot, builder.load(sums[plane, t, chain]))
                     dots.append(builder.sitofp(dot, _FLOATS))
                 dot = dots[0] if planes == 1 else _multiply_add(builder, dots[1], _const(_FLOATS, 2.0**-15), dots[0])
                 at = builder.add(builder.mul(n_groups, i64(t)), group)
@@ -359,10 +367,10 @@ def _turned(builder: Any, rows: list[Any]) -> list[Any]:
 
 
 @cache
-def _product(bits: int, dtype: torch.dtype, rows: int) -> Callable[..., Any]:
+def _product(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
     stored, read, write, size = STORED[dtype], READ[dtype], WRITE[dtype], GROUPS[bits]
     planes = _PLANES[dtype]
-    dot, as_integers = _dot(bits, rows, planes), _as_integers(bits, dtype)
+    dot_1, dot_4, as_integers = _dot(bits, 1, planes), _dot(bits, _ROWS, planes), _as_integers(bits, dtype)
 
     @kernel("void(intp, intp, intp, intp, intp, intp, float32, intp, intp, intp, intp, intp, boolean, boolean)")
     def quantised_product(
@@ -372,18 +380,25 @@ def _product(bits: int, dtype: torch.dtype, rows: int) -> Callable[..., Any]:
         n_groups, n_blocks = (n_in + size - 1) // size, (n_out + LANES - 1) // LANES
         bias = carray(pointer(bias_at, stored), (n_parts * n_out,))
         out = carray(pointer(out_at, stored), (n, n_out))
-        factors_at = working + 2 * planes * rows * n_groups * size
-        dots_at = factors_at + 8 * rows * n_groups
-        dots = carray(pointer(dots_at, float32), (n_parts * n_blocks, rows, LANES))
-        as_integers(x_at, norm_at, eps, working, factors_at, dots_at, rows, n, n_in)
+        rows = 1 if n == 1 else _ROWS
+        n_tiles = (n + rows - 1) // rows
+        tile_size = rows * n_groups  # groups of a tile, which is the rows of x that meet a block together
+        factors_at = working + 2 * planes * n_tiles * tile_size * size
+        dots_at = factors_at + 8 * n_tiles * tile_size
+        dots = carray(pointer(dots_at, float32), (n_parts * n_blocks, n_tiles * rows, LANES))
+        as_integers(x_at, norm_at, eps, working, factors_at, dots_at, rows, n_tiles, n, n_in)
         for task in numba.prange((n_blocks + _TASK - 1) // _TASK):
             for first in range(task * _TASK, min(n_blocks, task * _TASK + _TASK)):
                 for block in range(first, n_parts * n_blocks, n_blocks):
                     group = block * n_groups * LANES
-                    dot(
-                        working, factors_at, codes + group * size * bits // 8, scales + 2 * group, zeros + group,
-                        n_groups, dots_at + 4 * block * rows * LANES,
-                    )  # fmt: skip
+                    codes_at, scales_at = codes + group * size * bits // 8, scales + 2 * group
+                    for tile in range(n_tiles):
+                        numbers_at = working + 2 * planes * tile * tile_size * size
+                        of_tile, to = factors_at + 8 * tile * tile_size, dots[block, tile * rows].ctypes.data
+                        if rows == 1:
+                            dot_1(numbers_at, of_tile, codes_at, scales_at, zeros + group, n_groups, to)
+                        else:
+                            dot_4(numbers_at, of_tile, codes_at, scales_at, zeros + group, n_groups, to)
                 for i in range(n):
                     for lane in range(min(LANES, n_out - first * LANES)):
                         row = first * LANES + lane
@@ -411,13 +426,14 @@ def _as_integers(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
     stored, read, size, planes = STORED[dtype], READ[dtype], GROUPS[bits], _PLANES[dtype]
 
     @inner
-    def as_integers(x_at, norm_at, eps, integers_at, factors_at, wide_at, rows, n, n_in):
+    def as_integers(x_at, norm_at, eps, integers_at, factors_at, wide_at, rows, n_tiles, n, n_in):
         n_groups = (n_in + size - 1) // size
         x, norm = carray(pointer(x_at, stored), (n, n_in)), carray(pointer(norm_at, stored), (n_in,))
-        integers = carray(pointer(integers_at, int16), (planes, rows, n_groups * size))
-        factors = carray(pointer(factors_at, float32), (2, rows, n_groups))
+        integers = carray(pointer(integers_at, int16), (n_tiles, planes, rows, n_groups * size))
+        factors = carray(pointer(factors_at, float32), (n_tiles, 2, rows, n_groups))
         wide = carray(pointer(wide_at, float32), (n_groups * size,))
-        for i in range(rows):
+        for i in range(n_tiles * rows):
+            tile, row = i // rows, i % rows
             used = n_in if i < n else 0
             for j in range(used):
                 wide[j] = read(x[i, j])
@@ -442,15 +458,15 @@ def _as_integers(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
                 for j in range(g * size, g * size + size):
                     number = wide[j] * up if finite else np.float32(0)
                     high = min(np.floor(number + np.float32(0.5)), np.float32(32767))
-                    integers[0, i, j] = int16(high)
+                    integers[tile, 0, row, j] = int16(high)
                     total += high
                     if planes == 2:
                         low = np.floor((number - high) * np.float32(32768) + np.float32(0.5))
-                        integers[1, i, j] = int16(low)
+                        integers[tile, 1, row, j] = int16(low)
                         total += low * np.float32(1 / 32768)
                 down = float_of_bits((exponent - uint32(14)) << uint32(23))
-                factors[0, i, g] = down if finite else np.float32(np.nan)
-                factors[1, i, g] = total * np.float32(-0.0625)
+                factors[tile, 0, row, g] = down if finite else np.float32(np.nan)
+                factors[tile, 1, row, g] = total * np.float32(-0.0625)
 
     return as_integers
 

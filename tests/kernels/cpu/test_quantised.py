@@ -7,12 +7,9 @@ import torch
 from torch import Tensor
 
 from lce.kernels.cpu import quantised
+from lce.kernels.cpu.compiling import MOST_ROWS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SHAPES = ((33, 100), (64, 256))
-# Rows of x. 1, 2, 3 and 8 have a kernel each, for each dtype and number of bits, which takes seconds to compile: two
-# dtypes at least for each. The slow test has them all.
-COUNTS = {torch.float32: (1, 2, 3, 8), torch.bfloat16: (1, 2, 8), torch.float16: (1, 3)}
 ERRORS = {8: 0.008, 4: 0.075}  # of Gaussian weights, relative
 
 
@@ -27,20 +24,8 @@ def packed(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor | None]:
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [(33, 100), (64, 256)])
 def test_products_are_those_of_the_unpacked_weights(bits: int, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    check_products(bits, dtype, shape, COUNTS[dtype])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_products_of_every_number_of_rows(bits: int, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    check_products(bits, dtype, shape, (1, 2, 3, 8))
-
-
-def check_products(bits: int, dtype: torch.dtype, shape: tuple[int, int], counts: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     weight, bias = torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype)
     matrix = packed(weight, bits)
@@ -48,12 +33,11 @@ def check_products(bits: int, dtype: torch.dtype, shape: tuple[int, int], counts
     quantised.unpack(0, exact, *matrix)
     assert (exact - weight.float()).norm() / weight.float().norm() < ERRORS[bits]
     tolerance = 4 * torch.finfo(dtype).eps
-    for n in counts:
+    for n in (1, 2, 3, 8):
         x = torch.randn(n, shape[1]).to(dtype)
         out = quantised.product(x, shape[0], *matrix, bias)
         expected = x.double() @ exact.double().T + bias.double()
         assert (out.double() - expected).norm() / expected.norm() < tolerance
-        assert torch.equal(quantised.product(x[:1], shape[0], *matrix, bias), out[:1])
     later = torch.empty(shape[0] - 16, shape[1], dtype=dtype)
     quantised.unpack(16, later, *matrix)
     assert torch.equal(later, exact[16:].to(dtype))
@@ -77,18 +61,25 @@ def test_what_stands_around_a_product(bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_the_number_of_threads_changes_no_bit(bits: int) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("shape", [(320, 100), (64, 3072), (32, 8192)])
+def test_a_row_has_the_bits_that_it_has_alone(
+    bits: int, dtype: torch.dtype, gated: bool, shape: tuple[int, int]
+) -> None:
     torch.manual_seed(0)
-    x, matrix = torch.randn(3, 256), packed(torch.randn(320, 256), bits)
+    x, bias, norm = (torch.randn(size).to(dtype) for size in ((MOST_ROWS, shape[1]), shape[0], shape[1]))
+    matrix = packed(torch.randn(shape), bits)
+    around = {"bias": bias, "norm": norm, "eps": 1e-5, "gated": gated}
+    alone = torch.cat([quantised.product(row[None], shape[0], *matrix, **around) for row in x])
     before = torch.get_num_threads()
-    found = []
     try:
         for n_threads in (1, 2):
             torch.set_num_threads(n_threads)
-            found.append(quantised.product(x, 320, *matrix))
+            for n in range(1, MOST_ROWS + 1):
+                assert torch.equal(quantised.product(x[:n], shape[0], *matrix, **around), alone[:n]), n
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
