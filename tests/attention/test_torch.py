@@ -1,6 +1,8 @@
-"""The CUDA ways of PyTorch's kernels, on a strict stand-in: what is passed, and where results go."""
+"""The CUDA ways of PyTorch's kernels, on a pretended GPU: what is passed, and where results go."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,6 @@ from lce.attention import Attention, Tiles, Turn
 from lce.attention import torch as backend
 from lce.attention.parts import Part
 from lce.attention.reference import Reference
-from tests.attention.strict_flash import StrictFlash, forbid_waiting, install
 from tests.attention.test_attention import CHOICES, choices
 from tests.attention.truth import (
     HEADS,
@@ -22,44 +23,59 @@ from tests.attention.truth import (
     turns_of,
     vectors,
 )
+from tests.pretended import Gpus, flash
 
 TORCH = Attention.choose("torch")
 SEEN = [(False, None), (True, None), (True, 1), (True, 7), (True, 69), (True, 100)]
 
 
+Calls = list[dict[str, Any]]
+
+
 @pytest.fixture
-def flash(monkeypatch: pytest.MonkeyPatch) -> StrictFlash:
-    return install(monkeypatch)
+def calls(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """What PyTorch's flash attention is called with from now on."""
+    found, check = Calls(), flash.check
+
+    def noted(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> None:
+        found.append({"k": k, "v": v, "max_q": args[2], **options})
+        check(q, k, v, *args, **options)
+
+    monkeypatch.setattr(flash, "check", noted)
+    return found
 
 
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("n_queries", [1, 5, 70])
-def test_dense_reads_the_keys_where_they_lie(flash: StrictFlash, heads: tuple[int, int], n_queries: int) -> None:
+def test_dense_reads_the_keys_where_they_lie(calls: Calls, heads: tuple[int, int], n_queries: int) -> None:
     q, k, v = (x.half() for x in vectors(*heads, n_queries, 90))
-    q, keys, values = q.transpose(0, 1).contiguous().transpose(0, 1), k[:, 10:80], v[:, 10:80]
+    gpu_k, gpu_v, at = k.cuda(), v.cuda(), slice(10, 80)
+    gpu_q = q.cuda().transpose(0, 1).contiguous().transpose(0, 1)
     for causal, window in SEEN:
-        part = TORCH.dense(q, keys, values, causal, window)
-        assert_same(part, dense_truth(q, keys, values, causal, window), 4e-3)
-    for call in flash.calls:
-        assert call["k"].untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
-        assert call["v"].untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
-        assert n_queries > 1 or (call["left"], call["right"]) == (-1, -1), "heads share keys only without bounds"
+        part = TORCH.dense(gpu_q, gpu_k[:, at], gpu_v[:, at], causal, window)
+        assert_same(part, dense_truth(q, k[:, at], v[:, at], causal, window), 4e-3)
+    for call in calls:
+        assert all(0 <= call[name].data_ptr() - x.data_ptr() < x.nbytes for name, x in (("k", gpu_k), ("v", gpu_v)))
+        bounds = [call.get(f"window_size_{side}") for side in ("left", "right")]
+        assert n_queries > 1 or set(bounds) <= {None, -1}, "heads share keys only without bounds"
 
 
-def test_dense_over_more_heads_than_a_grid_has(flash: StrictFlash, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dense_over_more_heads_than_a_grid_has(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (x.half() for x in vectors(10, 5, 3, 9))
-    flash.most_blocks = 5
-    monkeypatch.setattr(backend, "MOST_BLOCKS", 5)
-    assert_same(TORCH.dense(q, k, v, causal=True), dense_truth(q, k, v, causal=True), 4e-3)
-    assert len(flash.calls) == 3
+    for each in (flash, backend):
+        monkeypatch.setattr(each, "MOST_BLOCKS", 5)
+    part = TORCH.dense(q.cuda(), k.cuda(), v.cuda(), causal=True)
+    assert_same(part, dense_truth(q, k, v, causal=True), 4e-3)
+    assert len(calls) == 3
 
 
 @pytest.mark.parametrize("heads", [(8, 2), (3, 3)], ids=str)
 @pytest.mark.parametrize("kind", CHOICES)
 @pytest.mark.parametrize(("n_queries", "n_chunks"), [(3, 40), (37, 6)], ids=["more tiles than rows", "fewer"])
 @pytest.mark.parametrize("most_blocks", [65_535, 5])
+@pytest.mark.covering
 def test_routed_never_waits(
-    flash: StrictFlash, monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], kind: str, n_queries: int,
+    calls: Calls, gpus: Gpus, monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], kind: str, n_queries: int,
     n_chunks: int, most_blocks: int,
 ) -> None:  # fmt: skip
     q, k, v = (x.half() for x in routed_vectors(*heads, n_queries, n_chunks, 5))
@@ -69,29 +85,36 @@ def test_routed_never_waits(
         unchosen[head * heads[1] // heads[0], of_head[of_head >= 0]] = False
     truth = routed_truth(q, turns, chosen, (k, v))
     k[unchosen] = v[unchosen] = torch.nan
-    flash.most_blocks = most_blocks
-    with monkeypatch.context() as patch:
-        patch.setattr(backend, "MOST_BLOCKS", most_blocks)
-        forbid_waiting(patch)
-        part = TORCH.routed(q, turns, chosen, [Tiles.of_chunks(k, v)])
-    assert_same(part, truth, 8e-3)
+    for each in (flash, backend):
+        monkeypatch.setattr(each, "MOST_BLOCKS", most_blocks)
+    gpu_k, turns_there = k.cuda(), Turn(turns.cos.cuda(), turns.sin.cuda())
+    args = (q.cuda(), turns_there, chosen.cuda(), [Tiles.of_chunks(gpu_k, v.cuda())])
+    with gpus.counting() as counts:
+        part = TORCH.routed(*args)
+    assert (counts.syncs, counts.uploads) == (0, 0), counts.at
+    assert_same(part, truth, 1e-2)
     n_tiles = min(heads[1] * n_chunks, chosen.numel())
-    assert len(flash.calls) == -(-n_tiles // most_blocks)
-    assert all(call["max_q"] <= n_queries * heads[0] // heads[1] for call in flash.calls)
-    assert all(call["k"].data_ptr() == k.data_ptr() for call in flash.calls)
+    assert len(calls) == -(-n_tiles // most_blocks)
+    assert all(call["max_q"] <= n_queries * heads[0] // heads[1] for call in calls)
+    assert all(call["k"].data_ptr() == gpu_k.data_ptr() for call in calls)
 
 
-def test_routed_in_rounds_keeps_what_other_rounds_wrote(flash: StrictFlash) -> None:
+@pytest.mark.usefixtures("gpus")
+def test_routed_in_rounds_keeps_what_other_rounds_wrote() -> None:
     q, k, v = (x.half() for x in routed_vectors(4, 2, 9, 6, 5))
-    turns, chosen, whole = turns_of(9, 1, torch.float16), choices("some none", 4, 9, 3, 6), Tiles.of_chunks(k, v)
-    rounds = [Tiles(whole.k, whole.v, whole.index.masked_fill(torch.arange(6) % 2 == rest, -1)) for rest in range(2)]
-    assert_same(TORCH.routed(q, turns, chosen, rounds), routed_truth(q, turns, chosen, (k, v)), 8e-3)
+    turns, chosen = turns_of(9, 1, torch.float16), choices("some none", 4, 9, 3, 6)
+    whole, turns_there = Tiles.of_chunks(k.cuda(), v.cuda()), Turn(turns.cos.cuda(), turns.sin.cuda())
+    even = torch.arange(6, device="cuda") % 2
+    rounds = [Tiles(whole.k, whole.v, whole.index.masked_fill(even == rest, -1)) for rest in range(2)]
+    part = TORCH.routed(q.cuda(), turns_there, chosen.cuda(), rounds)
+    assert_same(part, routed_truth(q, turns, chosen, (k, v)), 8e-3)
 
 
-def test_head_dimensions_that_the_kernel_has_not(flash: StrictFlash) -> None:
+def test_head_dimensions_that_the_kernel_has_not(calls: Calls) -> None:
     q, k, v = (x.half() for x in vectors(4, 2, 5, 20, 20))
-    assert_same(TORCH.dense(q, k, v, causal=True), dense_truth(q, k, v, causal=True), 4e-3)
-    assert not flash.calls
+    part = TORCH.dense(q.cuda(), k.cuda(), v.cuda(), causal=True)
+    assert_same(part, dense_truth(q, k, v, causal=True), 4e-3)
+    assert not calls
 
 
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)

@@ -19,7 +19,6 @@ from lce.cache.layout import Budgets
 from lce.methods import Method, available, find, make
 from lce.models.config import RopeConfig
 from tests import oracle
-from tests.attention import strict_flash
 from tests.pretended import Gpus
 from tests.running import BY_BLOCK, cut, run, threads, vectors
 
@@ -243,14 +242,6 @@ def check_half_precision(name: str, knobs: dict[str, object], dtype: torch.dtype
     assert error.median() <= tolerance / 5
     # Very large scores make votes of exactly 0 and 1, and any of equal tokens may stand for a block.
     assert (error > tolerance).double().mean() <= (0.15 if scale == 1 else 0.4)
-
-
-@pytest.mark.parametrize("name", available())
-def test_half_precision_as_on_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the flash kernel that PyTorch has on CUDA, or rather its stand-in."""
-    flash = strict_flash.install(monkeypatch)
-    check_half_precision(name, NEEDS.get(name, {}), torch.float16, "cpu", 1.0)
-    assert flash.calls
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ done at once, so that what should wait for it and does not is not found. `x.inne
 a wait. Shapes never change in place (`resize_`, `unsqueeze_`). A thread must begin inside the pretence to make tensors.
 """
 
+from tests.pretended import flash
 from tests.pretended.device import Counts, Gpus
 from tests.pretended.fixture import pretended_gpus
 
-__all__ = ["Counts", "Gpus", "pretended_gpus"]
+__all__ = ["Counts", "Gpus", "flash", "pretended_gpus"]
