@@ -68,7 +68,7 @@ def disk_name(folder: Path) -> str:
 
 def memory_name(device: torch.device) -> str:
     """Return a name for the memory of a device, one for all ways to write the device."""
-    if device.type != "cuda" or device.index is not None:
+    if str(device) != "cuda":
         return str(device)
     import torch
 
