@@ -12,8 +12,8 @@ from random import Random
 
 import lce
 from lce.lab.eval.needles import NEEDLES
-from lce.lab.eval.passkey import make_sample
 from lce.lab.eval.prose import sentences
+from tools.make_haystack import hidden
 
 
 def main() -> None:
@@ -26,8 +26,9 @@ def main() -> None:
     rng = Random(args.seed)
     prose, kinds, texts, written = sentences(rng), list(NEEDLES.values()), [], 0
     while written < args.tokens:
-        sample = make_sample(rng.choice(kinds)(rng), 500, rng.random(), prose, lambda text: len(tokenizer.encode(text)))
-        texts.append(f"{sample.prompt} {sample.answer}.")
+        needle = rng.choice(kinds)(rng)
+        text = hidden(needle, 500, rng.random(), prose, lambda text: len(tokenizer.encode(text)))
+        texts.append(f"{text} {needle.answer}.")
         written += len(tokenizer.encode(texts[-1]))
     args.out.write_text("\n".join(texts), encoding="utf-8")
     print(f"{args.out}: {written} tokens")

@@ -7,23 +7,35 @@ python -m tools.make_haystack
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 
 import lce
-from lce.lab.eval.needles import passkey
-from lce.lab.eval.passkey import make_sample
+from lce.lab.eval.needles import Needle, passkey
 from lce.lab.eval.prose import sentences
+
+
+def hidden(needle: Needle, length: int, depth: float, filler: Iterator[str], count: Callable[[str], int]) -> str:
+    """Return a text of at most `length` tokens with a fact in it and its question, counted sentence by sentence."""
+    left = length - count(needle.statement) - count(needle.question) - 1  # 1 for the beginning token
+    body: list[str] = []
+    for sentence in filler:
+        left -= count(sentence)
+        if left < 0:
+            break
+        body.append(sentence)
+    body.insert(round(depth * len(body)), needle.statement)
+    return " ".join([*body, needle.question])
 
 
 def main() -> None:
     tokenizer = lce.load("demo").tokenizer
     rng = Random(2025)
-    sample = make_sample(
-        passkey(rng), 32_000, 0.4, sentences(rng), lambda text: len(tokenizer.encode(" " + text, bos=False))
-    )
-    Path("examples/haystack.txt").write_text(sample.prompt)
-    print(f"{len(tokenizer.encode(sample.prompt))} tokens; the pass key is {sample.answer}")
+    needle = passkey(rng)
+    text = hidden(needle, 32_000, 0.4, sentences(rng), lambda text: len(tokenizer.encode(" " + text, bos=False)))
+    Path("examples/haystack.txt").write_text(text)
+    print(f"{len(tokenizer.encode(text))} tokens; the pass key is {needle.answer}")
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ from click import argument, option
 
 import lce
 from lce.files import named
-from lce.lab.eval.needles import NEEDLES
-from lce.lab.eval.passkey import FILLERS
 from lce.terminal import options
 from lce.terminal.output import Output
 from lce.terminal.reading import read_text
@@ -22,31 +20,6 @@ from lce.terminal.reading import read_text
 @click.group("eval")
 def evaluation() -> None:
     """Measure a model with a method."""
-
-
-@evaluation.command()
-@options.model_option
-@options.methods_options
-@option("--lengths", required=True, type=options.COUNTS, metavar="LIST", help="Such as 512,2k (2k is 2048).")
-@option("--samples", "n", type=options.COUNT, default=50, metavar="N", help="Prompts for each method and length.")
-@option("--seed", type=int, default=0, help="The same seed makes the same prompts.")
-@option("--task", default="passkey", metavar="|".join(NEEDLES), help="What is hidden in the text.")
-@option("--filler", default="prose", metavar="|".join(FILLERS), help="The text it is hidden in.")
-@option("--record", metavar="FILE", help="Keep the answers in this file; samples that it has are skipped.")
-@options.loading_options
-@options.output_options
-def passkey(
-    model: str, methods: list[lce.Method], lengths: list[int], record: str | None, loading: dict[str, Any],
-    output: Output, **task: Any,
-) -> None:  # fmt: skip
-    """Hide a fact in texts of some lengths, ask for it, and print the share of right answers.
-
-    Every method gets the same prompts. -o KEY=VALUE is a knob of all methods, -o METHOD.KEY=VALUE of one. With
-    --record, an interrupted evaluation resumes when the same command is run again.
-    """
-    from lce.terminal.scoring import Table
-
-    Table(model, methods, lengths, task, loading).measure(record, output)
 
 
 @evaluation.command()
@@ -134,6 +107,7 @@ def harness(arguments: tuple[str, ...]) -> None:
 @option("--stride", type=options.COUNT, default=256, metavar="TOKENS", help="From one window to the next.")
 @option("--scored", default="last", metavar="last|all", help="Tokens of a window: the last stride, or all.")
 @option("--windows", "most", type=options.COUNT, metavar="N", help="At most so many windows, spread evenly.")
+@option("--longest", type=options.COUNT, metavar="TOKENS", help="Windows end where windows of so many tokens do.")
 @option("--stream", "streams", is_flag=True, help="One pass over each text; the mean by position, up to each length.")
 @option("--record", metavar="FILE", help="Keep the losses in this file; windows that it has are skipped.")
 @options.loading_options
@@ -173,6 +147,17 @@ def run_suite(
     from lce.terminal.suites import SuiteRun
 
     SuiteRun(model, methods, lengths, ceiling=ceiling, loading=loading, **suite).measure(record, output)
+
+
+evaluation.add_command(
+    click.Command(
+        "passkey",
+        run_suite.context_settings,
+        run_suite.callback,
+        run_suite.params,
+        help="The short name of `lce eval run --task passkey`.",
+    )
+)
 
 
 @evaluation.command()

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from lce.files import named
-from lce.lab.eval.spelling import knob_values
+from lce.lab.eval.naming import knob_values
 from lce.sizes import size_text
 from lce.system import peak_memory
-from lce.terminal.tables import aligned, markdown
+from lce.terminal.tables import aligned
 
 if TYPE_CHECKING:
     from lce.cache.tiers import Traffic
@@ -19,11 +19,8 @@ if TYPE_CHECKING:
     from lce.engine.decode import Generation, Stats
     from lce.engine.info import ModelInfo
     from lce.engine.planning import Plan
-    from lce.lab.eval.passkey import Score
     from lce.lab.study.explain import Explanation
     from lce.methods.base import Method
-
-SCORE_HEADER = f"{'method':<14}{'length':>10}{'samples':>9}{'accuracy':>10}  95% interval"
 
 
 def generation_line(stats: Stats) -> str:
@@ -69,23 +66,6 @@ def stats_object(stats: Stats) -> dict[str, Any]:
 
 def _method_used(method: Method) -> dict[str, Any]:
     return {"name": method.name, "repr": repr(method), "knobs": knob_values(method)}
-
-
-def score_row(score: Score) -> str:
-    """One line of the table under `SCORE_HEADER`."""
-    return (
-        f"{score.method:<14}{score.length:>10,}{score.samples:>9,}{score.accuracy:>10.1%}"
-        f"  {score.low:.1%} to {score.high:.1%}"
-    )
-
-
-def score_table(scores: Sequence[Score]) -> list[str]:
-    """The share of right answers as a Markdown table: a row a method, a column a length."""
-    lengths = list(dict.fromkeys(score.length for score in scores))
-    shares = {(score.method, score.length): f"{score.accuracy:.2f}" for score in scores}
-    methods = dict.fromkeys(score.method for score in scores)
-    head = ["method", *(f"{length:,}" for length in lengths)]
-    return markdown(head, [[f"`{m}`", *(shares[m, length] for length in lengths)] for m in methods])
 
 
 def recall_lines(recalls: Sequence[Recall]) -> list[str]:
@@ -134,11 +114,6 @@ def method_lines(method: dict[str, Any]) -> list[str]:
     for name, values in method.get("presets", {}).items():
         lines.append(f"  preset={name}  " + " ".join(f"{knob}={spelled(value)}" for knob, value in values.items()))
     return [method["name"], f"  {method['summary']}", *(lines or ["  (no options)"])]
-
-
-def score_object(score: Score, warning: str | None) -> dict[str, Any]:
-    """A score, and what there is to say of texts of its length."""
-    return {**dataclasses.asdict(score), "warning": warning}
 
 
 def plan_object(plan: Plan) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lce.errors import shown
 from lce.files import named
-from lce.lab.eval.spelling import knob_values
+from lce.lab.eval.naming import knob_values
 from lce.sizes import size_text
 
 if TYPE_CHECKING:

@@ -29,6 +29,7 @@ class PerplexityTable:
     stride: int
     scored: str
     most: int | None
+    longest: int | None
     loading: Mapping[str, Any]
 
     def measure(self, record: str | None, output: Output) -> None:
@@ -46,7 +47,7 @@ class PerplexityTable:
             engine = lce.load(self.model, method, **self.loading)
             if not texts:
                 texts = [Text.of(engine, *content) for content in contents]
-                ends(texts, 2 if self.streams else max(self.lengths), self.stride)
+                ends(texts, 2 if self.streams else self._longest, self.stride)
             for length in [max(self.lengths)] if self.streams else self.lengths:
                 noting = output.noting(engine.beyond(length))
                 unit = " tok" if self.streams else " windows"
@@ -67,10 +68,15 @@ class PerplexityTable:
             )
         return [
             windows(
-                engine, texts, length=length, longest=max(self.lengths), stride=self.stride, scored=self.scored,
+                engine, texts, length=length, longest=self._longest, stride=self.stride, scored=self.scored,
                 most=self.most, record=losses, about=about, progress=bar,
             )
         ]  # fmt: skip
+
+    @property
+    def _longest(self) -> int:
+        """The windows that all others end with."""
+        return max(*self.lengths, self.longest or 0)
 
     def _files(self) -> list[str]:
         if list(self.files).count("-") > 1:

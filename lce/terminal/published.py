@@ -58,7 +58,7 @@ class PublishedRun:
             for engine, outcome in self._outcomes(engines, task, made, answers, output):
                 label = engine.method.label
                 scores.setdefault(label, {})[task.name] = outcome.published.score
-                objects.append(outcome_object(self.benchmark.suite, engine, outcome))
+                objects.append(outcome_object(self.benchmark, engine, outcome))
                 output.text(row(label, outcome.published, outcome), *detail_lines(outcome.published))
                 self._keep(label, task, outcome)
         for label, found in scores.items():
@@ -124,10 +124,11 @@ def detail_lines(found: TaskScore) -> list[str]:
     return lines + [f"  by {name}: {score:.2f}" for name, score in found.others.items()]
 
 
-def outcome_object(suite: Suite, engine: lce.Engine, outcome: Outcome) -> dict[str, Any]:
+def outcome_object(benchmark: Benchmark, engine: lce.Engine, outcome: Outcome) -> dict[str, Any]:
     """A task's outcome as JSON has it; the interval is 0 to 100 too."""
     interval = {"low": 100 * outcome.score.low, "high": 100 * outcome.score.high, "interval": outcome.score.interval}
-    found = {"suite": suite.name, "method": engine.method.label, **dataclasses.asdict(outcome.published)}
+    found = {"suite": benchmark.suite.name, "method": engine.method.label, **dataclasses.asdict(outcome.published)}
+    found["max_length"] = benchmark.asking.max_length
     return {**found, **interval, "read_bytes": outcome.score.read_bytes, "prompt_tokens": outcome.score.prompt_tokens}
 
 

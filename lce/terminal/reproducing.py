@@ -1,11 +1,25 @@
-"""`lce reproduce`: the list of tables and figures, and one of them as a table that grows row by row, or as JSON."""
+"""`lce reproduce`: the list of tables and figures, and one of them as a table that grows row by row, or as JSON.
+
+An entry is measured by the commands that it prints: each is run here with `--json`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
+import json
+import shlex
+import tempfile
 from collections.abc import Iterable
+from pathlib import Path
+from random import Random
 from typing import Any
 
+import click
+
+import lce
+from lce.lab.eval.prose import sentences
 from lce.lab.papers import ENTRIES, PAPERS, Cell, Entry, Setting, find
 from lce.terminal.capacity import check_capacity
 from lce.terminal.output import Output
@@ -14,7 +28,7 @@ HEADER = ["| row | measured | length | the paper | here | 95% interval | of |", 
 
 
 def list_entries(output: Output) -> None:
-    """One line each, paper by paper."""
+    """Print one line for each entry, paper by paper."""
     output.object([{"id": entry.id, "title": entry.title, "paper": entry.paper} for entry in ENTRIES.values()])
     width = max(map(len, ENTRIES))
     for paper, about in PAPERS.items():
@@ -26,44 +40,69 @@ def list_entries(output: Output) -> None:
 
 def reproduce(id: str, output: Output, *, dry_run: bool, samples: int | None, **options: Any) -> None:
     """Run an entry, or with `dry_run` say what it would run, and print it."""
-    from lce.lab.bench import bench
-    from lce.lab.study.explain import explain
-    from lce.terminal.reading import read_text
-
     entry = find(id)
-    setting = Setting(
-        **options,
-        samples=samples or entry.samples,
-        limit=samples,
-        bar=lambda what: output.bar(f"{what}:", ""),
-        tools={"bench": bench, "explain": explain, "read_text": read_text},
-    )
-    setting.check(entry)
-    if not dry_run:
-        _check(entry, setting)
-    output.text(*about(entry, setting))
+    setting = Setting(**options, samples=samples or entry.samples, limit=samples)
+    entry.check(setting)
     if dry_run:
+        output.text(*about(entry, setting))
         return output.object({**described(entry, setting), "cells": None})
-    output.text("", *HEADER)
-    cells = []
-    with output.noting():
-        for cell in entry.run(setting):
+    methods = [setting.method(row) for row in entry.rows]
+    check_capacity(setting.model, methods, max(1, *entry.lengths(setting)), setting.loading)
+    cells: list[Cell] = []
+    with Commands(setting, output) as commands:
+        for cell in entry.run(setting, commands.run):  # the first command refuses what it cannot use before any output
+            output.text(*([] if cells else [*about(entry, setting), "", *HEADER]), line(cell))
             cells.append(cell)
-            output.text(row(cell))
     notes = dict.fromkeys(f"{cell.label}: {cell.note}" for cell in cells if cell.note)
     output.text(*(["", *notes] if notes else []))
     output.object({**described(entry, setting), "cells": [dataclasses.asdict(cell) for cell in cells]})
 
 
-def _check(entry: Entry, setting: Setting) -> None:
-    """Raise for what cannot run, before any output; before texts of such lengths are made."""
-    methods = [setting.method(arm) for arm in entry.arms]
-    check_capacity(setting.model, methods, max(1, *entry.lengths(setting)), setting.loading)
-    entry.check(setting)
+class Commands(contextlib.ExitStack):
+    """Runs commands of `lce` in this process, and keeps the prose that they read in a folder until it is closed."""
+
+    def __init__(self, setting: Setting, output: Output) -> None:
+        super().__init__()
+        self.setting, self.output = setting, output
+        self.context = click.get_current_context().find_root()
+        self.texts: dict[int, str] = {}
+
+    def run(self, command: str, tokens: int) -> Any:
+        """Run a command and return what it prints as JSON. Its FILE, if it has one, is `tokens` tokens of prose."""
+        words = [self._prose(tokens) if word == "FILE" else word for word in shlex.split(command)[1:]]
+        words += ["--json", *(["-"] if words[0] == "bench" else []), *(["--quiet"] if self.output.quiet else [])]
+        if words[0] in ("plan", "explain"):
+            words = [word for word in words if word != "--quiet"]
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            root = self.context.command
+            assert isinstance(root, click.Group)
+            name, found, rest = root.resolve_command(self.context, words)
+            assert found is not None
+            with found.make_context(name, rest, parent=self.context) as context:
+                found.invoke(context)
+        return json.loads(printed.getvalue())
+
+    def _prose(self, tokens: int) -> str:
+        if tokens not in self.texts:
+            folder = self.enter_context(tempfile.TemporaryDirectory())
+            path = Path(folder) / "prose.txt"
+            path.write_text(_prose(self.setting, tokens), encoding="utf-8")
+            self.texts[tokens] = str(path)
+        return self.texts[tokens]
+
+
+def _prose(setting: Setting, tokens: int) -> str:
+    """Make prose of so many tokens of the model."""
+    tokenizer = lce.load(setting.model).tokenizer
+    prose, text, ids = sentences(Random(setting.seed)), "", list[int]()
+    while len(ids) < tokens:  # counted again for each tenth, so that the time is that of ten or so readings
+        text = " ".join([text, *(next(prose) for _ in range(100 + len(text) // 1000))]).strip()
+        ids = tokenizer.encode(text, bos=False)
+    return tokenizer.decode(ids[:tokens])
 
 
 def described(entry: Entry, setting: Setting) -> dict[str, Any]:
-    """An entry and its setting as JSON."""
+    """Return an entry and its setting as JSON has them."""
     return {
         "id": entry.id, "title": entry.title, "paper": entry.paper, "claim": entry.claim, "note": entry.note,
         "same_measurement": entry.is_same(setting), "model": setting.model, "window": setting.window,
@@ -72,7 +111,7 @@ def described(entry: Entry, setting: Setting) -> dict[str, Any]:
 
 
 def about(entry: Entry, setting: Setting) -> Iterable[str]:
-    """What the paper measured, what is measured here, and the commands that measure the same."""
+    """Say what the paper measured, what is measured here, and by which commands."""
     yield f"{entry.id}: {entry.title}"
     yield f"the paper ({PAPERS[entry.id.partition(':')[0]]}): {entry.paper}"
     if entry.claim:
@@ -86,8 +125,8 @@ def about(entry: Entry, setting: Setting) -> Iterable[str]:
     yield from (f"  {command}" for command in entry.commands(setting))
 
 
-def row(cell: Cell) -> str:
-    """A cell as a line of the table."""
+def line(cell: Cell) -> str:
+    """Return a cell as a line of the table."""
     span = "" if cell.low is None or cell.high is None else f"{number(cell.low)} to {number(cell.high)}"
     length, n = (f"{x:,}" if x else "" for x in (cell.length, cell.n))
     texts = (cell.row, cell.label, length, number(cell.paper), number(cell.value), span, n)
@@ -95,7 +134,7 @@ def row(cell: Cell) -> str:
 
 
 def number(x: float | str | None) -> str:
-    """Two or three figures; text as it is, - for none."""
+    """Return two or three figures; text as it is, - for none."""
     if x is None or isinstance(x, str):
         return x or "-"
     if abs(x) >= 100:

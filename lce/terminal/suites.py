@@ -9,11 +9,11 @@ from typing import Any
 
 import lce
 from lce.errors import UsageError
+from lce.lab.eval.naming import knob_values
 from lce.lab.eval.record import Record
 from lce.lab.eval.report import all_reach, fails
 from lce.lab.eval.sample import Sample
 from lce.lab.eval.scores import Score
-from lce.lab.eval.spelling import knob_values
 from lce.lab.eval.suite import Suite
 from lce.lab.eval.tasks import TASKS, Task
 from lce.sizes import size_text

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 import lce
-from lce.lab.eval.passkey import evaluate
 from lce.methods import available, make, registry
 from tests import command, oracle
+from tests.asking import pass_keys
 from tests.running import cut, run, vectors
 
 ROOT = Path(__file__).parents[2]
@@ -171,7 +171,7 @@ def test_runs_in_half_precision() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_it_answers_beyond_the_window() -> None:
-    assert evaluate(lce.load("demo", method="keybounds"), length=1500, n=3).accuracy >= 0.6
+    assert pass_keys(lce.load("demo", method="keybounds"), 1500, 3).mean >= 0.6
 
 
 def turned(k: Tensor, size: int) -> Tensor:

@@ -14,7 +14,6 @@ from lce.cache.tiers import Traffic
 from lce.calibrate import Recall
 from lce.engine.decode import Generation, Stats
 from lce.engine.planning import Need, Plan
-from lce.lab.eval.passkey import Score
 from lce.lab.study.explain import explain
 from lce.methods import InfLLM, LongHeads, Streaming
 from lce.methods.base import Method
@@ -56,21 +55,6 @@ def test_a_generation_as_json() -> None:
     assert (content["text"], content["token_ids"], content["finish_reason"]) == ("x", [7], "stop")
     assert content["method"]["knobs"]["chunk_size"] == 4
     assert content["stats"]["decode_tokens_per_s"] == 20.0
-
-
-def test_scores_as_rows_and_as_a_table() -> None:
-    scores = [
-        Score(method, "passkey", length, 50, accuracy, 0.5, 0.75)
-        for method, length, accuracy in [("full", 512, 0.6), ("full", 2048, 0.0), ("dca", 512, 1.0), ("dca", 2048, 0.5)]
-    ]
-    assert len(figures.score_row(scores[0]).split("  50.0% to 75.0%")[0]) == len(figures.SCORE_HEADER.split("  95%")[0])
-    assert figures.score_row(scores[0]).split() == ["full", "512", "50", "60.0%", "50.0%", "to", "75.0%"]
-    assert figures.score_table(scores) == [
-        "| method | 512 | 2,048 |",
-        "| --- | ---: | ---: |",
-        "| `full` | 0.60 | 0.00 |",
-        "| `dca` | 1.00 | 0.50 |",
-    ]
 
 
 def test_recalls_and_their_mean() -> None:

@@ -1,15 +1,17 @@
-"""What tables call the model, the engine and the task of a record's line. Lines are not trusted, and some are old."""
+"""What records say of an engine, and what tables call its model, method and task. Lines of records are not trusted."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import lce
-from lce.errors import LceError
-from lce.lab.eval.spelling import knob_values
+
+if TYPE_CHECKING:
+    from lce import Engine
 
 MOST = 160  # characters of a name
 LONGEST_ENGINE = 4096  # characters of an engine's repr that is taken apart; ours have some 300
@@ -32,6 +34,30 @@ class Told(Protocol):
 
 Line = tuple[Mapping[str, Any], Told]  # a sample, and its answer or loss
 EngineKey = tuple[str, ...]
+
+
+def described(engine: Engine) -> dict[str, str]:
+    """Return what an answer depends on: the model, the method with its knobs, the RoPE scaling, the dtypes."""
+    found = {"model": engine.fingerprint, "engine": repr(engine), "rope": repr(engine.rope)}
+    if engine.weights is not None:
+        found["weights"] = engine.weights
+    if engine.layout.kv_dtype is not None:
+        found["kv_dtype"] = str(engine.layout.kv_dtype).removeprefix("torch.")
+    return found
+
+
+def told(engine: Engine) -> dict[str, Any]:
+    """Return what a record says of an engine besides, to read and to sort."""
+    method = engine.method
+    about = {"method": method.label, "knobs": knob_values(method)}
+    return {**about, "window": engine.window, "version": lce.__version__}
+
+
+def knob_values(method: Any) -> dict[str, Any]:
+    """Return a method's or a task's knobs, as values that JSON has."""
+    values = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
+    plain = (str, int, float, type(None))  # a bool is an int
+    return {name: value if isinstance(value, plain) else repr(value) for name, value in values.items()}
 
 
 def cut(text: str) -> str:
@@ -79,13 +105,12 @@ def method_names(lines: Iterable[Line], without: Collection[str] = ()) -> dict[E
         if key not in seen:
             seen.add(key)
             kind, parts = engine_parts(sample)
-            groups.setdefault((key[0], method_name(kind, answer)), {})[key] = parts
+            groups.setdefault((key[0], answer.method or kind), {})[key] = parts
     names = {}
     for (_, name), engines in groups.items():
-        filled = {key: _filled(name, parts, list(engines.values())) for key, parts in engines.items()}
-        filled = {key: {knob: x for knob, x in parts.items() if knob not in without} for key, parts in filled.items()}
-        knobs = _telling(list(filled.values()))
-        for key, parts in filled.items():
+        kept = {key: {knob: x for knob, x in parts.items() if knob not in without} for key, parts in engines.items()}
+        knobs = _telling(list(kept.values()))
+        for key, parts in kept.items():
             names[key] = cut(" ".join([name, *(f"{knob}={parts[knob]}" for knob in knobs if knob in parts)]))
     return names
 
@@ -102,31 +127,6 @@ def _telling(engines: Sequence[Mapping[str, str]]) -> list[str]:
         if n_told(fewer) == n_told(knobs):
             knobs = fewer
     return knobs
-
-
-def method_name(kind: str, answer: Told) -> str:
-    """The name of the method whose class is `kind`: older lines have no other."""
-    if answer.method is not None:
-        return answer.method
-    for name in lce.methods.available():
-        try:
-            if lce.methods.find(name).__name__ == kind:
-                return name
-        except LceError:  # a package's method that cannot be imported
-            continue
-    return kind
-
-
-def _filled(name: str, parts: dict[str, str], others: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """An engine's parts with the defaults of knobs that only others have, because its lines are older."""
-    missing = {knob for other in others for knob in other} - parts.keys()
-    if not missing:
-        return parts
-    try:
-        plain = knob_values(lce.methods.make(name).resolve(int(parts["window"])))
-    except (LceError, KeyError, ValueError):
-        return parts
-    return {**parts, **{knob: _value(repr(plain[knob])) for knob in sorted(missing & plain.keys())}}
 
 
 def engine_parts(sample: Mapping[str, Any]) -> tuple[str, dict[str, str]]:

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 from lce.errors import UsageError, nearest
 from lce.files import open_regular
+from lce.lab.eval.naming import described, told
 from lce.lab.eval.record import BEGINNING, Lines
-from lce.lab.eval.spelling import described, told
 
 if TYPE_CHECKING:
     from lce import Engine

@@ -22,10 +22,10 @@ import lce
 from lce.errors import DataError, UsageError, WindowWarning, nearest, shown
 from lce.files import named
 from lce.lab.eval.metrics import METRICS
+from lce.lab.eval.naming import described, told
 from lce.lab.eval.prefixes import n_common
 from lce.lab.eval.record import Answer, text_hash
 from lce.lab.eval.scores import Score
-from lce.lab.eval.spelling import described, spellings, told
 
 if TYPE_CHECKING:
     from lce import Context, Engine
@@ -155,19 +155,14 @@ class _Run:
     stop: tuple[str, ...]
     about: dict[str, Any]
     chances: list[float | None]
-    keys: list[dict[str, Any]] = field(init=False)  # how the record may call a sample, without its number
+    key: dict[str, Any] = field(init=False)  # what the record calls a sample, without its number
 
     def __post_init__(self) -> None:
         extra: dict[str, Any] = {} if self.mode == "single" else {"mode": self.mode}
         if self.stop:
             extra["stop"] = list(self.stop)
-        asked = self.setting | extra
         self.about = told(self.engine) | self.about
-        if self.record is None:
-            self.keys = []
-            return
-        own = described(self.engine)
-        self.keys = [{**asked, **own, **spelling} for spelling in spellings(self.record, self.engine)]
+        self.key = self.setting | extra | described(self.engine)
 
     def document(self, number: int, group: Sequence[Asked]) -> Iterator[tuple[Sample, Answer]]:
         """The answers to the questions of one document, from the record or the model."""
@@ -190,15 +185,11 @@ class _Run:
             yield sample, replace(known[index], document=number)
 
     def _given(self, index: int, sample: Sample) -> Answer | None:
-        """The recorded answer to a sample, by any spelling of this engine."""
-        if self.record is None:
-            return None
-        keys = ({**key, "index": index} for key in self.keys)
-        return next((found for key in keys if (found := self.record.given(key, sample.prompt))), None)
+        return None if self.record is None else self.record.given({**self.key, "index": index}, sample.prompt)
 
     def _add(self, new: Sequence[tuple[int, Answer]]) -> None:
         if self.record is not None and new:
-            self.record.add_all([({**self.keys[0], "index": index}, answer) for index, answer in new])
+            self.record.add_all([({**self.key, "index": index}, answer) for index, answer in new])
 
     def _single(self, asked: Sequence[Asked]) -> Iterator[tuple[int, Answer]]:
         for index, sample in asked:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import lce
 from lce.files import open_regular
 from lce.lab.eval.metrics import METRICS
+from lce.lab.eval.naming import described
 from lce.lab.eval.record import Lines, text_hash
 from lce.lab.eval.sample import Sample
-from lce.lab.eval.spelling import described
 from lce.lab.eval.watching import Look, PerHead, States, Watch
 from lce.methods import Observed
 from lce.methods.mass import Judge

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lce.errors import UsageError, nearest, shown
+from lce.lab.eval.naming import knob_values
 from lce.lab.eval.running import MODES, WHOLE, Shard, check_contexts, evaluate
 from lce.lab.eval.scores import Score
-from lce.lab.eval.spelling import knob_values
 from lce.lab.eval.tasks import TASKS, Task
 from lce.lab.eval.tasks.making import samples
 

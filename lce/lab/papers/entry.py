@@ -2,92 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+import dataclasses
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from lce.lab.papers.setting import Setting
+import lce
+from lce.errors import UsageError, nearest
+from lce.lab.papers.measures import (
+    WITHIN,
+    Answers,
+    Choices,
+    Distances,
+    Found,
+    Measure,
+    Operations,
+    Perplexity,
+    Published,
+    Speed,
+)  # fmt: skip
+from lce.lab.papers.setting import Cell, Number, Row, Setting
 
-Number = float | str  # a number of a paper; a text where it printed none: ">100", "OOM"
-NOT_AT_HAND = "not at hand"
-
-
-@dataclass(frozen=True)
-class OfWindow:
-    """A knob as a part of the window: `OfWindow(64)` is W // 64, `OfWindow(4, 3)` is 3 W // 4; at least 1."""
-
-    parts: int
-    of_them: int = 1
-
-    def __call__(self, window: int) -> int:
-        return max(1, self.of_them * window // self.parts)
-
-
-@dataclass(frozen=True)
-class Arm:
-    """A row: a method with its knobs and RoPE scaling.
-
-    `rope` scales RoPE by the length over the window, as the papers' baselines do. `paper` has the paper's numbers by
-    what they are and the length as a multiple of the window, 0 where they have no length; None: not at hand.
-    """
-
-    name: str
-    method: str
-    knobs: Mapping[str, Any] = field(default_factory=dict)
-    rope: str | None = None
-    paper: Mapping[tuple[str, float], Number] | None = None
-
-    def sized(self, window: int) -> dict[str, Any]:
-        """The knobs for a model of this window."""
-        return {key: value(window) if isinstance(value, OfWindow) else value for key, value in self.knobs.items()}
-
-    def number(self, label: str, multiple: float) -> Number | None:
-        """The paper's number; None for a cell that the paper does not have."""
-        if self.paper is None:
-            return NOT_AT_HAND
-        return self.paper.get((label, multiple), self.paper.get((label, 0)))
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One number of ours beside the paper's, with its 95% interval where there is one.
-
-    `length` is in tokens, 0 where the measure has none; `n` is how many samples, windows or tokens it comes from. No
-    `value`: it cannot be measured, and `note` says why.
-    """
-
-    row: str
-    label: str
-    length: int
-    value: float | None
-    low: float | None = None
-    high: float | None = None
-    n: int | None = None
-    paper: Number | None = None
-    note: str = ""
-
-
-class Measure(Protocol):
-    """A way to measure a row at a length. `data` says what the user can give it to read; nothing: empty."""
-
-    @property
-    def data(self) -> str: ...
-
-    @property
-    def labels(self) -> Sequence[str]:
-        """What the numbers are called."""
-
-    def command(self, arm: Arm, lengths: Sequence[int], setting: Setting) -> str:
-        """The command that measures the same on its own; `lengths` have one RoPE scaling."""
-
-    def cells(self, arm: Arm, lengths: Sequence[int], setting: Setting) -> Iterator[Cell]:
-        """What is measured, length by length, without the paper's numbers."""
-
-    def check(self, arms: Sequence[Arm], lengths: Sequence[int], setting: Setting) -> None:
-        """Raise for what cannot be measured, before any work."""
-
-    def ceiling(self, lengths: Sequence[int], setting: Setting) -> Iterator[Cell]:
-        """What full attention reaches within the window; nothing where that says nothing of the rows."""
+KINDS: dict[str, Callable[..., Measure]] = {
+    "answers": Answers, "perplexity": Perplexity, "choices": Choices, "found": Found, "operations": Operations,
+    "distances": Distances, "speed": Speed, "published": Published,
+}  # fmt: skip
+Run = Callable[[str, int], Any]  # runs a command, with so many tokens of prose for its FILE; returns its JSON
 
 
 @dataclass(frozen=True)
@@ -102,7 +44,7 @@ class Entry:
     id: str
     title: str
     paper: str
-    arms: tuple[Arm, ...]
+    rows: tuple[Row, ...]
     measures: tuple[Measure, ...]
     multiples: tuple[float, ...] = ()
     claim: str = ""
@@ -116,7 +58,7 @@ class Entry:
         return self.same or (self.suite is not None and bool(setting.data))
 
     def difference(self, setting: Setting) -> str:
-        """How what runs differs from what the paper measured, and what --data would change."""
+        """Say how what runs differs from what the paper measured, and what --data would change."""
         data = ", ".join(setting.data)
         if self.suite is not None and data:
             return f"the paper's data, in {data}"
@@ -126,61 +68,96 @@ class Entry:
             return known
         return f"{known}, on {data}" if data else f"{known}; --data takes {readers[0].data}"
 
-    @property
-    def reads_data(self) -> bool:
-        """Whether --data changes what is measured."""
-        return self.suite is not None or any(measure.data for measure in self.measures)
-
     def chosen(self, setting: Setting) -> Sequence[Measure]:
-        """What is measured in this setting: the paper's own data where it is given and the entry can read it."""
+        """Return what is measured in this setting: the paper's own data where it is given and can be read."""
         return (self.suite,) if self.suite is not None and setting.data else self.measures
 
     def lengths(self, setting: Setting) -> list[int]:
-        """In tokens: those asked for, or the paper's multiples of the window; 0 for measures without a length."""
+        """Return the lengths in tokens: those asked for, or the paper's; 0 for measures without a length."""
         if not self.multiples:
             return [0]
         return list(setting.lengths or (round(multiple * setting.window) for multiple in self.multiples))
 
     def commands(self, setting: Setting) -> list[str]:
-        """The commands that the entry stands for, each once; one a length where the length scales RoPE."""
-        lines = []
-        for arm in self.arms:
-            lengths = self.lengths(setting)
-            groups = [lengths] if arm.rope is None else [[length] for length in lengths]
-            lines += [measure.command(arm, group, setting) for measure in self.chosen(setting) for group in groups]
-        return list(dict.fromkeys(lines))
+        """Return the commands that the entry stands for, each once."""
+        lengths = self.lengths(setting)
+        found = [m.commands(row, lengths, setting) for row in self.rows for m in self.chosen(setting)]
+        return list(dict.fromkeys(command for commands in found for command in commands))
 
     def unmatched(self, setting: Setting) -> dict[str, dict[str, Number]]:
-        """The paper's numbers that no cell of this run stands beside, by row and what they are."""
+        """Return the paper's numbers that no cell of this run stands beside, by row and what they are."""
         shown = {label for measure in self.chosen(setting) for label in measure.labels}
-        rows = {
-            arm.name: {label: x for (label, _), x in (arm.paper or {}).items() if label not in shown}
-            for arm in self.arms
-        }
-        return {name: row for name, row in rows.items() if row}
+        rows: dict[str, Any] = {row.name: row.paper or {} for row in self.rows}
+        rows = {name: {label: x[label] for label in x if label not in shown} for name, x in rows.items()}
+        return {name: numbers for name, numbers in rows.items() if numbers}
 
     def check(self, setting: Setting) -> None:
-        """Raise for what cannot run, before any work: `UsageError` for knobs and lengths, `DataError` for files."""
-        setting.check(self)
-        for measure in self.chosen(setting):
-            measure.check(self.arms, self.lengths(setting), setting)
+        """Raise `UsageError` for knobs that no row has, for rows that the window does not allow, and for idle data."""
+        if setting.data and self.suite is None and not any(measure.data for measure in self.measures):
+            raise UsageError(f"{self.id} reads no data; leave --data {setting.data[0]} out")
+        if setting.lengths and not self.multiples:
+            raise UsageError(f"{self.id} has no lengths; leave --lengths out")
+        names = {row.method for row in self.rows}
+        known = {name: {field.name for field in dataclasses.fields(lce.methods.find(name))} for name in names}
+        for key in setting.knobs:
+            name, dot, knob = key.partition(".")
+            if dot and name not in names:
+                raise UsageError(f"-o {key}: {self.id} does not run {name!r}; {nearest(name, names)}")
+            if not any((knob if dot else key) in known[each] for each in ([name] if dot else names)):
+                valid = sorted(set().union(*known.values()))
+                raise UsageError(f"-o {key}: no row of {self.id} has this knob; {nearest(knob or key, valid)}")
+        for row in self.rows:
+            setting.method(row)
 
-    def run(self, setting: Setting) -> Iterator[Cell]:
-        """Every cell with the paper's number: what full attention reaches within the window, then row by row."""
-        lengths = self.lengths(setting)
-        for measure in self.chosen(setting):
-            yield from measure.ceiling(lengths, setting)
-        for arm in self.arms:
+    def run(self, setting: Setting, run: Run) -> Iterator[Cell]:
+        """Yield every cell with the paper's number, row by row; what full attention reaches within the window first."""
+        lengths, measured = self.lengths(setting), set[Measure]()
+        for row in self.rows:
             for measure in self.chosen(setting):
-                for cell in measure.cells(arm, lengths, setting):
-                    yield replace(cell, paper=arm.number(cell.label, cell.length / setting.window))
+                for command in measure.commands(row, lengths, setting):
+                    tokens = measure.text_tokens(lengths, setting)
+                    found = _ceiling_once(measure, command, lambda asked: run(asked, tokens), measured)  # noqa: B023
+                    if isinstance(found, UsageError):
+                        assert isinstance(measure, Answers)
+                        label = measure.label(str(found).partition(":")[0])
+                        note = f"not within the window: {found}"
+                        yield Cell(WITHIN, label, setting.window, None, note=note)
+                        found = run(f"{command} --no-ceiling", tokens)
+                    for cell in measure.cells(row, found, setting):
+                        multiple = cell.length / setting.window
+                        paper = None if cell.row == WITHIN else row.number(cell.label, multiple, self.multiples)
+                        yield replace(cell, paper=paper)
 
 
-def by_length(label: str, multiples: Sequence[float], *values: Number) -> dict[tuple[str, float], Number]:
-    """A row of numbers, one a length."""
-    return {(label, multiple): value for multiple, value in zip(multiples, values, strict=True)}
+def _ceiling_once(measure: Measure, command: str, run: Callable[[str], Any], measured: set[Measure]) -> Any:
+    """Run a command; of tasks made here, the first has the ceiling. Return the error where the ceiling has no text."""
+    if not isinstance(measure, Answers):
+        return run(command)
+    if measure in measured:
+        return run(f"{command} --no-ceiling")
+    measured.add(measure)
+    try:
+        return run(command)
+    except UsageError as error:
+        if not any("--no-ceiling" in note for note in getattr(error, "__notes__", [])):
+            raise
+        return error
 
 
-def at_once(**values: Number) -> dict[tuple[str, float], Number]:
-    """Numbers without a length, by their labels with _ for spaces."""
-    return {(label.replace("_", " "), 0): value for label, value in values.items()}
+def read_entries() -> Iterator[Entry]:
+    """Read the entries of `tables.toml`."""
+    text = Path(__file__).with_name("tables.toml").read_text(encoding="utf-8")
+    for entry in tomllib.loads(text)["entry"]:
+        printed = entry.pop("printed", None)
+        rows = tuple(Row(**row) for row in entry.pop("rows"))
+        measures = [dict(each) for each in entry.pop("measures")]
+        if printed:
+            measures[0]["printed"] = {name: tuple(text.splitlines()) for name, text in printed.items()}
+        suite = _measure(entry.pop("suite")) if "suite" in entry else None
+        multiples = tuple(entry.pop("multiples", ()))
+        yield Entry(**entry, rows=rows, measures=tuple(map(_measure, measures)), multiples=multiples, suite=suite)
+
+
+def _measure(given: Mapping[str, Any]) -> Measure:
+    values = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items() if name != "kind"}
+    return KINDS[given["kind"]](**values)

@@ -1,82 +1,63 @@
-"""How an entry is measured: by answers, perplexity, operations, distances, or time."""
+"""How an entry is measured: the commands of `lce` that measure it, and which cells their JSON makes."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from random import Random
-from typing import ClassVar
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar
 
 import lce
-from lce.errors import UsageError
-from lce.lab.eval import perplexity
-from lce.lab.eval.prose import sentences
-from lce.lab.eval.record import Record
+from lce.lab.eval.perplexity import STRIDE
+from lce.lab.eval.published import find
+from lce.lab.eval.published.running import Benchmark
 from lce.lab.eval.report import fails
-from lce.lab.eval.suite import Suite, make_tasks
-from lce.lab.papers.entry import Arm, Cell
-from lce.lab.papers.setting import Setting
+from lce.lab.eval.scores import Score
+from lce.lab.papers.setting import Cell, Row, Setting
 
-Matrix = list[list[int | None]]
-WITHIN = Arm("full, within the window", "full")
+WITHIN = "full, within the window"
 
 
-def listed(lengths: Sequence[int]) -> str:
-    """Lengths as an option takes them."""
-    return ",".join(map(str, lengths))
+class Measure(ABC):
+    """A way to measure a row. `data` says what the user can give it to read; nothing: empty."""
 
-
-def load_each(arms: Sequence[Arm], lengths: Sequence[int], setting: Setting) -> None:
-    """Raise where the model cannot be loaded for one of the rows: without its maps, for example."""
-    for arm in arms:
-        setting.engine(arm, max(lengths))
-
-
-def contents(length: int, setting: Setting) -> list[tuple[str, str]]:
-    """The user's texts with their names, or one of `length` tokens or some more that is made here."""
-    return setting.once(("contents", length), lambda: _contents(length, setting))
-
-
-def _contents(length: int, setting: Setting) -> list[tuple[str, str]]:
-    if setting.data:
-        read = setting.tool("read_text")
-        return [(path, read(path)) for path in setting.data]
-    tokenizer, prose, text, n_tokens = setting.engine(WITHIN, 0).tokenizer, sentences(Random(setting.seed)), "", 0
-    while n_tokens < length:  # counted again for each tenth, so that the time is that of ten or so readings
-        more = 100 + len(text) // 1000
-        text = " ".join([text, *(next(prose) for _ in range(more))]).strip()
-        n_tokens = len(tokenizer.encode(text, bos=False))
-    return [("prose", text)]
-
-
-def texts(length: int, setting: Setting) -> list[perplexity.Text]:
-    """The same as token ids; what is made here has `length` of them."""
-
-    def made() -> list[perplexity.Text]:
-        engine = setting.engine(WITHIN, 0)
-        found = [perplexity.Text.of(engine, *content) for content in contents(length, setting)]
-        return found if setting.data else [perplexity.Text(text.name, text.ids[:length]) for text in found]
-
-    return setting.once(("texts", length), made)
-
-
-class WithoutCeiling:
-    """A measure whose numbers need none of full attention within the window beside them, and that reads no data."""
+    suffix: ClassVar[str] = ""  # of the file beside the record that keeps what this measures
+    labels: tuple[str, ...] = ()  # what the numbers are called
 
     @property
     def data(self) -> str:
         return ""
 
-    def check(self, arms: Sequence[Arm], lengths: Sequence[int], setting: Setting) -> None:
-        pass
+    @abstractmethod
+    def words(self, lengths: Sequence[int], setting: Setting) -> list[str]:
+        """Return the words of the command, without the row's options."""
 
-    def ceiling(self, lengths: Sequence[int], setting: Setting) -> Iterator[Cell]:
-        return iter(())
+    @abstractmethod
+    def cells(self, row: Row, found: Any, setting: Setting) -> Iterator[Cell]:
+        """Make the cells of what the command prints under `--json`."""
+
+    def commands(self, row: Row, lengths: Sequence[int], setting: Setting) -> list[str]:
+        """Return the commands that measure a row: one, or one a length where the length scales RoPE."""
+        groups = [lengths] if row.rope is None else [[length] for length in lengths]
+        return [
+            " ".join([*self.words(group, setting), *setting.recorded(self.suffix), *setting.options(row, group[0])])
+            for group in groups
+        ]
+
+    def text_tokens(self, lengths: Sequence[int], setting: Setting) -> int:
+        """Return how many tokens of prose stand in for `--text FILE`; 0 for none."""
+        return 0
+
+
+def listed(lengths: Sequence[int]) -> str:
+    """Return lengths as an option takes them."""
+    return ",".join(map(str, lengths))
 
 
 @dataclass(frozen=True)
-class Answers:
+class Answers(Measure):
     """The mean scores of tasks made here. `called` is what the paper calls its tasks that they stand for."""
 
     tasks: tuple[str, ...]
@@ -84,164 +65,233 @@ class Answers:
     called: tuple[str, ...] = ()
 
     @property
-    def data(self) -> str:
-        return ""
-
-    @property
-    def labels(self) -> tuple[str, ...]:
+    def labels(self) -> tuple[str, ...]:  # type: ignore[override]
         return self.called or self.tasks
 
-    def command(self, arm: Arm, lengths: Sequence[int], setting: Setting) -> str:
-        words = [f"lce eval run --task {','.join(self.tasks)}"]
-        words += [f"--filler {self.filler}"] * (self.filler != "prose")
-        words += [f"--lengths {listed(lengths)} --samples {setting.samples} --seed {setting.seed}"]
-        words += setting.recorded()
-        return f"{' '.join(words)} {setting.options(arm, lengths[0])}"
+    def words(self, lengths: Sequence[int], setting: Setting) -> list[str]:
+        filler = ["--filler", self.filler] * (self.filler != "prose")
+        words = ["lce eval run --task", ",".join(self.tasks), *filler, "--lengths", listed(lengths)]
+        return [*words, f"--samples {setting.samples} --seed {setting.seed}"]
 
-    def cells(self, arm: Arm, lengths: Sequence[int], setting: Setting) -> Iterator[Cell]:
-        for task in range(len(self.tasks)):
-            for length in lengths:
-                yield self._cell(arm, task, length, setting)
+    def cells(self, row: Row, found: Any, setting: Setting) -> Iterator[Cell]:
+        for each in found:
+            score = Score(**{field.name: each[field.name] for field in fields(Score)})
+            reason = fails(score) if each["ceiling"] else None
+            note = "" if reason is None else f"tells methods apart nowhere: {reason} within the window"
+            name = WITHIN if each["ceiling"] else row.name
+            span = (score.mean, score.low, score.high, score.samples)
+            yield Cell(name, self.label(each["task"]), each["length"], *span, note=note)
 
-    def check(self, arms: Sequence[Arm], lengths: Sequence[int], setting: Setting) -> None:
-        load_each(arms, lengths, setting)
-        setting.kept(Record)
-        for task in make_tasks(self.tasks):
-            self._suite(setting).made(setting.engine(WITHIN, 0), task, min(lengths))
-
-    def ceiling(self, lengths: Sequence[int], setting: Setting) -> Iterator[Cell]:
-        suite = self._suite(setting)
-        for index, task in enumerate(make_tasks(self.tasks)):
-            try:
-                length = suite.ceiling_length(setting.engine(WITHIN, 0), task, lengths)
-            except UsageError as error:
-                yield Cell(
-                    WITHIN.name, self.labels[index], setting.window, None, note=f"not within the window: {error}"
-                )
-                continue
-            yield self._cell(WITHIN, index, length, setting, ceiling=True)
-
-    def _suite(self, setting: Setting) -> Suite:
-        return Suite(setting.samples, setting.seed, self.filler)
-
-    def _cell(self, arm: Arm, index: int, length: int, setting: Setting, *, ceiling: bool = False) -> Cell:
-        task, label = make_tasks(self.tasks)[index], self.labels[index]
-        record = setting.kept(Record)
-        about = {"checkpoint": setting.model} | ({"ceiling": True} if ceiling else {})
-        with setting.advancing(f"{arm.name}, {label} at {length:,}") as advance:
-            score = self._suite(setting).evaluate(
-                setting.engine(arm, length), task, length, record=record, about=about, progress=advance
-            )
-        reason = fails(score) if ceiling else None
-        note = "" if reason is None else f"tells methods apart nowhere: {reason} within the window"
-        return Cell(arm.name, label, length, score.mean, score.low, score.high, score.samples, note=note)
-
-
-PASS_KEYS = Answers(("passkey_published",), "noise", ("pass keys",))
+    def label(self, task: str) -> str:
+        """Return what the paper calls a task."""
+        return self.labels[self.tasks.index(task)]
 
 
 @dataclass(frozen=True)
-class Operations(WithoutCeiling):
-    """The figures of cost that a method's paper states, for the model's sizes: see `Method.paper_figures`."""
-
-    labels: tuple[str, ...]  # of the figures, in the method's order
-
-    def command(self, arm: Arm, lengths: Sequence[int], setting: Setting) -> str:
-        return f"lce plan --operations --tokens {setting.window} {setting.options(arm, lengths[0])}"
-
-    def cells(self, arm: Arm, lengths: Sequence[int], setting: Setting) -> Iterator[Cell]:
-        options = {name: setting.loading[name] for name in ("window", "dtype") if name in setting.loading}
-        found = lce.operations(setting.model, setting.method(arm), tokens=setting.window, **options).paper_figures
-        for name, figure in zip(self.labels, found, strict=True):
-            yield Cell(
-                arm.name, name, 0, figure.value, note=f"{figure.text} ({figure.where})" if figure.where else figure.text
-            )
-
-
-@dataclass(frozen=True)
-class Distances(WithoutCeiling):
-    """The share of a figure's cells that are as printed: which keys are attended, and at which distances."""
-
-    tokens: int
-    window: int
-    printed: Callable[[str], Matrix]  # the figure's cells, by the name of the row
-    labels: ClassVar = ("equal cells",)
-
-    def command(self, arm: Arm, lengths: Sequence[int], setting: Setting) -> str:
-        knobs = "".join(f" -o {key}={value}" for key, value in arm.knobs.items())
-        return f"lce explain {arm.method} --tokens {self.tokens} --window {self.window}{knobs}"
-
-    def cells(self, arm: Arm, lengths: Sequence[int], setting: Setting) -> Iterator[Cell]:
-        method = lce.methods.make(arm.method, arm.knobs)
-        rows = setting.tool("explain")(method, tokens=self.tokens, window=self.window).rows()
-        pairs = [
-            pair
-            for ours, theirs in zip(rows, self.printed(arm.name), strict=True)
-            for pair in zip(ours, theirs, strict=True)
-        ]
-        yield Cell(arm.name, self.labels[0], 0, sum(a == b for a, b in pairs) / len(pairs), n=len(pairs))
-
-
-@dataclass(frozen=True)
-class Speed(WithoutCeiling):
-    """Seconds of a prefill, the median; the interval is the fastest and the slowest run."""
-
-    labels: ClassVar = ("prefill seconds",)
-
-    def command(self, arm: Arm, lengths: Sequence[int], setting: Setting) -> str:
-        return f"lce bench --lengths {listed(lengths)} --repeats {setting.samples} {setting.options(arm, lengths[0])}"
-
-    def cells(self, arm: Arm, lengths: Sequence[int], setting: Setting) -> Iterator[Cell]:
-        options = {name: value for name, value in setting.loading.items() if name != "threads"}
-        for length in lengths:
-            with setting.advancing(f"{arm.name} at {length:,}") as advance:
-                report = setting.tool("bench")(
-                    setting.model, setting.method(arm), lengths=length, repeats=setting.samples, new_tokens=1,
-                    seed=setting.seed, progress=advance, **options,
-                )  # fmt: skip
-            speed = report.rows[0].prefill
-            median, low, high = (length / tokens_per_s for tokens_per_s in (speed.median, speed.high, speed.low))
-            note = "the interval is the fastest and the slowest run"
-            yield Cell(arm.name, self.labels[0], length, median, low, high, setting.samples, note=note)
-
-
-@dataclass(frozen=True)
-class Perplexity(WithoutCeiling):
-    """The perplexity of texts in windows that slide by `stride` tokens; `scored` tokens of each count.
-
-    The texts are the user's, or prose that is made here. Losses are recorded beside the answers, in FILE.perplexity.
-    """
+class Perplexity(Measure):
+    """The perplexity of texts in windows that slide over them; `scored` tokens of each count."""
 
     scored: str = "all"
-    stride: int = perplexity.STRIDE
-    labels: ClassVar = ("perplexity",)
+    labels = ("perplexity",)
+    suffix = ".perplexity"
 
     @property
     def data(self) -> str:
         return "texts, such as those of PG19, in the place of prose that is made here"
 
-    def command(self, arm: Arm, lengths: Sequence[int], setting: Setting) -> str:
-        words = ["lce eval perplexity", *(f"--text {shlex.quote(path)}" for path in setting.data or ["FILE"])]
-        words += [f"--lengths {listed(lengths)} --windows {setting.samples} --scored {self.scored}"]
-        words += setting.recorded(".perplexity")
-        return f"{' '.join(words)} {setting.options(arm, lengths[0])}"
+    def words(self, lengths: Sequence[int], setting: Setting) -> list[str]:
+        texts = [f"--text {shlex.quote(path)}" for path in setting.data or ["FILE"]]
+        size = ["--lengths", listed(lengths), "--windows", str(setting.samples), "--scored", self.scored]
+        return ["lce eval perplexity", *texts, *size]
 
-    def check(self, arms: Sequence[Arm], lengths: Sequence[int], setting: Setting) -> None:
-        load_each(arms, lengths, setting)
-        setting.kept(perplexity.Losses, ".perplexity")
-        perplexity.ends(self._texts(lengths, setting), max(lengths), self.stride)
+    def commands(self, row: Row, lengths: Sequence[int], setting: Setting) -> list[str]:
+        """Return the commands; windows of one length end where those of the longest do."""
+        found = super().commands(row, lengths, setting)
+        return found if len(found) == 1 else [f"{command} --longest {max(lengths)}" for command in found]
 
-    def cells(self, arm: Arm, lengths: Sequence[int], setting: Setting) -> Iterator[Cell]:
-        record = setting.kept(perplexity.Losses, ".perplexity")
-        for length in lengths:
-            engine = setting.engine(arm, length)
-            with setting.advancing(f"{arm.name}, perplexity at {length:,}") as advance:
-                found = perplexity.windows(
-                    engine, self._texts(lengths, setting), length=length, longest=max(lengths),
-                    stride=self.stride, scored=self.scored, most=setting.samples, record=record,
-                    about={"checkpoint": setting.model}, progress=advance,
-                )  # fmt: skip
-            yield Cell(arm.name, self.labels[0], length, found.perplexity, found.low, found.high, found.samples)
+    def cells(self, row: Row, found: Any, setting: Setting) -> Iterator[Cell]:
+        for x in found:
+            yield Cell(row.name, "perplexity", x["length"], x["perplexity"], x["low"], x["high"], x["samples"])
 
-    def _texts(self, lengths: Sequence[int], setting: Setting) -> list[perplexity.Text]:
-        return texts(max(lengths) + self.stride * (setting.samples - 1), setting)
+    def text_tokens(self, lengths: Sequence[int], setting: Setting) -> int:
+        return max(lengths) + STRIDE * (setting.samples - 1)
+
+
+@dataclass(frozen=True)
+class Choices(Measure):
+    """What heads choose when they answer: whether the best chunk, or one of the five best, has the fact; the share of
+    chunks that some head chooses, and how unevenly (Gini's coefficient).
+    """
+
+    labels = ("hit@1", "hit@5", "cover", "Gini")
+    suffix = ".looks"
+
+    def words(self, lengths: Sequence[int], setting: Setting) -> list[str]:
+        size = f"--lengths {listed(lengths)} --samples {setting.samples} --seed {setting.seed}"
+        return ["lce eval selection --task passkey", size]
+
+    def cells(self, row: Row, found: Any, setting: Setting) -> Iterator[Cell]:
+        for one in found:
+            for label, name in zip(self.labels, ("hit1", "hit5", "cover", "gini"), strict=True):
+                note = "" if one[name] is not None else "no fact lay among the chunks to choose from"
+                yield Cell(row.name, label, one["length"], one[name], n=one["samples"], note=note)
+
+
+@dataclass(frozen=True)
+class Found(Measure):
+    """The share of the best tokens by exact scores that low-dim scores find, on average over layers, and the share of
+    layers above 0.9. `queries` are looked at, spread over the second half of a text.
+    """
+
+    queries: int = 32
+    labels = ("recall", "layers above 0.9")
+    suffix = ".looks"
+
+    @property
+    def data(self) -> str:
+        return "a text, in the place of prose that is made here"
+
+    def words(self, lengths: Sequence[int], setting: Setting) -> list[str]:
+        text = shlex.quote(setting.data[0]) if setting.data else "FILE"
+        size = f"--lengths {listed(lengths)} --queries {self.queries} --by-layer"
+        return ["lce eval selection --text", text, size]
+
+    def cells(self, row: Row, found: Any, setting: Setting) -> Iterator[Cell]:
+        for one in found:
+            shares = [share for (share,) in one["by_layer"].get("found", ())]
+            if not shares:
+                yield Cell(row.name, "recall", one["length"], None, note="all tokens are chosen; take a longer text")
+                continue
+            for label, values in zip(self.labels, (shares, [x > 0.9 for x in shares]), strict=True):
+                yield Cell(row.name, label, one["length"], sum(values) / len(values), n=len(values))
+
+    def text_tokens(self, lengths: Sequence[int], setting: Setting) -> int:
+        return max(lengths)
+
+
+@dataclass(frozen=True)
+class Operations(Measure):
+    """The figures of cost that a method's paper states, for the model's sizes: see `Method.paper_figures`."""
+
+    labels: tuple[str, ...] = ()  # of the figures, in the method's order
+
+    def words(self, lengths: Sequence[int], setting: Setting) -> list[str]:
+        return ["lce plan --operations --tokens", str(setting.window)]
+
+    def commands(self, row: Row, lengths: Sequence[int], setting: Setting) -> list[str]:
+        options = setting.options(row, 0, only=("window", "dtype"))
+        return [" ".join([*self.words(lengths, setting), *options])]
+
+    def cells(self, row: Row, found: Any, setting: Setting) -> Iterator[Cell]:
+        for label, figure in zip(self.labels, found["operations"]["paper_figures"], strict=True):
+            where = f" ({figure['where']})" if figure["where"] else ""
+            yield Cell(row.name, label, 0, figure["value"], note=f"{figure['text']}{where}")
+
+
+@dataclass(frozen=True)
+class Distances(Measure):
+    """The share of a figure's cells that are as printed: which keys are attended, and at which distances.
+
+    `printed` has a line a query by the name of the row, with a dot for a key that is not attended.
+    """
+
+    tokens: int
+    window: int
+    printed: dict[str, tuple[str, ...]]
+    labels = ("equal cells",)
+
+    def words(self, lengths: Sequence[int], setting: Setting) -> list[str]:
+        return [f"--tokens {self.tokens} --window {self.window}"]
+
+    def commands(self, row: Row, lengths: Sequence[int], setting: Setting) -> list[str]:
+        knobs = [f"-o {key}={value}" for key, value in row.knobs.items()]
+        return [" ".join(["lce explain", row.method, *self.words(lengths, setting), *knobs])]
+
+    def cells(self, row: Row, found: Any, setting: Setting) -> Iterator[Cell]:
+        ours = ["." if x is None else str(x) for line in found["distances"] for x in line]
+        theirs = [x for line in self.printed[row.name] for x in line.split()]
+        equal = sum(a == b for a, b in zip(ours, theirs, strict=True))
+        yield Cell(row.name, "equal cells", 0, equal / len(ours), n=len(ours))
+
+
+@dataclass(frozen=True)
+class Speed(Measure):
+    """Seconds of a prefill, the median; the interval is the fastest and the slowest run."""
+
+    labels = ("prefill seconds",)
+
+    def words(self, lengths: Sequence[int], setting: Setting) -> list[str]:
+        size = f"--lengths {listed(lengths)} --repeats {setting.samples} --new-tokens 1 --seed {setting.seed}"
+        return ["lce bench", size]
+
+    def commands(self, row: Row, lengths: Sequence[int], setting: Setting) -> list[str]:
+        return [" ".join([*self.words(lengths, setting), *setting.options(row, 0)])]
+
+    def cells(self, row: Row, found: Any, setting: Setting) -> Iterator[Cell]:
+        for each in found["rows"]:
+            length, speed = each["length"], each["prefill"]
+            median, low, high = (length / speed[name] for name in ("median", "high", "low"))
+            note = "the interval is the fastest and the slowest run"
+            yield Cell(row.name, self.labels[0], length, median, low, high, setting.samples, note=note)
+
+
+@dataclass(frozen=True)
+class Published(Measure):
+    """Tasks of a published benchmark, or all of them, in the user's copy. Lengths that are asked for cut the prompts.
+
+    `average` is what the paper calls the mean over the tasks, where it has that alone. `most` is the best score.
+    """
+
+    suite: str
+    tasks: tuple[str, ...] = ()
+    average: str = ""
+    most: float = 100.0
+
+    @property
+    def data(self) -> str:
+        suite = find(self.suite)
+        return f"your copy of {suite.title}: {suite.layout}, as published at {suite.data}"
+
+    @property
+    def labels(self) -> tuple[str, ...]:  # type: ignore[override]
+        if self.average:
+            return (self.average,)
+        return self.tasks or tuple(task.name for task in find(self.suite).tasks)
+
+    def words(self, lengths: Sequence[int], setting: Setting) -> list[str]:
+        limits = [f"--max-length {lengths[0]}"] * bool(setting.lengths)
+        limits += [f"--samples {setting.limit}"] * (setting.limit is not None)
+        return ["lce eval published", self.suite, "--data", shlex.quote(setting.data[0]), *limits]
+
+    def commands(self, row: Row, lengths: Sequence[int], setting: Setting) -> list[str]:
+        """Return a command a length; where the length scales RoPE and none is given, one a task, by its longest."""
+        if row.rope is not None and not setting.lengths and not self.average:
+            groups: list[tuple[tuple[str, ...], list[int]]] = [
+                ((task,), [length]) for task, length in self._longest(setting).items()
+            ]
+        else:
+            groups = [(self.tasks, [length]) for length in setting.lengths or [0]]
+        found = []
+        for tasks, group in groups:
+            named = [f"--task {','.join(tasks)}"] * bool(tasks)
+            options = [*setting.recorded(self.suffix), *setting.options(row, group[0])]
+            found.append(" ".join([*self.words(group, setting), *named, *options]))
+        return found
+
+    def _longest(self, setting: Setting) -> dict[str, int]:
+        """Return the tokens of each task's longest prompt with its answer."""
+        benchmark = Benchmark(find(self.suite), Path(setting.data[0]), samples=setting.limit)
+        engine = lce.load(setting.model, "full", **setting.loading)
+        made = {task: benchmark.prompted(engine, task) for task in benchmark.tasks(self.tasks)}
+        return {task.name: task.max_tokens + max(each.n_tokens for each in found) for task, found in made.items()}
+
+    def cells(self, row: Row, found: Any, setting: Setting) -> Iterator[Cell]:
+        tasks, share = [each for each in found if "task" in each], self.most / 100
+        length = tasks[0]["max_length"] or 0
+        if self.average:
+            mean = sum(each["score"] for each in tasks) / len(tasks)
+            yield Cell(row.name, self.average, length, share * mean, n=sum(each["samples"] for each in tasks))
+            return
+        for each in tasks:
+            mean, low, high = (share * each[name] for name in ("score", "low", "high"))
+            yield Cell(row.name, each["task"], length, mean, low, high, each["samples"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import fcntl
 import json
@@ -15,39 +14,38 @@ import pytest
 
 import lce
 from lce.errors import CapacityError, DataError, LceError
-from lce.lab.eval.passkey import evaluate
 from lce.lab.eval.perplexity import Loss, Losses
 from lce.lab.eval.record import Answer, Record, text_hash
-from lce.lab.eval.spelling import spellings, without_new
+from tests.asking import pass_keys
 from tests.command import assert_error, run, start
 from tests.interrupts import interrupted, places
 
 
 def test_an_interrupted_evaluation_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, file = lce.load("demo"), tmp_path / "answers"
-    whole = evaluate(engine, length=200, n=6)
+    whole = pass_keys(engine, 200, 6)
 
     def interrupt(done: int, n: int) -> None:
         if done == 4:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        evaluate(engine, length=200, n=6, record=Record(file), progress=interrupt)
+        pass_keys(engine, 200, 6, record=Record(file), progress=interrupt)
     file.write_bytes(file.read_bytes()[:-9])  # the fourth answer was cut short
     asked = []
     generate = type(engine).generate
     monkeypatch.setattr(
         type(engine), "generate", lambda self, prompt, **kw: asked.append(prompt) or generate(self, prompt, **kw)
     )
-    assert evaluate(engine, length=200, n=6, record=Record(file)) == whole
+    assert pass_keys(engine, 200, 6, record=Record(file)) == whole
     assert len(asked) == 3
-    assert evaluate(engine, length=200, n=6, record=Record(file)) == whole
+    assert pass_keys(engine, 200, 6, record=Record(file)) == whole
     assert len(asked) == 3
     assert len(file.read_text().splitlines()) == 6
     for other in ({"seed": 1}, {"n": 5}, {"length": 201}, {"filler": "noise"}):
-        evaluate(engine, **{"length": 200, "n": 6, "record": Record(file)} | other)
+        pass_keys(engine, **{"length": 200, "n": 6, "record": Record(file)} | other)
     assert len(asked) == 3 + 6 + 5 + 6 + 6
-    evaluate(lce.load("demo", method="streaming"), length=200, n=6, record=Record(file))
+    pass_keys(lce.load("demo", method="streaming"), 200, 6, record=Record(file))
     assert len(asked) == 3 + 6 + 5 + 6 + 6 + 6
 
 
@@ -75,7 +73,7 @@ LINE = json.dumps({**SAMPLE, "right": True}) + "\n"
 
 def test_the_texts_are_kept(tmp_path: Path) -> None:
     engine, file = lce.load("demo"), tmp_path / "answers"
-    evaluate(engine, length=100, n=2, record=Record(file))
+    pass_keys(engine, 100, 2, record=Record(file))
     for line in map(json.loads, file.read_text().splitlines()):
         assert line["answer"].strip().startswith(line["expected"]) == line["right"]
         assert len(line["expected"]) == 5
@@ -89,55 +87,6 @@ def test_an_answer_to_another_prompt_is_not_given(tmp_path: Path) -> None:
     assert Record(file).given(SAMPLE, "the prompt") == answer
     assert Record(file).given(SAMPLE, "another prompt") is None
     assert Record(file).given({**SAMPLE, "index": 2}, "the prompt") is None
-
-
-def test_lines_without_texts_are_read(tmp_path: Path) -> None:
-    (tmp_path / "answers").write_text(LINE)
-    assert Record(tmp_path / "answers").given(SAMPLE, "any prompt") == Answer(True)
-
-
-def test_the_published_answers_are_readable() -> None:
-    record = Record(Path(lce.__file__).parent.parent / "benchmarks" / "answers.jsonl")
-    assert record.values("task") == {"passkey"}
-    assert len(record.values("engine")) >= 9
-
-
-def test_a_knob_that_came_later_does_not_change_what_was_asked(tmp_path: Path) -> None:
-    """The line was written when `longheads` had no `placement` and no `share`."""
-    engine, file = lce.load("demo", "longheads"), tmp_path / "answers"
-    evaluate(engine, length=100, n=1, record=Record(file))
-    text = file.read_text()
-    older = text.replace("placement='side_by_side', ", "").replace("share='head', ", "")
-    assert len(older) < len(text)
-    file.write_text(older)
-    evaluate(engine, length=100, n=1, record=Record(file))
-    assert file.read_text() == older, "not asked again"
-    evaluate(lce.load("demo", lce.methods.LongHeads(share="group")), length=100, n=1, record=Record(file))
-    assert len(file.read_text().splitlines()) == 2
-
-
-def test_a_knob_that_came_later_counts_where_the_method_has_no_plain_defaults(tmp_path: Path) -> None:
-    """`esa` needs maps, which no defaults have. The line was written when it had no `top_p`."""
-    file, engines = tmp_path / "answers", [lce.load("demo", lce.methods.ESA(top_p=p)) for p in (None, 0.5)]
-    evaluate(engines[0], length=100, n=1, record=Record(file))
-    file.write_text(file.read_text().replace(", top_p=None", ""))
-    for engine in engines:
-        evaluate(engine, length=100, n=1, record=Record(file))
-    lines = file.read_text().splitlines()
-    assert ["top_p" in line.partition('"engine": ')[2].partition("window=")[0] for line in lines] == [False, True]
-
-
-def test_the_published_answers_are_those_of_todays_methods() -> None:
-    """Of methods that got knobs since, `dca` one whose default depends on the window."""
-    record = Record(Path(lce.__file__).parent.parent / "benchmarks" / "answers.jsonl")
-    for name in ("dca", "longheads", "streaming"):
-        engine = lce.load("demo", name)
-        spelled = [spelling["engine"] for spelling in spellings(record, engine)]
-        assert len(record.values("engine") & set(spelled)) == 1
-    text, line = "X(a=1, b=None, c=3)", "X(a=1)"
-    owner = dataclasses.make_dataclass("X", [("a", int, 1), ("b", int | None, None), ("c", int, 3)])
-    assert without_new(text, line, owner(1, None, 3), owner()) == line
-    assert without_new(text, line, owner(1, None, 3), owner(c=4)) == "X(a=1, c=3)"
 
 
 @pytest.mark.parametrize("cut", [*range(0, len(LINE), 7), len(LINE) - 1])
@@ -225,7 +174,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_model_is_asked(
     engine, asked = lce.load("demo"), []
     monkeypatch.setattr(type(engine), "generate", lambda *_, **__: asked.append(1))
     with pytest.raises(LceError, match="cannot write"):
-        evaluate(engine, length=100, n=1, record=Record(tmp_path / "none" / "answers"))
+        pass_keys(engine, 100, 1, record=Record(tmp_path / "none" / "answers"))
     assert asked == []
 
 

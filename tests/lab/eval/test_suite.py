@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import lce
-from lce.lab.eval.passkey import evaluate
 from lce.lab.eval.record import Record
 from lce.lab.eval.running import Shard
 from lce.lab.eval.suite import Suite, make_tasks
@@ -40,14 +39,6 @@ def test_what_is_as_usual_is_not_in_a_setting() -> None:
         "questions": 4,
     }  # fmt: skip
     assert Suite(filler="noise").setting(TASKS["pairs"](), 100)["filler"] == "none"
-
-
-def test_passkeys_are_the_same_samples_under_both_names(tiny_model: Path, tmp_path: Path) -> None:
-    record, engine = Record(tmp_path / "record"), lce.load(tiny_model, "streaming")
-    first = evaluate(engine, length=200, n=3, record=record)
-    second = Suite(samples=3).evaluate(engine, TASKS["passkey"](), 200, record=record)
-    assert (first.accuracy, first.low, first.high) == (second.mean, second.low, second.high)
-    assert len(record.path.read_text().splitlines()) == 3
 
 
 @pytest.mark.parametrize("mode", ["single", "turns"])

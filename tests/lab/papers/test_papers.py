@@ -1,0 +1,162 @@
+"""Every table and figure: its rows, its commands, what it makes of their results, and that it runs at toy size."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lce
+from lce.errors import UsageError
+from lce.lab.papers import ENTRIES, Entry, Row, Setting, find
+from lce.lab.papers.measures import WITHIN, Answers, Perplexity, Published
+from lce.lab.papers.setting import NOT_AT_HAND
+from lce.methods import make
+from lce.methods.lowdim import LearnedFor, LowDimMap, LowDimMaps
+from lce.methods.map_file import save_maps
+from tests.checkpoints import save_tiny
+from tests.command import run
+from tests.lab.eval.published.layouts import write
+
+# One of each kind of measure; the others have the same with other rows, and dca:figure3 measures the machine.
+QUICK = ("longheads:table3", "longheads:reach", "dca:figure2", "dca:figure4", "esa:table5", "esa:figure2")
+LENGTHS = {"dca:figure3": "64", "dca:table2": "80"}
+CHUNKS = Row("chunks", "longheads", {"chunk_size": "W/16", "chunks": 8}, paper={"x": [64, ">100"], "y": 3.0})
+SCALED = Row("scaled", "full", rope="linear")
+ENTRY = Entry("dca:table0", "", "", (CHUNKS, SCALED), (Answers(("pairs",), called=("x",)),), (1, 2.5))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of one layer, with maps for `esa`."""
+    folder = save_tiny(tmp_path_factory.mktemp("one-layer"), num_hidden_layers=1)
+    engine = lce.load(folder)
+    maps = LowDimMaps([LowDimMap.unbiased(torch.randn(64, 16), torch.randn(32, 16))])
+    save_maps(maps, folder / "esa_maps.safetensors", LearnedFor(engine.fingerprint, 16, 32, engine.window, engine.rope))
+    return folder
+
+
+def reproduced(id: str, model: Path, *options: object) -> dict[str, Any]:
+    result = run("reproduce", id, "--model", model, "--samples", "1", "--quiet", "--json", *options)
+    assert result.exit_code == 0, result.stderr
+    return dict(json.loads(result.stdout))
+
+
+@pytest.mark.parametrize("id", [pytest.param(id, marks=[pytest.mark.slow] * (id not in QUICK)) for id in ENTRIES])
+def test_every_entry_runs(id: str, model: Path) -> None:
+    entry = ENTRIES[id]
+    own = ["-o", "low_dim=16"] if any(row.method == "esa" for row in entry.rows) else []
+    lengths = ["--lengths", LENGTHS.get(id, "300")] if entry.multiples else []
+    found = reproduced(id, model, *lengths, *own)
+    assert found["id"] == id
+    assert all(command.startswith("lce ") for command in found["commands"])
+    assert {row.name for row in entry.rows} <= {cell["row"] for cell in found["cells"]}
+    for cell in found["cells"]:
+        assert cell["label"] in {label for measure in entry.measures for label in measure.labels}
+        assert cell["value"] is not None or cell["note"]
+        assert cell["low"] is None or cell["low"] <= cell["value"] <= cell["high"]
+
+
+def test_the_papers_numbers_stand_beside_ours() -> None:
+    assert [CHUNKS.number("x", multiple, (1, 2.5)) for multiple in (1, 2.5, 3)] == [64, ">100", None]
+    assert (CHUNKS.number("y", 0, ()), CHUNKS.number("z", 1, (1,))) == (3.0, None)
+    assert SCALED.number("x", 1, (1,)) == NOT_AT_HAND
+    for id in ("dca:figure1", "dca:figure2"):
+        cells = reproduced(id, Path("demo"))["cells"]
+        assert [(cell["value"], cell["paper"], cell["n"]) for cell in cells] == [(1.0, 1.0, 144)] * len(cells)
+
+
+def test_knobs_follow_the_window_and_the_users_fill_in_the_rest(tiny_model: Path) -> None:
+    setting = Setting(str(tiny_model), knobs={"chunks": "4", "longheads.share": "group", "eps": "1"})
+    assert setting.method(CHUNKS) == make("longheads", {"chunk_size": 4, "chunks": 8, "share": "group"})
+    wide = Setting(str(tiny_model), loading={"device": "auto", "window": 256, "spill_dir": "a b"}, record="a b")
+    options = " ".join(wide.options(CHUNKS, 300))
+    assert options == (
+        f"--model {tiny_model} --method longheads -o chunk_size=16 -o chunks=8 --window 256 --spill-dir 'a b'"
+    )
+    assert wide.recorded(".looks") == ["--record", "'a b.looks'"]
+
+
+def test_rows_that_scale_rope_have_a_command_a_length(tiny_model: Path) -> None:
+    setting = Setting(str(tiny_model), samples=2)
+    assert setting.scaling(SCALED, 64) == {}
+    made = "lce eval run --task pairs --lengths {} --samples 2 --seed 0 --model {} --method {}"
+    assert ENTRY.commands(setting) == [
+        made.format("64,160", tiny_model, "longheads -o chunk_size=4 -o chunks=8"),
+        made.format("64", tiny_model, "full"),
+        made.format("160", tiny_model, "full --rope linear --rope-factor 2.5"),
+    ]
+    assert all("--longest 160" in command for command in Perplexity().commands(SCALED, [64, 160], setting))
+    assert ENTRY.unmatched(setting) == {"chunks": {"y": 3.0}}
+
+
+def test_what_full_attention_reaches_is_asked_once(tiny_model: Path) -> None:
+    asked = []
+    cell = {"task": "pairs", "length": 64, "samples": 2, "mean": 0.5, "low": 0.1, "high": 0.9, "interval": "Wilson"}
+    cell |= {"read_bytes": None, "prompt_tokens": None, "chance": 0.5, "ceiling": False}
+
+    def answer(command: str, _: int) -> list[dict[str, Any]]:
+        asked.append(command)
+        return [{**cell, "ceiling": len(asked) == 1}, cell]
+
+    cells = list(ENTRY.run(Setting(str(tiny_model)), answer))
+    assert ["--no-ceiling" in command for command in asked] == [False, True, True]
+    assert [(x.row, x.label, x.paper) for x in cells[:2]] == [(WITHIN, "x", None), ("chunks", "x", 64)]
+    assert cells[0].note.startswith("tells methods apart nowhere: `full` scores 0.50")
+
+
+def test_a_ceiling_without_room_is_a_note(tiny_model: Path) -> None:
+    found = reproduced("longheads:figure5", tiny_model, "--lengths", "300")["cells"]
+    named = [(cell["row"], cell["value"], cell["note"][:31]) for cell in found if cell["row"] == WITHIN]
+    assert named == [(WITHIN, None, "not within the window: passkey:")]
+
+
+def test_the_users_data_takes_the_place_of_the_nearest_measure(model: Path, tmp_path: Path) -> None:
+    """Lengths cut the prompts; without any, RoPE is scaled to the longest prompt."""
+    entry, theirs = find("esa:table5"), Setting(str(model), data=[str(tmp_path)], limit=1)
+    assert (entry.is_same(Setting(str(model))), entry.is_same(theirs)) == (False, True)
+    assert entry.difference(theirs) == f"the paper's data, in {tmp_path}"
+    for task in ("math_find", "passkey"):
+        write(tmp_path, "infinitebench", task)
+    measure = Published("infinitebench", ("passkey", "math_find"))
+    (command,) = measure.commands(CHUNKS, [0], theirs)
+    made = f"lce eval published infinitebench --data {tmp_path} --samples 1 --task passkey,math_find --model {model} "
+    assert command.startswith(made)
+    found = json.loads(run(*shlex.split(command)[1:], "--json", "--quiet").stdout)
+    cells = list(measure.cells(CHUNKS, found, theirs))
+    assert [(cell.label, cell.value) for cell in cells] == [(each["task"], each["score"]) for each in found]
+    (mean,) = Published("infinitebench", measure.tasks, average="mean", most=1.0).cells(CHUNKS, found, theirs)
+    assert mean.value == pytest.approx(sum(cell.value or 0.0 for cell in cells) / 200)
+    scaled = measure.commands(SCALED, [0], theirs)
+    assert [float(command.partition("--rope-factor ")[2]) > 1 for command in scaled] == [True, True]
+    (command,) = measure.commands(CHUNKS, [0], Setting(str(model), data=["x"], lengths=(40,)))
+    assert "--max-length 40" in command
+
+
+def test_a_record_is_resumed(tiny_model: Path, tmp_path: Path) -> None:
+    args = ("dca:figure4", tiny_model, "--lengths", "300", "--record", tmp_path / "answers")
+    first = reproduced(*args)
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert set(files) == {"answers", "answers.perplexity"}
+    assert reproduced(*args) == first
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
+
+
+def test_what_no_row_can_use_is_refused(tiny_model: Path) -> None:
+    ENTRY.check(Setting(str(tiny_model), knobs={"placement": "true", "longheads.rank": "last"}))
+    for knobs, words in (
+        ({"sinks": "4"}, "no row of dca:table0 has this knob"),
+        ({"esa.eps": "1"}, "does not run 'esa'"),
+        ({"longheads.rnak": "last"}, "did you mean 'rank'"),
+        ({"rank": "best"}, "rank=best"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            ENTRY.check(Setting(str(tiny_model), knobs=knobs))
+    with pytest.raises(UsageError, match="has no lengths"):
+        find("dca:figure1").check(Setting(str(tiny_model), lengths=[64]))
+    with pytest.raises(UsageError, match="did you mean 'dca:table1'"):
+        find("dca:tabel1")
