@@ -16,7 +16,7 @@ import lce
 from lce.errors import CapacityError, UsageError
 from lce.system import wait_passively
 from lce.terminal import figures, inspecting, options, work
-from lce.terminal.bench import ReportOutput
+from lce.terminal.bench import ReportOutput, report_options
 from lce.terminal.chat import ChatLoop, chat_prompt_options
 from lce.terminal.contexts import Chosen, ask, ends
 from lce.terminal.evaluation import evaluation
@@ -181,7 +181,7 @@ def info(file: str, model: str | None, output: Output) -> None:
 @option("--seed", type=int, default=0, help="The same seed makes the same texts.")
 @option("--profile", is_flag=True, help="Also show where a decode step's and a prefill block's time goes.")
 @options.loading_options
-@options.report_options
+@report_options
 def bench(model: str, methods: list[lce.Method], loading: dict[str, Any], output: ReportOutput, **what: Any) -> None:
     """Measure prefill and decode, for some methods at some lengths, beside what the machine can do.
 

@@ -6,13 +6,15 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
+from click import option
 
 from lce.files import named, write_whole
 from lce.progress import silence
 from lce.sizes import size_text
+from lce.terminal import options
 from lce.terminal.output import Output
 
 if TYPE_CHECKING:
@@ -27,39 +29,38 @@ class ReportOutput:
     quiet: bool
 
     def __post_init__(self) -> None:
+        if self.json_file == "":
+            raise click.UsageError("--json needs a file, or - for stdout")
+        if self.json_file != "-":
+            options.new_file(self.json_file, force=True)
         silence(self.quiet)
-
-    @property
-    def output(self) -> Output:
-        return Output(json=self.json_file == "-", quiet=self.quiet)
 
     def run(self, bench: Bench) -> None:
         """Run a benchmark and write its report; also what was measured before an error or Ctrl-C."""
-        output, longest = self.output, max(bench.lengths)
+        output, longest = Output(json=self.json_file == "-", quiet=self.quiet), max(bench.lengths)
         beyond = next((line for each in bench.subjects.values() if (line := each.engine.beyond(longest))), None)
         try:
             with output.noting(beyond), output.bar("bench", " runs") as bar:
                 bench.run(bar)
         finally:
             if (report := bench.report).rows:
-                self.write(report)
-
-    def write(self, report: Report) -> None:
-        content = report_object(report)
-        self.output.object(content)
-        self.output.text(*report_lines(report))
-        if self.json_file is not None and self.json_file != "-":
-            write_whole(Path(self.json_file), json.dumps(content, indent=1).encode() + b"\n")
-            self.output.figures(f"lce: wrote {named(self.json_file)}")
+                content = dataclasses.asdict(report)  # times in seconds, sizes in bytes
+                output.object(content)
+                output.text(*report_lines(report))
+                if self.json_file not in (None, "-"):
+                    write_whole(Path(self.json_file), json.dumps(content, indent=1).encode() + b"\n")
+                    output.figures(f"lce: wrote {named(self.json_file)}")
 
 
-def report_object(report: Report) -> dict[str, Any]:
-    """A report as JSON has it: every field, times in seconds, sizes in bytes."""
-    return dataclasses.asdict(report)
+report_options = options.packed(
+    "output", ReportOutput,
+    option("--json", "json_file", metavar="FILE|-", help="Write JSON to this file, or - to stdout and no table."),
+    options.quiet_option, options.debug_option,
+)  # fmt: skip
 
 
 def report_lines(report: Report) -> list[str]:
-    """A report as Markdown: the setting, the ceilings, a row for each method and length, and where the time goes."""
+    """Return a report as Markdown: setting, ceilings, a row for each method and length, and where the time goes."""
     best, runs = report.ceilings, f"{report.repeats} run{'s' if report.repeats > 1 else ''}"
     setting = f"{report.model}, {report.dtype} on {report.device}, window {report.window:,}; lce {report.version}"
     return [
@@ -89,19 +90,19 @@ def _row(row: Row) -> str:
 
 
 def _spread(spread: Spread) -> str:
-    """`101 (98.2 to 103)`."""
+    """Return `101 (98.2 to 103)`."""
     if spread.low == spread.high:
         return _number(spread.median)
     return f"{_number(spread.median)} ({_number(spread.low)} to {_number(spread.high)})"
 
 
 def _number(x: float) -> str:
-    """Three figures: `1,622`, `40.7`, `0.316`."""
+    """Return three figures: `1,622`, `40.7`, `0.316`."""
     return f"{x:,.0f}" if x >= 1000 else f"{x:#.3g}".rstrip(".")
 
 
 def _profile(report: Report) -> list[str]:
-    """Where the time of a step goes, in milliseconds and shares."""
+    """Return where the time of a step goes, in milliseconds and shares."""
     if not report.profile:
         return []
     names = list(report.profile[0].seconds)
@@ -117,12 +118,3 @@ def _step(times: StepTimes) -> str:
     shares = " | ".join(f"{s / times.total_s:.0%}" for s in times.seconds.values())
     what = f"{times.step}, {times.tokens:,} token{'s' if times.tokens > 1 else ''}"
     return f"| `{times.method}` | {times.length:,} | {what} | {_number(1000 * times.total_s)} | {shares} |"
-
-
-def report_output(json_file: str | None, quiet: bool) -> ReportOutput:
-    """The options --json and --quiet of `lce bench`; a file that cannot be written is refused before any work."""
-    from lce.terminal.options import new_file
-
-    if json_file == "":
-        raise click.UsageError("--json needs a file, or - for stdout")
-    return ReportOutput(json_file if json_file == "-" else new_file(json_file, force=True), quiet)

@@ -7,12 +7,15 @@ from typing import Any
 
 import lce
 from lce.errors import CapacityError
-from lce.terminal.options import planning_of
+
+PLANNED = (  # the options of `lce.load` that `lce.plan` has too
+    "device", "dtype", "weights", "block", "window", "kv_device_budget", "kv_host_budget", "spill_dir", "kv_dtype"
+)  # fmt: skip
 
 
 def check_capacity(model: str, methods: Sequence[lce.Method], tokens: int, loading: Mapping[str, Any]) -> None:
     """Raise `CapacityError` for the first method with which `tokens` tokens do not fit; `loading` is for `lce.load`."""
     for method in methods:
-        refusal = lce.plan(model, method, tokens=tokens, **planning_of(loading)).refusal
-        if refusal is not None:
-            raise CapacityError(refusal)
+        planned = lce.plan(model, method, tokens=tokens, **{name: loading[name] for name in PLANNED})
+        if planned.refusal is not None:
+            raise CapacityError(planned.refusal)

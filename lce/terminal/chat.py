@@ -152,7 +152,7 @@ class ChatLoop:
 
 
 chat_prompt_options = options.packed(
-    "prompt", read_chat, *options._PROMPT,
+    "prompt", read_chat, *options.PROMPT,
     option("--chat", is_flag=True, help="Ask in the model's chat format; the prompt is a user's message."),
     option("--system", metavar="TEXT", help="The system message of a chat."),
     option("--messages", metavar="FILE", help="Messages of a chat: a JSON list of role and content; - is stdin."),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from lce.errors import LceError, UsageError
 from lce.files import check_folder, check_target, named
 from lce.sizes import count
 from lce.system import default_threads
-from lce.terminal.bench import report_output
 from lce.terminal.contexts import Chosen
 from lce.terminal.exits import DEBUG
 from lce.terminal.methods import methods_of
@@ -55,10 +54,6 @@ class Counts(Count):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return [super(Counts, self).convert(text, param, ctx) for text in str(value).split(",")]
 
-
-PLANNED = (
-    "device", "dtype", "weights", "block", "window", "kv_device_budget", "kv_host_budget", "spill_dir", "kv_dtype"
-)  # fmt: skip
 
 COUNT, INDEX, COUNTS = Count(), Count(least=0), Counts()
 
@@ -274,7 +269,7 @@ _SAMPLING = (
     option("--seed", type=int, help="The same seed draws the same tokens."),
     option("--stop", multiple=True, metavar="TEXT", help="End the text before this; repeatable."),
 )
-_PROMPT = (
+PROMPT = (
     argument("text", required=False),
     option("--prompt", "-p", metavar="TEXT|-", help="The text to read, as TEXT is; - is stdin."),
     option("--prompt-file", "-f", metavar="FILE", help="A UTF-8 file with the text; - is stdin."),
@@ -314,14 +309,14 @@ _PUBLISHED = (
     option("--shard", default="0/1", metavar="I/N", help="Ask the I-th of N parts, counted from 0."),
 )  # fmt: skip
 _JSON = option("--json", is_flag=True, help="Print JSON on stdout, and nothing else there.")
-_QUIET = option("--quiet", is_flag=True, help="No progress and no figures on stderr; notes and errors remain.")
+quiet_option = option("--quiet", is_flag=True, help="No progress and no figures on stderr; notes and errors remain.")
 _FORCE = option("--force", is_flag=True, help="Replace a file that exists.")
 debug_option = option(
     "--debug", is_flag=True, expose_value=False, callback=_note_debug, help="Show an error's traceback."
 )
 
-prompt_options = packed("prompt", read_prompt, *_PROMPT)
-later_prompt_options = packed("prompt", Prompt, *_PROMPT)
+prompt_options = packed("prompt", read_prompt, *PROMPT)
+later_prompt_options = packed("prompt", Prompt, *PROMPT)
 named_options = packed("named", _named, argument("method"), _KNOBS)
 method_options = packed("method", _method, _METHOD, _KNOBS)
 chosen_options = packed("chosen", Chosen, _CHOSEN, _KNOBS)
@@ -332,14 +327,9 @@ benchmark_options = packed("benchmark", _benchmark, argument("suite"), *_PUBLISH
 sampling_options = packed("sampling", _sampling, *_SAMPLING)
 loading_options = packed("loading", _loading, *_COMPUTING, *_ATTENTION, *_BUDGETS, _THREADS)
 planning_options = packed("planning", dict, *_COMPUTING, *_BUDGETS)
-output_options = packed("output", Output, _JSON, _QUIET, debug_option)
-quiet_options = packed("output", Output, _QUIET, debug_option)
+output_options = packed("output", Output, _JSON, quiet_option, debug_option)
+quiet_options = packed("output", Output, quiet_option, debug_option)
 json_options = packed("output", Output, _JSON, debug_option)
-report_options = packed(
-    "output", report_output,
-    option("--json", "json_file", metavar="FILE|-", help="Write JSON to this file, or - to stdout and no table."),
-    _QUIET, debug_option,
-)  # fmt: skip
 
 
 def asked_options(n: int) -> Decorator:
@@ -352,11 +342,6 @@ def asked_options(n: int) -> Decorator:
         option("--seed", type=int, default=0, help="The same seed makes the same texts."),
         option("--filler", default="prose", metavar="prose|noise|essays:DIR", help="What facts are hidden in."),
     )  # fmt: skip
-
-
-def planning_of(loading: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of `lce.plan` among those of `lce.load`."""
-    return {name: loading[name] for name in PLANNED}
 
 
 def target_options(name: str, help: str, *, required: bool = True) -> Decorator:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 import lce
-from lce.terminal.capacity import check_capacity
-from lce.terminal.options import PLANNED
+from lce.terminal.capacity import PLANNED, check_capacity
 
 
 def test_the_first_method_that_does_not_fit_is_refused(tiny_model: Path, tmp_path: Path) -> None:
