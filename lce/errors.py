@@ -52,7 +52,7 @@ class WindowWarning(UserWarning):
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """The end of a message about an unknown name: `did you mean 'x'? valid: a, b, x`.
+    """Return the end of a message about an unknown name: `did you mean 'x'? valid: a, b, x`.
 
     A name is suggested if one slip of three or more letters gives it, as `esb` for `esa`, or if `name` begins it.
     """
@@ -65,7 +65,7 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 
 
 def shown(value: object, most: int = 120) -> str:
-    """A value that a file or a caller gave, as messages show it: on one line, escaped, at most about `most` long."""
+    """Return a value that a file or a caller gave as messages show it: on one line, escaped, about `most` at most."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = short.maxlong = most
     short.maxlevel = 2

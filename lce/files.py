@@ -25,7 +25,7 @@ MAX_JSON_VALUES = 1_000_000  # in it; an entry of added_tokens_decoder has 12
 
 
 def path_of(path: object, what: str = "the path") -> Path:
-    """A path that files may have."""
+    """Return a path that a user gives. Raises `UsageError` for one that no file can have."""
     if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
         raise UsageError(f"{what} is {shown(path)}; expected a str or a pathlib.Path")
     text = os.fspath(path)
@@ -39,7 +39,7 @@ def path_of(path: object, what: str = "the path") -> Path:
 
 
 def open_regular(path: str | Path, error: type[LceError] = DataError, *, follow: bool = True) -> int:
-    """A descriptor to read a regular file. Never waits: folders, FIFOs, devices and sockets are refused.
+    """Return a descriptor to read a regular file. Never waits: folders, FIFOs, devices and sockets are refused.
 
     Raises `error` for those, and for a file that cannot be opened; so for a symbolic link unless `follow`.
     """
@@ -91,7 +91,7 @@ def check_folder(path: str | Path) -> None:
 
 
 def named(path: str | Path) -> str:
-    """A path as messages show it: as it is where it is printable and short, else escaped and shortened.
+    """Return a path as messages show it: as it is where it is printable and short, else escaped and shortened.
 
     What it gives stays as it is when it is given again.
     """
@@ -115,7 +115,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """A file to write in, which takes the name `path` once the block ends, and not after an error or a crash."""
+    """Yield a file to write in; it takes the name `path` once the block ends, and not after an error or a crash."""
     check_target(path)
     sweep(path)
     draft = draft_path(path)
@@ -144,7 +144,7 @@ def lock(descriptor: int, path: Path) -> None:
 
 
 def draft_path(target: Path) -> Path:
-    """A temporary name beside `target`, which `sweep` recognises."""
+    """Return a temporary name beside `target`, which `sweep` recognises."""
     return target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 
@@ -179,12 +179,12 @@ def sync_folder(folder: Path) -> None:
 
 
 def unwritable(name: str | Path, error: OSError) -> CapacityError:
-    """The error for a file that cannot be written."""
+    """Return the error for a file that cannot be written."""
     return CapacityError(f"cannot write {named(name)}: {error.strerror}; free some space or name another place")
 
 
 def read_file(path: Path, most: int = MAX_FILE_BYTES) -> bytes | None:
-    """The bytes of a checkpoint's file, None if there is none.
+    """Return the bytes of a checkpoint's file, None if there is none.
 
     Raises ModelError, without reading, for a file of over `most` bytes, and for what is no regular file.
     """
@@ -209,7 +209,7 @@ def _read_up_to(file: BinaryIO, count: int) -> bytes:
 
 
 def read_object(path: Path, most: int = MAX_FILE_BYTES) -> dict[str, Any]:
-    """The object in a checkpoint's JSON file, empty if there is no file; otherwise as `read_file`."""
+    """Return the object in a checkpoint's JSON file, empty if there is no file; otherwise as `read_file`."""
     raw = read_file(path, most)
     if raw is None:
         return {}
@@ -228,7 +228,7 @@ class JsonError(ValueError):
 
 
 def parse_json(raw: bytes, most: int, *, unique: bool = False) -> Any:
-    """The value of a JSON text of which nothing is trusted. Raises `JsonError`.
+    """Return the value of a JSON text of which nothing is trusted. Raises `JsonError`.
 
     A text with more than `most` values and names is refused before it is parsed: each takes up to about 100 bytes of
     memory. With `unique`, so is an object that has a name twice.

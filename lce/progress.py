@@ -17,24 +17,24 @@ _silent = False
 
 
 def silence(silent: bool = True) -> None:
-    """No more notices: `--quiet`."""
+    """Print no more notices: `--quiet`."""
     global _silent
     _silent = silent
 
 
 def notice(text: str) -> None:
-    """One line on stderr about what a run spends its time on."""
+    """Return one line on stderr about what a run spends its time on."""
     if not _silent:
         print(f"lce: {text}", file=sys.stderr)
 
 
 def nothing(done: int, total: int) -> None:
-    """Progress that nobody looks at."""
+    """Ignore progress that nobody asked for."""
 
 
 @contextmanager
 def reported(progress: Progress | bool | None, label: str, unit: str = " tok") -> Iterator[Progress]:
-    """The callback that a user's `progress=` asks for: for True a bar on stderr, in Jupyter a widget."""
+    """Return the callback that a user's `progress=` asks for: for True a bar on stderr, in Jupyter a widget."""
     check_progress(progress)
     if progress is not True:
         yield progress or nothing
@@ -54,7 +54,7 @@ def reported(progress: Progress | bool | None, label: str, unit: str = " tok") -
 
 
 def stages(progress: StageProgress | bool | None) -> StageProgress:
-    """As `reported`, for work in stages: one bar after another, each from its first call to its last."""
+    """Return a callback for work in stages, like `reported`: one bar after another."""
     check_progress(progress)
     if progress is not True:
         return progress or (lambda stage, done, total: None)

@@ -15,7 +15,7 @@ MOST = 1 << 60  # nothing that is counted is more
 
 
 def in_bytes(size: object, what: str) -> int:
-    """`8 << 30`, "8GiB", "8G" or "512 MiB" in bytes. For anything else raises `UsageError`; the size is called `what`.
+    """Read a size in bytes: `8 << 30`, "8GiB", "8G" or "512 MiB". Else raises `UsageError`, which calls it `what`.
 
     All units are powers of 1024: "8G", "8GB" and "8GiB" are the same.
     """
@@ -29,8 +29,9 @@ def in_bytes(size: object, what: str) -> int:
 
 
 def count(value: object, what: str, least: int = 1) -> int:
-    """`4096`, "4096" or "4k" as a number of things; "4k" is 4096. For anything else, and for less than `least`, raises
-    `UsageError`; the number is called `what`.
+    """Read a number of things: `4096`, "4096" or "4k", which is 4096.
+
+    Raises `UsageError`, which calls the number `what`, for anything else and for less than `least`.
     """
     match = _COUNT.fullmatch(value.strip()) if isinstance(value, str) else None
     number = int(match[1]) * _factor(match[2]) if match is not None else _whole(value)
@@ -44,13 +45,13 @@ def count(value: object, what: str, least: int = 1) -> int:
 
 
 def _factor(letter: str | None) -> int:
-    """1024 for k, 1024 k for M, and so on; 1 for no letter."""
+    """Return 1024 for k, 1024 k for M, and so on; 1 for no letter."""
     factor: int = 1024 ** ("", "K", "M", "G", "T").index((letter or "").upper())
     return factor
 
 
 def _whole(value: object) -> int | None:
-    """A whole number of any kind, NumPy's too, but no truth value and no text; else None."""
+    """Return a whole number of any kind, NumPy's too, but no truth value and no text; else None."""
     if isinstance(value, bool | str):
         return None
     try:
@@ -60,13 +61,13 @@ def _whole(value: object) -> int | None:
 
 
 def size_text(n_bytes: int) -> str:
-    """Bytes in the largest unit that they fill: `size_text(1536)` is "1.5 KiB"."""
+    """Return the bytes in the largest unit that they fill: `size_text(1536)` is "1.5 KiB"."""
     power = _power(n_bytes)
     return f"{n_bytes / 1024**power:.1f} {UNITS[power]}" if power else f"{n_bytes} B"
 
 
 def enough_text(n_bytes: int) -> str:
-    """The least size that is `n_bytes` or more, as an option takes it: `enough_text(1537)` is "1.6KiB"."""
+    """Return the least size that is `n_bytes` or more, as an option takes it: `enough_text(1537)` is "1.6KiB"."""
     power = _power(n_bytes)
     tenths = -(-10 * n_bytes // 1024**power)
     if tenths == 10 * 1024 and power + 1 < len(UNITS):
@@ -75,5 +76,5 @@ def enough_text(n_bytes: int) -> str:
 
 
 def _power(n_bytes: int) -> int:
-    """Which unit the bytes fill: 0 is bytes, 1 KiB."""
+    """Return which unit the bytes fill: 0 is bytes, 1 KiB."""
     return min(max(0, n_bytes.bit_length() - 1) // 10, len(UNITS) - 1)

@@ -32,7 +32,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that this process can still allocate on a device; None if unknown.
+    """Return the bytes that this process can still allocate on a device; None if unknown.
 
     CPU: the memory that the system calls available, page cache included, within the limits of the control groups. GPU:
     the device's free memory and the memory that PyTorch has reserved but not allocated.
@@ -46,7 +46,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def free_host_memory() -> int | None:
-    """Bytes that this process can still allocate in host memory, as `free_memory` counts them."""
+    """Return the bytes that this process can still allocate in host memory, as `free_memory` counts them."""
     return min((x for x in (_system(), *_groups()) if x is not None), default=None)
 
 
@@ -92,7 +92,7 @@ def _system() -> int | None:
 
 
 def usable_cores() -> int:
-    """How many processor cores this process can keep busy: its affinity, within the quotas of its control groups."""
+    """Return how many cores this process can keep busy: its affinity, within the quotas of its control groups."""
     try:
         cores = len(os.sched_getaffinity(0))
     except (AttributeError, OSError):  # only Linux has it
@@ -101,7 +101,7 @@ def usable_cores() -> int:
 
 
 def default_threads() -> int | None:
-    """How many threads to compute with: what torch would take, but no more than `usable_cores`.
+    """Return how many threads to compute with: what torch would take, but no more than `usable_cores`.
 
     None where the environment says how many.
     """
@@ -124,7 +124,7 @@ def wait_passively() -> None:
 
 
 def peak_memory() -> dict[str, int]:
-    """The most bytes that this process has had so far: resident in memory, and allocated on a GPU if it uses one."""
+    """Return the most bytes that this process has had: resident in memory, and allocated on a GPU if it uses one."""
     unit = 1 if sys.platform == "darwin" else 1024
     peaks = {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     torch = sys.modules.get("torch")
@@ -134,7 +134,7 @@ def peak_memory() -> dict[str, int]:
 
 
 def _groups() -> Iterator[int]:
-    """The memory left under each limit of this process's control groups."""
+    """Yield the memory left under each limit of this process's control groups."""
     for root, path, version in _memberships("memory"):
         if version == 2:
             yield from _group(root, path, "memory.max", "memory.current", "")
@@ -143,7 +143,7 @@ def _groups() -> Iterator[int]:
 
 
 def _quotas() -> Iterator[float]:
-    """The processor cores under each limit of this process's control groups."""
+    """Yield the processor cores under each limit of this process's control groups."""
     for root, path, version in _memberships("cpu"):
         for folder in _folders(root, path):
             if version == 2:
@@ -155,7 +155,7 @@ def _quotas() -> Iterator[float]:
 
 
 def _memberships(controller: str) -> Iterator[tuple[Path, str, int]]:
-    """Where a controller's limits stand: the root, this process's group below it, and the version of control groups."""
+    """Yield where a controller's limits stand: the root, this process's group below it, the control groups' version."""
     for line in _text(MEMBERSHIP).splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -165,13 +165,13 @@ def _memberships(controller: str) -> Iterator[tuple[Path, str, int]]:
 
 
 def _folders(root: Path, path: str) -> list[Path]:
-    """The folders of a group and its parents. A container may not see `path`, but sees `root`."""
+    """Return the folders of a group and its parents. A container may not see `path`, but sees `root`."""
     here = root / path.lstrip("/")
     return [here, *(parent for parent in here.parents if parent.is_relative_to(root))]
 
 
 def _group(root: Path, path: str, limit: str, usage: str, prefix: str) -> Iterator[int]:
-    """The memory left under each limit of a group and its parents."""
+    """Yield the memory left under each limit of a group and its parents."""
     for folder in _folders(root, path):
         bound = _text(folder / limit).strip()
         if not bound.isdecimal() or int(bound) >= UNLIMITED:
@@ -184,7 +184,7 @@ def _group(root: Path, path: str, limit: str, usage: str, prefix: str) -> Iterat
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """The numbers in a file whose lines are a name and a number, by name."""
+    """Return the numbers in a file whose lines are a name and a number, by name."""
     pairs = (line.split()[:2] for line in _text(path).splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
 
@@ -218,5 +218,5 @@ def give_back_freed_memory() -> None:
 
 
 def _glibc(name: str) -> Callable[..., int] | None:
-    """A function of the C library; None where the library does not have it."""
+    """Return a function of the C library; None where the library does not have it."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None

@@ -90,7 +90,7 @@ def check_names(given: Mapping[str, Any], valid: Iterable[str], what: str) -> No
 
 
 def sampling_of(sampling: object, knobs: Mapping[str, Any]) -> Sampling:
-    """A `Sampling`, a mapping of its knobs, or None for the default, with `knobs` changed."""
+    """Return a `Sampling`, a mapping of its knobs, or None for the default, with `knobs` changed."""
     if isinstance(sampling, Mapping):
         check_names(sampling, SAMPLING, "knob of sampling")
         sampling = Sampling(**sampling)
@@ -100,14 +100,14 @@ def sampling_of(sampling: object, knobs: Mapping[str, Any]) -> Sampling:
 
 
 def are_many(prompt: object) -> bool:
-    """Whether this is a list of prompts: texts, or lists of token ids."""
+    """Return whether this is a list of prompts: texts, or lists of token ids."""
     if not isinstance(prompt, list | tuple) or not prompt:
         return False
     return isinstance(prompt[0], str | list | tuple | range) or getattr(prompt[0], "ndim", 0) == 1
 
 
 def ids_of(prompt: object, vocab_size: int) -> list[int]:
-    """A prompt of token ids: integers in a sequence, an array or a tensor. Refuses ids that the model does not have."""
+    """Return a prompt of token ids: integers in a sequence, an array or a tensor. Refuses ids beyond the vocabulary."""
     if isinstance(prompt, bytes | bytearray | memoryview):
         raise UsageError("the prompt is bytes; expected text or token ids: decode it, as prompt.decode() does")
     if isinstance(prompt, Tensor | np.ndarray):
@@ -133,7 +133,7 @@ def _is_whole(x: Tensor | NDArray[Any]) -> bool:
 
 
 def threads_of(number: object) -> int:
-    """A number of threads. Raises `UsageError` for more than any machine has cores."""
+    """Check a number of threads. Raises `UsageError` for more than any machine has cores."""
     threads = count(number, "threads")
     if threads > MOST_THREADS:
         raise UsageError(
@@ -143,12 +143,12 @@ def threads_of(number: object) -> int:
 
 
 def sized(value: object, what: str, least: int) -> int | None:
-    """A number of tokens, or None."""
+    """Return a number of tokens, or None."""
     return None if value is None else count(value, what, least)
 
 
 def budgets_of(device: int | str | None, host: int | str | None, spill_dir: str | Path | None) -> Budgets:
-    """Budgets from a user's sizes. Raises `UsageError` for text that is no size."""
+    """Return the budgets of a user's sizes. Raises `UsageError` for text that is no size."""
     return Budgets(
         None if device is None else in_bytes(device, "kv_device_budget"),
         None if host is None else in_bytes(host, "kv_host_budget"),
@@ -157,7 +157,7 @@ def budgets_of(device: int | str | None, host: int | str | None, spill_dir: str 
 
 
 def dtype_of(name: object, own: Callable[[], torch.dtype]) -> torch.dtype:
-    """The dtype that a user names; "auto" is the checkpoint's `own`."""
+    """Return the dtype that a user names; "auto" is the checkpoint's `own`."""
     if name is None or (isinstance(name, str) and name == "auto"):
         return own()
     if isinstance(name, torch.dtype) and name in DTYPES.values():
@@ -168,7 +168,7 @@ def dtype_of(name: object, own: Callable[[], torch.dtype]) -> torch.dtype:
 
 
 def kv_dtype_of(name: object) -> torch.dtype | None:
-    """The dtype that a user names for keys and values below the device; None for "auto", as the model computes them."""
+    """Return the dtype that a user names for keys and values below the device; None for "auto", the model's own."""
     if name is None or (isinstance(name, str) and name == "auto"):
         return None
     if name is not torch.int8 and not (isinstance(name, str) and name == "int8"):
@@ -177,7 +177,7 @@ def kv_dtype_of(name: object) -> torch.dtype | None:
 
 
 def scaled(rope: RopeConfig, kind: str | None, factor: object) -> RopeConfig:
-    """The checkpoint's RoPE scaling, changed by the user's options."""
+    """Return the checkpoint's RoPE scaling, changed by the user's options."""
     if kind is not None and str(kind) not in ROPE_KINDS:
         raise UsageError(f"unknown rope {shown(kind)}; {nearest(str(kind), ROPE_KINDS)}")
     if factor is not None:
@@ -192,7 +192,7 @@ def scaled(rope: RopeConfig, kind: str | None, factor: object) -> RopeConfig:
 
 
 def backend_of(name: object) -> Attention:
-    """The attention backend that a user names."""
+    """Return the attention backend that a user names."""
     if name is not None and not isinstance(name, str):
         raise UsageError(f"attention is {shown(name)}; expected the name of a backend, or 'auto'")
     return Attention.choose(name or "auto")

@@ -83,7 +83,7 @@ class Conversation(Unique):
     def __init__(
         self, engine: Answering, system: str | None = None, *, context: Context | None = None, length: int | str = 0
     ) -> None:
-        """`length` announces how long the context will become in all; RoPE scaling `dynamic` depends on it.
+        """Begin a conversation. `length` announces how long the context will become in all, for RoPE scaling `dynamic`.
 
         Raises `ModelError` if the model has no chat template.
         """
@@ -100,20 +100,20 @@ class Conversation(Unique):
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The messages so far, with the part of an answer that has come."""
+        """Return the messages so far, with the part of an answer that has come."""
         said, turn = self._past.messages, self._past.turn
         said = said if turn is None or not self._answered(turn) else [*said, *_with_answer(turn)]
         return [dict(message) for message in said]
 
     def ask(self, message: str | Sequence[Mapping[str, str]], **options: Unpack[GenerationOptions]) -> Generation:
-        """The answer to a user's message, or to several messages.
+        """Return the answer to a user's message, or to several messages.
 
         Takes the options of `Engine.generate`, but for `context`.
         """
         return self.stream(message, **options).finish()
 
     def stream(self, message: str | Sequence[Mapping[str, str]], **options: Unpack[GenerationOptions]) -> Stream:
-        """Like `ask`, a piece of text at a time.
+        """Answer like `ask`, a piece of text at a time.
 
         A turn that fails before its answer begins leaves no message behind.
         """
@@ -168,7 +168,7 @@ class Conversation(Unique):
         self._past = _Past([*past.messages, *_with_answer(turn)], text, marks)
 
     def _render(self, messages: Sequence[Mapping[str, str]]) -> ChatText:
-        """What the template writes, behind the tokens before."""
+        """Return what the template writes, behind the tokens before."""
         tokenizer = self.engine.tokenizer
         if not self._before:
             return tokenizer.render_chat(messages)
@@ -201,7 +201,7 @@ class Conversation(Unique):
         return wanted[self._cut(_common(self.context.token_ids, wanted[:-1])) :]
 
     def _mark_of_answer(self, text: str, n_same: int) -> list[tuple[int, int]]:
-        """The mark behind the last answer, if `text` has that answer with other white space around it."""
+        """Return the mark behind the last answer, if `text` has that answer with other white space around it."""
         past = self._past
         if self.context is None or len(past.marks) < 3 or past.marks[-1][1] != len(self.context):
             return []
@@ -227,7 +227,7 @@ class Conversation(Unique):
 
 
 def _as_messages(message: str | Sequence[Mapping[str, str]]) -> list[Any]:
-    """A text is a user's message. The tokenizer checks the rest."""
+    """Return a list of messages; a text is one of the user. The tokenizer checks the rest."""
     if isinstance(message, str):
         return [{"role": "user", "content": message}]
     return list(message) if isinstance(message, Sequence | Mapping) else [message]
@@ -238,7 +238,7 @@ def _with_answer(turn: _Turn) -> list[dict[str, str]]:
 
 
 def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """The length of the longest common beginning."""
+    """Return the length of the longest common beginning."""
     n = min(len(one), len(other))
     if one[:n] == other[:n]:
         return n

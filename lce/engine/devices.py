@@ -20,7 +20,7 @@ Borders = tuple[tuple[int, torch.device], ...]  # the layers from which on anoth
 
 
 def devices_of(name: object) -> tuple[torch.device, ...]:
-    """The devices that a user names: one, or several GPUs in a text with commas or in a list.
+    """Return the devices that a user names: one, or several GPUs in a text with commas or in a list.
 
     Raises `UsageError` for those that this machine does not have, or that cannot hold one model together.
     """
@@ -43,7 +43,7 @@ def devices_of(name: object) -> tuple[torch.device, ...]:
 
 
 def device_of(name: object) -> torch.device:
-    """The device that a user names. Raises `UsageError` for one that this machine does not have."""
+    """Return the device that a user names. Raises `UsageError` for one that this machine does not have."""
     if name is None or (isinstance(name, str) and name == "auto"):
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not isinstance(name, str | torch.device):
@@ -60,7 +60,7 @@ def device_of(name: object) -> torch.device:
 
 
 def borders_of(devices: Sequence[torch.device], n_layers: int, embed_bytes: int, head_bytes: int) -> Borders:
-    """Where to cut `n_layers` layers, so that the longest context fits: see `counts_of`."""
+    """Return where to cut `n_layers` layers, so that the longest context fits: see `counts_of`."""
     if len(devices) > n_layers:
         raise UsageError(f"{len(devices)} devices for {n_layers} layers; expected one layer or more on each device")
     free = [system.free_memory(device) or 0 for device in devices]
@@ -71,7 +71,7 @@ def borders_of(devices: Sequence[torch.device], n_layers: int, embed_bytes: int,
 
 
 def counts_of(free: Sequence[int], n_layers: int) -> list[int]:
-    """How many layers each device gets, one or more, by its free bytes.
+    """Return how many layers each device gets, one or more, by its free bytes.
 
     A layer's weights and its cache take the same of every device. So the longest context fits where the least memory
     that any device has for a layer is largest: each next layer goes to the device that has the most for it.
@@ -86,14 +86,14 @@ def counts_of(free: Sequence[int], n_layers: int) -> list[int]:
 
 
 def layers_text(part: CacheLayout) -> str:
-    """The layers of a device as users read them: `layers 0 to 15`."""
+    """Return the layers of a device as users read them: `layers 0 to 15`."""
     first, last = part.first_layer, part.first_layer + part.n_layers - 1
     return f"layer {first}" if first == last else f"layers {first} to {last}"
 
 
 def at_edges(sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Of weights' bytes by our names, those of the embedding, and those behind the last layer.
+    """Return the bytes of the embedding, and those of the weights behind the last layer; `sizes` are by our names.
 
-    Where the head is the embedding, several devices hold it twice.
+    Where the head is the embedding, several devices hold the embedding twice.
     """
     return sizes["embed"], sizes.get("head", sizes["embed"]) + sizes["norm"]

@@ -52,12 +52,12 @@ class Identity:
 
     @cached_property
     def model(self) -> str:
-        """The fingerprint of the weights and the config."""
+        """Return the fingerprint of the weights and the config."""
         return model_identity(self.fingerprint(), self.weights)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The identity as a manifest holds it: JSON values."""
+        """Return the identity as a manifest holds it: JSON values."""
         knobs = {field.name: getattr(self.method, field.name) for field in dataclasses.fields(self.method)}
         return {
             "model": self.model,
@@ -78,12 +78,12 @@ class Identity:
 
 
 def model_identity(fingerprint: str, weights: str | None) -> str:
-    """A model's identity with rounded weights: another one, so that no context is shared by accident."""
+    """Return a model's identity; rounded weights have another one, so that no context is shared by accident."""
     return fingerprint if weights is None else hashlib.sha256(f"{weights} of {fingerprint}".encode()).hexdigest()
 
 
 def knobs_of(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The knobs in an identity's facts, as `lce.methods.make` takes them: what was read from a file goes by its path.
+    """Return the knobs in an identity's facts, as `lce.methods.make` takes them; maps of a file go by its path.
 
     A knob that no text can give, such as maps made in memory, is left out.
     """
@@ -94,7 +94,7 @@ def knobs_of(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_json(value: object) -> Any:
-    """A knob as JSON. What is no plain value: the file that it was read from, or how it describes itself."""
+    """Return a knob as JSON: a plain value, the file that the knob was read from, or its repr."""
     if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
         return value
     if isinstance(value, FromFile):
@@ -104,7 +104,7 @@ def _as_json(value: object) -> Any:
 
 
 def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What two identities differ in, and what makes them the same; what needs the most work comes first."""
+    """Yield what two identities differ in, and what makes them the same; what needs the most work comes first."""
     if theirs.get("weights") != ours.get("weights"):
         made, here = (_text(facts.get("weights") or "as they are stored") for facts in (theirs, ours))
         remedy = f"give --weights {made}" if theirs.get("weights") else "leave --weights out"
@@ -144,18 +144,18 @@ def _differing(theirs: object, ours: Mapping[str, Any]) -> Iterator[tuple[str, A
 
 
 def _content(value: Any) -> tuple[str, Any]:
-    """What is compared: 1, 1.0 and true differ."""
+    """Return what of a value is compared: 1, 1.0 and true differ."""
     compared = value.get("digest") if isinstance(value, dict) else value
     return type(compared).__name__, compared
 
 
 def _cut(text: str, most: int) -> str:
-    """A text of at most `most` letters, whatever a file holds."""
+    """Return a text of at most `most` letters, whatever a file holds."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _text(value: object) -> str:
-    """A value of a manifest as a user would type it, short and printable whatever it is."""
+    """Return a value of a manifest as a user would type it, short and printable whatever it is."""
     if isinstance(value, dict):
         value = value.get("file") or value.get("digest")
     text = spelled(value) if isinstance(value, str | int | float | None) else ""

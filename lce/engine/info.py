@@ -56,7 +56,7 @@ class ModelInfo:
 
 
 def info(path: str | Path) -> ModelInfo | ContextInfo:
-    """What the folder of a model, the embedded "demo", or a context file holds. Reads headers and small files only.
+    """Describe the folder of a model, the embedded "demo", or a context file. Reads headers and small files only.
 
     Example: `lce.info("document.lce").tokens`. Raises `ModelError` for a folder without a valid model, `DataError` for
     a file that is no context.
@@ -68,7 +68,7 @@ def info(path: str | Path) -> ModelInfo | ContextInfo:
 
 
 def describe_model(model: str | Path) -> ModelInfo:
-    """What the folder `model`, or the embedded "demo", holds. Raises `ModelError` where it is no valid model."""
+    """Return what the folder `model`, or the embedded "demo", holds. Raises `ModelError` where it is no valid model."""
     source = source_of(str(model))
     config = read_config(source)
     shapes = dict(model_class(config).weights(config).values())  # tied weights have one name

@@ -48,7 +48,7 @@ class PrefillJob:
 
     @property
     def draft(self) -> Draft:
-        """The file under work."""
+        """Return the file under work."""
         assert self._draft is not None, "started before use"
         return self._draft
 
@@ -124,7 +124,7 @@ class PrefillJob:
 
 
 def _state_bytes(tensors: Mapping[str, Tensor], manifest: str) -> bytes:
-    """A checkpoint of a job: an ordinary safetensors file."""
+    """Return a checkpoint of a job: an ordinary safetensors file."""
     header = json.dumps({"__metadata__": {"lce": manifest}, **small_entries(tensors)}).encode()
     header += b" " * (-len(header) % 8)
     parts = (
@@ -134,7 +134,7 @@ def _state_bytes(tensors: Mapping[str, Tensor], manifest: str) -> bytes:
 
 
 def _read_state(path: Path, layout: FileLayout, identity: Identity, remedy: str) -> tuple[Manifest, dict[str, Tensor]]:
-    """The last checkpoint of a job: as in a context file, but without rows."""
+    """Return the last checkpoint of a job: as in a context file, but without rows."""
     descriptor = open_regular(path, follow=False)
     try:
         header = read_header(descriptor, path)

@@ -44,7 +44,7 @@ def load(
     spill_dir: str | Path | None = None, kv_dtype: str | torch.dtype | None = "auto", threads: int | None = None,
     weights: str | None = "auto", sharing: Engine | None = None,
 ) -> Engine:  # fmt: skip
-    """An engine over the model folder `model`, or over the embedded "demo".
+    """Return an engine over the model folder `model`, or over the embedded "demo".
 
     - `method`: a name or an instance.
     - `device`, `dtype`: names, or PyTorch's own objects; the `dtype` "auto" is the checkpoint's. Several GPUs share the
@@ -145,7 +145,7 @@ def plan(
     kv_device_budget: int | str | None = None, kv_host_budget: int | str | None = None,
     spill_dir: str | Path | None = None, kv_dtype: str | torch.dtype | None = "auto", weights: str | None = "auto",
 ) -> Plan:  # fmt: skip
-    """What a context of `tokens` tokens needs of each tier, and the longest that fits. Takes options of `load`.
+    """Return what a context of `tokens` tokens needs of each tier, and the longest that fits. Takes options of `load`.
 
     Only config.json is read. The plan counts the weights by their shapes. `dtype` "auto" is the one in config.json,
     float32 where it has none. A method that needs a file of learned maps is planned without the file.
@@ -174,7 +174,7 @@ def planned(
     kv_device_budget: int | str | None = None, kv_host_budget: int | str | None = None,
     spill_dir: str | Path | None = None, kv_dtype: str | torch.dtype | None = "auto", weights: str | None = "auto",
 ) -> Planned:  # fmt: skip
-    """An engine's sizes from config.json alone; see `plan`."""
+    """Return an engine's sizes from config.json alone; see `plan`."""
     source, block, window = source_of(model), sized(block, "block", 1), sized(window, "window", 2)
     config = read_config(source)
     chosen = fitted(method, ModelFacts(source, config, window or config.window, config.rope, plan_only=True))
@@ -190,7 +190,7 @@ def planned(
 def _weight_bytes(
     config: ModelConfig, dtype: torch.dtype, scheme: Scheme | None, stored: Collection[str] = ()
 ) -> dict[str, int]:
-    """Bytes of a model's weights, by our names, in a dtype or rounded."""
+    """Return the bytes of a model's weights, by our names, in a dtype or rounded."""
     family = model_class(config)
     wanted = family.weights(config, stored)
     schemes = family.schemes(config, scheme, stored) if scheme else {}
@@ -201,12 +201,12 @@ def _weight_bytes(
 
 
 def _borders(devices: Sequence[torch.device], config: ModelConfig, sizes: Mapping[str, int]) -> Borders:
-    """From which layers on other devices have them, by what is free on each device now."""
+    """Return from which layers on other devices have the layers, by what is free on each device now."""
     return borders_of(devices, config.n_layers, *at_edges(sizes)) if len(devices) > 1 else ()
 
 
 def _by_tier(config: ModelConfig, layout: CacheLayout, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Bytes of the weights on each device. Where the head is the embedding, the last of several has a copy."""
+    """Return the bytes of the weights on each device. A head that is the embedding counts on the last one too."""
     if layout.borders:
         sizes = {"head": sizes["embed"], **sizes}
     found = dict.fromkeys((part.device_tier for part in layout.by_device), 0)
@@ -216,7 +216,7 @@ def _by_tier(config: ModelConfig, layout: CacheLayout, sizes: Mapping[str, int])
 
 
 def _rounded(weights: object, checkpoint: Checkpoint, device: torch.device) -> Scheme | None:
-    """The scheme of the weights, a user's or the checkpoint's own. Raises `UsageError` where they cannot be had."""
+    """Return the scheme of the weights, a user's or the checkpoint's own. Raises `UsageError` for another one."""
     scheme, manifest = scheme_of(weights), checkpoint.manifest
     own = SCHEMES[manifest.weights] if manifest else None
     if own and scheme and scheme != own:
@@ -237,7 +237,7 @@ def layout_of(
     config: ModelConfig, method: Method, dtype: torch.dtype, device: torch.device, block: int | None, budgets: Budgets,
     kv_dtype: torch.dtype | None = None, borders: Borders = (),
 ) -> CacheLayout:  # fmt: skip
-    """The cache of a model's contexts under a resolved method."""
+    """Return the cache of a model's contexts under a resolved method."""
     return CacheLayout(
         config.n_layers, config.n_heads, config.n_kv_heads, config.head_dim, dtype, device, method.reach, budgets,
         block or method.block, method.state, method.could_keep, kv_dtype=kv_dtype, borders=borders,

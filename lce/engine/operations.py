@@ -53,17 +53,17 @@ class Work:
 
     @property
     def selection(self) -> int | None:
-        """Multiply-adds of choosing: scores, summaries and low-dim maps."""
+        """Return the multiply-adds of choosing: scores, summaries and low-dim maps."""
         return total(self.scores, self.summaries, self.low_dim)
 
     @property
     def operations(self) -> int | None:
-        """Multiply-adds in all."""
+        """Return the multiply-adds in all."""
         return total(self.projections, self.mlp, self.head, self.attention, self.selection)
 
     @property
     def flops(self) -> int | None:
-        """Floating-point operations in all: two a multiply-add."""
+        """Return the floating-point operations in all: two a multiply-add."""
         return None if self.operations is None else 2 * self.operations
 
     @property
@@ -72,7 +72,7 @@ class Work:
 
     @property
     def share(self) -> float | None:
-        """Attention and selection, as a share of plain causal attention."""
+        """Return attention and selection as a share of plain causal attention."""
         counted = total(self.attention, self.selection)
         return None if counted is None else counted / self.causal
 
@@ -104,7 +104,7 @@ def operations(
     kv_device_budget: int | str | None = None, kv_host_budget: int | str | None = None,
     spill_dir: str | Path | None = None, kv_dtype: str | torch.dtype | None = "auto", weights: str | None = "auto",
 ) -> Operations:  # fmt: skip
-    """What prefill and decode of a text of `tokens` tokens compute and read. Takes the options of `plan`.
+    """Return what prefill and decode of a text of `tokens` tokens compute and read. Takes the options of `plan`.
 
     Only config.json is read. A method of one's own is counted by its `Method.cost`; without one only the products with
     weights are. Time: tens of microseconds for each block and layer.
@@ -158,7 +158,7 @@ class _Weights:
 
 
 def _work(made: Planned, blocks: Iterable[tuple[int, int]]) -> Work:
-    """The work of blocks `start..stop-1`."""
+    """Return the work of blocks `start..stop-1`."""
     weights = _Weights.of(made)
     works = [_of_block(made, weights, start, stop) for start, stop in blocks]
     return functools.reduce(operator.add, works)

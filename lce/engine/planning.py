@@ -36,21 +36,21 @@ class Need:
 
     @property
     def needed(self) -> int:
-        """Bytes in all."""
+        """Return the bytes in all."""
         return self.keys_and_values + self.besides + self.weights
 
     @property
     def in_budget(self) -> bool:
-        """Whether the keys and values are within the budget, where there is one."""
+        """Return whether the keys and values are within the budget, where there is one."""
         return self.budget is None or self.keys_and_values <= self.budget
 
     @property
     def fits(self) -> bool:
-        """Whether they are within the budget, and all of it within what is available."""
+        """Return whether the keys and values are within the budget, and all bytes are available."""
         return self.in_budget and (self.available is None or self.needed <= self.available)
 
     def with_more(self, other: Need) -> Need:
-        """This tier's need with that of the layers of another device. Weights are on devices alone."""
+        """Add the need of another device's layers. Weights are on devices alone."""
         total = self.keys_and_values + other.keys_and_values
         return replace(self, keys_and_values=total, besides=self.besides + other.besides)
 
@@ -75,7 +75,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether `tokens` tokens fit."""
+        """Return whether `tokens` tokens fit."""
         return self.refusal is None
 
 
@@ -152,7 +152,7 @@ class Planner:
         return used
 
     def needs(self, n_tokens: int) -> dict[str, Need]:
-        """What each tier must hold, by its name: first the devices."""
+        """Return what each tier must hold, by its name: first the devices."""
         devices: dict[str, Need] = {}
         others: dict[str, Need] = {}
         for part in self.layout.by_device:
@@ -164,7 +164,7 @@ class Planner:
         return {**devices, **others}
 
     def _needs_of(self, part: CacheLayout, n_tokens: int) -> dict[str, Need]:
-        """What the layers of one device need of each tier."""
+        """Return what the layers of one device need of each tier."""
         budgets = {DEVICE: part.budget, HOST: self.layout.budgets.host}
         n_new = max(0, n_tokens - self.n_filed)
         besides = {DEVICE: part.state_bytes(n_tokens)}
@@ -186,7 +186,7 @@ class Planner:
         return all(need.fits for need in self.needs(n_tokens).values())
 
     def longest(self) -> int | None:
-        """The most tokens that fit, by bisection: a longer text never needs less. None where nothing bounds them."""
+        """Return the most tokens that fit, by bisection: a longer text never needs less. None: nothing bounds them."""
         return None if self.fits(MOST) else bisect_left(range(1, MOST), True, key=lambda n: not self.fits(n))
 
     def plan(self, n_tokens: int) -> Plan:
@@ -204,7 +204,7 @@ class Planner:
             raise CapacityError(refusal)
 
     def refusal(self, n_tokens: int) -> str | None:
-        """Why `n_tokens` do not fit: needed, available, the longest text that fits, the remedy; None if they fit."""
+        """Say why `n_tokens` do not fit: needed, available, the longest that fits, the remedy; None if they fit."""
         lacking = [(tier, need) for tier, need in self.needs(n_tokens).items() if not need.fits]
         if not lacking:
             return None
@@ -232,7 +232,7 @@ class Planner:
         )
 
     def _for_option(self, n_bytes: int, part: CacheLayout) -> int:
-        """The value of the option that gives the layers of one device so many bytes: see `CacheLayout.by_device`."""
+        """Return the value of the option that gives one device's layers so many bytes: see `CacheLayout.by_device`."""
         most = max(each.n_layers for each in self.layout.by_device)
         return -(-n_bytes * most // part.n_layers)
 

@@ -16,7 +16,7 @@ _threaded: set[int] = set()  # the processes, this one or its ancestors, that co
 
 
 def uses_threads() -> None:
-    """To be called before work that several threads may share.
+    """Note that several threads may share the work that follows; call it before such work.
 
     Raises `UsageError` in a process that was forked from one that had called this, unless it computes with one thread.
     """

@@ -51,12 +51,12 @@ class ContextData:
             raise DataError(f"{self.source} holds what does not fit the method ({what}); {REMEDY}") from error
 
     def tensors(self) -> dict[str, Tensor]:
-        """All but keys and values, as a file holds it."""
+        """Return all but keys and values, as a file holds it."""
         found = {"tokens": torch.tensor(self.token_ids, dtype=torch.int32), **self.cache.tensors()}
         return found if self.logits is None else {**found, "logits": self.logits}
 
     def manifest(self, identity: Mapping[str, Any], layout: FileLayout) -> dict[str, Any]:
-        """What must match for the file to be used."""
+        """Return what must match for the file to be used."""
         return {
             "format": FORMAT,
             "lce": __version__,
@@ -132,7 +132,7 @@ class ContextInfo:
 
 
 def describe(path: str | Path) -> ContextInfo:
-    """What a context file, or a prefill under work for this path, holds. Only its header is read.
+    """Return what a context file, or a prefill under work for this path, holds. Only its header is read.
 
     Raises `DataError` for any other file.
     """
@@ -168,7 +168,7 @@ def describe(path: str | Path) -> ContextInfo:
 
 
 def _part_bytes(path: Path) -> int:
-    """Bytes of the file of a prefill under work."""
+    """Return the bytes of the file of a prefill under work."""
     try:
         return part_of(path).stat().st_size
     except OSError:
@@ -200,7 +200,7 @@ def check_texts(path: Path, vocab_size: int, manifest: Manifest, small: dict[str
 
 
 def data_of(path: Path, layout: CacheLayout, snapshot: Snapshot, vocab_size: int, *, own: bool) -> ContextData:
-    """The context of a file, whose rows are the job's `own` or are only read."""
+    """Return the context of a file, whose rows are the job's `own` or are only read."""
     manifest, tensors = snapshot.manifest, snapshot.small
     tokens, logits = tensors["tokens"], tensors["logits"]
     if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
@@ -218,7 +218,7 @@ def data_of(path: Path, layout: CacheLayout, snapshot: Snapshot, vocab_size: int
 
 
 def text_hash(token_ids: Sequence[int]) -> str:
-    """A SHA-256 of the tokens."""
+    """Return a SHA-256 of the tokens."""
     return digest({"tokens": torch.tensor(token_ids, dtype=torch.int32)})
 
 

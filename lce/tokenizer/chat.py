@@ -48,7 +48,7 @@ class ChatText:
     cuts: tuple[int, ...] = ()
 
     def parts(self, start: int = 0) -> list[str]:
-        """The text from character `start` on, cut."""
+        """Return the text from character `start` on, cut."""
         ends = [start, *(cut for cut in self.cuts if cut > start), len(self.text)]
         return [self.text[i:j] for i, j in pairwise(ends)]
 
@@ -57,7 +57,7 @@ def render_chat(
     template: str, messages: Sequence[Mapping[str, str]], *, bos_token: str, eos_token: str,
     add_generation_prompt: bool = True, controls: Iterable[str] = (),
 ) -> ChatText:  # fmt: skip
-    """The text of `messages` as `template` writes it, BOS included, cut wherever a message has one of `controls`.
+    """Render `messages` by `template`, BOS included; the text is cut wherever a message has one of `controls`.
 
     Raises DataError for messages that are not a list of {"role": str, "content": str} or that the template refuses with
     `raise_exception`, and ModelError for a template that is broken or exceeds its bounds.
@@ -78,7 +78,7 @@ def render_chat(
 
 
 def choose_template(value: object) -> str | None:
-    """The default template of a config's `chat_template`: a string, or a list of {"name": ..., "template": ...}."""
+    """Return the default template of a config's `chat_template`: a string, or a list of names and templates."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
@@ -92,7 +92,7 @@ def choose_template(value: object) -> str | None:
 
 
 def _checked(messages: object) -> list[dict[str, str]]:
-    """Plain copies of the messages: a template must not see objects with methods of their own."""
+    """Return plain copies of the messages: a template must not see objects with methods of their own."""
     expected = 'expected a list of {"role": a string, "content": a string}'
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise DataError(f"the messages are {shown(messages)}; {expected}")
@@ -113,7 +113,7 @@ def _texts(conversation: Iterable[Mapping[str, str]]) -> list[str]:
 
 
 def _split(text: str, controls: Iterable[str], cut: str) -> str:
-    """`text` with `cut` behind the first character of every control token in it."""
+    """Insert `cut` behind the first character of every control token in `text`."""
     found = sorted({name for name in controls if len(name) > 1 and name in text}, key=len, reverse=True)
     if not found:
         return text
@@ -122,7 +122,7 @@ def _split(text: str, controls: Iterable[str], cut: str) -> str:
 
 
 def _rendered(template: str, variables: Mapping[str, Any], length: int) -> str:
-    """What `template.py` answers; `length` is that of the messages."""
+    """Return what `template.py` answers; `length` is that of the messages."""
     seconds, chars = MAX_SECONDS + length // 500_000, MAX_CHARS + 8 * length
     memory = MAX_BYTES + 96 * length
     request = {
@@ -145,7 +145,7 @@ def _rendered(template: str, variables: Mapping[str, Any], length: int) -> str:
 
 
 def _answer(request: str, most: int) -> bytes:
-    """Up to `most` bytes that a process with `template.py` writes for `request`.
+    """Return up to `most` bytes that a process with `template.py` writes for `request`.
 
     The process bounds its own time of a processor. A busy machine may give it little of one, so it is waited for much
     longer than that; a template cannot sleep.
@@ -190,7 +190,7 @@ def _answer(request: str, most: int) -> bytes:
 
 
 def _command() -> list[str]:
-    """How to start `template.py`: without environment, working folder and site packages, with Jinja's own folders."""
+    """Return how to start `template.py`: without environment, working folder and site packages, but with Jinja."""
     script = Path(__file__).with_name("template.py")
     if getattr(sys, "frozen", False) or not sys.executable or not script.is_file():
         raise ModelError(_cannot_start("this program has no Python interpreter of its own"))

@@ -35,7 +35,7 @@ class TokenizerConfig:
 
 
 def read_config(folder: Path) -> TokenizerConfig:
-    """The configuration of a checkpoint folder's tokenizer, without its vocabulary."""
+    """Return the configuration of a checkpoint folder's tokenizer, without its vocabulary."""
     config = read_object(folder / "special_tokens_map.json")
     own = read_object(folder / "tokenizer_config.json")
     config |= {key: value for key, value in own.items() if value is not None}
@@ -54,7 +54,7 @@ def read_config(folder: Path) -> TokenizerConfig:
 
 
 def _content(value: object, key: str) -> str | None:
-    """A special token's string, which the files write as a str or as {"content": str, ...}."""
+    """Return a special token's string, which the files write as a str or as {"content": str, ...}."""
     content = value.get("content") if isinstance(value, dict) else value
     if value is None:
         return None
@@ -64,7 +64,7 @@ def _content(value: object, key: str) -> str | None:
 
 
 def _is_text(value: str) -> bool:
-    """Whether it has no half of a surrogate pair, which JSON can write and Unicode text cannot have."""
+    """Return whether it has no half of a surrogate pair, which JSON can write and Unicode text cannot have."""
     return not any("\ud800" <= char <= "\udfff" for char in value)
 
 
@@ -86,7 +86,7 @@ def _special_names(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _added_tokens(config: dict[str, Any], older: dict[str, Any]) -> tuple[dict[str, int], list[str]]:
-    """The added tokens with their ids, and which of them are special."""
+    """Return the added tokens with their ids, and which of them are special."""
     added, special_names = dict(older), []
     decoder = config.get("added_tokens_decoder", {})
     for token_id, entry in decoder.items() if isinstance(decoder, dict) else [("", decoder)]:
@@ -103,7 +103,7 @@ def _added_tokens(config: dict[str, Any], older: dict[str, Any]) -> tuple[dict[s
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """The default chat template: of chat_template.jinja, else chat_template.json, else tokenizer_config.json."""
+    """Return the default chat template: of chat_template.jinja, else chat_template.json, else tokenizer_config.json."""
     raw = read_file(path := folder / "chat_template.jinja")
     if raw is None:
         own = read_object(folder / "chat_template.json")

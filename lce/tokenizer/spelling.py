@@ -25,7 +25,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The byte behind each character of a byte-level vocabulary: GPT-2's table, in which `Ġ` is a space.
+    """Return the byte behind each character of a byte-level vocabulary: GPT-2's table, in which `Ġ` is a space.
 
     Bytes that print stand for themselves; the others take the characters from U+0100 on, in order.
     """
@@ -38,7 +38,7 @@ _BYTE_LEVEL = _byte_level_alphabet()
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
-    """A codec error handler: U+FFFD for each byte that is not UTF-8 (Python's own `replace` joins some)."""
+    """Return a codec error handler: U+FFFD for each byte that is not UTF-8 (Python's own `replace` joins some)."""
     if not isinstance(error, UnicodeDecodeError):
         raise error
     return "\ufffd" * (error.end - error.start), error.end
@@ -67,7 +67,7 @@ class Spelling:
 
     @classmethod
     def of_decoder(cls, decoder: Mapping[str, Any] | None) -> Spelling:
-        """The spelling of a decoder of tokenizer.json. Raises ModelError for one that does not work token by token."""
+        """Return the spelling of tokenizer.json's decoder. Raises ModelError if it does not work token by token."""
         if decoder is None:
             return cls(separator=" ")
         spelling = cls()
@@ -98,11 +98,11 @@ class Spelling:
 
     @property
     def errors(self) -> str:
-        """The name of the codec error handler that shows broken bytes as this decoder does."""
+        """Return the name of the codec error handler that shows broken bytes as this decoder does."""
         return "replace" if self.form == "byte_level" else "lce.replace_each_byte"
 
     def bytes_of(self, token: str, first: bool) -> bytes:
-        """The bytes that `token` adds to the text: `Ġé` of a byte-level vocabulary is b' \\xe9'."""
+        """Return the bytes that `token` adds to the text: `Ġé` of a byte-level vocabulary is b' \\xe9'."""
         if first:
             token = token.replace(self.first_drops, "") if self.first_drops else token
         else:
@@ -117,7 +117,7 @@ class Spelling:
 
 
 def growth(chain: object, what: str) -> float:
-    """How many times longer the steps of a decoder, normalizer or pre-tokenizer make a text, at most.
+    """Return how many times longer the steps of a decoder, normalizer or pre-tokenizer make a text, at most.
 
     Raises ModelError for more than `MOST_GROWTH`, and for more than `MOST_STEPS` steps: a few steps could make a text
     of any length of one letter. `chain` is not trusted; a step that is malformed is left to the library.
@@ -144,7 +144,7 @@ def growth(chain: object, what: str) -> float:
 
 
 def _steps(chain: object, inner: str) -> Iterator[Mapping[str, Any]]:
-    """The steps of a chain, a Sequence's in its place."""
+    """Yield the steps of a chain, a Sequence's in its place."""
     left = [chain]
     while left:
         step = left.pop()

@@ -60,7 +60,7 @@ def _limit(kind: int, most: int) -> None:
 
 
 def render(template: str, variables: Mapping[str, Any], steps: int, chars: int) -> dict[str, str]:
-    """What `main` answers. Raises MemoryError."""
+    """Return what `main` answers. Raises MemoryError."""
     try:
         return {"text": _Environment(steps, chars).render(template, variables)}
     except _RefusedMessages as error:
@@ -175,19 +175,19 @@ class _Environment(ImmutableSandboxedEnvironment):
         return self._fits(super().call_binop(context, operator, left, right))
 
     def _counted(self, items: Iterable[Any]) -> Iterable[Any]:
-        """Items to loop over, counted before the loop. A text is not cut into a list of its characters."""
+        """Return the items to loop over, counted before the loop. A text is not cut into a list of its characters."""
         items = items if isinstance(items, Sized) else list(items)
         self._spend(len(items))
         return items
 
     def _bounded(self, value: Any) -> Any:
-        """What goes into a call or a filter."""
+        """Return what goes into a call or a filter."""
         if isinstance(value, int) and abs(value) > MAX_RANGE:
             raise SecurityError(f"the number {value} is too large here, expected at most {MAX_RANGE}")
         return self._fits(value)
 
     def _fits(self, value: Any) -> Any:
-        """What comes out of an operator, a call or a filter."""
+        """Return what comes out of an operator, a call or a filter."""
         if isinstance(value, Sized):
             self._allow_length(len(value))
         return value
@@ -214,7 +214,7 @@ def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:  # fmt: skip
-    """JSON without the HTML escapes of Jinja's own filter."""
+    """Write JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -39,7 +39,7 @@ class Detokenizer:
         self._strip, self._strip_left = spelling.strip, spelling.strip_count
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes: '' inside a character and for a special token."""
+        """Return the text that this token completes: '' inside a character and for a special token."""
         spelled = self._spell(token_id, self._first)
         if spelled is None:
             return ""
@@ -47,7 +47,7 @@ class Detokenizer:
         return self._stripped(self._utf8.decode(spelled))
 
     def finish(self) -> str:
-        """The end of the text: U+FFFD for a character that was never completed, else ''."""
+        """Return the end of the text: U+FFFD for a character that was never completed, else ''."""
         return self._stripped(self._utf8.decode(b"", final=True))
 
     def _stripped(self, text: str) -> str:
@@ -94,7 +94,7 @@ class Tokenizer:
         self._controls = tuple(name for i in sorted(self._special) if (name := vocabulary.token(i)))
 
     def _beyond(self, ids: Sequence[int]) -> int | None:
-        """The highest of these ids if neither the tokenizer nor the model has it."""
+        """Return the highest of these ids if neither the tokenizer nor the model has it."""
         highest = max(ids, default=0)
         return highest if highest >= self._id_limit else None
 
@@ -118,7 +118,7 @@ class Tokenizer:
         return cls(vocabulary, config, path, vocab_size)
 
     def _find(self, key: str, name: str | None, default: int | None) -> tuple[str | None, int | None]:
-        """The string and id of a special token: the config's, else the vocabulary's."""
+        """Return the string and id of a special token: the config's, else the vocabulary's."""
         if name is None:
             return (None if default is None else self._vocabulary.token(default)), default
         token_id = self._vocabulary.id_of(name)
@@ -131,7 +131,7 @@ class Tokenizer:
         return name, token_id
 
     def encode(self, text: str, *, bos: bool | None = None) -> list[int]:
-        """The ids of `text`; special tokens written out in it are recognised.
+        """Return the ids of `text`; special tokens written out in it are recognised.
 
         `bos` says whether a BOS comes first; None follows the tokenizer's own rule. A text that already begins with the
         BOS token, as a rendered chat does, never gets a second one.
@@ -144,7 +144,7 @@ class Tokenizer:
         return _with_or_without(self._prefix, self.bos_id, bos, at_end=False) + content + self._suffix
 
     def _encode(self, text: str) -> list[int]:
-        """The ids of `text` alone. Raises DataError for what is no text."""
+        """Return the ids of `text` alone. Raises DataError for what is no text."""
         if not isinstance(text, str):
             raise DataError(f"a text to encode is a str, not {type(text).__name__}; decode bytes as UTF-8 first")
         try:
@@ -163,12 +163,12 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """The text of `ids`. Ids that only pad the embedding have no text; others out of range raise UsageError."""
+        """Return the text of `ids`. Ids that only pad the embedding have no text; ids out of range raise UsageError."""
         stream = self.stream(skip_special=skip_special)
         return "".join([stream.push(token_id) for token_id in ids]) + stream.finish()
 
     def stream(self, *, skip_special: bool = True) -> Detokenizer:
-        """A fresh stream; its pieces joined are exactly `decode` of the same ids."""
+        """Return a fresh stream; its pieces joined are exactly `decode` of the same ids."""
 
         def spell(token_id: int, first: bool) -> bytes | None:
             token_id = self._checked_id(token_id)
@@ -191,12 +191,12 @@ class Tokenizer:
         return token_id
 
     def _spelled(self, token_id: int, first: bool) -> bytes | None:
-        """The bytes that a token adds to the text; None for an id without a token."""
+        """Return the bytes that a token adds to the text; None for an id without a token."""
         token = self._vocabulary.token(token_id)
         return None if token is None else self._vocabulary.spelling.bytes_of(token, first)
 
     def chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of a conversation in this model's chat format. For its ids use `encode_chat`.
+        """Return the text of a conversation in this model's chat format. For its ids use `encode_chat`.
 
         Raises ModelError if the model has no chat format, or one that cannot be rendered, and DataError for messages
         that it does not take.
@@ -204,21 +204,21 @@ class Tokenizer:
         return self.render_chat(messages, add_generation_prompt).text
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> list[int]:
-        """The ids of a conversation, as `chat` writes it.
+        """Return the ids of a conversation, as `chat` writes it.
 
         Only the template makes control tokens: one that is written out in a message is encoded as plain text.
         """
         return self.encode_parts(self.render_chat(messages, add_generation_prompt))
 
     def render_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> ChatText:
-        """The text of `chat`, cut where a message has the text of a control token."""
+        """Return the text of `chat`, cut where a message has the text of a control token."""
         return render_chat(
             self.require_chat(), messages, bos_token=self.bos_token or "", eos_token=self.eos_token or "",
             add_generation_prompt=add_generation_prompt, controls=self._controls,
         )  # fmt: skip
 
     def require_chat(self) -> str:
-        """The chat template. Raises ModelError if the model has none."""
+        """Return the chat template. Raises ModelError if the model has none."""
         if self.chat_template is None:
             raise ModelError(
                 f"the model in {named(self._path.parent)} has no chat template: it continues text; "
@@ -227,13 +227,13 @@ class Tokenizer:
         return self.chat_template
 
     def encode_parts(self, chat: ChatText, start: int = 0) -> list[int]:
-        """The ids of a rendered conversation from character `start` on; no BOS is added."""
+        """Return the ids of a rendered conversation from character `start` on; no BOS is added."""
         parts = chat.parts(start)
         ids = self._encode(parts[0]) if not start else self._encode_after(parts[0])
         return [*ids, *(token_id for part in parts[1:] for token_id in self._encode_after(part))]
 
     def _encode_after(self, text: str) -> list[int]:
-        """The ids of a text that continues another one: without the space that some tokenizers put before a text."""
+        """Encode a text that continues another one: without the space that some tokenizers put before a text."""
         if not self._vocabulary.spelling.strip_count:
             return self._encode(text)
         before, ids = self._encode("."), self._encode(f".{text}")
@@ -265,7 +265,7 @@ class NoTokenizer(Tokenizer):
         raise self._refusal()
 
     def stream(self, *, skip_special: bool = True) -> Detokenizer:
-        """A stream of empty text."""
+        """Return a stream of empty text."""
         return Detokenizer(lambda token_id, first: None, Spelling())
 
     def require_chat(self) -> str:
@@ -273,7 +273,7 @@ class NoTokenizer(Tokenizer):
 
 
 def _with_or_without(ids: Sequence[int], token_id: int | None, wanted: bool | None, *, at_end: bool) -> list[int]:
-    """The ids around a text, with `token_id` at their outer end or without it; unchanged if `wanted` is None."""
+    """Return the ids around a text, with `token_id` at their outer end or without it; unchanged if `wanted` is None."""
     if wanted is None or token_id is None or wanted == (token_id in ids):
         return list(ids)
     if not wanted:
@@ -282,7 +282,7 @@ def _with_or_without(ids: Sequence[int], token_id: int | None, wanted: bool | No
 
 
 def checked_ids(token_ids: Sequence[int], vocab_size: int) -> list[int]:
-    """A prompt of token ids as a list of ints. Raises `UsageError` for anything else, and for ids out of range."""
+    """Return a prompt of token ids as a list of ints. Raises `UsageError` for anything else, or ids out of range."""
     try:
         ids = [index(i) for i in token_ids]
     except TypeError:

@@ -124,7 +124,7 @@ class JsonVocabulary:
             )
 
     def _around(self, probe: str) -> tuple[list[int], list[int]]:
-        """The ids that the post-processor puts before and after a text, found by encoding one token.
+        """Return the ids that the post-processor puts before and after a text, found by encoding one token.
 
         The post-processor is then dropped: it has no other effect on ids.
         """

@@ -55,7 +55,7 @@ class Folder:
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """The fields of config.json."""
+        """Return the fields of config.json."""
         if not os.path.isdir(self.path):
             kind = "is not a folder" if os.path.exists(self.path) else "does not exist"
             raise ModelError(
@@ -67,12 +67,12 @@ class Folder:
 
     @cached_property
     def generation_config(self) -> Mapping[str, Any]:
-        """The fields of generation_config.json."""
+        """Return the fields of generation_config.json."""
         return read_object(self.file("generation_config.json"), LARGEST_CONFIG)
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        """The weights, whose headers are checked."""
+        """Return the weights, whose headers are checked."""
         return Checkpoint.open(self.path)
 
     def tokenizer(self, vocab_size: int) -> Tokenizer:

@@ -181,10 +181,7 @@ BEYOND = r"puts the id {} around every text, but there are only ids 0 to 388"
 HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"post_processor": template([389], "SA")}, BEYOND.format(389)),
     ({"post_processor": template([0, 2**32 - 1], "AS")}, BEYOND.format(2**32 - 1)),
-    (
-        {"post_processor": {"type": "BertProcessing", "sep": ["x", 99999], "cls": ["y", 0]}},
-        BEYOND.format(99999),
-    ),
+    ({"post_processor": {"type": "BertProcessing", "sep": ["x", 99999], "cls": ["y", 0]}}, BEYOND.format(99999)),
     ({"post_processor": template([0], "S")}, "its post-processor changes the text itself"),
     ({"post_processor": template([0], "AA")}, "its post-processor changes the text itself"),
     ({"post_processor": template([0], "ASA")}, "its post-processor changes the text itself"),
