@@ -24,11 +24,11 @@ from torch import Tensor
 from vs_transformers import machine
 
 import lce.methods
-from lce.attention import Attention, Part
+from lce.attention import Attended, Attention
 from lce.cache.kv import KVCache
 from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout
-from lce.methods import esa, infllm, selective
+from lce.methods import attending, esa, infllm, selective
 from lce.methods.run import Driver
 from lce.models.config import RopeConfig
 from lce.models.rope import Rope
@@ -36,15 +36,13 @@ from lce.models.rope import Rope
 SHAPES = {"small": (12, 12, 64), "tinyllama": (32, 4, 64)}  # query heads, KV heads, head dimension
 KNOBS: dict[str, dict[str, Any]] = {"esa": {"compress": "pca"}}
 PARTS = [  # what is timed apart: a class or module, a function of it, and the name of its share
-    (selective.ChunkSelection, "_summarise_complete", "summaries"),
+    (selective.ChunkSelection, "keep_queries", "summaries"),
     (selective.ChunkSelection, "choose", "choice"),
     (infllm.InfLLM, "memorise", "summaries"),
     (infllm.InfLLM, "select", "choice"),
     (esa.ESA, "select", "choice"),
     (esa.ESA, "find_basis", "summaries"),
-    (selective, "merge", "merge"),
-    (infllm, "merge", "merge"),
-    (esa, "merge", "merge"),
+    (attending, "merge", "merge"),
     (LayerCache, "tokens", "gather"),
     (Attention, "dense", "attention"),
     (Attention, "routed", "attention"),
@@ -81,10 +79,10 @@ class Clock:
 class Blank(Attention):
     """Attends nothing: fills a cache quickly."""
 
-    def dense(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None) -> Part:
+    def dense(self, q: Tensor, *_: Any, **__: Any) -> Attended:
         return q, q.new_zeros(q.shape[:-1], dtype=torch.float32)
 
-    def routed(self, q: Tensor, *_: Any) -> Part:
+    def routed(self, q: Tensor, *_: Any) -> Attended:
         return q, q.new_zeros(q.shape[:-1], dtype=torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""The three functions that methods compose: `dense`, `routed`, and `merge` (in `lce.attention.parts`).
+"""The three functions that methods compose: `dense`, `routed`, and `merge` (in `lce.attention.merging`).
 
 `dense`: all queries of a head see the same keys. `routed`: every query of every head has its own list of chunks.
 `merge`: the parts become one softmax over all of their keys, by their log-sum-exps.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lce.attention.backend import Backend, backends
-from lce.attention.parts import Part
+from lce.attention.merging import Attended
 from lce.attention.runs import Runs
 from lce.attention.tiles import SlotQueries, Tiles
 from lce.attention.turn import Turn
@@ -47,7 +47,7 @@ class Attention:
     @timed("attention", count_dense)
     def dense(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None, turn: Turn | None = None
-    ) -> Part:
+    ) -> Attended:
         """All T queries of a head see the same keys.
 
         `q [H, T, D]`, `k v [G, N, D]` to `out [H, T, D]`, `lse [H, T]`. Causal: the last query sees the last key, and
@@ -61,7 +61,7 @@ class Attention:
     @timed("attention", count_routed)
     def routed(
         self, q: Tensor, turns: Turn, chunk_ids: Tensor, tiles: Iterable[Tiles], memory: Tensor | None = None
-    ) -> Part:
+    ) -> Attended:
         """Every query of every head attends its own list of whole chunks.
 
         `q [H, T, D]`, unrotated; `chunk_ids [H, T, K]`, -1 for none, no chunk twice in a list. Query t sees slot s of
@@ -84,7 +84,7 @@ class Attention:
             self.backend.dispatch(queries, some.chosen(chunk_ids), some.k, some.v, (out, lse))
         return self.backend.merge_slots(out.view(n_heads, n_queries, n_slots, q.shape[-1]), lse.view(chunk_ids.shape))
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Part:
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Attended:
         """The query of a decode step attends runs of tokens, whose bounds only the device knows.
 
         `q [H, 1, D]`, unrotated, `k v [G, N, D]`, all rows that the runs may name, to `out [H, 1, D]`, `lse [H, 1]`.

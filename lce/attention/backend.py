@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lce.attention.parts import Part, merge_slots
+from lce.attention.merging import Attended, merge_slots
 from lce.attention.runs import Runs
 from lce.attention.tiles import AT_ONCE, SlotQueries
 from lce.attention.turn import Turn, rotate
@@ -41,12 +41,12 @@ class Backend(ABC):
         return True
 
     @abstractmethod
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Part:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Attended:
         """See the module's text. N ≥ 1, and N ≥ T where causal."""
 
     def dense(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, turn: Turn | None = None
-    ) -> Part:
+    ) -> Attended:
         """`q [H, T, D]`, `k v [G, N, D]` to `out [H, T, D]`, `lse [H, T]`; query t is turned by `turn[t]`, if any."""
         placed = q if turn is None else rotate(q, turn)
         out, lse = self.attend(placed.unflatten(0, (len(k), -1)), k, v, causal=causal, window=window)
@@ -56,7 +56,7 @@ class Backend(ABC):
         """Whether there is a kernel for `decode` of such keys: plain operators copy all keys for every query head."""
         return type(self).decode is not Backend.decode
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Part:
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Attended:
         """One query a head over runs of tokens: `q [H, 1, D]`, unrotated, `k v [G, N, D]`.
 
         Plain operators of fixed shapes. Time and bytes: O(H · S · most · D), the keys copied for every query head.
@@ -76,7 +76,7 @@ class Backend(ABC):
         values = values.masked_fill(~seen[..., None], 0.0).view(n_heads, -1, dim)
         return (weights[:, None] @ values).to(q.dtype), lse
 
-    def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Part:
+    def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
         """E tiles with T queries each: `q [E, 1, T, D]`, `k v [E, L, D]`.
 
         The result of a tile must not depend on the tiles beside it, to the bit and for any number of threads: a memory
@@ -92,11 +92,11 @@ class Backend(ABC):
         """Whether `merge_slots` never reads a partial result `out` whose lse is -inf: it may be anything then."""
         return False
 
-    def merge_slots(self, out: Tensor, lse: Tensor) -> Part:
+    def merge_slots(self, out: Tensor, lse: Tensor) -> Attended:
         """Partial results of K slots, `out [H, T, K, D]`, `lse [H, T, K]`, as one softmax over all of their keys."""
         return merge_slots(out, lse)
 
-    def dispatch(self, queries: SlotQueries, tile: Tensor, k: Tensor, v: Tensor, into: Part) -> None:
+    def dispatch(self, queries: SlotQueries, tile: Tensor, k: Tensor, v: Tensor, into: Attended) -> None:
         """Row a of the queries attends tile number `tile[a]` of `k v [E, L, D]`; -1 for none.
 
         Writes the results of rows that have a tile to the same rows of `into`, `out [A, D]`, `lse [A]`; others stay.
@@ -108,7 +108,9 @@ class Backend(ABC):
         counts = counts.scatter_add_(0, sorted_tiles, torch.ones_like(sorted_tiles))[:-1]
         self.grouped(queries, counts, order, k, v, into)
 
-    def grouped(self, queries: SlotQueries, counts: Tensor, order: Tensor, k: Tensor, v: Tensor, into: Part) -> None:
+    def grouped(
+        self, queries: SlotQueries, counts: Tensor, order: Tensor, k: Tensor, v: Tensor, into: Attended
+    ) -> None:
         """Ragged work: `order [A]` are the rows sorted by tile, `counts [E]` how many rows each tile has.
 
         Rows without a tile come last in `order`. Tiles are served in classes of similar load, padded by a quarter at

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lce.attention.parts import Part
+from lce.attention.merging import Attended
 from lce.attention.tiles import SlotQueries
 from lce.attention.torch import Torch
 from lce.attention.turn import Turn
@@ -20,23 +20,23 @@ class Compiled(Torch):
 
     def dense(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, turn: Turn | None = None
-    ) -> Part:
+    ) -> Attended:
         """The kernel turns the queries as it takes them."""
         if not _fits(q, k, v, *(turn or ())):
             return super().dense(q, k, v, causal=causal, window=window, turn=turn)
         return kernels.attend(q, k, v, causal, window, *(turn or ()))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Part:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Attended:
         if not _fits(q, k, v):
             return super().attend(q, k, v, causal=causal, window=window)
         out, lse = kernels.attend(q.flatten(0, 1), k, v, causal, window)
         return out.view(q.shape), lse.view(q.shape[:-1])
 
-    def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Part:
+    def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
         """A tile is a problem of its own, and a problem's result does not depend on the others."""
         return self.attend(q, k, v, causal=False) if _fits(q, k, v) else super().attend_tiles(q, k, v)
 
-    def dispatch(self, queries: SlotQueries, tile: Tensor, k: Tensor, v: Tensor, into: Part) -> None:
+    def dispatch(self, queries: SlotQueries, tile: Tensor, k: Tensor, v: Tensor, into: Attended) -> None:
         """The kernel sorts the rows, and turns the queries as it takes them."""
         if not _fits(queries.q, k, v):
             super().dispatch(queries, tile, k, v, into)
@@ -48,7 +48,7 @@ class Compiled(Torch):
     def skips_unseen(self, out: Tensor) -> bool:
         return out.is_cpu and out.dtype in STORED
 
-    def merge_slots(self, out: Tensor, lse: Tensor) -> Part:
+    def merge_slots(self, out: Tensor, lse: Tensor) -> Attended:
         if not self.skips_unseen(out):
             return super().merge_slots(out, lse)
         return kernels.merge_slots(out, lse)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lce.attention.compiled import Compiled
-from lce.attention.parts import Part
+from lce.attention.merging import Attended
 
 
 class Flash(Compiled):
@@ -27,7 +27,7 @@ class Flash(Compiled):
     def suits_machine(cls) -> bool:
         return torch.cuda.is_available()
 
-    def flash(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None) -> Part:
+    def flash(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None) -> Attended:
         """Tiles stay with PyTorch's kernel: this package's public face cannot skip the tiles that nobody chose."""
         from flash_attn import flash_attn_func
 

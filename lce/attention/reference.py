@@ -7,7 +7,7 @@ import math
 from torch import Tensor
 
 from lce.attention.backend import Backend
-from lce.attention.parts import Part, causal_mask
+from lce.attention.merging import Attended, causal_mask
 
 
 class Reference(Backend):
@@ -15,7 +15,7 @@ class Reference(Backend):
 
     name = "reference"
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Part:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Attended:
         rows = q.float().flatten(1, 2)  # [G, R·T, D]
         scores = (rows @ k.float().mT).view(*q.shape[:-1], -1) / math.sqrt(q.shape[-1])
         if causal:

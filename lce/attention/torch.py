@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lce.attention.backend import Backend
-from lce.attention.parts import Part, causal_mask, combine
+from lce.attention.merging import Attended, causal_mask, combine
 from lce.attention.reference import Reference
 from lce.attention.tiles import SlotQueries
 
@@ -27,7 +27,7 @@ class Torch(Backend):
     name = "torch"
     speed = 1
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Part:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Attended:
         if flash_takes(q):
             return self._attend_flash(q, k, v, causal, window)
         if q.is_cuda:
@@ -47,7 +47,7 @@ class Torch(Backend):
             return own
         return combine([self.attend(q, k[:, 0, :past], v[:, 0, :past], causal=False), own])
 
-    def _attend_window(self, q: Tensor, k: Tensor, v: Tensor, window: int) -> Part:
+    def _attend_window(self, q: Tensor, k: Tensor, v: Tensor, window: int) -> Attended:
         n_queries = q.shape[-2]
         first = max(0, k.shape[-2] - n_queries - window + 1)
         k, v = k[:, first:], v[:, first:]
@@ -56,7 +56,7 @@ class Torch(Backend):
         shared = (q.shape[0], q.shape[1], -1, -1)
         return _flash_cpu(q, k[:, None].expand(shared), v[:, None].expand(shared), bias=bias)
 
-    def _attend_flash(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> Part:
+    def _attend_flash(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> Attended:
         """`q [G, R, T, D]`, `k v [G, N, D]` on CUDA, where they lie: no copy of the keys.
 
         All heads are those of one problem, so that with few queries the kernel splits the keys among more blocks.
@@ -76,7 +76,7 @@ class Torch(Backend):
         out, lse = self.flash(*by_token, causal=causal, window=window)
         return out[0].transpose(0, 1).unflatten(0, (n_kv_heads, -1)), lse[0].unflatten(0, (n_kv_heads, -1))
 
-    def flash(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None) -> Part:
+    def flash(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None) -> Attended:
         """PyTorch's CUDA flash kernel: `q [B, T, H, D]`, `k v [B, N, G, D]`, any strides but the last.
 
         To `out [B, T, H, D]`, `lse [B, H, T]`. Causal means that the last query sees the last key.
@@ -88,7 +88,7 @@ class Torch(Backend):
         )  # fmt: skip
         return out, lse
 
-    def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Part:
+    def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
         """Few rows take plain batched products on the CPU.
 
         With several threads the flash kernel's products of one to three rows depend on the thread that computes them:
@@ -102,7 +102,9 @@ class Torch(Backend):
         out = torch.bmm((scores - lse).exp_(), v.float())
         return out[:, None].to(q.dtype), lse.mT
 
-    def grouped(self, queries: SlotQueries, counts: Tensor, order: Tensor, k: Tensor, v: Tensor, into: Part) -> None:
+    def grouped(
+        self, queries: SlotQueries, counts: Tensor, order: Tensor, k: Tensor, v: Tensor, into: Attended
+    ) -> None:
         """On CUDA one call of the variable-length kernel over the keys where they lie; nothing waits for the device.
 
         At most A of the tiles have rows: the kernel gets these, and starts `most_rows` rows of blocks for each.
@@ -143,7 +145,7 @@ def flash_takes(x: Tensor) -> bool:
 
 def flash_ragged(
     q: Tensor, k: Tensor, v: Tensor, q_bounds: Tensor, first_keys: Tensor, n_keys: Tensor, most_queries: int
-) -> Part:
+) -> Attended:
     """Problem p has the queries `q_bounds[p] .. q_bounds[p + 1] - 1` of `q [A, D]`.
 
     Its keys are the `n_keys[p]` rows from `first_keys[p]` on of `k v [E, L, D]`, flat; L at most. The numbers are int32
@@ -157,7 +159,7 @@ def flash_ragged(
     return out.squeeze(1), lse.view(-1)  # lse [1, A]
 
 
-def attend_slices(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> Part:
+def attend_slices(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> Attended:
     """The reference's arithmetic for a slice of the queries at a time, `q [G, R, T, D]`, `k v [G, N, D]`.
 
     Bytes: some `SCORES_AT_ONCE` numbers, or the scores of one query of each head.
@@ -180,7 +182,7 @@ def _dense_last(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _flash_cpu(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, bias: Tensor | None = None) -> Part:
+def _flash_cpu(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, bias: Tensor | None = None) -> Attended:
     """PyTorch's CPU flash kernel: `[B, heads, T, D]`, top-left causal; lse is a strided view."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias)
     return out, lse.float().contiguous()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lce.attention.compiled import Compiled
-from lce.attention.parts import Part
+from lce.attention.merging import Attended
 from lce.attention.runs import Runs
 from lce.attention.tiles import SlotQueries
 from lce.attention.turn import Turn
@@ -29,7 +29,7 @@ class Triton(Compiled):
 
     def dense(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, turn: Turn | None = None
-    ) -> Part:
+    ) -> Attended:
         """The kernel turns the queries as it takes them."""
         if not _fits(q, k, v):
             return super().dense(q, k, v, causal=causal, window=window, turn=turn)
@@ -37,7 +37,7 @@ class Triton(Compiled):
 
         return kernels.attend(q, k, v, causal, window, *(turn or ()))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Part:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Attended:
         if not _fits(q, k, v):
             return super().attend(q, k, v, causal=causal, window=window)
         from lce.kernels.cuda import attention as kernels
@@ -52,7 +52,7 @@ class Triton(Compiled):
 
         return takes(torch.empty(1, head_dim, dtype=dtype, device="meta"))
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Part:
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Attended:
         """The query is turned, and the runs' bounds are read, on the device."""
         if not _fits(q, k, v):
             return super().decode(q, k, v, runs)
@@ -61,11 +61,11 @@ class Triton(Compiled):
         out, lse = kernels.attend_runs(q[:, 0], k, v, runs.first, runs.count, runs.turn, *runs.turns, runs.most)
         return out[:, None], lse[:, None]
 
-    def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Part:
+    def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
         """A tile is a problem of its own, and a problem's result does not depend on the others."""
         return self.attend(q, k, v, causal=False) if _fits(q, k, v) else super().attend_tiles(q, k, v)
 
-    def dispatch(self, queries: SlotQueries, tile: Tensor, k: Tensor, v: Tensor, into: Part) -> None:
+    def dispatch(self, queries: SlotQueries, tile: Tensor, k: Tensor, v: Tensor, into: Attended) -> None:
         """Rows are sorted on the device, and turned as the kernel takes them."""
         if not _fits(queries.q, k, v):
             super().dispatch(queries, tile, k, v, into)
@@ -77,7 +77,7 @@ class Triton(Compiled):
     def skips_unseen(self, out: Tensor) -> bool:
         return _fits(out) or super().skips_unseen(out)
 
-    def merge_slots(self, out: Tensor, lse: Tensor) -> Part:
+    def merge_slots(self, out: Tensor, lse: Tensor) -> Attended:
         if not _fits(out):
             return super().merge_slots(out, lse)
         from lce.kernels.cuda import merging

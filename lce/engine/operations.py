@@ -180,7 +180,7 @@ def _of_block(made: Planned, weights: _Weights, start: int, stop: int) -> Work:
         scores=cost.scores,
         summaries=cost.summaries,
         low_dim=cost.low_dim,
-        causal=config.n_layers * (first.recent().attention or 0),
+        causal=config.n_layers * (first.causal.attention or 0),
         weight_bytes=weights.n_bytes + n * weights.row_bytes,
         key_bytes=None if cost.rows_read is None else cost.rows_read * 2 * config.head_dim * size,
         state_bytes=None if cost.state_read is None else cost.state_read * size,

@@ -21,6 +21,7 @@ from lce.methods.lm_infinite import LMInfinite
 from lce.methods.longheads import LongHeads
 from lce.methods.observed import Observation, Observed
 from lce.methods.oracle import Oracle, cheating, selects
+from lce.methods.parts import CHOSEN, LayerFacts, Part
 from lce.methods.quest import Quest
 from lce.methods.random import RandomChunks
 from lce.methods.registry import available, find, make, register
@@ -35,6 +36,7 @@ from lce.models.config import RopeConfig
 from lce.models.rope import Rope
 
 __all__ = [
+    "CHOSEN",
     "ESA",
     "Cost",
     "Driver",
@@ -44,12 +46,14 @@ __all__ = [
     "InfLLM",
     "LMInfinite",
     "LayerCache",
+    "LayerFacts",
     "LongHeads",
     "Method",
     "Observation",
     "Observed",
     "Oracle",
     "PaperFigure",
+    "Part",
     "QueryBlock",
     "Quest",
     "RandomChunks",

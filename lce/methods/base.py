@@ -1,37 +1,43 @@
 """The attention hook: what a method is.
 
-A pass runs a block of queries `start..stop-1` through every layer. Before each layer's `attend` its keys are in the
-cache, placed as the method declared; `attend` says which of them each query sees, at which positions.
+A pass runs a block of queries `start..stop-1` through every layer. In each layer `keep` puts the block's keys into the
+cache, placed as the method declares, and `attend` attends the parts that the method declares.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from lce.attention import Attended, Turn
 from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout, Reach
 from lce.cache.method_state import MethodState, RecentRows
 from lce.errors import UsageError
-from lce.methods.costs import Cost, PaperFigure, QueryBlock
-from lce.methods.decoding import bucket
+from lce.methods.attending import PlacedPart, attend_parts, attend_spans, keep_recent, scaled
+from lce.methods.costs import Cost, PaperFigure, QueryBlock, cost_of_spans
+from lce.methods.decoding import Span, bound_for, decode_parts
 from lce.methods.hooks import METHOD_CHECKS, Check, guard
-from lce.methods.parts import RECENT, keep_recent, mask_of
+from lce.methods.parts import RECENT, LayerFacts, Part
 from lce.methods.step import DeviceStep, ModelFacts, OnDevice, Step
 
 
 def says_for(cls: type, hook: str, *others: str) -> bool:
-    """Whether a hook still stands for others that it summarises: no class below its own overrides one of them."""
+    """Tell whether a hook still stands for others that it summarises: no class below its own overrides one of them."""
 
     def depth(name: str) -> int:
         return next(i for i, parent in enumerate(cls.__mro__) if name in vars(parent))
 
     return all(depth(hook) <= depth(other) for other in others)
+
+
+def is_like(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Tell whether a tensor of a file has this shape and dtype."""
+    return tuple(x.shape) == shape and x.dtype == dtype
 
 
 @dataclass(frozen=True)
@@ -47,15 +53,17 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Method(ABC):
+class Method:
     """A strategy behind the attention hook; its fields are its knobs, `None` where the window decides.
 
     `knob_help` says in a few words what each knob means. `presets` are named settings of knobs, such as those of a
     paper's experiments: `-o preset=NAME` sets them first. `example` is what `lce explain` shows if it is not told more.
 
-    A method defines `attend`. It overrides `key_positions` if keys are not cached at their absolute positions, and
-    `keep` if it keeps more of a block than keys and values. `reach` tells the cache what it needs to know, and `state`
-    what else is kept. Everything has a default but `attend`.
+    A method declares its parts in `parts_of`: which keys a query sees, and at which positions. All that is done with
+    parts is written once, here and in the modules that this file imports. A method overrides `key_positions` if keys
+    are not cached at their absolute positions, and `keep_queries` if it keeps more of a block than keys and values.
+    `reach` tells the cache what it needs to know, and `state` what else is kept. A method whose attention is made of
+    no parts overrides `attend` instead.
     """
 
     name: ClassVar[str] = ""
@@ -63,6 +71,7 @@ class Method(ABC):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     example: ClassVar[Example] = Example()
     analysis: ClassVar[bool] = False  # not to serve with: nobody is referred to it
+    notes_choices: ClassVar[bool] = True  # whether `step.note` is given what chosen parts attend
     hook_checks: ClassVar[Mapping[str, Check]] = METHOD_CHECKS
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -115,100 +124,137 @@ class Method(ABC):
         """
         return None
 
+    @property
+    def n_recent(self) -> int:
+        """How many tokens before a block are also kept with their keys at their absolute positions.
+
+        Parts that are `exact` need them, unless keys are cached at their absolute positions.
+        """
+        return 0
+
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
-        """What the method keeps in each layer besides keys and values, empty yet, by names of its own.
+        """Return what the method keeps in each layer besides keys and values, empty yet, by names of its own.
 
         `layout` has the sizes: plans are made from the same objects.
         """
-        return {}
+        if not self.n_recent:
+            return {}
+        unrotated = self.key_positions(torch.zeros(0, dtype=torch.int64)) is None
+        return {RECENT: RecentRows(self.n_recent, layout.key_bytes, remade=unrotated)}
 
     def could_keep(self, layer: int, kept: Mapping[str, Tensor], layout: CacheLayout, n_tokens: int) -> bool:
-        """Whether a layer could keep these tensors, by the names of `state`, of `n_tokens` tokens.
+        """Tell whether a layer could keep these tensors, by the names of `state`, of `n_tokens` tokens.
 
         Asked of a context file, which is not trusted. Kinds of state check what they know; a method checks the shapes
         that would broadcast, and what must agree between states. What keeps nothing yet has no tensor.
         """
-        return True
+        shape = (layout.n_kv_heads, layout.head_dim)
+        return not self.n_recent or (RECENT in kept and kept[RECENT].shape[::2] == shape)
 
     def key_positions(self, indices: Tensor) -> Tensor | None:
-        """Where the keys of tokens `indices [T]` are rotated to before they are cached; None: left unrotated."""
+        """Return where the keys of tokens `indices [T]` are rotated to before they are cached; None: unrotated."""
         return indices
+
+    def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterable[Part]:
+        """Yield the parts of queries `i [T]`: their indices, ascending from the block's first.
+
+        What is yielded may depend on the numbers in `i` only in a method without a recorded step: there they are on
+        the device. Example: `yield Part(keys=(0, i + 1), query_at=i)` is full attention.
+        """
+        raise NotImplementedError(f"{self.label} declares no parts; define parts_of, or attend")
+
+    def layer_kind(self, layer: int) -> str:
+        """Return one word for all layers whose parts are the same; `parts_of` is called once a pass for each."""
+        return ""
+
+    def query_scale(self, i: Tensor, window: int) -> Tensor | None:
+        """Return what multiplies the logits of queries `i [T]`, `[T]` float64; None: nothing."""
+        return None
 
     def keep(self, k: Tensor, v: Tensor, cache: LayerCache, step: Step) -> None:
         """Put the block's unrotated keys and its values `[G, T, D]` into the cache."""
         cache.write(k, v, step.key_turn(self.key_positions, k), step.at)
+        if RECENT in cache.state:
+            keep_recent(k, cache, step)
 
-    @abstractmethod
+    def keep_queries(self, q: Tensor, cache: LayerCache, step: Step) -> None:
+        """Keep what the method needs of the block's unrotated queries `[H, T, D]`; called before they attend.
+
+        In a recorded step too: nothing may depend on `step.start` there.
+        """
+
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        """The block's unrotated queries `[H, T, D]` to their outputs `[H, T, D]`; `keep` has been called."""
+        """Return the outputs `[H, T, D]` of the block's unrotated queries `[H, T, D]`; `keep` has been called."""
+        self.keep_queries(q, cache, step)
+        return attend_parts(self, scaled(self, q, step), cache, step)
 
-    def spans(self, cache: LayerCache, step: Step) -> Tensor | None:
-        """Which tokens each query of the block attends whatever is chosen; for study, after `attend`.
+    def attend_spans(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
+        """Attend the spans of a part by unrotated queries `[H, T, D]`; None: another part attends them."""
+        return attend_spans(q, placed, cache, step)
 
-        `[T, S, 2]` int64: tokens `start..stop-1` of S spans, disjoint and in order; an empty one has `stop <= start`.
-        With the choices that `step.note` is given these are all that a query attends. None: the method does not say.
-        """
-        return None
-
-    def always(self, cache: LayerCache, step: Step) -> Tensor | None:
-        """The same as a mask, `[T, N]` bool. It follows from `spans`, or a method defines it instead."""
-        found = self.spans(cache, step)
-        return None if found is None else mask_of(found, step.stop)
-
-    def distance(self, index: Tensor, token: Tensor, step: Step) -> Tensor | None:
-        """The distance at which queries of the block see tokens that they attend whatever is chosen; for study.
-
-        `index [T, 1]` are the queries' indices, `token [n]` or `[T, n]` the tokens'; returns `[T, n]`. Tokens that a
-        query does not attend may get any number. None: the method does not say.
-        """
-        positions = self.key_positions(token.flatten())
-        return index - token if positions is not None and torch.equal(positions, token.flatten()) else None
-
-    def choice_distance(self, chosen: Tensor, step: Step) -> Tensor | None:
-        """The least and the largest distance at which the block's queries see what they chose; for study.
-
-        `chosen [H, T, K]` as `step.note` is given it; returns `[H, T, K, 2]`. The tokens of a choice are at distances
-        that fall by 1 from each to the next, or all at one. None: the method does not say.
-        """
-        return None
+    def attend_chosen(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
+        """Choose for the unrotated queries `[H, T, D]`, and attend what was chosen; None: there is no choice yet."""
+        raise NotImplementedError(f"{self.label} has a part of chosen keys; define attend_chosen")
 
     def decode(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
-        """What `attend` gives for a token whose index only the device knows: `[H, 1, D]` to `[H, 1, D]`.
+        """Return what `attend` gives for a token whose index only the device knows: `[H, 1, D]` to `[H, 1, D]`.
 
         Such a step is recorded once and run again for the tokens after it. So all that depends on the index is on the
         device, and shapes depend on `step.bound` alone; everything is in the cache's buffer (`LayerCache.whole`).
+        """
+        self.keep_queries(q, cache, step)
+        return decode_parts(self, scaled(self, q, step), cache, step)
+
+    def decode_chosen(
+        self, q: Tensor, turn: Turn, others: Sequence[Span], cache: LayerCache, step: DeviceStep
+    ) -> Attended:
+        """Attend chosen keys, under `turn`, and the spans `others` by a token's unrotated query `[H, 1, D]`.
+
         Optional: the steps of a method that has none run one by one.
         """
-        raise OnDevice("decode")
+        raise OnDevice("decode_chosen")
 
     def bound(self, stop: int) -> int | None:
-        """How long a text a decode step may be recorded for that makes it `stop` tokens long; `DeviceStep.bound`.
+        """Return `DeviceStep.bound`, the longest text, for recording a decode step that makes a text of `stop` tokens.
 
-        None: this very step is not `decode`'s, because something is to be done that most steps do not do.
+        None: this very step is not recorded, because something is to be done that most steps do not do.
         """
-        return bucket(stop)
-
-    def cost(self, block: QueryBlock) -> Cost | None:
-        """What the resolved method costs for a block of queries in one layer, for `lce plan --operations`.
-
-        None: not counted. Example: `return block.recent(self.local) + block.behind(self.local, stop=self.sinks)`.
-        """
-        return None
-
-    @property
-    def counted(self) -> bool:
-        """Whether `cost` is there, and means what `attend` and `keep` do: no class below its own overrides them."""
-        return type(self).cost is not Method.cost and says_for(type(self), "cost", "attend", "keep")
-
-    def paper_figures(self, block: QueryBlock) -> Sequence[PaperFigure]:
-        """Figures of cost that the method's paper states, for a model of such sizes."""
-        return ()
+        return bound_for(stop)
 
     @property
     def decodes(self) -> bool:
-        """Whether `decode` is there, and means what `attend` and `keep` do: no class below its own overrides them."""
-        own = type(self).decode is not Method.decode
-        return own and says_for(type(self), "decode", "attend", "keep")
+        """Whether decode steps can be recorded: no class overrides a hook that `decode` does in another way."""
+        cls = type(self)
+        return says_for(cls, "decode", "attend", "attend_spans", "keep") and says_for(
+            cls, "decode_chosen", "attend_chosen"
+        )
+
+    @property
+    def declares(self) -> bool:
+        """Whether the method declares parts."""
+        return type(self).parts_of is not Method.parts_of
+
+    def cost(self, block: QueryBlock) -> Cost | None:
+        """Return what the resolved method costs for a block of queries in one layer; None: not counted."""
+        return cost_of_spans(self, block) + self.choice_cost(block) if self.declares else None
+
+    def choice_cost(self, block: QueryBlock) -> Cost:
+        """Return what it costs to choose, and to attend what was chosen. Example: `block.tokens(self.top_k)`."""
+        return Cost(0)
+
+    @property
+    def counted(self) -> bool:
+        """Whether `cost` means what is done: no class overrides a hook below the one that declares its parts."""
+        cls = type(self)
+        return (
+            self.declares
+            and says_for(cls, "parts_of", "attend", "keep")
+            and says_for(cls, "choice_cost", "attend_chosen")
+        )
+
+    def paper_figures(self, block: QueryBlock) -> Sequence[PaperFigure]:
+        """Return figures of cost that the method's paper states, for a model of such sizes."""
+        return ()
 
 
 class LocalMethod(Method):
@@ -228,23 +274,11 @@ class LocalMethod(Method):
 
     @property
     def n_recent(self) -> int:
-        """How many tokens before a block are kept with their keys at their absolute positions (`attend_local`)."""
         return self.n_local
 
     @property
     def reach(self) -> Reach:
         return Reach(sinks=self.sinks, local=self.n_recent)
 
-    def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
-        unrotated = self.key_positions(torch.zeros(0, dtype=torch.int64)) is None
-        return {RECENT: RecentRows(self.n_recent, layout.key_bytes, remade=unrotated)}
-
-    def could_keep(self, layer: int, kept: Mapping[str, Tensor], layout: CacheLayout, n_tokens: int) -> bool:
-        return RECENT in kept and kept[RECENT].shape[::2] == (layout.n_kv_heads, layout.head_dim)
-
     def key_positions(self, indices: Tensor) -> Tensor | None:
         return None
-
-    def keep(self, k: Tensor, v: Tensor, cache: LayerCache, step: Step) -> None:
-        super().keep(k, v, cache, step)
-        keep_recent(k, cache, step)

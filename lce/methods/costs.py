@@ -1,9 +1,7 @@
-"""What methods cost, counted in multiply-adds: a method's own file says which keys a block of queries sees.
+"""What methods cost, counted in multiply-adds, for a block of queries.
 
-A `QueryBlock` has one function for each part of attention in `lce.methods.parts`: `recent` for `attend_local`, `behind`
-for `attend_behind`, and so on. Each gives the `Cost` of that part, and costs add up:
-
-    block.recent(self.local) + block.behind(self.local, stop=self.sinks)    # a local window and the first tokens
+The cost of spans follows from a method's parts (`cost_of_spans`). What choosing costs, and attending what was chosen,
+a method states in `Method.choice_cost`, by the functions of a `QueryBlock`. Costs add up.
 
 Only products count: of queries with keys, of softmax weights with values, and those that choose. A multiply-add is two
 floating-point operations. Rotations, norms, softmaxes and the search for the largest scores are left out: they grow
@@ -13,6 +11,15 @@ with the queries or the scores, without the factor D.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from lce.methods.attending import bounds, declared
+from lce.methods.parts import CHOSEN, LayerFacts
+
+if TYPE_CHECKING:
+    from lce.methods.base import Method
 
 
 @dataclass(frozen=True)
@@ -70,28 +77,14 @@ class QueryBlock:
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def recent(self, window: int | None = None, *, first: int = 0) -> Cost:
-        """Each query sees the last `window` of the tokens from `first` on, its own among them; all with None."""
-        oldest = first if window is None else max(first, self.start + 1 - window)
-        return self.seen(self._ramp(first, window), self.stop - oldest)
-
-    def behind(self, gap: int, *, first: int = 0, stop: int | None = None) -> Cost:
-        """Each query sees those of tokens `first..stop-1` that are at least `gap` behind it."""
-        last = self.stop - gap if stop is None else min(stop, self.stop - gap)
-        most = None if stop is None else max(0, stop - first)
-        return self.seen(self._ramp(first + gap, most), max(0, last - first))
+    @property
+    def causal(self) -> Cost:
+        """The cost of plain causal attention: each query sees all tokens up to its own."""
+        return self.seen(_sum_to(self.stop) - _sum_to(self.start), self.stop)
 
     def tokens(self, n: int) -> Cost:
         """All queries see the same `n` tokens."""
         return self.seen(len(self) * n, n)
-
-    def own_chunk(self, size: int) -> Cost:
-        """Each query sees its own chunk of `size` tokens, up to itself."""
-
-        def before(n: int) -> int:
-            return n // size * _sum_to(size) + _sum_to(n % size)
-
-        return self.seen(before(self.stop) - before(self.start), self.stop - self.start // size * size)
 
     def chunks(self, size: int, most: int, *, together: bool = False) -> Cost:
         """Each query of each head sees `most` of the chunks before its own, or all of them where they are fewer.
@@ -110,16 +103,26 @@ class QueryBlock:
         """Each head's queries see `pairs` keys, added up over the queries; `n_tokens` different ones."""
         return Cost(2 * self.n_heads * self.head_dim * pairs, rows_read=self.n_kv_heads * n_tokens)
 
-    def _ramp(self, hidden: int, most: int | None) -> int:
-        """The sum over the queries i of what `i + 1 - hidden` is, from 0 to `most`."""
-        return _sum_to(self.stop - hidden, most) - _sum_to(self.start - hidden, most)
-
 
 def _sum_to(n: int, most: int | None = None) -> int:
     """`min(1, most) + min(2, most) + … + min(n, most)`; 0 for n below 1."""
     n = max(0, n)
     rising = n if most is None else min(n, most)
     return rising * (rising + 1) // 2 + (n - rising) * (most or 0)
+
+
+def cost_of_spans(method: Method, block: QueryBlock) -> Cost:
+    """Return what the spans of a method's parts cost: the keys of all queries, and those of each part read once."""
+    i, cost = torch.arange(block.start, block.stop), Cost(0)
+    facts = LayerFacts(method.layer_kind(block.layer), block.stop, block.sliding_window)
+    for part in declared(method, i, facts):
+        if part.keys == CHOSEN:
+            continue
+        start, stop = bounds(part, i)
+        seen = start < stop
+        if seen.any():
+            cost += block.seen(int((stop - start).sum()), int(stop.max() - start[seen].min()))
+    return cost
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,12 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from lce.attention import Turn, merge, rotate
-from lce.cache.layer import LayerCache
 from lce.cache.layout import Reach
 from lce.errors import ModelError, UsageError, shown
 from lce.methods.base import Example, Method
-from lce.methods.costs import Cost, QueryBlock
-from lce.methods.decoding import Span, decode_spans
-from lce.methods.parts import attend_span, spans_of
+from lce.methods.parts import LayerFacts, Part
 from lce.methods.registry import register
-from lce.methods.step import DeviceStep, ModelFacts, Step
+from lce.methods.step import ModelFacts
 
 
 @register("dca")
@@ -93,94 +89,24 @@ class DualChunk(Method):
         return self.chunk_size
 
     @property
-    def farthest(self) -> int:
-        """`far`, once it is resolved."""
-        assert self.far is not None, "resolved before use"
-        return self.far
-
-    @property
     def reach(self) -> Reach:
         return Reach(self.size, local=2 * self.size)
 
     def key_positions(self, indices: Tensor) -> Tensor | None:
         return indices % self.size
 
-    def spans(self, cache: LayerCache, step: Step) -> Tensor | None:
-        index = step.positions(cache.buffer.k.device)
-        return spans_of((index // self.size * self.size if self.parts == "intra" else 0, index + 1), like=index)
+    def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterator[Part]:
+        assert self.far is not None, "resolved before use"
+        size, own, offset = self.size, i // self.size * self.size, i % self.size
+        yield Part(keys=(own, i + 1), query_at=offset)
+        if self.parts == "all":
+            yield Part(keys=(own - size, own), query_at=(size + offset).clamp(max=self.far))
+            yield Part(keys=(0, own - size), query_at=self.far)
+        elif self.parts == "intra+inter":
+            yield Part(keys=(0, own), query_at=self.far)
 
-    def distance(self, index: Tensor, token: Tensor, step: Step) -> Tensor | None:
-        own, offset, far = index // self.size, index % self.size, torch.tensor(self.farthest, device=index.device)
-        previous = (offset + self.size).clamp(max=self.farthest) if self.parts == "all" else far
-        behind = own - token // self.size  # chunks
-        return torch.where(behind == 0, offset, torch.where(behind == 1, previous, far)) - token % self.size
-
-    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        size = self.size
-        q = self.tempered(q, step)
-        own, previous, older = (rotate(q, turn) for turn in step.once("turns", lambda: self.turns(q, step)))
-        outs = []
-        for start, stop in runs(step, size):
-            here = slice(start - step.start, stop - step.start)
-            border = start // size * size
-            parts = [attend_span(own[:, here], cache, step, causal=True, first=border, stop=stop)]
-            inter = self.inter_stop(border)
-            if border > inter and self.parts == "all":
-                parts.append(attend_span(previous[:, here], cache, step, causal=False, first=inter, stop=border))
-            if inter:
-                parts.append(attend_span(older[:, here], cache, step, causal=False, stop=inter))
-            outs.append(merge(parts))
-        return torch.cat(outs, dim=1)
-
-    def decode(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
-        def spans() -> list[Span]:
-            border = step.at // self.size * self.size
-            own, previous, older = self.turns(q, step)
-            found = [Span(border, step.at + 1, min(self.size, step.bound), own)]
-            inter = {"all": (border - self.size).clamp(min=0), "intra": None, "intra+inter": border}[self.parts]
-            if inter is not None:
-                found.append(Span(torch.zeros_like(border), inter, step.bound, older))
-            if inter is not None and self.parts == "all":
-                found.append(Span(inter, border, min(self.size, step.bound), previous))
-            return found
-
-        return decode_spans(self.tempered(q, step), cache, step, "runs", spans)[0]
-
-    def cost(self, block: QueryBlock) -> Cost:
-        return block.own_chunk(self.size) if self.parts == "intra" else block.recent()
-
-    def tempered(self, q: Tensor, step: Step) -> Tensor:
-        """The queries times their temperature, if there is one."""
+    def query_scale(self, i: Tensor, window: int) -> Tensor | None:
         if not self.temperature:
-            return q
-        factor: Tensor = step.once(
-            "temperature", lambda: temperature(step.positions(q.device), step.window).to(q.dtype)
-        )
-        return q * factor
-
-    def inter_stop(self, border: int) -> int:
-        """Where the keys end that a query sees from `far`; `border` is where its own chunk begins."""
-        return {"all": max(0, border - self.size), "intra": 0, "intra+inter": border}[self.parts]
-
-    def turns(self, q: Tensor, step: Step) -> tuple[Turn, Turn, Turn]:
-        """What turns the queries for their own chunk, for the previous one and for older ones."""
-        offsets = step.positions(q.device) % self.size
-        far = self.farthest
-        previous, older = (offsets + self.size).clamp(max=far), torch.full_like(offsets, far)
-        turns = step.rope.turn(torch.stack((offsets, previous, older)), q.dtype)
-        return turns.at(0), turns.at(1), turns.at(2)
-
-
-def temperature(indices: Tensor, window: int) -> Tensor:
-    """What the logits of each query index `[T]` are multiplied by: `[T, 1]`."""
-    factor = ((indices.to(torch.float64) + 1) / window).log() * 0.05 + 1
-    return factor.clamp(min=1.0).square()[:, None]
-
-
-def runs(step: Step, size: int) -> Iterator[tuple[int, int]]:
-    """The block cut at chunk borders: `start, stop` of each run. Example: 5..13 by 6 is 5..6, 6..12, 12..13."""
-    start = step.start
-    while start < step.stop:
-        stop = min((start // size + 1) * size, step.stop)
-        yield start, stop
-        start = stop
+            return None
+        factor: Tensor = 1 + 0.05 * ((i.to(torch.float64) + 1) / window).log()
+        return factor.clamp(min=1.0).square()

@@ -1,4 +1,4 @@
-"""Attention of a decode step that can be recorded: which runs of tokens, seen how, by numbers on the device.
+"""The decode step that can be recorded: a method's parts as runs of tokens whose bounds are on the device.
 
 A `DeviceStep` reads its token's index on the device, so shapes may depend on nothing but a bound of the text's length.
 A span of tokens is cut into runs, as many as the longest span that the bound allows; those behind its end are empty.
@@ -6,20 +6,26 @@ A span of tokens is cut into runs, as many as the longest span that the bound al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lce.attention import Part, Runs, Turn
+from lce.attention import Attended, Runs, Turn, merge
 from lce.cache.layer import LayerCache
 from lce.cache.method_state import RecentRows
-from lce.methods.parts import RECENT
+from lce.methods.attending import declared, facts_of, turn_of
+from lce.methods.parts import CHOSEN, RECENT, Part
 from lce.methods.step import DeviceStep
+
+if TYPE_CHECKING:
+    from lce.methods.base import Method
 
 RUN = 1024  # tokens of a run at most
 LEAST_BOUND = 1024
+EVALUATED_AT_ONCE = 1 << 16  # queries for which parts are evaluated together
 
 
 @dataclass(frozen=True)
@@ -35,16 +41,81 @@ class Span:
     turn: Turn
 
 
-def bucket(n_tokens: int) -> int:
-    """`n_tokens` rounded up to 1, 1.25, 1.5 or 1.75 times a power of two: a step is recorded anew for each bucket."""
+@dataclass(frozen=True)
+class DeviceParts:
+    """The parts of a recorded step: spans of tokens as they are cached, spans of recent keys, and the chosen part.
+
+    `chosen` is the turn for chosen keys, `[1, K, D/2]` or less, or None without such a part.
+    """
+
+    cached: Sequence[Span]
+    recent: Sequence[Span]
+    chosen: Turn | None
+
+
+def bound_for(n_tokens: int) -> int:
+    """Round `n_tokens` up to 1, 1.25, 1.5 or 1.75 times a power of two: the bounds that steps are recorded for."""
     if n_tokens <= LEAST_BOUND:
         return LEAST_BOUND
     quarter = 1 << ((n_tokens - 1).bit_length() - 3)
     return -(-n_tokens // quarter) * quarter
 
 
+def decode_parts(method: Method, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
+    """Attend all parts of a method by a token's unrotated query `[H, 1, D]`, as one softmax: `[H, 1, D]`."""
+    kind = method.layer_kind(cache.index)
+    parts: DeviceParts = step.once(f"parts {kind}", lambda: device_parts(method, q, cache, step))
+    found = []
+    if parts.chosen is not None:
+        found.append(method.decode_chosen(q, parts.chosen, parts.cached, cache, step))
+    elif parts.cached:
+        runs: Runs = step.once(f"runs {kind}", lambda: runs_of(parts.cached))
+        found.append(step.attention.decode(q, *cache.whole, runs))
+    if parts.recent:
+        found.append(_decode_recent(q, parts.recent, cache, step))
+    return merge(found)
+
+
+def device_parts(method: Method, q: Tensor, cache: LayerCache, step: DeviceStep) -> DeviceParts:
+    """Return the parts of the step's token, without those that are empty for all tokens up to the bound."""
+    cached, recent, chosen = list[Span](), list[Span](), None
+    facts = facts_of(method, cache.index, step, step.bound)
+    found, limits = declared(method, step.at, facts), _limits(method, cache.index, step)
+    for part, (most, inside) in zip(found, limits, strict=True):
+        if part.keys != CHOSEN and not most:
+            continue
+        turn = turn_of(method, part, step.at, q, step)
+        if part.keys == CHOSEN:
+            chosen = turn
+            continue
+        first, stop = (x if isinstance(x, Tensor) else torch.full_like(step.at, x) for x in part.keys)
+        if not inside:
+            first, stop = first.clamp(min=0), torch.minimum(stop, step.at + 1)
+        (recent if part.exact and RECENT in cache.state else cached).append(Span(first, stop, most, turn))
+    return DeviceParts(cached, recent, chosen)
+
+
+def _limits(method: Method, layer: int, step: DeviceStep) -> list[tuple[int, bool]]:
+    """Return for each part the most tokens of a span, and whether none leaves the text, for all tokens to the bound."""
+    found: list[tuple[int, bool]] = []
+    for start in range(0, step.bound, EVALUATED_AT_ONCE):
+        i = torch.arange(start, min(start + EVALUATED_AT_ONCE, step.bound))
+        here = [_limit(part, i) for part in declared(method, i, facts_of(method, layer, step, step.bound))]
+        pairs = zip(found or here, here, strict=True)
+        found = [(max(a[0], b[0]), a[1] and b[1]) for a, b in pairs]
+    return found
+
+
+def _limit(part: Part, i: Tensor) -> tuple[int, bool]:
+    if part.keys == CHOSEN:
+        return 0, True
+    first, stop = (torch.as_tensor(edge) for edge in part.keys)
+    most = int((torch.minimum(stop, i + 1) - first.clamp(min=0)).max())
+    return max(0, most), bool((first >= 0).all() and (stop <= i + 1).all())
+
+
 def runs_of(spans: Sequence[Span]) -> Runs:
-    """Spans as runs of one size, the same for all heads."""
+    """Cut spans into runs of one size, the same for all heads."""
     longest, device = max(span.most for span in spans), spans[0].first.device
     size = min(RUN, longest)
     n_runs = [-(-span.most // size) for span in spans]
@@ -56,48 +127,16 @@ def runs_of(spans: Sequence[Span]) -> Runs:
     return Runs(first[None], (stop - first).clamp(min=0, max=size)[None], turn, turns, size)
 
 
-def decode_spans(
-    q: Tensor, cache: LayerCache, step: DeviceStep, name: str, spans: Callable[[], Sequence[Span]]
-) -> Part:
-    """The query `[H, 1, D]`, unrotated, attends spans of tokens as they are cached.
-
-    `spans` is called once a pass and `name`: every layer attends the same.
-    """
-    runs: Runs = step.once(name, lambda: runs_of(spans()))
-    return step.attention.decode(q, *cache.whole, runs)
-
-
-def recent_span(step: DeviceStep, window: int | None, like: Tensor) -> Span:
-    """The last `window` tokens at their true distances, the query's own included; all of them with None."""
-    stop = step.at + 1
-    if window is None:
-        return Span(torch.zeros_like(stop), stop, step.bound, step.true_turn(like))
-    return Span((stop - window).clamp(min=0), stop, min(window, step.bound), step.true_turn(like))
-
-
-def decode_recent(q: Tensor, cache: LayerCache, step: DeviceStep, span: Callable[[], Span]) -> Part:
-    """The query `[H, 1, D]`, unrotated, attends a span of tokens whose keys are kept at their absolute positions too.
+def _decode_recent(q: Tensor, spans: Sequence[Span], cache: LayerCache, step: DeviceStep) -> Attended:
+    """Attend spans of tokens whose keys are kept at their absolute positions too.
 
     These rows begin at some token; the values of the tokens from there on are in the buffer.
     """
     (keys, before), values = cache.kept(RecentRows, RECENT).held_from, cache.whole[1]
+    n = min(keys.shape[1], values.shape[1] - before)
 
     def make() -> Runs:
-        here = span()
-        return runs_of([Span(here.first - before, here.stop - before, here.most, here.turn)])
+        return runs_of([replace(span, first=span.first - before, stop=span.stop - before) for span in spans])
 
-    n = min(keys.shape[1], values.shape[1] - before)
-    runs: Runs = step.once(f"runs from {before}", make)
+    runs: Runs = step.once(f"runs from {before} {id(spans)}", make)
     return step.attention.decode(q, keys[:, :n], values[:, before : before + n], runs)
-
-
-def decode_far(
-    q: Tensor, cache: LayerCache, step: DeviceStep, gap: int, turn: Callable[[], Turn], stop: int | None = None
-) -> Part:
-    """The query `[H, 1, D]`, unrotated, attends the tokens before `stop` that are at least `gap` behind it."""
-
-    def spans() -> list[Span]:
-        end = (step.at + 1 - gap).clamp(min=0, max=stop)
-        return [Span(torch.zeros_like(end), end, step.bound if stop is None else min(stop, step.bound), turn())]
-
-    return decode_spans(q, cache, step, "far runs", spans)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal, Self
@@ -11,13 +11,13 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from lce.attention import merge, rotate
+from lce.attention import Attended, first_best, products, rotate, spread, token_scores
 from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout
 from lce.cache.method_state import MethodState, Staged, TokenRows
 from lce.errors import UsageError
-from lce.kernels.cpu.scores import compiled_for
-from lce.methods.base import Example, LocalMethod
+from lce.methods.attending import PlacedPart, attend_tokens
+from lce.methods.base import Example, LocalMethod, is_like
 from lce.methods.costs import Cost, PaperFigure, QueryBlock
 from lce.methods.lowdim import (
     LearnedFor,
@@ -25,16 +25,13 @@ from lce.methods.lowdim import (
     LowDimMaps,
     block_scores,
     concat_heads,
-    first_best,
     missing,
     principal,
-    scores_by_token,
     slice_rows,
-    spread,
     usable,
 )  # fmt: skip
 from lce.methods.map_file import open_maps
-from lce.methods.parts import attend_local, attend_tokens, is_like, products, spans_of
+from lce.methods.parts import CHOSEN, LayerFacts, Part
 from lce.methods.registry import register
 from lce.methods.step import ModelFacts, Step
 from lce.methods.top_p import TOP_P_HELP, check_top_p, enough
@@ -188,44 +185,36 @@ class ESA(LocalMethod):
         basis = cache.kept(Staged, BASIS).latest if self.compress == "pca" else None
         return None if basis is None else LowDimMap.unbiased(basis, basis)
 
-    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        border = step.start - self.n_local
-        if border <= self.sinks:
-            return attend_local(q, cache, step)[0]
+    def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterator[Part]:
         assert self.far is not None, "resolved before use"
+        border = int(i[0]) - self.n_local
+        if border <= self.sinks:
+            yield Part(keys=(0, i + 1), query_at=i, exact=True)
+        else:
+            yield Part(keys=(0, self.sinks), query_at=self.far)
+            yield Part(keys=CHOSEN, query_at=self.far)
+            yield Part(keys=(border, i + 1), query_at=i, exact=True)
+
+    def attend_spans(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
+        """The sinks are gathered with the chosen tokens."""
+        return super().attend_spans(q, placed, cache, step) if placed.part.exact else None
+
+    def attend_chosen(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
         self.find_basis(cache, step)
-        far = rotate(q, step.far_turn(self.far, q))
-        chosen = self.select(q, far, cache, step, border)
-        kept = torch.cat((torch.arange(self.sinks, device=q.device), chosen))
-        far_part = attend_tokens(far, cache, step, kept)
-        return merge([far_part, attend_local(q, cache, step, first=border)])
+        far = rotate(q, placed.turn)
+        chosen = self.select(q, far, cache, step, step.start - self.n_local)
+        return attend_tokens(far, cache, step, torch.cat((torch.arange(self.sinks, device=q.device), chosen)))
 
-    def spans(self, cache: LayerCache, step: Step) -> Tensor | None:
-        index, border = step.positions(cache.buffer.k.device), step.start - self.n_local
-        if border <= self.sinks:
-            return spans_of((0, index + 1), like=index)
-        return spans_of((0, self.sinks), (border, index + 1), like=index)
-
-    def distance(self, index: Tensor, token: Tensor, step: Step) -> Tensor | None:
-        assert self.far is not None, "resolved before use"
-        border = step.start - self.n_local
-        return index - token if border <= self.sinks else (index - token).masked_fill(token < border, self.far)
-
-    def choice_distance(self, chosen: Tensor, step: Step) -> Tensor | None:
-        assert self.far is not None, "resolved before use"
-        return torch.full((*chosen.shape, 2), self.far, device=chosen.device)
-
-    def cost(self, block: QueryBlock) -> Cost:
+    def choice_cost(self, block: QueryBlock) -> Cost:
         """Principal components are not counted, and a low-dim key of `pca` counts with its token's block."""
         assert self.top_k is not None, "resolved before use"
         query_size, key_size = block.n_heads * block.head_dim, block.n_kv_heads * block.head_dim
         size = {"calibrated": self.low_dim, "pca": min(self.low_dim, key_size), "none": 0}[self.compress]
         low_keys = Cost(0, low_dim=len(block) * key_size * size)
-        border = block.start - self.n_local
-        if border <= self.sinks:
-            return low_keys + block.recent()
-        n_middle = border - self.sinks
-        seen = block.recent(first=border) + block.tokens(self.sinks + min(self.top_k, n_middle))
+        n_middle = block.start - self.n_local - self.sinks
+        if n_middle <= 0:
+            return low_keys
+        seen = block.tokens(min(self.top_k, n_middle))
         if n_middle <= self.top_k:
             return low_keys + seen
         compared = size or key_size  # exactly: by queries that are summed to the KV heads
@@ -303,16 +292,12 @@ class ESA(LocalMethod):
         assert maps is not None, "found before it is used"
         low_q = maps.low_queries(concat_heads(shared if self.compress == "pca" else q))
         low_k = cache.kept(TokenRows, LOW_DIM_KEYS).span(self.sinks, border)
-        if not compiled_for(low_k):
-            return lambda rows: scores_by_token(low_q[rows], low_k)
         most = slice_rows(len(low_q), self.row_size(q, border - self.sinks, step.n_kv_heads)) * len(low_k)
         buffer: Tensor = step.once(f"scores {most}", lambda: low_q.new_empty(most if len(low_q) > 1 else 0))
-        return lambda rows: scores_by_token(low_q[rows], low_k, buffer)
+        return lambda rows: token_scores(low_q[rows], low_k, buffer)
 
     def row_size(self, q: Tensor, n_middle: int, n_kv_heads: int) -> int:
-        """A query's scores as `block_scores` counts them: numbers of four bytes."""
-        if self.heads == "max":
-            return max(1, n_middle * len(q))
-        if q.is_cuda:  # float32, and without compression those of each KV head before their sum
-            return n_middle * (n_kv_heads if self.compress == "none" else 1)
-        return max(1, n_middle if self.compress == "none" else n_middle * q.element_size() // 4)
+        """Return how many numbers `block_scores` holds at once for one query's scores."""
+        if self.compress != "none":
+            return n_middle
+        return n_middle * (len(q) if self.heads == "max" else n_kv_heads)

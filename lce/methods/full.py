@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from lce.cache.layer import LayerCache
 from lce.methods.base import Method
-from lce.methods.costs import Cost, QueryBlock
-from lce.methods.decoding import decode_spans, recent_span
-from lce.methods.parts import attend_span, spans_of
+from lce.methods.parts import LayerFacts, Part
 from lce.methods.registry import register
-from lce.methods.step import DeviceStep, Step
 
 
 @register("full")
@@ -32,16 +29,5 @@ class Full(Method):
         """Under a sliding window within the model's window no distance leaves it."""
         return None if sliding_window is not None and sliding_window <= window else window
 
-    def spans(self, cache: LayerCache, step: Step) -> Tensor | None:
-        index = step.positions(cache.buffer.k.device)
-        window = step.sliding_window or step.stop
-        return spans_of(((index + 1 - window).clamp(min=0), index + 1), like=index)
-
-    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        return attend_span(q, cache, step, causal=True, window=step.sliding_window, turn=step.true_turn(q))[0]
-
-    def decode(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
-        return decode_spans(q, cache, step, "runs", lambda: [recent_span(step, step.sliding_window, q)])[0]
-
-    def cost(self, block: QueryBlock) -> Cost:
-        return block.recent(block.sliding_window)
+    def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterator[Part]:
+        yield Part(keys=(i + 1 - layer.sliding_window if layer.sliding_window else 0, i + 1), query_at=i)

@@ -156,34 +156,13 @@ def check_bound(method: Labelled, hook: str, got: Any, stop: int) -> None:
 
 
 def check_cost(method: Labelled, hook: str, got: Any, block: Any) -> None:
-    if got is not None and not isinstance(got, Cost):
-        raise refuse(method, hook, got, "a Cost, as block.recent() gives one, or None")
+    if not isinstance(got, Cost):
+        raise refuse(method, hook, got, "a Cost, as block.tokens(n) gives one")
 
 
 def check_choices(method: Labelled, hook: str, got: Any) -> None:
     if not (isinstance(got, tuple) and len(got) == 2 and _is_count(got[0], 0) and _is_count(got[1], 1)):
         raise refuse(method, hook, got, "the first token of choice 0 and the tokens of a choice, two whole numbers")
-
-
-def check_always(method: Labelled, hook: str, got: Any, cache: Any, step: Any) -> None:
-    shape = [step.stop - step.start, step.stop]
-    if got is not None and not (isinstance(got, Tensor) and list(got.shape) == shape and got.dtype == torch.bool):
-        raise refuse(method, hook, got, f"{shape} bool, or None")
-
-
-def check_spans(method: Labelled, hook: str, got: Any, cache: Any, step: Any) -> None:
-    if got is not None:
-        expect_tensor(method, hook, got, (step.stop - step.start, "S", 2), got, torch.int64)
-
-
-def check_distance(method: Labelled, hook: str, got: Any, index: Tensor, token: Tensor, step: Any) -> None:
-    if got is not None:
-        expect_tensor(method, hook, got, (len(index), token.shape[-1]), index)
-
-
-def check_choice_distance(method: Labelled, hook: str, got: Any, chosen: Tensor, step: Any) -> None:
-    if got is not None:
-        expect_tensor(method, hook, got, (*chosen.shape, 2), chosen)
 
 
 def check_method(method: Labelled, hook: str, got: Any, *given: Any, **named: Any) -> None:
@@ -197,10 +176,6 @@ def _is_count(value: Any, least: int) -> bool:
 
 METHOD_CHECKS: Mapping[str, Check] = {
     "attend": check_attend,
-    "always": check_always,
-    "spans": check_spans,
-    "distance": check_distance,
-    "choice_distance": check_choice_distance,
     "decode": check_attend,
     "bound": check_bound,
     "keep": check_keep,
@@ -209,7 +184,7 @@ METHOD_CHECKS: Mapping[str, Check] = {
     "reach": check_reach,
     "block": check_block,
     "choices": check_choices,
-    "cost": check_cost,
+    "choice_cost": check_cost,
     "for_model": check_method,
     "resolve": check_method,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
@@ -11,31 +11,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lce.attention import causal_mask, merge, rotate
+from lce.attention import Attended, attention_sums, dot_products, first_best, rotate
 from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout, Reach
 from lce.cache.method_state import MethodState, RecentRows, Staged, Summaries
-from lce.kernels.cpu.scores import add_weights, compiled_for
-from lce.methods.base import Example, LocalMethod
+from lce.methods.attending import PlacedPart, attend_tokens
+from lce.methods.base import Example, LocalMethod, is_like
 from lce.methods.costs import Cost, QueryBlock
-from lce.methods.lowdim import first_best
-from lce.methods.parts import (
-    RECENT,
-    SCORES_AT_ONCE,
-    attend_behind,
-    attend_local,
-    attend_tokens,
-    is_like,
-    products,
-    spans_of,
-)
+from lce.methods.parts import CHOSEN, RECENT, LayerFacts, Part
 from lce.methods.registry import register
-from lce.methods.selective import dot_products
 from lce.methods.step import Step
 from lce.methods.top_p import TOP_P_HELP, check_top_p, enough
 
 BLOCKS, VOTES = "memory blocks", "votes"
-LOGITS_AT_ONCE = 1 << 22  # that votes are counted by: they stay in the processor's caches
 
 
 @register("infllm")
@@ -119,63 +107,47 @@ class InfLLM(LocalMethod):
             and (votes is None or is_like(votes, (layout.n_heads, n_votes), torch.float32))
         )
 
-    def memory_end(self, cache: LayerCache, step: Step) -> int:
-        """The first token that is in no memory block (and no sink): where the votes of this pass begin."""
-        votes = cache.kept(Staged, VOTES)
-        if votes.latest is None:
-            return self.sinks
-        return (cache.length if votes.latest is votes.value else step.stop) - votes.latest.shape[1]
+    def n_blocks(self, start: int) -> int:
+        """How many memory blocks the queries of a block from token `start` on can choose."""
+        return max(0, start + 1 - self.n_local - self.sinks) // self.block_size
 
-    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+    def chooses(self, start: int) -> bool:
+        """Whether there is something to choose for a block of queries from token `start` on."""
+        n_blocks = self.n_blocks(start)
+        return n_blocks > self.top_k or (self.top_p is not None and n_blocks > 0)
+
+    def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterator[Part]:
         assert self.far is not None, "resolved before use"
-        here = attend_local(q, cache, step, window=self.n_local)
-        self.memorise(q, here[1], cache, step)
-        if step.stop <= self.n_local:
-            return here[0]
-        far = rotate(q, step.far_turn(self.far, q))
-        end = self.memory_end(cache, step)
-        n_blocks = max(0, end - self.sinks) // self.block_size
-        if n_blocks <= self.top_k and (self.top_p is None or not n_blocks):  # nothing to choose
-            return merge([attend_behind(far, cache, step, gap=self.n_local), here])
-        chosen = self.select(self.relevance(q, far, n_blocks, cache, step), q, cache, step)
+        first, start = i + 1 - self.n_local, int(i[0])
+        yield Part(keys=(first, i + 1), query_at=i, exact=True)
+        if not self.chooses(start):
+            yield Part(keys=(0, first), query_at=self.far)
+        else:
+            yield Part(keys=(0, first.clamp(max=self.sinks)), query_at=self.far)
+            yield Part(keys=CHOSEN, query_at=self.far)
+            yield Part(keys=(self.sinks + self.n_blocks(start) * self.block_size, first), query_at=self.far)
+
+    def attend_spans(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
+        """What local queries attend makes the memory, before anything is chosen from it."""
+        found = super().attend_spans(q, placed, cache, step)
+        if found is not None and placed.part.exact:
+            self.memorise(q, found[1], cache, step)
+        return found
+
+    def attend_chosen(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
+        far = rotate(q, placed.turn)
+        chosen = self.select(self.relevance(q, far, self.n_blocks(step.start), cache, step), q, cache, step)
         tokens = self.sinks + chosen[:, None] * self.block_size + torch.arange(self.block_size, device=q.device)
-        parts = [
-            attend_behind(far, cache, step, gap=self.n_local, stop=self.sinks),
-            attend_tokens(far, cache, step, tokens.flatten()),
-            attend_behind(far, cache, step, gap=self.n_local, first=end),
-            here,
-        ]
-        return merge(parts)
+        return attend_tokens(far, cache, step, tokens.flatten())
 
-    def cost(self, block: QueryBlock) -> Cost:
-        local, heads, dim = self.n_local, block.n_heads, block.head_dim
-        first = max(0, block.start - local + 1)
+    def choice_cost(self, block: QueryBlock) -> Cost:
+        heads, dim, first = block.n_heads, block.head_dim, max(0, block.start - self.n_local + 1)
         votes = heads * len(block) * (block.stop - first) * dim if block.stop > self.sinks else 0
-        here = block.recent(local) + Cost(0, summaries=votes)
-        if block.stop <= local:
-            return here
-        n_blocks = max(0, first - self.sinks) // self.block_size
+        n_blocks = self.n_blocks(block.start)
         if n_blocks <= self.top_k:
-            return here + block.behind(local)
+            return Cost(0, summaries=votes)
         scores = heads * n_blocks * dim  # for the mean of the block's queries
-        memory = block.behind(local, stop=self.sinks) + block.tokens(self.top_k * self.block_size)
-        rest = block.behind(local, first=self.sinks + n_blocks * self.block_size)
-        return here + memory + rest + Cost(0, scores=scores, state_read=scores)
-
-    def spans(self, cache: LayerCache, step: Step) -> Tensor | None:
-        index, end = step.positions(cache.buffer.k.device), self.memory_end(cache, step)
-        n_blocks = max(0, end - self.sinks) // self.block_size
-        if n_blocks <= self.top_k and (self.top_p is None or not n_blocks):
-            return spans_of((0, index + 1), like=index)
-        return spans_of((0, self.sinks), ((index + 1 - self.n_local).clamp(max=end), index + 1), like=index)
-
-    def distance(self, index: Tensor, token: Tensor, step: Step) -> Tensor | None:
-        assert self.far is not None, "resolved before use"
-        return torch.where(index - token < self.n_local, index - token, self.far)
-
-    def choice_distance(self, chosen: Tensor, step: Step) -> Tensor | None:
-        assert self.far is not None, "resolved before use"
-        return torch.full((*chosen.shape, 2), self.far, device=chosen.device)
+        return block.tokens(self.top_k * self.block_size) + Cost(0, scores, votes, state_read=scores)
 
     def relevance(self, q: Tensor, far: Tensor, n_blocks: int, cache: LayerCache, step: Step) -> Tensor:
         """What the memory blocks are worth to the queries together, `[n_blocks]`. `q far [H, T, D]`, far placed."""
@@ -203,18 +175,18 @@ class InfLLM(LocalMethod):
     def memorise(self, q: Tensor, lse: Tensor, cache: LayerCache, step: Step) -> None:
         """Add this block's part of the representative scores; summarise the memory blocks that are complete now.
 
-        `lse [H, T]` is local attention's. The votes `[H, n]` are the scores of the tokens from `memory_end` on.
+        `lse [H, T]` is local attention's. The votes `[H, n]` are the scores of the tokens behind the memory.
         """
-        done = self.memory_end(cache, step)
+        kept = cache.kept(Staged, VOTES)
+        done = self.sinks if kept.value is None else step.start - kept.value.shape[1]  # where the votes begin
         if step.stop <= done:
             return
         first = max(0, step.start - self.n_recent + 1)  # the first key that a query of this block sees as local
-        kept = cache.kept(Staged, VOTES)
         votes = q.new_zeros(q.shape[0], 0, dtype=torch.float32) if kept.value is None else kept.value
         votes = pad(votes, (0, step.stop - done - votes.shape[1]))
         new = self.votes(q, lse, first, cache, step)
         votes[:, max(0, first - done) :] += new[:, max(0, done - first) :]
-        complete = max(0, step.start - self.n_recent + 1 - done) // self.block_size
+        complete = self.n_blocks(step.start) - max(0, done - self.sinks) // self.block_size
         if complete:
             n = complete * self.block_size
             best = votes[:, :n].unflatten(1, (complete, -1)).topk(min(self.repr_tokens, self.block_size)).indices
@@ -226,32 +198,6 @@ class InfLLM(LocalMethod):
         kept.stage(votes)
 
     def votes(self, q: Tensor, lse: Tensor, first: int, cache: LayerCache, step: Step) -> Tensor:
-        """What each token from `first` on has of the local attention of the block's queries: `[H, n]`.
-
-        Probabilities are computed again from the logits and `lse`, for some queries at a time. Time: O(H · T · n · D).
-        """
+        """Return what each token from `first` on has of the local attention of the block's queries: `[H, n]`."""
         keys = cache.kept(RecentRows, RECENT).span(first, step.stop)
-        if compiled_for(keys):
-            return self._votes(rotate(q, step.true_turn(q)), lse, keys)
-        unseen = ~causal_mask(q.shape[1], keys.shape[1], self.n_recent, q.device)
-        grouped = rotate(q, step.true_turn(q)).unflatten(0, (keys.shape[0], -1))  # [G, R, T, D]
-        total = q.new_zeros(q.shape[0], keys.shape[1], dtype=torch.float32)
-        rows = max(1, SCORES_AT_ONCE // (q.shape[0] * keys.shape[1]))
-        for start in range(0, q.shape[1], rows):
-            some = slice(start, start + rows)
-            logits = products(grouped[:, :, some].flatten(1, 2), keys.mT).float().view(len(q), -1, keys.shape[1])
-            logits /= math.sqrt(q.shape[-1])
-            total += (logits - lse[:, some, None]).masked_fill_(unseen[some], -torch.inf).exp_().sum(dim=1)
-        return total
-
-    def _votes(self, q: Tensor, lse: Tensor, keys: Tensor) -> Tensor:
-        """The same for placed queries `[H, T, D]` and keys `[G, n, D]`, by a product and a pass over its numbers."""
-        (n_heads, n_queries, dim), n_keys = q.shape, keys.shape[1]
-        total = torch.zeros(n_heads, n_keys, dtype=torch.float32)
-        rows = max(1, min(n_queries, LOGITS_AT_ONCE // (n_heads * n_keys)))
-        some = (q / math.sqrt(dim)).unflatten(0, (len(keys), -1))  # [G, R, T, D]
-        for start in range(0, n_queries, rows):
-            part, here = lse[:, start : start + rows].contiguous(), some[:, :, start : start + rows]
-            logits = dot_products(here.reshape(len(keys), -1, dim), keys).view(n_heads, -1, n_keys)
-            add_weights(logits, part, 1.0, total, n_keys - n_queries + start, self.n_recent)
-        return total
+        return attention_sums(rotate(q, step.true_turn(q)), keys, lse, self.n_recent)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from lce.attention import Part, merge, rotate
+from lce.attention import SCORES_AT_ONCE, Attended, products, rotate
 from lce.cache.layer import LayerCache
+from lce.methods.attending import PlacedPart
 from lce.methods.base import Example, LocalMethod
 from lce.methods.costs import Cost, QueryBlock
-from lce.methods.decoding import decode_far, decode_recent, recent_span
-from lce.methods.parts import SCORES_AT_ONCE, attend_behind, attend_local, concat_queries, products, sinks_and_local
+from lce.methods.parts import CHOSEN, LayerFacts, Part
 from lce.methods.registry import register
-from lce.methods.step import DeviceStep, Step
+from lce.methods.step import Step
 
 
 @register("lm_infinite")
@@ -47,6 +47,7 @@ class LMInfinite(LocalMethod):
         "from_layer": "first layer that chooses tokens between",
     }
     example: ClassVar = Example({"sinks": 2, "local": 8, "top_k": 2})
+    notes_choices: ClassVar = False
 
     def resolve(self, window: int) -> Self:
         made = replace(self, local=window if self.local is None else self.local)
@@ -58,58 +59,45 @@ class LMInfinite(LocalMethod):
         """A quarter of what a query attends, 512 to 1,024: larger products run faster."""
         return max(512, min(1024, self.n_local // 4))
 
-    def spans(self, cache: LayerCache, step: Step) -> Tensor | None:
-        if self.top_k and cache.index >= self.from_layer:
-            return None  # what is chosen between is not noted
-        return sinks_and_local(self.sinks, self.n_local, step.positions(cache.buffer.k.device))
+    def layer_kind(self, layer: int) -> str:
+        return "choosing" if self.top_k and layer >= self.from_layer else ""
 
-    def distance(self, index: Tensor, token: Tensor, step: Step) -> Tensor | None:
-        return (index - token).clamp(max=self.n_local)
+    def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterator[Part]:
+        first = i + 1 - self.n_local
+        yield Part(keys=(first, i + 1), query_at=i, exact=True)
+        yield Part(keys=(0, first.clamp(max=self.sinks)), query_at=self.n_local)
+        if layer.kind == "choosing":
+            yield Part(keys=CHOSEN, query_at=self.n_local)
 
-    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        parts = [attend_local(q, cache, step, window=self.n_local)]
-        if step.stop > self.n_local:
-            far = rotate(q, step.far_turn(self.n_local, q))
-            parts.append(attend_behind(far, cache, step, gap=self.n_local, stop=self.sinks))
-            if self.top_k and cache.index >= self.from_layer and step.stop - self.n_local > self.sinks:
-                parts.append(self.middle(far, cache, step))
-        return merge(parts)
+    @property
+    def decodes(self) -> bool:
+        return not self.top_k
 
-    def bound(self, stop: int) -> int | None:
-        return None if self.top_k else super().bound(stop)
-
-    def decode(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
-        """Without `top_k`: tokens that each head chooses by their scores are a part of its own."""
-        here = decode_recent(q, cache, step, lambda: recent_span(step, self.n_local, q))
-        if not self.sinks:
-            return here[0]
-        turn = partial(step.far_turn, self.n_local, q)
-        return merge([decode_far(q, cache, step, self.n_local, turn, stop=self.sinks), here])
-
-    def cost(self, block: QueryBlock) -> Cost:
-        cost = block.recent(self.n_local) + block.behind(self.n_local, stop=self.sinks)
+    def choice_cost(self, block: QueryBlock) -> Cost:
+        """The scores of the middle serve as logits too: of its attention, the weighted sum of values is left."""
         n_middle = block.stop - self.n_local - self.sinks
-        if not self.top_k or block.layer < self.from_layer or n_middle <= 0:
-            return cost
-        # The scores of the middle serve as logits too: what is left of its attention is the weighted sum of values.
-        n_queries, most = block.n_heads * len(block), min(self.top_k, n_middle)
+        if not self.layer_kind(block.layer) or n_middle <= 0:
+            return Cost(0)
+        n_queries, most, dim = block.n_heads * len(block), min(self.top_k, n_middle), block.head_dim
         read = block.n_kv_heads * n_middle + min(n_queries * most, block.n_kv_heads * n_middle)
-        dim = block.head_dim
-        return cost + Cost(n_queries * most * dim, scores=n_queries * n_middle * dim, state_read=read * dim)
+        return Cost(n_queries * most * dim, scores=n_queries * n_middle * dim, state_read=read * dim)
 
-    def middle(self, q: Tensor, cache: LayerCache, step: Step) -> Part:
-        """The `top_k` best of tokens `sinks..i-local` for each placed query of each head: `q [H, T, D]`.
+    def attend_chosen(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
+        """Attend the `top_k` best of tokens `sinks..i-local`, for each query of each head.
 
         Time: O(H · T · N · D). Bytes: the scores of a slice of queries, bounded.
         """
         first, stop = self.sinks, step.stop - self.n_local
+        if stop <= first:
+            return None
         last_seen = step.positions(q.device) - self.n_local - first  # counted from the first middle token
         rows = max(1, SCORES_AT_ONCE // (q.shape[0] * (stop - first)))
-        slices = zip(q.split(rows, dim=1), last_seen.split(rows), strict=True)
-        return concat_queries([_best_keys(part, cache, first, stop, seen, self.top_k) for part, seen in slices])
+        slices = zip(rotate(q, placed.turn).split(rows, dim=1), last_seen.split(rows), strict=True)
+        found = [_best_keys(some, cache, first, stop, seen, self.top_k) for some, seen in slices]
+        return torch.cat([out for out, _ in found], dim=1), torch.cat([lse for _, lse in found], dim=1)
 
 
-def _best_keys(q: Tensor, cache: LayerCache, first: int, stop: int, last_seen: Tensor, top_k: int) -> Part:
+def _best_keys(q: Tensor, cache: LayerCache, first: int, stop: int, last_seen: Tensor, top_k: int) -> Attended:
     """Attention of each query `[H, T, D]` to its `top_k` best of tokens `first..stop-1`, up to the one that it sees."""
     spans = (cache.span(*cut)[0] for cut in cache.segments(first, stop))
     scores = torch.cat(

@@ -9,13 +9,15 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
+from lce.attention import PlainChoice, dot_products
 from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout, Reach
 from lce.errors import UsageError
+from lce.methods.attending import fold_chunks, unfold_chunks
+from lce.methods.base import is_like
 from lce.methods.costs import Cost, PaperFigure, QueryBlock
-from lce.methods.parts import fold_chunks, is_like, unfold_chunks
 from lce.methods.registry import register
-from lce.methods.selective import SUMMARIES, PlainChoice, SelectiveMethod, dot_products
+from lce.methods.selective import SUMMARIES, SelectiveMethod
 from lce.methods.step import Step
 
 
@@ -108,7 +110,7 @@ class LongHeads(SelectiveMethod):
         first, last = chunk_ids == 0, chunk_ids == own - 1
         return (first & self.keep_first) | (last & self.keep_last)
 
-    def cost(self, block: QueryBlock) -> Cost:
+    def choice_cost(self, block: QueryBlock) -> Cost:
         size = self.size
         n_complete = block.stop // size - block.start // size
         summaries = 2 * block.n_heads * n_complete * (size + 1) * size * block.head_dim  # Eq. 1, and Eq. 2 by one query
@@ -128,10 +130,11 @@ class LongHeads(SelectiveMethod):
             PaperFigure("the same in tokens", "", reach * self.size),
         )
 
-    def plain_choice(self) -> PlainChoice | None:
+    def plain_choice(self, n_heads: int, n_kv_heads: int) -> PlainChoice | None:
         if self.rank == "random" or self.fix_head or self.fix_layer:
             return None
-        return PlainChoice(self.share, self.keep_first, self.keep_last, self.rank == "last")
+        choosers = {"head": n_heads, "group": n_kv_heads, "layer": 1}[self.share]
+        return PlainChoice(choosers, self.keep_first, self.keep_last, self.rank == "last")
 
     def choose(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
         if not self.fix_layer:

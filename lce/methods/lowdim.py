@@ -17,18 +17,13 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import max_pool1d
 
+from lce.attention import SCORES_AT_ONCE, best_below_top, principal_directions
+from lce.attention import first_best as first_best
+from lce.attention import spread as spread
 from lce.errors import DataError, UsageError, shown
 from lce.files import named
-from lce.kernels.cpu.choices import best_tokens
-from lce.kernels.cpu.scores import best_below_top, compiled_for, scores_of_few
-from lce.kernels.cuda import launching
-from lce.methods.parts import SCORES_AT_ONCE, products
 from lce.models.config import RopeConfig
-
-TOKENS_AT_ONCE = 4096  # of a product of queries and low-dim keys
-FEW_OF_MANY = 8  # from so many dimensions for each wanted one a GPU finds principal directions by iteration
 
 
 @dataclass(frozen=True)
@@ -190,32 +185,11 @@ def principal(k: Tensor, low_dim: int) -> Tensor:
 
     Used for the keys and, summed over the query heads that share a KV head, for the queries. The keys' mean need not
     be taken away: it shifts all scores of a query alike. Time: O(N · (G·D)² + (G·D)³).
-
-    On GPUs few directions of many are found by iteration, O(N · (G·D)² + (G·D)² · R): all of them would take a second
-    or more a layer.
     """
     flat = concat_heads(k).double()
     flat = flat - flat.mean(dim=0)
-    n, scatter = min(low_dim, max(1, len(flat) - 1)), flat.T @ flat
-    if k.is_cuda and len(scatter) >= FEW_OF_MANY * n:
-        directions = leading(scatter, n)
-    else:
-        directions = torch.linalg.eigh(scatter)[1][:, -n:]  # of ascending variance
+    directions = principal_directions(flat.T @ flat, min(low_dim, max(1, len(flat) - 1)))
     return directions.flip(1).to(k.dtype).contiguous()
-
-
-def leading(x: Tensor, n: int) -> Tensor:
-    """The eigenvectors `[F, n]` of the n largest eigenvalues of `x [F, F]`, symmetric and float64, ascending.
-
-    By subspace iteration (Rutishauser, 1970) with twice as many vectors. Those of eigenvalues that are nearly equal
-    may be mixed. Time: O(F² · n).
-    """
-    vectors = torch.randn(len(x), 2 * n, dtype=x.dtype, generator=torch.Generator().manual_seed(0)).to(x.device)
-    x = x / x.diagonal().sum().clamp(min=torch.finfo(x.dtype).tiny)
-    for _ in range(3):
-        vectors = torch.linalg.qr(x @ (x @ (x @ vectors)))[0]
-    best: Tensor = vectors @ torch.linalg.eigh(vectors.T @ x @ vectors)[1][:, -n:]
-    return best
 
 
 def concat_heads(x: Tensor) -> Tensor:
@@ -237,53 +211,7 @@ def block_scores(f: Callable[[slice], Tensor], n_queries: int, row_size: int) ->
     at_once = slice_rows(n_queries, row_size)
     best: Tensor | None = None
     for start in range(0, n_queries, at_once):
-        scores = f(slice(start, start + at_once))
-        if compiled_for(scores) and scores.T.is_contiguous():
-            here = best_below_top(scores.T)
-        else:
-            scores = scores.float()
-            here = (scores - scores.amax(dim=-1, keepdim=True)).amax(dim=0)
+        here = best_below_top(f(slice(start, start + at_once)))
         best = here if best is None else torch.maximum(best, here)
     assert best is not None, "a block has queries"
     return best
-
-
-def scores_by_token(q: Tensor, k: Tensor, into: Tensor | None = None) -> Tensor:
-    """Dot products of `q [t, R]` and `k [M, R]`, a view `[t, M]` of scores that lie by token.
-
-    The product is made for some thousand tokens at a time: on CPUs a long one runs at a quarter of the speed. For one
-    query scores are float32, and the keys are read at the speed of memory. `into [t·M]`, or longer, is overwritten:
-    memory that is new to a process is slow.
-    """
-    if len(q) == 1 and launching.runs_on(k):
-        from lce.kernels.cuda import choices
-
-        return choices.scores_of_few(q[None], k[None])[0]
-    if not compiled_for(k):
-        return products(q[None], k.T[None])[0]
-    if len(q) == 1:
-        return scores_of_few(q[None], k[None])[0]
-    into = torch.empty(len(k) * len(q), dtype=q.dtype) if into is None else into
-    scores = into[: len(k) * len(q)].view(len(k), len(q))
-    for some, out in zip(k.split(TOKENS_AT_ONCE), scores.split(TOKENS_AT_ONCE), strict=True):
-        torch.mm(some, q.T, out=out)
-    return scores.T
-
-
-def spread(scores: Tensor, eps: int) -> Tensor:
-    """Each score `[M]` replaced by the largest of those at most `eps` away."""
-    return max_pool1d(scores[None], 2 * eps + 1, stride=1, padding=eps)[0] if eps else scores
-
-
-def first_best(scores: Tensor, n: int, eps: int = 0) -> Tensor:
-    """The indices `[n]` of the largest scores `[M]`, ascending; of equal ones the first. Time: O(M · eps).
-
-    A token's score is the largest of those at most `eps` away.
-    """
-    if compiled_for(scores):
-        return best_tokens(scores.float().contiguous(), n, eps)
-    scores = spread(scores, eps)
-    least = scores.topk(n).values[-1]
-    above, equal = scores > least, scores == least
-    taken = above | (equal & (equal.cumsum(0) <= n - above.sum()))
-    return torch.nonzero_static(taken, size=n).squeeze(1)

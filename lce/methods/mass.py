@@ -15,11 +15,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lce.attention import Turn, rotate
+from lce.attention import SCORES_AT_ONCE, Turn, rotate
 from lce.cache.layer import LayerCache
-from lce.methods.base import Method, says_for
+from lce.methods.base import Method
 from lce.methods.costs import QueryBlock
-from lce.methods.parts import SCORES_AT_ONCE
 from lce.methods.step import Step
 
 Judge = Literal["true", "constant"]
@@ -141,29 +140,6 @@ def _products(q: Tensor, k: Tensor) -> Tensor:
     return grouped.view(len(q), -1, k.shape[1])
 
 
-def spans_by_query(method: Method, cache: LayerCache, step: Step) -> list[list[list[int]]] | None:
-    """What each query of a block attends whatever is chosen, `[[start, stop], …]`, disjoint, in order, none empty.
-
-    None: the method does not say.
-    """
-    if says_for(type(method), "spans", "always"):
-        found = method.spans(cache, step)
-        if found is not None:
-            all_spans: list[list[list[int]]] = found.clamp(max=step.stop).tolist()
-            if (found[..., 0] < found[..., 1]).all():
-                return all_spans
-            return [[span for span in row if span[0] < span[1]] for row in all_spans]
-    mask = method.always(cache, step)
-    return None if mask is None else [_true_runs(row) for row in mask.cpu()]
-
-
-def _true_runs(mask: Tensor) -> list[list[int]]:
-    """The runs of True of a mask `[N]`. Example: 1, 1, 0, 1 is [[0, 2], [3, 4]]."""
-    edge = torch.zeros(1, dtype=torch.int8)
-    edges = torch.cat((edge, mask.to(torch.int8), edge)).diff().nonzero().flatten().tolist()
-    return [[a, b] for a, b in zip(edges[::2], edges[1::2], strict=True)]
-
-
 def attended_tokens(always: Tensor, chosen: Tensor | None, first: int, size: int, n_heads: int) -> Tensor:
     """The tokens that queries attend, `[H, T, N]` bool: those always attended `[T, N]`, those chosen `[H, T, K]`."""
     attended = always.expand(n_heads, *always.shape).clone()
@@ -181,5 +157,4 @@ def attended_tokens(always: Tensor, chosen: Tensor | None, first: int, size: int
 def scored_bytes(method: Method, position: int, q: Tensor, cache: LayerCache, step: Step) -> float:
     """Bytes that a decode step at `position` reads to choose by, as the method counts them; 0 where it does not."""
     block = QueryBlock(position, position + 1, len(q), step.n_kv_heads, q.shape[-1], layer=cache.index)
-    cost = method.cost(block)
-    return 0.0 if cost is None else float(cost.state_read or 0) * cache.layout.dtype.itemsize
+    return float(method.choice_cost(block).state_read or 0) * cache.layout.dtype.itemsize

@@ -40,9 +40,9 @@ class ByMass(WithoutSummaries):
     def log_mass(self, scores: Tensor, n_heads: int, head_dim: int) -> Tensor:
         return scores
 
-    def cost(self, block: QueryBlock) -> Cost:
+    def choice_cost(self, block: QueryBlock) -> Cost:
         """All keys are read to choose by; their scores are not counted."""
-        return super().cost(block) + Cost(0, None, state_read=block.stop * block.n_kv_heads * block.head_dim)
+        return super().choice_cost(block) + Cost(0, None, state_read=block.stop * block.n_kv_heads * block.head_dim)
 
     def choosers(self, n_heads: int, n_kv_heads: int) -> int:
         """How many choose on their own."""
@@ -91,8 +91,10 @@ class OracleInfLLM(InfLLM):
     def log_mass(self, relevance: Tensor, n_heads: int, head_dim: int) -> Tensor:
         return relevance.log()
 
-    def cost(self, block: QueryBlock) -> Cost:
-        return replace(super().cost(block), scores=None, state_read=block.stop * block.n_kv_heads * block.head_dim)
+    def choice_cost(self, block: QueryBlock) -> Cost:
+        return replace(
+            super().choice_cost(block), scores=None, state_read=block.stop * block.n_kv_heads * block.head_dim
+        )
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,10 @@ class OracleESA(ESA):
     def log_mass(self, relevance: Tensor, n_heads: int, head_dim: int) -> Tensor:
         return relevance.log()
 
-    def cost(self, block: QueryBlock) -> Cost:
-        return replace(super().cost(block), scores=None, state_read=block.stop * block.n_kv_heads * block.head_dim)
+    def choice_cost(self, block: QueryBlock) -> Cost:
+        return replace(
+            super().choice_cost(block), scores=None, state_read=block.stop * block.n_kv_heads * block.head_dim
+        )
 
 
 def cheating(method: Method, judge: Judge = "constant") -> Method:

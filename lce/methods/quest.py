@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
-import torch
-from torch import Tensor
+from torch import Tensor, stack
 
-from lce.attention import rotate
+from lce.attention import PlainChoice, bound_scores
 from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout, Reach
 from lce.cache.method_state import MethodState, Summaries
 from lce.errors import UsageError
-from lce.kernels.cpu.compiling import MOST_ROWS
-from lce.kernels.cuda import launching
-from lce.methods.base import Example
+from lce.methods.base import Example, is_like
 from lce.methods.costs import Cost, QueryBlock
-from lce.methods.decoding import decode_spans, recent_span
-from lce.methods.parts import attend_span, is_like, products, spans_of
+from lce.methods.parts import LayerFacts, Part
 from lce.methods.registry import register
-from lce.methods.selective import SUMMARIES, ChunkSelection, PlainChoice
-from lce.methods.step import DeviceStep, Step
+from lce.methods.selective import SUMMARIES, ChunkSelection
+from lce.methods.step import Step
 from lce.methods.top_p import TOP_P_HELP, check_top_p
 
 
@@ -94,41 +90,28 @@ class Quest(ChunkSelection):
         return bool((least <= most).all())
 
     def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        return torch.stack(k.aminmax(dim=2), dim=2)  # [G, m, 2, D]
+        return stack(k.aminmax(dim=2), dim=2)  # [G, m, 2, D]
 
     def score(self, q: Tensor, summary: Tensor, step: Step, layer: int) -> Tensor:
-        if q.shape[1] <= MOST_ROWS and launching.runs_on(summary):
-            from lce.kernels.cuda import choices
-
-            return choices.scores_of_few(q, summary)
-        least, most = summary.unbind(dim=2)  # [G, M, D]
-        rows = q.reshape(len(summary), -1, q.shape[-1])  # [G, R·T, D]
-        scores = products(rows.clamp(max=0), least.mT) + products(rows.clamp(min=0), most.mT)
-        return scores.view(*q.shape[:2], -1)
+        return bound_scores(q, summary)
 
     def forced(self, chunk_ids: Tensor, own: Tensor) -> Tensor:
-        return torch.zeros_like(chunk_ids < own)
+        return (chunk_ids < own) & False
 
-    def plain_choice(self) -> PlainChoice:
-        return PlainChoice(keep_first=False, keep_last=False)
+    def plain_choice(self, n_heads: int, n_kv_heads: int) -> PlainChoice:
+        return PlainChoice(n_heads, keep_first=False, keep_last=False)
 
-    def spans(self, cache: LayerCache, step: Step) -> Tensor | None:
-        if cache.index < self.dense_layers:
-            index = step.positions(cache.buffer.k.device)
-            return spans_of((0, index + 1), like=index)
-        return super().spans(cache, step)
+    def layer_kind(self, layer: int) -> str:
+        return "dense" if layer < self.dense_layers else ""
 
-    def cost(self, block: QueryBlock) -> Cost:
-        if block.layer < self.dense_layers:
-            return block.recent()
+    def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterable[Part]:
+        return [Part(keys=(0, i + 1), query_at=i)] if layer.kind == "dense" else super().parts_of(i, layer)
+
+    def keep_queries(self, q: Tensor, cache: LayerCache, step: Step) -> None:
+        if not self.layer_kind(cache.index):
+            super().keep_queries(q, cache, step)
+
+    def choice_cost(self, block: QueryBlock) -> Cost:
+        if self.layer_kind(block.layer):
+            return Cost(0)
         return self.selection_cost(block, vectors_read=2 * block.n_kv_heads, summaries=0, products=2)
-
-    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        if cache.index < self.dense_layers:
-            return attend_span(rotate(q, step.true_turn(q)), cache, step, causal=True)[0]
-        return super().attend(q, cache, step)
-
-    def decode(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
-        if cache.index < self.dense_layers:
-            return decode_spans(q, cache, step, "all", lambda: [recent_span(step, None, q)])[0]
-        return super().decode(q, cache, step)

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from lce.attention import merge, rotate
-from lce.cache.layer import LayerCache
 from lce.methods.base import Example, LocalMethod
-from lce.methods.costs import Cost, QueryBlock
-from lce.methods.decoding import decode_far, decode_recent, recent_span
-from lce.methods.parts import attend_behind, attend_local, spans_of
+from lce.methods.parts import LayerFacts, Part
 from lce.methods.registry import register
-from lce.methods.step import DeviceStep, Step
 
 
 @register("rerope")
@@ -47,37 +43,11 @@ class ReRope(LocalMethod):
         made.expect(local=1)
         return made
 
-    def spans(self, cache: LayerCache, step: Step) -> Tensor | None:
-        index = step.positions(cache.buffer.k.device)
-        return spans_of((0, index + 1), like=index)
+    def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterator[Part]:
+        yield Part(keys=(i + 1 - self.n_local, i + 1), query_at=i, exact=True)
+        yield Part(keys=(0, i + 1 - self.n_local), query_at=self.n_local)
 
-    def distance(self, index: Tensor, token: Tensor, step: Step) -> Tensor | None:
-        return (index - token).clamp(max=self.n_local)
-
-    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        q = self.scaled(q, step)
-        here = attend_local(q, cache, step, window=self.n_local)
-        if step.stop <= self.n_local:
-            return here[0]
-        far = attend_behind(rotate(q, step.far_turn(self.n_local, q)), cache, step, gap=self.n_local)
-        return merge([far, here])
-
-    def decode(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
-        q = self.scaled(q, step)
-        here = decode_recent(q, cache, step, lambda: recent_span(step, self.n_local, q))
-        return merge([decode_far(q, cache, step, self.n_local, lambda: step.far_turn(self.n_local, q)), here])
-
-    def cost(self, block: QueryBlock) -> Cost:
-        return block.recent(self.n_local) + block.behind(self.n_local)
-
-    def scaled(self, q: Tensor, step: Step) -> Tensor:
-        """The queries times their factor, if there is one."""
+    def query_scale(self, i: Tensor, window: int) -> Tensor | None:
         if not self.log_scale:
-            return q
-        factor: Tensor = step.once("log scale", lambda: log_scale(step.positions(q.device), step.window).to(q.dtype))
-        return q * factor
-
-
-def log_scale(indices: Tensor, window: int) -> Tensor:
-    """`max(1, ln(i + 1) / ln W)` for each query index `[T]`: `[T, 1]`."""
-    return ((indices.to(torch.float64) + 1).log() / math.log(max(window, 2))).clamp(min=1.0)[:, None]
+            return None
+        return ((i.to(torch.float64) + 1).log() / math.log(max(window, 2))).clamp(min=1.0)

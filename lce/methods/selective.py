@@ -7,72 +7,51 @@ where chosen chunks are seen; how keys are cached and which query is scored foll
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
-from lce.attention import Runs, Turn, merge, rotate
+from lce.attention import (
+    SCORES_AT_ONCE,
+    Attended,
+    PlainChoice,
+    Runs,
+    Turn,
+    best_chunks,
+    dot_products,
+    plain_runs,
+    rotate,
+    runs_of_chunks,
+    scores_at_once,
+)
 from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout, Reach
-from lce.cache.method_state import MethodState, OpenChunk, RecentRows, Summaries
+from lce.cache.method_state import MethodState, OpenChunk, Summaries
 from lce.errors import UsageError
-from lce.kernels.cpu.choices import best_chunks
-from lce.kernels.cpu.compiling import MOST_ROWS
-from lce.kernels.cpu.scores import compiled_for, scores_of_few
-from lce.kernels.cuda import launching
-from lce.methods.base import Example, Method, says_for
+from lce.methods.attending import PlacedPart, slot_shift
+from lce.methods.base import Example, Method, is_like, says_for
 from lce.methods.costs import Cost, QueryBlock
-from lce.methods.decoding import Span, decode_recent
+from lce.methods.decoding import Span
 from lce.methods.hooks import SELECTION_CHECKS
-from lce.methods.parts import RECENT, SCORES_AT_ONCE, attend_own_chunk, is_like, keep_recent, products, spans_of
-from lce.methods.placement import PLACEMENTS
+from lce.methods.parts import RECENT, LayerFacts, Part
+from lce.methods.placement import PLACEMENTS, Placement
 from lce.methods.step import DeviceStep, Step
 from lce.methods.top_p import TOP_P_HELP, check_top_p, prune
 
 SUMMARIES, OPEN_QUERIES = "summaries", "open queries"
-CHOSEN_AT_ONCE = 1 << 22  # scores that kernels choose by at a time: memory of that size is used again, larger is new
-
-
-def dot_products(q: Tensor, vectors: Tensor) -> Tensor:
-    """`q [S, T, D]`, `vectors [S, M, D]` to `[S, T, M]`: float32 on CUDA, and for few queries on CPUs.
-
-    For few queries it is one pass over the vectors.
-    """
-    if q.shape[1] <= MOST_ROWS and compiled_for(vectors):
-        return scores_of_few(q, vectors)
-    if q.shape[1] <= MOST_ROWS and launching.runs_on(vectors):
-        from lce.kernels.cuda import choices
-
-        return choices.scores_of_few(q, vectors)
-    return products(q, vectors.mT)
-
-
-def _by_kernel(scores: Tensor) -> bool:
-    """Whether the kernel for GPUs chooses by scores `[C, T, M]`."""
-    return launching.runs_on(scores) and scores.shape[-1] <= launching.MOST_CHUNKS
 
 
 def _inside(rows: Tensor, step: Step, some: Step) -> Tensor:
-    """Those of the block's queries `rows` that are in a part of the block, counted from its first."""
+    """Return those of the block's queries `rows` that are in a part of the block, counted from its first."""
     rows = rows - (some.start - step.start)
     return rows[(rows >= 0) & (rows < some.stop - some.start)]
 
 
-@dataclass(frozen=True)
-class PlainChoice:
-    """A choice that a GPU makes in two launches: by products of queries and summaries, or by the bounds of keys."""
-
-    share: Literal["head", "group", "layer"] = "head"  # whose scores are summed
-    keep_first: bool = True
-    keep_last: bool = True
-    least: bool = False  # the worst are taken
-
-
-class ChunkSelection(Method):
+class ChunkSelection(Method, ABC):
     """What all selectors of chunks share; `SelectiveMethod` adds the usual knobs.
 
     A query of chunk `o` attends its own part of chunk `o`, and of the complete chunks before it those that `forced`
@@ -96,17 +75,24 @@ class ChunkSelection(Method):
         """How many whole chunks a query sees besides its own."""
 
     @property
+    def placed(self) -> Placement:
+        """Where chosen chunks are seen."""
+        return PLACEMENTS[self.placement]
+
+    @property
     def reach(self) -> Reach:
         return Reach(self.size, sinks=self.size, local=self.size, per_head=True)
 
+    @property
+    def n_recent(self) -> int:
+        return self.size if self.key_positions(torch.zeros(0, dtype=torch.int64)) is None else 0
+
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
-        """A summary for each complete chunk, the open chunk's queries, and recent keys at need."""
+        """Return a summary for each complete chunk, the open chunk's queries, and recent keys at need."""
         kept: dict[str, MethodState] = {SUMMARIES: Summaries(self.summary_vectors * layout.query_bytes, self.size)}
         if self.uses_queries:
             kept[OPEN_QUERIES] = OpenChunk(self.size, layout.query_bytes)
-        if self.key_positions(torch.zeros(0, dtype=torch.int64)) is None:
-            kept[RECENT] = RecentRows(self.size, layout.key_bytes, remade=True)
-        return kept
+        return {**kept, **super().state(layout)}
 
     def could_keep(self, layer: int, kept: Mapping[str, Tensor], layout: CacheLayout, n_tokens: int) -> bool:
         summaries, n_chunks = kept.get(SUMMARIES), n_tokens // self.size
@@ -121,12 +107,52 @@ class ChunkSelection(Method):
         return window if self.placement == "true" else None
 
     def key_positions(self, indices: Tensor) -> Tensor | None:
-        return PLACEMENTS[self.placement].key_positions(indices, self.size)
+        return self.placed.key_positions(indices, self.size)
 
-    def keep(self, k: Tensor, v: Tensor, cache: LayerCache, step: Step) -> None:
-        super().keep(k, v, cache, step)
-        if RECENT in cache.state:
-            keep_recent(k, cache, step)
+    def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterable[Part]:
+        own = self.key_positions(i)
+        yield Part((i // self.size * self.size, i + 1), i if own is None else own, exact=own is None)
+        yield self.placed.part(i, self.size, min(self.n_choices, layer.longest // self.size), self.n_choices)
+
+    def keep_queries(self, q: Tensor, cache: LayerCache, step: Step) -> None:
+        """Summarise the chunks that this block completes; keep the queries of the one that it leaves open."""
+        size = self.size
+        if (at := step.at) is not None:
+            if self.uses_queries:
+                offset: Tensor = step.once("offset in chunk", lambda: at % size)
+                cache.kept(OpenChunk, OPEN_QUERIES).write_at(q, offset)
+            return
+        first, stop = step.start // size, step.stop // size
+        if stop > first:
+            k, v = (x.unflatten(1, (-1, size)) for x in cache.span(first * size, stop * size))
+            queries = self._complete_queries(q, first, stop, cache, step)
+            summaries, kept = self.summarise(queries, k, v, step), cache.kept(Summaries, SUMMARIES)
+            if (n_bytes := summaries[:, 0].numel() * summaries.element_size()) > kept.row_bytes:
+                raise UsageError(
+                    f"{self.label}: summarise keeps {n_bytes} bytes of a chunk; expected at most {kept.row_bytes}, or "
+                    "a larger summary_vectors"
+                )
+            kept.write(summaries, first)
+        open_from = max(step.start, stop * size)
+        if self.uses_queries and open_from < step.stop:
+            cache.kept(OpenChunk, OPEN_QUERIES).write(q[:, open_from - step.start :], open_from)
+
+    def _complete_queries(self, q: Tensor, first: int, stop: int, cache: LayerCache, step: Step) -> Tensor:
+        """Return the queries of chunks `first..stop-1`, which the block completes, rotated as keys: `[H, m, L, D]`."""
+        size = self.size
+        if not self.uses_queries:
+            return q.new_empty(len(q), stop - first, 0, q.shape[-1])
+        queries = q[:, : stop * size - step.start]
+        if step.start % size:
+            pending = cache.kept(OpenChunk, OPEN_QUERIES).span(first * size, step.start)
+            queries = torch.cat((pending, queries), dim=1)
+
+        def make() -> Turn | None:
+            positions = self.key_positions(torch.arange(first * size, stop * size, device=q.device))
+            return None if positions is None else step.rope.turn(positions.view(stop - first, size), q.dtype)
+
+        complete, turn = queries.unflatten(1, (stop - first, size)), step.once("chunk turn", make)
+        return complete if turn is None else rotate(complete, turn)
 
     @abstractmethod
     def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
@@ -168,27 +194,13 @@ class ChunkSelection(Method):
         """
         n_chunks = scores.shape[-1]
 
-        def make() -> tuple[Tensor, Tensor, Tensor]:
+        def make() -> Tensor:
             chunk_ids = torch.arange(n_chunks, device=scores.device)
             own = (step.positions(scores.device) // self.size)[:, None]
-            return chunk_ids, own, self.forced(chunk_ids, own).expand(len(own), n_chunks).contiguous()
+            return self.forced(chunk_ids, own).expand(len(own), n_chunks).contiguous()
 
-        chunk_ids, own, forced = step.once(f"forced {n_chunks}", make)
-        if compiled_for(scores) and step.at is None:
-            return best_chunks(scores.contiguous(), forced, self.n_choices, step.start, self.size)
-        if _by_kernel(scores):
-            from lce.kernels.cuda import choices
-
-            start = step.start if step.at is None else step.at
-            return choices.best_chunks(scores.contiguous(), forced, self.n_choices, start, self.size)
-        bias = torch.zeros(own.shape[0], len(chunk_ids), device=scores.device)
-        bias = bias.masked_fill_(forced, torch.inf).masked_fill_(chunk_ids >= own, -torch.inf)
-        scores = scores.float() + bias
-        best = scores.topk(min(self.n_choices, scores.shape[-1]), dim=-1, sorted=False)
-        none = torch.iinfo(torch.int64).max
-        barred = (best.values == -torch.inf) | (best.indices >= own)  # the second where scores overflowed
-        chosen = best.indices.masked_fill(barred, none).sort(dim=-1).values
-        return chosen.masked_fill(chosen == none, -1)
+        forced: Tensor = step.once(f"forced {n_chunks}", make)
+        return best_chunks(scores, forced, self.n_choices, step.start if step.at is None else step.at, self.size)
 
     def choose(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
         """The chunks that each query of each head attends, `[H, T, K]`; None while there is nothing to choose from.
@@ -200,9 +212,8 @@ class ChunkSelection(Method):
         if step.stop <= self.size:
             return None
         summary = cache.kept(Summaries, SUMMARIES).span(0, step.stop // self.size)
-        scored = PLACEMENTS[self.placement].scored(q, step, self.size)
-        at_once = CHOSEN_AT_ONCE if compiled_for(summary) else SCORES_AT_ONCE
-        rows = max(1, at_once // (len(q) * summary.shape[1]))
+        scored = self.placed.scored(q, step, self.size)
+        rows = max(1, scores_at_once(summary) // (len(q) * summary.shape[1]))
 
         def score(here: slice, some: Step) -> Tensor:
             return self.score(scored[:, here], summary, some, cache.index)
@@ -238,36 +249,24 @@ class ChunkSelection(Method):
         mass = self.log_mass(scores, len(q), q.shape[-1]).masked_fill(chunk_ids >= own, -torch.inf)
         return prune(chosen, scores, mass, self.forced(chunk_ids, own).expand(mass.shape[1:]), self.top_p)
 
-    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        self._summarise_complete(q, cache, step)
+    def attend_chosen(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
         chosen = self.choose(q, cache, step)
-        own = attend_own_chunk(rotate(q, self._own_turn(q, step)), cache, step)
         if chosen is None:
-            return merge([own])
+            return None
         if step.note:
             step.note(cache.index, chosen)
-        if self.top_p is not None:
-            chosen = PLACEMENTS[self.placement].slots(chosen, step, self.size, self.n_choices)
-        n_slots = chosen.shape[-1]
-        turns: Turn = step.once(
-            f"slots {n_slots}",
-            lambda: PLACEMENTS[self.placement].slot_turns(q, step, self.size, n_slots, self.n_choices),
-        )
+        if self.top_p is not None and placed.part.n_slots is not None:
+            number = torch.arange(chosen.shape[-1], device=q.device) - slot_shift(placed.part, chosen)
+            chosen = chosen.gather(-1, number.clamp(min=0)).masked_fill(number < 0, -1)
+        n_slots, turn = chosen.shape[-1], placed.turn
+        if turn.cos.ndim == 2:  # all slots alike
+            turn = Turn(*(x.expand(q.shape[1], -1)[:, None] for x in turn))
+        else:
+            turn = turn.at(slice(None), slice(n_slots))
         memory: Tensor = step.once(f"parts {n_slots}", lambda: q.new_empty(chosen.numel() * q.shape[-1]))
-        return merge([step.attention.routed(q, turns, chosen, cache.tiles(chosen), memory), own])
+        return step.attention.routed(q, turn, chosen, cache.tiles(chosen), memory)
 
-    def spans(self, cache: LayerCache, step: Step) -> Tensor | None:
-        index = step.positions(cache.buffer.k.device)
-        return spans_of((index // self.size * self.size, index + 1), like=index)
-
-    def distance(self, index: Tensor, token: Tensor, step: Step) -> Tensor | None:
-        return index - token  # of the own chunk
-
-    def choice_distance(self, chosen: Tensor, step: Step) -> Tensor | None:
-        index = step.positions(chosen.device)
-        return PLACEMENTS[self.placement].distances(chosen, index, self.size, self.n_choices)
-
-    def cost(self, block: QueryBlock) -> Cost:
+    def choice_cost(self, block: QueryBlock) -> Cost:
         """Exact where `score` stands, but for summaries: a `summarise` of one's own is not counted here."""
         products = 1 if self.keeps_vectors else None
         read = block.n_heads * self.summary_vectors
@@ -277,7 +276,7 @@ class ChunkSelection(Method):
         self, block: QueryBlock, *, vectors_read: int, summaries: int | None, choosers: int | None = None,
         products: int | None = 1, together: bool = False,
     ) -> Cost:  # fmt: skip
-        """The cost of choosing chunks and of attending them.
+        """Return the cost of choosing chunks and of attending the chosen ones.
 
         A chunk has `vectors_read` vectors to be compared with, and a query makes `products` of them with each chunk;
         `choosers` of the heads do, all of them with None. `together`: the query heads of a KV head choose alike.
@@ -286,37 +285,39 @@ class ChunkSelection(Method):
         n_queries = (block.n_heads if choosers is None else choosers) * len(block)
         scores = None if products is None else products * n_queries * n_chunks * block.head_dim
         read = n_chunks * vectors_read * block.head_dim if n_queries else 0
-        seen = block.own_chunk(self.size) + block.chunks(self.size, self.n_choices, together=together)
+        seen = block.chunks(self.size, self.n_choices, together=together)
         return seen + Cost(0, scores, summaries, state_read=read)
 
     @property
     def counted(self) -> bool:
-        own = type(self).cost is not ChunkSelection.cost  # else a score and a summary of one's own are not counted
-        return says_for(type(self), "cost", "attend", "keep", "choose", *(("score", "summarise") if own else ()))
+        cls = type(self)
+        own = (
+            cls.choice_cost is not ChunkSelection.choice_cost
+        )  # else a score and a summary of one's own are not counted
+        return super().counted and says_for(cls, "choice_cost", "choose", *(("score", "summarise") if own else ()))
 
-    def plain_choice(self) -> PlainChoice | None:
-        """What `choose` is, where it is as simple as that; it stands for the `score` and so on of its own class."""
-        return PlainChoice()
+    def plain_choice(self, n_heads: int, n_kv_heads: int) -> PlainChoice | None:
+        """Return what `choose` does where a GPU's kernels can do it; it stands for the `score` of its own class."""
+        return PlainChoice(n_heads)
 
     @property
     def decodes(self) -> bool:
         """With `top_p` steps run one by one: how many chunks are chosen is not known before."""
         return self.top_p is None and super().decodes
 
-    def decode(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
-        if self.uses_queries:
-            offset: Tensor = step.once("offset in chunk", lambda: step.at % self.size)
-            cache.kept(OpenChunk, OPEN_QUERIES).write_at(q, offset)
-        runs = self._plain_runs(q, cache, step)
+    def decode_chosen(
+        self, q: Tensor, turn: Turn, others: Sequence[Span], cache: LayerCache, step: DeviceStep
+    ) -> Attended:
+        """The own chunk, unless its keys are elsewhere, is one more run behind the chosen chunks."""
+        own, size = others[0].turn if others else None, self.size
+        at, runs = None if own is None else step.at, self._plain_runs(q, cache, step, own is not None)
         if runs is None:
             chosen = self.choose(q, cache, step)
             assert chosen is not None, "there are complete chunks"
-            runs = self._runs(chosen.squeeze(1), q, cache, step)
-        chunks = step.attention.decode(q, *cache.whole, runs)
-        if RECENT not in cache.state:
-            return chunks[0]
-        own = decode_recent(q, cache, step, lambda: self._own_span(q, step))
-        return merge([chunks, own])
+            runs = runs_of_chunks(chosen.squeeze(1), size, at, q)
+        first, count = runs
+        turns, number = self._slot_turns(first.shape[1] - (own is not None), turn, own, step)
+        return step.attention.decode(q, *cache.whole, Runs(first, count, number, turns, size))
 
     def bound(self, stop: int) -> int | None:
         """Steps that complete a chunk are not recorded: they make its summary.
@@ -332,113 +333,43 @@ class ChunkSelection(Method):
         return (stop // size + 1) * size - 1
 
     def _choose_on_device(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
-        """`choose` among as many chunks as the bound allows: those that are not complete yet are not taken."""
+        """Choose among as many chunks as the bound allows: those that are not complete yet are not taken."""
         summary = cache.kept(Summaries, SUMMARIES).spacious(step.bound // self.size)
-        scored = PLACEMENTS[self.placement].scored(q, step, self.size)
-        scores = self.score(scored, summary, step, cache.index)
+        scores = self.score(self.placed.scored(q, step, self.size), summary, step, cache.index)
         n_chunks = scores.shape[-1]
 
         def make() -> Tensor:
             return torch.arange(n_chunks, device=q.device) >= step.at // self.size
 
-        own_select = type(self).select is not ChunkSelection.select
-        if own_select or not _by_kernel(scores):  # which does not look at them
+        if type(self).select is not ChunkSelection.select:  # which does not look at them
             scores = scores.masked_fill(step.once(f"barred {n_chunks}", make), -torch.inf)
         chosen = self.select(scores, step)
         if len(chosen) in (1, step.n_kv_heads, len(q)):
             return chosen
         return chosen.repeat_interleave(len(q) // len(chosen), 0)
 
-    def _plain_runs(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Runs | None:
-        """What `choose` and `_runs` give, where the choice is plain and a GPU's kernels take these tensors."""
-        summary = cache.kept(Summaries, SUMMARIES).spacious(step.bound // self.size)
-        if not launching.runs_on(summary) or summary.shape[1] > launching.MOST_CHUNKS:
-            return None
-        plain = self.plain_choice()
+    def _plain_runs(
+        self, q: Tensor, cache: LayerCache, step: DeviceStep, own: bool
+    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+        """Choose as `choose` and `runs_of_chunks` do, where the choice is plain and kernels take these tensors."""
+        plain = self.plain_choice(len(q), step.n_kv_heads)
         if plain is None or not says_for(type(self), "plain_choice", "score", "select", "forced", "choose"):
             return None
-        from lce.kernels.cuda import choices
+        summary = cache.kept(Summaries, SUMMARIES).spacious(step.bound // self.size)
+        scored = self.placed.scored(q, step, self.size)
+        return plain_runs(plain, scored[:, 0], summary, step.at, self.size, self.n_choices, own=own)
 
-        own, scored = RECENT not in cache.state, PLACEMENTS[self.placement].scored(q, step, self.size)
-        first, count = choices.best_runs(
-            scored[:, 0], summary, step.at, self.size, self.n_choices, keep_first=plain.keep_first,
-            choosers={"head": len(q), "group": step.n_kv_heads, "layer": 1}[plain.share], keep_last=plain.keep_last,
-            least=plain.least, own=own,
-        )  # fmt: skip
-        turns, turn = self._slot_turns(first.shape[1] - own, own, q, step)
-        return Runs(first, count, turn, turns, self.size)
-
-    def _runs(self, chosen: Tensor, q: Tensor, cache: LayerCache, step: DeviceStep) -> Runs:
-        """The chosen chunks `[C, K]` as runs, and behind them the own chunk, unless its keys are elsewhere."""
-        (n_choosers, n_slots), size, own = chosen.shape, self.size, RECENT not in cache.state
-        turns, turn = self._slot_turns(n_slots, own, q, step)
-        if launching.runs_on(q):
-            from lce.kernels.cuda import choices
-
-            return Runs(*choices.runs_of_chunks(chosen, size, step.at if own else None), turn, turns, size)
-        first, counts = chosen * size, (chosen >= 0) * size
-        if own:
-            begin = step.at // size * size
-            first = torch.cat((first, begin.expand(n_choosers, 1)), dim=1)
-            counts = torch.cat((counts, (step.at + 1 - begin).expand(n_choosers, 1)), dim=1)
-        return Runs(first, counts, turn, turns, size)
-
-    def _slot_turns(self, n_slots: int, own: bool, q: Tensor, step: DeviceStep) -> tuple[Turn, Tensor]:
-        """Turns, and which of them each chosen chunk is seen under; with `own` the own chunk too, behind them."""
+    def _slot_turns(self, n_slots: int, turn: Turn, own: Turn | None, step: Step) -> tuple[Turn, Tensor]:
+        """Return turns, and which of them each chosen chunk is seen under; behind them that of the own chunk."""
 
         def make() -> tuple[Turn, Tensor]:
-            slots = PLACEMENTS[self.placement].slot_turns(q, step, self.size, n_slots, self.n_choices).at(0)
-            turn = torch.arange(n_slots + own, device=q.device)
-            turn = turn if len(slots.cos) > 1 else turn // n_slots
-            if not own:
-                return slots, turn
-            return Turn(*(torch.cat(pair) for pair in zip(slots, self._own_turn(q, step), strict=True))), turn
+            slots = turn.at(0, slice(n_slots)) if turn.cos.ndim == 3 else turn
+            number = torch.arange(n_slots + (own is not None), device=turn.cos.device)
+            number = number if turn.cos.ndim == 3 else number // max(1, n_slots)
+            return slots if own is None else Turn(*(torch.cat(pair) for pair in zip(slots, own, strict=True))), number
 
         found: tuple[Turn, Tensor] = step.once(f"turns of {n_slots}", make)
         return found
-
-    def _own_span(self, q: Tensor, step: DeviceStep) -> Span:
-        """The query's own chunk, seen as `attend_own_chunk` does."""
-        return Span(step.at // self.size * self.size, step.at + 1, self.size, self._own_turn(q, step))
-
-    def _own_turn(self, q: Tensor, step: Step) -> Turn:
-        return step.key_turn(self.key_positions, q) or step.true_turn(q)
-
-    def _summarise_complete(self, q: Tensor, cache: LayerCache, step: Step) -> None:
-        """Summarise the chunks that this block completes; keep the queries of the one it leaves open."""
-        size = self.size
-        first, stop = step.start // size, step.stop // size
-        if stop > first:
-            k, v = (x.unflatten(1, (-1, size)) for x in cache.span(first * size, stop * size))
-            queries = self._complete_queries(q, first, stop, cache, step)
-            summaries, kept = self.summarise(queries, k, v, step), cache.kept(Summaries, SUMMARIES)
-            if (n_bytes := summaries[:, 0].numel() * summaries.element_size()) > kept.row_bytes:
-                raise UsageError(
-                    f"{self.label}: summarise keeps {n_bytes} bytes of a chunk; expected at most {kept.row_bytes}, or "
-                    "a larger summary_vectors"
-                )
-            kept.write(summaries, first)
-        open_from = max(step.start, stop * size)
-        if self.uses_queries and open_from < step.stop:
-            cache.kept(OpenChunk, OPEN_QUERIES).write(q[:, open_from - step.start :], open_from)
-
-    def _complete_queries(self, q: Tensor, first: int, stop: int, cache: LayerCache, step: Step) -> Tensor:
-        """The queries of chunks `first..stop-1`, which the block completes, rotated as keys are: `[H, m, L, D]`."""
-        size = self.size
-        if not self.uses_queries:
-            return q.new_empty(len(q), stop - first, 0, q.shape[-1])
-        queries = q[:, : stop * size - step.start]
-        if step.start % size:
-            pending = cache.kept(OpenChunk, OPEN_QUERIES).span(first * size, step.start)
-            queries = torch.cat((pending, queries), dim=1)
-        complete = queries.unflatten(1, (stop - first, size))
-        turn: Turn | None = step.once("chunk turn", lambda: self._chunk_turn(first, stop, q, step))
-        return complete if turn is None else rotate(complete, turn)
-
-    def _chunk_turn(self, first: int, stop: int, q: Tensor, step: Step) -> Turn | None:
-        """The turn of whole chunks' vectors `[…, m, L, D]` as keys are cached; None: unrotated."""
-        positions = self.key_positions(torch.arange(first * self.size, stop * self.size, device=q.device))
-        return None if positions is None else step.rope.turn(positions.view(stop - first, self.size), q.dtype)
 
 
 class WithoutSummaries(ChunkSelection):
@@ -457,7 +388,7 @@ class WithoutSummaries(ChunkSelection):
     def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         raise AssertionError("no chunk is summarised")
 
-    def _summarise_complete(self, q: Tensor, cache: LayerCache, step: Step) -> None:
+    def keep_queries(self, q: Tensor, cache: LayerCache, step: Step) -> None:
         pass
 
     def choose(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
@@ -469,7 +400,7 @@ class WithoutSummaries(ChunkSelection):
             lambda here, some: self.chunk_scores(q[:, here], n_chunks, cache, some), rows, q, cache, step
         )
 
-    def cost(self, block: QueryBlock) -> Cost:
+    def choice_cost(self, block: QueryBlock) -> Cost:
         """What is attended, as if no two heads of a KV head chose alike; nothing is read to choose by."""
         return self.selection_cost(block, vectors_read=0, summaries=0, products=0)
 

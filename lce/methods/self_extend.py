@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-import torch
 from torch import Tensor
 
-from lce.attention import Turn, merge, rotate
-from lce.cache.layer import LayerCache
 from lce.methods.base import Example, LocalMethod
-from lce.methods.costs import Cost, QueryBlock
-from lce.methods.decoding import decode_far, decode_recent, recent_span
-from lce.methods.parts import attend_behind, attend_local, spans_of
+from lce.methods.parts import LayerFacts, Part
 from lce.methods.registry import register
-from lce.methods.step import DeviceStep, Step
 
 
 @register("self_extend")
@@ -55,29 +50,7 @@ class SelfExtend(LocalMethod):
     def key_positions(self, indices: Tensor) -> Tensor | None:
         return indices // self.group
 
-    def spans(self, cache: LayerCache, step: Step) -> Tensor | None:
-        index = step.positions(cache.buffer.k.device)
-        return spans_of((0, index + 1), like=index)
-
-    def distance(self, index: Tensor, token: Tensor, step: Step) -> Tensor | None:
-        grouped = index // self.group - token // self.group + self.n_local - self.n_local // self.group
-        return torch.where(index - token < self.n_local, index - token, grouped)
-
-    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        here = attend_local(q, cache, step, window=self.n_local)
-        if step.stop <= self.n_local:
-            return here[0]
-        return merge([attend_behind(rotate(q, self.far_turn(q, step)), cache, step, gap=self.n_local), here])
-
-    def decode(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
-        here = decode_recent(q, cache, step, lambda: recent_span(step, self.n_local, q))
-        return merge([decode_far(q, cache, step, self.n_local, lambda: self.far_turn(q, step)), here])
-
-    def cost(self, block: QueryBlock) -> Cost:
-        return block.recent(self.n_local) + block.behind(self.n_local)
-
-    def far_turn(self, q: Tensor, step: Step) -> Turn:
-        """What turns queries to where they see far keys from."""
-        shift = self.n_local - self.n_local // self.group
-        turn: Turn = step.once("turn", lambda: step.rope.turn(step.positions(q.device) // self.group + shift, q.dtype))
-        return turn
+    def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterator[Part]:
+        local, group = self.n_local, self.group
+        yield Part(keys=(i + 1 - local, i + 1), query_at=i, exact=True)
+        yield Part(keys=(0, i + 1 - local), query_at=i // group + local - local // group)

@@ -98,17 +98,19 @@ class Step:
         turn: Turn = self.once("true turn", lambda: self.rope.turn(self.positions(like.device), like.dtype))
         return turn
 
-    def far_turn(self, distance: int, like: Tensor) -> Turn:
-        """What rotates queries that see unrotated keys, all of them, at one distance, `[1, D/2]`.
+    def far_turn(self, distance: int | Tensor, like: Tensor) -> Turn:
+        """Return what rotates queries that see unrotated keys, all of them at one distance.
 
-        It carries YaRN's factor twice, for the query and for the key, which was cached without it.
+        `[1, D/2]`, or `[T, D/2]` for a distance a query. The turn carries YaRN's factor twice: for the query, and for
+        the key, which was cached without it.
         """
 
         def make() -> Turn:
-            cos, sin = self.rope.turn(torch.full((1,), distance, device=like.device), torch.float64)
+            at = distance if isinstance(distance, Tensor) else torch.full((1,), distance, device=like.device)
+            cos, sin = self.rope.turn(at, torch.float64)
             return Turn((cos * self.rope.scale).to(like.dtype), (sin * self.rope.scale).to(like.dtype))
 
-        turn: Turn = self.once(f"far turn {distance}", make)
+        turn: Turn = make() if isinstance(distance, Tensor) else self.once(f"far turn {distance}", make)
         return turn
 
 

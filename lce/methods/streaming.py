@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-import torch
 from torch import Tensor
 
-from lce.attention import Turn, merge, rotate
-from lce.cache.layer import LayerCache
 from lce.cache.layout import Reach
 from lce.methods.base import Example, Method
-from lce.methods.costs import Cost, QueryBlock
-from lce.methods.decoding import Span, decode_spans, recent_span
-from lce.methods.parts import attend_behind, attend_span, sinks_and_local
+from lce.methods.parts import LayerFacts, Part
 from lce.methods.registry import register
-from lce.methods.step import DeviceStep, Step
 
 
 @register("streaming")
@@ -58,40 +53,7 @@ class Streaming(Method):
         assert self.local is not None, "resolved before use"
         return Reach(sinks=self.sinks, local=self.local)
 
-    def spans(self, cache: LayerCache, step: Step) -> Tensor | None:
-        return sinks_and_local(self.sinks, self.reach.local, step.positions(cache.buffer.k.device))
-
-    def distance(self, index: Tensor, token: Tensor, step: Step) -> Tensor | None:
-        last = self.reach.sinks + self.reach.local - 1
-        return torch.where(index - token < self.reach.local, index - token, index.clamp(max=last) - token)
-
-    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        assert self.local is not None, "resolved before use"
-        placed = rotate(q, step.true_turn(q))
-        here = attend_span(placed, cache, step, causal=True, window=self.local)
-        if step.stop <= self.local or not self.sinks:
-            return here[0]
-        turn = self.sink_turn(q, step)
-        return merge([attend_behind(rotate(q, turn), cache, step, gap=self.local, stop=self.sinks), here])
-
-    def sink_turn(self, q: Tensor, step: Step) -> Turn:
-        """What turns queries to where they see sinks from."""
-        last = self.reach.sinks + self.reach.local - 1
-        turn: Turn = step.once("turn", lambda: step.rope.turn(step.positions(q.device).clamp(max=last), q.dtype))
-        return turn
-
-    def decode(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
-        def spans() -> list[Span]:
-            here = recent_span(step, self.local, q)
-            if not self.sinks:
-                return [here]
-            sinks = Span(
-                torch.zeros_like(step.at), here.first.clamp(max=self.sinks), self.sinks, self.sink_turn(q, step)
-            )
-            return [sinks, here]
-
-        return decode_spans(q, cache, step, "runs", spans)[0]
-
-    def cost(self, block: QueryBlock) -> Cost:
-        assert self.local is not None, "resolved before use"
-        return block.recent(self.local) + block.behind(self.local, stop=self.sinks)
+    def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterator[Part]:
+        first, n_kept = i + 1 - self.reach.local, self.sinks + self.reach.local
+        yield Part(keys=(first, i + 1), query_at=i)
+        yield Part(keys=(0, first.clamp(max=self.sinks)), query_at=i.clamp(max=n_kept - 1))

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Self
+from operator import attrgetter
+from typing import Any, Self
 
-from torch import Tensor
-
-from lce.cache.layer import LayerCache
-from lce.cache.layout import CacheLayout, Reach
-from lce.cache.method_state import MethodState
 from lce.methods.base import Method
-from lce.methods.costs import Cost, PaperFigure, QueryBlock
-from lce.methods.step import ModelFacts, Step
+from lce.methods.step import ModelFacts
 
 
 @dataclass(frozen=True)
@@ -27,64 +22,26 @@ class Wrapped(Method):
 
     inner: Method
 
-    @property
-    def label(self) -> str:
-        return self.inner.label
-
     def for_model(self, model: ModelFacts) -> Self:
         return replace(self, inner=self.inner.for_model(model))
 
     def resolve(self, window: int) -> Self:
         return replace(self, inner=self.inner.resolve(window))
 
-    @property
-    def block(self) -> int:
-        return self.inner.block
 
-    @property
-    def reach(self) -> Reach:
-        return self.inner.reach
+def _of_inner(name: str) -> Callable[..., Any]:
+    """Return a hook that calls the inner method's."""
 
-    @property
-    def choices(self) -> tuple[int, int]:
-        return self.inner.choices
+    def hook(self: Wrapped, *args: Any) -> Any:
+        return getattr(self.inner, name)(*args)
 
-    def limit(self, window: int, sliding_window: int | None = None) -> int | None:
-        return self.inner.limit(window, sliding_window)
+    return hook
 
-    def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
-        return self.inner.state(layout)
 
-    def could_keep(self, layer: int, kept: Mapping[str, Tensor], layout: CacheLayout, n_tokens: int) -> bool:
-        return self.inner.could_keep(layer, kept, layout, n_tokens)
-
-    def key_positions(self, indices: Tensor) -> Tensor | None:
-        return self.inner.key_positions(indices)
-
-    def keep(self, k: Tensor, v: Tensor, cache: LayerCache, step: Step) -> None:
-        self.inner.keep(k, v, cache, step)
-
-    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        return self.inner.attend(q, cache, step)
-
-    def spans(self, cache: LayerCache, step: Step) -> Tensor | None:
-        return self.inner.spans(cache, step)
-
-    def always(self, cache: LayerCache, step: Step) -> Tensor | None:
-        return self.inner.always(cache, step)
-
-    def distance(self, index: Tensor, token: Tensor, step: Step) -> Tensor | None:
-        return self.inner.distance(index, token, step)
-
-    def choice_distance(self, chosen: Tensor, step: Step) -> Tensor | None:
-        return self.inner.choice_distance(chosen, step)
-
-    def cost(self, block: QueryBlock) -> Cost | None:
-        return self.inner.cost(block)
-
-    @property
-    def counted(self) -> bool:
-        return self.inner.counted
-
-    def paper_figures(self, block: QueryBlock) -> Sequence[PaperFigure]:
-        return self.inner.paper_figures(block)
+for _name in (
+    "attend", "attend_chosen", "attend_spans", "choice_cost", "cost", "could_keep", "keep", "keep_queries",
+    "key_positions", "layer_kind", "limit", "paper_figures", "parts_of", "query_scale", "state",
+):  # fmt: skip
+    setattr(Wrapped, _name, _of_inner(_name))
+for _name in ("block", "choices", "counted", "declares", "label", "n_recent", "notes_choices", "reach"):
+    setattr(Wrapped, _name, property(attrgetter(f"inner.{_name}")))

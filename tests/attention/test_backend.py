@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import lce.attention
-from lce.attention import Attention, Part, Tiles
+from lce.attention import Attended, Attention, Tiles
 from lce.attention.backend import Backend, backends
 from lce.attention.reference import Reference
 from lce.errors import UsageError
@@ -67,7 +67,7 @@ def test_a_tile_is_attended_once_however_many_queries_chose_it() -> None:
     seen: list[tuple[int, int]] = []
 
     class Counting(Reference):
-        def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Part:
+        def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Attended:
             seen.append((len(k), q.shape[-2]))
             return super().attend(q, k, v, causal=causal, window=window)
 

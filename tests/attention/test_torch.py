@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lce.attention import Attention, Tiles, Turn
 from lce.attention import torch as backend
-from lce.attention.parts import Part
+from lce.attention.merging import Attended
 from lce.attention.reference import Reference
 from tests.attention.test_attention import CHOICES, choices
 from tests.attention.truth import (
@@ -124,7 +124,9 @@ def test_float32_holds_the_scores_of_a_slice(
 ) -> None:
     at_once, sizes, whole = heads[0] * 70 * 4, [], Reference.attend
 
-    def watched(self: Reference, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Part:
+    def watched(
+        self: Reference, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None
+    ) -> Attended:
         sizes.append(q[..., 0].numel() * k.shape[1])
         return whole(self, q, k, v, causal=causal, window=window)
 

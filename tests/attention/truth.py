@@ -11,7 +11,7 @@ from lce.attention import Turn
 
 BACKENDS = ("compiled", "torch", "reference")
 HEADS = {"multi-head": (3, 3), "grouped-query": (8, 2), "one for all": (4, 1)}
-Part = tuple[Tensor, Tensor]
+Attended = tuple[Tensor, Tensor]
 AS_IT_IS = Turn(torch.ones(1, 1, 8), torch.zeros(1, 1, 8))
 
 
@@ -37,7 +37,7 @@ def one_query(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, float]:
     return (weights @ v.double()) / weights.sum(), float(largest + weights.sum().log())
 
 
-def dense_truth(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None) -> Part:
+def dense_truth(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None) -> Attended:
     n_heads, n_queries, _ = q.shape
     rep, past = n_heads // len(k), k.shape[1] - n_queries
     out, lse = torch.zeros(q.shape, dtype=torch.float64), torch.zeros(n_heads, n_queries, dtype=torch.float64)
@@ -50,7 +50,7 @@ def dense_truth(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | Non
     return out, lse
 
 
-def routed_truth(q: Tensor, turns: Turn, chunk_ids: Tensor, chunks: Part) -> Part:
+def routed_truth(q: Tensor, turns: Turn, chunk_ids: Tensor, chunks: Attended) -> Attended:
     """Every choice's scores by its own copy of the query, turned for it, and one softmax over the keys of all."""
     n_heads, n_queries = chunk_ids.shape[:2]
     rep, dim = n_heads // len(chunks[0]), q.shape[-1]
@@ -85,7 +85,7 @@ def turns_of(n_queries: int, n_slots: int, dtype: torch.dtype = torch.float32) -
     return Turn(angles.cos().to(dtype), angles.sin().to(dtype))
 
 
-def assert_same(part: Part, truth: Part, tolerance: float = 3e-5) -> None:
+def assert_same(part: Attended, truth: Attended, tolerance: float = 3e-5) -> None:
     assert part[0].shape == truth[0].shape
     assert part[1].shape == truth[1].shape
     assert part[1].dtype == torch.float32

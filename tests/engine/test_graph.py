@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import lce
-from lce.attention import Attention, Part, Runs
+from lce.attention import Attended, Attention, Runs
 from lce.attention.backend import Backend
 from lce.attention.torch import Torch
 from lce.engine.graph import Work, one_by_one
@@ -40,7 +40,7 @@ PROMPT = [(7 * i * i + 3) % 250 + 10 for i in range(50)]
 class PlainRuns(Torch):
     """PyTorch's operators, which a recording may take."""
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Part:
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Attended:
         return Backend.decode(self, q, k, v, runs)
 
 

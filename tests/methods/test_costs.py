@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lce
 from lce.attention import Attention
-from lce.methods import esa, infllm, lowdim, selective
 from lce.methods.base import Method
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.lowdim import LowDimMap, LowDimMaps
@@ -83,8 +82,8 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
 
     monkeypatch.setattr(Attention, "dense", count_dense)
     monkeypatch.setattr(Attention, "routed", count_routed)
-    for module in (selective, lowdim, esa, infllm):
-        monkeypatch.setattr(module, "compiled_for", lambda x: False)
+    for module in ("scores", "choices"):
+        monkeypatch.setattr(f"lce.attention.{module}.compiled_for", lambda x: False)
     for owner, name, kind in (
         (lce.methods.LongHeads, "summarise", SUMMARIES), (lce.methods.InfLLM, "votes", SUMMARIES),
         (LowDimMap, "low_keys", LOW_DIM), (LowDimMap, "low_queries", LOW_DIM), (lce.methods.ESA, "find_basis", BASIS),

@@ -78,7 +78,7 @@ def test_each_part_is_what_the_others_lack(parts: Any) -> None:
 def test_a_query_never_stands_before_a_key_of_its_past() -> None:
     with pytest.raises(UsageError, match="dca: far is 8; expected 9 or more"):
         DualChunk(chunk_size=10, far=8).resolve(64)
-    assert DualChunk(chunk_size=10, far=9).resolve(64).farthest == 9
+    assert DualChunk(chunk_size=10, far=9).resolve(64).far == 9
 
 
 def test_a_config_that_makes_no_sense_is_refused(tiny_model: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from lce.attention import Attention
 from lce.cache.kv import KVCache
 from lce.cache.layout import Budgets
 from lce.methods import Driver, Method, Rope, RopeConfig, available, make
-from lce.methods.decoding import bucket
+from lce.methods.decoding import bound_for
 from lce.methods.longheads import LongHeads
 from lce.methods.selective import SelectiveMethod
 from lce.methods.step import OnDevice, Step
@@ -137,8 +137,8 @@ def test_who_decodes() -> None:
         differences(HostScores(chunk_size=8, chunks=4), 100, 104)
 
 
-def test_a_bucket_holds_its_text_and_at_most_a_quarter_more() -> None:
-    assert bucket(1) == bucket(1024) == 1024
+def test_a_bound_holds_its_text_and_at_most_a_quarter_more() -> None:
+    assert bound_for(1) == bound_for(1024) == 1024
     for n in (1025, 2048, 2049, 5000, 33_000, 131_072, 131_073):
-        assert n <= bucket(n) <= 1.25 * n
-    assert len({bucket(n) for n in range(1024, 131_073, 64)}) == 29
+        assert n <= bound_for(n) <= 1.25 * n
+    assert len({bound_for(n) for n in range(1024, 131_073, 64)}) == 29

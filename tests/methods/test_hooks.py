@@ -7,7 +7,6 @@ import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -24,6 +23,7 @@ from lce.methods import Full, LongHeads, Method, SelectiveMethod, Step
 from lce.methods.base import METHOD_CHECKS
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.hooks import SELECTION_CHECKS, described
+from lce.methods.parts import LayerFacts
 from lce.methods.step import DeviceStep
 from tests.running import vectors
 
@@ -215,56 +215,37 @@ class Analysed(lce.SelectiveMethod):
     def log_mass(self, scores: Tensor, n_heads: int, head_dim: int) -> Tensor:
         return scores[0]
 
-    def always(self, cache: LayerCache, step: Step) -> Tensor | None:
-        return torch.ones(2, 3)
-
-    def spans(self, cache: LayerCache, step: Step) -> Tensor | None:
-        return torch.ones(3, 2)
-
-    def distance(self, index: Tensor, token: Tensor, step: Step) -> Tensor | None:
-        return token
-
-    def choice_distance(self, chosen: Tensor, step: Step) -> Tensor | None:
-        return chosen
-
 
 def test_hooks_of_analysis() -> None:
     with pytest.raises(UsageError, match=r"Analysed\.log_mass returned \[\d+, \d+\] float32; expected \[4, \d+, \d+\]"):
         run(Analysed(chunk_size=4, chunks=4, top_p=0.5))
-    step = cast("Step", SimpleNamespace(start=4, stop=7))
-    with pytest.raises(
-        UsageError, match=r"Analysed\.always returned \[2, 3\] float32; expected \[3, 7\] bool, or None"
-    ):
-        Analysed().always(cast("LayerCache", None), step)
-    with pytest.raises(UsageError, match=r"Analysed\.spans returned \[3, 2\] float32; expected \[3, S, 2\] int64"):
-        Analysed().spans(cast("LayerCache", None), step)
-    with pytest.raises(UsageError, match=r"Analysed\.distance returned \[7\] int64; expected \[3, 7\]"):
-        Analysed().distance(torch.arange(4, 7)[:, None], torch.arange(7), step)
-    with pytest.raises(
-        UsageError, match=r"Analysed\.choice_distance returned \[4, 3, 2\] int64; expected \[4, 3, 2, 2\]"
-    ):
-        Analysed().choice_distance(torch.zeros(4, 3, 2, dtype=torch.int64), step)
+
+
+@dataclass(frozen=True)
+class Yields(Method):
+    def parts_of(self, i: Tensor, layer: LayerFacts) -> Any:
+        yield (0, i + 1)
+
+
+def test_parts_are_parts() -> None:
+    with pytest.raises(UsageError, match=r"Yields\.parts_of yielded a tuple; expected a Part"):
+        run(Yields())
+    with pytest.raises(NotImplementedError, match="Method declares no parts; define parts_of, or attend"):
+        run(Method())
 
 
 class Costly(Full):
-    def cost(self, block: QueryBlock) -> Cost:
+    def choice_cost(self, block: QueryBlock) -> Cost:
         return cast("Cost", 7)
 
 
 def test_a_cost_that_is_none() -> None:
-    with pytest.raises(
-        UsageError, match=r"full\.cost returned 7; expected a Cost, as block\.recent\(\) gives one, or None"
-    ):
+    with pytest.raises(UsageError, match=r"full\.choice_cost returned 7; expected a Cost, as block\.tokens\(n\) gives"):
         Costly().cost(QueryBlock(0, 1, H, G, D))
 
 
-STUDY = {"spans", "distance", "choice_distance"}
-
-
 def test_every_hook_that_is_checked_is_in_the_table() -> None:
-    assert {*WRONG, "choices", "for_model", "bound", "decode", "cost", "always", "log_mass", *STUDY} == {
-        *SELECTION_CHECKS
-    }
+    assert {*WRONG, "choices", "for_model", "bound", "decode", "choice_cost", "log_mass"} == {*SELECTION_CHECKS}
     assert {*METHOD_CHECKS} < {*SELECTION_CHECKS}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import lce
-from lce.methods import InfLLM, infllm
+from lce.methods import InfLLM
 from tests import oracle
 from tests.running import cut, run, vectors
 
@@ -15,7 +15,7 @@ KNOBS = {"block_size": 8, "repr_tokens": 2, "top_k": 3, "sinks": 5, "local": 12}
 def test_weights_are_summed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = vectors(1, 4, 2, 150, 8)
     whole = run(InfLLM(**KNOBS), q, k, v, cut(150, 30), window=32)
-    monkeypatch.setattr(infllm, "SCORES_AT_ONCE", 600)
+    monkeypatch.setattr("lce.attention.scores.IN_CACHES", 600)
     assert (run(InfLLM(**KNOBS), q, k, v, cut(150, 30), window=32) - whole).abs().max() < 1e-6
 
 

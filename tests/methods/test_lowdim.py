@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from lce.attention.scores import leading
 from lce.errors import UsageError
 from lce.methods import lowdim
-from lce.methods.lowdim import LowDimMap, LowDimMaps, block_scores, first_best, leading, principal, spread
+from lce.methods.lowdim import LowDimMap, LowDimMaps, block_scores, first_best, principal, spread
 
 
 def layer(n_heads: int = 4, n_kv_heads: int = 2, low_dim: int = 3) -> LowDimMap:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lce.methods import LayerCache, LongHeads, Step, make
+from lce.attention import Attention
+from lce.methods import LongHeads, Rope, Step, distances, make
 from lce.methods.base import Method
-from lce.methods.mass import JUDGES, Judge, TrueMass, spans_by_query
+from lce.methods.mass import JUDGES, Judge, TrueMass
 from lce.models.config import RopeConfig
 from tests import oracle
 from tests.running import cut, run, vectors
@@ -77,22 +76,14 @@ def test_judges_agree_within_half_of_the_window() -> None:
     assert torch.equal(near, far)
 
 
-@dataclass(frozen=True)
-class WithAMask(LongHeads):
-    """A method that says by a mask what it always attends: the spans that it inherits no longer hold."""
-
-    def always(self, cache: LayerCache, step: Step) -> Tensor | None:
-        return torch.tensor([[True, True, False, True], [False] * 4, [False, True, True, True]])[:, : step.stop]
-
-
 def test_spans_of_queries() -> None:
-    step = cast(Step, SimpleNamespace(start=5, stop=8, positions=lambda device: torch.arange(5, 8)))
-    cache = cast(LayerCache, SimpleNamespace(index=0, buffer=SimpleNamespace(k=torch.zeros(1))))
-    assert spans_by_query(LongHeads(chunk_size=4), cache, step) == [[[4, 6]], [[4, 7]], [[4, 8]]]
+    def spans(method: Method, start: int, stop: int) -> list[list[list[int]]] | None:
+        step = Step(start, stop, Rope(RopeConfig(), 8, WINDOW), Attention.choose(), WINDOW, 2)
+        return distances.spans_by_query(method, 0, step)
+
+    assert spans(LongHeads(chunk_size=4, chunks=3), 5, 8) == [[[4, 6]], [[4, 7]], [[4, 8]]]
     streaming = make("streaming", {"sinks": 2, "local": 3})
-    assert spans_by_query(streaming, cache, step) == [[[0, 2], [3, 6]], [[0, 2], [4, 7]], [[0, 2], [5, 8]]]
-    start = cast(Step, SimpleNamespace(start=0, stop=2, positions=lambda device: torch.arange(2)))
-    assert spans_by_query(streaming, cache, start) == [[[0, 1]], [[0, 2]]], "no empty ones"
-    masked = cast(Step, SimpleNamespace(start=1, stop=4))
-    assert spans_by_query(WithAMask(chunk_size=4), cache, masked) == [[[0, 2], [3, 4]], [], [[1, 4]]]
-    assert spans_by_query(make("lm_infinite", {"local": 4, "top_k": 2}), cache, step) is None
+    assert spans(streaming, 5, 8) == [[[0, 2], [3, 6]], [[0, 2], [4, 7]], [[0, 2], [5, 8]]]
+    assert spans(streaming, 0, 2) == [[[0, 1]], [[0, 2]]], "no empty ones"
+    assert spans(make("rerope", {"local": 3}), 5, 6) == [[[0, 6]]], "spans that touch are one"
+    assert spans(make("lm_infinite", {"local": 4, "top_k": 2}), 5, 8) is None

@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lce.cache.layout import Budgets
-from lce.methods import Method, available, find, make
+from lce.methods import Method, available, distances, find, make
 from lce.models.config import RopeConfig
 from tests import oracle
 from tests.pretended import Gpus
@@ -170,22 +170,22 @@ def test_what_is_attended_is_what_a_method_says(
     name: str, knobs: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it always attends and what it notes are all that the definition attends, at the distances that it says."""
-    method, found, distances = make(name, knobs).resolve(WINDOW), [], []
+    method, found, seen_at = make(name, knobs).resolve(WINDOW), [], []
     (first, size), noted, attend = method.choices, [], type(method).attend
     n = beyond(method, 3) + 3
     q, k, v = vectors(7, 4, 2, n, 16)
 
     def watched(self: Method, q: Tensor, cache: Any, step: Any) -> Tensor:
         out = attend(self, q, cache, step)
-        always = self.always(cache, step)
+        always = distances.always(self, cache.index, step)
         if always is None:
             pytest.skip("it does not say")
         attended = always.expand(len(q), -1, -1).clone()
-        own = self.distance(step.positions(q.device)[:, None], torch.arange(step.stop), step)
+        own = distances.distance(self, cache.index, step.positions(q.device), torch.arange(step.stop), step)
         assert own is not None
         distance = torch.nn.functional.pad(own.expand(len(q), -1, -1), (0, n + size - step.stop))
         for chosen in noted:
-            near, far = self.choice_distance(chosen, step).unbind(-1)  # type: ignore[union-attr]
+            near, far = distances.choice_distance(self, cache.index, chosen, step).unbind(-1)  # type: ignore[union-attr]
             seen = far[..., None] - torch.arange(size) * (far > near)[..., None]
             at = (first + chosen[..., None] * size + torch.arange(size)).masked_fill(chosen[..., None] < 0, n)
             distance = distance.scatter(-1, at.flatten(2), seen.flatten(2))
@@ -193,7 +193,7 @@ def test_what_is_attended_is_what_a_method_says(
             wide = torch.nn.functional.pad(attended, (0, n + size - step.stop))
             attended = wide.scatter(-1, tokens.flatten(2), value=True)[..., : step.stop]
         noted.clear()
-        distances.append(distance[..., :n])
+        seen_at.append(distance[..., :n])
         found.append(torch.nn.functional.pad(attended, (0, n - step.stop)))
         return out
 
@@ -202,7 +202,7 @@ def test_what_is_attended_is_what_a_method_says(
     run(method, q, k, v, setting.blocks, window=WINDOW, note=lambda _, chosen: noted.append(chosen))
     tables, attended = oracle.DEFINITIONS[name](q, k, v, setting, **knobs), torch.cat(found, dim=1)
     assert torch.equal(attended, tables.mask)
-    assert torch.equal(torch.cat(distances, dim=1)[attended], tables.distance.expand(attended.shape)[attended])
+    assert torch.equal(torch.cat(seen_at, dim=1)[attended], tables.distance.expand(attended.shape)[attended])
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])

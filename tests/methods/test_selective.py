@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lce.attention import Attention
+from lce.attention import Attention, dot_products, runs_of_chunks
 from lce.cache.kv import KVCache
 from lce.cache.layout import Budgets
 from lce.errors import UsageError
 from lce.kernels.cuda import launching
 from lce.methods import Driver, LongHeads, Quest, Rope, RopeConfig, SelectiveMethod, Step
-from lce.methods.selective import ChunkSelection, dot_products
+from lce.methods.selective import ChunkSelection
 from lce.methods.step import DeviceStep
 from tests.pretended import Gpus
 from tests.pretended.launches import launched
@@ -153,19 +153,15 @@ def test_plain_choices_become_runs_as_any_choices_do(name: str, gpus: Gpus, monk
             at.fill_(index)
             step = DeviceStep(at, 63, rope, attention, WINDOW, len(k))
             query = q[:, index : index + 1]
-            plain, chosen = method._plain_runs(query, layer, step), method.choose(query, layer, step)
-            assert plain is not None
-            assert chosen is not None
-            runs = method._runs(chosen.squeeze(1), query, layer, step)
-            for one, other in (
-                (plain.first * (plain.count > 0), runs.first * (runs.count > 0)),
-                (plain.count, runs.count),
-                (plain.turn, runs.turn),
-                (plain.turns.cos, runs.turns.cos),
-            ):
-                assert one.tolist() == other.tolist(), index
-            assert (plain.count > 0).any()
-            assert plain.most == runs.most
+            for own in (False, True):
+                plain = method._plain_runs(query, layer, step, own)
+                chosen = method.choose(query, layer, step)
+                assert plain is not None
+                assert chosen is not None
+                first, count = runs_of_chunks(chosen.squeeze(1), method.size, at if own else None, query)
+                assert (plain[0] * (plain[1] > 0)).tolist() == (first * (count > 0)).tolist(), index
+                assert plain[1].tolist() == count.tolist(), index
+                assert (count > 0).any()
 
 
 class Own(LongHeads):
@@ -181,4 +177,4 @@ def test_choices_of_ones_own_are_not_plain(triton_gpus: Gpus, monkeypatch: pytes
     for method in made:
         layer = KVCache.empty(layout_for(method, 4, torch.zeros(2, 8, 16, device="cuda"), 8, Budgets())).layers[0]
         layer.state["summaries"].write(torch.zeros(4, 2, 16, device="cuda"), 0)  # type: ignore[attr-defined]
-        assert method._plain_runs(q, layer, step) is None
+        assert method._plain_runs(q, layer, step, own=True) is None

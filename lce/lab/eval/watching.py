@@ -161,7 +161,7 @@ class Watch:
         if always is None:
             raise UsageError(
                 f"{seen.method.label} does not say which tokens it always attends, so what it selects cannot be "
-                "measured; define always"
+                "measured; define parts_of"
             )
         tally, mass, q, n_kv_heads = (
             self.layers.setdefault(seen.layer, _Tally()),

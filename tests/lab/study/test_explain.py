@@ -18,7 +18,6 @@ from lce.cache.layer import LayerCache
 from lce.errors import UsageError
 from lce.lab.study.explain import HEADS, KV_HEADS, MOST_TOKENS, REACH, explain, vectors
 from lce.methods import Method, Step, available, make, selects
-from lce.methods.parts import attend_behind
 from tests import oracle
 from tests.command import assert_error, run, spawn
 from tests.running import BY_BLOCK, cut
@@ -164,7 +163,9 @@ class Blind(Seen):
     """Queries do not see themselves."""
 
     def see(self, placed: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        return attend_behind(placed, cache, step, gap=1)[0]
+        blind = max(0, 1 - step.start)  # the text's first query has nothing to see
+        seen = step.attention.dense(placed[:, blind:], *cache.span(0, cache.stop - 1), causal=True)[0]
+        return torch.cat((torch.zeros_like(placed[:, :blind]), seen), dim=1)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Parts that methods share: what the comparison with the oracle does not cover."""
+"""Scores on CUDA: products of half precision are float32."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lce.methods.parts import products
+from lce.attention import products
 
 SIZES = [(4, 1, 9), (2, 33, 1), (3, 5, 70)]
 

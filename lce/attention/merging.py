@@ -13,17 +13,17 @@ from lce.kernels.cpu.numbers import STORED
 from lce.kernels.cuda import launching
 from lce.profiling import timed
 
-Part = tuple[Tensor, Tensor]  # out [..., T, D] and its log-sum-exp lse [..., T], float32, natural logarithm
+Attended = tuple[Tensor, Tensor]  # out [..., T, D] and its log-sum-exp lse [..., T], float32, natural logarithm
 
 
 @timed("attention")
-def merge(parts: Sequence[Part]) -> Tensor:
+def merge(parts: Sequence[Attended]) -> Tensor:
     """One softmax over the keys of all parts, exactly: `out [H, T, D]`. Every query must have seen some key."""
     return combine(parts)[0]
 
 
 @timed("attention")
-def combine(parts: Sequence[Part]) -> Part:
+def combine(parts: Sequence[Attended]) -> Attended:
     """Merge partial attentions over disjoint keys: one softmax over all of them, and its log-sum-exp.
 
     Each part `out [..., T, D]`, `lse [..., T]`; a part that saw no key has lse -inf. Time: O(parts · T · D).
@@ -46,7 +46,7 @@ def combine(parts: Sequence[Part]) -> Part:
     return out.to(parts[0][0].dtype), total
 
 
-def merge_slots(out: Tensor, lse: Tensor) -> Part:
+def merge_slots(out: Tensor, lse: Tensor) -> Attended:
     """`out [H, T, K, D]`, `lse [H, T, K]` merged over K, by one small matrix product a query."""
     total = lse.logsumexp(-1)
     weights = (lse - total.masked_fill(total == -torch.inf, 0.0)[..., None]).exp()

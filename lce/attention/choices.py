@@ -1,0 +1,98 @@
+"""Choices by scores: the best chunks of each query, the best tokens of a block, and the runs of a decode step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lce.attention.scores import spread
+from lce.kernels.cpu import choices as on_cpu
+from lce.kernels.cpu.scores import compiled_for
+from lce.kernels.cuda import launching
+
+
+def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int | Tensor, size: int) -> Tensor:
+    """Return the n best of each query's chunks before its own: `[C, T, min(n, M)]`, ascending, -1 behind the last.
+
+    `scores [C, T, M]`. Row t is the query at index `start + t`, its own chunk `(start + t) // size`; `start` may be
+    one int64 on the device. `forced [T, M]` (bool) are taken first; a score of -inf is never taken unless it is forced.
+    Time: O(C · T · M).
+    """
+    if compiled_for(scores) and not isinstance(start, Tensor):
+        return on_cpu.best_chunks(scores.contiguous(), forced, n, start, size)
+    if launching.runs_on(scores) and scores.shape[-1] <= launching.MOST_CHUNKS:
+        from lce.kernels.cuda import choices
+
+        return choices.best_chunks(scores.contiguous(), forced, n, start, size)
+    own = ((start + torch.arange(scores.shape[1], device=scores.device)) // size)[:, None]
+    unseen = torch.arange(scores.shape[-1], device=scores.device) >= own
+    scores = scores.float().masked_fill(forced, torch.inf).masked_fill_(unseen, -torch.inf)
+    best = scores.topk(min(n, scores.shape[-1]), dim=-1, sorted=False)
+    none = torch.iinfo(torch.int64).max
+    chosen = best.indices.masked_fill(best.values == -torch.inf, none).sort(dim=-1).values
+    return chosen.masked_fill(chosen == none, -1)
+
+
+def first_best(scores: Tensor, n: int, eps: int = 0) -> Tensor:
+    """Return the indices `[n]` of the largest scores `[M]`, ascending; of equal ones the first. Time: O(M · eps).
+
+    A token's score is the largest of those at most `eps` away.
+    """
+    if compiled_for(scores):
+        return on_cpu.best_tokens(scores.float().contiguous(), n, eps)
+    scores = spread(scores, eps)
+    least = scores.topk(n).values[-1]
+    above, equal = scores > least, scores == least
+    taken = above | (equal & (equal.cumsum(0) <= n - above.sum()))
+    return torch.nonzero_static(taken, size=n).squeeze(1)
+
+
+@dataclass(frozen=True)
+class PlainChoice:
+    """A choice of chunks that a GPU makes in two launches: by products with summaries, or by the bounds of keys.
+
+    The scores of neighbouring heads are summed, so that `n_choosers` choose on their own. The first and the last chunk
+    before a query's own are taken first with `keep_first` and `keep_last`. `least` takes the worst.
+    """
+
+    n_choosers: int
+    keep_first: bool = True
+    keep_last: bool = True
+    least: bool = False
+
+
+def plain_runs(
+    plain: PlainChoice, q: Tensor, summaries: Tensor, at: Tensor, size: int, n: int, *, own: bool
+) -> tuple[Tensor, Tensor] | None:
+    """Choose by query `q [H, D]` among chunks, as runs: first tokens and counts, `[C, S]` each.
+
+    None where kernels do not take these tensors. See `lce.kernels.cuda.choices.best_runs` for what they mean.
+    """
+    if not launching.runs_on(summaries) or summaries.shape[1] > launching.MOST_CHUNKS:
+        return None
+    from lce.kernels.cuda import choices
+
+    return choices.best_runs(
+        q, summaries, at, size, n, choosers=plain.n_choosers, keep_first=plain.keep_first, keep_last=plain.keep_last,
+        least=plain.least, own=own,
+    )  # fmt: skip
+
+
+def runs_of_chunks(chosen: Tensor, size: int, at: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return chosen chunks `[C, K]`, -1 for none, as runs of tokens: first tokens and counts, `[C, K]` each.
+
+    With the query's index `at [1]` its own chunk, up to the query, is one more run behind the others. `like` is a
+    tensor such as those that the runs are attended by.
+    """
+    if launching.runs_on(like):
+        from lce.kernels.cuda import choices
+
+        return choices.runs_of_chunks(chosen, size, at)
+    first, counts = chosen * size, (chosen >= 0) * size
+    if at is not None:
+        begin = at // size * size
+        first = torch.cat((first, begin.expand(len(chosen), 1)), dim=1)
+        counts = torch.cat((counts, (at + 1 - begin).expand(len(chosen), 1)), dim=1)
+    return first, counts

@@ -1,0 +1,143 @@
+"""Scores that methods choose by: products of queries with what is kept of tokens and chunks."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import max_pool1d
+
+from lce.attention.merging import causal_mask
+from lce.kernels.cpu.compiling import MOST_ROWS
+from lce.kernels.cpu.scores import add_weights, compiled_for, scores_of_few
+from lce.kernels.cpu.scores import best_below_top as compiled_best_below_top
+from lce.kernels.cuda import launching
+
+SCORES_AT_ONCE = 1 << 24  # bounds the scores of a slice of queries: 64 MiB in float32
+IN_CACHES = 1 << 22  # scores that kernels for CPUs look at together: memory of that size is used again
+TOKENS_AT_ONCE = 4096  # of a product of queries and low-dim keys
+FEW_OF_MANY = 8  # from so many dimensions for each wanted one a GPU finds principal directions by iteration
+
+
+def scores_at_once(x: Tensor) -> int:
+    """Return how many scores, made of tensors like `x`, are best looked at together."""
+    return IN_CACHES if compiled_for(x) else SCORES_AT_ONCE
+
+
+def products(a: Tensor, b: Tensor) -> Tensor:
+    """Return the products of `a [S, T, D]` and `b [S, D, M]`, which scores are made of: `[S, T, M]`.
+
+    On CUDA those of half precision are float32: scores in half precision overflow or tie. Nothing is converted first.
+    """
+    if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return a @ b
+
+
+def dot_products(q: Tensor, vectors: Tensor) -> Tensor:
+    """Multiply `q [S, T, D]` with `vectors [S, M, D]`: `[S, T, M]`, float32 on CUDA, and for few queries on CPUs.
+
+    For few queries the vectors are read once.
+    """
+    if q.shape[1] <= MOST_ROWS:
+        if compiled_for(vectors):
+            return scores_of_few(q, vectors)
+        if launching.runs_on(vectors):
+            from lce.kernels.cuda import choices
+
+            return choices.scores_of_few(q, vectors)
+    return products(q, vectors.mT)
+
+
+def bound_scores(q: Tensor, bounds: Tensor) -> Tensor:
+    """Return the most that a key within bounds can answer: `Σ_d max(q_d · min_d, q_d · max_d)`, `[H, T, M]`.
+
+    `q [H, T, D]`; `bounds [G, M, 2, D]`: the least and the most of each channel of M pages.
+    """
+    if q.shape[1] <= MOST_ROWS and launching.runs_on(bounds):
+        from lce.kernels.cuda import choices
+
+        return choices.scores_of_few(q, bounds)
+    least, most = bounds.unbind(dim=2)  # [G, M, D]
+    rows = q.reshape(len(bounds), -1, q.shape[-1])  # [G, R·T, D]
+    scores = products(rows.clamp(max=0), least.mT) + products(rows.clamp(min=0), most.mT)
+    return scores.view(*q.shape[:2], -1)
+
+
+def token_scores(q: Tensor, k: Tensor, into: Tensor | None = None) -> Tensor:
+    """Multiply `q [t, R]` with `k [M, R]`: a view `[t, M]` of scores that lie by token.
+
+    The product is made for some thousand tokens at a time: on CPUs a long one runs at a quarter of the speed. For one
+    query scores are float32, and the keys are read at the speed of memory. `into [t·M]`, or longer, is overwritten
+    where the product can be written there: memory that is new to a process is slow.
+    """
+    if len(q) == 1 or not compiled_for(k):
+        return dot_products(q[None], k[None])[0]
+    into = torch.empty(len(k) * len(q), dtype=q.dtype) if into is None else into
+    scores = into[: len(k) * len(q)].view(len(k), len(q))
+    for some, out in zip(k.split(TOKENS_AT_ONCE), scores.split(TOKENS_AT_ONCE), strict=True):
+        torch.mm(some, q.T, out=out)
+    return scores.T
+
+
+def best_below_top(scores: Tensor) -> Tensor:
+    """Return what each token is worth to its best query: `[t, M]` to `[M]`, `max_c (s[c, m] - max_m' s[c, m'])`."""
+    if compiled_for(scores) and scores.T.is_contiguous():
+        return compiled_best_below_top(scores.T)
+    scores = scores.float()
+    return (scores - scores.amax(dim=-1, keepdim=True)).amax(dim=0)
+
+
+def spread(scores: Tensor, eps: int) -> Tensor:
+    """Replace each score `[M]` by the largest of those at most `eps` away."""
+    return max_pool1d(scores[None], 2 * eps + 1, stride=1, padding=eps)[0] if eps else scores
+
+
+def attention_sums(q: Tensor, k: Tensor, lse: Tensor, window: int) -> Tensor:
+    """Add up what each key has of the causal attention of all queries: `[H, N]`, float32.
+
+    `q [H, T, D]`, `k [G, N, D]`, both placed, the last query at the last key; no query sees a key `window` or more
+    behind it. Probabilities are computed again from the logits and `lse [H, T]`, for some queries at a time.
+    Time: O(H · T · N · D).
+    """
+    (n_heads, n_queries, dim), n_keys, compiled = q.shape, k.shape[1], compiled_for(k)
+    total = q.new_zeros(n_heads, n_keys, dtype=torch.float32)
+    unseen = None if compiled else ~causal_mask(n_queries, n_keys, window, q.device)
+    rows = max(1, min(n_queries, scores_at_once(k) // (n_heads * n_keys)))
+    grouped = (q / math.sqrt(dim)).unflatten(0, (len(k), -1))  # [G, R, T, D]
+    for start in range(0, n_queries, rows):
+        some = slice(start, start + rows)
+        here, part = grouped[:, :, some].flatten(1, 2), lse[:, some]
+        if unseen is None:
+            logits = dot_products(here, k).view(n_heads, -1, n_keys)
+            add_weights(logits, part.contiguous(), 1.0, total, n_keys - n_queries + start, window)
+        else:
+            logits = products(here, k.mT).float().view(n_heads, -1, n_keys)
+            total += (logits - part[..., None]).masked_fill_(unseen[some], -torch.inf).exp_().sum(dim=1)
+    return total
+
+
+def principal_directions(scatter: Tensor, n: int) -> Tensor:
+    """Return the eigenvectors `[F, n]` of the n largest eigenvalues of `scatter [F, F]`, symmetric, ascending.
+
+    On GPUs few directions of many are found by iteration, O(F² · n): all of them would take a second or more.
+    """
+    if scatter.is_cuda and len(scatter) >= FEW_OF_MANY * n:
+        return leading(scatter, n)
+    vectors: Tensor = torch.linalg.eigh(scatter)[1][:, -n:]
+    return vectors
+
+
+def leading(x: Tensor, n: int) -> Tensor:
+    """Return the eigenvectors `[F, n]` of the n largest eigenvalues of `x [F, F]`, symmetric and float64, ascending.
+
+    By subspace iteration (Rutishauser, 1970) with twice as many vectors. Those of eigenvalues that are nearly equal
+    may be mixed. Time: O(F² · n).
+    """
+    vectors = torch.randn(len(x), 2 * n, dtype=x.dtype, generator=torch.Generator().manual_seed(0)).to(x.device)
+    x = x / x.diagonal().sum().clamp(min=torch.finfo(x.dtype).tiny)
+    for _ in range(3):
+        vectors = torch.linalg.qr(x @ (x @ (x @ vectors)))[0]
+    best: Tensor = vectors @ torch.linalg.eigh(vectors.T @ x @ vectors)[1][:, -n:]
+    return best

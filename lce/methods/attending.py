@@ -1,0 +1,312 @@
+"""Attending a block by a method's parts: which calls of `Attention.dense` serve them, and their merge.
+
+The spans of a part are evaluated once a pass, on the host, for all queries of the block. Queries whose spans move alike
+from one to the next share a call: same bounds (dense), a growing end (causal), or both bounds moving (a causal window).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lce.attention import Attended, Turn, combine, merge, rotate
+from lce.cache.layer import LayerCache
+from lce.cache.method_state import RecentRows
+from lce.errors import UsageError
+from lce.methods.parts import CHOSEN, RECENT, LayerFacts, Part
+from lce.methods.step import Step
+
+if TYPE_CHECKING:
+    from lce.methods.base import Method
+
+NONE_SEEN = -2  # both bounds of an empty span: no neighbour's bounds follow from them
+
+
+@dataclass(frozen=True)
+class DenseCall:
+    """One call of `Attention.dense`: queries `first..last-1`, counted from the block's first, and a span of keys.
+
+    `causal` and `window` are those of `dense`. `n_chunks` says into how many chunks of one size the queries and the
+    keys are cut, each causal in itself.
+    """
+
+    first: int
+    last: int
+    start: int
+    stop: int
+    causal: bool = False
+    window: int | None = None
+    n_chunks: int = 1
+
+
+@dataclass(frozen=True)
+class PlacedPart:
+    """A part in one pass: the turn that puts the queries at `query_at`, and the calls that serve its spans.
+
+    `turn` is `[T, D/2]`, or `[T, K, D/2]` for chosen keys with a position a slot. A chosen part has no calls.
+    """
+
+    part: Part
+    turn: Turn
+    calls: Sequence[DenseCall] = ()
+
+
+def attend_parts(method: Method, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+    """Attend all parts of a method by the block's unrotated queries `[H, T, D]`, as one softmax: `[H, T, D]`."""
+    found = []
+    for placed in placed_parts(method, q, cache, step):
+        attend = method.attend_chosen if placed.part.keys == CHOSEN else method.attend_spans
+        attended = attend(q, placed, cache, step)
+        if attended is not None:
+            found.append(attended)
+    return merge(found)
+
+
+def scaled(method: Method, q: Tensor, step: Step) -> Tensor:
+    """Return the queries times the method's `query_scale`, where it has one."""
+
+    def make() -> Tensor | None:
+        factor = method.query_scale(step.positions(q.device), step.window)
+        return None if factor is None else factor[:, None].to(q.dtype)
+
+    factor = step.once("query scale", make)
+    return q if factor is None else q * factor
+
+
+def facts_of(method: Method, layer: int, step: Step, longest: int) -> LayerFacts:
+    """Return what the parts of a layer may depend on."""
+    return LayerFacts(method.layer_kind(layer), longest, step.sliding_window)
+
+
+def declared(method: Method, i: Tensor, facts: LayerFacts) -> list[Part]:
+    """Return a method's parts for queries `i [T]`. Raises `UsageError` for anything else that it yields."""
+    parts = list(method.parts_of(i, facts))
+    if wrong := [part for part in parts if not isinstance(part, Part)]:
+        raise UsageError(f"{method.label}.parts_of yielded a {type(wrong[0]).__name__}; expected a Part")
+    return parts
+
+
+def block_parts(method: Method, layer: int, step: Step) -> tuple[Tensor, list[Part]]:
+    """Return the indices `[T]` of the block's queries and the method's parts for them, on the host."""
+    i = torch.arange(step.start, step.stop)
+    return i, declared(method, i, facts_of(method, layer, step, step.stop))
+
+
+def bounds(part: Part, i: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the start and the stop `[T]` of each query's span, cut to the tokens from 0 to the query's own."""
+    assert part.keys != CHOSEN, "a span"
+    start, stop = (torch.as_tensor(edge, device=i.device).expand(i.shape) for edge in part.keys)
+    start = start.clamp(min=0)
+    return start, torch.minimum(stop, i + 1).maximum(start)
+
+
+def placed_parts(method: Method, q: Tensor, cache: LayerCache, step: Step) -> list[PlacedPart]:
+    """Return the parts of a block, once a pass for all layers of one kind; those empty for all queries are left out."""
+
+    def make() -> list[PlacedPart]:
+        i, parts = block_parts(method, cache.index, step)
+        here = parts
+        at = i
+        if i.device != q.device and any(isinstance(x.query_at, Tensor) and x.query_at is not i for x in parts):
+            at = step.positions(q.device)  # evaluated again where the turns are made: an upload would wait
+            here = declared(method, at, facts_of(method, cache.index, step, step.stop))
+        pairs = zip(parts, here, strict=True)
+        return [placed for part, same in pairs if (placed := _placed(method, part, i, same, at, q, step))]
+
+    placed: list[PlacedPart] = step.once(f"parts {method.layer_kind(cache.index)}", make)
+    return placed
+
+
+def _placed(
+    method: Method, part: Part, i: Tensor, same: Part, at: Tensor, q: Tensor, step: Step
+) -> PlacedPart | None:  # fmt: skip
+    """Return a part of queries `i` on the host, `same` being the part of those indices `at` the queries' device."""
+    if part.keys == CHOSEN:
+        return PlacedPart(part, turn_of(method, same, at, q, step))
+    if not (calls := dense_calls(*bounds(part, i))):
+        return None
+    turn = turn_of(method, same, at, q, step)
+    if len(turn.cos) != len(i):
+        turn = Turn(*(x.expand(len(i), -1).contiguous() for x in turn))
+    return PlacedPart(part, turn, calls)
+
+
+def turn_of(method: Method, part: Part, i: Tensor, like: Tensor, step: Step) -> Turn:
+    """Return what puts queries at a part's `query_at`: `[T, D/2]`, `[T, K, D/2]`, or `[1, D/2]` for all alike.
+
+    Where keys are cached unrotated, YaRN's factor is in the turn twice: for the query and for the key.
+    """
+    if not part.exact and method.key_positions(i[:0]) is None:
+        return step.far_turn(part.query_at, like)
+    if part.query_at is i:
+        return step.true_turn(like)
+    at = part.query_at if isinstance(part.query_at, Tensor) else torch.full((1,), part.query_at, device=like.device)
+    return step.rope.turn(at, like.dtype)
+
+
+def attend_spans(q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended:
+    """Attend the spans of a part by unrotated queries `[H, T, D]`; a query that sees no key has lse -inf.
+
+    Time: O(H · T · N · D).
+    """
+    if len(placed.calls) == 1 and placed.calls[0].last - placed.calls[0].first == q.shape[1]:
+        return _attend_call(q, placed, placed.calls[0], cache, step)
+    pieces, done = list[Attended](), 0
+    for call in (*placed.calls, DenseCall(q.shape[1], q.shape[1], 0, 0)):
+        if call.first > done:
+            unseen = q.new_full((len(q), call.first - done), -torch.inf, dtype=torch.float32)
+            pieces.append((torch.zeros_like(q[:, done : call.first]), unseen))
+        if call.last > call.first:
+            pieces.append(_attend_call(q, placed, call, cache, step))
+        done = call.last
+    return torch.cat([out for out, _ in pieces], dim=1), torch.cat([lse for _, lse in pieces], dim=1)
+
+
+def _attend_call(q: Tensor, placed: PlacedPart, call: DenseCall, cache: LayerCache, step: Step) -> Attended:
+    """Attend one span of keys, in the pieces of `cache.segments` if it is long."""
+    some = slice(call.first, call.last)
+    q, turn, dense = q[:, some], placed.turn.at(some), step.attention.dense
+    recent = cache.kept(RecentRows, RECENT) if placed.part.exact and RECENT in cache.state else None
+    if call.n_chunks == 1 and recent is None and call.window is None:
+        return _attend_pieces(q, turn, call, cache, step)
+    k, v = cache.span(call.start, call.stop)
+    if recent is not None:
+        k = recent.span(call.start, call.stop)
+    if call.n_chunks == 1:
+        return dense(q, k, v, causal=call.causal, window=call.window, turn=turn)
+    n_kv_heads = len(k)
+    queries, k, v = (x.unflatten(1, (call.n_chunks, -1)) for x in (rotate(q, turn), k, v))
+    out, lse = dense(fold_chunks(queries, n_kv_heads), k.flatten(0, 1), v.flatten(0, 1), causal=True)
+    out, lse = (unfold_chunks(x, n_kv_heads, call.n_chunks).flatten(1, 2) for x in (out, lse))
+    return out, lse
+
+
+def _attend_pieces(q: Tensor, turn: Turn, call: DenseCall, cache: LayerCache, step: Step) -> Attended:
+    start, stop, segment = call.start, call.stop, cache.layout.segment
+    own = max(start, stop - q.shape[1]) if call.causal else stop  # a causal piece holds the block's own tokens
+    cuts = [(start, stop)]
+    if own > (start // segment + 1) * segment:
+        cuts = list(cache.segments(start, own))
+        cuts[-1] = (cuts[-1][0], stop)
+    return combine(
+        [
+            step.attention.dense(q, *cache.span(a, b), causal=call.causal and b == stop, turn=turn)
+            for a, b in cuts
+        ]
+    )  # fmt: skip
+
+
+def dense_calls(start: Tensor, stop: Tensor) -> list[DenseCall]:
+    """Return the calls that serve spans `start..stop-1`, `[T]` each, on the host.
+
+    Example: starts 0, 0, 0, 1, 2 and stops 1, 2, 3, 4, 5 are one call of five queries, causal, with a window of 3.
+    """
+    first, n, found = 0, len(start), list[DenseCall]()
+    if n == 1:
+        here = int(start), int(stop)
+        return [DenseCall(0, 1, *here)] if here[0] < here[1] else []
+    edges = torch.stack((start, stop)).masked_fill(start >= stop, NONE_SEEN)
+    moves = _moves(edges)
+    begin, end = edges.tolist() if len(moves) > 2 else ([], [])
+
+    def edge(which: int, t: int) -> int:
+        return int(edges[which, t]) if not begin else (begin, end)[which][t]
+
+    while first < n:
+        while moves and moves[0][0] <= first:
+            moves.pop(0)
+        last, causal, window = first, False, None
+        if moves:
+            until, move = moves[0]
+            last = until if move in ((0, 0), (0, 1), (1, 1)) else first
+            causal = move in ((0, 1), (1, 1))
+            if move == (0, 1) and len(moves) > 1 and moves[1][1] == (1, 1):
+                last, move = moves[1]
+            if move == (1, 1):
+                window = edge(1, last) - edge(0, last)
+        if edge(0, first) != NONE_SEEN:
+            found.append(DenseCall(first, last + 1, edge(0, first), edge(1, last), causal, window))
+        first = last + 1
+    return list(_folded(found))
+
+
+def _moves(edges: Tensor) -> list[tuple[int, tuple[int, int]]]:
+    """Return how bounds `[2, T]` move: `(until, (start, stop))` of each run of equal moves, up to query `until`."""
+    moves = edges.diff()
+    if not moves.shape[1]:
+        return []
+    borders = (moves[:, 1:] != moves[:, :-1]).any(0).nonzero().squeeze(1)
+    ends = torch.cat((borders, borders.new_tensor([moves.shape[1] - 1])))
+    a, b = moves[:, ends].tolist()
+    return [(end + 1, move) for end, move in zip(ends.tolist(), zip(a, b, strict=True), strict=True)]
+
+
+def _folded(calls: Sequence[DenseCall]) -> Iterator[DenseCall]:
+    """Yield the calls, those of whole chunks side by side as one."""
+    held: DenseCall | None = None
+    for call in calls:
+        size = call.stop - call.start
+        whole = call.causal and call.window is None and call.last - call.first == size
+        if (
+            whole
+            and held
+            and (held.last, held.stop, held.start + held.n_chunks * size) == (call.first, call.start, call.start)
+        ):
+            held = replace(held, last=call.last, stop=call.stop, n_chunks=held.n_chunks + 1)
+            continue
+        if held:
+            yield held
+        held = call if whole else None
+        if not whole:
+            yield call
+    if held:
+        yield held
+
+
+def slot_shift(part: Part, chosen: Tensor) -> Tensor | int:
+    """Return how many slots of each query and head stay empty before its choices `[H, T, K]`: `[H, T, 1]`, or 0."""
+    if part.n_slots is None:
+        return 0
+    return part.n_slots.to(chosen.device)[:, None] - (chosen >= 0).sum(-1, keepdim=True)
+
+
+def attend_tokens(q: Tensor, cache: LayerCache, step: Step, index: Tensor) -> Attended:
+    """Attend the tokens `index [n]`, ascending, as they are cached, by placed queries `[H, T, D]`.
+
+    The tokens' keys and values are copied, every layer's to the same memory. Time: O(H · T · n · D).
+    """
+    n = 2 * cache.layout.n_kv_heads * len(index) * cache.layout.head_dim
+    buffer: Tensor = step.once(f"{len(index)} tokens", lambda: q.new_empty(n))
+    return step.attention.dense(q, *cache.tokens(index, buffer), causal=False)
+
+
+def keep_recent(k: Tensor, cache: LayerCache, step: Step) -> None:
+    """Keep the block's unrotated keys `[G, T, D]` at their absolute positions too.
+
+    Keys before the block that a truncation took away are made again from those in the cache, which are unrotated.
+    """
+    recent = cache.kept(RecentRows, RECENT)
+    if step.at is not None:
+        recent.write_at(rotate(k, step.true_turn(k)), step.at)
+        return
+    if lost := recent.missing(step.start):
+        old = cache.span(lost.start, lost.stop)[0]
+        positions = torch.arange(lost.start, lost.stop, device=k.device)
+        recent.write(rotate(old, step.rope.turn(positions, k.dtype)), lost.start)
+    recent.write(rotate(k, step.true_turn(k)), step.start)
+
+
+def fold_chunks(x: Tensor, n_kv_heads: int) -> Tensor:
+    """Return `[H, m, …]` as `[G·m·R, …]`: chunks beside KV heads, so that each is a problem of its own to `dense`."""
+    folded: Tensor = x.unflatten(0, (n_kv_heads, -1)).transpose(1, 2).flatten(0, 2)
+    return folded
+
+
+def unfold_chunks(x: Tensor, n_kv_heads: int, n_chunks: int) -> Tensor:
+    """Undo `fold_chunks`: `[G·m·R, …]` to `[H, m, …]`."""
+    unfolded: Tensor = x.unflatten(0, (n_kv_heads, n_chunks, -1)).transpose(1, 2).flatten(0, 1)
+    return unfolded

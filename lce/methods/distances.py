@@ -1,0 +1,103 @@
+"""What a method's parts say of a block, for study: which tokens queries see, and at which distances."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lce.methods.attending import block_parts, bounds, slot_shift
+from lce.methods.base import Method
+from lce.methods.parts import CHOSEN, Part
+from lce.methods.step import Step
+
+
+def spans(method: Method, layer: int, step: Step) -> Tensor | None:
+    """Return which tokens each query of the block attends whatever is chosen: `[T, S, 2]`, on the host.
+
+    S spans a query, tokens `start..stop-1`; an empty one has `stop <= start`. With the choices that `step.note` is
+    given these are all that a query attends. None: the method declares no parts, or does not note what it chooses.
+    """
+    if not method.declares:
+        return None
+    i, parts = block_parts(method, layer, step)
+    if any(part.keys == CHOSEN for part in parts) and not method.notes_choices:
+        return None
+    found = [torch.stack(bounds(part, i), dim=-1) for part in parts if part.keys != CHOSEN]
+    return torch.stack(found, dim=1)
+
+
+def always(method: Method, layer: int, step: Step) -> Tensor | None:
+    """Return `spans` as a mask, `[T, N]` bool."""
+    found = spans(method, layer, step)
+    if found is None:
+        return None
+    index = torch.arange(step.stop)
+    return ((index >= found[..., :1]) & (index < found[..., 1:])).any(dim=1)
+
+
+def spans_by_query(method: Method, layer: int, step: Step) -> list[list[list[int]]] | None:
+    """Return what each query of the block attends whatever is chosen: `[[start, stop], …]`, in order, none empty.
+
+    Spans that touch are one. None: see `spans`.
+    """
+    found = spans(method, layer, step)
+    if found is None:
+        return None
+    joined = []
+    for row in found.tolist():
+        mine: list[list[int]] = []
+        for start, stop in sorted(span for span in row if span[0] < span[1]):
+            if mine and start == mine[-1][1]:
+                mine[-1][1] = stop
+            else:
+                mine.append([start, stop])
+        joined.append(mine)
+    return joined
+
+
+def distance(method: Method, layer: int, index: Tensor, token: Tensor, step: Step) -> Tensor | None:
+    """Return the distance at which queries `index [T]` of the block see tokens `[n]` of their spans: `[T, n]`.
+
+    On the host. Tokens that a query does not attend get -1. None: the method declares no parts.
+    """
+    if not method.declares:
+        return None
+    i, parts = block_parts(method, layer, step)
+    rows, found = index - step.start, torch.full((len(index), len(token)), -1, dtype=torch.int64)
+    for part in parts:
+        if part.keys != CHOSEN:
+            start, stop = (edge[rows, None] for edge in bounds(part, i))
+            at = torch.as_tensor(part.query_at).expand(len(i))[rows, None]
+            found = torch.where((token >= start) & (token < stop), at - _key_at(method, part, token), found)
+    return found
+
+
+def choice_distance(method: Method, layer: int, chosen: Tensor, step: Step) -> Tensor | None:
+    """Return the least and the largest distance at which the block's queries see what they chose: `[H, T, K, 2]`.
+
+    `chosen [H, T, K]` as `step.note` is given it. The tokens of a choice are at distances that fall by 1 from each to
+    the next, or all at one. None: the method declares no parts, or none of them is chosen.
+    """
+    parts = block_parts(method, layer, step)[1] if method.declares else []
+    part = next((part for part in parts if part.keys == CHOSEN), None)
+    if part is None:
+        return None
+    chosen, (first, size) = chosen.cpu(), method.choices
+    at = torch.as_tensor(part.query_at)
+    if at.ndim == 2:
+        slots = torch.arange(chosen.shape[-1]) + slot_shift(part, chosen)
+        at = at.expand(len(chosen), -1, -1).gather(-1, slots.clamp(min=0, max=at.shape[-1] - 1))
+    elif at.ndim == 1:
+        at = at[:, None]
+    tokens = first + chosen.clamp(min=0) * size
+    farthest = (at - _key_at(method, part, tokens)).expand(chosen.shape)
+    nearest = at - _key_at(method, part, tokens + size - 1)
+    return torch.stack((nearest.expand(chosen.shape), farthest), dim=-1)
+
+
+def _key_at(method: Method, part: Part, token: Tensor) -> Tensor:
+    """Return the positions at which a part sees tokens `[…]`."""
+    if part.exact:
+        return token
+    found = method.key_positions(token.flatten())
+    return torch.zeros_like(token) if found is None else found.view(token.shape)
