@@ -140,7 +140,7 @@ def turn_of(method: Method, part: Part, i: Tensor, like: Tensor, step: Step) -> 
 
     Where keys are cached unrotated, YaRN's factor is in the turn twice: for the query and for the key.
     """
-    if not part.exact and method.key_positions(i[:0]) is None:
+    if not part.exact and method.unrotated:
         return step.far_turn(part.query_at, like)
     if part.query_at is i:
         return step.true_turn(like)

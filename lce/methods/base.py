@@ -25,6 +25,8 @@ from lce.methods.hooks import METHOD_CHECKS, Check, guard
 from lce.methods.parts import RECENT, LayerFacts, Part
 from lce.methods.step import DeviceStep, ModelFacts, OnDevice, Step
 
+NO_TOKENS = torch.zeros(0, dtype=torch.int64)
+
 
 def says_for(cls: type, hook: str, *others: str) -> bool:
     """Tell whether a hook still stands for others that it summarises: no class below its own overrides one of them."""
@@ -125,6 +127,11 @@ class Method:
         return None
 
     @property
+    def unrotated(self) -> bool:
+        """Whether keys are cached unrotated."""
+        return self.key_positions(NO_TOKENS) is None
+
+    @property
     def n_recent(self) -> int:
         """How many tokens before a block are also kept with their keys at their absolute positions.
 
@@ -139,8 +146,7 @@ class Method:
         """
         if not self.n_recent:
             return {}
-        unrotated = self.key_positions(torch.zeros(0, dtype=torch.int64)) is None
-        return {RECENT: RecentRows(self.n_recent, layout.key_bytes, remade=unrotated)}
+        return {RECENT: RecentRows(self.n_recent, layout.key_bytes, remade=self.unrotated)}
 
     def could_keep(self, layer: int, kept: Mapping[str, Tensor], layout: CacheLayout, n_tokens: int) -> bool:
         """Tell whether a layer could keep these tensors, by the names of `state`, of `n_tokens` tokens.

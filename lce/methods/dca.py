@@ -97,11 +97,12 @@ class DualChunk(Method):
 
     def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterator[Part]:
         assert self.far is not None, "resolved before use"
-        size, own, offset = self.size, i // self.size * self.size, i % self.size
+        own, offset = i // self.size * self.size, i % self.size
         yield Part(keys=(own, i + 1), query_at=offset)
         if self.parts == "all":
-            yield Part(keys=(own - size, own), query_at=(size + offset).clamp(max=self.far))
-            yield Part(keys=(0, own - size), query_at=self.far)
+            previous = own - self.size
+            yield Part(keys=(previous, own), query_at=(self.size + offset).clamp(max=self.far))
+            yield Part(keys=(0, previous), query_at=self.far)
         elif self.parts == "intra+inter":
             yield Part(keys=(0, own), query_at=self.far)
 

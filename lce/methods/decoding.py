@@ -81,7 +81,7 @@ def device_parts(method: Method, q: Tensor, cache: LayerCache, step: DeviceStep)
     cached, recent, chosen = list[Span](), list[Span](), None
     facts = facts_of(method, cache.index, step, step.bound)
     found, limits = declared(method, step.at, facts), _limits(method, cache.index, step)
-    for part, (most, inside) in zip(found, limits, strict=True):
+    for part, (most, least, beyond) in zip(found, limits, strict=True):
         if part.keys != CHOSEN and not most:
             continue
         turn = turn_of(method, part, step.at, q, step)
@@ -89,29 +89,32 @@ def device_parts(method: Method, q: Tensor, cache: LayerCache, step: DeviceStep)
             chosen = turn
             continue
         first, stop = (x if isinstance(x, Tensor) else torch.full_like(step.at, x) for x in part.keys)
-        if not inside:
-            first, stop = first.clamp(min=0), torch.minimum(stop, step.at + 1)
+        if least < 0:
+            first = first.clamp(min=0)
+        if beyond > 0:
+            stop = torch.minimum(stop, step.at + 1)
         (recent if part.exact and RECENT in cache.state else cached).append(Span(first, stop, most, turn))
     return DeviceParts(cached, recent, chosen)
 
 
-def _limits(method: Method, layer: int, step: DeviceStep) -> list[tuple[int, bool]]:
-    """Return for each part the most tokens of a span, and whether none leaves the text, for all tokens to the bound."""
-    found: list[tuple[int, bool]] = []
+def _limits(method: Method, layer: int, step: DeviceStep) -> list[tuple[int, int, int]]:
+    """Return for each part, over all tokens up to the bound, what `_limit` does."""
+    found: list[tuple[int, int, int]] = []
     for start in range(0, step.bound, EVALUATED_AT_ONCE):
         i = torch.arange(start, min(start + EVALUATED_AT_ONCE, step.bound))
         here = [_limit(part, i) for part in declared(method, i, facts_of(method, layer, step, step.bound))]
         pairs = zip(found or here, here, strict=True)
-        found = [(max(a[0], b[0]), a[1] and b[1]) for a, b in pairs]
+        found = [(max(a[0], b[0]), min(a[1], b[1]), max(a[2], b[2])) for a, b in pairs]
     return found
 
 
-def _limit(part: Part, i: Tensor) -> tuple[int, bool]:
+def _limit(part: Part, i: Tensor) -> tuple[int, int, int]:
+    """Return the most tokens of a span, the least start, and how far the farthest stop is behind its query."""
     if part.keys == CHOSEN:
-        return 0, True
+        return 0, 0, 0
     first, stop = (torch.as_tensor(edge) for edge in part.keys)
-    most = int((torch.minimum(stop, i + 1) - first.clamp(min=0)).max())
-    return max(0, most), bool((first >= 0).all() and (stop <= i + 1).all())
+    most = (torch.minimum(stop, i + 1) - first.clamp(min=0)).max()
+    return max(0, int(most)), int(first.min()), int((stop - i - 1).max())
 
 
 def runs_of(spans: Sequence[Span]) -> Runs:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +21,6 @@ from lce.errors import UsageError, shown
 from lce.methods.costs import Cost
 
 Check = Callable[..., None]  # the method, the hook's name, what it returned, and what it was given
-
-
-class Labelled(Protocol):
-    """A method, as far as errors know it."""
-
-    @property
-    def label(self) -> str: ...
 
 
 def guard(cls: type, checks: Mapping[str, Check]) -> None:
@@ -46,7 +39,7 @@ def _checked(hook: Callable[..., Any], check: Check) -> Callable[..., Any]:
     name: str = hook.__name__
 
     @functools.wraps(hook)
-    def checked(method: Labelled, *args: Any, **kwargs: Any) -> Any:
+    def checked(method: Any, *args: Any, **kwargs: Any) -> Any:
         got = hook(method, *args, **kwargs)
         check(method, name, got, *args, **kwargs)
         return got
@@ -54,13 +47,13 @@ def _checked(hook: Callable[..., Any], check: Check) -> Callable[..., Any]:
     return checked
 
 
-def refuse(method: Labelled, hook: str, got: Any, expected: str) -> UsageError:
-    """The error for a hook that returned what it should not."""
+def refuse(method: Any, hook: str, got: Any, expected: str) -> UsageError:
+    """Return the error for a hook that returned what it should not."""
     return UsageError(f"{method.label}.{hook} returned {described(got)}; expected {expected}")
 
 
 def described(value: Any) -> str:
-    """A returned value in a few words: `[4, 8, 16] float32`, `None`, `ndarray [4, 8, 16] float32`."""
+    """Describe a returned value in a few words: `[4, 8, 16] float32`, `None`, `ndarray [4, 8, 16] float32`."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
@@ -72,20 +65,17 @@ def described(value: Any) -> str:
 
 
 def expect_tensor(
-    method: Labelled, hook: str, got: Any, shape: Sequence[int | str], like: Tensor,
-    dtype: torch.dtype | None = None, words: str = "",
+    method: Any, hook: str, got: Any, shape: Sequence[int | str], like: Tensor, dtype: torch.dtype | None = None,
+    words: str = "",
 ) -> None:  # fmt: skip
     """Raise unless `got` is a tensor of this shape on the device of `like`, of `dtype` if one is given.
 
     A word in `shape` stands for any size of 1 or more; the last one may stand for several dimensions: `...`.
     """
-    if isinstance(got, Tensor) and _fits(got.shape, shape):
-        if dtype not in (None, got.dtype):
-            pass
-        elif got.device == like.device:
-            return
-        else:
+    if isinstance(got, Tensor) and _fits(got.shape, shape) and dtype in (None, got.dtype):
+        if got.device != like.device:
             raise refuse(method, hook, got, f"it on {like.device}, not on {got.device}")
+        return
     kind = "" if dtype is None else f" {str(dtype).removeprefix('torch.')}"
     raise refuse(method, hook, got, f"[{', '.join(map(str, shape))}]{kind}{words}")
 
@@ -98,14 +88,28 @@ def _fits(got: Sequence[int], shape: Sequence[int | str]) -> bool:
     )
 
 
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _must(fits: Callable[..., bool], expected: str) -> Check:
+    """Return a check that what a hook returned fits; `{0}` in `expected` is what the hook was given."""
+
+    def check(method: Any, hook: str, got: Any, *given: Any, **named: Any) -> None:
+        if not fits(got, *given):
+            raise refuse(method, hook, got, expected.format(*given))
+
+    return check
+
+
 # The hooks of every method
 
 
-def check_attend(method: Labelled, hook: str, got: Any, q: Tensor, cache: Any, step: Any) -> None:
+def check_attend(method: Any, hook: str, got: Any, q: Tensor, *_: Any) -> None:
     expect_tensor(method, hook, got, q.shape, q, q.dtype)
 
 
-def check_keep(method: Labelled, hook: str, got: Any, k: Tensor, v: Tensor, cache: Any, step: Any) -> None:
+def check_keep(method: Any, hook: str, got: Any, k: Tensor, v: Tensor, cache: Any, step: Any) -> None:
     if got is not None:
         raise refuse(method, hook, got, "None: it puts the block into the cache")
     if cache.stop != step.stop:
@@ -116,7 +120,7 @@ def check_keep(method: Labelled, hook: str, got: Any, k: Tensor, v: Tensor, cach
         )
 
 
-def check_key_positions(method: Labelled, hook: str, got: Any, indices: Tensor) -> None:
+def check_key_positions(method: Any, hook: str, got: Any, indices: Tensor) -> None:
     if got is None:
         return
     expect_tensor(method, hook, got, indices.shape, indices, words=" numbers, or None")
@@ -124,7 +128,7 @@ def check_key_positions(method: Labelled, hook: str, got: Any, indices: Tensor) 
         raise refuse(method, hook, got, f"{list(indices.shape)} whole or real numbers, or None")
 
 
-def check_state(method: Labelled, hook: str, got: Any, layout: Any) -> None:
+def check_state(method: Any, hook: str, got: Any, layout: Any) -> None:
     if not isinstance(got, Mapping):
         raise refuse(method, hook, got, "a mapping of names to what is kept under them")
     for name, kept in got.items():
@@ -135,7 +139,7 @@ def check_state(method: Labelled, hook: str, got: Any, layout: Any) -> None:
             )
 
 
-def check_reach(method: Labelled, hook: str, got: Any) -> None:
+def check_reach(method: Any, hook: str, got: Any) -> None:
     if not isinstance(got, Reach):
         raise refuse(method, hook, got, "a Reach")
     for what, value, least in (("chunk_size", got.chunk_size, 1), ("sinks", got.sinks, 0), ("local", got.local, 0)):
@@ -145,68 +149,35 @@ def check_reach(method: Labelled, hook: str, got: Any) -> None:
             )
 
 
-def check_block(method: Labelled, hook: str, got: Any) -> None:
-    if not _is_count(got, 1):
-        raise refuse(method, hook, got, "a whole number of tokens, 1 or more")
+def _is_choices(got: Any) -> bool:
+    return isinstance(got, tuple) and len(got) == 2 and _is_count(got[0], 0) and _is_count(got[1], 1)
 
 
-def check_bound(method: Labelled, hook: str, got: Any, stop: int) -> None:
-    if got is not None and not _is_count(got, stop):
-        raise refuse(method, hook, got, f"None, or a whole number of tokens, {stop} or more")
-
-
-def check_cost(method: Labelled, hook: str, got: Any, block: Any) -> None:
-    if not isinstance(got, Cost):
-        raise refuse(method, hook, got, "a Cost, as block.tokens(n) gives one")
-
-
-def check_choices(method: Labelled, hook: str, got: Any) -> None:
-    if not (isinstance(got, tuple) and len(got) == 2 and _is_count(got[0], 0) and _is_count(got[1], 1)):
-        raise refuse(method, hook, got, "the first token of choice 0 and the tokens of a choice, two whole numbers")
-
-
-def check_method(method: Labelled, hook: str, got: Any, *given: Any, **named: Any) -> None:
-    if not hasattr(got, "attend"):
-        raise refuse(method, hook, got, "a method: self, or dataclasses.replace(self, ...)")
-
-
-def _is_count(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
+is_method = _must(
+    lambda got, *_: hasattr(got, "attend"), "a method: self, or dataclasses.replace(self, ...)"
+)  # fmt: skip
 METHOD_CHECKS: Mapping[str, Check] = {
     "attend": check_attend,
     "decode": check_attend,
-    "bound": check_bound,
+    "bound": _must(
+        lambda got, stop: got is None or _is_count(got, stop), "None, or a whole number of tokens, {0} or more"
+    ),
     "keep": check_keep,
     "key_positions": check_key_positions,
     "state": check_state,
     "reach": check_reach,
-    "block": check_block,
-    "choices": check_choices,
-    "choice_cost": check_cost,
-    "for_model": check_method,
-    "resolve": check_method,
+    "block": _must(lambda got: _is_count(got, 1), "a whole number of tokens, 1 or more"),
+    "choices": _must(_is_choices, "the first token of choice 0 and the tokens of a choice, two whole numbers"),
+    "choice_cost": _must(lambda got, _: isinstance(got, Cost), "a Cost, as block.tokens(n) gives one"),
+    "for_model": is_method,
+    "resolve": is_method,
 }
 
 
 # The hooks of methods that select chunks
 
 
-class Selector(Labelled, Protocol):
-    """A method that selects chunks, as far as its checks know it."""
-
-    @property
-    def n_choices(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def keeps_vectors(self) -> bool: ...
-
-
-def check_summarise(method: Selector, hook: str, got: Any, q: Tensor, k: Tensor, v: Tensor, step: Any) -> None:
+def check_summarise(method: Any, hook: str, got: Any, q: Tensor, k: Tensor, v: Tensor, step: Any) -> None:
     if method.keeps_vectors:
         words = " for score as it stands" if not isinstance(got, Tensor) or got.dtype == q.dtype else ""
         expect_tensor(method, hook, got, (len(q), k.shape[1], k.shape[3]), q, q.dtype, words)
@@ -214,26 +185,26 @@ def check_summarise(method: Selector, hook: str, got: Any, q: Tensor, k: Tensor,
         expect_tensor(method, hook, got, ("S", k.shape[1], "..."), q)
 
 
-def check_score(method: Selector, hook: str, got: Any, q: Tensor, summary: Tensor, step: Any, layer: int) -> None:
+def check_score(method: Any, hook: str, got: Any, q: Tensor, summary: Tensor, step: Any, layer: int) -> None:
     expect_tensor(method, hook, got, ("C", q.shape[1], summary.shape[1]), q)
     if len(q) % len(got) or got.is_complex():
         expected = f"[C, {q.shape[1]}, {summary.shape[1]}] real numbers, where C divides {len(q)}"
         raise refuse(method, hook, got, expected)
 
 
-def check_log_mass(method: Labelled, hook: str, got: Any, scores: Tensor, n_heads: int, head_dim: int) -> None:
+def check_log_mass(method: Any, hook: str, got: Any, scores: Tensor, *_: Any) -> None:
     expect_tensor(method, hook, got, scores.shape, scores)
 
 
-def check_forced(method: Selector, hook: str, got: Any, chunk_ids: Tensor, own: Tensor) -> None:
+def check_forced(method: Any, hook: str, got: Any, chunk_ids: Tensor, own: Tensor) -> None:
     shape = len(own), len(chunk_ids)
     is_mask = isinstance(got, Tensor) and got.ndim <= 2 and got.dtype == torch.bool and got.device == own.device
     if not is_mask or any(n not in (1, most) for n, most in zip(got.shape[::-1], shape[::-1], strict=False)):
         raise refuse(method, hook, got, f"{list(shape)} bool on {own.device}")
 
 
-def check_select(method: Selector, hook: str, got: Any, scores: Tensor, step: Any) -> None:
-    _check_chosen(method, hook, got, len(scores), scores.shape[1], scores)
+def check_select(method: Any, hook: str, got: Any, scores: Tensor, step: Any) -> None:
+    _check_chosen(method, hook, got, len(scores), scores)
     if got.device.type == "cpu" and got.numel():  # where looking waits for nothing
         own = (step.positions(got.device) // method.size)[:, None]
         before, after = got[..., :-1], got[..., 1:]
@@ -245,17 +216,16 @@ def check_select(method: Selector, hook: str, got: Any, scores: Tensor, step: An
             )
 
 
-def check_choose(method: Selector, hook: str, got: Any, q: Tensor, cache: Any, step: Any) -> None:
-    if got is not None:
-        n_heads = len(q) if step.at is None else len(got)  # heads may share a choice where they read on their own
-        _check_chosen(method, hook, got, n_heads, q.shape[1], q)
+def check_choose(method: Any, hook: str, got: Any, q: Tensor, cache: Any, step: Any) -> None:
+    if got is not None:  # in a recorded step heads may share a choice
+        _check_chosen(method, hook, got, len(q) if step.at is None else len(got), q)
 
 
-def _check_chosen(method: Selector, hook: str, got: Any, n_heads: int, n_queries: int, like: Tensor) -> None:
-    most = method.n_choices
-    expect_tensor(method, hook, got, (n_heads, n_queries, "K"), like, torch.int64, f" with K {most} or fewer")
+def _check_chosen(method: Any, hook: str, got: Any, n_heads: int, like: Tensor) -> None:
+    shape, most = (n_heads, like.shape[1], "K"), method.n_choices
+    expect_tensor(method, hook, got, shape, like, torch.int64, f" with K {most} or fewer")
     if got.shape[-1] > most:
-        raise refuse(method, hook, got, f"[{n_heads}, {n_queries}, K] int64 with K {most} or fewer")
+        raise refuse(method, hook, got, f"[{n_heads}, {like.shape[1]}, K] int64 with K {most} or fewer")
 
 
 SELECTION_CHECKS: Mapping[str, Check] = {

@@ -85,7 +85,7 @@ class ChunkSelection(Method, ABC):
 
     @property
     def n_recent(self) -> int:
-        return self.size if self.key_positions(torch.zeros(0, dtype=torch.int64)) is None else 0
+        return self.size if self.unrotated else 0
 
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
         """Return a summary for each complete chunk, the open chunk's queries, and recent keys at need."""
