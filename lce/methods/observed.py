@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lce.cache.layer import LayerCache
 from lce.methods.base import Method
-from lce.methods.mass import Judge, TrueMass, attended_tokens, scored_bytes, spans_by_query
+from lce.methods.distances import always, choice_distance, spans_by_query
+from lce.methods.mass import Judge, TrueMass, attended_tokens, scored_bytes
 from lce.methods.step import Step
 from lce.methods.wrapped import Wrapped
 
@@ -57,19 +58,19 @@ class Observation:
 
     def spans(self) -> list[list[list[int]]] | None:
         """For each query of the block, the spans `[start, stop]` it attends whatever it chose; None: not known."""
-        return spans_by_query(self.method, self.cache, self.step)
+        return spans_by_query(self.method, self.layer, self.step)
 
     def distances(self) -> Tensor | None:
         """The least and largest distance of each choice of the observed queries, `[H, R, K, 2]`; None: not known."""
         if self.chosen is None:
             return None
-        found = self.method.choice_distance(self.chosen, self.step)
-        return None if found is None else found[:, self.rows]
+        found = choice_distance(self.method, self.layer, self.chosen, self.step)
+        return None if found is None else found[:, self.rows.to(found.device)]
 
     def always(self) -> Tensor | None:
         """The tokens that the observed queries attend whatever they chose, `[R, N]` bool; None: not known."""
-        found = self.method.always(self.cache, self.step)
-        return None if found is None else found[self.rows]
+        found = always(self.method, self.layer, self.step)
+        return None if found is None else found.to(self.rows.device)[self.rows]
 
     def attended(self, some: slice, always: Tensor) -> Tensor:
         """All tokens that `some` of the observed queries attend, `[H, some, N]` bool. `always` is that method's."""

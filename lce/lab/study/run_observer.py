@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lce.lab.study.segments import MOST_BYTES, RunChoices, Spans
-from lce.methods import LayerCache, Method, Observation, Step
+from lce.methods import LayerCache, Method, Observation, Step, distances
 
 Piece = tuple[int, int, int | None, int | None]  # tokens start..stop-1, and their least and largest distance
 MOST_PIECES = 128  # of what a query always attends
@@ -110,23 +110,23 @@ class RunObserver:
     def _pieces_of(self, seen: Observation, query: int, spans: Spans) -> list[Piece]:
         key = query, tuple(map(tuple, spans))
         if key not in self._pieces:
-            self._pieces[key] = pieces_of(seen.method, seen.step, query, spans, seen.q.device)
+            self._pieces[key] = pieces_of(seen.method, seen.layer, seen.step, query, spans)
         return self._pieces[key]
 
 
-def pieces_of(method: Method, step: Step, query: int, spans: Spans, device: torch.device) -> list[Piece]:
+def pieces_of(method: Method, layer: int, step: Step, query: int, spans: Spans) -> list[Piece]:
     """Return the tokens of a query's spans by their distances.
 
     In a piece the distance falls by 1 from each token to the next, or is one for all. Where that makes too many pieces,
     each is a part of a span, with its least and largest distance.
     """
-    index, found = torch.tensor([[query]], device=device), list[Piece]()
+    index, found = torch.tensor([query]), list[Piece]()
     for start, stop in spans:
-        distance = method.distance(index, torch.arange(start, stop, device=device), step)
+        distance = distances.distance(method, layer, index, torch.arange(start, stop), step)
         if distance is None:
             found.append((start, stop, None, None))
             continue
-        row = distance[0].cpu()
+        row = distance[0]
         found += [(start + a, start + b, int(row[a:b].min()), int(row[a:b].max())) for a, b in _cuts(row)]
     return found
 
