@@ -15,10 +15,12 @@ from lce.errors import LceError
 ROOT = Path(__file__).parent.parent
 SHARED = {
     "__init__",
+    "attending",
     "base",
     "budgeted",
     "costs",
     "decoding",
+    "distances",
     "hooks",
     "lowdim",
     "map_file",
