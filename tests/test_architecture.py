@@ -101,7 +101,6 @@ def test_a_room_imports_only_what_stands_below_it() -> None:
 
 # Circles that are being cut. A group that is cut must leave this list.
 CIRCLES = [
-    ["lce.kernels.cuda.launching", "lce.kernels.cuda.merging", "lce.kernels.cuda.rows"],
     ["lce.terminal.bench", "lce.terminal.capacity", "lce.terminal.choosing", "lce.terminal.options"],
 ]
 

@@ -28,7 +28,7 @@ from lce.models.registry import model_class, read_config
 from lce.sizes import count
 from lce.system import keep_freed_memory
 from lce.weights.checkpoint import Checkpoint
-from lce.weights.quantised import SCHEMES, Scheme, scheme_of
+from lce.weights.packed import Scheme, all_schemes, scheme_of
 from lce.weights.reading import allocate
 from lce.weights.source import source_of
 
@@ -218,7 +218,7 @@ def _by_tier(config: ModelConfig, layout: CacheLayout, sizes: Mapping[str, int])
 def _rounded(weights: object, checkpoint: Checkpoint, device: torch.device) -> Scheme | None:
     """Return the scheme of the weights, a user's or the checkpoint's own. Raises `UsageError` for another one."""
     scheme, manifest = scheme_of(weights), checkpoint.manifest
-    own = SCHEMES[manifest.weights] if manifest else None
+    own = all_schemes()[manifest.weights] if manifest else None
     if own and scheme and scheme != own:
         raise UsageError(
             f"the weights of {named(checkpoint.folder)} are stored as {own.name}; leave weights={scheme.name!r} out, "

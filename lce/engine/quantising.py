@@ -11,7 +11,7 @@ from lce.files import named, path_of, read_file, write_whole
 from lce.models.registry import model_class, read_config
 from lce.progress import Progress, check_progress, reported
 from lce.version import __version__
-from lce.weights.quantised import scheme_of
+from lce.weights.packed import scheme_of
 from lce.weights.saving import save_quantised
 from lce.weights.source import source_of
 

@@ -12,19 +12,12 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from lce.kernels.cpu import elementwise
-from lce.kernels.cpu.compiling import MOST_ROWS
-from lce.kernels.cpu.elementwise import runs_on
-from lce.kernels.cpu.numbers import STORED
-from lce.kernels.cpu.products import product
-from lce.kernels.cuda import launching
 from lce.models.config import ModelConfig, check_layer_types
 from lce.models.fields import Fields
-from lce.profiling import timed
-from lce.weights.quantised import LANES, SCHEMES, SCRATCH, QuantisedMatrix, Scheme, scratch_of
+from lce.models.products import linear, rows_of
+from lce.weights.packed import Scheme, all_schemes
 
 # The attention hook: (layer, q [H, T, D], k [G, T, D], v [G, T, D]), all unrotated, to [H, T, D].
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -170,18 +163,12 @@ class Model:
     def schemes(cls, config: ModelConfig, scheme: Scheme, stored: Collection[str] = ()) -> dict[str, Scheme]:
         """The published names of the matrices that are rounded, with their schemes.
 
-        Embeddings and the head have 8 bits in any case: few bytes of a model, and much of the error.
+        Embeddings and the head have the scheme's `for_tokens`: few bytes of a model, and much of the error.
         """
-        finest = SCHEMES["int8"]
-        in_one = {part for parts in cls.joins.values() for part in parts}
-        found = {}
-        for name, (published, shape) in cls.weights(config, stored).items():
-            apart = name.rpartition(".")[2] not in in_one
-            if len(shape) == 2 and (
-                apart or all(size % LANES == 0 for size in (config.head_dim, config.intermediate_size))
-            ):
-                found[published] = finest if name in ("embed", "head") else scheme
-        return found
+        table = cls.weights(config, stored)
+        matrices = {name: published for name, (published, shape) in table.items() if len(shape) == 2}
+        for_tokens = all_schemes()[scheme.for_tokens]
+        return {published: for_tokens if name in ("embed", "head") else scheme for name, published in matrices.items()}
 
 
 def _sizes(config: ModelConfig) -> dict[str, int]:
@@ -194,121 +181,3 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
         "key": config.n_kv_heads * config.head_dim,
         "head_dim": config.head_dim,
     }
-
-
-@timed("products")
-def linear(
-    x: Tensor, weight: Any, bias: Tensor | None = None, *, norm: Tensor | None = None, eps: float = 0.0,
-    gated: bool = False, onto: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """`x [T, in]` times `weight [out, in]` transposed, plus `bias [out]`. Time: O(T · in · out).
-
-    With `norm [in]` x is normalised first, as `rms_norm` does. `gated` takes SiLU of the first half of the result times
-    the second: `[T, out / 2]`. With `onto` the result is added to that tensor, in place. A few rows take a kernel that
-    reads the weights at the speed of memory, and rounds once at the end; on a GPU it is one launch.
-    """
-    n = len(x)
-    if isinstance(weight, QuantisedMatrix) and n <= MOST_ROWS:
-        return weight.product(x.contiguous(), bias, norm=norm, eps=eps, gated=gated, onto=onto)
-    if x.is_cpu and n <= MOST_ROWS and _plain(x, weight, onto):
-        return product(x, weight, bias, norm=norm, eps=eps, gated=gated, onto=onto)
-    if n <= launching.MOST_ROWS and launching.runs_on(x) and _plain(x, weight, onto):
-        from lce.kernels.cuda import products
-
-        return products.product(x, weight, bias, norm=norm, eps=eps, gated=gated, onto=onto)
-    if norm is not None:
-        x = rms_norm(x, norm, eps)
-    if onto is not None and x.is_cuda and bias is None and not gated and isinstance(weight, Tensor):
-        return onto.addmm_(x, weight.T)  # one launch, which adds before it rounds
-    out = _product_of_many(x, weight, bias)
-    if gated:
-        out = silu_mul(out)
-    return out if onto is None else onto.add_(out)
-
-
-def _plain(x: Tensor, weight: Tensor, onto: Tensor | None) -> bool:
-    """Whether the kernel takes these tensors as they lie."""
-    if x.dtype not in STORED or weight.dtype is not x.dtype or x.requires_grad or weight.requires_grad:
-        return False
-    return x.is_contiguous() and weight.is_contiguous() and (onto is None or onto.is_contiguous())
-
-
-def rows_of(weight: Any, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """The rows `ids [T]` of a matrix, `[T, in]`."""
-    return weight.rows(ids, dtype) if isinstance(weight, QuantisedMatrix) else F.embedding(ids, weight)
-
-
-def _product_of_many(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-    """In float32 on a CPU by oneDNN, which PyTorch uses only for narrower dtypes. Rounded weights are unpacked.
-
-    On AMD processors oneDNN is about twice as fast as the MKL routine behind `torch.nn.functional.linear`, and as
-    exact.
-    """
-    if isinstance(weight, QuantisedMatrix):
-        n_rows, size = weight.shape
-        block = max(LANES, SCRATCH // (size * x.element_size()) // LANES * LANES)
-        scratch = scratch_of(min(block, n_rows), size, x.dtype)
-        if block >= n_rows:
-            return _product_of_many(x, weight.unpacked(0, scratch), bias)
-        whole = x.new_empty(len(x), n_rows)
-        for first in range(0, n_rows, block):
-            rows = weight.unpacked(first, scratch[: n_rows - first])
-            part = None if bias is None else bias[first : first + len(rows)]
-            whole[:, first : first + len(rows)] = _product_of_many(x, rows, part)
-        return whole
-    if _ONEDNN and x.dtype == torch.float32 and not x.is_cuda:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return out
-    return F.linear(x, weight, bias)
-
-
-@timed("norms")
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x [..., D]` over its root mean square, times `weight [D]`; computed in float32 for any dtype."""
-    if runs_on(x):
-        return elementwise.rms_norm(x, weight, eps)
-    if launching.runs_on(x):
-        from lce.kernels.cuda import elementwise as on_gpu
-
-        return on_gpu.rms_norm(x, weight, eps)
-    return F.rms_norm(x, weight.shape, weight, eps)
-
-
-def norm_heads(q: Tensor, q_weight: Tensor, k: Tensor, k_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`rms_norm` of queries and of keys, `[heads, T, D]` each; on a GPU in one launch."""
-    if launching.runs_on(q):
-        from lce.kernels.cuda import elementwise as on_gpu
-
-        return on_gpu.rms_norm_two(q, q_weight, k, k_weight, eps)
-    return rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
-
-
-@timed("activations")
-def silu_mul(x: Tensor) -> Tensor:
-    """SiLU of the first half of `x [T, 2·D]` times the second half: `[T, D]`."""
-    if runs_on(x):
-        return elementwise.silu_mul(x)
-    if launching.runs_on(x):
-        from lce.kernels.cuda import elementwise as on_gpu
-
-        return on_gpu.silu_mul(x)
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
-
-
-def merge_heads(out: Tensor) -> Tensor:
-    """The heads' outputs `[H, T, D]` side by side, `[T, H · D]`; a view for one token."""
-    n = out.shape[1]
-    return out.reshape(1, -1) if n == 1 else out.transpose(0, 1).reshape(n, -1)
-
-
-def _onednn_works() -> bool:
-    """Whether this PyTorch has the operator; it is not part of its public interface."""
-    try:
-        torch.ops.mkldnn._linear_pointwise(torch.zeros(1, 8), torch.zeros(8, 8), None, "none", [], "")
-    except (AttributeError, RuntimeError, TypeError):
-        return False
-    return True
-
-
-_ONEDNN = _onednn_works()

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lce.models.config import ModelConfig
 from lce.models.fields import Fields
-from lce.models.layers import Attend, Layer, Model, merge_heads
+from lce.models.layers import Attend, Layer, Model
+from lce.models.products import merge_heads
 from lce.models.registry import family
 
 

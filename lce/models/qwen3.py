@@ -8,8 +8,9 @@ from torch import Tensor
 
 from lce.models.config import ModelConfig
 from lce.models.fields import Fields
-from lce.models.layers import Attend, norm_heads
+from lce.models.layers import Attend
 from lce.models.llama import Llama, LlamaLayer
+from lce.models.products import norm_heads
 from lce.models.qwen2 import sliding_window
 from lce.models.registry import family
 

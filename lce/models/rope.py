@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lce.attention import Turn
-from lce.kernels.cuda import launching
 from lce.models.config import RopeConfig
+from lce.models.products import turns
 
 
 class Rope:
@@ -33,16 +33,7 @@ class Rope:
 
     def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
         """Cosines and sines `[*positions.shape, D/2]` in `dtype`, on the positions' device. Time: O(positions · D)."""
-        frequencies = self._on(positions.device)
-        if positions.is_cuda and dtype in launching.DTYPES and launching.installed():
-            from lce.kernels.cuda import elementwise
-
-            return Turn(*elementwise.turns(positions, frequencies, self.scale, dtype))
-        angles = positions.to(torch.float64)[..., None] * frequencies
-        cos, sin = angles.cos(), angles.sin_()
-        if self.scale != 1:
-            cos, sin = cos.mul_(self.scale), sin.mul_(self.scale)
-        return Turn(cos.to(dtype), sin.to(dtype))
+        return Turn(*turns(positions, self._on(positions.device), self.scale, dtype))
 
     def _on(self, device: torch.device) -> Tensor:
         """The frequencies on a device. Each device gets them once: an upload waits for what the device has to do.

@@ -39,7 +39,8 @@ from lce.weights.header import (
     read_bytes,
     read_open,
 )
-from lce.weights.quantised import LANES, METADATA, Manifest, QuantisedMatrix, Scheme
+from lce.weights.manifest import METADATA, Manifest
+from lce.weights.packed import Scheme, Stacked
 from lce.weights.reading import DTYPES, Job, Stamp, allocate, fill
 
 __all__ = ["DTYPES", "Checkpoint", "TensorInfo"]
@@ -96,18 +97,22 @@ class Checkpoint:
         maps a name of its own to names of `wanted` that come as one tensor instead, one beneath the other; they are
         read into it.
 
-        `schemes` maps names in the checkpoint to how their matrices are rounded, one after the other; these come as
-        `QuantisedMatrix`, and so do those that the checkpoint stores rounded. Parts of a joined one are in the same.
+        `schemes` maps names in the checkpoint to how their matrices are packed, one after the other; these come as
+        `PackedMatrix`, and so do those that the checkpoint stores packed. Joined matrices of unlike schemes, or whose
+        rows are no whole blocks, come as one `Stacked`.
 
         Raises `CapacityError`, before anything is read, for weights larger than the free memory, and ModelError for
         NaN and infinity, naming the tensor, and for a file that changed since its header was read.
         """
         shapes = dict(wanted.values())
         self.check(shapes, ignore)
-        wholes = {name: [wanted[part][0] for part in parts] for name, parts in (joined or {}).items()}
-        apart = {key: [name] for key, (name, _) in wanted.items() if key not in _parts(joined)}
-        together = {tuple(names): key for key, names in (apart | wholes).items()}  # one entry a tensor
         schemes = self.manifest.schemes if self.manifest else schemes or {}
+        published = {name: [wanted[part][0] for part in parts] for name, parts in (joined or {}).items()}
+        wholes = {key: names for key, names in published.items() if _in_one(names, shapes, schemes)}
+        stacked = {key: parts for key, parts in (joined or {}).items() if key not in wholes}
+        inside = {part for key, parts in (joined or {}).items() if key in wholes for part in parts}
+        apart = {key: [name] for key, (name, _) in wanted.items() if key not in inside}
+        together = {tuple(names): key for key, names in (apart | wholes).items()}  # one entry a tensor
         plain = sorted((names for names in together if names[0] not in schemes), key=self._place)
         rounded = sorted((names for names in together if names[0] in schemes), key=self._place)
         whole_shapes = {names: _beneath([shapes[name] for name in names]) for names in together}
@@ -122,26 +127,34 @@ class Checkpoint:
             self._check_memory(sum(math.prod(shape) * kind.itemsize for shape, kind in own) + staged, each)
         memory = {each: iter(allocate(own, each)) for each, own in sizes.items()}
         loaded: dict[tuple[str, ...], Any] = {names: next(memory[where[names]]) for names in plain}
-        for names in rounded:
-            n_out, n_in = whole_shapes[names]
-            parts = {part: next(memory[where[names]]) for part in schemes[names[0]].parts((n_out, n_in))}
-            loaded[names] = QuantisedMatrix((n_out, n_in), parts)
+        packed = {
+            names: {part: next(memory[where[names]]) for part in schemes[names[0]].parts(whole_shapes[names])}
+            for names in rounded
+        }
         outs = {name: out for names in plain for name, out in _split(names, loaded[names], shapes, 1).items()}
         if self.manifest:
             for names in rounded:
-                for part, whole in loaded[names].parts.items():
-                    rows = _split(names, whole, shapes, LANES)
+                for part, whole in packed[names].items():
+                    rows = _split(names, whole, shapes, schemes[names[0]].row_block)
                     outs.update({f"{name}.{part}": out for name, out in rows.items()})
         with self.opened() as files:
             self.read(files, outs)
             if not self.manifest:
-                self._round(files, rounded, shapes, loaded, staged)
+                self._round(files, packed, shapes, schemes, staged)
             self._check_samples()  # of what was just read
-        return {key: loaded[tuple(names)] for key, names in (apart | wholes).items()}
+        for names, parts in packed.items():
+            n_out, n_in = whole_shapes[names]
+            loaded[names] = schemes[names[0]].matrix((n_out, n_in), parts)
+        found = {key: loaded[tuple(names)] for key, names in (apart | wholes).items()}
+        return found | {key: Stacked([found.pop(part) for part in parts]) for key, parts in stacked.items()}
 
     def _place(self, names: Sequence[str]) -> tuple[Path, int]:
         """Where a tensor, or the first of several, lies: what is read in this order is read as it lies on the disk."""
-        info = self.tensors.get(names[0]) or self.tensors[f"{names[0]}.codes"]
+        info = self.tensors.get(names[0])
+        if info is None and self.manifest:
+            shape = self.manifest.shapes[names[0]]
+            info = self.tensors[f"{names[0]}.{next(iter(self.manifest.schemes[names[0]].parts(shape)))}"]
+        assert info is not None, names
         return info.file, info.start
 
     def read(self, files: Mapping[Path, int], outs: Mapping[str, Tensor]) -> None:
@@ -155,16 +168,16 @@ class Checkpoint:
         return math.prod(_beneath([shapes[name] for name in names])) * self._dtype_of(names).itemsize
 
     def _round(
-        self, files: Mapping[Path, int], rounded: Sequence[tuple[str, ...]], shapes: Mapping[str, tuple[int, ...]],
-        loaded: Mapping[tuple[str, ...], Any], staged: int,
+        self, files: Mapping[Path, int], packed: Mapping[tuple[str, ...], Mapping[str, Tensor]],
+        shapes: Mapping[str, tuple[int, ...]], schemes: Mapping[str, Scheme], staged: int,
     ) -> None:  # fmt: skip
         """Read matrices, one after the other into the same memory, and round them."""
         (stage,) = allocate([((staged,), torch.uint8)], torch.device("cpu"))
-        for names in rounded:
-            matrix: QuantisedMatrix = loaded[names]
-            weight = stage[: self._staged(names, shapes)].view(self._dtype_of(names)).view(matrix.shape)
+        for names, parts in packed.items():
+            stored = stage[: self._staged(names, shapes)].view(self._dtype_of(names))
+            weight = stored.view(_beneath([shapes[name] for name in names]))
             self.read(files, _split(names, weight, shapes, 1))
-            matrix.pack(weight)
+            schemes[names[0]].pack(weight, parts)
 
     def _dtype_of(self, names: Sequence[str]) -> torch.dtype:
         """The widest dtype in which one of these is stored."""
@@ -294,8 +307,11 @@ class Checkpoint:
             raise ModelError(f"{named(self.folder)}: {expected}, got {_few(unread)}; use an unquantized checkpoint")
 
 
-def _parts(joined: Mapping[str, Sequence[str]] | None) -> set[str]:
-    return {part for parts in (joined or {}).values() for part in parts}
+def _in_one(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], schemes: Mapping[str, Scheme]) -> bool:
+    """Whether these matrices can lie in one, beneath each other."""
+    scheme = schemes.get(names[0])
+    alike = all(schemes.get(name) == scheme for name in names)
+    return alike and (scheme is None or all(shapes[name][0] % scheme.row_block == 0 for name in names))
 
 
 def _beneath(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

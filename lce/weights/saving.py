@@ -16,7 +16,8 @@ from lce.errors import ModelError
 from lce.files import named, written_whole
 from lce.weights.checkpoint import Checkpoint
 from lce.weights.header import read_open
-from lce.weights.quantised import METADATA, Manifest, QuantisedMatrix, Scheme
+from lce.weights.manifest import METADATA, Manifest
+from lce.weights.packed import Scheme
 from lce.weights.reading import NAMES, STORED, Stamp
 
 _NO_SAMPLES = "0" * 64
@@ -83,11 +84,9 @@ def _write_tensors(
             parts: Mapping[str, Tensor] = {name: stored}
             if name in schemes:
                 found = schemes[name].parts(shape)
-                matrix = QuantisedMatrix((shape[0], shape[1]), {
-                    part: torch.empty(size, dtype=dtype) for part, (size, dtype) in found.items()
-                })  # fmt: skip
-                matrix.pack(stored)
-                parts = {f"{name}.{part}": tensor for part, tensor in matrix.parts.items()}
+                packed = {part: torch.empty(size, dtype=dtype) for part, (size, dtype) in found.items()}
+                schemes[name].pack(stored, packed)
+                parts = {f"{name}.{part}": tensor for part, tensor in packed.items()}
             for part, tensor in parts.items():
                 file.seek(starts[part])
                 file.write(tensor.view(-1).view(torch.uint8).numpy())

@@ -20,7 +20,15 @@ from tests.command import output
 from tests.parity import assert_equals_the_oracle, difference
 
 ROOT = Path(__file__).parents[2]
-SHARED = {"__init__", "config", "fields", "layers", "registry", "rope"}  # files of lce/models that hold no family
+SHARED = {
+    "products",
+    "__init__",
+    "config",
+    "fields",
+    "layers",
+    "registry",
+    "rope",
+}  # files of lce/models that hold no family
 NESTED = {"mistral3"}  # wraps the text model of another family
 
 UNKNOWN = [

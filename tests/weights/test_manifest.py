@@ -1,4 +1,4 @@
-"""Schemes by name, and manifests that contradict their file."""
+"""Manifests that contradict their file."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from lce.errors import ModelError, UsageError
+from lce.errors import ModelError
 from lce.weights.header import TensorInfo
-from lce.weights.quantised import SCHEMES, Manifest, scheme_of
+from lce.weights.manifest import Manifest
 
 FILE = Path("model.safetensors")
 
@@ -47,15 +47,3 @@ def test_text_that_is_no_manifest_is_refused() -> None:
     for text in ("", "[]", "{}", "3", "{", '{"format": 1}'):
         with pytest.raises(ModelError):
             Manifest.read(text, FILE, tensors())
-
-
-def test_schemes_by_name() -> None:
-    assert scheme_of("auto") is None
-    assert scheme_of("int4") is SCHEMES["int4"]
-    with pytest.raises(UsageError, match="did you mean 'int8'"):
-        scheme_of("int9")
-
-
-def test_bytes_of_a_matrix() -> None:
-    assert SCHEMES["int8"].n_bytes((256, 1024)) == 256 * 1024 * (8 + 16 / 128) / 8
-    assert SCHEMES["int4"].n_bytes((256, 1024)) == 256 * 1024 * (4 + 24 / 32) / 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lce.models.layers import linear, norm_heads
+from lce.models.products import linear, norm_heads
 from tests.pretended import Gpus
 from tests.pretended.launches import launched
 

@@ -1,0 +1,86 @@
+"""What a file of packed matrices says of itself: a manifest in the metadata.
+
+A matrix `NAME` of such a file is the tensors `NAME.PART` that its scheme names: `NAME.codes`, `NAME.scales`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+from lce.errors import ModelError, shown
+from lce.files import JsonError, named, parse_json
+from lce.weights.header import MOST_TENSORS, TensorInfo
+from lce.weights.packed import Scheme, all_schemes
+from lce.weights.reading import NAMES
+
+FORMAT = 1
+METADATA = "lce.quantised"  # the key of the manifest in the file's metadata
+_LARGEST = 1 << 32  # rows or inputs of a matrix
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a quantised file says of itself.
+
+    `weights` is the scheme that was asked for, `matrices` the scheme and shape of each matrix. `dtype` is that of the
+    checkpoint it was made of, and `source` its fingerprint. `samples` is the fingerprint of the file's own tensors.
+    """
+
+    weights: str
+    dtype: str
+    source: str
+    samples: str
+    matrices: Mapping[str, tuple[str, tuple[int, int]]]
+    lce: str
+    format: int = FORMAT
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        return {name: shape for name, (_, shape) in self.matrices.items()}
+
+    @property
+    def schemes(self) -> dict[str, Scheme]:
+        return {name: all_schemes()[scheme] for name, (scheme, _) in self.matrices.items()}
+
+    def text(self) -> str:
+        """As JSON, for the file's metadata."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def read(cls, text: str, file: Path, tensors: Mapping[str, TensorInfo]) -> Self:
+        """The manifest in a file's metadata. Raises ModelError where it is damaged, or contradicts the tensors."""
+        try:
+            raw = parse_json(text.encode(), most=MOST_TENSORS * 12, unique=True)
+            if raw["format"] != FORMAT:
+                raise _damaged(file, f"format {shown(raw['format'])}; this lce reads {FORMAT}")
+            matrices = {
+                name: (scheme, (n_out, n_in)) for name, (scheme, (n_out, n_in)) in sorted(raw["matrices"].items())
+            }
+            found = cls(raw["weights"], raw["dtype"], raw["source"], raw["samples"], matrices, raw["lce"])
+        except (JsonError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _damaged(file, f"its manifest is incomplete ({shown(str(error), 60)})") from None
+        texts = found.weights, found.dtype, found.source, found.samples, found.lce
+        if not all(isinstance(text, str) and 0 < len(text) <= 100 for text in texts):
+            raise _damaged(file, "its manifest has values that are no texts")
+        if found.weights not in all_schemes() or found.dtype not in ("float32", "bfloat16", "float16"):
+            raise _damaged(file, f"unknown weights {shown(found.weights)} of {shown(found.dtype)}")
+        for name, (scheme, shape) in matrices.items():
+            if not isinstance(scheme, str) or scheme not in all_schemes():
+                raise _damaged(file, f"unknown weights {shown(scheme)} of {shown(name)}")
+            if not all(type(size) is int and 0 < size < _LARGEST for size in shape):
+                raise _damaged(file, f"impossible shape {shown(shape)} of {shown(name)}")
+            for part, (expected, dtype) in all_schemes()[scheme].parts(shape).items():
+                info = tensors.get(f"{name}.{part}")
+                if info is None or info.shape != expected or info.dtype != NAMES[dtype]:
+                    got = "nothing" if info is None else f"{info.dtype} {list(info.shape)}"
+                    expected_text = f"{NAMES[dtype]} {list(expected)}"
+                    raise _damaged(file, f"{shown(f'{name}.{part}')} is {got}; expected {expected_text}")
+        return found
+
+
+def _damaged(file: Path, what: str) -> ModelError:
+    return ModelError(f"{named(file)}: {what}; quantize the checkpoint again")

@@ -1,0 +1,53 @@
+"""Schemes by name, and matrices of unlike types one beneath the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lce.errors import UsageError
+from lce.models.products import linear
+from lce.weights.packed import PackedMatrix, Stacked, all_schemes, scheme_of
+
+WIDTH = 48
+
+
+def test_schemes_by_name() -> None:
+    assert scheme_of("auto") is None
+    assert scheme_of("int4") is all_schemes()["int4"]
+    with pytest.raises(UsageError, match="did you mean 'int8'"):
+        scheme_of("int9")
+
+
+@pytest.mark.parametrize(("name", "bits"), [("int8", 8 + 16 / 128), ("int4", 4 + 24 / 32)])
+def test_bytes_of_a_matrix(name: str, bits: float) -> None:
+    assert all_schemes()[name].n_bytes((256, 1024)) == 256 * 1024 * bits / 8
+
+
+def packed(name: str, weight: Tensor) -> PackedMatrix:
+    shape = len(weight), WIDTH
+    parts = {part: torch.empty(size, dtype=dtype) for part, (size, dtype) in all_schemes()[name].parts(shape).items()}
+    all_schemes()[name].pack(weight, parts)
+    return all_schemes()[name].matrix(shape, parts)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 12])
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_product_with_stacked_matrices_is_the_products_with_each(rows: int, gated: bool) -> None:
+    torch.manual_seed(0)
+    weights = [torch.randn(n, WIDTH) for n in (20, 32, 16)]
+    stacked = Stacked([packed("int8", weights[0]), weights[1], packed("int4", weights[2])])
+    whole, onto = stacked.unpacked(0, torch.empty(68, WIDTH)), torch.randn(rows, 34 if gated else 68)
+    x, norm, bias = torch.randn(rows, WIDTH), torch.rand(WIDTH), torch.randn(68)
+    assert stacked.shape == (68, WIDTH)
+    assert torch.equal(whole[20:52], weights[1])
+    assert torch.equal(stacked.rows(torch.tensor([60, 3]), torch.float32), whole[[60, 3]])
+    assert stacked.nbytes == sum(part.nbytes for part in stacked.parts)
+    around = {"norm": norm, "eps": 1e-5, "gated": gated}
+    expected = linear(x, whole, bias, onto=onto.clone(), **around)
+    found = linear(x, stacked, bias, onto=onto.clone(), **around)
+    assert (found - expected).norm() < 1e-4 * expected.norm()
+    if rows == 3:
+        alone = linear(x[1:2], stacked, bias, onto=onto[1:2].clone(), **around)
+        assert torch.equal(alone, found[1:2])
