@@ -29,7 +29,7 @@ class Attention:
 
     @classmethod
     def choose(cls, name: str = "auto") -> Attention:
-        """A backend by name; `auto` is the fastest that this machine has. Raises `UsageError`."""
+        """Return a backend by name; `auto` is the fastest that this machine has. Raises `UsageError`."""
         known = backends()
         if name == "auto":
             usable = [backend for backend in known.values() if backend.missing() is None and backend.suits_machine()]
@@ -41,14 +41,14 @@ class Attention:
         return cls(known[name]())
 
     def decodes(self, dtype: torch.dtype, head_dim: int) -> bool:
-        """Whether the backend has a kernel of its own for `decode` of such keys: plain operators copy all keys."""
+        """Tell whether the backend has a kernel of its own for `decode` of such keys: plain operators copy all keys."""
         return self.backend.decodes(dtype, head_dim)
 
     @timed("attention", count_dense)
     def dense(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None, turn: Turn | None = None
     ) -> Attended:
-        """All T queries of a head see the same keys.
+        """Attend the same keys by all T queries of a head.
 
         `q [H, T, D]`, `k v [G, N, D]` to `out [H, T, D]`, `lse [H, T]`. Causal: the last query sees the last key, and
         with `window` no query sees a key that many or more behind it. With a turn `[T, D/2]` queries are rotated first.
@@ -62,7 +62,7 @@ class Attention:
     def routed(
         self, q: Tensor, turns: Turn, chunk_ids: Tensor, tiles: Iterable[Tiles], memory: Tensor | None = None
     ) -> Attended:
-        """Every query of every head attends its own list of whole chunks.
+        """Attend, by every query of every head, a list of whole chunks of its own.
 
         `q [H, T, D]`, unrotated; `chunk_ids [H, T, K]`, -1 for none, no chunk twice in a list. Query t sees slot s of
         its list turned by `turns[t, s]`, `[T, K, D/2]`; `[T, 1, D/2]` where all slots see it alike. `tiles` hold the
@@ -85,7 +85,7 @@ class Attention:
         return self.backend.merge_slots(out.view(n_heads, n_queries, n_slots, q.shape[-1]), lse.view(chunk_ids.shape))
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Attended:
-        """The query of a decode step attends runs of tokens, whose bounds only the device knows.
+        """Return the query of a decode step attends runs of tokens, whose bounds only the device knows.
 
         `q [H, 1, D]`, unrotated, `k v [G, N, D]`, all rows that the runs may name, to `out [H, 1, D]`, `lse [H, 1]`.
         Time: O(H · S · most · D).

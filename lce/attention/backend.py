@@ -32,32 +32,32 @@ class Backend(ABC):
 
     @classmethod
     def missing(cls) -> str | None:
-        """What has to be installed before this backend can be used; None where nothing has."""
+        """Return what has to be installed before this backend can be used; None where nothing has."""
         return None
 
     @classmethod
     def suits_machine(cls) -> bool:
-        """Whether `auto` may take this backend here."""
+        """Tell whether `auto` may take this backend here."""
         return True
 
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Attended:
-        """See the module's text. N ≥ 1, and N ≥ T where causal."""
+        """Attend as the module's text says. N ≥ 1, and N ≥ T where causal."""
 
     def dense(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, turn: Turn | None = None
     ) -> Attended:
-        """`q [H, T, D]`, `k v [G, N, D]` to `out [H, T, D]`, `lse [H, T]`; query t is turned by `turn[t]`, if any."""
+        """Attend `k v [G, N, D]` by `q [H, T, D]`, turned by `turn [T, D/2]`, if any: `out [H, T, D]`, `lse [H, T]`."""
         placed = q if turn is None else rotate(q, turn)
         out, lse = self.attend(placed.unflatten(0, (len(k), -1)), k, v, causal=causal, window=window)
         return out.flatten(0, 1), lse.flatten(0, 1)
 
     def decodes(self, dtype: torch.dtype, head_dim: int) -> bool:
-        """Whether there is a kernel for `decode` of such keys: plain operators copy all keys for every query head."""
+        """Tell whether a kernel can `decode` such keys: plain operators copy all keys for every query head."""
         return type(self).decode is not Backend.decode
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Attended:
-        """One query a head over runs of tokens: `q [H, 1, D]`, unrotated, `k v [G, N, D]`.
+        """Attend runs of the tokens `k v [G, N, D]` by one unrotated query a head, `q [H, 1, D]`.
 
         Plain operators of fixed shapes. Time and bytes: O(H · S · most · D), the keys copied for every query head.
         """
@@ -77,7 +77,7 @@ class Backend(ABC):
         return (weights[:, None] @ values).to(q.dtype), lse
 
     def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
-        """E tiles with T queries each: `q [E, 1, T, D]`, `k v [E, L, D]`.
+        """Attend E tiles `k v [E, L, D]` by T queries each, `q [E, 1, T, D]`.
 
         The result of a tile must not depend on the tiles beside it, to the bit and for any number of threads: a memory
         budget decides which tiles come together. A problem on its own may be computed by another routine, or by all
@@ -89,15 +89,15 @@ class Backend(ABC):
         return out[:1], lse[:1]
 
     def skips_unseen(self, out: Tensor) -> bool:
-        """Whether `merge_slots` never reads a partial result `out` whose lse is -inf: it may be anything then."""
+        """Tell whether `merge_slots` never reads a partial result `out` whose lse is -inf: it may be anything then."""
         return False
 
     def merge_slots(self, out: Tensor, lse: Tensor) -> Attended:
-        """Partial results of K slots, `out [H, T, K, D]`, `lse [H, T, K]`, as one softmax over all of their keys."""
+        """Merge the partial results of K slots, `out [H, T, K, D]`, `lse [H, T, K]`, into one softmax over all keys."""
         return merge_slots(out, lse)
 
     def dispatch(self, queries: SlotQueries, tile: Tensor, k: Tensor, v: Tensor, into: Attended) -> None:
-        """Row a of the queries attends tile number `tile[a]` of `k v [E, L, D]`; -1 for none.
+        """Attend by row a of the queries tile number `tile[a]` of `k v [E, L, D]`; -1 for none.
 
         Writes the results of rows that have a tile to the same rows of `into`, `out [A, D]`, `lse [A]`; others stay.
         """
@@ -111,7 +111,7 @@ class Backend(ABC):
     def grouped(
         self, queries: SlotQueries, counts: Tensor, order: Tensor, k: Tensor, v: Tensor, into: Attended
     ) -> None:
-        """Ragged work: `order [A]` are the rows sorted by tile, `counts [E]` how many rows each tile has.
+        """Attend tiles by unlike numbers of rows: `order [A]` are the rows by tile, `counts [E]` how many each has.
 
         Rows without a tile come last in `order`. Tiles are served in classes of similar load, padded by a quarter at
         most, so that some dozen batched calls serve them all and each tile is read once. Time: O(A · L · D). Bytes:
@@ -134,7 +134,7 @@ class Backend(ABC):
 
 @cache
 def backends() -> dict[str, type[Backend]]:
-    """All backends by name: those that the files of this folder define."""
+    """Return all backends by name: those that the files of this folder define."""
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         importlib.import_module(f"lce.attention.{module.name}")
     found, open_classes = {}, [Backend]
@@ -148,11 +148,11 @@ def backends() -> dict[str, type[Backend]]:
 
 
 def _for_heads(x: Tensor, n_heads: int) -> Tensor:
-    """`[C, …]` to `[H, …]`: what C heads share, for each of them."""
+    """Repeat what C heads share for each head: `[C, …]` to `[H, …]`."""
     return x.repeat_interleave(n_heads // len(x), 0) if len(x) < n_heads else x
 
 
 def _padded(counts: Tensor) -> Tensor:
-    """Each count rounded up to 1, 1.25, 1.5 or 1.75 times a power of two; counts up to 4 stay as they are."""
+    """Round each count up to 1, 1.25, 1.5 or 1.75 times a power of two; counts up to 4 stay as they are."""
     step = 2 ** (torch.log2(counts.clamp(min=4).double()).floor().long() - 2)
     return -(-counts // step) * step

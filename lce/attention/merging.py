@@ -18,7 +18,7 @@ Attended = tuple[Tensor, Tensor]  # out [..., T, D] and its log-sum-exp lse [...
 
 @timed("attention")
 def merge(parts: Sequence[Attended]) -> Tensor:
-    """One softmax over the keys of all parts, exactly: `out [H, T, D]`. Every query must have seen some key."""
+    """Merge parts into one softmax over the keys of all, exactly: `out [H, T, D]`. Every query must see some key."""
     return combine(parts)[0]
 
 
@@ -47,14 +47,14 @@ def combine(parts: Sequence[Attended]) -> Attended:
 
 
 def merge_slots(out: Tensor, lse: Tensor) -> Attended:
-    """`out [H, T, K, D]`, `lse [H, T, K]` merged over K, by one small matrix product a query."""
+    """Merge `out [H, T, K, D]`, `lse [H, T, K]` over K, by one small matrix product a query."""
     total = lse.logsumexp(-1)
     weights = (lse - total.masked_fill(total == -torch.inf, 0.0)[..., None]).exp()
     return (weights[..., None, :].to(out.dtype) @ out).squeeze(-2), total
 
 
 def causal_mask(n_queries: int, n_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """`[T, N]`, True where a causal query sees a key: the last query sees the last key.
+    """Return where a causal query sees a key, `[T, N]` bool: the last query sees the last key.
 
     With `window`, no query sees a key that many or more behind it.
     """

@@ -29,13 +29,13 @@ class Tiles:
 
     @classmethod
     def of_chunks(cls, k: Tensor, v: Tensor) -> Tiles:
-        """All chunks `k v [G, M, L, D]`, contiguous, in one round."""
+        """Return all chunks `k v [G, M, L, D]`, contiguous, in one round."""
         n_heads, n_chunks = k.shape[:2]
         index = torch.arange(n_heads * n_chunks, device=k.device).view(n_heads, n_chunks)
         return cls(k.flatten(0, 1), v.flatten(0, 1), index)
 
     def chosen(self, chunk_ids: Tensor) -> Tensor:
-        """The tile of each choice `[H, T, K]`, flat `[H·T·K]`; -1 where it is none of these tiles."""
+        """Return the tile of each choice `[H, T, K]`, flat `[H·T·K]`; -1 where it is none of these tiles."""
         n_heads, rep = len(chunk_ids), len(chunk_ids) // len(self.index)
         kv_head = torch.arange(n_heads, device=chunk_ids.device) // rep
         tile = self.index[kv_head[:, None, None], chunk_ids.clamp(min=0)]
@@ -71,7 +71,7 @@ class SlotQueries:
         return rotate(self.q[:, :, None], self.turns).view(-1, dim) if self._once else self.q.reshape(-1, dim)
 
     def take(self, rows: Tensor) -> Tensor:
-        """The rows of these numbers, `[n]` to `[n, D]`. Time and bytes: O(n · D)."""
+        """Return the rows of these numbers, `[n]` to `[n, D]`. Time and bytes: O(n · D)."""
         if not self._once:
             flat = Turn(*(x.flatten(0, 1) for x in self.turns))
             turn_rows = rows % len(flat.cos)  # t·K + s

@@ -57,7 +57,7 @@ class Torch(Backend):
         return _flash_cpu(q, k[:, None].expand(shared), v[:, None].expand(shared), bias=bias)
 
     def _attend_flash(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> Attended:
-        """`q [G, R, T, D]`, `k v [G, N, D]` on CUDA, where they lie: no copy of the keys.
+        """Attend `k v [G, N, D]` by `q [G, R, T, D]` on CUDA, where they lie: no copy of the keys.
 
         All heads are those of one problem, so that with few queries the kernel splits the keys among more blocks.
         """
@@ -77,7 +77,7 @@ class Torch(Backend):
         return out[0].transpose(0, 1).unflatten(0, (n_kv_heads, -1)), lse[0].unflatten(0, (n_kv_heads, -1))
 
     def flash(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None) -> Attended:
-        """PyTorch's CUDA flash kernel: `q [B, T, H, D]`, `k v [B, N, G, D]`, any strides but the last.
+        """Call PyTorch's CUDA flash kernel: `q [B, T, H, D]`, `k v [B, N, G, D]`, any strides but the last.
 
         To `out [B, T, H, D]`, `lse [B, H, T]`. Causal means that the last query sees the last key.
         """
@@ -89,7 +89,7 @@ class Torch(Backend):
         return out, lse
 
     def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
-        """Few rows take plain batched products on the CPU.
+        """Attend tiles; few rows take plain batched products on the CPU.
 
         With several threads the flash kernel's products of one to three rows depend on the thread that computes them:
         its scratch space is aligned differently in each. In half precision plain products are faster, too: one row and
@@ -105,7 +105,7 @@ class Torch(Backend):
     def grouped(
         self, queries: SlotQueries, counts: Tensor, order: Tensor, k: Tensor, v: Tensor, into: Attended
     ) -> None:
-        """On CUDA one call of the variable-length kernel over the keys where they lie; nothing waits for the device.
+        """Call, on CUDA, the variable-length kernel once over the keys where they lie; nothing waits for the device.
 
         At most A of the tiles have rows: the kernel gets these, and starts `most_rows` rows of blocks for each.
         Bytes: three copies of the queries.
@@ -139,14 +139,14 @@ class Torch(Backend):
 
 
 def flash_takes(x: Tensor) -> bool:
-    """Whether PyTorch's CUDA flash kernels take such queries and keys."""
+    """Tell whether PyTorch's CUDA flash kernels take such queries and keys."""
     return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and x.shape[-1] % 8 == 0 and x.shape[-1] <= 256
 
 
 def flash_ragged(
     q: Tensor, k: Tensor, v: Tensor, q_bounds: Tensor, first_keys: Tensor, n_keys: Tensor, most_queries: int
 ) -> Attended:
-    """Problem p has the queries `q_bounds[p] .. q_bounds[p + 1] - 1` of `q [A, D]`.
+    """Attend ragged problems: problem p has the queries `q_bounds[p] .. q_bounds[p + 1] - 1` of `q [A, D]`.
 
     Its keys are the `n_keys[p]` rows from `first_keys[p]` on of `k v [E, L, D]`, flat; L at most. The numbers are int32
     on the device: `q_bounds` and `first_keys` one more than there are problems. No problem has more than `most_queries`
@@ -160,7 +160,7 @@ def flash_ragged(
 
 
 def attend_slices(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> Attended:
-    """The reference's arithmetic for a slice of the queries at a time, `q [G, R, T, D]`, `k v [G, N, D]`.
+    """Return the reference's arithmetic for a slice of the queries at a time, `q [G, R, T, D]`, `k v [G, N, D]`.
 
     Bytes: some `SCORES_AT_ONCE` numbers, or the scores of one query of each head.
     """
@@ -178,11 +178,11 @@ def attend_slices(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | N
 
 
 def _dense_last(x: Tensor) -> Tensor:
-    """The same numbers, contiguous along the last dimension."""
+    """Return the same numbers, contiguous along the last dimension."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _flash_cpu(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, bias: Tensor | None = None) -> Attended:
-    """PyTorch's CPU flash kernel: `[B, heads, T, D]`, top-left causal; lse is a strided view."""
+    """Call PyTorch's CPU flash kernel: `[B, heads, T, D]`, top-left causal; lse is a strided view."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias)
     return out, lse.float().contiguous()

@@ -19,12 +19,12 @@ class Turn(NamedTuple):
     sin: Tensor
 
     def at(self, *index: Any) -> Turn:
-        """The turns at an index into the leading dimensions; `None` inserts one."""
+        """Return the turns at an index into the leading dimensions; `None` inserts one."""
         return Turn(self.cos[index], self.sin[index])
 
 
 def rotate(x: Tensor, turn: Turn) -> Tensor:
-    """`x [..., D]` rotated by a turn that broadcasts against `[..., D/2]`.
+    """Rotate `x [..., D]` by a turn that broadcasts against `[..., D/2]`.
 
     Dimension i is paired with dimension i + D/2, as the published checkpoints have it. Time and bytes: O(result).
     """
@@ -46,7 +46,7 @@ def rotate(x: Tensor, turn: Turn) -> Tensor:
 
 
 def append(k: Tensor, v: Tensor, into_k: Tensor, into_v: Tensor, at: int | Tensor, turn: Turn | None = None) -> None:
-    """`k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; k rotated by a turn `[T, D/2]`, if any.
+    """Write `k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; k rotated by a turn `[T, D/2]`, if any.
 
     `at` may be one int64 on the device, so that a step which is recorded once runs at any position.
     """

@@ -87,11 +87,11 @@ class Method:
         return self.name or type(self).__name__
 
     def for_model(self, model: ModelFacts) -> Self:
-        """This method with what a model's own files hold for it; called once, before `resolve`."""
+        """Return this method with what a model's own files hold for it; called once, before `resolve`."""
         return self
 
     def resolve(self, window: int) -> Self:
-        """This method with every `None` filled in for a model that can be trusted on `window` positions.
+        """Return this method with every `None` filled in for a model that can be trusted on `window` positions.
 
         Raises `UsageError` for knobs that cannot work.
         """
@@ -119,7 +119,7 @@ class Method:
         return 0, self.reach.chunk_size
 
     def limit(self, window: int, sliding_window: int | None = None) -> int | None:
-        """The longest text that the resolved method can read; None: any, because no distance leaves the window.
+        """Return the longest text that the resolved method can read; None: any, because no distance leaves the window.
 
         `window` counts the positions that the model can be trusted on, RoPE scaling included. A warning says so of
         longer texts.

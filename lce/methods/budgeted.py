@@ -35,7 +35,7 @@ class BudgetedChunks(WithoutSummaries, SelectiveMethod):
         return (first & self.keep_first) | (last & self.keep_last)
 
     def _with_chunks(self, window: int) -> Self:
-        """This method with its budget, if it has one, as `chunks` of the size that it resolves to."""
+        """Return this method with its budget, if it has one, as `chunks` of the size that it resolves to."""
         if self.budget is None:
             return self
         if self.chunks is not None:

@@ -49,7 +49,7 @@ UNCOUNTED = Cost(None, None, None, None, None, None)
 
 
 def total(*counts: int | None) -> int | None:
-    """The sum of counts; None where one of them was not counted."""
+    """Return the sum of counts; None where one of them was not counted."""
     found = 0
     for count in counts:
         if count is None:
@@ -83,11 +83,11 @@ class QueryBlock:
         return self.seen(_sum_to(self.stop) - _sum_to(self.start), self.stop)
 
     def tokens(self, n: int) -> Cost:
-        """All queries see the same `n` tokens."""
+        """Count `n` tokens that all queries see."""
         return self.seen(len(self) * n, n)
 
     def chunks(self, size: int, most: int, *, together: bool = False) -> Cost:
-        """Each query of each head sees `most` of the chunks before its own, or all of them where they are fewer.
+        """Count `most` of the chunks before its own for each query of each head, or all where they are fewer.
 
         `together`: the query heads of a KV head see the same ones. What is read is a bound: no two choices alike.
         """
@@ -100,12 +100,12 @@ class QueryBlock:
         return self.seen(size * chosen, size * min(n_lists * chosen, (self.stop - 1) // size))
 
     def seen(self, pairs: int, n_tokens: int) -> Cost:
-        """Each head's queries see `pairs` keys, added up over the queries; `n_tokens` different ones."""
+        """Count `pairs` keys that each head's queries see, added up over the queries; `n_tokens` different ones."""
         return Cost(2 * self.n_heads * self.head_dim * pairs, rows_read=self.n_kv_heads * n_tokens)
 
 
 def _sum_to(n: int, most: int | None = None) -> int:
-    """`min(1, most) + min(2, most) + … + min(n, most)`; 0 for n below 1."""
+    """Return `min(1, most) + min(2, most) + … + min(n, most)`; 0 for n below 1."""
     n = max(0, n)
     rising = n if most is None else min(n, most)
     return rising * (rising + 1) // 2 + (n - rising) * (most or 0)

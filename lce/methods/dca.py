@@ -52,7 +52,7 @@ class DualChunk(Method):
     example: ClassVar = Example({"chunk_size": 8})
 
     def for_model(self, model: ModelFacts) -> Self:
-        """Qwen's `dual_chunk_attention_config`: its chunk holds `local_size` positions kept for the previous chunk.
+        """Read Qwen's `dual_chunk_attention_config`: its chunk holds `local_size` positions for the previous chunk.
 
         The query of older chunks is at Qwen's `chunk_size`, as where these models are served: one beyond the paper's
         `c - 1`. The successive positions may end before it, at `2s - 1`; then it is there.

@@ -120,7 +120,7 @@ class ESA(LocalMethod):
         return replace(self, maps=open_maps(path, wanted, shapes, model.config.n_layers, model.source.path))
 
     def sized(self, window: int) -> Self:
-        """This method with every size filled in."""
+        """Return this method with every size filled in."""
         local = max(1, window // 2) if self.local is None else self.local
         far = local if self.far is None else self.far
         made = replace(self, local=local, far=far, top_k=max(1, window // 4) if self.top_k is None else self.top_k)
@@ -179,7 +179,7 @@ class ESA(LocalMethod):
             cache.kept(TokenRows, LOW_DIM_KEYS).write(maps.low_keys(concat_heads(k)), step.start)
 
     def layer_maps(self, cache: LayerCache, like: Tensor) -> LowDimMap | None:
-        """This layer's maps; None where there are none (yet). Those of `pca` take queries summed to KV heads."""
+        """Return this layer's maps; None where there are none (yet). Those of `pca` take queries summed to KV heads."""
         if isinstance(self.maps, LowDimMaps) and self.compress == "calibrated":
             return self.maps.layer(cache.index, like)
         basis = cache.kept(Staged, BASIS).latest if self.compress == "pca" else None
@@ -196,7 +196,7 @@ class ESA(LocalMethod):
             yield Part(keys=(border, i + 1), query_at=i, exact=True)
 
     def attend_spans(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
-        """The sinks are gathered with the chosen tokens."""
+        """Attend the local span; the sinks are gathered with the chosen tokens."""
         return super().attend_spans(q, placed, cache, step) if placed.part.exact else None
 
     def attend_chosen(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
@@ -206,7 +206,7 @@ class ESA(LocalMethod):
         return attend_tokens(far, cache, step, torch.cat((torch.arange(self.sinks, device=q.device), chosen)))
 
     def choice_cost(self, block: QueryBlock) -> Cost:
-        """Principal components are not counted, and a low-dim key of `pca` counts with its token's block."""
+        """Count without principal components; a low-dim key of `pca` counts with its token's block."""
         assert self.top_k is not None, "resolved before use"
         query_size, key_size = block.n_heads * block.head_dim, block.n_kv_heads * block.head_dim
         size = {"calibrated": self.low_dim, "pca": min(self.low_dim, key_size), "none": 0}[self.compress]
@@ -235,14 +235,14 @@ class ESA(LocalMethod):
         )
 
     def find_basis(self, cache: LayerCache, step: Step) -> None:
-        """With `compress=pca`, once: find the principal components of the keys so far, and make all low-dim keys."""
+        """Find, with `compress=pca` and once, the principal components of the keys so far; make all low-dim keys."""
         if self.compress == "pca" and cache.kept(Staged, BASIS).latest is None:
             basis = principal(cache.span(0, step.start)[0], self.low_dim)
             cache.kept(Staged, BASIS).stage(basis)
             cache.kept(TokenRows, LOW_DIM_KEYS).write(concat_heads(cache.span(0, step.stop)[0]) @ basis, 0)
 
     def select(self, q: Tensor, far: Tensor, cache: LayerCache, step: Step, border: int) -> Tensor:
-        """The `top_k` best tokens of `sinks..border-1` for the queries `[H, T, D]`, or fewer with `top_p`, ascending.
+        """Choose the `top_k` best of tokens `sinks..border-1` for queries `[H, T, D]`, fewer with `top_p`, ascending.
 
         `far` are the same queries, placed.
         """
@@ -264,18 +264,18 @@ class ESA(LocalMethod):
         return chosen
 
     def relevance(self, q: Tensor, far: Tensor, cache: LayerCache, step: Step, border: int) -> Tensor:
-        """What the tokens `sinks..border-1` are worth to the queries together: F, `[border - sinks]`."""
+        """Score the tokens `sinks..border-1` for the queries together: F, `[border - sinks]`."""
         scores = self.scorer(far, cache, step, border)
         if q.shape[1] == 1:  # one query's scores need not be compared with another's
             return scores(slice(None))[0]
         return block_scores(scores, q.shape[1], self.row_size(far, border - self.sinks, step.n_kv_heads))
 
     def log_mass(self, relevance: Tensor, n_heads: int, head_dim: int) -> Tensor:
-        """The relevance as logarithms of attention mass, up to a constant."""
+        """Return the relevance as logarithms of attention mass, up to a constant."""
         return relevance.float() / ((1 if self.heads == "max" else n_heads) * math.sqrt(head_dim))
 
     def scorer(self, q: Tensor, cache: LayerCache, step: Step, border: int) -> Callable[[slice], Tensor]:
-        """`f(m; c)` of some of the placed queries `[H, T, D]`: from their slice to `[t, border - sinks]`."""
+        """Return the function from a slice of placed queries `[H, T, D]` to their `f(m; c)`, `[t, border - sinks]`."""
         groups = q.unflatten(0, (step.n_kv_heads, -1))  # [G, R, T, D]
         shared = groups.sum(dim=1)  # [G, T, D]
         if self.compress == "none":

@@ -26,7 +26,7 @@ class Full(Method):
         return 2048  # nothing grows with it but the MLP's activations, and large products run faster
 
     def limit(self, window: int, sliding_window: int | None = None) -> int | None:
-        """Under a sliding window within the model's window no distance leaves it."""
+        """Return the window, or None under a sliding window within it: no distance leaves the window then."""
         return None if sliding_window is not None and sliding_window <= window else window
 
     def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterator[Part]:

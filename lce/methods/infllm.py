@@ -108,11 +108,11 @@ class InfLLM(LocalMethod):
         )
 
     def n_blocks(self, start: int) -> int:
-        """How many memory blocks the queries of a block from token `start` on can choose."""
+        """Return how many memory blocks the queries of a block from token `start` on can choose."""
         return max(0, start + 1 - self.n_local - self.sinks) // self.block_size
 
     def chooses(self, start: int) -> bool:
-        """Whether there is something to choose for a block of queries from token `start` on."""
+        """Tell whether there is something to choose for a block of queries from token `start` on."""
         n_blocks = self.n_blocks(start)
         return n_blocks > self.top_k or (self.top_p is not None and n_blocks > 0)
 
@@ -128,7 +128,7 @@ class InfLLM(LocalMethod):
             yield Part(keys=(self.sinks + self.n_blocks(start) * self.block_size, first), query_at=self.far)
 
     def attend_spans(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
-        """What local queries attend makes the memory, before anything is chosen from it."""
+        """Attend spans; the local one makes the memory, before anything is chosen from it."""
         found = super().attend_spans(q, placed, cache, step)
         if found is not None and placed.part.exact:
             self.memorise(q, found[1], cache, step)
@@ -150,17 +150,17 @@ class InfLLM(LocalMethod):
         return block.tokens(self.top_k * self.block_size) + Cost(0, scores, votes, state_read=scores)
 
     def relevance(self, q: Tensor, far: Tensor, n_blocks: int, cache: LayerCache, step: Step) -> Tensor:
-        """What the memory blocks are worth to the queries together, `[n_blocks]`. `q far [H, T, D]`, far placed."""
+        """Score the memory blocks for the queries together, `[n_blocks]`. `q far [H, T, D]`, far placed."""
         summary = cache.kept(Summaries, BLOCKS).span(0, n_blocks)
         return dot_products(far.mean(dim=1, keepdim=True), summary).sum(dim=0)[0]
 
     def log_mass(self, relevance: Tensor, n_heads: int, head_dim: int) -> Tensor:
-        """The relevance as logarithms of attention mass, up to a constant."""
+        """Return the relevance as logarithms of attention mass, up to a constant."""
         n_products = n_heads * min(self.repr_tokens, self.block_size)
         return relevance.float() / (n_products * math.sqrt(head_dim))
 
     def select(self, relevance: Tensor, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        """The `top_k` most relevant memory blocks, or fewer with `top_p`, ascending."""
+        """Return the `top_k` most relevant memory blocks, or fewer with `top_p`, ascending."""
         n = min(self.top_k, len(relevance))
         if self.top_p is not None:
             best = relevance.float().argsort(descending=True, stable=True)[:n]

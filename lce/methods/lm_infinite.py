@@ -74,7 +74,7 @@ class LMInfinite(LocalMethod):
         return not self.top_k
 
     def choice_cost(self, block: QueryBlock) -> Cost:
-        """The scores of the middle serve as logits too: of its attention, the weighted sum of values is left."""
+        """Count the middle: its scores serve as logits too, so of its attention the weighted sum of values is left."""
         n_middle = block.stop - self.n_local - self.sinks
         if not self.layer_kind(block.layer) or n_middle <= 0:
             return Cost(0)
@@ -98,7 +98,7 @@ class LMInfinite(LocalMethod):
 
 
 def _best_keys(q: Tensor, cache: LayerCache, first: int, stop: int, last_seen: Tensor, top_k: int) -> Attended:
-    """Attention of each query `[H, T, D]` to its `top_k` best of tokens `first..stop-1`, up to the one that it sees."""
+    """Attend, by each query `[H, T, D]`, its `top_k` best of tokens `first..stop-1` up to token `first + last_seen`."""
     spans = (cache.span(*cut)[0] for cut in cache.segments(first, stop))
     scores = torch.cat(
         [products(q.reshape(len(k), -1, q.shape[-1]), k.mT).view(*q.shape[:2], -1) for k in spans], dim=-1

@@ -145,14 +145,14 @@ class LongHeads(SelectiveMethod):
 
 
 def random_scores(n_heads: int, n_chunks: int, step: Step, layer: int, device: torch.device, seed: int = 0) -> Tensor:
-    """Scores `[H, T, M]` of seed, layer, head, query index and chunk alone, so that no block size changes them."""
+    """Draw scores `[H, T, M]` by seed, layer, head, query index and chunk alone: no block size changes them."""
     heads = torch.arange(n_heads, device=device)[:, None, None]
     rows = (seed * 1_000_037 + layer * 1_000_003 + heads) * 1_000_033 + step.positions(device)[:, None]
     return mix(rows, torch.arange(n_chunks, device=device))
 
 
 def mix(x: Tensor, y: Tensor) -> Tensor:
-    """A hash of two integer tensors to floats in [0, 1), with 24 good bits (the multiply-and-shift of Murmur3)."""
+    """Hash two integer tensors to floats in [0, 1), with 24 good bits (the multiply-and-shift of Murmur3)."""
     bits = (x * 0x9E3779B1 + y * 0x85EBCA77) & 0xFFFFFFFF
     for factor in (0x85EBCA6B, 0xC2B2AE35):
         bits = ((bits ^ (bits >> 15)) * factor) & 0xFFFFFFFF

@@ -41,24 +41,24 @@ class LowDimMap:
 
     @classmethod
     def unbiased(cls, query: Tensor, key: Tensor) -> Self:
-        """Maps whose biases are zero."""
+        """Return maps whose biases are zero."""
         return cls(query, key, query.new_zeros(query.shape[1]), key.new_zeros(key.shape[1]))
 
     def low_queries(self, q: Tensor) -> Tensor:
-        """Queries `[N, H·D]` in few dimensions, `[N, R]`."""
+        """Map queries `[N, H·D]` to few dimensions, `[N, R]`."""
         return torch.addmm(self.query_bias, q, self.query)
 
     def low_keys(self, k: Tensor) -> Tensor:
-        """Keys `[N, G·D]` in few dimensions, `[N, R]`."""
+        """Map keys `[N, G·D]` to few dimensions, `[N, R]`."""
         return torch.addmm(self.key_bias, k, self.key)  # rounded once: the bias takes most of the product away
 
     def tensors(self) -> dict[str, Tensor]:
-        """The four tensors by name."""
+        """Return the four tensors by name."""
         return {"query": self.query, "key": self.key, "query_bias": self.query_bias, "key_bias": self.key_bias}
 
     @staticmethod
     def shapes(n_heads: int, n_kv_heads: int, head_dim: int, low_dim: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of the four tensors by name."""
+        """Return the shapes of the four tensors by name."""
         query, key = (n_heads * head_dim, low_dim), (n_kv_heads * head_dim, low_dim)
         return {"query": query, "key": key, "query_bias": (low_dim,), "key_bias": (low_dim,)}
 
@@ -74,7 +74,7 @@ class LearnedFor:
     rope: RopeConfig
 
     def command(self, model: object = "M") -> str:
-        """The command that learns such maps."""
+        """Return the command that learns such maps."""
         kind, factor = self.rope.kind, self.rope.factor
         scaling = f"--rope {kind}" + ("" if kind == "none" else f" --rope-factor {factor}")
         return (
@@ -103,7 +103,7 @@ class LearnedFor:
 
 
 def _flat(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts with RoPE's fields beside the others, `rope.kind` and so on."""
+    """Return facts with RoPE's fields beside the others, `rope.kind` and so on."""
     rope = facts.get("rope")
     plain = {name: value for name, value in facts.items() if name != "rope"}
     return plain | {f"rope.{name}": value for name, value in (rope if isinstance(rope, dict) else {}).items()}
@@ -144,7 +144,7 @@ class LowDimMaps:
         return self.layers[0].key.shape[1]
 
     def layer(self, index: int, like: Tensor) -> LowDimMap:
-        """One layer's maps in the dtype and on the device of `like`."""
+        """Return one layer's maps in the dtype and on the device of `like`."""
         kind = (index, like.dtype, like.device)
         if kind not in self._cast:
             self._cast[kind] = LowDimMap(**{name: x.to(like) for name, x in self.layers[index].tensors().items()})
@@ -160,7 +160,7 @@ class LowDimMaps:
 
 
 def missing(method: str, command: str) -> UsageError:
-    """The error for a method without maps; `command` learns them."""
+    """Return the error for a method without maps; `command` learns them."""
     return UsageError(
         f"{method}: this model has no calibrated maps; make them by `{command}` and give -o maps=maps.safetensors, "
         "or give -o compress=pca or -o compress=none"
@@ -168,7 +168,7 @@ def missing(method: str, command: str) -> UsageError:
 
 
 def usable(maps: object, low_dim: int, far: int, window: int, method: str) -> LowDimMaps:
-    """`maps`, if they are what a method with these knobs can use. Raises `UsageError` that says how to get them."""
+    """Return `maps`, if a method with these knobs can use them. Raises `UsageError` that says how to get others."""
     if not isinstance(maps, LowDimMaps):
         raise missing(method, f"lce calibrate --model M --text FILE --out maps.safetensors --far {far}")
     if maps.low_dim != low_dim:
@@ -181,7 +181,7 @@ def usable(maps: object, low_dim: int, far: int, window: int, method: str) -> Lo
 
 
 def principal(k: Tensor, low_dim: int) -> Tensor:
-    """The directions `[G·D, R]` in which keys `k [G, N, D]` vary most, R = `min(low_dim, G·D, N - 1)`.
+    """Return the directions `[G·D, R]` in which keys `k [G, N, D]` vary most, R = `min(low_dim, G·D, N - 1)`.
 
     Used for the keys and, summed over the query heads that share a KV head, for the queries. The keys' mean need not
     be taken away: it shifts all scores of a query alike. Time: O(N · (G·D)² + (G·D)³).
@@ -193,17 +193,17 @@ def principal(k: Tensor, low_dim: int) -> Tensor:
 
 
 def concat_heads(x: Tensor) -> Tensor:
-    """`[heads, N, D]` to `[N, heads·D]`: all heads of a token in a row."""
+    """Put all heads of a token in a row: `[heads, N, D]` to `[N, heads·D]`."""
     return x.transpose(0, 1).flatten(1)
 
 
 def slice_rows(n_queries: int, row_size: int) -> int:
-    """How many of the queries `block_scores` looks at together."""
+    """Return how many of the queries `block_scores` looks at together."""
     return max(1, min(n_queries, SCORES_AT_ONCE // row_size))
 
 
 def block_scores(f: Callable[[slice], Tensor], n_queries: int, row_size: int) -> Tensor:
-    """What tokens are worth to a block of queries, `[M]`: `max_c (f(m; c) - max_m' f(m'; c))`.
+    """Score tokens for a block of queries, `[M]`: `max_c (f(m; c) - max_m' f(m'; c))`.
 
     `f` gives the scores `[t, M]` of a slice of the queries, `row_size` numbers of work a query; so many queries are
     looked at together that memory stays bounded. Time: O(n_queries · M), and that of `f`.

@@ -29,7 +29,7 @@ _HEADER_BYTES, _ENTRY_BYTES = 1 << 16, 256  # of a header: without its tensors, 
 
 
 def sealed(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """The bytes of a safetensors file that `unsealed` recognises as whole and unchanged."""
+    """Return the bytes of a safetensors file that `unsealed` recognises as whole and unchanged."""
     raw = save(dict(tensors), {**metadata, "digest": "0" * 64})
     match = _SEAL.search(raw)
     assert match is not None, "just written"
@@ -37,7 +37,7 @@ def sealed(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
 
 
 def unsealed(raw: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors and the metadata of a sealed file's bytes. Raises `ValueError` if any byte was changed."""
+    """Return the tensors and the metadata of a sealed file's bytes. Raises `ValueError` if any byte was changed."""
     match = _SEAL.search(raw)
     if match is None or _digest(raw, match) != match[1].decode():
         raise ValueError("its contents do not match their digest")
@@ -48,7 +48,7 @@ def unsealed(raw: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def read_sealed(path: Path, most: int) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """What `unsealed` gives of a file of at most `most` bytes. Raises `DataError` for what is no regular file."""
+    """Read and unseal a file of at most `most` bytes. Raises `DataError` for what is no regular file."""
     with open(open_regular(path, follow=False), "rb") as file:
         raw = file.read(most + 1)
     if len(raw) > most:
@@ -57,7 +57,7 @@ def read_sealed(path: Path, most: int) -> tuple[dict[str, Tensor], dict[str, str
 
 
 def _digest(raw: bytes, seal: re.Match[bytes]) -> str:
-    """A SHA-256 over a sealed file's bytes without its digest."""
+    """Return a SHA-256 over a sealed file's bytes without its digest."""
     view = memoryview(raw)
     total = hashlib.sha256(view[: seal.start(1)])
     total.update(view[seal.end(1) :])
@@ -77,7 +77,7 @@ def save_maps(maps: LowDimMaps, path: Path, learned_for: LearnedFor) -> None:
 def open_maps(
     path: Path, learned_for: LearnedFor, shapes: Mapping[str, tuple[int, ...]], n_layers: int, model: object = "M"
 ) -> LowDimMaps:
-    """The maps of a file, for a model of `n_layers` layers whose maps have these shapes. `model` is for messages.
+    """Read the maps of a file, for a model of `n_layers` layers whose maps have these shapes. `model` is for messages.
 
     The header says whether the rest is worth reading. Raises `UsageError` for maps that are learned for other options,
     `DataError` for another model's and for a file that cannot be trusted.
@@ -106,7 +106,7 @@ def open_maps(
 
 
 def _header(file: BinaryIO, most: int) -> tuple[bytes, dict[str, Any], dict[str, Any]]:
-    """A safetensors file's bytes up to its data, the dtype and shape of its tensors, and its metadata: all unchecked.
+    """Read a safetensors file's bytes up to its data, its tensors' dtypes and shapes, and its metadata: all unchecked.
 
     Raises `ValueError` for what is no header, and for one of more than `most` bytes.
     """

@@ -41,13 +41,13 @@ class TrueMass:
         self.cap = None if judge == "true" else max(1, step.window // 2)
 
     def slices(self, n_queries: int, n_heads: int) -> Iterator[slice]:
-        """The block's queries, so many at a time that their scores of all keys stay bounded."""
+        """Return the block's queries, so many at a time that their scores of all keys stay bounded."""
         rows = max(1, SCORES_AT_ONCE // (n_heads * self.step.stop))
         for start in range(0, n_queries, rows):
             yield slice(start, min(start + rows, n_queries))
 
     def weights(self, q: Tensor, positions: Tensor) -> Tensor:
-        """The attention weights of unrotated queries `q [H, T, D]` at `positions [T]` over all keys: `[H, T, N]`.
+        """Weigh all keys by unrotated queries `q [H, T, D]` at `positions [T]`: `[H, T, N]`.
 
         Not sliced: give few queries.
         """
@@ -55,7 +55,7 @@ class TrueMass:
         return torch.cat(scores, dim=-1).softmax(-1)
 
     def of_chunks(self, q: Tensor, positions: Tensor, size: int, n_chunks: int) -> Tensor:
-        """The logarithm of the mass of each of the first `n_chunks` chunks of `size` tokens: `[H, T, n_chunks]`.
+        """Return the logarithm of the mass of each of the first `n_chunks` chunks of `size` tokens: `[H, T, n_chunks]`.
 
         Masses are shares of a query's attention over all keys up to itself; -inf for chunks that it does not see.
         """
@@ -72,14 +72,14 @@ class TrueMass:
         return torch.cat(chunks, dim=-1) - total
 
     def of_tokens(self, q: Tensor, positions: Tensor) -> Tensor:
-        """The mass of each token, added up over heads and queries: `[N]`."""
+        """Return the mass of each token, added up over heads and queries: `[N]`."""
         found = torch.zeros(self.step.stop, dtype=torch.float32, device=q.device)
         for some in self.slices(q.shape[1], len(q)):
             found += self.weights(q[:, some], positions[some]).sum(dim=(0, 1))
         return found
 
     def attend(self, q: Tensor) -> Tensor:
-        """The output `[H, T, D]` of the block's queries under this attention."""
+        """Return the output `[H, T, D]` of the block's queries under this attention."""
         positions, outs = self.step.positions(q.device), []
         values = self.cache.span(0, self.step.stop)[1].float()
         for some in self.slices(q.shape[1], len(q)):
@@ -89,13 +89,13 @@ class TrueMass:
         return torch.cat(outs, dim=1).to(q.dtype)
 
     def _pieces(self, start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
-        """Tokens `start..stop-1` in spans of whole chunks of `size`."""
+        """Return tokens `start..stop-1` in spans of whole chunks of `size`."""
         length = max(1, min(self.cache.layout.segment, PIECE) // size) * size
         for first in range(start, stop, length):
             yield first, min(first + length, stop)
 
     def _scores(self, q: Tensor, positions: Tensor, start: int, stop: int) -> Tensor:
-        """The logits of queries `[H, T, D]` with tokens `start..stop-1`: `[H, T, n]`, -inf for later tokens."""
+        """Return the logits of queries `[H, T, D]` with tokens `start..stop-1`: `[H, T, n]`, -inf for later tokens."""
         q, k = q.float(), self.cache.span(start, stop)[0].float()
         index = torch.arange(start, stop, device=q.device)
         least, most = self.step.start - stop + 1, self.step.stop - 1 - start  # the distances that there may be
@@ -110,7 +110,7 @@ class TrueMass:
         return scores.masked_fill_(positions[:, None] < index, -torch.inf) if least < 0 else scores
 
     def _near(self, q: Tensor, k: Tensor, positions: Tensor, index: Tensor) -> Tensor:
-        """Logits at true distances."""
+        """Return logits at true distances."""
         placed, rope = self.method.key_positions(index), self.step.rope
         if placed is None:
             k = rotate(k, rope.turn(index, torch.float32))
@@ -119,7 +119,7 @@ class TrueMass:
         return _products(rotate(q, rope.turn(positions, torch.float32)), k)
 
     def _far(self, q: Tensor, k: Tensor, index: Tensor, distance: int) -> Tensor:
-        """Logits of all keys at one distance. YaRN's factor is on both sides once."""
+        """Return logits of all keys at one distance. YaRN's factor is on both sides once."""
         placed, rope = self.method.key_positions(index), self.step.rope
         far = torch.full((1,), distance, device=q.device)
         if placed is None:
@@ -128,20 +128,20 @@ class TrueMass:
         return _products(rotate(q, rope.turn(far, torch.float32)), rotate(k, self._plain_turn(-placed)))
 
     def _plain_turn(self, positions: Tensor) -> Turn:
-        """The rotation alone, without the factor of YaRN, which cached keys have already."""
+        """Return the rotation alone, without the factor of YaRN, which cached keys have already."""
         cos, sin = self.step.rope.turn(positions, torch.float64)
         scale = self.step.rope.scale
         return Turn((cos / scale).float(), (sin / scale).float())
 
 
 def _products(q: Tensor, k: Tensor) -> Tensor:
-    """`q [H, T, D]`, `k [G, n, D]`, both placed, to logits `[H, T, n]`."""
+    """Multiply `q [H, T, D]` and `k [G, n, D]`, both placed, to logits `[H, T, n]`."""
     grouped = (q / math.sqrt(q.shape[-1])).reshape(len(k), -1, q.shape[-1]) @ k.mT
     return grouped.view(len(q), -1, k.shape[1])
 
 
 def attended_tokens(always: Tensor, chosen: Tensor | None, first: int, size: int, n_heads: int) -> Tensor:
-    """The tokens that queries attend, `[H, T, N]` bool: those always attended `[T, N]`, those chosen `[H, T, K]`."""
+    """Mark the tokens that queries attend, `[H, T, N]` bool: those of `always [T, N]` and the `chosen [H, T, K]`."""
     attended = always.expand(n_heads, *always.shape).clone()
     if chosen is None or not chosen.shape[-1]:
         return attended
@@ -155,6 +155,6 @@ def attended_tokens(always: Tensor, chosen: Tensor | None, first: int, size: int
 
 
 def scored_bytes(method: Method, position: int, q: Tensor, cache: LayerCache, step: Step) -> float:
-    """Bytes that a decode step at `position` reads to choose by, as the method counts them; 0 where it does not."""
+    """Return the bytes that a decode step at `position` reads to choose by, as the method counts them."""
     block = QueryBlock(position, position + 1, len(q), step.n_kv_heads, q.shape[-1], layer=cache.index)
     return float(method.choice_cost(block).state_read or 0) * cache.layout.dtype.itemsize

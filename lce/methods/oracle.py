@@ -41,11 +41,11 @@ class ByMass(WithoutSummaries):
         return scores
 
     def choice_cost(self, block: QueryBlock) -> Cost:
-        """All keys are read to choose by; their scores are not counted."""
+        """Count all keys as read to choose by; their scores are not counted."""
         return super().choice_cost(block) + Cost(0, None, state_read=block.stop * block.n_kv_heads * block.head_dim)
 
     def choosers(self, n_heads: int, n_kv_heads: int) -> int:
-        """How many choose on their own."""
+        """Return how many choose on their own."""
         if not isinstance(self, LongHeads):
             return n_heads
         return 1 if self.fix_head else {"head": n_heads, "group": n_kv_heads, "layer": 1}[self.share]
@@ -116,7 +116,7 @@ class OracleESA(ESA):
 
 
 def cheating(method: Method, judge: Judge = "constant") -> Method:
-    """The method with its selection replaced by the true mass under `judge`: same budget, same placement.
+    """Return the method with its selection replaced by the true mass under `judge`: same budget, same placement.
 
     Raises `UsageError` for a method that selects nothing.
     """
@@ -140,12 +140,12 @@ def _knobs(method: Method) -> dict[str, Any]:
 
 @cached
 def _by_mass(cls: type[ChunkSelection]) -> type:
-    """The class of a selector that chooses by true mass."""
+    """Return the class of a selector that chooses by true mass."""
     knob = ("judge", Judge, field(default="constant", kw_only=True))
     own = {"__module__": __name__}
     return make_dataclass(f"Oracle{cls.__name__}", [knob], bases=(ByMass, cls), namespace=own, frozen=True)
 
 
 def selects(method: Method) -> bool:
-    """Whether a method selects what a query attends, so that `cheating` takes it."""
+    """Tell whether a method selects what a query attends, so that `cheating` takes it."""
     return isinstance(method, ChunkSelection | InfLLM | ESA)

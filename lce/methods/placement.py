@@ -16,7 +16,7 @@ class Placement(ABC):
     """Where a query sees the chunks that it chose, and its own chunk."""
 
     def key_positions(self, indices: Tensor, size: int) -> Tensor | None:
-        """Where keys are rotated to before they are cached; None: left unrotated."""
+        """Return where keys are rotated to before they are cached; None: left unrotated."""
         return None
 
     @abstractmethod
@@ -27,7 +27,7 @@ class Placement(ABC):
         """
 
     def scored(self, q: Tensor, step: Step, size: int) -> Tensor:
-        """The block's queries as `score` is given them."""
+        """Return the block's queries as `score` is given them."""
         return q
 
 
@@ -38,7 +38,7 @@ class SideBySide(Placement):
         return indices % size
 
     def part(self, i: Tensor, size: int, n_slots: int, most: int) -> Part:
-        """A chunk cached at offsets 0..L-1 is seen at slot s by turning the query back by s·L.
+        """Return a chunk cached at offsets 0..L-1 is seen at slot s by turning the query back by s·L.
 
         Example: L = 4, two slots, index 13 (own chunk 3, offset 1): the query is at 9 for slot 0, at 5 for slot 1.
         """

@@ -38,12 +38,12 @@ def register(name: str) -> Callable[[M], M]:
 
 
 def available() -> list[str]:
-    """The names of all methods, including those of installed packages."""
+    """Return the names of all methods, including those of installed packages."""
     return sorted({*_REGISTRY, *(point.name for point in entry_points(group=ENTRY_POINTS))})
 
 
 def find(name: str) -> type[Method]:
-    """The class called `name`. Raises `UsageError` with the nearest name."""
+    """Return the class called `name`. Raises `UsageError` with the nearest name."""
     if not isinstance(name, str):
         raise UsageError(f"method is {shown(name)}; expected a name; valid: {', '.join(available())}")
     if name not in _REGISTRY:
@@ -55,7 +55,7 @@ def find(name: str) -> type[Method]:
 
 
 def _loaded(point: Any) -> type[Method]:
-    """The class that an entry point names. Raises `UsageError` for anything that its import raises."""
+    """Return the class that an entry point names. Raises `UsageError` for anything that its import raises."""
     try:
         cls = point.load()
     except Exception as error:
@@ -66,7 +66,7 @@ def _loaded(point: Any) -> type[Method]:
 
 
 def as_method(method: str | Method) -> Method:
-    """A method by name, or an instance with checked knobs, each of its own type. Raises `UsageError`."""
+    """Return a method by name, or an instance with checked knobs, each of its own type. Raises `UsageError`."""
     if isinstance(method, str):
         return make(method)
     if isinstance(method, type) and issubclass(method, Method):
@@ -84,7 +84,7 @@ def as_method(method: str | Method) -> Method:
 
 
 def _knob(what: str, value: Any, kind: Any) -> Any:
-    """A value as its kind: for a bool, 0 and 1 will do. Raises `UsageError` for others.
+    """Return a value as its kind: for a bool, 0 and 1 will do. Raises `UsageError` for others.
 
     Kinds that `convert` does not know are not checked.
     """
@@ -103,7 +103,7 @@ def _knob(what: str, value: Any, kind: Any) -> Any:
 
 
 def make(name: str, options: Mapping[str, Any] | None = None) -> Method:
-    """The method `name` with these options; values may be text, as on a command line. Raises `UsageError`.
+    """Return the method `name` with these options; values may be text, as on a command line. Raises `UsageError`.
 
     The option `preset` names a setting of `cls.presets`; the other options come on top of it.
     """
@@ -131,7 +131,7 @@ def make(name: str, options: Mapping[str, Any] | None = None) -> Method:
 
 
 def _with_preset(cls: type[Method], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options, with those of the preset that they name where they do not say otherwise. Raises `UsageError`."""
+    """Add what the preset that the options name sets, where they do not say otherwise. Raises `UsageError`."""
     given = dict(options)
     if not cls.presets or "preset" not in given:
         return given
@@ -142,17 +142,17 @@ def _with_preset(cls: type[Method], options: Mapping[str, Any]) -> dict[str, Any
 
 
 def _as_given(value: Any) -> str:
-    """An option's value as it was typed, where a line of text can show that."""
+    """Return an option's value as it was typed, where a line of text can show that."""
     return value if isinstance(value, str) and value.isprintable() and len(value) <= 80 else shown(value)
 
 
 def spelled(value: Any) -> str:
-    """An option's value as text that `convert` takes."""
+    """Return an option's value as text that `convert` takes."""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """`value` as `kind`: int, float, bool, str, a Literal, or one of these or None.
+    """Convert `value` to `kind`: int, float, bool, str, a Literal, or one of these or None.
 
     The message of a `ValueError` names what was expected.
     """
@@ -188,5 +188,5 @@ def convert(value: Any, kind: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """A word of a knob as text; none for what is neither text nor a number."""
+    """Return a word of a knob as text; none for what is neither text nor a number."""
     return str(value) if isinstance(value, str | int) else ""

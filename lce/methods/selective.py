@@ -156,14 +156,14 @@ class ChunkSelection(Method, ABC):
 
     @abstractmethod
     def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        """What to keep of m complete chunks: `q [H, m, L, D]`, `k v [G, m, L, D]`, q and k rotated as keys are cached.
+        """Summarise m complete chunks: `q [H, m, L, D]`, `k v [G, m, L, D]`, q and k rotated as keys are cached.
 
         Without `uses_queries`, q is `[H, m, 0, D]`. Returns `[S, m, …]`; for `score` as it stands one vector a chunk,
         `[H, m, D]`. `x.repeat_interleave(len(q) // len(k), dim=0)` gives query heads what their KV head has.
         """
 
     def score(self, q: Tensor, summary: Tensor, step: Step, layer: int) -> Tensor:
-        """How well each chunk answers each query: `q [H, T, D]`, `summary [S, M, …]` to `[C, T, M]`.
+        """Return how well each chunk answers each query: `q [H, T, D]`, `summary [S, M, …]` to `[C, T, M]`.
 
         Queries are unrotated for `side_by_side`, at their true positions for `true`, at the constant distance for
         `constant`. C is how many choose on their own: H, or fewer where heads share a choice (C divides H).
@@ -171,7 +171,7 @@ class ChunkSelection(Method, ABC):
         return dot_products(q, summary)
 
     def log_mass(self, scores: Tensor, n_heads: int, head_dim: int) -> Tensor:
-        """Scores `[C, T, M]` as logarithms of each chunk's attention mass, up to a constant a query, for `top_p`.
+        """Turn scores `[C, T, M]` into logarithms of chunks' attention mass, up to a constant a query, for `top_p`.
 
         As it stands, a score is taken for the logit of every token of the chunk, and a sum over heads for their mean.
         """
@@ -183,11 +183,11 @@ class ChunkSelection(Method, ABC):
         return type(self).score is ChunkSelection.score
 
     def forced(self, chunk_ids: Tensor, own: Tensor) -> Tensor:
-        """`[T, M]`, True where a chunk is taken whatever its score; `own [T, 1]` is the query's chunk."""
+        """Return where a chunk is taken whatever its score, `[T, M]` bool; `own [T, 1]` is the query's chunk."""
         return (chunk_ids == 0) | (chunk_ids == own - 1)
 
     def select(self, scores: Tensor, step: Step) -> Tensor:
-        """Scores `[C, T, M]` to the chosen chunks `[C, T, K]`, ascending, -1 behind the last. Time: O(C · T · M).
+        """Choose chunks `[C, T, K]` by scores `[C, T, M]`, ascending, -1 behind the last. Time: O(C · T · M).
 
         A query gets `n_choices` of the chunks before its own, or all of them where they are fewer: placement counts on
         it. For any scores, infinite and NaN ones too, no query is given its own chunk or a later one.
@@ -203,7 +203,7 @@ class ChunkSelection(Method, ABC):
         return best_chunks(scores, forced, self.n_choices, step.start if step.at is None else step.at, self.size)
 
     def choose(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
-        """The chunks that each query of each head attends, `[H, T, K]`; None while there is nothing to choose from.
+        """Choose the chunks that each query of each head attends, `[H, T, K]`; None while there is no choice.
 
         Of a `DeviceStep` `[C, 1, K]`, where C choosers stand for H heads: C is 1, G or H.
         """
@@ -223,7 +223,7 @@ class ChunkSelection(Method, ABC):
     def _choose_by(
         self, score: Callable[[slice, Step], Tensor], rows: int, q: Tensor, cache: LayerCache, step: Step
     ) -> Tensor:
-        """The choice `[H, T, K]` by scores `[C, t, M]` of `rows` of the block's queries at a time."""
+        """Return the choice `[H, T, K]` by scores `[C, t, M]` of `rows` of the block's queries at a time."""
         parts, all_scores = [], []
         for start in range(0, q.shape[1], rows):
             some = step.part(start, min(start + rows, q.shape[1])) if rows < q.shape[1] else step
@@ -242,7 +242,7 @@ class ChunkSelection(Method, ABC):
         return chosen.repeat_interleave(q.shape[0] // chosen.shape[0], 0) if len(chosen) < len(q) else chosen
 
     def _pruned(self, chosen: Tensor, scores: Tensor, q: Tensor, step: Step) -> Tensor:
-        """The choice `[C, T, K]` cut to what reaches `top_p` of the mass of the complete chunks before the query's."""
+        """Cut the choice `[C, T, K]` to what reaches `top_p` of the mass of the complete chunks before the query's."""
         assert self.top_p is not None, "asked for"
         chunk_ids = torch.arange(scores.shape[-1], device=scores.device)
         own = (step.positions(scores.device) // self.size)[:, None]
@@ -267,7 +267,7 @@ class ChunkSelection(Method, ABC):
         return step.attention.routed(q, turn, chosen, cache.tiles(chosen), memory)
 
     def choice_cost(self, block: QueryBlock) -> Cost:
-        """Exact where `score` stands, but for summaries: a `summarise` of one's own is not counted here."""
+        """Count exactly where `score` stands, but for summaries: a `summarise` of one's own is not counted here."""
         products = 1 if self.keeps_vectors else None
         read = block.n_heads * self.summary_vectors
         return self.selection_cost(block, vectors_read=read, summaries=None, products=products)
@@ -308,7 +308,7 @@ class ChunkSelection(Method, ABC):
     def decode_chosen(
         self, q: Tensor, turn: Turn, others: Sequence[Span], cache: LayerCache, step: DeviceStep
     ) -> Attended:
-        """The own chunk, unless its keys are elsewhere, is one more run behind the chosen chunks."""
+        """Return the own chunk, unless its keys are elsewhere, is one more run behind the chosen chunks."""
         own, size = others[0].turn if others else None, self.size
         at, runs = None if own is None else step.at, self._plain_runs(q, cache, step, own is not None)
         if runs is None:
@@ -320,7 +320,7 @@ class ChunkSelection(Method, ABC):
         return step.attention.decode(q, *cache.whole, Runs(first, count, number, turns, size))
 
     def bound(self, stop: int) -> int | None:
-        """Steps that complete a chunk are not recorded: they make its summary.
+        """Return None for steps that complete a chunk, and make its summary: they are not recorded.
 
         A `score`, `select` or `forced` of one's own is given the complete chunks and no others.
         """
@@ -377,7 +377,7 @@ class WithoutSummaries(ChunkSelection):
 
     @abstractmethod
     def chunk_scores(self, q: Tensor, n_chunks: int, cache: LayerCache, step: Step) -> Tensor:
-        """Scores of the first `n_chunks` chunks by unrotated queries `[H, T, D]`, some of the block's: `[C, T, M]`."""
+        """Score the first `n_chunks` chunks for unrotated queries `[H, T, D]`, some of the block's: `[C, T, M]`."""
 
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
         return {name: kept for name, kept in super().state(layout).items() if name == RECENT}
@@ -401,7 +401,7 @@ class WithoutSummaries(ChunkSelection):
         )
 
     def choice_cost(self, block: QueryBlock) -> Cost:
-        """What is attended, as if no two heads of a KV head chose alike; nothing is read to choose by."""
+        """Count what is attended, as if no two heads of a KV head chose alike; nothing is read to choose by."""
         return self.selection_cost(block, vectors_read=0, summaries=0, products=0)
 
     @property

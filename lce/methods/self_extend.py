@@ -43,7 +43,7 @@ class SelfExtend(LocalMethod):
         return made
 
     def limit(self, window: int, sliding_window: int | None = None) -> int | None:
-        """The text whose farthest distance, `i // group + local - local // group`, is the window's last position."""
+        """Return the text whose farthest distance, `i // group + local - local // group`, is the last in the window."""
         grouped = window - self.n_local + self.n_local // self.group
         return max(window, grouped * self.group)
 

@@ -54,18 +54,18 @@ class Step:
         return self.stop - self.start if self.noted is None else len(self.noted)
 
     def part(self, start: int, stop: int) -> Step:
-        """The step of some of the block's queries, `start..stop-1` counted from its first."""
+        """Return the step of some of the block's queries, `start..stop-1` counted from its first."""
         return replace(self, start=self.start + start, stop=self.start + stop, memo={}, all_devices={})
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """`make()`, called once a pass, device and `name`; later calls return the first result."""
+        """Return `make()`, called once a pass, device and `name`; later calls return the first result."""
         memo = self.memo
         if name not in memo:
             memo[name] = make()
         return memo[name]
 
     def once_on_all(self, name: str, make: Callable[[], Tensor | None], device: torch.device) -> Tensor | None:
-        """As `once`, where layers on other devices need what the first layer made: they get a copy of it."""
+        """Do as `once`, where layers on other devices need what the first layer made: they get a copy."""
 
         def found() -> Tensor | None:
             if name not in self.all_devices:
@@ -77,11 +77,11 @@ class Step:
         return result
 
     def positions(self, device: torch.device) -> Tensor:
-        """The indices of the block's tokens, `[T]`."""
+        """Return the indices of the block's tokens, `[T]`."""
         return torch.arange(self.start, self.stop, device=device)
 
     def key_turn(self, key_positions: Callable[[Tensor], Tensor | None], like: Tensor) -> Turn | None:
-        """What rotates the block's vectors to where a method caches its keys; None where it leaves them unrotated."""
+        """Return what rotates the block's vectors to where a method caches its keys; None where keys stay unrotated."""
 
         def make() -> Turn | None:
             indices = self.positions(like.device)
@@ -94,7 +94,7 @@ class Step:
         return turn
 
     def true_turn(self, like: Tensor) -> Turn:
-        """What rotates the block's vectors to their absolute positions, `[T, D/2]`."""
+        """Return what rotates the block's vectors to their absolute positions, `[T, D/2]`."""
         turn: Turn = self.once("true turn", lambda: self.rope.turn(self.positions(like.device), like.dtype))
         return turn
 

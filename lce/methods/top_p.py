@@ -35,7 +35,7 @@ def check_top_p(method: Knob) -> None:
 
 
 def enough(log_mass: Tensor, order: Tensor, p: float) -> int:
-    """How many of the candidates, best first in `order [n]`, reach the share p of the mass of all: 1 or more.
+    """Return how many of the candidates, best first in `order [n]`, reach the share p of the mass of all: 1 or more.
 
     `log_mass [M]` is the logarithm of each candidate's mass, up to a constant. If the n do not reach p: n.
 
@@ -48,7 +48,7 @@ def enough(log_mass: Tensor, order: Tensor, p: float) -> int:
 
 
 def prune(chosen: Tensor, scores: Tensor, log_mass: Tensor, forced: Tensor, p: float) -> Tensor:
-    """The least number of each query's choices that reaches the share p, ascending again, -1 behind the last.
+    """Return the least number of each query's choices that reaches the share p, ascending again, -1 behind the last.
 
     `chosen [C, T, K]`; `scores [C, T, M]` say which are best, `log_mass [C, T, M]` what each has, -inf for what is no
     candidate; `forced [T, M]` stay, and count first. Where the choices do not reach p, all of them stay.
