@@ -117,7 +117,7 @@ def measure(name: str, n: int, args: argparse.Namespace) -> dict[str, tuple[int,
     method = lce.methods.make(name, KNOBS.get(name)).resolve(args.window)
     block = args.block or method.block
     layout = CacheLayout(
-        args.layers, n_heads, n_kv_heads, dim, dtype, torch.device("cpu"), method.reach, make_state=method.state
+        args.layers, n_heads, n_kv_heads, dim, dtype, torch.device("cpu"), method.access, make_state=method.state
     )
     longest = n + (args.repeats + 1) * block + 64
     rope, cache = Rope(RopeConfig(), dim, args.window, longest), KVCache.empty(layout, longest)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lce.attention import Attention
 from lce.cache.kv import KVCache
-from lce.cache.layout import Budgets, CacheLayout, Reach
+from lce.cache.layout import Budgets, CacheLayout, AccessPattern
 from lce.methods import Driver, Method, Rope, RopeConfig
 from lce.methods.step import Note
 from lce.models.layers import Attend
@@ -59,9 +59,9 @@ def run(
     layout = layout_for(method, len(q), k, max(blocks), budgets or Budgets())
     layout = dataclasses.replace(layout, kv_dtype=kv_dtype)
     if pieces is not None:
-        chunk = pieces[0] if method.reach.chunk_size == Reach().chunk_size else method.reach.chunk_size
-        reach = dataclasses.replace(layout.reach, chunk_size=chunk)
-        layout = dataclasses.replace(layout, reach=reach, read_size=pieces[1])
+        chunk = pieces[0] if method.access.chunk_size == AccessPattern().chunk_size else method.access.chunk_size
+        access = dataclasses.replace(layout.access, chunk_size=chunk)
+        layout = dataclasses.replace(layout, access=access, read_size=pieces[1])
     cache = KVCache.empty(legal(layout) if budgets else layout)
     rope = Rope(scaling or RopeConfig(), dim, window, q.shape[1])
     driver = Driver(method, Attention.choose(backend), window, k.shape[0], sliding_window)
@@ -103,7 +103,7 @@ def layout_for(method: Method, n_heads: int, k: Tensor, block: int, budgets: Bud
     """The layout of a cache of one layer, for keys `k [G, N, D]` in blocks of `block`."""
     n_kv_heads, _, dim = k.shape
     return CacheLayout(
-        1, n_heads, n_kv_heads, dim, k.dtype, k.device, method.reach, budgets, block, make_state=method.state
+        1, n_heads, n_kv_heads, dim, k.dtype, k.device, method.access, budgets, block, make_state=method.state
     )
 
 

@@ -140,15 +140,15 @@ class KVCache:
         self.settle()
         self._pass = Pass.WRITING
 
-    def takes(self, n_tokens: int) -> bool:
+    def has_space(self, n_tokens: int) -> bool:
         """Whether the last of `n_tokens` can be written where memory is already, at an index that the device knows."""
         layout = self.layout
         if not isinstance(self.residency, Whole) or layout.packed or n_tokens > self.layers[0].buffer.capacity:
             return False
-        return all(state.takes(n_tokens - 1) for layer in self.layers for state in layer.state.values())
+        return all(state.has_space(n_tokens - 1) for layer in self.layers for state in layer.state.values())
 
     def make_space(self, n_tokens: int) -> None:
-        """Make `takes` true for the tokens behind the committed ones, up to `n_tokens`, as far as it can be."""
+        """Make `has_space` true for the tokens behind the committed ones, up to `n_tokens`, as far as it can be."""
         self.reserve(n_tokens)
         for layer in self.layers:
             for state in layer.state.values():

@@ -1,6 +1,6 @@
 """How large a cache is, byte by byte: for the cache itself, for plans, for reservations and for files.
 
-`CacheLayout` binds a model's sizes, a method's reach, the budgets and the device once. Nothing else reckons bytes.
+`CacheLayout` binds a model's sizes, a method's access pattern, the budgets and the device once. Nothing else reckons bytes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Budgets:
 
 
 @dataclass(frozen=True)
-class Reach:
+class AccessPattern:
     """What a cache must know of a method.
 
     `chunk_size` tokens make a chunk. Every query sees the first `sinks` tokens and the `local` tokens before its block:
@@ -80,7 +80,7 @@ class CacheLayout:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
-    reach: Reach = Reach()
+    access: AccessPattern = AccessPattern()
     budgets: Budgets = Budgets()
     block: int = 1
     make_state: Callable[[CacheLayout], Mapping[str, MethodState]] = field(default=lambda layout: {}, compare=False)
@@ -140,7 +140,7 @@ class CacheLayout:
     @property
     def chunk_size(self) -> int:
         """Tokens in a chunk, L."""
-        return self.reach.chunk_size
+        return self.access.chunk_size
 
     @property
     def segment(self) -> int:
@@ -173,7 +173,7 @@ class CacheLayout:
 
     def old(self, n_tokens: int) -> int:
         """The tokens of `n_tokens` in complete chunks that the next tokens do not see as local: `0..old-1`."""
-        return max(n_tokens - self.reach.local, 0) // self.chunk_size * self.chunk_size
+        return max(n_tokens - self.access.local, 0) // self.chunk_size * self.chunk_size
 
     def state_bytes(self, n_tokens: int) -> int:
         """The most that the method keeps of `n_tokens`, over all layers, besides keys and values."""
@@ -185,7 +185,7 @@ class CacheLayout:
     @property
     def page_heads(self) -> int:
         """KV heads in a page, P."""
-        return 1 if self.reach.per_head else self.n_kv_heads
+        return 1 if self.access.per_head else self.n_kv_heads
 
     @property
     def n_groups(self) -> int:
@@ -245,7 +245,7 @@ class CacheLayout:
     @property
     def pinned_chunks(self) -> int:
         """Chunks of sinks, which never leave the device."""
-        return -(-self.reach.sinks // self.chunk_size)
+        return -(-self.access.sinks // self.chunk_size)
 
     # Budgets
 
@@ -285,7 +285,7 @@ class CacheLayout:
     @property
     def recent_tokens(self) -> int:
         """Tokens in the buffers of a context that is larger than its budget."""
-        return self.whole_chunks(self.reach.local + self.block) + self.chunk_size
+        return self.whole_chunks(self.access.local + self.block) + self.chunk_size
 
     @property
     def least_pool_bytes(self) -> int:

@@ -48,12 +48,12 @@ class MethodState(ABC):
         """The tensor that is held; None before the first write."""
         return self._held[0]
 
-    def takes(self, start: int) -> bool:
+    def has_space(self, start: int) -> bool:
         """Whether what is kept of token `start` goes to memory that is here, or nothing is kept of one token."""
         return True
 
     def make_space(self, start: int) -> None:  # noqa: B027
-        """Make `takes` true for a token behind the committed ones, where only space is missing."""
+        """Make `has_space` true for a token behind the committed ones, where only space is missing."""
 
     def nearest(self, n_tokens: int, length: int) -> int:
         """The most tokens, at most `n_tokens` of the committed `length`, that this state can go back to; 0 at least."""
@@ -131,7 +131,7 @@ class GrowingRows(MethodState):
         assert stop <= n_rows, "rows that were not written"
         return buffer.narrow(self.axis, start, stop - start)
 
-    def spacious(self, n_rows: int) -> Tensor:
+    def allocated(self, n_rows: int) -> Tensor:
         """Rows `0..n_rows-1`, or as many as there is space for; those behind the written ones may hold anything."""
         buffer = self._held[0]
         assert buffer is not None, "nothing was written yet"
@@ -202,7 +202,7 @@ class RecentRows(MethodState):
             grown[:, :kept] = buffer[:, start - first - kept : start - first]
         return grown, start - kept
 
-    def takes(self, start: int) -> bool:
+    def has_space(self, start: int) -> bool:
         buffer, first = self._held
         return buffer is not None and start - first < buffer.shape[1]
 
@@ -211,17 +211,20 @@ class RecentRows(MethodState):
         if buffer is not None and start - first >= buffer.shape[1]:
             self._held = self._grown(buffer, start, 1)
 
-    def write_at(self, rows: Tensor, at: Tensor) -> None:
+    def write_on_device(self, rows: Tensor, at: Tensor) -> None:
         """Put the rows `[heads, 1, D]` of token `at [1]`, which is read on the device, where there is space for it."""
-        buffer, first = self.held_from
-        buffer.index_copy_(1, at - first, rows.to(buffer.dtype))
+        self.buffer.index_copy_(1, at - self.first, rows.to(self.buffer.dtype))
 
     @property
-    def held_from(self) -> tuple[Tensor, int]:
-        """The buffer `[heads, n, D]`, and the token of its first row."""
-        buffer, first = self._held
-        assert buffer is not None, "nothing was written yet"
-        return buffer, first
+    def buffer(self) -> Tensor:
+        """The rows that there is memory for, `[heads, n, D]`; those behind the written ones may hold anything."""
+        assert self._held[0] is not None, "nothing was written yet"
+        return self._held[0]
+
+    @property
+    def first(self) -> int:
+        """The token of the buffer's first row."""
+        return self._held[1]
 
     def span(self, start: int, stop: int) -> Tensor:
         """The rows of tokens `start..stop-1`, a view; `start` is at most `n_kept` before the block at work."""
@@ -286,7 +289,7 @@ class OpenChunk(MethodState):
         else:
             self._entered = (buffer, chunk_id)
 
-    def takes(self, start: int) -> bool:
+    def has_space(self, start: int) -> bool:
         return self._held[0] is not None and self._held[1] == start // self.size
 
     def make_space(self, start: int) -> None:
@@ -302,7 +305,7 @@ class OpenChunk(MethodState):
     def _go_back(self, mark: Held) -> None:
         self._held, self._marked = mark, mark[0]
 
-    def write_at(self, rows: Tensor, offset: Tensor) -> None:
+    def write_on_device(self, rows: Tensor, offset: Tensor) -> None:
         """Put the rows `[heads, 1, D]` of token `offset [1]` of the open chunk; the number is read on the device."""
         buffer = self._held[0]
         assert buffer is not None, "nothing was written yet"

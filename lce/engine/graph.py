@@ -205,7 +205,7 @@ class DecodeGraph:
 
     def _bound_of(self, cache: KVCache, start: int) -> int | None:
         """The bound that the step of token number `start` is recorded for; None where it runs kernel by kernel."""
-        return self.driver.method.bound(start + 1) if cache.takes(start + 1) else None
+        return self.driver.method.bound(start + 1) if cache.has_space(start + 1) else None
 
     def _prepared(self, context: Context, bound: int) -> Recording:
         """The recording of this step, or the beginning of another one: for another bound, or where memory has moved."""

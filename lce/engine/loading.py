@@ -239,6 +239,6 @@ def layout_of(
 ) -> CacheLayout:  # fmt: skip
     """Return the cache of a model's contexts under a resolved method."""
     return CacheLayout(
-        config.n_layers, config.n_heads, config.n_kv_heads, config.head_dim, dtype, device, method.reach, budgets,
+        config.n_layers, config.n_heads, config.n_kv_heads, config.head_dim, dtype, device, method.access, budgets,
         block or method.block, method.state, method.could_keep, kv_dtype=kv_dtype, borders=borders,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from lce.attention import Attended, attention_sums, dot_products, first_best, rotate
 from lce.cache.layer import LayerCache
-from lce.cache.layout import CacheLayout, Reach
+from lce.cache.layout import CacheLayout, AccessPattern
 from lce.cache.method_state import MethodState, RecentRows, Staged, Summaries
 from lce.methods.attending import PlacedPart, attend_tokens
 from lce.methods.base import Example, LocalMethod, is_like
@@ -82,8 +82,8 @@ class InfLLM(LocalMethod):
         return max(1, min(512, self.n_recent // 4))  # small beside the window: its queries choose together
 
     @property
-    def reach(self) -> Reach:
-        return replace(super().reach, chunk_size=self.block_size)
+    def access(self) -> AccessPattern:
+        return replace(super().access, chunk_size=self.block_size)
 
     @property
     def choices(self) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lce.attention import PlainChoice, dot_products
 from lce.cache.layer import LayerCache
-from lce.cache.layout import CacheLayout, Reach
+from lce.cache.layout import CacheLayout, AccessPattern
 from lce.errors import UsageError
 from lce.methods.attending import fold_chunks, unfold_chunks
 from lce.methods.base import is_like
@@ -71,9 +71,9 @@ class LongHeads(SelectiveMethod):
         return super().resolve(window)
 
     @property
-    def reach(self) -> Reach:
+    def access(self) -> AccessPattern:
         per_head = self.share != "layer" and not self.fix_head
-        return Reach(self.size, sinks=self.size if self.keep_first else 0, local=self.size, per_head=per_head)
+        return AccessPattern(self.size, sinks=self.size if self.keep_first else 0, local=self.size, per_head=per_head)
 
     def could_keep(self, layer: int, kept: Mapping[str, Tensor], layout: CacheLayout, n_tokens: int) -> bool:
         summaries, shape = kept.get(SUMMARIES), (layout.n_heads, n_tokens // self.size, layout.head_dim)

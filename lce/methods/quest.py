@@ -10,7 +10,7 @@ from torch import Tensor, stack
 
 from lce.attention import PlainChoice, bound_scores
 from lce.cache.layer import LayerCache
-from lce.cache.layout import CacheLayout, Reach
+from lce.cache.layout import CacheLayout, AccessPattern
 from lce.cache.method_state import MethodState, Summaries
 from lce.errors import UsageError
 from lce.methods.base import Example, is_like
@@ -76,8 +76,8 @@ class Quest(ChunkSelection):
         return self.budget // self.page - 1
 
     @property
-    def reach(self) -> Reach:
-        return Reach(self.page, local=self.page, per_head=True)
+    def access(self) -> AccessPattern:
+        return AccessPattern(self.page, local=self.page, per_head=True)
 
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
         return {SUMMARIES: Summaries(2 * layout.key_bytes, self.page)}  # over all layers, the dense ones included

@@ -77,7 +77,7 @@ class Driver:
     ) -> T:
         """The pass of one token whose index is read on the device, `at [1]`; begins and commits nothing.
 
-        The method `decodes`, and the cache `takes` the token. The same work can be recorded, and run again for each
+        The method `decodes`, and the cache `has_space` the token. The same work can be recorded, and run again for each
         token that makes a text of at most `bound` tokens.
         """
         step = DeviceStep(at, bound, rope, self.attention, self.window, self.n_kv_heads, self.sliding_window)
@@ -122,7 +122,7 @@ def run(
     n_kv_heads, n, dim = k.shape
     sizes = _block_sizes(method.block if blocks is None else blocks, n)
     rope = rope or Rope(RopeConfig(), dim, window, n)
-    layout = CacheLayout(1, len(q), n_kv_heads, dim, k.dtype, k.device, method.reach, make_state=method.state)
+    layout = CacheLayout(1, len(q), n_kv_heads, dim, k.dtype, k.device, method.access, make_state=method.state)
     cache = KVCache.empty(layout)
     driver = Driver(method, Attention.choose(attention), window, n_kv_heads, sliding_window)
     parts = zip(q.split(sizes, dim=1), k.split(sizes, dim=1), v.split(sizes, dim=1), strict=True)

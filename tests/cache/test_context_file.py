@@ -20,7 +20,7 @@ from lce.cache.checks import fingerprints
 from lce.cache.context_file import Draft, Snapshot, open_snapshot, restored, row_entries, write_rows
 from lce.cache.kv import KVCache
 from lce.cache.layer import Opened, Tiered
-from lce.cache.layout import Budgets, CacheLayout, Reach
+from lce.cache.layout import Budgets, CacheLayout, AccessPattern
 from lce.cache.manifest import FORMAT, Manifest, digest, page_facts
 from lce.cache.method_state import MethodState, OpenChunk, RecentRows, Staged, Summaries, TokenRows
 from lce.cache.packing import from_rows, unpack
@@ -43,7 +43,7 @@ def states(layout: CacheLayout) -> Mapping[str, MethodState]:
 
 
 LAYOUT = CacheLayout(
-    3, 4, 2, 4, torch.float32, torch.device("cpu"), Reach(8, sinks=3, local=9), block=10, make_state=states
+    3, 4, 2, 4, torch.float32, torch.device("cpu"), AccessPattern(8, sinks=3, local=9), block=10, make_state=states
 )
 
 
@@ -123,7 +123,7 @@ def again(path: Path, layout: CacheLayout = LAYOUT, n: int = N) -> KVCache:
     return restored(layout, snapshot.rows, n, snapshot.small, own=False)
 
 
-APART = replace(LAYOUT, reach=replace(LAYOUT.reach, per_head=True))
+APART = replace(LAYOUT, access=replace(LAYOUT.access, per_head=True))
 LAYOUTS = {"heads together": LAYOUT, "heads apart": APART, "bfloat16": replace(APART, dtype=torch.bfloat16)}
 PACKED = {f"{name}, 8 bits": replace(layout, kv_dtype=torch.int8) for name, layout in LAYOUTS.items()}
 
@@ -395,7 +395,7 @@ def test_a_manifest_may_be_refused(file: Path) -> None:
 def test_rows_of_another_shape_are_refused(file: Path) -> None:
     others = (
         replace(LAYOUT, n_layers=2), replace(LAYOUT, n_kv_heads=4), replace(LAYOUT, head_dim=8), APART,
-        replace(LAYOUT, dtype=torch.float16), replace(LAYOUT, reach=replace(LAYOUT.reach, chunk_size=4)),
+        replace(LAYOUT, dtype=torch.float16), replace(LAYOUT, access=replace(LAYOUT.access, chunk_size=4)),
     )  # fmt: skip
     for layout in others:
         with pytest.raises(DataError, match="its header contradicts its contents; prefill the text again"):

@@ -19,7 +19,7 @@ from lce.attention import Tiles
 from lce.cache.context_file import Draft, restored, write_rows
 from lce.cache.kv import KVCache
 from lce.cache.layer import KVBuffer, LayerCache, Opened, Tiered, Whole
-from lce.cache.layout import Budgets, CacheLayout, Reach
+from lce.cache.layout import Budgets, CacheLayout, AccessPattern
 from lce.cache.method_state import MethodState, Staged, Summaries, TokenRows
 from lce.errors import CapacityError, UsageError
 from lce.sizes import size_text
@@ -32,9 +32,9 @@ def states(layout: CacheLayout) -> Mapping[str, MethodState]:
     return {"pending": Staged(lambda n_tokens, block: 8), "summaries": Summaries(32, layout.chunk_size)}
 
 
-LAYOUT = CacheLayout(3, 4, 2, 4, torch.float32, CPU, Reach(8))
+LAYOUT = CacheLayout(3, 4, 2, 4, torch.float32, CPU, AccessPattern(8))
 WITH_STATE = replace(LAYOUT, make_state=states)
-SMALL = replace(LAYOUT, reach=Reach(8, sinks=3, local=9), block=10)  # tiered by `tight`, whose buffers have 32 tokens
+SMALL = replace(LAYOUT, access=AccessPattern(8, sinks=3, local=9), block=10)  # tiered by `tight`, whose buffers have 32 tokens
 
 
 def tight(folder: Path, layout: CacheLayout = SMALL, chunks: int = 2) -> CacheLayout:
@@ -170,7 +170,7 @@ def test_growth_is_seldom_and_not_excessive() -> None:
 )
 @settings(max_examples=60, deadline=None)
 def test_any_blocks_kept_or_discarded(blocks: list[tuple[int, bool]], capacity: int, size: int) -> None:
-    layout = CacheLayout(1, 2, 2, 4, torch.float32, CPU, Reach(size))
+    layout = CacheLayout(1, 2, 2, 4, torch.float32, CPU, AccessPattern(size))
     cache, kept = KVCache.empty(layout, capacity), [rows(0)]
     layer = cache.layers[0]
     for seed, (n, keep) in enumerate(blocks):
@@ -246,7 +246,7 @@ def test_bytes_are_counted() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_keys_are_held_in_the_dtype_of_the_cache(dtype: torch.dtype) -> None:
-    cache = KVCache.empty(CacheLayout(1, 2, 2, 4, dtype, CPU, Reach(8)))
+    cache = KVCache.empty(CacheLayout(1, 2, 2, 4, dtype, CPU, AccessPattern(8)))
     append(cache, 20)
     assert held(cache.layers[0], "k").dtype == held(cache.copy().layers[0], "v").dtype == dtype
     assert torch.equal(held(cache.layers[0], "k"), rows(20).to(dtype))
@@ -405,7 +405,7 @@ def tile_of(tiles: Tiles, head: int, chunk: int) -> tuple[Tensor, Tensor]:
 @settings(max_examples=40, deadline=None)
 def test_a_buffers_tiles_are_its_chunks(size: int, first: int, n_chunks: int, open_tokens: int) -> None:
     """In place, without a copy; chunks before the buffer are none of its tiles."""
-    layout = replace(LAYOUT, reach=Reach(size))
+    layout = replace(LAYOUT, access=AccessPattern(size))
     n = (first + n_chunks) * size + min(open_tokens, size - 1)
     buffer, k = KVBuffer(layout, n - first * size, first * size), rows(n)
     for x, value in zip(buffer.span(first * size, n), (k, -k), strict=True):
@@ -442,7 +442,7 @@ def check_tiles(layer: LayerCache, chosen: Tensor, k: Tensor) -> int:
 def test_tiles_are_the_chunks_they_stand_for(data: st.DataObject, apart: bool, tiered: bool, chunks: int) -> None:
     """In the buffer, in slots, or both; for 4 query heads over 2, of which some choose nothing."""
     with TemporaryDirectory() as folder:
-        layout = replace(SMALL, reach=Reach(8, 3, 9, apart))
+        layout = replace(SMALL, access=AccessPattern(8, 3, 9, apart))
         layout = tight(Path(folder), layout, chunks) if tiered else layout
         n, cache = data.draw(st.integers(8, 120)), KVCache.empty(layout)
         k = rows(n)
@@ -524,7 +524,7 @@ def test_a_cache_that_outgrows_its_budget_becomes_tiered(tmp_path: Path) -> None
     assert isinstance(cache.residency, Tiered)
     assert all(layer.residency is cache.residency for layer in cache.layers)
     assert all(layer.buffer.capacity == layout.recent_tokens for layer in cache.layers)
-    assert all(120 - layer.buffer.first >= layout.reach.local for layer in cache.layers)
+    assert all(120 - layer.buffer.first >= layout.access.local for layer in cache.layers)
     assert has(cache, 120)
     assert list(cache.traffic) == ["device", "disk"]
     assert (copy.residency, cache.in_file) == (Whole(), 0)

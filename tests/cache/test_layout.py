@@ -17,7 +17,7 @@ from torch import Tensor
 from lce.attention import Attention
 from lce.cache.kv import KVCache
 from lce.cache.layer import Whole
-from lce.cache.layout import UNBOUNDED, Budgets, CacheLayout, Reach, power_of_two
+from lce.cache.layout import UNBOUNDED, Budgets, CacheLayout, AccessPattern, power_of_two
 from lce.cache.movers import Mover
 from lce.cache.tiers import Disk, TierStack
 from lce.errors import CapacityError
@@ -27,7 +27,7 @@ from tests.late import LateDevice, disks_of, no_gpu
 from tests.running import cut, rounded, vectors
 
 CPU = torch.device("cpu")
-LAYOUT = CacheLayout(3, 4, 2, 4, torch.float32, CPU, Reach(8))
+LAYOUT = CacheLayout(3, 4, 2, 4, torch.float32, CPU, AccessPattern(8))
 GPU = replace(LAYOUT, device=torch.device("cuda"))
 CHUNK = LAYOUT.token_bytes * LAYOUT.chunk_size
 KV_DTYPES = pytest.mark.parametrize("kv_dtype", [None, torch.int8])
@@ -73,7 +73,7 @@ def test_sizes_of_tokens_and_pages() -> None:
     assert (layout.key_bytes, layout.query_bytes, layout.token_bytes) == (2 * 4 * 2, 4 * 4 * 2, 2 * 3 * 2 * 4 * 2)
     assert (layout.page_heads, layout.n_groups, layout.row_shape) == (2, 1, (2, 2, 4))
     assert (layout.row_bytes, layout.page_bytes) == (2 * 2 * 4 * 2, 8 * 2 * 2 * 4 * 2)
-    apart = replace(layout, reach=Reach(8, per_head=True))
+    apart = replace(layout, access=AccessPattern(8, per_head=True))
     assert (apart.page_heads, apart.n_groups, apart.row_shape) == (1, 2, (2, 1, 4))
     assert (apart.row_bytes, apart.page_bytes) == (2 * 4 * 2, 8 * 2 * 4 * 2)
     assert [layout.whole_chunks(n) for n in (0, 1, 8, 9)] == [0, 8, 8, 16]
@@ -85,12 +85,12 @@ def test_sizes_of_packed_pages() -> None:
     assert (layout.row_bytes, layout.page_rows, layout.stored_page_bytes) == (8 + 8 + 2 * 4, 8 + 2, 24 * 10)
     assert layout.page_bytes == LAYOUT.page_bytes == LAYOUT.stored_page_bytes
     assert layout.stored_bytes(16) == 2 * 3 * 240
-    apart = replace(layout, reach=Reach(8, per_head=True))
+    apart = replace(layout, access=AccessPattern(8, per_head=True))
     assert (apart.row_bytes, apart.stored_page_bytes) == (4 + 4 + 4 + 4, 160), "rows are whole words of 8 bytes"
-    large = replace(layout, n_kv_heads=8, head_dim=128, dtype=torch.bfloat16, reach=Reach(256))
+    large = replace(layout, n_kv_heads=8, head_dim=128, dtype=torch.bfloat16, access=AccessPattern(256))
     assert 0.5 < large.stored_page_bytes / large.page_bytes < 0.53
     assert [layout.old(n) for n in (0, 7, 8, 9, 24)] == [0, 0, 8, 8, 24]
-    assert replace(layout, reach=Reach(8, local=5)).old(20) == 8
+    assert replace(layout, access=AccessPattern(8, local=5)).old(20) == 8
     assert layout.file(21).n_rows == 3 * 2 * 10, "the last 5 tokens are among what is small"
 
 
@@ -104,12 +104,12 @@ def test_spans_are_cut_at_whole_chunks() -> None:
 
 
 def test_what_a_method_reaches_is_kept_near() -> None:
-    layout = replace(LAYOUT, reach=Reach(8, sinks=3, local=40, per_head=True), block=16)
+    layout = replace(LAYOUT, access=AccessPattern(8, sinks=3, local=40, per_head=True), block=16)
     assert (layout.pinned_chunks, layout.recent_tokens) == (1, 64)
     assert (layout.n_groups, layout.page_heads) == (2, 1)
     assert (LAYOUT.pinned_chunks, LAYOUT.n_groups, LAYOUT.page_heads) == (0, 1, 2)
     longheads = make("longheads", {"chunk_size": 8}).resolve(64)
-    assert longheads.reach == Reach(8, sinks=8, local=8, per_head=True)
+    assert longheads.access == AccessPattern(8, sinks=8, local=8, per_head=True)
 
 
 # Budgets
@@ -123,8 +123,8 @@ def test_the_least_budget_works_and_one_byte_less_is_refused(
     data: st.DataObject, sinks: int, local: int, block: int, apart: bool
 ) -> None:
     n_layers, n_kv_heads = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 2, 4]))
-    reach = Reach(data.draw(st.integers(1, 9)), sinks, local, apart)
-    plain = CacheLayout(n_layers, n_kv_heads, n_kv_heads, 4, torch.float32, CPU, reach, block=block)
+    access = AccessPattern(data.draw(st.integers(1, 9)), sinks, local, apart)
+    plain = CacheLayout(n_layers, n_kv_heads, n_kv_heads, 4, torch.float32, CPU, access, block=block)
     with TemporaryDirectory() as folder:
         least = plain.least_budget
         layout = with_host(plain, least, Path(folder))
@@ -146,7 +146,7 @@ def test_the_least_budget_works_and_one_byte_less_is_refused(
 @pytest.mark.parametrize("chunks", [0, 1, 5, 40])
 def test_a_budget_is_kept_to(tmp_path: Path, chunks: int) -> None:
     """However long the text, and whether it is known from the start or not."""
-    layout = replace(LAYOUT, reach=Reach(8, 3, 9), block=10)
+    layout = replace(LAYOUT, access=AccessPattern(8, 3, 9), block=10)
     budget = layout.least_budget + chunks * CHUNK + 5
     layout = with_host(layout, budget, tmp_path)
     keys = text(240, layout)
@@ -231,7 +231,7 @@ def test_the_space_that_was_reserved_is_enough(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunks: int, kv_dtype: torch.dtype | None
 ) -> None:
     """Reading that has begun does not fail for lack of disk space, nor does its first copy."""
-    layout = replace(LAYOUT, reach=Reach(8, 3, 9, per_head=True), block=10, kv_dtype=kv_dtype)
+    layout = replace(LAYOUT, access=AccessPattern(8, 3, 9, per_head=True), block=10, kv_dtype=kv_dtype)
     layout = with_host(layout, layout.least_budget + chunks * CHUNK, tmp_path)
     cache = KVCache.empty(layout, 300)
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("more space was asked for"))
@@ -309,7 +309,7 @@ def test_slabs_of_the_host_are_powers_of_two_within_the_budget(
 def test_what_is_needed_on_a_cpu_is_what_is_held(
     tmp_path: Path, n: int, apart: bool, kv_dtype: torch.dtype | None
 ) -> None:
-    layout = replace(LAYOUT, reach=Reach(8, 3, 9, apart), block=10, kv_dtype=kv_dtype)
+    layout = replace(LAYOUT, access=AccessPattern(8, 3, 9, apart), block=10, kv_dtype=kv_dtype)
     budget = layout.least_budget + 3 * CHUNK + 5
     keys = text(n, layout)
     for folder in (None, tmp_path):
@@ -336,7 +336,7 @@ def test_what_is_needed_beside_a_gpu_is_at_least_what_is_held(
     kv_dtype: torch.dtype | None,
 ) -> None:  # fmt: skip
     no_gpu(monkeypatch)
-    layout = LateDevice(3, 4, 2, 4, torch.float32, CPU, Reach(8, 3, 9), block=10, kv_dtype=kv_dtype)
+    layout = LateDevice(3, 4, 2, 4, torch.float32, CPU, AccessPattern(8, 3, 9), block=10, kv_dtype=kv_dtype)
     budgets = Budgets(
         layout.least_budget + 2 * CHUNK, None if host is None else host * CHUNK, tmp_path if folder else None
     )
@@ -378,7 +378,7 @@ def test_what_a_method_keeps_is_bounded_before_it_is_read(name: str, block: int)
     method = make(name, METHODS[name]).resolve(32)
     q, k, v = vectors(0, 4, 2, 300, 16)
     layout = CacheLayout(
-        1, 4, 2, 16, torch.float32, CPU, method.reach, Budgets(), max(block, 40), make_state=method.state
+        1, 4, 2, 16, torch.float32, CPU, method.access, Budgets(), max(block, 40), make_state=method.state
     )
     cache = KVCache.empty(layout)
     driver = Driver(method, Attention.choose("torch"), 32, 2)

@@ -244,36 +244,36 @@ def test_an_open_chunk_has_the_committed_tokens_of_its_chunk(size: int, passes: 
 def test_the_row_of_a_token_whose_index_the_device_knows() -> None:
     """The next chunk takes the memory of a complete one, which a mark keeps as it is."""
     kept = OpenChunk(4, 24)
-    assert not kept.takes(0)
+    assert not kept.has_space(0)
     kept.write(counted(3), 0)
-    kept.write_at(counted(1, 3), torch.tensor([3]))
+    kept.write_on_device(counted(1, 3), torch.tensor([3]))
     assert torch.equal(kept.span(0, 4), counted(4))
     for start, marked in ((4, False), (8, True)):
         before, mark = kept.memory, kept.mark(start) if marked else None
         rows = kept.span(start - 4, start).clone()
-        assert not kept.takes(start)
+        assert not kept.has_space(start)
         kept.make_space(start)
-        assert kept.takes(start)
+        assert kept.has_space(start)
         assert (kept.memory is before) == (not marked)
         for i in range(start, start + 4):
-            kept.write_at(counted(1, i), torch.tensor([i - start]))
+            kept.write_on_device(counted(1, i), torch.tensor([i - start]))
         assert torch.equal(kept.span(start, start + 4), counted(4, start))
         if mark is not None:
             assert torch.equal(kept.at(mark).span(start - 4, start), rows)
     recent = RecentRows(3, 24)
-    assert not recent.takes(0)
+    assert not recent.has_space(0)
     recent.make_space(0)
-    assert not recent.takes(0), "nothing is known of the rows yet"
+    assert not recent.has_space(0), "nothing is known of the rows yet"
     recent.write(counted(2), 0)
     for i in range(2, 12):
         recent.make_space(i)
-        assert recent.takes(i)
-        recent.write_at(counted(1, i), torch.tensor([i]))
+        assert recent.has_space(i)
+        recent.write_on_device(counted(1, i), torch.tensor([i]))
         assert torch.equal(recent.span(max(0, i - 3), i + 1), counted(min(4, i + 1), max(0, i - 3)))
     summaries = Summaries(24, 4)
     summaries.write(counted(5), 0)
-    assert summaries.spacious(9).shape == (2, 9, 3)
-    assert summaries.spacious(999).shape == (2, 16, 3)
+    assert summaries.allocated(9).shape == (2, 9, 3)
+    assert summaries.allocated(999).shape == (2, 16, 3)
 
 
 def test_both_chunks_count_while_a_pass_enters_the_second() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from lce.attention import Attention
 from lce.cache.kv import KVCache
 from lce.cache.layer import Whole
-from lce.cache.layout import Budgets, CacheLayout, Reach
+from lce.cache.layout import Budgets, CacheLayout, AccessPattern
 from lce.cache.movers import Cuda, Mover, Pinned, Slabs, located, neighbours
 from lce.cache.packing import Parts
 from lce.cache.tiers import Nowhere, TierStack
@@ -138,11 +138,11 @@ METHODS: dict[str, tuple[str, dict[str, object]]] = {
 def layout_for(method: Method, text: tuple[Tensor, ...], block: int) -> CacheLayout:
     """Of several layers; chunks of four tokens where the method does not say, and texts read 24 tokens at a time."""
     n_layers, n_heads, _, dim = text[0].shape
-    reach = method.reach
-    if reach.chunk_size == Reach().chunk_size:
-        reach = replace(reach, chunk_size=4)
+    access = method.access
+    if access.chunk_size == AccessPattern().chunk_size:
+        access = replace(access, chunk_size=4)
     return CacheLayout(
-        n_layers, n_heads, text[1].shape[1], dim, torch.float32, CPU, reach, block=block, make_state=method.state,
+        n_layers, n_heads, text[1].shape[1], dim, torch.float32, CPU, access, block=block, make_state=method.state,
         read_size=24,
     )  # fmt: skip
 
@@ -276,8 +276,8 @@ def tiers_on_a_gpu(kv_dtype: torch.dtype | None = None) -> tuple[TierStack, Tens
 
     And the keys, which are the same in 8 bits, `[4, 2, 512, 64]`; values are their negatives.
     """
-    reach = Reach(16, sinks=16, local=16, per_head=True)
-    layout = CacheLayout(4, 4, 2, 64, torch.bfloat16, torch.device("cuda"), reach, block=64, kv_dtype=kv_dtype)
+    access = AccessPattern(16, sinks=16, local=16, per_head=True)
+    layout = CacheLayout(4, 4, 2, 64, torch.bfloat16, torch.device("cuda"), access, block=64, kv_dtype=kv_dtype)
     budget = layout.least_budget + 24 * layout.page_bytes
     tiers = TierStack(replace(layout, budgets=Budgets(budget)), Nowhere())
     text = rounded(torch.randn(8, 512, 64), 16).view(4, 2, 512, 64).bfloat16().cuda()
@@ -296,8 +296,8 @@ def tiers_on_a_gpu(kv_dtype: torch.dtype | None = None) -> tuple[TierStack, Tens
 @pytest.mark.parametrize("below", [0, 3, None])
 def test_a_gpu_finds_every_page_again(tmp_path: Path, below: int | None) -> None:
     """Copies on a stream of their own, while the model's stream is busy, are there when they are used."""
-    reach = Reach(16, sinks=16, local=16, per_head=True)
-    layout = CacheLayout(4, 4, 2, 64, torch.bfloat16, torch.device("cuda"), reach, block=64)
+    access = AccessPattern(16, sinks=16, local=16, per_head=True)
+    layout = CacheLayout(4, 4, 2, 64, torch.bfloat16, torch.device("cuda"), access, block=64)
     chunk = layout.token_bytes * layout.chunk_size
     budgets = Budgets(layout.least_budget + chunk, None if below is None else below * chunk, tmp_path)
     layout = replace(layout, budgets=budgets)

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lce.cache.layout import CacheLayout, Reach
+from lce.cache.layout import CacheLayout, AccessPattern
 from lce.cache.packing import from_rows, key_scales_of, pack, round_chunks, to_rows, tokens_of_rows, unpack
 from lce.errors import DataError
 
 SIZE = 6
-LAYOUT = CacheLayout(1, 4, 2, 10, torch.float32, torch.device("cpu"), Reach(SIZE), kv_dtype=torch.int8)
-APART = replace(LAYOUT, reach=Reach(SIZE, per_head=True))
+LAYOUT = CacheLayout(1, 4, 2, 10, torch.float32, torch.device("cpu"), AccessPattern(SIZE), kv_dtype=torch.int8)
+APART = replace(LAYOUT, access=AccessPattern(SIZE, per_head=True))
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lce.cache import small as module
-from lce.cache.layout import CacheLayout, Reach
+from lce.cache.layout import CacheLayout, AccessPattern
 from lce.cache.manifest import Header, digest
 from lce.cache.method_state import MethodState, OpenChunk, RecentRows, Staged, Summaries, TokenRows
 from lce.cache.small import Small, check_numbers, check_state, read_small, small_entries, small_tensors
@@ -32,7 +32,7 @@ def states(layout: CacheLayout) -> Mapping[str, MethodState]:
     }  # fmt: skip
 
 
-LAYOUT = CacheLayout(2, 2, 2, 4, torch.float32, torch.device("cpu"), Reach(8), make_state=states)
+LAYOUT = CacheLayout(2, 2, 2, 4, torch.float32, torch.device("cpu"), AccessPattern(8), make_state=states)
 GOOD = {
     f"layers/{layer}/{name}/{part}": x
     for layer in range(2)

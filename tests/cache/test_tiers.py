@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lce.cache.kv import KVCache
-from lce.cache.layout import UNBOUNDED, Budgets, CacheLayout, Reach, power_of_two
+from lce.cache.layout import UNBOUNDED, Budgets, CacheLayout, AccessPattern, power_of_two
 from lce.cache.movers import Mover
 from lce.cache.pages import PageTable
 from lce.cache.row_file import RowFile, SpillFile
@@ -37,8 +37,8 @@ TIERS = ("memory", "memory, file", "device, host", "device, host, file", "device
 
 def layout_of(heads: int = 1, *, pinned: int = 0) -> CacheLayout:
     """Pages of so many heads; the first chunks stay on the device."""
-    reach = Reach(SIZE, sinks=pinned * SIZE, per_head=heads == 1)
-    return CacheLayout(N_LAYERS, N_HEADS, N_HEADS, DIM, torch.float32, CPU, reach)
+    access = AccessPattern(SIZE, sinks=pinned * SIZE, per_head=heads == 1)
+    return CacheLayout(N_LAYERS, N_HEADS, N_HEADS, DIM, torch.float32, CPU, access)
 
 
 def tiers_of(
@@ -53,7 +53,7 @@ def tiers_of(
     if "memory" in tiers:
         return replace(plain, budgets=Budgets(host=budget))
     host = None if below == UNBOUNDED else below * power_of_two(plain.stored_page_bytes)
-    late = LateDevice(N_LAYERS, N_HEADS, N_HEADS, DIM, torch.float32, CPU, plain.reach, kv_dtype=kv_dtype)
+    late = LateDevice(N_LAYERS, N_HEADS, N_HEADS, DIM, torch.float32, CPU, plain.access, kv_dtype=kv_dtype)
     return replace(late, budgets=Budgets(budget, host if "host" in tiers else 0))
 
 
@@ -1071,7 +1071,7 @@ def test_a_cache_survives_any_refusal(tmp_path: Path, monkeypatch: pytest.Monkey
     refusals = Refusals(call, CALLS[call])
     monkeypatch.setattr(os, call, refusals)
     layout = CacheLayout(
-        N_LAYERS, N_HEADS, N_HEADS, DIM, torch.float32, CPU, Reach(SIZE, sinks=5, local=3, per_head=True), block=6
+        N_LAYERS, N_HEADS, N_HEADS, DIM, torch.float32, CPU, AccessPattern(SIZE, sinks=5, local=3, per_head=True), block=6
     )
     layout = replace(layout, budgets=Budgets(host=layout.least_budget, spill_dir=tmp_path))
     text = torch.randn(N_LAYERS, N_HEADS, 48, DIM, generator=torch.Generator().manual_seed(0))

@@ -12,7 +12,7 @@ import torch
 import lce
 from lce import system
 from lce.cache.kv import KVCache
-from lce.cache.layout import Budgets, CacheLayout, Reach
+from lce.cache.layout import Budgets, CacheLayout, AccessPattern
 from lce.cache.tiers import Disk, Pool
 from lce.engine.planning import Planner
 from lce.errors import CapacityError
@@ -73,7 +73,7 @@ def test_a_plan_promises_what_is_held_below(
 ) -> None:
     method, options = method_of(name, knobs), {"block": 64, "spill_dir": tmp_path}
     resolved = method.resolve(WINDOW)
-    layout = CacheLayout(2, 4, 2, 16, torch.float32, torch.device("cpu"), resolved.reach, block=64)
+    layout = CacheLayout(2, 4, 2, 16, torch.float32, torch.device("cpu"), resolved.access, block=64)
     options["kv_host_budget"] = layout.least_budget + 5000
     cache = lce.load(tiny_model, method, **options).prefill(tokens(n)).cache
     tiers = lce.plan(tiny_model, method, tokens=n, **options).tiers
@@ -197,8 +197,8 @@ def _small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def on_a_gpu(free_bytes: dict[str, int | None], **budgets: Any) -> Planner:
     """A planner for a GPU, which need not be there: 8 KiB a chunk, all heads of a chunk in a page."""
-    reach, device = Reach(16), torch.device("cuda")
-    layout = CacheLayout(2, 4, 2, 16, torch.float32, device, reach, Budgets(**budgets), block=16)
+    access, device = AccessPattern(16), torch.device("cuda")
+    layout = CacheLayout(2, 4, 2, 16, torch.float32, device, access, Budgets(**budgets), block=16)
     unbounded: dict[str, int | None] = {"disk": None, "host": None, "device": None}
     return Planner(layout, "full", unbounded | free_bytes)
 

@@ -187,7 +187,7 @@ def test_what_a_decode_step_reads(name: str, monkeypatch: pytest.MonkeyPatch) ->
         return dense(self, q, k, *args, **more)
 
     def count_routed(self: Attention, q: Tensor, turns: Any, chunk_ids: Tensor, *args: Any) -> Any:
-        rows.append(int((chunk_ids >= 0).sum()) * method.reach.chunk_size)
+        rows.append(int((chunk_ids >= 0).sum()) * method.access.chunk_size)
         return routed(self, q, turns, chunk_ids, *args)
 
     monkeypatch.setattr(type(method), "attend", begin)

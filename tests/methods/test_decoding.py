@@ -54,7 +54,7 @@ def differences(
         truth = driver.attend(plain, rope, *token)
         bound = method.bound(i + 1)
         cache.make_space(i + 1)
-        if bound is None or not cache.takes(i + 1):
+        if bound is None or not cache.has_space(i + 1):
             out = driver.attend(cache, rope, *token)
         else:
             at.fill_(i)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import lce
 from lce.cache.layer import LayerCache
-from lce.cache.layout import CacheLayout, Reach
+from lce.cache.layout import CacheLayout, AccessPattern
 from lce.cache.method_state import MethodState, TokenRows
 from lce.errors import UsageError
 from lce.methods import Full, LongHeads, Method, SelectiveMethod, Step
@@ -53,8 +53,8 @@ class Own(SelectiveMethod):
         return self.out("block", 10)  # type: ignore[no-any-return]
 
     @property
-    def reach(self) -> Reach:
-        return self.out("reach", super().reach)  # type: ignore[no-any-return]
+    def access(self) -> AccessPattern:
+        return self.out("access", super().access)  # type: ignore[no-any-return]
 
     @property
     def choices(self) -> tuple[int, int]:
@@ -154,13 +154,13 @@ WRONG: dict[str, dict[str, Change]] = {
         "a tensor": to({"rows": torch.zeros(3)}),
         "a number for a name": lambda right: {3: next(iter(right.values()))},
     },
-    "reach": {
+    "access": {
         "nothing": to(None),
         "a number": to(SIZE),
-        "no chunk": to(Reach(0)),
-        "half a chunk": to(Reach(1.5)),  # type: ignore[arg-type]
-        "fewer than no sinks": to(Reach(4, sinks=-1)),
-        "local of True": to(Reach(4, local=True)),
+        "no chunk": to(AccessPattern(0)),
+        "half a chunk": to(AccessPattern(1.5)),  # type: ignore[arg-type]
+        "fewer than no sinks": to(AccessPattern(4, sinks=-1)),
+        "local of True": to(AccessPattern(4, local=True)),
     },
     "block": {"nothing": to(None), "none": to(0), "half": to(10.0), "a word": to("10")},
     "resolve": {"nothing": to(None), "a name": to("longheads")},
@@ -329,7 +329,7 @@ def test_a_property_may_be_cached() -> None:
     @dataclass(frozen=True)
     class Cached(Full):
         @functools.cached_property
-        def reach(self) -> Any:  # type: ignore[override]
+        def access(self) -> Any:  # type: ignore[override]
             return 16
 
         @functools.cached_property
@@ -337,7 +337,7 @@ def test_a_property_may_be_cached() -> None:
             return 8
 
     assert Cached().block == 8
-    with pytest.raises(UsageError, match=r"full\.reach returned 16; expected a Reach"):
+    with pytest.raises(UsageError, match=r"full\.access returned 16; expected a AccessPattern"):
         run(Cached())
 
 

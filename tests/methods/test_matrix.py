@@ -403,7 +403,7 @@ def in_small_pieces(
 
     Fewer tokens where each is a chunk: the smallest budget holds one of them, and is filled again for every other.
     """
-    n = beyond(method, 2 if method.resolve(WINDOW).reach.chunk_size == 1 else 4)
+    n = beyond(method, 2 if method.resolve(WINDOW).access.chunk_size == 1 else 4)
     q, k, v = vectors(9, *heads, n, 16)
     blocks = [30, 1, 1, *cut(n - 52, 9), *cut(20, 1)]
     return run(

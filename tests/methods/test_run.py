@@ -15,7 +15,7 @@ import lce
 from lce.attention import Attention
 from lce.cache.kv import KVCache
 from lce.cache.layer import LayerCache
-from lce.cache.layout import Budgets, CacheLayout, Reach
+from lce.cache.layout import Budgets, CacheLayout, AccessPattern
 from lce.errors import UsageError
 from lce.methods import Driver, Full, LongHeads, Method, Rope, RopeConfig, make
 from lce.methods.step import DeviceStep, Step
@@ -128,7 +128,7 @@ class Interrupted(Exception):
 
 
 def driver_of(n_layers: int) -> tuple[Driver, KVCache, Rope]:
-    layout = CacheLayout(n_layers, 4, 2, 8, torch.float32, torch.device("cpu"), Reach(4))
+    layout = CacheLayout(n_layers, 4, 2, 8, torch.float32, torch.device("cpu"), AccessPattern(4))
     return Driver(Full(), Attention.choose(), WINDOW, 2), KVCache.empty(layout), Rope(RopeConfig(), 8, WINDOW)
 
 
@@ -209,7 +209,7 @@ def check_interruptions(name: str, start: int, every: int, folder: Path, *where:
     method = make(name, INTERRUPTED[name]).resolve(WINDOW)
     x = vectors(3, 4, 2, start + 16, 8)
     layout = layout_for(method, 4, x[1], 10, Budgets(host=0, spill_dir=folder))
-    layout = legal(replace(layout, n_layers=2, reach=replace(layout.reach, chunk_size=4)))
+    layout = legal(replace(layout, n_layers=2, access=replace(layout.access, chunk_size=4)))
     driver, rope = Driver(method, Attention.choose(), WINDOW, 2), Rope(RopeConfig(), 8, WINDOW, start + 16)
 
     def read(cache: KVCache, spans: Sequence[tuple[int, int]]) -> dict[tuple[int, int], list[Tensor]]:

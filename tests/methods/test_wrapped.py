@@ -29,7 +29,7 @@ def test_says_of_itself_what_the_inner_one_does() -> None:
     inner = make("longheads", {"chunk_size": 4}).resolve(WINDOW)
     wrapped = Wrapped(make("longheads", {"chunk_size": 4})).resolve(WINDOW)
     assert wrapped.inner == inner
-    names = ("block", "choices", "counted", "label", "reach")
+    names = ("block", "choices", "counted", "label", "access")
     assert [getattr(wrapped, name) for name in names] == [getattr(inner, name) for name in names]
     block = QueryBlock(100, 108, 4, 2, 8)
     assert (wrapped.cost(block), wrapped.paper_figures(block)) == (inner.cost(block), inner.paper_figures(block))

@@ -181,4 +181,4 @@ def _attended(method: Method) -> int:
         assert method.budget is not None, "resolved"
         return method.budget
     knob, size = _budget(method)
-    return method.reach.sinks + method.reach.local + (0 if knob is None else size * int(getattr(method, knob)))
+    return method.access.sinks + method.access.local + (0 if knob is None else size * int(getattr(method, knob)))
