@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lce.attention import Attention
 from lce.cache.kv import KVCache
-from lce.cache.layout import Budgets, CacheLayout, AccessPattern
+from lce.cache.layout import AccessPattern, Budgets, CacheLayout
 from lce.methods import Driver, Method, Rope, RopeConfig
 from lce.methods.step import Note
 from lce.models.layers import Attend

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from lce.attention import Attended, attention_sums, dot_products, first_best, rotate
 from lce.cache.layer import LayerCache
-from lce.cache.layout import CacheLayout, AccessPattern
+from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import MethodState, RecentRows, Staged, Summaries
 from lce.methods.attending import PlacedPart, attend_tokens
 from lce.methods.base import Example, LocalMethod, is_like

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lce.attention import PlainChoice, dot_products
 from lce.cache.layer import LayerCache
-from lce.cache.layout import CacheLayout, AccessPattern
+from lce.cache.layout import AccessPattern, CacheLayout
 from lce.errors import UsageError
 from lce.methods.attending import fold_chunks, unfold_chunks
 from lce.methods.base import is_like

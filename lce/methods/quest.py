@@ -10,7 +10,7 @@ from torch import Tensor, stack
 
 from lce.attention import PlainChoice, bound_scores
 from lce.cache.layer import LayerCache
-from lce.cache.layout import CacheLayout, AccessPattern
+from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import MethodState, Summaries
 from lce.errors import UsageError
 from lce.methods.base import Example, is_like

@@ -20,7 +20,7 @@ from lce.cache.checks import fingerprints
 from lce.cache.context_file import Draft, Snapshot, open_snapshot, restored, row_entries, write_rows
 from lce.cache.kv import KVCache
 from lce.cache.layer import Opened, Tiered
-from lce.cache.layout import Budgets, CacheLayout, AccessPattern
+from lce.cache.layout import AccessPattern, Budgets, CacheLayout
 from lce.cache.manifest import FORMAT, Manifest, digest, page_facts
 from lce.cache.method_state import MethodState, OpenChunk, RecentRows, Staged, Summaries, TokenRows
 from lce.cache.packing import from_rows, unpack

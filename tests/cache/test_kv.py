@@ -19,7 +19,7 @@ from lce.attention import Tiles
 from lce.cache.context_file import Draft, restored, write_rows
 from lce.cache.kv import KVCache
 from lce.cache.layer import KVBuffer, LayerCache, Opened, Tiered, Whole
-from lce.cache.layout import Budgets, CacheLayout, AccessPattern
+from lce.cache.layout import AccessPattern, Budgets, CacheLayout
 from lce.cache.method_state import MethodState, Staged, Summaries, TokenRows
 from lce.errors import CapacityError, UsageError
 from lce.sizes import size_text
@@ -34,7 +34,9 @@ def states(layout: CacheLayout) -> Mapping[str, MethodState]:
 
 LAYOUT = CacheLayout(3, 4, 2, 4, torch.float32, CPU, AccessPattern(8))
 WITH_STATE = replace(LAYOUT, make_state=states)
-SMALL = replace(LAYOUT, access=AccessPattern(8, sinks=3, local=9), block=10)  # tiered by `tight`, whose buffers have 32 tokens
+SMALL = replace(
+    LAYOUT, access=AccessPattern(8, sinks=3, local=9), block=10
+)  # tiered by `tight`, whose buffers have 32 tokens
 
 
 def tight(folder: Path, layout: CacheLayout = SMALL, chunks: int = 2) -> CacheLayout:

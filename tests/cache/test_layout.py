@@ -17,7 +17,7 @@ from torch import Tensor
 from lce.attention import Attention
 from lce.cache.kv import KVCache
 from lce.cache.layer import Whole
-from lce.cache.layout import UNBOUNDED, Budgets, CacheLayout, AccessPattern, power_of_two
+from lce.cache.layout import UNBOUNDED, AccessPattern, Budgets, CacheLayout, power_of_two
 from lce.cache.movers import Mover
 from lce.cache.tiers import Disk, TierStack
 from lce.errors import CapacityError

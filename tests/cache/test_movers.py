@@ -13,7 +13,7 @@ from torch import Tensor
 from lce.attention import Attention
 from lce.cache.kv import KVCache
 from lce.cache.layer import Whole
-from lce.cache.layout import Budgets, CacheLayout, AccessPattern
+from lce.cache.layout import AccessPattern, Budgets, CacheLayout
 from lce.cache.movers import Cuda, Mover, Pinned, Slabs, located, neighbours
 from lce.cache.packing import Parts
 from lce.cache.tiers import Nowhere, TierStack

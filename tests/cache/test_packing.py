@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lce.cache.layout import CacheLayout, AccessPattern
+from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.packing import from_rows, key_scales_of, pack, round_chunks, to_rows, tokens_of_rows, unpack
 from lce.errors import DataError
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lce.cache import small as module
-from lce.cache.layout import CacheLayout, AccessPattern
+from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.manifest import Header, digest
 from lce.cache.method_state import MethodState, OpenChunk, RecentRows, Staged, Summaries, TokenRows
 from lce.cache.small import Small, check_numbers, check_state, read_small, small_entries, small_tensors

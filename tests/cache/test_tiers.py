@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lce.cache.kv import KVCache
-from lce.cache.layout import UNBOUNDED, Budgets, CacheLayout, AccessPattern, power_of_two
+from lce.cache.layout import UNBOUNDED, AccessPattern, Budgets, CacheLayout, power_of_two
 from lce.cache.movers import Mover
 from lce.cache.pages import PageTable
 from lce.cache.row_file import RowFile, SpillFile
@@ -1071,7 +1071,14 @@ def test_a_cache_survives_any_refusal(tmp_path: Path, monkeypatch: pytest.Monkey
     refusals = Refusals(call, CALLS[call])
     monkeypatch.setattr(os, call, refusals)
     layout = CacheLayout(
-        N_LAYERS, N_HEADS, N_HEADS, DIM, torch.float32, CPU, AccessPattern(SIZE, sinks=5, local=3, per_head=True), block=6
+        N_LAYERS,
+        N_HEADS,
+        N_HEADS,
+        DIM,
+        torch.float32,
+        CPU,
+        AccessPattern(SIZE, sinks=5, local=3, per_head=True),
+        block=6,
     )
     layout = replace(layout, budgets=Budgets(host=layout.least_budget, spill_dir=tmp_path))
     text = torch.randn(N_LAYERS, N_HEADS, 48, DIM, generator=torch.Generator().manual_seed(0))

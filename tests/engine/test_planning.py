@@ -12,7 +12,7 @@ import torch
 import lce
 from lce import system
 from lce.cache.kv import KVCache
-from lce.cache.layout import Budgets, CacheLayout, AccessPattern
+from lce.cache.layout import AccessPattern, Budgets, CacheLayout
 from lce.cache.tiers import Disk, Pool
 from lce.engine.planning import Planner
 from lce.errors import CapacityError

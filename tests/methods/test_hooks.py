@@ -16,7 +16,7 @@ from torch import Tensor
 
 import lce
 from lce.cache.layer import LayerCache
-from lce.cache.layout import CacheLayout, AccessPattern
+from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import MethodState, TokenRows
 from lce.errors import UsageError
 from lce.methods import Full, LongHeads, Method, SelectiveMethod, Step

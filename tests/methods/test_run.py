@@ -15,7 +15,7 @@ import lce
 from lce.attention import Attention
 from lce.cache.kv import KVCache
 from lce.cache.layer import LayerCache
-from lce.cache.layout import Budgets, CacheLayout, AccessPattern
+from lce.cache.layout import AccessPattern, Budgets, CacheLayout
 from lce.errors import UsageError
 from lce.methods import Driver, Full, LongHeads, Method, Rope, RopeConfig, make
 from lce.methods.step import DeviceStep, Step
