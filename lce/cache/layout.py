@@ -1,6 +1,6 @@
 """How large a cache is, byte by byte: for the cache itself, for plans, for reservations and for files.
 
-`CacheLayout` binds a model's sizes, a method's access pattern, the budgets and the device once. Nothing else reckons bytes.
+`CacheLayout` binds a model's sizes, a method's access pattern, the budgets and the device once. It counts all bytes.
 """
 
 from __future__ import annotations

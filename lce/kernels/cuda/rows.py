@@ -22,7 +22,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LARGEST = 256  # dimensions of a head
 
 
-def has_space(x: Tensor, *others: Tensor) -> bool:
+def takes(x: Tensor, *others: Tensor) -> bool:
     """Whether the kernels take these: one dtype that they know, one device, vectors contiguous, heads not too large."""
     dim = x.shape[-1]
     return (
