@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lce.cache.layout import CacheLayout
-from lce.cache.movers import Mover, Slabs, fitting, located
-from lce.cache.packing import Parts
+from lce.cache.formats import Parts
+from lce.cache.movers import Mover, Slabs, Unpack, located
 from lce.cache.tiers import Disk, TierStack
 
 GARBAGE = 113
@@ -36,8 +36,11 @@ class Late(Mover):
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return _spoil(torch.empty(shape, dtype=dtype))
 
-    def put(self, slabs: Slabs, slots: NDArray[np.int64], pages: Parts, after: object = None) -> None:
-        pages = fitting(pages, slabs[0])
+    def put(
+        self, slabs: Slabs, slots: NDArray[np.int64], pages: Parts, after: object = None,
+        unpack: Unpack = lambda pages: pages,
+    ) -> None:  # fmt: skip
+        pages = unpack(pages)
         for held, rows, part in located(slabs, slots):
             here = range(part.start, part.stop)
             for page, slot, row in zip(here, slots[part].tolist(), rows.tolist(), strict=True):

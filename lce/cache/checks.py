@@ -16,12 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lce.cache.layout import CHECK_BLOCK as BLOCK
-from lce.cache.layout import CHECK_BYTES
 from lce.errors import DataError
 from lce.files import unwritable
 
 Numbers = NDArray[np.int64]
+CHECK_BYTES = 4  # of a row in a file
+CHECK_BLOCK = 1 << 12  # checks that are kept, and read, together
 
 
 class Checks:
@@ -41,7 +41,7 @@ class Checks:
 
     def reserve(self, n: int) -> None:
         """Make space for those of `n` rows."""
-        for block in range(-(-n // BLOCK)):
+        for block in range(-(-n // CHECK_BLOCK)):
             self._block(block)
 
     def put(self, rows: Numbers, checks: Tensor) -> None:
@@ -62,7 +62,7 @@ class Checks:
         return self._blocks[block]
 
     def _new(self, block: int) -> NDArray[np.int32]:
-        return np.zeros(BLOCK, np.int32)
+        return np.zeros(CHECK_BLOCK, np.int32)
 
 
 class FiledChecks(Checks):
@@ -82,8 +82,8 @@ class FiledChecks(Checks):
         super().put(rows, checks)
 
     def _new(self, block: int) -> NDArray[np.int32]:
-        first = block * BLOCK
-        found = np.zeros(min(BLOCK, self._n - first), np.int32)
+        first = block * CHECK_BLOCK
+        found = np.zeros(min(CHECK_BLOCK, self._n - first), np.int32)
         data = memoryview(found).cast("B")  # type: ignore[arg-type]
         read_all(self._descriptor, data, self._start + first * CHECK_BYTES, self._name)
         return found
@@ -92,10 +92,10 @@ class FiledChecks(Checks):
 def _by_block(rows: Numbers) -> Iterator[tuple[int, slice, Numbers]]:
     """Rows in runs of one block: the block, which of `rows`, and their places in the block."""
     if len(rows):
-        blocks = rows // BLOCK
+        blocks = rows // CHECK_BLOCK
         for first, stop in pairwise([0, *(np.flatnonzero(np.diff(blocks)) + 1).tolist(), len(rows)]):
             block = int(blocks[first])
-            yield block, slice(first, stop), rows[first:stop] - block * BLOCK
+            yield block, slice(first, stop), rows[first:stop] - block * CHECK_BLOCK
 
 
 def runs(first: Numbers, size: int) -> list[tuple[int, int]]:

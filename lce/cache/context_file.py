@@ -4,8 +4,8 @@
     layers.I.checks   [groups, N]           a number for each row, by which damage is found when the row is read
     others            what is small: token ids, logits, what the method keeps; read and checked on opening
 
-With keys and values in 8 bits, the rows are those of packed pages (`lce.cache.packing`): all complete chunks that local
-attention does not reach. The tokens after them are among what is small, as the model computed them.
+If the format rounds, the rows are those of its stored pages (`lce.cache.formats`): all complete chunks that local
+attention does not see. The tokens after them are among what is small, as the model computed them.
 
     layers.I.kv       [groups, R, bytes]    R = chunks · (L + 2)
     unrounded/I       [2, G, n, D]
@@ -28,27 +28,39 @@ import torch
 from torch import Tensor
 
 from lce.cache.checks import FiledChecks, Numbers, write_all
+from lce.cache.file_tensors import (
+    FileTensor,
+    check_numbers,
+    check_state,
+    check_unrounded,
+    read_tensors,
+    tensor_entries,
+    tensors_of,
+)
 from lce.cache.kv import UNROUNDED, KVCache
 from lce.cache.layer import KVBuffer, LayerCache, Opened, Residency, Tiered
 from lce.cache.layout import CacheLayout, FileLayout
 from lce.cache.manifest import NAMES, REMEDY, Header, Manifest, contradiction, page_facts, read_header, signed
-from lce.cache.packing import pack, to_rows
 from lce.cache.row_file import Descriptor, RowFile, SpillFile
-from lce.cache.small import Small, check_numbers, check_state, check_unrounded, read_small, small_entries, small_tensors
-from lce.cache.tiers import Disk, Nowhere, Pages, TierStack, pages_of
+from lce.cache.tiers import Disk, Nowhere, Pages, TierStack
 from lce.errors import DataError
 from lce.files import lock, named, open_regular, sync_folder, unwritable
 
 
 class ContextRows(RowFile):
-    """The rows of a context file: token t of head group g is row `g · N + t`, or later for packed pages."""
+    """The rows of a context file: token t of head group g is row `g · N + t`, or later if pages have extra rows."""
 
     def __init__(self, descriptor: int, name: str, layout: FileLayout, *, writable: bool) -> None:
         checks = FiledChecks(descriptor, name, layout.checks_start, layout.n_rows)
         super().__init__(
-            descriptor, name, layout.cache.row_shape, layout.cache.row_dtype, checks, start=layout.rows_start,
-            n_rows=layout.n_rows, writable=writable,
-        )  # fmt: skip
+            descriptor,
+            name,
+            layout.cache.format,
+            checks,
+            start=layout.rows_start,
+            n_rows=layout.n_rows,
+            writable=writable,
+        )
         self.layout = layout
 
     def allocate_pages(self, groups: Numbers, chunks: Numbers, size: int) -> Numbers:
@@ -62,11 +74,9 @@ class ContextRows(RowFile):
             return self
         return ContextRows(os.dup(self._descriptor), self.name, self.layout, writable=False)
 
-    def first_rows(self, groups: Numbers, tokens: Numbers | int) -> Numbers:
+    def first_rows(self, groups: Numbers, tokens: int | Numbers) -> Numbers:
         """The row of a token of each head group, counted over all layers."""
-        cache = self.layout.cache
-        scale_rows = tokens // cache.chunk_size * (cache.page_rows - cache.chunk_size)  # of packed pages before
-        rows: Numbers = groups * self.layout.group_rows + tokens + scale_rows
+        rows: Numbers = groups * self.layout.group_rows + self.layout.cache.file_rows(tokens)
         return rows
 
 
@@ -118,7 +128,7 @@ class Draft:
     def finish(self, target: Path, small: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
         """Write the rest and rename the file to `target`."""
         rows_start, offset = self.layout.rows_start, self.layout.small_start
-        entries = row_entries(self.layout) | small_entries(small, offset - rows_start)
+        entries = row_entries(self.layout) | tensor_entries(small, offset - rows_start)
         for _, tensor in sorted(small.items()):
             data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
             write_all(self._descriptor, memoryview(data), offset, named(target))  # type: ignore[arg-type]
@@ -146,7 +156,7 @@ def row_entries(layout: FileLayout) -> dict[str, dict[str, Any]]:
     cache, offset, entries = layout.cache, 0, {}
     shape = [cache.n_groups, layout.group_rows]
     for what, kind, row, row_bytes in (
-        ("kv", NAMES[cache.row_dtype], list(cache.row_shape), cache.row_bytes),
+        ("kv", NAMES[cache.format.row_dtype], list(cache.format.row_shape), cache.format.row_bytes),
         ("checks", "I32", [], 4),
     ):
         for layer in range(cache.n_layers):
@@ -168,7 +178,7 @@ def open_snapshot(
     path: Path,
     layout: CacheLayout,
     identify: Callable[[Manifest], None] = lambda manifest: None,
-    check: Callable[[Manifest, dict[str, Small]], None] = lambda manifest, small: None,
+    check: Callable[[Manifest, dict[str, FileTensor]], None] = lambda manifest, small: None,
 ) -> Snapshot:
     """Read a context file but for its keys and values.
 
@@ -182,12 +192,12 @@ def open_snapshot(
         manifest = Manifest.of(header.manifest, path)
         identify(manifest)
         rows_layout = _rows_layout(path, layout, header, manifest)
-        tensors = small_tensors(header, rows_layout.small_start, row_entries(rows_layout), path)
+        tensors = tensors_of(header, rows_layout.small_start, row_entries(rows_layout), path)
         state = dict(tensors)
         check(manifest, state)
         check_unrounded(layout, manifest.read, state, path)
         check_state(layout, manifest.read, state, path)
-        small = read_small(descriptor, path, tensors, manifest.raw)
+        small = read_tensors(descriptor, path, tensors, manifest.raw)
         check_numbers(layout, manifest.read, small, path)
         rows = ContextRows(descriptor, named(path), rows_layout, writable=False)
     except BaseException:
@@ -224,23 +234,11 @@ def write_rows(cache: KVCache, rows: ContextRows, since: int = 0) -> None:
     for layer in cache.layers:
         first = layer.buffer.first if own else 0  # after an interrupted pass layers differ
         groups = np.arange(layer.index * layout.n_groups, (layer.index + 1) * layout.n_groups)
-        if layout.packed:
-            _write_packed(layer, rows, groups, max(layout.old(since), first))
-            continue
-        for start, stop in layer.segments(max(since, first), layer.length):
-            k, v = (x.unflatten(0, (layout.n_groups, -1)) for x in layer.span(start, stop))
-            found = torch.stack((k, v), dim=1).permute(0, 3, 1, 2, 4)  # [groups, 2, P, n, D] -> [groups, n, 2, P, D]
+        begin = max(layout.old(since) if layout.format.rounds else since, first)
+        for start, stop in layer.segments(begin, layout.file(layer.length).row_tokens):
+            found = layout.format.span_to_rows(*layer.span(start, stop))
             for row, part in zip(rows.first_rows(groups, start).tolist(), found, strict=True):
                 rows.write(row, part)
-
-
-def _write_packed(layer: LayerCache, rows: ContextRows, groups: Numbers, first: int) -> None:
-    """Write the old chunks of a layer from token `first` on."""
-    layout = layer.layout
-    for start, stop in layer.segments(first, layout.old(layer.length)):
-        pages = Pages.grid(groups, np.arange(start // layout.chunk_size, stop // layout.chunk_size))
-        parts = pack(*(pages_of(x, layout) for x in layer.span(start, stop)))
-        rows.write_pages(rows.first_rows(pages.group, pages.chunk * layout.chunk_size), to_rows(parts, layout))
 
 
 def restored(
@@ -269,7 +267,7 @@ def _tiers_over(layout: CacheLayout, rows: ContextRows, n_tokens: int, *, own: b
     old = Pages.grid(np.arange(layout.n_layers * layout.n_groups), np.arange(layout.old(n_tokens) // layout.chunk_size))
     bottom.row[old] = rows.first_rows(old.group + layout.first_group, old.chunk * layout.chunk_size)
     if not own and layout.budgets.spill_dir is not None:
-        bottom = Disk(layout, SpillFile(layout.budgets.spill_dir, layout.row_shape, layout.row_dtype), bottom)
+        bottom = Disk(layout, SpillFile(layout.budgets.spill_dir, layout.format), bottom)
     return TierStack(layout, bottom)
 
 
@@ -280,12 +278,13 @@ def _restored_layer(
     """A layer with its recent tokens in the buffer, and what the method keeps."""
     border = layout.old(n_tokens)
     buffer = KVBuffer(layout, max(layout.recent_tokens, n_tokens - border), border)
-    if layout.packed:
-        recent = tensors[f"{UNROUNDED}/{index}"]
-    else:
+    stop = layout.file(n_tokens).row_tokens
+    if stop > border:
         groups = np.arange(index * layout.n_groups, (index + 1) * layout.n_groups)
-        found = rows.read_pages(rows.first_rows(groups, border), n_tokens - border)
+        found = rows.read_pages(rows.first_rows(groups, border), stop - border)
         recent = found.permute(2, 0, 3, 1, 4).flatten(1, 2)  # [groups, n, 2, P, D] -> [2, G, n, D]
+    else:
+        recent = tensors.get(f"{UNROUNDED}/{index}", buffer.k.new_empty(2, *buffer.k[:, :0].shape))
     for x, kept in zip(buffer.span(border, n_tokens), recent, strict=True):
         x.copy_(kept)
     state = layout.make_state(layout)

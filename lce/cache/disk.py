@@ -7,9 +7,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lce.cache.layout import DISK, SCALE_ROWS, CacheLayout
+from lce.cache.formats import Parts
+from lce.cache.layout import DISK, CacheLayout
 from lce.cache.movers import Mover
-from lce.cache.packing import Parts, from_rows, key_scales_of, to_rows, tokens_of_rows
 from lce.cache.pages import Numbers, PageIndex, Pages
 from lce.cache.row_file import RowFile, SpillFile
 from lce.cache.tier import Tier, Traffic, joined
@@ -26,7 +26,7 @@ class Disk(Tier):
         self.layout = layout
         self.file = file
         self.below = below
-        self.packed = layout.packed
+        self.format = layout.format
         self.traffic = below.traffic if isinstance(below, Disk) else Traffic()  # files are one tier to users
         self.row = PageIndex(layout)  # the first row of each page in the file
 
@@ -41,8 +41,8 @@ class Disk(Tier):
         first = self.row[pages]
         here, missing = np.flatnonzero(first >= 0), np.flatnonzero(first < 0)
         self.traffic.hits += len(here)
-        self.traffic.bytes_out += len(here) * self.layout.stored_page_bytes
-        parts = from_rows(self.file.read_pages(first[here], self.layout.page_rows), self.layout, self.file.name)
+        self.traffic.bytes_out += len(here) * self.format.page_bytes
+        parts = self.format.from_rows(self.file.read_pages(first[here], self.format.page_rows), self.file.name)
         if not len(missing):
             return parts
         return joined((here, missing), (parts, self.below.read(pages.at(missing))), MOVER)
@@ -52,27 +52,22 @@ class Disk(Tier):
         here, missing = np.flatnonzero(first >= 0), np.flatnonzero(first < 0)
         self.traffic.bytes_out += len(here) * self.file.row_bytes
         rows = self.file.read(torch.from_numpy(first[here] + offsets[here]))
-        if self.packed:
-            rows = self._unpacked(rows, first[here])
+        if self.format.extra_rows:
+            page, of_page = np.unique(first[here], return_inverse=True)
+            extra = self.file.read_pages(page + self.layout.chunk_size, self.format.extra_rows)
+            self.traffic.bytes_out += extra.nbytes
+            rows = self.format.tokens_of_rows(rows, extra.index_select(0, torch.from_numpy(of_page)), self.file.name)
         if not len(missing):
             return rows
         rest = self.below.read_rows(pages.at(missing), offsets[missing])
         return joined((here, missing), ((rows,), (rest,)), MOVER)[0]
 
-    def _unpacked(self, rows: Tensor, first: Numbers) -> Tensor:
-        """Packed rows of pages that begin at rows `first`, `[n, 2, P, D]`; reads the scales of each page once."""
-        page, of_page = np.unique(first, return_inverse=True)
-        found = self.file.read_pages(page + self.layout.chunk_size, SCALE_ROWS)
-        self.traffic.bytes_out += found.nbytes
-        scales = key_scales_of(found, self.layout, self.file.name).index_select(0, torch.from_numpy(of_page))
-        return tokens_of_rows(rows, scales, self.layout, self.file.name)
-
     def write(self, pages: Pages, *parts: Tensor) -> None:
-        rows = to_rows(parts, self.layout)
-        first = self.file.allocate_pages(pages.group + self.layout.first_group, pages.chunk, self.layout.page_rows)
+        rows = self.format.to_rows(parts)
+        first = self.file.allocate_pages(pages.group + self.layout.first_group, pages.chunk, self.format.page_rows)
         self.file.write_pages(first, rows)
         self.row[pages] = first
-        self.traffic.bytes_in += len(first) * self.layout.stored_page_bytes
+        self.traffic.bytes_in += len(first) * self.format.page_bytes
 
     def forget(self, pages: Pages) -> None:
         self.row[pages] = -1
@@ -88,4 +83,4 @@ class Disk(Tier):
         other.row = self.row.copy()
         if file is self.file or folder is None:
             return other
-        return Disk(self.layout, SpillFile(folder, self.layout.row_shape, self.layout.row_dtype), other)
+        return Disk(self.layout, SpillFile(folder, self.format), other)

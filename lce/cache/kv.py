@@ -19,18 +19,19 @@ from lce.cache.layer import KVBuffer, LayerCache, Opened, Residency, Tiered, Unr
 from lce.cache.layout import DEVICE, DISK, HOST, CacheLayout
 from lce.cache.method_state import Held
 from lce.cache.row_file import RowFile
+from lce.cache.shared import Holder, MemoryFile, share
 from lce.cache.tiers import Disk, Tier, TierStack, Traffic
 from lce.errors import UsageError
 from lce.profiling import timed
 
-UNROUNDED = "unrounded"  # tokens of a layer in a file whose rows are packed: "unrounded/0"
+UNROUNDED = "unrounded"  # tokens of a layer that have no row in a file: "unrounded/0"
 
 
 @dataclass(frozen=True)
 class Mark:
     """A length of a cache, and what the method's states need to be those of that length again: see `KVCache.mark`.
 
-    `unrounded` are the tokens of each layer that were not rounded to 8 bits; None where they are not known.
+    `unrounded` are the tokens of each layer that were not rounded yet; None where they are not known.
     """
 
     length: int
@@ -143,7 +144,7 @@ class KVCache:
     def has_space(self, n_tokens: int) -> bool:
         """Whether the last of `n_tokens` can be written where memory is already, at an index that the device knows."""
         layout = self.layout
-        if not isinstance(self.residency, Whole) or layout.packed or n_tokens > self.layers[0].buffer.capacity:
+        if not isinstance(self.residency, Whole) or layout.format.rounds or n_tokens > self.layers[0].buffer.capacity:
             return False
         return all(state.has_space(n_tokens - 1) for layer in self.layers for state in layer.state.values())
 
@@ -207,8 +208,8 @@ class KVCache:
     def mark(self, n_tokens: int | None = None) -> Mark:
         """What `go_back` needs: for the tokens so far, or for the first `n_tokens`, which `nearest` allows.
 
-        Nothing is copied: what is committed is never written again. With keys and values in 8 bits, tokens that are
-        not rounded yet are copied, if the mark is of all tokens; else what is rounded stays so.
+        Nothing is copied: what is committed is never written again. If the format rounds, tokens that are not rounded
+        yet are copied, if the mark is of all tokens; else what is rounded stays so.
         Valid until the cache goes back to before it.
         """
         self.settle()
@@ -221,7 +222,7 @@ class KVCache:
         """Be as when `mark` was taken, bit by bit; all at once. Bytes: a buffer of recent tokens, at need."""
         self.settle()
         held = zip(self.layers, mark.states, mark.unrounded, strict=True)
-        self.layers = [layer.at(mark.length, marks, unrounded) for layer, marks, unrounded in held]
+        self.layers = [layer.as_of(mark.length, marks, unrounded) for layer, marks, unrounded in held]
 
     def truncate(self, n_tokens: int) -> None:
         """Keep the first `n_tokens` tokens alone, as if no more had been read; but what was rounded stays so.
@@ -237,10 +238,22 @@ class KVCache:
             )
         self.go_back(self.mark(n_tokens))
 
-    def copy(self) -> KVCache:
-        """A cache of its own with the same committed tokens. Bytes: one copy of what is in the buffers."""
+    def fork(self) -> KVCache:
+        """Return a cache of another context with the same committed tokens.
+
+        On a CPU the two share the memory of what is in the buffers, which the first fork moves: one copy, a layer at a
+        time. Where it cannot be shared, it is copied: see `lce.cache.shared`.
+        """
         self.settle()
-        copied: list[LayerCache] = []
+        share([each for layer in self.layers for each in layer.shareable()])
+        holders: dict[MemoryFile, Holder] = {}
+
+        def holder_of(file: MemoryFile) -> Holder:
+            if file not in holders:
+                holders[file] = Holder(file)
+            return holders[file]
+
+        forked: list[LayerCache] = []
         residencies: list[Residency] = []
         for _, residency, layers in self.by_device:
             other: Residency = Whole()
@@ -248,14 +261,14 @@ class KVCache:
                 other = Tiered(residency.tiers.fork())
             elif isinstance(residency, Opened):
                 other = Opened(residency.tiers.fork(layers[0].buffer.capacity))
-            copied += [layer.copy(other) for layer in layers]
+            forked += [layer.fork(other, holder_of) for layer in layers]
             residencies.append(other)
-        return KVCache(self.layout, copied, residencies)
+        return KVCache(self.layout, forked, residencies)
 
     def tensors(self) -> dict[str, Tensor]:
         """What the method keeps in every layer, as it was committed, by name.
 
-        With keys and values in 8 bits, also the tokens that are not in packed rows: `unrounded/LAYER`, `[2, G, n, D]`.
+        If the format rounds, also the tokens that have no row in a file: `unrounded/LAYER`, `[2, G, n, D]`.
         """
         self.settle()
         kept = {
@@ -264,15 +277,15 @@ class KVCache:
             for name, state in layer.state.items()
             for part, x in state.tensors(layer.length).items()
         }
-        if self.layout.packed:
-            border = self.layout.old(self.length)
+        border = self.layout.file(self.length).row_tokens
+        if border < self.length:
             for layer in self.layers:
                 kept[f"{UNROUNDED}/{layer.index}"] = torch.stack(layer.span(border, layer.length))
         return kept
 
     @property
     def bytes_by_tier(self) -> dict[str, int]:
-        """Bytes held now: keys and values, and what the method keeps. Of several devices, each by its name."""
+        """Bytes held now, shared or not: keys and values, and what the method keeps."""
         held = {part.device_tier: 0 for part in self.layout.by_device} | {HOST: 0, DISK: 0}
         for layer in self.layers:
             own = layer.buffer.n_bytes + sum(state.n_bytes for state in layer.state.values())
@@ -284,6 +297,19 @@ class KVCache:
             if isinstance(tier, Disk):
                 files.add(tier.file)
         return held
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of memory that this context adds to the process.
+
+        Memory that contexts share counts in equal parts for all that use it: the sum over all contexts of a process is
+        what they take together.
+        """
+        held = self.bytes_by_tier
+        buffers = [x for layer in self.layers for x in layer.row_buffers]
+        files = {x.file for x in buffers if x.file is not None}
+        shared = sum(file.n_bytes // len(file.holders) for file in files)
+        return sum(held.values()) - held[DISK] - sum(x.n_bytes - x.own_bytes for x in buffers) + shared
 
     @property
     def bytes_reserved(self) -> int:

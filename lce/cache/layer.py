@@ -1,12 +1,13 @@
 """One layer of a KV cache: its buffer of recent tokens, the tiers behind it, and what the method keeps of it.
 
-With keys and values in 8 bits, a pass that begins at token s sees the tokens before `layout.old(s)` rounded, and all
-others as they are. They are rounded once, in the buffer, whatever the budget; tiers keep rounded numbers as they are.
+If the format rounds, a pass that begins at token s sees the tokens before `layout.old(s)` rounded, and all others as
+they are. They are rounded once, in the buffer, whatever the budget; tiers keep rounded numbers as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from lce.attention import Tiles, Turn, append
 from lce.cache.layout import CacheLayout
 from lce.cache.method_state import Held, MethodState
-from lce.cache.packing import round_chunks
+from lce.cache.shared import SPARE, Holder, MemoryFile, RowBuffer
 from lce.cache.tiers import TierStack
 from lce.errors import CapacityError, UsageError
 from lce.kernels.cpu.gathering import take_rows
@@ -53,27 +54,68 @@ Residency = Whole | Tiered | Opened
 class KVBuffer:
     """Keys and values `k v [G, capacity, D]` of the tokens from `first` on; whole chunks, and contiguous.
 
-    Never changes its size: `replaced` makes another one.
+    `replaced` makes a larger one.
     """
 
     def __init__(self, layout: CacheLayout, capacity: int, first: int = 0) -> None:
         self.layout = layout
         self.first = first
+        self._index: Tensor | None = None
         shape = (layout.n_kv_heads, layout.whole_chunks(capacity), layout.head_dim)
         try:
-            self.k, self.v = (torch.empty(shape, dtype=layout.dtype, device=layout.device) for _ in range(2))
+            tensors = [torch.empty(shape, dtype=layout.dtype, device=layout.device) for _ in range(2)]
         except RuntimeError as error:
             raise CapacityError(
                 f"no memory for {shape[1]:,} tokens in the cache: {size_text(2 * shape[1] * layout.key_bytes)} a layer "
                 "for keys and values; ask for fewer tokens, or give --kv-host-budget and --spill-dir"
             ) from error
-        self.capacity = shape[1]  # tokens
-        n_chunks = shape[1] // layout.chunk_size
-        self.index = torch.arange(shape[0] * n_chunks, device=layout.device).view(shape[0], n_chunks)
+        self.rows = [RowBuffer(x, axis=1) for x in tensors]
+
+    @property
+    def k(self) -> Tensor:
+        """The keys."""
+        return self.rows[0].tensor
+
+    @property
+    def v(self) -> Tensor:
+        """The values."""
+        return self.rows[1].tensor
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is space for."""
+        return self.rows[0].capacity
+
+    @property
+    def index(self) -> Tensor:
+        """The number of each chunk's tile, `[G, chunks]`, for chunks that there is space for."""
+        if self._index is None or self._index.numel() * self.layout.chunk_size != len(self.k) * self.capacity:
+            n_chunks = self.capacity // self.layout.chunk_size
+            self._index = torch.arange(len(self.k) * n_chunks, device=self.k.device).view(len(self.k), n_chunks)
+        return self._index
 
     @property
     def n_bytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes
+        return sum(rows.n_bytes for rows in self.rows)
+
+    def prepare(self, start: int, stop: int) -> None:
+        """Have tokens `start..stop-1` be written where no other context sees them: call before they are."""
+        for rows in self.rows:
+            rows.prepare(start - self.first, stop - self.first)
+
+    def shareable(self, stop: int) -> list[tuple[RowBuffer, int, int]]:
+        """The buffers, with the rows of the tokens before `stop` and a capacity, as `share` takes them."""
+        n = stop - self.first
+        return [(rows, n, self.layout.whole_chunks(2 * n + SPARE)) for rows in self.rows]
+
+    def fork(self, stop: int, holder_of: Callable[[MemoryFile], Holder]) -> KVBuffer:
+        """A buffer of another context with the tokens before `stop`, shared if they can be."""
+        n = stop - self.first
+        if not n or not self.rows[0].can_share(n):
+            return self.replaced(self.first, n, stop)
+        other = copy(self)
+        other.rows = [rows.fork(n, holder_of) for rows in self.rows]
+        return other
 
     def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values of tokens `start..stop-1`, views `[G, stop - start, D]`."""
@@ -114,7 +156,7 @@ class LayerCache:
         self.residency = residency
         self.state = dict(state)
         self.length = length  # committed tokens
-        self.rounded = max(rounded, buffer.first)  # tokens that are rounded, with keys and values in 8 bits
+        self.rounded = max(rounded, buffer.first)  # tokens that are rounded, if the format rounds
         self.stop = length  # tokens written, those of the pass under way included
 
     @property
@@ -236,8 +278,8 @@ class LayerCache:
         self.round_old()
         self.reserve(stop)
         self.stop = stop
-        buffer = self.buffer
-        append(k, v, buffer.k, buffer.v, self.length - buffer.first, turn)
+        self.buffer.prepare(self.length, stop)
+        append(k, v, self.buffer.k, self.buffer.v, self.length - self.buffer.first, turn)
 
     def commit(self) -> None:
         """Keep what this pass wrote. May be repeated."""
@@ -277,30 +319,31 @@ class LayerCache:
     def retire(self) -> None:
         """Move complete chunks behind the reach of local attention to the tiers."""
         size, first = self.layout.chunk_size, self.buffer.first
-        border = min(self.layout.old(self.length), self.rounded if self.layout.packed else self.length)
+        border = min(self.layout.old(self.length), self.rounded if self.layout.format.rounds else self.length)
         if border > first:
             self.tiers.add(self.number, first // size, *self.buffer.span(first, border))
             capacity = max(self.layout.recent_tokens, self.length - border)  # less after a refused `move_to`
             self.buffer = self.buffer.replaced(border, capacity, self.length)
 
     def round_old(self) -> None:
-        """Round to 8 bits what the next tokens do not see as local. Time: O(what is new of it).
+        """Round what the next tokens do not see as local, if the format rounds. Time: O(what is new of it).
 
         Only a pass does so, whatever the budget: a call that fails before goes back to tokens that are as they were.
         """
         border = self.layout.old(self.length)
-        if self.layout.packed and border > self.rounded:
-            round_chunks(*self.buffer.span(self.rounded, border), self.layout.chunk_size)
+        if self.layout.format.rounds and border > self.rounded:
+            self.buffer.prepare(self.rounded, border)
+            self.layout.format.round(*self.buffer.span(self.rounded, border))
             self.rounded = border
 
     def unrounded(self) -> Unrounded | None:
         """A copy of the tokens that are not rounded yet, where any ever are. Bytes: local tokens, and a block."""
-        if not self.layout.packed:
+        if not self.layout.format.rounds:
             return None
         return self.rounded, torch.stack(self.buffer.span(self.rounded, self.length))
 
-    def at(self, n_tokens: int, marks: Mapping[str, Held], unrounded: Unrounded | None = None) -> LayerCache:
-        """This cache when it had `n_tokens` tokens and `marks` were taken. It takes the place of this one.
+    def as_of(self, n_tokens: int, marks: Mapping[str, Held], unrounded: Unrounded | None = None) -> LayerCache:
+        """Return the cache as it was at `n_tokens` tokens, when `marks` were taken. Replaces this cache.
 
         Tokens that local attention sees come back from the tiers to the buffer. Pages of chunks that are no longer
         complete stay in the tiers, unread: the buffer is in front of them, and `TierStack.add` replaces them.
@@ -319,15 +362,30 @@ class LayerCache:
             if buffer is self.buffer:
                 self.rounded = max(rounded, buffer.first)  # after an interruption this cache rounds them again
             first = max(unrounded[0], buffer.first)
+            buffer.prepare(first, n_tokens)
             _overwrite(buffer.span(first, n_tokens), unrounded[1][:, :, first - unrounded[0] :])
-        state = {name: state.at(marks[name]) for name, state in self.state.items()}
+        state = {name: state.as_of(marks[name]) for name, state in self.state.items()}
         return LayerCache(self.index, layout, buffer, self.residency, state, n_tokens, rounded)
 
-    def copy(self, residency: Residency) -> LayerCache:
-        """A cache of its own with the committed tokens; `residency` has the tiers of the other context."""
-        capacity = self.length if isinstance(residency, Whole) else self.buffer.capacity
-        buffer = self.buffer.replaced(self.buffer.first, capacity, self.length)
-        state = {name: state.copy(self.length) for name, state in self.state.items()}
+    @property
+    def row_buffers(self) -> Iterator[RowBuffer]:
+        """What forks can share of this layer."""
+        yield from self.buffer.rows
+        for state in self.state.values():
+            yield from state.row_buffers
+
+    def shareable(self) -> list[tuple[RowBuffer, int, int]]:
+        """What a fork is to share, as `share` takes it. Buffers beside tiers are small and replaced soon: copied."""
+        found = [] if isinstance(self.residency, Tiered) else self.buffer.shareable(self.length)
+        return found + [each for state in self.state.values() for each in state.shareable(self.length)]
+
+    def fork(self, residency: Residency, holder_of: Callable[[MemoryFile], Holder]) -> LayerCache:
+        """The committed tokens for another context, shared where they can be; `residency` has that one's tiers."""
+        if isinstance(residency, Tiered):
+            buffer = self.buffer.replaced(self.buffer.first, self.buffer.capacity, self.length)
+        else:
+            buffer = self.buffer.fork(self.length, holder_of)
+        state = {name: state.fork(self.length, holder_of) for name, state in self.state.items()}
         return LayerCache(self.index, self.layout, buffer, residency, state, self.length, self.rounded)
 
 

@@ -9,19 +9,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from lce.cache.checks import CHECK_BLOCK, CHECK_BYTES
+from lce.cache.formats import FORMATS, KVFormat, Plain
 from lce.cache.method_state import MethodState
 from lce.errors import CapacityError
 from lce.sizes import enough_text, size_text
 
 DEVICE, HOST, DISK = "device", "host", "disk"  # the tiers, as users read them
 READ_SIZE = 8192  # tokens that are read in one go by what reads everything
-CHECK_BYTES = 4  # of a row in a file
-CHECK_BLOCK = 1 << 12  # checks that are kept, and read, together
-SCALE_ROWS = 2  # behind a packed page's tokens: with its keys' scales
 SLAB = 256 << 20  # bytes of the host's memory that a pool takes at a time: a power of two, as pinned memory comes
 UNBOUNDED = 1 << 62  # tokens, bytes or slots
 
@@ -66,8 +68,8 @@ class CacheLayout:
 
     Where the model runs on the CPU, device and host are one memory, and the smaller budget counts.
 
-    With `kv_dtype` int8 complete chunks are rounded once they are `old`: when local attention no longer reaches them.
-    The device has them in `dtype`; lower tiers and files have them packed, in 8 bits (`lce.cache.packing`).
+    Lower tiers and files store pages in the `format` that `kv_dtype` names. A format that rounds changes complete
+    chunks once they are `old`, that is when local attention no longer sees them; the device has the rounded numbers.
 
     A model's layers may be on several GPUs: `borders` are the layers from which on another device has them, with that
     device. `by_device` has a layout for each, which counts its own layers alone. Its first is `first_layer` of the
@@ -88,7 +90,7 @@ class CacheLayout:
         default=lambda layer, kept, layout, n_tokens: True, compare=False
     )
     read_size: int = READ_SIZE
-    kv_dtype: torch.dtype | None = None  # int8; None: keys and values are everywhere as the model computes them
+    kv_dtype: str = "auto"  # the name of the format of stored keys and values: see `lce.cache.formats`
     borders: tuple[tuple[int, torch.device], ...] = ()
     first_layer: int = 0
     device_tier: str = DEVICE
@@ -166,11 +168,6 @@ class CacheLayout:
         """`n_tokens` rounded up to whole chunks."""
         return -(-n_tokens // self.chunk_size) * self.chunk_size
 
-    @property
-    def packed(self) -> bool:
-        """Whether old chunks are rounded to 8 bits, and pages below the device packed."""
-        return self.kv_dtype is not None
-
     def old(self, n_tokens: int) -> int:
         """The tokens of `n_tokens` in complete chunks that the next tokens do not see as local: `0..old-1`."""
         return max(n_tokens - self.access.local, 0) // self.chunk_size * self.chunk_size
@@ -192,55 +189,28 @@ class CacheLayout:
         """Pages of one chunk in one layer: head groups."""
         return self.n_kv_heads // self.page_heads
 
+    @cached_property
+    def plain(self) -> KVFormat:
+        """The format of pages on the device."""
+        return Plain(self.page_heads, self.chunk_size, self.head_dim, self.dtype)
+
+    @cached_property
+    def format(self) -> KVFormat:
+        """The format of pages in tiers below the device, and in files."""
+        return FORMATS[self.kv_dtype](self.page_heads, self.chunk_size, self.head_dim, self.dtype)
+
     @property
     def page_bytes(self) -> int:
         """Bytes of a page on the device."""
-        return 2 * self.chunk_size * self.page_heads * self.head_dim * self.dtype.itemsize
-
-    @property
-    def row_shape(self) -> tuple[int, ...]:
-        """What one token has of a page, as files hold it: keys and values, heads, numbers. Packed: bytes."""
-        return (self.row_bytes,) if self.packed else (2, self.page_heads, self.head_dim)
-
-    @property
-    def row_dtype(self) -> torch.dtype:
-        """The dtype of `row_shape`."""
-        return torch.uint8 if self.packed else self.dtype
-
-    @property
-    def scale_at(self) -> int:
-        """Where a packed row has its values' scales: behind its keys and values."""
-        return 2 * self.page_heads * self.head_dim
-
-    @property
-    def scale_stop(self) -> int:
-        """Where those scales end: float32, one a head."""
-        return self.scale_at + self.page_heads * torch.float32.itemsize
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row of `row_shape`. Packed rows are filled up to whole words of 8 bytes, for their checks."""
-        if self.packed:
-            return -(-self.scale_stop // 8) * 8
-        return 2 * self.page_heads * self.head_dim * self.dtype.itemsize
-
-    @property
-    def page_rows(self) -> int:
-        """Rows of a page: one a token, and behind a packed page's the scales of its keys, float32, one a channel."""
-        return self.chunk_size + (SCALE_ROWS if self.packed else 0)
-
-    @property
-    def stored_page_bytes(self) -> int:
-        """Bytes of a page in a tier below the device, and in a file."""
-        return self.page_rows * self.row_bytes
+        return self.plain.page_bytes
 
     def stored_bytes(self, n_tokens: int) -> int:
         """Bytes of `n_tokens` tokens, whole chunks of all layers, below the device."""
-        return n_tokens // self.chunk_size * self.n_layers * self.n_groups * self.stored_page_bytes
+        return n_tokens // self.chunk_size * self.n_layers * self.n_groups * self.format.page_bytes
 
-    def file_rows(self, n_tokens: int) -> int:
+    def file_rows(self, n_tokens: int | NDArray[np.int64]) -> Any:
         """Rows that the first `n_tokens` tokens of a head group have in a file, and so the row of the next token."""
-        return n_tokens + n_tokens // self.chunk_size * (self.page_rows - self.chunk_size)
+        return n_tokens + n_tokens // self.chunk_size * self.format.extra_rows
 
     @property
     def pinned_chunks(self) -> int:
@@ -320,18 +290,18 @@ class CacheLayout:
     @property
     def slab_bytes(self) -> int:
         """Bytes of the host's memory that its pool takes at a time."""
-        return max(SLAB, power_of_two(self.stored_page_bytes))
+        return max(SLAB, power_of_two(self.format.page_bytes))
 
     @property
     def slab_slots(self) -> int:
         """Pages in a slab; none lies in two."""
-        return self.slab_bytes // self.stored_page_bytes
+        return self.slab_bytes // self.format.page_bytes
 
     def slab_bytes_for(self, n_pages: int) -> int:
         """Bytes that slabs for so many pages take."""
         full, rest = divmod(n_pages, self.slab_slots)
         if rest and self.budgets.host is not None:
-            return full * self.slab_bytes + power_of_two(rest * self.stored_page_bytes)
+            return full * self.slab_bytes + power_of_two(rest * self.format.page_bytes)
         return (full + (rest > 0)) * self.slab_bytes
 
     @property
@@ -343,7 +313,7 @@ class CacheLayout:
             return UNBOUNDED
         full, rest = divmod(self.budgets.host, self.slab_bytes)
         last = power_of_two(rest + 1) // 2
-        return full * self.slab_slots + last // self.stored_page_bytes
+        return full * self.slab_slots + last // self.format.page_bytes
 
     @property
     def most_in_memory(self) -> int:
@@ -366,7 +336,7 @@ class CacheLayout:
         if self.whole_chunks(n_tokens) <= self.resident_tokens or (self.on_cpu and budgets.spill_dir is None):
             return needs
         recent, page = self.recent_tokens * self.token_bytes, self.page_bytes
-        stored, complete = self.stored_page_bytes, self.stored_bytes(self.old(n_tokens))
+        stored, complete = self.format.page_bytes, self.stored_bytes(self.old(n_tokens))
         needs[DEVICE] = max(self.least_budget, recent + ((self.budget or 0) - recent) // page * page)
         if not self.on_cpu and budgets.host is None:  # nothing ever leaves it
             needs[HOST] = self.slab_bytes_for(complete // stored)
@@ -384,8 +354,8 @@ class CacheLayout:
 
         A spill file's are made in blocks.
         """
-        spilled = self.needs(n_tokens).get(DISK, 0) // self.row_bytes
-        filed = self.n_layers * self.n_groups * self.file_rows(n_filed)
+        spilled = self.needs(n_tokens).get(DISK, 0) // self.format.row_bytes
+        filed: int = self.n_layers * self.n_groups * self.file_rows(n_filed)
         return (-(-spilled // CHECK_BLOCK) * CHECK_BLOCK + filed) * CHECK_BYTES
 
     def file(self, n_tokens: int) -> FileLayout:
@@ -402,16 +372,22 @@ def power_of_two(n: int) -> int:
 class FileLayout:
     """Byte offsets in a context file whose rows are those of `n_tokens` tokens: header, rows, checks, the rest.
 
-    Packed rows are those of old chunks alone. Recent tokens, which are not rounded, are with what is small.
+    If the format rounds, only old chunks have rows. Later tokens, not rounded yet, are among the file's tensors.
     """
 
     cache: CacheLayout
     n_tokens: int
 
     @property
+    def row_tokens(self) -> int:
+        """Tokens that have a row."""
+        return self.cache.old(self.n_tokens) if self.cache.format.rounds else self.n_tokens
+
+    @property
     def group_rows(self) -> int:
         """Rows of one head group of one layer."""
-        return self.cache.file_rows(self.cache.old(self.n_tokens) if self.cache.packed else self.n_tokens)
+        rows: int = self.cache.file_rows(self.row_tokens)
+        return rows
 
     @property
     def n_rows(self) -> int:
@@ -426,7 +402,7 @@ class FileLayout:
     @property
     def checks_start(self) -> int:
         """The first byte of the rows' checks, four bytes each."""
-        return self.rows_start + self.n_rows * self.cache.row_bytes
+        return self.rows_start + self.n_rows * self.cache.format.row_bytes
 
     @property
     def small_start(self) -> int:

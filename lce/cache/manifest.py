@@ -22,7 +22,7 @@ from lce.cache.layout import CacheLayout
 from lce.errors import DataError, shown
 from lce.files import named
 
-FORMAT = "lce context 3"
+FORMAT = "lce context 4"
 REMEDY = "prefill the text again"
 KINDS = {
     "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "I64": torch.int64,
@@ -156,11 +156,11 @@ def pread(descriptor: int, n_bytes: int, offset: int, path: Path) -> bytearray:
 
 
 def page_facts(layout: CacheLayout) -> dict[str, Any]:
-    """A page's shape as a manifest holds it, and in what its rows are if not as the model computes."""
-    packed = {"kv_dtype": str(layout.kv_dtype).removeprefix("torch.")} if layout.packed else {}
+    """Return a page's shape and format as a manifest holds them."""
     return {
         "n_layers": layout.n_layers, "n_groups": layout.n_groups, "heads": layout.page_heads,
-        "chunk_size": layout.chunk_size, "head_dim": layout.head_dim, "dtype": NAMES[layout.dtype], **packed,
+        "chunk_size": layout.chunk_size, "head_dim": layout.head_dim, "dtype": NAMES[layout.dtype],
+        "kv_dtype": layout.kv_dtype,
     }  # fmt: skip
 
 

@@ -1,12 +1,12 @@
 """How pages get into a pool's slots: by a plain copy, or on CUDA streams of their own, one for each direction.
 
 A pool's memory is slabs. A slab is `Parts`: tensors with an entry for each slot. All slabs but the last have the same
-number of slots. Packed pages that come into slots of plain ones are unpacked where the slots are: half the bytes move.
+number of slots. Stored pages that come into a device's slots are unpacked there: fewer bytes move.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lce.cache.packing import Parts, unpack
+from lce.cache.formats import Parts, Shapes
 
 Numbers = NDArray[np.int64]
 Slabs = Sequence[Parts]
-Shapes = Sequence[tuple[tuple[int, ...], torch.dtype]]  # of one slot's parts
+Unpack = Callable[[Parts], Parts]  # makes of arriving pages what slots hold
 
 
 class Mover:
@@ -47,9 +47,11 @@ class Mover:
         """What is queued for the device so far, for `put` in another thread to come after."""
         return None
 
-    def put(self, slabs: Slabs, slots: Numbers, pages: Parts, after: object = None) -> None:
+    def put(
+        self, slabs: Slabs, slots: Numbers, pages: Parts, after: object = None, unpack: Unpack = lambda pages: pages
+    ) -> None:
         """Begin to copy pages `[n, …]` into these slots; `after` what was queued then, else what is queued now."""
-        pages = fitting(pages, slabs[0])
+        pages = unpack(pages)
         for held, rows, part in located(slabs, slots):
             index = torch.from_numpy(rows)
             for x, new in zip(held, pages, strict=True):
@@ -106,7 +108,9 @@ class Cuda(Streamed):
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def put(self, slabs: Slabs, slots: Numbers, pages: Parts, after: object = None) -> None:
+    def put(
+        self, slabs: Slabs, slots: Numbers, pages: Parts, after: object = None, unpack: Unpack = lambda pages: pages
+    ) -> None:
         """Ordered after what still reads the slots; call `wait` before reading them. Bytes: one copy of the pages.
 
         The slots' memory is recorded on the stream: if it is freed while pages are on their way, it is not used again
@@ -120,7 +124,7 @@ class Cuda(Streamed):
         with torch.cuda.stream(self.stream):
             index = self.upload(torch.from_numpy(slots))
             moved = tuple(page if page.is_cuda else self.upload(page) for page in pages)
-            for x, new in zip(held, fitting(moved, held), strict=True):
+            for x, new in zip(held, unpack(moved), strict=True):
                 x.index_copy_(0, index, new)
             arrival = torch.cuda.Event()
             arrival.record(self.stream)
@@ -147,11 +151,13 @@ class Pinned(Streamed):
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
-    def put(self, slabs: Slabs, slots: Numbers, pages: Parts, after: object = None) -> None:
+    def put(
+        self, slabs: Slabs, slots: Numbers, pages: Parts, after: object = None, unpack: Unpack = lambda pages: pages
+    ) -> None:
         """Pages of the CPU are there at once. Those of the GPU come in one copy for each run of neighbouring slots."""
         if not pages[0].is_cuda:
             self.wait(slots)  # what is still on its way would overwrite them
-            super().put(slabs, slots, pages)
+            super().put(slabs, slots, pages, unpack=unpack)
             return
         assert after is None, "pages leave the GPU in the thread that computes"
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -203,8 +209,3 @@ def _runs(cuts: Numbers, n: int) -> Iterator[slice]:
     bounds = [0, *cuts.tolist(), n] if n else []
     for start, stop in pairwise(bounds):
         yield slice(start, stop)
-
-
-def fitting(pages: Parts, held: Parts) -> Parts:
-    """Pages as these slots hold them: unpacked, if only the pages are packed."""
-    return unpack(pages, held[0].dtype) if len(pages) > len(held) else pages

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lce.cache.fetching import Fetch
+from lce.cache.formats import KVFormat, Parts, converted
 from lce.cache.layout import UNBOUNDED, CacheLayout
-from lce.cache.movers import Mover, fitting
-from lce.cache.packing import Parts, pack
+from lce.cache.movers import Mover, Unpack
 from lce.cache.pages import Numbers, Pages, PageTable, slices
-from lce.cache.slots import SlotQueue, Slots, shapes_of
+from lce.cache.slots import SlotQueue, Slots
 from lce.cache.tier import Nowhere, Tier, Traffic, joined
 from lce.errors import CapacityError
 from lce.profiling import timed
@@ -25,7 +25,7 @@ AT_ONCE = 64 << 20  # bytes of pages that are read from a lower tier, or written
 
 
 class Pool(Tier):
-    """Slots for pages in one kind of memory, `k v [n_slots, P, L, D]` or packed ones: at most `limit` of them.
+    """Slots for pages in one kind of memory, as `format` stores them: at most `limit` of them.
 
     Pages of the first `pinned_chunks` chunks never leave. Without `slab_slots` all slots are one slab: there from the
     start, or growing by half where there is no limit. Else slabs of so many slots come as they are needed. Bookkeeping
@@ -36,8 +36,8 @@ class Pool(Tier):
     """
 
     def __init__(
-        self, name: str, layout: CacheLayout, mover: Mover, below: Tier, limit: int = UNBOUNDED, pinned_chunks: int = 0,
-        *, packed: bool = False, slab_slots: int | None = None,
+        self, name: str, format: KVFormat, layout: CacheLayout, mover: Mover, below: Tier, limit: int = UNBOUNDED,
+        pinned_chunks: int = 0, *, slab_slots: int | None = None,
     ) -> None:  # fmt: skip
         self.name = name
         self.layout = layout
@@ -45,8 +45,8 @@ class Pool(Tier):
         self.below = below
         self.limit = limit
         self.pinned_chunks = pinned_chunks
-        self.packed = packed
-        self.page_bytes = layout.stored_page_bytes if packed else layout.page_bytes
+        self.format = format
+        self.page_bytes = format.page_bytes
         self.traffic = Traffic()
         self.clock = 0  # requests so far
         self.slab_slots = slab_slots
@@ -116,7 +116,7 @@ class Pool(Tier):
         for some in slices(len(missing), AT_ONCE // self.page_bytes):
             part = missing[some]
             found = self.below.read(pages.at(part))
-            slots[part] = self._fill(pages.at(part), *found)
+            slots[part] = self._fill(pages.at(part), found, self._unpacked)
         return slots
 
     def fetch(self, pages: Pages) -> tuple[Fetch, Pages, Numbers] | None:
@@ -137,7 +137,7 @@ class Pool(Tier):
         def work() -> None:
             with torch.inference_mode():  # which is set for each thread
                 for some in slices(len(slots), AT_ONCE // self.page_bytes):
-                    self.mover.put(slabs, slots[some], self.below.read(missing.at(some)), after)
+                    self.mover.put(slabs, slots[some], self.below.read(missing.at(some)), after, self._unpacked)
 
         return Fetch(work), missing, slots
 
@@ -155,9 +155,9 @@ class Pool(Tier):
             return self.take(slots)
         here, found = np.flatnonzero(slots >= 0), self.below.read(pages.at(missing))
         held = self.take(slots[here])
-        found = fitting(tuple(self.mover.upload(x) for x in found), held)
+        found = self._unpacked(tuple(self.mover.upload(x) for x in found))
         if self.n_free >= len(missing):
-            self._fill(pages.at(missing), *found)
+            self._fill(pages.at(missing), found)
         return joined((here, missing), (held, found), self.mover) if len(here) else found
 
     def read_rows(self, pages: Pages, offsets: Numbers) -> Tensor:
@@ -175,28 +175,21 @@ class Pool(Tier):
         """Single tokens of slots, `[n, 2, P, D]`."""
         if self.slab_slots is None:
             slot, offset = self.mover.upload(torch.from_numpy(np.stack((slots, offsets))))
-            return self._rows_of(self._slots.slabs[0], slot, offset)
+            return self.format.tokens(self._slots.slabs[0], slot, offset)
         rows = torch.empty(len(slots), 2, self.layout.page_heads, self.layout.head_dim, dtype=self.layout.dtype)
         slab, slots = np.divmod(slots, self.slab_slots)
         for number in np.unique(slab).tolist():
             here = np.flatnonzero(slab == number)
-            found = self._rows_of(self._slots.slabs[number], *(torch.from_numpy(x[here]) for x in (slots, offsets)))
-            rows[torch.from_numpy(here)] = found
+            slot, offset = (torch.from_numpy(x[here]) for x in (slots, offsets))
+            rows[torch.from_numpy(here)] = self.format.tokens(self._slots.slabs[number], slot, offset)
         return rows
-
-    def _rows_of(self, slab: Parts, slot: Tensor, offset: Tensor) -> Tensor:
-        if not self.packed:
-            return torch.stack([x[slot, :, offset] for x in slab], dim=1)
-        k, k_scale, v, v_scale = slab
-        rows = torch.stack((k[slot, :, offset] * k_scale[slot, :, 0], v[slot, :, offset] * v_scale[slot, :, offset]), 1)
-        return rows.to(self.layout.dtype)
 
     def write(self, pages: Pages, *parts: Tensor) -> None:
         for some in slices(len(pages.group), self.capacity):
             self.clock += 1
             part = pages.at(some)
             self._free(part)  # left by a call that failed
-            self._fill(part, *(x[some] for x in parts))
+            self._fill(part, tuple(x[some] for x in parts))
 
     def forget(self, pages: Pages) -> None:
         self._free(pages)
@@ -205,18 +198,18 @@ class Pool(Tier):
     def take(self, slots: Numbers) -> Parts:
         """Copies of the pages in these slots."""
         if not len(slots):
-            return tuple(self.mover.empty((0, *shape), x) for shape, x in shapes_of(self.layout, self.packed))
+            return tuple(self.mover.empty((0, *shape), x) for shape, x in self.format.shapes)
         self.mover.wait(slots)
         self.traffic.bytes_out += len(slots) * self.page_bytes
         return self.mover.pick(self._slots.slabs, slots)
 
     def _hand_down(self, slots: Numbers, target: Tier) -> None:
         """Write the pages in these slots to another tier."""
-        target.write(self._pages(slots), *self._as_in(target, self.take(slots)))
+        target.write(self._pages(slots), *converted(self.take(slots), self.format, target.format))
 
-    def _as_in(self, target: Tier, parts: Parts) -> Parts:
-        """Pages of this pool as another tier has them: packed, if only that one's are."""
-        return pack(*parts) if target.packed and not self.packed else parts
+    def _unpacked(self, parts: Parts) -> Parts:
+        """Return pages of the tier below as this one stores them."""
+        return converted(parts, self.below.format, self.format)
 
     def write_through(self, pages: Pages, *parts: Tensor) -> None:
         """Begin to copy pages, which are about to be written here, to the pool below: they then leave without a copy.
@@ -230,7 +223,7 @@ class Pool(Tier):
         n = len(pages.group)
         some = slice(n if isinstance(below.below, Nowhere) else min(n, below.n_free))
         if some.stop:
-            below.write(pages.at(some), *self._as_in(below, tuple(x[some] for x in parts)))
+            below.write(pages.at(some), *converted(tuple(x[some] for x in parts), self.format, below.format))
             self.traffic.bytes_out += some.stop * self.page_bytes
 
     def copy_down(self, target: Tier, held_by: Tier) -> None:
@@ -253,10 +246,10 @@ class Pool(Tier):
     def _pages(self, slots: Numbers) -> Pages:
         return Pages(self.group[slots], self.chunk[slots])
 
-    def _fill(self, pages: Pages, *parts: Tensor) -> Numbers:
+    def _fill(self, pages: Pages, parts: Parts, unpack: Unpack = lambda pages: pages) -> Numbers:
         """Put pages into slots that are freed for them; the slots. They count once the index has them, at the end."""
         slots = self._vacate(len(pages.group))
-        self.mover.put(self._slots.slabs, slots, parts)
+        self.mover.put(self._slots.slabs, slots, parts, unpack=unpack)
         self.arrived(pages, slots)
         return slots
 
@@ -310,7 +303,7 @@ class Pool(Tier):
 
     def _grow(self, n: int) -> None:
         """Have at least `n` more slots, or as many as the limit allows."""
-        shapes, wanted = shapes_of(self.layout, self.packed), min(self.n_slots + n, self.limit)
+        shapes, wanted = self.format.shapes, min(self.n_slots + n, self.limit)
         if self.slab_slots is None:
             n_slots = min(max(wanted, self.n_slots * 3 // 2), self.limit)
             slab = tuple(self.mover.empty((n_slots, *shape), dtype) for shape, dtype in shapes)

@@ -12,16 +12,17 @@ import os
 import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lce.cache.checks import Checks, Numbers, fingerprints, read_all, runs, write_all
+from lce.cache.formats import KVFormat
 from lce.errors import CapacityError, DataError
 from lce.files import named, unwritable
 
@@ -49,36 +50,27 @@ class Descriptor(int):
 
 
 class RowFile:
-    """Rows `[*row_shape]` of one dtype in an open file, from byte `start` on; the first `n_rows` exist.
+    """Rows as a format has them in an open file, from byte `start` on; the first `n_rows` exist.
 
     Rows are written, and pages taken, only where it is `writable`. `checks` has a number for each row, by which a row
     that was altered since it was written is found when it is read.
     """
 
     def __init__(
-        self, descriptor: int, name: str, row_shape: Sequence[int], dtype: torch.dtype, checks: Checks, *,
-        start: int = 0, n_rows: int = 0, writable: bool = True,
+        self, descriptor: int, name: str, format: KVFormat, checks: Checks, *, start: int = 0, n_rows: int = 0,
+        writable: bool = True,
     ) -> None:  # fmt: skip
         self.name = name
-        self.row_shape = tuple(row_shape)
-        self.dtype = dtype
-        self._n_rows = n_rows
+        self.row_shape = format.row_shape
+        self.dtype = format.row_dtype
+        self.row_bytes = format.row_bytes
+        self.n_rows = n_rows  # that exist
         self.bytes_read = self.bytes_written = 0
         self.checks = checks
         self._descriptor = descriptor if isinstance(descriptor, Descriptor) else Descriptor(descriptor)
         self._start = start
         self.writable = writable
         self._no_wait = NO_WAIT
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row."""
-        return torch.Size(self.row_shape).numel() * self.dtype.itemsize
-
-    @property
-    def n_rows(self) -> int:
-        """Rows that exist."""
-        return self._n_rows
 
     @property
     def bytes_taken(self) -> int:
@@ -221,61 +213,31 @@ class RowFile:
             raise unwritable(self.name, error) from error
 
 
-@dataclass
-class _Taken:
-    """Rows that one call of `allocate` took: how many, and where they end, once that is known."""
-
-    n: int
-    stop: int | None = None
-
-
 class SpillFile(RowFile):
     """A file without a name: the system removes it when it is closed, however the process ends."""
 
-    def __init__(self, folder: Path, row_shape: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, format: KVFormat) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder, prefix="lce-spill-") as file:
                 descriptor = Descriptor(os.dup(file.fileno()))
         except OSError as error:
             raise unwritable(folder, error) from error
-        self._taken = [_Taken(0, 0)]  # by the contexts that share the file, without a lock, which Ctrl-C could lose
-        super().__init__(descriptor, f"the spill file in {named(folder)}", row_shape, dtype, Checks())
+        super().__init__(descriptor, f"the spill file in {named(folder)}", format, Checks())
         self._reserved = 0
+        self._lock = Lock()  # several contexts may share the file
 
     def allocate_pages(self, groups: Numbers, chunks: Numbers, size: int) -> Numbers:
         return self.allocate(len(groups) * size) + np.arange(len(groups)) * size
 
     def allocate(self, n: int) -> int:
-        """Take disk space for `n` more rows; the number of the first."""
-        self._have(self.n_rows + n)
-        taken = _Taken(n)
-        self._taken.append(taken)  # of two threads one is the first: from here on the rows are taken
-        at = next(at for at in reversed(range(len(self._taken))) if self._taken[at] is taken)
-        stop = self._stop(at)
-        self._have(stop)
-        return stop - n
-
-    @property
-    def n_rows(self) -> int:
-        """Rows that were taken."""
-        return self._stop(len(self._taken) - 1)
-
-    def _have(self, n: int) -> None:
-        """Take disk space for `n` rows in all, and some to spare."""
-        wanted = n * self.row_bytes
-        if wanted > self._reserved:
-            self._take(wanted, max(wanted, self._reserved * 3 // 2, self._reserved + GROWTH))
-
-    def _stop(self, at: int) -> int:
-        """The rows of all calls of `allocate` up to number `at`."""
-        known = at
-        while self._taken[known].stop is None:
-            known -= 1
-        stop = self._taken[known].stop or 0
-        for taken in self._taken[known + 1 : at + 1]:
-            taken.stop = stop = stop + taken.n
-        return stop
+        """Take disk space for `n` more rows, and some to spare; the number of the first."""
+        with self._lock:
+            first, wanted = self.n_rows, (self.n_rows + n) * self.row_bytes
+            if wanted > self._reserved:
+                self._take(wanted, max(wanted, self._reserved * 3 // 2, self._reserved + GROWTH))
+            self.n_rows += n
+        return first
 
     def reserve(self, n: int) -> None:
         """Take disk space for `n` rows now, so that writing them cannot fail for lack of it, and memory for checks."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from lce.cache.layout import CacheLayout
-from lce.cache.movers import Mover, Shapes
-from lce.cache.packing import Parts
+from lce.cache.formats import Parts
+from lce.cache.movers import Mover
 from lce.cache.pages import Numbers
 
 NEVER = np.iinfo(np.int64).max
@@ -18,7 +16,7 @@ QUEUED = 1024  # slots that a queue has at least, if there are so many
 
 
 class Slots(NamedTuple):
-    """What a pool's slots hold, `k v [n_slots, P, L, D]` or packed pages, in one slab or several; and of which page."""
+    """What a pool's slots hold, the parts of stored pages in one slab or several, and of which page."""
 
     slabs: tuple[Parts, ...]
     group: Numbers  # whose page a slot holds; -1: free
@@ -47,15 +45,6 @@ class Slots(NamedTuple):
         group, (chunk, used) = np.full(n_slots, -1), np.zeros((2, n_slots), np.int64)
         group[:n], chunk[:n], used[:n] = self[1:]
         return Slots(slabs, group, chunk, used)
-
-
-def shapes_of(layout: CacheLayout, packed: bool) -> Shapes:
-    """The parts of one slot."""
-    heads, size, dim = layout.page_heads, layout.chunk_size, layout.head_dim
-    if not packed:
-        return [((heads, size, dim), layout.dtype)] * 2
-    numbers = (heads, size, dim), torch.int8
-    return [numbers, ((heads, 1, dim), torch.float32), numbers, ((heads, size, 1), torch.float32)]
 
 
 class SlotQueue:

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lce.cache.formats import KVFormat, Parts, Plain
 from lce.cache.movers import Mover
-from lce.cache.packing import Parts
 from lce.cache.pages import Numbers, Pages
 from lce.cache.row_file import FULL
 from lce.errors import CapacityError
@@ -38,7 +38,7 @@ class Tier(ABC):
     traffic: Traffic
     below: Tier
     n_bytes: int  # held now
-    packed: bool = False  # whether its pages are
+    format: KVFormat  # of its pages
 
     @abstractmethod
     def holds(self, pages: Pages) -> NDArray[np.bool_]:
@@ -46,7 +46,7 @@ class Tier(ABC):
 
     @abstractmethod
     def read(self, pages: Pages) -> Parts:
-        """Copies of pages, `k v [n, P, L, D]` or packed, from here or from below."""
+        """Return copies of pages, as this tier stores them, from here or from below."""
 
     def order(self, pages: Pages) -> Numbers:
         """An order of these pages in which `read` is fastest."""
@@ -58,7 +58,7 @@ class Tier(ABC):
 
     @abstractmethod
     def write(self, pages: Pages, *parts: Tensor) -> None:
-        """Take pages, `k v [n, P, L, D]` or packed, that no tier below has. Not atomic: call again after an error."""
+        """Take pages, as this tier stores them, that no tier below has. Not atomic: call again after an error."""
 
     @abstractmethod
     def forget(self, pages: Pages) -> None:
@@ -70,6 +70,7 @@ class Nowhere(Tier):
 
     name = ""
     n_bytes = 0
+    format = Plain(0, 0, 0, torch.float32)
 
     def holds(self, pages: Pages) -> NDArray[np.bool_]:
         return np.zeros(np.broadcast(*pages).shape, bool)

@@ -10,8 +10,8 @@ Beside a GPU, pages are moved while the model computes. They are copied to the h
 it has free slots, so that most are clean when they leave. What a layer is likely to ask for is fetched by another
 thread (`lce.cache.fetching`), for which every other use of the tiers waits first.
 
-With keys and values in 8 bits, the device's pool has plain pages, whose numbers were rounded before they came; tiers
-below have them packed. A page is packed on its way down and unpacked on its way up, which changes nothing.
+The device's pool has plain pages; tiers below store them in the layout's format. A page is packed on its way down and
+unpacked on its way up, which changes nothing: if the format rounds, the numbers were rounded before they came.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class TierStack:
         if layout.host_slots:
             slots_below, size = layout.host_slots, layout.slab_slots
             pinned = Pinned(layout.device)
-            host.append(Pool(HOST, layout, pinned, bottom, slots_below, packed=layout.packed, slab_slots=size))
-        top = Pool(DEVICE, layout, mover, host[0] if host else bottom, slots, layout.pinned_chunks)
+            host.append(Pool(HOST, layout.format, layout, pinned, bottom, slots_below, slab_slots=size))
+        top = Pool(DEVICE, layout.plain, layout, mover, host[0] if host else bottom, slots, layout.pinned_chunks)
         self.pools = [top, *host]
         self._asked: dict[int, Pages] = {}  # by layer, what was last asked of the first pool
         self._coming: tuple[Fetch, Pages, Numbers] | None = None  # what is fetched early: pages, and their slots
@@ -77,7 +77,7 @@ class TierStack:
                     f"{size_text(held)}: {most:,} tokens; give --spill-dir, or a larger budget"
                 )
         if file is None and layout.budgets.spill_dir is not None:
-            file = spill = SpillFile(layout.budgets.spill_dir, layout.row_shape, layout.row_dtype)
+            file = spill = SpillFile(layout.budgets.spill_dir, layout.format)
             spill.reserve(layout.needs(n_tokens)[DISK] // spill.row_bytes)
         return cls(layout, Nowhere() if file is None else Disk(layout, file, Nowhere()))
 

@@ -120,9 +120,9 @@ class Context(Unique):
         return ContextData(self.cache, self.token_ids, self.logits, self.announced, self.source)
 
     def fork(self) -> Context:
-        """An independent copy of the context. Bytes: one copy of its cache."""
+        """Return a context of its own with the same tokens. On a CPU the two share the memory of what the cache has."""
         with self.in_use():
-            return Context(replace(self.data, cache=self.cache.copy()), self.rope, self.identity)
+            return Context(replace(self.data, cache=self.cache.fork()), self.rope, self.identity)
 
     def truncate(self, n_tokens: int) -> None:
         """Go back to the first `n_tokens` tokens. Raises `UsageError` for more than there are.

@@ -47,7 +47,7 @@ class Identity:
     rope: RopeConfig
     dtype: torch.dtype
     vocab_size: int
-    kv_dtype: torch.dtype | None = None  # of keys and values in lower tiers and files; None: `dtype`
+    kv_dtype: str = "auto"  # the format of keys and values in lower tiers and files
     weights: str | None = None  # the scheme of rounded ones
 
     @cached_property
@@ -66,7 +66,7 @@ class Identity:
             "window": self.window,
             "rope": {name: _as_json(value) for name, value in dataclasses.asdict(self.rope).items()},
             "dtype": str(self.dtype).removeprefix("torch."),
-            **({} if self.kv_dtype is None else {"kv_dtype": str(self.kv_dtype).removeprefix("torch.")}),
+            **({} if self.kv_dtype == "auto" else {"kv_dtype": self.kv_dtype}),
             **({} if self.weights is None else {"weights": self.weights}),
         }
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 
+from lce.cache.formats import kv_dtype_of
 from lce.cache.layout import Budgets, CacheLayout
 from lce.engine.allowance import ALLOWANCE
-from lce.engine.arguments import DTYPES, backend_of, budgets_of, dtype_of, kv_dtype_of, scaled, sized, threads_of
+from lce.engine.arguments import DTYPES, backend_of, budgets_of, dtype_of, scaled, sized, threads_of
 from lce.engine.devices import Borders, at_edges, borders_of, devices_of
 from lce.engine.engine import Engine
 from lce.engine.planning import Plan
@@ -235,7 +236,7 @@ def _rounded(weights: object, checkpoint: Checkpoint, device: torch.device) -> S
 
 def layout_of(
     config: ModelConfig, method: Method, dtype: torch.dtype, device: torch.device, block: int | None, budgets: Budgets,
-    kv_dtype: torch.dtype | None = None, borders: Borders = (),
+    kv_dtype: str = "auto", borders: Borders = (),
 ) -> CacheLayout:  # fmt: skip
     """Return the cache of a model's contexts under a resolved method."""
     return CacheLayout(

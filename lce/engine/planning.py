@@ -193,7 +193,7 @@ class Planner:
         dtype, device = str(self.layout.dtype).removeprefix("torch."), self.layout.devices_text
         needs, parts = self.needs(n_tokens), self.layout.by_device if self.layout.borders else ()
         layers = {part.device_tier: (part.first_layer, part.first_layer + part.n_layers - 1) for part in parts}
-        kv_dtype = str(self.layout.kv_dtype or self.layout.dtype).removeprefix("torch.")
+        kv_dtype = self.layout.format.name
         return Plan(
             n_tokens, self.method, dtype, kv_dtype, device, needs, self.longest(), self.refusal(n_tokens), layers
         )

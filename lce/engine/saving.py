@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from lce.cache.context_file import Draft, Snapshot, open_snapshot, restored, write_rows
+from lce.cache.file_tensors import FileTensor
 from lce.cache.kv import KVCache
 from lce.cache.layout import CacheLayout, FileLayout
 from lce.cache.manifest import FORMAT, REMEDY, Manifest, contradiction, digest, page_facts, read_header
-from lce.cache.small import Small
 from lce.engine.identity import Identity, knobs_of
 from lce.errors import DataError, UsageError, shown
 from lce.files import check_target, draft_path, named, open_regular, path_of, remove_leftover, sweep
@@ -183,8 +183,10 @@ def state_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.part.state")
 
 
-def check_texts(path: Path, vocab_size: int, manifest: Manifest, small: dict[str, Small], own: bool = False) -> None:
-    """Take token ids and logits out of `small`. Raises `DataError` where they cannot be those of such a context."""
+def check_texts(
+    path: Path, vocab_size: int, manifest: Manifest, small: dict[str, FileTensor], own: bool = False
+) -> None:
+    """Take token ids and logits out of `small`. Raise `DataError` where they cannot be those of such a context."""
     tokens, logits = small.pop("tokens", None), small.pop("logits", None)
     most = manifest.capacity if own else manifest.capacity + MOST_UNREAD
     if (

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 import lce
 from lce.cache.context_file import Draft
 from lce.cache.manifest import FORMAT, KINDS, signed
-from lce.cache.small import small_entries
+from lce.cache.file_tensors import tensor_entries
 from lce.cache.tiers import Disk
 from lce.engine.saving import describe, text_hash
 from lce.errors import CapacityError, DataError, UsageError
@@ -595,7 +595,7 @@ def forged(document: Path, path: Path, change: Callable[[dict[str, Any], dict[st
     change(manifest, small)
     if "tokens" in small and isinstance(manifest.get("text"), str):
         manifest["text"] = text_hash(small["tokens"].tolist())
-    header = json.dumps({"__metadata__": {"lce": signed(manifest, small)}, **rows, **small_entries(small, rows_bytes)})
+    header = json.dumps({"__metadata__": {"lce": signed(manifest, small)}, **rows, **tensor_entries(small, rows_bytes)})
     with path.open("wb") as file:
         file.write(raw[:8] + header.encode().ljust(data_start - 8) + raw[data_start : data_start + rows_bytes])
         for _, x in sorted(small.items()):

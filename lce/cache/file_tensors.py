@@ -30,7 +30,7 @@ _MOST_DIMENSIONS = 8
 
 
 @dataclass(frozen=True)
-class Small:
+class FileTensor:
     """A small tensor in a file: its kind, its shape, and its bytes `start` to `stop`."""
 
     dtype: torch.dtype
@@ -43,7 +43,7 @@ class Small:
         return self.stop - self.start
 
 
-def small_entries(tensors: Mapping[str, Tensor], start: int = 0) -> dict[str, dict[str, Any]]:
+def tensor_entries(tensors: Mapping[str, Tensor], start: int = 0) -> dict[str, dict[str, Any]]:
     """The header's entries for small tensors that follow one another from `start` on, in the order of their names."""
     entries: dict[str, dict[str, Any]] = {}
     for name, x in sorted(tensors.items()):
@@ -52,7 +52,7 @@ def small_entries(tensors: Mapping[str, Tensor], start: int = 0) -> dict[str, di
     return entries
 
 
-def small_tensors(header: Header, start: int, rows: Mapping[str, Any], path: Path) -> dict[str, Small]:
+def tensors_of(header: Header, start: int, rows: Mapping[str, Any], path: Path) -> dict[str, FileTensor]:
     """The tensors of a header besides those of `rows`; they fill the file from byte `start` to its end.
 
     Raises `DataError` where they do not.
@@ -71,7 +71,7 @@ def small_tensors(header: Header, start: int, rows: Mapping[str, Any], path: Pat
     return found
 
 
-def _small(entry: object, data_start: int) -> Small | None:
+def _small(entry: object, data_start: int) -> FileTensor | None:
     """What an entry of a header says, or None where it cannot be so."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         return None
@@ -83,11 +83,11 @@ def _small(entry: object, data_start: int) -> Small | None:
         return None
     if span[1] - span[0] != math.prod(shape) * KINDS[kind].itemsize:
         return None
-    return Small(KINDS[kind], tuple(shape), data_start + span[0], data_start + span[1])
+    return FileTensor(KINDS[kind], tuple(shape), data_start + span[0], data_start + span[1])
 
 
-def read_small(
-    descriptor: int, path: Path, tensors: Mapping[str, Small], manifest: Mapping[str, Any]
+def read_tensors(
+    descriptor: int, path: Path, tensors: Mapping[str, FileTensor], manifest: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """The small tensors, which agree with the manifest's digest.
 
@@ -109,17 +109,18 @@ def read_small(
     return found
 
 
-def check_unrounded(layout: CacheLayout, n_tokens: int, tensors: dict[str, Small], path: Path) -> None:
-    """Take the recent tokens out of `tensors` where rows are packed. Raise `DataError` where they cannot be those."""
-    if layout.packed:
-        shape = (2, layout.n_kv_heads, n_tokens - layout.old(n_tokens), layout.head_dim)
+def check_unrounded(layout: CacheLayout, n_tokens: int, tensors: dict[str, FileTensor], path: Path) -> None:
+    """Take the tokens that have no row out of `tensors`. Raise `DataError` where they cannot be those."""
+    n_unrounded = n_tokens - layout.file(n_tokens).row_tokens
+    if n_unrounded:
+        shape = (2, layout.n_kv_heads, n_unrounded, layout.head_dim)
         for layer in range(layout.n_layers):
             found = tensors.pop(f"{UNROUNDED}/{layer}", None)
             if found is None or (found.dtype, found.shape) != (layout.dtype, shape):
                 raise contradiction(path)
 
 
-def check_state(layout: CacheLayout, n_tokens: int, tensors: Mapping[str, Small], path: Path) -> None:
+def check_state(layout: CacheLayout, n_tokens: int, tensors: Mapping[str, FileTensor], path: Path) -> None:
     """Raise `DataError` for tensors that the method cannot keep of `n_tokens` tokens, or that no layer has."""
     states = dict(layout.make_state(layout))
     for prefix, names in groupby(sorted(tensors), key=lambda name: name.rpartition("/")[0]):
@@ -139,7 +140,8 @@ def check_numbers(layout: CacheLayout, n_tokens: int, tensors: Mapping[str, Tens
     """
     states = layout.make_state(layout)
     for layer in range(layout.n_layers):
-        if layout.packed and not _is_finite(tensors[f"{UNROUNDED}/{layer}"]):
+        unrounded = tensors.get(f"{UNROUNDED}/{layer}")
+        if unrounded is not None and not _is_finite(unrounded):
             raise contradiction(path)
         kept = {}
         for name, state in states.items():
@@ -159,7 +161,7 @@ def _is_finite(x: Tensor) -> bool:
     return not x.is_floating_point() or bool(x.sum().isfinite()) or bool(x.isfinite().all())
 
 
-def _possible(state: MethodState, parts: Mapping[str, Small], n_tokens: int) -> bool:
+def _possible(state: MethodState, parts: Mapping[str, FileTensor], n_tokens: int) -> bool:
     """Whether a state that read `n_tokens`, in blocks of any size, can be saved as these tensors."""
     if parts.keys() != {"tensor", "number"} or (parts["number"].dtype, parts["number"].shape) != (torch.int64, ()):
         return False

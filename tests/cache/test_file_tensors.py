@@ -18,7 +18,7 @@ from lce.cache import small as module
 from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.manifest import Header, digest
 from lce.cache.method_state import MethodState, OpenChunk, RecentRows, Staged, Summaries, TokenRows
-from lce.cache.small import Small, check_numbers, check_state, read_small, small_entries, small_tensors
+from lce.cache.file_tensors import FileTensor, check_numbers, check_state, read_tensors, tensor_entries, tensors_of
 from lce.errors import CapacityError, DataError
 
 N = 21  # tokens; a chunk has 8
@@ -44,8 +44,8 @@ GOOD = {
 }  # fmt: skip
 
 
-def described(tensors: Mapping[str, Tensor]) -> dict[str, Small]:
-    return {name: Small(x.dtype, tuple(x.shape), 0, x.nbytes) for name, x in tensors.items()}
+def described(tensors: Mapping[str, Tensor]) -> dict[str, FileTensor]:
+    return {name: FileTensor(x.dtype, tuple(x.shape), 0, x.nbytes) for name, x in tensors.items()}
 
 
 def check(tensors: Mapping[str, Tensor], layout: CacheLayout = LAYOUT, n: int = N) -> None:
@@ -113,15 +113,15 @@ def test_entries_are_read_as_they_were_written(sizes: list[int], before: int) ->
         f"t{i}": torch.zeros(size, 2, dtype=(torch.int32, torch.bfloat16)[i % 2]) for i, size in enumerate(sizes)
     }
     n_bytes = sum(x.nbytes for x in tensors.values())
-    entries, start = small_entries(tensors, before), 16 + before
-    found = small_tensors(header_of(entries, start + n_bytes), start, {}, PATH)
+    entries, start = tensor_entries(tensors, before), 16 + before
+    found = tensors_of(header_of(entries, start + n_bytes), start, {}, PATH)
     assert {name: (x.dtype, x.shape, x.n_bytes) for name, x in found.items()} == {
         name: (x.dtype, tuple(x.shape), x.nbytes) for name, x in tensors.items()
     }
     for wrong in (-1, 1):
         with pytest.raises(DataError, match="it is damaged or incomplete: prefill the text again"):
-            small_tensors(
-                header_of(small_entries(tensors, before), 16 + before + n_bytes + wrong), 16 + before, {}, PATH
+            tensors_of(
+                header_of(tensor_entries(tensors, before), 16 + before + n_bytes + wrong), 16 + before, {}, PATH
             )
 
 
@@ -147,24 +147,24 @@ ODD = [
 
 @pytest.mark.parametrize("value", ODD, ids=str)
 def test_an_entry_that_is_none_is_refused(value: object) -> None:
-    entry = small_entries({"x": torch.zeros(4)})["x"]
+    entry = tensor_entries({"x": torch.zeros(4)})["x"]
     others = [value, *({**entry, key: value} for key in entry), {**entry, "more": value}]
     for other in others:
         with pytest.raises(DataError, match="contradicts its contents"):
-            small_tensors(header_of({"x": other}, 32), 16, {}, PATH)
+            tensors_of(header_of({"x": other}, 32), 16, {}, PATH)
 
 
 def test_what_is_read_is_what_was_signed(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(torch.arange(4.0).numpy().tobytes())
-    tensors, manifest = {"x": Small(torch.float32, (2, 2), 0, 16)}, {"a": 1}
+    tensors, manifest = {"x": FileTensor(torch.float32, (2, 2), 0, 16)}, {"a": 1}
     signed = manifest | {"digest": digest({"x": torch.arange(4.0).view(2, 2)}, manifest)}
     descriptor = os.open(tmp_path / "file", os.O_RDONLY)
-    assert torch.equal(read_small(descriptor, PATH, tensors, signed)["x"], torch.arange(4.0).view(2, 2))
+    assert torch.equal(read_tensors(descriptor, PATH, tensors, signed)["x"], torch.arange(4.0).view(2, 2))
     for other in (signed | {"a": 2}, manifest, signed | {"digest": None}):
         with pytest.raises(DataError, match="was altered since it was written"):
-            read_small(descriptor, PATH, tensors, other)
+            read_tensors(descriptor, PATH, tensors, other)
     with pytest.raises(DataError, match="was cut short while it was read"):
-        read_small(descriptor, PATH, {"x": Small(torch.float32, (5,), 0, 20)}, signed)
+        read_tensors(descriptor, PATH, {"x": FileTensor(torch.float32, (5,), 0, 20)}, signed)
     os.close(descriptor)
 
 
@@ -173,7 +173,7 @@ def test_what_memory_cannot_hold_is_not_read(tmp_path: Path, monkeypatch: pytest
     with (tmp_path / "file").open("wb") as file:
         file.truncate(1 << 33)
     with (tmp_path / "file").open("rb") as file, pytest.raises(CapacityError, match=r"needs 8\.0 GiB of memory"):
-        read_small(file.fileno(), PATH, {"x": Small(torch.float32, (1 << 31,), 0, 1 << 33)}, {})
+        read_tensors(file.fileno(), PATH, {"x": FileTensor(torch.float32, (1 << 31,), 0, 1 << 33)}, {})
 
 
 @pytest.mark.parametrize("n", [1, 6, 7, 8, 16])
