@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lce.cache.layout import CacheLayout
 from lce.cache.formats import Parts
+from lce.cache.layout import CacheLayout
 from lce.cache.movers import Mover, Slabs, Unpack, located
 from lce.cache.tiers import Disk, TierStack
 

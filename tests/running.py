@@ -44,7 +44,7 @@ def run(
     truncate: Sequence[int] = (),
     pieces: tuple[int, int] | None = None,
     budgets: Budgets | None = None,
-    kv_dtype: torch.dtype | None = None,
+    kv_dtype: str = "auto",
 ) -> Tensor:
     """The method's output `[H, N, D]` for a sequence fed in blocks of these sizes.
 
@@ -71,7 +71,7 @@ def run(
         if disturb:
             with suppress(Failed):
                 driver.forward(cache, rope, disturb, partial(fail_behind, [x[:, :1] * 3 for x in (q, k, v)], disturb))
-            cache = cache.copy()
+            cache = cache.fork()
         if disturb and len(outs) % 5 == 1:
             mark = cache.mark()
             for _ in range(2):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lce.attention import Tiles, Turn, append
-from lce.cache.layout import CacheLayout
+from lce.cache.layout import UNBOUNDED, CacheLayout
 from lce.cache.method_state import Held, MethodState
 from lce.cache.shared import SPARE, Holder, MemoryFile, RowBuffer
 from lce.cache.tiers import TierStack
@@ -103,10 +103,10 @@ class KVBuffer:
         for rows in self.rows:
             rows.prepare(start - self.first, stop - self.first)
 
-    def shareable(self, stop: int) -> list[tuple[RowBuffer, int, int]]:
-        """The buffers, with the rows of the tokens before `stop` and a capacity, as `share` takes them."""
+    def shareable(self, stop: int, most: int) -> list[tuple[RowBuffer, int, int]]:
+        """The buffers, with the rows of the tokens before `stop` and a capacity, `most` or less: see `share`."""
         n = stop - self.first
-        return [(rows, n, self.layout.whole_chunks(2 * n + SPARE)) for rows in self.rows]
+        return [(rows, n, min(self.layout.whole_chunks(2 * n + SPARE), most)) for rows in self.rows]
 
     def fork(self, stop: int, holder_of: Callable[[MemoryFile], Holder]) -> KVBuffer:
         """A buffer of another context with the tokens before `stop`, shared if they can be."""
@@ -376,7 +376,11 @@ class LayerCache:
 
     def shareable(self) -> list[tuple[RowBuffer, int, int]]:
         """What a fork is to share, as `share` takes it. Buffers beside tiers are small and replaced soon: copied."""
-        found = [] if isinstance(self.residency, Tiered) else self.buffer.shareable(self.length)
+        found, most = [], self.layout.resident_tokens
+        if isinstance(self.residency, Opened) and most < UNBOUNDED:
+            most = self.buffer.capacity  # the budget has the pool beside it
+        if not isinstance(self.residency, Tiered):
+            found = self.buffer.shareable(self.length, most)
         return found + [each for state in self.state.values() for each in state.shareable(self.length)]
 
     def fork(self, residency: Residency, holder_of: Callable[[MemoryFile], Holder]) -> LayerCache:

@@ -21,7 +21,7 @@ START, N = 10, 50  # bytes before the checks of a file, and how many there are
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BLOCK", 8)
+    monkeypatch.setattr(module, "CHECK_BLOCK", 8)
 
 
 @pytest.fixture

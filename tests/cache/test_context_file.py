@@ -23,7 +23,6 @@ from lce.cache.layer import Opened, Tiered
 from lce.cache.layout import AccessPattern, Budgets, CacheLayout
 from lce.cache.manifest import FORMAT, Manifest, digest, page_facts
 from lce.cache.method_state import MethodState, OpenChunk, RecentRows, Staged, Summaries, TokenRows
-from lce.cache.packing import from_rows, unpack
 from lce.errors import CapacityError, DataError
 from tests.late import disks_of
 from tests.running import rounded
@@ -125,7 +124,7 @@ def again(path: Path, layout: CacheLayout = LAYOUT, n: int = N) -> KVCache:
 
 APART = replace(LAYOUT, access=replace(LAYOUT.access, per_head=True))
 LAYOUTS = {"heads together": LAYOUT, "heads apart": APART, "bfloat16": replace(APART, dtype=torch.bfloat16)}
-PACKED = {f"{name}, 8 bits": replace(layout, kv_dtype=torch.int8) for name, layout in LAYOUTS.items()}
+PACKED = {f"{name}, 8 bits": replace(layout, kv_dtype="int8") for name, layout in LAYOUTS.items()}
 
 
 # Where everything is
@@ -146,12 +145,12 @@ def test_offsets_are_those_of_a_file_that_was_written(layout: CacheLayout, tmp_p
             ours = k[layer][group * heads : (group + 1) * heads].transpose(0, 1)  # [N, P, D]
             rows = torch.stack((ours, -ours), dim=1)  # [N, 2, P, D]
             first = (layer * layout.n_groups + group) * N
-            start = file.rows_start + first * layout.row_bytes
-            assert raw[start : start + N * layout.row_bytes] == bytes_of(rows)
+            start = file.rows_start + first * layout.format.row_bytes
+            assert raw[start : start + N * layout.format.row_bytes] == bytes_of(rows)
             start = file.checks_start + first * 4
             assert raw[start : start + N * 4] == bytes_of(fingerprints(rows, first))
         for what, start in (("kv", file.rows_start), ("checks", file.checks_start)):
-            size = file.n_rows // layout.n_layers * (layout.row_bytes if what == "kv" else 4)
+            size = file.n_rows // layout.n_layers * (layout.format.row_bytes if what == "kv" else 4)
             begin = start - file.rows_start + layer * size
             assert header[f"layers.{layer}.{what}"]["data_offsets"] == [begin, begin + size]
     small = [entry["data_offsets"] for name, entry in header.items() if name.startswith("layers/")]
@@ -164,13 +163,13 @@ def test_offsets_are_those_of_a_file_that_was_written(layout: CacheLayout, tmp_p
 def test_it_is_an_ordinary_safetensors_file(layout: CacheLayout, tmp_path: Path) -> None:
     cache = cache_of(N, layout)
     tensors = load_file(saved(cache, tmp_path / "c.lce"))
-    shape = (layout.n_groups, layout.file(N).group_rows, *layout.row_shape)
+    shape = (layout.n_groups, layout.file(N).group_rows, *layout.format.row_shape)
     for layer in range(3):
         kv = tensors.pop(f"layers.{layer}.kv")
         assert kv.shape == shape
         if layout.packed:
-            pages = from_rows(kv.unflatten(1, (-1, layout.page_rows)).flatten(0, 1), layout, "")
-            keys = unpack(pages, layout.dtype)[0].unflatten(0, (layout.n_groups, -1)).transpose(1, 2)
+            pages = layout.format.from_rows(kv.unflatten(1, (-1, layout.format.page_rows)).flatten(0, 1), "")
+            keys = layout.format.unpack(pages)[0].unflatten(0, (layout.n_groups, -1)).transpose(1, 2)
             assert torch.equal(keys.flatten(0, 1).flatten(1, 2), text(layout.old(N), layout)[layer])
             assert torch.equal(tensors[f"unrounded/{layer}"][0], text(N, layout)[layer][:, layout.old(N) :])
         else:
@@ -219,7 +218,7 @@ def test_a_restored_cache_goes_on_like_the_original(
     check(cache, n)
     append(cache, 150)
     check(cache, 150)
-    check(cache.copy(), 150)
+    check(cache.fork(), 150)
     check(again(saved(cache, tmp_path / "next.lce"), layout, 150), 150)
     check(again(path, layout, n), n)
 
@@ -270,7 +269,7 @@ def test_pages_in_its_own_file_are_written_once(layout: CacheLayout, tmp_path: P
     assert isinstance(cache.residency, Tiered)
     append(cache, N)
     write_rows(cache, draft.rows)
-    assert draft.rows.bytes_written == layout.file(N).n_rows * layout.row_bytes
+    assert draft.rows.bytes_written == layout.file(N).n_rows * layout.format.row_bytes
     draft.finish(tmp_path / "c.lce", cache.tensors(), facts(layout, N))
     assert (tmp_path / "c.lce").read_bytes() == saved(
         cache_of(N, replace(layout, budgets=Budgets())), tmp_path / "d.lce"
@@ -470,7 +469,7 @@ def test_a_fork_does_not_write_to_a_file_under_work(spill: bool, tmp_path: Path)
     layout = replace(LAYOUT, budgets=budgets)
     cache, draft = into_file(tmp_path, 150, layout)
     append(cache, 80)
-    fork, written = cache.copy(), draft.rows.bytes_written
+    fork, written = cache.fork(), draft.rows.bytes_written
     if spill:
         append(fork, 140)
         check(fork, 140)

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lce.cache import small as module
+from lce.cache import file_tensors as module
+from lce.cache.file_tensors import FileTensor, check_numbers, check_state, read_tensors, tensor_entries, tensors_of
 from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.manifest import Header, digest
 from lce.cache.method_state import MethodState, OpenChunk, RecentRows, Staged, Summaries, TokenRows
-from lce.cache.file_tensors import FileTensor, check_numbers, check_state, read_tensors, tensor_entries, tensors_of
 from lce.errors import CapacityError, DataError
 
 N = 21  # tokens; a chunk has 8
@@ -120,9 +120,7 @@ def test_entries_are_read_as_they_were_written(sizes: list[int], before: int) ->
     }
     for wrong in (-1, 1):
         with pytest.raises(DataError, match="it is damaged or incomplete: prefill the text again"):
-            tensors_of(
-                header_of(tensor_entries(tensors, before), 16 + before + n_bytes + wrong), 16 + before, {}, PATH
-            )
+            tensors_of(header_of(tensor_entries(tensors, before), 16 + before + n_bytes + wrong), 16 + before, {}, PATH)
 
 
 ODD = [

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lce.cache.method_state import MethodState, OpenChunk, RecentRows, Staged, Summaries, TokenRows
+from lce.cache.shared import Holder
 
 
 def counted(n: int, start: int = 0) -> Tensor:
@@ -52,7 +53,7 @@ def test_summaries_of_a_discarded_pass_are_overwritten() -> None:
     assert torch.equal(kept.tensors(4)["tensor"], counted(1))
     kept.write(counted(5, 200), 1)
     kept.commit()
-    copy = kept.copy(24)
+    copy = kept.fork(24, Holder)
     copy.write(counted(1), 6)
     copy.discard()
     for each in (kept, copy):
@@ -65,7 +66,7 @@ def test_summaries_are_those_of_complete_chunks() -> None:
     kept.write(counted(6), 0)
     for n_tokens, n in ((0, 0), (3, 0), (4, 1), (23, 5), (24, 6), (27, 6)):
         assert torch.equal(kept.tensors(n_tokens)["tensor"], counted(n))
-        copy = kept.copy(n_tokens)
+        copy = kept.fork(n_tokens, Holder)
         assert copy.n_bytes == n * 2 * 3 * 4
         with pytest.raises(AssertionError, match="rows that were not written"):
             copy.span(0, n + 1)
@@ -74,7 +75,7 @@ def test_summaries_are_those_of_complete_chunks() -> None:
 def test_a_copy_of_summaries_is_its_own() -> None:
     kept = Summaries(24, 4)
     kept.write(counted(2), 0)
-    copy = kept.copy(8)
+    copy = kept.fork(8, Holder)
     kept.write(counted(5, 50), 2)
     assert torch.equal(copy.span(0, 2), counted(2))
     copy.write(counted(2, 9), 2)
@@ -96,7 +97,7 @@ def test_token_rows_hold_every_token(blocks: list[int]) -> None:
         rows.write(everything[start : start + size], start)
         start += size
     assert torch.equal(rows.span(0, start), everything)
-    copy = rows.copy(start)
+    copy = rows.fork(start, Holder)
     rows.write(torch.zeros(1, 3), 0)
     assert torch.equal(copy.span(0, start), everything)
     assert copy.n_bytes == everything.numel() * 4
@@ -134,7 +135,7 @@ def test_recent_rows_are_the_last_ones(keep: int, blocks: list[int], data: st.Da
         assert torch.equal(recent.span(first, stop), everything[:, first:stop])
         start = stop
         if data.draw(st.booleans()):
-            copied, recent = recent, recent.copy(start)
+            copied, recent = recent, recent.fork(start, Holder)
             copied.write(torch.zeros(2, 50, 4), start)  # the one no longer reaches the other
         if data.draw(st.booleans()):
             recent, saved = RecentRows(keep, 32), recent
@@ -148,7 +149,7 @@ def test_rows_that_are_no_longer_kept_are_not_given() -> None:
     with pytest.raises(AssertionError, match="nothing was written yet"):
         recent.span(0, 0)
     recent.write(counted(10), 0)
-    recent = recent.copy(10)
+    recent = recent.fork(10, Holder)
     assert torch.equal(recent.span(7, 10), counted(3, 7))
     with pytest.raises(AssertionError, match="rows that are no longer kept"):
         recent.span(6, 10)
@@ -230,7 +231,7 @@ def test_an_open_chunk_has_the_committed_tokens_of_its_chunk(size: int, passes: 
         else:
             kept.discard()
         if then:
-            copy = kept.copy(length) if then == "copy" else OpenChunk(size, 24)
+            copy = kept.fork(length, Holder) if then == "copy" else OpenChunk(size, 24)
             if then == "restore":
                 copy.restore({name: x.clone() for name, x in kept.tensors(length).items()})
             assert same(copy, kept, length)
@@ -259,7 +260,7 @@ def test_the_row_of_a_token_whose_index_the_device_knows() -> None:
             kept.write_on_device(counted(1, i), torch.tensor([i - start]))
         assert torch.equal(kept.span(start, start + 4), counted(4, start))
         if mark is not None:
-            assert torch.equal(kept.at(mark).span(start - 4, start), rows)
+            assert torch.equal(kept.as_of(mark).span(start - 4, start), rows)
     recent = RecentRows(3, 24)
     assert not recent.has_space(0)
     recent.make_space(0)
@@ -298,7 +299,7 @@ def test_what_is_staged_takes_effect_with_the_commit() -> None:
     assert kept.latest is not None
     assert kept.latest.tolist() == [1]
     assert kept.tensors(3) == {}
-    assert kept.copy(3).latest is None
+    assert kept.fork(3, Holder).latest is None
     kept.commit()
     assert kept.value is not None
     assert kept.value.tolist() == [1]
@@ -317,7 +318,7 @@ def test_a_copy_of_what_was_staged_is_its_own() -> None:
     kept = Staged(lambda n_tokens, block: n_tokens + block)
     kept.stage(torch.ones(2))
     kept.commit()
-    copy = kept.copy(5)
+    copy = kept.fork(5, Holder)
     kept.stage(torch.zeros(3))
     kept.commit()
     assert copy.value is not None
@@ -345,7 +346,7 @@ def test_what_is_restored_goes_on_like_the_original(state: str) -> None:
     assert kept.tensors(0) == {}
     assert kept.n_bytes == 0
     other.restore({})
-    assert (other.tensors(0), other.copy(0).tensors(0)) == ({}, {})
+    assert (other.tensors(0), other.fork(0, Holder).tensors(0)) == ({}, {})
     assert isinstance(kept, TokenRows | Summaries | RecentRows | OpenChunk)
     assert isinstance(other, TokenRows | Summaries | RecentRows | OpenChunk)
 
@@ -452,7 +453,7 @@ def test_a_state_goes_back_to_a_mark(data: st.DataObject) -> None:
         marks, stop, wrong = {name: state.mark(n) for name, state in kept.items()}, n, torch.randn(2, 60, 3)
         for _ in range(data.draw(st.integers(0, 3))):
             read(stop, stop := min(60, stop + data.draw(st.integers(1, 15))), wrong)
-        kept = {name: state.at(marks[name]) for name, state in kept.items()}
+        kept = {name: state.as_of(marks[name]) for name, state in kept.items()}
         has(n)
         back = data.draw(st.integers(0, n))
         for name, state in kept.items():
@@ -460,7 +461,7 @@ def test_a_state_goes_back_to_a_mark(data: st.DataObject) -> None:
             assert nearest == (n if back == n else nearest) <= back
             assert state.nearest(0, n) == 0
             if nearest and (name == "rows" or (name == "open" and nearest % size)):
-                found = state.at(state.mark(nearest)).tensors(nearest)["tensor"]
+                found = state.as_of(state.mark(nearest)).tensors(nearest)["tensor"]
                 whole = text[0, :nearest] if name == "rows" else text[:, nearest // size * size : nearest]
                 assert torch.equal(found if name == "rows" else found[:, : nearest % size], whole)
 
@@ -472,6 +473,6 @@ def test_recent_rows_that_are_made_again_are_named() -> None:
     recent.write(torch.zeros(2, 9, 3), 9)
     assert list(recent.missing(18)) == []
     assert recent.nearest(5, 18) == 5
-    back = recent.at(recent.mark(5))
+    back = recent.as_of(recent.mark(5))
     assert list(back.missing(5)) == [1, 2, 3, 4]
     assert RecentRows(4, 24).nearest(5, 18) == 0

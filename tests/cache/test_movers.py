@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from lce.attention import Attention
+from lce.cache.formats import Parts
 from lce.cache.kv import KVCache
 from lce.cache.layer import Whole
 from lce.cache.layout import AccessPattern, Budgets, CacheLayout
 from lce.cache.movers import Cuda, Mover, Pinned, Slabs, located, neighbours
-from lce.cache.packing import Parts
 from lce.cache.tiers import Nowhere, TierStack
 from lce.methods import Driver, Method, Rope, RopeConfig, make
 from tests.late import ORDERS, Late, LateDevice, no_gpu
@@ -150,7 +150,9 @@ def layout_for(method: Method, text: tuple[Tensor, ...], block: int) -> CacheLay
 def beside_a_gpu(layout: CacheLayout, folder: Path, below: int | None, spare: int) -> LateDevice:
     """`spare` pages of four tokens more than the least on the device, `below` pages in memory, the rest in a file."""
     budgets = Budgets(
-        layout.least_budget + spare * 4 * layout.row_bytes, None if below is None else below * layout.page_bytes, folder
+        layout.least_budget + spare * 4 * layout.format.row_bytes,
+        None if below is None else below * layout.page_bytes,
+        folder,
     )
     values = {field.name: getattr(layout, field.name) for field in fields(layout)}
     return LateDevice(**{**values, "budgets": budgets})
@@ -224,8 +226,8 @@ def test_a_method_finds_more_of_what_was_prefetched(
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not CUDA, reason="no CUDA device")
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
-def test_pages_leave_a_gpu_without_a_copy(monkeypatch: pytest.MonkeyPatch, kv_dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_pages_leave_a_gpu_without_a_copy(monkeypatch: pytest.MonkeyPatch, kv_dtype: str) -> None:
     """Copied to the host while the GPU was busy, they come back with their numbers; evictions copy nothing."""
     monkeypatch.setattr("lce.cache.layout.SLAB", 1 << 18)
     tiers, text = tiers_on_a_gpu(kv_dtype)
@@ -271,7 +273,7 @@ def test_a_gpu_does_not_use_memory_again_that_is_still_written() -> None:
     assert not any(bool(x.any()) for x in new)
 
 
-def tiers_on_a_gpu(kv_dtype: torch.dtype | None = None) -> tuple[TierStack, Tensor]:
+def tiers_on_a_gpu(kv_dtype: str = "auto") -> tuple[TierStack, Tensor]:
     """Tiers of four layers with 32 chunks of two heads each, of which the device holds few, added while it is busy.
 
     And the keys, which are the same in 8 bits, `[4, 2, 512, 64]`; values are their negatives.
@@ -326,4 +328,4 @@ def test_a_gpu_finds_every_page_again(tmp_path: Path, below: int | None) -> None
         index = torch.arange(0, 1024, 3, device="cuda")
         assert torch.equal(layer.tokens(index)[1], -text[layer.index][:, index])
     assert cache.traffic["device"].early > 0
-    assert torch.equal(cache.copy().layers[3].span(0, 1024)[0], text[3])
+    assert torch.equal(cache.fork().layers[3].span(0, 1024)[0], text[3])

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lce.cache import row_file
 from lce.cache.checks import Checks
+from lce.cache.formats import Plain
 from lce.cache.row_file import RowFile, SpillFile
 from lce.errors import CapacityError, DataError
 from tests.command import output, start
@@ -26,13 +27,18 @@ ROW = (2, 1, 4)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
+def format_of(dtype: torch.dtype = torch.float32) -> Plain:
+    """A format whose rows are of the shape `ROW`."""
+    return Plain(ROW[1], 1, ROW[2], dtype)
+
+
 def some(n: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(n, *ROW, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def spill(folder: Path, n: int = 0, dtype: torch.dtype = torch.float32) -> SpillFile:
     """A spill file with rows `some(n)`."""
-    file = SpillFile(folder, ROW, dtype)
+    file = SpillFile(folder, format_of(dtype))
     file.write(file.allocate(n), some(n, dtype=dtype))
     return file
 
@@ -54,7 +60,7 @@ def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 @settings(max_examples=60, deadline=None)
 def test_what_is_written_is_read_in_any_order(data: st.DataObject, dtype: torch.dtype) -> None:
     with TemporaryDirectory() as folder:
-        file, expected = SpillFile(Path(folder), ROW, dtype), torch.zeros(0, *ROW, dtype=dtype)
+        file, expected = SpillFile(Path(folder), format_of(dtype)), torch.zeros(0, *ROW, dtype=dtype)
         for seed in range(data.draw(st.integers(1, 8))):
             if data.draw(st.booleans()):  # more rows
                 new = some(data.draw(st.integers(0, 30)), seed, dtype)
@@ -124,7 +130,7 @@ def test_growth_is_seldom_and_reserving_makes_it_unnecessary(tmp_path: Path, mon
     calls: list[int] = []
     original = os.posix_fallocate
     monkeypatch.setattr(os, "posix_fallocate", lambda *a: (calls.append(a[2]), original(*a)))
-    file = SpillFile(tmp_path, ROW, torch.float32)
+    file = SpillFile(tmp_path, format_of())
     for _ in range(1000):
         file.allocate(1)
     assert 0 < len(calls) < 20
@@ -145,7 +151,7 @@ def test_files_are_apart(tmp_path: Path) -> None:
 
 
 def test_contexts_share_a_file_from_several_threads(tmp_path: Path) -> None:
-    file = SpillFile(tmp_path, ROW, torch.float32)
+    file = SpillFile(tmp_path, format_of())
 
     def work(seed: int) -> bool:
         mine = []
@@ -180,8 +186,9 @@ def test_closing_frees_the_space(tmp_path: Path) -> None:
 
 def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     code = (
-        "import sys, time, torch\nfrom pathlib import Path\nfrom lce.cache.row_file import SpillFile\n"
-        "file = SpillFile(Path(sys.argv[1]), (2, 1, 4), torch.float32)\n"
+        "import sys, time, torch\nfrom pathlib import Path\n"
+        "from lce.cache.formats import Plain\nfrom lce.cache.row_file import SpillFile\n"
+        "file = SpillFile(Path(sys.argv[1]), Plain(1, 1, 4, torch.float32))\n"
         "file.write(file.allocate(1000), torch.ones(1000, 2, 1, 4))\n"
         "print(int(file.read(torch.arange(1000)).sum()), flush=True)\ntime.sleep(60)\n"
     )
@@ -199,7 +206,7 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path, what: str, monkeypatch: py
     if what == "read-only":
         monkeypatch.setattr(row_file.tempfile, "TemporaryFile", failing(errno.EROFS))
     with pytest.raises(CapacityError, match=f"^cannot write {folder}: .*; free some space or name another place$"):
-        SpillFile(folder, ROW, torch.float32)
+        SpillFile(folder, format_of())
 
 
 # Faults: what the disk refuses is an error, and what was there before it stays.
@@ -290,8 +297,9 @@ def test_a_page_that_the_disk_does_not_read(tmp_path: Path, monkeypatch: pytest.
 def test_pages_are_read_in_a_process_that_was_forked(tmp_path: Path) -> None:
     """Its parent's threads are not there."""
     script = (
-        "import os, sys, time, numpy, torch\nfrom pathlib import Path\nfrom lce.cache.row_file import SpillFile\n"
-        "file = SpillFile(Path(sys.argv[1]), (2, 1, 4), torch.float32)\n"
+        "import os, sys, time, numpy, torch\nfrom pathlib import Path\n"
+        "from lce.cache.formats import Plain\nfrom lce.cache.row_file import SpillFile\n"
+        "file = SpillFile(Path(sys.argv[1]), Plain(1, 1, 4, torch.float32))\n"
         "file.write(file.allocate(100), torch.ones(100, 2, 1, 4))\n"
         "pages = numpy.arange(0, 100, 2)\n"
         "original = os.preadv\n"
@@ -305,7 +313,8 @@ def test_pages_are_read_in_a_process_that_was_forked(tmp_path: Path) -> None:
         "if child == 0: os._exit(0 if read() == 400 else 1)\n"
         "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
     )
-    assert start(script, tmp_path).wait() == 0
+    with start(script, tmp_path) as process:
+        assert process.wait() == 0
 
 
 @pytest.mark.parametrize("reserve", [False, True], ids=["allocate", "reserve"])
@@ -328,7 +337,7 @@ def test_where_there_is_no_space_to_spare_what_is_needed_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(row_file, "GROWTH", 64 << 20)
-    file, original = SpillFile(tmp_path, ROW, torch.float32), os.posix_fallocate
+    file, original = SpillFile(tmp_path, format_of()), os.posix_fallocate
 
     def small_disk(descriptor: int, offset: int, size: int) -> None:
         if offset + size > 100 * 32:
@@ -361,11 +370,11 @@ def checked(path: Path, n: int, *, writable: bool = False, dtype: torch.dtype = 
     """A file at `path` of rows `some(n)`, as it is opened again."""
     checks = Checks()
     path.write_bytes(bytes(BEFORE + some(n, dtype=dtype).nbytes))
-    made = RowFile(os.open(path, os.O_RDWR), "it", ROW, dtype, checks, start=BEFORE, n_rows=n)
+    made = RowFile(os.open(path, os.O_RDWR), "it", format_of(dtype), checks, start=BEFORE, n_rows=n)
     made.write(0, some(n, dtype=dtype))
     if writable:
         return made
-    return RowFile(os.open(path, os.O_RDONLY), "it", ROW, dtype, checks, start=BEFORE, n_rows=n, writable=False)
+    return RowFile(os.open(path, os.O_RDONLY), "it", format_of(dtype), checks, start=BEFORE, n_rows=n, writable=False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

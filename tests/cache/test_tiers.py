@@ -43,7 +43,7 @@ def layout_of(heads: int = 1, *, pinned: int = 0) -> CacheLayout:
 
 def tiers_of(
     tiers: str, *, heads: int = 1, limit: int = UNBOUNDED, below: int = UNBOUNDED, pinned: int = 0,
-    kv_dtype: torch.dtype | None = None,
+    kv_dtype: str = "auto",
 ) -> CacheLayout:  # fmt: skip
     """A layout with these tiers: `limit` pages in the first, `below` in the host's."""
     plain = replace(layout_of(heads, pinned=pinned), kv_dtype=kv_dtype)
@@ -52,13 +52,13 @@ def tiers_of(
         budget = plain.recent_tokens * plain.token_bytes + limit * plain.page_bytes
     if "memory" in tiers:
         return replace(plain, budgets=Budgets(host=budget))
-    host = None if below == UNBOUNDED else below * power_of_two(plain.stored_page_bytes)
+    host = None if below == UNBOUNDED else below * power_of_two(plain.format.page_bytes)
     late = LateDevice(N_LAYERS, N_HEADS, N_HEADS, DIM, torch.float32, CPU, plain.access, kv_dtype=kv_dtype)
     return replace(late, budgets=Budgets(budget, host if "host" in tiers else 0))
 
 
 def file_for(tiers: str, layout: CacheLayout, folder: Path) -> RowFile | None:
-    return SpillFile(folder, layout.row_shape, layout.row_dtype) if "file" in tiers else None
+    return SpillFile(folder, layout.format) if "file" in tiers else None
 
 
 def stack(layout: CacheLayout, file: RowFile | None) -> TierStack:
@@ -140,6 +140,7 @@ class Everything(Tier):
     """Has every page that is in `have`, and takes any; `None` has all."""
 
     name = "everything"
+    format = layout_of().plain
     have: set[tuple[int, int]] | None = None
     written: list[tuple[int, int]] = field(default_factory=list)
     n_bytes = 0
@@ -170,7 +171,7 @@ class Everything(Tier):
 
 
 def pool(limit: int, below: Tier | None = None, pinned: int = 0) -> Pool:
-    return Pool("host", layout_of(), Mover(), below or Everything(), limit, pinned)
+    return Pool("host", layout_of().plain, layout_of(), Mover(), below or Everything(), limit, pinned)
 
 
 def put(to: Pool, *pages: tuple[int, int]) -> Numbers:
@@ -348,7 +349,7 @@ def test_it_holds_what_was_used_last(limit: int, steps: list[list[tuple[int, int
 def test_a_spill_file_above_a_saved_one(tmp_path: Path) -> None:
     """What the lower one has is not written again; both count as one tier; a fork has pages of its own above it."""
     layout = layout_of()
-    lower, upper = (SpillFile(tmp_path, layout.row_shape, layout.dtype) for _ in range(2))
+    lower, upper = (SpillFile(tmp_path, layout.format) for _ in range(2))
     base = Disk(layout, lower, Nowhere())
     old, new = at((0, 0), (3, 0), (1, 2)), at((2, 0), (0, 1))
     base.write(old, content(old), -content(old))
@@ -500,10 +501,10 @@ class AnyOrder(RuleBasedStateMachine):
     @initialize(
         target=branches, tiers=st.sampled_from(TIERS), heads=st.sampled_from([1, N_HEADS]), spare=st.integers(1, 3),
         below=st.integers(1, 9), pinned=st.integers(0, 1), order=st.sampled_from(ORDERS),
-        kv_dtype=st.sampled_from([None, torch.int8]), slab=st.sampled_from([1, 512]),
+        kv_dtype=st.sampled_from(["auto", "int8"]), slab=st.sampled_from([1, 512]),
     )  # fmt: skip
     def start(
-        self, tiers: str, heads: int, spare: int, below: int, pinned: int, order: str, kv_dtype: torch.dtype | None,
+        self, tiers: str, heads: int, spare: int, below: int, pinned: int, order: str, kv_dtype: str,
         slab: int,
     ) -> Branch:  # fmt: skip
         self.patch = pytest.MonkeyPatch()
@@ -586,7 +587,7 @@ class AnyOrder(RuleBasedStateMachine):
             return branch
         self.attempt(branch.tiers.write_down)
         assert isinstance(branch.tiers.bottom, Disk)
-        self.files.append(SpillFile(Path(self.folder.name), self.layout.row_shape, self.layout.row_dtype))
+        self.files.append(SpillFile(Path(self.folder.name), self.layout.format))
         bottom = Disk(self.layout, self.files[-1], branch.tiers.bottom.fork())
         self.all.append(Branch(TierStack(self.layout, bottom), list(branch.k)))
         return self.all[-1]
@@ -617,7 +618,7 @@ class AnyOrder(RuleBasedStateMachine):
         if not self.refused:
             written = sum(x.bytes_written for x in self.files)
             assert sum(disk_of(branch.tiers).bytes_in for branch in self.all) == written
-            assert written <= self.n_added * self.layout.stored_page_bytes
+            assert written <= self.n_added * self.layout.format.page_bytes
 
     def teardown(self) -> None:
         if not hasattr(self, "all"):
@@ -835,7 +836,7 @@ def test_pinned_chunks_stay(tmp_path: Path) -> None:
 def test_single_tokens_come_without_their_chunk(tmp_path: Path) -> None:
     branch = branch_of(tmp_path, "memory, file", 9, limit=4)
     before = branch.held(0)
-    disk, row = disk_of(branch.tiers), branch.layout.row_bytes
+    disk, row = disk_of(branch.tiers), branch.layout.format.row_bytes
     out = disk.bytes_out
     branch.tokens(0, np.array([0, 4, 8, 12]))
     assert np.array_equal(branch.held(0), before)
@@ -905,8 +906,8 @@ def test_a_context_can_be_dropped_while_its_pages_are_fetched(tmp_path: Path) ->
     fork.everything()
 
 
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
-def test_pages_leave_a_device_without_a_copy(kv_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_pages_leave_a_device_without_a_copy(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each was copied to the host when it came; the host has each once."""
     branch = Branch(stack(tiers_of("device, host", limit=6, kv_dtype=kv_dtype), None))
     monkeypatch.setattr(Pool, "_hand_down", lambda *_: fail(AssertionError("a copy")))
@@ -1122,7 +1123,7 @@ FILES = ("tiers.py", "pool.py", "disk.py", "tier.py", "movers.py", "pages.py", "
 
 
 def check_interruptions(
-    tiers: str, every: int, folder: Path, patch: pytest.MonkeyPatch, *where: str, kv_dtype: torch.dtype | None = None
+    tiers: str, every: int, folder: Path, patch: pytest.MonkeyPatch, *where: str, kv_dtype: str = "auto"
 ) -> None:
     """Add pages, interrupted anywhere; add them again, with others: all are found, with their latest contents."""
     no_gpu(patch)
@@ -1158,9 +1159,9 @@ def check_interruptions(
                     assert torch.equal(x, torch.cat((old, new), dim=1)), place
 
 
-@pytest.mark.parametrize(("tiers", "kv_dtype"), [*((x, None) for x in TIERS[1:]), ("device, host, file", torch.int8)])
+@pytest.mark.parametrize(("tiers", "kv_dtype"), [*((x, "auto") for x in TIERS[1:]), ("device, host, file", "int8")])
 def test_an_interruption_anywhere_leaves_tiers_that_can_be_used(
-    tiers: str, kv_dtype: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiers: str, kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_interruptions(tiers, 61, tmp_path, monkeypatch, kv_dtype=kv_dtype)
 

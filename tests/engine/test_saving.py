@@ -23,8 +23,8 @@ from safetensors.torch import load_file, save_file
 
 import lce
 from lce.cache.context_file import Draft
-from lce.cache.manifest import FORMAT, KINDS, signed
 from lce.cache.file_tensors import tensor_entries
+from lce.cache.manifest import FORMAT, KINDS, signed
 from lce.cache.tiers import Disk
 from lce.engine.saving import describe, text_hash
 from lce.errors import CapacityError, DataError, UsageError

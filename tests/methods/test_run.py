@@ -230,7 +230,7 @@ def check_interruptions(name: str, start: int, every: int, folder: Path, *where:
     for place, nth in places(lambda: read(probe, spans[:2]), every, *(where or CACHE)):
         cache = base.copy()
         interrupted(lambda cache=cache: read(cache, spans[:2]), place, nth)
-        for each in (cache.copy(), cache):
+        for each in (cache.fork(), cache):
             assert each.length in (start, start + 10, start + 11), place
             for span, outs in read(each, [span for span in spans if span[0] >= each.length]).items():
                 assert all(torch.equal(a, b) for a, b in zip(outs, truth[span], strict=True)), place

@@ -1,0 +1,191 @@
+"""Forks: they share the memory of what was there, and nothing that one of them does is seen by another."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
+from torch import Tensor
+
+from lce.cache import shared
+from lce.cache.formats import FORMATS
+from lce.cache.kv import KVCache
+from lce.cache.layout import AccessPattern, CacheLayout
+from lce.cache.method_state import Staged, Summaries, TokenRows
+
+LAYOUT = CacheLayout(
+    2, 4, 2, 8, torch.float32, torch.device("cpu"), AccessPattern(4, local=5), block=64,
+    make_state=lambda layout: {
+        "rows": TokenRows(12), "summaries": Summaries(32, layout.chunk_size), "staged": Staged(lambda n, block: 4)
+    },
+)  # fmt: skip
+
+
+def read(cache: KVCache, ids: list[int]) -> None:
+    """Append tokens: what is kept of each depends on its id, its place and the layer."""
+    start = cache.length
+    cache.begin()
+    for layer in cache.layers:
+        x = (torch.tensor(ids)[None, :, None] * 7.0 + torch.arange(start, start + len(ids))[None, :, None]).expand(
+            2, -1, 8
+        )
+        x = x + layer.index + torch.arange(8) / 10
+        layer.write(x, -x)
+        layer.kept(TokenRows, "rows").write(x[0, :, :3], start)
+        done, now = start // 4, (start + len(ids)) // 4
+        if now > done:
+            layer.kept(Summaries, "summaries").write(layer.span(done * 4, now * 4)[0][:, ::4], done)
+        layer.kept(Staged, "staged").stage(x[0, -1:, 0])
+    cache.commit()
+
+
+def held(cache: KVCache) -> list[Tensor]:
+    """All that a cache has of its tokens but what passes replace, copied."""
+    found = []
+    for layer in cache.layers:
+        n = layer.length
+        states = (layer.kept(TokenRows, "rows"), layer.kept(Summaries, "summaries"))
+        found += [*layer.span(0, n), *(x.clone() for state in states for x in state.tensors(n).values())]
+    return [x.clone() for x in found]
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Contexts that are forked, read on, go back and are closed in any order, each beside one that was never forked."""
+
+    caches = Bundle("caches")
+
+    @initialize(target=caches, kv_dtype=st.sampled_from(sorted(FORMATS)), n=st.integers(0, 60))
+    def start(self, kv_dtype: str, n: int) -> list[KVCache]:
+        layout = replace(LAYOUT, kv_dtype=kv_dtype)
+        pair = [KVCache.empty(layout), KVCache.empty(layout)]
+        self.all = [pair]
+        if n:
+            self.read(pair, [5] * n)
+        return pair
+
+    @rule(pair=caches, ids=st.lists(st.integers(0, 99), min_size=1, max_size=40))
+    def read(self, pair: list[KVCache], ids: list[int]) -> None:
+        for cache in pair:
+            read(cache, ids)
+
+    @rule(pair=caches, share=st.floats(0, 1))
+    def go_back(self, pair: list[KVCache], share: float) -> None:
+        n = int(pair[0].length * share)
+        for cache in pair:
+            cache.truncate(cache.nearest(n))
+
+    @rule(pair=caches, ids=st.lists(st.integers(0, 99), min_size=1, max_size=9))
+    def interrupt(self, pair: list[KVCache], ids: list[int]) -> None:
+        """Read on, and go back to a mark."""
+        for cache in pair:
+            mark = cache.mark()
+            read(cache, ids)
+            cache.go_back(mark)
+
+    @rule(target=caches, pair=caches)
+    def fork(self, pair: list[KVCache]) -> list[KVCache]:
+        plain = pair[1]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shared, "_available", lambda: False)
+            made = [pair[0], plain.fork()]
+        made[0] = pair[0].fork()
+        self.all.append(made)
+        return made
+
+    @precondition(lambda self: len(self.all) > 1)
+    @rule(pair=consumes(caches))
+    def close(self, pair: list[KVCache]) -> None:
+        self.all = [each for each in self.all if each is not pair]
+        pair.clear()
+
+    @invariant()
+    def both_have_the_same(self) -> None:
+        for ours, plain in getattr(self, "all", []):
+            assert all(torch.equal(a, b) for a, b in zip(held(ours), held(plain), strict=True))
+            assert ours.own_bytes >= 0
+
+
+AnyOrder.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestAnyOrder = AnyOrder.TestCase
+
+
+def test_forks_add_what_they_append() -> None:
+    layout = CacheLayout(8, 4, 4, 64, torch.float32, torch.device("cpu"))
+    cache = KVCache.empty(layout)
+    for _ in range(16):
+        for layer in cache.layers:
+            x = torch.randn(4, 256, 64)
+            layer.write(x, x)
+        cache.commit()
+    whole = cache.length * layout.token_bytes
+    assert cache.own_bytes >= whole
+    first = cache.fork()
+    before = [layer.buffer.k.data_ptr() for layer in cache.layers]
+    forks = [first, *(cache.fork() for _ in range(9))]
+    assert [layer.buffer.k.data_ptr() for layer in cache.layers] == before, "the first fork moves it, no other one"
+    together = cache.own_bytes + sum(fork.own_bytes for fork in forks)
+    assert whole <= together + 11 <= whole * 1.01
+    for fork in forks:
+        for layer in fork.layers:
+            layer.write(x[:, :9], x[:, :9])
+        fork.commit()
+    pages = 10 * 8 * 2 * 4 * (9 * 64 * 4 + 4096)
+    assert sum(fork.own_bytes for fork in forks) + cache.own_bytes <= whole + 2 * pages
+    of_fork = forks.pop().own_bytes
+    assert 0 < of_fork < whole / 5
+    forks.clear()
+    del first, fork, layer
+    assert cache.own_bytes >= whole
+
+
+def test_a_context_that_was_forked_before_it_went_back_leaves_its_forks_as_they_are() -> None:
+    cache = KVCache.empty(LAYOUT)
+    read(cache, [1] * 30)
+    fork = cache.fork()
+    expected = held(fork)
+    read(cache, [2] * 5)  # to the file, behind what is shared
+    assert fork.layers[0].buffer.k[0, 30, 0] == cache.layers[0].buffer.k[0, 30, 0] != 0
+    cache.truncate(cache.nearest(10) or 0)
+    read(cache, [3] * 40)
+    assert all(torch.equal(a, b) for a, b in zip(held(fork), expected, strict=True))
+
+
+def test_a_process_that_is_forked_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child process writes where its parent does not see it, and the parent where the child does not."""
+    cache = KVCache.empty(LAYOUT)
+    read(cache, [1] * 30)
+    fork = cache.fork()
+    from_child, to_parent = os.pipe()
+    child = os.fork()
+    if not child:
+        read(cache, [9] * 8)
+        os.write(to_parent, b"%d" % int(cache.layers[0].buffer.k[0, 30, 0]))
+        os._exit(0)
+    os.waitpid(child, 0)
+    said = os.read(from_child, 9)
+    os.close(from_child)
+    os.close(to_parent)
+    read(cache, [2] * 8)
+    assert int(said) == 9 * 7 + 30
+    assert int(cache.layers[0].buffer.k[0, 30, 0]) == 2 * 7 + 30
+    assert fork.length == 30
+
+
+def test_where_memory_cannot_be_shared_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = KVCache.empty(LAYOUT)
+    read(cache, [1] * 30)
+
+    def refuse(*_: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    fork = cache.fork()
+    assert all(x.file is None for each in (cache, fork) for layer in each.layers for x in layer.row_buffers)
+    read(fork, [2] * 9)
+    assert (cache.length, fork.length) == (30, 39)
+    assert fork.own_bytes == fork.bytes_by_tier["device"]
