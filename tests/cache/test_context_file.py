@@ -167,7 +167,7 @@ def test_it_is_an_ordinary_safetensors_file(layout: CacheLayout, tmp_path: Path)
     for layer in range(3):
         kv = tensors.pop(f"layers.{layer}.kv")
         assert kv.shape == shape
-        if layout.packed:
+        if layout.format.rounds:
             pages = layout.format.from_rows(kv.unflatten(1, (-1, layout.format.page_rows)).flatten(0, 1), "")
             keys = layout.format.unpack(pages)[0].unflatten(0, (layout.n_groups, -1)).transpose(1, 2)
             assert torch.equal(keys.flatten(0, 1).flatten(1, 2), text(layout.old(N), layout)[layer])
@@ -228,7 +228,7 @@ def test_opening_reads_no_more_than_the_recent_tokens(tmp_path: Path) -> None:
     snapshot = opened(saved(cache_of(N), tmp_path / "c.lce"))
     assert snapshot.rows.bytes_read == 0
     cache = restored(LAYOUT, snapshot.rows, N, snapshot.small, own=False)
-    assert snapshot.rows.bytes_read == 3 * (N - 64) * LAYOUT.row_bytes
+    assert snapshot.rows.bytes_read == 3 * (N - 64) * LAYOUT.format.row_bytes
     assert [layer.buffer.first for layer in cache.layers] == [64, 64, 64]
 
 
@@ -246,10 +246,10 @@ def test_rows_are_written_from_a_token_on(tmp_path: Path) -> None:
     cache, file = cache_of(50), LAYOUT.file(N)
     draft = Draft.create(tmp_path / "draft", file)
     write_rows(cache, draft.rows)
-    assert draft.rows.bytes_written == 50 * 3 * LAYOUT.row_bytes
+    assert draft.rows.bytes_written == 50 * 3 * LAYOUT.format.row_bytes
     append(cache, N)
     write_rows(cache, draft.rows, 50)
-    assert draft.rows.bytes_written == N * 3 * LAYOUT.row_bytes
+    assert draft.rows.bytes_written == N * 3 * LAYOUT.format.row_bytes
     draft.finish(tmp_path / "c.lce", cache.tensors(), facts(LAYOUT, N))
     check(again(tmp_path / "c.lce"), N)
 
