@@ -1,8 +1,8 @@
 """The KV cache: one `KVCache` a context, one `LayerCache` a layer.
 
 A pass writes its block behind what is committed and then commits once. An interrupted pass commits nothing; the next
-pass overwrites what it wrote. Ctrl-C may come between any two bytecodes, so every change here is one assignment, or can
-be made again: `KVCache.settle` does what an interrupted pass left undone.
+pass overwrites what it wrote. Ctrl-C may come at any call, so a change is assignments without a call between them, or
+can be made again: `KVCache.settle` does what an interrupted pass left undone.
 """
 
 from __future__ import annotations

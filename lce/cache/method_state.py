@@ -8,13 +8,14 @@ write changes what is committed, and a `mark` of it, to go back to, is a referen
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from lce.cache.shared import SPARE, Holder, MemoryFile, RowBuffer
 from lce.profiling import count_compared, timed
 
 Held = tuple[Tensor | None, int]  # a tensor, None before the first write, and a number that says what it holds
@@ -60,11 +61,11 @@ class MethodState(ABC):
         return n_tokens if n_tokens == length else 0
 
     def mark(self, n_tokens: int) -> Held:
-        """What `at` needs to be the state of the first `n_tokens`, which `nearest` allows; no copy of rows."""
+        """What `as_of` needs to be the state of the first `n_tokens`, which `nearest` allows; no copy of rows."""
         return self._held if n_tokens else (None, 0)
 
-    def at(self, mark: Held) -> Self:
-        """The state when `mark` was taken, or for which it was. Shares rows with this one, which is not used again."""
+    def as_of(self, mark: Held) -> Self:
+        """Return the state of the tokens that `mark` was taken for. Replaces this state: the two share rows."""
         other = copy(self)
         other._go_back(mark)
         other.discard()
@@ -73,8 +74,17 @@ class MethodState(ABC):
     def _go_back(self, mark: Held) -> None:
         self._held = mark
 
-    def copy(self, n_tokens: int) -> Self:
-        """A state of its own with what this one has of the first `n_tokens`."""
+    @property
+    def row_buffers(self) -> Sequence[RowBuffer]:
+        """The buffers that forks can share."""
+        return ()
+
+    def shareable(self, n_tokens: int) -> list[tuple[RowBuffer, int, int]]:
+        """What a fork is to share of the first `n_tokens`, as `lce.cache.shared.share` takes it."""
+        return []
+
+    def fork(self, n_tokens: int, holder_of: Callable[[MemoryFile], Holder]) -> Self:
+        """Return a state of another context with what this one has of the first `n_tokens`, copied or shared."""
         other, (tensor, number) = copy(self), self.committed(n_tokens)
         other._held = (None if tensor is None else tensor.clone(), number)
         other.discard()
@@ -96,7 +106,8 @@ class MethodState(ABC):
 
 
 class GrowingRows(MethodState):
-    """Rows from index 0 on along `axis` of one buffer, which grows by half. The number is how many were written.
+    """Rows from index 0 on along `axis` of one buffer, which grows by half and which forks share. In a file, the number
+    is how many were written.
 
     A row stands for `tokens_per_row` tokens and takes `row_bytes`, as declared for plans made before anything is read.
     """
@@ -108,47 +119,77 @@ class GrowingRows(MethodState):
         super().__init__()
         self.row_bytes = row_bytes
         self.tokens_per_row = tokens_per_row
+        self._rows: RowBuffer | None = None  # None before the first write
+        self._n_rows = 0  # that were written
+
+    @property
+    def _buffer(self) -> Tensor:
+        assert self._rows is not None, "nothing was written yet"
+        return self._rows.tensor
 
     def write(self, rows: Tensor, start: int) -> None:
         """Put `rows` at index `start` and on. Time and bytes: O(rows), amortised."""
-        buffer, stop = self._held[0], start + rows.shape[self.axis]
-        assert start <= self._held[1], "rows before these were not written"
-        if buffer is None or stop > buffer.shape[self.axis]:
+        buffer, stop = self._rows, start + rows.shape[self.axis]
+        assert start <= self._n_rows, "rows before these were not written"
+        if buffer is None or stop > buffer.capacity:
             shape = list(rows.shape)
-            shape[self.axis] = self._capacity(stop, 0 if buffer is None else buffer.shape[self.axis])
+            shape[self.axis] = self._capacity(stop, 0 if buffer is None else buffer.capacity)
             grown = rows.new_empty(shape)
             if buffer is not None:
-                grown.narrow(self.axis, 0, start).copy_(buffer.narrow(self.axis, 0, start))
-            buffer = grown
-        buffer.narrow(self.axis, start, stop - start).copy_(rows)
-        self._held = (buffer, stop)
+                grown.narrow(self.axis, 0, start).copy_(buffer.tensor.narrow(self.axis, 0, start))
+            buffer = RowBuffer(grown, self.axis)
+        buffer.prepare(start, stop)
+        buffer.tensor.narrow(self.axis, start, stop - start).copy_(rows)
+        self._rows, self._n_rows = buffer, stop
 
     @timed("cache", count_compared)
     def span(self, start: int, stop: int) -> Tensor:
         """Rows `start..stop-1`, a view."""
-        buffer, n_rows = self._held
-        assert buffer is not None, "nothing was written yet"
-        assert stop <= n_rows, "rows that were not written"
-        return buffer.narrow(self.axis, start, stop - start)
+        assert stop <= self._n_rows, "rows that were not written"
+        return self._buffer.narrow(self.axis, start, stop - start)
 
     def allocated(self, n_rows: int) -> Tensor:
         """Rows `0..n_rows-1`, or as many as there is space for; those behind the written ones may hold anything."""
-        buffer = self._held[0]
-        assert buffer is not None, "nothing was written yet"
-        return buffer.narrow(self.axis, 0, min(n_rows, buffer.shape[self.axis]))
+        return self._buffer.narrow(self.axis, 0, min(n_rows, self._buffer.shape[self.axis]))
+
+    @property
+    def memory(self) -> Tensor | None:
+        return None if self._rows is None else self._rows.tensor
 
     def committed(self, n_tokens: int) -> Held:
-        buffer, n_rows = self._held[0], min(self._held[1], n_tokens // self.tokens_per_row)
-        return None if buffer is None else buffer.narrow(self.axis, 0, n_rows), n_rows
+        n_rows = min(self._n_rows, n_tokens // self.tokens_per_row)
+        return None if self._rows is None else self._buffer.narrow(self.axis, 0, n_rows), n_rows
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        self._rows = RowBuffer(tensors["tensor"], self.axis) if tensors else None
+        self._n_rows = int(tensors["number"]) if tensors else 0
 
     def nearest(self, n_tokens: int, length: int) -> int:
         return n_tokens
 
     def mark(self, n_tokens: int) -> Held:
-        return None, min(self._held[1], n_tokens // self.tokens_per_row)
+        return None, min(self._n_rows, n_tokens // self.tokens_per_row)
 
     def _go_back(self, mark: Held) -> None:
-        self._held = (self._held[0], mark[1])  # rows that were there then are still there
+        self._n_rows = mark[1]  # rows that were there then are still there
+
+    @property
+    def row_buffers(self) -> Sequence[RowBuffer]:
+        return () if self._rows is None else (self._rows,)
+
+    def shareable(self, n_tokens: int) -> list[tuple[RowBuffer, int, int]]:
+        n_rows = min(self._n_rows, n_tokens // self.tokens_per_row)
+        return [(rows, n_rows, 2 * n_rows + SPARE // self.tokens_per_row) for rows in self.row_buffers]
+
+    def fork(self, n_tokens: int, holder_of: Callable[[MemoryFile], Holder]) -> Self:
+        other = copy(self)
+        other._n_rows = min(self._n_rows, n_tokens // self.tokens_per_row)
+        other._rows = None if self._rows is None else self._rows.fork(other._n_rows, holder_of)
+        return other
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(rows.n_bytes for rows in self.row_buffers)
 
     def most_bytes(self, n_tokens: int, block: int) -> int:
         n_rows = n_tokens // self.tokens_per_row
@@ -368,6 +409,11 @@ class Staged(MethodState):
     def stage(self, value: Tensor) -> None:
         """Make `value` the committed tensor once this pass commits."""
         self._next = value
+
+    def fork(self, n_tokens: int, holder_of: Callable[[MemoryFile], Holder]) -> Self:
+        other = copy(self)  # with the same tensor, which is never written in place
+        other.discard()
+        return other
 
     def commit(self, n_tokens: int = 0) -> None:
         if self._next is not None:

@@ -167,15 +167,6 @@ def dtype_of(name: object, own: Callable[[], torch.dtype]) -> torch.dtype:
     return DTYPES[name]
 
 
-def kv_dtype_of(name: object) -> torch.dtype | None:
-    """Return the dtype that a user names for keys and values below the device; None for "auto", the model's own."""
-    if name is None or (isinstance(name, str) and name == "auto"):
-        return None
-    if name is not torch.int8 and not (isinstance(name, str) and name == "int8"):
-        raise UsageError(f"unknown kv_dtype {shown(name)}; expected auto or int8")
-    return torch.int8
-
-
 def scaled(rope: RopeConfig, kind: str | None, factor: object) -> RopeConfig:
     """Return the checkpoint's RoPE scaling, changed by the user's options."""
     if kind is not None and str(kind) not in ROPE_KINDS:

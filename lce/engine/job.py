@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from lce.cache.context_file import Draft, Snapshot, restored, write_rows
+from lce.cache.file_tensors import check_numbers, check_state, check_unrounded, read_tensors, tensor_entries, tensors_of
 from lce.cache.kv import KVCache
 from lce.cache.layout import CacheLayout, FileLayout
 from lce.cache.manifest import REMEDY, Manifest, contradiction, page_facts, read_header, signed
-from lce.cache.small import check_numbers, check_state, check_unrounded, read_small, small_entries, small_tensors
 from lce.engine.identity import Identity
 from lce.engine.saving import ContextData, check_texts, check_writable, data_of, part_of, state_of, text_hash
 from lce.errors import DataError, UsageError
@@ -125,7 +125,7 @@ class PrefillJob:
 
 def _state_bytes(tensors: Mapping[str, Tensor], manifest: str) -> bytes:
     """Return a checkpoint of a job: an ordinary safetensors file."""
-    header = json.dumps({"__metadata__": {"lce": manifest}, **small_entries(tensors)}).encode()
+    header = json.dumps({"__metadata__": {"lce": manifest}, **tensor_entries(tensors)}).encode()
     header += b" " * (-len(header) % 8)
     parts = (
         x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for _, x in sorted(tensors.items())
@@ -140,14 +140,14 @@ def _read_state(path: Path, layout: FileLayout, identity: Identity, remedy: str)
         header = read_header(descriptor, path)
         manifest = Manifest.of(header.manifest, path)
         identity.check(path, manifest.identity, remedy)
-        small = small_tensors(header, header.start, {}, path)
+        small = tensors_of(header, header.start, {}, path)
         state = dict(small)
         check_texts(path, identity.vocab_size, manifest, state, own=True)
         if manifest.pages != page_facts(layout.cache):
             raise contradiction(path)
         check_unrounded(layout.cache, manifest.read, state, path)
         check_state(layout.cache, manifest.read, state, path)
-        tensors = read_small(descriptor, path, small, manifest.raw)
+        tensors = read_tensors(descriptor, path, small, manifest.raw)
         check_numbers(layout.cache, manifest.read, tensors, path)
         return manifest, tensors
     except DataError as error:

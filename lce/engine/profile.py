@@ -37,6 +37,6 @@ def _profiled(engine: Engine) -> Iterator[Profile]:
         for device in devices:
             torch.cuda.synchronize(device)
 
-    n_kv_heads, chunk_size = engine.model.config.n_kv_heads, engine.method.reach.chunk_size
+    n_kv_heads, chunk_size = engine.model.config.n_kv_heads, engine.method.access.chunk_size
     with one_by_one(), profiling(n_kv_heads, chunk_size, wait) as profile:
         yield profile

@@ -291,7 +291,7 @@ def keep_recent(k: Tensor, cache: LayerCache, step: Step) -> None:
     """
     recent = cache.kept(RecentRows, RECENT)
     if step.at is not None:
-        recent.write_at(rotate(k, step.true_turn(k)), step.at)
+        recent.write_on_device(rotate(k, step.true_turn(k)), step.at)
         return
     if lost := recent.missing(step.start):
         old = cache.span(lost.start, lost.stop)[0]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lce.attention import Attended, Turn
 from lce.cache.layer import LayerCache
-from lce.cache.layout import CacheLayout, Reach
+from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import MethodState, RecentRows
 from lce.errors import UsageError
 from lce.methods.attending import PlacedPart, attend_parts, attend_spans, keep_recent, scaled
@@ -64,7 +64,7 @@ class Method:
     A method declares its parts in `parts_of`: which keys a query sees, and at which positions. All that is done with
     parts is written once, here and in the modules that this file imports. A method overrides `key_positions` if keys
     are not cached at their absolute positions, and `keep_queries` if it keeps more of a block than keys and values.
-    `reach` tells the cache what it needs to know, and `state` what else is kept. A method whose attention is made of
+    `access` tells the cache what it needs to know, and `state` what else is kept. A method whose attention is made of
     no parts overrides `attend` instead.
     """
 
@@ -109,14 +109,14 @@ class Method:
         return 512
 
     @property
-    def reach(self) -> Reach:
+    def access(self) -> AccessPattern:
         """What the cache must know: the chunk size, and which tokens every query sees."""
-        return Reach()
+        return AccessPattern()
 
     @property
     def choices(self) -> tuple[int, int]:
         """`(first, size)`: choice c, as `step.note` is given it, is the `size` tokens from `first + c·size` on."""
-        return 0, self.reach.chunk_size
+        return 0, self.access.chunk_size
 
     def limit(self, window: int, sliding_window: int | None = None) -> int | None:
         """Return the longest text that the resolved method can read; None: any, because no distance leaves the window.
@@ -283,8 +283,8 @@ class LocalMethod(Method):
         return self.n_local
 
     @property
-    def reach(self) -> Reach:
-        return Reach(sinks=self.sinks, local=self.n_recent)
+    def access(self) -> AccessPattern:
+        return AccessPattern(sinks=self.sinks, local=self.n_recent)
 
     def key_positions(self, indices: Tensor) -> Tensor | None:
         return None

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from lce.cache.layout import Reach
+from lce.cache.layout import AccessPattern
 from lce.errors import ModelError, UsageError, shown
 from lce.methods.base import Example, Method
 from lce.methods.parts import LayerFacts, Part
@@ -89,8 +89,8 @@ class DualChunk(Method):
         return self.chunk_size
 
     @property
-    def reach(self) -> Reach:
-        return Reach(self.size, local=2 * self.size)
+    def access(self) -> AccessPattern:
+        return AccessPattern(self.size, local=2 * self.size)
 
     def key_positions(self, indices: Tensor) -> Tensor | None:
         return indices % self.size

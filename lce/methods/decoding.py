@@ -135,7 +135,8 @@ def _decode_recent(q: Tensor, spans: Sequence[Span], cache: LayerCache, step: De
 
     These rows begin at some token; the values of the tokens from there on are in the buffer.
     """
-    (keys, before), values = cache.kept(RecentRows, RECENT).held_from, cache.whole[1]
+    recent, values = cache.kept(RecentRows, RECENT), cache.whole[1]
+    keys, before = recent.buffer, recent.first
     n = min(keys.shape[1], values.shape[1] - before)
 
     def make() -> Runs:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lce.cache.layout import Reach
+from lce.cache.layout import AccessPattern
 from lce.cache.method_state import MethodState
 from lce.errors import UsageError, shown
 from lce.methods.costs import Cost
@@ -139,9 +139,9 @@ def check_state(method: Any, hook: str, got: Any, layout: Any) -> None:
             )
 
 
-def check_reach(method: Any, hook: str, got: Any) -> None:
-    if not isinstance(got, Reach):
-        raise refuse(method, hook, got, "a Reach")
+def check_access(method: Any, hook: str, got: Any) -> None:
+    if not isinstance(got, AccessPattern):
+        raise refuse(method, hook, got, "a AccessPattern")
     for what, value, least in (("chunk_size", got.chunk_size, 1), ("sinks", got.sinks, 0), ("local", got.local, 0)):
         if not _is_count(value, least):
             raise UsageError(
@@ -165,7 +165,7 @@ METHOD_CHECKS: Mapping[str, Check] = {
     "keep": check_keep,
     "key_positions": check_key_positions,
     "state": check_state,
-    "reach": check_reach,
+    "access": check_access,
     "block": _must(lambda got: _is_count(got, 1), "a whole number of tokens, 1 or more"),
     "choices": _must(_is_choices, "the first token of choice 0 and the tokens of a choice, two whole numbers"),
     "choice_cost": _must(lambda got, _: isinstance(got, Cost), "a Cost, as block.tokens(n) gives one"),

@@ -29,7 +29,7 @@ from lce.attention import (
     scores_at_once,
 )
 from lce.cache.layer import LayerCache
-from lce.cache.layout import CacheLayout, Reach
+from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import MethodState, OpenChunk, Summaries
 from lce.errors import UsageError
 from lce.methods.attending import PlacedPart, slot_shift
@@ -80,8 +80,8 @@ class ChunkSelection(Method, ABC):
         return PLACEMENTS[self.placement]
 
     @property
-    def reach(self) -> Reach:
-        return Reach(self.size, sinks=self.size, local=self.size, per_head=True)
+    def access(self) -> AccessPattern:
+        return AccessPattern(self.size, sinks=self.size, local=self.size, per_head=True)
 
     @property
     def n_recent(self) -> int:
@@ -120,7 +120,7 @@ class ChunkSelection(Method, ABC):
         if (at := step.at) is not None:
             if self.uses_queries:
                 offset: Tensor = step.once("offset in chunk", lambda: at % size)
-                cache.kept(OpenChunk, OPEN_QUERIES).write_at(q, offset)
+                cache.kept(OpenChunk, OPEN_QUERIES).write_on_device(q, offset)
             return
         first, stop = step.start // size, step.stop // size
         if stop > first:
@@ -334,7 +334,7 @@ class ChunkSelection(Method, ABC):
 
     def _choose_on_device(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
         """Choose among as many chunks as the bound allows: those that are not complete yet are not taken."""
-        summary = cache.kept(Summaries, SUMMARIES).spacious(step.bound // self.size)
+        summary = cache.kept(Summaries, SUMMARIES).allocated(step.bound // self.size)
         scores = self.score(self.placed.scored(q, step, self.size), summary, step, cache.index)
         n_chunks = scores.shape[-1]
 
@@ -355,7 +355,7 @@ class ChunkSelection(Method, ABC):
         plain = self.plain_choice(len(q), step.n_kv_heads)
         if plain is None or not says_for(type(self), "plain_choice", "score", "select", "forced", "choose"):
             return None
-        summary = cache.kept(Summaries, SUMMARIES).spacious(step.bound // self.size)
+        summary = cache.kept(Summaries, SUMMARIES).allocated(step.bound // self.size)
         scored = self.placed.scored(q, step, self.size)
         return plain_runs(plain, scored[:, 0], summary, step.at, self.size, self.n_choices, own=own)
 

@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from lce.cache.layout import Reach
+from lce.cache.layout import AccessPattern
 from lce.methods.base import Example, Method
 from lce.methods.parts import LayerFacts, Part
 from lce.methods.registry import register
@@ -46,14 +46,14 @@ class Streaming(Method):
     @property
     def block(self) -> int:
         """A quarter of what a query attends, 512 to 1,024: larger products run faster."""
-        return max(512, min(1024, (self.reach.sinks + self.reach.local) // 4))
+        return max(512, min(1024, (self.access.sinks + self.access.local) // 4))
 
     @property
-    def reach(self) -> Reach:
+    def access(self) -> AccessPattern:
         assert self.local is not None, "resolved before use"
-        return Reach(sinks=self.sinks, local=self.local)
+        return AccessPattern(sinks=self.sinks, local=self.local)
 
     def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterator[Part]:
-        first, n_kept = i + 1 - self.reach.local, self.sinks + self.reach.local
+        first, n_kept = i + 1 - self.access.local, self.sinks + self.access.local
         yield Part(keys=(first, i + 1), query_at=i)
         yield Part(keys=(0, first.clamp(max=self.sinks)), query_at=i.clamp(max=n_kept - 1))

@@ -43,5 +43,5 @@ for _name in (
     "key_positions", "layer_kind", "limit", "paper_figures", "parts_of", "query_scale", "state",
 ):  # fmt: skip
     setattr(Wrapped, _name, _of_inner(_name))
-for _name in ("block", "choices", "counted", "declares", "label", "n_recent", "notes_choices", "reach", "unrotated"):
+for _name in ("block", "choices", "counted", "declares", "label", "n_recent", "notes_choices", "access", "unrotated"):
     setattr(Wrapped, _name, property(attrgetter(f"inner.{_name}")))

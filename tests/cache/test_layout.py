@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 LAYOUT = CacheLayout(3, 4, 2, 4, torch.float32, CPU, AccessPattern(8))
 GPU = replace(LAYOUT, device=torch.device("cuda"))
 CHUNK = LAYOUT.token_bytes * LAYOUT.chunk_size
-KV_DTYPES = pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+KV_DTYPES = pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 
 
 def with_host(layout: CacheLayout, host: int, folder: Path | None = None) -> CacheLayout:
@@ -71,24 +71,28 @@ def in_memory(cache: KVCache) -> int:
 def test_sizes_of_tokens_and_pages() -> None:
     layout = replace(LAYOUT, dtype=torch.bfloat16)
     assert (layout.key_bytes, layout.query_bytes, layout.token_bytes) == (2 * 4 * 2, 4 * 4 * 2, 2 * 3 * 2 * 4 * 2)
-    assert (layout.page_heads, layout.n_groups, layout.row_shape) == (2, 1, (2, 2, 4))
-    assert (layout.row_bytes, layout.page_bytes) == (2 * 2 * 4 * 2, 8 * 2 * 2 * 4 * 2)
+    assert (layout.page_heads, layout.n_groups, layout.format.row_shape) == (2, 1, (2, 2, 4))
+    assert (layout.format.row_bytes, layout.page_bytes) == (2 * 2 * 4 * 2, 8 * 2 * 2 * 4 * 2)
     apart = replace(layout, access=AccessPattern(8, per_head=True))
-    assert (apart.page_heads, apart.n_groups, apart.row_shape) == (1, 2, (2, 1, 4))
-    assert (apart.row_bytes, apart.page_bytes) == (2 * 4 * 2, 8 * 2 * 4 * 2)
+    assert (apart.page_heads, apart.n_groups, apart.format.row_shape) == (1, 2, (2, 1, 4))
+    assert (apart.format.row_bytes, apart.page_bytes) == (2 * 4 * 2, 8 * 2 * 4 * 2)
     assert [layout.whole_chunks(n) for n in (0, 1, 8, 9)] == [0, 8, 8, 16]
 
 
 def test_sizes_of_packed_pages() -> None:
     """By hand: 2 KV heads of 4 numbers. A row has 8 keys, 8 values and 2 scales; a page has 2 more."""
-    layout = replace(LAYOUT, kv_dtype=torch.int8)
-    assert (layout.row_bytes, layout.page_rows, layout.stored_page_bytes) == (8 + 8 + 2 * 4, 8 + 2, 24 * 10)
-    assert layout.page_bytes == LAYOUT.page_bytes == LAYOUT.stored_page_bytes
+    layout = replace(LAYOUT, kv_dtype="int8")
+    assert (layout.format.row_bytes, layout.format.page_rows, layout.format.page_bytes) == (
+        8 + 8 + 2 * 4,
+        8 + 2,
+        24 * 10,
+    )
+    assert layout.page_bytes == LAYOUT.page_bytes == LAYOUT.format.page_bytes
     assert layout.stored_bytes(16) == 2 * 3 * 240
     apart = replace(layout, access=AccessPattern(8, per_head=True))
-    assert (apart.row_bytes, apart.stored_page_bytes) == (4 + 4 + 4 + 4, 160), "rows are whole words of 8 bytes"
+    assert (apart.format.row_bytes, apart.format.page_bytes) == (4 + 4 + 4 + 4, 160), "rows are whole words of 8 bytes"
     large = replace(layout, n_kv_heads=8, head_dim=128, dtype=torch.bfloat16, access=AccessPattern(256))
-    assert 0.5 < large.stored_page_bytes / large.page_bytes < 0.53
+    assert 0.5 < large.format.page_bytes / large.page_bytes < 0.53
     assert [layout.old(n) for n in (0, 7, 8, 9, 24)] == [0, 0, 8, 8, 24]
     assert replace(layout, access=AccessPattern(8, local=5)).old(20) == 8
     assert layout.file(21).n_rows == 3 * 2 * 10, "the last 5 tokens are among what is small"
@@ -228,7 +232,7 @@ def test_a_folder_without_the_space_is_refused_and_nothing_is_begun(
 @pytest.mark.parametrize("chunks", [0, 3, 10])
 @pytest.mark.covering
 def test_the_space_that_was_reserved_is_enough(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunks: int, kv_dtype: torch.dtype | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunks: int, kv_dtype: str
 ) -> None:
     """Reading that has begun does not fail for lack of disk space, nor does its first copy."""
     layout = replace(LAYOUT, access=AccessPattern(8, 3, 9, per_head=True), block=10, kv_dtype=kv_dtype)
@@ -238,7 +242,7 @@ def test_the_space_that_was_reserved_is_enough(
     keys = text(300, layout)
     for start in range(0, 300, 10):
         read(cache, keys, start, start + 10)
-    copy = cache.copy()
+    copy = cache.fork()
     for layer, k in zip(copy.layers, keys, strict=True):
         assert torch.equal(layer.span(0, 300)[0], k)
 
@@ -277,14 +281,14 @@ def test_a_host_that_cannot_hold_what_a_gpu_does_not() -> None:
     assert disks_of(TierStack.empty(replace(layout, budgets=Budgets(20 * CHUNK)), 100_000, None)) == []
 
 
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("dim", [4, 80])
 def test_slabs_of_the_host_are_powers_of_two_within_the_budget(
-    monkeypatch: pytest.MonkeyPatch, dim: int, kv_dtype: torch.dtype | None
+    monkeypatch: pytest.MonkeyPatch, dim: int, kv_dtype: str
 ) -> None:
     """Half of what is left behind whole slabs is used at least; one page more would take more than the budget."""
     plain = replace(GPU, head_dim=dim, kv_dtype=kv_dtype)
-    page = plain.stored_page_bytes
+    page = plain.format.page_bytes
     for slab in (1, 16 * page, 100 * page):
         monkeypatch.setattr("lce.cache.layout.SLAB", power_of_two(slab))
         for budget in (0, 1, page - 1, page, 5 * page, 100 * page, 1000 * page + 7):
@@ -306,9 +310,7 @@ def test_slabs_of_the_host_are_powers_of_two_within_the_budget(
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("n", [7, 100, 231, 300])
 @pytest.mark.covering
-def test_what_is_needed_on_a_cpu_is_what_is_held(
-    tmp_path: Path, n: int, apart: bool, kv_dtype: torch.dtype | None
-) -> None:
+def test_what_is_needed_on_a_cpu_is_what_is_held(tmp_path: Path, n: int, apart: bool, kv_dtype: str) -> None:
     layout = replace(LAYOUT, access=AccessPattern(8, 3, 9, apart), block=10, kv_dtype=kv_dtype)
     budget = layout.least_budget + 3 * CHUNK + 5
     keys = text(n, layout)
@@ -333,7 +335,7 @@ def test_what_is_needed_on_a_cpu_is_what_is_held(
 @pytest.mark.covering
 def test_what_is_needed_beside_a_gpu_is_at_least_what_is_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int, host: int | None, folder: bool,
-    kv_dtype: torch.dtype | None,
+    kv_dtype: str,
 ) -> None:  # fmt: skip
     no_gpu(monkeypatch)
     layout = LateDevice(3, 4, 2, 4, torch.float32, CPU, AccessPattern(8, 3, 9), block=10, kv_dtype=kv_dtype)

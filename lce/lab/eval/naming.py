@@ -41,8 +41,8 @@ def described(engine: Engine) -> dict[str, str]:
     found = {"model": engine.fingerprint, "engine": repr(engine), "rope": repr(engine.rope)}
     if engine.weights is not None:
         found["weights"] = engine.weights
-    if engine.layout.kv_dtype is not None:
-        found["kv_dtype"] = str(engine.layout.kv_dtype).removeprefix("torch.")
+    if engine.layout.kv_dtype != "auto":
+        found["kv_dtype"] = engine.layout.kv_dtype
     return found
 
 
