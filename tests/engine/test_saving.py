@@ -491,6 +491,23 @@ class Interrupted(Exception):
     pass
 
 
+def stop_at(n_tokens: int) -> Callable[[int, int], None]:
+    """A progress that interrupts a prefill once it has read so many tokens, unless they are all."""
+
+    def progress(done: int, total: int) -> None:
+        if n_tokens <= done < total:
+            raise Interrupted
+
+    return progress
+
+
+def begun(engine: lce.Engine, path: Path, n_blocks: int, **options: Any) -> None:
+    """Begin to prefill 300 tokens into a file, and stop behind some blocks."""
+    progress = stop_at(n_blocks * BLOCK)
+    with pytest.raises(Interrupted):
+        engine.prefill_file(tokens(300), path, checkpoint_every=BLOCK, progress=progress, **options)
+
+
 @KV_DTYPES
 @pytest.mark.parametrize("budget", [None, SMALL])
 @pytest.mark.parametrize("name", SERVING)
@@ -506,8 +523,7 @@ def test_an_interrupted_prefill_goes_on(
         def progress(done: int, total: int, last: int = last) -> None:
             assert total == 1000
             read.append(done)
-            if done >= last * BLOCK and done < total:
-                raise Interrupted
+            stop_at(last * BLOCK)(done, total)
 
         try:
             engine.prefill_file(ids, tmp_path / "c.lce", checkpoint_every=2 * BLOCK, progress=progress)
@@ -520,21 +536,16 @@ def test_an_interrupted_prefill_goes_on(
 
 
 def test_without_checkpoints_nothing_is_left(engine: lce.Engine, tmp_path: Path) -> None:
-    def progress(done: int, total: int) -> None:
-        raise Interrupted
-
     with pytest.raises(Interrupted):
-        engine.prefill_file(tokens(300), tmp_path / "c.lce", progress=progress)
+        engine.prefill_file(tokens(300), tmp_path / "c.lce", progress=stop_at(1))
     assert os.listdir(tmp_path) == []
 
 
 def test_a_prefill_under_work_is_not_another(engine: lce.Engine, tiny_model: Path, tmp_path: Path) -> None:
-    def progress(done: int, total: int) -> None:
-        if done > 2 * BLOCK:
-            raise Interrupted
-
-    with pytest.raises(Interrupted):
-        engine.prefill_file(tokens(300), tmp_path / "c.lce", checkpoint_every=BLOCK, progress=progress)
+    begun(engine, tmp_path / "c.lce", 4)
+    info = describe(tmp_path / "c.lce")
+    assert (info.complete, info.tokens, info.cached) == (False, 300, 3 * BLOCK)
+    assert info.file_bytes == (tmp_path / "c.lce.part").stat().st_size
     with pytest.raises(DataError, match="another text"):
         engine.prefill_file(tokens(300, 1), tmp_path / "c.lce", checkpoint_every=BLOCK)
     with pytest.raises(DataError, match="another method"):
@@ -546,11 +557,6 @@ def test_a_prefill_under_work_is_not_another(engine: lce.Engine, tiny_model: Pat
     state.unlink()
     engine.prefill_file(tokens(300), tmp_path / "c.lce")
     assert os.listdir(tmp_path) == ["c.lce"]
-
-
-def test_checkpoint_every_is_a_number_of_tokens(engine: lce.Engine, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="checkpoint_every is 0"):
-        engine.prefill_file(tokens(9), tmp_path / "c.lce", checkpoint_every=0)
 
 
 # What a file says of itself
@@ -565,18 +571,6 @@ def test_a_file_is_described_without_an_engine(document: Path, engine: lce.Engin
     assert lce.methods.make(info.method, info.knobs) == engine.method
     with pytest.raises(DataError, match="cannot read"):
         describe(tmp_path / "nowhere")
-
-
-def test_a_prefill_under_work_is_described(engine: lce.Engine, tmp_path: Path) -> None:
-    def progress(done: int, total: int) -> None:
-        if done > 3 * BLOCK:
-            raise Interrupted
-
-    with pytest.raises(Interrupted):
-        engine.prefill_file(tokens(300), tmp_path / "c.lce", checkpoint_every=BLOCK, progress=progress)
-    info = describe(tmp_path / "c.lce")
-    assert (info.complete, info.tokens, info.cached) == (False, 300, 3 * BLOCK)
-    assert info.file_bytes == (tmp_path / "c.lce.part").stat().st_size
 
 
 # Forged files: whoever changes them makes the digest anew. Another answer can come of another text alone.
@@ -602,23 +596,8 @@ def forged(document: Path, path: Path, change: Callable[[dict[str, Any], dict[st
             file.write(x.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
 
-EVIL = [
-    None,
-    -1,
-    0,
-    3,
-    2**40,
-    10**17,
-    1.5,
-    1e300,
-    math.nan,
-    math.inf,
-    True,
-    "x" * 300,
-    "\0\x1b[2J\n",
-    [],
-    {"a": [[[]]]},
-]
+NUMBERS = [None, -1, 0, 3, 2**40, 10**17, 1.5, 1e300, math.nan, math.inf, True]
+EVIL = [*NUMBERS, "x" * 300, "\0\x1b[2J\n", [], {"a": [[[]]]}]
 
 
 def evil_manifests(manifest: dict[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -770,15 +749,11 @@ def test_a_context_goes_on_into_a_file(name: str, budget: str | None, tiny_model
     cut = 6 * BLOCK
     engine.prefill_file(ids, tmp_path / "truth", length=900)
     engine.prefill_file(ids[:cut], tmp_path / "old", length=900)
-
-    def progress(done: int, total: int) -> None:
-        assert total == 900
-        if done >= 11 * BLOCK:
-            raise Interrupted
-
     context = engine.open_context(tmp_path / "old")
     with pytest.raises(Interrupted):
-        engine.prefill_file(ids[cut:], tmp_path / "new", context=context, checkpoint_every=BLOCK, progress=progress)
+        engine.prefill_file(
+            ids[cut:], tmp_path / "new", context=context, checkpoint_every=BLOCK, progress=stop_at(11 * BLOCK)
+        )
     for target in ("new", "old"):
         context = engine.open_context(tmp_path / "old")
         stats = engine.prefill_file(ids[cut:], tmp_path / target, context=context, checkpoint_every=BLOCK)
@@ -812,13 +787,7 @@ def test_a_context_with_an_answer_goes_on_into_a_file(document: Path, engine: lc
 
 def test_a_prefill_that_was_begun_with_another_length_is_refused(engine: lce.Engine, tmp_path: Path) -> None:
     """Its keys may be rotated for that length."""
-
-    def progress(done: int, total: int) -> None:
-        if done > 2 * BLOCK:
-            raise Interrupted
-
-    with pytest.raises(Interrupted):
-        engine.prefill_file(tokens(300), tmp_path / "c", length=512, checkpoint_every=BLOCK, progress=progress)
+    begun(engine, tmp_path / "c", 3, length=512)
     with pytest.raises(DataError, match="was begun with a length of 512; give --length 512, or remove it"):
         engine.prefill_file(tokens(300), tmp_path / "c", checkpoint_every=BLOCK)
     engine.prefill_file(tokens(300), tmp_path / "c", length=512, checkpoint_every=BLOCK)

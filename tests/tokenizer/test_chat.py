@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import tokenizers
+from _pytest.mark import ParameterSet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
@@ -114,19 +115,19 @@ def test_llama2_by_hand() -> None:
     )
 
 
-def test_json_is_not_escaped_and_undefined_names_are_empty() -> None:
+def test_names_and_filters_of_transformers() -> None:
     assert rendered("{{ {'a': '<é&>', 'b': [1]} | tojson }}{{ nothing }}") == '{"a": "<é&>", "b": [1]}'
     assert rendered("{{ [1] | tojson(indent=2) }}") == "[\n  1\n]"
-
-
-def test_strftime_now() -> None:
     assert rendered("{{ strftime_now('%Y') }}").isdecimal()
 
 
-def test_a_template_refuses_messages() -> None:
-    with pytest.raises(DataError) as error:
-        rendered(LLAMA2, [("assistant", "first")])
-    assert "Roles must alternate" in one_line(error)
+def test_a_template_refuses_messages_in_one_line() -> None:
+    long = "{{ raise_exception('a\\n\x1b[2J' ~ 'b' * 9999) }}"
+    for template, words in ((LLAMA2, "Roles must alternate"), (long, "bbb")):
+        with pytest.raises(DataError) as error:
+            rendered(template, [("assistant", "first")])
+        assert words in one_line(error)
+        assert one_line(error).isprintable()
 
 
 @pytest.mark.parametrize(
@@ -153,39 +154,30 @@ def test_wrong_messages_are_refused(wrong: object) -> None:
 
 def test_the_messages_stay_as_they_are() -> None:
     given = messages(CONVERSATIONS[1])
-    with pytest.raises(ModelError):
-        render_chat("{{ messages.append(1) }}", given, bos_token="", eos_token="")
-    with pytest.raises(ModelError):
-        render_chat("{{ messages[0].update({'role': 'x'}) }}", given, bos_token="", eos_token="")
+    for template in ("{{ messages.append(1) }}", "{{ messages[0].update({'role': 'x'}) }}"):
+        with pytest.raises(ModelError):
+            render_chat(template, given, bos_token="", eos_token="")
     assert given == messages(CONVERSATIONS[1])
 
 
 BROKEN = [
     "{% if %}",
     "{{ 'a' ",
-    "{% for m in messages %}",
-    "{% nonsense %}",
     "{{ messages[0].nothing.more }}",
     "{{ messages | nonsense }}",
     "{{ nothing() }}",
-    "{{ 1 / 0 }}",
-    "{{ 'a' + 1 }}",
     "{% generation %}",
     "{% include 'other' %}",
-    "{% import 'os' as os %}",
     "{% extends '/etc/passwd' %}",
     "{{ messages | tojson(separators=3) }}",
     "{% for a in 3 %}{% endfor %}",
     "(" * 300 + "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
-    "x" * ((1 << 20) + 1),
 ]
 
 ESCAPES = [
     "{{ ''.__class__.__mro__[1].__subclasses__()[0].x }}",
-    "{{ ''['__class__']['__mro__']() }}",
     "{{ (''|attr('__class__'))() }}",
     "{{ raise_exception.__globals__['os'].system('true') }}",
-    "{{ strftime_now.__init__.__globals__.x }}",
     "{{ self.__init__.__globals__.x }}",
     "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
     "{{ '{0.__class__.__mro__}'.format('').x() }}",
@@ -194,27 +186,20 @@ ESCAPES = [
     "{% set ns = namespace() %}{% set ns.__init__ = 1 %}",
     "{{ namespace(__init__=1) }}",
     "{{ namespace({'__call__': 'a'.format}) }}",
-    "{{ messages | map('attr', '__class__') | list | tojson }}",
     "{{ messages | map(attribute='__class__') | list | tojson }}",
 ]
 
 BOMBS = [
     "{{ range(10 ** 9) | list }}",
     "{% for a in range(999999999) %}{% endfor %}",
-    "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
     "{% for a in range(100000) %}{% for b in range(100000) if false %}{% endfor %}{% endfor %}",
-    "{% for a in range(90000) recursive %}{{ loop(range(90000)) }}{% endfor %}",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "{{ 'a' * 10 ** 9 }}",
-    "{{ 10 ** 9 * 'a' }}",
     "{{ [0] * 10 ** 9 }}",
     "{{ 10 ** (10 ** 9) }}",
     "{% set ns = namespace(x=3) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
     "{% set ns = namespace(x='ab') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-    "{% set ns = namespace(x='ab') %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
     "{% set ns = namespace(x=[1]) %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
     "{{ 'a'.ljust(10 ** 9) }}",
-    "{{ 'a' | center(10 ** 9) }}",
     "{{ 'a' | indent(width=10 ** 9, first=true) }}",
     "{{ messages | tojson(indent=10 ** 9) }}",
     "{{ lipsum(10 ** 5) }}",
@@ -228,12 +213,9 @@ LOOP = "{% for i in range(99999) %}"
 MEMORY_BOMBS = [  # of one step: what Jinja and Python take before anything can look at it
     "{{ '%1000000000d' % 1 }}",
     "{{ '%*d' % (1000000000, 1) }}",
-    "{{ '%1000000000d' | format(1) }}",
     "{{ '%(a)1000000000d' | format(a=1) }}",
-    "{{ '{:>1000000000}'.format(1) }}",
     "{{ '{0[0]:>{0[1]}}'.format([1, 1000000000]) }}",
     "{{ '{x:>1000000000}'.format_map({'x': 1}) }}",
-    TEXT + "{{ t.replace('a', t) }}",
     TEXT + "{{ t | replace('a', t) }}",
     TEXT + "{{ t.join(t) }}",
     TEXT + "{{ t.translate({97: t}) }}",
@@ -268,44 +250,20 @@ TIME_BOMBS = [
 ]
 
 
-@pytest.mark.parametrize("template", BROKEN)
-def test_broken_templates(template: str) -> None:
-    with pytest.raises(ModelError) as error:
-        rendered(template)
-    assert "the chat template failed" in one_line(error)
+def slow(templates: list[str]) -> list[ParameterSet]:
+    return [pytest.param(template, marks=pytest.mark.slow) for template in templates]
 
 
-@pytest.mark.parametrize("template", ESCAPES)
-def test_the_sandbox_holds(template: str) -> None:
-    with pytest.raises(ModelError) as error:
-        rendered(template)
-    assert "the chat template failed" in one_line(error)
-
-
-def assert_it_ends(template: str) -> None:
+@pytest.mark.parametrize(
+    "template",
+    [*BROKEN, *ESCAPES, *BOMBS, *MEMORY_BOMBS[::3], TIME_BOMBS[0], *slow(MEMORY_BOMBS), *slow(TIME_BOMBS[1:])],
+)
+def test_a_hostile_template_ends_in_an_error(template: str) -> None:
     started = time.monotonic()
     with pytest.raises(ModelError) as error:
         rendered(template)
     assert "the chat template failed" in one_line(error)
     assert time.monotonic() - started < 7
-
-
-@pytest.mark.parametrize("template", [*BOMBS, *MEMORY_BOMBS[::3]])
-def test_bombs_end_in_an_error(template: str) -> None:
-    assert_it_ends(template)
-
-
-@pytest.mark.parametrize(
-    "template", [TIME_BOMBS[0], *(pytest.param(bomb, marks=pytest.mark.slow) for bomb in TIME_BOMBS[1:])]
-)
-def test_slow_bombs_end_in_an_error(template: str) -> None:
-    assert_it_ends(template)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("template", MEMORY_BOMBS)
-def test_large_bombs_end_in_an_error(template: str) -> None:
-    assert_it_ends(template)
 
 
 SUBJECTS = [
@@ -334,7 +292,7 @@ METHODS = sorted({name for kind in (str, list, dict, int) for name in dir(kind) 
 USES = [f" | {name}({{}})" for name in FILTERS] + [f".{name}({{}})" for name in METHODS]
 
 
-def any_use(data: st.DataObject) -> None:
+def use_any(data: st.DataObject) -> None:
     """Two filters or methods of Jinja, on something large, with large arguments: a text or an error, and soon."""
     expression = f"({data.draw(st.sampled_from(SUBJECTS))})"
     for use in data.draw(st.lists(st.sampled_from(USES), min_size=1, max_size=2)):
@@ -346,17 +304,9 @@ def any_use(data: st.DataObject) -> None:
     assert time.monotonic() - started < 7
 
 
-@settings(max_examples=8, deadline=None)
-@given(data=st.data())
-def test_any_filter_or_method_ends(data: st.DataObject) -> None:
-    any_use(data)
-
-
-@pytest.mark.slow
-@settings(max_examples=1000, deadline=None)
-@given(data=st.data())
-def test_many_filters_and_methods_end(data: st.DataObject) -> None:
-    any_use(data)
+@pytest.mark.parametrize("n", [8, pytest.param(1000, marks=pytest.mark.slow)])
+def test_any_filter_or_method_ends(n: int) -> None:
+    settings(max_examples=n, deadline=None)(given(data=st.data())(use_any))()
 
 
 def test_every_filter_of_jinja_is_tried() -> None:
@@ -444,6 +394,9 @@ def test_whatever_the_process_does(
     with pytest.raises(ModelError) as error:
         rendered("{{ messages[0].content }}")
     assert words in one_line(error)
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    with pytest.raises(ModelError, match="cannot start"):
+        rendered("{{ messages[0].content }}")
 
 
 def test_a_process_that_gets_no_processor_is_no_fault_of_the_template(
@@ -456,18 +409,6 @@ def test_a_process_that_gets_no_processor_is_no_fault_of_the_template(
     monkeypatch.setattr(chat, "MOST_WAITED", 0.2)
     with pytest.raises(LceError, match="the machine is too busy; try again"):
         rendered("{{ messages[0].content }}")
-
-
-def test_a_frozen_program_does_not_start_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "frozen", True, raising=False)
-    with pytest.raises(ModelError, match="cannot start"):
-        rendered("{{ messages[0].content }}")
-
-
-def test_what_a_template_says_is_shown_on_one_line() -> None:
-    with pytest.raises(DataError) as error:
-        rendered("{{ raise_exception('a\\n\x1b[2J' ~ 'b' * 9999) }}")
-    assert one_line(error).isprintable()
 
 
 def test_long_messages_are_within_the_bounds() -> None:
