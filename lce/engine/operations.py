@@ -30,7 +30,7 @@ LONGEST = 1 << 24  # tokens; a text so long takes a minute or more to count with
 
 
 @dataclass(frozen=True)
-class Work:
+class OperationCount:
     """The work of some blocks of tokens in all layers: multiply-adds, and bytes that are read. None: not counted.
 
     `projections`, `mlp` and `head` are products with weights; the head is asked for each block's last token alone.
@@ -76,9 +76,9 @@ class Work:
         counted = total(self.attention, self.selection)
         return None if counted is None else counted / self.causal
 
-    def __add__(self, other: Work) -> Work:
+    def __add__(self, other: OperationCount) -> OperationCount:
         sums: dict[str, Any] = {name: total(n, getattr(other, name)) for name, n in vars(self).items()}
-        return Work(**sums)
+        return OperationCount(**sums)
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class Operations:
     method: str
     dtype: str
     block: int
-    prefill: Work
-    decode: Work
+    prefill: OperationCount
+    decode: OperationCount
     paper_figures: Sequence[PaperFigure] = ()
 
 
@@ -125,8 +125,8 @@ def operations(
         made.method.label,
         str(made.layout.dtype).removeprefix("torch."),
         each,
-        _work(made, blocks),
-        _work(made, ((index, index + 1) for index in range(max(0, n_tokens - steps), n_tokens))),
+        _count(made, blocks),
+        _count(made, ((index, index + 1) for index in range(max(0, n_tokens - steps), n_tokens))),
         tuple(made.method.paper_figures(sizes)),
     )
 
@@ -157,21 +157,21 @@ class _Weights:
         return cls(**counts, n_bytes=sum(made.weight_bytes.values()) - embed_bytes, row_bytes=embed_bytes // rows)
 
 
-def _work(made: Planned, blocks: Iterable[tuple[int, int]]) -> Work:
+def _count(made: Planned, blocks: Iterable[tuple[int, int]]) -> OperationCount:
     """Return the work of blocks `start..stop-1`."""
     weights = _Weights.of(made)
     works = [_of_block(made, weights, start, stop) for start, stop in blocks]
     return functools.reduce(operator.add, works)
 
 
-def _of_block(made: Planned, weights: _Weights, start: int, stop: int) -> Work:
+def _of_block(made: Planned, weights: _Weights, start: int, stop: int) -> OperationCount:
     config, n = made.config, stop - start
     first = QueryBlock(start, stop, config.n_heads, config.n_kv_heads, config.head_dim, config.n_layers)
     layers = (replace(first, layer=i, sliding_window=config.sliding_window) for i in range(config.n_layers))
     counted = made.method.counted
     cost = functools.reduce(operator.add, ((counted and made.method.cost(layer)) or UNCOUNTED for layer in layers))
     size = made.layout.dtype.itemsize
-    return Work(
+    return OperationCount(
         tokens=n,
         projections=n * weights.projections,
         mlp=n * weights.mlp,

@@ -9,10 +9,10 @@ from lce.sizes import size_text
 from lce.terminal.tables import aligned
 
 if TYPE_CHECKING:
-    from lce.engine.operations import Operations, Work
+    from lce.engine.operations import OperationCount, Operations
     from lce.methods.costs import PaperFigure
 
-COUNTED = {  # a field of `Work` to what the table calls it
+COUNTED = {  # a field of `OperationCount` to what the table calls it
     "projections": "projections around attention",
     "mlp": "MLP",
     "head": "head",
@@ -28,7 +28,7 @@ PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 def operations_object(counted: Operations) -> dict[str, Any]:
     """Counted operations, with their sums; null where a method does not say what it costs."""
 
-    def work_object(work: Work) -> dict[str, Any]:
+    def work_object(work: OperationCount) -> dict[str, Any]:
         sums = {name: getattr(work, name) for name in ("selection", "operations", "flops", "bytes_read", "share")}
         return {**dataclasses.asdict(work), **sums}
 
@@ -66,7 +66,7 @@ def _paper_line(figure: PaperFigure) -> str:
     return f"In the paper{f', {figure.where}' if figure.where else ''}: {figure.text}: {value}"
 
 
-def _a_token(work: Work, name: str) -> float | None:
+def _a_token(work: OperationCount, name: str) -> float | None:
     n = getattr(work, name)
     return None if n is None else n / work.tokens
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from lce.errors import ModelError, shown
 from lce.files import named, read_file, read_object
@@ -33,24 +33,23 @@ class TokenizerConfig:
     added: dict[str, int]  # token strings and ids that override the vocabulary's
     chat_template: str | None
 
-
-def read_config(folder: Path) -> TokenizerConfig:
-    """Return the configuration of a checkpoint folder's tokenizer, without its vocabulary."""
-    config = read_object(folder / "special_tokens_map.json")
-    own = read_object(folder / "tokenizer_config.json")
-    config |= {key: value for key, value in own.items() if value is not None}
-    added, special_names = _added_tokens(config, read_object(folder / "added_tokens.json"))
-    special_names += _special_names(config)
-    return TokenizerConfig(
-        bos_token=_content(config.get("bos_token"), "bos_token"),
-        eos_token=_content(config.get("eos_token"), "eos_token"),
-        add_bos=_flag(config, "add_bos_token"),
-        add_eos=_flag(config, "add_eos_token"),
-        space_before_all=_flag(config, "legacy") is not False,
-        special_names=tuple(dict.fromkeys(special_names)),
-        added=added,
-        chat_template=_chat_template(folder, config),
-    )
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read the files of a checkpoint folder's tokenizer, without its vocabulary."""
+        config = read_object(folder / "special_tokens_map.json")
+        own = read_object(folder / "tokenizer_config.json")
+        config |= {key: value for key, value in own.items() if value is not None}
+        added, special_names = _added_tokens(config, read_object(folder / "added_tokens.json"))
+        return cls(
+            bos_token=_content(config.get("bos_token"), "bos_token"),
+            eos_token=_content(config.get("eos_token"), "eos_token"),
+            add_bos=_flag(config, "add_bos_token"),
+            add_eos=_flag(config, "add_eos_token"),
+            space_before_all=_flag(config, "legacy") is not False,
+            special_names=tuple(dict.fromkeys([*special_names, *_special_names(config)])),
+            added=added,
+            chat_template=_chat_template(folder, config),
+        )
 
 
 def _content(value: object, key: str) -> str | None:

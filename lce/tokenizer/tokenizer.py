@@ -21,7 +21,7 @@ from pathlib import Path
 from lce.errors import DataError, ModelError, UsageError, shown
 from lce.files import named, read_file
 from lce.tokenizer.chat import ChatText, render_chat
-from lce.tokenizer.files import TokenizerConfig, read_config
+from lce.tokenizer.files import TokenizerConfig
 from lce.tokenizer.spelling import Spelling
 from lce.tokenizer.vocabulary import JsonVocabulary, SentencePieceVocabulary, Vocabulary
 
@@ -106,7 +106,7 @@ class Tokenizer:
         tokenizer of `vocab_size` tokens, or inconsistent with each other.
         """
         folder = Path(folder)
-        config = read_config(folder)
+        config = TokenizerConfig.read(folder)
         most = LARGEST_FILE if vocab_size is None else min(LARGEST_FILE, (4 << 20) + BYTES_A_TOKEN * vocab_size)
         vocabulary: Vocabulary
         if (raw := read_file(path := folder / "tokenizer.json", most)) is not None:
