@@ -73,7 +73,7 @@ class Recall:
 
 
 @dataclass(frozen=True)
-class Recorder(Full):
+class CollectingFull(Full):
     """Full attention that passes each layer's unrotated keys ("k.0") and queries at `far` ("q.0") to `sink`."""
 
     far: int | None = None
@@ -112,8 +112,8 @@ def calibrate(
     if not out.parent.is_dir():
         raise DataError(f"cannot write {named(out)}: expected a file in a folder that exists")
     seen: dict[str, list[Tensor]] = defaultdict(list)
-    recorder = Recorder(far=options.far, sink=lambda name, x: seen[name].append(concat_heads(x).cpu()))
-    engine = load(model, recorder, **loading)
+    method = CollectingFull(far=options.far, sink=lambda name, x: seen[name].append(concat_heads(x).cpu()))
+    engine = load(model, method, **loading)
     if engine.rope.kind == "dynamic":
         raise UsageError(
             "under dynamic RoPE scaling queries rotate by the length of each text, and maps are learned for one "
@@ -139,7 +139,7 @@ class Calibrator:
         self, engine: Engine, seen: dict[str, list[Tensor]], pieces: Sequence[Sequence[int]], out: Path,
         options: Calibration, progress: StageProgress, note: Callable[[str], None],
     ) -> None:  # fmt: skip
-        assert isinstance(engine.method, Recorder)
+        assert isinstance(engine.method, CollectingFull)
         assert engine.method.far is not None, "resolved"
         self.engine, self.seen, self.pieces, self.out = engine, seen, pieces, out
         self.options, self.progress = options, progress

@@ -17,7 +17,6 @@ from lce.errors import CapacityError, DataError, UsageError
 from lce.methods import ESA
 from lce.methods.lowdim import LearnedFor, LowDimMap
 from tests.calibrate.texts import SMALL, TEXT
-from tests.checkpoints import save_tiny
 from tests.command import assert_error, run
 
 KNOBS = {"sinks": 2, "local": 8, "top_k": 6}
@@ -115,15 +114,6 @@ def test_maps_that_diverge_are_not_written(tiny_model: Path, tmp_path: Path) -> 
     assert not out.exists()
 
 
-def test_maps_of_another_model_are_refused(tiny_model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "maps.safetensors"
-    calibrate(tiny_model, TEXT, out, SMALL)
-    (tmp_path / "other").mkdir()
-    other = save_tiny(tmp_path / "other", seed=5)
-    with pytest.raises(DataError, match="another model's weights"):
-        lce.load(other, method=ESA(maps=str(out), low_dim=8, **KNOBS))
-
-
 def test_the_command(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     common = ("--model", tiny_model, "--text", tmp_path / "text.txt", "--out", tmp_path / "maps.safetensors")
@@ -151,10 +141,10 @@ def test_the_command(tiny_model: Path, tmp_path: Path) -> None:
 def test_a_model_of_broken_numbers_is_refused(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: learn.Recorder, k: torch.Tensor, *rest: Any) -> None:
+    def broken(self: learn.CollectingFull, k: torch.Tensor, *rest: Any) -> None:
         self.sink(f"k.{rest[1].index}", torch.full_like(k, torch.nan))
-        super(learn.Recorder, self).keep(k, *rest)
+        super(learn.CollectingFull, self).keep(k, *rest)
 
-    monkeypatch.setattr(learn.Recorder, "keep", broken)
+    monkeypatch.setattr(learn.CollectingFull, "keep", broken)
     with pytest.raises(DataError, match="keys of layer 0 are not finite; check the model's weights"):
         calibrate(tiny_model, TEXT, tmp_path / "maps.safetensors", SMALL)

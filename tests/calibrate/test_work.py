@@ -34,31 +34,14 @@ def test_a_calibration_goes_on_after_every_write(
             break
         except KeyboardInterrupt:
             assert not out.exists()
+        if calls == 3:
+            with pytest.raises(UsageError, match=r"begun with other options, text or model \(low_dim\); finish"):
+                calibrate(tiny_model, TEXT, out, Calibration(low_dim=9, tokens=512, epochs=1, batch=64))
+            with pytest.raises(UsageError, match=r"\(far, window, rope, text\)"):
+                calibrate(tiny_model, TEXT, out, TINY, window=48, rope="linear", rope_factor=2)
     assert calls == 1 + 8 * 2 + 2 + 1  # the plan, pieces, layers, and the call that ends
     assert bytes_of(out) == whole
     assert sorted(tmp_path.iterdir()) == [out, tmp_path / "whole.safetensors"]
-
-
-@pytest.mark.parametrize("at", [1, 5, 8, 9, 10])
-def test_an_interrupted_calibration_goes_on(tiny_model: Path, tmp_path: Path, whole: dict[str, bytes], at: int) -> None:
-    out, steps = tmp_path / "cut.safetensors", 0
-
-    def interrupt(what: str, done: int, total: int) -> None:
-        nonlocal steps
-        steps += 1
-        if steps == at:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        calibrate(tiny_model, TEXT, out, TINY, progress=interrupt)
-    assert not out.exists()
-    with pytest.raises(UsageError, match=r"begun with other options, text or model \(low_dim\); finish"):
-        calibrate(tiny_model, TEXT, out, Calibration(low_dim=9, tokens=512, epochs=1, batch=64))
-    with pytest.raises(UsageError, match=r"\(far, window, rope, text\)"):
-        calibrate(tiny_model, TEXT, out, TINY, window=48, rope="linear", rope_factor=2)
-    calibrate(tiny_model, TEXT, out, TINY)
-    assert bytes_of(out) == whole
-    assert not out.with_name(out.name + ".work").exists()
 
 
 KINDS = ["plan.json", "piece-00003-001.safetensors", "layer-000.safetensors"]
@@ -71,9 +54,8 @@ def test_a_damaged_work_file_changes_no_map(
     out, kept = tmp_path / "maps.safetensors", tmp_path / "kept"
     shutil.copytree(begun, kept)
     good = (begun / kind).read_bytes()
-    at = [*range(0, 200, 41), *range(200, len(good), max(97, len(good) // 6))]
-    damages = [bytes([*good[:i], good[i] ^ 1 << i % 8, *good[i + 1 :]]) for i in at if i < len(good)]
-    for damage in (*damages, b"", good[:-3], good + b"\0", b"{", b'{"plan": 3}', b"[" * 60_000, b"9" * 5000):
+    flipped = [bytes([*good[:i], good[i] ^ 1 << i % 8, *good[i + 1 :]]) for i in (0, 41, 123, len(good) - 1)]
+    for damage in (*flipped, b"", good[:-3], good + b"\0", b'{"plan": 3}', b"[" * 60_000):
         shutil.rmtree(begun, ignore_errors=True)
         shutil.copytree(kept, begun)
         (begun / kind).write_bytes(damage)
@@ -100,12 +82,6 @@ def test_a_work_file_of_another_place_or_plan_changes_no_map(
     assert [note.split(": ")[1] for note in notes] == [
         "it belongs to another calibration or place; it is computed again"
     ] * 2
-
-
-def test_a_note_is_a_warning_by_default(tiny_model: Path, begun: Path, tmp_path: Path) -> None:
-    (begun / KINDS[1]).write_bytes(b"")
-    with pytest.warns(UserWarning, match="it is computed again"):
-        calibrate(tiny_model, TEXT, tmp_path / "maps.safetensors", TINY)
 
 
 def fifo(path: Path) -> None:
@@ -147,10 +123,3 @@ def test_what_is_no_work_folder_is_refused(tiny_model: Path, tmp_path: Path) -> 
             calibrate(tiny_model, TEXT, out, TINY)
         out.rmdir() if out.is_dir() else out.unlink()
     assert list(tmp_path.iterdir()) == [tmp_path / "elsewhere"]
-
-
-def test_files_of_others_in_the_work_folder_stay(tiny_model: Path, begun: Path, tmp_path: Path) -> None:
-    (begun / "notes.txt").write_text("mine")
-    (begun / ".piece-00001-000.safetensors.123-abcd.tmp").touch()
-    calibrate(tiny_model, TEXT, tmp_path / "maps.safetensors", TINY)
-    assert [path.name for path in begun.iterdir()] == ["notes.txt"]

@@ -50,13 +50,6 @@ def test_a_line_is_a_turn_and_answers_alone_go_to_stdout(chatty: Path, engine: l
     assert whole - before == conversation.tokens_read
 
 
-def test_quiet_and_json(chatty: Path) -> None:
-    quiet = run("chat", "--model", chatty, "--max-tokens", "2", "--quiet", stdin="Hi\n/help\n")
-    assert (quiet.exit_code, quiet.stderr) == (0, "")
-    result = run("chat", "--model", chatty, "--max-tokens", "2", "--json", stdin="Hi\nWhy?\n")
-    assert [len(json.loads(line)["token_ids"]) for line in result.stdout.splitlines()] == [2, 2]
-
-
 def test_the_commands(chatty: Path, engine: lce.Engine, tmp_path: Path) -> None:
     document, saved = tmp_path / "a document.txt", tmp_path / "chat.lce"
     document.write_text("The llama is larger.\n")
@@ -113,15 +106,6 @@ def test_a_model_without_a_template(tiny_model: Path) -> None:
     for args in (["chat"], ["generate", "--chat", "--prompt", "Hi"], ["generate", "--prompt", "Hi", "--system", "Be"]):
         result = run(*args, "--model", tiny_model, stdin="Hi\n")
         assert_error(result, 3, "has no chat template: it continues text; use generate")
-
-
-def test_a_system_message_and_a_context(chatty: Path, engine: lce.Engine, tmp_path: Path) -> None:
-    engine.prefill("A document.").save(tmp_path / "document.lce")
-    args = ("--model", chatty, "--context", tmp_path / "document.lce", "--max-tokens", "3")
-    assert_error(run("chat", *args, "--system", "Be brief.", stdin="Hi\n"), 2, "a system message begins")
-    result = run("chat", *args, stdin="Hi\n")
-    expected = engine.chat("Hi", context=engine.prefill("A document."), max_tokens=3)
-    assert (result.exit_code, result.stdout) == (0, expected.text + "\n")
 
 
 def test_generate_chats(chatty: Path, engine: lce.Engine, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -77,25 +76,6 @@ def test_what_is_given_contradicts_the_file_or_agrees(tiny_model: Path, tmp_path
     assert_error(run(*ask, "-o", "sinks=3"), 2, "has no option 'sinks'")
 
 
-def test_what_the_file_says_fills_what_is_open() -> None:
-    info = describe_of(window=9, rope="linear", rope_factor=2.0, dtype="float32")
-    open_ = {"window": None, "rope": None, "rope_factor": None, "dtype": "auto", "block": 7}
-    assert continued(info, open_) == {
-        "window": 9, "rope": "linear", "rope_factor": 2.0, "dtype": "float32", "block": 7
-    }  # fmt: skip
-    assert continued(info, {**open_, "rope": "none"})["rope_factor"] is None
-    assert continued(info, {**open_, "window": 3})["window"] == 3
-    assert continued(info, {**open_, "dtype": "float16"})["dtype"] == "float16"
-    assert continued(dataclasses.replace(info, rope="none"), open_)["rope_factor"] is None
-
-
-def describe_of(**facts: Any) -> Any:
-    from lce.engine.saving import ContextInfo
-
-    names = {field.name: None for field in dataclasses.fields(ContextInfo)}
-    return ContextInfo(**{**names, **facts})
-
-
 def test_a_text_and_its_answer_are_kept(tiny_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "a.lce"
     asked = last_json("generate", "-m", tiny_model, PROMPT, "-n", "4", "--save", out)
@@ -106,17 +86,13 @@ def test_a_text_and_its_answer_are_kept(tiny_model: Path, tmp_path: Path) -> Non
     assert len(kept) == asked["stats"]["prompt_tokens"] + len(asked["token_ids"])
 
 
-def test_checkpoints_are_for_a_whole_text(tiny_model: Path, tmp_path: Path) -> None:
-    command = ("prefill", "-m", tiny_model, "-p", PROMPT, "--out", tmp_path / "b.lce", "--checkpoint-every", "1k")
-    assert_error(run(*command, "-c", tmp_path / "a.lce"), 2, "--checkpoint-every", "--context")
-
-
 def test_a_context_may_be_replaced_by_its_continuation(tiny_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "a.lce"
     last_json("prefill", "-m", tiny_model, "-p", PROMPT, "--out", out)
     before = describe(out).tokens
     command = ("prefill", "-m", tiny_model, "-p", PROMPT, "-c", out, "--out", out)
     assert_error(run(*command), 2, "exists", "--force")
+    assert_error(run(*command, "--checkpoint-every", "1k", "--force"), 2, "--checkpoint-every", "--context")
     result = run(*command, "--force")
     assert result.exit_code == 0
     assert f"({before} read before)" in result.stderr

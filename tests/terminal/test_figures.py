@@ -14,8 +14,7 @@ from lce.cache.tiers import Traffic
 from lce.calibrate import Recall
 from lce.engine.decode import Generation, Stats
 from lce.engine.planning import Need, Plan
-from lce.lab.study.explain import explain
-from lce.methods import InfLLM, LongHeads, Streaming
+from lce.methods import InfLLM, LongHeads
 from lce.methods.base import Method
 from lce.terminal import figures
 
@@ -79,13 +78,6 @@ def test_a_plan_of_unknown_sizes() -> None:
     assert verdict == "It does not fit. Nothing bounds the length."
 
 
-def test_an_explanation_reads_the_same_as_lines_and_as_json() -> None:
-    explanation = explain(Streaming(sinks=1, local=2), tokens=5, window=4)
-    rows = figures.explanation_object(explanation)["distances"]
-    cells = [line.split("|")[1].split() for line in figures.explanation_lines(explanation)[-5:]]
-    assert cells == [["." if distance is None else str(distance) for distance in row] for row in rows]
-
-
 @pytest.mark.parametrize(
     ("hint", "text"),
     [
@@ -131,16 +123,3 @@ def test_a_method_and_its_knobs() -> None:
     assert infllm[-1] == "  preset=released  block_size=128 repr_tokens=4 top_k=16 sinks=128 local=4096"
     assert figures.knob_values(Knobs(3, names=("a",))) == {"size": 3, "ratio": None, "names": "('a',)"}
     assert figures.method_lines({"name": "x", "summary": "y", "options": []}) == ["x", "  y", "  (no options)"]
-
-
-@dataclass(frozen=True)
-class MoreKnobs(Knobs):
-    """Another meaning for one of them."""
-
-    knob_help: ClassVar[dict[str, str]] = {"ratio": "how few"}
-
-
-def test_the_meaning_of_a_knob_is_inherited() -> None:
-    assert figures.knob_meanings(MoreKnobs) == {"size": "how large", "ratio": "how few"}
-    options = figures.method_object("more", MoreKnobs)["options"]
-    assert [option["meaning"] for option in options] == ["how large", "how few", None]

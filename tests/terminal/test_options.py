@@ -42,13 +42,6 @@ def test_a_group_of_options_is_one_argument() -> None:
     assert received(args, corner, click.option("--name")) == {"name": "c", "corner": 1 + 2j}
 
 
-def test_groups_stand_in_the_help_in_their_order() -> None:
-    names = [param.name for param in cli.prefill.params]
-    assert names[:6] == ["model", "text", "prompt", "prompt_file", "context_file", "path"]
-    assert names[6:11] == ["force", "checkpoint_every", "length", "method", "knobs"]
-    assert names[-3:] == ["json", "quiet", "debug"]
-
-
 def test_each_group_packs_what_the_library_takes() -> None:
     sampling = received(["--temperature", "0.5", "--stop", "a", "--stop", "b"], options.sampling_options)["sampling"]
     assert sampling == lce.Sampling(temperature=0.5, stop=("a", "b"))
@@ -125,12 +118,6 @@ def test_a_seed_that_changes_nothing_is_said() -> None:
         result = run("generate", "-m", "none", "x", *args)
         assert ("lce: note: --seed changes nothing" in result.stderr) == said
         assert "none does not exist" in result.stderr
-
-
-def test_threads_are_those_asked_for_or_what_the_machine_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "default_threads", lambda: 3)
-    assert received(["--threads", "5"], options.loading_options)["loading"]["threads"] == 5
-    assert received([], options.loading_options)["loading"]["threads"] == 3
 
 
 def test_defaults_are_those_of_the_library() -> None:

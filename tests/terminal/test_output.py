@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import io
 import itertools
-import json
 import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from typing import Any
 
 import pytest
@@ -50,25 +49,12 @@ def test_what_goes_where(output: Output, out: str, err: str, capsys: pytest.Capt
     assert capsys.readouterr() == (out, err)
 
 
-def test_json_is_read_back(capsys: pytest.CaptureFixture[str]) -> None:
-    content = {"text": "é\n😀", "none": None, "list": [1, 2.5]}
-    Output(json=True).object(content)
-    assert json.loads(capsys.readouterr().out) == content
-
-
 def test_an_interrupted_text_ends_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(KeyboardInterrupt):
         Output().generation(pieces(2, broken=True))
     assert capsys.readouterr().out == "0 1 \n"
     with pytest.raises(KeyboardInterrupt):
         Output().generation(pieces(0, broken=True))
-    assert capsys.readouterr().out == ""
-
-
-def test_json_runs_the_generation_to_its_end(capsys: pytest.CaptureFixture[str]) -> None:
-    stream = pieces(3)
-    Output(json=True).generation(stream)
-    assert list(stream) == []
     assert capsys.readouterr().out == ""
 
 
@@ -88,46 +74,20 @@ def on_screen(patch: pytest.MonkeyPatch) -> Screen:
 
 def test_a_bar_shows_what_is_done_and_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = on_screen(monkeypatch)
-    with Output().bar("prefill", " tok") as advance:
-        advance(0, 100)
+    with suppress(KeyboardInterrupt), Output().bars() as advance:
+        advance("prefill", 0, 100)
         time.sleep(0.15)  # a bar is drawn ten times a second at most
-        advance(60, 100)
-        advance(100, 100)
+        advance("prefill", 60, 100)
+        advance("learn", 1, 3)
+        raise KeyboardInterrupt
     assert "prefill:  60%" in screen.getvalue()
     assert "60/100" in screen.getvalue()
+    assert screen.getvalue().index("prefill") < screen.getvalue().index("learn")
     assert screen.getvalue().rpartition("\r")[2].strip() == ""
-
-
-def test_a_bar_goes_away_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = on_screen(monkeypatch)
-
-    def interrupted() -> None:
-        with Output().bar("prefill", " tok") as advance:
-            advance(1, 100)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert screen.getvalue().endswith("\r")
-
-
-def test_one_bar_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = on_screen(monkeypatch)
-    with Output().bars() as advance_stage:
-        advance_stage("read", 1, 2)
-        advance_stage("read", 2, 2)
-        advance_stage("learn", 1, 3)
-    assert screen.getvalue().index("read") < screen.getvalue().index("learn")
-    assert screen.getvalue().endswith("\r")
-
-
-def test_a_hidden_bar_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = on_screen(monkeypatch)
-    output = Output(quiet=True)
-    with output.bar("prefill", " tok") as advance, output.bars() as advance_stage:
-        advance(5, 10)
-        advance_stage("read", 5, 10)
-    assert screen.getvalue() == ""
+    before = screen.getvalue()
+    with Output(quiet=True).bar("prefill", " tok") as advance_one:
+        advance_one(5, 10)
+    assert screen.getvalue() == before
 
 
 def test_short_work_writes_nothing_where_stderr_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,13 +116,10 @@ def test_long_work_writes_a_line_now_and_then(capsys: pytest.CaptureFixture[str]
     ]
 
 
-def test_progress_that_begins_in_the_middle_has_its_own_speed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_that_has_no_speed_yet_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert told("prefill", " tok", [(1, 10_000), (6, 10_100)], 20_000, capsys) == [
         "prefill 10,100 of 20,000, 20 tok/s, 495 s left"
     ]
-
-
-def test_progress_that_has_no_speed_yet_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     calls = [(7.0, 1), (18.0, 1), (28.0, 2)]
     assert told("longheads at 8,192:", " samples", calls, 50, capsys) == [
         "longheads at 8,192: 1 of 50",

@@ -65,16 +65,6 @@ def test_prompts_that_cannot_be_read(tmp_path: Path) -> None:
     assert_error(run(*generate, "--prompt", "-", "-f", "-"), 2, "both stdin")
 
 
-def test_no_prompt_on_a_terminal_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal:
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setattr(sys, "stdin", Terminal())
-    with pytest.raises(UsageError, match="no prompt"):
-        reading.read_prompt(None, None, None)
-
-
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name in (tmp_path / "pipe", "/dev/zero"):
@@ -103,11 +93,6 @@ def test_messages_that_are_no_list(content: str, tmp_path: Path) -> None:
     (tmp_path / "messages.json").write_text(content)
     result = run("generate", "--model", "none", "--messages", tmp_path / "messages.json")
     assert_error(result, 3, "messages.json", "expected a list of")
-
-
-def test_messages_from_a_fifo_are_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "fifo")
-    assert_error(run("generate", "--model", "none", "--messages", tmp_path / "fifo"), 3, "is a pipe")
 
 
 def test_stdin_is_read_once() -> None:

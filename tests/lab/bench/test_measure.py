@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ import torch
 import lce
 from lce.errors import CapacityError, UsageError
 from lce.lab.bench import Bench, Ceilings, Subject, bench, measure
-from lce.lab.bench.measure import memory_of, random_text
+from lce.lab.bench.measure import memory_of
 from tests.checkpoints import VOCAB, save_tiny
 
 WEIGHTS = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96  # of the products of one layer of the tiny model
@@ -56,12 +55,6 @@ def test_every_method_and_length(tiny_model: Path) -> None:
     assert steps == [(row.length, row.method, step) for row in report.rows for step in ("decode", "prefill")]
     assert all(times.total_s > 0 and times.seconds["products"] > 0 for times in report.profile)
     assert [times.tokens for times in report.profile[:4]] == [1, 2048, 1, 512]
-
-
-def test_methods_share_the_weights(tiny_model: Path) -> None:
-    started = Bench(tiny_model, ["full", "streaming", lce.methods.Streaming(sinks=2)], lengths=[8])
-    assert len({id(subject.engine.model) for subject in started.subjects.values()}) == 1
-    assert list(started.subjects) == ["full", "streaming", "Streaming(sinks=2, local=62)"]
 
 
 def test_weights_are_shared_with_the_same_model_alone(tiny_model: Path, tmp_path: Path) -> None:
@@ -114,14 +107,6 @@ def test_an_end_token_ends_no_measurement(tiny_model: Path) -> None:
     assert timed == 20
 
 
-def test_texts_are_random_and_repeatable(tiny_model: Path) -> None:
-    engine = lce.load(tiny_model)
-    text = random_text(engine)
-    assert text(50)[:20] == text(20)
-    assert random_text(engine, seed=1)(20) != text(20)
-    assert 0 <= min(text(999)) <= max(text(999)) < VOCAB
-
-
 def test_shared_memory_counts_once() -> None:
     joined = torch.zeros(6, 4)
     holder = SimpleNamespace(w={"q": joined[:2], "k": joined[2:3], "qkv": joined}, other=[np.zeros(5, np.int8)])
@@ -146,8 +131,3 @@ def test_what_cannot_be_measured(tiny_model: Path) -> None:
             Bench(tiny_model, **options)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="progress is 3"):
         bench(tiny_model, lengths=8, progress=3)  # type: ignore[arg-type]
-
-
-def test_a_report_is_data(tiny_model: Path) -> None:
-    report = bench(tiny_model, lengths=[4], repeats=1, new_tokens=1)
-    assert dataclasses.asdict(report)["rows"][0]["decode"]["low"] > 0

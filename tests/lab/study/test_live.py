@@ -74,15 +74,6 @@ def test_one_run_at_a_time_and_cancel(live: Live, monkeypatch: pytest.MonkeyPatc
     assert finished(live)["state"] == "done"
 
 
-def test_a_run_that_fails_says_so(live: Live) -> None:
-    live.start({**ASKED, "marks": ["not there"]})
-    assert "the mark 'not there' is not in the prompt" in finished(live)["error"]
-    live.start({**ASKED, "knobs": {"chunk_size": 60}})
-    state = finished(live)
-    assert state["state"] == "failed"
-    assert "expected 3 or more" in state["error"]
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [

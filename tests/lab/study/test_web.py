@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -117,21 +116,6 @@ def test_pointing_at_a_token_shows_its_choices_and_leaving_it_goes_back(shown: P
     assert shown.value(f"{SLIDER}.value") == "290"
 
 
-def test_colour_is_of_all_heads_of_the_layer_or_of_the_head(shown: Page) -> None:
-    go(shown, 350)
-    choose(shown, "layer", "1")
-    choose(shown, "head", "2")
-    for scope, heads in (
-        ("head", [(1, 2)]),
-        ("layer", [(1, h) for h in range(4)]),
-        ("all", [(a, h) for a in (0, 1) for h in range(4)]),
-    ):
-        choose(shown, "scope", scope)
-        visible = shown.value(ON_SCREEN)
-        expected = {i for layer, head in heads for i in outlined(350, layer, head, visible)}
-        assert set(shown.value(COLOURED)) == expected
-
-
 def test_keys_and_the_slider_step_through_tokens_blocks_looks_and_the_answer(shown: Page) -> None:
     go(shown, 200)
     for key, modifiers, expected in (
@@ -175,36 +159,6 @@ def test_a_miss_says_whether_it_is_of_selection_budget_or_placement(shown: Page)
     assert "This layer does not choose." in text(shown, "#why .cell:last-child .verdict")
 
 
-def test_brackets_may_need_alt_gr_and_are_left_to_the_browser_with_other_keys(shown: Page) -> None:
-    go(shown, 200)
-    press = "document.body.dispatchEvent(new KeyboardEvent('keydown', {{key: ']', bubbles: true, ctrlKey: true, {}}}))"
-    shown.value(press.format(""))
-    shown.settle()
-    assert shown.value(f"{SLIDER}.value") == "200"
-    shown.value(press.format("altKey: true, modifierAltGraph: true"))
-    shown.settle()
-    assert int(shown.value(f"{SLIDER}.value")) in MADE["runs"][0]["looked"]
-
-
-def test_a_mark_in_many_places_takes_few_words(browser: Browser, tmp_path: Path) -> None:
-    made = recording(tokens=60)
-    made["marks"] *= 20
-    for segment in made["runs"][0]["segments"]:
-        for look in segment["looks"].values():
-            for layer in look["layers"]:
-                for head in layer["heads"]:
-                    head["marked"] = [[number, 0.01 + number / 1000, 6, 0.0] for number in range(20)]
-    (tmp_path / "page.html").write_text(page(json_text(made)), encoding="utf-8")
-    found = browser.open((tmp_path / "page.html").as_uri())
-    found.settle()
-    verdict = text(found, "#why .verdict")
-    assert verdict.count("The answer “4829”") == 3
-    assert "2.9% of the true attention" in verdict
-    assert "17 more places of it: 31% together." in verdict
-    assert found.complaints == []
-    found.close()
-
-
 def test_rows_of_the_table_are_the_look_of_the_head(shown: Page) -> None:
     choose(shown, "layer", "1")
     choose(shown, "head", "0")
@@ -229,14 +183,6 @@ def test_two_runs_are_side_by_side_on_the_same_token_or_one_alone(shown: Page) -
     choose(shown, "run-a", "1")
     assert "everything" in text(shown, "#why .who")
     assert "more than it can read" in text(shown, "#answers .error")
-
-
-def test_a_query_without_a_look_says_where_the_next_is(shown: Page) -> None:
-    go(shown, 201)
-    assert "choices alone" in text(shown, "#why .verdict")
-    target = shown.middle("[...document.querySelectorAll('#why .cell:first-child button')].at(-1)")
-    shown.click(*target)
-    assert int(shown.value(f"{SLIDER}.value")) in MADE["runs"][0]["looked"]
 
 
 def test_every_control_has_a_name_and_a_reader_of_the_screen_is_told(shown: Page) -> None:
@@ -265,33 +211,6 @@ def test_a_narrow_screen_needs_no_scrolling_to_the_side(shown: Page, large: bool
     widths = f"{ROWS}.map(row => row.querySelector('.words').clientWidth)"
     assert min(shown.value(widths)) > 200, "the text of a chunk can be read"
     shown.value("localStorage.clear()")
-
-
-def test_dark_follows_the_system_and_the_switch(shown: Page) -> None:
-    shown.prefer(color_scheme="dark")
-    shown.settle()
-    background = "getComputedStyle(document.body).backgroundColor"
-    dark = shown.value(background)
-    choose(shown, "theme", "light")
-    assert shown.value(background) != dark
-    shown.value("localStorage.clear()")
-
-
-def test_keys_move_at_once_where_motion_is_not_wanted(shown: Page) -> None:
-    shown.value(
-        "const ask = requestAnimationFrame; window.requestAnimationFrame = then => { drawn += 1; return ask(then) }; "
-        "window.drawn = 0"
-    )
-    frames = {}
-    for preference in ("reduce", "no-preference"):
-        shown.prefer(reduced_motion=preference)
-        go(shown, 398)
-        time.sleep(0.4)  # longer than a move
-        shown.value("drawn = 0")
-        go(shown, 399)
-        time.sleep(0.1)
-        frames[preference] = shown.value("drawn")
-    assert frames["no-preference"] > frames["reduce"]
 
 
 def test_text_of_prompts_is_never_markup(browser: Browser, tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from lce import files
-from lce.errors import CapacityError, DataError, LceError, UsageError
+from lce.errors import CapacityError, DataError, UsageError
 from lce.lab.study import web_page as pages
-from lce.lab.study.web_page import json_text, page, split, write_page
+from lce.lab.study.web_page import json_text, page, write_page
 
 HOSTILE = "</script><script>alert(1)</script><!-- --> ]]> \u2028\u2029 & ' \" \\ \x00 <!--lce:data--> \ud800"
 
@@ -96,13 +96,6 @@ def test_no_text_leaves_its_place(tmp_path: Path) -> None:
     assert json.loads(script[script.index('{"0"') : script.rindex(")")]) == {"0": {"why": HOSTILE}}
 
 
-def test_small_recordings_are_in_the_page(tmp_path: Path) -> None:
-    path = tmp_path / "page.html"
-    assert write_page(recording(), path) == path.stat().st_size
-    assert json.loads(Scripts(path.read_text()).scripts[0][1]) == recording()
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["page.html", "web"]
-
-
 def test_large_ones_are_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "INLINE", 100)
     path = tmp_path / "a page #1.html"
@@ -170,17 +163,3 @@ def test_a_page_whose_data_has_no_place(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="expected a page's, for example"):
         write_page(recording(), tmp_path / "page.data")
     assert (tmp_path / "page.data").read_text() == "mine"
-
-
-def test_split_keeps_all_but_the_segments() -> None:
-    whole = recording(runs=2)
-    parted = split(whole, "data/x")
-    assert parted["tokens"] == whole["tokens"]
-    assert parted["runs"][1]["segments"][1] == {"start": 2, "stop": 3, "rows": 2, "src": "data/x/1-1.js"}
-    assert "data" in whole["runs"][0]["segments"][0], "the recording itself stays"
-
-
-def test_an_installation_without_the_page(tmp_path: Path) -> None:
-    (tmp_path / "web" / "page.css").unlink()
-    with pytest.raises(LceError, match=r"without page\.css"):
-        page("null")
