@@ -156,14 +156,8 @@ def test_other_sites_can_do_nothing(server: LiveServer) -> None:
 
 
 def test_bodies(server: LiveServer) -> None:
-    for raw in (
-        b"",
-        b"{",
-        b"\xff",
-        b"[" * 100_000,
-        b'{"prompt": "a", "prompt": "b"}',
-        b"[" + b"1," * 2_000_000 + b"1]",
-    ):
+    values = b"[" + b"1," * (1 << 21) + b"1]"
+    for raw in (b"", b"{", b"\xff", b"[" * 100_000, b'{"prompt": "a", "prompt": "b"}', values):
         assert_refused(ask(server, "run", raw), 400)
     for body in ([], 7, {"prompt": "x"}, {"prompt": "x", "method": "nobody"}):
         assert_refused(ask(server, "run", body), 400)
