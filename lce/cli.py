@@ -26,7 +26,7 @@ from lce.terminal.reading import Prompt, read_text
 
 
 def main() -> NoReturn:
-    """The console script."""
+    """Run the console script."""
     try:
         wait_passively()
         prepare_streams()

@@ -123,7 +123,7 @@ def calibrate(
 
 
 def _pieces(engine: Engine, text: str, options: Calibration) -> list[list[int]]:
-    """The first `options.tokens` tokens of the text in pieces of one window; an incomplete last piece is dropped."""
+    """Return the first `options.tokens` tokens of the text in pieces of one window; an incomplete one is dropped."""
     ids = engine.tokenizer.encode(text, bos=False)[: options.tokens]
     size = min(engine.window, 4096)
     pieces = [ids[start : start + size] for start in range(0, len(ids) - size + 1, size)]
@@ -171,7 +171,7 @@ class Calibrator:
         return [recall for _, recall in learned]
 
     def split(self) -> tuple[list[int], list[int]]:
-        """The numbers of the pieces that are learned from, and of those that are held out."""
+        """Return the numbers of the pieces that are learned from, and of those that are held out."""
         held_out = range(HELD_OUT - 1, len(self.pieces), HELD_OUT)
         return [index for index in range(len(self.pieces)) if index not in held_out], list(held_out)
 
@@ -185,7 +185,7 @@ class Calibrator:
             self.work.write(_piece(index, layer), {"q": rows[f"q.{layer}"], "k": rows[f"k.{layer}"]})
 
     def rows(self, layer: int, pieces: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The queries and keys of some pieces, one behind the other."""
+        """Return the queries and keys of some pieces, one behind the other."""
         found = []
         for index in pieces:
             held = self.work.read(_piece(index, layer))
@@ -203,7 +203,7 @@ class Calibrator:
         return q, k
 
     def layer(self, layer: int) -> tuple[LowDimMap, Recall]:
-        """One layer's maps and their recall, from the work folder if they are there, else learned and written to it."""
+        """Return one layer's maps and their recall, from the work folder, or learn and write them."""
         place = f"layer-{layer:03}.safetensors"
         held = self.work.read(place)
         if held is not None:
@@ -222,17 +222,17 @@ class Calibrator:
         return LowDimMap(**tensors), recall
 
     def shared(self, basis: Tensor) -> LowDimMap:
-        """The maps of a basis `[G·D, R]` of the keys; query heads take the basis of their KV head."""
+        """Return the maps of a basis `[G·D, R]` of the keys; query heads take the basis of their KV head."""
         query = basis.unflatten(0, (self.n_kv_heads, -1)).repeat_interleave(self.n_heads // self.n_kv_heads, 0)
         return LowDimMap.unbiased(query.flatten(0, 1), basis)
 
     def exact(self, q: Tensor) -> Tensor:
-        """Queries `[N, H·D]` summed over the heads of each KV head, `[N, G·D]`; these times the keys are the scores."""
+        """Return queries `[N, H·D]` summed over the heads of each KV head, `[N, G·D]`: times the keys, the scores."""
         grouped: Tensor = q.unflatten(1, (self.n_kv_heads, self.n_heads // self.n_kv_heads, -1))
         return grouped.sum(dim=2).flatten(1)
 
     def learn(self, q: Tensor, k: Tensor, start: LowDimMap, layer: int) -> LowDimMap:
-        """Maps of least squared error for `q [N, H·D]`, `k [N, G·D]`, trained from `start`.
+        """Return maps of least squared error for `q [N, H·D]`, `k [N, G·D]`, trained from `start`.
 
         The error is that of Eq. 7, on keys less their mean: a query's product with the mean key is the same in all its
         scores and changes no choice, so it needs no dimension. When the maps are used, the keys' bias subtracts the
@@ -263,7 +263,7 @@ class Calibrator:
         return LowDimMap(query, key, query_bias, key_bias - mean @ key)
 
     def recall(self, q: Tensor, k: Tensor, maps: LowDimMap, top_k: int, block: int = 128) -> float:
-        """The share of the `top_k` best keys `[N, G·D]` of each block of queries that low-dim scores find too."""
+        """Return the share of the `top_k` best keys `[N, G·D]` of each block of queries that low-dim scores find."""
 
         def best(queries: Tensor, keys: Tensor) -> set[int]:
             scores = block_scores(lambda rows: queries[rows] @ keys.T, len(queries), len(keys))
@@ -276,5 +276,5 @@ class Calibrator:
 
 
 def _piece(index: int, layer: int) -> str:
-    """The name of a piece's work file."""
+    """Return the name of a piece's work file."""
     return f"piece-{index:05}-{layer:03}.safetensors"

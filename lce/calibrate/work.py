@@ -77,7 +77,7 @@ class WorkFolder:
             raise DataError(f"{named(self.folder)} is no folder; remove it, or give another name for the maps")
 
     def _earlier_plan(self) -> dict[str, Any] | None:
-        """The plan of an earlier call; None if there was none, or if its file is damaged."""
+        """Return the plan of an earlier call; None if there was none, or if its file is damaged."""
         path = self.folder / _PLAN
         if not os.path.lexists(path):
             return None
@@ -103,7 +103,7 @@ class WorkFolder:
         write_whole(self.folder / place, data)
 
     def read(self, place: str) -> tuple[dict[str, Tensor], str] | None:
-        """The tensors and facts of a place; None if there is no file, or a damaged one, or one of another place."""
+        """Return the tensors and facts of a place; None if there is no file, or a damaged one, or one of another place."""
         if not self.has(place):
             return None
         path = self.folder / place

@@ -57,33 +57,33 @@ class Observation:
         return None if self.chosen is None else self.chosen[:, self.rows]
 
     def spans(self) -> list[list[list[int]]] | None:
-        """For each query of the block, the spans `[start, stop]` it attends whatever it chose; None: not known."""
+        """Return the spans `[start, stop]` that each query of the block always attends; None: not known."""
         return spans_by_query(self.method, self.layer, self.step)
 
     def distances(self) -> Tensor | None:
-        """The least and largest distance of each choice of the observed queries, `[H, R, K, 2]`; None: not known."""
+        """Return the least and largest distance of the observed queries' choices, `[H, R, K, 2]`; None: not known."""
         if self.chosen is None:
             return None
         found = choice_distance(self.method, self.layer, self.chosen, self.step)
         return None if found is None else found[:, self.rows.to(found.device)]
 
     def always(self) -> Tensor | None:
-        """The tokens that the observed queries attend whatever they chose, `[R, N]` bool; None: not known."""
+        """Return the tokens that the observed queries attend whatever they chose, `[R, N]` bool; None: not known."""
         found = always(self.method, self.layer, self.step)
         return None if found is None else found.to(self.rows.device)[self.rows]
 
     def attended(self, some: slice, always: Tensor) -> Tensor:
-        """All tokens that `some` of the observed queries attend, `[H, some, N]` bool. `always` is that method's."""
+        """Return all tokens that `some` observed queries attend, `[H, some, N]` bool; `always` is from `always()`."""
         picked, (first, size) = self.picked, self.method.choices
         chosen = None if picked is None else picked[:, some]
         return attended_tokens(always[some], chosen, first, size, len(self.q))
 
     def mass(self, judge: Judge) -> TrueMass:
-        """Full attention over the same keys, by which the choice is judged."""
+        """Return full attention over the same keys, by which the choice is judged."""
         return TrueMass(self.method, self.cache, self.step, judge)
 
     def scored_bytes(self) -> float:
-        """The bytes that the observed queries read to choose by, each as a decode step."""
+        """Return the bytes that the observed queries read to choose by, each as a decode step."""
         queries = self.positions.tolist()
         return sum(scored_bytes(self.method, query, self.q, self.cache, self.step) for query in queries)
 

@@ -106,7 +106,7 @@ def _was_interrupted(error: BaseException | None) -> bool:
 
 
 def classify(error: BaseException) -> tuple[int, str]:
-    """The exit code and the message of a failure."""
+    """Return the exit code and the message of a failure."""
     text = str(error).strip().partition("\n")[0]
     if isinstance(error, LceError):
         return error.exit_code, " ".join(str(error).split())

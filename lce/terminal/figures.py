@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 
 def generation_line(stats: Stats) -> str:
-    """The closing line of a generation."""
+    """Return the closing line of a generation."""
     decode = f"first token {stats.first_token_s:.2f} s | decode {stats.decode_tokens_per_s:,.1f} tok/s"
     return prefill_line(stats, f"{decode} | ")
 
 
 def prefill_line(stats: Stats, decode: str = "") -> str:
-    """The closing line of a prefill, or of what began with one."""
+    """Return the closing line of a prefill, or of what began with one."""
     before = f" ({stats.read_before:,} read before)" if stats.read_before else ""
     prefill = f"{stats.read_before + stats.prompt_tokens:,} prompt tokens{before}"
     return f"{prefill} | prefill {stats.prefill_tokens_per_s:,.1f} tok/s | {decode}{memory_text(stats)}"
 
 
 def memory_text(stats: Stats, peaks: Mapping[str, int] | None = None) -> str:
-    """What the cache holds in each tier, the peak memory, and the traffic through each of several tiers."""
+    """Return what the cache holds in each tier, the peak memory, and the traffic through each of several tiers."""
     held = {tier: size for tier, size in stats.memory.items() if size} or stats.memory
     cache = ", ".join(f"{tier} {size_text(size)}" for tier, size in held.items())
     peak = ", ".join(f"{where} {size_text(size)}" for where, size in (peaks or peak_memory()).items())
@@ -46,7 +46,7 @@ def memory_text(stats: Stats, peaks: Mapping[str, int] | None = None) -> str:
 
 
 def _traffic_text(traffic: Traffic) -> str:
-    """The traffic through one tier of the cache: `93% of 1,024 pages found, 12.0 MiB in, 1.5 GiB out`."""
+    """Return the traffic through one tier of the cache: `93% of 1,024 pages found, 12.0 MiB in, 1.5 GiB out`."""
     requests = traffic.hits + traffic.misses
     hits = f"{traffic.hits / requests:.0%} of {requests:,} pages found, " if requests else ""
     early = f" ({traffic.early:,} ahead of need)" if traffic.early else ""
@@ -54,12 +54,12 @@ def _traffic_text(traffic: Traffic) -> str:
 
 
 def generation_object(generation: Generation, method: Method) -> dict[str, Any]:
-    """A generation, with the method and the figures that produced it."""
+    """Return a generation, with the method and the figures that produced it."""
     return {**dataclasses.asdict(generation), "stats": stats_object(generation.stats), "method": _method_used(method)}
 
 
 def stats_object(stats: Stats) -> dict[str, Any]:
-    """The figures of a run, with its speeds and the peak memory of the process."""
+    """Return the figures of a run, with its speeds and the peak memory of the process."""
     speeds = {name: getattr(stats, name) for name in ("prefill_tokens_per_s", "decode_tokens_per_s")}
     return {**dataclasses.asdict(stats), **speeds, "peak_memory": peak_memory()}
 
@@ -69,7 +69,7 @@ def _method_used(method: Method) -> dict[str, Any]:
 
 
 def recall_lines(recalls: Sequence[Recall]) -> list[str]:
-    """Top-k recall of the low-dim keys: a line a layer, then the mean."""
+    """Return top-k recall of the low-dim keys: a line a layer, then the mean."""
     n = len(recalls)
     rows = [(str(recall.layer), recall.calibrated, recall.pca) for recall in recalls]
     rows.append(("mean", sum(recall.calibrated for recall in recalls) / n, sum(recall.pca for recall in recalls) / n))
@@ -78,7 +78,7 @@ def recall_lines(recalls: Sequence[Recall]) -> list[str]:
 
 
 def method_object(name: str, cls: type[Method]) -> dict[str, Any]:
-    """A method's name, the first line of its docstring, and its knobs with their types, defaults and meanings."""
+    """Return a method's name, the first line of its docstring, and its knobs with types, defaults and meanings."""
     hints, meanings = typing.get_type_hints(cls), knob_meanings(cls)
     return {
         "name": name,
@@ -97,12 +97,12 @@ def method_object(name: str, cls: type[Method]) -> dict[str, Any]:
 
 
 def knob_meanings(cls: type[Method]) -> dict[str, str]:
-    """What each knob means: the `knob_help` of a class and of the classes that it derives from."""
+    """Return what each knob means: the `knob_help` of a class and of the classes that it derives from."""
     return {name: text for base in reversed(cls.__mro__) for name, text in vars(base).get("knob_help", {}).items()}
 
 
 def method_lines(method: dict[str, Any]) -> list[str]:
-    """The object of `method_object` as text."""
+    """Return the object of `method_object` as text."""
     from lce.methods.registry import spelled
 
     rows = [
@@ -117,13 +117,13 @@ def method_lines(method: dict[str, Any]) -> list[str]:
 
 
 def plan_object(plan: Plan) -> dict[str, Any]:
-    """A plan, with sizes in bytes; null for a length or size that is unbounded or unknown."""
+    """Return a plan, with sizes in bytes; null for a length or size that is unbounded or unknown."""
     tiers = {tier: {"needed": need.needed, **dataclasses.asdict(need)} for tier, need in plan.tiers.items()}
     return {**dataclasses.asdict(plan), "tiers": tiers, "fits": plan.fits}
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """A plan as text: a row a tier."""
+    """Return a plan as text: a row a tier."""
     columns = ["needed", "available", "keys and values", "budget", "kept besides", "weights"]
     rows = [["tier", *columns]]
     for tier, n in plan.tiers.items():
@@ -141,14 +141,14 @@ def plan_lines(plan: Plan) -> list[str]:
 
 
 def explanation_object(explanation: Explanation) -> dict[str, Any]:
-    """The distances at which a method attends keys (null: not attended), and the settings that reproduce them."""
+    """Return the distances at which a method attends keys (null: not attended), and the settings of the run."""
     method = {"method": explanation.method.name, "knobs": knob_values(explanation.method)}
     setting = {name: getattr(explanation, name) for name in ("window", "tokens", "block", "head", "seed")}
     return {**method, **setting, "distances": explanation.rows()}
 
 
 def explanation_lines(explanation: Explanation) -> list[str]:
-    """An explanation as text: a row a query, a column a key, a dot for a key that is not attended."""
+    """Return an explanation as text: a row a query, a column a key, a dot for a key that is not attended."""
     rows = [["." if d is None else str(d) for d in row] for row in explanation.rows()]
     heads = [str(index) for index in range(explanation.tokens)]
     width = max(len(cell) for row in [heads, *rows] for cell in row)
@@ -163,7 +163,7 @@ def explanation_lines(explanation: Explanation) -> list[str]:
 
 
 def type_text(hint: Any) -> str:
-    """A knob's type as a user writes it: `int`, `int or none`, `head, group or layer`."""
+    """Return a knob's type as a user writes it: `int`, `int or none`, `head, group or layer`."""
     if hint is type(None):
         return "none"
     if typing.get_origin(hint) is Literal:
@@ -182,6 +182,6 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def quantised_line(model: ModelInfo) -> str:
-    """What a quantised checkpoint takes, as the closing line of a command."""
+    """Return what a quantised checkpoint takes, as the closing line of a command."""
     bits = 8 * (model.weight_bytes or 0) / model.parameters
     return f"lce: {named(model.folder)}: {size_text(model.weight_bytes or 0)}, {bits:.2f} bits a weight"

@@ -68,7 +68,7 @@ def _check_different(files: dict[str, str | None]) -> None:
 
 
 def figures_line(run: dict[str, Any]) -> str:
-    """What was recorded of a run: `longheads: 1,386 tokens, 8 generated, prefill 0.52 s, in all 1.40 s | …`."""
+    """Return what was recorded of a run: `longheads: 1,386 tokens, 8 generated, prefill 0.52 s, in all 1.40 s | …`."""
     stats, text = run["stats"], "".join(each["text"] for each in run["generated"])
     times = f"prefill {stats['prefill_s']:.2f} s, recorded in {stats['recorded_s']:.2f} s"
     return f"{run['label']}: {stats['prompt_tokens']:,} prompt tokens | {times} | {text!r}"

@@ -18,7 +18,7 @@ def methods_of(
     names: Sequence[str], knobs: Mapping[str, str], loading: Mapping[str, Any],
     suits: Callable[[lce.Method], bool] = lambda method: True,
 ) -> list[lce.Method]:  # fmt: skip
-    """The methods with these names. `all` stands for those that serve the model and that `suits` takes.
+    """Return the methods with these names. `all` stands for those that serve the model and that `suits` takes.
 
     Not among them are methods for analysis, which can be named besides. What a method needs and does not find, such as
     the learned maps of `esa`, leaves it out with a note, unless -o METHOD.KEY=VALUE names it. With `all`, KEY=VALUE is
@@ -46,7 +46,7 @@ def _is_for_analysis(name: str) -> bool:
 
 
 def knobs_for(name: str, knobs: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """The knobs of one of several methods: KEY=VALUE is for all of them, and NAME.KEY=VALUE for one overrides it."""
+    """Return the knobs of one of several methods: KEY=VALUE is for all methods, NAME.KEY=VALUE for one comes first."""
     chosen = {key: value for key, value in knobs.items() if "." not in key}
     for key, value in knobs.items():
         owner, dot, own_key = key.partition(".")
@@ -58,7 +58,7 @@ def knobs_for(name: str, knobs: Mapping[str, str], names: Sequence[str]) -> dict
 
 
 def owned(name: str, knobs: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """As `knobs_for`, but of KEY=VALUE only the knobs that the method has."""
+    """Return what `knobs_for` does, but of KEY=VALUE only the knobs that the method has."""
     cls = lce.methods.find(name)
     own = {field.name for field in dataclasses.fields(cls)} | {f"preset={preset}" for preset in cls.presets}
     some = {key: x for key, x in knobs.items() if "." in key or key in own or f"{key}={x}" in own}
@@ -85,7 +85,7 @@ def check_owned(knobs: Mapping[str, str], names: Sequence[str]) -> None:
 def _serving(
     name: str, knobs: Mapping[str, str], names: Sequence[str], loading: Mapping[str, Any]
 ) -> lce.Method | None:  # fmt: skip
-    """A method of `all` with its knobs; None, with a note, if not even its defaults can serve the model."""
+    """Return a method of `all` with its knobs; None, with a note, if not even its defaults can serve the model."""
     from lce.engine.loading import resolved
 
     try:

@@ -59,7 +59,7 @@ COUNT, INDEX, COUNTS = Count(), Count(least=0), Counts()
 
 
 def packed(name: str, make: Callable[..., Any], *options: Decorator) -> Decorator:
-    """Options, shown in this order, that reach the command as one argument: `name=make(**their values)`.
+    """Declare options, shown in this order, that reach the command as one argument: `name=make(**their values)`.
 
     Example: with `packed("corner", Point, click.option("--x"), click.option("--y"))` the command takes a `corner`.
     """
@@ -79,7 +79,7 @@ def packed(name: str, make: Callable[..., Any], *options: Decorator) -> Decorato
 
 
 def parse_knobs(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
-    """The callback of `-o`: key=value texts as a mapping."""
+    """Return key=value texts as a mapping: the callback of `-o`."""
     knobs = {}
     for value in values:
         key, _, text = value.partition("=")
@@ -90,7 +90,7 @@ def parse_knobs(_ctx: click.Context, _param: click.Parameter, values: tuple[str,
 
 
 def parse_names(_ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> list[str]:
-    """The callback of a repeatable option that also takes lists with commas: each name once."""
+    """Return each name once: the callback of a repeatable option that also takes lists with commas."""
     names = list(dict.fromkeys(name.strip() for value in values for name in value.split(",") if name.strip()))
     if not names:
         known = "lce eval tasks" if param.name == "tasks" else "lce methods"
@@ -99,12 +99,12 @@ def parse_names(_ctx: click.Context, param: click.Parameter, values: tuple[str, 
 
 
 def parse_optional_names(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> list[str]:
-    """As `parse_names`; none where the option is not given."""
+    """Do as `parse_names`, and return no name where the option is not given."""
     return parse_names(ctx, param, values) if values else []
 
 
 def _suite(tasks: list[str], task_knobs: dict[str, str], depths: str | None, shard: str, **how: Any) -> dict[str, Any]:
-    """The tasks of `lce eval run`, and how they are asked."""
+    """Return the tasks of `lce eval run`, and how they are asked."""
     from lce.lab.eval.running import Shard
     from lce.lab.eval.suite import Suite, make_tasks
 
@@ -117,7 +117,7 @@ def _suite(tasks: list[str], task_knobs: dict[str, str], depths: str | None, sha
 
 
 def new_file(path: str | None, force: bool) -> str | None:
-    """The path of a file that a command will write, checked before any work; None for none.
+    """Return the path of a file that a command will write, checked before any work; None for none.
 
     Raises `DataError` for what is no regular file, and `UsageError` for a file that exists unless it is forced.
     """
@@ -156,7 +156,7 @@ def _selecting(names: list[str], knobs: dict[str, str]) -> list[lce.Method]:
 
 
 def _of_the_model() -> dict[str, Any]:
-    """The model and the options that decide which methods serve it, of the command that is run."""
+    """Return the model and the options that decide which methods serve it, of the command that is run."""
     given = click.get_current_context().params
     return {name: given[name] for name in ("model", "window", "rope", "rope_factor") if name in given}
 
@@ -165,7 +165,7 @@ def _benchmark(
     suite: str, data: str, tasks: list[str], prompts: str | None, template: str, max_length: int | None, shard: str,
     **values: Any,
 ) -> tuple[Any, list[str]]:  # fmt: skip
-    """The benchmark that the options name, and the names of its tasks."""
+    """Return the benchmark that the options name, and the names of its tasks."""
     from lce.lab.eval.published import find
     from lce.lab.eval.published.asking import Asking
     from lce.lab.eval.published.running import Benchmark
@@ -333,7 +333,7 @@ json_options = packed("output", Output, _JSON, debug_option)
 
 
 def asked_options(n: int) -> Decorator:
-    """The samples of one task, `n` for each length by default; they reach the command as `asked`."""
+    """Declare the samples of one task, `n` for each length by default; they reach the command as `asked`."""
     return packed(
         "asked", _asked,
         option("--task", default="passkey", metavar="NAME", help="One of `lce eval tasks`."),
@@ -345,6 +345,6 @@ def asked_options(n: int) -> Decorator:
 
 
 def target_options(name: str, help: str, *, required: bool = True) -> Decorator:
-    """The option `--NAME FILE`, a file to write, and `--force`; they reach the command as one checked path."""
+    """Declare `--NAME FILE`, a file to write, and `--force`; they reach the command as one checked path."""
     target = option(f"--{name}", "path", required=required, metavar="FILE", help=help)
     return packed(name, new_file, target, _FORCE)

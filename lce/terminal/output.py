@@ -50,7 +50,7 @@ class ProgressLines:
             click.echo(self.line(now, done, total), err=True)
 
     def line(self, now: float, done: int, total: int) -> str:
-        """What is done at the time `now`; the speed is that since the first call, as a job may begin in the middle."""
+        """Return what is done at the time `now`, with the speed since the first call: a job may begin in the middle."""
         began, before = self.begin or (now, done)
         text = f"{self.label} {done:,} of {total:,}"
         if now <= began or done <= before:
@@ -87,7 +87,7 @@ class Output:
 
     @contextmanager
     def bars(self) -> Iterator[Callable[[str, int, int], None]]:
-        """One bar after another, one a stage; call it with the stage, units done and in all."""
+        """Show one bar a stage; call what it yields with the stage, units done and in all."""
         with ExitStack() as current:
             advance: dict[str, Callable[[int, int], None]] = {}  # of the current stage
 

@@ -31,12 +31,12 @@ class Prompt:
         return any(value is not None for value in (self.text, self.prompt, self.prompt_file))
 
     def read(self) -> str:
-        """As `read_prompt`."""
+        """Do as `read_prompt`."""
         return read_prompt(self.text, self.prompt, self.prompt_file)
 
 
 def read_prompt(text: str | None, prompt: str | None, prompt_file: str | None) -> str:
-    """The prompt that the options name. Raises `UsageError` for none, `DataError` for one that cannot be read."""
+    """Return the prompt that the options name. Raises `UsageError` for none, `DataError` for an unreadable one."""
     if text is not None and prompt is not None:
         raise UsageError("the prompt is given as an argument and with --prompt; give one of them")
     prompt = text if prompt is None else prompt
@@ -57,7 +57,7 @@ def read_prompt(text: str | None, prompt: str | None, prompt_file: str | None) -
 
 
 def read_chat(chat: bool, system: str | None, messages: str | None, **prompt: Any) -> str | list[Any]:
-    """What `lce generate` is asked: a prompt, or messages if one of the options of a chat is given."""
+    """Return what `lce generate` is asked: a prompt, or messages if one of the options of a chat is given."""
     if not chat and system is None and messages is None:
         return read_prompt(**prompt)
     if messages == "-" and "-" in prompt.values():
@@ -69,7 +69,7 @@ def read_chat(chat: bool, system: str | None, messages: str | None, **prompt: An
 
 
 def read_text(name: str) -> str:
-    """The text of a UTF-8 file, or of stdin for "-", without the line break at its end.
+    """Return the text of a UTF-8 file, or of stdin for "-", without the line break at its end.
 
     Raises `DataError` for what is no text file, and `CapacityError` for a text that is too long for this machine.
     """
@@ -87,7 +87,7 @@ def read_text(name: str) -> str:
 
 
 def read_messages(name: str) -> list[Any]:
-    """The list in a JSON file, or in stdin for "-". The chat template's own check looks at its entries."""
+    """Return the list in a JSON file, or in stdin for "-". The chat template's own check looks at its entries."""
     source, data = read_bytes(name)
     if len(data) > MAX_MESSAGES_BYTES:
         raise DataError(f"{source} is larger than {MAX_MESSAGES_BYTES} bytes; expected messages of a chat")
@@ -102,12 +102,12 @@ def read_messages(name: str) -> list[Any]:
 
 
 def read_bytes(name: str) -> tuple[str, bytes]:
-    """What messages call a file, or stdin for "-", and its bytes."""
+    """Return what messages call a file, or stdin for "-", and its bytes."""
     return ("stdin", _stdin_bytes()) if name == "-" else (named(name), _file_bytes(name))
 
 
 def _file_bytes(name: str) -> bytes:
-    """The bytes of a regular file."""
+    """Return the bytes of a regular file."""
     try:
         if Path(name).is_fifo():
             raise DataError(f"{named(name)} is a pipe; expected a file, or - and the text on stdin: command | lce ...")

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A Markdown table; all columns but the first are numbers."""
+    """Return a Markdown table; all columns but the first are numbers."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as columns of text, the first on the left and the others on the right."""
+    """Return rows of cells as columns of text, the first on the left and the others on the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])

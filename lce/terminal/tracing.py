@@ -38,7 +38,7 @@ def show_trace(
 
 
 def rows(recording: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What each head of each layer chose for each query that is looked at. Ranks are counted from 0; -1 is unknown."""
+    """Yield what each head of each layer chose for each query that is looked at. Ranks begin at 0; -1 is unknown."""
     run, n_heads = recording["runs"][0], recording["model"]["heads"]
     looks = {int(query): look for segment in run["segments"] for query, look in segment["looks"].items()}
     for query in run["looked"]:
@@ -55,7 +55,7 @@ def rows(recording: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def hits(recording: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each mark and layer, over its heads and the tokens traced: how often it was attended, and how it ranked.
+    """Return, for each mark and layer, how often its heads attended the mark for the tokens traced, and how it ranked.
 
     `attended` is the share of heads that attend a token of it, `hit1` and `hit5` the share for which one of its choices
     has the best score, or one of the five best; None where layers choose nothing. `mass` is the mean true attention.
@@ -85,7 +85,7 @@ def _row(row: dict[str, Any]) -> str:
 
 
 def _hit_lines(recording: dict[str, Any], found: list[dict[str, Any]]) -> list[str]:
-    """A line a mark and layer."""
+    """Return a line a mark and layer."""
     lines = []
     for hit in hits(recording, found):
         mark = recording["marks"][hit["mark"]]

@@ -92,7 +92,8 @@ def test_a_context_may_be_replaced_by_its_continuation(tiny_model: Path, tmp_pat
     before = describe(out).tokens
     command = ("prefill", "-m", tiny_model, "-p", PROMPT, "-c", out, "--out", out)
     assert_error(run(*command), 2, "exists", "--force")
-    assert_error(run(*command, "--checkpoint-every", "1k", "--force"), 2, "--checkpoint-every", "--context")
+    other = tmp_path / "b.lce"
+    assert_error(run(*command[:-1], other, "--checkpoint-every", "1k"), 2, "--checkpoint-every", "--context")
     result = run(*command, "--force")
     assert result.exit_code == 0
     assert f"({before} read before)" in result.stderr

@@ -33,7 +33,7 @@ class Ceilings:
     rows: int
 
     def best(self, other: Ceilings) -> Ceilings:
-        """The higher of two measurements, each by itself."""
+        """Return the higher of two measurements, each by itself."""
         return Ceilings(
             max(self.reading, other.reading), max(self.copying, other.copying), max(self.product, other.product),
             self.rows,
@@ -41,7 +41,7 @@ class Ceilings:
 
 
 def machine() -> str:
-    """The processor, its cores, the GPU if there is one, and the versions of torch and Python."""
+    """Return the processor, its cores, the GPU if there is one, and the versions of torch and Python."""
     cpu = platform.processor() or platform.machine()
     for line in CPUINFO.read_text().splitlines() if CPUINFO.exists() else []:
         if line.startswith("model name"):
@@ -69,7 +69,7 @@ def ceilings(shapes: Iterable[Shape], rows: int, dtype: torch.dtype, device: tor
 
 
 def _memory(n: int, device: torch.device, best: Stopwatch) -> tuple[float, float]:
-    """Bytes a second of reading `n` numbers, and of copying them, which reads and writes each byte."""
+    """Return bytes a second of reading `n` numbers, and of copying them, which reads and writes each byte."""
     numbers, other = (torch.ones(n, dtype=torch.float32, device=device) for _ in range(2))
     whole = numbers.view(torch.int64)
     reading = min(best(lambda: numbers.sum()), best(lambda: whole.sum()))
@@ -77,7 +77,7 @@ def _memory(n: int, device: torch.device, best: Stopwatch) -> tuple[float, float
 
 
 def products(dtype: torch.dtype, device: torch.device) -> list[Callable[[Tensor, Tensor], Tensor]]:
-    """The ways to multiply `x [T, in]` by a weight `[out, in]`: PyTorch's own, and oneDNN's where it has a choice."""
+    """Return the ways to multiply `x [T, in]` by a weight `[out, in]`: PyTorch's, and oneDNN's where there is one."""
     found: list[Callable[[Tensor, Tensor], Tensor]] = [F.linear]
     if device.type == "cpu" and dtype == torch.float32:
 

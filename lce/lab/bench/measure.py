@@ -51,12 +51,12 @@ class Subject:
         self.ids = ids or random_text(engine)
 
     def prefill(self, length: int, more: int) -> tuple[lce.Context, lce.Generation]:
-        """A new context with `length` tokens and the first token drawn, and space for `more`."""
+        """Return a new context with `length` tokens and the first token drawn, and space for `more`."""
         context = self.engine.new_context(length + more)
         return context, self.engine.generate(self.ids(length), context=context, max_tokens=1)
 
     def decode(self, context: lce.Context, n_tokens: int, first: lce.Generation) -> float:
-        """Tokens a second over `n_tokens` decode steps after one that is not timed.
+        """Return the tokens a second over `n_tokens` decode steps after one that is not timed.
 
         Where the model ends its text, it goes on behind another token; that step is not timed either.
         """
@@ -70,7 +70,7 @@ class Subject:
         return n_tokens / seconds if seconds else 0.0
 
     def shapes(self) -> list[Shape]:
-        """The matrices of a layer: what goes in, what comes out."""
+        """Return the matrices of a layer: what goes in, what comes out."""
         c = self.engine.model.config
         query, key, inner = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.intermediate_size
         hidden = c.hidden_size
@@ -78,14 +78,14 @@ class Subject:
         return [*attention, (hidden, inner), (hidden, inner), (inner, hidden)]
 
     def product_flops(self, length: int) -> float:
-        """Operations in the products of a prefill: every layer for every token, the head once a block."""
+        """Return the operations in the products of a prefill: every layer for every token, the head once a block."""
         c = self.engine.model.config
         a_layer = sum(n_in * n_out for n_in, n_out in self.shapes())
         n_blocks = -(-length // self.engine.block)
         return 2.0 * (length * c.n_layers * a_layer + n_blocks * c.hidden_size * c.vocab_size)
 
     def weight_bytes(self) -> int:
-        """Bytes of the weights that a decode step reads: all but an embedding that is not the head too."""
+        """Return the bytes of the weights that a decode step reads: all but an embedding that is not the head too."""
         model = self.engine.model
         return memory_of([*(vars(layer) for layer in model.layers), model.head, model.final_norm])
 
@@ -102,7 +102,7 @@ def random_text(engine: lce.Engine, seed: int = 0) -> Callable[[int], list[int]]
 
 
 def memory_of(*things: Any) -> int:
-    """Bytes of memory behind all tensors and arrays in objects, what several of them share once."""
+    """Return the bytes of memory behind all tensors and arrays in objects; shared memory counts once."""
     spans = sorted({(start, start + n_bytes) for start, n_bytes in _arrays(things, set())})
     total = end = 0
     for start, stop in spans:
@@ -112,7 +112,7 @@ def memory_of(*things: Any) -> int:
 
 
 def _arrays(thing: Any, seen: set[int]) -> Iterator[tuple[int, int]]:
-    """The address and the bytes of each tensor and array in an object of lce, and in what it holds."""
+    """Yield the address and the bytes of each tensor and array in an object of lce, and in what it holds."""
     if id(thing) in seen:
         return
     seen.add(id(thing))
@@ -192,7 +192,7 @@ class Bench:
         self._measure_machine()
 
     def _most(self, length: int) -> int:
-        """Tokens of the longest context at a length."""
+        """Return the tokens of the longest context at a length."""
         blocks = max(subject.engine.block for subject in self.subjects.values()) if self.profile else 0
         return length + 2 * self.new_tokens + 8 + blocks
 
@@ -204,7 +204,7 @@ class Bench:
         self.ceilings = found if self.ceilings is None else self.ceilings.best(found)
 
     def _count(self, subject: Subject, length: int, runs: Runs) -> None:
-        """The run that is not timed: it counts what a prefill computes and what a decode step reads."""
+        """Make the run that is not timed: it counts what a prefill computes and what a decode step reads."""
         with lce.profiled(subject.engine) as prefill:
             context, first = subject.prefill(length, self._most(length) - length)
         runs.attention_flops = prefill.attention_flops
@@ -225,7 +225,7 @@ class Bench:
                 self._profile += self._steps(name, subject, length, context)
 
     def _steps(self, name: str, subject: Subject, length: int, context: lce.Context) -> list[StepTimes]:
-        """Where a decode step's time goes, and then that of a block of prefill."""
+        """Measure where the time of a decode step goes, and then that of a block of prefill."""
         engine = subject.engine
         engine.prefill(subject.ids(1), context=context)
         with lce.profiled(engine) as steps:
@@ -275,10 +275,10 @@ def bench(
 
 
 def _several(things: Any) -> list[Any]:
-    """One thing or several, as a list."""
+    """Return one thing or several, as a list."""
     return list(things) if isinstance(things, list | tuple) else [things]
 
 
 def _name(method: lce.Method, taken: Iterable[str]) -> str:
-    """What the rows call a method: its name, or with its knobs where another one has that already."""
+    """Return what the rows call a method: its name, or with its knobs where another one has that already."""
     return repr(method) if method.label in taken else method.label

@@ -71,7 +71,7 @@ class Explanation:
         return f"window {self.window}, {self.tokens} tokens, block {self.block}, head {self.head}"
 
     def rows(self) -> list[list[int | None]]:
-        """The distances, None where a key is not attended."""
+        """Return the distances, None where a key is not attended."""
         pairs = zip(self.distance.tolist(), self.attended.tolist(), strict=True)
         return [[d if seen else None for d, seen in zip(*row, strict=True)] for row in pairs]
 
@@ -101,7 +101,7 @@ def explain(
 
 
 def _setting(method: object, knobs: object, window: int | None, block: int | None) -> tuple[Method, int, int | None]:
-    """The method, the window and the block that were asked for; those of the method's example where they were not."""
+    """Return the method, window and block that were asked for; those of the method's example where they were not."""
     if not isinstance(knobs, Mapping):
         raise UsageError(f"knobs is {shown(knobs)}; expected a mapping of names to values, such as {{'chunk_size': 4}}")
     if isinstance(method, Method):
@@ -125,7 +125,7 @@ def _between(what: str, value: object, least: int, most: int) -> int:
 
 
 def vectors(tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`q [H, N, D]`, `k v [G, N, D]`: random queries and keys, with zeros in the pair that rotates; one-hot values."""
+    """Return `q [H, N, D]`, `k v [G, N, D]`: random, with zeros in the pair that rotates, and one-hot values."""
     random = torch.Generator().manual_seed(seed)
     dim = max(32, tokens + tokens % 2)
     q = torch.randn(HEADS, tokens, dim, generator=random)
@@ -136,7 +136,7 @@ def vectors(tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _pair(x: Tensor) -> Tensor:
-    """The first pair of dimensions that RoPE rotates, a view `[..., 2]` of `x [..., D]`."""
+    """Return the first pair of dimensions that RoPE rotates, a view `[..., 2]` of `x [..., D]`."""
     return x[..., :: x.shape[-1] // 2]
 
 
@@ -159,7 +159,7 @@ class _Bench:
         self.attended = self.rest > -torch.inf
 
     def log_weights(self, q: Tensor, k: Tensor, frequency: float) -> Tensor:
-        """The logarithm of each key's weight for each query, `[N, N]`; -inf where it is not attended."""
+        """Return the logarithm of each key's weight for each query, `[N, N]`; -inf where it is not attended."""
         rope = _OnePair(q.shape[-1], frequency)
         out = run(self.method, q, k, self.v, window=self.window, blocks=self.block, rope=rope, attention="reference")
         weights = out[self.head].double()
@@ -170,7 +170,7 @@ class _Bench:
         return weights[:, : q.shape[1]].log()
 
     def answer(self, change: Change, frequency: float) -> Tensor:
-        """How much each log-weight changes with the vectors, per unit of the change's size: `[N, N]`.
+        """Measure how much each log-weight changes with the vectors, per unit of the change's size: `[N, N]`.
 
         Each row is known up to a constant; it is 0 where a key is not attended.
         """
@@ -187,7 +187,7 @@ class _Bench:
         raise self.refusal(f"query {row} attends other keys at the slightest change; its choice is random, or a tie")
 
     def turning(self, frequency: float, phase: Tensor) -> Tensor:
-        """How the log-weights change with a pair that rotates, `[N, N]`: `cos(w d - phase)` for each key's `phase [N]`,
+        """Return how log-weights change with a rotating pair, `[N, N]`: `cos(w d - phase)` for each key's `phase [N]`,
         times the factor of the query, up to a constant a row.
         """
         length = math.sqrt(SIGNAL * math.sqrt(self.q.shape[-1]))
@@ -201,7 +201,7 @@ class _Bench:
         return self.answer(change, frequency) / SIGNAL
 
     def factor(self) -> Tensor:
-        """What the method multiplies each query's logits by, `[N]`; 1 where a query attends one key only."""
+        """Return what the method multiplies each query's logits by, `[N]`; 1 where a query attends one key only."""
         n = len(self.attended)
         phases = 2 * math.pi * torch.rand(PATTERNS, n, generator=torch.Generator().manual_seed(0))
         expected = torch.stack([self.centred(phase.double().cos().expand(n, n)) for phase in phases])
@@ -213,7 +213,7 @@ class _Bench:
         return factor
 
     def centred(self, x: Tensor) -> Tensor:
-        """Each row of `x [N, N]` less its mean over the attended keys; 0 at the others."""
+        """Return each row of `x [N, N]` less its mean over the attended keys; 0 at the others."""
         n_seen = self.attended.sum(dim=-1, keepdim=True).clamp(min=1)
         return (x - (x * self.attended).sum(dim=-1, keepdim=True) / n_seen) * self.attended
 
@@ -222,7 +222,7 @@ class _Bench:
 
 
 def _distances(bench: _Bench, factor: Tensor) -> Tensor:
-    """The distance at which each query sees each key that it attends, `[N, N]`; -1 at the others."""
+    """Return the distance at which each query sees each key that it attends, `[N, N]`; -1 at the others."""
     phase = torch.zeros(len(factor))
     turns = [torch.complex(bench.turning(w, phase), bench.turning(w, phase + math.pi / 2)) for w in FREQUENCIES]
     turned = torch.stack(turns, dim=-1) / factor[:, None, None]  # exp(i w d), up to a constant a row
@@ -246,7 +246,7 @@ def _distances(bench: _Bench, factor: Tensor) -> Tensor:
 
 
 def _anchor(turned: Tensor) -> int | None:
-    """The distance of the nearest key with which all of a query's codes, `[N, R]` less that key's code, are whole."""
+    """Return the distance of the nearest key with which all of a query's codes `[N, R]`, less that key's, are whole."""
     tried = torch.arange(-REACH, REACH + 1)
     farthest = turned[turned.abs().sum(dim=-1).argmax()]
     tried = tried[_read(farthest + _code(tried))[1] < TOLERANCE]
@@ -257,13 +257,13 @@ def _anchor(turned: Tensor) -> int | None:
 
 
 def _code(distance: Tensor) -> Tensor:
-    """`exp(i w d)` for distances `[...]` and every frequency, `[..., R]`."""
+    """Return `exp(i w d)` for distances `[...]` and every frequency, `[..., R]`."""
     angle = distance.double()[..., None] * torch.tensor(FREQUENCIES, dtype=torch.float64)
     return torch.polar(torch.ones_like(angle), angle)
 
 
 def _read(code: Tensor) -> tuple[Tensor, Tensor]:
-    """The distances of codes `[..., R]`, read from the slowest frequency on, and the codes' errors: `[...]` each."""
+    """Return the distances of codes `[..., R]`, read from the slowest frequency on, and their errors: `[...]` each."""
     distance = torch.zeros(code.shape[:-1], dtype=torch.float64)
     for n, w in reversed(list(enumerate(FREQUENCIES))):
         behind = torch.polar(torch.ones_like(distance), -w * distance)

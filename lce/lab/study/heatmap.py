@@ -40,7 +40,7 @@ def draw(recording: dict[str, Any], path: str | Path) -> None:
 
 
 def _panel(axes: Axes, recording: dict[str, Any], run: dict[str, Any], query: int, look: dict[str, Any]) -> None:
-    """The heads of one query."""
+    """Draw the heads of one query."""
     import numpy as np
 
     first, size, n_heads = run["first"], run["chunk_size"], recording["model"]["heads"]
@@ -82,7 +82,7 @@ def _panel(axes: Axes, recording: dict[str, Any], run: dict[str, Any], query: in
 
 
 def _colours() -> Any:
-    """Blues that begin dark enough to be seen on white: a chosen chunk without attention is not blank."""
+    """Return blues that begin dark enough to be seen on white: a chosen chunk without attention is not blank."""
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
 

@@ -57,7 +57,7 @@ class RunRequest:
 
     @classmethod
     def of(cls, body: Any, limits: Limits) -> RunRequest:
-        """The request of a JSON value. Raises `UsageError` for anything that is not as it should be."""
+        """Return the request of a JSON value. Raises `UsageError` for anything that is not as it should be."""
         if not isinstance(body, dict):
             raise UsageError(f"the request is {shown(body)}; expected an object")
         for name in body:
@@ -92,7 +92,7 @@ def _between(what: str, value: Any, least: int, most: int) -> int:
 
 
 def _method(given: Any) -> Method:
-    """A method of a request. Knobs of free text, such as the names of files, cannot be set from a page."""
+    """Return a method of a request. Knobs of free text, such as the names of files, cannot be set from a page."""
     if not isinstance(given, dict) or not given.keys() <= {"method", "knobs"}:
         raise UsageError(f"a method is {shown(given)}; expected an object with method and knobs")
     name, knobs = given.get("method"), given.get("knobs") or {}
@@ -117,7 +117,7 @@ def _heads(given: Any) -> tuple[tuple[int, int], ...]:
 
 
 def knobs_of(cls: type[Method]) -> list[dict[str, Any]]:
-    """A method's knobs as a page shows them: name, default, help, type, choices, and whether they can be none."""
+    """Return a method's knobs as a page shows them: name, default, help, type, choices, and whether none is allowed."""
     hints, found = typing.get_type_hints(cls), []
     helps = {name: text for base in reversed(cls.__mro__) for name, text in vars(base).get("knob_help", {}).items()}
     for field in dataclasses.fields(cls):
@@ -149,7 +149,7 @@ class Live:
         self._done: tuple[int, str, Recording] = 0, "", {}  # of the last run done: number, key, recording
 
     def about(self) -> dict[str, Any]:
-        """What a page can ask for: the model, the methods with their knobs, and the limits."""
+        """Return what a page can ask for: the model, the methods with their knobs, and the limits."""
         methods = []
         for name in available():
             try:
@@ -219,14 +219,14 @@ class Live:
         return number
 
     def state(self, known: int | None = None) -> dict[str, Any]:
-        """What happens now. With the last recording where it is done, unless it is the `known` one."""
+        """Return what happens now, with the recording of a run that is done, unless `known` is that run."""
         state, (number, key, recording) = self._state, self._done
         if state["state"] == "done" and number == state["id"] != known:
             return {**state, "recording": split(recording, f"data/{key}")}
         return state
 
     def script(self, key: str, run: int, segment: int) -> str | None:
-        """The script of a segment of the last recording; None where there is no such one."""
+        """Return the script of a segment of the last recording; None where there is no such one."""
         _, right, recording = self._done
         if not recording or not secrets.compare_digest(key.encode(), right.encode()):
             return None

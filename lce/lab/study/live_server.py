@@ -92,7 +92,7 @@ class LiveServer(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that broke is nobody's business."""
+        """Say nothing of a connection that broke."""
 
     def close(self) -> None:
         """End what is under way, and free the port."""
@@ -215,7 +215,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send_json(202, {"id": number})
 
     def _body(self) -> bytes:
-        """The body, of a length that is announced and bounded, within some seconds."""
+        """Return the body, of a length that is announced and bounded, within some seconds."""
         lengths = self.headers.get_all("Content-Length") or []
         if "Transfer-Encoding" in self.headers or len(lengths) != 1 or not re.fullmatch(r"[0-9]{1,18}", lengths[0]):
             raise _Refused(411, "expected one Content-Length and no Transfer-Encoding")
@@ -262,7 +262,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What http.server itself refuses: a request line or headers that are too long or broken, another method."""
+        """Answer what http.server itself refuses: a broken or too long request line or header, another method."""
         status = {501: 405, 505: 400}.get(int(code), int(code))
         try:
             self._send_json(status, {"error": message or "the request cannot be read"})

@@ -22,7 +22,7 @@ BEYOND = "crimson"  # distances that the model was not trained on
 
 
 def checked(path: str | Path) -> Path:
-    """The path of a picture. Raises `UsageError` for a suffix of no known kind, and without matplotlib."""
+    """Return the path of a picture. Raises `UsageError` for a suffix of no known kind, and without matplotlib."""
     path = Path(path)
     if path.suffix.lower() not in KINDS:
         raise UsageError(f"{path}: unknown kind of picture {path.suffix!r}; {nearest(path.suffix, KINDS)}")

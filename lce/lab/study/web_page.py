@@ -31,13 +31,13 @@ Recording = dict[str, Any]
 
 
 def json_text(value: Any) -> str:
-    """JSON in ASCII that can stand in a script element: no sign of it begins or ends a tag, a comment or an entity."""
+    """Return JSON in ASCII that can stand in a script element: it begins and ends no tag, comment or entity."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def page(data: str, *, nonce: str | None = None, live: Any = None) -> str:
-    """The page around a recording's JSON. With `live`, what the page must know of the engine behind it.
+    """Return the page around a recording's JSON. With `live`, what the page must know of the engine behind it.
 
     A `nonce` is put on its scripts and styles, for a Content-Security-Policy.
     """
@@ -58,7 +58,7 @@ def page(data: str, *, nonce: str | None = None, live: Any = None) -> str:
 
 @cache
 def _part(name: str) -> str:
-    """A file of the page."""
+    """Return a file of the page."""
     try:
         return (WEB / name).read_text(encoding="utf-8")
     except OSError as error:
@@ -66,7 +66,7 @@ def _part(name: str) -> str:
 
 
 def store_of(path: str | Path) -> Path:
-    """The folder `NAME.data` beside a page, which has what is large of it. Raises an error where neither can be."""
+    """Return the folder `NAME.data` beside a page, for what is large. Raises an error where neither can be."""
     path = Path(path)
     check_target(path)
     store = path.with_name(f"{path.stem}.data")
@@ -99,12 +99,12 @@ def write_page(recording: Recording, path: str | Path) -> int:
 
 
 def segment_bytes(recording: Recording) -> int:
-    """What the choices of a recording take, as base64."""
+    """Return what the choices of a recording take, as base64."""
     return sum(len(segment["data"]) for run in recording["runs"] for segment in run["segments"])
 
 
 def split(recording: Recording, folder: str) -> Recording:
-    """A recording whose segments are scripts in a folder, `RUN-SEGMENT.js`."""
+    """Return a recording whose segments are scripts in a folder, `RUN-SEGMENT.js`."""
     runs = []
     for number, run in enumerate(recording["runs"]):
         segments = []
@@ -116,7 +116,7 @@ def split(recording: Recording, folder: str) -> Recording:
 
 
 def script(run: int, number: int, segment: dict[str, Any]) -> str:
-    """The script that gives a page one segment of a run."""
+    """Return the script that gives a page one segment of a run."""
     return f'lceSegment({run},{number},"{segment["data"]}",{json_text(segment["looks"])});\n'
 
 
