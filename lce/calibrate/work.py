@@ -103,7 +103,7 @@ class WorkFolder:
         write_whole(self.folder / place, data)
 
     def read(self, place: str) -> tuple[dict[str, Tensor], str] | None:
-        """Return the tensors and facts of a place; None if there is no file, or a damaged one, or one of another place."""
+        """Return the tensors and facts of a place; None if there is no file, or a damaged or a foreign one."""
         if not self.has(place):
             return None
         path = self.folder / place
