@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from lce.engine.loading import DEMO
+from lce.weights.source import DEMO
 
 
 def rescale(model: Path, factor: float, out: Path) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import lce
+from tests.docs.scripts import load
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -62,12 +63,7 @@ def test_the_whole_face_is_in_the_reference() -> None:
 @pytest.fixture(scope="module")
 def hooks() -> ModuleType:
     pytest.importorskip("mkdocs", reason="the site's packages are not installed: make docs installs them")
-    spec = importlib.util.spec_from_file_location("hooks", DOCS / "site" / "hooks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("site/hooks.py")
 
 
 def turned(hooks: ModuleType, uri: str, markdown: str) -> str:
@@ -90,26 +86,6 @@ def test_links_are_turned_to_where_pages_are(hooks: ModuleType) -> None:
         turned(hooks, "methods.md", "[a](https://x.org) [b](#c) [d](none.txt)")
         == "[a](https://x.org) [b](#c) [d](none.txt)"
     )
-
-
-def test_a_folder_stands_for_its_pages_in_their_order(hooks: ModuleType) -> None:
-    assert sorted(["10-b.md", "2-a.md", "README.md", "about.md"], key=hooks.in_order)[0] == "README.md"
-    assert sorted(["10-b.md", "2-a.md"], key=hooks.in_order) == ["2-a.md", "10-b.md"]
-    assert hooks._expanded([{"A": "a.md"}, {"B": [{"C": "none/"}, "d.md"]}, {"E": "api/"}])[:2] == [
-        {"A": "a.md"},
-        {"B": ["d.md"]},
-    ]
-    assert hooks._expanded("api/") == [f"api/{page.name}" for page in sorted((DOCS / "api").glob("*.md"))]
-
-
-def test_code_keeps_its_language_and_folds_are_markdown(hooks: ModuleType) -> None:
-    page = "```text varies\na\n```\n```python\n``` {.x a=1}\n```\n<details><summary>S</summary>\n"
-    made = '```text\na\n```\n```python\n``` {.x a=1}\n```\n<details markdown="1"><summary>S</summary>\n'
-    assert turned(hooks, "tour/1.md", page) == made
-
-
-def test_strokes_in_the_code_of_tables_are_strokes(hooks: ModuleType) -> None:
-    assert turned(hooks, "x.md", "| `a\\|b` | c\\|d |\n`e\\|f`") == "| `a|b` | c\\|d |\n`e\\|f`"
 
 
 def test_names_become_their_reference(hooks: ModuleType) -> None:

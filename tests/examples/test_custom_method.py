@@ -10,14 +10,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import lce
-from lce.methods import available, make, registry
+from lce.methods import make, registry
 from tests import command, oracle
 from tests.asking import pass_keys
 from tests.running import cut, run, vectors
@@ -108,11 +107,6 @@ def test_wrong_knobs_are_explained(knob: str, message: str) -> None:
     command.assert_error(result, 2, message)
 
 
-def test_this_process_does_not_know_it() -> None:
-    assert "keybounds" not in available()
-    assert "keybounds" not in sys.modules
-
-
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=str)
 @pytest.mark.parametrize("spread", SPREADS)
@@ -143,30 +137,6 @@ def test_equals_its_definition_far_beyond_the_window_in_any_blocks(spread: float
     method = make("keybounds", {"chunk_size": size, "spread": spread})
     for blocks in ([n], cut(n, 64), cut(n, 7), [100, *cut(n - 100, 1)]):
         assert (run(method, q, k, v, blocks, window=WINDOW) - truth).abs().max() <= 1e-4, f"blocks: {blocks[:3]}"
-
-
-@pytest.mark.usefixtures("installed")
-def test_no_key_answers_more_than_its_chunks_bound() -> None:
-    step: Any = None  # neither hook asks it anything
-    size, n, n_heads = 8, 64, 4
-    q, k, v = vectors(3, n_heads, 2, n, 16)
-    placed = turned(k, size)
-    chunked = placed.unflatten(1, (-1, size))
-    logits = q @ placed.repeat_interleave(2, dim=0).mT  # [H, T, N]
-    best = logits.unflatten(2, (-1, size)).amax(-1)
-    worst = logits.unflatten(2, (-1, size)).amin(-1)
-    for spread, sign, extreme in ((1.0, 1, best), (-1.0, -1, worst)):
-        method: Any = make("keybounds", {"spread": spread})
-        score = method.score(q, method.summarise(q, chunked, v, step), step, 0)
-        assert (sign * (score - extreme) >= -1e-4).all()
-
-
-@pytest.mark.usefixtures("installed")
-def test_runs_in_half_precision() -> None:
-    q, k, v = (x.bfloat16() for x in vectors(2, 4, 2, 4 * WINDOW, 16))
-    out = run(make("keybounds", {"chunk_size": 4}), q, k, v, [70, *cut(4 * WINDOW - 70, 1)], window=WINDOW)
-    assert out.dtype == torch.bfloat16
-    assert out.isfinite().all()
 
 
 @pytest.mark.usefixtures("installed")
