@@ -68,6 +68,7 @@ METHODS: dict[str, dict[str, Any]] = {
     ("kind", "method"),
     [*(("llama", method) for method in METHODS), *((kind, "full") for kind in KINDS if kind != "llama")],
 )
+@pytest.mark.covering
 def test_two_devices_give_what_one_gives(two: Gpus, models: dict[str, Path], kind: str, method: str) -> None:
     chosen = lce.methods.make(method.partition(",")[0], METHODS[method])
     ids, found = tokens(90), []
@@ -214,6 +215,7 @@ def test_what_does_not_fit_on_one_of_them_is_refused(models: dict[str, Path]) ->
         assert filled.is_cuda == rest[0].is_cuda
 
 
+@pytest.mark.slow
 def test_engines_share_weights_where_they_are(two: Gpus, models: dict[str, Path]) -> None:
     engine = lce.load(models["llama"], device=BOTH)
     filled = torch.zeros(3 << 30, dtype=torch.uint8, device="cuda:0")

@@ -93,6 +93,7 @@ def answer(engine: lce.Engine, context: lce.Context) -> list[int]:
 @KV_DTYPES
 @pytest.mark.parametrize("budget", [None, SMALL])
 @pytest.mark.parametrize("name", SERVING)
+@pytest.mark.covering
 def test_saving_opening_and_going_on_equals_never_having_stopped(
     name: str, budget: str | None, kv_dtype: str, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -424,12 +425,13 @@ def test_a_spill_that_fails_loses_nothing(tiny_model: Path, tmp_path: Path, monk
 
 # For each line that it reads, a child that saves until it is killed: one start of Python for all of them.
 SAVER = """
-import os, sys, lce, torch
+import os, signal, sys, lce, torch
 torch.set_num_threads(1)
 engine = lce.load({model!r}, lce.methods.make("longheads", {knobs!r}), block=64)
 contexts = [engine.prefill(list(range(2, 2 + n))) for n in (250, 290)]
 for _ in sys.stdin:
     child = os.fork()
+    signal.alarm(0 if child else 60)  # it ends by itself if nobody is left to kill it
     while not child:
         for context in contexts:
             context.save({path!r})
