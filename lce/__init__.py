@@ -16,10 +16,10 @@ from lce.version import __version__
 
 if TYPE_CHECKING:
     from lce import methods
+    from lce.engine.answer import Generation, Piece, Stats, TokenLogprobs
     from lce.engine.arguments import GenerationOptions
     from lce.engine.chat import Conversation
     from lce.engine.context import Context
-    from lce.engine.decode import Generation, Piece, Stats, TokenLogprobs
     from lce.engine.engine import Engine
     from lce.engine.info import ModelInfo, info
     from lce.engine.loading import load, plan
@@ -41,7 +41,7 @@ _HOMES = {
     "lce.engine.arguments": ("GenerationOptions",),
     "lce.engine.chat": ("Conversation",),
     "lce.engine.context": ("Context",),
-    "lce.engine.decode": ("Generation", "Piece", "Stats", "TokenLogprobs"),
+    "lce.engine.answer": ("Generation", "Piece", "Stats", "TokenLogprobs"),
     "lce.engine.engine": ("Engine",),
     "lce.engine.info": ("ModelInfo", "info"),
     "lce.engine.loading": ("load", "plan"),

@@ -173,5 +173,5 @@ def assert_equals_the_oracle(engine: lce.Engine, ids: list[int], **knobs: object
         return oracle.attention(q, k, v, tables, setting).to(q.dtype)
 
     with torch.inference_mode():
-        truth = engine.model.logits(engine.model(torch.tensor(ids), 0, attend))
+        truth = engine.model.logits(engine.model(torch.tensor(ids), torch.arange(len(ids)), attend))
     assert difference(engine.logits(ids), truth) <= 1e-4

@@ -170,13 +170,13 @@ def test_an_interrupted_prefill_says_how_to_resume(tiny_model: Path, tmp_path: P
     command = (*command, "--block", "16", "--checkpoint-every", "32", "--method", "rerope")
     slow = (
         "from lce.methods import Driver\nimport time\n"
-        "forward = Driver.forward\n"
+        "begin = Driver.begin\n"
         "def slowly(self, cache, *block):\n"
         "    if cache.length == 128:\n"
         "        print('there', file=sys.stderr, flush=True)\n"
         "        time.sleep(60)\n"
-        "    return forward(self, cache, *block)\n"
-        "Driver.forward = slowly\n"
+        "    return begin(self, cache, *block)\n"
+        "Driver.begin = slowly\n"
     )
     process = spawn(slow, *command)
     assert process.line("stderr") == "there\n"

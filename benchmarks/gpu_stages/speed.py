@@ -86,7 +86,7 @@ class KeepOnly:
 def fill(engine: lce.Engine, context: lce.Context, ids: Sequence[int]) -> None:
     """Append tokens with random keys and values, for a method that keeps nothing else; the logits are random too."""
     config = engine.model.config
-    driver = replace(engine._driver, method=KeepOnly(engine.method))
+    driver = replace(engine.alone.driver, method=KeepOnly(engine.method))
     for start in range(0, len(ids), engine.block):
         some = ids[start : start + engine.block]
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, Unpack
 
+from lce.engine.answer import Generation
 from lce.engine.arguments import GenerationOptions, generation_options
 from lce.engine.context import Context, Unique
-from lce.engine.decode import Generation
 from lce.engine.stream import Stream
 from lce.errors import ModelError, UsageError
 from lce.methods.base import Method

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NoReturn, Self, SupportsIndex
+from typing import ClassVar, NoReturn, Self, SupportsIndex
 
 from torch import Tensor
 
 from lce.cache.kv import KVCache, Mark
 from lce.engine.allowance import ALLOWANCE
-from lce.engine.holding import Holder, Holders, InUse
+from lce.engine.graph import DecodeGraph
 from lce.engine.identity import Identity
+from lce.engine.lanes import Lane
 from lce.engine.saving import ContextData, save
 from lce.errors import UsageError
 from lce.files import path_of
 from lce.models.rope import Rope
 from lce.sizes import count
-
-if TYPE_CHECKING:
-    from lce.engine.graph import DecodeGraph
 
 
 @dataclass(frozen=True)
@@ -64,9 +61,9 @@ class Context(Unique):
         self.token_ids = list(data.token_ids)
         self.announced = data.announced  # tokens; some RoPE scalings depend on it
         self.source = data.source  # the file that it was opened from
-        self._last: tuple[int, Tensor | None, int | None] = (data.cache.length, data.logits, None)
+        self._last: tuple[int, Tensor | None] = (data.cache.length, data.logits)
         self.graph: DecodeGraph | None = None  # its decode steps, where they are recorded
-        self._holders = Holders()
+        self.used = False  # by a call or a stream
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -89,25 +86,17 @@ class Context(Unique):
     @property
     def logits(self) -> Tensor | None:
         """Logits `[vocab]` after the last token in the cache; None where they are not known."""
-        length, logits, _ = self._last
+        length, logits = self._last
         return logits if length == self.cache.length else None
 
     @logits.setter
     def logits(self, logits: Tensor | None) -> None:
-        self.set_logits(logits, self.cache.length)
+        self._last = (self.cache.length, logits)
 
-    @property
-    def likeliest(self) -> int | None:
-        """The likeliest token under `logits`, where it was found with them."""
-        length, _, likeliest = self._last
-        return likeliest if length == self.cache.length else None
-
-    def set_logits(self, logits: Tensor | None, length: int, likeliest: int | None = None) -> None:
-        """Have `logits` be those after the first `length` tokens: they count while the cache has so many.
-
-        `likeliest` is the likeliest token, if it is known already.
-        """
-        self._last = (length, logits, likeliest)
+    def keep(self, lane: Lane | None) -> None:
+        """Keep the logits of a lane, if they are those after the last token in the cache."""
+        if lane is not None and lane.logits is not None and lane.stop == self.cache.length:
+            self._last = (lane.stop, lane.logits)
 
     @property
     def uncached(self) -> list[int]:
@@ -119,10 +108,24 @@ class Context(Unique):
         """What the context is made of."""
         return ContextData(self.cache, self.token_ids, self.logits, self.announced, self.source)
 
+    def hold(self) -> None:
+        """Use the context alone until `used` is set to False again. Raises `UsageError` if it is used already.
+
+        Write `context.hold()`, `try:` and `finally: context.used = False`. CPython runs signal handlers and changes
+        threads at calls, at function starts and at the ends of loops' turns. There are none between the test and the
+        assignment, none between `hold` and `try`, and none before the assignment in `finally`.
+        """
+        if self.used:
+            raise UsageError("this context is being asked already: wait for that answer, or ask a fork() of it")
+        self.used = True
+
     def fork(self) -> Context:
         """Return a context of its own with the same tokens. On a CPU the two share the memory of what the cache has."""
-        with self.in_use():
+        self.hold()
+        try:
             return Context(replace(self.data, cache=self.cache.fork()), self.rope, self.identity)
+        finally:
+            self.used = False
 
     def truncate(self, n_tokens: int) -> None:
         """Go back to the first `n_tokens` tokens. Raises `UsageError` for more than there are.
@@ -131,13 +134,16 @@ class Context(Unique):
         tokens before it of which the method did not keep enough: those of an open chunk at most, all of them for
         `infllm` and for `esa` with `compress="pca"`. These two and `esa` read them in other blocks than before.
         """
-        with self.in_use():
+        self.hold()
+        try:
             n_tokens = count(n_tokens, "n_tokens", least=0)
             if n_tokens > len(self):
                 raise UsageError(f"n_tokens is {n_tokens}; expected {len(self)} or less, the length of the context")
             if n_tokens < self.cache.length:
                 self.cache.truncate(self.cache.nearest(max(0, n_tokens - 1)))
             del self.token_ids[n_tokens:]  # last: until here the tokens behind the cache would be read again
+        finally:
+            self.used = False
 
     def close(self) -> None:
         """Free the context's memory and files. Any later use raises `UsageError`; closing it again does nothing.
@@ -145,8 +151,8 @@ class Context(Unique):
         Raises `UsageError` while it is being asked.
         """
         if self._cache is not None:
-            with self.in_use():
-                self._cache, self._last, self.graph = None, (0, None, None), None
+            self.hold()
+            self._cache, self._last, self.graph, self.used = None, (0, None), None, False
 
     def __enter__(self) -> Self:
         self.cache  # noqa: B018  refuses a context that was closed
@@ -160,29 +166,21 @@ class Context(Unique):
 
         Time and bytes: one copy of its keys and values. Raises `CapacityError` where they cannot be written.
         """
-        with self.in_use():
+        self.hold()
+        try:
             save(path_of(path), self.data, self.identity)
-
-    def in_use(self) -> InUse:
-        """Use the context alone for the code inside `with`, in one call. Raises `UsageError` if another one uses it.
-
-        A call that ended in any way no longer counts. A generator uses `hold` instead.
-        """
-        return InUse(self._holders, sys._getframe(1))
-
-    def hold(self, holder: Holder) -> None:
-        """Have `holder` use the context alone until it ends. Raises `UsageError` if another one uses it."""
-        self._holders.add(holder)
+        finally:
+            self.used = False
 
     def mark(self) -> ContextMark:
-        """What `go_back` needs to undo what comes; no copy."""
+        """Return what `go_back` needs to undo what comes; no copy."""
         return ContextMark(self.cache.mark(), len(self.token_ids), self.logits)
 
     def go_back(self, mark: ContextMark) -> None:
         """Be as when `mark` was taken. If the cache cannot be read back, the blocks that it has stay."""
         try:
             self.cache.go_back(mark.cache)
-            self.set_logits(mark.logits, mark.cache.length)
+            self._last = (mark.cache.length, mark.logits)
         finally:
             del self.token_ids[max(mark.n_tokens, self.cache.length) :]
             ALLOWANCE.give_back(self.cache, max(self.announced, len(self)))

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack, overload
 
 import torch
 from torch import Tensor
 
+from lce.attention import Attention
+from lce.cache.kv import KVCache
+from lce.cache.layout import CacheLayout
 from lce.engine.allowance import ALLOWANCE
+from lce.engine.alone import Alone, blocks
+from lce.engine.answer import Generation, Piece, Request, Stats
 from lce.engine.arguments import (
     GenerationOptions,
     Options,
@@ -23,32 +28,76 @@ from lce.engine.arguments import (
     ids_of,
 )
 from lce.engine.chat import Conversation
-from lce.engine.context import Context, ContextMark
-from lce.engine.decode import Generation, Piece, Request, Stats, decode
+from lce.engine.context import Context, Unique
 from lce.engine.devices import layers_text
-from lce.engine.holding import Streaming
+from lce.engine.graph import CudaTape
+from lce.engine.identity import Identity
 from lce.engine.job import PrefillJob
-from lce.engine.runner import Runner, blocks
 from lce.engine.sampling import check_logits
-from lce.engine.saving import open_saved
+from lce.engine.saving import ContextData, open_saved
 from lce.engine.scoring import Scorer, TokenScores
-from lce.engine.stream import AsyncStream, CancelFlag, Cancelled, Stream
+from lce.engine.stream import AsyncStream, CancelFlag, Stream
 from lce.engine.trace import Trace, TraceObserver
 from lce.engine.window import beyond, warn
 from lce.errors import UsageError, shown
 from lce.files import path_of
+from lce.methods.base import Method
 from lce.methods.observed import Observed
+from lce.methods.run import Driver
+from lce.models.config import RopeConfig
+from lce.models.layers import Model
+from lce.models.rope import Rope
 from lce.progress import Progress, check_progress, reported
 from lce.sizes import count
-from lce.tokenizer.tokenizer import NoTokenizer
+from lce.system import give_back_freed_memory
+from lce.tokenizer.tokenizer import NoTokenizer, Tokenizer
+from lce.weights.checkpoint import Checkpoint
 
 
-class Engine(Runner):
+@dataclass(frozen=True)
+class EngineOptions:
+    """What was chosen when an engine was loaded, with every default filled in and the method resolved."""
+
+    method: Method
+    attention: Attention
+    window: int
+    rope: RopeConfig
+    weights: str | None  # the scheme of rounded weights
+    layout: CacheLayout  # dtype, device, block and budgets are the cache's too
+
+
+class Engine(Unique):
     """Prefills and generates with one model and one method. Never changes: all state is in contexts.
 
     What was chosen when it was loaded is in `method`, with every knob filled in, `window`, `rope`, `block`, `device`,
     `dtype` and `weights`; `tokenizer` turns text into token ids and back.
     """
+
+    instead = "load the model again in the other process, and hand over contexts as files"
+
+    def __init__(self, model: Model, tokenizer: Tokenizer, checkpoint: Checkpoint, options: EngineOptions) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.method = options.method
+        self.layout = options.layout
+        self.device = options.layout.device  # that of the first layer, where there are several
+        self.dtype = options.layout.dtype
+        self.block = options.layout.block
+        self.window = options.window
+        self.rope = options.rope
+        self.weights = options.weights
+        config = model.config
+        self._fingerprint = checkpoint.fingerprint
+        self.identity = Identity(
+            lambda: config.identity(checkpoint.fingerprint()),
+            self.method, self.window, self.rope, self.dtype, config.vocab_size, options.layout.kv_dtype, self.weights,
+        )  # fmt: skip
+        driver = Driver(self.method, options.attention, self.window, config.n_kv_heads, config.sliding_window)
+        kernels = options.attention.decodes(self.dtype, model.config.head_dim)
+        recorded = self.device.type == "cuda" and self.method.decodes and kernels
+        self.alone = Alone(model, driver, tokenizer, self.block, self.device, CudaTape if recorded else None)
+        self._eos_ids = frozenset((*config.eos_ids, *tokenizer.eos_ids))
+        self._end = _End()  # the last attribute: it is freed after the model
 
     @property
     def fingerprint(self) -> str:
@@ -106,39 +155,25 @@ class Engine(Runner):
 
     def _stream(self, ids: list[int], options: Options, flag: CancelFlag, *, undo: bool = False) -> Stream:
         request = Request(ids, options.sampling, options.max_tokens, self._eos_ids, options.logprobs)
-        result, holder = Generation(logprobs=None if options.logprobs is None else []), Streaming()
+        result = Generation(logprobs=None if options.logprobs is None else [])
         result.warning = self._warn(len(ids) + len(options.context or ()))
-        return Stream(holder.bind(self._pieces(request, options, result, flag, holder, undo=undo)), result, flag)
+        return Stream(self._pieces(request, options, result, flag, undo=undo), result, flag)
 
     def _pieces(
-        self, request: Request, options: Options, result: Generation, flag: CancelFlag, holder: Streaming, *, undo: bool
+        self, request: Request, options: Options, result: Generation, flag: CancelFlag, *, undo: bool
     ) -> Generator[Piece, None, None]:
-        """The pieces of a generation. `undo`: if it does not reach its end, it leaves nothing in the context."""
-        stats, n_new = result.stats, len(request.token_ids) + request.max_tokens
+        """Yield the pieces of a generation. With `undo`, it leaves nothing in the context unless it ends."""
+        n_new = len(request.token_ids) + request.max_tokens
         if flag.is_set:
             return
-        held = self._new_context(n_new) if options.context is None else options.context
-        held.hold(holder)
-        self._reserve(held.cache, len(held) + n_new)
-        mark: ContextMark | None = held.mark()
-        started = time.perf_counter()
+        context = self._new_context(n_new) if options.context is None else options.context
+        context.hold()
         try:
-            stats.prompt_tokens, stats.read_before = len(request.token_ids), len(held)
-            held.token_ids.extend(request.token_ids)
-            with reported(options.progress, "prefill") as progress:
-                self._advance(held, flag.between_blocks(progress))
-            stats.prefill_s = time.perf_counter() - started
-            if not undo:
-                mark = None  # what is said from here on stays
-            yield from decode(held, request, self.tokenizer, result, self._advance, flag.check)
-            result.warning = result.warning or self._warn(len(held))
-        except BaseException as error:
-            if mark is not None:
-                held.go_back(mark)
-            if not isinstance(error, Cancelled):
-                raise
+            self._reserve(context.cache, len(context) + n_new)
+            yield from self.alone.pieces(context, request, result, flag, options.progress, undo=undo)
+            result.warning = result.warning or self._warn(len(context))
         finally:
-            stats.memory, stats.traffic = held.cache.bytes_by_tier, held.cache.traffic
+            context.used = False
 
     def _warn(self, n_tokens: int) -> str | None:
         """Warn of a text that is longer than the method can read; returns the line, or None."""
@@ -159,16 +194,20 @@ class Engine(Runner):
         announced = 0 if length is None else count(length, "length", least=0)
         ids = self._ids(document, self._own(context))
         held = self._new_context(max(len(ids), announced)) if context is None else context
-        with held.in_use(), reported(progress, "prefill") as tell:
+        held.hold()
+        try:
             self._warn(len(ids) + len(held))
             self._reserve(held.cache, max(len(held) + len(ids), announced))
             mark = held.mark()
             try:
                 held.token_ids.extend(ids)
-                self._advance(held, tell)
+                with reported(progress, "prefill") as tell:
+                    self.alone.read(held, tell)
             except BaseException:
                 held.go_back(mark)
                 raise
+        finally:
+            held.used = False
         return held
 
     @torch.inference_mode()
@@ -178,7 +217,7 @@ class Engine(Runner):
         self._warn(len(ids))
         context, found = self._new_context(len(ids)), []
         for part in blocks(ids, self.block):
-            found.append(self.model.logits(self._append(context, part)))
+            found.append(self.model.logits(self._hidden(context, part)))
             check_logits(found[-1], context.cache.length - len(part))
         return torch.cat(found)
 
@@ -201,25 +240,29 @@ class Engine(Runner):
         if first > len(ids):
             raise UsageError(f"first is {first}; expected {len(ids)} or less, the number of tokens")
         held = self._new_context(len(ids)) if context is None else context
-        with held.in_use(), reported(progress, "score") as tell:
+        held.hold()
+        try:
             self._warn(before + len(ids))
             self._reserve(held.cache, before + len(ids))
             mark = held.mark()
             try:
                 scorer = Scorer(ids, first, self.model.logits, self.model.config.vocab_size)
                 if before:
-                    self._advance(held)
+                    self.alone.read(held)
                 if first == 0 and ids:
                     assert held.logits is not None
                     scorer.note(held.logits[None], 0)
                 held.token_ids.extend(ids)
-                for part in blocks(held.uncached, self.block, tell):
-                    start = held.cache.length - before
-                    scorer.add(self._append(held, part), start, before)
+                with reported(progress, "score") as tell:
+                    for part in blocks(held.uncached, self.block, tell):
+                        start = held.cache.length - before
+                        scorer.add(self._hidden(held, part), start, before)
                 return scorer.scores()
             except BaseException:
                 held.go_back(mark)
                 raise
+        finally:
+            held.used = False
 
     @torch.inference_mode()
     def trace(self, token_ids: Prompt, *, scores: bool = False) -> Trace:
@@ -233,9 +276,9 @@ class Engine(Runner):
         self._warn(len(ids))
         context = self._new_context(len(ids))
         observer = TraceObserver(keep_all=scores)
-        driver = replace(self._driver, method=Observed(self.method, observer))
+        driver = replace(self.alone.driver, method=Observed(self.method, observer))
         for part in blocks(ids, self.block):
-            self._append(context, part, driver)
+            self.alone.append(context, part, driver)
         return observer.trace(self.method.choices)
 
     def prefill_file(
@@ -256,30 +299,35 @@ class Engine(Runner):
         check_progress(progress)
         job: PrefillJob | None = None
         try:
-            with nullcontext() if context is None else context.in_use():
+            if context is not None:
+                context.hold()
+            try:
                 before = None if context is None else context.data
                 ids = ids if before is None else [*before.token_ids, *ids]
                 announced = max(len(ids), wanted) if before is None else before.announced
                 ALLOWANCE.file_planner(self.layout, self.method.name).check(len(ids))
                 self._warn(len(ids))
                 job = PrefillJob(target, self.layout, self.identity, ids, announced)
-                context = self._context(job.start(before))
-                ALLOWANCE.promise(context.cache, self.method.name, len(ids))
+                held = self._context(job.start(before))
+                ALLOWANCE.promise(held.cache, self.method.name, len(ids))
+            finally:
+                if context is not None:
+                    context.used = False
             every = every or len(ids)
-            stats = Stats(prompt_tokens=len(context.uncached), read_before=context.cache.length)
+            stats = Stats(prompt_tokens=len(held.uncached), read_before=held.cache.length)
             started = time.perf_counter()
             with torch.inference_mode(), reported(progress, "prefill") as tell:
-                for part in blocks(context.uncached, self.block, tell, done=context.cache.length):
-                    if context.cache.length - job.n_written >= every:
-                        job.checkpoint(context.data)
-                    self._append(context, part)
+                for part in blocks(held.uncached, self.block, tell, done=held.cache.length):
+                    if held.cache.length - job.n_written >= every:
+                        job.checkpoint(held.data)
+                    self.alone.append(held, part)
             stats.prefill_s = time.perf_counter() - started
-            job.finish(context.data)
+            job.finish(held.data)
         except BaseException as error:
             if job is not None:
                 job.abandon(error)
             raise
-        stats.memory, stats.traffic = context.cache.bytes_by_tier, context.cache.traffic
+        stats.memory, stats.traffic = held.cache.bytes_by_tier, held.cache.traffic
         return stats
 
     def open_context(self, path: str | Path) -> Context:
@@ -295,6 +343,35 @@ class Engine(Runner):
         Raises `CapacityError` if it cannot fit.
         """
         return self._new_context(count(length, "length"))
+
+    def _context(self, data: ContextData) -> Context:
+        return Context(data, self.rope_of(data.announced), self.identity)
+
+    def _new_context(self, length: int) -> Context:
+        """Return an empty context, announced to become `length` tokens long."""
+        cache = KVCache.empty(self.layout)
+        self._reserve(cache, length)
+        return self._context(ContextData(cache, announced=length))
+
+    def _reserve(self, cache: KVCache, length: int) -> None:
+        """Make space for a cache to become `length` tokens long. Raises `CapacityError` where they cannot fit."""
+        before = ALLOWANCE.promised(cache)
+        ALLOWANCE.promise(cache, self.method.name, length)
+        try:
+            cache.reserve(length)
+        except BaseException:
+            ALLOWANCE.give_back(cache, before)
+            raise
+
+    def rope_of(self, length: int) -> Rope:
+        """Return the rotation of a context that was announced to become `length` tokens long."""
+        return Rope(self.rope, self.model.config.head_dim, self.model.config.window, length)
+
+    def _hidden(self, context: Context, ids: Sequence[int]) -> Tensor:
+        """Append a block of tokens to a context; return their hidden states `[T, hidden]`."""
+        hidden = self.alone.append(context, ids).hidden
+        assert hidden is not None, "the step was recorded"
+        return hidden
 
     def _options(self, given: GenerationOptions) -> Options:
         options = generation_options(given)
@@ -351,3 +428,10 @@ class Engine(Runner):
 def _on_a_fork(options: Options) -> Options:
     """The options with a fork of the context in the context's place."""
     return options if options.context is None else replace(options, context=options.context.fork())
+
+
+class _End:
+    """Gives freed memory back when an engine ends."""
+
+    def __init__(self) -> None:
+        weakref.finalize(self, give_back_freed_memory).atexit = False  # `__del__` fails while Python itself ends

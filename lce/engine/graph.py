@@ -23,11 +23,12 @@ from torch import Tensor
 
 from lce.cache.kv import KVCache
 from lce.cache.layer import LayerCache
-from lce.engine.context import Context
+from lce.engine.lanes import Lane
 from lce.engine.sampling import check_logits
 from lce.methods.run import Driver
 from lce.methods.step import OnDevice
-from lce.models.layers import Attend, Model
+from lce.models.layers import Model
+from lce.models.rope import Rope
 
 Work = Callable[[], None]
 
@@ -160,17 +161,16 @@ class DecodeGraph:
         """Drop the step that was launched early: the context goes on in another way."""
         self._early = None
 
-    def append(self, context: Context, token_id: int, *, ahead: bool) -> bool:
-        """Append a token to the context's cache, and have its logits and the likeliest next token.
+    def append(self, lane: Lane) -> bool:
+        """Append the lane's token, and have its logits and the likeliest next token.
 
-        False, and nothing done, where this step is to run kernel by kernel. With `ahead` the step of the likeliest next
-        token is launched as well. After an error or an interruption the context is as it was before.
+        Returns False, and does nothing, where this step is to run kernel by kernel. If `lane.ahead`, the step of the
+        likeliest next token is launched as well. After an error or an interruption the cache is as before.
         """
-        (early, self._early), cache = (self._early, None), context.cache
+        (early, self._early), cache, token_id = (self._early, None), lane.cache, lane.token_ids[0]
         if self.refused or _pauses:
             return False
-        cache.settle()
-        start, before = cache.length, context.logits
+        start = lane.start
         cache.make_space(start + 1)
         if (bound := self._bound_of(cache, start)) is None:
             return False
@@ -182,12 +182,12 @@ class DecodeGraph:
             if early is not None and (early[0].start, early[0].layers, early[1]) == (start, cache.layers, token_id):
                 now = early[0]
             else:
-                now = self._launch(self._prepared(context, bound), cache, start, token_id)
-            following = self._following(cache, start + 1) if ahead else None
+                now = self._launch(self._prepared(cache, lane.rope, bound), cache, start, token_id)
+            following = self._following(cache, start + 1) if lane.ahead else None
             likeliest, finite = now.read()
             if not finite:
                 check_logits(now.logits[None], start)
-            context.set_logits(now.logits, start + 1, likeliest)
+            lane.logits, lane.likeliest = now.logits, likeliest
             cache.appended(start + 1)
             cache.commit()
         except OnDevice as error:  # a hook of the method's asks for what the host does not know
@@ -196,8 +196,6 @@ class DecodeGraph:
             return False
         except BaseException:
             cache.settle()
-            if cache.length == start:
-                context.set_logits(before, start)
             raise
         if following is not None:
             self._early = following, likeliest
@@ -207,15 +205,13 @@ class DecodeGraph:
         """The bound that the step of token number `start` is recorded for; None where it runs kernel by kernel."""
         return self.driver.method.bound(start + 1) if cache.has_space(start + 1) else None
 
-    def _prepared(self, context: Context, bound: int) -> Recording:
+    def _prepared(self, cache: KVCache, rope: Rope, bound: int) -> Recording:
         """The recording of this step, or the beginning of another one: for another bound, or where memory has moved."""
-        memory = list(context.cache.memory)
+        memory = list(cache.memory)
         found = self._recording
         if found is None or not found.is_for(bound, memory):
             self._recording = None  # frees the memory of its graph
-            found = self._recording = Recording(
-                bound, references(memory), self._step(context.cache.layers, context, bound)
-            )
+            found = self._recording = Recording(bound, references(memory), self._step(cache.layers, rope, bound))
         return found
 
     def _following(self, cache: KVCache, start: int) -> Launched | None:
@@ -225,15 +221,13 @@ class DecodeGraph:
             return None
         return self._launch(recording, cache, start, None)
 
-    def _step(self, layers: Sequence[LayerCache], context: Context, bound: int) -> Work:
+    def _step(self, layers: Sequence[LayerCache], rope: Rope, bound: int) -> Work:
         """The work of a step: from `token` and `index` to `logits` and `numbers`, all on the device."""
-        model, rope = self.model, context.rope
-
-        def model_call(attend: Attend) -> Tensor:
-            return model.logits(model(self.token, self.index, attend))[0]
+        model = self.model
 
         def work() -> None:
-            logits = self.driver.recorded(layers, rope, self.index, bound, model_call)
+            hidden = model(self.token, self.index, self.driver.recorded(layers, rope, self.index, bound))
+            logits = model.logits(hidden)[0]
             self.logits.copy_(logits)
             self.numbers.copy_(torch.stack((logits.argmax(), logits.isfinite().all().to(torch.int64))))
 

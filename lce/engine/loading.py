@@ -15,10 +15,9 @@ from lce.cache.layout import Budgets, CacheLayout
 from lce.engine.allowance import ALLOWANCE
 from lce.engine.arguments import DTYPES, backend_of, budgets_of, dtype_of, scaled, sized, threads_of
 from lce.engine.devices import Borders, at_edges, borders_of, devices_of
-from lce.engine.engine import Engine
+from lce.engine.engine import Engine, EngineOptions
 from lce.engine.planning import Plan
 from lce.engine.process import uses_threads
-from lce.engine.runner import EngineOptions
 from lce.errors import UsageError, shown
 from lce.files import named
 from lce.methods.base import Method

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import FrameType
-from typing import Self, TypeVar, cast
+from inspect import GEN_RUNNING, getgeneratorstate
+from threading import RLock
+from typing import Self
 
+from lce.engine.answer import Generation, Piece
 from lce.engine.context import Unique
-from lce.engine.decode import Generation, Piece
 from lce.errors import UsageError
 from lce.progress import Progress
-
-T = TypeVar("T")
-LONGEST_PAUSE_S = 0.01  # between two looks at a step that runs in another thread
 
 
 class Cancelled(Exception):
@@ -31,9 +27,6 @@ class CancelFlag:
 
     def set(self) -> None:
         self.is_set = True
-
-    def check(self) -> bool:
-        return self.is_set
 
     def between_blocks(self, progress: Progress) -> Progress:
         """`progress`, which also raises `Cancelled` once the flag is set."""
@@ -61,16 +54,20 @@ class Stream(Unique):
         self.result = result
         self._pieces = pieces
         self._flag = flag or CancelFlag()
+        self._step = RLock()  # held by the thread that runs a step
 
     def __iter__(self) -> Iterator[Piece]:
         return self
 
     def __next__(self) -> Piece:
-        try:
-            return self._between_steps(self._pieces.__next__)
-        except StopIteration:
-            self._settle()
-            raise
+        with self._step:
+            if getgeneratorstate(self._pieces) == GEN_RUNNING:
+                raise UsageError("a callback asks for the next piece of the stream that has called it; return from it")
+            try:
+                return next(self._pieces)
+            except StopIteration:
+                self._settle()
+                raise
 
     def finish(self) -> Generation:
         """Run to the end; returns the result. After an error the stream is closed."""
@@ -89,35 +86,10 @@ class Stream(Unique):
     def close(self) -> None:
         """End the generation. Waits for a step that runs in another thread; after that the context is free."""
         self.cancel()
-        if self._runs_here():  # called by a callback of this very step, which ends when it looks at the flag
-            return
-        self._between_steps(self._pieces.close)
-        self._settle()
-
-    def _between_steps(self, call: Callable[[], T]) -> T:
-        """Call what must not run beside a step. Waits while another thread runs one.
-
-        The generator itself knows that it runs. A lock is lost if Ctrl-C comes between the code that it guards and its
-        release, and the next one to need it waits for ever.
-        """
-        pause_s = 0.0005
-        while True:
-            try:
-                return call()
-            except ValueError as error:
-                if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-                    raise  # in a step; a generator that runs already says so without a frame of its own
-            if self._runs_here():
-                raise UsageError("a callback asks for the next piece of the stream that has called it; return from it")
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-    def _runs_here(self) -> bool:
-        """Whether this thread runs a step, which has called a callback."""
-        frame, at = getattr(self._pieces, "gi_frame", None), cast("FrameType | None", sys._getframe())
-        while at is not None and at is not frame:
-            at = at.f_back
-        return at is not None
+        with self._step:
+            if getgeneratorstate(self._pieces) != GEN_RUNNING:  # else a callback of this step calls, which ends soon
+                self._pieces.close()
+                self._settle()
 
     def _settle(self) -> None:
         if self._flag.is_set and not self.result.finish_reason:

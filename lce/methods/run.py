@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Driver:
-    """Runs blocks of tokens through a model with a method behind its attention hook. Holds no state."""
+    """A method behind the attention hook, and what it attends with. Holds no state."""
 
     method: Method  # resolved
     attention: Attention
@@ -36,49 +36,22 @@ class Driver:
     n_kv_heads: int
     sliding_window: int | None = None
 
-    def forward(
-        self, cache: KVCache, rope: Rope, n_tokens: int, model_call: Callable[[Attend], T], note: Note | None = None
-    ) -> T:
-        """Append a block of `n_tokens` tokens to the cache; returns what `model_call` returns.
-
-        `model_call(attend)` runs the model, which calls `attend` once a layer, in order. If that raises, the block is
-        discarded. A commit that is interrupted is completed: all layers have the block, or none.
-        """
-        cache.settle()
+    def begin(self, cache: KVCache, rope: Rope, n_tokens: int, note: Note | None = None) -> Block:
+        """Begin to append a block of `n_tokens` tokens to a cache; makes space for them."""
+        cache.begin()
         start, stop = cache.length, cache.length + n_tokens
+        cache.reserve(stop)
+        if n_tokens == 1:  # a token chooses much the same as the token before it
+            cache.prefetch(0)
         whole = Step(start, stop, rope, self.attention, self.window, self.n_kv_heads, self.sliding_window, note)
-        steps = {part.first_layer: replace(whole, memo={}) for part in cache.layout.by_device}  # a memo a device
+        return Block(self.method, cache, {part.first_layer: replace(whole, memo={}) for part in cache.layout.by_device})
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            own = cache.layers[layer]
-            step = steps[own.layout.first_layer]
-            with section("cache"):
-                self.method.keep(k, v, own, step)
-            with section("selection"):  # what is neither attention nor the cache is choosing
-                out = self.method.attend(q, own, step)
-            if n_tokens == 1:  # behind this layer's own pages and kernels
-                cache.prefetch(layer + 1)
-            return out
+    def recorded(self, layers: Sequence[LayerCache], rope: Rope, at: Tensor, bound: int) -> Attend:
+        """Return the hook for one token whose index is read on the device, `at [1]`; begins and commits nothing.
 
-        try:
-            cache.begin()
-            cache.reserve(stop)
-            if n_tokens == 1:  # a token chooses much the same as the token before it
-                cache.prefetch(0)
-            result = model_call(attend)
-            cache.commit()
-        except BaseException:
-            cache.settle()
-            raise
-        return result
 
-    def recorded(
-        self, layers: Sequence[LayerCache], rope: Rope, at: Tensor, bound: int, model_call: Callable[[Attend], T]
-    ) -> T:
-        """The pass of one token whose index is read on the device, `at [1]`; begins and commits nothing.
-
-        The method `decodes`, and the cache `has_space` the token. The same work can be recorded, and run again for each
-        token that makes a text of at most `bound` tokens.
+        The method `decodes`, and the cache has space for the token. What the hook does can be recorded, and run again
+        for each token that makes a text of at most `bound` tokens.
         """
         step = DeviceStep(at, bound, rope, self.attention, self.window, self.n_kv_heads, self.sliding_window)
 
@@ -86,11 +59,50 @@ class Driver:
             self.method.keep(k, v, layers[layer], step)
             return self.method.decode(q, layers[layer], step)
 
-        return model_call(attend)
+        return attend
+
+    def forward(
+        self, cache: KVCache, rope: Rope, n_tokens: int, call: Callable[[Attend], T], note: Note | None = None
+    ) -> T:
+        """Append a block of `n_tokens` tokens to the cache; return what `call(attend)` returns.
+
+        `call` stands for a model: it calls `attend` once a layer, in order. If it raises, the block is dropped.
+        """
+        try:
+            result = call(self.begin(cache, rope, n_tokens, note).attend)
+            cache.commit()
+        except BaseException:
+            cache.settle()
+            raise
+        return result
 
     def attend(self, cache: KVCache, rope: Rope, q: Tensor, k: Tensor, v: Tensor, note: Note | None = None) -> Tensor:
-        """Append a block of `q [H, T, D]`, `k v [G, T, D]` to a cache of one layer; returns the output `[H, T, D]`."""
+        """Append a block of `q [H, T, D]`, `k v [G, T, D]` to a cache of one layer; return the output `[H, T, D]`."""
         return self.forward(cache, rope, q.shape[1], lambda attend: attend(0, q, k, v), note)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of tokens of one context on its way through the layers of a model.
+
+    Then `cache.commit()` keeps the block, and `cache.settle()` drops one that failed.
+    """
+
+    method: Method
+    cache: KVCache
+    steps: Mapping[int, Step]  # by the first layer of each device: each has a memo of its own
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The attention hook, called once a layer, in order: `q [H, T, D]`, `k v [G, T, D]` to `[H, T, D]`."""
+        own = self.cache.layers[layer]
+        step = self.steps[own.layout.first_layer]
+        with section("cache"):
+            self.method.keep(k, v, own, step)
+        with section("selection"):  # what is neither attention nor the cache is choosing
+            out = self.method.attend(q, own, step)
+        if q.shape[1] == 1:  # behind this layer's own pages and kernels
+            self.cache.prefetch(layer + 1)
+        return out
 
 
 @torch.no_grad()

@@ -85,10 +85,10 @@ class Model:
         devices = [layer.device for layer in self.layers]
         self.borders = {i: devices[i] for i in range(1, len(devices)) if devices[i] != devices[i - 1]}
 
-    def __call__(self, ids: Tensor, start: int | Tensor, attend: Attend) -> Tensor:
-        """Token ids `[T]` to the last layer's hidden states `[T, hidden]`; the first token has index `start`.
+    def __call__(self, ids: Tensor, indices: Tensor, attend: Attend) -> Tensor:
+        """Turn token ids `[T]` at `indices [T]` of their texts into the last layer's hidden states `[T, hidden]`.
 
-        For one token the index may be a tensor `[1]` on the device: then nothing here depends on its value.
+        The tokens may be of several texts. No shape and no branch depends on the values of either tensor.
         """
         x = rows_of(self.embed, ids, self.final_norm.dtype)
         borders = self.borders

@@ -48,14 +48,13 @@ class Ministral3(Mistral):
         config = super().configure(config, fields)
         return replace(config, extra={"query_beta": beta, "query_length": length})
 
-    def __call__(self, ids: Tensor, start: int | Tensor, attend: Attend) -> Tensor:
-        indices = start if isinstance(start, Tensor) else torch.arange(start, start + len(ids), device=ids.device)
+    def __call__(self, ids: Tensor, indices: Tensor, attend: Attend) -> Tensor:
         scale = self.query_scale(indices).to(self.embed.dtype)
 
         def attend_scaled(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(layer, q * scale.to(q.device), k, v)
 
-        return super().__call__(ids, start, attend_scaled)
+        return super().__call__(ids, indices, attend_scaled)
 
     def query_scale(self, indices: Tensor) -> Tensor:
         """The factor of each query: indices `[T]` to `[T, 1]`, float64."""

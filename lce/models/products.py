@@ -19,6 +19,8 @@ from lce.kernels.cuda import launching
 from lce.profiling import timed
 from lce.weights.packed import ROW_BLOCK, SCRATCH, Matrix, PackedMatrix, Stacked, scratch_of
 
+SHARED_ROWS = MOST_ROWS  # rows of several texts that share a product and keep the bits that each has alone
+
 
 @timed("products")
 def linear(

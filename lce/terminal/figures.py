@@ -16,7 +16,7 @@ from lce.terminal.tables import aligned
 if TYPE_CHECKING:
     from lce.cache.tiers import Traffic
     from lce.calibrate import Recall
-    from lce.engine.decode import Generation, Stats
+    from lce.engine.answer import Generation, Stats
     from lce.engine.info import ModelInfo
     from lce.engine.planning import Plan
     from lce.lab.study.explain import Explanation

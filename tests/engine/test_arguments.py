@@ -26,7 +26,7 @@ WRONG: list[Any] = [
     -(10**30), int, LongHeads, lambda *_: 1, {"x": 1}, [None], ["x", 3], [b"x"], "\0", "a" * 5000, np.float32(2),
     np.zeros((2, 2)), torch.ones(2), torch.tensor(3), Path("absent/absent"), set(), 3 + 4j, "\ud800",
 ]  # fmt: skip
-FOR_ENGINES = {"in_use", "hold", "mark", "go_back", "set_logits"}  # methods of Context that engines call
+FOR_ENGINES = {"hold", "keep", "mark", "go_back"}  # methods of Context that engines call
 Q = torch.ones(2, 3, 4)
 
 

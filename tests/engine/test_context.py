@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from lce.cache.layer import LayerCache
 from lce.methods import Full, LongHeads, Method, Step
 from lce.weights.checkpoint import Checkpoint
 from tests.checkpoints import tokens
-from tests.interrupts import interrupted, places
 
 BLOCK = 32
 
@@ -502,74 +500,7 @@ def test_engines_contexts_and_streams_are_neither_pickled_nor_copied(engine: lce
         copy.copy(context)
 
 
-# Ctrl-C at any bytecode
-
-
-def check_interruptions(engine: lce.Engine, what: str, every: int, *where: str) -> None:
-    """Interrupt a call at one of `every` instructions, then make it again: it gives what it gives otherwise.
-
-    The context's last token is not cached yet.
-    """
-    question, base = tokens(40, seed=1), engine.prefill(tokens(45))
-    engine.generate([], max_tokens=3, context=base)
-    whole = base.fork()
-    answer = engine.generate(question, max_tokens=5, context=whole).token_ids
-
-    def call(context: lce.Context) -> None:
-        if what == "generate":
-            engine.generate(question, max_tokens=5, context=context)
-        elif what == "prefill":
-            engine.prefill(question, context=context)
-        elif what == "fork":
-            context.fork()
-        else:
-            with closing(engine.stream(question, max_tokens=5, context=context)) as stream:
-                list(stream)
-
-    call(base.fork())  # what is made once is made
-    probe, kept = base.fork(), list[object]()  # the traceback is kept, as a notebook keeps it
-    for place, nth in places(lambda: call(probe), every, *where):
-        context = base.fork()
-        kept[:] = [interrupted(lambda context=context: call(context), place, nth)]
-        said = context.token_ids[len(base) + len(question) :]
-        if len(context) == len(base):  # never asked
-            assert engine.generate(question, max_tokens=5, context=context).token_ids == answer, place
-            assert context.token_ids == whole.token_ids
-            assert_same(context, contents(whole))
-        elif what == "stream" and len(said) < 5:
-            rest = engine.generate([], max_tokens=5 - len(said), context=context).token_ids
-            assert said + rest == answer, place
-        else:  # interrupted when it was done
-            assert context.token_ids == (whole.token_ids if what != "prefill" else base.token_ids + question), place
-            assert len(context.uncached) == (0 if what == "prefill" else 1)
-            assert context.logits is not None
-
-
-@pytest.mark.parametrize("what", ["generate", "prefill"])
-def test_an_interruption_of_the_calls_themselves_undoes_them(tiny_model: Path, what: str) -> None:
-    engine = lce.load(tiny_model, Full(), block=BLOCK)
-    check_interruptions(engine, what, 3, "Engine.generate.", "Engine.prefill.", "Engine._pieces.", "Stream.")
-
-
-@pytest.mark.parametrize("what", ["generate", "prefill", "stream", "fork"])
-def test_an_interruption_anywhere_leaves_a_context_that_can_be_asked_again(engine: lce.Engine, what: str) -> None:
-    check_interruptions(engine, what, 307 if what != "fork" else 50)
-
-
-@pytest.mark.parametrize("what", ["generate", "prefill", "stream"])
-def test_an_interruption_gives_back_what_was_rounded_to_8_bits(tiny_model: Path, what: str) -> None:
-    """As if the question had not been asked: the tokens that it made old are not rounded."""
-    engine = lce.load(tiny_model, FAILING["longheads"], block=32, kv_dtype="int8")
-    check_interruptions(engine, what, 407)
-    check_interruptions(engine, what, 7, "LayerCache.round_old.", "LayerCache.at.", "KVCache.go_back.")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["generate", "prefill", "stream", "fork"])
-def test_an_interruption_at_any_bytecode_leaves_a_context_that_can_be_asked_again(
-    engine: lce.Engine, what: str
-) -> None:
-    check_interruptions(engine, what, 1)
+# Ctrl-C
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ def no_work(*_: object) -> Any:
 
 def test_what_cannot_fit_is_refused_before_any_work(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = lce.load(tiny_model)
-    monkeypatch.setattr(Driver, "forward", no_work)
+    monkeypatch.setattr(Driver, "begin", no_work)
     at_most(monkeypatch, memory=256 * TOKEN + 100)
     told = "need 256.0 KiB of memory, and 128.1 KiB is available; the longest that fits is 256 tokens; .*--spill-dir"
     for work in (

@@ -13,7 +13,6 @@ import pytest
 import lce
 from lce.engine.stream import CancelFlag, Cancelled
 from tests.checkpoints import tokens
-from tests.interrupts import interrupted, places
 
 PROMPT = tokens(150)  # five blocks of 32
 
@@ -179,22 +178,6 @@ def test_an_error_of_a_step_is_not_taken_for_one_of_the_stream() -> None:
     assert next(stream).text == "a"
     with pytest.raises(ValueError, match="already executing"):
         next(stream)
-
-
-def test_after_an_interruption_any_thread_may_close() -> None:
-    """At every bytecode of the stream itself."""
-
-    def pieces() -> Generator[lce.Piece, None, None]:
-        yield from (lce.Piece(text) for text in "ab")
-
-    def stream() -> lce.Stream:
-        return lce.Stream(pieces(), lce.Generation())
-
-    for place, nth in places(lambda: list(stream()), 1, "stream.py"):
-        under_test = stream()
-        interrupted(lambda under_test=under_test: list(under_test), place, nth)
-        in_a_thread(under_test.close)
-        assert list(under_test) == []
 
 
 def test_a_flag_ends_progress() -> None:

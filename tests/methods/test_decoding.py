@@ -59,7 +59,7 @@ def differences(
         else:
             at.fill_(i)
             cache.begin()
-            out = driver.recorded(cache.layers, rope, at, bound, lambda attend, x=token: attend(0, *x))
+            out = driver.recorded(cache.layers, rope, at, bound)(0, *token)
             cache.appended(i + 1)
             cache.commit()
             recorded.append(i)

@@ -76,22 +76,11 @@ def test_queries_grow_with_their_index_in_the_text(tmp_path: Path) -> None:
         return torch.zeros_like(q)
 
     for start, n in ((0, 40), (40, 1), (1_600_000, 3)):
-        model(torch.zeros(n, dtype=torch.int64), start, attend)
+        model(torch.zeros(n, dtype=torch.int64), torch.arange(start, start + n), attend)
     queries = torch.cat(seen[::2], dim=1)  # [H, 44, D], of the first layer
     indices = [*range(41), 1_600_000, 1_600_001, 1_600_002]
     expected = torch.tensor([1 + 0.1 * math.log(1 + i // 16) for i in indices])
     torch.testing.assert_close(queries, queries[:, :1] * expected[:, None])
-
-
-def test_the_index_of_a_token_may_be_on_the_device(tmp_path: Path) -> None:
-    engine = lce.load(save_kind(tmp_path, KINDS["strong"]).folder)
-    ids, index = torch.tensor([5]), 50
-
-    def own_queries(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return q
-
-    one, other = (engine.model(ids, start, own_queries) for start in (index, torch.tensor([index])))
-    assert torch.equal(one, other)
 
 
 def test_values_that_are_none(tmp_path: Path) -> None:

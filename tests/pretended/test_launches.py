@@ -44,7 +44,11 @@ def test_launches_of_a_recorded_step(
     for n_layers in (2, 1):
         monkeypatch.setattr(engine.model, "layers", engine.model.layers[:n_layers])
         tape = CudaTape(engine.device)
-        work = DecodeGraph(engine.model, engine._driver, engine.device, tape)._prepared(context, bound).work
+        work = (
+            DecodeGraph(engine.model, engine.alone.driver, engine.device, tape)
+            ._prepared(context.cache, context.rope, bound)
+            .work
+        )
 
         def count(work: Work = work) -> None:
             with triton_gpus.counting() as counts:

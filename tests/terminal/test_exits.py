@@ -66,7 +66,7 @@ def test_ctrl_c_behind_another_error_is_an_interruption(monkeypatch: pytest.Monk
 def test_ctrl_c_in_prefill(tiny_model: Path) -> None:
     script = (
         "from lce.methods import Driver\nimport time\n"
-        "def read(*_):\n    print('reading', file=sys.stderr, flush=True)\n    time.sleep(60)\nDriver.forward = read\n"
+        "def read(*_):\n    print('reading', file=sys.stderr, flush=True)\n    time.sleep(60)\nDriver.begin = read\n"
     )
     process = spawn(script, "generate", "--model", tiny_model, "--prompt", PROMPT)
     assert process.line("stderr") == "reading\n"

@@ -12,7 +12,7 @@ import pytest
 
 from lce.cache.tiers import Traffic
 from lce.calibrate import Recall
-from lce.engine.decode import Generation, Stats
+from lce.engine.answer import Generation, Stats
 from lce.engine.planning import Need, Plan
 from lce.methods import InfLLM, LongHeads
 from lce.methods.base import Method

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lce.engine.decode import Generation, Piece
+from lce.engine.answer import Generation, Piece
 from lce.engine.stream import Stream
 from lce.errors import WindowWarning
 from lce.terminal.output import FIRST_LINE_S, NEXT_LINE_S, Output, ProgressLines

@@ -72,8 +72,10 @@ def test_what_texts_have_in_common_is_read_once(
 ) -> None:
     engine = lce.load(folder, block=BLOCK, rope=rope, rope_factor=None if rope == "none" else 2.0)
     read = []
-    append = engine._append
-    monkeypatch.setattr(engine, "_append", lambda context, ids, *a: read.append(len(ids)) or append(context, ids, *a))
+    append = engine.alone.append
+    monkeypatch.setattr(
+        engine.alone, "append", lambda context, ids, *a: read.append(len(ids)) or append(context, ids, *a)
+    )
     contexts = [context for _, context in read_all(engine, TEXTS)]
     different = [text for number, text in enumerate(TEXTS) if text not in TEXTS[:number]]
     assert sum(read) == (sum(map(len, different)) if expected is None else expected)
@@ -83,7 +85,7 @@ def test_what_texts_have_in_common_is_read_once(
 
 def test_the_longest_is_refused_before_any_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = lce.load(folder)
-    monkeypatch.setattr(engine, "_append", None)
+    monkeypatch.setattr(engine.alone, "append", None)
     with pytest.raises(lce.CapacityError):
         next(read_all(engine, TEXTS, [1 << 50] * len(TEXTS)))
     assert list(read_all(engine, [])) == []

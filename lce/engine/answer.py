@@ -1,16 +1,14 @@
-"""The decode loop: one token after another, and their text as soon as no later token can change it."""
+"""An answer on its way: from logits to tokens, to text as soon as no later token can change it, to its end."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from torch import Tensor
 
 from lce.cache.tiers import Traffic
-from lce.engine.context import Context
 from lce.engine.sampling import Sampler, Sampling
 from lce.tokenizer.tokenizer import Tokenizer
 
@@ -89,91 +87,78 @@ class Piece:
         return self.text
 
 
-class Advance(Protocol):
-    """Prefills the context's tokens that are not cached yet: see `Runner._advance`."""
+class Answer:
+    """An answer on its way: `take` turns logits into a token and its text, and decides when the answer ends.
 
-    def __call__(self, context: Context, *, ahead: bool) -> None: ...
-
-
-def decode(
-    context: Context, request: Request, tokenizer: Tokenizer, result: Generation, advance: Advance,
-    cancelled: Callable[[], bool] = lambda: False,
-) -> Iterator[Piece]:  # fmt: skip
-    """Draw up to `max_tokens` tokens and yield their text; `advance` prefills the context's tokens not cached yet.
-
-    It is told when it may go ahead: the next token will be the likeliest one, unless the text ends before it.
-
-    An end token ends the text and is not added to it. A stop string ends it too; only the text before it is yielded.
-    Ends before the next token when `cancelled`. `result.text` is always what was yielded; after an error the tokens of
-    the context and of the result are those of that text.
+    An end token ends the text and is not added to it. A stop string ends it too; only the text before it is said.
+    `result.text` is all that `take` returned. Whoever runs the model appends the last of `result.token_ids` before the
+    next `take`, unless the answer is `done`.
     """
-    sampling = request.sampling
-    sampler, detokenizer = Sampler(sampling), tokenizer.stream()
-    watch = StopWatch(sampling.stops)
-    started, said = time.perf_counter(), _Said(len(context))
-    plain = sampling.temperature == 0 and request.logprobs is None
-    try:
-        for left in range(request.max_tokens - 1, -1, -1):
-            if cancelled():
-                return
-            advance(context, ahead=plain and left > 0)
-            assert context.logits is not None
-            token_id = context.likeliest if plain else None
-            if token_id is None:
-                token_id = sampler.pick(context.logits)
-            now = time.perf_counter()
-            if not result.token_ids:
-                result.stats.first_token_s = result.stats.prefill_s + now - started
-                started = now
-            result.stats.decode_s = now - started
+
+    def __init__(self, request: Request, tokenizer: Tokenizer, result: Generation) -> None:
+        self.request = request
+        self.result = result
+        self._sampler = Sampler(request.sampling)
+        self._detokenizer = tokenizer.stream()
+        self._watch = StopWatch(request.sampling.stops)
+        self._since = time.perf_counter()
+
+    @property
+    def done(self) -> bool:
+        """Whether the answer has ended: `result.finish_reason` says why."""
+        return bool(self.result.finish_reason)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the next token will be the likeliest one, and is read unless the text ends with it."""
+        request = self.request
+        plain = request.sampling.temperature == 0 and request.logprobs is None
+        return plain and len(self.result.token_ids) + 1 < request.max_tokens
+
+    def take(self, logits: Tensor, likeliest: int | None = None) -> str:
+        """Draw the next token under `logits [vocab]`; return the text that no later token can change, maybe none.
+
+        `likeliest` is the likeliest token, if it is known already. A call that fails takes nothing.
+        """
+        request, result = self.request, self.result
+        n, said, reason = len(result.token_ids), result.text, result.finish_reason
+        try:
+            greedy = request.sampling.temperature == 0 and likeliest is not None
+            token_id = likeliest if greedy and likeliest is not None else self._sampler.pick(logits)
+            self._clock(n)
+            text = ""
             if token_id in request.eos_ids:
                 result.finish_reason = "stop"
-                break
-            if request.logprobs is not None:
-                assert result.logprobs is not None
-                result.logprobs.append(logprobs_of(context.logits, token_id, request.logprobs))
-            context.token_ids.append(token_id)
-            result.token_ids.append(token_id)
-            result.stats.generated_tokens = len(result.token_ids)
-            piece = watch.push(detokenizer.push(token_id))
-            result.text += piece
-            if watch.stopped or sampling.wants_end(result.text):
-                result.finish_reason = "stop"
-            elif not left:
-                result.finish_reason = "length"
-            said = _Said(said.n_before, len(result.token_ids), result.text, result.finish_reason)
-            if piece:
-                yield Piece(piece)
+            else:
+                if result.logprobs is not None and request.logprobs is not None:
+                    result.logprobs.append(logprobs_of(logits, token_id, request.logprobs))
+                result.token_ids.append(token_id)
+                result.stats.generated_tokens = n + 1
+                text = self._watch.push(self._detokenizer.push(token_id))
+                if self._watch.stopped or request.sampling.wants_end(said + text):
+                    result.finish_reason = "stop"
+                elif n + 1 == request.max_tokens:
+                    result.finish_reason = "length"
             if result.finish_reason:
-                break
-        piece = watch.push(detokenizer.finish()) + watch.finish()
-        if watch.stopped:
-            result.finish_reason = "stop"
-        result.text += piece
-        said = _Said(said.n_before, len(result.token_ids), result.text, result.finish_reason)
-        if piece:
-            yield Piece(piece)
-    except BaseException:
-        said.restore(context, result)
-        raise
+                text += self._watch.push(self._detokenizer.finish()) + self._watch.finish()
+                if self._watch.stopped:
+                    result.finish_reason = "stop"
+            result.text = said + text
+        except BaseException:
+            del result.token_ids[n:]
+            if result.logprobs is not None:
+                del result.logprobs[n:]
+            result.stats.generated_tokens, result.text, result.finish_reason = n, said, reason
+            raise
+        return text
 
-
-@dataclass(frozen=True)
-class _Said:
-    """What was said so far. A token counts once all that it brings is known: an error before that takes it back."""
-
-    n_before: int  # tokens of the context before the answer
-    n_tokens: int = 0
-    text: str = ""
-    finish_reason: str = ""
-
-    def restore(self, context: Context, result: Generation) -> None:
-        del context.token_ids[self.n_before + self.n_tokens :]
-        del result.token_ids[self.n_tokens :]
-        if result.logprobs is not None:
-            del result.logprobs[self.n_tokens :]
-        result.stats.generated_tokens = self.n_tokens
-        result.text, result.finish_reason = self.text, self.finish_reason
+    def _clock(self, n: int) -> None:
+        """Note the time after the first `n` tokens, in which the next one was drawn."""
+        now, stats = time.perf_counter(), self.result.stats
+        if not n:
+            stats.first_token_s = stats.prefill_s + now - self._since
+            self._since = now
+        stats.decode_s = now - self._since
 
 
 def logprobs_of(logits: Tensor, token_id: int, n_top: int) -> TokenLogprobs:

@@ -1,25 +1,19 @@
-"""The decode loop on scripted tokens, and stop strings however the text is cut."""
+"""Answers on scripted tokens, and stop strings however the text is cut."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from lce.cache.kv import KVCache
-from lce.cache.layout import CacheLayout
-from lce.engine.context import Context
-from lce.engine.decode import Generation, Request, StopWatch, decode
-from lce.engine.identity import Identity
+from lce.engine.answer import Answer, Generation, Request, StopWatch
 from lce.engine.sampling import Sampling
-from lce.engine.saving import ContextData
-from lce.methods import Full
-from lce.models.config import RopeConfig
-from lce.models.rope import Rope
 from lce.tokenizer.tokenizer import Tokenizer
 
 EOS = 1
@@ -91,28 +85,24 @@ class Script:
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = tokens
-        device = torch.device("cpu")
-        layout = CacheLayout(n_layers=1, n_heads=1, n_kv_heads=1, head_dim=2, dtype=torch.float32, device=device)
-        identity = Identity(lambda: "none", Full(), 64, RopeConfig(), torch.float32, 300)
-        self.context = Context(ContextData(KVCache.empty(layout), [0]), Rope(RopeConfig(), 2, 64), identity)
         self.calls = 0
 
-    def advance(self, context: Context, *, ahead: bool) -> None:
+    def logits(self) -> Tensor:
         self.calls += 1
-        context.logits = torch.nn.functional.one_hot(torch.tensor(self.tokens[len(context) - 1]), 300).float()
+        return torch.nn.functional.one_hot(torch.tensor(self.tokens[self.calls - 1]), 300).float()
 
     def run(
         self, tokenizer: Tokenizer, stop: Sequence[str] = (), max_tokens: int = 999
     ) -> tuple[list[str], Generation]:
-        result = Generation()
         request = Request([], Sampling(stop=tuple(stop)), max_tokens, frozenset({EOS, 299}))
-        stream = decode(self.context, request, tokenizer, result, self.advance)
-        pieces = [piece.text for piece in stream]
+        answer = Answer(request, tokenizer, Generation())
+        pieces = []
+        while not answer.done:
+            pieces.append(answer.take(self.logits()))
+        result = answer.result
         assert result.text == "".join(pieces)
-        assert all(pieces), "an empty piece says nothing"
-        assert self.context.token_ids == [0, *result.token_ids]
         assert result.stats.generated_tokens == len(result.token_ids)
-        return pieces, result
+        return [piece for piece in pieces if piece], result
 
 
 TEXT = "The quick brown fox jumps over the 日本 dog 😀, and then over the moon."
@@ -192,12 +182,21 @@ def test_the_figures_add_up(tokenizer: Tokenizer) -> None:
     assert Generation().stats.prefill_tokens_per_s == 0
 
 
-def test_closing_early_keeps_what_was_said(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode(TEXT, bos=False)
-    script, result = Script(ids), Generation()
-    request = Request([], Sampling(), 999, frozenset())
-    pieces = decode(script.context, request, tokenizer, result, script.advance)
-    first = next(pieces).text
-    pieces.close()  # type: ignore[attr-defined]
-    assert result.text == first
-    assert script.context.token_ids == [0, *result.token_ids]
+def test_a_call_that_fails_takes_nothing(tokenizer: Tokenizer) -> None:
+    ids, fails = tokenizer.encode(TEXT, bos=False), [False]
+
+    def stop(text: str) -> bool:
+        if fails[0]:
+            raise KeyboardInterrupt
+        return False
+
+    result = Generation(logprobs=[])
+    script, answer = Script(ids), Answer(Request([], Sampling(stop=stop), 9, frozenset(), 1), tokenizer, result)
+    for _ in range(3):
+        answer.take(script.logits())
+    before, fails[0] = deepcopy(result), True
+    with pytest.raises(KeyboardInterrupt):
+        answer.take(script.logits())
+    assert (result.text, result.token_ids, result.logprobs) == (before.text, before.token_ids, before.logprobs)
+    assert result.finish_reason == ""
+    assert result.stats.generated_tokens == len(result.token_ids) == 3

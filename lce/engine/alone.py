@@ -1,0 +1,125 @@
+"""The loop over one context: read its tokens in blocks, then answer, a token at a time. Each pass has one lane."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from lce.engine.answer import Answer, Generation, Piece, Request
+from lce.engine.context import Context
+from lce.engine.graph import DecodeGraph, Tape
+from lce.engine.lanes import Lane, forward
+from lce.engine.process import uses_threads
+from lce.engine.stream import CancelFlag, Cancelled
+from lce.methods.run import Driver
+from lce.models.layers import Model
+from lce.progress import Progress, reported
+from lce.tokenizer.tokenizer import Tokenizer
+
+
+class Alone:
+    """Reads tokens into one context at a time, and answers. Holds no state; whoever calls has the context to itself.
+
+    With a `tape`, decode steps are recorded.
+    """
+
+    def __init__(
+        self, model: Model, driver: Driver, tokenizer: Tokenizer, block: int, device: torch.device,
+        tape: Callable[[torch.device], Tape] | None = None,
+    ) -> None:  # fmt: skip
+        self.model = model
+        self.driver = driver
+        self.tokenizer = tokenizer
+        self.block = block
+        self.device = device  # of the first layer
+        self.tape = tape
+
+    def lane(self, context: Context, ids: Sequence[int], driver: Driver | None = None, *, ahead: bool = False) -> Lane:
+        """Return the lane that appends `ids` to a context; another `driver` than the engine's is not recorded."""
+        if self.tape is not None and context.graph is None:
+            context.graph = DecodeGraph(self.model, self.driver, self.device, self.tape(self.device))
+        recorder = context.graph if driver is None else None
+        return Lane(driver or self.driver, context.cache, context.rope, ids, recorder, ahead)
+
+    def run(self, context: Context, lane: Lane) -> None:
+        """Run a pass of one lane. After an error or an interruption the cache is as before, or has the tokens."""
+        uses_threads()
+        forward(self.model, [lane])
+        try:
+            lane.check()
+        except Exception as error:
+            context.data.blame(error)
+            raise
+
+    def append(self, context: Context, ids: Sequence[int], driver: Driver | None = None) -> Lane:
+        """Append a block of tokens to a context's cache, and have the logits after them in the context."""
+        lane = self.lane(context, ids, driver)
+        try:
+            self.run(context, lane)
+        finally:
+            context.keep(lane)
+        return lane
+
+    def read(self, context: Context, progress: Progress | None = None) -> None:
+        """Read the context's tokens that are not in its cache yet, and have the logits after the last one.
+
+        Where they are not known, as after a truncation, the last token is read again.
+        """
+        if context.logits is None and len(context) == context.cache.length > 0:
+            context.cache.truncate(context.cache.nearest(context.cache.length - 1))
+        for ids in blocks(context.uncached, self.block, progress):
+            self.append(context, ids)
+
+    def pieces(
+        self, context: Context, request: Request, result: Generation, flag: CancelFlag,
+        progress: Progress | bool | None = None, *, undo: bool = False,
+    ) -> Iterator[Piece]:  # fmt: skip
+        """Read the prompt behind a context's tokens, and yield the answer as it comes; ends once `flag` is set.
+
+        If the prompt is not read to its end, the context is as before; with `undo`, also if the answer does not reach
+        its end. Else what was said stays: the tokens of the context and of `result` are those of `result.text`.
+        """
+        stats, started, mark = result.stats, time.perf_counter(), context.mark()
+        said: int | None = None  # tokens before the answer
+        before = lane = None
+        try:
+            stats.prompt_tokens, stats.read_before = len(request.token_ids), len(context)
+            context.token_ids.extend(request.token_ids)
+            with reported(progress, "prefill") as tell:
+                self.read(context, flag.between_blocks(tell))
+            stats.prefill_s = time.perf_counter() - started
+            said, answer = len(context), Answer(request, self.tokenizer, result)
+            logits, likeliest = context.logits, None
+            while not flag.is_set:
+                assert logits is not None
+                text = answer.take(logits, likeliest)
+                context.token_ids.extend(result.token_ids[len(context) - said :])
+                if text:
+                    yield Piece(text)
+                if answer.done:
+                    break
+                before, lane = lane, self.lane(context, context.uncached, ahead=answer.ahead)
+                self.run(context, lane)
+                logits, likeliest = lane.logits, lane.likeliest
+        except BaseException as error:
+            if said is None or undo:
+                context.go_back(mark)
+            else:
+                context.token_ids[said:] = result.token_ids
+            if not isinstance(error, Cancelled):
+                raise
+        finally:
+            context.keep(before)
+            context.keep(lane)
+            stats.memory, stats.traffic = context.cache.bytes_by_tier, context.cache.traffic
+
+
+def blocks(ids: Sequence[int], block: int, progress: Progress | None = None, done: int = 0) -> Iterator[Sequence[int]]:
+    """Cut `ids` in blocks; `progress` is called after each block, and counts `done` tokens before the first."""
+    for start in range(0, len(ids), block):
+        part = ids[start : start + block]
+        yield part
+        if progress:
+            progress(done + start + len(part), done + len(ids))

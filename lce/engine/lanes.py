@@ -1,0 +1,171 @@
+"""A pass through the model: several contexts share its products, and each attends with its own method and cache.
+
+On a CPU the bits of a lane do not depend on its neighbours. Lanes of one token share products in groups of a few
+rows, whose kernel multiplies each row in the same order; a longer lane is multiplied on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lce.cache.kv import KVCache
+from lce.engine.sampling import check_logits
+from lce.methods.run import Block, Driver
+from lce.models.layers import Attend, Model
+from lce.models.products import SHARED_ROWS
+from lce.models.rope import Rope
+
+
+class Recorder(Protocol):
+    """Runs decode steps of one context from a record: see `lce.engine.graph`."""
+
+    def append(self, lane: Lane) -> bool:
+        """Append the lane's one token. Returns False, and does nothing, where the step cannot be recorded."""
+
+    def forget(self) -> None:
+        """Drop the step that was launched early: the context goes on in another way."""
+
+
+@dataclass(eq=False)
+class Lane:
+    """The tokens that one context adds in a pass, one or more.
+
+    After `forward` the cache has the tokens, `logits [vocab]` (float32) follow the last one, and `hidden [T, hidden]`
+    are the last layer's states; or the cache is as before, and `error` says why. A recorded step has no `hidden`, and
+    knows the `likeliest` next token. With `ahead` the step of the likeliest token may be launched early.
+    """
+
+    driver: Driver
+    cache: KVCache
+    rope: Rope
+    token_ids: Sequence[int]
+    recorder: Recorder | None = None
+    ahead: bool = False
+    logits: Tensor | None = None
+    hidden: Tensor | None = None
+    likeliest: int | None = None
+    error: Exception | None = None
+    start: int = field(init=False)  # tokens before
+    _block: Block = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start = self.cache.length
+
+    @property
+    def stop(self) -> int:
+        """Tokens of the context after the pass."""
+        return self.start + len(self.token_ids)
+
+    def check(self) -> None:
+        """Raise the error that the lane failed with, if it failed."""
+        error, self.error = self.error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback has this frame
+
+    def replayed(self) -> bool:
+        """Take the step from a record, where there is one."""
+        if self.recorder is None:
+            return False
+        if len(self.token_ids) > 1:
+            self.recorder.forget()
+            return False
+        try:
+            return self.recorder.append(self)
+        except Exception as error:
+            self.fail(error)
+            return True
+
+    def begin(self) -> bool:
+        """Make space for the tokens. Returns False if the lane failed."""
+        try:
+            self._block = self.driver.begin(self.cache, self.rope, len(self.token_ids))
+        except Exception as error:
+            self.fail(error)
+        return self.error is None
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend beside other lanes: a lane that fails, fails alone, and counts as zeros."""
+        if self.error is None:
+            try:
+                return self._block.attend(layer, q, k, v)
+            except Exception as error:
+                self.fail(error)
+        return torch.zeros_like(q)
+
+    def finish(self, hidden: Tensor, logits: Tensor) -> None:
+        """Keep the block, unless the lane failed or its logits are not finite."""
+        try:
+            if self.error is None:
+                check_logits(logits[None], self.stop - 1)
+                self.hidden, self.logits = hidden, logits
+                self.cache.commit()
+        except Exception as error:
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Have failed, with the cache as before; only the first error counts."""
+        if self.error is None:
+            self.cache.settle()
+            self.hidden, self.logits, self.error = None, None, error
+
+
+def forward(model: Model, lanes: Sequence[Lane]) -> Tensor:
+    """Append each lane's tokens to its cache. Returns the logits after each lane's last token, `[B, vocab]` float32.
+
+    A lane that fails does so alone: `Lane.error` says why, its logits are NaN, and the other lanes go on. An
+    interruption concerns all lanes: each has its tokens, or is as before.
+    """
+    with torch.inference_mode():
+        for group in groups([lane for lane in lanes if not lane.replayed()]):
+            try:
+                begun = [lane for lane in group if lane.begin()]
+                if begun:
+                    device = model.layers[0].device
+                    ids = torch.tensor([i for lane in begun for i in lane.token_ids], device=device)
+                    indices = torch.cat([torch.arange(lane.start, lane.stop, device=device) for lane in begun])
+                    hidden = model(ids, indices, hook(begun))
+                    last = model.logits(hidden[-1:] if len(begun) == 1 else hidden)
+                    parts = hidden.split([len(lane.token_ids) for lane in begun])
+                    for lane, part, logits in zip(begun, parts, last, strict=True):
+                        lane.finish(part, logits)
+            except Exception as error:  # of a product: it concerns all of them
+                for lane in group:
+                    lane.fail(error)
+            except BaseException:
+                for lane in group:
+                    lane.cache.settle()
+                raise
+        failed = torch.full((), torch.nan).expand(model.config.vocab_size)
+        rows = [failed if lane.logits is None else lane.logits for lane in lanes]
+        return rows[0][None] if len(rows) == 1 else torch.stack([row.to(rows[0].device) for row in rows])
+
+
+def groups(lanes: Sequence[Lane]) -> Iterator[list[Lane]]:
+    """Cut lanes into those that share products: of one token each, up to `SHARED_ROWS`; or a single longer one."""
+    single = [lane for lane in lanes if len(lane.token_ids) == 1]
+    for first in range(0, len(single), SHARED_ROWS):
+        yield single[first : first + SHARED_ROWS]
+    for lane in lanes:
+        if len(lane.token_ids) > 1:
+            yield [lane]
+
+
+def hook(lanes: Sequence[Lane]) -> Attend:
+    """Return the attention hook of lanes that share products: each attends a slice of `q k v` on its own."""
+    if len(lanes) == 1:
+        return lanes[0]._block.attend
+    sizes = [len(lane.token_ids) for lane in lanes]
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = zip(lanes, *(x.split(sizes, dim=1) for x in (q, k, v)), strict=True)
+        return torch.cat([lane.attend(layer, *part) for lane, *part in parts], dim=1)
+
+    return attend

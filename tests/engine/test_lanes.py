@@ -1,0 +1,192 @@
+"""Lanes that share a pass: the bits that each has alone, and errors that are one lane's own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lce
+from lce.engine.answer import Answer, Generation, Request
+from lce.engine.lanes import Lane, forward, groups
+from lce.methods import Full, LayerCache, Step, available
+from lce.models.products import SHARED_ROWS
+from tests.checkpoints import save_tiny, tokens
+from tests.running import threads
+
+NEEDS: dict[str, dict[str, Any]] = {"esa": {"compress": "pca", "low_dim": 4}}
+BLOCK = 32
+SLOW = pytest.mark.slow
+
+
+def engines_of(folder: Path, **options: Any) -> dict[str, lce.Engine]:
+    """An engine for each method, all with the weights of one."""
+    found: dict[str, lce.Engine] = {}
+    for name in available():
+        method = lce.methods.make(name, NEEDS.get(name))
+        found[name] = lce.load(folder, method, block=BLOCK, sharing=next(iter(found.values()), None), **options)
+    return found
+
+
+def lane_of(engine: lce.Engine, context: lce.Context, ids: Sequence[int]) -> Lane:
+    return engine.alone.lane(context, ids)
+
+
+@pytest.mark.parametrize("n_threads", [1, 2])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"dtype": "bfloat16"}, marks=SLOW), pytest.param({"weights": "int8"}, marks=SLOW)]
+)
+@pytest.mark.filterwarnings("ignore::lce.errors.WindowWarning")
+def test_every_method_has_the_bits_that_it_has_alone(n_threads: int, options: dict[str, Any], tmp_path: Path) -> None:
+    """Lanes come and go: some read their prompts in blocks while others answer; each goes on as it would alone."""
+    shape = {"hidden_size": 96, "intermediate_size": 2720}  # an MLP too wide for eight rows in the nearest cache
+    engines = engines_of(save_tiny(tmp_path, **shape), **options)
+    with threads(n_threads):
+        texts = {name: tokens(70 + 13 * i, seed=i) for i, name in enumerate(engines)}
+        alone, shared = ({name: engines[name].new_context(400) for name in engines} for _ in range(2))
+        read = dict.fromkeys(engines, 0)
+        for turn in range(10):
+            passed: dict[str, Lane] = {}
+            for i, (name, engine) in enumerate(engines.items()):
+                if turn < i % 4:  # comes later
+                    continue
+                n = BLOCK - i if read[name] < 60 else 1
+                ids = texts[name][read[name] : read[name] + n]
+                read[name] += len(ids)
+                single = lane_of(engine, alone[name], ids)
+                (logits,) = forward(engine.model, [single])
+                texts[name] += [int(logits.argmax())] if read[name] == len(texts[name]) else []
+                passed[name] = single
+            lanes = [lane_of(engines[name], shared[name], lane.token_ids) for name, lane in passed.items()]
+            together = forward(next(iter(engines.values())).model, lanes)
+            for (name, single), lane, logits in zip(passed.items(), lanes, together, strict=True):
+                lane.check()
+                assert single.logits is not None
+                assert torch.equal(logits, single.logits), (turn, name)
+                assert shared[name].cache.length == alone[name].cache.length == read[name]
+
+
+def test_answers_are_driven_by_hand(tiny_model: Path) -> None:
+    """As a scheduler of many contexts would: each gives the text that `generate` gives."""
+    engine = lce.load(tiny_model, "longheads", block=BLOCK)
+    prompts = [tokens(30 + i, seed=i) for i in range(3)]
+    truth = [engine.generate(ids, max_tokens=4 + i).text for i, ids in enumerate(prompts)]
+    contexts = [engine.prefill(ids) for ids in prompts]
+    answers = [
+        Answer(Request(ids, lce.Sampling(), 4 + i, frozenset({1})), engine.tokenizer, Generation())
+        for i, ids in enumerate(prompts)
+    ]
+    logits = {i: context.logits for i, context in enumerate(contexts)}
+    while logits:
+        for i, row in logits.items():
+            assert row is not None
+            answers[i].take(row)
+        going = [i for i in logits if not answers[i].done]
+        lanes = [lane_of(engine, contexts[i], answers[i].result.token_ids[-1:]) for i in going]
+        logits = dict(zip(going, forward(engine.model, lanes), strict=True)) if lanes else {}
+    assert [answer.result.text for answer in answers] == truth
+
+
+@dataclass(frozen=True)
+class Failing(Full):
+    """Fails in the second layer."""
+
+    error: type[BaseException] = RuntimeError
+
+    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        if cache.index == 1 and step.start:
+            raise self.error("mine")
+        return super().attend(q, cache, step)
+
+
+def beside_a_failing_lane(folder: Path, error: type[BaseException]) -> tuple[list[Lane], Callable[[], Tensor]]:
+    good = lce.load(folder, "longheads", block=BLOCK)
+    bad = lce.load(folder, Failing(error), block=BLOCK, sharing=good)
+    engines = [good, bad, good]
+    contexts = [engine.prefill(tokens(20, seed=i)) for i, engine in enumerate(engines)]
+    lanes = [
+        lane_of(engine, context, [5 + i]) for i, (engine, context) in enumerate(zip(engines, contexts, strict=True))
+    ]
+    return lanes, lambda: forward(good.model, lanes)
+
+
+def test_a_lane_that_fails_fails_alone(tiny_model: Path) -> None:
+    lanes, call = beside_a_failing_lane(tiny_model, RuntimeError)
+    calm, calm_call = beside_a_failing_lane(tiny_model, RuntimeError)
+    calm.pop(1)
+    expected, found = calm_call(), call()
+    assert torch.equal(found[[0, 2]], expected)
+    assert found[1].isnan().all()
+    assert [lane.cache.length for lane in lanes] == [21, 20, 21]
+    assert lanes[1].logits is None
+    with pytest.raises(RuntimeError, match="mine"):
+        lanes[1].check()
+    lanes[1].check()
+
+
+def test_ctrl_c_is_for_all_lanes(tiny_model: Path) -> None:
+    lanes, call = beside_a_failing_lane(tiny_model, KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    assert [lane.cache.length for lane in lanes] == [20, 20, 20]
+
+
+def test_logits_that_are_not_finite_are_one_lane_s_error(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = lce.load(tiny_model, block=BLOCK)
+    contexts = [engine.prefill(tokens(9, seed=i)) for i in range(2)]
+    head = engine.model.logits
+    monkeypatch.setattr(engine.model, "logits", lambda x: head(x).index_fill(0, torch.tensor([1]), torch.nan))
+    lanes = [lane_of(engine, context, [5]) for context in contexts]
+    forward(engine.model, lanes)
+    assert [lane.cache.length for lane in lanes] == [10, 9]
+    with pytest.raises(lce.ModelError, match="not finite after token 9"):
+        lanes[1].check()
+
+
+def test_a_product_that_fails_is_every_lane_s_error(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = lce.load(tiny_model, block=BLOCK)
+    lanes = [lane_of(engine, engine.prefill(tokens(9, seed=i)), [5]) for i in range(2)]
+    monkeypatch.setattr(engine.model, "layers", [None])
+    assert forward(engine.model, lanes).isnan().all()
+    assert [lane.cache.length for lane in lanes] == [9, 9]
+    for lane in lanes:
+        with pytest.raises(AttributeError):
+            lane.check()
+
+
+def test_lanes_of_one_token_share_products_a_few_at_a_time(tiny_model: Path) -> None:
+    engine = lce.load(tiny_model, block=BLOCK)
+    lanes = [lane_of(engine, engine.new_context(40), range(5, 6 + (i == 3))) for i in range(SHARED_ROWS + 3)]
+    sizes = [[len(lane.token_ids) for lane in group] for group in groups(lanes)]
+    assert sizes == [[1] * SHARED_ROWS, [1, 1], [2]]
+    assert [lane for group in groups(lanes) for lane in group][-1] is lanes[3]
+
+
+def test_from_the_loop_over_a_stream_to_the_model_there_are_six_frames(
+    engine: lce.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, depths = type(engine.model), set[int]()
+    call, here = kind.__call__, sys._getframe()
+
+    def counted(model: Any, *args: Any) -> Tensor:
+        frame: FrameType | None = sys._getframe()
+        depth = 0
+        while frame is not None and frame is not here:
+            frame, depth = frame.f_back, depth + 1
+        depths.add(depth)
+        return call(model, *args)
+
+    stream = engine.stream(tokens(20), max_tokens=4)
+    first = next(stream)
+    monkeypatch.setattr(kind, "__call__", counted)
+    assert first.text
+    for _ in stream:
+        pass
+    assert max(depths) <= 6
