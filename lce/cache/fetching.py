@@ -7,55 +7,44 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
-from threading import Lock
-
-POLL_S = 0.1  # how often a caller looks whether its fetch has ended, should the sign of it be lost to an interruption
 
 
 class Fetch:
     """Work that the thread does, or the caller itself if it needs the result before the thread has begun.
 
-    Who claims the work first does it. The thread is not interrupted by Ctrl-C: what it claimed, it ends. The caller may
-    be interrupted anywhere, and calls `finish` again.
+    Ctrl-C does not interrupt the thread. A caller that was interrupted calls `finish` again.
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
-        self._claims: list[str] = []
-        self._ended = False
-        self._sign = Lock()
-        self._sign.acquire()
+        self._future: Future[None] = Future()
         self.error: BaseException | None = None  # what went wrong, once it has ended
 
     def begin(self) -> None:
-        """Hand the work to the thread. The caller must be able to `finish` it already: this may be interrupted."""
+        """Hand the work to the thread."""
         _thread().submit(self._by_the_thread)
+
+    def _by_the_thread(self) -> None:
+        if self._future.set_running_or_notify_cancel():
+            try:
+                self._work()
+                self._future.set_result(None)
+            except BaseException as error:
+                self._future.set_exception(error)
 
     def finish(self) -> None:
         """Return when the work has ended. May be repeated."""
-        self._claims.append("caller")
-        if self._claims[0] == "caller":
-            self.error = None
-            try:
-                self._work()
-            except Exception as error:
-                self.error = error
-            return
-        while not self._ended:
-            self._sign.acquire(timeout=POLL_S)
-
-    def _by_the_thread(self) -> None:
-        self._claims.append("thread")
-        if self._claims[0] != "thread":
+        if not self._future.cancel():  # the thread has begun
+            wait([self._future])
+            self.error = self._future.exception()
             return
         try:
             self._work()
-        except BaseException as error:
+            self.error = None
+        except Exception as error:
             self.error = error
-        self._ended = True
-        self._sign.release()
 
 
 @cache

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from lce.cache.layout import CacheLayout
 from lce.errors import DataError, shown
-from lce.files import named
+from lce.files import JsonError, named, parse_json
 
 FORMAT = "lce context 4"
 REMEDY = "prefill the text again"
@@ -31,8 +30,7 @@ KINDS = {
 NAMES = {kind: name for name, kind in KINDS.items()}
 MOST_TOKENS = 1 << 40  # of a text
 _LARGEST_HEADER = 16 << 20  # bytes: that of 500 layers
-_MOST_PARTS = 200_000  # objects, lists, strings and commas in a header
-_DIGITS = 18  # of a whole number
+_MOST_PARTS = 200_000  # values and names in a header
 
 
 @dataclass(frozen=True)
@@ -89,16 +87,14 @@ def read_header(descriptor: int, path: Path) -> Header:
     if length > _LARGEST_HEADER:
         raise strange
     raw = pread(descriptor, length, 8, path)
-    if sum(map(raw.count, (b"{", b"[", b'"', b","))) > _MOST_PARTS:
-        raise strange
     try:
-        entries = strict_object(raw)
-    except (ValueError, RecursionError):
+        entries = strict_object(bytes(raw))
+    except JsonError:
         raise DataError(f"{named(path)}: the header is not JSON; it is damaged or incomplete: {REMEDY}") from None
     metadata = entries.pop("__metadata__", None)
     try:
-        manifest = strict_object(metadata["lce"]) if isinstance(metadata, dict) else {}
-    except (KeyError, TypeError, ValueError, RecursionError):
+        manifest = strict_object(metadata["lce"].encode()) if isinstance(metadata, dict) else {}
+    except (KeyError, AttributeError, UnicodeError, JsonError):
         raise strange from None
     if "format" not in manifest:
         raise strange
@@ -108,35 +104,11 @@ def read_header(descriptor: int, path: Path) -> Header:
     return Header(entries, manifest, 8 + length, file_bytes)
 
 
-def strict_object(text: str | bytes | bytearray) -> dict[str, Any]:
-    """A JSON object, without names that appear twice and without numbers that JSON or a machine cannot hold.
-
-    Raises `ValueError` or `RecursionError`.
-    """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise ValueError("a name appears twice")
-        return found
-
-    def whole(digits: str) -> int:
-        if len(digits.lstrip("-")) > _DIGITS:
-            raise ValueError("a number that is too large")
-        return int(digits)
-
-    def number(digits: str) -> float:
-        if not math.isfinite(value := float(digits)):
-            raise ValueError("a number that is too large")
-        return value
-
-    def refused(name: str) -> None:
-        raise ValueError(f"{name} is no number")
-
-    text = text if isinstance(text, str) else text.decode("utf-8")
-    value = json.loads(text, object_pairs_hook=unique, parse_int=whole, parse_float=number, parse_constant=refused)
+def strict_object(raw: bytes) -> dict[str, Any]:
+    """Return a JSON object without names that appear twice. Raises `JsonError`."""
+    value = parse_json(raw, _MOST_PARTS, unique=True)
     if not isinstance(value, dict):
-        raise ValueError("no object")
+        raise JsonError("no object")
     return value
 
 

@@ -48,14 +48,6 @@ def test_a_table_is_what_was_put_there(data: st.DataObject) -> None:
     assert checks.n_bytes == 4 * 8 * len({row // 8 for row in truth})
 
 
-def test_what_is_reserved_does_not_grow() -> None:
-    checks = Checks()
-    checks.reserve(100)
-    taken = checks.n_bytes
-    checks.put(np.arange(100), torch.arange(100, dtype=torch.int32))
-    assert checks.n_bytes == taken == 4 * 104  # whole blocks
-
-
 @given(asked=st.lists(st.lists(st.integers(0, N - 1), min_size=1), max_size=5))
 @settings(max_examples=40, deadline=None)
 def test_a_file_is_read_a_block_at_a_time(asked: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -20,7 +20,7 @@ from lce.cache.context_file import Draft, restored, write_rows
 from lce.cache.kv import KVCache
 from lce.cache.layer import KVBuffer, LayerCache, Opened, Tiered, Whole
 from lce.cache.layout import AccessPattern, Budgets, CacheLayout
-from lce.cache.method_state import MethodState, Staged, Summaries, TokenRows
+from lce.cache.method_state import MethodState, Staged, Summaries
 from lce.errors import CapacityError, UsageError
 from lce.sizes import size_text
 from tests.late import disks_of
@@ -71,28 +71,6 @@ def staged(layer: LayerCache) -> Staged:
     return layer.kept(Staged, "pending")
 
 
-def test_what_is_appended_is_in_order() -> None:
-    cache = KVCache.empty(LAYOUT)
-    for seed, n in enumerate((5, 1, 17)):
-        append(cache, n, seed * 10)
-    assert cache.length == 23
-    for layer in cache.layers:
-        expected = torch.cat([rows(n, seed * 10 + layer.index) for seed, n in enumerate((5, 1, 17))], dim=1)
-        assert torch.equal(held(layer, "k"), expected)
-        assert torch.equal(held(layer, "v"), -expected)
-
-
-def test_the_block_under_way_is_seen_before_it_is_committed() -> None:
-    cache = KVCache.empty(LAYOUT)
-    append(cache, 5)
-    write(cache, 3, 10)
-    layer = cache.layers[1]
-    assert (layer.length, layer.stop, cache.length) == (5, 8, 5)
-    assert torch.equal(held(layer, "k"), torch.cat((rows(5, 1), rows(3, 11)), dim=1))
-    cache.commit()
-    assert (layer.length, layer.stop, cache.length) == (8, 8, 8)
-
-
 def test_a_discarded_block_leaves_nothing() -> None:
     cache = KVCache.empty(WITH_STATE)
     append(cache, 13)
@@ -113,23 +91,6 @@ def test_a_discarded_block_leaves_nothing() -> None:
     assert torch.equal(held(cache.layers[2], "k"), torch.cat((rows(13, 2), rows(4, 72)), dim=1))
 
 
-def test_what_is_staged_takes_effect_with_the_commit() -> None:
-    layer = KVCache.empty(WITH_STATE).layers[0]
-    layer.write(rows(3), rows(3))
-    staged(layer).stage(torch.tensor(1))
-    assert staged(layer).value is None
-    layer.commit()
-    assert staged(layer).value == torch.tensor(1)
-
-
-def test_a_state_is_found_by_its_name_and_kind() -> None:
-    layer = KVCache.empty(WITH_STATE).layers[2]
-    assert layer.kept(Summaries, "summaries") is layer.state["summaries"]
-    with pytest.raises(AssertionError, match="pending is a Staged"):
-        layer.kept(TokenRows, "pending")
-    assert KVCache.empty(LAYOUT).layers[0].state == {}
-
-
 def test_appending_to_reserved_space_moves_nothing() -> None:
     cache = KVCache.empty(LAYOUT, capacity=100)
     before = where(cache)
@@ -139,18 +100,6 @@ def test_appending_to_reserved_space_moves_nothing() -> None:
     append(cache, 5)  # the space is in whole chunks: 104
     assert where(cache) != before
     assert cache.length == 105
-
-
-def test_reserving_keeps_what_is_there() -> None:
-    cache = KVCache.empty(LAYOUT)
-    append(cache, 13)
-    cache.reserve(1000)
-    before = where(cache)
-    append(cache, 900, 10)
-    assert where(cache) == before
-    assert torch.equal(held(cache.layers[0], "k"), torch.cat((rows(13), rows(900, 10)), dim=1))
-    cache.reserve(10)
-    assert where(cache) == before
 
 
 def test_growth_is_seldom_and_not_excessive() -> None:
@@ -187,41 +136,6 @@ def test_any_blocks_kept_or_discarded(blocks: list[tuple[int, bool]], capacity: 
         assert torch.equal(held(layer, "v"), -torch.cat(kept, dim=1))
 
 
-def test_spans_are_views() -> None:
-    cache = KVCache.empty(LAYOUT)
-    append(cache, 20)
-    layer = cache.layers[0]
-    k, v = layer.span(8, 20)
-    assert k.data_ptr() == layer.buffer.k[:, 8:].data_ptr()
-    assert torch.equal(k, rows(20)[:, 8:])
-    assert torch.equal(v, -rows(20)[:, 8:])
-
-
-@pytest.mark.parametrize("n", [0, 5, 8, 20])
-def test_a_copy_is_its_own(n: int) -> None:
-    cache = KVCache.empty(WITH_STATE, capacity=64)
-    if n:
-        append(cache, n)
-    staged(cache.layers[0]).stage(torch.ones(2))
-    cache.layers[0].kept(Summaries, "summaries").write(torch.ones(2, n // 8, 4), 0)
-    cache.commit()
-    copy = cache.fork()
-    assert copy.length == n
-    assert not set(where(copy)) & set(where(cache)) or n == 0
-    append(cache, 4, 20)
-    append(copy, 6, 40)
-    staged(cache.layers[0]).stage(torch.zeros(2))
-    cache.layers[0].kept(Summaries, "summaries").write(torch.zeros(2, n // 8, 4), 0)
-    cache.commit()
-    for ours, theirs in zip(cache.layers, copy.layers, strict=True):
-        assert torch.equal(held(ours, "k"), torch.cat((rows(n, ours.index), rows(4, 20 + ours.index)), dim=1))
-        assert torch.equal(held(theirs, "k"), torch.cat((rows(n, ours.index), rows(6, 40 + ours.index)), dim=1))
-    value = staged(copy.layers[0]).value
-    assert value is not None
-    assert value.tolist() == [1, 1]
-    assert torch.equal(copy.layers[0].kept(Summaries, "summaries").span(0, n // 8), torch.ones(2, n // 8, 4))
-
-
 def test_a_copy_takes_only_what_is_committed() -> None:
     cache = KVCache.empty(LAYOUT, capacity=1000)
     append(cache, 20)
@@ -243,20 +157,6 @@ def test_bytes_are_counted() -> None:
     cache.commit()
     assert cache.bytes_by_tier["device"] == held["device"] + 40 + 4 * 16 * 4 * 4
     assert (cache.bytes_reserved, cache.traffic) == (0, {})
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_keys_are_held_in_the_dtype_of_the_cache(dtype: torch.dtype) -> None:
-    cache = KVCache.empty(CacheLayout(1, 2, 2, 4, dtype, CPU, AccessPattern(8)))
-    append(cache, 20)
-    assert held(cache.layers[0], "k").dtype == held(cache.fork().layers[0], "v").dtype == dtype
-    assert torch.equal(held(cache.layers[0], "k"), rows(20).to(dtype))
-
-
-def test_layers_are_numbered() -> None:
-    layers: list[LayerCache] = KVCache.empty(LAYOUT).layers
-    assert [layer.index for layer in layers] == [0, 1, 2]
-    assert KVCache.empty(LAYOUT).length == 0
 
 
 def test_what_a_method_keeps_is_named_by_layer_state_and_part() -> None:

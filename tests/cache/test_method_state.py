@@ -28,39 +28,6 @@ def same(ours: MethodState, theirs: MethodState, n_tokens: int) -> bool:
 # Summaries
 
 
-def test_summaries_are_kept_in_order() -> None:
-    kept, start = Summaries(24, 4), 0
-    for n in (1, 3, 0, 30, 6):
-        kept.write(counted(n, start), start)
-        start += n
-        assert torch.equal(kept.span(0, start), counted(start))
-    assert torch.equal(kept.span(5, 9), counted(4, 5))
-
-
-def test_summaries_may_be_of_any_shape() -> None:
-    kept = Summaries(5 * 4 * 7 * 2, 4)
-    kept.write(torch.ones(5, 2, 4, 7, dtype=torch.bfloat16), 0)
-    assert kept.span(0, 2).shape == (5, 2, 4, 7)
-    assert kept.span(0, 2).dtype == torch.bfloat16
-
-
-def test_summaries_of_a_discarded_pass_are_overwritten() -> None:
-    kept = Summaries(24, 4)
-    kept.write(counted(1), 0)
-    kept.commit()
-    kept.write(counted(5, 100), 1)
-    kept.discard()
-    assert torch.equal(kept.tensors(4)["tensor"], counted(1))
-    kept.write(counted(5, 200), 1)
-    kept.commit()
-    copy = kept.fork(24, Holder)
-    copy.write(counted(1), 6)
-    copy.discard()
-    for each in (kept, copy):
-        assert torch.equal(each.span(0, 1), counted(1))
-        assert torch.equal(each.span(1, 6), counted(5, 200))
-
-
 def test_summaries_are_those_of_complete_chunks() -> None:
     kept = Summaries(24, 4)
     kept.write(counted(6), 0)
@@ -70,17 +37,6 @@ def test_summaries_are_those_of_complete_chunks() -> None:
         assert copy.n_bytes == n * 2 * 3 * 4
         with pytest.raises(AssertionError, match="rows that were not written"):
             copy.span(0, n + 1)
-
-
-def test_a_copy_of_summaries_is_its_own() -> None:
-    kept = Summaries(24, 4)
-    kept.write(counted(2), 0)
-    copy = kept.fork(8, Holder)
-    kept.write(counted(5, 50), 2)
-    assert torch.equal(copy.span(0, 2), counted(2))
-    copy.write(counted(2, 9), 2)
-    assert copy.span(0, 4)[0, :, 0].tolist() == [0, 1, 9, 10]
-    assert kept.span(0, 7)[0, :, 0].tolist() == [0, 1, 50, 51, 52, 53, 54]
 
 
 # Token rows
@@ -314,21 +270,6 @@ def test_what_is_staged_takes_effect_with_the_commit() -> None:
     assert (kept.value.tolist(), kept.n_bytes) == ([2, 3], 8)
 
 
-def test_a_copy_of_what_was_staged_is_its_own() -> None:
-    kept = Staged(lambda n_tokens, block: n_tokens + block)
-    kept.stage(torch.ones(2))
-    kept.commit()
-    copy = kept.fork(5, Holder)
-    kept.stage(torch.zeros(3))
-    kept.commit()
-    assert copy.value is not None
-    assert copy.value.tolist() == [1, 1]
-    assert copy.most_bytes(5, 2) == 7
-    restored = Staged(lambda n_tokens, block: 0)
-    restored.restore(copy.tensors(5))
-    assert same(restored, copy, 5)
-
-
 # All of them
 
 STATES: dict[str, Callable[[], MethodState]] = {
@@ -394,23 +335,6 @@ def test_bytes_are_at_most_what_was_planned(blocks: list[int], size: int) -> Non
     assert summaries.most_bytes(start, block) <= max(16 * 24, start // size * 3 // 2 * 24)
     assert recent.most_bytes(start, block) <= (2 * size + block) * 24
     assert opened.most_bytes(start, block) <= 2 * size * 24
-
-
-def test_nothing_is_planned_for_nothing() -> None:
-    assert TokenRows(12).most_bytes(0, 10) == 0
-    assert Summaries(24, 8).most_bytes(7, 10) == 0
-    assert Summaries(24, 8).most_bytes(8, 10) == 16 * 24
-    assert RecentRows(6, 24).most_bytes(3, 10) == 6 * 24
-    assert RecentRows(6, 24).most_bytes(100, 100) == 100 * 24
-
-
-def test_a_buffer_of_exactly_what_is_planned() -> None:
-    """The first write, and growth by half."""
-    rows = TokenRows(12)
-    rows.write(counted(65)[0], 0)
-    assert rows.n_bytes == 65 * 12
-    rows.write(counted(1)[0], 65)
-    assert rows.n_bytes == 97 * 12 <= rows.most_bytes(66, 1) == 99 * 12
 
 
 # Going back

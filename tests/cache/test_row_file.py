@@ -79,12 +79,6 @@ def test_what_is_written_is_read_in_any_order(data: st.DataObject, dtype: torch.
                 assert torch.equal(file.read(index), expected[index])
 
 
-def test_rows_come_in_the_shape_they_are_asked_in(tmp_path: Path) -> None:
-    file = spill(tmp_path, 30)
-    index = torch.tensor([[3, 29, 3], [0, 1, 2]])
-    assert torch.equal(file.read(index), some(30)[index])
-
-
 @given(data=st.data(), size=st.integers(1, 5), dtype=st.sampled_from(DTYPES))
 @settings(max_examples=80, deadline=None)
 def test_pages_are_the_rows_one_after_the_other(data: st.DataObject, size: int, dtype: torch.dtype) -> None:
@@ -102,28 +96,12 @@ def test_pages_are_the_rows_one_after_the_other(data: st.DataObject, size: int, 
         assert file.bytes_read == found.nbytes
 
 
-def test_nothing_is_read_of_an_empty_file(tmp_path: Path) -> None:
-    assert spill(tmp_path).read(torch.zeros(0, dtype=torch.int64)).shape == (0, *ROW)
-
-
 def test_bytes_are_counted(tmp_path: Path) -> None:
     file = spill(tmp_path, 10)
     assert (file.row_bytes, file.bytes_written, file.bytes_read) == (32, 320, 0)
     file.read(torch.tensor([7, 7]))
     file.write(2, some(3))
     assert (file.bytes_written, file.bytes_read) == (416, 64)
-
-
-def test_strided_rows_are_written_in_order(tmp_path: Path) -> None:
-    file, rows = spill(tmp_path, 12), some(24, 1)[::2].transpose(1, 3)
-    file.write(0, rows.transpose(1, 3))
-    assert torch.equal(everything(file), rows.transpose(1, 3))
-
-
-def test_what_is_read_is_a_copy(tmp_path: Path) -> None:
-    file = spill(tmp_path, 5)
-    everything(file).zero_()
-    assert torch.equal(everything(file), some(5))
 
 
 def test_growth_is_seldom_and_reserving_makes_it_unnecessary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,12 +120,6 @@ def test_growth_is_seldom_and_reserving_makes_it_unnecessary(tmp_path: Path, mon
     file.reserve(4000)
     assert calls == [5000 * 32]
     assert file.n_rows == 5000
-
-
-def test_files_are_apart(tmp_path: Path) -> None:
-    one, other = spill(tmp_path, 5), spill(tmp_path, 5)
-    other.write(0, some(5, 1))
-    assert torch.equal(everything(one), some(5))
 
 
 def test_contexts_share_a_file_from_several_threads(tmp_path: Path) -> None:
@@ -377,24 +349,6 @@ def checked(path: Path, n: int, *, writable: bool = False, dtype: torch.dtype = 
     return RowFile(os.open(path, os.O_RDONLY), "it", format_of(dtype), checks, start=BEFORE, n_rows=n, writable=False)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_was_not_altered_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
-    file = checked(tmp_path / "file", 20, dtype=dtype)
-    assert torch.equal(everything(file), some(20, dtype=dtype))
-    index = torch.tensor([[19, 0], [3, 3]])
-    assert torch.equal(file.read(index), some(20, dtype=dtype)[index])
-    assert file.read(index[:0]).shape == (0, 2, *ROW)
-
-
-def test_rows_may_be_written_anew(tmp_path: Path) -> None:
-    file = checked(tmp_path / "file", 20, writable=True)
-    file.write(5, some(3, 1))
-    file.write(20, some(0))
-    assert torch.equal(
-        file.read(torch.tensor([4, 5, 7, 8])), torch.cat((some(20)[4:5], some(3, 1)[::2], some(20)[8:9]))
-    )
-
-
 @given(
     row=st.integers(0, 9), byte=st.integers(0, 31), change=st.integers(1, 255), late=st.booleans(), write=st.booleans()
 )
@@ -447,24 +401,6 @@ def test_a_truncated_file_is_found(tmp_path: Path, size: int, late: bool) -> Non
     os.truncate(tmp_path / "file", size)
     with pytest.raises(DataError, match=r"^it was cut short since it was opened; prefill the text again\Z"):
         everything(file)
-
-
-def test_a_file_without_space_for_more_says_so(tmp_path: Path) -> None:
-    file = checked(tmp_path / "file", 10, writable=True)
-    pages = np.zeros(1, np.int64), np.ones(1, np.int64)
-    with pytest.raises(CapacityError, match=r"^the cache of keys and values is full; give --spill-dir, or a larger b"):
-        file.allocate_pages(*pages, 5)
-    with pytest.raises(AssertionError, match="a row that does not exist"):
-        file.write(8, some(3))
-
-
-def test_pages_of_a_spill_file_are_adjacent(tmp_path: Path) -> None:
-    file = spill(tmp_path, 7)
-    groups, chunks = np.array([0, 3, 1]), np.array([9, 9, 0])
-    assert file.allocate_pages(groups, chunks, 5).tolist() == [7, 12, 17]
-    assert file.n_rows == 22
-    file.reserve(100)
-    assert (file.n_bytes, file.bytes_taken) == (22 * 32, 100 * 32)
 
 
 def test_a_program_may_end_with_an_open_file(tmp_path: Path) -> None:

@@ -92,27 +92,6 @@ def test_slices_are_of_one_at_least(n: int, size: int) -> None:
     assert all(0 < some.stop - some.start <= max(size, 1) for some in parts)
 
 
-def test_an_index_is_minus_one_until_it_is_set() -> None:
-    index = PageIndex(layout_of())
-    pages = at((0, 0), (3, 5), (2, 5000))
-    assert index[pages].tolist() == [-1, -1, -1]
-    index[pages] = np.array([7, 8, 9])
-    index[at((1, 70_000))] = 3
-    assert index[pages].tolist() == [7, 8, 9]
-    assert index[at((1, 70_000), (0, 70_000))].tolist() == [3, -1]
-    assert index[at()].tolist() == []
-
-
-def test_a_copied_index_is_its_own() -> None:
-    index = PageIndex(layout_of())
-    index[at((0, 0))] = 1
-    copy = index.copy()
-    copy[at((0, 0), (1, 500))] = 2
-    index[at((2, 2))] = 3
-    assert index[at((0, 0), (1, 500), (2, 2))].tolist() == [1, -1, 3]
-    assert copy[at((0, 0), (1, 500), (2, 2))].tolist() == [2, 2, -1]
-
-
 @given(
     sets=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 400), st.integers(0, 99)), max_size=40),
     asked=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 500)), max_size=40),
@@ -185,36 +164,6 @@ def chunks_in(of: Pool, group: int = 0) -> list[int]:
     return np.flatnonzero(of.find(Pages.grid(np.array([group]), np.arange(60))) >= 0).tolist()
 
 
-def test_what_is_put_is_found_and_taken() -> None:
-    ours = pool(4)
-    pages, size = at((0, 3), (3, 3), (1, 50)), layout_of().page_bytes
-    slots = put(ours, (0, 3), (3, 3), (1, 50))
-    assert (ours.n_slots, ours.n_bytes) == (4, 4 * size)
-    k, v = ours.take(slots[::-1].copy())
-    assert torch.equal(k, content(pages).flip(0))
-    assert torch.equal(v, -k)
-    assert ours.find(at((0, 3), (1, 3), (2, 3), (3, 3))).tolist() == [slots[0], -1, -1, slots[1]]
-    assert (ours.traffic.bytes_in, ours.traffic.bytes_out) == (3 * size, 3 * size)
-
-
-def test_what_is_taken_is_a_copy() -> None:
-    ours = pool(1)
-    slots = put(ours, (0, 0))
-    ours.take(slots)[0].zero_()
-    assert torch.equal(ours.take(slots)[0], content(at((0, 0))))
-
-
-def test_free_slots_are_filled_before_anyone_leaves() -> None:
-    ours = pool(5)
-    for chunk in range(5):
-        assert ours.n_free == 5 - chunk
-        put(ours, (0, chunk))
-    assert ours.n_free == 0
-    assert chunks_in(ours) == [0, 1, 2, 3, 4]
-    put(ours, (0, 7))
-    assert chunks_in(ours) == [1, 2, 3, 4, 7]
-
-
 def test_the_least_recently_used_leaves_first() -> None:
     ours = pool(3)
     for chunk in range(3):
@@ -280,44 +229,6 @@ def test_more_than_there_are_slots(limit: int, n: int) -> None:
     with pytest.raises(CapacityError, match=f"no space for {n} more pages"):
         pool(limit).bring(at(*((0, chunk) for chunk in range(n))))
     assert pool(limit).bring(at()).tolist() == []
-
-
-def test_reading_takes_only_slots_that_are_free() -> None:
-    ours = pool(3)
-    put(ours, (0, 0), (0, 1))
-    pages = at((0, 5), (0, 1), (0, 6))
-    assert torch.equal(ours.read(pages)[0], content(pages))
-    assert chunks_in(ours) == [0, 1]
-    pages = at((0, 5), (0, 1))
-    assert torch.equal(ours.read(pages)[1], -content(pages))
-    assert chunks_in(ours) == [0, 1, 5]
-    pages = at((0, 0), (0, 5), (0, 8), (0, 0))
-    assert torch.equal(ours.read(pages)[1], -content(pages))
-    assert (ours.traffic.hits, ours.traffic.misses) == (5, 4)
-    rows = ours.read_rows(at((0, 8), (0, 0), (0, 1)), np.array([1, 2, 3]))
-    assert torch.equal(rows[:, 0, 0], torch.stack([content(at((0, c)))[0, 0, o] for c, o in ((8, 1), (0, 2), (1, 3))]))
-    assert torch.equal(rows[:, 1], -rows[:, 0])
-
-
-def test_without_a_limit_it_grows_and_keeps_what_it_has() -> None:
-    ours, sizes = pool(UNBOUNDED, Everything(set())), set()
-    for chunk in range(0, 1000, 10):
-        put(ours, *((group, chunk + i) for group in range(4) for i in range(10)))
-        sizes.add(ours.n_slots)
-        assert (ours.group >= 0).sum() <= ours.n_slots <= max(16, 40 + (ours.group >= 0).sum() * 3 // 2)
-    assert len(sizes) < 20
-    pages = at(*((group, chunk) for group in range(4) for chunk in range(1000)))
-    assert torch.equal(ours.take(ours.find(pages))[0], content(pages))
-
-
-def test_a_page_that_is_written_again_takes_one_slot() -> None:
-    ours = pool(3)
-    put(ours, (0, 0))
-    put(ours, (0, 0), (0, 1))
-    assert chunks_in(ours) == [0, 1]
-    assert ours.n_free == 1
-    put(ours, (0, 2), (0, 3), (0, 4))
-    assert chunks_in(ours) == [2, 3, 4]
 
 
 @given(
@@ -694,22 +605,6 @@ def test_a_round_is_no_larger_than_the_capacity_even_of_pages_in_slots_kept_for_
     branch.rounds(1, np.array([[False, False, False, True, True]]))
 
 
-def test_counters_of_memory_over_a_file(tmp_path: Path) -> None:
-    branch = branch_of(tmp_path, "memory, file", 3, limit=4)  # layer 0: chunk 2; layer 1: 0, 1, 2; two written
-    assert traffic(branch) == [(0, 0, 6, 2), (0, 0, 2, 0)]
-    branch.rounds(1, wanted(branch, 1, 0, 2))
-    assert traffic(branch) == [(2, 0, 6, 2), (0, 0, 2, 0)]
-    branch.rounds(0, wanted(branch, 0, 0))  # in place of layer 0's chunk 2, which is written
-    assert traffic(branch) == [(2, 1, 7, 3), (1, 0, 3, 1)]
-    branch.rounds(0, wanted(branch, 0, 0, 1))  # in place of layer 1's chunk 1, which is written
-    assert traffic(branch) == [(3, 2, 8, 4), (2, 0, 4, 2)]
-    branch.rounds(1, wanted(branch, 1, 1))
-    branch.rounds(1, wanted(branch, 1, 0))
-    branch.tiers.write_down()
-    assert traffic(branch)[1][2] == 6, "every page is written once"
-    assert file_of(branch).bytes_written == 6 * branch.layout.page_bytes
-
-
 def test_counters_of_a_device_over_memory_over_a_file(tmp_path: Path) -> None:
     branch = branch_of(tmp_path, "device, host, file", 3, limit=2, below=3)
     # Layer 0's chunks were copied as they came. Layer 1's first went down when its last came, in place of one of them.
@@ -725,40 +620,6 @@ def test_counters_of_a_device_over_memory_over_a_file(tmp_path: Path) -> None:
     assert traffic(branch)[2][0] == 1
 
 
-def test_a_page_that_memory_has_is_not_copied_there_again(tmp_path: Path) -> None:
-    branch = branch_of(tmp_path, "device, host, file", 4, limit=2, below=8)
-    for chunk in (0, 1, 2, 3) * 3:
-        for layer in range(N_LAYERS):
-            branch.rounds(layer, wanted(branch, layer, chunk))
-    assert traffic(branch)[1][2] == 8
-    assert traffic(branch)[2] == (0, 0, 0, 0)
-
-
-def test_what_was_read_from_the_file_stays_in_memory_while_slots_are_free(tmp_path: Path) -> None:
-    branch = branch_of(tmp_path, "device, host, file", 4, limit=2, below=5)
-    fork = branch.fork()
-    for chunk in (0, 1, 2, 3) * 2:
-        fork.rounds(0, wanted(fork, 0, chunk))
-    assert traffic(fork)[1:] == [(4, 4, 4, 4), (4, 0, 0, 4)]
-
-
-def test_a_device_that_grows_keeps_what_is_on_its_way() -> None:
-    branch = Branch(stack(tiers_of("device, host"), None))
-    assert branch.top.limit == UNBOUNDED
-    for seed in range(20):
-        branch.add(seed % N_LAYERS, chunks_of(5, seed))
-    branch.everything()
-
-
-def test_a_scan_evicts_nothing(tmp_path: Path) -> None:
-    branch = branch_of(tmp_path, "device, host, file", 9, limit=5, below=4)
-    branch.rounds(1, wanted(branch, 1, 1, 4, 6))
-    before = [branch.held(layer).tolist() for layer in range(N_LAYERS)]
-    for _ in range(3):
-        branch.everything()
-    assert [branch.held(layer).tolist() for layer in range(N_LAYERS)] == before
-
-
 def test_a_request_beyond_the_pool_evicts_little(tmp_path: Path) -> None:
     """Resident pages come first; the missing ones cycle through a quarter of the slots."""
     branch = branch_of(tmp_path, "memory, file", 40, limit=16)
@@ -768,37 +629,6 @@ def test_a_request_beyond_the_pool_evicts_little(tmp_path: Path) -> None:
     misses = branch.top.traffic.misses
     branch.rounds(0, wanted(branch, 0, *range(40)))
     assert branch.top.traffic.misses == misses + 24
-
-
-@pytest.mark.parametrize("tiers", TIERS)
-def test_pages_are_written_once(tmp_path: Path, tiers: str) -> None:
-    branch = branch_of(
-        tmp_path, tiers, 12, limit=UNBOUNDED if tiers == "memory" else 5, below=5 if "file" in tiers else UNBOUNDED
-    )
-    for chunk in (0, 5, 11, 0, 5, 7, 3, 11):
-        for layer in range(N_LAYERS):
-            branch.rounds(layer, wanted(branch, layer, chunk, (chunk + 4) % 12))
-    if disks_of(branch.tiers):
-        assert file_of(branch).bytes_written <= 24 * branch.layout.page_bytes
-        branch.tiers.write_down()
-        branch.fork().everything()
-        assert file_of(branch).bytes_written == 24 * branch.layout.page_bytes
-    branch.everything()
-
-
-@pytest.mark.parametrize("tiers", TIERS)
-def test_a_fork_is_its_own(tmp_path: Path, tiers: str) -> None:
-    branch = branch_of(
-        tmp_path, tiers, 6, limit=UNBOUNDED if tiers == "memory" else 5, below=5 if "file" in tiers else UNBOUNDED
-    )
-    fork = branch.fork()
-    assert fork.tiers.bottom is not branch.tiers.bottom or not disks_of(branch.tiers)
-    for seed in range(4):
-        branch.add(0, chunks_of(2, 10 + seed))
-        fork.add(0, chunks_of(3, 20 + seed))
-    branch.everything()
-    fork.everything()
-    fork.rounds(0, wanted(fork, 0, *range(18)))
 
 
 def test_shrinking_starts_over_over_the_same_file(tmp_path: Path) -> None:
@@ -856,19 +686,6 @@ def test_without_a_file_what_does_not_fit_is_refused_and_nothing_is_lost(tmp_pat
     branch.rounds(1, wanted(branch, 1, 0, 1, 2))
 
 
-def test_prefetching_makes_hits_of_misses(tmp_path: Path) -> None:
-    branch = branch_of(tmp_path, "device, host, file", 9, limit=8, below=4)
-    branch.prefetch(1)  # nothing was asked yet
-    branch.rounds(1, wanted(branch, 1, 1, 2, 3))
-    branch.rounds(0, wanted(branch, 0, *range(8)))
-    assert not branch.held(1).any()
-    branch.prefetch(1)
-    before = branch.top.traffic.hits
-    branch.rounds(1, wanted(branch, 1, 2, 3, 4))
-    assert branch.top.traffic.early == 3
-    assert branch.top.traffic.hits == before + 2
-
-
 def test_what_cannot_be_fetched_early_is_refused_when_it_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -894,16 +711,6 @@ def test_what_cannot_be_fetched_early_is_refused_when_it_is_asked_for(
 
 def fail(error: Exception) -> Tensor:
     raise error
-
-
-def test_a_context_can_be_dropped_while_its_pages_are_fetched(tmp_path: Path) -> None:
-    branch = branch_of(tmp_path, "device, host, file", 9, limit=8, below=4)
-    branch.rounds(1, wanted(branch, 1, 1, 2, 3))
-    branch.rounds(0, wanted(branch, 0, *range(8)))
-    fork = branch.fork()
-    branch.tiers.prefetch(1)
-    del branch
-    fork.everything()
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
@@ -999,14 +806,6 @@ def test_without_a_device_a_page_table_is_not_copied() -> None:
     table[at((1, 5))] = 7
     assert table.on_device(slice(1, 2), 6).tolist() == [[-1, -1, -1, -1, -1, 7]]
     assert np.shares_memory(table.on_device(slice(0, 4), 6).numpy(), table._numbers)
-
-
-def test_where_copies_are_not_late_nothing_is_prefetched(tmp_path: Path) -> None:
-    branch = branch_of(tmp_path, "memory, file", 9, limit=8)
-    branch.rounds(1, wanted(branch, 1, 1, 2, 3))
-    branch.rounds(0, wanted(branch, 0, *range(8)))
-    branch.prefetch(1)
-    assert not branch.held(1).any()
 
 
 # A disk that refuses the k-th request and those after it until it works again, for every k.
