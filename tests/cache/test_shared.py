@@ -17,6 +17,7 @@ from lce.cache.formats import FORMATS
 from lce.cache.kv import KVCache
 from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import Staged, Summaries, TokenRows
+from tests.interrupts import interrupted, places
 
 LAYOUT = CacheLayout(
     2, 4, 2, 8, torch.float32, torch.device("cpu"), AccessPattern(4, local=5), block=64,
@@ -189,3 +190,32 @@ def test_where_memory_cannot_be_shared_it_is_copied(monkeypatch: pytest.MonkeyPa
     read(fork, [2] * 9)
     assert (cache.length, fork.length) == (30, 39)
     assert fork.own_bytes == fork.bytes_by_tier["device"]
+
+
+def test_a_fork_that_is_interrupted_changes_nothing() -> None:
+    """At every place in it, the move to shared memory included."""
+
+    def use(cache: KVCache) -> None:
+        fork = cache.fork()
+        read(cache, [3] * 5)
+        cache.truncate(cache.nearest(20))
+        read(cache, [4] * 30)
+        read(fork, [5] * 9)
+
+    def made() -> KVCache:
+        cache = KVCache.empty(LAYOUT)
+        read(cache, [1] * 30)
+        return cache
+
+    expected = made()
+    use(expected)
+    for place, nth in places(lambda: use(made()), 5, "shared.py", "KVBuffer.fork", "LayerCache.fork", "KVCache.fork"):
+        cache = made()
+        interrupted(lambda cache=cache: use(cache), place, nth)  # type: ignore[misc]
+        other = cache.fork()
+        cache.truncate(0)
+        other.truncate(0)
+        for each in (cache, other):
+            read(each, [1] * 30)
+            use(each)
+            assert all(torch.equal(a, b) for a, b in zip(held(each), held(expected), strict=True)), place
