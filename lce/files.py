@@ -49,8 +49,7 @@ def open_regular(path: str | Path, error: type[LceError] = DataError, *, follow:
         descriptor = os.open(path, flags) if stat.S_ISREG(mode) else None
         mode = mode if descriptor is None else os.fstat(descriptor).st_mode
     except (OSError, ValueError) as failure:  # ValueError: a NUL in the name
-        reason = getattr(failure, "strerror", None) or str(failure)
-        raise error(f"cannot read {named(path)}: {reason}; check the path and its permissions") from None
+        raise error(f"cannot read {named(path)}: {_reason(failure)}; check the path and its permissions") from None
     if descriptor is not None and stat.S_ISREG(mode):
         return descriptor
     if descriptor is not None:
@@ -65,8 +64,7 @@ def check_target(path: str | Path, error: type[LceError] = DataError) -> None:
     except FileNotFoundError:
         return
     except (OSError, ValueError) as failure:
-        reason = getattr(failure, "strerror", None) or str(failure)
-        raise error(f"cannot write {named(path)}: {reason}; name another file") from None
+        raise error(f"cannot write {named(path)}: {_reason(failure)}; name another file") from None
     if not stat.S_ISREG(mode):
         raise error(f"{named(path)} is {_kind(mode)}; expected a regular file, or a name that is free")
 
@@ -82,9 +80,9 @@ def check_folder(path: str | Path) -> None:
     except (OSError, ValueError) as failure:
         if isinstance(failure, OSError) and failure.errno in (errno.ENOSPC, errno.EDQUOT):
             raise unwritable(named(path), failure) from failure
-        reason = getattr(failure, "strerror", None) or str(failure)
-        place = named(draft.parent)
-        raise UsageError(f"{place} is not a folder that can be written ({reason}); name another place") from None
+        raise UsageError(
+            f"{named(draft.parent)} is not a folder that can be written ({_reason(failure)}); name another place"
+        ) from None
     finally:
         with suppress(OSError, ValueError):
             os.unlink(draft)
@@ -97,6 +95,10 @@ def named(path: str | Path) -> str:
     """
     text = str(path)
     return text if text and text.isprintable() and len(text) <= 512 else shown(text, 240)
+
+
+def _reason(failure: Exception) -> str:
+    return getattr(failure, "strerror", None) or str(failure)
 
 
 def _kind(mode: int) -> str:
@@ -190,22 +192,15 @@ def read_file(path: Path, most: int = MAX_FILE_BYTES) -> bytes | None:
     """
     if not os.path.lexists(path):
         return None
-    with open(open_regular(path, ModelError), "rb", buffering=0) as file:
+    with open(open_regular(path, ModelError), "rb") as file:
         try:
             size = os.fstat(file.fileno()).st_size
-            raw = _read_up_to(file, most + 1) if size <= most else b""
+            raw = file.read(most + 1) if size <= most else b""
         except OSError as error:
             raise ModelError(f"cannot read {named(path)}: {error.strerror}; check the disk") from error
     if max(size, len(raw)) > most:
         raise ModelError(f"{named(path)} is larger than {most} bytes, which no such file is; download the file again")
     return raw
-
-
-def _read_up_to(file: BinaryIO, count: int) -> bytes:
-    data = b""
-    while len(data) < count and (part := file.read(count - len(data))):
-        data = data + part if data else part
-    return data
 
 
 def read_object(path: Path, most: int = MAX_FILE_BYTES) -> dict[str, Any]:

@@ -59,13 +59,18 @@ def device_of(name: object) -> torch.device:
     return device
 
 
-def borders_of(devices: Sequence[torch.device], n_layers: int, embed_bytes: int, head_bytes: int) -> Borders:
-    """Return where to cut `n_layers` layers, so that the longest context fits: see `counts_of`."""
+def borders_of(devices: Sequence[torch.device], n_layers: int, sizes: Mapping[str, int]) -> Borders:
+    """Return where to cut `n_layers` layers, so that the longest context fits: see `counts_of`. One device: nowhere.
+
+    `sizes` are the bytes of all weights, by our names. A head that is the embedding is on the last device too.
+    """
+    if len(devices) == 1:
+        return ()
     if len(devices) > n_layers:
         raise UsageError(f"{len(devices)} devices for {n_layers} layers; expected one layer or more on each device")
     free = [system.free_memory(device) or 0 for device in devices]
-    free[0] -= embed_bytes
-    free[-1] -= head_bytes
+    free[0] -= sizes["embed"]
+    free[-1] -= sizes.get("head", sizes["embed"]) + sizes["norm"]
     counts = counts_of(free, n_layers)
     return tuple((sum(counts[:i]), device) for i, device in enumerate(devices) if i)
 
@@ -89,11 +94,3 @@ def layers_text(part: CacheLayout) -> str:
     """Return the layers of a device as users read them: `layers 0 to 15`."""
     first, last = part.first_layer, part.first_layer + part.n_layers - 1
     return f"layer {first}" if first == last else f"layers {first} to {last}"
-
-
-def at_edges(sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Return the bytes of the embedding, and those of the weights behind the last layer; `sizes` are by our names.
-
-    Where the head is the embedding, several devices hold the embedding twice.
-    """
-    return sizes["embed"], sizes.get("head", sizes["embed"]) + sizes["norm"]

@@ -20,6 +20,10 @@ from lce.models.registry import families, model_class, read_config
 from lce.weights.source import source_of
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+OF_CONFIG = (
+    "architecture", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_size", "vocab_size", "window",
+    "sliding_window", "rope",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -88,16 +92,7 @@ def describe_model(model: str | Path) -> ModelInfo:
     return ModelInfo(
         folder=source.path,
         family=next(name for name, cls in families().items() if cls.architecture == config.architecture),
-        architecture=config.architecture,
-        n_layers=config.n_layers,
-        n_heads=config.n_heads,
-        n_kv_heads=config.n_kv_heads,
-        head_dim=config.head_dim,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        window=config.window,
-        sliding_window=config.sliding_window,
-        rope=config.rope,
+        **{name: getattr(config, name) for name in OF_CONFIG},
         parameters=sum(math.prod(shape) for shape in shapes.values()),
         dtype=None if checkpoint is None else str(checkpoint.dtype()).removeprefix("torch."),
         weight_bytes=None if checkpoint is None else sum(x.stop - x.start for x in checkpoint.tensors.values()),

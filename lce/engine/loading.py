@@ -14,7 +14,7 @@ from lce.cache.formats import kv_dtype_of
 from lce.cache.layout import Budgets, CacheLayout
 from lce.engine.allowance import ALLOWANCE
 from lce.engine.arguments import DTYPES, backend_of, budgets_of, dtype_of, scaled, sized, threads_of
-from lce.engine.devices import Borders, at_edges, borders_of, devices_of
+from lce.engine.devices import Borders, borders_of, devices_of
 from lce.engine.engine import Engine, EngineOptions
 from lce.engine.planning import Plan
 from lce.engine.process import uses_threads
@@ -83,7 +83,7 @@ def load(
     if isinstance(sharing, Engine) and sharing.layout.devices == devices:
         borders = sharing.layout.borders
     else:
-        borders = _borders(devices, config, _weight_bytes(config, kind, scheme, checkpoint.names))
+        borders = borders_of(devices, config.n_layers, _weight_bytes(config, kind, scheme, checkpoint.names))
     layout = layout_of(config, chosen, kind, devices[0], block, budgets, kv_dtype_of(kv_dtype), borders)
     options = EngineOptions(chosen, backend_of(attention), window, scaling, scheme.name if scheme else None, layout)
     if sharing is not None:
@@ -182,7 +182,7 @@ def planned(
     budgets, devices = budgets_of(kv_device_budget, kv_host_budget, spill_dir), devices_of(device)
     own = config.published.get("quantization_config") or {}  # of a quantised checkpoint
     sizes = _weight_bytes(config, kind, scheme_of(weights) or scheme_of(own.get("weights")))
-    borders = _borders(devices, config, sizes)
+    borders = borders_of(devices, config.n_layers, sizes)
     layout = layout_of(config, chosen, kind, devices[0], block, budgets, kv_dtype_of(kv_dtype), borders)
     return Planned(config, chosen, layout, sizes)
 
@@ -198,11 +198,6 @@ def _weight_bytes(
         name: schemes[published].n_bytes(shape) if published in schemes else dtype.itemsize * math.prod(shape)
         for name, (published, shape) in wanted.items()
     }
-
-
-def _borders(devices: Sequence[torch.device], config: ModelConfig, sizes: Mapping[str, int]) -> Borders:
-    """Return from which layers on other devices have the layers, by what is free on each device now."""
-    return borders_of(devices, config.n_layers, *at_edges(sizes)) if len(devices) > 1 else ()
 
 
 def _by_tier(config: ModelConfig, layout: CacheLayout, sizes: Mapping[str, int]) -> dict[str, int]:
