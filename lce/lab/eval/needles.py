@@ -6,8 +6,10 @@ the passkey task of Mohtashami and Jaggi (2023), which states it twice.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 from lce.lab.eval.prose import ANIMALS, COLOURS, FOODS, NAMES, PLACES, THINGS
@@ -27,64 +29,44 @@ class Needle:
     topic: str  # two needles of one topic in one text would contradict each other
 
 
-def _digits(rng: Random, n: int) -> str:
+_DRAWN = {"name": NAMES, "colour": COLOURS, "thing": THINGS, "animal": ANIMALS, "place": PLACES, "food": FOODS}
+# What is drawn, in this order; the statement, the question and the answer; the topic.
+_KINDS = {
+    "passkey": (
+        "5", "The pass key is {5}. Remember it. {5} is the pass key.", "What is the pass key? The pass key is", "{5}",
+        "pass key",
+    ),
+    "code": (
+        "colour thing 4", "The code of the {colour} {thing} is {4}.",
+        "What is the code of the {colour} {thing}? The code of the {colour} {thing} is", "{4}", "the {colour} {thing}",
+    ),
+    "secret": (
+        "name colour animal", "The secret of {name} is the {colour} {animal}.",
+        "What is the secret of {name}? The secret of {name} is the", "{colour} {animal}", "secret of {name}",
+    ),
+    "place": (
+        "name thing place", "{name} hid the {thing} in the {place}.",
+        "Where did {name} hide the {thing}? {name} hid the {thing} in the", "{place}", "{name} {thing}",
+    ),
+    "favourite": (
+        "name food", "Most of all {name} likes {food}.", "What does {name} like? Most of all {name} likes", "{food}",
+        "favourite of {name}",
+    ),
+}  # fmt: skip
+
+
+def _needle(kind: str, rng: Random) -> Needle:
+    draws, *texts = _KINDS[kind]
+    drawn = {}
+    for name in draws.split():
+        drawn[name] = rng.choice(_DRAWN[name]) if name in _DRAWN else digits(rng, int(name))
+    return Needle(*(re.sub(r"\{(\w+)\}", lambda found: drawn[found[1]], text) for text in texts))
+
+
+def digits(rng: Random, n: int) -> str:
+    """Return `n` random digits."""
     return "".join(rng.choice("0123456789") for _ in range(n))
 
 
-def passkey(rng: Random) -> Needle:
-    """A pass key of five digits, stated twice."""
-    key = _digits(rng, 5)
-    return Needle(
-        f"The pass key is {key}. Remember it. {key} is the pass key.",
-        "What is the pass key? The pass key is",
-        key,
-        "pass key",
-    )
-
-
-def code(rng: Random) -> Needle:
-    """The four-digit code of a coloured thing."""
-    thing, key = f"the {rng.choice(COLOURS)} {rng.choice(THINGS)}", _digits(rng, 4)
-    return Needle(f"The code of {thing} is {key}.", f"What is the code of {thing}? The code of {thing} is", key, thing)
-
-
-def secret(rng: Random) -> Needle:
-    """The secret of a named person: two words."""
-    name, word = rng.choice(NAMES), f"{rng.choice(COLOURS)} {rng.choice(ANIMALS)}"
-    return Needle(
-        f"The secret of {name} is the {word}.",
-        f"What is the secret of {name}? The secret of {name} is the",
-        word,
-        f"secret of {name}",
-    )
-
-
-def hiding_place(rng: Random) -> Needle:
-    """Where a person hid a thing."""
-    name, thing, place = rng.choice(NAMES), rng.choice(THINGS), rng.choice(PLACES)
-    return Needle(
-        f"{name} hid the {thing} in the {place}.",
-        f"Where did {name} hide the {thing}? {name} hid the {thing} in the",
-        place,
-        f"{name} {thing}",
-    )
-
-
-def favourite(rng: Random) -> Needle:
-    """What a person likes best to eat."""
-    name, food = rng.choice(NAMES), rng.choice(FOODS)
-    return Needle(
-        f"Most of all {name} likes {food}.",
-        f"What does {name} like? Most of all {name} likes",
-        food,
-        f"favourite of {name}",
-    )
-
-
-NEEDLES: dict[str, Callable[[Random], Needle]] = {
-    "passkey": passkey,
-    "code": code,
-    "secret": secret,
-    "place": hiding_place,
-    "favourite": favourite,
-}
+NEEDLES: dict[str, Callable[[Random], Needle]] = {kind: partial(_needle, kind) for kind in _KINDS}
+passkey = NEEDLES["passkey"]

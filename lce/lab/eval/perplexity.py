@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lce.errors import UsageError, nearest
 from lce.files import open_regular
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 STRIDE = 256
 SCORED = ("last", "all")
-MOST = 1 << 48  # of what a line of a file says
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,9 @@ class Text:
 class Loss:
     """The negative log-likelihood of some tokens together, and what is told besides, as in `Answer`."""
 
+    positive: ClassVar = ("tokens", "window")
+    shares: ClassVar = ()
+
     nll: float
     tokens: int
     method: str | None = None
@@ -64,16 +66,6 @@ class Loss:
     window: int | None = None  # of the engine
     checkpoint: str | None = None
     version: str | None = None
-
-    @property
-    def is_sound(self) -> bool:
-        """Lines of a file are not trusted."""
-        return (
-            type(self.nll) is float and 0 <= self.nll < MOST and type(self.tokens) is int and 0 < self.tokens < MOST
-            and all(isinstance(text, str | None) for text in (self.method, self.checkpoint, self.version))
-            and isinstance(self.knobs, dict | None)
-            and (self.window is None or (type(self.window) is int and 0 < self.window < MOST))
-        )  # fmt: skip
 
 
 class Losses(Lines[Loss]):

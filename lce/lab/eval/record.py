@@ -1,7 +1,7 @@
 """A record of answered samples, so that a long evaluation can be interrupted, resumed and shared out.
 
 The file has one JSON line an answer: everything that the answer depends on, by which the sample is found again, and the
-fields of `Answer`. A sample in it is not asked again. Older lines have no more of `Answer` than `right`.
+fields of `Answer`. A sample in it is not asked again.
 
 Lines are appended under a lock and flushed to disk, so several processes may add to one file. An incomplete last line,
 left by a crash, is ignored and then overwritten. A file whose last line begins in another way is refused.
@@ -9,6 +9,7 @@ left by a crash, is ignored and then overwritten. A file whose last line begins 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -17,19 +18,23 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, get_args, get_origin, get_type_hints
 
 from lce.errors import DataError, shown
 from lce.files import check_target, lock, named, open_regular, unwritable
 
 BEGINNING = b'{"task": '  # of every line
 LARGEST_FILE = 1 << 30  # bytes; a line has some 1,500
+MOST = 1 << 62  # of what a line says
 LOCK_TRIES, LOCK_PAUSE_S = 50, 0.1  # another process holds the lock while it writes one line
 
 
 @dataclass(frozen=True)
 class Answer:
     """A model's answer to a sample, how it is scored, and what is told besides; None for what a line does not have."""
+
+    positive: ClassVar = ()
+    shares: ClassVar = ("score", "depth", "chance")
 
     right: bool  # whether the score is 1
     prompt: str | None = None  # a hash of the text
@@ -54,43 +59,35 @@ class Answer:
         """The score, 0 to 1."""
         return float(self.right) if self.score is None else self.score
 
-    @property
-    def is_sound(self) -> bool:
-        """Whether each field is of its type, and in its range. Lines of a file are not trusted."""
-        texts = isinstance(self.expected, str | None) or (
-            isinstance(self.expected, list) and all(isinstance(text, str) for text in self.expected)
-        )
-        typed = all(
-            value is None or type(value) in kinds
-            for kinds, names in _KINDS.items()
-            for value in (getattr(self, name) for name in names)
-        )
-        return (
-            texts and typed and type(self.right) is bool
-            and all(0 <= x <= 1 for x in (self.value, self.depth or 0, self.chance or 0))
-            and all(0 <= (x or 0) < 1 << 62 for x in (self.document, self.prompt_tokens, self.read_bytes, self.window))
-        )  # fmt: skip
+
+def is_sound(line: Any) -> bool:
+    """Whether each field of a dataclass is of its type and in its range. Lines of a file are not trusted.
+
+    Numbers are finite and not negative; those of `positive` are above 0, and those of `shares` are at most 1.
+    """
+    hints, positive, shares = get_type_hints(type(line)), line.positive, line.shares
+    found = {field.name: getattr(line, field.name) for field in dataclasses.fields(line)}
+    return (
+        all(_is_of(value, hints[name]) for name, value in found.items())
+        and all(found[name] is None or found[name] > 0 for name in positive)
+        and all(found[name] is None or found[name] <= 1 for name in shares)
+    )
 
 
-_KINDS: dict[tuple[type, ...], tuple[str, ...]] = {
-    (str,): ("prompt", "answer", "metric", "method", "checkpoint", "version"),
-    (int,): ("document", "prompt_tokens", "read_bytes", "window"),
-    (int, float): ("score", "depth", "chance"),
-    (dict,): ("knobs",),
-    (bool,): ("ceiling",),
-}
+def _is_of(value: Any, hint: Any) -> bool:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is list:
+        return isinstance(value, list) and all(_is_of(x, arguments[0]) for x in value)
+    if origin is dict:
+        return isinstance(value, dict)
+    if arguments:  # a union
+        return any(_is_of(value, kind) for kind in arguments)
+    if hint in (int, float):
+        return type(value) in (int, hint) and 0 <= value < MOST
+    return type(value) is hint
 
 
-class Sound(Protocol):
-    """What a line has besides its sample: a dataclass. `is_sound` says whether its fields are what they should be."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def is_sound(self) -> bool: ...
-
-
-Kind = TypeVar("Kind", bound=Sound)
+Kind = TypeVar("Kind")
 
 
 class Lines(Generic[Kind]):
@@ -127,9 +124,9 @@ class Lines(Generic[Kind]):
     def _read(self, line: bytes, number: int) -> None:
         try:
             sample = json.loads(line)
-            fields = self.kind.__dataclass_fields__
-            answer = self.kind(**{name: sample.pop(name) for name in fields if name in sample})
-            if not answer.is_sound:
+            fields = {field.name for field in dataclasses.fields(self.kind)}  # type: ignore[arg-type]
+            answer = self.kind(**{name: sample.pop(name) for name in fields & sample.keys()})
+            if not is_sound(answer):
                 raise TypeError
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise self._strange(line, number) from None
@@ -165,7 +162,7 @@ class Lines(Generic[Kind]):
     def add_all(self, answered: Sequence[tuple[dict[str, Any], Kind]]) -> None:
         """As `add`, all in one go. A process that is killed meanwhile leaves the first of them, each whole."""
         for _, answer in answered:
-            if not answer.is_sound:  # with its line the file could not be read again
+            if not is_sound(answer):  # with its line the file could not be read again
                 found = shown(repr(answer), 240)
                 raise DataError(
                     f"cannot record {found}: a number is NaN or out of its range; check the model's weights"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from lce.methods.mass import Judge
 
 States = Literal["own", "judge"]
 PerHead = list[list[float]]  # layers, and their heads
-MOST = 1 << 62  # of what a line of a file says
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,9 @@ class Look:
     Bytes are those that a query reads in all layers: of keys and values, each KV head's token once; of what choices are
     made by; and those that full attention reads.
     """
+
+    positive: ClassVar = ("queries", "window", "full_bytes")
+    shares: ClassVar = ("score",)
 
     queries: int
     recall: PerHead
@@ -55,32 +57,6 @@ class Look:
     method: str | None = None
     window: int | None = None
     checkpoint: str | None = None  # what the user called the model
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether each field is of its type. Lines of a file are not trusted."""
-        tables = (self.recall, self.tokens, self.fact, self.hit1, self.hit5)
-        numbers = (self.cover, self.gini, self.read_bytes, self.scored_bytes, self.full_bytes, self.score)
-        return (
-            _is_count(self.queries) and (self.window is None or _is_count(self.window))
-            and all(x is None or _is_table(x) for x in tables)
-            and all(x is None or _is_number(x) for x in numbers)
-            and all(x is not None for x in (self.recall, self.tokens, self.read_bytes, self.scored_bytes))
-            and self.full_bytes > 0 and (self.found is None or all(map(_is_number, self.found)))
-            and all(isinstance(x, str | None) for x in (self.prompt, self.method, self.checkpoint))
-        )  # fmt: skip
-
-
-def _is_count(x: object) -> bool:
-    return type(x) is int and 0 < x < 1 << 62
-
-
-def _is_number(x: object) -> bool:
-    return type(x) in (int, float) and -MOST < x < MOST  # type: ignore[operator]  # nor is it NaN
-
-
-def _is_table(x: object) -> bool:
-    return isinstance(x, list) and all(isinstance(row, list) and all(map(_is_number, row)) for row in x)
 
 
 @dataclass

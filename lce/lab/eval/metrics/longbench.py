@@ -9,14 +9,24 @@ import re
 from collections.abc import Callable
 from difflib import SequenceMatcher
 
-from lce.lab.eval.metrics import libraries
+from lce.lab.eval.metrics import libraries, overlap
 
 _COMMENT_SIGNS = ("`", "#", "//")
 
 
-def first_line(metric: Callable[[str, tuple[str, ...]], float]) -> Callable[[str, tuple[str, ...]], float]:
-    """A metric of the first line that says something: few-shot prompts make models write the next example too."""
-    return lambda prediction, references: metric(prediction.lstrip("\n").split("\n")[0], references)
+def _first_line(text: str) -> str:
+    """Return the first line that says something: few-shot prompts make models write the next example too."""
+    return text.lstrip("\n").split("\n")[0]
+
+
+def trivia_f1(prediction: str, references: tuple[str, ...]) -> float:
+    """F1 of the first line (TriviaQA)."""
+    return overlap.qa_f1(_first_line(prediction), references)
+
+
+def dialogue_rouge(prediction: str, references: tuple[str, ...]) -> float:
+    """ROUGE-L of the first line (SAMSum)."""
+    return overlap.rouge_l(_first_line(prediction), references)
 
 
 def count(prediction: str, references: tuple[str, ...]) -> float:
@@ -78,7 +88,7 @@ def classification(prediction: str, references: tuple[str, ...]) -> float:
     The references are the right labels, an empty text, and all labels. A named label that is part of the right one
     does not count; of two such labels in a row the second does, as in the published loop.
     """
-    border = references.index("")
+    border, prediction = references.index(""), _first_line(prediction)
     right, labels = references[:border], references[border + 1 :]
     return max(_share_of_labels(prediction, label, labels) for label in right)
 

@@ -12,10 +12,10 @@ from lce.lab.eval.published.longbench_v2 import LongBenchV2
 from lce.lab.eval.published.needlebench import NeedleBench
 from lce.lab.eval.published.ruler import Ruler
 
-_ALL: tuple[Suite, ...] = (
-    LongBench(), LongBenchE(), LongBenchV2(), InfiniteBench(), Ruler(), LEval(), NeedleBench(), CountingStars()
+_CLASSES: tuple[type[Suite], ...] = (
+    LongBench, LongBenchE, LongBenchV2, InfiniteBench, Ruler, LEval, NeedleBench, CountingStars
 )  # fmt: skip
-SUITES: dict[str, Suite] = {suite.name: suite for suite in _ALL}
+SUITES: dict[str, Suite] = {suite.name: suite() for suite in _CLASSES}
 
 __all__ = ["SUITES", "Suite", "find"]
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -90,15 +92,19 @@ class Answered:
 
 
 class Suite(ABC):
-    """A published benchmark. One instance a benchmark; nothing in it changes."""
+    """A published benchmark, described in `suites.toml`. One instance a benchmark; nothing in it changes."""
 
     name: ClassVar[str]
-    title: ClassVar[str]
-    source: ClassVar[str]  # the repository that the prompts and metrics are from
-    data: ClassVar[str]  # where its data are published
-    layout: ClassVar[str]  # the files that are expected under --data
-    tasks: ClassVar[tuple[Task, ...]]
-    variants: ClassVar[tuple[str, ...]] = ("",)  # sets of prompts; the first is the default
+
+    def __init__(self) -> None:
+        found = _suites()[self.name]
+        self.title: str = found["title"]
+        self.source: str = found["source"]  # the repository that the prompts and metrics are from
+        self.data: str = found["data"]  # where its data are published
+        self.layout: str = found["layout"]  # the files that are expected under --data
+        rows = found["tasks"]
+        self.tasks = tuple(Task(name, tuple(metrics.split()), most, category) for name, metrics, most, category in rows)
+        self.variants: tuple[str, ...] = tuple(found.get("variants", [""]))  # sets of prompts; the first is the default
 
     def task(self, name: str) -> Task:
         """The task of a name. Raises `UsageError`."""
@@ -180,6 +186,11 @@ def filled(template: str, **values: str) -> tuple[str, str, str]:
 
     before, _, after = template.partition("{context}")
     return put(before), values["context"], put(after)
+
+
+@cache
+def _suites() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("suites.toml").read_text(encoding="utf-8"))
 
 
 def prompts(name: str) -> Any:

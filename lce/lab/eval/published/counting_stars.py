@@ -29,15 +29,6 @@ class CountingStars(Suite):
     """
 
     name = "counting-stars"
-    title = "Counting-Stars"
-    source = "nick7nlp/Counting-Stars (gen_test_data.ipynb, viz.ipynb)"
-    data = "nick7nlp/Counting-Stars (test_data)"
-    layout = "Counting_Stars_EN_acquisition_128000_32_32.jsonl (or ...retrieval-searching...), ... and ZH, reasoning"
-    tasks = tuple(
-        Task(f"{kind}_{language}", (f"counting_stars.{metric}",), 512)
-        for kind, metric in (("acquisition", "stars"), ("reasoning", "corrected_stars"))
-        for language in ("zh", "en")
-    )
 
     def paths(self, task: Task) -> tuple[str, ...]:
         kind, _, language = task.name.partition("_")

@@ -21,25 +21,6 @@ class InfiniteBench(Suite):
     """
 
     name = "infinitebench"
-    title = "InfiniteBench"
-    source = "OpenBMB/InfiniteBench (src/prompt.py, eval_utils.py, compute_scores.py)"
-    data = "the data set xinrongzhang2022/InfiniteBench"
-    layout = "passkey.jsonl, ... with context, input, answer, options"
-    tasks = (
-        Task("passkey", ("infinitebench.first_integer",), 6),
-        Task("number_string", ("infinitebench.first_integer",), 12),
-        Task("kv_retrieval", ("infinitebench.word",), 50),
-        Task("longbook_sum_eng", ("rouge_lsum",), 1200),
-        Task("longbook_choice_eng", ("infinitebench.option",), 40),
-        Task("longbook_qa_eng", ("qa_f1",), 40),
-        Task("longbook_qa_chn", ("qa_f1_characters",), 40),
-        Task("longdialogue_qa_eng", ("infinitebench.speaker",), 40),
-        Task("math_find", ("infinitebench.first_number",), 3),
-        Task("math_calc", ("infinitebench.running_values",), 30000),
-        Task("code_run", ("infinitebench.last_integer",), 5),
-        Task("code_debug", ("infinitebench.buggy_function",), 5),
-    )
-    variants = ("yarn-mistral", "gpt4", "claude2")
 
     def paths(self, task: Task) -> tuple[str, ...]:
         return (f"{task.name}.jsonl", f"data/{task.name}.jsonl")

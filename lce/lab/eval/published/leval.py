@@ -10,18 +10,7 @@ from typing import Any
 from lce.lab.eval.published.base import Answered, Item, Suite, Task, prompts
 from lce.lab.eval.published.reading import Row
 
-CLOSED = ("coursera", "quality", "topic_retrieval_longchat", "tpo", "gsm100", "codeU", "sci_fi")
-F1_TASKS = ("financial_qa", "legal_contract_qa", "multidoc_qa", "narrative_qa", "natural_question", "scientific_qa")
-ROUGE_TASKS = (
-    "gov_report_summ", "meeting_summ", "news_summ", "paper_assistant", "patent_summ", "review_summ", "tv_show_summ"
-)  # fmt: skip
-_CLOSED_METRICS = {
-    "coursera": "leval.letters", "quality": "leval.letter", "tpo": "leval.letter", "gsm100": "leval.worked_number",
-    "codeU": "leval.program_output", "topic_retrieval_longchat": "leval.exact", "sci_fi": "leval.judgement",
-}  # fmt: skip
-_ROUGE = ("rouge_score_l", "rouge_score_1", "rouge_score_2")
 _SCORED = ("exam", "f1", "rouge")  # others are for people or for a model to judge, and are left out
-_MAX_TOKENS = 512
 _TOPICS = ("first", "second", "third")
 
 
@@ -34,20 +23,9 @@ class LEval(Suite):
     """
 
     name = "l-eval"
-    title = "L-Eval"
-    source = "OpenLMLab/LEval (Baselines/llama2-chat-test.py, LEval_config.py, Evaluation)"
-    data = "OpenLMLab/LEval (LEval-data), and the data set L4NLP/LEval"
-    layout = (
-        "the folders Closed-ended-tasks and Open-ended-tasks: coursera.jsonl, ... with instructions, outputs, input"
-    )
-    tasks = (
-        *(Task(name, (_CLOSED_METRICS[name],), _MAX_TOKENS, "closed-ended") for name in CLOSED),
-        *(Task(name, ("qa_f1",), _MAX_TOKENS, "open-ended, F1") for name in F1_TASKS),
-        *(Task(name, _ROUGE, _MAX_TOKENS, "open-ended, ROUGE") for name in ROUGE_TASKS),
-    )
 
     def paths(self, task: Task) -> tuple[str, ...]:
-        place = f"{'Closed' if task.name in CLOSED else 'Open'}-ended-tasks/{task.name}.jsonl"
+        place = f"{'Closed' if task.category == 'closed-ended' else 'Open'}-ended-tasks/{task.name}.jsonl"
         return (place, f"LEval-data/{place}", f"{task.name}.jsonl")
 
     def item(self, row: Row, index: int, task: Task, variant: str) -> Iterator[Item]:
@@ -95,7 +73,7 @@ def _asked(
 ) -> Iterator[Item]:
     """The samples of one question, as the published code writes them for Llama 2."""
     data = prompts("leval")
-    closed = task.name in CLOSED
+    closed = task.category == "closed-ended"
     style = task.name if task.name in data["prompts"] else "closed" if closed else "open"
     prompt = data["prompts"][style]
     after = prompt["after"].replace("{inst}", question).replace("{words}", str(len(answer.split())))

@@ -11,35 +11,6 @@ from lce.lab.eval.published.reading import Row
 
 # Chat models are asked without their template here, as in the published pred.py.
 BARE = frozenset({"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"})
-IN_E = frozenset(
-    "qasper multifieldqa_en hotpotqa 2wikimqa gov_report multi_news trec triviaqa samsum passage_count "
-    "passage_retrieval_en lcc repobench-p".split()
-)
-SINGLE, MULTI, SUMMARY = "single-document QA", "multi-document QA", "summarisation"
-FEW_SHOT, SYNTHETIC, CODE = "few-shot", "synthetic", "code"
-TASKS: tuple[Task, ...] = (
-    Task("narrativeqa", ("qa_f1",), 128, SINGLE),
-    Task("qasper", ("qa_f1",), 128, SINGLE),
-    Task("multifieldqa_en", ("qa_f1",), 64, SINGLE),
-    Task("multifieldqa_zh", ("qa_f1_zh",), 64, SINGLE),
-    Task("hotpotqa", ("qa_f1",), 32, MULTI),
-    Task("2wikimqa", ("qa_f1",), 32, MULTI),
-    Task("musique", ("qa_f1",), 32, MULTI),
-    Task("dureader", ("rouge_l_zh",), 128, MULTI),
-    Task("gov_report", ("rouge_l",), 512, SUMMARY),
-    Task("qmsum", ("rouge_l",), 512, SUMMARY),
-    Task("multi_news", ("rouge_l",), 512, SUMMARY),
-    Task("vcsum", ("rouge_l_zh",), 512, SUMMARY),
-    Task("trec", ("longbench.classification",), 64, FEW_SHOT),
-    Task("triviaqa", ("longbench.trivia_f1",), 32, FEW_SHOT),
-    Task("samsum", ("longbench.dialogue_rouge",), 128, FEW_SHOT),
-    Task("lsht", ("longbench.classification",), 64, FEW_SHOT),
-    Task("passage_count", ("longbench.count",), 32, SYNTHETIC),
-    Task("passage_retrieval_en", ("longbench.retrieval",), 32, SYNTHETIC),
-    Task("passage_retrieval_zh", ("longbench.retrieval_zh",), 32, SYNTHETIC),
-    Task("lcc", ("longbench.code_similarity",), 64, CODE),
-    Task("repobench-p", ("longbench.code_similarity",), 64, CODE),
-)
 CHINESE = frozenset({"multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh"})
 
 
@@ -51,11 +22,6 @@ class LongBench(Suite):
     """
 
     name = "longbench"
-    title = "LongBench"
-    source = "THUDM/LongBench (LongBench/config, pred.py, eval.py, metrics.py)"
-    data = "the data set THUDM/LongBench (data.zip)"
-    layout = "the unpacked data.zip: qasper.jsonl, ... with input, context, answers, all_classes, length"
-    tasks = TASKS
     suffix: ClassVar[str] = ""  # of the files
 
     def paths(self, task: Task) -> tuple[str, ...]:
@@ -80,19 +46,25 @@ class LongBench(Suite):
 
     def averages(self, scores: Mapping[str, float]) -> dict[str, float]:
         """The average over the categories of each language, code in both, as in the published tables."""
-        english = _over_categories(scores, {task.name for task in self.tasks} - CHINESE)
-        chinese = _over_categories(scores, CHINESE | {"lcc", "repobench-p"})
-        found = {"average (English)": english, "average (Chinese)": chinese}
-        return {name: score for name, score in found.items() if score is not None}
+        languages = {
+            "English": {task.name for task in self.tasks} - CHINESE,
+            "Chinese": CHINESE | {"lcc", "repobench-p"},
+        }
+        found = {}
+        for language, names in languages.items():
+            if names <= scores.keys():
+                members: dict[str, list[float]] = {}
+                for task in self.tasks:
+                    if task.name in names:
+                        members.setdefault(task.category, []).append(scores[task.name])
+                found[f"average ({language})"] = fmean(map(fmean, members.values()))
+        return found
 
 
 class LongBenchE(LongBench):
     """The 13 tasks whose samples are spread evenly over lengths; scores are also given by length, in words."""
 
     name = "longbench-e"
-    title = "LongBench-E"
-    layout = "the unpacked data.zip: qasper_e.jsonl, ... with input, context, answers, all_classes, length"
-    tasks = tuple(task for task in TASKS if task.name in IN_E)
     suffix = "_e"
 
     def group(self, row: Row) -> str:
@@ -106,13 +78,3 @@ class LongBenchE(LongBench):
 def _references(row: Row, task: Task) -> tuple[str, ...]:
     answers = row.texts("answers")
     return (*answers, "", *row.texts("all_classes")) if task.metrics == ("longbench.classification",) else answers
-
-
-def _over_categories(scores: Mapping[str, float], names: frozenset[str] | set[str]) -> float | None:
-    if not names <= set(scores):
-        return None
-    members: dict[str, list[float]] = {}
-    for task in TASKS:
-        if task.name in names:
-            members.setdefault(task.category, []).append(scores[task.name])
-    return fmean(map(fmean, members.values()))

@@ -16,12 +16,6 @@ class LongBenchV2(Suite):
     """
 
     name = "longbench-v2"
-    title = "LongBench v2"
-    source = "THUDM/LongBench (prompts, pred.py, result.py)"
-    data = "the data set THUDM/LongBench-v2 (data.json)"
-    layout = "data.json: a list of objects with context, question, choice_A to choice_D, answer, difficulty, length"
-    tasks = (Task("longbench_v2", ("longbench.stated_letter",), 128),)
-    variants = ("0shot", "0shot_no_context")
 
     def paths(self, task: Task) -> tuple[str, ...]:
         return ("data.json", "data.jsonl", "longbench_v2.jsonl")

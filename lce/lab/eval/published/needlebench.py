@@ -41,20 +41,6 @@ class NeedleBench(Suite):
     """
 
     name = "needlebench"
-    title = "NeedleBench V2"
-    source = "open-compass/opencompass (opencompass/datasets/needlebench_v2 and its configs)"
-    data = "the data set opencompass/NeedleBench"
-    layout = "PaulGrahamEssays.jsonl and zh_finance.jsonl (text), needles.jsonl and names.json"
-    tasks = (
-        *(Task(f"single_{x}", ("needlebench.keywords",), 256, "single") for x in LANGUAGES),
-        *(Task(f"multi_retrieval_{x}", ("needlebench.keywords",), 256, "multi_retrieval") for x in LANGUAGES),
-        *(
-            Task(f"multi_reasoning_{n}_{x}", ("needlebench.boxed",), 4096, "multi_reasoning")
-            for x in LANGUAGES
-            for n in range(2, 6)
-        ),
-    )
-    variants = tuple(LENGTHS)
 
     def paths(self, task: Task) -> tuple[str, ...]:
         return (LANGUAGES[task.name[-2:]].texts,)

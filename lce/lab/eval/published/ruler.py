@@ -7,11 +7,6 @@ from collections.abc import Iterator
 from lce.lab.eval.published.base import Answered, Item, Suite, Task
 from lce.lab.eval.published.reading import Row
 
-_NEEDLES = (
-    "niah_single_1 niah_single_2 niah_single_3 niah_multikey_1 niah_multikey_2 niah_multikey_3 niah_multivalue "
-    "niah_multiquery"
-)
-
 
 class Ruler(Suite):
     """The 13 tasks of its synthetic.yaml.
@@ -22,18 +17,6 @@ class Ruler(Suite):
     """
 
     name = "ruler"
-    title = "RULER"
-    source = "NVIDIA/RULER (scripts/data, scripts/eval, scripts/pred/call_api.py)"
-    data = "NVIDIA/RULER, whose scripts/data/prepare.py makes them"
-    layout = "the generator's folder of one length: niah_single_1/validation.jsonl, ... with input, outputs, length"
-    tasks = (
-        *(Task(name, ("ruler.match_all",), 128, "retrieval") for name in _NEEDLES.split()),
-        Task("vt", ("ruler.match_all",), 30, "multi-hop tracing"),
-        Task("cwe", ("ruler.match_all",), 120, "aggregation"),
-        Task("fwe", ("ruler.match_all",), 50, "aggregation"),
-        Task("qa_1", ("ruler.match_part",), 32, "question answering"),
-        Task("qa_2", ("ruler.match_part",), 32, "question answering"),
-    )
 
     def paths(self, task: Task) -> tuple[str, ...]:
         return (f"{task.name}/validation.jsonl", f"data/{task.name}/validation.jsonl", f"{task.name}/test.jsonl")

@@ -54,10 +54,6 @@ class Task(ABC):
         """A puzzle; of `n` statements where `fills` is set."""
 
 
-def digits(rng: Random, n: int) -> str:
-    return "".join(rng.choice("0123456789") for _ in range(n))
-
-
 def distinct(rng: Random, n: int, make: Callable[[Random], str]) -> list[str]:
     """`n` different texts that `make(rng)` gives. Raises `ValueError` where it hardly finds so many."""
     found: dict[str, None] = {}

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
 
+from lce.lab.eval.needles import digits
 from lce.lab.eval.prose import NAMES, PLACES, THINGS
-from lce.lab.eval.tasks.base import Puzzle, Question, Task, digits, distinct, names
+from lce.lab.eval.tasks.base import Puzzle, Question, Task, distinct, names
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import ClassVar
 
-from lce.lab.eval.needles import NEEDLES
+from lce.lab.eval.needles import NEEDLES, digits
 from lce.lab.eval.prose import COLOURS, NAMES, THINGS
-from lce.lab.eval.tasks.base import WORDS, Puzzle, Question, Task, digits, distinct
+from lce.lab.eval.tasks.base import WORDS, Puzzle, Question, Task, distinct
 
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 

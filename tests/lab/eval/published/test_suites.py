@@ -34,7 +34,7 @@ def test_file_registry_and_docs_agree() -> None:
         .partition("\n## ")[0]
     )
     assert re.findall(r"^\| `([\w-]+)` \|", page, re.MULTILINE) == list(SUITES)
-    folder = ROOT / "lce" / "eval" / "published"
+    folder = ROOT / "lce" / "lab" / "eval" / "published"
     others = {"__init__", "base", "reading", "asking", "scoring", "running", "haystack"}
     homes = {type(suite).__module__.rpartition(".")[2] for suite in SUITES.values()}
     assert homes == {path.stem for path in folder.glob("*.py")} - others
