@@ -27,29 +27,29 @@ WHY_HEADER = f"{'method':<12}{'length':>8}" + "".join(f"{cause:>11}" for cause i
 
 
 @dataclass(frozen=True)
-class Asked:
+class TaskSamples:
     """Samples of one task: the options of both commands."""
 
     task: Task
     suite: Suite
 
     @classmethod
-    def of(cls, task: str, task_knobs: dict[str, str], **how: Any) -> Asked:
-        """The samples of the task with this name. Raises `UsageError`."""
+    def of(cls, task: str, task_knobs: dict[str, str], **how: Any) -> TaskSamples:
+        """Return the samples of the task with this name. Raises `UsageError`."""
         return cls(make_tasks([task], task_knobs)[0], Suite(**how))
 
     def made(self, length: int) -> Samples:
-        """The samples of a length."""
+        """Return the samples of a length."""
         return lambda engine: self.suite.made(engine, self.task, length)
 
     def setting(self, length: int) -> dict[str, Any]:
-        """What a record calls them."""
+        """Return what a record calls them."""
         return self.suite.setting(self.task, length)
 
 
 def show_selection(
-    model: str, methods: Sequence[lce.Method], lengths: Sequence[int], asked: Asked, text: str | None, queries: int,
-    judge: Judge, states: States, by_layer: bool, record: str | None, loading: dict[str, Any], output: Output,
+    model: str, methods: Sequence[lce.Method], lengths: Sequence[int], asked: TaskSamples, text: str | None,
+    queries: int, judge: Judge, states: States, by_layer: bool, record: str | None, loading: dict[str, Any], output: Output,
 ) -> None:  # fmt: skip
     """Measure each method at each length, and print a row at once."""
     check_capacity(model, methods, max(lengths), loading)
@@ -74,7 +74,7 @@ def show_selection(
 
 
 def row(one: Selection) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     share = (one.read_bytes + one.scored_bytes) / one.full_bytes
     cells = [(one.recall, 8), (one.hit1, 7), (one.hit5, 7), (one.fact, 6), (one.cover, 7), (one.gini, 6)]
     numbers = "".join(_number(value, width) for value, width in [*cells, (one.found, 7), (one.right, 7)])
@@ -83,7 +83,7 @@ def row(one: Selection) -> str:
 
 
 def layer_rows(one: Selection) -> list[str]:
-    """A line a layer: the means over its heads, and the least and largest recall of a head."""
+    """Return a line a layer: the means over its heads, and the least and largest recall of a head."""
     lines = []
     for layer, recall in enumerate(one.by_layer["recall"]):
         means = {name: table[layer] for name, table in one.by_layer.items() if table[layer]}
@@ -99,8 +99,8 @@ def _number(value: float | None, width: int) -> str:
 
 
 def show_causes(
-    model: str, methods: Sequence[lce.Method], lengths: Sequence[int], asked: Asked, each: bool, record: str | None,
-    loading: dict[str, Any], output: Output,
+    model: str, methods: Sequence[lce.Method], lengths: Sequence[int], asked: TaskSamples, each: bool,
+    record: str | None, loading: dict[str, Any], output: Output,
 ) -> None:  # fmt: skip
     """Explain each method's misses at each length, and print a row at once."""
     found: list[Causes] = []
@@ -129,7 +129,7 @@ def _telling(bars: Callable[[str, int, int], None], method: str) -> Callable[[st
 
 
 def verdict_lines(verdict: Any) -> list[str]:
-    """What a sample was answered with, change by change."""
+    """Return what a sample was answered with, change by change."""
     depth = "" if verdict.depth is None else f" at depth {verdict.depth:.2f}"
     by = "" if verdict.by is None or verdict.cause == "answered" else f", answered by {verdict.by}"
     lines = [f"  sample {verdict.index}{depth}: {verdict.cause}{by}; expected {verdict.expected!r}"]

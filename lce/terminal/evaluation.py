@@ -16,6 +16,9 @@ from lce.terminal import options
 from lce.terminal.output import Output
 from lce.terminal.reading import read_text
 
+L_PLACE = option("--lengths", required=True, type=options.COUNTS, metavar="LIST", help="Such as 512,2k (2k is 2048).")
+R_PLACE = option("--record", metavar="FILE", help="Keep the answers in this file; samples that it has are skipped.")
+
 
 @click.group("eval")
 def evaluation() -> None:
@@ -25,7 +28,7 @@ def evaluation() -> None:
 @evaluation.command()
 @options.model_option
 @options.methods_options
-@option("--lengths", required=True, type=options.COUNTS, metavar="LIST", help="Such as 512,2k (2k is 2048).")
+@lengths_option
 @options.asked_options(n=10)
 @option("--text", metavar="FILE", help="Read this text instead of a task's.")
 @option("--queries", type=options.COUNT, default=32, metavar="N", help="Queries of --text that are looked at.")
@@ -66,9 +69,9 @@ def selection(
 @evaluation.command()
 @options.model_option
 @options.selecting_options
-@option("--lengths", required=True, type=options.COUNTS, metavar="LIST", help="Such as 512,2k (2k is 2048).")
+@lengths_option
 @options.asked_options(n=10)
-@option("--record", metavar="FILE", help="Keep the answers in this file; samples that it has are skipped.")
+@record_option
 @option("--each", is_flag=True, help="Every sample with its answers, too.")
 @options.loading_options
 @options.output_options
@@ -102,7 +105,7 @@ def harness(arguments: tuple[str, ...]) -> None:
 @evaluation.command()
 @options.model_option
 @options.methods_options
-@option("--lengths", required=True, type=options.COUNTS, metavar="LIST", help="Such as 512,2k (2k is 2048).")
+@lengths_option
 @option("--text", "-t", "files", required=True, multiple=True, metavar="FILE", help="A UTF-8 text; - is stdin.")
 @option("--stride", type=options.COUNT, default=256, metavar="TOKENS", help="From one window to the next.")
 @option("--scored", default="last", metavar="last|all", help="Tokens of a window: the last stride, or all.")
@@ -128,9 +131,9 @@ def perplexity(model: str, record: str | None, output: Output, **what: Any) -> N
 @evaluation.command("run")
 @options.model_option
 @options.methods_options
-@option("--lengths", required=True, type=options.COUNTS, metavar="LIST", help="Such as 512,2k (2k is 2048).")
+@lengths_option
 @options.suite_options
-@option("--record", metavar="FILE", help="Keep the answers in this file; samples that it has are skipped.")
+@record_option
 @option("--ceiling/--no-ceiling", default=True, help="First measure `full` within the window, for each task.")
 @options.loading_options
 @options.output_options
@@ -201,7 +204,7 @@ def report(files: tuple[str, ...], plots: str | None, output: Output) -> None:
 @options.model_option
 @options.methods_options
 @options.benchmark_options
-@option("--record", metavar="FILE", help="Keep the answers in this file; samples that it has are skipped.")
+@record_option
 @option("--predictions", metavar="DIR", help="Also write the answers here, as the benchmark's own code does.")
 @options.loading_options
 @options.output_options
@@ -226,7 +229,7 @@ def published(
 @option("--metric", metavar="NAME", help="Score by another metric.  [default: the task's own]")
 @options.json_options
 def score(file: str, suite: str, task: str | None, metric: str | None, output: Output) -> None:
-    """Score predictions of a published benchmark, in its own layout. No model is loaded.
+    """Return score predictions of a published benchmark, in its own layout. No model is loaded.
 
     FILE is what the benchmark's code wrote for one task, such as pred/MODEL/qasper.jsonl of LongBench; DIR has one for
     each task.

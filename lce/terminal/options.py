@@ -185,9 +185,9 @@ def _sampling(**values: Any) -> lce.Sampling:
 
 
 def _asked(**values: Any) -> Any:
-    from lce.terminal.choosing import Asked
+    from lce.terminal.choosing import TaskSamples
 
-    return Asked.of(**values)
+    return TaskSamples.of(**values)
 
 
 def _loading(threads: int | None, **values: Any) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class PerplexityTable:
 
     @property
     def _longest(self) -> int:
-        """The windows that all others end with."""
+        """Return the windows that all others end with."""
         return max(*self.lengths, self.longest or 0)
 
     def _files(self) -> list[str]:
@@ -85,7 +85,7 @@ class PerplexityTable:
 
 
 def row(found: Perplexity) -> str:
-    """One line of the table under `HEADER`."""
+    """Return one line of the table under `HEADER`."""
     tokens = f"{found.first:,}-{found.length:,}" if found.setting == "stream" else f"{found.length:,}"
     interval = "" if found.low is None else f"  {number(found.low)} to {number(found.high)}"
     figures = f"{found.samples:>9,}{found.tokens:>10,}{number(found.perplexity):>12}"
@@ -93,12 +93,12 @@ def row(found: Perplexity) -> str:
 
 
 def number(x: float | None) -> str:
-    """A perplexity to four digits."""
+    """Return a perplexity to four digits."""
     return "" if x is None else f"{x:,.0f}" if 1000 <= x < 1e9 else f"{x:.4g}"
 
 
 def table(found: Sequence[Perplexity]) -> list[str]:
-    """Perplexities as a Markdown table: a row a method, a column a length."""
+    """Return perplexities as a Markdown table: a row a method, a column a length."""
     columns = list(dict.fromkeys((each.first, each.length) for each in found))
     values = {(each.method, each.first, each.length): number(each.perplexity) for each in found}
     names = [f"{length:,}" if found[0].setting == "windows" else f"{first:,}-{length:,}" for first, length in columns]

@@ -99,7 +99,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def score_predictions(suite: Suite, path: str, task: str | None, metric: str | None, output: Output) -> None:
-    """Score a file of predictions, or those of a folder, and print a line a task."""
+    """Return score a file of predictions, or those of a folder, and print a line a task."""
     found = [score_file(suite, each, task, metric) for each in prediction_files(suite, Path(path))]
     averages = {} if metric else suite.averages({each.task: each.score for each in found})
     output.object(
@@ -113,19 +113,19 @@ def score_predictions(suite: Suite, path: str, task: str | None, metric: str | N
 
 
 def row(method: str, found: TaskScore, outcome: Outcome) -> str:
-    """One line under `HEADER`; scores are 0 to 100."""
+    """Return one line under `HEADER`; scores are 0 to 100."""
     ends = f"{100 * outcome.score.low:.2f} to {100 * outcome.score.high:.2f}"
     return f"{found.task:<26}{method:<18}{found.samples:>8,}{found.score:>8.2f}  {ends:<18}{found.metric}"
 
 
 def detail_lines(found: TaskScore) -> list[str]:
-    """The scores by group, and by the task's other metrics."""
+    """Return the scores by group, and by the task's other metrics."""
     lines = [f"  {cut(name)}: {score:.2f}" for name, score in found.groups.items()]  # names are of the user's files
     return lines + [f"  by {name}: {score:.2f}" for name, score in found.others.items()]
 
 
 def outcome_object(benchmark: Benchmark, engine: lce.Engine, outcome: Outcome) -> dict[str, Any]:
-    """A task's outcome as JSON has it; the interval is 0 to 100 too."""
+    """Return a task's outcome as JSON has it; the interval is 0 to 100 too."""
     interval = {"low": 100 * outcome.score.low, "high": 100 * outcome.score.high, "interval": outcome.score.interval}
     found = {"suite": benchmark.suite.name, "method": engine.method.label, **dataclasses.asdict(outcome.published)}
     found["max_length"] = benchmark.asking.max_length
@@ -133,7 +133,7 @@ def outcome_object(benchmark: Benchmark, engine: lce.Engine, outcome: Outcome) -
 
 
 def suite_object(suite: Suite) -> dict[str, Any]:
-    """What a benchmark is, where its files are from, and its tasks."""
+    """Return what a benchmark is, where its files are from, and its tasks."""
     return {
         "name": suite.name, "title": suite.title, "summary": " ".join((type(suite).__doc__ or "").split()),
         "files": suite.layout, "published": suite.data, "prompts_and_metrics": suite.source,
@@ -143,7 +143,7 @@ def suite_object(suite: Suite) -> dict[str, Any]:
 
 
 def suite_lines(suite: Suite) -> list[str]:
-    """The object of `suite_object` as text."""
+    """Return the object of `suite_object` as text."""
     names = ", ".join(task.name for task in suite.tasks)
     lines = [f"{suite.name}: {suite.title}", f"  files: {suite.layout}", f"  published at: {suite.data}"]
     prompts = [f"  prompts: {', '.join(suite.variants)}"] if suite.variants != ("",) else []

@@ -44,7 +44,7 @@ def _side_by_side(report: Report) -> list[str]:
 
 
 def _tasks(tables: Sequence[Table], length: int) -> list[str]:
-    """Mean scores at one length, and their means over the tasks that the model can do within its window."""
+    """Return mean scores at one length, and their means over the tasks that the model can do within its window."""
     methods = list(dict.fromkeys(method for table in tables for method, own in table.cells if own == length))
     rows, told = [], []
     for table in tables:
@@ -80,7 +80,7 @@ def _length(tokens: int | None) -> str:
 
 
 def _losses(table: LossTable) -> list[str]:
-    """Perplexities by length or position, and what the numbers are."""
+    """Return perplexities by length or position, and what the numbers are."""
     columns = table.columns
     names = [f"{column.first:,}-{column.length:,}" if column.first else f"{column.length:,}" for column in columns]
     rows = []
@@ -93,7 +93,7 @@ def _losses(table: LossTable) -> list[str]:
 
 
 def _selection(table: SelectionTable) -> list[str]:
-    """What methods selected and read, a row a method and length, and what the numbers are."""
+    """Return what methods selected and read, a row a method and length, and what the numbers are."""
     names = ("method", "length", "tokens", "reads", "of full", "recall", "hit@1", "hit@5", "fact", "cover", "Gini")
     rows = []
     for row in table.rows:
@@ -114,7 +114,7 @@ def _perplexity(found: Perplexity) -> str:
 
 
 def _bytes(table: Table) -> list[str]:
-    """Bytes that a decode step reads of keys, values and what is kept of them."""
+    """Return bytes that a decode step reads of keys, values and what is kept of them."""
     rows = []
     for method in table.methods:
         cells = [table.cells.get(place) for place in table.places(method)]
@@ -127,7 +127,7 @@ def _bytes(table: Table) -> list[str]:
 
 
 def _depths(table: Table) -> list[str]:
-    """Scores by depth, where samples were made at depths that were asked for."""
+    """Return scores by depth, where samples were made at depths that were asked for."""
     lines = []
     for method in table.methods:
         depths = sorted({depth for place in table.places(method) for depth in table.depths(place)})
@@ -142,7 +142,7 @@ def _depths(table: Table) -> list[str]:
 
 
 def _notes(table: Table) -> list[str]:
-    """What the numbers are: how many samples, which intervals, and what does not discriminate."""
+    """Return what the numbers are: how many samples, which intervals, and what does not discriminate."""
     scores = [cell.score for cell in table.cells.values()]
     if not scores:
         return table.notes
@@ -160,7 +160,7 @@ def _score(score: Score) -> str:
 
 
 def report_object(report: Report) -> dict[str, Any]:
-    """A report as JSON has it: every cell with its score, in numbers."""
+    """Return a report as JSON has it: every cell with its score, in numbers."""
     return {
         "tables": [_table_object(table) for table in report.tables], "conflicts": report.conflicts,
         "perplexities": [table.as_object() for table in report.perplexities],

@@ -68,7 +68,7 @@ class SuiteRun:
         self, task: Task, engines: Sequence[lce.Engine], full: lce.Engine | None, length: int, answers: Record | None,
         output: Output,
     ) -> list[dict[str, Any]]:  # fmt: skip
-        """The cells of a task. `full` is asked at `length` first, unless it is None."""
+        """Return the cells of a task. `full` is asked at `length` first, unless it is None."""
         objects: list[dict[str, Any]] = []
         top, reason = None, None
         if full is not None:
@@ -100,7 +100,7 @@ class SuiteRun:
             return self.suite.evaluate(engine, task, length, made=made, record=answers, about=about, progress=bar)
 
     def _engines(self) -> list[lce.Engine]:
-        """An engine a method, over the same weights."""
+        """Return an engine a method, over the same weights."""
         engines: list[lce.Engine] = []
         for method in self.methods:
             engines.append(lce.load(self.model, method, sharing=engines[0] if engines else None, **self.loading))
@@ -113,7 +113,7 @@ class SuiteRun:
 
 
 def row(task: Task, method: str, length: int, score: Score, *, hidden: bool = False) -> str:
-    """One line under `HEADER`. A score that says nothing is hidden."""
+    """Return one line under `HEADER`. A score that says nothing is hidden."""
     mean = "-" if hidden else f"{score.mean:.1%}"
     ends = "-" if hidden else f"{score.low:.1%} to {score.high:.1%}"
     read = "" if score.read_bytes is None else size_text(round(score.read_bytes))
@@ -121,7 +121,7 @@ def row(task: Task, method: str, length: int, score: Score, *, hidden: bool = Fa
 
 
 def cell_object(task: Task, engine: lce.Engine, length: int, score: Score, *, ceiling: bool = False) -> dict[str, Any]:
-    """A cell as JSON has it."""
+    """Return a cell as JSON has it."""
     return {
         "task": task.name, "task_knobs": knob_values(task), "method": engine.method.label,
         "knobs": knob_values(engine.method), "length": length, "ceiling": ceiling, **dataclasses.asdict(score),
@@ -130,14 +130,14 @@ def cell_object(task: Task, engine: lce.Engine, length: int, score: Score, *, ce
 
 
 def task_object(name: str) -> dict[str, Any]:
-    """A task's name, what it asks and where it is from, its metric, and its knobs with their defaults."""
+    """Return a task's name, what it asks and where it is from, its metric, and its knobs with their defaults."""
     cls = TASKS[name]
     summary = " ".join((cls.__doc__ or "").split())
     return {"name": name, "summary": summary, "metric": cls.metric, "fills": cls.fills, "knobs": knob_values(cls())}
 
 
 def task_lines(task: Mapping[str, Any]) -> list[str]:
-    """The object of `task_object` as text."""
+    """Return the object of `task_object` as text."""
     knobs = " ".join(f"{name}={value}" for name, value in task["knobs"].items())
     text = "its own text" if task["fills"] else "hidden in a filler"
     return [task["name"], f"  {task['summary']}", f"  metric {task['metric']}; {text}{'; ' if knobs else ''}{knobs}"]

@@ -90,7 +90,7 @@ class LceLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """What tells the tokenizer apart in the harness's cache of requests."""
+        """Return what tells the tokenizer apart in the harness's cache of requests."""
         return str(self.engine.fingerprint)
 
     @property
@@ -99,7 +99,7 @@ class LceLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text that has no context."""
+        """Return the token before a text that has no context."""
         for token_id in (self.arguments.prefix_token_id, self.tokenizer.bos_id, self.eot_token_id):
             if token_id is not None:
                 return int(token_id)
@@ -126,7 +126,7 @@ class LceLM(TemplateLM):
         return [found[number] for number in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Each text in the harness's windows of `max_length` tokens, which do not overlap."""
+        """Return each text in the harness's windows of `max_length` tokens, which do not overlap."""
         found = []
         with self._working("texts", len(requests), disable_tqdm) as tick:
             for (text,) in (request.args for request in requests):
@@ -167,14 +167,14 @@ class LceLM(TemplateLM):
 
     @contextmanager
     def _working(self, what: str, total: int, quiet: bool) -> Iterator[Callable[[], Any]]:
-        """A bar; yields what moves it. That a text is beyond the window was said when the model was loaded."""
+        """Return a bar; yields what moves it. That a text is beyond the window was said when the model was loaded."""
         bar = tqdm(total=total, desc=f"lce: {what}", disable=quiet)
         with bar, warnings.catch_warnings():
             warnings.simplefilter("ignore", lce.WindowWarning)
             yield bar.update
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of a chat; without a generation prompt its last message is left open, to be continued."""
+        """Return the text of a chat; without a generation prompt its last message is left open, to be continued."""
         try:
             return self._chat(chat_history, add_generation_prompt)
         except DataError:  # many templates refuse a system's message
@@ -195,7 +195,7 @@ class LceLM(TemplateLM):
         return begun if rest.startswith(" ") else begun.rstrip()
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the results say of the model."""
+        """Return what the results say of the model."""
         engine = self.engine
         return {
             "lce_version": lce.__version__,

@@ -51,7 +51,7 @@ class LossTable:
         return sorted({column for _, column in self.cells}, key=lambda column: column.length)
 
     def as_object(self) -> dict[str, Any]:
-        """The table as JSON has it."""
+        """Return the table as JSON has it."""
         cells = [{**asdict(cell), "method": method} for (method, _), cell in self.cells.items()]
         return {"model": self.model, "setting": self.setting, "notes": self.notes, "cells": cells}
 
@@ -70,7 +70,7 @@ def check_line(sample: Mapping[str, Any], file: str | Path) -> None:
 
 
 def loss_tables(lines: Sequence[LossLine]) -> Iterator[LossTable]:
-    """The tables of all lines, in the order of the files; lengths ascend."""
+    """Return the tables of all lines, in the order of the files; lengths ascend."""
     names, models = method_names(lines), model_names(lines)
     for model in dict.fromkeys(str(sample.get("model")) for sample, _ in lines):
         mine = [line for line in lines if str(line[0].get("model")) == model]
@@ -94,7 +94,7 @@ def loss_tables(lines: Sequence[LossLine]) -> Iterator[LossTable]:
 
 
 def _settings(lines: Sequence[LossLine]) -> Iterator[tuple[str, list[LossLine]]]:
-    """The settings of one model's lines. A window that is no longer than its stride belongs to each of them."""
+    """Return the settings of one model's lines. A window that is no longer than its stride belongs to each of them."""
     windows = [line for line in lines if line[0]["setting"] == "windows"]
     strides = sorted({sample["length"] - sample["first"] for sample, _ in windows if sample["first"] > 1})
     for stride in strides:
@@ -116,7 +116,7 @@ def _border(sample: Mapping[str, Any]) -> int:
 
 
 def _columns(lines: Sequence[LossLine]) -> dict[int, Column]:
-    """The columns of a table by their borders. A stream's are as long as what was read."""
+    """Return the columns of a table by their borders. A stream's are as long as what was read."""
     runs: dict[int, list[tuple[int, int]]] = {}
     for sample, _ in lines:
         runs.setdefault(_border(sample), []).append((sample["first"], sample.get("stop", sample["length"])))

@@ -61,7 +61,7 @@ def knob_values(method: Any) -> dict[str, Any]:
 
 
 def cut(text: str) -> str:
-    """A name as tables and pictures have it: short, on one line, without what Markdown would read."""
+    """Return a name as tables and pictures have it: short, on one line, without what Markdown would read."""
     plain = "".join(c if c.isprintable() else "?" for c in text).translate(PLAIN).replace("](", "] (")
     return plain if len(plain) <= MOST else f"{plain[: MOST - 3]}..."
 
@@ -81,7 +81,7 @@ def way_of(sample: Mapping[str, Any]) -> str:
 
 
 def model_names(lines: Iterable[Line]) -> dict[str, str]:
-    """What each model is called: as the user did, with a part of its fingerprint."""
+    """Return what each model is called: as the user did, with a part of its fingerprint."""
     called: dict[str, str] = {}
     for sample, answer in lines:
         model = str(sample.get("model"))
@@ -94,7 +94,7 @@ def engine_key(sample: Mapping[str, Any]) -> EngineKey:
 
 
 def method_names(lines: Iterable[Line], without: Collection[str] = ()) -> dict[EngineKey, str]:
-    """What tables call each engine: its method, and what tells it from others of the same method and model.
+    """Return what tables call each engine: its method, and what tells it from others of the same method and model.
 
     Knobs in `without` do not tell engines apart: those that differ in them alone have one name.
     """
@@ -116,7 +116,7 @@ def method_names(lines: Iterable[Line], without: Collection[str] = ()) -> dict[E
 
 
 def _telling(engines: Sequence[Mapping[str, str]]) -> list[str]:
-    """Few knobs that tell engines apart as well as all of them do; the first ones where there is a choice."""
+    """Return few knobs that tell engines apart as well as all of them do; the first ones where there is a choice."""
 
     def n_told(knobs: Iterable[str]) -> int:
         return len({tuple(engine.get(knob) for knob in knobs) for engine in engines})
@@ -130,7 +130,7 @@ def _telling(engines: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def engine_parts(sample: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
-    """The method's class, and by name its knobs and all else that an engine's repr tells.
+    """Return the method's class, and by name its knobs and all else that an engine's repr tells.
 
     Example: `Engine(Streaming(sinks=4, local=508), window=512, block=512, cpu, torch.float32)`.
     """
@@ -150,13 +150,13 @@ def engine_parts(sample: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
 
 
 def window_of(line: Line) -> int:
-    """The window that a sample was asked with; 0 where it is not told."""
+    """Return the window that a sample was asked with; 0 where it is not told."""
     sample, answer = line
     return answer.window or int(engine_parts(sample)[1].get("window", 0))
 
 
 def _value(text: str) -> str:
-    """A knob's value without quotes; of what was read from a file, `Maps('name', digest)`, the digest."""
+    """Return a knob's value without quotes; of what was read from a file, `Maps('name', digest)`, the digest."""
     read = re.fullmatch(r"\w+\('[^']*', (\w+)\)", text)
     return read[1] if read else text.strip("'")
 

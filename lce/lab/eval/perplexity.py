@@ -48,7 +48,7 @@ class Text:
         return cls(name, engine.tokenizer.encode(text, bos=False))
 
     def hash(self, start: int, stop: int) -> str:
-        """A short hash that tells some tokens from others."""
+        """Return a short hash that tells some tokens from others."""
         return hashlib.sha256(array("q", self.ids[start:stop]).tobytes()).hexdigest()[:16]
 
 
@@ -76,7 +76,7 @@ class Losses(Lines[Loss]):
 
     @classmethod
     def are_in(cls, path: str | Path) -> bool:
-        """Whether a file begins as a record of losses does."""
+        """Return whether a file begins as a record of losses does."""
         with open(open_regular(Path(path)), "rb") as file:
             return file.read(len(cls.beginning)) == cls.beginning
 
@@ -111,7 +111,7 @@ class Perplexity:
 
 
 def student(freedom: int) -> float:
-    """The 97.5% quantile of Student's t, to 0.2% (Abramowitz and Stegun, 26.7.5, and the first four values)."""
+    """Return the 97.5% quantile of Student's t, to 0.2% (Abramowitz and Stegun, 26.7.5, and the first four values)."""
     exact = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764}
     if freedom in exact:
         return exact[freedom]
@@ -129,7 +129,7 @@ def windows(
     scored: str = "last", most: int | None = None, record: Losses | None = None,
     about: Mapping[str, Any] | None = None, progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:  # fmt: skip
-    """Perplexity in windows of `length` tokens, which end where those of `longest` tokens do.
+    """Return perplexity in windows of `length` tokens, which end where those of `longest` tokens do.
 
     `most` bounds the windows of all texts together: they are spread evenly. Windows that `record` has are not read
     again; `about` are fields of `Loss` that it gets besides. Raises `UsageError` where no text has `longest` tokens.
@@ -160,7 +160,7 @@ def stream(
     record: Losses | None = None, about: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Perplexity]:  # fmt: skip
-    """Perplexity by position in one pass over each text, or over its first `max(lengths)` tokens.
+    """Return perplexity by position in one pass over each text, or over its first `max(lengths)` tokens.
 
     One for each of the `lengths`, of the tokens from the length before it on. A text that `record` has whole is not
     read again; `about` are fields of `Loss` that it gets besides. Lengths that no text reaches into are left out.
@@ -189,7 +189,7 @@ def _streamed(
     engine: Engine, text: Text, n: int, borders: Sequence[int], stride: int, record: Losses | None,
     about: Mapping[str, Any], before: int, total: int, progress: Callable[[int, int], None] | None,
 ) -> Iterator[tuple[int, Loss]]:  # fmt: skip
-    """The losses of runs of at most `stride` tokens, each with the border that it comes before."""
+    """Return the losses of runs of at most `stride` tokens, each with the border that it comes before."""
     runs = list(_runs(n, borders, stride))
     whole = {**_asked(engine, "stream"), "length": n, "text": text.hash(0, n)}
     keys = [{**whole, "first": first, "stop": stop} for first, stop, _ in runs]
@@ -209,7 +209,7 @@ def _streamed(
 
 
 def _runs(n: int, borders: Sequence[int], stride: int) -> Iterator[tuple[int, int, int]]:
-    """Tokens `1..n-1` in runs: `first, stop`, and the border before which the run is. Time: O(n / stride)."""
+    """Return tokens `1..n-1` in runs: `first, stop`, and the border before which the run is. Time: O(n / stride)."""
     first = 1
     for border in borders:
         while first < min(border, n):
@@ -219,7 +219,7 @@ def _runs(n: int, borders: Sequence[int], stride: int) -> Iterator[tuple[int, in
 
 
 def ends(texts: Sequence[Text], length: int, stride: int, most: int | None = None) -> list[tuple[Text, int]]:
-    """Where the windows of `length` tokens end, by text; `most` of them, spread evenly, where it is given."""
+    """Return where the windows of `length` tokens end, by text; `most` of them, spread evenly, where it is given."""
     found = [(text, end) for text in texts for end in range(length, len(text.ids) + 1, stride)]
     if not found:
         longest = max((len(text.ids) for text in texts), default=0)
@@ -240,7 +240,7 @@ def check(stride: int, scored: str) -> None:
 
 
 def _asked(engine: Engine, setting: str) -> dict[str, Any]:
-    """What a loss depends on besides the tokens."""
+    """Return what a loss depends on besides the tokens."""
     return {"task": "perplexity", "setting": setting, **described(engine)}
 
 

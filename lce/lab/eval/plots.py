@@ -60,7 +60,7 @@ def draw_all(report: Report, folder: str | Path) -> list[Path]:
 
 
 def figures(report: Report) -> Iterator[tuple[str, Figure]]:
-    """The pictures of a report and their names, each used once."""
+    """Return the pictures of a report and their names, each used once."""
     used: set[str] = set()
 
     def name(*parts: str) -> str:
@@ -85,7 +85,7 @@ def figures(report: Report) -> Iterator[tuple[str, Figure]]:
 
 
 def by_length(table: Table) -> Figure | None:
-    """Scores by length, with intervals, and the ceiling as a line across."""
+    """Draw scores by length, with intervals, and the ceiling as a line across."""
     if not table.cells:
         return None
     figure, axes = _figure(table, 4.6)
@@ -100,7 +100,7 @@ def by_length(table: Table) -> Figure | None:
 
 
 def perplexities(table: LossTable) -> Figure:
-    """Perplexities by length or position, with intervals; a line stands at the end of the window."""
+    """Draw perplexities by length or position, with intervals; a line stands at the end of the window."""
     figure, axes = _figure(table, 4.6)
     for number, method in enumerate(_methods(table)):
         cells = [
@@ -173,7 +173,7 @@ def by_bytes(table: Table) -> Figure | None:
 
 
 def by_depth(table: Table) -> Figure | None:
-    """Scores by depth and length, a heat map a method, one below the other."""
+    """Draw scores by depth and length, a heat map a method, one below the other."""
     asked = sorted({depth for cell in table.cells.values() for depth in cell.depths})
     edges = [(n / BINS, (n + 1) / BINS) for n in range(BINS)]
     bands = [(depth, depth) for depth in asked] if 0 < len(asked) <= MOST_DEPTHS else edges
@@ -206,7 +206,7 @@ def by_depth(table: Table) -> Figure | None:
 
 
 def _heat(table: Table, method: str, bands: Sequence[tuple[float, float]]) -> list[list[float | None]]:
-    """Mean scores, a row a band of depths, a column a length."""
+    """Return mean scores, a row a band of depths, a column a length."""
     cells = [table.cells.get(place, Cell()) for place in table.places(method)]
     scores = [[cell.between(low, high) for cell in cells] for low, high in bands]
     return [[None if score is None else score.mean for score in row] for row in scores]
@@ -252,7 +252,7 @@ def _methods(table: Table | LossTable | SelectionTable) -> list[str]:
 
 
 def _row(table: Table, method: str) -> list[tuple[int, Any]]:
-    """The lengths at which a method was asked, with their places."""
+    """Return the lengths at which a method was asked, with their places."""
     return [(place.length, place) for place in table.places(method) if place in table.cells]
 
 
@@ -265,7 +265,7 @@ def _figure(table: Table | LossTable, height: float) -> tuple[Figure, Axes]:
 
 
 def _line(axes: Axes, method: str, number: int, x: Sequence[float], spans: Sequence[Span]) -> None:
-    """A method's values with their intervals, in a colour, a marker and a line of its own."""
+    """Draw a method's values with their intervals, in a colour, a marker and a line of its own."""
     axes.errorbar(
         x, [value for value, _, _ in spans], yerr=_errors(spans), label=_wrapped(method), capsize=3, linewidth=1.6,
         elinewidth=0.9, markersize=6, color=COLOURS[number % len(COLOURS)], marker=MARKERS[number % len(MARKERS)],
@@ -274,7 +274,7 @@ def _line(axes: Axes, method: str, number: int, x: Sequence[float], spans: Seque
 
 
 def _errors(spans: Sequence[Span]) -> list[list[float]]:
-    """How far the ends of the intervals are from the values; rounding may put an end on the other side."""
+    """Return how far the ends of the intervals are from the values; rounding may put an end on the other side."""
     return [[max(0.0, value - low) for value, low, _ in spans], [max(0.0, high - value) for value, _, high in spans]]
 
 

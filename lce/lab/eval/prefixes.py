@@ -68,12 +68,12 @@ class _Reader:
         return context
 
     def _is_usable(self, n_marked: int, n_known: int, n_wanted: int) -> bool:
-        """Whether a mark is the beginning of a text, at the border of a block, or the text itself."""
+        """Return whether a mark is the beginning of a text, at the border of a block, or the text itself."""
         return n_marked <= n_known and (n_marked % self.engine.block == 0 or n_marked == n_wanted)
 
 
 def n_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """The length of the longest common beginning."""
+    """Return the length of the longest common beginning."""
     n = min(len(one), len(other))
     if one[:n] == other[:n]:
         return n

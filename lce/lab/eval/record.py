@@ -56,12 +56,12 @@ class Answer:
 
     @property
     def value(self) -> float:
-        """The score, 0 to 1."""
+        """Return the score, 0 to 1."""
         return float(self.right) if self.score is None else self.score
 
 
 def is_sound(line: Any) -> bool:
-    """Whether each field of a dataclass is of its type and in its range. Lines of a file are not trusted.
+    """Return whether each field of a dataclass is of its type and in its range. Lines of a file are not trusted.
 
     Numbers are finite and not negative; those of `positive` are above 0, and those of `shares` are at most 1.
     """
@@ -140,11 +140,11 @@ class Lines(Generic[Kind]):
         return DataError(f"{named(self.path)} is no record of {found}; correct the line, or name another file")
 
     def values(self, name: str) -> set[str]:
-        """The texts that the samples in the file have under a name."""
+        """Return the texts that the samples in the file have under a name."""
         return self._values.get(name, set())
 
     def get(self, sample: dict[str, Any]) -> Kind | None:
-        """What is recorded of a sample; None where nothing is."""
+        """Return what is recorded of a sample; None where nothing is."""
         return self._answers.get(_key(sample), (None, None))[1]
 
     def items(self) -> Iterator[tuple[str, dict[str, Any], Kind]]:
@@ -185,7 +185,7 @@ class Lines(Generic[Kind]):
         self._answers.update((_key(sample), (sample, answer)) for sample, answer in answered)
 
     def _opened(self) -> io.FileIO:
-        """The file, made if need be. An object closes it, and gives up its lock, wherever Ctrl-C comes."""
+        """Return the file, made if need be. An object closes it, and gives up its lock, wherever Ctrl-C comes."""
         check_target(self.path)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
@@ -200,13 +200,13 @@ class Record(Lines[Answer]):
     kind = Answer
 
     def given(self, sample: dict[str, Any], prompt: str) -> Answer | None:
-        """The recorded answer to this sample; None without one, and for one to another prompt."""
+        """Return the recorded answer to this sample; None without one, and for one to another prompt."""
         found = self.get(sample)
         return found if found is not None and found.prompt in (None, text_hash(prompt)) else None
 
 
 def text_hash(text: str) -> str:
-    """A short hash that tells prompts apart."""
+    """Return a short hash that tells prompts apart."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
@@ -227,7 +227,7 @@ def _write(descriptor: int, data: bytes, offset: int) -> None:
 
 
 def _end_of_lines(descriptor: int, piece: int = 1 << 16) -> int:
-    """The offset behind the last whole line."""
+    """Return the offset behind the last whole line."""
     end = os.fstat(descriptor).st_size
     while end > 0:
         start = max(0, end - piece)

@@ -69,7 +69,7 @@ class Cell:
         return Score.of(self.answers[key] for key in sorted(self.answers))
 
     def between(self, low: float, high: float) -> Score | None:
-        """The score of the facts that stand between two depths, ends included; None where there are none."""
+        """Return the score of the facts that stand between two depths, ends included; None where there are none."""
         found = [a for a in self.answers.values() if a.depth is not None and low <= a.depth <= high]
         return Score.of(found) if found else None
 
@@ -91,11 +91,11 @@ class Table:
         return sorted({length for _, length in self.cells})
 
     def places(self, method: str) -> list[Place]:
-        """A method's row: a place a length, whether there is a cell or not."""
+        """Return a method's row: a place a length, whether there is a cell or not."""
         return [Place(method, length) for length in self.lengths]
 
     def depths(self, place: Place) -> list[float]:
-        """The depths at which samples were asked for; none where depths are even."""
+        """Return the depths at which samples were asked for; none where depths are even."""
         cell = self.cells.get(place)
         return [] if cell is None else sorted(cell.depths)
 
@@ -105,7 +105,7 @@ class Table:
 
     @property
     def ceiling(self) -> tuple[int, Score] | None:
-        """The length and the score of `full` within the window; None where it was not measured."""
+        """Return the length and the score of `full` within the window; None where it was not measured."""
         if not self.ceilings:
             return None
         where = max(self.ceilings, key=lambda place: place.length)
@@ -113,7 +113,7 @@ class Table:
 
     @property
     def notes(self) -> list[str]:
-        """Why the task, or a length of it, tells nothing of the methods."""
+        """Say why the task, or a length of it, tells nothing of the methods."""
         if self.ceiling is None:
             return ["The ceiling is not measured: `full` was not asked within the window."]
         length, top = self.ceiling
@@ -127,11 +127,11 @@ class Table:
 
     @property
     def discriminates(self) -> bool | None:
-        """Whether the model can do the task within its window; None where that is not known."""
+        """Return whether the model can do the task within its window; None where that is not known."""
         return None if self.ceiling is None else fails(self.ceiling[1]) is None
 
     def tells(self, length: int) -> bool | None:
-        """Whether scores at a length tell methods apart; None where the ceiling is not known."""
+        """Return whether scores at a length tell methods apart; None where the ceiling is not known."""
         if self.ceiling is None:
             return None
         return bool(self.discriminates) and not self.all_reach(length, self.ceiling[1])
@@ -157,12 +157,12 @@ class Table:
 
 
 def all_reach(scores: Sequence[Score], ceiling: Score) -> bool:
-    """Whether these are two or more, and the interval of each reaches the ceiling's mean."""
+    """Return whether these are two or more, and the interval of each reaches the ceiling's mean."""
     return len(scores) > 1 and all(score.high >= ceiling.mean for score in scores)
 
 
 def fails(ceiling: Score) -> str | None:
-    """Why a task with this ceiling tells nothing of methods; None if it does."""
+    """Say why a task with this ceiling tells nothing of methods; None if it does."""
     if ceiling.low < (ceiling.chance or 0.0) + CLEARLY:
         return f"`full` scores {ceiling.mean:.2f}, not clearly above chance ({ceiling.chance or 0.0:.2f})"
     if ceiling.mean < FAILS:
@@ -221,7 +221,7 @@ def _check(sample: Mapping[str, Any], file: str | Path) -> None:
 
 
 def _tables(found: Mapping[str, AnswerLine]) -> list[Table]:
-    """The tables of all answers. Order: as in the files, but lengths and depths ascend."""
+    """Return the tables of all answers. Order: as in the files, but lengths and depths ascend."""
     names, models = method_names(found.values()), model_names(found.values())
     tables: dict[Group, Table] = {}
     documents: dict[str, int] = {}  # those of other seeds and lengths have the same numbers in their lines
@@ -252,7 +252,7 @@ def _tables(found: Mapping[str, AnswerLine]) -> list[Table]:
 
 
 def _within(cells: Mapping[Place, Cell], found: Mapping[str, AnswerLine]) -> dict[Place, Cell]:
-    """The cells of `full` without RoPE scaling within the window, where no sample was asked for the ceiling."""
+    """Return the cells of `full` without RoPE scaling within the window, where no sample was asked for the ceiling."""
     within = {}
     for where, cell in cells.items():
         line = found[next(iter(cell.answers))]

@@ -46,7 +46,10 @@ OWN = tuple(each.name for each in dataclasses.fields(ModelArguments))
 
 
 def own_arguments(given: Mapping[str, Any]) -> ModelArguments:
-    """The arguments of `ModelArguments` by name. Raises `UsageError` for an unknown name or a value of another type."""
+    """Return the arguments of `ModelArguments` by name.
+
+    Raises `UsageError` for an unknown name or a value of another type.
+    """
     _check_names(given, OWN, "beside an engine")
     own = {name: value for name, value in given.items() if value is not None}
     for name, least in (("max_length", 2), ("max_gen_toks", 1), ("prefix_token_id", 0)):
@@ -85,7 +88,7 @@ def _check_names(given: Mapping[str, Any], valid: Sequence[str], where: str) -> 
 
 
 def longest(engine: Engine) -> int | None:
-    """The tokens that the engine's method can read of its model; None where there is no limit."""
+    """Return the tokens that the engine's method can read of its model; None where there is no limit."""
     limit = bisect.bisect_left(range(LONGEST), True, key=lambda n: engine.beyond(n + 1) is not None)
     return None if limit == LONGEST else limit
 
@@ -93,7 +96,7 @@ def longest(engine: Engine) -> int | None:
 def likelihoods(
     engine: Engine, requests: Sequence[tuple[list[int], list[int]]], max_length: int | None = None
 ) -> Iterator[tuple[int, float, bool]]:
-    """How likely each continuation is after its context: requests are pairs of token ids, neither empty.
+    """Return how likely each continuation is after its context: requests are pairs of token ids, neither empty.
 
     Yields a request's number, the continuation's log-probability, and whether greedy decoding writes it. A context
     loses its beginning where the model would read more than `max_length` tokens; the last of a continuation is not
@@ -141,7 +144,7 @@ class Generating:
 
 
 def generating(given: Mapping[str, Any]) -> Generating:
-    """What a task's `generation_kwargs` mean, as the harness normalises them: with `until` and `max_gen_toks`.
+    """Return what a task's `generation_kwargs` mean, as the harness normalises them: with `until` and `max_gen_toks`.
 
     `do_sample` without a temperature samples at 1. Raises `UsageError` for arguments that lce does not have.
     """
@@ -161,7 +164,7 @@ def generating(given: Mapping[str, Any]) -> Generating:
 def generations(
     engine: Engine, requests: Sequence[tuple[list[int], Generating]], max_length: int | None = None
 ) -> Iterator[tuple[int, str]]:
-    """What the engine writes after each prompt; yields a request's number and the text before the first stop.
+    """Return what the engine writes after each prompt; yields a request's number and the text before the first stop.
 
     A prompt loses its beginning where it and `max_tokens` are more than `max_length` tokens. A stop may be the text of
     a special token, such as `<|im_end|>`. Raises `UsageError` where no prompt is left.
@@ -194,5 +197,5 @@ def _written(engine: Engine, context: Context, how: Generating) -> str:
 
 
 def cut(text: str, until: Sequence[str]) -> str:
-    """The text before the first of the stops."""
+    """Return the text before the first of the stops."""
     return text[: min((at for stop in until if (at := text.find(stop)) >= 0), default=len(text))]

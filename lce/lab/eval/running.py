@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from lce.lab.eval.sample import Sample
 
 MODES = ("single", "shared", "turns")
-Asked = tuple[int, "Sample"]  # a sample and its number in the run
+Numbered = tuple[int, "Sample"]  # a sample and its number in the run
 
 
 @dataclass(frozen=True)
@@ -62,19 +62,9 @@ class Shard:
 WHOLE = Shard()
 
 
-def evaluate(
-    engine: Engine, samples: Iterable[Sample], *, setting: Mapping[str, Any], mode: str = "single",
-    record: Record | None = None, shard: Shard = WHOLE, contexts: str | Path | None = None, stop: Sequence[str] = (),
-    about: Mapping[str, Any] | None = None, progress: Callable[[int, int], None] | None = None,
-) -> Score:  # fmt: skip
-    """Ask `samples` and score the answers; those that `record` has are taken from it. See `answers`."""
-    return Score.of(
-        answer
-        for _, answer in answers(
-            engine, samples, setting=setting, mode=mode, record=record, shard=shard, contexts=contexts, stop=stop,
-            about=about, progress=progress,
-        )
-    )  # fmt: skip
+def evaluate(engine: Engine, samples: Iterable[Sample], **how: Any) -> Score:
+    """Ask `samples` and score the answers; those that the record has are taken from it. `how` is for `answers`."""
+    return Score.of(answer for _, answer in answers(engine, samples, **how))
 
 
 def answers(
@@ -125,7 +115,7 @@ def check_contexts(contexts: str | Path | None, mode: str) -> None:
         raise UsageError("contexts are for the modes shared and turns, where a document is asked often; not for single")
 
 
-def _chances(numbered: Sequence[Asked]) -> list[float | None]:
+def _chances(numbered: Sequence[Numbered]) -> list[float | None]:
     """What the perfect answer to the sample before scores at each sample: what can be had without the document."""
     found: list[float | None] = []
     for (_, before), (_, sample) in zip([numbered[-1], *numbered], numbered, strict=False):
@@ -164,8 +154,8 @@ class _Run:
         self.about = told(self.engine) | self.about
         self.key = self.setting | extra | described(self.engine)
 
-    def document(self, number: int, group: Sequence[Asked]) -> Iterator[tuple[Sample, Answer]]:
-        """The answers to the questions of one document, from the record or the model."""
+    def document(self, number: int, group: Sequence[Numbered]) -> Iterator[tuple[Sample, Answer]]:
+        """Return the answers to the questions of one document, from the record or the model."""
         known = {index: answer for index, sample in group if (answer := self._given(index, sample)) is not None}
         missing = [asked for asked in group if asked[0] not in known]
         if missing and self.record:
@@ -191,13 +181,13 @@ class _Run:
         if self.record is not None and new:
             self.record.add_all([({**self.key, "index": index}, answer) for index, answer in new])
 
-    def _single(self, asked: Sequence[Asked]) -> Iterator[tuple[int, Answer]]:
+    def _single(self, asked: Sequence[Numbered]) -> Iterator[tuple[int, Answer]]:
         for index, sample in asked:
             ids, most = self.engine.tokenizer.encode(sample.prompt), self.most(sample)
             with self.engine.new_context(len(ids) + most) as context:
                 yield index, self._answer(index, sample, context, ids)
 
-    def _shared(self, group: Sequence[Asked], asked: Sequence[Asked]) -> Iterator[tuple[int, Answer]]:
+    def _shared(self, group: Sequence[Numbered], asked: Sequence[Numbered]) -> Iterator[tuple[int, Answer]]:
         if not asked:
             return
         parts = self._parts(group)
@@ -206,16 +196,16 @@ class _Run:
                 with context.fork() as fork:
                     yield index, self._answer(index, sample, fork, parts.questions[index])
 
-    def _turns(self, group: Sequence[Asked]) -> Iterator[tuple[int, Answer]]:
-        """All questions again, also those that are recorded: later answers depend on the earlier ones."""
+    def _turns(self, group: Sequence[Numbered]) -> Iterator[tuple[int, Answer]]:
+        """Return all questions again, also those that are recorded: later answers depend on the earlier ones."""
         parts = self._parts(group)
         with self._prefilled(parts) as context:
             for index, sample in group:
                 last = sample is group[-1][1]
                 yield index, self._answer(index, sample, context, parts.questions[index], last=last)
 
-    def _parts(self, group: Sequence[Asked]) -> _Parts:
-        """A document's tokens and those of its questions.
+    def _parts(self, group: Sequence[Numbered]) -> _Parts:
+        """Return a document's tokens and those of its questions.
 
         Together they are those of the prompts, so that a model reads the same in every mode: some tokenizers put a
         space before every text, an end behind it, or the end of a document and a question into one token.
@@ -228,7 +218,7 @@ class _Run:
         return _Parts(document[:n], questions, n + (sum(sizes) if self.mode == "turns" else max(sizes)))
 
     def _prefilled(self, parts: _Parts) -> AbstractContextManager[Context]:
-        """The document in a context, announced to become as long as it will with all of its questions."""
+        """Return the document in a context, announced to become as long as it will with all of its questions."""
         if self.contexts is None:
             return self.engine.prefill(parts.document, length=parts.length)
         path = Path(self.contexts) / f"{self._document_hash(parts)}.lce"
@@ -248,7 +238,10 @@ class _Run:
         return context
 
     def _document_hash(self, parts: _Parts) -> str:
-        """A name for a document in a context of this engine. Under RoPE scaling `dynamic` the length matters too."""
+        """Return a name for a document in a context of this engine.
+
+        Under RoPE scaling `dynamic` the length matters too.
+        """
         length = parts.length if self.engine.rope.kind == "dynamic" else None
         identity = json.dumps([self.engine.identity.facts, length, parts.document], sort_keys=True, default=str)
         return hashlib.sha256(f"{identity}\n{self.engine.block}".encode()).hexdigest()[:32]
@@ -268,7 +261,7 @@ class _Run:
         return self.engine.tokenizer.encode(text, bos=False)
 
     def most(self, sample: Sample) -> int:
-        """How many tokens an answer may have."""
+        """Return how many tokens an answer may have."""
         return len(self._ids(" " + sample.answer)) + 2 if sample.max_tokens is None else sample.max_tokens
 
 

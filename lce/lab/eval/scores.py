@@ -36,7 +36,7 @@ class Score:
 
     @classmethod
     def of(cls, answers: Iterable[Answer]) -> Score:
-        """The score of at least one answer. Their order does not matter."""
+        """Return the score of at least one answer. Their order does not matter."""
         answers = list(answers)
         documents: dict[int | None, list[float]] = {}
         for answer in answers:
@@ -50,13 +50,13 @@ class Score:
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:
-    """The mean of those that are known; None where none is."""
+    """Return the mean of those that are known; None where none is."""
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known else None
 
 
 def interval(documents: Sequence[Sequence[float]]) -> tuple[str, float, float]:
-    """The kind and the ends of the 95% interval of the mean of all scores, given by document."""
+    """Return the kind and the ends of the 95% interval of the mean of all scores, given by document."""
     total, n = math.fsum(math.fsum(scores) for scores in documents), sum(map(len, documents))
     plain = all(len(scores) == 1 and scores[0] in (0.0, 1.0) for scores in documents)
     means = {round(math.fsum(scores) / len(scores), 9) for scores in documents}
@@ -66,7 +66,7 @@ def interval(documents: Sequence[Sequence[float]]) -> tuple[str, float, float]:
 
 
 def wilson(right: float, n: int, z: float = 1.96, *, share: float | None = None) -> tuple[float, float]:
-    """The Wilson score interval of `right` successes in `n` trials; z = 1.96 is 95%."""
+    """Return the Wilson score interval of `right` successes in `n` trials; z = 1.96 is 95%."""
     share = right / n if share is None else share
     centre = share + z * z / (2 * n)
     spread = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))

@@ -33,7 +33,7 @@ class Looks(Lines[Look]):
 
     @classmethod
     def are_in(cls, path: str | Path) -> bool:
-        """Whether a file begins as a record of looks does."""
+        """Return whether a file begins as a record of looks does."""
         with open(open_regular(Path(path)), "rb") as file:
             line = file.readline(LONGEST_LINE)
         try:
@@ -74,7 +74,7 @@ class Selection:
 
     @classmethod
     def of(cls, method: str, length: int, looks: Sequence[Look], judge: str, states: str) -> Selection:
-        """The means of what was seen in several texts."""
+        """Return the means of what was seen in several texts."""
         per_head = {
             name: tables
             for name in ("recall", "tokens", "fact", "hit1", "hit5")
@@ -102,13 +102,13 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _mean_tables(tables: Sequence[PerHead]) -> PerHead:
-    """The mean of tables by layer and head; of a layer that has heads in some of them, of those."""
+    """Return the mean of tables by layer and head; of a layer that has heads in some of them, of those."""
     rows = [[table[layer] for table in tables if table[layer]] for layer in range(len(tables[0]))]
     return [[math.fsum(x) / len(x) for x in zip(*row, strict=True)] for row in rows]
 
 
 def watching(model: str, method: Method, judge: Judge, states: States, **loading: Any) -> tuple[Engine, Watch]:
-    """An engine whose method is watched; `loading` are options of `lce.load`."""
+    """Return an engine whose method is watched; `loading` are options of `lce.load`."""
     watch = Watch(judge, states)
     return lce.load(model, Observed(method, watch), **loading), watch
 
@@ -142,12 +142,12 @@ def measure(
 
 
 def _about(engine: Engine, model: str, method: Method) -> dict[str, Any]:
-    """What a line tells besides, to read and to sort."""
+    """Return what a line tells besides, to read and to sort."""
     return {"method": method.label, "window": engine.window, "checkpoint": str(model)}
 
 
 def look_at(engine: Engine, watch: Watch, sample: Sample) -> Look:
-    """What the queries attended that wrote the answer to a sample, with the answer's score."""
+    """Return what the queries attended that wrote the answer to a sample, with the answer's score."""
     ids = engine.tokenizer.encode(sample.prompt)
     watch.begin(len(ids) - 1, facts=fact_spans(engine, sample))
     answer = engine.generate(ids, max_tokens=answer_tokens(engine, sample)).text
@@ -156,12 +156,12 @@ def look_at(engine: Engine, watch: Watch, sample: Sample) -> Look:
 
 
 def answer_tokens(engine: Engine, sample: Sample) -> int:
-    """How long an answer may be: what the sample says, or what the perfect one takes, and two more."""
+    """Return how long an answer may be: what the sample says, or what the perfect one takes, and two more."""
     return sample.max_tokens or len(engine.tokenizer.encode(" " + sample.answer, bos=False)) + 2
 
 
 def fact_spans(engine: Engine, sample: Sample) -> list[tuple[int, int]]:
-    """The tokens of each of a sample's facts, `start..stop-1`, where the prompt has it."""
+    """Return the tokens of each of a sample's facts, `start..stop-1`, where the prompt has it."""
     spans = []
     for fact in sample.facts:
         at = sample.prompt.find(fact)

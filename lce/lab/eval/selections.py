@@ -37,7 +37,7 @@ class Row(NamedTuple):
 
     @property
     def read_bytes(self) -> float:
-        """Bytes that a query reads in all layers: keys, values, and what it chooses by."""
+        """Return bytes that a query reads in all layers: keys, values, and what it chooses by."""
         return self.selection.read_bytes + self.selection.scored_bytes
 
 
@@ -59,7 +59,7 @@ class SelectionTable:
 
     @property
     def methods(self) -> list[str]:
-        """The names of the lines, each once."""
+        """Return the names of the lines, each once."""
         return list(dict.fromkeys(row.line for row in self.rows))
 
     @property
@@ -67,7 +67,7 @@ class SelectionTable:
         return sorted({row.length for row in self.rows})
 
     def as_object(self) -> dict[str, Any]:
-        """The table as JSON has it."""
+        """Return the table as JSON has it."""
         rows = [{**asdict(row.selection), "method": row.method} for row in self.rows]
         return {"model": self.model, "setting": self.setting, "notes": self.notes, "rows": rows}
 
@@ -85,7 +85,10 @@ def check_look(line: LookLine, file: str | Path) -> None:
 
 
 def selection_tables(lines: Mapping[str, LookLine]) -> Iterator[SelectionTable]:
-    """The tables of all lines by their keys. Raises `DataError` for looks at models of different shapes in one row."""
+    """Return the tables of all lines by their keys.
+
+    Raises `DataError` for looks at models of different shapes in one row.
+    """
     names, models = method_names(lines.values()), model_names(lines.values())
     bases = method_names(lines.values(), without=BUDGETS)
     groups: dict[tuple[str, str], dict[tuple[int, EngineKey], list[LookLine]]] = {}
@@ -108,14 +111,17 @@ def selection_tables(lines: Mapping[str, LookLine]) -> Iterator[SelectionTable]:
 
 
 def _setting(sample: Mapping[str, Any]) -> str:
-    """The task and how it was asked, and by whom what was judged, without what is as usual. Texts are not named."""
+    """Return the task and how it was asked, and by whom what was judged, without what is as usual.
+
+    Texts are not named.
+    """
     left_out = {"text", *(name for name, usual in USUAL.items() if sample.get(name) == usual)}
     way = way_of({name: value for name, value in sample.items() if name not in left_out})
     return f"{cut(sample['task'])}{', ' if way else ''}{way}"
 
 
 def _text(line: LookLine) -> str:
-    """Which text of a setting and length was looked at."""
+    """Return which text of a setting and length was looked at."""
     sample, look = line
     return json.dumps([sample.get(name) for name in ("seed", "samples", "index", "text")] + [look.prompt])
 

@@ -31,7 +31,7 @@ QUESTIONS = 4  # of a document, where several are asked of it and none says how 
 
 
 def make_tasks(names: Sequence[str], knobs: Mapping[str, str] | None = None) -> list[Task]:
-    """The tasks with these names, `all` for all; a knob KEY is for those that have it, TASK.KEY for one.
+    """Return the tasks with these names, `all` for all; a knob KEY is for those that have it, TASK.KEY for one.
 
     Raises `UsageError` for a name or a knob that no task has.
     """
@@ -105,7 +105,7 @@ class Suite:
         return self.questions or (1 if self.mode == "single" else QUESTIONS)
 
     def setting(self, task: Task, length: int) -> dict[str, Any]:
-        """What a record calls the samples of a task and length: what is as usual is left out."""
+        """Return what a record calls the samples of a task and length: what is as usual is left out."""
         kind = "none" if task.fills else self.filler.partition(":")[0]
         found: dict[str, Any] = {
             "task": task.name, "filler": kind, "length": length, "samples": self.samples, "seed": self.seed,
@@ -120,7 +120,10 @@ class Suite:
         return found
 
     def made(self, engine: Engine, task: Task, length: int) -> list[Sample]:
-        """The samples of a task and length. Raises `UsageError` where they do not fit, or the knobs are too large."""
+        """Return the samples of a task and length.
+
+        Raises `UsageError` where they do not fit, or the knobs are too large.
+        """
         try:
             return list(
                 samples(
@@ -136,7 +139,7 @@ class Suite:
         record: Record | None = None, about: Mapping[str, Any] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Score:  # fmt: skip
-        """The score of an engine at a task and length; `made` are its samples, if they are there already."""
+        """Return the score of an engine at a task and length; `made` are its samples, if they are there already."""
         return evaluate(
             engine, self.made(engine, task, length) if made is None else made, setting=self.setting(task, length),
             mode=self.mode, record=record, shard=self.shard, contexts=self.contexts, about=about, progress=progress,
@@ -157,5 +160,5 @@ class Suite:
 
 
 def counter(engine: Engine) -> Callable[[str], int]:
-    """How many tokens a text has."""
+    """Return how many tokens a text has."""
     return lambda text: len(engine.tokenizer.encode(text, bos=False))

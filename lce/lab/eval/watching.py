@@ -96,13 +96,13 @@ class Watch:
         self.times: dict[int, Tensor] = {}  # how often each choice of a query was made, by its index
 
     def rows(self, step: Step) -> Tensor:
-        """Which of the block's queries are watched."""
+        """Return which of the block's queries are watched."""
         if self.positions is None:
             return torch.arange(max(step.start, self.first), max(step.stop, self.first)) - step.start
         return torch.tensor([i - step.start for i in self.positions if step.start <= i < step.stop], dtype=torch.int64)
 
     def end(self) -> Look:
-        """What was seen. Raises `UsageError` where nothing was."""
+        """Return what was seen. Raises `UsageError` where nothing was."""
         if not self.layers:
             raise UsageError("no query was watched: the text is empty, or the context was not read by this engine")
         layers = [self.layers[index] for index in sorted(self.layers)]

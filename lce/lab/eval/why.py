@@ -72,7 +72,7 @@ class Causes:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many samples have each cause."""
+        """Return how many samples have each cause."""
         return {cause: sum(verdict.cause == cause for verdict in self.verdicts) for cause in CAUSES}
 
 
@@ -116,7 +116,7 @@ def check_selects(method: Method) -> None:
 
 
 def rungs(method: Method, window: int, length: int) -> Iterator[Rung]:
-    """The changes of a resolved method, in the order in which they are tried on a text of `length` tokens."""
+    """Return the changes of a resolved method, in the order in which they are tried on a text of `length` tokens."""
     for judge in JUDGES[::-1]:
         yield Rung("selection", f"true mass ({judge})", cheating(method, judge))
     for label, wider in _wider(method, window, length):
@@ -130,7 +130,10 @@ def rungs(method: Method, window: int, length: int) -> Iterator[Rung]:
 
 
 def _wider(method: Method, window: int, length: int) -> Iterator[tuple[str, Method]]:
-    """The method without `top_p`, then with 2, 4, ... times its budget, until all is chosen or the window is full."""
+    """Return the method without `top_p`, then with 2, 4, ...
+
+    times its budget, until all is chosen or the window is full.
+    """
     if getattr(method, "top_p", None) is not None:
         uncut: dict[str, Any] = {"top_p": None}
         method = replace(method, **uncut)
@@ -148,7 +151,7 @@ def _wider(method: Method, window: int, length: int) -> Iterator[tuple[str, Meth
 
 
 def _budget(method: Method) -> tuple[str | None, int]:
-    """The knob of a method's budget, and the tokens that one of it stands for."""
+    """Return the knob of a method's budget, and the tokens that one of it stands for."""
     if isinstance(method, Quest):
         return "budget", 1
     if isinstance(method, ESA | InfLLM):
@@ -176,7 +179,7 @@ def _moved(method: Method, window: int) -> Iterator[tuple[str, Method]]:
 
 
 def _attended(method: Method) -> int:
-    """The tokens that a query of a resolved method attends at most."""
+    """Return the tokens that a query of a resolved method attends at most."""
     if isinstance(method, Quest):
         assert method.budget is not None, "resolved"
         return method.budget

@@ -54,7 +54,7 @@ class Entry:
     note: str = ""
 
     def is_same(self, setting: Setting) -> bool:
-        """Whether what runs is the paper's own measurement, if on another model or text."""
+        """Return whether what runs is the paper's own measurement, if on another model or text."""
         return self.same or (self.suite is not None and bool(setting.data))
 
     def difference(self, setting: Setting) -> str:

@@ -17,23 +17,23 @@ def _spaced(text: str, *signs: str) -> str:
 
 
 def first_integer(prediction: str, references: tuple[str, ...]) -> float:
-    """1 where the first run of digits is the right one (Retrieve.PassKey, Retrieve.Number)."""
+    """Return 1 where the first run of digits is the right one (Retrieve.PassKey, Retrieve.Number)."""
     found = re.search(r"[0-9]+", prediction)
     return float((found[0] if found else "") == references[0])
 
 
 def word(prediction: str, references: tuple[str, ...]) -> float:
-    """1 where the right text is a word of the answer, punctuation aside (Retrieve.KV)."""
+    """Return 1 where the right text is a word of the answer, punctuation aside (Retrieve.KV)."""
     return float(references[0] in _spaced(prediction, *_SIGNS).split())
 
 
 def speaker(prediction: str, references: tuple[str, ...]) -> float:
-    """1 where the first reference is a word of the answer in capitals (En.Dia)."""
+    """Return 1 where the first reference is a word of the answer in capitals (En.Dia)."""
     return float(references[0] in _spaced(prediction.strip(), *_SIGNS).upper().split())
 
 
 def last_integer(prediction: str, references: tuple[str, ...]) -> float:
-    """1 where the last word is the right number (Code.Run)."""
+    """Return 1 where the last word is the right number (Code.Run)."""
     words = _spaced(prediction.strip(), *"\n.`'\":").split()
     try:
         return float(bool(words) and int(words[-1]) == int(references[0]))
@@ -42,7 +42,7 @@ def last_integer(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def first_number(prediction: str, references: tuple[str, ...]) -> float:
-    """1 where the first number, of digits and perhaps a point, is the right one (Math.Find).
+    """Return 1 where the first number, of digits and perhaps a point, is the right one (Math.Find).
 
     Where the right number is whole, an answer with a point is wrong: InfiniteBench's own code stops there.
     """
@@ -55,7 +55,7 @@ def first_number(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def running_values(prediction: str, references: tuple[str, ...]) -> float:
-    """The share of the numbers that are right before the first that is not, signs aside (Math.Calc)."""
+    """Return the share of the numbers that are right before the first that is not, signs aside (Math.Calc)."""
     return _agreement([int(text) for text in re.findall("[0-9]+", prediction)], references)
 
 
@@ -74,7 +74,7 @@ def _agreement(values: list[int], references: tuple[str, ...]) -> float:
 
 
 def option(prediction: str, references: tuple[str, ...]) -> float:
-    """1 where the answer chooses the right option; the references are its text and its letter (En.MC)."""
+    """Return 1 where the answer chooses the right option; the references are its text and its letter (En.MC)."""
     text = prediction.strip()
     if not text:
         return 0.0
@@ -91,7 +91,7 @@ def option(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def buggy_function(prediction: str, references: tuple[str, ...]) -> float:
-    """1 where the answer chooses the right function; the references are its name and its letter (Code.Debug)."""
+    """Return 1 where the answer chooses the right function; the references are its name and its letter (Code.Debug)."""
     name, letter = references
     text = prediction.strip()
     if text[:2] in (f"{letter}.", f"{letter}:"):
@@ -106,6 +106,6 @@ def _single_spaced(text: str) -> str:
 
 
 def _after(text: str, prefixes: tuple[str, ...]) -> str | None:
-    """What follows the first of the prefixes that occurs, but for one character; None without one."""
+    """Return what follows the first of the prefixes that occurs, but for one character; None without one."""
     prefix = next((prefix for prefix in prefixes if prefix in text), None)
     return None if prefix is None else text[text.find(prefix) + len(prefix) + 1 :]

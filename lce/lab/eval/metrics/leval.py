@@ -17,7 +17,7 @@ _CODE_SIGNS = ((",", ""), ("'", ""), ("\\", ""), (".0", ""), ("] [", "]["), ("[ 
 
 
 def exact(prediction: str, references: tuple[str, ...]) -> float:
-    """1 where the texts agree; for letters of options 1/4 where a part of the right ones is chosen.
+    """Return 1 where the texts agree; for letters of options 1/4 where a part of the right ones is chosen.
 
     Other references agree as numbers where both are, else where the answer contains them, white space and case aside
     (topic retrieval).
@@ -36,12 +36,12 @@ def _exact(prediction: str, reference: str) -> float:
 
 
 def letter(prediction: str, references: tuple[str, ...]) -> float:
-    """The first of A to D in the answer, compared with the reference's letters (TOEFL, QuALITY)."""
+    """Return the first of A to D in the answer, compared with the reference's letters (TOEFL, QuALITY)."""
     return exact(_chosen(prediction, several=False), tuple(map(_right_letters, references)))
 
 
 def letters(prediction: str, references: tuple[str, ...]) -> float:
-    """The options that the answer chooses, compared with the reference's letters (Coursera)."""
+    """Return the options that the answer chooses, compared with the reference's letters (Coursera)."""
     return exact(_chosen(prediction, several=True), tuple(map(_right_letters, references)))
 
 
@@ -50,7 +50,7 @@ def _right_letters(reference: str) -> str:
 
 
 def _chosen(answer: str, *, several: bool) -> str:
-    """The letters of the options that an answer chooses; `A` where it names none."""
+    """Return the letters of the options that an answer chooses; `A` where it names none."""
     if not answer.strip():
         return "None"
     if answer in _LETTERS:
@@ -69,7 +69,7 @@ def _chosen(answer: str, *, several: bool) -> str:
 
 
 def worked_number(prediction: str, references: tuple[str, ...]) -> float:
-    """The digits of the number behind `The answer is`, or of the last number of the first paragraph (GSM)."""
+    """Return the digits of the number behind `The answer is`, or of the last number of the first paragraph (GSM)."""
     return exact(_number(prediction), tuple(map(_number, references)))
 
 
@@ -83,7 +83,7 @@ def _number(text: str) -> str:
 
 
 def program_output(prediction: str, references: tuple[str, ...]) -> float:
-    """The output that the answer states, last or behind `the final output` (CodeU)."""
+    """Return the output that the answer states, last or behind `the final output` (CodeU)."""
     return max(_exact(_stated_output(prediction, reference), _tidied(reference)) for reference in references)
 
 
@@ -105,7 +105,7 @@ def _stated_output(answer: str, reference: str) -> str:
 
 
 def judgement(prediction: str, references: tuple[str, ...]) -> float:
-    """The first word with `true` or `false` in it (SFiction)."""
+    """Return the first word with `true` or `false` in it (SFiction)."""
     words = prediction.lower().split()
     stated = next(("true" if "true" in word else "false" for word in words if "true" in word or "false" in word), None)
     return 0.0 if stated is None else exact(stated, tuple(reference.lower().strip() for reference in references))

@@ -16,7 +16,10 @@ INSTALL = "pip install 'lce[eval]'"
 
 
 def library(name: str) -> ModuleType:
-    """A library of the extra `lce[eval]`. Raises `UsageError`, which names the extra, where it is not installed."""
+    """Return a library of the extra `lce[eval]`.
+
+    Raises `UsageError`, which names the extra, where it is not installed.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # jieba warns of its own code
@@ -49,17 +52,17 @@ def rouge_scorer(kind: str) -> Callable[[Sequence[str], str], float]:
 
 @cache
 def cut_chinese() -> Callable[[str], list[str]]:
-    """Chinese text cut into words by the library jieba."""
+    """Return Chinese text cut into words by the library jieba."""
     jieba: Any = library("jieba")
     jieba.setLogLevel(logging.WARNING)  # it reports on stderr how long its dictionary took
     return lambda text: list(jieba.cut(text, cut_all=False))
 
 
 def repaired_json(text: str) -> Any:
-    """The value of a text that is almost JSON, by the library json-repair."""
+    """Return the value of a text that is almost JSON, by the library json-repair."""
     return library("json_repair").loads(text)
 
 
 def indel_ratio(one: str, other: str) -> float:
-    """The likeness of two texts by insertions and deletions, 0 to 1, by the library rapidfuzz."""
+    """Return the likeness of two texts by insertions and deletions, 0 to 1, by the library rapidfuzz."""
     return float(library("rapidfuzz.fuzz").ratio(one, other)) / 100

@@ -20,7 +20,7 @@ def _first_line(text: str) -> str:
 
 
 def trivia_f1(prediction: str, references: tuple[str, ...]) -> float:
-    """F1 of the first line (TriviaQA)."""
+    """Return F1 of the first line (TriviaQA)."""
     return overlap.qa_f1(_first_line(prediction), references)
 
 
@@ -30,17 +30,17 @@ def dialogue_rouge(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def count(prediction: str, references: tuple[str, ...]) -> float:
-    """The share of the answer's numbers that are the right one (PassageCount)."""
+    """Return the share of the answer's numbers that are the right one (PassageCount)."""
     return max(_share_of_numbers(prediction, reference) for reference in references)
 
 
 def retrieval(prediction: str, references: tuple[str, ...]) -> float:
-    """The share of the answer's numbers that are the paragraph's, of a reference `Paragraph 7`."""
+    """Return the share of the answer's numbers that are the paragraph's, of a reference `Paragraph 7`."""
     return max(_share_of_numbers(prediction, _number(r"Paragraph (\d+)", reference)) for reference in references)
 
 
 def retrieval_zh(prediction: str, references: tuple[str, ...]) -> float:
-    """The share of the answer's numbers that are the paragraph's, of a reference `段落7`."""
+    """Return the share of the answer's numbers that are the paragraph's, of a reference `段落7`."""
     return max(_share_of_numbers(prediction, _number(r"段落(\d+)", reference)) for reference in references)
 
 
@@ -55,7 +55,7 @@ def _share_of_numbers(prediction: str, right: str) -> float:
 
 
 def code_similarity(prediction: str, references: tuple[str, ...]) -> float:
-    """The likeness of the answer's first line of code: difflib's ratio, in whole percent.
+    """Return the likeness of the answer's first line of code: difflib's ratio, in whole percent.
 
     This is fuzzywuzzy's `ratio` as LongBench installs it, by which its own scores are.
     """
@@ -83,7 +83,7 @@ def _in_percent(one: str, other: str, ratio: Callable[[str, str], float]) -> flo
 
 
 def classification(prediction: str, references: tuple[str, ...]) -> float:
-    """1 over the number of labels that the answer names, if the right one is among them.
+    """Return 1 over the number of labels that the answer names, if the right one is among them.
 
     The references are the right labels, an empty text, and all labels. A named label that is part of the right one
     does not count; of two such labels in a row the second does, as in the published loop.
@@ -104,7 +104,7 @@ def _share_of_labels(prediction: str, right: str, labels: tuple[str, ...]) -> fl
 
 
 def stated_letter(prediction: str, references: tuple[str, ...]) -> float:
-    """1 where the answer states the right letter: `The correct answer is (B)` (LongBench v2)."""
+    """Return 1 where the answer states the right letter: `The correct answer is (B)` (LongBench v2)."""
     text = prediction.strip().replace("*", "")
     found = re.search(r"The correct answer is \(([A-D])\)", text) or re.search(r"The correct answer is ([A-D])", text)
     return float(found is not None and found[1] in references)

@@ -12,7 +12,7 @@ _NAMES = ("little_penguin", "小企鹅")  # under which Counting-Stars asks for 
 
 
 def match_all(prediction: str, references: tuple[str, ...]) -> float:
-    """The share of the references that the answer contains, case aside (RULER's string_match_all)."""
+    """Return the share of the references that the answer contains, case aside (RULER's string_match_all)."""
     return sum(_contains(prediction, reference) for reference in references) / len(references)
 
 
@@ -26,17 +26,17 @@ def _contains(prediction: str, reference: str) -> bool:
 
 
 def keywords(prediction: str, references: tuple[str, ...]) -> float:
-    """The share of the key words that the answer contains (NeedleBench V2's retrieval)."""
+    """Return the share of the key words that the answer contains (NeedleBench V2's retrieval)."""
     return sum(reference in prediction for reference in references) / len(references)
 
 
 def boxed(prediction: str, references: tuple[str, ...]) -> float:
-    r"""1 where the last `\boxed{...}` of the answer holds the right name (NeedleBench V2's reasoning)."""
+    r"""Return 1 where the last `\boxed{...}` of the answer holds the right name (NeedleBench V2's reasoning)."""
     return float(_clean(_last_box(prediction)) in [reference.strip() for reference in references])
 
 
 def _last_box(text: str) -> str:
-    """What the last box holds, up to the brace that closes it; without a second pair of braces."""
+    """Return what the last box holds, up to the brace that closes it; without a second pair of braces."""
     start = text.rfind("\\boxed")
     if start < 0 or not text.startswith("{", start + len("\\boxed")):
         return ""
@@ -58,7 +58,7 @@ def _clean(text: str) -> str:
 
 
 def stars(prediction: str, references: tuple[str, ...]) -> float:
-    """The share of the counts that the answer lists (Counting-Stars, acquisition)."""
+    """Return the share of the counts that the answer lists (Counting-Stars, acquisition)."""
     listed = _listed(prediction, len(references))
     return sum(int(reference) in listed for reference in references) / len(references)
 
@@ -76,7 +76,7 @@ def corrected_stars(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def _listed(answer: str, most: int) -> list[Any]:
-    """The first `most` values of the list in the answer's JSON; none where it has no such list."""
+    """Return the first `most` values of the list in the answer's JSON; none where it has no such list."""
     text = answer.replace("```", "").replace("json", "").strip() if "```" in answer else answer
     if "[" not in text:
         return []

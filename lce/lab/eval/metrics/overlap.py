@@ -24,12 +24,12 @@ def normalised(text: str, *, lower: bool = True) -> str:
 
 
 def normalised_chinese(text: str) -> str:
-    """Text in lower case without punctuation, Chinese or not, and without white space."""
+    """Return text in lower case without punctuation, Chinese or not, and without white space."""
     return "".join("".join(c for c in text.lower() if c not in _CHINESE_SIGNS).split())
 
 
 def f1(prediction: Sequence[str], reference: Sequence[str]) -> float:
-    """The harmonic mean of precision and recall over two bags of tokens; 0 without a common one."""
+    """Return the harmonic mean of precision and recall over two bags of tokens; 0 without a common one."""
     common = sum((Counter(prediction) & Counter(reference)).values())
     if common == 0:
         return 0.0
@@ -43,18 +43,18 @@ def _best_f1(prediction: str, references: Sequence[str], tokens: Tokens) -> floa
 
 
 def qa_f1(prediction: str, references: tuple[str, ...]) -> float:
-    """F1 over normalised English words (SQuAD; LongBench, InfiniteBench, L-Eval)."""
+    """Return F1 over normalised English words (SQuAD; LongBench, InfiniteBench, L-Eval)."""
     return _best_f1(prediction, references, lambda text: normalised(text).split())
 
 
 def qa_f1_zh(prediction: str, references: tuple[str, ...]) -> float:
-    """F1 over Chinese words as jieba cuts them, normalised one by one (LongBench)."""
+    """Return F1 over Chinese words as jieba cuts them, normalised one by one (LongBench)."""
     cut = libraries.cut_chinese()
     return _best_f1(prediction, references, lambda text: [w for w in map(normalised_chinese, cut(text)) if w])
 
 
 def qa_f1_characters(prediction: str, references: tuple[str, ...]) -> float:
-    """F1 over the characters of normalised Chinese text (InfiniteBench's Zh.QA)."""
+    """Return F1 over the characters of normalised Chinese text (InfiniteBench's Zh.QA)."""
     return _best_f1(prediction, references, lambda text: list(normalised_chinese(text)))
 
 

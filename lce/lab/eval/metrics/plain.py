@@ -6,7 +6,7 @@ from difflib import SequenceMatcher
 
 
 def starts(answer: str, expected: tuple[str, ...]) -> float:
-    """1 where the answer, white space aside, begins with one of the expected texts."""
+    """Return 1 where the answer, white space aside, begins with one of the expected texts."""
     return float(answer.strip().startswith(expected))
 
 

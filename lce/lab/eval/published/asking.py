@@ -41,7 +41,10 @@ class Asking:
             tokenizer.require_chat()
 
     def sample(self, item: Item, tokenizer: Any) -> Sample:
-        """The sample of an item, for the model of a tokenizer. Its document ends where the benchmark's context does."""
+        """Return the sample of an item, for the model of a tokenizer.
+
+        Its document ends where the benchmark's context does.
+        """
         if self.max_length is not None:
             item = CUTS[item.cut](item, Tokens.of(tokenizer), self.max_length)
         template = item.template if item.fixed or self.template == AUTO else self.template
@@ -60,14 +63,14 @@ class Asking:
 
 
 def _end_of_context(item: Item, text: str) -> int:
-    """Where the benchmark's context ends in a text that a template wrote. Templates may strip the prompt."""
+    """Return where the benchmark's context ends in a text that a template wrote. Templates may strip the prompt."""
     context = item.context.strip()
     at = text.find(context) if context else -1
     return len(text) if at < 0 else at + len(context)
 
 
 def _middle(item: Item, tokens: Tokens, most: int) -> Item:
-    """The first and the last `most // 2` tokens of the prompt (LongBench, InfiniteBench's open models)."""
+    """Return the first and the last `most // 2` tokens of the prompt (LongBench, InfiniteBench's open models)."""
     ids, half = tokens.encode(item.prompt), most // 2
     if len(ids) <= most:
         return item
@@ -83,7 +86,7 @@ def _middle_joined(item: Item, tokens: Tokens, most: int) -> Item:
 
 
 def _words(item: Item, tokens: Tokens, most: int, *, keep_first: bool) -> Item:
-    """The document without words at one end, until it leaves room for the answer (L-Eval)."""
+    """Return the document without words at one end, until it leaves room for the answer (L-Eval)."""
     limit, cut, text = most - _ROOM, 0, item.context
     while text and len(tokens.encode(text)) > limit:
         n_words = limit - cut

@@ -31,7 +31,7 @@ class Tokens:
 
     @classmethod
     def of(cls, tokenizer: Any) -> Tokens:
-        """Those of an engine's tokenizer."""
+        """Return those of an engine's tokenizer."""
         return cls(tokenizer.encode, lambda text: tokenizer.encode(text, bos=False), tokenizer.decode)
 
 
@@ -76,7 +76,7 @@ class Item:
 
     @property
     def sample(self) -> Sample:
-        """The sample, for a model that gets no template."""
+        """Return the sample, for a model that gets no template."""
         document, question = self.before + self.context, self.after + self.opening
         return Sample(document, question, self.answers, self.metric, max_tokens=self.max_tokens, depth=self.depth)
 
@@ -107,14 +107,14 @@ class Suite(ABC):
         self.variants: tuple[str, ...] = tuple(found.get("variants", [""]))  # sets of prompts; the first is the default
 
     def task(self, name: str) -> Task:
-        """The task of a name. Raises `UsageError`."""
+        """Return the task of a name. Raises `UsageError`."""
         found = next((task for task in self.tasks if task.name == name), None)
         if found is None:
             raise UsageError(f"{self.name} has no task {name!r}; {nearest(name, [task.name for task in self.tasks])}")
         return found
 
     def variant(self, name: str | None) -> str:
-        """The set of prompts of a name, or the default. Raises `UsageError`."""
+        """Return the set of prompts of a name, or the default. Raises `UsageError`."""
         if name is None:
             return self.variants[0]
         if name not in self.variants or name == "":
@@ -124,22 +124,25 @@ class Suite(ABC):
 
     @abstractmethod
     def paths(self, task: Task) -> tuple[str, ...]:
-        """Where the task's file may be under the data folder; the first is the published place. May be patterns."""
+        """Return where the task's file may be under the data folder; the first is the published place.
+
+        May be patterns.
+        """
 
     @abstractmethod
     def item(self, row: Row, index: int, task: Task, variant: str) -> Iterable[Item]:
-        """The questions of one line of the task's file."""
+        """Return the questions of one line of the task's file."""
 
     @abstractmethod
     def answered(self, row: Row, index: int, task: Task) -> Iterable[Answered]:
-        """What one line of a published file of predictions says."""
+        """Return what one line of a published file of predictions says."""
 
     def prediction(self, item: Item, text: str) -> dict[str, Any]:
-        """The line of a file of predictions, in the benchmark's own layout, that `answered` reads again."""
+        """Return the line of a file of predictions, in the benchmark's own layout, that `answered` reads again."""
         return {**(item.source or {}), "pred": text}
 
     def present(self, folder: Path) -> list[Task]:
-        """The tasks whose files are there. Raises `DataError`, which says what goes where, for none."""
+        """Return the tasks whose files are there. Raises `DataError`, which says what goes where, for none."""
         found = [task for task in self.tasks if find_file(folder, self.paths(task)) is not None]
         if not found:
             first = self.paths(self.tasks[0])[0]
@@ -151,7 +154,10 @@ class Suite(ABC):
         return f"put there what is published at {self.data}: {self.layout}"
 
     def items(self, folder: Path, task: Task, variant: str = "", tokens: Tokens | None = None) -> Iterator[Item]:
-        """The task's questions, read from the user's file. Raises `DataError` for a file that is missing or broken."""
+        """Return the task's questions, read from the user's file.
+
+        Raises `DataError` for a file that is missing or broken.
+        """
         path = find_file(folder, self.paths(task))
         if path is None:
             raise DataError(f"{named(folder / self.paths(task)[0])} is missing; {self.remedy}")
@@ -159,24 +165,24 @@ class Suite(ABC):
             yield from self.item(row, index, task, variant)
 
     def predictions(self, path: Path, task: Task) -> Iterator[Answered]:
-        """What a file of predictions in the benchmark's own layout says."""
+        """Return what a file of predictions in the benchmark's own layout says."""
         for index, row in enumerate(json_rows(path)):
             yield from self.answered(row, index, task)
 
     def task_of(self, path: Path) -> Task | None:
-        """The task that the name of a file of predictions tells; None for no task."""
+        """Return the task that the name of a file of predictions tells; None for no task."""
         stem = path.name.partition(".")[0].removeprefix("preds_")
         return next((task for task in self.tasks if task.name == stem), None)
 
     def averages(self, scores: Mapping[str, float]) -> dict[str, float]:
-        """The benchmark's own averages of task scores; only those whose tasks are all there."""
+        """Return the benchmark's own averages of task scores; only those whose tasks are all there."""
         if {task.name for task in self.tasks} - set(scores):
             return {}
         return {"average": sum(scores[task.name] for task in self.tasks) / len(self.tasks)}
 
 
 def filled(template: str, **values: str) -> tuple[str, str, str]:
-    """A template around `{context}`: what is before it, the context, and what is after it, other values put in.
+    """Return a template around `{context}`: what is before it, the context, and what is after it, other values put in.
 
     Braces in values, and braces that hold no value's name, stay as they are.
     """
@@ -194,5 +200,5 @@ def _suites() -> dict[str, Any]:
 
 
 def prompts(name: str) -> Any:
-    """The prompts of a benchmark, from the JSON file beside its module."""
+    """Return the prompts of a benchmark, from the JSON file beside its module."""
     return json.loads(Path(__file__).with_name(f"{name}.json").read_text(encoding="utf-8"))

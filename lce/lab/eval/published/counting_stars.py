@@ -65,7 +65,7 @@ class CountingStars(Suite):
 
 
 def _references(row: Row, task: Task) -> tuple[str, ...]:
-    """The right counts, each with the one that it corrects where the task is reasoning."""
+    """Return the right counts, each with the one that it corrects where the task is reasoning."""
     right = row.texts("reference_counting_results")
     if task.name.startswith("acquisition"):
         return right

@@ -45,7 +45,7 @@ class Haystack:
         Random(seed).shuffle(self.texts)
 
     def ids(self, length: int) -> list[int]:
-        """The first `length` tokens of the texts."""
+        """Return the first `length` tokens of the texts."""
         found: list[int] = []
         for text in self.texts:
             found.extend(self.encode(text))
@@ -92,7 +92,7 @@ class Needles:
 
     @cached_property
     def own(self) -> list[Row]:
-        """Those in the language."""
+        """Return those in the language."""
         return [row for row in self.needles if row.text("language") == self.language.name]
 
     @cached_property
@@ -113,7 +113,7 @@ class Needles:
         return found
 
     def _joined(self, chosen: Sequence[Row]) -> str:
-        """The questions in one, and the form of all answers."""
+        """Return the questions in one, and the form of all answers."""
         mark, stop = self.language.question_mark, self.language.stop
         asked = [row.text("retrieval_question") for row in chosen]
         questions = "、".join(text.split(mark)[0] + mark for text in asked)
@@ -151,7 +151,7 @@ class Chain:
             yield _item(self.task, self.language, values, (names[0],), names[0], length, depth / 100)
 
     def _insert(self, ids: list[int], needles: Sequence[str], lengths: Sequence[int], depth: int) -> None:
-        """The first needle at `depth` percent, each other one a tenth of the text behind the one before.
+        """Return the first needle at `depth` percent, each other one a tenth of the text behind the one before.
 
         As published, the points already leave room for the needles before and are moved by them once more.
         """

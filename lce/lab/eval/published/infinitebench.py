@@ -49,7 +49,7 @@ class InfiniteBench(Suite):
 
 
 def _values(row: Row, task: Task) -> dict[str, str]:
-    """What goes into the template, by name."""
+    """Return what goes into the template, by name."""
     asked = row.text("input")
     values = {"context": row.text("context", "content"), "input": asked, "question": asked}
     if task.name in WITH_OPTIONS:

@@ -71,7 +71,7 @@ class LEval(Suite):
 def _asked(
     document: str, question: str, answer: str, task: Task, number: int, source: dict[str, Any]
 ) -> Iterator[Item]:
-    """The samples of one question, as the published code writes them for Llama 2."""
+    """Return the samples of one question, as the published code writes them for Llama 2."""
     data = prompts("leval")
     closed = task.category == "closed-ended"
     style = task.name if task.name in data["prompts"] else "closed" if closed else "open"

@@ -45,7 +45,7 @@ class LongBench(Suite):
         return ""
 
     def averages(self, scores: Mapping[str, float]) -> dict[str, float]:
-        """The average over the categories of each language, code in both, as in the published tables."""
+        """Return the average over the categories of each language, code in both, as in the published tables."""
         languages = {
             "English": {task.name for task in self.tasks} - CHINESE,
             "Chinese": CHINESE | {"lcc", "repobench-p"},

@@ -127,7 +127,7 @@ class NeedleBench(Suite):
         return self.task(f"{kind}_{language}")
 
     def averages(self, scores: Mapping[str, float]) -> dict[str, float]:
-        """The mean of the three kinds of tasks, as V2 has it."""
+        """Return the mean of the three kinds of tasks, as V2 has it."""
         if {task.name for task in self.tasks} - set(scores):
             return {}
         kinds = {kind: [scores[t.name] for t in self.tasks if t.category == kind] for kind in REPEATS}

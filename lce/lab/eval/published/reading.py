@@ -28,7 +28,7 @@ class Row:
         return name in self.content
 
     def text(self, *names: str) -> str:
-        """The text that one of the names has."""
+        """Return the text that one of the names has."""
         name, value = self._value(names)
         if not isinstance(value, str):
             raise self._strange(name, value, "a text")
@@ -41,7 +41,7 @@ class Row:
         return value
 
     def texts(self, *names: str) -> tuple[str, ...]:
-        """The texts or numbers of a list, numbers as JSON writes them; one by itself counts as a list of one."""
+        """Return the texts or numbers of a list, numbers as JSON writes them; one by itself counts as a list of one."""
         name, value = self._value(names)
         values = value if isinstance(value, list) else [value]
         if len(values) == 1 and isinstance(values[0], list):
@@ -61,7 +61,10 @@ class Row:
 
 
 def find_file(folder: Path, places: Sequence[str]) -> Path | None:
-    """The first place, a path or a pattern under `folder`, that exists. Raises `DataError` where two files fit it."""
+    """Return the first place, a path or a pattern under `folder`, that exists.
+
+    Raises `DataError` where two files fit it.
+    """
     for place in places:
         found = sorted(glob.glob(os.path.join(glob.escape(str(folder)), place)))
         if len(found) > 1:
@@ -72,7 +75,7 @@ def find_file(folder: Path, places: Sequence[str]) -> Path | None:
 
 
 def json_rows(path: Path) -> Iterator[Row]:
-    """The objects of a JSON-lines file, or of a `.json` file with a list of them."""
+    """Return the objects of a JSON-lines file, or of a `.json` file with a list of them."""
     if path.suffix == ".json":
         yield from _listed_rows(path)
         return
@@ -98,7 +101,7 @@ def _line(file: Any, path: Path, number: int) -> bytes:
 
 
 def json_value(path: Path) -> Any:
-    """The value of a JSON file."""
+    """Return the value of a JSON file."""
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > LARGEST_JSON:

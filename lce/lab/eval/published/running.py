@@ -32,7 +32,7 @@ class Prompted:
 
     @property
     def length(self) -> int:
-        """The power of two that holds the prompt: records and reports are by it."""
+        """Return the power of two that holds the prompt: records and reports are by it."""
         return 1 << max(0, self.n_tokens - 1).bit_length()
 
 
@@ -45,7 +45,7 @@ class Outcome:
     answered: Sequence[tuple[Item, Answer]]
 
     def predictions(self, suite: Suite) -> list[dict[str, Any]]:
-        """The lines of a file of predictions in the benchmark's own layout."""
+        """Return the lines of a file of predictions in the benchmark's own layout."""
         return [suite.prediction(item, answer.answer or "") for item, answer in self.answered]
 
 
@@ -66,11 +66,11 @@ class Benchmark:
             raise UsageError(f"mode is {self.mode!r}; expected single or shared: its questions are independent")
 
     def tasks(self, names: Sequence[str] | None = None) -> list[Task]:
-        """The tasks of these names, or all whose files are there. Raises `UsageError` or `DataError`."""
+        """Return the tasks of these names, or all whose files are there. Raises `UsageError` or `DataError`."""
         return [self.suite.task(name) for name in names] if names else self.suite.present(self.folder)
 
     def prompted(self, engine: Engine, task: Task) -> list[Prompted]:
-        """The task's items as samples for a model. Raises `DataError` for files that are missing or broken."""
+        """Return the task's items as samples for a model. Raises `DataError` for files that are missing or broken."""
         tokenizer = engine.tokenizer
         self.asking.check(tokenizer)
         found = []
@@ -84,7 +84,10 @@ class Benchmark:
         self, engine: Engine, task: Task, made: Sequence[Prompted] | None = None, *, record: Record | None = None,
         about: Mapping[str, Any] | None = None, progress: Callable[[int, int], None] | None = None,
     ) -> Outcome | None:  # fmt: skip
-        """The task's outcome; None where this shard has none of its documents. See `lce.lab.eval.running.answers`."""
+        """Return the task's outcome; None where this shard has none of its documents.
+
+        See `lce.lab.eval.running.answers`.
+        """
         made = self.prompted(engine, task) if made is None else made
         by_length: dict[int, list[Prompted]] = {}
         for each in made:
@@ -109,7 +112,7 @@ class Benchmark:
         return None if published is None else Outcome(published, Score.of(a for _, a in answered), answered)
 
     def _setting(self, task: Task, length: int) -> dict[str, Any]:
-        """What a record calls the samples of a task: what is as usual is left out."""
+        """Return what a record calls the samples of a task: what is as usual is left out."""
         found: dict[str, Any] = {"task": f"{self.suite.name}:{task.name}", "length": length}
         if self.variant not in ("", self.suite.variants[0]):
             found["prompts"] = self.variant
@@ -121,5 +124,5 @@ class Benchmark:
 
 
 def _behind(progress: Callable[[int, int], None], before: int, total: int) -> Callable[[int, int], None]:
-    """The progress of a part, as that of the whole with `before` samples done."""
+    """Return the progress of a part, as that of the whole with `before` samples done."""
     return lambda done, _total: progress(before + done, total)

@@ -26,7 +26,7 @@ class TaskScore:
 
 
 def scored(task: Task, answers: Iterable[Answered], metric: str | None = None) -> TaskScore | None:
-    """The score of some answers; None without any. `metric` is scored by instead of the task's own ones."""
+    """Return the score of some answers; None without any. `metric` is scored by instead of the task's own ones."""
     sums: dict[str, list[float]] = {}
     groups: dict[str, list[float]] = {}
     for answer in answers:
@@ -51,7 +51,7 @@ def _percent(values: list[float]) -> float:
 
 
 def score_file(suite: Suite, path: Path, task: str | None = None, metric: str | None = None) -> TaskScore:
-    """The score of a file of predictions in the benchmark's own layout.
+    """Return the score of a file of predictions in the benchmark's own layout.
 
     The file's name tells the task where none is given. Raises `UsageError` where it does not, and `DataError` for a
     file that cannot be read, or without an answer that this metric is for.
@@ -69,7 +69,7 @@ def score_file(suite: Suite, path: Path, task: str | None = None, metric: str | 
 
 
 def prediction_files(suite: Suite, path: Path) -> list[Path]:
-    """The file itself, or the files of a folder whose names tell tasks. Raises `DataError` for none."""
+    """Return the file itself, or the files of a folder whose names tell tasks. Raises `DataError` for none."""
     if not path.exists():
         raise DataError(f"{named(path)} does not exist; name a file of predictions, or a folder of them")
     if not path.is_dir():

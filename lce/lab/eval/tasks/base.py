@@ -51,7 +51,7 @@ class Task(ABC):
 
     @abstractmethod
     def puzzle(self, rng: Random, n: int = 0) -> Puzzle:
-        """A puzzle; of `n` statements where `fills` is set."""
+        """Return a puzzle; of `n` statements where `fills` is set."""
 
 
 def distinct(rng: Random, n: int, make: Callable[[Random], str]) -> list[str]:

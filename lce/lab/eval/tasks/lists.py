@@ -83,7 +83,7 @@ def _drawn(rng: Random, words: list[str], weights: list[float] | list[int], n: i
 
 
 def _word_list(drawn: list[str], asked: list[str], question: str) -> Puzzle:
-    """The words one by one; the answer names those asked for in the order in which they first come up."""
+    """Return the words one by one; the answer names those asked for in the order in which they first come up."""
     answers = tuple(sorted(asked, key=lambda word: drawn.index(word) if word in drawn else len(drawn)))
     facts = tuple(i for i, word in enumerate(drawn) if word in answers)
     statements = tuple(f"{word}," for word in drawn)

@@ -26,7 +26,7 @@ class Tokens(NamedTuple):
     first: Callable[[str], int]
 
     def more(self, sentence: str) -> int:
-        """How many more it has as the first of a text."""
+        """Return how many more it has as the first of a text."""
         return self.first(sentence) - self.later(sentence)
 
 
@@ -129,14 +129,14 @@ def _places(puzzle: Puzzle, depth: float, n_sentences: int, rng: Random) -> list
 
 
 def _left(puzzle: Puzzle, asked: Sequence[Question], length: int, tokens: Tokens) -> int:
-    """Tokens left for a filler, if the opening or a statement comes first; the beginning token takes one."""
+    """Return tokens left for a filler, if the opening or a statement comes first; the beginning token takes one."""
     texts = [puzzle.opening, *puzzle.statements] if puzzle.opening else puzzle.statements
     used = sum(map(tokens.later, texts)) + max(tokens.later(question.text) for question in asked)
     return length - used - 1 - tokens.more(texts[0])
 
 
 def _filling(task: Task, rng: Random, length: int, tokens: Tokens) -> Puzzle:
-    """The puzzle of about as many statements as fit.
+    """Return the puzzle of about as many statements as fit.
 
     Names become longer with their number, so a guess may jump over the length. It stays between those known to fit and
     not to fit.
