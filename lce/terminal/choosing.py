@@ -49,7 +49,8 @@ class TaskSamples:
 
 def show_selection(
     model: str, methods: Sequence[lce.Method], lengths: Sequence[int], asked: TaskSamples, text: str | None,
-    queries: int, judge: Judge, states: States, by_layer: bool, record: str | None, loading: dict[str, Any], output: Output,
+    queries: int, judge: Judge, states: States, by_layer: bool, record: str | None,
+    loading: dict[str, Any], output: Output,
 ) -> None:  # fmt: skip
     """Measure each method at each length, and print a row at once."""
     check_capacity(model, methods, max(lengths), loading)

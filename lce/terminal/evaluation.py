@@ -16,8 +16,12 @@ from lce.terminal import options
 from lce.terminal.output import Output
 from lce.terminal.reading import read_text
 
-L_PLACE = option("--lengths", required=True, type=options.COUNTS, metavar="LIST", help="Such as 512,2k (2k is 2048).")
-R_PLACE = option("--record", metavar="FILE", help="Keep the answers in this file; samples that it has are skipped.")
+lengths_option = option(
+    "--lengths", required=True, type=options.COUNTS, metavar="LIST", help="Such as 512,2k (2k is 2048)."
+)
+record_option = option(
+    "--record", metavar="FILE", help="Keep the answers in this file; samples that it has are skipped."
+)
 
 
 @click.group("eval")
