@@ -56,7 +56,7 @@ class LossTable:
         return {"model": self.model, "setting": self.setting, "notes": self.notes, "cells": cells}
 
 
-def check_line(sample: Mapping[str, Any], file: str | Path) -> None:
+def check_line(sample: Mapping[str, Any], _: Loss, file: str | Path) -> None:
     """Raise `DataError` for a line that says no window of a text. Lines of a file are not trusted."""
     setting, length, first = (sample.get(name) for name in ("setting", "length", "first"))
     stop = sample.get("stop", length)

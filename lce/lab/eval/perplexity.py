@@ -20,14 +20,12 @@ import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lce.errors import UsageError, nearest
-from lce.files import open_regular
 from lce.lab.eval.naming import described, told
-from lce.lab.eval.record import BEGINNING, Lines
+from lce.lab.eval.record import Lines
 
 if TYPE_CHECKING:
     from lce import Engine
@@ -72,13 +70,6 @@ class Losses(Lines[Loss]):
     """The losses in one file, by window."""
 
     kind, holds = Loss, "losses"
-    beginning = BEGINNING + b'"perplexity", "setting": '  # of every line
-
-    @classmethod
-    def are_in(cls, path: str | Path) -> bool:
-        """Return whether a file begins as a record of losses does."""
-        with open(open_regular(Path(path)), "rb") as file:
-            return file.read(len(cls.beginning)) == cls.beginning
 
 
 @dataclass(frozen=True)

@@ -14,24 +14,25 @@ does not tell methods apart, and neither does a length at which every method has
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lce.errors import DataError, UsageError, shown
-from lce.files import named
+from lce.files import named, open_regular
 from lce.lab.eval.losses import LossLine, LossTable, check_line, loss_tables
 from lce.lab.eval.naming import cut, engine_key, engine_parts, method_names, model_names, way_of, window_of
 from lce.lab.eval.perplexity import Losses
-from lce.lab.eval.record import Answer, Record
+from lce.lab.eval.record import Answer, Lines, Record
 from lce.lab.eval.scores import Score
 from lce.lab.eval.selection import Looks
 from lce.lab.eval.selections import LookLine, SelectionTable, check_look, selection_tables
 
 CLEARLY = 0.1  # how far above chance the lower end of a ceiling's interval is, at least
 FAILS = 0.5  # below it, `full` fails within the window
+LONGEST_LINE = 1 << 24  # bytes of a line of a record
 HOLDS = 0.9  # of the ceiling, which a method must reach to hold
 
 AnswerLine = tuple[Mapping[str, Any], Answer]  # a sample and its answer
@@ -187,31 +188,36 @@ class Report:
         found: dict[str, AnswerLine] = {}
         losses: dict[str, LossLine] = {}
         looks: dict[str, LookLine] = {}
+        lines: dict[type[Lines[Any]], dict[str, Any]] = {Record: found, Losses: losses, Looks: looks}
+        checks: dict[type[Lines[Any]], Callable[..., None]] = {Record: _check, Losses: check_line, Looks: check_look}
         conflicts = 0
         for file in files:
             if not Path(file).exists():
                 raise DataError(f"there is no file {named(file)}; name a record that lce eval run --record wrote")
-            if Losses.are_in(file):
-                for key, sample, loss in Losses(file).items():
-                    check_line(sample, file)
-                    losses.setdefault(key, (sample, loss))
-                continue
-            if Looks.are_in(file):
-                for key, sample, look in Looks(file).items():
-                    check_look((sample, look), file)
-                    looks.setdefault(key, (sample, look))
-                continue
-            for key, sample, answer in Record(file).items():
-                _check(sample, file)
-                conflicts += key in found and found[key][1].value != answer.value
-                found.setdefault(key, (sample, answer))
+            kind = _kind(Path(file))
+            for key, sample, value in kind(file).items():
+                checks[kind](sample, value, file)
+                conflicts += kind is Record and key in found and found[key][1].value != value.value
+                lines[kind].setdefault(key, (sample, value))
         if not found and not losses and not looks:
             raise DataError(f"{named(files[0])} has no answers; name a record that lce eval run --record wrote")
         perplexities = tuple(loss_tables(list(losses.values())))
         return cls(tuple(_tables(found)), conflicts, perplexities, tuple(selection_tables(looks)))
 
 
-def _check(sample: Mapping[str, Any], file: str | Path) -> None:
+def _kind(path: Path) -> type[Lines[Any]]:
+    """Return the kind of record that the first line of a file belongs to."""
+    with open(open_regular(path), "rb") as file:
+        line = file.readline(LONGEST_LINE)
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):
+        return Record
+    names = set(fields) if isinstance(fields, dict) else set()
+    return Losses if "nll" in names else Looks if {"queries", "recall"} <= names else Record
+
+
+def _check(sample: Mapping[str, Any], _: Answer, file: str | Path) -> None:
     length = sample.get("length")
     if type(length) is not int or not 0 < length < 1 << 48 or not isinstance(sample.get("task"), str):
         raise DataError(

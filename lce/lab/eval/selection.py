@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lce
-from lce.files import open_regular
 from lce.lab.eval.metrics import METRICS
 from lce.lab.eval.naming import described
 from lce.lab.eval.record import Lines, text_hash
@@ -23,24 +20,12 @@ if TYPE_CHECKING:
     from lce import Engine, Method
 
 Samples = Callable[["Engine"], Sequence[Sample]]  # made for an engine's tokenizer
-LONGEST_LINE = 1 << 24  # bytes
 
 
 class Looks(Lines[Look]):
     """What was seen in texts, in one file: a line a text."""
 
     kind, holds = Look, "what was selected"
-
-    @classmethod
-    def are_in(cls, path: str | Path) -> bool:
-        """Return whether a file begins as a record of looks does."""
-        with open(open_regular(Path(path)), "rb") as file:
-            line = file.readline(LONGEST_LINE)
-        try:
-            fields = json.loads(line)
-            return isinstance(fields, dict) and {"queries", "recall"} <= fields.keys()
-        except (ValueError, RecursionError):
-            return False
 
 
 @dataclass(frozen=True)

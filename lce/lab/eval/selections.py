@@ -72,9 +72,8 @@ class SelectionTable:
         return {"model": self.model, "setting": self.setting, "notes": self.notes, "rows": rows}
 
 
-def check_look(line: LookLine, file: str | Path) -> None:
+def check_look(sample: Mapping[str, Any], look: Look, file: str | Path) -> None:
     """Raise `DataError` for a line that says no text, or whose numbers have no heads. Lines are not trusted."""
-    sample, look = line
     length = sample.get("length")
     sound = type(length) is int and 0 < length < MOST_TOKENS and isinstance(sample.get("task"), str)
     if not sound or not look.recall or not all(look.recall) or not look.tokens or not all(look.tokens):
