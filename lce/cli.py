@@ -15,10 +15,10 @@ from click import argument, option
 import lce
 from lce.errors import CapacityError, UsageError
 from lce.system import wait_passively
-from lce.terminal import figures, inspecting, options, work
+from lce.terminal import figures, inspecting, operations, options
 from lce.terminal.bench import ReportOutput, report_options
 from lce.terminal.chat import ChatLoop, chat_prompt_options
-from lce.terminal.contexts import Chosen, ask, ends
+from lce.terminal.contexts import MethodOption, ask, ends
 from lce.terminal.evaluation import evaluation
 from lce.terminal.exits import INTERRUPTED, Root, keep_interrupts, leave_interrupted, prepare_streams, report_failure
 from lce.terminal.output import Output
@@ -62,13 +62,13 @@ cli.add_command(evaluation)
     "save", "Keep the text and the answer as a context, to continue with --context.", required=False
 )
 @options.max_tokens_option
-@options.chosen_options
+@options.method_or_context_options
 @options.sampling_options
 @options.loading_options
 @options.output_options
 def generate(
-    model: str, prompt: str | list[Any], context_file: str | None, save: str | None, max_tokens: int, chosen: Chosen,
-    sampling: lce.Sampling, loading: dict[str, Any], output: Output,
+    model: str, prompt: str | list[Any], context_file: str | None, save: str | None, max_tokens: int,
+    method: MethodOption, sampling: lce.Sampling, loading: dict[str, Any], output: Output,
 ) -> None:  # fmt: skip
     """Continue a prompt, or answer it with --chat.
 
@@ -79,7 +79,7 @@ def generate(
 
     With --context, the method, its knobs, the window, RoPE scaling and dtype are those of the file.
     """
-    engine = chosen.load(model, context_file, loading)
+    engine = method.load(model, context_file, loading)
     context = None if context_file is None else engine.open_context(context_file)
     with output.noting(), output.bar("prefill", " tok") as bar:
         stream, keep = ask(engine, prompt, context, max_tokens=max_tokens, sampling=sampling, progress=bar)
@@ -95,12 +95,12 @@ def generate(
 @option("--system", metavar="TEXT", help="The system message.")
 @options.context_option
 @option("--max-tokens", "-n", type=options.COUNT, default=1024, metavar="TOKENS", help="Tokens of one answer at most.")
-@options.chosen_options
+@options.method_or_context_options
 @options.sampling_options
 @options.loading_options
 @options.output_options
 def chat(
-    model: str, system: str | None, context_file: str | None, max_tokens: int, chosen: Chosen,
+    model: str, system: str | None, context_file: str | None, max_tokens: int, method: MethodOption,
     sampling: lce.Sampling, loading: dict[str, Any], output: Output,
 ) -> None:  # fmt: skip
     """Talk with a model that has a chat template.
@@ -108,7 +108,7 @@ def chat(
     A line of stdin is a message; /help lists the commands. Each turn reads only what is new. The answers alone go to
     stdout. Ctrl-C stops an answer, Ctrl-D ends the chat.
     """
-    engine = chosen.load(model, context_file, loading)
+    engine = method.load(model, context_file, loading)
     context = None if context_file is None else engine.open_context(context_file)
     conversation = engine.conversation(system, context=context)
     saved = set() if context_file is None else {os.path.realpath(context_file)}
@@ -123,12 +123,12 @@ def chat(
 @options.target_options("out", "Where the context goes, for example document.lce.")
 @option("--checkpoint-every", type=options.COUNT, metavar="TOKENS", help="Save now and then, to resume from.")
 @option("--length", type=options.COUNT, metavar="TOKENS", help="Final length of the context; for --rope dynamic.")
-@options.chosen_options
+@options.method_or_context_options
 @options.loading_options
 @options.output_options
 def prefill(
     model: str, prompt: str, context_file: str | None, out: str, checkpoint_every: int | None, length: int | None,
-    chosen: Chosen, loading: dict[str, Any], output: Output,
+    method: MethodOption, loading: dict[str, Any], output: Output,
 ) -> None:  # fmt: skip
     """Prefill a text once, into a file that can be asked many times: `lce generate --context FILE`.
 
@@ -138,7 +138,7 @@ def prefill(
     """
     if context_file is not None and checkpoint_every is not None:
         raise UsageError("--checkpoint-every is for a text that is read from its beginning; leave it or --context out")
-    engine = chosen.load(model, context_file, loading)
+    engine = method.load(model, context_file, loading)
     context = None if context_file is None else engine.open_context(context_file)
     with output.noting() as notes, output.bar("prefill", " tok") as bar:
         stats = engine.prefill_file(
@@ -336,8 +336,9 @@ def plan(
     """
     planned = lce.plan(model, method, tokens=tokens, **planning)
     counted = lce.operations(model, method, tokens=tokens, **planning) if counts_operations else None
-    output.object(figures.plan_object(planned) | ({"operations": work.operations_object(counted)} if counted else {}))
-    output.text(*figures.plan_lines(planned), *(["", *work.operations_lines(counted)] if counted else []))
+    more = {"operations": operations.operations_object(counted)} if counted else {}
+    output.object(figures.plan_object(planned) | more)
+    output.text(*figures.plan_lines(planned), *(["", *operations.operations_lines(counted)] if counted else []))
     if planned.refusal is not None:
         raise CapacityError(planned.refusal)
 

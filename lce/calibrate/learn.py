@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lce import Engine, load
-from lce.calibrate.work import WorkFolder
+from lce.calibrate.work_folder import WorkFolder
 from lce.errors import DataError, UsageError
 from lce.files import check_target, named
 from lce.methods import ESA, Full, LayerCache, Step, rotate

@@ -12,7 +12,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Chosen:
+class MethodOption:
     """The method that a command line names, if it names one, and the knobs."""
 
     method: str | None
@@ -72,6 +72,6 @@ def ask(
 
 def ends(model: str, context: lce.ContextInfo, n_tokens: int = 24) -> tuple[str, str]:
     """Return the first and last words of a context's text, by the model that read it."""
-    engine = Chosen(None, {}).load_for(model, context, {})
+    engine = MethodOption(None, {}).load_for(model, context, {})
     ids = engine.open_context(context.path).token_ids
     return engine.tokenizer.decode(ids[:n_tokens]), engine.tokenizer.decode(ids[-n_tokens:])

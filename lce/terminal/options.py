@@ -21,7 +21,7 @@ from lce.errors import LceError, UsageError
 from lce.files import check_folder, check_target, named
 from lce.sizes import count
 from lce.system import default_threads
-from lce.terminal.contexts import Chosen
+from lce.terminal.contexts import MethodOption
 from lce.terminal.exits import DEBUG
 from lce.terminal.methods import methods_of
 from lce.terminal.output import Output, note
@@ -202,7 +202,7 @@ context_option = option(
     "--context", "-c", "context_file", metavar="FILE", help="Continue this file of `lce prefill`; it does not change."
 )
 _METHOD = option("--method", default="full", metavar="NAME", help="One of `lce methods`.")
-_CHOSEN = option(
+_METHOD_OR_CONTEXT = option(
     "--method", metavar="NAME", help="One of `lce methods`.  [default: that of --context, without one full]"
 )
 _METHODS = option(
@@ -319,7 +319,7 @@ prompt_options = packed("prompt", read_prompt, *PROMPT)
 later_prompt_options = packed("prompt", Prompt, *PROMPT)
 named_options = packed("named", _named, argument("method"), _KNOBS)
 method_options = packed("method", _method, _METHOD, _KNOBS)
-chosen_options = packed("chosen", Chosen, _CHOSEN, _KNOBS)
+method_or_context_options = packed("method", MethodOption, _METHOD_OR_CONTEXT, _KNOBS)
 methods_options = packed("methods", _methods, _METHODS, _KNOBS)
 selecting_options = packed("methods", _selecting, _METHODS, _KNOBS)
 suite_options = packed("suite", _suite, *_SUITE)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lce
-from lce.calibrate import Calibration, calibrate, learn, work
+from lce.calibrate import Calibration, calibrate, learn, work_folder
 from lce.errors import CapacityError, DataError, UsageError
 from lce.methods import ESA
 from lce.methods.lowdim import LearnedFor, LowDimMap
@@ -101,7 +101,7 @@ def test_what_is_refused(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.M
     for knob, value in (("epochs", 0), ("lr", float("nan")), ("lr", float("inf")), ("lr", 0.0), ("far", -1)):
         with pytest.raises(UsageError, match=f"{knob} is {value}; expected"):
             Calibration(**{knob: value})
-    monkeypatch.setattr(work.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    monkeypatch.setattr(work_folder.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
     with pytest.raises(CapacityError, match="1,000 are free; give fewer --tokens"):
         calibrate(tiny_model, TEXT, out, SMALL)
     assert list(tmp_path.iterdir()) == []

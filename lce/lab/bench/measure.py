@@ -33,7 +33,7 @@ MOST_ROWS = 1024  # of the products that set the ceiling
 
 
 @dataclass
-class Runs:
+class Measured:
     """What was measured of one method at one length."""
 
     prefill: list[float] = field(default_factory=list)
@@ -156,7 +156,7 @@ class Bench:
         for length in self.lengths:
             self._check(length)
         self.ceilings: Ceilings | None = None
-        self._runs: dict[tuple[int, str], Runs] = {}
+        self._runs: dict[tuple[int, str], Measured] = {}
         self._profile: list[StepTimes] = []
 
     def _check(self, length: int) -> None:
@@ -181,7 +181,7 @@ class Bench:
         for length in self.lengths:
             for repeat in range(-1, self.repeats):
                 for name, subject in self.subjects.items():
-                    runs = self._runs.get((length, name)) or Runs()
+                    runs = self._runs.get((length, name)) or Measured()
                     if repeat < 0:
                         self._count(subject, length, runs)
                     else:
@@ -203,7 +203,7 @@ class Bench:
         found = ceilings(subject.shapes(), rows, engine.dtype, engine.device)
         self.ceilings = found if self.ceilings is None else self.ceilings.best(found)
 
-    def _count(self, subject: Subject, length: int, runs: Runs) -> None:
+    def _count(self, subject: Subject, length: int, runs: Measured) -> None:
         """Make the run that is not timed: it counts what a prefill computes and what a decode step reads."""
         with lce.profiled(subject.engine) as prefill:
             context, first = subject.prefill(length, self._most(length) - length)
@@ -214,7 +214,7 @@ class Bench:
                 subject.engine.prefill(subject.ids(1), context=fork)
             runs.cache_bytes = step.read_bytes
 
-    def _time(self, name: str, subject: Subject, length: int, runs: Runs, *, profile: bool) -> None:
+    def _time(self, name: str, subject: Subject, length: int, runs: Measured, *, profile: bool) -> None:
         context, first = subject.prefill(length, self._most(length) - length)
         with context:
             decode = subject.decode(context, self.new_tokens, first)
@@ -253,7 +253,7 @@ class Bench:
             best, rows, list(self._profile),
         )  # fmt: skip
 
-    def _row(self, length: int, name: str, runs: Runs, best: Ceilings) -> Row:
+    def _row(self, length: int, name: str, runs: Measured, best: Ceilings) -> Row:
         subject = self.subjects[name]
         prefill, decode, first = (Spread.of(x) for x in (runs.prefill, runs.decode, runs.first_token))
         weights = subject.weight_bytes()

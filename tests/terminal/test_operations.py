@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lce.terminal.work import COUNTED, count_text
+from lce.terminal.operations import COUNTED, count_text
 from tests.command import run
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lce.calibrate import Calibration, calibrate, work
+from lce.calibrate import Calibration, calibrate, work_folder
 from lce.errors import DataError, UsageError
 from lce.methods.map_file import read_sealed, sealed
 from tests.calibrate.texts import TEXT, TINY, bytes_of
@@ -20,13 +20,13 @@ def test_a_calibration_goes_on_after_every_write(
 ) -> None:
     """Each call is interrupted after its first write, until one has nothing left to write but the maps."""
     out = tmp_path / "maps.safetensors"
-    write, calls = work.write_whole, 0
+    write, calls = work_folder.write_whole, 0
 
     def write_once(path: Path, data: bytes) -> None:
         write(path, data)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(work, "write_whole", write_once)
+    monkeypatch.setattr(work_folder, "write_whole", write_once)
     for _ in range(40):
         calls += 1
         try:
