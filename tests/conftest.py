@@ -38,11 +38,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what `tests.depth` finds slow. A slow test has ten times the time of others, unless it says otherwise."""
+    """Mark what `tests.depth` finds slow. A slow test has seven times the time of others, unless it says otherwise."""
     mark_slow(items)
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(900))
+            item.add_marker(pytest.mark.timeout(840))
 
 
 @pytest.fixture(autouse=True)
