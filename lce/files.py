@@ -91,7 +91,7 @@ def check_folder(path: str | Path) -> None:
 def named(path: str | Path) -> str:
     """Return a path as messages show it: as it is where it is printable and short, else escaped and shortened.
 
-    What it gives stays as it is when it is given again.
+    A name that `named` returned is returned unchanged.
     """
     text = str(path)
     return text if text and text.isprintable() and len(text) <= 512 else shown(text, 240)
@@ -219,7 +219,7 @@ def read_object(path: Path, most: int = MAX_FILE_BYTES) -> dict[str, Any]:
 
 
 class JsonError(ValueError):
-    """Why a text is not JSON that we read: a phrase for the middle of a message."""
+    """A text that is not JSON, or too large; the message is a phrase for the middle of another one."""
 
 
 def parse_json(raw: bytes, most: int, *, unique: bool = False) -> Any:

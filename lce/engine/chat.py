@@ -21,7 +21,7 @@ _SAID = "This is what was said before."  # stands for the tokens of a context wh
 
 
 class Answering(Protocol):
-    """What a conversation needs of an engine."""
+    """The part of an engine that a conversation uses."""
 
     @property
     def method(self) -> Method: ...
@@ -46,7 +46,7 @@ class _Turn:
 
 @dataclass(frozen=True)
 class _Past:
-    """What a conversation knows of its context, replaced in one assignment: Ctrl-C may come between any two.
+    """The messages and the text that a context holds. Replaced in one assignment, so that Ctrl-C leaves a whole one.
 
     `text` is what the context holds behind the tokens before; `marks` say that so many characters of it are so many
     tokens of the context. `turn` is the last one, until it is among the messages.

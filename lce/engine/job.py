@@ -53,7 +53,7 @@ class PrefillJob:
         return self._draft
 
     def start(self, before: ContextData | None = None) -> ContextData:
-        """Take up the job where the last run left it, or begin it: with a copy of `before`, if the text begins so.
+        """Resume the job where its last run stopped; or begin, with a copy of `before` if the text begins so.
 
         `before` may be of a file that has the name `path` until `finish`.
         """
@@ -109,7 +109,7 @@ class PrefillJob:
         remove_leftover(self.state)
 
     def abandon(self, error: BaseException) -> None:
-        """End without `finish`. A job with a checkpoint stays and a note on `error` says so; others leave no file.
+        """End without `finish`. Files of a job with a checkpoint stay, and `error` gets a note; else no file stays.
 
         A traceback may keep this job, and the same call must find the file unlocked: it is closed.
         """

@@ -160,7 +160,7 @@ def plan(
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """What `plan` and `operations` know of an engine that is not loaded."""
+    """The sizes of an engine that is not loaded, for `plan` and `operations`."""
 
     config: ModelConfig
     method: Method  # resolved

@@ -26,7 +26,7 @@ MOST = 1 << 40  # tokens: a context that fits so many counts as unbounded
 
 @dataclass(frozen=True)
 class Need:
-    """What a tier must hold, in bytes. `budget` bounds the keys and values. None: no budget; `available` is unknown."""
+    """The bytes that a tier must hold. `budget` bounds keys and values; None: no bound, or `available` is unknown."""
 
     keys_and_values: int
     besides: int = 0  # summaries, recent keys, low-dim keys; checks of rows on the disk
@@ -57,7 +57,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a context of `tokens` tokens needs of each tier.
+    """The needs of a context of `tokens` tokens in each tier.
 
     `longest` is the longest context that fits, None if nothing bounds it. `refusal` says why `tokens` do not fit and
     what to do about it; None if they fit.

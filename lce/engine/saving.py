@@ -28,10 +28,10 @@ _MISFITS = (RuntimeError, IndexError, ValueError, TypeError, AssertionError)  # 
 
 @dataclass(frozen=True)
 class ContextData:
-    """What a context is made of, in memory and in a file.
+    """The parts of a context, in memory and in a file.
 
     `logits` `[vocab]` are those after the last token in the cache, which may lag behind `token_ids`. `announced` is the
-    length that the context was started for; some RoPE scalings depend on it. `source` names the file that it is of.
+    length that the context was started for; some RoPE scalings depend on it. `source` names the file that was opened.
     """
 
     cache: KVCache
@@ -41,7 +41,7 @@ class ContextData:
     source: str | None = None
 
     def blame(self, error: BaseException) -> None:
-        """Raise `DataError` for an error that tensors of wrong shapes in the file lead to, met while they are used.
+        """Raise `DataError` for an error that tensors of wrong shapes in the file caused while they were used.
 
         Not every shape of what a method keeps can be checked when a file is opened: what does not fit fails here.
         """
@@ -56,7 +56,7 @@ class ContextData:
         return found if self.logits is None else {**found, "logits": self.logits}
 
     def manifest(self, identity: Mapping[str, Any], layout: FileLayout) -> dict[str, Any]:
-        """Return what must match for the file to be used."""
+        """Return the manifest of a file: what an engine must match to use the file."""
         return {
             "format": FORMAT,
             "lce": __version__,
@@ -106,7 +106,7 @@ def open_saved(path: Path, layout: CacheLayout, identity: Identity) -> ContextDa
 
 @dataclass(frozen=True)
 class ContextInfo:
-    """What a context file says of itself. The numbers inside are checked when the context is opened.
+    """The header of a context file. The numbers inside the file are checked when the context is opened.
 
     `lce.methods.make(method, knobs)` makes the method again. A file that is not `complete` is a prefill under work, of
     which `cached` tokens are in the file. `model` is the model's `ModelInfo.identity`.

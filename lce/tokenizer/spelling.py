@@ -49,7 +49,7 @@ codecs.register_error("lce.replace_each_byte", _replace_each_byte)
 
 @dataclass(frozen=True)
 class Spelling:
-    """What a decoder does to each token of a list.
+    """The rules by which a decoder turns each token of a list into bytes.
 
     Bytes that are not UTF-8 become U+FFFD. Byte-level decoders show one for each longest broken character, as the
     tokenizers library does. Byte-fallback decoders show one for each broken byte, as sentencepiece does. (There the
