@@ -49,6 +49,12 @@ class MethodState(ABC):
         """The tensor that is held; None before the first write."""
         return self._held[0]
 
+    @property
+    def buffer(self) -> Tensor:
+        """The tensor that is held; there is one."""
+        assert self.memory is not None, "nothing was written yet"
+        return self.memory
+
     def has_space(self, start: int) -> bool:
         """Whether what is kept of token `start` goes to memory that is here, or nothing is kept of one token."""
         return True
@@ -122,11 +128,6 @@ class GrowingRows(MethodState):
         self._rows: RowBuffer | None = None  # None before the first write
         self._n_rows = 0  # that were written
 
-    @property
-    def _buffer(self) -> Tensor:
-        assert self._rows is not None, "nothing was written yet"
-        return self._rows.tensor
-
     def write(self, rows: Tensor, start: int) -> None:
         """Put `rows` at index `start` and on. Time and bytes: O(rows), amortised."""
         buffer, stop = self._rows, start + rows.shape[self.axis]
@@ -146,11 +147,11 @@ class GrowingRows(MethodState):
     def span(self, start: int, stop: int) -> Tensor:
         """Rows `start..stop-1`, a view."""
         assert stop <= self._n_rows, "rows that were not written"
-        return self._buffer.narrow(self.axis, start, stop - start)
+        return self.buffer.narrow(self.axis, start, stop - start)
 
     def allocated(self, n_rows: int) -> Tensor:
         """Rows `0..n_rows-1`, or as many as there is space for; those behind the written ones may hold anything."""
-        return self._buffer.narrow(self.axis, 0, min(n_rows, self._buffer.shape[self.axis]))
+        return self.buffer.narrow(self.axis, 0, min(n_rows, self.buffer.shape[self.axis]))
 
     @property
     def memory(self) -> Tensor | None:
@@ -158,7 +159,7 @@ class GrowingRows(MethodState):
 
     def committed(self, n_tokens: int) -> Held:
         n_rows = min(self._n_rows, n_tokens // self.tokens_per_row)
-        return None if self._rows is None else self._buffer.narrow(self.axis, 0, n_rows), n_rows
+        return None if self._rows is None else self.buffer.narrow(self.axis, 0, n_rows), n_rows
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         self._rows = RowBuffer(tensors["tensor"], self.axis) if tensors else None
@@ -257,22 +258,14 @@ class RecentRows(MethodState):
         self.buffer.index_copy_(1, at - self.first, rows.to(self.buffer.dtype))
 
     @property
-    def buffer(self) -> Tensor:
-        """The rows that there is memory for, `[heads, n, D]`; those behind the written ones may hold anything."""
-        assert self._held[0] is not None, "nothing was written yet"
-        return self._held[0]
-
-    @property
     def first(self) -> int:
         """The token of the buffer's first row."""
         return self._held[1]
 
     def span(self, start: int, stop: int) -> Tensor:
         """The rows of tokens `start..stop-1`, a view; `start` is at most `n_kept` before the block at work."""
-        buffer, first = self._held
-        assert buffer is not None, "nothing was written yet"
-        assert first <= start, "rows that are no longer kept"
-        return buffer[:, start - first : stop - first]
+        assert self.first <= start, "rows that are no longer kept"
+        return self.buffer[:, start - self.first : stop - self.first]
 
     def missing(self, start: int) -> range:
         """The tokens before `start` whose rows are to be kept and are not. Empty unless the text was truncated."""
@@ -348,16 +341,13 @@ class OpenChunk(MethodState):
 
     def write_on_device(self, rows: Tensor, offset: Tensor) -> None:
         """Put the rows `[heads, 1, D]` of token `offset [1]` of the open chunk; the number is read on the device."""
-        buffer = self._held[0]
-        assert buffer is not None, "nothing was written yet"
-        buffer.index_copy_(1, offset, rows.to(buffer.dtype))
+        self.buffer.index_copy_(1, offset, rows.to(self.buffer.dtype))
 
     def span(self, start: int, stop: int) -> Tensor:
         """The rows of tokens `start..stop-1` of the committed open chunk, a view."""
-        rows, chunk_id = self._held
-        assert rows is not None, "nothing was written yet"
+        chunk_id = self._held[1]
         assert chunk_id == start // self.size, "rows of a chunk that is not open"
-        return rows[:, start - chunk_id * self.size : stop - chunk_id * self.size]
+        return self.buffer[:, start - chunk_id * self.size : stop - chunk_id * self.size]
 
     @property
     def n_bytes(self) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 from lce.attention import Tiles
 from lce.cache.context_file import Draft, restored, write_rows
 from lce.cache.kv import KVCache
-from lce.cache.layer import KVBuffer, LayerCache, Opened, Tiered, Whole
+from lce.cache.layer import LayerCache, Opened, Tiered, Whole
 from lce.cache.layout import AccessPattern, Budgets, CacheLayout
 from lce.cache.method_state import MethodState, Staged, Summaries
 from lce.errors import CapacityError, UsageError
@@ -71,26 +71,6 @@ def staged(layer: LayerCache) -> Staged:
     return layer.kept(Staged, "pending")
 
 
-def test_a_discarded_block_leaves_nothing() -> None:
-    cache = KVCache.empty(WITH_STATE)
-    append(cache, 13)
-    staged(cache.layers[0]).stage(torch.ones(1))
-    cache.commit()
-    for layer in cache.layers[:2]:  # an interrupted pass reached two layers of three
-        layer.write(rows(20, 50), rows(20, 51))
-        staged(layer).stage(torch.zeros(1))
-    cache.discard()
-    for layer in cache.layers:
-        assert layer.length == layer.stop == 13
-        assert torch.equal(held(layer, "k"), rows(13, layer.index))
-    cache.commit()
-    assert cache.length == 13
-    assert staged(cache.layers[0]).value == 1
-    assert staged(cache.layers[1]).value is None
-    append(cache, 4, 70)
-    assert torch.equal(held(cache.layers[2], "k"), torch.cat((rows(13, 2), rows(4, 72)), dim=1))
-
-
 def test_appending_to_reserved_space_moves_nothing() -> None:
     cache = KVCache.empty(LAYOUT, capacity=100)
     before = where(cache)
@@ -134,15 +114,6 @@ def test_any_blocks_kept_or_discarded(blocks: list[tuple[int, bool]], capacity: 
             cache.discard()
         assert torch.equal(held(layer, "k"), torch.cat(kept, dim=1))
         assert torch.equal(held(layer, "v"), -torch.cat(kept, dim=1))
-
-
-def test_a_copy_takes_only_what_is_committed() -> None:
-    cache = KVCache.empty(LAYOUT, capacity=1000)
-    append(cache, 20)
-    write(cache, 30, 50)
-    copy = cache.fork()
-    assert (copy.length, copy.layers[0].stop) == (20, 20)
-    assert copy.own_bytes < cache.own_bytes * 2
 
 
 def test_bytes_are_counted() -> None:
@@ -302,26 +273,6 @@ def tile_of(tiles: Tiles, head: int, chunk: int) -> tuple[Tensor, Tensor]:
     return tiles.k[tile], tiles.v[tile]
 
 
-@given(size=st.integers(1, 6), first=st.integers(0, 5), n_chunks=st.integers(0, 5), open_tokens=st.integers(0, 5))
-@settings(max_examples=40, deadline=None)
-def test_a_buffers_tiles_are_its_chunks(size: int, first: int, n_chunks: int, open_tokens: int) -> None:
-    """In place, without a copy; chunks before the buffer are none of its tiles."""
-    layout = replace(LAYOUT, access=AccessPattern(size))
-    n = (first + n_chunks) * size + min(open_tokens, size - 1)
-    buffer, k = KVBuffer(layout, n - first * size, first * size), rows(n)
-    for x, value in zip(buffer.span(first * size, n), (k, -k), strict=True):
-        x.copy_(value[:, first * size :])
-    tiles = buffer.tiles(first + n_chunks)
-    assert tiles.k.untyped_storage().data_ptr() == buffer.k.untyped_storage().data_ptr()
-    assert tiles.k.shape == tiles.v.shape == (2 * buffer.capacity // size, size, 4)
-    assert (tiles.index[:, :first] == -1).all()
-    for head in range(2):
-        for chunk in range(first, first + n_chunks):
-            found = tile_of(tiles, head, chunk)
-            assert torch.equal(found[0], k[head, chunk * size : (chunk + 1) * size])
-            assert torch.equal(found[1], -found[0])
-
-
 def check_tiles(layer: LayerCache, chosen: Tensor, k: Tensor) -> int:
     """Every choice `[H, T, K]` is in exactly one round, with the numbers of `k [G, N, D]`; how many rounds."""
     size, n_rounds, seen = layer.layout.chunk_size, 0, torch.zeros(chosen.shape, dtype=torch.int64)
@@ -361,28 +312,6 @@ def test_tiles_are_the_chunks_they_stand_for(data: st.DataObject, apart: bool, t
                 max_size=shape[0] * shape[1] * shape[2],
             )
             check_tiles(layer, torch.tensor(data.draw(numbers)).view(shape), k)
-
-
-def test_rounds_come_only_where_they_are_needed(tmp_path: Path) -> None:
-    """One in place while everything is in the buffer; beyond that the buffer's and the slots', as they were asked."""
-    k = rows(120)
-    whole, cache = KVCache.empty(SMALL), KVCache.empty(tight(tmp_path))
-    for each in (whole, cache):
-        for start in range(0, 120, 10):
-            each.reserve(start + 10)
-            for layer in each.layers:
-                layer.write(k[:, start : start + 10], -k[:, start : start + 10])
-            each.commit()
-    every = torch.arange(15).expand(4, 2, -1)
-    assert check_tiles(whole.layers[1], every, k) == 1
-    layer = cache.layers[1]
-    n_old = layer.buffer.first // 8
-    assert 0 < n_old < 15
-    assert check_tiles(layer, torch.full((4, 2, 3), -1), k) == 1
-    assert check_tiles(layer, torch.full((4, 2, 3), n_old), k) == 1
-    assert check_tiles(layer, torch.tensor([[[-1, 2, 3]]]).expand(4, -1, -1), k) == 1
-    assert check_tiles(layer, torch.tensor([[[2, -1, 14]]]).expand(4, -1, -1), k) == 2
-    assert check_tiles(layer, every, k) > 2
 
 
 # Residency

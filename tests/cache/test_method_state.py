@@ -114,55 +114,6 @@ def test_rows_that_are_no_longer_kept_are_not_given() -> None:
 # The open chunk
 
 
-def test_rows_of_the_open_chunk_are_found_block_by_block() -> None:
-    kept = OpenChunk(8, 24)
-    with pytest.raises(AssertionError, match="nothing was written yet"):
-        kept.span(0, 0)
-    kept.write(counted(3), 0)
-    kept.write(counted(4, 3), 3)
-    kept.commit()
-    assert torch.equal(kept.span(0, 7), counted(7))
-    kept.write(counted(5, 16), 16)
-    kept.commit()
-    assert torch.equal(kept.span(16, 21), counted(5, 16))
-    with pytest.raises(AssertionError, match="rows of a chunk that is not open"):
-        kept.span(0, 7)
-
-
-def test_a_discarded_pass_that_enters_another_chunk_leaves_no_trace() -> None:
-    """Nor does one that goes through a whole chunk, nor is anything of it in a chunk that is entered later."""
-    kept = OpenChunk(8, 24)
-    kept.write(counted(5), 0)
-    kept.commit()
-    before = {name: x.clone() for name, x in kept.tensors(5).items()}
-    for start in (8, 16, 8):
-        kept.write(counted(6, 100), start)
-        assert torch.equal(kept.span(0, 5), counted(5)), "the pass still reads what the chunk has from before it"
-        kept.discard()
-        kept.commit()
-        assert kept.tensors(5).keys() == before.keys()
-        assert all(torch.equal(x, before[name]) for name, x in kept.tensors(5).items())
-    kept.write(counted(3, 5), 5)
-    kept.commit()
-    assert torch.equal(kept.span(0, 8), counted(8))
-    kept.write(counted(2, 8), 8)
-    kept.commit()
-    assert torch.equal(kept.tensors(10)["tensor"][:, 2:], torch.zeros(2, 6, 3))
-    assert torch.equal(kept.span(8, 10), counted(2, 8))
-
-
-def test_a_discarded_pass_in_the_open_chunk_is_overwritten() -> None:
-    kept = OpenChunk(8, 24)
-    kept.write(counted(2), 0)
-    kept.commit()
-    kept.write(counted(6, 50), 2)
-    kept.write(counted(3, 70), 8)
-    kept.discard()
-    kept.write(counted(6, 2), 2)
-    kept.commit()
-    assert torch.equal(kept.span(0, 8), counted(8))
-
-
 @given(
     size=st.integers(1, 9),
     passes=st.lists(
@@ -231,17 +182,6 @@ def test_the_row_of_a_token_whose_index_the_device_knows() -> None:
     summaries.write(counted(5), 0)
     assert summaries.allocated(9).shape == (2, 9, 3)
     assert summaries.allocated(999).shape == (2, 16, 3)
-
-
-def test_both_chunks_count_while_a_pass_enters_the_second() -> None:
-    kept = OpenChunk(8, 24)
-    kept.write(counted(5), 0)
-    assert kept.n_bytes == 8 * 24 == kept.most_bytes(5, 5)
-    kept.commit()
-    kept.write(counted(2, 8), 8)
-    assert kept.n_bytes == 16 * 24 == kept.most_bytes(10, 5)
-    kept.commit()
-    assert kept.n_bytes == 8 * 24
 
 
 # Staged

@@ -6,7 +6,6 @@ import errno
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -24,7 +23,7 @@ from lce.cache.layout import UNBOUNDED, AccessPattern, Budgets, CacheLayout, pow
 from lce.cache.movers import Mover
 from lce.cache.pages import PageTable
 from lce.cache.row_file import RowFile, SpillFile
-from lce.cache.tiers import Disk, Nowhere, Numbers, PageIndex, Pages, Pool, Tier, TierStack, Traffic, slices
+from lce.cache.tiers import Disk, Nowhere, Numbers, PageIndex, Pages, Pool, Tier, TierStack, Traffic
 from lce.errors import CapacityError, DataError
 from tests.interrupts import interrupted, places
 from tests.late import ORDERS, Late, LateDevice, disks_of, no_gpu
@@ -83,13 +82,6 @@ def test_a_grid_is_every_group_with_every_chunk() -> None:
     assert list(zip(*grid, strict=True)) == [(3, 7), (3, 8), (3, 9), (5, 7), (5, 8), (5, 9)]
     assert list(zip(*grid.at(np.array([5, 0])), strict=True)) == [(5, 9), (3, 7)]
     assert list(zip(*grid.at(slice(2, 4)), strict=True)) == [(3, 9), (5, 7)]
-
-
-@given(n=st.integers(0, 50), size=st.integers(-1, 60))
-def test_slices_are_of_one_at_least(n: int, size: int) -> None:
-    parts = list(slices(n, size))
-    assert [i for some in parts for i in range(n)[some]] == list(range(n))
-    assert all(0 < some.stop - some.start <= max(size, 1) for some in parts)
 
 
 @given(
@@ -222,13 +214,6 @@ def test_pages_in_use_do_not_leave() -> None:
     assert chunks_in(ours) == [0, 1, 3]
     ours.bring(at((0, 4), (0, 5), (0, 6)))
     assert chunks_in(ours) == [4, 5, 6]
-
-
-@pytest.mark.parametrize(("limit", "n"), [(0, 1), (3, 4), (3, 1000)])
-def test_more_than_there_are_slots(limit: int, n: int) -> None:
-    with pytest.raises(CapacityError, match=f"no space for {n} more pages"):
-        pool(limit).bring(at(*((0, chunk) for chunk in range(n))))
-    assert pool(limit).bring(at()).tolist() == []
 
 
 @given(
@@ -830,38 +815,6 @@ class Refusals:
 
 
 CALLS = {"pwrite": errno.EIO, "posix_fallocate": errno.ENOSPC}
-
-
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("tiers", ["memory, file", "device, host, file"])
-def test_any_refusal_loses_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiers: str, call: str) -> None:
-    monkeypatch.setattr("lce.cache.row_file.GROWTH", 0)
-    refusals = Refusals(call, CALLS[call])
-    monkeypatch.setattr(os, call, refusals)
-
-    def attempt(branch: Branch, act: Callable[[], Branch | None]) -> Branch | None:
-        try:
-            return act()
-        except CapacityError:
-            assert refusals.fired
-            refusals.left = None
-            branch.everything()
-            return act()
-
-    k, refusals.fired = 0, True
-    while refusals.fired:
-        branch = branch_of(tmp_path, tiers, 0, limit=5, below=3, pinned=1)
-        refusals.left, refusals.fired = k, False
-        for seed in range(4):
-            for layer in range(N_LAYERS):
-                attempt(branch, partial(branch.add, layer, chunks_of(3, 2 * seed + layer)))
-                attempt(branch, partial(branch.rounds, layer, wanted(branch, layer, 0, seed, 2 * seed)))
-        fork = attempt(branch, branch.fork)
-        branch.everything()
-        assert fork is not None
-        fork.everything()
-        k += 1
-    assert k > 1
 
 
 @pytest.mark.parametrize("call", CALLS)
