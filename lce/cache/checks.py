@@ -50,7 +50,7 @@ class Checks:
             self._block(block)[places] = checks[some].numpy()
 
     def of(self, rows: Numbers) -> NDArray[np.int32]:
-        """The checks of rows that were written."""
+        """Return the checks of rows that were written."""
         found = np.empty(len(rows), np.int32)
         for block, some, places in _by_block(rows):
             found[some] = self._block(block)[places]
@@ -90,7 +90,7 @@ class FiledChecks(Checks):
 
 
 def _by_block(rows: Numbers) -> Iterator[tuple[int, slice, Numbers]]:
-    """Rows in runs of one block: the block, which of `rows`, and their places in the block."""
+    """Yield rows in runs of one block: the block, which of `rows`, and their places in the block."""
     if len(rows):
         blocks = rows // CHECK_BLOCK
         for first, stop in pairwise([0, *(np.flatnonzero(np.diff(blocks)) + 1).tolist(), len(rows)]):
@@ -99,7 +99,7 @@ def _by_block(rows: Numbers) -> Iterator[tuple[int, slice, Numbers]]:
 
 
 def runs(first: Numbers, size: int) -> list[tuple[int, int]]:
-    """Runs `a..b-1` of pages of `size` rows that are adjacent in a file, by the first row of each."""
+    """Return runs `a..b-1` of pages of `size` rows that are adjacent in a file, by the first row of each."""
     borders = [0, *(np.flatnonzero(np.diff(first) != size) + 1).tolist(), len(first)]
     return [(a, b) for a, b in pairwise(borders) if a < b]
 
@@ -129,7 +129,9 @@ def write_all(descriptor: int, data: memoryview, offset: int, name: str) -> None
 
 
 def fingerprints(rows: Tensor, index: int | Tensor) -> Tensor:
-    """A check of each row `[n, …]` of the file, `[n]` int32: a hash of its words' inner product with odd weights.
+    """Return a check of each row `[n, …]` of the file, `[n]` int32.
+
+    A hash of its words' inner product with odd weights.
 
     The high halves of the words take part once more, shifted down: products are kept modulo 2^64, so that of a word's
     highest bits little is left otherwise, and two flips of them could cancel. `index` is the number of the first row,
@@ -150,7 +152,7 @@ def _weights(n: int) -> Tensor:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """A hash of each number, as in SplitMix64, but with shifts of signed numbers."""
+    """Return a hash of each number, as in SplitMix64, but with shifts of signed numbers."""
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         x = (x ^ (x >> shift)) * factor
     return x ^ (x >> 31)

@@ -75,7 +75,7 @@ class ContextRows(RowFile):
         return ContextRows(os.dup(self._descriptor), self.name, self.layout, writable=False)
 
     def first_rows(self, groups: Numbers, tokens: int | Numbers) -> Numbers:
-        """The row of a token of each head group, counted over all layers."""
+        """Return the row of a token of each head group, counted over all layers."""
         rows: Numbers = groups * self.layout.group_rows + self.layout.cache.file_rows(tokens)
         return rows
 
@@ -91,7 +91,10 @@ class Draft:
 
     @classmethod
     def create(cls, path: Path, layout: FileLayout) -> Draft:
-        """A new file, with disk space for its rows reserved. Raises `CapacityError` where the disk has too little."""
+        """Return a new file, with disk space for its rows reserved.
+
+        Raises `CapacityError` where the disk has too little.
+        """
         try:
             return cls._locked(path, layout, os.O_CREAT | os.O_EXCL)
         except FileNotFoundError:  # another process removed it as a leftover before it was locked
@@ -99,7 +102,7 @@ class Draft:
 
     @classmethod
     def reopen(cls, path: Path, layout: FileLayout) -> Draft:
-        """A file that was under work when its process ended."""
+        """Return a file that was under work when its process ended."""
         return cls._locked(path, layout, 0)
 
     @classmethod
@@ -152,7 +155,7 @@ class Draft:
 
 
 def row_entries(layout: FileLayout) -> dict[str, dict[str, Any]]:
-    """The rows' part of a safetensors header."""
+    """Return the rows' part of a safetensors header."""
     cache, offset, entries = layout.cache, 0, {}
     shape = [cache.n_groups, layout.group_rows]
     for what, kind, row, row_bytes in (
@@ -207,7 +210,7 @@ def open_snapshot(
 
 
 def _rows_layout(path: Path, layout: CacheLayout, header: Header, manifest: Manifest) -> FileLayout:
-    """Where the rows are, if the header has them where `layout` puts them and the file has space for them."""
+    """Return where the rows are, if the header has them where `layout` puts them and the file has space for them."""
     found = layout.file(manifest.capacity)
     if (
         manifest.pages != page_facts(layout)
@@ -244,7 +247,7 @@ def write_rows(cache: KVCache, rows: ContextRows, since: int = 0) -> None:
 def restored(
     layout: CacheLayout, rows: ContextRows, n_tokens: int, tensors: Mapping[str, Tensor], *, own: bool
 ) -> KVCache:
-    """The cache that `rows` and `tensors` were taken of, at `n_tokens`. Old keys and values stay in the file.
+    """Return the cache that `rows` and `tensors` were taken of, at `n_tokens`. Old keys and values stay in the file.
 
     What comes later goes to memory, and beyond the budget to `rows` where they are the cache's `own`, else to a spill
     file; where there is none it stays in the buffers.
@@ -262,7 +265,7 @@ def restored(
 
 
 def _tiers_over(layout: CacheLayout, rows: ContextRows, n_tokens: int, *, own: bool) -> TierStack:
-    """The tiers of one device's layers, whose old chunks are in `rows`."""
+    """Return the tiers of one device's layers, whose old chunks are in `rows`."""
     bottom = Disk(layout, rows, Nowhere())
     old = Pages.grid(np.arange(layout.n_layers * layout.n_groups), np.arange(layout.old(n_tokens) // layout.chunk_size))
     bottom.row[old] = rows.first_rows(old.group + layout.first_group, old.chunk * layout.chunk_size)
@@ -275,7 +278,7 @@ def _restored_layer(
     layout: CacheLayout, index: int, residency: Residency, rows: ContextRows, n_tokens: int,
     tensors: Mapping[str, Tensor],
 ) -> LayerCache:  # fmt: skip
-    """A layer with its recent tokens in the buffer, and what the method keeps."""
+    """Return a layer with its recent tokens in the buffer, and what the method keeps."""
     border = layout.old(n_tokens)
     buffer = KVBuffer(layout, max(layout.recent_tokens, n_tokens - border), border)
     stop = layout.file(n_tokens).row_tokens

@@ -74,7 +74,7 @@ class Disk(Tier):
         self.below.forget(pages)
 
     def fork(self) -> Disk:
-        """A tier of its own with the same pages, over the same file.
+        """Return a tier of its own with the same pages, over the same file.
 
         If the file has one place for each page, the other context only reads it, and writes to a spill file, if any.
         """

@@ -44,7 +44,7 @@ class FileTensor:
 
 
 def tensor_entries(tensors: Mapping[str, Tensor], start: int = 0) -> dict[str, dict[str, Any]]:
-    """The header's entries for small tensors that follow one another from `start` on, in the order of their names."""
+    """Return the header's entries for small tensors, which follow one another from `start` on, ordered by name."""
     entries: dict[str, dict[str, Any]] = {}
     for name, x in sorted(tensors.items()):
         span = [start, start := start + x.nbytes]
@@ -53,7 +53,7 @@ def tensor_entries(tensors: Mapping[str, Tensor], start: int = 0) -> dict[str, d
 
 
 def tensors_of(header: Header, start: int, rows: Mapping[str, Any], path: Path) -> dict[str, FileTensor]:
-    """The tensors of a header besides those of `rows`; they fill the file from byte `start` to its end.
+    """Return the tensors of a header besides those of `rows`; they fill the file from byte `start` to its end.
 
     Raises `DataError` where they do not.
     """
@@ -72,7 +72,7 @@ def tensors_of(header: Header, start: int, rows: Mapping[str, Any], path: Path) 
 
 
 def _small(entry: object, data_start: int) -> FileTensor | None:
-    """What an entry of a header says, or None where it cannot be so."""
+    """Return what an entry of a header says, or None where it cannot be so."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         return None
     kind, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -89,7 +89,7 @@ def _small(entry: object, data_start: int) -> FileTensor | None:
 def read_tensors(
     descriptor: int, path: Path, tensors: Mapping[str, FileTensor], manifest: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """The small tensors, which agree with the manifest's digest.
+    """Return the small tensors, which agree with the manifest's digest.
 
     Raises `DataError` where they do not, and `CapacityError`, before anything is read, where memory cannot hold them.
     """
@@ -157,12 +157,12 @@ def check_numbers(layout: CacheLayout, n_tokens: int, tensors: Mapping[str, Tens
 
 
 def _is_finite(x: Tensor) -> bool:
-    """Whether all numbers are finite: their sum is, as a rule."""
+    """Return whether all numbers are finite: their sum is, as a rule."""
     return not x.is_floating_point() or bool(x.sum().isfinite()) or bool(x.isfinite().all())
 
 
 def _possible(state: MethodState, parts: Mapping[str, FileTensor], n_tokens: int) -> bool:
-    """Whether a state that read `n_tokens`, in blocks of any size, can be saved as these tensors."""
+    """Return whether a state that read `n_tokens`, in blocks of any size, can be saved as these tensors."""
     if parts.keys() != {"tensor", "number"} or (parts["number"].dtype, parts["number"].shape) != (torch.int64, ()):
         return False
     tensor = parts["tensor"]
@@ -171,7 +171,7 @@ def _possible(state: MethodState, parts: Mapping[str, FileTensor], n_tokens: int
 
 
 def _agrees(state: MethodState, tensor: Tensor, number: int, n_tokens: int) -> bool:
-    """Whether a number says of a tensor what it must: see the kinds of `MethodState`."""
+    """Return whether a number says of a tensor what it must: see the kinds of `MethodState`."""
     shape, row_bytes = tensor.shape, tensor.element_size() * tensor.shape[0] * tensor.shape[-1] if tensor.ndim else 0
     if isinstance(state, GrowingRows):
         return tensor.ndim > state.axis and shape[state.axis] == number <= n_tokens // state.tokens_per_row

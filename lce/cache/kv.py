@@ -69,7 +69,7 @@ class KVCache:
 
     @classmethod
     def empty(cls, layout: CacheLayout, capacity: int = 0, file: RowFile | None = None) -> KVCache:
-        """A cache without tokens, with space for `capacity`."""
+        """Return a cache without tokens, with space for `capacity`."""
         layers = [
             LayerCache(part.first_layer + number, part, KVBuffer(part, 0), Whole(), part.make_state(part))
             for part in layout.by_device
@@ -142,7 +142,7 @@ class KVCache:
         self._pass = Pass.WRITING
 
     def has_space(self, n_tokens: int) -> bool:
-        """Whether the last of `n_tokens` can be written where memory is already, at an index that the device knows."""
+        """Return whether there is memory for the last of `n_tokens`, at an index that the device knows."""
         layout = self.layout
         if not isinstance(self.residency, Whole) or layout.format.rounds or n_tokens > self.layers[0].buffer.capacity:
             return False
@@ -165,7 +165,7 @@ class KVCache:
                 yield state.memory
 
     def appended(self, n_tokens: int) -> None:
-        """Every layer has `n_tokens` tokens now: the pass wrote them at an index that the device knew."""
+        """Have `n_tokens` tokens in every layer: the pass wrote them at an index that the device knew."""
         for layer in self.layers:
             layer.stop = n_tokens
 
@@ -191,7 +191,7 @@ class KVCache:
             self.discard()
 
     def nearest(self, n_tokens: int) -> int:
-        """The most tokens, at most `n_tokens`, that `truncate` can go back to.
+        """Return how many tokens `truncate` can go back to, at most `n_tokens`.
 
         Keys, values, summaries and token rows go back to any token; pending queries to tokens of the open chunk and to
         any chunk's border; a tensor that every block replaces goes back to the beginning alone.
@@ -206,7 +206,7 @@ class KVCache:
         return found
 
     def mark(self, n_tokens: int | None = None) -> Mark:
-        """What `go_back` needs: for the tokens so far, or for the first `n_tokens`, which `nearest` allows.
+        """Return what `go_back` needs: for the tokens so far, or for the first `n_tokens`, which `nearest` allows.
 
         Nothing is copied: what is committed is never written again. If the format rounds, tokens that are not rounded
         yet are copied, if the mark is of all tokens; else what is rounded stays so.
@@ -266,7 +266,7 @@ class KVCache:
         return KVCache(self.layout, forked, residencies)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What the method keeps in every layer, as it was committed, by name.
+        """Return what the method keeps in every layer, as it was committed, by name.
 
         If the format rounds, also the tokens that have no row in a file: `unrounded/LAYER`, `[2, G, n, D]`.
         """
@@ -325,7 +325,7 @@ class KVCache:
         return found
 
     def _named_tiers(self) -> Iterator[tuple[str, Tier]]:
-        """The tiers as users read them."""
+        """Yield the tiers as users read them."""
         for part, stack in zip(self.layout.by_device, self.stacks, strict=False):  # no stacks: all in the buffers
             for tier in stack:
                 yield (part.device_tier if tier.name == DEVICE else tier.name), tier

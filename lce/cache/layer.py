@@ -104,12 +104,12 @@ class KVBuffer:
             rows.prepare(start - self.first, stop - self.first)
 
     def shareable(self, stop: int, most: int) -> list[tuple[RowBuffer, int, int]]:
-        """The buffers, with the rows of the tokens before `stop` and a capacity, `most` or less: see `share`."""
+        """Return the buffers, with the rows of the tokens before `stop` and a capacity, `most` or less: see `share`."""
         n = stop - self.first
         return [(rows, n, min(self.layout.whole_chunks(2 * n + SPARE), most)) for rows in self.rows]
 
     def fork(self, stop: int, holder_of: Callable[[MemoryFile], Holder]) -> KVBuffer:
-        """A buffer of another context with the tokens before `stop`, shared if they can be."""
+        """Return a buffer of another context with the tokens before `stop`, shared if they can be."""
         n = stop - self.first
         if not n or not self.rows[0].can_share(n):
             return self.replaced(self.first, n, stop)
@@ -118,12 +118,15 @@ class KVBuffer:
         return other
 
     def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of tokens `start..stop-1`, views `[G, stop - start, D]`."""
+        """Return keys and values of tokens `start..stop-1`, views `[G, stop - start, D]`."""
         here = slice(start - self.first, stop - self.first)
         return self.k[:, here], self.v[:, here]
 
     def tiles(self, n_chunks: int) -> Tiles:
-        """The buffer as tiles. The text has `n_chunks` complete chunks; those before the buffer have no tile here."""
+        """Return the buffer as tiles.
+
+        The text has `n_chunks` complete chunks; those before the buffer have no tile here.
+        """
         size, before = self.layout.chunk_size, self.first // self.layout.chunk_size
         index = self.index
         if before:
@@ -132,7 +135,10 @@ class KVBuffer:
         return Tiles(self.k.view(shape), self.v.view(shape), index)
 
     def replaced(self, first: int, capacity: int, stop: int) -> KVBuffer:
-        """Another buffer of `capacity` tokens, with tokens `first..stop-1` of this one. Bytes: one copy of them."""
+        """Return another buffer of `capacity` tokens, with tokens `first..stop-1` of this one.
+
+        Bytes: one copy of them.
+        """
         other = KVBuffer(self.layout, capacity, first)
         for mine, its in zip(self.span(first, stop), other.span(first, stop), strict=True):
             its.copy_(mine)
@@ -177,14 +183,14 @@ class LayerCache:
         return self.buffer.k, self.buffer.v
 
     def kept(self, kind: type[S], name: str) -> S:
-        """What the method keeps under a name."""
+        """Return what the method keeps under a name."""
         state = self.state[name]
         assert isinstance(state, kind), f"{name} is a {type(state).__name__}"
         return state
 
     @timed("cache")
     def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of tokens `start..stop-1`, `[G, stop - start, D]` each, placed as the method declared.
+        """Return keys and values of tokens `start..stop-1`, `[G, stop - start, D]` each, placed as the method declared.
 
         Views where the buffer has them; else copies, so ask for what fits in memory: see `segments`.
         """
@@ -200,7 +206,7 @@ class LayerCache:
         return torch.cat((k, recent_k), dim=1), torch.cat((v, recent_v), dim=1)
 
     def segments(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Tokens `start..stop-1` in spans that are small enough to be copied.
+        """Yield tokens `start..stop-1` in spans that are small enough to be copied.
 
         They are cut at multiples of `segment`, so that a sum over them is the same wherever the tokens are.
         """
@@ -212,7 +218,10 @@ class LayerCache:
 
     @timed("cache")
     def tokens(self, index: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and values of the tokens `index [n]`, ascending: `[G, n, D]` each, copied; maybe to `into`, flat."""
+        """Return keys and values of the tokens `index [n]`, ascending: `[G, n, D]` each, copied.
+
+        Maybe to `into`, flat.
+        """
         first = self.buffer.first
         if not first:
             return take_rows((self.buffer.k, self.buffer.v), index, into)
@@ -227,7 +236,7 @@ class LayerCache:
         return k, v
 
     def values(self, index: Tensor) -> Tensor:
-        """Values of the tokens that each KV head names, `index [G, n]` in any order: `[G, n, D]`, copied.
+        """Return values of the tokens that each KV head names, `index [G, n]` in any order: `[G, n, D]`, copied.
 
         Waits for the device only where some of them may be in the tiers.
         """
@@ -238,7 +247,7 @@ class LayerCache:
         return v.gather(1, index[..., None].expand(-1, -1, v.shape[-1]))
 
     def tiles(self, chunk_ids: Tensor) -> Iterator[Tiles]:
-        """The complete chunks that the query heads chose, `[H, T, K]`, as tiles for `Attention.routed`.
+        """Yield the complete chunks that the query heads chose, `[H, T, K]`, as tiles for `Attention.routed`.
 
         In one round, without a copy, where they are in the buffer; else as many at a time as memory may hold, after one
         wait for the device.
@@ -337,7 +346,10 @@ class LayerCache:
             self.rounded = border
 
     def unrounded(self) -> Unrounded | None:
-        """A copy of the tokens that are not rounded yet, where any ever are. Bytes: local tokens, and a block."""
+        """Return a copy of the tokens that are not rounded yet, where any ever are.
+
+        Bytes: local tokens, and a block.
+        """
         if not self.layout.format.rounds:
             return None
         return self.rounded, torch.stack(self.buffer.span(self.rounded, self.length))
@@ -375,7 +387,10 @@ class LayerCache:
             yield from state.row_buffers
 
     def shareable(self) -> list[tuple[RowBuffer, int, int]]:
-        """What a fork is to share, as `share` takes it. Buffers beside tiers are small and replaced soon: copied."""
+        """Return what a fork is to share, as `share` takes it.
+
+        Buffers beside tiers are small and replaced soon: copied.
+        """
         found, most = [], self.layout.resident_tokens
         if isinstance(self.residency, Opened) and most < UNBOUNDED:
             most = self.buffer.capacity  # the budget has the pool beside it
@@ -384,7 +399,10 @@ class LayerCache:
         return found + [each for state in self.state.values() for each in state.shareable(self.length)]
 
     def fork(self, residency: Residency, holder_of: Callable[[MemoryFile], Holder]) -> LayerCache:
-        """The committed tokens for another context, shared where they can be; `residency` has that one's tiers."""
+        """Return the committed tokens for another context, shared where they can be.
+
+        `residency` has that one's tiers.
+        """
         if isinstance(residency, Tiered):
             buffer = self.buffer.replaced(self.buffer.first, self.buffer.capacity, self.length)
         else:

@@ -37,7 +37,7 @@ class Budgets:
     spill_dir: Path | None = None
 
     def part(self, n_layers: int, most: int, n_all: int) -> Budgets:
-        """Those of a device with `n_layers` of `n_all` layers, where the device with the most has `most`."""
+        """Return those of a device with `n_layers` of `n_all` layers, where the device with the most has `most`."""
         device = None if self.device is None else self.device * n_layers // most
         host = None if self.host is None else self.host * n_layers // n_all
         return Budgets(device, host, self.spill_dir)
@@ -117,11 +117,11 @@ class CacheLayout:
         )  # fmt: skip
 
     def part_of(self, layer: int) -> CacheLayout:
-        """The layout of a layer's device."""
+        """Return the layout of a layer's device."""
         return next(part for part in self.by_device if layer < part.first_layer + part.n_layers)
 
     def device_of(self, layer: int) -> torch.device:
-        """The device that has a layer."""
+        """Return the device that has a layer."""
         return self.part_of(layer).device
 
     @property
@@ -165,15 +165,15 @@ class CacheLayout:
         return 2 * self.n_layers * self.key_bytes
 
     def whole_chunks(self, n_tokens: int) -> int:
-        """`n_tokens` rounded up to whole chunks."""
+        """Return `n_tokens` rounded up to whole chunks."""
         return -(-n_tokens // self.chunk_size) * self.chunk_size
 
     def old(self, n_tokens: int) -> int:
-        """The tokens of `n_tokens` in complete chunks that the next tokens do not see as local: `0..old-1`."""
+        """Return the tokens of `n_tokens` in complete chunks that the next tokens do not see as local: `0..old-1`."""
         return max(n_tokens - self.access.local, 0) // self.chunk_size * self.chunk_size
 
     def state_bytes(self, n_tokens: int) -> int:
-        """The most that the method keeps of `n_tokens`, over all layers, besides keys and values."""
+        """Return the most that the method keeps of `n_tokens`, over all layers, besides keys and values."""
         states = self.make_state(self).values()
         return self.n_layers * sum(state.most_bytes(n_tokens, self.block) for state in states)
 
@@ -205,11 +205,11 @@ class CacheLayout:
         return self.plain.page_bytes
 
     def stored_bytes(self, n_tokens: int) -> int:
-        """Bytes of `n_tokens` tokens, whole chunks of all layers, below the device."""
+        """Return the bytes of `n_tokens` tokens, whole chunks of all layers, below the device."""
         return n_tokens // self.chunk_size * self.n_layers * self.n_groups * self.format.page_bytes
 
     def file_rows(self, n_tokens: int | NDArray[np.int64]) -> Any:
-        """Rows that the first `n_tokens` tokens of a head group have in a file, and so the row of the next token."""
+        """Return the rows of the first `n_tokens` tokens of a head group in a file: the row of the next token."""
         return n_tokens + n_tokens // self.chunk_size * self.format.extra_rows
 
     @property
@@ -269,7 +269,7 @@ class CacheLayout:
         return self.recent_tokens * self.token_bytes + self.least_pool_bytes
 
     def device_slots(self, buffer_tokens: int = 0) -> int:
-        """Pages that the device's pool may hold beside buffers of `buffer_tokens`, or of those that are usual.
+        """Return pages that the device's pool may hold beside buffers of `buffer_tokens`, or of those that are usual.
 
         Raises `CapacityError` for a budget that is too small.
         """
@@ -298,7 +298,7 @@ class CacheLayout:
         return self.slab_bytes // self.format.page_bytes
 
     def slab_bytes_for(self, n_pages: int) -> int:
-        """Bytes that slabs for so many pages take."""
+        """Return the bytes that slabs for so many pages take."""
         full, rest = divmod(n_pages, self.slab_slots)
         if rest and self.budgets.host is not None:
             return full * self.slab_bytes + power_of_two(rest * self.format.page_bytes)
@@ -323,7 +323,7 @@ class CacheLayout:
         return self.host_slots // (self.n_layers * self.n_groups) * self.chunk_size
 
     def needs(self, n_tokens: int) -> dict[str, int]:
-        """Bytes of keys and values that a context of `n_tokens` comes to hold in each tier, at most.
+        """Return the bytes of keys and values that a context of `n_tokens` comes to hold in each tier, at most.
 
         What no tier may hold counts for the last one in memory, which then needs more than its budget.
         """
@@ -350,7 +350,7 @@ class CacheLayout:
         return needs
 
     def check_bytes(self, n_tokens: int, n_filed: int = 0) -> int:
-        """The most memory that the checks of rows on the disk take: of `n_tokens`, and of `n_filed` in a context file.
+        """Return the most memory that the checks of rows take: of `n_tokens`, and of `n_filed` in a context file.
 
         A spill file's are made in blocks.
         """
@@ -359,12 +359,12 @@ class CacheLayout:
         return (-(-spilled // CHECK_BLOCK) * CHECK_BLOCK + filed) * CHECK_BYTES
 
     def file(self, n_tokens: int) -> FileLayout:
-        """Where a context file of `n_tokens` tokens has what."""
+        """Return where a context file of `n_tokens` tokens has what."""
         return FileLayout(self, n_tokens)
 
 
 def power_of_two(n: int) -> int:
-    """The least that is not below `n`, 1 or more."""
+    """Return the least that is not below `n`, 1 or more."""
     return 1 << (n - 1).bit_length()
 
 

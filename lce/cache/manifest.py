@@ -71,12 +71,12 @@ class Header:
 
 
 def contradiction(path: Path) -> DataError:
-    """The error for a file that says of itself what cannot be."""
+    """Return the error for a file that says of itself what cannot be."""
     return DataError(f"{named(path)}: its header contradicts its contents; {REMEDY}")
 
 
 def read_header(descriptor: int, path: Path) -> Header:
-    """The header of an open file. Raises `DataError` for one that no context of this format has."""
+    """Return the header of an open file. Raises `DataError` for one that no context of this format has."""
     strange = DataError(f"{named(path)} is not a context; expected a file that `lce prefill` or Context.save wrote")
     file_bytes = os.fstat(descriptor).st_size
     length = int.from_bytes(pread(descriptor, 8, 0, path), "little") if file_bytes > 8 else 0
@@ -113,7 +113,10 @@ def strict_object(raw: bytes) -> dict[str, Any]:
 
 
 def pread(descriptor: int, n_bytes: int, offset: int, path: Path) -> bytearray:
-    """All of `n_bytes` bytes from an offset on. Raises `DataError` where the file ends before, or is not read."""
+    """Return all of `n_bytes` bytes from an offset on.
+
+    Raises `DataError` where the file ends before, or is not read.
+    """
     data = bytearray(n_bytes)
     left = memoryview(data)
     while left:  # one call reads 2 GiB at most
@@ -137,18 +140,18 @@ def page_facts(layout: CacheLayout) -> dict[str, Any]:
 
 
 def signed(manifest: Mapping[str, Any], small: Mapping[str, Tensor]) -> str:
-    """A manifest as JSON text, with the digest of itself and of what is small."""
+    """Return a manifest as JSON text, with the digest of itself and of what is small."""
     return json.dumps({**manifest, "digest": digest(small, manifest)})
 
 
 def is_signed(manifest: Mapping[str, Any], small: Mapping[str, Tensor]) -> bool:
-    """Whether a manifest has the digest of itself and of what is small: neither changed since it was written."""
+    """Return whether a manifest has the digest of itself and of what is small: neither changed since it was written."""
     rest = {key: value for key, value in manifest.items() if key != "digest"}
     return bool(manifest.get("digest") == digest(small, rest))
 
 
 def digest(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any] | None = None) -> str:
-    """A SHA-256 of named tensors, and of a manifest."""
+    """Return a SHA-256 of named tensors, and of a manifest."""
     found = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         found.update(json.dumps([name, NAMES[tensor.dtype], list(tensor.shape)]).encode())

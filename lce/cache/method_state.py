@@ -32,10 +32,10 @@ class MethodState(ABC):
 
     @abstractmethod
     def most_bytes(self, n_tokens: int, block: int) -> int:
-        """The most bytes held once `n_tokens` were read in blocks of at most `block`, spare rows included."""
+        """Return the most bytes held once `n_tokens` were read in blocks of at most `block`, spare rows included."""
 
     def committed(self, n_tokens: int) -> Held:
-        """What is held of the first `n_tokens`, views."""
+        """Return what is held of the first `n_tokens`, views."""
         return self._held
 
     def commit(self, n_tokens: int = 0) -> None:  # noqa: B027  # most kinds have nothing to do here
@@ -56,18 +56,24 @@ class MethodState(ABC):
         return self.memory
 
     def has_space(self, start: int) -> bool:
-        """Whether what is kept of token `start` goes to memory that is here, or nothing is kept of one token."""
+        """Return whether what is kept of token `start` goes to memory that is here, or nothing is kept of one token."""
         return True
 
     def make_space(self, start: int) -> None:  # noqa: B027
         """Make `has_space` true for a token behind the committed ones, where only space is missing."""
 
     def nearest(self, n_tokens: int, length: int) -> int:
-        """The most tokens, at most `n_tokens` of the committed `length`, that this state can go back to; 0 at least."""
+        """Return the most tokens, at most `n_tokens` of the committed `length`, that this state can go back to.
+
+        0 at least.
+        """
         return n_tokens if n_tokens == length else 0
 
     def mark(self, n_tokens: int) -> Held:
-        """What `as_of` needs to be the state of the first `n_tokens`, which `nearest` allows; no copy of rows."""
+        """Return what `as_of` needs to be the state of the first `n_tokens`, which `nearest` allows.
+
+        No copy of rows.
+        """
         return self._held if n_tokens else (None, 0)
 
     def as_of(self, mark: Held) -> Self:
@@ -86,7 +92,7 @@ class MethodState(ABC):
         return ()
 
     def shareable(self, n_tokens: int) -> list[tuple[RowBuffer, int, int]]:
-        """What a fork is to share of the first `n_tokens`, as `lce.cache.shared.share` takes it."""
+        """Return what a fork is to share of the first `n_tokens`, as `lce.cache.shared.share` takes it."""
         return []
 
     def fork(self, n_tokens: int, holder_of: Callable[[MemoryFile], Holder]) -> Self:
@@ -97,7 +103,10 @@ class MethodState(ABC):
         return other
 
     def tensors(self, n_tokens: int) -> dict[str, Tensor]:
-        """What `restore` needs to be the state of the first `n_tokens` again; empty where nothing is held yet."""
+        """Return what `restore` needs to be the state of the first `n_tokens` again.
+
+        Empty where nothing is held yet.
+        """
         tensor, number = self.committed(n_tokens)
         return {} if tensor is None else {"tensor": tensor, "number": torch.tensor(number)}
 
@@ -145,12 +154,15 @@ class GrowingRows(MethodState):
 
     @timed("cache", count_compared)
     def span(self, start: int, stop: int) -> Tensor:
-        """Rows `start..stop-1`, a view."""
+        """Return rows `start..stop-1`, a view."""
         assert stop <= self._n_rows, "rows that were not written"
         return self.buffer.narrow(self.axis, start, stop - start)
 
     def allocated(self, n_rows: int) -> Tensor:
-        """Rows `0..n_rows-1`, or as many as there is space for; those behind the written ones may hold anything."""
+        """Return rows `0..n_rows-1`, or as many as there is space for.
+
+        Those behind the written ones may hold anything.
+        """
         return self.buffer.narrow(self.axis, 0, min(n_rows, self.buffer.shape[self.axis]))
 
     @property
@@ -236,7 +248,7 @@ class RecentRows(MethodState):
         self._held = (buffer, first)
 
     def _grown(self, like: Tensor, start: int, n_new: int) -> tuple[Tensor, int]:
-        """A buffer with space for `n_new` rows behind those before token `start`, and its first token."""
+        """Return a buffer with space for `n_new` rows behind those before token `start`, and its first token."""
         buffer, first = self._held
         kept = 0 if buffer is None else min(start - first, self.n_kept)
         grown = like.new_empty(like.shape[0], kept + max(n_new, self.n_kept), like.shape[2])
@@ -263,12 +275,15 @@ class RecentRows(MethodState):
         return self._held[1]
 
     def span(self, start: int, stop: int) -> Tensor:
-        """The rows of tokens `start..stop-1`, a view; `start` is at most `n_kept` before the block at work."""
+        """Return the rows of tokens `start..stop-1`, a view; `start` is at most `n_kept` before the block at work."""
         assert self.first <= start, "rows that are no longer kept"
         return self.buffer[:, start - self.first : stop - self.first]
 
     def missing(self, start: int) -> range:
-        """The tokens before `start` whose rows are to be kept and are not. Empty unless the text was truncated."""
+        """Return the tokens before `start` whose rows are to be kept and are not.
+
+        Empty unless the text was truncated.
+        """
         return range(max(0, start - self.n_kept), start) if self._held[0] is None else range(start, start)
 
     def committed(self, n_tokens: int) -> Held:
@@ -287,7 +302,7 @@ class RecentRows(MethodState):
             self._held = mark
 
     def _has(self, n_tokens: int) -> bool:
-        """Whether the rows that are kept behind `n_tokens` are here."""
+        """Return whether the rows that are kept behind `n_tokens` are here."""
         return self._held[0] is not None and self._held[1] <= max(0, n_tokens - self.n_kept)
 
     def most_bytes(self, n_tokens: int, block: int) -> int:
@@ -344,7 +359,7 @@ class OpenChunk(MethodState):
         self.buffer.index_copy_(1, offset, rows.to(self.buffer.dtype))
 
     def span(self, start: int, stop: int) -> Tensor:
-        """The rows of tokens `start..stop-1` of the committed open chunk, a view."""
+        """Return the rows of tokens `start..stop-1` of the committed open chunk, a view."""
         chunk_id = self._held[1]
         assert chunk_id == start // self.size, "rows of a chunk that is not open"
         return self.buffer[:, start - chunk_id * self.size : stop - chunk_id * self.size]

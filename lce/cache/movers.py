@@ -28,12 +28,15 @@ class Mover:
 
     @torch.inference_mode(mode=False)  # else nothing outside inference mode could write to them
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialised part of slots, `[n_slots, …]`, or pages that are read."""
+        """Return an uninitialised part of slots, `[n_slots, …]`, or pages that are read."""
         return torch.empty(shape, dtype=dtype)
 
     @torch.inference_mode(mode=False)
     def slab(self, shapes: Shapes, n_slots: int) -> Parts:
-        """Uninitialised parts `[n_slots, *shape]` in one allocation; the parts of larger numbers are aligned first."""
+        """Return uninitialised parts `[n_slots, *shape]` in one allocation.
+
+        The parts of larger numbers are aligned first.
+        """
         sizes = [n_slots * torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes]
         memory, start = self.empty((sum(sizes),), torch.uint8), 0
         parts: dict[int, Tensor] = {}
@@ -44,7 +47,7 @@ class Mover:
         return tuple(parts[i] for i in range(len(shapes)))
 
     def now(self) -> object:
-        """What is queued for the device so far, for `put` in another thread to come after."""
+        """Return what is queued for the device so far, for `put` in another thread to come after."""
         return None
 
     def put(
@@ -61,7 +64,7 @@ class Mover:
         """Make whatever reads these slots later see what was put into them."""
 
     def pick(self, slabs: Slabs, slots: Numbers) -> Parts:
-        """Copies `[n, …]` of slots that were waited for. Fastest where slots of one slab stand together."""
+        """Return copies `[n, …]` of slots that were waited for. Fastest where slots of one slab stand together."""
         pages = tuple(self.empty((len(slots), *x.shape[1:]), x.dtype) for x in slabs[0])
         for held, rows, part in located(slabs, slots):
             index = self.upload(torch.from_numpy(rows))
@@ -70,7 +73,7 @@ class Mover:
         return pages
 
     def upload(self, x: Tensor) -> Tensor:
-        """A tensor of the host's memory, where the slots are. Only later computation waits for the copy."""
+        """Return a tensor of the host's memory, where the slots are. Only later computation waits for the copy."""
         return x
 
 
@@ -83,13 +86,13 @@ class Streamed(Mover):
         self._arrivals: dict[int, torch.cuda.Event] = {}
 
     def _to_wait_for(self, slots: Numbers) -> list[torch.cuda.Event]:
-        """What these slots wait for, each event once."""
+        """Return what these slots wait for, each event once."""
         arrivals = self._arrivals
         found = (event for slot in slots.tolist() if (event := arrivals.get(slot))) if arrivals else ()
         return list({id(event): event for event in found}.values())
 
     def _waited_for(self, slots: Numbers) -> None:
-        """To be called when all were waited for: an interruption may come between."""
+        """Forget what these slots waited for. Call this when all were waited for: an interruption may come between."""
         for slot in slots.tolist() if self._arrivals else ():
             self._arrivals.pop(slot, None)
 
@@ -111,7 +114,7 @@ class Cuda(Streamed):
     def put(
         self, slabs: Slabs, slots: Numbers, pages: Parts, after: object = None, unpack: Unpack = lambda pages: pages
     ) -> None:
-        """Ordered after what still reads the slots; call `wait` before reading them. Bytes: one copy of the pages.
+        """Begin to copy pages, after what still reads the slots; call `wait` before reading them. Bytes: one copy.
 
         The slots' memory is recorded on the stream: if it is freed while pages are on their way, it is not used again
         before they have arrived.
@@ -154,7 +157,10 @@ class Pinned(Streamed):
     def put(
         self, slabs: Slabs, slots: Numbers, pages: Parts, after: object = None, unpack: Unpack = lambda pages: pages
     ) -> None:
-        """Pages of the CPU are there at once. Those of the GPU come in one copy for each run of neighbouring slots."""
+        """Put pages into slots. Pages of the CPU are there at once.
+
+        Those of the GPU come in one copy for each run of neighbouring slots.
+        """
         if not pages[0].is_cuda:
             self.wait(slots)  # what is still on its way would overwrite them
             super().put(slabs, slots, pages, unpack=unpack)
@@ -179,14 +185,14 @@ class Pinned(Streamed):
 
 
 def pinned(x: Tensor) -> Tensor:
-    """A tensor of the host in page-locked memory, contiguous; itself if it is."""
+    """Return a tensor of the host in page-locked memory, contiguous; itself if it is."""
     if x.is_contiguous() and x.is_pinned():
         return x
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
 
 
 def located(slabs: Slabs, slots: Numbers) -> Iterator[tuple[Parts, Numbers, slice]]:
-    """Slots in runs of one slab each: the slab, the slots in it, and which of all slots these are.
+    """Yield slots in runs of one slab each: the slab, the slots in it, and which of all slots these are.
 
     Example: slabs of 4 slots, slots 1, 3, 5, 2: slab 0 with 1, 3; slab 1 with 1; slab 0 with 2.
     """
@@ -197,7 +203,7 @@ def located(slabs: Slabs, slots: Numbers) -> Iterator[tuple[Parts, Numbers, slic
 
 
 def neighbours(slabs: Slabs, slots: Numbers) -> Iterator[tuple[Parts, slice, slice]]:
-    """Slots in runs of neighbours in one slab: the slab, the slots in it, and which of all slots these are."""
+    """Yield slots in runs of neighbours in one slab: the slab, the slots in it, and which of all slots these are."""
     for held, rows, part in located(slabs, slots):
         for run in _runs(np.flatnonzero(np.diff(rows) != 1) + 1, len(rows)):
             first, n = int(rows[run.start]), run.stop - run.start

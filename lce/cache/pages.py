@@ -26,11 +26,11 @@ class Pages(NamedTuple):
 
     @classmethod
     def grid(cls, groups: Numbers, chunks: Numbers) -> Pages:
-        """Every group with every chunk."""
+        """Return every group with every chunk."""
         return cls(np.repeat(groups, len(chunks)), np.tile(chunks, len(groups)))
 
     def at(self, index: Numbers | slice) -> Pages:
-        """Some of these pages."""
+        """Return some of these pages."""
         return Pages(self.group[index], self.chunk[index])
 
 
@@ -50,7 +50,7 @@ class PageIndex:
         self._numbers[pages.group, pages.chunk] = value
 
     def copy(self) -> Self:
-        """An index of its own."""
+        """Return an index of its own."""
         other = copy(self)
         other._numbers = self._numbers.copy()
         return other
@@ -84,7 +84,7 @@ class PageTable(PageIndex):
         super().__setitem__(pages, value)
 
     def on_device(self, groups: slice, n_chunks: int) -> Tensor:
-        """The numbers `[groups, n_chunks]` of some groups' first chunks, to be read and valid until the next change.
+        """Return the numbers `[groups, n_chunks]` of some groups' first chunks, valid until the next change.
 
         Nothing waits for the device. Bytes: 16 a page that changed, or the whole table where many did.
         """
@@ -107,13 +107,13 @@ class PageTable(PageIndex):
 
 
 def pages_of(x: Tensor, layout: CacheLayout) -> Tensor:
-    """Whole chunks of a buffer `[G, m·L, D]` as pages `[groups·m, P, L, D]`."""
+    """Return whole chunks of a buffer `[G, m·L, D]` as pages `[groups·m, P, L, D]`."""
     heads = x.unflatten(1, (-1, layout.chunk_size)).unflatten(0, (-1, layout.page_heads))
     pages: Tensor = heads.transpose(1, 2).flatten(0, 1)
     return pages
 
 
 def slices(n: int, size: int) -> Iterator[slice]:
-    """`0..n-1` in runs of at most `size`, and of one at least."""
+    """Yield `0..n-1` in runs of at most `size`, and of one at least."""
     for start in range(0, n, max(size, 1)):
         yield slice(start, min(start + max(size, 1), n))

@@ -99,7 +99,7 @@ class Pool(Tier):
         return self.n_slots * self.page_bytes
 
     def find(self, pages: Pages) -> Numbers:
-        """The slot of each page, -1 where it is not here."""
+        """Return the slot of each page, -1 where it is not here."""
         return self.slot[pages]
 
     def holds(self, pages: Pages) -> NDArray[np.bool_]:
@@ -120,7 +120,7 @@ class Pool(Tier):
         return slots
 
     def fetch(self, pages: Pages) -> tuple[Fetch, Pages, Numbers] | None:
-        """`bring` as work for another thread, the pages that it brings, and their slots; None if all are there.
+        """Return `bring` as work for another thread, the pages that it brings, and their slots; None if all are there.
 
         Until the work has ended, nobody else may use this pool or those below. Then `arrived` counts the pages.
         """
@@ -149,7 +149,7 @@ class Pool(Tier):
         self.traffic.bytes_in += len(slots) * self.page_bytes
 
     def read(self, pages: Pages) -> Parts:
-        """Missing pages pass by: they get slots only where slots are free."""
+        """Return copies of pages. Missing pages pass by: they get slots only where slots are free."""
         slots, missing = self._request(pages)
         if not len(missing):
             return self.take(slots)
@@ -172,7 +172,7 @@ class Pool(Tier):
         return joined((here, missing), ((held,), (rest,)), self.mover)[0]
 
     def _rows(self, slots: Numbers, offsets: Numbers) -> Tensor:
-        """Single tokens of slots, `[n, 2, P, D]`."""
+        """Return single tokens of slots, `[n, 2, P, D]`."""
         if self.slab_slots is None:
             slot, offset = self.mover.upload(torch.from_numpy(np.stack((slots, offsets))))
             return self.format.tokens(self._slots.slabs[0], slot, offset)
@@ -196,7 +196,7 @@ class Pool(Tier):
         self.below.forget(pages)
 
     def take(self, slots: Numbers) -> Parts:
-        """Copies of the pages in these slots."""
+        """Return copies of the pages in these slots."""
         if not len(slots):
             return tuple(self.mover.empty((0, *shape), x) for shape, x in self.format.shapes)
         self.mover.wait(slots)
@@ -234,7 +234,7 @@ class Pool(Tier):
             self._hand_down(held[some], target)
 
     def _request(self, pages: Pages) -> tuple[Numbers, Numbers]:
-        """The slots of pages, -1 where they are missing, and which are; their use is noted."""
+        """Return the slots of pages, -1 where they are missing, and which are; their use is noted."""
         self.clock += 1
         slots = self.find(pages)
         missing = np.flatnonzero(slots < 0)
@@ -254,7 +254,7 @@ class Pool(Tier):
         return slots
 
     def _vacate(self, n: int) -> Numbers:
-        """`n` slots made free; dirty pages move down first."""
+        """Return `n` slots that were made free; dirty pages move down first."""
         slots = self._victims(n)
         held = self._holding(slots)
         dirty = held[~self.below.holds(self._pages(held))]
@@ -264,7 +264,7 @@ class Pool(Tier):
         return slots
 
     def _victims(self, n: int) -> Numbers:
-        """`n` slots to fill: free ones, then the least recently used; none pinned, or in use by this request."""
+        """Return `n` slots to fill: free ones, then the least recently used; none pinned, or in use by this request."""
         n_free = int((self.group < 0).sum())
         if self.n_slots < self.limit and n_free < n:
             self._grow(n - n_free)
@@ -286,7 +286,7 @@ class Pool(Tier):
         self._queue.clear()
 
     def _holding(self, slots: Numbers) -> Numbers:
-        """Those of these slots that hold a page."""
+        """Return those of these slots that hold a page."""
         slots = slots[self.group[slots] >= 0]
         held: Numbers = slots[self.slot[self._pages(slots)] == slots]
         return held

@@ -83,14 +83,16 @@ class RowFile:
         return self.n_rows * self.row_bytes
 
     def allocate_pages(self, groups: Numbers, chunks: Numbers, size: int) -> Numbers:
-        """Where to write pages of `size` rows: the first row of each. Raises `CapacityError` where there is no space.
+        """Return where to write pages of `size` rows: the first row of each.
+
+        Raises `CapacityError` where there is no space.
 
         `groups` and `chunks` name the pages, as `lce.cache.tiers.Pages` does.
         """
         raise CapacityError(FULL)
 
     def for_fork(self) -> RowFile:
-        """The file as another context with the same rows uses it."""
+        """Return the file as another context with the same rows uses it."""
         return self
 
     def write(self, first: int, rows: Tensor) -> None:
@@ -114,7 +116,9 @@ class RowFile:
         self.bytes_written += len(raw)
 
     def read(self, rows: Tensor) -> Tensor:
-        """The rows of these numbers, `[*rows.shape, *row_shape]`. Time and bytes: O(rows), for a file of any size.
+        """Return the rows of these numbers, `[*rows.shape, *row_shape]`.
+
+        Time and bytes: O(rows), for a file of any size.
 
         Raises `DataError` for a row that is not what was written, and for a disk that does not read.
         """
@@ -151,7 +155,7 @@ class RowFile:
         torch.index_select(scratch, 0, torch.from_numpy(at), out=found)
 
     def read_pages(self, first: Numbers, size: int) -> Tensor:
-        """Rows `first[i]..first[i]+size-1` of each page: `[n, size, *row_shape]`. Time and bytes: O(n · size).
+        """Return rows `first[i]..first[i]+size-1` of each page: `[n, size, *row_shape]`. Time and bytes: O(n · size).
 
         Raises `DataError` for a row that is not what was written, and for a disk that does not read.
         """
@@ -261,7 +265,7 @@ class SpillFile(RowFile):
 
 
 def _rows_of(first: Numbers, size: int) -> Numbers:
-    """The rows of pages, in order."""
+    """Return the rows of pages, in order."""
     rows: Numbers = (first[:, None] + np.arange(size)).reshape(-1)
     return rows
 

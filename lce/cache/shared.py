@@ -123,7 +123,7 @@ class RowBuffer:
         self._clean, self._stop = min(self._clean, start), max(self._stop, stop)
 
     def can_share(self, n_rows: int) -> bool:
-        """Whether a fork can map the first `n_rows` rows, as they are."""
+        """Return whether a fork can map the first `n_rows` rows, as they are."""
         return self._shared is not None and (not self._private or n_rows <= self._clean)
 
     def move(self, holder: Holder, start: int, n_rows: int, shape: Sequence[int]) -> None:
@@ -194,7 +194,7 @@ def share(buffers: Sequence[tuple[RowBuffer, int, int]]) -> None:
 
 
 def _available() -> bool:
-    """Whether this system has files in memory, whose pages are there when they are written to."""
+    """Return whether this system has files in memory, whose pages are there when they are written to."""
     if not hasattr(os, "memfd_create"):
         return False
     try:  # 2: memory is promised at once; a page that is refused later would be a signal

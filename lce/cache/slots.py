@@ -28,11 +28,11 @@ class Slots(NamedTuple):
         return cls((), *np.zeros((3, 0), np.int64))
 
     def with_slab(self, slab: Parts) -> Slots:
-        """These and those of another slab, behind them."""
+        """Return these and those of another slab, behind them."""
         return self._with((*self.slabs, slab), len(self.group) + len(slab[0]))
 
     def moved_to(self, slab: Parts, mover: Mover) -> Slots:
-        """The slots of a larger slab, the first with what these hold. Bytes: one copy."""
+        """Return the slots of a larger slab, the first with what these hold. Bytes: one copy."""
         n = len(self.group)
         if n:
             mover.wait(np.arange(n))
@@ -72,7 +72,10 @@ class SlotQueue:
         self._queue = np.stack((oldest, age[oldest]))
 
     def take(self, n: int, slots: Slots, clock: int) -> Numbers:
-        """The first `n` that may be filled, or all that there are; those that request `clock` uses may not be."""
+        """Return the first `n` that may be filled, or all that there are.
+
+        Those that request `clock` uses may not be.
+        """
         queued, age = self._queue
         free, used = slots.group[queued] < 0, slots.used[queued]
         good = np.flatnonzero(np.where(age < 0, free, ~free & (used == age) & (used < clock)))[:n]

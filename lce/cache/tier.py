@@ -42,19 +42,19 @@ class Tier(ABC):
 
     @abstractmethod
     def holds(self, pages: Pages) -> NDArray[np.bool_]:
-        """Which pages are in this tier or in one below it."""
+        """Return which pages are in this tier or in one below it."""
 
     @abstractmethod
     def read(self, pages: Pages) -> Parts:
         """Return copies of pages, as this tier stores them, from here or from below."""
 
     def order(self, pages: Pages) -> Numbers:
-        """An order of these pages in which `read` is fastest."""
+        """Return an order of these pages in which `read` is fastest."""
         return np.arange(len(pages.group))
 
     @abstractmethod
     def read_rows(self, pages: Pages, offsets: Numbers) -> Tensor:
-        """Copies of single tokens of pages, rows `[n, 2, P, D]`, from here or from below."""
+        """Return copies of single tokens of pages, rows `[n, 2, P, D]`, from here or from below."""
 
     @abstractmethod
     def write(self, pages: Pages, *parts: Tensor) -> None:
@@ -89,6 +89,9 @@ class Nowhere(Tier):
 
 
 def joined(where: tuple[Numbers, Numbers], parts: tuple[Parts, Parts], mover: Mover) -> Parts:
-    """Two runs of tensors, which are where the mover's slots are, as one: `parts[i]` are the entries `where[i]`."""
+    """Return two runs of tensors, which are where the mover's slots are, as one.
+
+    `parts[i]` are the entries `where[i]`.
+    """
     order = mover.upload(torch.from_numpy(np.argsort(np.concatenate(where))))
     return tuple(torch.cat(both).index_select(0, order) for both in zip(*parts, strict=True))

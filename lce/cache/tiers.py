@@ -63,7 +63,9 @@ class TierStack:
 
     @classmethod
     def empty(cls, layout: CacheLayout, n_tokens: int, file: RowFile | None) -> TierStack:
-        """Tiers of a context of `n_tokens` tokens, over `file`; None: a spill file, if the layout has a folder for one.
+        """Return tiers of a context of `n_tokens` tokens, over `file`.
+
+        None: a spill file, if the layout has a folder for one.
 
         Raises `CapacityError` where the budgets cannot hold them.
         """
@@ -87,14 +89,14 @@ class TierStack:
         return self.pools[0]
 
     def __iter__(self) -> Iterator[Tier]:
-        """The tiers, fastest first."""
+        """Yield the tiers, fastest first."""
         tier: Tier = self.top
         while not isinstance(tier, Nowhere):
             yield tier
             tier = tier.below
 
     def groups(self, layer: int) -> Numbers:
-        """A layer's head groups, counted over all layers."""
+        """Return a layer's head groups, counted over all layers."""
         return np.arange(layer * self.layout.n_groups, (layer + 1) * self.layout.n_groups)
 
     def add(self, layer: int, first: int, k: Tensor, v: Tensor) -> None:
@@ -113,7 +115,7 @@ class TierStack:
             self.top.write(pages, *parts)
 
     def chunks(self, layer: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
-        """All of chunks `first..stop-1` of a layer, `k v [G, (stop - first)·L, D]`, copied.
+        """Return all of chunks `first..stop-1` of a layer, `k v [G, (stop - first)·L, D]`, copied.
 
         Reading everything once evicts nothing: pages that the first pool lacks pass by, unless slots are free.
         """
@@ -124,7 +126,10 @@ class TierStack:
         return k, v
 
     def tokens(self, layer: int, index: Numbers) -> tuple[Tensor, Tensor]:
-        """Keys and values `[G, n, D]` of single tokens, ascending. A chunk of which half is asked comes whole."""
+        """Return keys and values `[G, n, D]` of single tokens, ascending.
+
+        A chunk of which half is asked comes whole.
+        """
         self.settle()
         size, groups = self.layout.chunk_size, self.groups(layer)
         present, counts = np.unique(index // size, return_counts=True)
@@ -136,7 +141,7 @@ class TierStack:
         return rows[:, :, 0].transpose(1, 2).flatten(0, 1), rows[:, :, 1].transpose(1, 2).flatten(0, 1)
 
     def rounds(self, layer: int, wanted: NDArray[np.bool_]) -> Iterator[Tiles]:
-        """Pages of a layer, True in `wanted [groups, chunks]`, as many at a time as the first pool can hold.
+        """Yield pages of a layer, True in `wanted [groups, chunks]`, as many at a time as the first pool can hold.
 
         Each `Tiles` is valid until the next one; if there is one alone, it has what else of the layer is in the pool,
         too. If the request exceeds the pool, resident pages are served first; the missing ones cycle through a quarter
@@ -168,7 +173,10 @@ class TierStack:
                 top.release(slots)
 
     def _slot_tiles(self, slot: Tensor) -> Tiles:
-        """The first pool's slots as tiles: page head p of slot s is tile `s·P + p`. `slot [groups, chunks]`, or -1."""
+        """Return the first pool's slots as tiles: page head p of slot s is tile `s·P + p`.
+
+        `slot [groups, chunks]`, or -1.
+        """
         k, v, heads = self.top.k, self.top.v, self.layout.page_heads
         if heads > 1:
             slot = slot[:, None]
@@ -220,7 +228,7 @@ class TierStack:
         self.pools = smaller.pools
 
     def fork(self, buffer_tokens: int = 0) -> TierStack:
-        """Tiers of another context with the same pages, over the same file; dirty pages are written down first.
+        """Return tiers of another context with the same pages, over the same file; dirty pages are written down first.
 
         Without a file that takes pages, the other's last pool gets copies.
         """
