@@ -120,7 +120,7 @@ class ModelConfig:
         )
 
     def identity(self, fingerprint: str) -> str:
-        """A SHA-256 of the weights' fingerprint and of every number here that changes what the model computes.
+        """Return a SHA-256 of the weights' fingerprint and of every number here that changes what the model computes.
 
         It ties contexts to the model. The same weights under another `norm_eps` or RoPE base give other keys.
         """
@@ -129,7 +129,9 @@ class ModelConfig:
 
 
 def rope_section(fields: Fields) -> Fields:
-    """The RoPE scaling, in either layout: `rope_scaling` or `rope_parameters`. If a file has both, they must agree."""
+    """Return the RoPE scaling, in either layout: `rope_scaling` or `rope_parameters`. If a file has both, they must
+    agree.
+    """
     older, newer = fields.section("rope_scaling"), fields.section("rope_parameters")
     if not older.values or not fields.values.get("rope_parameters"):
         return older if older.values else newer
@@ -177,7 +179,7 @@ def _refuse_unsupported(fields: Fields) -> None:
 
 
 def _heads(fields: Fields) -> tuple[int, int, int]:
-    """Query heads, key/value heads, head dimension."""
+    """Read the number of query heads, of key/value heads, and the head dimension."""
     n_heads = fields.integer("num_attention_heads")
     n_kv_heads = fields.optional_integer("num_key_value_heads") or n_heads
     if n_heads % n_kv_heads:
@@ -206,7 +208,9 @@ def _dtype(fields: Fields) -> str | None:
 
 
 def _special_tokens(fields: Fields, generation: Fields, vocab_size: int) -> tuple[int | None, tuple[int, ...]]:
-    """The token that begins a text, and all that end one: those of generation_config.json, then those of the config."""
+    """Return the token that begins a text, and all that end one: those of generation_config.json, then those of the
+    config.
+    """
     bos = fields.token_ids("bos_token_id", vocab_size) + generation.token_ids("bos_token_id", vocab_size)
     eos = generation.token_ids("eos_token_id", vocab_size) + fields.token_ids("eos_token_id", vocab_size)
     bos = bos or _default_token(fields, "bos_token_id", vocab_size)
@@ -215,7 +219,7 @@ def _special_tokens(fields: Fields, generation: Fields, vocab_size: int) -> tupl
 
 
 def _default_token(fields: Fields, key: str, vocab_size: int) -> tuple[int, ...]:
-    """The family's own token where the config leaves `key` out, unless the vocabulary is too small to have it."""
+    """Return the family's own token where the config leaves `key` out, unless the vocabulary is too small."""
     token = fields.defaults.get(key)
     if isinstance(token, int) and token < vocab_size and key not in fields.values:
         return (token,)

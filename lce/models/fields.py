@@ -79,7 +79,7 @@ class Fields:
         return value
 
     def _filled(self, key: str, default: object = None) -> object:
-        """The value under `key`; for a key that is left out or null, its default."""
+        """Return the value under `key`; for a key that is left out or null, its default."""
         value = self.values.get(key)
         return self.defaults.get(key, default) if value is None else value
 
@@ -96,21 +96,21 @@ class Fields:
         return value
 
     def names(self, key: str) -> list[str]:
-        """The list of strings under `key`, empty where there is none."""
+        """Return the list of strings under `key`, empty where there is none."""
         listed = [] if self.values.get(key) is None else self.values[key]
         if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
             raise self.refusal(key, "a list of names")
         return listed
 
     def section(self, key: str) -> Fields:
-        """The object under `key`, empty where there is none. It must be flat: one for all layers."""
+        """Return the object under `key`, empty where there is none. It must be flat: one for all layers."""
         value = self._filled(key, {})
         if not isinstance(value, dict) or any(isinstance(inner, dict) for inner in value.values()):
             raise self.refusal(key, "null or one flat object for all layers")
         return Fields(f"{self.where}: {key}", value)
 
     def inner(self, key: str, inherited: Sequence[str]) -> Fields:
-        """The object under `key`, with those `inherited` keys that this object has itself."""
+        """Return the object under `key`, with those `inherited` keys that this object has itself."""
         value = self.values.get(key)
         if not isinstance(value, dict):
             raise self.refusal(key, "an object")
@@ -118,7 +118,7 @@ class Fields:
         return Fields(f"{self.where}: {key}", value | shared)
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        """The ids under `key`, one or a list of them; empty where there are none."""
+        """Return the ids under `key`, one or a list of them; empty where there are none."""
         value = self.values.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(token) is int and 0 <= token < vocab_size for token in ids):

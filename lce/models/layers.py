@@ -43,13 +43,15 @@ class Layer:
     def project(
         self, name: str, x: Tensor, *, norm: str | None = None, gated: bool = False, onto: Tensor | None = None
     ) -> Tensor:
-        """`x [T, in]` through a matrix and its bias, if it has one; `norm` names what normalises x: see `linear`."""
+        """Multiply `x [T, in]` with a matrix, plus its bias, if there is one; `norm` names what normalises x: see
+        `linear`.
+        """
         w = self.w
         scale = None if norm is None else w[norm]
         return linear(x, w[name], self.biases[name], norm=scale, eps=self.eps, gated=gated, onto=onto)
 
     def heads(self, x: Tensor, norm: str) -> tuple[Tensor, Tensor, Tensor]:
-        """`x [T, hidden]`, normalised, to `q [H, T, D]`, `k v [G, T, D]`: views of one product."""
+        """Project `x [T, hidden]`, normalised, to `q [H, T, D]`, `k v [G, T, D]`: views of one product."""
         config = self.config
         joined = self.project("qkv", x, norm=norm)
         if len(x) == 1:
@@ -99,12 +101,12 @@ class Model:
         return x
 
     def logits(self, x: Tensor) -> Tensor:
-        """Hidden states `[T, hidden]` to logits `[T, vocab]`, float32."""
+        """Return the logits `[T, vocab]`, float32, of hidden states `[T, hidden]`."""
         return linear(x, self.head, norm=self.final_norm, eps=self.config.norm_eps).to(torch.float32)
 
     @classmethod
     def read(cls, fields: Fields, generation: Fields) -> ModelConfig:
-        """The checked config of a checkpoint of this family. Raises ModelError if lce cannot run it."""
+        """Read the checked config of a checkpoint of this family. Raises ModelError if lce cannot run it."""
         fields = Fields(fields.where, fields.values, cls.defaults)
         config = cls.configure(ModelConfig.read(fields, generation, cls.architecture), fields)
         check_layer_types(fields, config)
@@ -112,12 +114,12 @@ class Model:
 
     @classmethod
     def configure(cls, config: ModelConfig, fields: Fields) -> ModelConfig:
-        """Adds to `config` what this family reads in its own way; the shared keys are already in it."""
+        """Add to `config` what this family reads in its own way; the shared keys are already in it."""
         return config
 
     @classmethod
     def weights(cls, config: ModelConfig, stored: Collection[str] = ()) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Every weight of the model: our name to the published name and the shape.
+        """Return every weight of the model: our name to the published name and the shape.
 
         A product in `config.biases` has a bias beside its weight: `q_bias`, published as `self_attn.q_proj.bias`.
         `stored` are the names in the checkpoint. If the config ties the head to the embedding, but the checkpoint
@@ -141,7 +143,7 @@ class Model:
 
     @classmethod
     def layer_of(cls, name: str, config: ModelConfig) -> int:
-        """The layer beside which a weight is, by our name: the first for the embedding, the last for the head."""
+        """Return the layer beside which a weight lies, by our name: the embedding's is the first, the head's the last."""
         index, dot, _ = name.partition(".")
         if dot:
             return int(index)
@@ -149,7 +151,9 @@ class Model:
 
     @classmethod
     def joined(cls, config: ModelConfig) -> dict[str, tuple[str, ...]]:
-        """What `joins` says, for every layer and for biases: the name of each whole to the names of its parts."""
+        """Name the matrices that lie in one, for every layer and for biases: the name of each whole to the names of its
+        parts.
+        """
         found = {}
         for whole, parts in cls.joins.items():
             kinds = ("", "_bias") if parts[0] in config.biases else ("",)
@@ -161,7 +165,7 @@ class Model:
 
     @classmethod
     def schemes(cls, config: ModelConfig, scheme: Scheme, stored: Collection[str] = ()) -> dict[str, Scheme]:
-        """The published names of the matrices that are rounded, with their schemes.
+        """Return the published names of the matrices that are rounded, with their schemes.
 
         Embeddings and the head have the scheme's `for_tokens`: few bytes of a model, and much of the error.
         """
@@ -172,7 +176,7 @@ class Model:
 
 
 def _sizes(config: ModelConfig) -> dict[str, int]:
-    """The words in which a weight table writes shapes."""
+    """Return the words in which a weight table writes shapes."""
     return {
         "vocab": config.vocab_size,
         "hidden": config.hidden_size,

@@ -57,6 +57,6 @@ class Ministral3(Mistral):
         return super().__call__(ids, indices, attend_scaled)
 
     def query_scale(self, indices: Tensor) -> Tensor:
-        """The factor of each query: indices `[T]` to `[T, 1]`, float64."""
+        """Return the factor of each query: indices `[T]` to `[T, 1]`, float64."""
         spans = indices // int(self.config.extra["query_length"])
         return 1 + self.config.extra["query_beta"] * (1 + spans).to(torch.float64).log()[:, None]

@@ -27,7 +27,7 @@ def linear(
     x: Tensor, weight: Matrix, bias: Tensor | None = None, *, norm: Tensor | None = None, eps: float = 0.0,
     gated: bool = False, onto: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`x [T, in]` times `weight [out, in]` transposed, plus `bias [out]`. Time: O(T · in · out).
+    """Multiply `x [T, in]` with `weight [out, in]` transposed, plus `bias [out]`. Time: O(T · in · out).
 
     With `norm [in]` x is normalised first, as `rms_norm` does. `gated` takes SiLU of the first half of the result times
     the second: `[T, out / 2]`. With `onto` the result is added to that tensor, in place. A few rows take a kernel that
@@ -55,14 +55,14 @@ def linear(
 
 
 def _plain(x: Tensor, weight: Tensor, onto: Tensor | None) -> bool:
-    """Whether the kernel takes these tensors as they lie."""
+    """Return whether the kernel takes these tensors as they lie."""
     if x.dtype not in STORED or weight.dtype is not x.dtype or x.requires_grad or weight.requires_grad:
         return False
     return x.is_contiguous() and weight.is_contiguous() and (onto is None or onto.is_contiguous())
 
 
 def rows_of(weight: Matrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """The rows `ids [T]` of a matrix, `[T, in]`; `dtype` is that of rows which lie packed."""
+    """Return the rows `ids [T]` of a matrix, `[T, in]`; `dtype` is that of rows which lie packed."""
     return F.embedding(ids, weight) if isinstance(weight, Tensor) else weight.rows(ids, dtype)
 
 
@@ -98,7 +98,7 @@ def _product_of_unpacked(x: Tensor, weight: PackedMatrix, bias: Tensor | None) -
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x [..., D]` over its root mean square, times `weight [D]`; computed in float32 for any dtype."""
+    """Divide `x [..., D]` by its root mean square, times `weight [D]`; computed in float32 for any dtype."""
     if runs_on(x):
         return elementwise.rms_norm(x, weight, eps)
     if launching.runs_on(x):
@@ -109,7 +109,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def norm_heads(q: Tensor, q_weight: Tensor, k: Tensor, k_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`rms_norm` of queries and of keys, `[heads, T, D]` each; on a GPU in one launch."""
+    """Apply `rms_norm` to queries and to keys, `[heads, T, D]` each; on a GPU in one launch."""
     if launching.runs_on(q):
         from lce.kernels.cuda import elementwise as on_gpu
 
@@ -119,7 +119,7 @@ def norm_heads(q: Tensor, q_weight: Tensor, k: Tensor, k_weight: Tensor, eps: fl
 
 @timed("activations")
 def silu_mul(x: Tensor) -> Tensor:
-    """SiLU of the first half of `x [T, 2·D]` times the second half: `[T, D]`."""
+    """Multiply SiLU of the first half of `x [T, 2·D]` with the second half: `[T, D]`."""
     if runs_on(x):
         return elementwise.silu_mul(x)
     if launching.runs_on(x):
@@ -131,13 +131,15 @@ def silu_mul(x: Tensor) -> Tensor:
 
 
 def merge_heads(out: Tensor) -> Tensor:
-    """The heads' outputs `[H, T, D]` side by side, `[T, H · D]`; a view for one token."""
+    """Put the heads' outputs `[H, T, D]` side by side, `[T, H · D]`; a view for one token."""
     n = out.shape[1]
     return out.reshape(1, -1) if n == 1 else out.transpose(0, 1).reshape(n, -1)
 
 
 def turns(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of `positions · frequencies [D/2]` (float64), times `scale`: `[*positions.shape, D/2]` each."""
+    """Return cosines and sines of `positions · frequencies [D/2]` (float64), times `scale`: `[*positions.shape, D/2]`
+    each.
+    """
     if positions.is_cuda and dtype in launching.DTYPES and launching.installed():
         from lce.kernels.cuda import elementwise as on_gpu
 
@@ -151,7 +153,7 @@ def turns(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dty
 
 
 def _onednn_works() -> bool:
-    """Whether this PyTorch has the operator; it is not part of its public interface."""
+    """Return whether this PyTorch has the operator; it is not part of its public interface."""
     try:
         torch.ops.mkldnn._linear_pointwise(torch.zeros(1, 8), torch.zeros(8, 8), None, "none", [], "")
     except (AttributeError, RuntimeError, TypeError):

@@ -27,7 +27,7 @@ class Qwen2(Llama):
 
 
 def sliding_window(fields: Fields) -> int | None:
-    """The sliding window of all layers, or None. Raises ModelError if only some of the layers have it.
+    """Return the sliding window of all layers, or None. Raises ModelError if only some of the layers have it.
 
     In the published models the first `max_window_layers` layers attend everything; `layer_types` overrides that.
     """

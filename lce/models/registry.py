@@ -29,7 +29,7 @@ class Family(Protocol):
 
     @classmethod
     def read(cls, fields: Fields, generation: Fields) -> ModelConfig:
-        """The checked config of a checkpoint of this family, with the `architecture` of the model to build."""
+        """Read the checked config of a checkpoint of this family, with the `architecture` of the model to build."""
 
 
 _FAMILIES: dict[str, type[Family]] = {}
@@ -37,7 +37,7 @@ F = TypeVar("F", bound=type[Family])
 
 
 def family(model_type: str, architecture: str) -> Callable[[F], F]:
-    """Class decorator: make a family known by its `model_type` and by the name in `architectures`."""
+    """Decorate a class: make a family known by its `model_type` and by the name in `architectures`."""
 
     def enter(cls: F) -> F:
         assert model_type not in _FAMILIES, f"two families are called {model_type}"
@@ -49,7 +49,7 @@ def family(model_type: str, architecture: str) -> Callable[[F], F]:
 
 
 def families() -> Mapping[str, type[Family]]:
-    """All families by `model_type`, in alphabetical order."""
+    """Return all families by `model_type`, in alphabetical order."""
     _import_all()
     return dict(sorted(_FAMILIES.items()))
 
@@ -62,13 +62,13 @@ def read_config(source: Source) -> ModelConfig:
 
 
 def model_class(config: ModelConfig) -> type[Model]:
-    """The class that builds the model of `config`."""
+    """Return the class that builds the model of `config`."""
     found = next(cls for cls in families().values() if cls.architecture == config.architecture)
     return cast("type[Model]", found)
 
 
 def family_of(fields: Fields) -> type[Family]:
-    """The family that a config names in `architectures`, in `model_type`, or in both, if they agree.
+    """Return the family that a config names in `architectures`, in `model_type`, or in both, if they agree.
 
     An unknown name gets the list of the supported ones and no nearest match: weights of a family whose name is similar
     (mixtral, mistral) are not interchangeable.

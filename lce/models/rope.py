@@ -32,11 +32,14 @@ class Rope:
         self._uploaded: dict[torch.device, Tensor] = {}
 
     def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
-        """Cosines and sines `[*positions.shape, D/2]` in `dtype`, on the positions' device. Time: O(positions · D)."""
+        """Return cosines and sines `[*positions.shape, D/2]` in `dtype`, on the positions' device. Time: O(positions ·
+        D).
+        """
         return Turn(*turns(positions, self._on(positions.device), self.scale, dtype))
 
     def _on(self, device: torch.device) -> Tensor:
-        """The frequencies on a device. Each device gets them once: an upload waits for what the device has to do.
+        """Return the frequencies on a device. Each device gets them once: an upload waits for what the device has to
+        do.
 
         Two threads may both upload them; either copy will do.
         """
@@ -49,7 +52,7 @@ class Rope:
 
 
 def _frequencies(config: RopeConfig, head_dim: int, trained: int, length: int) -> Tensor:
-    """The frequencies `[D/2]`, float64, of a model that was trained on `trained` positions."""
+    """Return the frequencies `[D/2]`, float64, of a model that was trained on `trained` positions."""
     exponents = -torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     base: Tensor = config.theta**exponents
     match config.kind:
@@ -73,12 +76,12 @@ def _frequencies(config: RopeConfig, head_dim: int, trained: int, length: int) -
 
 
 def _ntk_theta(theta: float, factor: float, head_dim: int) -> float:
-    """The NTK-aware base (bloc97, 2023): the slowest frequency is interpolated, the fastest left alone."""
+    """Return the NTK-aware base (bloc97, 2023): the slowest frequency is interpolated, the fastest left alone."""
     return float(theta * factor ** (head_dim / (head_dim - 2)))
 
 
 def _yarn_ramp(config: RopeConfig, head_dim: int, trained: int) -> Tensor:
-    """YaRN (Peng et al., 2023): 1 where a frequency is slow and interpolated, 0 where it is kept, a ramp between."""
+    """Return YaRN's ramp (Peng et al., 2023): 1 where a frequency is slow and interpolated, 0 where it is kept."""
 
     def dimension_of(cycles: float) -> float:  # the pair that makes this many cycles over the trained window
         return head_dim * math.log(trained / (cycles * 2 * math.pi)) / (2 * math.log(config.theta))
@@ -91,7 +94,7 @@ def _yarn_ramp(config: RopeConfig, head_dim: int, trained: int) -> Tensor:
 
 
 def _yarn_scale(config: RopeConfig) -> float:
-    """YaRN's factor on the rotated vectors, by which it scales the logits; 1 for the other kinds."""
+    """Return YaRN's factor on the rotated vectors, by which it scales the logits; 1 for the other kinds."""
 
     def mscale(weight: float) -> float:
         return 1.0 if config.factor <= 1 else 0.1 * weight * math.log(config.factor) + 1.0

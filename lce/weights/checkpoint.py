@@ -89,7 +89,8 @@ class Checkpoint:
         ignore: Sequence[str] = (), joined: Mapping[str, Sequence[str]] | None = None,
         schemes: Mapping[str, Scheme] | None = None,
     ) -> dict[str, Any]:  # fmt: skip
-        """The tensors of `wanted`, under its keys, in `dtype` (None: as stored) on `device`, or on that of each key.
+        """Load the tensors of `wanted`, under its keys, in `dtype` (None: as stored) on `device`, or on that of each
+        key.
 
         An entry of `wanted` maps the caller's name to the name in the checkpoint and the shape it must have. Names,
         shapes and stored dtypes are all checked first. Every other tensor of the checkpoint must match one of the
@@ -149,7 +150,9 @@ class Checkpoint:
         return found | {key: Stacked([found.pop(part) for part in parts]) for key, parts in stacked.items()}
 
     def _place(self, names: Sequence[str]) -> tuple[Path, int]:
-        """Where a tensor, or the first of several, lies: what is read in this order is read as it lies on the disk."""
+        """Return where a tensor, or the first of several, lies: tensors are read in the order in which they lie on the
+        disk.
+        """
         info = self.tensors.get(names[0])
         if info is None and self.manifest:
             shape = self.manifest.shapes[names[0]]
@@ -164,7 +167,7 @@ class Checkpoint:
         fill([Job(name, infos[name], files[infos[name].file], outs[name]) for name in order])
 
     def _staged(self, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> int:
-        """Bytes that the matrices of one tensor take before they are rounded."""
+        """Return bytes that the matrices of one tensor take before they are rounded."""
         return math.prod(_beneath([shapes[name] for name in names])) * self._dtype_of(names).itemsize
 
     def _round(
@@ -180,7 +183,7 @@ class Checkpoint:
             schemes[names[0]].pack(weight, parts)
 
     def _dtype_of(self, names: Sequence[str]) -> torch.dtype:
-        """The widest dtype in which one of these is stored."""
+        """Return the widest dtype in which one of these is stored."""
         return functools.reduce(torch.promote_types, (DTYPES[self.tensors[name].dtype] for name in names))
 
     def _check_memory(self, needed: int, device: torch.device) -> None:
@@ -193,7 +196,7 @@ class Checkpoint:
 
     @contextmanager
     def opened(self) -> Iterator[dict[Path, int]]:
-        """Descriptors of all files. Raises ModelError if one is not what it was when its header was read.
+        """Open all files. Raises ModelError if one is not what it was when its header was read.
 
         It is checked at the end again: what was read in between belongs to the header that was checked.
         """
@@ -216,7 +219,7 @@ class Checkpoint:
                 raise ModelError(f"{named(file)} changed while it was loaded; load it again when nothing writes to it")
 
     def dtype(self) -> torch.dtype:
-        """The dtype that most bytes are stored in; of quantised weights, the one that they were rounded from."""
+        """Return the dtype that most bytes are stored in; of quantised weights, the one that they were rounded from."""
         if self.manifest:
             return getattr(torch, self.manifest.dtype)  # type: ignore[no-any-return]
         sizes: Counter[str] = Counter()
@@ -229,7 +232,8 @@ class Checkpoint:
         raise ModelError(f"{where} has no weights in {', '.join(DTYPES)}; use a checkpoint in one of these")
 
     def fingerprint(self) -> str:
-        """A SHA-256 that ties a context or a map file to these weights, however they are sharded or named on disk.
+        """Return a SHA-256 that ties a context or a map file to these weights, however they are sharded or named on
+        disk.
 
         It covers every name, dtype and shape, and three samples of every tensor's bytes; a change elsewhere in a
         large tensor is not seen. `load` takes the samples, 12 KiB a tensor at most, with the weights. Without `load`
@@ -246,17 +250,17 @@ class Checkpoint:
             raise ModelError(f"{where}: its tensors are not those of its manifest; quantize the checkpoint again")
 
     def samples(self) -> str:
-        """The fingerprint of these files' own tensors."""
+        """Return the fingerprint of these files' own tensors."""
         return self._fingerprint
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of all tensors; a matrix of several has its own."""
+        """Return the names of all tensors; a matrix of several has its own."""
         return frozenset(self._published)
 
     @cached_property
     def _published(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor; a matrix that is stored rounded counts as one."""
+        """Return the shape of every tensor; a matrix that is stored rounded counts as one."""
         shapes = {name: info.shape for name, info in self.tensors.items()}
         if self.manifest:
             for name, shape in self.manifest.shapes.items():
@@ -308,20 +312,20 @@ class Checkpoint:
 
 
 def _in_one(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], schemes: Mapping[str, Scheme]) -> bool:
-    """Whether these matrices can lie in one, beneath each other."""
+    """Return whether these matrices can lie in one, beneath each other."""
     scheme = schemes.get(names[0])
     alike = all(schemes.get(name) == scheme for name in names)
     return alike and (scheme is None or all(shapes[name][0] % scheme.row_block == 0 for name in names))
 
 
 def _beneath(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The shape of tensors one beneath the other."""
+    """Return the shape of tensors one beneath the other."""
     assert len({shape[1:] for shape in shapes}) == 1, f"{shapes} do not lie beneath each other"
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
 def _split(names: Sequence[str], whole: Tensor, shapes: Mapping[str, tuple[int, ...]], rows: int) -> dict[str, Tensor]:
-    """A tensor's parts, one beneath the other, by name; `rows` rows of a matrix are one of the tensor."""
+    """Split a tensor into its parts, one beneath the other, by name; `rows` rows of a matrix are one of the tensor."""
     if len(names) == 1:
         return {names[0]: whole}
     return dict(zip(names, whole.split([shapes[name][0] // rows for name in names]), strict=True))
@@ -333,7 +337,7 @@ def _few(names: Sequence[str], quoted: bool = True) -> str:
 
 
 def _header(file: Path) -> tuple[dict[str, TensorInfo], dict[str, str], Stamp]:
-    """The tensors of a file, its metadata, and its stamp from before its header was read."""
+    """Return the tensors of a file, its metadata, and its stamp from before its header was read."""
     descriptor = open_regular(file, ModelError)
     try:
         stamp = Stamp.of(descriptor)
@@ -343,7 +347,7 @@ def _header(file: Path) -> tuple[dict[str, TensorInfo], dict[str, str], Stamp]:
 
 
 def _only_file(folder: Path) -> Path:
-    """The one safetensors file of a folder that has neither of the usual names."""
+    """Return the one safetensors file of a folder that has neither of the usual names."""
     where = named(folder)
     try:
         names = sorted(os.listdir(folder))
@@ -365,7 +369,9 @@ def _only_file(folder: Path) -> Path:
 
 
 def _sharded(folder: Path, index: Path) -> tuple[dict[str, TensorInfo], frozenset[str], dict[Path, Stamp]]:
-    """All tensors of the index's shards, the names of those that the index does not list, and the shards' stamps."""
+    """Return all tensors of the index's shards, the names of those that the index does not list, and the shards'
+    stamps.
+    """
     raw = read_bytes(index, LARGEST_HEADER + 1)
     if len(raw) > LARGEST_HEADER:
         raise Damaged(index, f"more than {LARGEST_HEADER} bytes")
@@ -393,7 +399,7 @@ def _sharded(folder: Path, index: Path) -> tuple[dict[str, TensorInfo], frozense
 
 
 def _check_shard_names(folder: Path, index: Path, shards: Iterable[str]) -> None:
-    """A shard's name must be a file name without a path. The file may be a link, as in the cache of Hugging Face."""
+    """Refuse a shard's name that has a path. The file may be a link, as in the cache of Hugging Face."""
     for shard in shards:
         if PureWindowsPath(shard).name != shard or not shard.endswith(".safetensors") or "\0" in shard:
             remedy = "use a checkpoint from a source you trust"

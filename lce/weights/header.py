@@ -50,12 +50,12 @@ class Damaged(ModelError):
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Every tensor of the file, in its header's order. Reads the header alone. Raises ModelError if it is wrong."""
+    """Read every tensor's entry, in the header's order. Reads the header alone. Raises ModelError if it is wrong."""
     return read_all(path)[0]
 
 
 def read_all(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """The tensors of the file and the metadata of its header; otherwise as `read_header`."""
+    """Read the entries of the tensors, and the metadata of the header; otherwise as `read_header`."""
     descriptor = open_regular(path, ModelError)
     try:
         return read_open(descriptor, path)
@@ -64,7 +64,7 @@ def read_all(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
 
 
 def read_open(descriptor: int, path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """As `read_all`, of a file that is open already."""
+    """Read as `read_all` a file that is open already."""
     raw, file_size = _header_bytes(descriptor, path)
     entries = parse_object(raw, path)
     metadata = entries.pop("__metadata__", {})
@@ -87,7 +87,7 @@ def read_open(descriptor: int, path: Path) -> tuple[dict[str, TensorInfo], dict[
 
 
 def parse_object(raw: bytes, path: Path) -> dict[str, object]:
-    """The JSON object in `raw`. Raises ModelError for anything else, and for a name that appears twice."""
+    """Parse the JSON object in `raw`. Raises ModelError for anything else, and for a name that appears twice."""
     try:
         value = parse_json(raw, most=MOST_TENSORS * _VALUES, unique=True)
     except JsonError as error:
@@ -98,7 +98,7 @@ def parse_object(raw: bytes, path: Path) -> dict[str, object]:
 
 
 def read_bytes(path: Path, count: int, offset: int = 0) -> bytes:
-    """Up to `count` bytes of the file. Raises ModelError if it cannot be read."""
+    """Read up to `count` bytes of the file. Raises ModelError if it cannot be read."""
     descriptor = open_regular(path, ModelError)
     try:
         return pread(descriptor, count, offset, path)
@@ -107,7 +107,7 @@ def read_bytes(path: Path, count: int, offset: int = 0) -> bytes:
 
 
 def pread(descriptor: int, count: int, offset: int, path: Path) -> bytes:
-    """Up to `count` bytes of an open file: fewer only at its end. Raises ModelError if it cannot be read."""
+    """Read up to `count` bytes of an open file: fewer only at its end. Raises ModelError if it cannot be read."""
     parts, left = [], count
     try:
         while left and (part := os.pread(descriptor, left, offset + count - left)):
@@ -119,7 +119,7 @@ def pread(descriptor: int, count: int, offset: int, path: Path) -> bytes:
 
 
 def _header_bytes(descriptor: int, path: Path) -> tuple[bytes, int]:
-    """The header's JSON and the size of the file."""
+    """Return the header's JSON and the size of the file."""
     file_size, prefix = os.fstat(descriptor).st_size, pread(descriptor, 8, 0, path)
     length = int.from_bytes(prefix, "little")
     if prefix == b"version ":

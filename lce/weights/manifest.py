@@ -47,12 +47,12 @@ class Manifest:
         return {name: all_schemes()[scheme] for name, (scheme, _) in self.matrices.items()}
 
     def text(self) -> str:
-        """As JSON, for the file's metadata."""
+        """Write the manifest as JSON, for the file's metadata."""
         return json.dumps(asdict(self))
 
     @classmethod
     def read(cls, text: str, file: Path, tensors: Mapping[str, TensorInfo]) -> Self:
-        """The manifest in a file's metadata. Raises ModelError where it is damaged, or contradicts the tensors."""
+        """Read the manifest in a file's metadata. Raises ModelError where it is damaged, or contradicts the tensors."""
         try:
             raw = parse_json(text.encode(), most=MOST_TENSORS * 12, unique=True)
             if raw["format"] != FORMAT:

@@ -35,13 +35,14 @@ class PackedMatrix(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
+        """Return bytes in memory."""
 
     def product(
         self, x: Tensor, bias: Tensor | None = None, *, norm: Tensor | None = None, eps: float = 0.0,
         gated: bool = False, onto: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """`x [T, in]`, contiguous, times the matrix transposed, for a few rows: see `lce.kernels.cpu.products.product`.
+        """Multiply `x [T, in]`, contiguous, with the matrix transposed, for a few rows: see
+        `lce.kernels.cpu.products.product`.
 
         Each row of the result has the bits that it has alone.
         """
@@ -50,7 +51,7 @@ class PackedMatrix(Protocol):
         """Fill `out [rows, in]`, of any dtype, with the rows from `first` on, a multiple of `ROW_BLOCK`; return it."""
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """The rows `ids [T]`, `[T, in]`."""
+        """Unpack the rows `ids [T]`: `[T, in]`."""
 
 
 Matrix = Tensor | PackedMatrix
@@ -69,18 +70,18 @@ class Scheme(ABC):
 
     @abstractmethod
     def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """The name, shape and dtype of each stored tensor of a matrix `shape`."""
+        """Return the name, shape and dtype of each stored tensor of a matrix `shape`."""
 
     @abstractmethod
     def matrix(self, shape: tuple[int, int], parts: Mapping[str, Tensor]) -> PackedMatrix:
-        """The matrix that these tensors hold."""
+        """Return the matrix that these tensors hold."""
 
     @abstractmethod
     def pack(self, weight: Tensor, parts: Mapping[str, Tensor]) -> None:
         """Round `weight [out, in]`, contiguous, into these tensors."""
 
     def n_bytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of a matrix in memory and on disk."""
+        """Return bytes of a matrix in memory and on disk."""
         return sum(math.prod(part) * dtype.itemsize for part, dtype in self.parts(shape).values())
 
 
@@ -92,14 +93,14 @@ def register(scheme: Scheme) -> None:
 
 @functools.cache
 def all_schemes() -> Mapping[str, Scheme]:
-    """All schemes by name."""
+    """Return all schemes by name."""
     for module in pkgutil.iter_modules(lce.weights.__path__):
         importlib.import_module(f"{lce.weights.__name__}.{module.name}")
     return _SCHEMES
 
 
 def scheme_of(name: object) -> Scheme | None:
-    """The scheme that a user names; None for "auto", the weights as they are stored. Raises `UsageError`."""
+    """Return the scheme that a user names; None for "auto", the weights as they are stored. Raises `UsageError`."""
     if name is None or (isinstance(name, str) and name == "auto"):
         return None
     if not isinstance(name, str) or name not in all_schemes():
@@ -119,7 +120,7 @@ class Stacked:
         return sum(part.nbytes for part in self.parts)
 
     def with_biases(self, bias: Tensor | None) -> Iterator[tuple[Matrix, Tensor | None]]:
-        """Each part with its rows of `bias [out]`."""
+        """Yield each part with its rows of `bias [out]`."""
         start = 0
         for part in self.parts:
             stop = start + part.shape[0]
@@ -152,7 +153,9 @@ class Stacked:
 
 
 def scratch_of(n_rows: int, n_in: int, dtype: torch.dtype) -> Tensor:
-    """Memory of this thread for unpacked rows `[n_rows, n_in]`; it grows and stays, so that its pages are mapped."""
+    """Return memory of this thread for unpacked rows `[n_rows, n_in]`; it grows and stays, so that its pages are
+    mapped.
+    """
     needed = n_rows * n_in * dtype.itemsize
     memory: Tensor | None = getattr(_thread, "memory", None)
     if memory is None or len(memory) < needed:

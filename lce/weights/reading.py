@@ -87,7 +87,7 @@ class _Piece:
 
 
 def allocate(sizes: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device) -> list[Tensor]:
-    """Empty tensors of these shapes and dtypes. On the CPU they lie one behind the other in one block of huge pages.
+    """Allocate tensors of these shapes and dtypes. On the CPU they lie one behind the other in one block of huge pages.
 
     The block is returned to the system when its last tensor is gone. Raises `CapacityError` where memory runs out.
     """
@@ -110,7 +110,7 @@ def allocate(sizes: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.d
 
 
 def _block(n_bytes: int) -> Tensor:
-    """Private memory of the process, zeroed, in huge pages where the system has them."""
+    """Map private memory of the process, zeroed, in huge pages where the system has them."""
     if n_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -143,7 +143,7 @@ def fill(jobs: Sequence[Job]) -> None:
 
 
 def _pieces(jobs: Sequence[Job], stages: list[Tensor]) -> Iterator[_Piece]:
-    """All pieces of the jobs. `stages` are buffers that are free; a piece that is converted takes one of them."""
+    """Yield all pieces of the jobs. `stages` are buffers that are free; a piece that is converted takes one of them."""
     for job in jobs:
         stored, out = STORED[job.info.dtype], job.out.view(-1)
         count, offset = PIECE // stored.itemsize, job.info.start

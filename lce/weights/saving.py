@@ -58,7 +58,7 @@ def save_quantised(
 def _write_header(
     file: Any, entries: Mapping[str, tuple[tuple[int, ...], torch.dtype]], manifest: Manifest
 ) -> dict[str, int]:
-    """Write the header; where each tensor begins in the file."""
+    """Write the header; return where each tensor begins in the file."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", METADATA: manifest.text()}}
     offset, starts = 0, {}
     for name, (shape, dtype) in entries.items():

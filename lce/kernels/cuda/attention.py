@@ -24,7 +24,8 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None, cos: Tensor | None = None,
     sin: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`q [H, T, D]`, `k v [G, N, D]` to `out [H, T, D]`, `lse [H, T]` (float32); H / G query heads share a KV head.
+    """Attend `k v [G, N, D]` with `q [H, T, D]`: `out [H, T, D]`, `lse [H, T]` (float32); H / G query heads share a KV
+    head.
 
     N ≥ 1. Causal: the last query sees the last key; with `window` a query sees its nearest `window` keys at most. Query
     t is turned by `cos sin [t]`, `[T, D/2]`, in registers. The query heads of a KV head are rows of one product, and
@@ -59,7 +60,8 @@ def attend(
 def attend_tiles(
     q: Tensor, cos: Tensor, sin: Tensor, tile: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> None:
-    """Row `a = (h·T + t)·K + s` is `q[h, t]` turned by `cos sin [t, s]`, and attends tile number `tile[a]` of `k v`.
+    """Attend chosen tiles. Row `a = (h·T + t)·K + s` is `q[h, t]` turned by `cos sin [t, s]`, and sees tile `tile[a]`
+    of `k v`.
 
     `q [H, T, D]`, `cos sin [T, K, D/2]` or `[T, 1, D/2]`, `tile [A]` int64, -1 for none, `k v [E, L, D]`. Writes
     `out [A, D]` and `lse [A]` (float32) where there is a tile. Rows are sorted by tile, and a program takes rows of one
@@ -97,7 +99,7 @@ def attend_tiles(
 
 
 def sorted_blocks(tile: Tensor, n_tiles: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows by tile, cut into blocks of at most `size` rows of one tile; nothing is read back.
+    """Sort rows by tile, cut into blocks of at most `size` rows of one tile; nothing is read back.
 
     Returns `order [A]`, the rows sorted by tile, those without one (-1) first; `starts [2, E + 1]`: where in `order`
     each tile's rows begin, and which block is its first; `block_tile [B]`, the tile of each block, E behind the last:
@@ -117,7 +119,8 @@ def sorted_blocks(tile: Tensor, n_tiles: int, size: int) -> tuple[Tensor, Tensor
 
 
 def _blocks(dtype: torch.dtype, dim: int, n_rows: int) -> dict[str, Any]:
-    """Rows and keys of a block, warps and stages: what fits an A100's shared memory, and does not spill on an H100.
+    """Return rows and keys of a block, warps and stages: what fits an A100's shared memory, and does not spill on an
+    H100.
 
     `tools/compile_cuda.py` prints registers, spills and shared memory of each. Not measured on a GPU.
     """
@@ -140,7 +143,8 @@ def _attend(
     DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows of a KV head's query heads, and a piece of its keys. Row `t · REP + r` is query t of head r.
+    """Attend a piece of the keys with a block of rows of a KV head's query heads. Row `t · REP + r` is query t of head
+    r.
 
     Keys are attended in up to three stretches: those that only some rows see, because of the window; those that all
     rows see, without a mask; those that only some rows see, because of causality, with the ragged end.
@@ -208,7 +212,7 @@ def _attend_tiles(
     HALF_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows of one tile. `ALONE`: row number `program`, whose tile is `block_tile[program]`."""
+    """Attend one tile with a block of rows. `ALONE`: row number `program`, whose tile is `block_tile[program]`."""
     program = tl.program_id(0)
     tile, i, column = tl.load(block_tile + program), tl.arange(0, BLOCK_M), tl.arange(0, DIM_BLOCK)
     if (tile >= 0) & (tile < n_tiles):

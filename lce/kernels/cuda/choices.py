@@ -19,7 +19,7 @@ _LARGEST = (64, 512, 4096, 8192, MOST_CHUNKS)  # choices among up to so many sha
 
 
 def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int | Tensor, size: int) -> Tensor:
-    """The n best of each row's chunks before its own, `[C, T, min(n, M)]`, ascending, -1 behind the last.
+    """Choose the n best of each row's chunks before its own, `[C, T, min(n, M)]`, ascending, -1 behind the last.
 
     `scores [C, T, M]` contiguous, M up to `MOST_CHUNKS`. Row t is the query at index `start + t`; its own chunk is
     `(start + t) // size`. `start` is a number, or a tensor of one int64 on the device. `forced [T, M]` (bool) are taken
@@ -36,7 +36,8 @@ def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int | Tensor, siz
 
 
 def scores_of_few(q: Tensor, keys: Tensor) -> Tensor:
-    """Dot products of `q [H, T, D]` and `keys [S, M, D]`, H a multiple of S: float32 `[H, T, M]`, for few queries.
+    """Multiply `q [H, T, D]` with `keys [S, M, D]`, H a multiple of S: float32 dot products `[H, T, M]`, for few
+    queries.
 
     With bounds `[S, M, 2, D]`, the least and the most of each channel: `Σ_d max(q_d · min_d, q_d · max_d)`. Sums are
     float32. One launch. Bytes: the keys, once a query and head, all but the first time from the cache.
@@ -50,7 +51,7 @@ def best_runs(
     q: Tensor, summaries: Tensor, position: Tensor, size: int, n: int, *, choosers: int | None = None,
     keep_first: bool = False, keep_last: bool = False, least: bool = False, own: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The chunks that the query of a decode step takes, as runs of tokens: first tokens and counts, `[C, S]`, int64.
+    """Choose the chunks of a decode step's query, as runs of tokens: first tokens and counts, `[C, S]`, int64.
 
     `q [H, D]`; `summaries [S, N, D]`, of which head h is compared with row `h · S // H`, by their product. Of
     `[S, N, 2, D]`, the least and the most of each channel, the score is `Σ_d max(q_d · min_d, q_d · max_d)`. The scores
@@ -78,7 +79,7 @@ def best_runs(
 
 
 def runs_of_chunks(chosen: Tensor, size: int, position: Tensor | None) -> tuple[Tensor, Tensor]:
-    """First tokens and counts of chosen chunks of `size` tokens: `chosen [C, K]`, -1 for none, to `[C, K]` each.
+    """Return first tokens and counts of chosen chunks of `size` tokens: `chosen [C, K]`, -1 for none, to `[C, K]` each.
 
     With a position `[1]`, int64, also the tokens of its own chunk up to it, behind the others: `[C, K + 1]`.
     """
@@ -97,7 +98,7 @@ def runs_of_chunks(chosen: Tensor, size: int, position: Tensor | None) -> tuple[
 def _scored(
     q: Tensor, keys: Tensor, choosers: int, position: Tensor | None = None, size: int = 1, least: bool = False
 ) -> Tensor:
-    """Scores `[C, T, M]` of `q [H, T, D]`; with a position only those of chunks before its own."""
+    """Score `[C, T, M]` of `q [H, T, D]`; with a position only those of chunks before its own."""
     (heads, n, dim), n_keys, together = q.shape, keys.shape[1], len(q) // choosers
     q = q if q.stride(2) == 1 else q.contiguous()
     dense = keys.stride(-1) == 1 and (keys.ndim == 3 or (keys.shape[2] == 2 and keys.stride(2) == dim))
@@ -118,7 +119,7 @@ def _choose_into(
     chosen: Tensor, scores: Tensor, forced: Tensor | None, n: int, start: int | Tensor, size: int, first: bool = False,
     last: bool = False, counts: Tensor | None = None, own: bool = False,
 ) -> None:  # fmt: skip
-    """Up to n choices among `scores [C, T, M]`, M and n 1 or more: ids, or with `counts` runs."""
+    """Choose up to n among `scores [C, T, M]`, M and n 1 or more: ids, or with `counts` runs."""
     choosers, n_queries, n_chunks = scores.shape
     fits = n_chunks <= MOST_CHUNKS and scores.is_contiguous() and (forced is None or forced.is_contiguous())
     assert fits, (scores.shape, scores.stride())
@@ -140,7 +141,7 @@ def _score(
     TOGETHER: tl.constexpr, SHARING: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, BOUNDS: tl.constexpr,
     COUNTED: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """The scores of BLOCK chunks for one query, of TOGETHER heads in their order; SHARING heads have one summary."""
+    """Score BLOCK chunks for one query, of TOGETHER heads in their order; SHARING heads have one summary."""
     seen = n_keys
     if COUNTED:
         seen = tl.minimum(tl.load(position) // size, n_keys).to(tl.int32)
@@ -171,7 +172,7 @@ def _choose(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, FORCED: tl.constexpr, FIRST: tl.constexpr,
     LAST: tl.constexpr, ON_DEVICE: tl.constexpr, RUNS: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """The choices of ROWS rows: ids, or with RUNS first tokens and counts, and with OWN the own chunk's behind them.
+    """Choose for ROWS rows: ids, or with RUNS first tokens and counts, and with OWN the own chunk's behind them.
 
     Keys are unsigned, in the order of the scores; 0 is a chunk that cannot be taken.
 

@@ -24,7 +24,7 @@ ENOUGH = 528  # programs that keep a GPU of 132 processors busy
 def attend_runs(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor, count: Tensor, turn: Tensor, cos: Tensor, sin: Tensor, most: int
 ) -> tuple[Tensor, Tensor]:
-    """`q [H, D]`, unrotated, over the tokens of S runs of `k v [G, N, D]`: `out [H, D]`, `lse [H]` (float32).
+    """Attend the tokens of S runs of `k v [G, N, D]` with `q [H, D]`, unrotated: `out [H, D]`, `lse [H]` (float32).
 
     Chooser c's run s is `first[c, s] .. first[c, s] + count[c, s] - 1`, `first count [C, S]` int64, C of 1, G or H; no
     count exceeds `most`. The query sees run s turned by `cos sin [turn[s]]`, `turn [S]` int64, `cos sin [n, D/2]`.
@@ -57,7 +57,9 @@ def attend_runs(
 
 
 def _kernel_of(dtype: torch.dtype, dim: int, rows: int) -> tuple[Any, dict[str, Any]]:
-    """The kernel for so many query heads a program, and its constants: `tools/compile_cuda.py` prints their costs."""
+    """Return the kernel for so many query heads a program, and its constants: `tools/compile_cuda.py` prints their
+    costs.
+    """
     if rows == 1:  # a thread holds 32 numbers of the keys, of the values and of the sums
         return _one_row, {"BLOCK_N": max(8, 4096 // head_blocks(dim)["DIM_BLOCK"]), "num_warps": 4}
     return _rows_together, {
@@ -68,7 +70,7 @@ def _kernel_of(dtype: torch.dtype, dim: int, rows: int) -> tuple[Any, dict[str, 
 
 
 def _piece(most: int, n_runs: int) -> int:
-    """Tokens of a piece, where `n_runs` runs of up to `most` tokens are to fill a GPU."""
+    """Return the tokens of a piece, where `n_runs` runs of up to `most` tokens are to fill a GPU."""
     piece = min(LONGEST, max(SHORTEST, triton.next_power_of_2(most)))
     while piece > SHORTEST and n_runs * -(-most // piece) < ENOUGH:
         piece //= 2
@@ -81,7 +83,7 @@ def _one_row(
     n_heads, scale, REP: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, HALF_BLOCK: tl.constexpr,
     DIM_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """A piece for one query head, by plain products: tensor cores want 16 rows.
+    """Attend a piece with one query head, by plain products: tensor cores want 16 rows.
 
     Each of `BLOCK_N` lanes of keys keeps a state of its own; they become one at the end.
     """
@@ -135,7 +137,7 @@ def _rows_together(
     DIM_BLOCK: tl.constexpr, ROWS: tl.constexpr, ROW_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A piece for the `ROWS` query heads of a KV head, as rows of one product of matrices."""
+    """Attend a piece with the `ROWS` query heads of a KV head, as rows of one product of matrices."""
     part, group = tl.program_id(0), tl.program_id(1)
     run, begin = part // n_pieces, part % n_pieces * piece
     here = (group * ROWS // SHARE) * n_runs + run

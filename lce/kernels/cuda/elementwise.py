@@ -13,7 +13,7 @@ _NUMBERS = 2048  # that a program computes at a time
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x [..., D]`, of two or three dimensions, over its root mean square, times `weight [D]`: contiguous.
+    """Divide `x [..., D]`, of two or three dimensions, by its root mean square, times `weight [D]`: contiguous.
 
     Computed in float32 and rounded once. Bytes: x once, the result once.
     """
@@ -21,14 +21,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_two(x: Tensor, weight: Tensor, y: Tensor, y_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`rms_norm` of x and of y, of one width, in one launch: the queries and keys of a layer."""
+    """Apply `rms_norm` to x and to y, of one width, in one launch: the queries and keys of a layer."""
     first, second = _normed(x, weight, eps, y, y_weight)
     assert second is not None, "two were given"
     return first, second
 
 
 def silu_mul(x: Tensor) -> Tensor:
-    """`x [T, 2·D]`, contiguous: its first half through the SiLU function, times its second half, `[T, D]`.
+    """Multiply SiLU of the first half of `x [T, 2·D]`, contiguous, with the second half: `[T, D]`.
 
     Computed in float32 and rounded once. Bytes: x once, the result once.
     """
@@ -42,7 +42,7 @@ def silu_mul(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x [..., D]` rotated by angles `cos sin [..., D/2]` that broadcast against it, of up to three leading dimensions.
+    """Rotate `x [..., D]` by angles `cos sin [..., D/2]` that broadcast against x, of up to three leading dimensions.
 
     Dimension i is paired with dimension i + D/2. Computed in float32 and rounded once. Bytes: x once, the result once.
     """
@@ -65,7 +65,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def turns(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, times scale, of `positions` (int64) times `frequencies [D/2]` (float64): `[…, D/2]` each.
+    """Return cosines and sines, times scale, of `positions` (int64) times `frequencies [D/2]` (float64): `[…, D/2]`
+    each.
 
     Computed in float64, and cast by way of float32, as PyTorch does. Bytes: the results once.
     """
@@ -85,7 +86,7 @@ def turns(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dty
 def append(
     k: Tensor, v: Tensor, into_k: Tensor, into_v: Tensor, at: int | Tensor, cos: Tensor | None, sin: Tensor | None
 ) -> None:
-    """`k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; k rotated by `cos sin [T, D/2]`, if any.
+    """Copy `k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; k rotated by `cos sin [T, D/2]`, if any.
 
     `at` is a number, or a tensor of one int64 on the device, of which the host knows that the rows are there. Bytes: k
     and v once, the rows once.
@@ -113,7 +114,7 @@ def append(
 
 
 def take_rows(one: Tensor, two: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows `index [n]` (int64, in range) of two tensors `[G, N, D]` of equal strides: copies `[G, n, D]`.
+    """Copy the rows `index [n]` (int64, in range) of two tensors `[G, N, D]` of equal strides: `[G, n, D]`.
 
     Bytes: O(n).
     """
@@ -132,7 +133,7 @@ def take_rows(one: Tensor, two: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rows_of(width: int) -> tuple[int, int]:
-    """How many rows of so many numbers a program takes, and the power of two that holds one."""
+    """Return how many rows of so many numbers a program takes, and the power of two that holds one."""
     wide = triton.next_power_of_2(width)
     return max(1, _NUMBERS // wide), wide
 
@@ -165,7 +166,7 @@ def _rms_norm(
     x, weight, out, head_stride, row_stride, n_rows, n, y, y_weight, y_out, y_head_stride, y_row_stride, y_rows, y_n,
     n_programs, dim, eps, ROWS: tl.constexpr, DIM: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    """The first `n_programs` programs take x, the others y."""
+    """Normalise rows: the first `n_programs` programs take x, the others y."""
     program = tl.program_id(0)
     if TWO:
         if program < n_programs:
@@ -205,7 +206,7 @@ def _silu_mul(x, out, dim, BLOCK: tl.constexpr):
 
 @triton.jit
 def _turned(x, cos, sin, half, there):
-    """Both halves of rows at `x [ROWS, HALF]`, turned by the angles at `cos sin [ROWS, HALF]`."""
+    """Turn both halves of rows at `x [ROWS, HALF]` by the angles at `cos sin [ROWS, HALF]`."""
     first = tl.load(x, mask=there, other=0.0).to(tl.float32)
     second = tl.load(x + half, mask=there, other=0.0).to(tl.float32)
     c = tl.load(cos, mask=there, other=0.0).to(tl.float32)
@@ -218,7 +219,7 @@ def _rotate(
     x, cos, sin, out, x0, x1, x2, cos0, cos1, cos2, sin0, sin1, sin2, n_rows, n1, n2, half,
     ROWS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Rows of three leading dimensions."""
+    """Rotate rows of three leading dimensions."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     j = tl.arange(0, HALF)[None, :]
     there = (row < n_rows)[:, None] & (j < half)

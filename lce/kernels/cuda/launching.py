@@ -24,13 +24,13 @@ MOST_CHUNKS = 1 << 14  # chunks that a program of `choices` chooses from, in its
 
 @cache
 def installed() -> bool:
-    """Whether Triton is there, and can compile: it wants a C compiler."""
+    """Return whether Triton is there, and can compile: it wants a C compiler."""
     return missing() is None
 
 
 @cache
 def missing() -> str | None:
-    """What kernels need and this machine lacks; None where nothing. Where there is a GPU, one kernel is run there.
+    """Name what kernels need and this machine lacks; None where nothing. Where there is a GPU, one kernel is run there.
 
     If that fails a notice says so, and PyTorch's operators serve. Takes a second if no run before has compiled it.
     """
@@ -51,17 +51,19 @@ def missing() -> str | None:
 
 
 def interpreting() -> bool:
-    """Whether kernels run in the interpreter, on CPU tensors."""
+    """Return whether kernels run in the interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def usable(x: Tensor) -> bool:
-    """Whether kernels can run on this tensor."""
+    """Return whether kernels can run on this tensor."""
     return (x.is_cuda or interpreting()) and installed()
 
 
 def runs_on(x: Tensor) -> bool:
-    """Whether lce takes these kernels for a tensor: on a GPU, of a dtype that they read, nothing to differentiate."""
+    """Return whether lce takes these kernels for a tensor: on a GPU, of a dtype that they read, nothing to
+    differentiate.
+    """
     return x.is_cuda and x.dtype in DTYPES and not x.requires_grad and installed()
 
 

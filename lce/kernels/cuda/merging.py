@@ -16,7 +16,7 @@ AT_ONCE = 4  # parts of one launch of `combined`
 
 
 def merge_pieces(parts: Tensor, lses: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`parts [P, …, D]`, `lses [P, …]` (float32), contiguous, as one softmax: `out […, D]`, `lse […]`.
+    """Merge `parts [P, …, D]`, `lses [P, …]` (float32), contiguous, into one softmax: `out […, D]`, `lse […]`.
 
     A part with lse -inf is not read. Time and bytes: O(parts), read once.
     """
@@ -26,7 +26,7 @@ def merge_pieces(parts: Tensor, lses: Tensor, dtype: torch.dtype) -> tuple[Tenso
 
 
 def merge_slots(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """`out [H, T, K, D]`, `lse [H, T, K]`, contiguous, as one softmax over K: `[H, T, D]` and `[H, T]`."""
+    """Merge `out [H, T, K, D]`, `lse [H, T, K]`, contiguous, into one softmax over K: `[H, T, D]` and `[H, T]`."""
     *shape, n_slots, dim = out.shape
     return _merge(out, lse, shape, out.dtype, (dim, n_slots * dim), (1, n_slots))
 
@@ -35,7 +35,7 @@ def _merge(
     parts: Tensor, lses: Tensor, shape: Sequence[int], dtype: torch.dtype, strides: tuple[int, int],
     lse_strides: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """One program a row; `strides` are those of parts and of rows."""
+    """Launch one program a row; `strides` are those of parts and of rows."""
     dim = parts.shape[-1]
     out = torch.empty(*shape, dim, dtype=dtype, device=parts.device)
     lse = torch.empty(*shape, dtype=torch.float32, device=parts.device)
@@ -52,7 +52,7 @@ def _merge(
 
 
 def combined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Two or more parts `out [..., D]`, `lse [...]` (float32) as one, with its log-sum-exp.
+    """Merge two or more parts `out [..., D]`, `lse [...]` (float32) into one, with its log-sum-exp.
 
     A part that saw no key has lse -inf. More than `AT_ONCE` parts take several launches, float32 between them. Time and
     bytes: O(parts), read once.
@@ -141,7 +141,7 @@ def _combine_rows(
 
 @triton.jit
 def _add_part(part, own, top, row, held, total, sums, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
-    """Rows of one part, each weighted by the exponential of its log-sum-exp."""
+    """Add the rows of one part, each weighted by the exponential of its log-sum-exp."""
     column = tl.arange(0, DIM_BLOCK)
     weight = tl.exp2((own - top) * LOG2E)
     mask = (held & (own != float("-inf")))[:, None] & (column < DIM)[None, :]

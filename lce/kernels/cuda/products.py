@@ -17,7 +17,7 @@ def product(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm: Tensor | None = None, eps: float = 0.0,
     gated: bool = False, onto: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`x [T, in]` times `weight [out, in]` transposed, plus `bias [out]`: `[T, out]`, for T up to `MOST_ROWS`.
+    """Multiply `x [T, in]` with `weight [out, in]` transposed, plus `bias [out]`: `[T, out]`, for T up to `MOST_ROWS`.
 
     With `norm [in]` the rows of x are first divided by their root mean square, and multiplied by it. `gated` takes the
     first half of the result, through the SiLU function, times the second: `[T, out / 2]`. With `onto` the result is
@@ -54,7 +54,7 @@ def _product(
     SIZE: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
     BIASED: tl.constexpr, NORMED: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS numbers of each row of `out`, from PARTS times as many weight rows.
+    """Compute ROWS numbers of each row of `out`, from PARTS times as many weight rows.
 
     With two parts a weight row of the gate is followed by the one of the second half that belongs to it. The root mean
     square is a factor of the whole sum: x is read once. Each row of x has its own sums, all of them in registers.
@@ -103,7 +103,7 @@ def _product(
 
 @triton.jit
 def _add(x, here, inside, w, factor, sums, squares):
-    """The sums of one row of x, and of its squares, with some columns more."""
+    """Add some columns more to the sums of one row of x, and of its squares."""
     some = tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
     return sums + w * (some * factor)[None, :], squares + some * some
 
@@ -113,7 +113,7 @@ def _finish(
     sums, squares, eps, more, into, there,
     SIZE: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, NORMED: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    """What becomes of one row's sums."""
+    """Finish one row's sums: bias, gate, and the sum with `out`."""
     total = tl.sum(sums, 1)
     if NORMED:
         total *= 1.0 / tl.sqrt(tl.sum(squares, 0) / SIZE + eps)

@@ -23,7 +23,9 @@ LARGEST = 256  # dimensions of a head
 
 
 def takes(x: Tensor, *others: Tensor) -> bool:
-    """Whether the kernels take these: one dtype that they know, one device, vectors contiguous, heads not too large."""
+    """Return whether the kernels take these: one dtype that they know, one device, vectors contiguous, heads not too
+    large.
+    """
     dim = x.shape[-1]
     return (
         x.dtype in DTYPES
@@ -35,19 +37,19 @@ def takes(x: Tensor, *others: Tensor) -> bool:
 
 
 def head_blocks(dim: int) -> dict[str, int]:
-    """The kernels' constants of a head size: `DIM`, and the padded sizes of half of it and of all of it."""
+    """Return the kernels' constants of a head size: `DIM`, and the padded sizes of half of it and of all of it."""
     half = max(16, triton.next_power_of_2(dim // 2))
     return {"DIM": dim, "HALF_BLOCK": half, "DIM_BLOCK": max(16, triton.next_power_of_2(dim))}
 
 
 def score_scale(dim: int) -> float:
-    """What turns a dot product into a score in base 2."""
+    """Return the factor that turns a dot product into a score in base 2."""
     return math.log2(math.e) / math.sqrt(dim)
 
 
 @triton.jit
 def load_turned(x, at, seen, cos, sin, turn_at, DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, TURN: tl.constexpr):
-    """Rows `x + at[i]`, where `seen`, as two halves `[M, HALF_BLOCK]`, turned by `cos sin + turn_at[i]`."""
+    """Load rows `x + at[i]`, where `seen`, as two halves `[M, HALF_BLOCK]`, turned by `cos sin + turn_at[i]`."""
     column = tl.arange(0, HALF_BLOCK)
     mask = seen[:, None] & (column < DIM // 2)[None, :]
     first = tl.load(x + at[:, None] + column[None, :], mask=mask, other=0.0)
@@ -66,7 +68,7 @@ def attend_keys(
     DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Rows attend keys `first..stop-1`; `k_at v_at` point to `first`. Masked: row i sees `begin[i]..end[i]-1` alone.
+    """Attend keys `first..stop-1`; `k_at v_at` point to `first`. Masked: row i sees `begin[i]..end[i]-1` alone.
 
     Without a mask `stop - first` is a multiple of `BLOCK_N`. Returns the rows' state.
     """
@@ -105,7 +107,7 @@ def attend_keys(
 
 @triton.jit
 def finish(top, total, sums):
-    """The rows' output and log-sum-exp (natural): 0 and -inf where a row saw no key."""
+    """Return the rows' output and log-sum-exp (natural): 0 and -inf where a row saw no key."""
     seen = total != 0.0
     total = tl.where(seen, total, 1.0)
     return sums / total[:, None], tl.where(seen, (top + tl.log2(total)) * LN2, float("-inf"))
