@@ -1,4 +1,4 @@
-"""What the families share: the model around its layers, one layer's weights, and the operations on them.
+"""What the families share: the model around its layers, and a layer's weights with the operations on them.
 
 A family declares its weights in two tables, one for the model and one for each layer. An entry maps our name to the
 published one and to the shape, written in the words of `_sizes`:
@@ -143,7 +143,7 @@ class Model:
 
     @classmethod
     def layer_of(cls, name: str, config: ModelConfig) -> int:
-        """Return the layer beside which a weight lies, by our name: the embedding's is the first, the head's the last."""
+        """Return the layer beside which a weight lies, by our name: 0 for the embedding, the last for the head."""
         index, dot, _ = name.partition(".")
         if dot:
             return int(index)

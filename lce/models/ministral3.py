@@ -49,7 +49,7 @@ class Ministral3(Mistral):
         return replace(config, extra={"query_beta": beta, "query_length": length})
 
     def __call__(self, ids: Tensor, indices: Tensor, attend: Attend) -> Tensor:
-        scale = self.query_scale(indices).to(self.embed.dtype)
+        scale = self.query_scale(indices).to(self.final_norm.dtype)
 
         def attend_scaled(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(layer, q * scale.to(q.device), k, v)

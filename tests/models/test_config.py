@@ -87,21 +87,10 @@ def without(config: Mapping[str, Any], *keys: str) -> dict[str, Any]:
 
 
 def test_llama_2(tmp_path: Path) -> None:
-    assert read(tmp_path, LLAMA_2) == ModelConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=32000,
-        hidden_size=4096,
-        intermediate_size=11008,
-        n_layers=32,
-        n_heads=32,
-        n_kv_heads=32,
-        head_dim=128,
-        window=4096,
-        norm_eps=1e-5,
-        dtype="float16",
-        bos_id=1,
-        eos_ids=(2,),
-    )
+    sizes = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "window": 4096}
+    heads = {"n_layers": 32, "n_heads": 32, "n_kv_heads": 32, "head_dim": 128}
+    expected = ModelConfig("LlamaForCausalLM", **sizes, **heads, norm_eps=1e-5, dtype="float16", bos_id=1, eos_ids=(2,))
+    assert read(tmp_path, LLAMA_2) == expected
 
 
 def test_llama_3_1(tmp_path: Path) -> None:
@@ -130,11 +119,10 @@ def test_nemo_has_narrow_heads(tmp_path: Path) -> None:
     assert (config.rope.theta, config.window) == (1e6, 1024000)
 
 
-QWEN_2_5: dict[str, Any] = {
+QWEN_2_5 = without(LLAMA_2, "pretraining_tp", "rope_scaling") | {
     "architectures": ["Qwen2ForCausalLM"],
     "bos_token_id": 151643,
     "eos_token_id": 151645,
-    "hidden_act": "silu",
     "hidden_size": 3584,
     "intermediate_size": 18944,
     "max_position_embeddings": 32768,
@@ -146,7 +134,6 @@ QWEN_2_5: dict[str, Any] = {
     "rms_norm_eps": 1e-06,
     "rope_theta": 1000000.0,
     "sliding_window": 131072,
-    "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
     "use_sliding_window": False,
     "vocab_size": 152064,
@@ -433,13 +420,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"head_dim": 127}, "head_dim is 127; expected an even number"),
     ({"hidden_size": 96}, "head_dim is missing; expected an even number"),
     ({"rms_norm_eps": 0}, "rms_norm_eps is 0; expected a number"),
-    ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; expected a number"),
-    ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'; expected a number"),
     ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1; expected true or false"),
-    ({"attention_bias": "no"}, "attention_bias is 'no'; expected true or false"),
     ({"architectures": ["LlamaForCausalML"]}, "architectures is .*; expected a supported one: LlamaForCausalLM, Minis"),
     ({"architectures": "LlamaForCausalLM"}, "architectures is .*; expected a list of names"),
-    ({"architectures": [7]}, "expected a list of names"),
     ({"architectures": ["MistralForCausalLM"]}, "model_type is 'llama'; expected 'mistral'"),
     ({"architectures": None, "model_type": None}, "architectures is None; expected a supported one: LlamaForC"),
     (
@@ -454,11 +437,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"layer_types": ["full_attention"] * 31}, "expected one for each of the 32 layers"),
     ({"layer_types": ["sliding_attention"] * 32}, "expected full_attention in all layers, as the sliding window says"),
     ({"num_local_experts": 8}, "num_local_experts is 8; expected null or 0: lce does not implement it"),
-    ({"num_experts": 128}, "num_experts is 128; expected null or 0"),
     ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0; expected null: lce does not implement it"),
-    ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; expected null"),
     ({"logits_scaling": 8.0}, "logits_scaling is 8.0; expected null or 1"),
-    ({"attention_chunk_size": 8192}, "attention_chunk_size is 8192; expected null"),
     ({"no_rope_layers": [1, 1, 1, 0]}, r"no_rope_layers is \[1, 1, 1, 0\]; expected null or \[\]"),
     ({"qk_norm": True}, "qk_norm is True; expected null or 0"),
     (
@@ -478,9 +458,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"bos_token_id": 32000}, "bos_token_id is 32000; expected token ids below the vocab_size of 32000"),
     ({"eos_token_id": [2, -1]}, r"eos_token_id is \[2, -1\]; expected token ids"),
     ({"eos_token_id": True}, "eos_token_id is True; expected token ids"),
-    ({"eos_token_id": "2"}, "eos_token_id is '2'; expected token ids"),
     ({"rope_theta": 0}, "rope_theta is 0; expected a number from 2"),
-    ({"rope_theta": -1e4}, "rope_theta is -10000.0; expected a number"),
     ({"rope_theta": float("nan")}, "rope_theta is nan; expected a number"),
     ({"rope_theta": 10**400}, "rope_theta is 1000.*; expected a number"),
     ({"rope_parameters": {"rope_theta": 0.0}}, "rope_parameters: rope_theta is 0.0; expected a number"),
@@ -491,24 +469,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; expected 1.0"),
     (scaled(type="linear", factor=0), "rope_scaling: factor is 0; expected a number from 1"),
-    (scaled(type="linear", factor=0.5), "factor is 0.5; expected a number from 1"),
     (scaled(type="linear", factor=float("nan")), "factor is nan; expected a number from 1"),
     (scaled(type="linear"), "factor is missing; expected a number from 1"),
     (scaled(factor=2.0), "rope_type is missing; expected the kind of scaling"),
     (scaled(type="linear", rope_type="yarn", factor=2.0), "rope_type is 'yarn'; expected the same as type"),
     (scaled(rope_type="longrope", factor=2.0), "rope_type is 'longrope'; expected a supported scaling: none, linear"),
     (scaled(type="proportional", factor=2.0), "type is 'proportional'; expected a supported scaling"),
-    (scaled(rope_type="linaer", factor=2.0), "rope_type is 'linaer'; expected a supported scaling: none, linear"),
     (scaled(rope_type=["yarn"], factor=2.0), "rope_type is .*; expected a string"),
     (scaled(**LLAMA_3_ROPE | {"high_freq_factor": 1.0}), "high_freq_factor is 1.0; expected more than low_freq_factor"),
-    (scaled(**LLAMA_3_ROPE | {"low_freq_factor": 0}), "low_freq_factor is 0; expected a number"),
-    (
-        scaled(**LLAMA_3_ROPE | {"original_max_position_embeddings": 0}),
-        "original_max_position_embeddings is 0; expected",
-    ),
     (scaled(rope_type="yarn", factor=2, beta_fast=0.5), "beta_fast is 0.5; expected at least beta_slow"),
     (scaled(rope_type="yarn", factor=2, truncate=0), "truncate is 0; expected true or false"),
-    (scaled(rope_type="yarn"), "factor is missing; expected a number"),
     (scaled(rope_type="dynamic", factor=2.0) | {"head_dim": 2}, "head_dim is 2; expected 4 or more"),
 ]
 
@@ -572,15 +542,8 @@ ANYTHING = st.recursive(
 ANY_KEY = sorted(
     {*NEMO, "rope_parameters", "layer_types", "max_window_layers", "use_sliding_window", "llama_4_scaling_beta"}
 )
-SCALING_KEYS = (
-    "llama_4_scaling_beta",
-    "rope_type",
-    "type",
-    "factor",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "low_freq_factor",
-)
+SCALING_KEYS = ("llama_4_scaling_beta", "original_max_position_embeddings", "beta_fast", "low_freq_factor")
+SCALING_KEYS += ("rope_type", "type", "factor")
 
 
 @pytest.fixture(scope="module")

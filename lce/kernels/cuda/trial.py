@@ -1,4 +1,4 @@
-"""The smallest kernel: it shows whether Triton can compile and launch here."""
+"""The smallest kernel, which shows whether Triton can compile and launch here."""
 
 from __future__ import annotations
 
