@@ -45,16 +45,14 @@ class _Announcement(event.Listener):
 
 
 def cache_folder() -> Path:
-    """Return where compiled kernels are kept: a folder for each state of this room's source, so that none is ever
-    stale.
-    """
+    """Where compiled kernels are kept: a folder for each state of this room's source, so that none is ever stale."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "lce" / f"kernels-{_source()}"
 
 
 @cache
 def _source() -> str:
-    """Return a digest of this room's source."""
+    """A digest of this room's source."""
     digest = hashlib.sha256()
     for file in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(file.read_bytes())
@@ -62,7 +60,7 @@ def _source() -> str:
 
 
 def usable_cache() -> Path | None:
-    """Return the folder of compiled kernels, made if need be; None where it cannot be used.
+    """The folder of compiled kernels, made if need be; None where it cannot be used.
 
     What lies there is run. It is used only if nobody else can have written it.
     """
@@ -93,12 +91,12 @@ class Kernel:
 
     @cached_property
     def shared(self) -> Callable[..., Any]:
-        """Return the variant for several threads, which must have been started by `n_threads`."""
+        """For several threads, which must have been started by `n_threads`."""
         return self._compiled(parallel=True)
 
     @cached_property
     def alone(self) -> Callable[..., Any]:
-        """Return the variant for one thread: small work is not worth waking the others."""
+        """For one thread: small work is not worth waking the others."""
         return self._compiled(parallel=False)
 
     def _compiled(self, *, parallel: bool) -> Callable[..., Any]:
@@ -113,7 +111,7 @@ class Kernel:
             return self._made(parallel, None, False)
 
     def _made(self, parallel: bool, folder: Path | None, fresh: bool) -> Callable[..., Any]:
-        """Compile the function, or load it from a folder of compiled kernels; `fresh` overwrites what is there."""
+        """The function, compiled, or found in a folder of compiled kernels; `fresh` overwrites what is there."""
         _use_torch_threads()
         with _configured(CACHE_DIR=str(folder or ""), DISABLE_JIT=0):
             compiled: Any = numba.njit(parallel=parallel, cache=folder is not None, nogil=True, **_OPTIONS)(self._body)
@@ -127,7 +125,7 @@ class Kernel:
 
 
 def kernel(signature: str, *, parallel: bool = True) -> Callable[[Callable[..., Any]], Kernel]:
-    """Make a `Kernel` of a function of numbers and addresses (`intp`), no arrays.
+    """Makes a `Kernel` of a function of numbers and addresses (`intp`), no arrays.
 
     Sums may be reassociated, so that they are vectorised; the order does not depend on the number of threads.
     `numba.prange` divides its range among the threads, unless `parallel` is False. The GIL is released.
@@ -136,7 +134,7 @@ def kernel(signature: str, *, parallel: bool = True) -> Callable[[Callable[..., 
 
 
 def inner(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function that becomes part of each kernel which calls it.
+    """A function that becomes part of each kernel which calls it.
 
     Never a function of its own: of several copies in a process the linker would take the first, which depends on what
     was compiled before, and whose sums may be added up in another order.
@@ -146,7 +144,7 @@ def inner(body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def separate(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function of its own, for what gives the same bits however it is compiled: moves, products of `vectors`.
+    """A function of its own, for what gives the same bits however it is compiled: moves, and products of `vectors`.
 
     Kernels compile faster than with `inner`.
     """
@@ -155,14 +153,14 @@ def separate(body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def features() -> frozenset[str]:
-    """Return the processor's features that kernels are compiled for: fewer than it has, if the environment says so."""
+    """The processor's features that kernels are compiled for: fewer than it has, if the environment says so."""
     codegen = numba.core.registry.cpu_target.target_context.codegen()
     return frozenset(name[1:] for name in codegen.magic_tuple()[2].split(",") if name.startswith("+"))
 
 
 @contextlib.contextmanager
 def _configured(**values: Any) -> Iterator[None]:
-    """Set Numba's settings for a while; the environment's, which others in this process rely on, come back after it."""
+    """Numba with other settings than the environment's, which are those of whoever else uses it in this process."""
     before = {name: getattr(numba.config, name) for name in values}
     try:
         for name, value in values.items():
@@ -191,7 +189,7 @@ def _name_in_cache(cache: Any, label: Any) -> None:
 
 
 def _in_turn(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Make calls of a kernel wait for each other, where Numba's threads serve one call and abort at a second."""
+    """A kernel for several threads where Numba's threads serve one call at a time, and abort at a second."""
 
     def call(*args: Any) -> Any:
         with _turn:
@@ -201,9 +199,7 @@ def _in_turn(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _layer() -> str:
-    """Return the name of the layer that Numba's threads run on: "omp", "tbb" or "workqueue"; the first call starts
-    them.
-    """
+    """What Numba's threads run on: "omp", "tbb" or "workqueue"; the first call starts them."""
     n_threads()
     try:
         return str(numba.threading_layer())
@@ -212,7 +208,7 @@ def _layer() -> str:
 
 
 def _label(x: Any) -> Any:
-    """Return a label that tells a function, closure included, from others of this room's source."""
+    """What tells a function, its closure included, from others of this room's source."""
     function = getattr(x, "py_func", x)
     name = getattr(function, "__qualname__", None)
     if name is None:
@@ -221,7 +217,7 @@ def _label(x: Any) -> Any:
 
 
 def n_threads() -> int:
-    """Return PyTorch's number of threads, and set Numba's to the same: 0.2 us."""
+    """PyTorch's number of threads, which Numba is told to use too: 0.2 us."""
     number = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
     if number == 1:
         return 1
