@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lce
-from lce.errors import UsageError
-from lce.files import check_folder, named, write_whole
+from lce.files import check_folder, write_whole
 from lce.lab.eval.naming import cut
 from lce.lab.eval.published import SUITES, Suite
 from lce.lab.eval.published.base import Task
 from lce.lab.eval.published.running import Benchmark, Outcome, Prompted
 from lce.lab.eval.published.scoring import TaskScore, prediction_files, score_file
 from lce.lab.eval.record import Record
+from lce.lab.eval.running import make_folder
 from lce.terminal.capacity import check_capacity
 from lce.terminal.output import Output
 
@@ -90,11 +89,7 @@ class PublishedRun:
 
 def _make_folder(folder: Path) -> None:
     """Make a folder in which files can be written. Raises `UsageError`."""
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"{named(folder)} is no folder for predictions: {reason}; name another") from error
+    make_folder(folder, "predictions")
     check_folder(folder / "predictions.jsonl")
 
 

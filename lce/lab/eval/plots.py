@@ -6,7 +6,6 @@ and Ito, which the colour-blind tell apart. Methods also differ in markers and l
 
 from __future__ import annotations
 
-import os
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -14,10 +13,11 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lce.errors import UsageError, shown
+from lce.errors import UsageError
 from lce.files import check_folder, write_whole
 from lce.lab.eval.losses import LossTable
 from lce.lab.eval.report import Cell, Place, Report, Table
+from lce.lab.eval.running import make_folder
 from lce.lab.eval.selections import SelectionTable
 
 if TYPE_CHECKING:
@@ -43,11 +43,7 @@ def draw_all(report: Report, folder: str | Path) -> list[Path]:
     except ImportError:
         raise UsageError("pictures need the matplotlib package: pip install 'lce[plot]'") from None
     folder = Path(folder)
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"{shown(str(folder))} is no folder for pictures: {reason}; name another") from None
+    make_folder(folder, "pictures")
     check_folder(folder / "picture.png")
     written: list[Path] = []
     for name, figure in figures(report):

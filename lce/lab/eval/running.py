@@ -183,7 +183,7 @@ class _Run:
 
     def _single(self, asked: Sequence[Numbered]) -> Iterator[tuple[int, Answer]]:
         for index, sample in asked:
-            ids, most = self.engine.tokenizer.encode(sample.prompt), self.most(sample)
+            ids, most = self.engine.tokenizer.encode(sample.prompt), answer_tokens(self.engine, sample)
             with self.engine.new_context(len(ids) + most) as context:
                 yield index, self._answer(index, sample, context, ids)
 
@@ -214,7 +214,7 @@ class _Run:
         document, prompts = encode(group[0][1].document), {index: encode(sample.prompt) for index, sample in group}
         n = min(n_common(document, prompt[:-1]) for prompt in prompts.values())
         questions = {index: prompt[n:] for index, prompt in prompts.items()}
-        sizes = [len(questions[index]) + self.most(sample) for index, sample in group]
+        sizes = [len(questions[index]) + answer_tokens(self.engine, sample) for index, sample in group]
         return _Parts(document[:n], questions, n + (sum(sizes) if self.mode == "turns" else max(sizes)))
 
     def _prefilled(self, parts: _Parts) -> AbstractContextManager[Context]:
@@ -228,7 +228,7 @@ class _Run:
                 return context
             context.close()
             raise DataError(f"{named(path)} holds another document than its name says; remove it")
-        _make_folder(path.parent)
+        make_folder(path.parent, "contexts")
         context = self.engine.prefill(parts.document, length=parts.length)
         try:
             context.save(path)
@@ -247,7 +247,9 @@ class _Run:
         return hashlib.sha256(f"{identity}\n{self.engine.block}".encode()).hexdigest()[:32]
 
     def _answer(self, index: int, sample: Sample, context: Context, ids: list[int], *, last: bool = True) -> Answer:
-        said = self.engine.generate(ids, context=context, max_tokens=self.most(sample), stop=list(self.stop))
+        said = self.engine.generate(
+            ids, context=context, max_tokens=answer_tokens(self.engine, sample), stop=list(self.stop)
+        )
         score = METRICS[sample.metric](said.text, sample.answers)
         return Answer(
             right=score == 1, prompt=text_hash(sample.prompt), expected=sample.answer or list(sample.answers),
@@ -256,13 +258,6 @@ class _Run:
             read_bytes=decode_bytes(self.engine, context) if last else None,
             **self.about,
         )  # fmt: skip
-
-    def _ids(self, text: str) -> list[int]:
-        return self.engine.tokenizer.encode(text, bos=False)
-
-    def most(self, sample: Sample) -> int:
-        """Return how many tokens an answer may have."""
-        return len(self._ids(" " + sample.answer)) + 2 if sample.max_tokens is None else sample.max_tokens
 
 
 def decode_bytes(engine: Engine, context: Context) -> int:
@@ -275,9 +270,17 @@ def decode_bytes(engine: Engine, context: Context) -> int:
     return step.read_bytes
 
 
-def _make_folder(folder: Path) -> None:
+def make_folder(folder: str | Path, what: str) -> None:
+    """Make a folder for files of a kind. Raises `UsageError` where that cannot be done."""
     try:
         os.makedirs(folder, exist_ok=True)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"{shown(str(folder))} is no folder for contexts: {reason}; name another") from None
+        raise UsageError(f"{shown(str(folder))} is no folder for {what}: {reason}; name another") from None
+
+
+def answer_tokens(engine: Engine, sample: Sample) -> int:
+    """Return how many tokens an answer may have: what the sample says, or what the perfect one takes, and two more."""
+    if sample.max_tokens is not None:
+        return sample.max_tokens
+    return len(engine.tokenizer.encode(" " + sample.answer, bos=False)) + 2

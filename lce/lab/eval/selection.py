@@ -11,6 +11,7 @@ import lce
 from lce.lab.eval.metrics import METRICS
 from lce.lab.eval.naming import described
 from lce.lab.eval.record import Lines, text_hash
+from lce.lab.eval.running import answer_tokens
 from lce.lab.eval.sample import Sample
 from lce.lab.eval.watching import Look, PerHead, States, Watch
 from lce.methods import Observed
@@ -138,11 +139,6 @@ def look_at(engine: Engine, watch: Watch, sample: Sample) -> Look:
     answer = engine.generate(ids, max_tokens=answer_tokens(engine, sample)).text
     score = METRICS[sample.metric](answer, sample.answers)
     return replace(watch.end(), score=score, prompt=text_hash(sample.prompt))
-
-
-def answer_tokens(engine: Engine, sample: Sample) -> int:
-    """Return how long an answer may be: what the sample says, or what the perfect one takes, and two more."""
-    return sample.max_tokens or len(engine.tokenizer.encode(" " + sample.answer, bos=False)) + 2
 
 
 def fact_spans(engine: Engine, sample: Sample) -> list[tuple[int, int]]:

@@ -187,7 +187,7 @@ def test_two_processes_add_to_one_file(tmp_path: Path) -> None:
         "for i in range(40): record.add({'who': sys.argv[2], 'index': i}, Answer(True, answer='x' * 5000))\n"
     )
     both = [start(script, file, who) for who in "ab"]
-    assert [process.wait() for process in both] == [0, 0]
+    assert [process.communicate() and process.returncode for process in both] == [0, 0]
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert sorted((line["who"], line["index"]) for line in lines) == [(who, i) for who in "ab" for i in range(40)]
 
