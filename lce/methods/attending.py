@@ -109,30 +109,21 @@ def placed_parts(method: Method, q: Tensor, cache: LayerCache, step: Step) -> li
 
     def make() -> list[PlacedPart]:
         i, parts = block_parts(method, cache.index, step)
-        here = parts
-        at = i
+        at, here, found = i, parts, list[PlacedPart]()
         if i.device != q.device and any(isinstance(x.query_at, Tensor) and x.query_at is not i for x in parts):
             at = step.positions(q.device)  # evaluated again where the turns are made: an upload would wait
             here = declared(method, at, facts_of(method, cache.index, step, step.stop))
-        pairs = zip(parts, here, strict=True)
-        return [placed for part, same in pairs if (placed := _placed(method, part, i, same, at, q, step))]
+        for part, same in zip(parts, here, strict=True):
+            calls = [] if part.keys == CHOSEN else dense_calls(*bounds(part, i))
+            if calls or part.keys == CHOSEN:
+                turn = turn_of(method, same, at, q, step)
+                if calls and len(turn.cos) != len(i):
+                    turn = Turn(*(x.expand(len(i), -1).contiguous() for x in turn))
+                found.append(PlacedPart(part, turn, calls))
+        return found
 
     placed: list[PlacedPart] = step.once(f"parts {method.layer_kind(cache.index)}", make)
     return placed
-
-
-def _placed(
-    method: Method, part: Part, i: Tensor, same: Part, at: Tensor, q: Tensor, step: Step
-) -> PlacedPart | None:  # fmt: skip
-    """Return a part of queries `i` on the host, `same` being the part of those indices `at` the queries' device."""
-    if part.keys == CHOSEN:
-        return PlacedPart(part, turn_of(method, same, at, q, step))
-    if not (calls := dense_calls(*bounds(part, i))):
-        return None
-    turn = turn_of(method, same, at, q, step)
-    if len(turn.cos) != len(i):
-        turn = Turn(*(x.expand(len(i), -1).contiguous() for x in turn))
-    return PlacedPart(part, turn, calls)
 
 
 def turn_of(method: Method, part: Part, i: Tensor, like: Tensor, step: Step) -> Turn:
@@ -153,51 +144,40 @@ def attend_spans(q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -
 
     Time: O(H · T · N · D).
     """
-    if len(placed.calls) == 1 and placed.calls[0].last - placed.calls[0].first == q.shape[1]:
-        return _attend_call(q, placed, placed.calls[0], cache, step)
-    pieces, done = list[Attended](), 0
-    for call in (*placed.calls, DenseCall(q.shape[1], q.shape[1], 0, 0)):
+    found, done, n = list[Attended](), 0, q.shape[1]
+    for call in (*placed.calls, DenseCall(n, n, 0, 0)):
         if call.first > done:
             unseen = q.new_full((len(q), call.first - done), -torch.inf, dtype=torch.float32)
-            pieces.append((torch.zeros_like(q[:, done : call.first]), unseen))
+            found.append((torch.zeros_like(q[:, done : call.first]), unseen))
         if call.last > call.first:
-            pieces.append(_attend_call(q, placed, call, cache, step))
+            found.append(_attend_call(q, placed, call, cache, step))
         done = call.last
-    return torch.cat([out for out, _ in pieces], dim=1), torch.cat([lse for _, lse in pieces], dim=1)
+    if len(found) == 1:
+        return found[0]
+    return torch.cat([out for out, _ in found], dim=1), torch.cat([lse for _, lse in found], dim=1)
 
 
 def _attend_call(q: Tensor, placed: PlacedPart, call: DenseCall, cache: LayerCache, step: Step) -> Attended:
     """Attend one span of keys, in the pieces of `cache.segments` if it is long."""
-    some = slice(call.first, call.last)
-    q, turn, dense = q[:, some], placed.turn.at(some), step.attention.dense
+    start, stop, dense = call.start, call.stop, step.attention.dense
+    q, turn = q[:, call.first : call.last], placed.turn.at(slice(call.first, call.last))
     recent = cache.kept(RecentRows, RECENT) if placed.part.exact and RECENT in cache.state else None
-    if call.n_chunks == 1 and recent is None and call.window is None:
-        return _attend_pieces(q, turn, call, cache, step)
-    k, v = cache.span(call.start, call.stop)
-    if recent is not None:
-        k = recent.span(call.start, call.stop)
-    if call.n_chunks == 1:
-        return dense(q, k, v, causal=call.causal, window=call.window, turn=turn)
-    n_kv_heads = len(k)
-    queries, k, v = (x.unflatten(1, (call.n_chunks, -1)) for x in (rotate(q, turn), k, v))
-    out, lse = dense(fold_chunks(queries, n_kv_heads), k.flatten(0, 1), v.flatten(0, 1), causal=True)
-    out, lse = (unfold_chunks(x, n_kv_heads, call.n_chunks).flatten(1, 2) for x in (out, lse))
-    return out, lse
-
-
-def _attend_pieces(q: Tensor, turn: Turn, call: DenseCall, cache: LayerCache, step: Step) -> Attended:
-    start, stop, segment = call.start, call.stop, cache.layout.segment
+    if call.n_chunks > 1 or recent is not None or call.window is not None:
+        k, v = cache.span(start, stop)
+        k = k if recent is None else recent.span(start, stop)
+        if call.n_chunks == 1:
+            return dense(q, k, v, causal=call.causal, window=call.window, turn=turn)
+        n_kv_heads = len(k)
+        q, k, v = (x.unflatten(1, (call.n_chunks, -1)) for x in (rotate(q, turn), k, v))
+        found = dense(fold_chunks(q, n_kv_heads), k.flatten(0, 1), v.flatten(0, 1), causal=True)
+        out, lse = (unfold_chunks(x, n_kv_heads, call.n_chunks).flatten(1, 2) for x in found)
+        return out, lse
+    segment, cuts = cache.layout.segment, [(start, stop)]
     own = max(start, stop - q.shape[1]) if call.causal else stop  # a causal piece holds the block's own tokens
-    cuts = [(start, stop)]
     if own > (start // segment + 1) * segment:
         cuts = list(cache.segments(start, own))
         cuts[-1] = (cuts[-1][0], stop)
-    return combine(
-        [
-            step.attention.dense(q, *cache.span(a, b), causal=call.causal and b == stop, turn=turn)
-            for a, b in cuts
-        ]
-    )  # fmt: skip
+    return combine([dense(q, *cache.span(a, b), causal=call.causal and b == stop, turn=turn) for a, b in cuts])
 
 
 def dense_calls(start: Tensor, stop: Tensor) -> list[DenseCall]:
