@@ -96,6 +96,7 @@ class Calls:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(840, method="thread")  # the alarm is what the test itself rings
 @pytest.mark.parametrize("what", ["generate", "stream", "prefill", "fork", "truncate", "save", "open"])
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::lce.errors.WindowWarning")
