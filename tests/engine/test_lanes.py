@@ -39,6 +39,7 @@ def lane_of(engine: lce.Engine, context: lce.Context, ids: Sequence[int]) -> Lan
     return engine.alone.lane(context, ids)
 
 
+@pytest.mark.timeout(600)  # it may compile the kernels of every method
 @pytest.mark.parametrize("n_threads", [1, 2])
 @pytest.mark.parametrize(
     "options", [{}, pytest.param({"dtype": "bfloat16"}, marks=SLOW), pytest.param({"weights": "int8"}, marks=SLOW)]
