@@ -97,6 +97,7 @@ def _product_of_unpacked(x: Tensor, weight: PackedMatrix, bias: Tensor | None) -
     return whole
 
 
+@timed("norms")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Divide `x [..., D]` by its root mean square, times `weight [D]`; computed in float32 for any dtype."""
     if runs_on(x):

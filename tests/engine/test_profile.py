@@ -27,7 +27,8 @@ def test_times_add_up_to_those_of_the_run(tiny_model: Path) -> None:
     assert found.token_ids == expected.token_ids
     assert tuple(profile.seconds) == CATEGORIES
     assert found.stats.prefill_s + found.stats.decode_s < profile.total_s <= elapsed
-    assert all(seconds > 0 for seconds in profile.seconds.values())
+    fused = {"norms", "activations"}  # where a kernel of products does them
+    assert all(seconds > 0 for name, seconds in profile.seconds.items() if name not in fused)
     assert profile.calls > 9 * LAYERS * 6
 
 
