@@ -29,7 +29,8 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None, cos: Tensor | None = None,
     sin: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`q [H, T, D]`, `k v [G, N, D]` to `out [H, T, D]`, `lse [H, T]` (float32); H / G query heads share a KV head.
+    """Attend `k v [G, N, D]` with `q [H, T, D]`: `out [H, T, D]`, `lse [H, T]` (float32); H / G query heads share a KV
+    head.
 
     Of one dtype, on the CPU, the last dimension contiguous. Causal: the last query sees the last key; with `window` a
     query sees its nearest `window` keys at most. Query t is turned by `cos sin [t]`, `[T, D/2]`, on its way. Keys are
@@ -61,7 +62,8 @@ def attend(
 def attend_tiles(
     q: Tensor, cos: Tensor, sin: Tensor, tile: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> None:
-    """Row `a = (h·T + t)·K + s` is `q[h, t]` turned by `cos sin [t, s]`, and attends tile number `tile[a]` of `k v`.
+    """Attend chosen tiles. Row `a = (h·T + t)·K + s` is `q[h, t]` turned by `cos sin [t, s]`, and sees tile `tile[a]`
+    of `k v`.
 
     `q [H, T, D]`, `cos sin [T, K, D/2]` or `[T, 1, D/2]` of one dtype, `tile [A]` int64, -1 for none, `k v [E, L, D]`.
     Writes `out [A, D]` and `lse [A]` (float32) where there is a tile. Each tile is packed once for every `ROWS` rows
@@ -87,7 +89,9 @@ def attend_tiles(
 
 
 def merge_slots(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """`out [H, T, K, D]`, `lse [H, T, K]` as one softmax over K: `[H, T, D]` and `[H, T]`. Time: O(H · T · K · D)."""
+    """Merge `out [H, T, K, D]`, `lse [H, T, K]` into one softmax over K: `[H, T, D]` and `[H, T]`. Time: O(H · T · K ·
+    D).
+    """
     *shape, n_slots, dim = out.shape
     assert out.is_contiguous()
     assert lse.is_contiguous()
@@ -251,7 +255,7 @@ def _attend_tiles(dtype: torch.dtype) -> Kernel:
 
 @inner
 def _sorted_rows(tile, n_tiles):
-    """The rows that have a tile, by tile; rows of one tile in their order. Counted, or sorted where they are few."""
+    """Sort the rows that have a tile by tile; rows of one tile stay in order. Many are counted, a few are sorted."""
     n = 0
     for row in range(len(tile)):
         n += tile[row] >= 0

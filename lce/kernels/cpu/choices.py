@@ -23,7 +23,7 @@ _GROUP = 16  # scores that are compared at once
 
 
 def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int, size: int) -> Tensor:
-    """The n best of each row's chunks before its own, `[C, T, min(n, M)]`, ascending, -1 behind the last.
+    """Choose the n best of each row's chunks before its own, `[C, T, min(n, M)]`, ascending, -1 behind the last.
 
     `scores [C, T, M]` contiguous. Row t is the query at index `start + t`; its own chunk is `(start + t) // size`.
     `forced [T, M]` (bool) are taken first; a score of -inf is never taken unless it is forced. Time: O(C · T · M),
@@ -42,7 +42,7 @@ def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int, size: int) -
 
 
 def best_tokens(scores: Tensor, n: int, eps: int = 0) -> Tensor:
-    """The n best of M tokens, `[n]`, ascending; a token scores as the best one at most `eps` away.
+    """Choose the n best of M tokens, `[n]`, ascending; a token scores as the best one at most `eps` away.
 
     `scores [M]` float32, contiguous, M at least n. Time: O(M · eps), with all threads; the rest is O(M / 16 + n).
     """
@@ -59,7 +59,7 @@ def best_tokens(scores: Tensor, n: int, eps: int = 0) -> Tensor:
 
 @inner
 def key_of_score(score):
-    """An int32 that is ordered as the scores are; NaN is the largest."""
+    """Return an int32 that is ordered as the scores are; NaN is the largest."""
     bits = bits_of_float(score)
     signed = np.int32(bits)
     ordered = np.int32(signed ^ np.int32(np.int32(signed >> np.int32(31)) & np.int32(0x7FFF_FFFF)))
@@ -69,7 +69,7 @@ def key_of_score(score):
 
 @inner
 def score_of_key(key):
-    """The score that a key was made of."""
+    """Return the score that a key was made of."""
     return float_of_bits(np.uint32(key ^ ((key >> np.int32(31)) & np.int32(0x7FFFFFFF))))
 
 
@@ -155,7 +155,7 @@ def _spread_keys() -> Kernel:
 
 @inner
 def _nth_largest(keys, n):
-    """The n-th largest of int32 keys: a digit of 11, 11 and 10 bits at a time. Time: O(keys)."""
+    """Find the n-th largest of int32 keys: a digit of 11, 11 and 10 bits at a time. Time: O(keys)."""
     counts = np.empty(2048, np.int64)
     found, mask, shift = np.uint32(0), np.uint32(0), 32
     for width in (11, 11, 10):

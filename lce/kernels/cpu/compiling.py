@@ -45,14 +45,16 @@ class _Announcement(event.Listener):
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept: a folder for each state of this room's source, so that none is ever stale."""
+    """Return where compiled kernels are kept: a folder for each state of this room's source, so that none is ever
+    stale.
+    """
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "lce" / f"kernels-{_source()}"
 
 
 @cache
 def _source() -> str:
-    """A digest of this room's source."""
+    """Return a digest of this room's source."""
     digest = hashlib.sha256()
     for file in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(file.read_bytes())
@@ -60,7 +62,7 @@ def _source() -> str:
 
 
 def usable_cache() -> Path | None:
-    """The folder of compiled kernels, made if need be; None where it cannot be used.
+    """Return the folder of compiled kernels, made if need be; None where it cannot be used.
 
     What lies there is run. It is used only if nobody else can have written it.
     """
@@ -91,12 +93,12 @@ class Kernel:
 
     @cached_property
     def shared(self) -> Callable[..., Any]:
-        """For several threads, which must have been started by `n_threads`."""
+        """Return the variant for several threads, which must have been started by `n_threads`."""
         return self._compiled(parallel=True)
 
     @cached_property
     def alone(self) -> Callable[..., Any]:
-        """For one thread: small work is not worth waking the others."""
+        """Return the variant for one thread: small work is not worth waking the others."""
         return self._compiled(parallel=False)
 
     def _compiled(self, *, parallel: bool) -> Callable[..., Any]:
@@ -111,7 +113,7 @@ class Kernel:
             return self._made(parallel, None, False)
 
     def _made(self, parallel: bool, folder: Path | None, fresh: bool) -> Callable[..., Any]:
-        """The function, compiled, or found in a folder of compiled kernels; `fresh` overwrites what is there."""
+        """Compile the function, or load it from a folder of compiled kernels; `fresh` overwrites what is there."""
         _use_torch_threads()
         with _configured(CACHE_DIR=str(folder or ""), DISABLE_JIT=0):
             compiled: Any = numba.njit(parallel=parallel, cache=folder is not None, nogil=True, **_OPTIONS)(self._body)
@@ -125,7 +127,7 @@ class Kernel:
 
 
 def kernel(signature: str, *, parallel: bool = True) -> Callable[[Callable[..., Any]], Kernel]:
-    """Makes a `Kernel` of a function of numbers and addresses (`intp`), no arrays.
+    """Make a `Kernel` of a function of numbers and addresses (`intp`), no arrays.
 
     Sums may be reassociated, so that they are vectorised; the order does not depend on the number of threads.
     `numba.prange` divides its range among the threads, unless `parallel` is False. The GIL is released.
@@ -134,7 +136,7 @@ def kernel(signature: str, *, parallel: bool = True) -> Callable[[Callable[..., 
 
 
 def inner(body: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that becomes part of each kernel which calls it.
+    """Make a function that becomes part of each kernel which calls it.
 
     Never a function of its own: of several copies in a process the linker would take the first, which depends on what
     was compiled before, and whose sums may be added up in another order.
@@ -144,7 +146,7 @@ def inner(body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def separate(body: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of its own, for what gives the same bits however it is compiled: moves, and products of `vectors`.
+    """Make a function of its own, for what gives the same bits however it is compiled: moves, products of `vectors`.
 
     Kernels compile faster than with `inner`.
     """
@@ -153,14 +155,14 @@ def separate(body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def features() -> frozenset[str]:
-    """The processor's features that kernels are compiled for: fewer than it has, if the environment says so."""
+    """Return the processor's features that kernels are compiled for: fewer than it has, if the environment says so."""
     codegen = numba.core.registry.cpu_target.target_context.codegen()
     return frozenset(name[1:] for name in codegen.magic_tuple()[2].split(",") if name.startswith("+"))
 
 
 @contextlib.contextmanager
 def _configured(**values: Any) -> Iterator[None]:
-    """Numba with other settings than the environment's, which are those of whoever else uses it in this process."""
+    """Set Numba's settings for a while; the environment's, which others in this process rely on, come back after it."""
     before = {name: getattr(numba.config, name) for name in values}
     try:
         for name, value in values.items():
@@ -189,7 +191,7 @@ def _name_in_cache(cache: Any, label: Any) -> None:
 
 
 def _in_turn(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel for several threads where Numba's threads serve one call at a time, and abort at a second."""
+    """Make calls of a kernel wait for each other, where Numba's threads serve one call and abort at a second."""
 
     def call(*args: Any) -> Any:
         with _turn:
@@ -199,7 +201,9 @@ def _in_turn(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _layer() -> str:
-    """What Numba's threads run on: "omp", "tbb" or "workqueue"; the first call starts them."""
+    """Return the name of the layer that Numba's threads run on: "omp", "tbb" or "workqueue"; the first call starts
+    them.
+    """
     n_threads()
     try:
         return str(numba.threading_layer())
@@ -208,7 +212,7 @@ def _layer() -> str:
 
 
 def _label(x: Any) -> Any:
-    """What tells a function, its closure included, from others of this room's source."""
+    """Return a label that tells a function, closure included, from others of this room's source."""
     function = getattr(x, "py_func", x)
     name = getattr(function, "__qualname__", None)
     if name is None:
@@ -217,7 +221,7 @@ def _label(x: Any) -> Any:
 
 
 def n_threads() -> int:
-    """PyTorch's number of threads, which Numba is told to use too: 0.2 us."""
+    """Return PyTorch's number of threads, and set Numba's to the same: 0.2 us."""
     number = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
     if number == 1:
         return 1

@@ -20,12 +20,12 @@ _ROWS = 64  # rows that a thread takes at a time, if there are several threads
 
 
 def runs_on(x: Tensor) -> bool:
-    """Whether these kernels take a tensor: on the CPU, of a dtype that they read, with nothing to differentiate."""
+    """Return whether these kernels take a tensor: on the CPU, of a dtype that they read, nothing to differentiate."""
     return x.is_cpu and x.dtype in STORED and not x.requires_grad
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x [..., D]`, of two or three dimensions, over its root mean square, times `weight [D]`: contiguous.
+    """Divide `x [..., D]`, of two or three dimensions, by its root mean square, times `weight [D]`: contiguous.
 
     Computed in float32 and rounded once. Bytes: x once, the result once.
     """
@@ -43,7 +43,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def silu_mul(x: Tensor) -> Tensor:
-    """`x [T, 2·D]`, contiguous: its first half through the SiLU function, times its second half, `[T, D]`.
+    """Multiply SiLU of the first half of `x [T, 2·D]`, contiguous, with the second half: `[T, D]`.
 
     Computed in float32 and rounded once. Bytes: x once, the result once.
     """
@@ -56,7 +56,7 @@ def silu_mul(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x [..., D]` rotated by angles `cos sin [..., D/2]` that broadcast against it, of up to three leading dimensions.
+    """Rotate `x [..., D]` by angles `cos sin [..., D/2]` that broadcast against x, of up to three leading dimensions.
 
     Dimension i is paired with dimension i + D/2. Computed in float32 and rounded once. Bytes: x once, the result once.
     """
@@ -89,7 +89,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def append(
     k: Tensor, v: Tensor, into_k: Tensor, into_v: Tensor, at: int, cos: Tensor | None, sin: Tensor | None
 ) -> None:
-    """`k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; k rotated by `cos sin [T, D/2]`, if any.
+    """Copy `k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; k rotated by `cos sin [T, D/2]`, if any.
 
     One call and no view, for the one token of a decode step. Bytes: k and v once, the rows once.
     """
@@ -119,14 +119,14 @@ def append(
 
 
 def _strides(x: Tensor, common: Sequence[int]) -> tuple[int, int, int]:
-    """The strides of x's leading dimensions once they are expanded to three, 0 where they are."""
+    """Return the strides of x's leading dimensions once they are expanded to three, 0 where they are."""
     strides = x.expand(*common, x.shape[-1]).stride()[:-1]
     first, second, third = (0,) * (3 - len(common)) + tuple(strides)
     return first, second, third
 
 
 def _suited(kernel: Kernel, out: Tensor) -> Callable[..., Any]:
-    """The kernel, or its variant for one thread where the work is small."""
+    """Return the kernel, or its variant for one thread where the work is small."""
     return kernel.alone if out.numel() < ALONE else kernel
 
 
@@ -136,7 +136,7 @@ def _norm(dtype: torch.dtype) -> Kernel:
 
     @inner
     def squares(x):
-        """The sum of the squares."""
+        """Return the sum of the squares."""
         total = np.float32(0)
         for j in range(len(x)):
             number = read(x[j])
@@ -178,7 +178,7 @@ def _silu_mul(dtype: torch.dtype) -> Kernel:
 
 @cache
 def _rotate(dtype: torch.dtype) -> Kernel:
-    """Rows of three leading dimensions."""
+    """Rotate rows of three leading dimensions."""
     stored, size, turn = STORED[dtype], dtype.itemsize, _turn(dtype)
 
     @kernel(f"void({', '.join(['intp'] * 17)})")
@@ -227,7 +227,7 @@ def _append(dtype: torch.dtype) -> Kernel:
 
 
 def _turn(dtype: torch.dtype) -> Callable[..., Any]:
-    """One vector `x [2, D/2]` turned into `out`."""
+    """Turn one vector `x [2, D/2]` into `out`."""
     read, write = READ[dtype], WRITE[dtype]
 
     @inner

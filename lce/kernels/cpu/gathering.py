@@ -18,7 +18,7 @@ _WORD = 8  # bytes that are copied at once
 
 
 def take_rows(tensors: tuple[Tensor, Tensor], index: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Rows `index [n]` (int64, in range) of two tensors `[G, N, D]` alike: copies `[G, n, D]`.
+    """Copy the rows `index [n]` (int64, in range) of two tensors `[G, N, D]` alike: `[G, n, D]`.
 
     On CPUs by all threads, on GPUs in one launch; elsewhere, and for rows of odd sizes, by `index_select`. Bytes: O(n).
     `into`, flat and with space for both copies, may be overwritten by them on a CPU: memory that a layer used before is

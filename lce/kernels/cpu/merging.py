@@ -19,7 +19,7 @@ _ROWS = 64  # queries that a thread takes at a time
 
 
 def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Two to `MOST_PARTS` parts `out [..., D]`, `lse [...]` (float32) as one, with its log-sum-exp.
+    """Merge two to `MOST_PARTS` parts `out [..., D]`, `lse [...]` (float32) into one, with its log-sum-exp.
 
     A part that saw no key has lse -inf. Sums are float32. Time and bytes: O(parts), read once.
     """

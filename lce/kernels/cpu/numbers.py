@@ -18,7 +18,7 @@ STORED = {torch.float32: types.float32, torch.bfloat16: types.uint16, torch.floa
 
 @intrinsic
 def pointer(typing: Any, address: Any, kind: Any) -> Any:
-    """`pointer(address, float32)`: where numbers of a type lie; `carray` makes an array of it."""
+    """Return `pointer(address, float32)`: where numbers of a type lie; `carray` makes an array of the pointer."""
     result = types.CPointer(kind.dtype)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -29,7 +29,7 @@ def pointer(typing: Any, address: Any, kind: Any) -> Any:
 
 @intrinsic
 def float_of_bits(typing: Any, bits: Any) -> Any:
-    """The float32 that these 32 bits are."""
+    """Return the float32 that these 32 bits are."""
     return types.float32(types.uint32), lambda context, builder, signature, args: builder.bitcast(
         args[0], ir.FloatType()
     )
@@ -37,7 +37,7 @@ def float_of_bits(typing: Any, bits: Any) -> Any:
 
 @intrinsic
 def bits_of_float(typing: Any, number: Any) -> Any:
-    """The 32 bits of a float32."""
+    """Return the 32 bits of a float32."""
     return types.uint32(types.float32), lambda context, builder, signature, args: builder.bitcast(
         args[0], ir.IntType(32)
     )

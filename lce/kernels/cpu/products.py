@@ -31,7 +31,7 @@ def product(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm: Tensor | None = None, eps: float = 0.0,
     gated: bool = False, onto: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`x [T, in]` times `weight [out, in]` transposed, plus `bias [out]`: `[T, out]`, for T up to `MOST_ROWS`.
+    """Multiply `x [T, in]` with `weight [out, in]` transposed, plus `bias [out]`: `[T, out]`, for T up to `MOST_ROWS`.
 
     With `norm [in]` the rows of x are first divided by their root mean square, and multiplied by it. `gated` takes the
     first half of the result, through the SiLU function, times the second: `[T, out / 2]`. With `onto` the result is
@@ -109,7 +109,7 @@ def _product(dtype: torch.dtype) -> Kernel:
 
 @inner
 def _squares(x):
-    """The sum of the squares."""
+    """Return the sum of the squares."""
     total = np.float32(0)
     for j in range(len(x)):
         total += x[j] * x[j]

@@ -27,12 +27,11 @@ import torch
 from llvmlite import ir
 from numba import carray, float32, int8, int16, types, uint8, uint16, uint32
 from numba.core import cgutils
-from numba.extending import intrinsic
 from torch import Tensor
 
 from lce.kernels.cpu.compiling import MOST_ROWS, features, inner, kernel
 from lce.kernels.cpu.numbers import READ, STORED, WRITE, bits_of_float, exp, float_of_bits, pointer
-from lce.kernels.cpu.vectors import LANES
+from lce.kernels.cpu.vectors import LANES, intrinsic_of, multiply_add_of, transposed
 
 GROUPS = {8: 128, 4: 32}  # bits: inputs that share a scale
 
@@ -54,7 +53,7 @@ _scratch = threading.local()
 
 
 def parts(bits: int, n_out: int, n_in: int) -> dict[str, tuple[tuple[int, int, int], torch.dtype]]:
-    """The shape and dtype of each tensor of a packed matrix `[n_out, n_in]`."""
+    """Return the shape and dtype of each tensor of a packed matrix `[n_out, n_in]`."""
     blocks, groups = -(-n_out // LANES), -(-n_in // GROUPS[bits])
     codes = (blocks, groups * GROUPS[bits] * bits // 32, _VECTOR), torch.int8 if bits == 8 else torch.uint8
     scales = (blocks, groups, LANES), torch.bfloat16
@@ -62,7 +61,7 @@ def parts(bits: int, n_out: int, n_in: int) -> dict[str, tuple[tuple[int, int, i
 
 
 def pack(weight: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> None:
-    """Round `weight [out, in]` to the packed matrix that the others are. Time: some 0.3 ns a weight and thread for
+    """Round `weight [out, in]` into the tensors of a packed matrix. Time: some 0.3 ns a weight and thread for
     8 bits, 4 ns for 4 bits, where scale and zero of each group are fitted to it by least squares."""
     bits = _check(weight.shape, codes, scales, zeros)
     assert weight.is_contiguous()
@@ -75,7 +74,8 @@ def product(
     x: Tensor, n_rows: int, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None = None, *,
     norm: Tensor | None = None, eps: float = 0.0, gated: bool = False, onto: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`x [T, in]` times a packed matrix `[n_rows, in]` transposed, plus `bias`: as `lce.kernels.cpu.products.product`.
+    """Multiply `x [T, in]` with a packed matrix `[n_rows, in]` transposed, plus `bias`: see
+    `lce.kernels.cpu.products.product`.
 
     T is up to `MOST_ROWS`. With `gated` the two halves of the rows are whole blocks. Bytes: the packed weights, once.
     A group's sum is exact, of x in 16 bits (32 where x is float32); sums of groups are float32. A row of the result has
@@ -104,7 +104,7 @@ def product(
 
 
 def unpack(first: int, out: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> None:
-    """The rows from `first` on, a multiple of 16, of a packed matrix as numbers: into `out [rows, in]`, any dtype."""
+    """Unpack rows from `first` on, a multiple of 16, of a packed matrix: into `out [rows, in]`, any dtype."""
     bits = 8 if zeros is None else 4
     assert first % LANES == 0
     assert first + len(out) <= codes.shape[0] * LANES
@@ -116,7 +116,7 @@ def unpack(first: int, out: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor
 
 
 def rows_of(ids: Tensor, out: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> None:
-    """The rows `ids [T]` (int64) of a packed matrix as numbers: into `out [T, in]`, any dtype."""
+    """Unpack the rows `ids [T]` (int64) of a packed matrix: into `out [T, in]`, any dtype."""
     bits = 8 if zeros is None else 4
     _check((codes.shape[0] * LANES, out.shape[1]), codes, scales, zeros)
     assert len(ids) == len(out)
@@ -131,7 +131,7 @@ def rows_of(ids: Tensor, out: Tensor, codes: Tensor, scales: Tensor, zeros: Tens
 
 
 def _check(shape: Any, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> int:
-    """The bits of a packed matrix of this shape."""
+    """Check the tensors of a packed matrix of this shape; return its bits."""
     bits = 8 if zeros is None else 4
     blocks, groups = -(-shape[0] // LANES), -(-shape[1] // GROUPS[bits])
     assert codes.shape == (blocks, groups * GROUPS[bits] * bits // 32, _VECTOR)
@@ -144,7 +144,7 @@ def _check(shape: Any, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> i
 
 
 def _working(rows: int, n_out: int, n_in: int) -> int:
-    """The address of this thread's working memory, for `rows · (n_out + n_in)` floats; it grows and stays."""
+    """Return the address of this thread's working memory, for `rows · (n_out + n_in)` floats; it grows and stays."""
     needed = rows * (n_out + n_in)
     memory = getattr(_scratch, "memory", None)
     if memory is None or len(memory) < needed:
@@ -158,12 +158,13 @@ def _const(kind: Any, value: Any) -> Any:
 
 
 def _load(builder: Any, address: Any, index: Any, kind: Any) -> Any:
-    """The vector number `index` from an address on."""
+    """Load vector number `index` from an address on."""
     return builder.load(builder.gep(builder.inttoptr(address, ir.PointerType(kind)), [index]), align=1)
 
 
 def _codes(builder: Any, bits: int, words: Any) -> list[tuple[Any, int]]:
-    """The inputs of a vector in order, each as 16 rows' codes, float32, times a power of two, whose exponent follows.
+    """Take the codes out of a vector, one input after the other: 16 rows' codes, float32, times a power of two, and its
+    exponent.
 
     Codes stay at their places in the words, or lie in the highest byte, so that they need not be shifted down.
     """
@@ -182,7 +183,7 @@ def _codes(builder: Any, bits: int, words: Any) -> list[tuple[Any, int]]:
 
 
 def _pairs(builder: Any, bits: int, words: Any) -> list[Any]:
-    """The inputs of a vector in order, two at a time: 16 rows' pairs of halfwords."""
+    """Take the inputs out of a vector, two at a time: 16 rows' pairs of halfwords."""
     halves = builder.bitcast(words, _PAIRED)
     const = lambda value: ir.Constant(_PAIRED, [value] * 2 * LANES)  # noqa: E731
     if bits == 8:
@@ -192,7 +193,7 @@ def _pairs(builder: Any, bits: int, words: Any) -> list[Any]:
 
 
 def _add_products(builder: Any, total: Any, first: Any, second: Any) -> Any:
-    """`total` plus both products of each pair of halfwords: one instruction where the processor has AVX512_VNNI."""
+    """Add both products of each pair of halfwords to `total`: one instruction where the processor has AVX512_VNNI."""
     if _MULTIPLIES_PAIRS:
         name = "llvm.x86.avx512.pmaddw.d.512"
         found = builder.module.globals.get(name)
@@ -211,18 +212,16 @@ def _scale(builder: Any, scales: Any, group: Any) -> Any:
 
 
 def _zero(builder: Any, zeros: Any, group: Any) -> Any:
-    """Zeros in sixteenths."""
+    """Load the zeros of a group, in sixteenths."""
     return builder.sitofp(builder.zext(_load(builder, zeros, group, _BYTES), _WORDS), _FLOATS)
 
 
 def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    name = "llvm.fma.v16f32"
-    found = builder.module.globals.get(name)
-    return builder.call(found or ir.Function(builder.module, ir.FunctionType(_FLOATS, [_FLOATS] * 3), name), [a, b, c])
+    return builder.call(multiply_add_of(builder.module, False), [a, b, c])
 
 
 def _splat(builder: Any, base: Any, offset: Any, kind: Any) -> Any:
-    """The number at an index as a vector."""
+    """Load the number at an index into all lanes of a vector."""
     nothing = ir.Constant(kind, ir.Undefined)
     number = builder.load(builder.gep(builder.inttoptr(base, ir.PointerType(kind.element)), [offset]))
     return builder.shuffle_vector(
@@ -231,7 +230,7 @@ def _splat(builder: Any, base: Any, offset: Any, kind: Any) -> Any:
 
 
 def _dot(bits: int, rows: int, planes: int) -> Callable[..., Any]:
-    """The intrinsic `(x, factors, codes, scales, zeros, n_groups, out)` multiplies `rows` rows of x with one block.
+    """Make the intrinsic `(x, factors, codes, scales, zeros, n_groups, out)`: `rows` rows of x times one block.
 
     All are addresses but `n_groups`. x is `[planes, rows, n_groups * group]` int16; `factors [2, rows, n_groups]` what
     one of it stands for in each group, and the sums of each group, times -1/16; out `[rows, 16]`. Instructions for 64
@@ -290,16 +289,11 @@ def _dot(bits: int, rows: int, planes: int) -> Callable[..., Any]:
             builder.store(builder.load(totals[t]), builder.gep(place, [i64(t)]), align=4)
         return context.get_dummy_value()
 
-    def typed(typing, a, b, c, d, e, f, g):
-        return signature, generate
-
-    typed.__name__ = typed.__qualname__ = f"dot {bits} {rows} {planes}"
-    result: Callable[..., Any] = intrinsic(typed)
-    return result
+    return intrinsic_of(f"dot {bits} {rows} {planes}", signature, generate)
 
 
 def _rows(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
-    """The intrinsic `(codes, scales, zeros, n, out, stride)`: a block's 16 rows and 32 inputs as numbers.
+    """Make the intrinsic `(codes, scales, zeros, n, out, stride)`, which unpacks a block's 16 rows and 32 inputs.
 
     The inputs are `32·n` to `32·n + 31`. Row i goes to `out + i · stride`, in bytes. Two numbers of two bytes make a
     word, and 16 words of 16 rows are transposed in registers: about 0.4 instructions a weight.
@@ -326,21 +320,16 @@ def _rows(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
         else:
             words = [_rounded(builder, *pair, dtype) for pair in zip(weights[::2], weights[1::2], strict=True)]
         for start in range(0, len(words), LANES):
-            for i, row in enumerate(_turned(builder, words[start : start + LANES])):
+            for i, row in enumerate(transposed(builder, words[start : start + LANES])):
                 at = builder.add(builder.add(out, builder.mul(stride, i64(i))), i64(4 * start))
                 builder.store(row, builder.inttoptr(at, ir.PointerType(_WORDS)), align=1)
         return context.get_dummy_value()
 
-    def typed(typing, a, b, c, d, e, f):
-        return signature, generate
-
-    typed.__name__ = typed.__qualname__ = f"rows {bits} {dtype}"
-    result: Callable[..., Any] = intrinsic(typed)
-    return result
+    return intrinsic_of(f"rows {bits} {dtype}", signature, generate)
 
 
 def _rounded(builder: Any, low: Any, high: Any, dtype: torch.dtype) -> Any:
-    """Two times 16 finite numbers, rounded to a dtype of two bytes, as words."""
+    """Round two times 16 finite numbers to a dtype of two bytes, as words."""
     if dtype == torch.float16:
         halves = (builder.fptrunc(each, ir.VectorType(ir.HalfType(), LANES)) for each in (low, high))
         low, high = (builder.zext(builder.bitcast(each, _HALVES), _WORDS) for each in halves)
@@ -350,20 +339,6 @@ def _rounded(builder: Any, low: Any, high: Any, dtype: torch.dtype) -> Any:
         odd = builder.and_(builder.lshr(each, _const(_WORDS, 16)), _const(_WORDS, 1))
         words.append(builder.add(each, builder.add(odd, _const(_WORDS, 0x7FFF))))
     return builder.or_(builder.lshr(words[0], _const(_WORDS, 16)), builder.and_(words[1], _const(_WORDS, 0xFFFF0000)))
-
-
-def _turned(builder: Any, rows: list[Any]) -> list[Any]:
-    """16 vectors of 16 words, transposed."""
-    rows = list(rows)
-    for distance in (8, 4, 2, 1):
-        low = [e if not e & distance else LANES + e - distance for e in range(LANES)]
-        high = [e + distance if not e & distance else LANES + e for e in range(LANES)]
-        for i in range(LANES):
-            if not i & distance:
-                pair = rows[i], rows[i + distance]
-                rows[i] = builder.shuffle_vector(*pair, ir.Constant(_WORDS, low))
-                rows[i + distance] = builder.shuffle_vector(*pair, ir.Constant(_WORDS, high))
-    return rows
 
 
 @cache
@@ -419,7 +394,8 @@ def _product(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
 
 @cache
 def _as_integers(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
-    """x, normalised and padded, as `_dot` takes it. One row is at `wide_at` as float32 on the way.
+    """Make the function that rounds x, normalised and padded, as `_dot` takes it. One row is at `wide_at` as float32 on
+    the way.
 
     What one stands for is a power of two, so that a bfloat16 number is exact down to 1/128 of its group's largest.
     """

@@ -32,7 +32,7 @@ def _pairs(dtype: torch.dtype) -> bool:
 
 @cache
 def _panels(pairs: bool, dtype: torch.dtype) -> Callable[..., Any]:
-    """`C [rows, width] += A · B`, as `vectors.multiply` has them; rows are 6, 4, 2 or 1, the width whole vectors."""
+    """Make `C [rows, width] += A · B` of `vectors.multiply`; rows are 6, 4, 2 or 1, the width whole vectors."""
     by_6_4, by_6_2, by_6_1 = (vectors.multiply(6, n, pairs, dtype) for n in (4, 2, 1))
     by_4_4, by_4_2, by_4_1 = (vectors.multiply(4, n, pairs, dtype) for n in (4, 2, 1))
     by_2_4, by_2_2, by_2_1 = (vectors.multiply(2, n, pairs, dtype) for n in (4, 2, 1))
@@ -79,7 +79,9 @@ def _panels(pairs: bool, dtype: torch.dtype) -> Callable[..., Any]:
 
 @cache
 def core(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], int]:
-    """The functions of a task: put a query, attend, finish a row; and how many numbers are in a word of four bytes."""
+    """Make the functions of a task: put a query, attend, finish a row; and how many numbers are in a word of four
+    bytes.
+    """
     pairs, stored, read, write = _pairs(dtype), STORED[dtype], READ[dtype], WRITE[dtype]
     itemsize = dtype.itemsize
     per_word = 2 if pairs else 1  # numbers of a dimension, or of keys, in a word of four bytes
@@ -91,7 +93,9 @@ def core(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], Ca
 
     @separate
     def pack_keys(k_at, k_stride, n, dim, packed):
-        """`n` keys `[n, D]` at an address to `packed [KEYS/64, words of D, 64]`: a vector holds a word of 16 keys."""
+        """Pack `n` keys `[n, D]` at an address into `packed [KEYS/64, words of D, 64]`: a vector holds a word of 16
+        keys.
+        """
         words, packed_at = dim // per_word, packed.ctypes.data
         whole_keys, whole_words = n // 16 * 16, words // 16 * 16
         for key in range(0, whole_keys, 16):
@@ -111,7 +115,7 @@ def core(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], Ca
 
     @separate
     def pack_values(v_at, v_stride, n, dim, packed):
-        """`n` values `[n, D]` to `packed [words of keys, D]`; with pairs, a word has keys i and i + 16 of 32."""
+        """Pack `n` values `[n, D]` into `packed [words of keys, D]`; with pairs, a word has keys i and i + 16 of 32."""
         row = v_stride * itemsize
         for key in range((n + 31) // 32 * 32):
             source = carray(pointer(v_at + key * row, stored), (dim,))
@@ -137,7 +141,7 @@ def core(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], Ca
 
     @inner
     def soften(scores, first, stop, scale, state, sums, dim):
-        """One row's scores of keys `first..stop-1` to weights, in place, by its largest score so far.
+        """Turn one row's scores of keys `first..stop-1` into weights, in place, by its largest score so far.
 
         `state` is that largest score and the sum of the weights. Where the largest grows, what was summed shrinks.
         """
@@ -161,7 +165,7 @@ def core(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], Ca
 
     @inner
     def put_query(q_at, cos_at, sin_at, dim, turned, to):
-        """A query `[D]` to the address `to`, turned if it is to be: bfloat16 with pairs, else float32."""
+        """Put a query `[D]` at the address `to`, turned if it is to be: bfloat16 with pairs, else float32."""
         half = dim // 2
         left, right = carray(pointer(q_at, stored), (half,)), carray(pointer(q_at + half * itemsize, stored), (half,))
         cos, sin = carray(pointer(cos_at, stored), (half,)), carray(pointer(sin_at, stored), (half,))
@@ -183,7 +187,7 @@ def core(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], Ca
 
     @separate
     def score_keys(rows, q_at, q_stride, k_at, k_stride, n, out, dim):
-        """Scores of 8, 4, 2 or 1 queries and `n` keys as they lie, `n` at least 16: `out [rows, n]`."""
+        """Score `n` keys as they lie, `n` at least 16, with 8, 4, 2 or 1 queries: `out [rows, n]`."""
         n_chunks, at_once, key = dim // chunk, 16 // rows, 0
         while key < n:
             key = min(key, n - at_once)  # the last keys overlap with those before them
@@ -200,7 +204,9 @@ def core(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], Ca
 
     @inner
     def attend_few(queries, n, spans, k_at, k_stride, v_at, v_stride, first, stop, dim, scale, state, sums, scores):
-        """`attend_rows` for few rows: keys and values are read where they lie, which is cheaper than packing them."""
+        """Attend as `attend_rows`, for few rows: reads keys and values where they lie, which is cheaper than packing
+        them.
+        """
         start = first
         while start < stop:
             left = stop - start
@@ -237,7 +243,7 @@ def core(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], Ca
         queries, n, spans, k_at, k_stride, v_at, v_stride, first, stop, dim, scale, state, sums, keys, values, scores,
         weights,
     ):  # fmt: skip
-        """`n` rows of `queries` attend keys `first..stop-1`, of which row i sees `spans[i, 0]..spans[i, 1]-1`."""
+        """Attend keys `first..stop-1` with `n` rows of `queries`; row i sees `spans[i, 0]..spans[i, 1]-1` of them."""
         if n <= FEW_ROWS and dim % chunk == 0 and stop - first >= 16:
             attend_few(queries, n, spans, k_at, k_stride, v_at, v_stride, first, stop, dim, scale, state, sums, scores)
             return
@@ -296,7 +302,7 @@ def core(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], Ca
 
     @inner
     def finish(state, sums, out, lse, at, dim):
-        """A row's sums to its output `out[at]` and log-sum-exp `lse[at]`: 0 and -inf where it saw no key."""
+        """Write a row's output `out[at]` and log-sum-exp `lse[at]`: 0 and -inf where the row saw no key."""
         seen = state[1] != 0  # NaN too: it must not pass for a row without keys
         share = np.float32(1) / state[1] if seen else np.float32(0)
         for d in range(dim):
@@ -308,14 +314,15 @@ def core(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], Ca
 
 @inner
 def scratch_size(n_rows, dim, per_word):
-    """How many words of four bytes a thread needs: see `scratch`."""
+    """Count the words of four bytes that a thread needs: see `scratch`."""
     wide = (dim + 15) // 16 * 16
     return n_rows * (dim // per_word + 6 + wide) + (dim + wide) * KEYS // per_word + 14 * KEYS + 32
 
 
 @inner
 def scratch(at, n_rows, dim, per_word):
-    """The memory of one thread: queries, spans, states, sums, packed keys and values, scores, and packed weights.
+    """Divide the memory of one thread: queries, spans, states, sums, packed keys and values, scores, and packed
+    weights.
 
     Arrays at addresses: arrays that Numba allocates are counted at each use, which costs more than most uses.
     """

@@ -21,12 +21,12 @@ _COLUMNS = 512
 
 
 def compiled_for(x: Tensor) -> bool:
-    """Whether there are kernels for a tensor: it is on the CPU, and its dtype is one that they read."""
+    """Return whether there are kernels for a tensor: it is on the CPU, and its dtype is one that they read."""
     return x.device.type == "cpu" and x.dtype in STORED
 
 
 def scores_of_few(q: Tensor, keys: Tensor) -> Tensor:
-    """Dot products of `q [G, T, D]` and `keys [G, M, D]`: float32 `[G, T, M]`, for few queries.
+    """Multiply `q [G, T, D]` with `keys [G, M, D]`: float32 dot products `[G, T, M]`, for few queries.
 
     The dtypes are one; rows of keys are contiguous. Sums are float32. Bytes: the keys, once.
     """
@@ -42,7 +42,7 @@ def scores_of_few(q: Tensor, keys: Tensor) -> Tensor:
 
 
 def best_below_top(scores: Tensor) -> Tensor:
-    """What each token is worth to its best query: `scores [M, T]` to `[M]`, `max_t (s[m, t] - max_m' s[m', t])`.
+    """Score each token by its best query: `scores [M, T]` to `[M]`, `max_t (s[m, t] - max_m' s[m', t])`.
 
     Contiguous. Float32. Bytes: the scores, twice.
     """

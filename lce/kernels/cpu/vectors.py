@@ -40,7 +40,7 @@ def _const(value: int) -> Any:
 
 
 def _at(builder: Any, address: Any, offset: Any, kind: Any) -> Any:
-    """A pointer to `kind`, `offset` bytes behind an address."""
+    """Return a pointer to `kind`, `offset` bytes behind an address."""
     return builder.inttoptr(builder.add(address, offset), ir.PointerType(kind))
 
 
@@ -50,7 +50,7 @@ def _splat(builder: Any, number: Any, kind: Any) -> Any:
 
 
 def multiply(rows: int, columns: int, pairs: bool, dtype: torch.dtype = torch.float32) -> Callable[..., Any]:
-    """The product that everything rests on: `C [rows, 16·columns] += A [rows, n] · B [n, 16·columns]`.
+    """Make the product that everything rests on: `C [rows, 16·columns] += A [rows, n] · B [n, 16·columns]`.
 
     The intrinsic takes `(a, a_stride, b, b_stride, c, c_stride, n)`: addresses, strides in bytes, and n, 1 or more.
     A and C are float32, and B is of `dtype`. With `pairs`, A and B are words of two bfloat16 numbers, whose products
@@ -61,7 +61,7 @@ def multiply(rows: int, columns: int, pairs: bool, dtype: torch.dtype = torch.fl
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         a, a_stride, b, b_stride, c, c_stride, n = args
-        multiply_add = _multiply_add(builder.module, pairs)
+        multiply_add = multiply_add_of(builder.module, pairs)
         cells = [(i, j) for i in range(rows) for j in range(columns)]
         places = {
             (i, j): _at(builder, c, builder.add(builder.mul(c_stride, _const(i)), _const(64 * j)), _FLOATS)
@@ -103,11 +103,11 @@ def multiply(rows: int, columns: int, pairs: bool, dtype: torch.dtype = torch.fl
             builder.store(after[cell], places[cell], align=4)
         return context.get_dummy_value()
 
-    return _intrinsic(f"multiply {rows} {columns} {pairs} {dtype}", types.void(*[types.intp] * 7), generate)
+    return intrinsic_of(f"multiply {rows} {columns} {pairs} {dtype}", types.void(*[types.intp] * 7), generate)
 
 
 def dots(rows: int, pairs: bool, dtype: torch.dtype, columns: int | None = None, chains: int = 1) -> Callable[..., Any]:
-    """Dot products of `rows` vectors with `columns` others, all read as they lie: `Q · Kᵀ` of few queries.
+    """Make dot products of `rows` vectors with `columns` others, all read as they lie: `Q · Kᵀ` of few queries.
 
     The intrinsic takes `(q, q_stride, k, k_stride, out, out_stride, n)`: addresses, strides in bytes, and how many
     steps a vector has, 1 or more. A step is `chains` vectors of 16 numbers, each of which has a sum of its own. Q and
@@ -120,7 +120,7 @@ def dots(rows: int, pairs: bool, dtype: torch.dtype, columns: int | None = None,
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         q, q_stride, k, k_stride, out, out_stride, n = args
-        multiply_add = _multiply_add(builder.module, pairs)
+        multiply_add = multiply_add_of(builder.module, pairs)
         before, loop = builder.block, builder.append_basic_block("dots")
         builder.branch(loop)
         builder.position_at_end(loop)
@@ -152,7 +152,7 @@ def dots(rows: int, pairs: bool, dtype: torch.dtype, columns: int | None = None,
             sums = [builder.fadd(sums[i * n_keys + j], after[chain, i, j]) for i in range(rows) for j in range(n_keys)]
         for distance in (8, 4, 2, 1):
             if distance < len(sums):  # half as many vectors, each with the sums of twice as many
-                halves = [_exchanged(builder, sums[i], sums[i + distance], distance) for i in range(distance)]
+                halves = [exchanged(builder, sums[i], sums[i + distance], distance) for i in range(distance)]
                 sums = [builder.fadd(*pair) for pair in halves]
             else:
                 order = ir.Constant(_WORDS, [lane ^ distance for lane in range(LANES)])
@@ -164,11 +164,12 @@ def dots(rows: int, pairs: bool, dtype: torch.dtype, columns: int | None = None,
             builder.store(part, place, align=4)
         return context.get_dummy_value()
 
-    return _intrinsic(f"dots {rows} {pairs} {dtype} {n_keys} {chains}", types.void(*[types.intp] * 7), generate)
+    return intrinsic_of(f"dots {rows} {pairs} {dtype} {n_keys} {chains}", types.void(*[types.intp] * 7), generate)
 
 
 def transpose(dtype: torch.dtype, pairs: bool) -> Callable[..., Any]:
-    """The intrinsic `(source, source_stride, target, target_stride)` transposes 16 rows of 16 words; strides in bytes.
+    """Make the intrinsic `(source, source_stride, target, target_stride)`: 16 rows of 16 words, transposed; strides in
+    bytes.
 
     With `pairs` a word is two bfloat16 numbers that stay together. Else it is a float32, widened from `dtype`.
     """
@@ -179,20 +180,16 @@ def transpose(dtype: torch.dtype, pairs: bool) -> Callable[..., Any]:
         for i in range(LANES):
             offset = builder.mul(source_stride, _const(i))
             rows.append(_load_words(builder, source, offset, torch.float32 if pairs else dtype))
-        for distance in (8, 4, 2, 1):
-            for i in range(LANES):
-                if i & distance:
-                    continue
-                rows[i], rows[i + distance] = _exchanged(builder, rows[i], rows[i + distance], distance)
+        rows = transposed(builder, rows)
         for i, row in enumerate(rows):
             builder.store(row, _at(builder, target, builder.mul(target_stride, _const(i)), _WORDS), align=4)
         return context.get_dummy_value()
 
-    return _intrinsic(f"transpose {dtype} {pairs}", types.void(*[types.intp] * 4), generate)
+    return intrinsic_of(f"transpose {dtype} {pairs}", types.void(*[types.intp] * 4), generate)
 
 
-def _multiply_add(module: Any, pairs: bool) -> Any:
-    """`(sum, x, y)` of pairs of bfloat16 numbers, or `(x, y, sum)` of float32: LLVM's own functions."""
+def multiply_add_of(module: Any, pairs: bool) -> Any:
+    """Declare LLVM's own function: `(sum, x, y)` of pairs of bfloat16 numbers, or `(x, y, sum)` of float32."""
     if pairs:
         kind, name = ir.FunctionType(_FLOATS, [_FLOATS, _PAIRED, _PAIRED]), "llvm.x86.avx512bf16.dpbf16ps.512"
     else:
@@ -201,8 +198,18 @@ def _multiply_add(module: Any, pairs: bool) -> Any:
     return found if found is not None else ir.Function(module, kind, name)
 
 
-def _exchanged(builder: Any, first: Any, second: Any, distance: int) -> tuple[Any, Any]:
-    """A step of a transposition: lanes with and without the bit `distance`, of two vectors side by side."""
+def transposed(builder: Any, rows: list[Any]) -> list[Any]:
+    """Transpose 16 vectors of 16 words."""
+    rows = list(rows)
+    for distance in (8, 4, 2, 1):
+        for i in range(LANES):
+            if not i & distance:
+                rows[i], rows[i + distance] = exchanged(builder, rows[i], rows[i + distance], distance)
+    return rows
+
+
+def exchanged(builder: Any, first: Any, second: Any, distance: int) -> tuple[Any, Any]:
+    """Exchange lanes with and without the bit `distance`, of two vectors side by side: a step of a transposition."""
     low = [e if not e & distance else LANES + e - distance for e in range(LANES)]
     high = [e + distance if not e & distance else LANES + e for e in range(LANES)]
     result = (builder.shuffle_vector(first, second, ir.Constant(_WORDS, lanes)) for lanes in (low, high))
@@ -210,7 +217,7 @@ def _exchanged(builder: Any, first: Any, second: Any, distance: int) -> tuple[An
 
 
 def _load_words(builder: Any, address: Any, offset: Any, dtype: torch.dtype) -> Any:
-    """16 numbers of a dtype as the bits of 16 float32 numbers."""
+    """Load 16 numbers of a dtype as the bits of 16 float32 numbers."""
     if dtype == torch.float32:
         return builder.load(_at(builder, address, offset, _WORDS), align=4)
     if dtype == torch.float16:
@@ -248,13 +255,14 @@ def _take(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     return builder.atomic_rmw("add", _at(builder, args[0], _const(0), _I64), _const(1), "monotonic")
 
 
-def _intrinsic(name: str, signature: Any, generate: Callable[..., Any]) -> Callable[..., Any]:
-    """An intrinsic of one signature. Its name tells it from others in the cache's keys."""
+def intrinsic_of(name: str, signature: Any, generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Make an intrinsic of one signature. The name tells it from others in the cache's keys."""
     n_args = len(signature.args)
     made: dict[int, Callable[..., Any]] = {
         1: lambda typing, a: (signature, generate),
         2: lambda typing, a, b: (signature, generate),
         4: lambda typing, a, b, c, d: (signature, generate),
+        6: lambda typing, a, b, c, d, e, f: (signature, generate),
         7: lambda typing, a, b, c, d, e, f, g: (signature, generate),
     }
     made[n_args].__name__ = made[n_args].__qualname__ = name
@@ -263,6 +271,6 @@ def _intrinsic(name: str, signature: Any, generate: Callable[..., Any]) -> Calla
 
 
 # The largest of n floats at an address, n a multiple of 16.
-largest = _intrinsic("largest", types.float32(types.intp, types.intp), _largest)
+largest = intrinsic_of("largest", types.float32(types.intp, types.intp), _largest)
 # The number at an address, which is counted up: a queue of tasks.
-take = _intrinsic("take", types.intp(types.intp), _take)
+take = intrinsic_of("take", types.intp(types.intp), _take)
