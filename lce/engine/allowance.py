@@ -1,8 +1,8 @@
-"""The memory and disk of this process, promised to its contexts.
+"""The memory and disk that this process has promised to its contexts.
 
-Free memory alone would admit two contexts that do not fit together: memory that a context may still grow into is not
-used yet. So each context takes a promise, and plans count what is promised to other contexts and not used as taken. A
-promise ends with the context's cache: when the context is closed or freed, or when the call that made it fails.
+Free memory alone would admit two contexts that do not fit together, because neither uses all its memory yet. So each
+context takes a promise, and plans count the unused promises of other contexts as taken. A promise ends with the
+context's cache: when the context is closed or freed, or when the call that made it fails.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lce.engine.planning import Planner
 
 @dataclass(frozen=True)
 class Promise:
-    """Memory and disk that a cache may use: what `n_tokens` tokens need, by `planner`."""
+    """The memory and disk that a cache may use: what `planner` says `n_tokens` tokens need."""
 
     planner: Planner
     n_tokens: int
@@ -52,9 +52,9 @@ class Allowance:
         return Planner.into_file(layout, method, self._unused())
 
     def promise(self, cache: KVCache, method: str, n_tokens: int) -> None:
-        """Promise a cache what `n_tokens` tokens need, unless so much is promised already.
+        """Promise a cache what `n_tokens` tokens need, unless that much is promised already.
 
-        Raises `CapacityError` where not so much is available; then what was promised before stays promised.
+        Raises `CapacityError` if less is available; earlier promises stay.
         """
         if n_tokens <= self.promised(cache):
             return
@@ -66,12 +66,12 @@ class Allowance:
             self._promises[cache] = Promise(planner, n_tokens)
 
     def promised(self, cache: KVCache) -> int:
-        """Return how many tokens a cache may grow to; 0 where nothing is promised."""
+        """Return how many tokens a cache may grow to; 0 without a promise."""
         held = self._promises.get(cache)
         return 0 if held is None else held.n_tokens
 
     def give_back(self, cache: KVCache, n_tokens: int) -> None:
-        """Promise a cache no more than what `n_tokens` tokens need."""
+        """Reduce the promise of a cache to what `n_tokens` tokens need."""
         with self._lock:
             held = self._promises.get(cache)
             if held is not None and n_tokens < held.n_tokens:

@@ -1,4 +1,4 @@
-"""The loop over one context: read its tokens in blocks, then answer, a token at a time. Each pass has one lane."""
+"""The loop over one context: prefill in blocks, then decode token by token. Each pass has one lane."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lce.tokenizer.tokenizer import Tokenizer
 
 
 class Alone:
-    """Reads tokens into one context at a time, and answers. Holds no state; whoever calls has the context to itself.
+    """Prefills and decodes one context at a time. Holds no state; the caller has the context to itself.
 
     With a `tape`, decode steps are recorded.
     """
@@ -33,7 +33,7 @@ class Alone:
         self.driver = driver
         self.tokenizer = tokenizer
         self.block = block
-        self.device = device  # of the first layer
+        self.device = device  # the first layer's
         self.tape = tape
 
     def lane(self, context: Context, ids: Sequence[int], driver: Driver | None = None, *, ahead: bool = False) -> Lane:
@@ -44,7 +44,7 @@ class Alone:
         return Lane(driver or self.driver, context.cache, context.rope, ids, recorder, ahead)
 
     def run(self, context: Context, lane: Lane) -> None:
-        """Run a pass of one lane. After an error or an interruption the cache is as before, or has the tokens."""
+        """Run a pass of one lane. After an error or an interruption the cache has all of the tokens or none."""
         uses_threads()
         forward(self.model, [lane])
         try:
@@ -54,7 +54,7 @@ class Alone:
             raise
 
     def append(self, context: Context, ids: Sequence[int], driver: Driver | None = None) -> Lane:
-        """Append a block of tokens to a context's cache, and have the logits after them in the context."""
+        """Append a block of tokens to a context's cache; the context keeps the logits after them."""
         lane = self.lane(context, ids, driver)
         try:
             self.run(context, lane)
@@ -63,9 +63,9 @@ class Alone:
         return lane
 
     def read(self, context: Context, progress: Progress | None = None) -> None:
-        """Read the context's tokens that are not in its cache yet, and have the logits after the last one.
+        """Read the context's tokens that are not in its cache yet; the context keeps the logits after the last one.
 
-        Where they are not known, as after a truncation, the last token is read again.
+        If these logits are not known, as after a truncation, the last token is read again.
         """
         if context.logits is None and len(context) == context.cache.length > 0:
             context.cache.truncate(context.cache.nearest(context.cache.length - 1))
@@ -78,8 +78,8 @@ class Alone:
     ) -> Iterator[Piece]:  # fmt: skip
         """Read the prompt behind a context's tokens, and yield the answer as it comes; ends once `flag` is set.
 
-        If the prompt is not read to its end, the context is as before; with `undo`, also if the answer does not reach
-        its end. Else what was said stays: the tokens of the context and of `result` are those of `result.text`.
+        If prefill does not complete, the context is as before; with `undo`, also if the answer does not complete.
+        Otherwise the answer so far stays: the new tokens of the context and of `result` are those of `result.text`.
         """
         stats, started, mark = result.stats, time.perf_counter(), context.mark()
         said: int | None = None  # tokens before the answer
@@ -117,7 +117,7 @@ class Alone:
 
 
 def blocks(ids: Sequence[int], block: int, progress: Progress | None = None, done: int = 0) -> Iterator[Sequence[int]]:
-    """Cut `ids` in blocks; `progress` is called after each block, and counts `done` tokens before the first."""
+    """Yield `ids` in blocks; call `progress` after each block, counting `done` tokens before the first."""
     for start in range(0, len(ids), block):
         part = ids[start : start + block]
         yield part

@@ -1,4 +1,4 @@
-"""An answer on its way: from logits to tokens, to text as soon as no later token can change it, to its end."""
+"""From logits to the tokens and the text of an answer. Text is returned once no later token can change it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lce.tokenizer.tokenizer import Tokenizer
 class Stats:
     """The figures of one generation: times in seconds, memory of the cache in bytes by tier, its traffic so far."""
 
-    prompt_tokens: int = 0  # those of this call
-    read_before: int = 0  # tokens in front of them, which the context had already
+    prompt_tokens: int = 0  # of this call
+    read_before: int = 0  # tokens that the context had before this call
     generated_tokens: int = 0
     prefill_s: float = 0.0  # of this call's prompt
     first_token_s: float = 0.0  # from the beginning of the call
@@ -33,26 +33,26 @@ class Stats:
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Tokens a second after the first one; 0 where there is one at most."""
+        """Tokens a second after the first one; 0 for fewer than two tokens."""
         return max(0, self.generated_tokens - 1) / self.decode_s if self.decode_s else 0.0
 
 
 @dataclass(frozen=True)
 class Request:
-    """One generation to make: the tokens to prefill, how to draw the next ones, and when to end."""
+    """A request for one generation: the tokens to prefill, how to sample, and when to stop."""
 
     token_ids: Sequence[int]
     sampling: Sampling
     max_tokens: int
     eos_ids: frozenset[int]
-    logprobs: int | None = None  # how many of the likeliest tokens are kept beside each drawn one; None: nothing
+    logprobs: int | None = None  # how many of the likeliest tokens to record for each drawn one; None: record nothing
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """The log-probability of a drawn token, and the likeliest tokens with theirs.
+    """The log-probability of a drawn token, and those of the likeliest tokens.
 
-    They are the model's own, at temperature 1 and before all filters.
+    Log-probabilities are the model's own, at temperature 1 and before all filters.
     """
 
     token_id: int
@@ -62,11 +62,11 @@ class TokenLogprobs:
 
 @dataclass
 class Generation:
-    """What was generated: `text`, its `token_ids`, and the figures.
+    """A generated `text`, its `token_ids`, and the figures.
 
-    `finish_reason` is `stop` for an end token or a stop, `length` for `max_tokens`, `cancelled` for a stream that was
-    ended early, and empty until it ends. `logprobs` has an entry a token where they were asked for. `warning` says that
-    the text became longer than the method can read.
+    `finish_reason` is `stop` for an end token or a stop string, `length` for `max_tokens`, `cancelled` for a stream
+    that was ended early, and empty until then. `logprobs`, if requested, has an entry for each token. `warning` says
+    that the text became longer than the method can read.
     """
 
     text: str = ""
@@ -79,7 +79,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of a generation's text, `str(piece)` or `piece.text`; later pieces do not change it."""
+    """A piece of a generation's text, `str(piece)` or `piece.text`. Later pieces do not change earlier ones."""
 
     text: str
 
@@ -88,11 +88,10 @@ class Piece:
 
 
 class Answer:
-    """An answer on its way: `take` turns logits into a token and its text, and decides when the answer ends.
+    """An answer being generated: `take` turns logits into a token and its text, and decides when the answer ends.
 
-    An end token ends the text and is not added to it. A stop string ends it too; only the text before it is said.
-    `result.text` is all that `take` returned. Whoever runs the model appends the last of `result.token_ids` before the
-    next `take`, unless the answer is `done`.
+    An end token or a stop string ends the text and is not part of it. `result.text` is all that `take` returned. The
+    caller appends the last of `result.token_ids` to the context before the next `take`, unless the answer is `done`.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer, result: Generation) -> None:
@@ -110,15 +109,15 @@ class Answer:
 
     @property
     def ahead(self) -> bool:
-        """Whether the next token will be the likeliest one, and is read unless the text ends with it."""
+        """Whether sampling is greedy, and the next token is to be read unless the text ends with it."""
         request = self.request
         plain = request.sampling.temperature == 0 and request.logprobs is None
         return plain and len(self.result.token_ids) + 1 < request.max_tokens
 
     def take(self, logits: Tensor, likeliest: int | None = None) -> str:
-        """Draw the next token under `logits [vocab]`; return the text that no later token can change, maybe none.
+        """Draw the next token under `logits [vocab]`; return the text that is now final, maybe none.
 
-        `likeliest` is the likeliest token, if it is known already. A call that fails takes nothing.
+        `likeliest` is the likeliest token, if already known. A call that fails changes nothing.
         """
         request, result = self.request, self.result
         n, said, reason = len(result.token_ids), result.text, result.finish_reason
@@ -153,7 +152,7 @@ class Answer:
         return text
 
     def _clock(self, n: int) -> None:
-        """Note the time after the first `n` tokens, in which the next one was drawn."""
+        """Record the time; the answer had `n` tokens before the one just drawn."""
         now, stats = time.perf_counter(), self.result.stats
         if not n:
             stats.first_token_s = stats.prefill_s + now - self._since
@@ -162,7 +161,7 @@ class Answer:
 
 
 def logprobs_of(logits: Tensor, token_id: int, n_top: int) -> TokenLogprobs:
-    """Log-probabilities under logits `[vocab]`, in float32: the token's, and the `n_top` best, best first."""
+    """Return log-probabilities under logits `[vocab]`, in float32: the token's, and the `n_top` best, best first."""
     logprobs = logits.float().log_softmax(-1)
     best = logprobs.topk(min(n_top, len(logprobs)))
     top = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
@@ -170,10 +169,10 @@ def logprobs_of(logits: Tensor, token_id: int, n_top: int) -> TokenLogprobs:
 
 
 class StopWatch:
-    """Holds back text that could begin a stop string, and ends at the first complete one.
+    """A filter that holds back text that could begin a stop string, and ends at the first complete one.
 
-    The first is the one that is complete first; of several, the longest. So the cut of the text into tokens does not
-    matter. Example: with stops `abc` and `b`, the text `abc` ends before its `b`.
+    The first is the one whose last character comes first; of several, the longest. So tokenization does not matter.
+    Example: with stops `abc` and `b`, the text `abc` ends before its `b`.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -182,7 +181,7 @@ class StopWatch:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Add text; returns the text that no stop string can end before."""
+        """Add text; return the text that cannot be part of a stop string."""
         if self.stopped:
             return ""
         self._held += text
@@ -195,10 +194,10 @@ class StopWatch:
         return text
 
     def finish(self) -> str:
-        """The text that is still held back, at the end of the generation."""
+        """Return the text still held back, at the end of the generation."""
         return "" if self.stopped else self._held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that begins `stop` and is not all of it."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)

@@ -1,4 +1,4 @@
-"""What callers give: each check returns a value of one type, or raises `UsageError` in one line."""
+"""Checks of callers' arguments: each returns a value of one type, or raises `UsageError` with one line."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ Prompts = list[str] | tuple[str, ...] | Sequence[Sequence[int]] | Sequence[NDArr
 class GenerationOptions(TypedDict, total=False):
     """The options of `Engine.generate`, `stream` and `astream`."""
 
-    max_tokens: int | str  # at most so many tokens are generated; 256 by default, "1k" is 1024
-    context: Context | None  # to be continued; None: a new one
-    sampling: Sampling | Mapping[str, Any] | None  # None: greedy; the following knobs of `Sampling` override its own
+    max_tokens: int | str  # the most tokens to generate; 256 by default, "1k" is 1024
+    context: Context | None  # the context to continue; None: a new one
+    sampling: Sampling | Mapping[str, Any] | None  # None: greedy; the knobs below override this one's
     temperature: float
     top_k: int
     top_p: float
     min_p: float
     seed: int | None
     stop: str | Sequence[str] | Callable[[str], object] | None
-    logprobs: int | None  # keep each token's log-probability, and those of so many of the likeliest tokens
+    logprobs: int | None  # record each token's log-probability, and those of this many of the likeliest tokens
     progress: (
         Progress | bool | None
     )  # of the prefill: True for a bar on stderr, or a function of tokens done and in all
@@ -69,7 +69,7 @@ class Options:
 
 
 def generation_options(given: Mapping[str, Any]) -> Options:
-    """Raises `UsageError` for an unknown option, and for a value that cannot be used."""
+    """Check the options of a generation. Raises `UsageError` for an unknown option and an unusable value."""
     check_names(given, GenerationOptions.__annotations__, "option")
     logprobs, progress = given.get("logprobs"), given.get("progress")
     check_progress(progress)
@@ -90,7 +90,7 @@ def check_names(given: Mapping[str, Any], valid: Iterable[str], what: str) -> No
 
 
 def sampling_of(sampling: object, knobs: Mapping[str, Any]) -> Sampling:
-    """Return a `Sampling`, a mapping of its knobs, or None for the default, with `knobs` changed."""
+    """Return `sampling` (a `Sampling`, a mapping, or None for the default) with `knobs` changed."""
     if isinstance(sampling, Mapping):
         check_names(sampling, SAMPLING, "knob of sampling")
         sampling = Sampling(**sampling)
@@ -100,7 +100,7 @@ def sampling_of(sampling: object, knobs: Mapping[str, Any]) -> Sampling:
 
 
 def are_many(prompt: object) -> bool:
-    """Return whether this is a list of prompts: texts, or lists of token ids."""
+    """Return whether `prompt` is a list of prompts: texts, or lists of token ids."""
     if not isinstance(prompt, list | tuple) or not prompt:
         return False
     return isinstance(prompt[0], str | list | tuple | range) or getattr(prompt[0], "ndim", 0) == 1
@@ -116,7 +116,7 @@ def ids_of(prompt: object, vocab_size: int) -> list[int]:
             raise UsageError(f"the prompt is {kind}; expected text, or token ids: whole numbers of one dimension")
         try:
             return checked_ids(prompt.tolist(), vocab_size)
-        except (RuntimeError, NotImplementedError):  # a tensor without numbers, or not dense
+        except (RuntimeError, NotImplementedError):  # a meta or a sparse tensor
             raise UsageError("the prompt is a tensor that has no list of numbers; expected a dense one") from None
     if isinstance(prompt, Mapping | Set) or not isinstance(prompt, Iterable):
         raise UsageError(f"the prompt is a {type(prompt).__name__}; expected text or token ids")
@@ -143,12 +143,12 @@ def threads_of(number: object) -> int:
 
 
 def sized(value: object, what: str, least: int) -> int | None:
-    """Return a number of tokens, or None."""
+    """Return `value` as a number of tokens, or None. Raises `UsageError` below `least`."""
     return None if value is None else count(value, what, least)
 
 
 def budgets_of(device: int | str | None, host: int | str | None, spill_dir: str | Path | None) -> Budgets:
-    """Return the budgets of a user's sizes. Raises `UsageError` for text that is no size."""
+    """Return budgets from a user's sizes. Raises `UsageError` for text that is no size."""
     return Budgets(
         None if device is None else in_bytes(device, "kv_device_budget"),
         None if host is None else in_bytes(host, "kv_host_budget"),

@@ -1,4 +1,4 @@
-"""Conversations: a chat whose history is a context, so that each turn reads only what is new."""
+"""Conversations: the history is a context, so each turn reads only new tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Answering(Protocol):
 
 @dataclass(frozen=True)
 class _Turn:
-    """One question to the model: the new messages, the text up to the answer, and the answer as it comes."""
+    """A turn of a conversation: the new messages, the text up to the answer, and the answer as it comes."""
 
     messages: list[dict[str, str]]
     chat: ChatText
@@ -46,10 +46,10 @@ class _Turn:
 
 @dataclass(frozen=True)
 class _Past:
-    """The messages and the text that a context holds. Replaced in one assignment, so that Ctrl-C leaves a whole one.
+    """The messages and the text that a context holds. Replaced in one assignment, so Ctrl-C never leaves half of one.
 
-    `text` is what the context holds behind the tokens before; `marks` say that so many characters of it are so many
-    tokens of the context. `turn` is the last one, until it is among the messages.
+    `text` is the context's text after the tokens that it began with. Each of `marks` pairs a number of characters of
+    `text` with a number of tokens of the context. `turn` is the last turn, until it is among the messages.
     """
 
     messages: Sequence[dict[str, str]]
@@ -59,23 +59,23 @@ class _Past:
 
 
 class Conversation(Unique):
-    """A chat with a model. Its history is a context: a turn reads the new messages, and nothing again.
+    """A chat with a model. The history is a context, so a turn reads only the new messages.
 
         conversation = engine.conversation(system="Be brief.")
         print(conversation.ask("What is a llama?").text)
         for piece in conversation.stream("And an alpaca?"):
             print(piece.text, end="")
 
-    For every turn the template writes all messages anew. Where it writes the same as before, the context stays. Where
-    it writes something else, as Qwen3's does when it leaves out earlier thoughts, the context is cut there, or as near
-    before as the method's state can go back to, and read on from there. `tokens_read` says how many tokens the last
-    turn had to read. The white space around an answer stays as the model wrote it.
+    For every turn the template writes all messages anew. The context is kept as far as the text is the same as before.
+    Where the text differs (Qwen3's template leaves out earlier thoughts), the context is truncated there, or at the
+    nearest earlier token that the method's state can go back to, and reading continues from that token. `tokens_read`
+    says how many tokens the last turn had to read. The white space around an answer stays as the model wrote it.
 
-    With `context` the conversation goes on behind the tokens of a context, such as a saved chat or a document: the
-    template writes the new messages as if they followed an answer.
+    With `context` the conversation continues a context, such as a saved chat or a document: the template writes the new
+    messages as if they followed an answer.
 
-    One call at a time uses a conversation. A new turn ends a stream of the last turn that is still open; what was
-    written until then stays in the history.
+    One call at a time may use a conversation. A new turn ends an open stream of the last turn; the text so far stays in
+    the history.
     """
 
     instead = "save it, or make another one and give it the messages"
@@ -91,7 +91,7 @@ class Conversation(Unique):
         self.context = context  # of all turns so far; None before the first
         self.tokens_read = 0  # by the last turn
         self._length = count(length, "length", least=0)
-        self._before = [] if context is None else list(context.token_ids)  # what no message of ours stands for
+        self._before = [] if context is None else list(context.token_ids)  # tokens that no message stands for
         if self._before and system is not None:
             raise UsageError("a system message begins a conversation, but this context has begun; leave it out")
         engine.tokenizer.require_chat()
@@ -100,7 +100,7 @@ class Conversation(Unique):
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """Return the messages so far, with the part of an answer that has come."""
+        """The messages so far, with the text so far of an unfinished answer."""
         said, turn = self._past.messages, self._past.turn
         said = said if turn is None or not self._answered(turn) else [*said, *_with_answer(turn)]
         return [dict(message) for message in said]
@@ -108,12 +108,12 @@ class Conversation(Unique):
     def ask(self, message: str | Sequence[Mapping[str, str]], **options: Unpack[GenerationOptions]) -> Generation:
         """Return the answer to a user's message, or to several messages.
 
-        Takes the options of `Engine.generate`, but for `context`.
+        Takes the options of `Engine.generate` except `context`.
         """
         return self.stream(message, **options).finish()
 
     def stream(self, message: str | Sequence[Mapping[str, str]], **options: Unpack[GenerationOptions]) -> Stream:
-        """Answer like `ask`, a piece of text at a time.
+        """Answer like `ask`, but stream the text.
 
         A turn that fails before its answer begins leaves no message behind.
         """
@@ -133,14 +133,14 @@ class Conversation(Unique):
         return stream
 
     def reset(self) -> None:
-        """Forget all messages but the system message, and all tokens but those of the context it went on from."""
+        """Forget all messages but the system message, and all tokens but those of the context given at first."""
         self._settle()
         self._past = _Past(self._opening, "", [(0, len(self._before))])
         if not self._before:
             self.context = None
 
     def save(self, path: str | Path) -> None:
-        """Save the context, to go on from by `conversation(context=engine.open_context(path))`."""
+        """Save the context; continue with `conversation(context=engine.open_context(path))`."""
         self._settle()
         if self.context is None or not len(self.context):
             raise UsageError("the conversation is empty; ask something before it is saved")
@@ -151,7 +151,7 @@ class Conversation(Unique):
         return bool(result.token_ids) or result.finish_reason == "stop"
 
     def _settle(self) -> None:
-        """End the last turn, and note what the context holds of it. May be repeated."""
+        """End the last turn, and record which part of it the context holds. May be repeated."""
         past, turn = self._past, self._past.turn
         if turn is None:
             return
@@ -162,13 +162,13 @@ class Conversation(Unique):
             return
         result, marks = turn.stream.result, [*past.marks, (len(turn.chat.text), turn.n_asked)]
         text = turn.chat.text + result.text
-        whole = self.engine.tokenizer.decode(result.token_ids) == result.text  # nothing was left out at its end
+        whole = self.engine.tokenizer.decode(result.token_ids) == result.text  # no stop string was cut off
         if whole and len(self.context) == turn.n_asked + len(result.token_ids):
             marks.append((len(text), len(self.context)))
         self._past = _Past([*past.messages, *_with_answer(turn)], text, marks)
 
     def _render(self, messages: Sequence[Mapping[str, str]]) -> ChatText:
-        """Return what the template writes, behind the tokens before."""
+        """Return the template's text of the messages."""
         tokenizer = self.engine.tokenizer
         if not self._before:
             return tokenizer.render_chat(messages)
@@ -183,7 +183,7 @@ class Conversation(Unique):
         return ChatText(chat.text[at:], tuple(cut - at for cut in chat.cuts if cut > at))
 
     def _fit(self, chat: ChatText) -> list[int]:
-        """Make the context hold as much of `chat` as it can without reading; returns the ids to read behind it."""
+        """Truncate the context to where it agrees with `chat`; return the ids to read after that."""
         encode = self.engine.tokenizer.encode_parts
         past = self._past
         n_same, n_held = _common(past.text, chat.text), 0 if self.context is None else len(self.context)
@@ -201,7 +201,7 @@ class Conversation(Unique):
         return wanted[self._cut(_common(self.context.token_ids, wanted[:-1])) :]
 
     def _mark_of_answer(self, text: str, n_same: int) -> list[tuple[int, int]]:
-        """Return the mark behind the last answer, if `text` has that answer with other white space around it."""
+        """Return the mark after the last answer, if `text` has that answer with other white space around it."""
         past = self._past
         if self.context is None or len(past.marks) < 3 or past.marks[-1][1] != len(self.context):
             return []

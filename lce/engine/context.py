@@ -22,7 +22,7 @@ from lce.sizes import count
 
 @dataclass(frozen=True)
 class ContextMark:
-    """What a context goes back to: see `Context.mark`."""
+    """A state that a context can go back to: see `Context.mark`."""
 
     cache: Mark
     n_tokens: int
@@ -30,7 +30,7 @@ class ContextMark:
 
 
 class Unique:
-    """What holds memory, threads or locks that a copy would share: it is neither pickled nor copied."""
+    """The base of objects with memory, threads or locks that a copy would share: neither pickled nor copied."""
 
     instead: ClassVar[str]  # what to do instead
 
@@ -43,11 +43,11 @@ class Context(Unique):
     """A prefilled sequence that can be asked, forked and saved.
 
     `token_ids` is the whole sequence. The cache may lag behind it: the last token of an answer is prefilled when the
-    next tokens are. Asking a context adds the question and the answer to it; ask a `fork` to keep the context as it
-    is. One call at a time uses a context; different contexts of one engine may be used from different threads.
+    next tokens are. Asking a context adds the question and the answer; ask a `fork` to leave the context as it is. One
+    call at a time may use a context; different contexts of one engine may be used from different threads.
 
-    A call that fails or is interrupted leaves the context as it was before the call, so that it can be made again. A
-    stream that has begun to answer leaves what it said: an empty prompt continues it.
+    A call that fails or is interrupted leaves the context as it was before, so the call can be repeated. A stream that
+    has begun to answer leaves the answer so far: an empty prompt continues the answer.
 
     `close` frees memory and files at once, as the end of `with engine.prefill(...) as context:` does.
     """
@@ -59,10 +59,10 @@ class Context(Unique):
         self.rope = rope
         self._cache: KVCache | None = data.cache
         self.token_ids = list(data.token_ids)
-        self.announced = data.announced  # tokens; some RoPE scalings depend on it
-        self.source = data.source  # the file that it was opened from
+        self.announced = data.announced  # length in tokens; some RoPE scalings depend on it
+        self.source = data.source  # the file that the context was opened from
         self._last: tuple[int, Tensor | None] = (data.cache.length, data.logits)
-        self.graph: DecodeGraph | None = None  # its decode steps, where they are recorded
+        self.graph: DecodeGraph | None = None  # the recorded decode steps, if any
         self.used = False  # by a call or a stream
 
     def __len__(self) -> int:
@@ -85,7 +85,7 @@ class Context(Unique):
 
     @property
     def logits(self) -> Tensor | None:
-        """Logits `[vocab]` after the last token in the cache; None where they are not known."""
+        """Logits `[vocab]` after the last token in the cache; None if not known."""
         length, logits = self._last
         return logits if length == self.cache.length else None
 
@@ -94,7 +94,7 @@ class Context(Unique):
         self._last = (self.cache.length, logits)
 
     def keep(self, lane: Lane | None) -> None:
-        """Keep the logits of a lane, if they are those after the last token in the cache."""
+        """Keep the logits of a lane if the lane ends at the last token in the cache."""
         if lane is not None and lane.logits is not None and lane.stop == self.cache.length:
             self._last = (lane.stop, lane.logits)
 
@@ -105,22 +105,22 @@ class Context(Unique):
 
     @property
     def data(self) -> ContextData:
-        """What the context is made of."""
+        """The parts of the context."""
         return ContextData(self.cache, self.token_ids, self.logits, self.announced, self.source)
 
     def hold(self) -> None:
-        """Use the context alone until `used` is set to False again. Raises `UsageError` if it is used already.
+        """Reserve the context until `used` is set to False. Raises `UsageError` if the context is in use already.
 
         Write `context.hold()`, `try:` and `finally: context.used = False`. CPython runs signal handlers and changes
-        threads at calls, at function starts and at the ends of loops' turns. There are none between the test and the
-        assignment, none between `hold` and `try`, and none before the assignment in `finally`.
+        threads at calls, function starts and the ends of loop iterations. None of these lies between the test and the
+        assignment, between `hold` and `try`, or before the assignment in `finally`.
         """
         if self.used:
             raise UsageError("this context is being asked already: wait for that answer, or ask a fork() of it")
         self.used = True
 
     def fork(self) -> Context:
-        """Return a context of its own with the same tokens. On a CPU the two share the memory of what the cache has."""
+        """Return an independent context with the same tokens. On a CPU the two share the memory of these tokens."""
         self.hold()
         try:
             return Context(replace(self.data, cache=self.cache.fork()), self.rope, self.identity)
@@ -130,9 +130,10 @@ class Context(Unique):
     def truncate(self, n_tokens: int) -> None:
         """Go back to the first `n_tokens` tokens. Raises `UsageError` for more than there are.
 
-        The last of them is read again when the context is next asked, because its logits were not kept. So are the
-        tokens before it of which the method did not keep enough: those of an open chunk at most, all of them for
-        `infllm` and for `esa` with `compress="pca"`. These two and `esa` read them in other blocks than before.
+        When the context is next asked, its last token is read again, because that token's logits were not kept. If the
+        method's state cannot go back to exactly there, more tokens are read again: at most those of an open chunk, or
+        all tokens for `infllm` and for `esa` with `compress="pca"`. `infllm` and `esa` read these tokens in other
+        blocks than before.
         """
         self.hold()
         try:
@@ -141,21 +142,21 @@ class Context(Unique):
                 raise UsageError(f"n_tokens is {n_tokens}; expected {len(self)} or less, the length of the context")
             if n_tokens < self.cache.length:
                 self.cache.truncate(self.cache.nearest(max(0, n_tokens - 1)))
-            del self.token_ids[n_tokens:]  # last: until here the tokens behind the cache would be read again
+            del self.token_ids[n_tokens:]  # last: if interrupted before this line, the uncached tokens are read again
         finally:
             self.used = False
 
     def close(self) -> None:
-        """Free the context's memory and files. Any later use raises `UsageError`; closing it again does nothing.
+        """Free the context's memory and files. Any later use raises `UsageError`; a second `close` does nothing.
 
-        Raises `UsageError` while it is being asked.
+        Raises `UsageError` while the context is in use.
         """
         if self._cache is not None:
             self.hold()
             self._cache, self._last, self.graph, self.used = None, (0, None), None, False
 
     def __enter__(self) -> Self:
-        self.cache  # noqa: B018  refuses a context that was closed
+        self.cache  # noqa: B018  raises if the context was closed
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -164,7 +165,7 @@ class Context(Unique):
     def save(self, path: str | Path) -> None:
         """Write the context to a file, for `Engine.open_context`; the file appears whole or not at all.
 
-        Time and bytes: one copy of its keys and values. Raises `CapacityError` where they cannot be written.
+        Time and bytes: one copy of the keys and values. Raises `CapacityError` if the disk has no space for the file.
         """
         self.hold()
         try:
@@ -173,11 +174,11 @@ class Context(Unique):
             self.used = False
 
     def mark(self) -> ContextMark:
-        """Return what `go_back` needs to undo what comes; no copy."""
+        """Return the current state for a later `go_back`. Copies no keys or values."""
         return ContextMark(self.cache.mark(), len(self.token_ids), self.logits)
 
     def go_back(self, mark: ContextMark) -> None:
-        """Be as when `mark` was taken. If the cache cannot be read back, the blocks that it has stay."""
+        """Restore the state at `mark`. If the cache cannot be read back, its committed blocks stay."""
         try:
             self.cache.go_back(mark.cache)
             self._last = (mark.cache.length, mark.logits)

@@ -1,8 +1,8 @@
-"""Which devices a user names, and which of a model's layers each of several GPUs has.
+"""The devices that a user names, and the layers of a model that each of several GPUs gets.
 
 Layers stay in order: each device has a run of them, so that hidden states move once between two devices. The embedding
-is beside the first layer, the head beside the last one. Devices work one after the other: several of them hold more
-than one does, and are no faster.
+is on the first layer's device, the head on the last layer's. Devices work one after the other: several devices hold
+more than one, and are no faster.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from lce.cache.layout import CacheLayout
 from lce.errors import UsageError, shown
 
 EXPECTED = "expected auto, cpu, cuda or cuda:N, or several GPUs: cuda:0,cuda:1 or cuda:all"
-Borders = tuple[tuple[int, torch.device], ...]  # the layers from which on another device has them, with that device
+Borders = tuple[tuple[int, torch.device], ...]  # the first layer of each further device, with the device
 
 
 def devices_of(name: object) -> tuple[torch.device, ...]:
-    """Return the devices that a user names: one, or several GPUs in a text with commas or in a list.
+    """Return the devices that a user names: one, or several GPUs in a comma-separated text or a list.
 
-    Raises `UsageError` for those that this machine does not have, or that cannot hold one model together.
+    Raises `UsageError` for devices that this machine lacks, or that cannot share one model.
     """
     names: Sequence[object] = name if isinstance(name, list | tuple) else [name]
     if isinstance(name, str):
@@ -43,7 +43,7 @@ def devices_of(name: object) -> tuple[torch.device, ...]:
 
 
 def device_of(name: object) -> torch.device:
-    """Return the device that a user names. Raises `UsageError` for one that this machine does not have."""
+    """Return the device that a user names. Raises `UsageError` for a device that this machine lacks."""
     if name is None or (isinstance(name, str) and name == "auto"):
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not isinstance(name, str | torch.device):
@@ -60,9 +60,9 @@ def device_of(name: object) -> torch.device:
 
 
 def borders_of(devices: Sequence[torch.device], n_layers: int, sizes: Mapping[str, int]) -> Borders:
-    """Return where to cut `n_layers` layers, so that the longest context fits: see `counts_of`. One device: nowhere.
+    """Return where to cut `n_layers` layers so that the longest context fits: see `counts_of`. No cut for one device.
 
-    `sizes` are the bytes of all weights, by our names. A head that is the embedding is on the last device too.
+    `sizes` are the bytes of all weights, by our names. A tied head has its own copy on the last device.
     """
     if len(devices) == 1:
         return ()
@@ -78,8 +78,8 @@ def borders_of(devices: Sequence[torch.device], n_layers: int, sizes: Mapping[st
 def counts_of(free: Sequence[int], n_layers: int) -> list[int]:
     """Return how many layers each device gets, one or more, by its free bytes.
 
-    A layer's weights and its cache take the same of every device. So the longest context fits where the least memory
-    that any device has for a layer is largest: each next layer goes to the device that has the most for it.
+    A layer's weights and cache take equal bytes on every device. So the longest context fits if the smallest memory per
+    layer is as large as possible: each next layer goes to the device that would have the most memory per layer.
 
     Example: 7 layers on devices with 40, 40 and 20 GiB: 3, 3 and 1.
     """

@@ -1,4 +1,4 @@
-"""The engine: what is done with one model and one method. Prefills, generates, saves and traces."""
+"""The engine: prefills, generates, saves and traces with one model and one method."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from lce.weights.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What was chosen when an engine was loaded, with every default filled in and the method resolved."""
+    """The options of a loaded engine, with every default filled in and the method resolved."""
 
     method: Method
     attention: Attention
@@ -67,10 +67,10 @@ class EngineOptions:
 
 
 class Engine(Unique):
-    """Prefills and generates with one model and one method. Never changes: all state is in contexts.
+    """A model with a method: prefills and generates. Never changes: all state is in contexts.
 
-    What was chosen when it was loaded is in `method`, with every knob filled in, `window`, `rope`, `block`, `device`,
-    `dtype` and `weights`; `tokenizer` turns text into token ids and back.
+    `method` (with every knob filled in), `window`, `rope`, `block`, `device`, `dtype` and `weights` are the engine's
+    options; `tokenizer` turns text into token ids and back.
     """
 
     instead = "load the model again in the other process, and hand over contexts as files"
@@ -80,7 +80,7 @@ class Engine(Unique):
         self.tokenizer = tokenizer
         self.method = options.method
         self.layout = options.layout
-        self.device = options.layout.device  # that of the first layer, where there are several
+        self.device = options.layout.device  # the first layer's, if there are several
         self.dtype = options.layout.dtype
         self.block = options.layout.block
         self.window = options.window
@@ -97,11 +97,11 @@ class Engine(Unique):
         recorded = self.device.type == "cuda" and self.method.decodes and kernels
         self.alone = Alone(model, driver, tokenizer, self.block, self.device, CudaTape if recorded else None)
         self._eos_ids = frozenset((*config.eos_ids, *tokenizer.eos_ids))
-        self._end = _End()  # the last attribute: it is freed after the model
+        self._end = _End()  # the last attribute, so it is freed after the model
 
     @property
     def fingerprint(self) -> str:
-        """What ties a file of learned maps to this model's weights. Contexts are tied to the config too."""
+        """The fingerprint of the weights, which learned maps must match. Contexts must match the config too."""
         return self._fingerprint()
 
     def __repr__(self) -> str:
@@ -123,7 +123,7 @@ class Engine(Unique):
         `top_p`, `min_p`, `seed`, `stop`) or `sampling=Sampling(...)`, `logprobs=k` for the log-probability of each
         token and of the k likeliest, and `progress`, True for a bar or a function of tokens done and in all.
 
-        For a list of prompts returns a list: they are read one after the other, each on a fork of `context` if one is
+        A list of prompts gives a list of results: prompts are read one after the other, each on a fork of `context`, if
         given. Raises `UsageError` for a prompt or an option that cannot be used, and `CapacityError` before any work if
         the prompt and `max_tokens` more tokens cannot fit. Warns by `WindowWarning` of a text that the method cannot
         read. After any error or Ctrl-C, `context` is as it was before.
@@ -135,22 +135,22 @@ class Engine(Unique):
         return [self._stream(ids, _on_a_fork(checked), CancelFlag()).finish() for ids in all_ids]
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Stream:
-        """Like `generate`, a piece of text at a time. Work starts at the first `next`; `.result` has the figures.
+        """Generate a piece of text at a time. Work starts at the first `next`; `.result` has the figures.
 
-        If prefill fails, or is interrupted or cancelled, `context` is as it was before; later, what was said stays in
-        it. A stream uses its context until it ends, or is ended early, from any thread: see `Stream.cancel` and
-        `Stream.close`.
+        If prefill fails, or is interrupted or cancelled, `context` is as it was before. After prefill, the answer so
+        far stays in the context. The stream uses its context until it ends. Any thread may end it early: see
+        `Stream.cancel` and `Stream.close`.
         """
         checked = self._options(options)
         return self._stream(self._ids(prompt, checked.context), checked, CancelFlag())
 
     def astream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> AsyncStream:
-        """Like `stream`, for `async for`. The prompt is read when the loop starts, in a thread of the stream's own."""
+        """Stream for `async for`. Prefill starts with the loop, in a thread of the stream's own."""
         checked = self._options(options)
         return AsyncStream(lambda flag: self._stream(self._ids(prompt, checked.context), checked, flag))
 
     def beyond(self, n_tokens: int) -> str | None:
-        """One line that says so if texts of `n_tokens` are longer than the method can read; None if they are not."""
+        """Return a one-line warning if a text of `n_tokens` is longer than the method can read, else None."""
         return beyond(self.method, self.model.config, self.window, self.rope, count(n_tokens, "n_tokens", least=0))
 
     def _stream(self, ids: list[int], options: Options, flag: CancelFlag, *, undo: bool = False) -> Stream:
@@ -162,7 +162,7 @@ class Engine(Unique):
     def _pieces(
         self, request: Request, options: Options, result: Generation, flag: CancelFlag, *, undo: bool
     ) -> Generator[Piece, None, None]:
-        """Yield the pieces of a generation. With `undo`, it leaves nothing in the context unless it ends."""
+        """Yield the pieces of a generation. With `undo`, an incomplete generation leaves nothing in the context."""
         n_new = len(request.token_ids) + request.max_tokens
         if flag.is_set:
             return
@@ -176,7 +176,7 @@ class Engine(Unique):
             context.used = False
 
     def _warn(self, n_tokens: int) -> str | None:
-        """Warn of a text that is longer than the method can read; returns the line, or None."""
+        """Warn if a text is longer than the method can read; return the warning, or None."""
         line = self.beyond(n_tokens)
         if line is not None:
             warn(line)
@@ -212,7 +212,7 @@ class Engine(Unique):
 
     @torch.inference_mode()
     def logits(self, token_ids: Prompt) -> Tensor:
-        """Logits after each token: `[T, vocab]`, float32. Raises `UsageError` for ids that the model does not have."""
+        """Return logits after each token, `[T, vocab]` float32. Raises `UsageError` for unknown ids."""
         ids = self._ids(token_ids)
         self._warn(len(ids))
         context, found = self._new_context(len(ids)), []
@@ -226,11 +226,11 @@ class Engine(Unique):
         self, token_ids: Prompt, *, context: Context | None = None, first: int | None = None,
         progress: Progress | bool | None = None,
     ) -> TokenScores:  # fmt: skip
-        """The log-probability of each token from `first` on, each after all the tokens before it.
+        """Return the log-probability of each token from `first` on, given all tokens before it.
 
-        Never holds the logits of more than a slice of the text; tokens before `first` cost no logits. By default
-        `first` is 1, because nothing comes before the first token, and 0 behind a `context`, which the tokens become a
-        part of, as with `prefill`. After any error or Ctrl-C, `context` is as it was before.
+        Holds the logits of only a slice of the text at a time; tokens before `first` cost no logits. By default `first`
+        is 1, because nothing comes before the first token, and 0 with a `context`. As in `prefill`, the tokens are
+        appended to `context`. After any error or Ctrl-C, `context` is as it was before.
 
         Example: `engine.score(ids).logprobs.sum()` is the log-probability of a text whose first token is given.
         """
@@ -266,9 +266,9 @@ class Engine(Unique):
 
     @torch.inference_mode()
     def trace(self, token_ids: Prompt, *, scores: bool = False) -> Trace:
-        """Which chunks each head of each layer chose for each token, with their scores and ranks.
+        """Return the chunks that each head of each layer chose for each token, with scores and ranks.
 
-        With `scores`, also the scores of all chunks: for N tokens O(N · M) numbers a layer and head.
+        With `scores`, also the scores of all M chunks: for N tokens O(N · M) numbers a layer and head.
         """
         if not isinstance(scores, bool):
             raise UsageError(f"scores is {shown(scores)}; expected True or False")
@@ -285,13 +285,13 @@ class Engine(Unique):
         self, document: Prompt, path: str | Path, *, context: Context | None = None, length: int | str | None = None,
         checkpoint_every: int | str | None = None, progress: Progress | bool | None = None,
     ) -> Stats:  # fmt: skip
-        """Prefill a document into a context file, behind a copy of `context`; returns the figures of this call.
+        """Prefill a document into a context file, after a copy of `context`; return the figures of this call.
 
         Keys and values beyond the memory budget go straight to the file and are written once. With `checkpoint_every`
-        tokens between checkpoints, an interrupted call resumes from its last checkpoint when it is made again. `length`
-        announces how long the context will become in all; a context has announced its own. Raises `DataError` where
-        `path` is being written for another text or by another engine, and `CapacityError` where the disk or the memory
-        is too small. `context` stays as it is, and `path` may be the file that it was opened from.
+        tokens between checkpoints, repeating an interrupted call resumes from the last checkpoint. `length` announces
+        how long the context will become in all; `context` has announced its own. Raises `DataError` where `path` is
+        being written for another text or by another engine, and `CapacityError` where the disk or the memory is too
+        small. `context` stays as it is, and `path` may be the file that it was opened from.
         """
         every = None if checkpoint_every is None else count(checkpoint_every, "checkpoint_every")
         target, ids = path_of(path), self._ids(document, self._own(context))
@@ -331,16 +331,16 @@ class Engine(Unique):
         return stats
 
     def open_context(self, path: str | Path) -> Context:
-        """The context of a file that `Context.save` or `prefill_file` wrote; its keys and values are read when needed.
+        """Open a file that `Context.save` or `prefill_file` wrote. Keys and values are read when needed.
 
         Raises `DataError` for a file of another model, method, RoPE scaling or dtype, and for a damaged one.
         """
         return self._context(open_saved(path_of(path), self.layout, self.identity))
 
     def new_context(self, length: int | str) -> Context:
-        """An empty context that will become `length` tokens long, for calls with `context`; so it can be saved later.
+        """Return an empty context that will become `length` tokens long, for calls with `context`.
 
-        Raises `CapacityError` if it cannot fit.
+        Raises `CapacityError` if the context cannot fit.
         """
         return self._new_context(count(length, "length"))
 
@@ -354,7 +354,7 @@ class Engine(Unique):
         return self._context(ContextData(cache, announced=length))
 
     def _reserve(self, cache: KVCache, length: int) -> None:
-        """Make space for a cache to become `length` tokens long. Raises `CapacityError` where they cannot fit."""
+        """Make space for a cache to become `length` tokens long. Raises `CapacityError` if this cannot fit."""
         before = ALLOWANCE.promised(cache)
         ALLOWANCE.promise(cache, self.method.name, length)
         try:
@@ -381,7 +381,7 @@ class Engine(Unique):
         return options
 
     def _own(self, context: object) -> Context | None:
-        """A context of this engine, or None. Refuses one of another engine: its keys may be placed otherwise."""
+        """Return a context of this engine, or None. Refuses other engines': their keys may be rotated otherwise."""
         if context is None:
             return None
         if not isinstance(context, Context):
@@ -391,7 +391,7 @@ class Engine(Unique):
         return context
 
     def _ids(self, prompt: object, context: Context | None = None) -> list[int]:
-        """A prompt as checked token ids; text that continues a context gets no beginning token."""
+        """Return a prompt as checked token ids; text that continues a context gets no beginning token."""
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt, bos=None if context is None else False) if prompt else []
         else:
@@ -403,35 +403,35 @@ class Engine(Unique):
     def conversation(
         self, system: str | None = None, *, context: Context | None = None, length: int | str = 0
     ) -> Conversation:
-        """A chat of several turns, each of which reads only what is new. `system` is the first message.
+        """Begin a chat whose turns read only new tokens. `system` is the first message.
 
-        With `context` it goes on behind the tokens of a context. `length` announces how long it will become in all.
+        With `context` the chat continues that context. `length` announces how long the context will become in all.
         Raises `ModelError` if the model has no chat template.
         """
         return Conversation(self, system, context=self._own(context), length=length)
 
     def chat(self, messages: str | Sequence[Mapping[str, str]], **options: Unpack[GenerationOptions]) -> Generation:
-        """The answer to messages `[{"role": ..., "content": ...}, ...]`, or to a user's message as a text.
+        """Answer messages `[{"role": ..., "content": ...}, ...]`, or a user's message given as a text.
 
-        Takes the options of `generate`. With `context` the messages come behind its tokens, as if they followed an
-        answer. Raises `ModelError` if the model has no chat template, and `DataError` for messages that it does not
-        take.
+        Takes the options of `generate`. With `context` the messages are appended to the context, as if they followed an
+        answer. Raises `ModelError` if the model has no chat template, and `DataError` for messages that the template
+        refuses.
         """
         return self.chat_stream(messages, **options).finish()
 
     def chat_stream(self, messages: str | Sequence[Mapping[str, str]], **options: Unpack[GenerationOptions]) -> Stream:
-        """Like `chat`, a piece of text at a time."""
+        """Answer like `chat`, a piece of text at a time."""
         context = options.pop("context", None)
         return self.conversation(context=context).stream(messages, **options)
 
 
 def _on_a_fork(options: Options) -> Options:
-    """The options with a fork of the context in the context's place."""
+    """Return the options with the context replaced by a fork of the context."""
     return options if options.context is None else replace(options, context=options.context.fork())
 
 
 class _End:
-    """Gives freed memory back when an engine ends."""
+    """An attribute of an engine that gives freed memory back to the system when the engine is freed."""
 
     def __init__(self) -> None:
         weakref.finalize(self, give_back_freed_memory).atexit = False  # `__del__` fails while Python itself ends

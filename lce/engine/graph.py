@@ -1,12 +1,12 @@
 """Decode on a GPU as one CUDA graph: the step of a token is recorded once and run again for the tokens after it.
 
-A step of some hundred kernels takes less time than it takes to launch them one by one; a graph is one launch. All that
-changes from token to token is on the device: the token, its index, and what the method makes of it
-(`lce.methods.step.DeviceStep`). The memory that the step reads and writes is the cache's own. A step is recorded anew
-when that memory moves, or when the text passes the bound for which the step was recorded.
+Launching a step's some hundred kernels one by one takes longer than running them; a graph is one launch. All that
+changes from token to token is on the device: the token, its index, and what the method computes from the index
+(`lce.methods.step.DeviceStep`). The step reads and writes the cache's own memory. A step is recorded anew when that
+memory moves, or when the text passes the bound for which the step was recorded.
 
-Under greedy sampling the step of the likeliest token is launched before the host has read which one that is. It writes
-behind the committed tokens, so it is dropped where the text ends or goes on otherwise.
+Under greedy sampling the step of the likeliest token is launched before the host knows that token. The step writes
+after the committed tokens, so it can be dropped if the text ends or continues with another token.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from lce.models.rope import Rope
 Work = Callable[[], None]
 
 _pauses: set[object] = set()
-_recorders: list[object] = []  # those who record now: the first one may, of several threads
+_recorders: list[object] = []  # graphs that want to record now: of several threads, the first may
 _failed: list[object] = []  # graphs whose capture failed: PyTorch's allocator may still refer to them
 
 
 @contextmanager
 def one_by_one() -> Iterator[None]:
-    """While it lasts, every decode step of this process runs kernel by kernel: for whoever looks at single calls."""
+    """Run every decode step of this process kernel by kernel inside `with`, so that single calls can be observed."""
     pause = object()
     try:
         _pauses.add(pause)
@@ -49,16 +49,16 @@ def one_by_one() -> Iterator[None]:
 
 
 class Tape(Protocol):
-    """What records work and runs it again."""
+    """Records work on a device and runs it again."""
 
     def warm_up(self, work: Work) -> None:
-        """Do the work once, so that all that it needs is compiled and loaded before it is recorded."""
+        """Do the work once, so that all its kernels are compiled and loaded before it is recorded."""
 
     def record(self, work: Work) -> Work:
-        """Record the work, without doing it; the result does it. Raises `RuntimeError` for work that cannot be."""
+        """Record the work, not doing it; return a function that does. Raises `RuntimeError` if impossible."""
 
     def reader(self, numbers: Tensor) -> Callable[[], list[int]]:
-        """What reads the numbers as they are now, and waits for nothing that is launched later."""
+        """Return a function that reads the numbers as they are now, and waits for nothing launched later."""
 
 
 class CudaTape:
@@ -74,7 +74,7 @@ class CudaTape:
         try:
             with torch.cuda.stream(self.stream):
                 work()
-        finally:  # what comes next may write over what an interrupted step wrote
+        finally:  # later work may overwrite what an interrupted step wrote
             here.wait_stream(self.stream)
 
     def record(self, work: Work) -> Work:
@@ -107,10 +107,10 @@ class CudaTape:
 
 @dataclass(frozen=True)
 class Launched:
-    """The step of token number `start`, whose results are on their way."""
+    """A launched step: that of token number `start`."""
 
     start: int
-    layers: Sequence[LayerCache]  # where it writes
+    layers: Sequence[LayerCache]  # that the step writes to
     logits: Tensor  # [vocab], float32
     read: Callable[[], list[int]]  # the likeliest next token, and whether all logits are finite
 
@@ -121,12 +121,12 @@ def references(memory: Sequence[Tensor | None]) -> list[ReferenceType[Tensor] | 
 
 @dataclass(eq=False)
 class Recording:
-    """A step for one bound over one memory: `work` does it, and `replay` too, once it is recorded."""
+    """A step for one bound over one memory: `work` does it, and so does `replay`, once recorded."""
 
     bound: int
-    memory: Sequence[ReferenceType[Tensor] | None]  # what it reads and writes, which is free once the cache has grown
+    memory: Sequence[ReferenceType[Tensor] | None]  # that the step uses; weak, because the cache frees it on growing
     work: Work
-    warm: bool = False  # it was done once
+    warm: bool = False  # the step has run once
     replay: Work | None = None
 
     def is_for(self, bound: int, memory: Sequence[Tensor | None]) -> bool:
@@ -140,9 +140,9 @@ class Recording:
 
 
 class DecodeGraph:
-    """The decode steps of one context, recorded: lives as long as the context.
+    """The recorded decode steps of one context; lives as long as the context.
 
-    Bytes: the temporary tensors of one step, in memory of the graph's own. `refused` says why nothing is recorded.
+    Bytes: the temporary tensors of one step, in the graph's own memory. `refused` says why nothing is recorded.
     """
 
     def __init__(self, model: Model, driver: Driver, device: torch.device, tape: Tape) -> None:
@@ -155,17 +155,17 @@ class DecodeGraph:
         self.refused = ""
         self.n_recorded = self.n_replayed = 0
         self._recording: Recording | None = None
-        self._early: tuple[Launched, int] | None = None  # the next step, if its token is this one
+        self._early: tuple[Launched, int] | None = None  # the step launched early, and the token it is for
 
     def forget(self) -> None:
         """Drop the step that was launched early: the context goes on in another way."""
         self._early = None
 
     def append(self, lane: Lane) -> bool:
-        """Append the lane's token, and have its logits and the likeliest next token.
+        """Append the lane's token; the lane gets its logits and the likeliest next token.
 
-        Returns False, and does nothing, where this step is to run kernel by kernel. If `lane.ahead`, the step of the
-        likeliest next token is launched as well. After an error or an interruption the cache is as before.
+        Returns False, and does nothing, if this step must run kernel by kernel. If `lane.ahead`, the step of the
+        likeliest next token is launched too. After an error or an interruption the cache is as before.
         """
         (early, self._early), cache, token_id = (self._early, None), lane.cache, lane.token_ids[0]
         if self.refused or _pauses:
@@ -190,7 +190,7 @@ class DecodeGraph:
             lane.logits, lane.likeliest = now.logits, likeliest
             cache.appended(start + 1)
             cache.commit()
-        except OnDevice as error:  # a hook of the method's asks for what the host does not know
+        except OnDevice as error:  # a hook of the method needs a number that only the device has
             cache.settle()
             self._refuse(f"the method asks for {error}, which only the device knows")
             return False
@@ -202,11 +202,11 @@ class DecodeGraph:
         return True
 
     def _bound_of(self, cache: KVCache, start: int) -> int | None:
-        """The bound that the step of token number `start` is recorded for; None where it runs kernel by kernel."""
+        """Return the bound that the step of token number `start` is recorded for; None: kernel by kernel."""
         return self.driver.method.bound(start + 1) if cache.has_space(start + 1) else None
 
     def _prepared(self, cache: KVCache, rope: Rope, bound: int) -> Recording:
-        """The recording of this step, or the beginning of another one: for another bound, or where memory has moved."""
+        """Return the recording of this step, or a new one if the bound differs or memory has moved."""
         memory = list(cache.memory)
         found = self._recording
         if found is None or not found.is_for(bound, memory):
@@ -215,14 +215,14 @@ class DecodeGraph:
         return found
 
     def _following(self, cache: KVCache, start: int) -> Launched | None:
-        """The step of the likeliest token, launched if it can be from what is recorded for the one before it."""
+        """Launch the step of the likeliest token if the current recording serves it; return it, or None."""
         recording = self._recording
         if recording is None or recording.replay is None or self._bound_of(cache, start) != recording.bound:
             return None
         return self._launch(recording, cache, start, None)
 
     def _step(self, layers: Sequence[LayerCache], rope: Rope, bound: int) -> Work:
-        """The work of a step: from `token` and `index` to `logits` and `numbers`, all on the device."""
+        """Return the work of a step: from `token` and `index` to `logits` and `numbers`, all on the device."""
         model = self.model
 
         def work() -> None:
@@ -234,7 +234,7 @@ class DecodeGraph:
         return work
 
     def _launch(self, recording: Recording, cache: KVCache, start: int, token_id: int | None) -> Launched:
-        """Launch the step of token number `start`; None: the likeliest one after the step launched before."""
+        """Launch the step of token number `start`; `token_id` None: the likeliest token after the previous step."""
         if token_id is None:
             self.token.copy_(self.numbers[:1])
         else:
@@ -244,7 +244,7 @@ class DecodeGraph:
         return Launched(start, cache.layers, self.logits.clone(), self.tape.reader(self.numbers))
 
     def _run(self, recording: Recording) -> None:
-        """The step: the first time kernel by kernel, then recorded, then from the record."""
+        """Run the step: the first time kernel by kernel, then recorded, then replayed."""
         if recording.replay is None and recording.warm:
             self._record(recording)
         if recording.replay is None:
@@ -255,7 +255,7 @@ class DecodeGraph:
             self.n_replayed += 1
 
     def _record(self, recording: Recording) -> None:
-        """Record the step, unless it cannot be; or another thread records, and a later step may try again."""
+        """Record the step if possible. If another thread is recording, a later step tries again."""
         try:
             _recorders.append(recording)
             if _recorders[0] is recording:

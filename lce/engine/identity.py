@@ -1,4 +1,4 @@
-"""What engine a context fits: the model, the method and its knobs, the window, the RoPE scaling, the dtypes."""
+"""The identity of an engine: the model, the method and its knobs, the window, the RoPE scaling, the dtypes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_SHOWN = 6  # knobs in one message
 
 @runtime_checkable
 class FromFile(Protocol):
-    """A knob that was read from a file, as maps are; `digest` tells its contents from others."""
+    """A knob that was read from a file, such as maps; `digest` identifies the contents."""
 
     source: str
 
@@ -35,10 +35,10 @@ class FromFile(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Identity:
-    """What an engine must have in common with the engine that wrote a context file, to go on with it.
+    """The facts that must be equal between an engine and the engine that wrote a context file.
 
     An engine has one `Identity` and gives it to its contexts: a context in memory is used by the engine that has the
-    same object. `fingerprint` gives that of the model; it reads the checkpoint, so it is called on first use.
+    same object. `fingerprint` returns the model's; it reads the checkpoint, so it is called on first use.
     """
 
     fingerprint: Callable[[], str]
@@ -48,7 +48,7 @@ class Identity:
     dtype: torch.dtype
     vocab_size: int
     kv_dtype: str = "auto"  # the format of keys and values in lower tiers and files
-    weights: str | None = None  # the scheme of rounded ones
+    weights: str | None = None  # the scheme of rounded weights
 
     @cached_property
     def model(self) -> str:
@@ -57,7 +57,7 @@ class Identity:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the identity as a manifest holds it: JSON values."""
+        """The identity as JSON values, as in a manifest."""
         knobs = {field.name: getattr(self.method, field.name) for field in dataclasses.fields(self.method)}
         return {
             "model": self.model,
@@ -71,19 +71,19 @@ class Identity:
         }
 
     def check(self, path: Path, found: object, remedy: str = REMEDY) -> None:
-        """Raise `DataError` where `found`, the identity in the file `path`, is another one. Says what differs alone."""
+        """Raise `DataError` if `found`, the identity in the file `path`, differs. The message lists differences."""
         theirs = found if isinstance(found, dict) else {}
         for difference, option in _differences(theirs, self.facts):
             raise DataError(f"{named(path)} was made with {_cut(difference, 280)}: {_cut(option, 140)}, or {remedy}")
 
 
 def model_identity(fingerprint: str, weights: str | None) -> str:
-    """Return a model's identity; rounded weights have another one, so that no context is shared by accident."""
+    """Return a model's identity. Rounded weights change it, so that no context is shared by accident."""
     return fingerprint if weights is None else hashlib.sha256(f"{weights} of {fingerprint}".encode()).hexdigest()
 
 
 def knobs_of(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the knobs in an identity's facts, as `lce.methods.make` takes them; maps of a file go by its path.
+    """Return the knobs in an identity's facts, as `lce.methods.make` takes them; maps as the path of their file.
 
     A knob that no text can give, such as maps made in memory, is left out.
     """
@@ -104,7 +104,7 @@ def _as_json(value: object) -> Any:
 
 
 def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield what two identities differ in, and what makes them the same; what needs the most work comes first."""
+    """Yield each difference of two identities with its remedy; the costliest remedy comes first."""
     if theirs.get("weights") != ours.get("weights"):
         made, here = (_text(facts.get("weights") or "as they are stored") for facts in (theirs, ours))
         remedy = f"give --weights {made}" if theirs.get("weights") else "leave --weights out"
@@ -123,7 +123,7 @@ def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator
         rope = theirs.get("rope")
         kind, factor = (_text(rope.get(key) if isinstance(rope, dict) else None) for key in ("kind", "factor"))
         factor = "" if kind == "none" else f" --rope-factor {factor}"
-        own = scaling.keys() - {"kind", "factor"}  # options do not change these
+        own = scaling.keys() - {"kind", "factor"}  # no option changes these
         yield (
             f"another rope, {made}; this engine has {here}",
             "load the model with the config.json of before" if own else f"give --rope {kind}{factor}",
@@ -135,7 +135,7 @@ def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator
 
 
 def _differing(theirs: object, ours: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Name, their value and ours of the first entries that differ; of a file, the contents count."""
+    """Yield name, their value and ours of entries that differ; of files, the contents are compared."""
     found = theirs if isinstance(theirs, dict) else {}
     names = [*ours, *sorted(found.keys() - ours.keys())]
     differing = (name for name in names if _content(found.get(name)) != _content(ours.get(name)))
@@ -144,7 +144,7 @@ def _differing(theirs: object, ours: Mapping[str, Any]) -> Iterator[tuple[str, A
 
 
 def _content(value: Any) -> tuple[str, Any]:
-    """Return what of a value is compared: 1, 1.0 and true differ."""
+    """Return a value in comparable form: 1, 1.0 and true differ."""
     compared = value.get("digest") if isinstance(value, dict) else value
     return type(compared).__name__, compared
 

@@ -1,4 +1,4 @@
-"""What a model folder or a context file holds, without loading weights or reading keys and values."""
+"""Describes a model folder or a context file without loading weights or reading keys and values."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ OF_CONFIG = (
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A checkpoint folder as its config, its tokenizer and the headers of its weights describe it.
+    """The description of a checkpoint folder, from its config, its tokenizer and the headers of its weights.
 
     `methods` are the registered methods with their knobs derived for this model's window; `refused` says why others
-    cannot be used with it. `fingerprint` is that of the weights. `identity` covers the config too; context files name
-    the model by it. What the folder does not have is None.
+    cannot be used. `fingerprint` is the weights'. `identity` covers the config too and names the model in context
+    files. A field is None if the folder lacks the file.
     """
 
     folder: Path
@@ -48,9 +48,9 @@ class ModelInfo:
     sliding_window: int | None
     rope: RopeConfig
     parameters: int
-    dtype: str | None  # that most weights are stored in
+    dtype: str | None  # of most stored weights
     weight_bytes: int | None
-    weights: str | None  # the scheme of rounded ones
+    weights: str | None  # the scheme of rounded weights
     fingerprint: str | None
     identity: str | None
     tokenizer: str | None  # its file
@@ -72,7 +72,7 @@ def info(path: str | Path) -> ModelInfo | ContextInfo:
 
 
 def describe_model(model: str | Path) -> ModelInfo:
-    """Return what the folder `model`, or the embedded "demo", holds. Raises `ModelError` where it is no valid model."""
+    """Describe the folder `model`, or the embedded "demo". Raises `ModelError` if there is no valid model."""
     source = source_of(str(model))
     config = read_config(source)
     shapes = dict(model_class(config).weights(config).values())  # tied weights have one name

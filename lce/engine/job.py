@@ -24,9 +24,8 @@ from lce.files import check_target, named, open_regular, remove_leftover, sweep,
 class PrefillJob:
     """A prefill into the context file `path`, over one or more runs.
 
-    `path.part` takes keys and values as they come; `path.part.state` is the last checkpoint. `start` says where a run
-    starts: run the tokens behind `data.cache.length` into that cache, call `checkpoint` from time to time, then
-    `finish`; from `start` on, `abandon` after an error.
+    `path.part` takes keys and values as they come; `path.part.state` is the last checkpoint. Call `start`, prefill the
+    tokens from `data.cache.length` on, call `checkpoint` from time to time, then `finish`; after an error, `abandon`.
     """
 
     def __init__(
@@ -36,7 +35,7 @@ class PrefillJob:
         sweep(path)
         self.path = path
         self.identity = identity
-        self.facts = identity.facts  # here, because it reads the checkpoint: an error in that comes before the work
+        self.facts = identity.facts  # reads the checkpoint: fails before the work starts
         self.part, self.state = part_of(path), state_of(path)
         for each in (self.part, self.state):
             check_target(each, UsageError)
@@ -48,14 +47,14 @@ class PrefillJob:
 
     @property
     def draft(self) -> Draft:
-        """Return the file under work."""
+        """The unfinished file."""
         assert self._draft is not None, "started before use"
         return self._draft
 
     def start(self, before: ContextData | None = None) -> ContextData:
-        """Resume the job where its last run stopped; or begin, with a copy of `before` if the text begins so.
+        """Resume the job at its last checkpoint; or begin, with a copy of `before` if the text continues that context.
 
-        `before` may be of a file that has the name `path` until `finish`.
+        `before` may come from a file named `path`, which `finish` replaces.
         """
         if os.path.lexists(self.state) and os.path.lexists(self.part):
             cache, logits = self._resume(text_hash(self.token_ids), self.announced)
@@ -83,7 +82,7 @@ class PrefillJob:
         manifest, tensors = _read_state(self.state, self.layout, self.identity, remedy)
         if manifest.text != text:
             raise DataError(f"{named(self.state)} belongs to another text; {remedy}")
-        if manifest.announced != announced:  # its keys may be rotated for that length
+        if manifest.announced != announced:  # keys may be rotated for the announced length
             begun = manifest.announced
             raise DataError(
                 f"{named(self.state)} was begun with a length of {begun}; give --length {begun}, or {remedy}"
@@ -94,7 +93,7 @@ class PrefillJob:
         return found.cache, found.logits
 
     def checkpoint(self, data: ContextData) -> None:
-        """Write what is new; an interrupted job resumes here. Bytes: the new keys and values, and `data.tensors()`."""
+        """Write a checkpoint; an interrupted job resumes here. Bytes: new keys and values, and `data.tensors()`."""
         write_rows(data.cache, self.draft.rows, self.n_written)
         self.draft.rows.flush()
         tensors = data.tensors()
@@ -103,15 +102,15 @@ class PrefillJob:
         self.n_written = data.cache.length
 
     def finish(self, data: ContextData) -> None:
-        """Write the rest and give the file its name `path`."""
+        """Write the rest and rename the file to `path`."""
         write_rows(data.cache, self.draft.rows, self.n_written)
         self.draft.finish(self.path, data.tensors(), data.manifest(self.facts, self.layout))
         remove_leftover(self.state)
 
     def abandon(self, error: BaseException) -> None:
-        """End without `finish`. Files of a job with a checkpoint stay, and `error` gets a note; else no file stays.
+        """End without `finish`. Without a checkpoint the files are removed; else they stay, and `error` gets a note.
 
-        A traceback may keep this job, and the same call must find the file unlocked: it is closed.
+        Closes the file, because a traceback may keep this job and a second try must find the file unlocked.
         """
         if os.path.lexists(self.state):
             if self._draft is not None:
@@ -120,11 +119,11 @@ class PrefillJob:
         elif self._draft is not None:
             self._draft.discard()
         else:
-            remove_leftover(self.part)  # made right before the error, unless another process has locked it
+            remove_leftover(self.part)  # new and empty, unless another process has locked it
 
 
 def _state_bytes(tensors: Mapping[str, Tensor], manifest: str) -> bytes:
-    """Return a checkpoint of a job: an ordinary safetensors file."""
+    """Return a job's checkpoint as the bytes of a safetensors file."""
     header = json.dumps({"__metadata__": {"lce": manifest}, **tensor_entries(tensors)}).encode()
     header += b" " * (-len(header) % 8)
     parts = (
@@ -134,7 +133,7 @@ def _state_bytes(tensors: Mapping[str, Tensor], manifest: str) -> bytes:
 
 
 def _read_state(path: Path, layout: FileLayout, identity: Identity, remedy: str) -> tuple[Manifest, dict[str, Tensor]]:
-    """Return the last checkpoint of a job: as in a context file, but without rows."""
+    """Read the last checkpoint of a job: the contents of a context file without rows."""
     descriptor = open_regular(path, follow=False)
     try:
         header = read_header(descriptor, path)

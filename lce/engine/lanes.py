@@ -22,10 +22,10 @@ from lce.models.rope import Rope
 
 
 class Recorder(Protocol):
-    """Runs decode steps of one context from a record: see `lce.engine.graph`."""
+    """Replays recorded decode steps of one context: see `lce.engine.graph`."""
 
     def append(self, lane: Lane) -> bool:
-        """Append the lane's one token. Returns False, and does nothing, where the step cannot be recorded."""
+        """Append the lane's one token. Returns False, and does nothing, if the step cannot be recorded."""
 
     def forget(self) -> None:
         """Drop the step that was launched early: the context goes on in another way."""
@@ -35,9 +35,10 @@ class Recorder(Protocol):
 class Lane:
     """The tokens that one context adds in a pass, one or more.
 
-    After `forward` the cache has the tokens, `logits [vocab]` (float32) follow the last one, and `hidden [T, hidden]`
-    are the last layer's states; or the cache is as before, and `error` says why. A recorded step has no `hidden`, and
-    knows the `likeliest` next token. With `ahead` the step of the likeliest token may be launched early.
+    After `forward` the cache has the tokens, `logits [vocab]` (float32) are those after the last token, and `hidden [T,
+    hidden]` are the last layer's states; or the cache is as before, and `error` says why. A recorded step sets
+    `likeliest`, the likeliest next token, in the place of `hidden`. With `ahead` the step of the likeliest token may be
+    launched early.
     """
 
     driver: Driver
@@ -50,7 +51,7 @@ class Lane:
     hidden: Tensor | None = None
     likeliest: int | None = None
     error: Exception | None = None
-    start: int = field(init=False)  # tokens before
+    start: int = field(init=False)  # tokens before the pass
     _block: Block = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,10 +69,10 @@ class Lane:
             if error is not None:
                 raise error
         finally:
-            del error  # its traceback has this frame
+            del error  # breaks a cycle: the traceback has this frame
 
     def replayed(self) -> bool:
-        """Take the step from a record, where there is one."""
+        """Replay a recorded step if possible; return whether it was."""
         if self.recorder is None:
             return False
         if len(self.token_ids) > 1:
@@ -92,7 +93,7 @@ class Lane:
         return self.error is None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend beside other lanes: a lane that fails, fails alone, and counts as zeros."""
+        """Attend beside other lanes. A failure concerns this lane alone; its output is then zeros."""
         if self.error is None:
             try:
                 return self._block.attend(layer, q, k, v)
@@ -101,7 +102,7 @@ class Lane:
         return torch.zeros_like(q)
 
     def finish(self, hidden: Tensor, logits: Tensor) -> None:
-        """Keep the block, unless the lane failed or its logits are not finite."""
+        """Commit the block, unless the lane failed or its logits are not finite."""
         try:
             if self.error is None:
                 check_logits(logits[None], self.stop - 1)
@@ -111,7 +112,7 @@ class Lane:
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """Have failed, with the cache as before; only the first error counts."""
+        """Mark the lane as failed and restore the cache; only the first error counts."""
         if self.error is None:
             self.cache.settle()
             self.hidden, self.logits, self.error = None, None, error
@@ -120,8 +121,8 @@ class Lane:
 def forward(model: Model, lanes: Sequence[Lane]) -> Tensor:
     """Append each lane's tokens to its cache. Returns the logits after each lane's last token, `[B, vocab]` float32.
 
-    A lane that fails does so alone: `Lane.error` says why, its logits are NaN, and the other lanes go on. An
-    interruption concerns all lanes: each has its tokens, or is as before.
+    If a lane fails, `Lane.error` says why, its logits are NaN, and the other lanes go on. After an interruption each
+    lane's cache has all its tokens or none.
     """
     with torch.inference_mode():
         for group in groups([lane for lane in lanes if not lane.replayed()]):
@@ -149,7 +150,7 @@ def forward(model: Model, lanes: Sequence[Lane]) -> Tensor:
 
 
 def groups(lanes: Sequence[Lane]) -> Iterator[list[Lane]]:
-    """Cut lanes into those that share products: of one token each, up to `SHARED_ROWS`; or a single longer one."""
+    """Yield groups of lanes that share products: up to `SHARED_ROWS` lanes of one token, or one longer lane."""
     single = [lane for lane in lanes if len(lane.token_ids) == 1]
     for first in range(0, len(single), SHARED_ROWS):
         yield single[first : first + SHARED_ROWS]

@@ -1,4 +1,4 @@
-"""`load` and `plan`: from a model folder and a user's options to an engine, or to what a context would need."""
+"""`load` and `plan`: from a model folder and a user's options to an engine, or to the memory a context needs."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ def load(
 
     - `method`: a name or an instance.
     - `device`, `dtype`: names, or PyTorch's own objects; the `dtype` "auto" is the checkpoint's. Several GPUs share the
-      layers: "cuda:0,cuda:1", a list, or "cuda:all" for all that there are.
-    - `block`: tokens prefilled in one step; None is what suits the method.
-    - `window`: overrides the positions that the model is trusted on.
-    - `attention`: the backend, by its name; "auto" takes the fastest that the machine has.
+      layers: "cuda:0,cuda:1", a list, or "cuda:all".
+    - `block`: tokens prefilled in one step; by default the method's own block.
+    - `window`: overrides the number of positions that the model is trusted on.
+    - `attention`: the backend's name; "auto" takes the fastest on this machine.
     - `rope`, `rope_factor`: override the checkpoint's RoPE scaling.
     - `kv_device_budget`, `kv_host_budget`: bound the keys and values of a context in each kind of memory, in bytes or
       as "8GiB". On the CPU both are the same memory, and the smaller one counts.
     - `spill_dir`: keys and values beyond the budgets go to a file in this folder, which is removed with the context.
-    - `kv_dtype`: "int8" keeps old keys and values in 8 bits below the device, that is in host memory beside a GPU, in
-      the spill file and in context files: half the bytes of 16 bits, and results that are rounded.
-    - `weights`: "int8" and "int4" round the matrices of any checkpoint as it is loaded, to a half and 0.3 of bfloat16's
-      bytes, for CPUs alone; "auto" takes them as they are stored.
-    - `threads`: how many the whole process computes with from now on; None changes nothing.
-    - `sharing`: an engine of the same model, device, dtype and weights; the new one uses its weights and reads none.
+    - `kv_dtype`: "int8" rounds old keys and values to 8 bits in host memory beside a GPU, in the spill file and in
+      context files: half the bytes of 16 bits.
+    - `weights`: "int8" and "int4" (CPUs only) round the matrices of a checkpoint on loading, to a half and 0.3 of
+      bfloat16's bytes; "auto" takes matrices as stored.
+    - `threads`: how many threads the whole process computes with from now on; None changes nothing.
+    - `sharing`: an engine of the same model, device, dtype and weights, whose weights the new engine uses.
 
     Raises `ModelError` for a folder that is no valid model, and `UsageError` for options that cannot be used.
     """
@@ -90,7 +90,7 @@ def load(
         _check_same(sharing, config, checkpoint, options)
         return Engine(sharing.model, tokenizer, checkpoint, options)
     if layout.dtype != checkpoint.dtype():
-        uses_threads()  # converting weights is work for several threads
+        uses_threads()  # converting weights may start threads
     family = model_class(config)
     wanted = family.weights(config, checkpoint.names)
     loaded = checkpoint.load(
@@ -98,14 +98,14 @@ def load(
         ignore=(*family.unused, *config.unused),
         joined=family.joined(config), schemes=family.schemes(config, scheme, checkpoint.names) if scheme else None,
     )  # fmt: skip
-    if layout.borders and "head" not in loaded:  # the embedding, which is on another device
+    if layout.borders and "head" not in loaded:  # tied to the embedding, which is on another device
         (loaded["head"],) = allocate([(loaded["embed"].shape, layout.dtype)], layout.devices[-1])
         loaded["head"].copy_(loaded["embed"])
     return Engine(family(config, loaded), tokenizer, checkpoint, options)
 
 
 def fitted(method: str | Method, model: ModelFacts) -> Method:
-    """Return a method with the files that it finds beside a model, and every knob filled in."""
+    """Return a method with every knob filled in, some from files beside the model."""
     return as_method(method).for_model(model).resolve(model.window)
 
 
@@ -145,10 +145,10 @@ def plan(
     kv_device_budget: int | str | None = None, kv_host_budget: int | str | None = None,
     spill_dir: str | Path | None = None, kv_dtype: str | torch.dtype | None = "auto", weights: str | None = "auto",
 ) -> Plan:  # fmt: skip
-    """Return what a context of `tokens` tokens needs of each tier, and the longest that fits. Takes options of `load`.
+    """Plan a context of `tokens` tokens: what each tier must hold, and the longest that fits. Options as for `load`.
 
-    Only config.json is read. The plan counts the weights by their shapes. `dtype` "auto" is the one in config.json,
-    float32 where it has none. A method that needs a file of learned maps is planned without the file.
+    Reads config.json alone; weights count by their shapes. `dtype` "auto" is the one in config.json, else float32. A
+    method that needs a file of learned maps is planned without the file.
     """
     made = planned(
         model, method, device=device, dtype=dtype, block=block, window=window, kv_device_budget=kv_device_budget,
@@ -174,7 +174,7 @@ def planned(
     kv_device_budget: int | str | None = None, kv_host_budget: int | str | None = None,
     spill_dir: str | Path | None = None, kv_dtype: str | torch.dtype | None = "auto", weights: str | None = "auto",
 ) -> Planned:  # fmt: skip
-    """Return an engine's sizes from config.json alone; see `plan`."""
+    """Compute an engine's sizes from config.json alone; see `plan`."""
     source, block, window = source_of(model), sized(block, "block", 1), sized(window, "window", 2)
     config = read_config(source)
     chosen = fitted(method, ModelFacts(source, config, window or config.window, config.rope, plan_only=True))
@@ -201,7 +201,7 @@ def _weight_bytes(
 
 
 def _by_tier(config: ModelConfig, layout: CacheLayout, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the bytes of the weights on each device. A head that is the embedding counts on the last one too."""
+    """Return the bytes of the weights on each device. A tied head counts on the last device too."""
     if layout.borders:
         sizes = {"head": sizes["embed"], **sizes}
     found = dict.fromkeys((part.device_tier for part in layout.by_device), 0)
@@ -232,7 +232,7 @@ def layout_of(
     config: ModelConfig, method: Method, dtype: torch.dtype, device: torch.device, block: int | None, budgets: Budgets,
     kv_dtype: str = "auto", borders: Borders = (),
 ) -> CacheLayout:  # fmt: skip
-    """Return the cache of a model's contexts under a resolved method."""
+    """Return the cache layout of a model's contexts under a resolved method."""
     return CacheLayout(
         config.n_layers, config.n_heads, config.n_kv_heads, config.head_dim, dtype, device, method.access, budgets,
         block or method.block, method.state, method.could_keep, kv_dtype=kv_dtype, borders=borders,

@@ -1,8 +1,8 @@
-"""What prefill and decode compute and read, counted from a model's config and a method's `cost`; nothing is run.
+"""Counts what prefill and decode compute and read, from a model's config and a method's `cost`; nothing is run.
 
-Operations are multiply-adds of matrix products; one is two floating-point operations (FLOPs). Bytes are what is read:
-the weights once a block, and of each layer the keys, the values and the method's own state that the block sees. What
-stays in a processor's caches between two reads of it is not read twice. Written bytes are not counted.
+Operations are multiply-adds of matrix products; one is two floating-point operations (FLOPs). Bytes are bytes read: the
+weights once a block, and in each layer the keys, the values and the method's own state that the block sees. Each byte
+counts once a block. Written bytes are not counted.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from lce.methods.selective import ChunkSelection
 from lce.models.registry import model_class
 from lce.sizes import count
 
-PROJECTIONS = ("q", "k", "v", "o")  # a layer's matrices around attention; its others are the MLP's
-LONGEST = 1 << 24  # tokens; a text so long takes a minute or more to count with the slowest methods
+PROJECTIONS = ("q", "k", "v", "o")  # a layer's matrices around attention; the others are the MLP's
+LONGEST = 1 << 24  # tokens; counting this many takes a minute or more with the slowest methods
 
 
 @dataclass(frozen=True)
 class OperationCount:
-    """The work of some blocks of tokens in all layers: multiply-adds, and bytes that are read. None: not counted.
+    """The work of some blocks of tokens in all layers: multiply-adds, and bytes read. None: not counted.
 
-    `projections`, `mlp` and `head` are products with weights; the head is asked for each block's last token alone.
-    `attention`, `scores`, `summaries` and `low_dim` are the method's: see `lce.methods.Cost`. `causal` is what plain
-    causal attention to all tokens takes in the place of these four.
+    `projections`, `mlp` and `head` are products with weights; the head runs only for each block's last token.
+    `attention`, `scores`, `summaries` and `low_dim` are the method's: see `lce.methods.Cost`. `causal` is the cost of
+    plain causal attention instead of these four.
     """
 
     tokens: int
@@ -48,22 +48,22 @@ class OperationCount:
     low_dim: int | None
     causal: int
     weight_bytes: int
-    key_bytes: int | None  # of keys and values; a bound where heads choose on their own
+    key_bytes: int | None  # of keys and values; an upper bound if heads choose independently
     state_bytes: int | None
 
     @property
     def selection(self) -> int | None:
-        """Return the multiply-adds of choosing: scores, summaries and low-dim maps."""
+        """The multiply-adds of choosing: scores, summaries and low-dim maps."""
         return total(self.scores, self.summaries, self.low_dim)
 
     @property
     def operations(self) -> int | None:
-        """Return the multiply-adds in all."""
+        """The multiply-adds in all."""
         return total(self.projections, self.mlp, self.head, self.attention, self.selection)
 
     @property
     def flops(self) -> int | None:
-        """Return the floating-point operations in all: two a multiply-add."""
+        """The floating-point operations in all: two a multiply-add."""
         return None if self.operations is None else 2 * self.operations
 
     @property
@@ -72,7 +72,7 @@ class OperationCount:
 
     @property
     def share(self) -> float | None:
-        """Return attention and selection as a share of plain causal attention."""
+        """Attention and selection as a share of plain causal attention."""
         counted = total(self.attention, self.selection)
         return None if counted is None else counted / self.causal
 
@@ -83,10 +83,10 @@ class OperationCount:
 
 @dataclass(frozen=True)
 class Operations:
-    """What a text of `tokens` tokens takes: its `prefill` in blocks of `block`, and the `decode` of its last token.
+    """The work for a text of `tokens` tokens: `prefill` in blocks of `block`, and `decode` of the last token.
 
-    Of a method that selects chunks it is the decode of a chunk's worth of tokens: its summary is made once in them.
-    `paper_figures` are figures of cost that the method's paper states, computed for this model.
+    For a method that selects chunks, `decode` is the mean over a chunk's tokens, because a summary is made once a
+    chunk. `paper_figures` are figures of cost that the method's paper states, computed for this model.
     """
 
     tokens: int
@@ -104,10 +104,10 @@ def operations(
     kv_device_budget: int | str | None = None, kv_host_budget: int | str | None = None,
     spill_dir: str | Path | None = None, kv_dtype: str | torch.dtype | None = "auto", weights: str | None = "auto",
 ) -> Operations:  # fmt: skip
-    """Return what prefill and decode of a text of `tokens` tokens compute and read. Takes the options of `plan`.
+    """Count what prefill and decode of a text of `tokens` tokens compute and read. Takes the options of `plan`.
 
-    Only config.json is read. A method of one's own is counted by its `Method.cost`; without one only the products with
-    weights are. Time: tens of microseconds for each block and layer.
+    Reads config.json alone. A user's method is counted by its `Method.cost`; without one only the products with weights
+    are counted. Time: tens of microseconds for each block and layer.
     """
     n_tokens = count(tokens, "tokens")
     made = planned(
@@ -133,13 +133,13 @@ def operations(
 
 @dataclass(frozen=True)
 class _Weights:
-    """Multiply-adds of one token with the weights, and their bytes."""
+    """Multiply-adds of one token with the weights, and the weights' bytes."""
 
     projections: int
     mlp: int
     head: int
-    n_bytes: int  # without an embedding that is no head: of it only the tokens' rows are read
-    row_bytes: int  # of one token's
+    n_bytes: int  # without an untied embedding, of which only the tokens' rows are read
+    row_bytes: int  # of one embedding row
 
     @classmethod
     def of(cls, made: Planned) -> _Weights:
@@ -158,7 +158,7 @@ class _Weights:
 
 
 def _count(made: Planned, blocks: Iterable[tuple[int, int]]) -> OperationCount:
-    """Return the work of blocks `start..stop-1`."""
+    """Count the work of blocks `start..stop-1`."""
     weights = _Weights.of(made)
     works = [_of_block(made, weights, start, stop) for start, stop in blocks]
     return functools.reduce(operator.add, works)

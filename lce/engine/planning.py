@@ -1,7 +1,7 @@
-"""What a context needs of each tier, what is available, and the refusal, before any work, of what cannot fit.
+"""Plans memory: what a context needs of each tier, what is available, and a refusal before any work.
 
-Keys and values count, the method's own state, and the weights of a model that is not loaded yet. The activations of a
-block do not count: they do not grow with the text.
+Counted are keys and values, the method's own state, and the weights of a model that is not loaded yet. Activations of a
+block are not counted: they do not grow with the text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lce.cache.layout import DEVICE, DISK, HOST, CacheLayout
 from lce.errors import CapacityError
 from lce.sizes import enough_text, size_text
 
-MOST = 1 << 40  # tokens: a context that fits so many counts as unbounded
+MOST = 1 << 40  # tokens; a context that fits this many counts as unbounded
 
 
 @dataclass(frozen=True)
@@ -36,21 +36,21 @@ class Need:
 
     @property
     def needed(self) -> int:
-        """Return the bytes in all."""
+        """The bytes in all."""
         return self.keys_and_values + self.besides + self.weights
 
     @property
     def in_budget(self) -> bool:
-        """Return whether the keys and values are within the budget, where there is one."""
+        """Whether the keys and values are within the budget, if any."""
         return self.budget is None or self.keys_and_values <= self.budget
 
     @property
     def fits(self) -> bool:
-        """Return whether the keys and values are within the budget, and all bytes are available."""
+        """Whether the keys and values are within the budget, and all bytes are available."""
         return self.in_budget and (self.available is None or self.needed <= self.available)
 
     def with_more(self, other: Need) -> Need:
-        """Add the need of another device's layers. Weights are on devices alone."""
+        """Add the need of another device's layers in this tier."""
         total = self.keys_and_values + other.keys_and_values
         return replace(self, keys_and_values=total, besides=self.besides + other.besides)
 
@@ -59,32 +59,32 @@ class Need:
 class Plan:
     """The needs of a context of `tokens` tokens in each tier.
 
-    `longest` is the longest context that fits, None if nothing bounds it. `refusal` says why `tokens` do not fit and
-    what to do about it; None if they fit.
+    `longest` is the longest context that fits; None: unbounded. `refusal` says why `tokens` tokens do not fit, and a
+    remedy; None if they fit.
     """
 
     tokens: int
     method: str
     dtype: str
     kv_dtype: str  # of keys and values below the device: "int8", or `dtype`
-    device: str  # or several: "cuda:0,cuda:1"
-    tiers: Mapping[str, Need]  # "device", "host", "disk"; several devices by their names
+    device: str  # several as "cuda:0,cuda:1"
+    tiers: Mapping[str, Need]  # by "device", "host", "disk"; several devices by name
     longest: int | None
     refusal: str | None
-    layers: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # the first and the last on each of several
+    layers: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # first and last layer on each of several
 
     @property
     def fits(self) -> bool:
-        """Return whether `tokens` tokens fit."""
+        """Whether `tokens` tokens fit."""
         return self.refusal is None
 
 
 @dataclass(frozen=True)
 class Planner:
-    """Computes the needs of one cache layout; `free_bytes` is what each tier had available when it was made.
+    """Computes the needs of one cache layout; `free_bytes` is what each tier had available at construction.
 
     The keys and values of the first `n_filed` tokens are in a context file; reading them takes `pool_bytes` of memory.
-    `weights` and `pool_bytes` are those of each device: each has to hold its own layers.
+    `weights` and `pool_bytes` are by device: each device holds its own layers.
     """
 
     layout: CacheLayout
@@ -100,13 +100,13 @@ class Planner:
     ) -> Self:  # fmt: skip
         """Return a planner for a context that does not exist yet, beside weights that are not loaded yet.
 
-        `taken` are bytes that others may still use of each kind of memory: see `kinds_of`.
+        `taken` are bytes promised to others, by kind of memory: see `kinds_of`.
         """
         return cls(layout, method, available(layout, taken), weights or {})
 
     @classmethod
     def into_file(cls, layout: CacheLayout, method: str, taken: Mapping[str, int] = {}) -> Self:
-        """Return a planner for a context that is prefilled into a file, which reserves its own space on the disk."""
+        """Return a planner for a context that is prefilled into a file; the file reserves its own disk space."""
         planner = cls.of(replace(layout, budgets=replace(layout.budgets, spill_dir=Path())), method, taken=taken)
         return replace(planner, free_bytes={**planner.free_bytes, DISK: None})
 
@@ -114,9 +114,9 @@ class Planner:
     def growing(
         cls, cache: KVCache, method: str, taken: Mapping[str, int] = {}, promised: Mapping[str, int] = {}
     ) -> Self:  # fmt: skip
-        """Return a planner for a context that exists: what it uses, or was promised, counts as available to it.
+        """Return a planner for an existing context: memory it uses or was promised counts as available.
 
-        If it was opened from a file, its old tokens stay there; memory is needed for the new tokens and the pools.
+        If the context was opened from a file, old tokens stay in the file; new tokens and the pools need memory.
         """
         planner = (cls.of if cache.file is None else cls.into_file)(cache.layout, method, taken=taken)
         pool_bytes = {
@@ -138,9 +138,9 @@ class Planner:
         return {kinds[tier]: need.needed for tier, need in self.needs(n_tokens).items()}
 
     def bytes_used(self, cache: KVCache) -> dict[str, int]:
-        """Return the bytes of each kind of memory that are no longer free because of a cache.
+        """Return the bytes of each kind of memory that a cache takes from what is free.
 
-        A CPU's memory counts as free until it is written, so there the tokens count; elsewhere, what is allocated.
+        A CPU's memory is free until it is written, so the tokens count there; elsewhere the allocations count.
         """
         kinds, used = kinds_of(self.layout), self.bytes_needed(cache.length)
         for tier, n_bytes in {**cache.bytes_by_tier, DISK: cache.bytes_reserved}.items():
@@ -152,7 +152,7 @@ class Planner:
         return used
 
     def needs(self, n_tokens: int) -> dict[str, Need]:
-        """Return what each tier must hold, by its name: first the devices."""
+        """Return what each tier must hold, by tier name, devices first."""
         devices: dict[str, Need] = {}
         others: dict[str, Need] = {}
         for part in self.layout.by_device:
@@ -186,7 +186,7 @@ class Planner:
         return all(need.fits for need in self.needs(n_tokens).values())
 
     def longest(self) -> int | None:
-        """Return the most tokens that fit, by bisection: a longer text never needs less. None: nothing bounds them."""
+        """Return the most tokens that fit, by bisection: a longer text never needs less. None: unbounded."""
         return None if self.fits(MOST) else bisect_left(range(1, MOST), True, key=lambda n: not self.fits(n))
 
     def plan(self, n_tokens: int) -> Plan:
@@ -232,7 +232,7 @@ class Planner:
         )
 
     def _for_option(self, n_bytes: int, part: CacheLayout) -> int:
-        """Return the value of the option that gives one device's layers so many bytes: see `CacheLayout.by_device`."""
+        """Return the budget option's value that gives one device's layers `n_bytes`: see `CacheLayout.by_device`."""
         most = max(each.n_layers for each in self.layout.by_device)
         return -(-n_bytes * most // part.n_layers)
 
@@ -248,7 +248,7 @@ class Planner:
 
 
 def kinds_of(layout: CacheLayout) -> dict[str, str]:
-    """Return the kind of memory that each tier is in: tiers of unlike layouts in one memory have one kind."""
+    """Return the kind of memory of each tier; one memory has the same kind in all layouts."""
     kinds = {part.device_tier: system.memory_name(part.device) for part in layout.by_device}
     if not layout.on_cpu:
         kinds[HOST] = system.memory_name(torch.device("cpu"))
@@ -258,7 +258,7 @@ def kinds_of(layout: CacheLayout) -> dict[str, str]:
 
 
 def available(layout: CacheLayout, taken: Mapping[str, int] = {}) -> dict[str, int | None]:
-    """Return the free bytes of each tier without those `taken`, by kind; None where the machine does not say."""
+    """Return the free bytes of each tier less those `taken`, by kind; None where the machine does not say."""
     found = {part.device_tier: system.free_memory(part.device) for part in layout.by_device}
     if not layout.on_cpu:
         found[HOST] = system.free_memory(torch.device("cpu"))

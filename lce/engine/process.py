@@ -1,7 +1,7 @@
-"""Processes that were forked: OpenMP's threads do not survive a fork, and a child that needs them hangs.
+"""Guards against forks: OpenMP's threads do not survive a fork, and a child that needs them hangs.
 
-The threads start with the first operation that several threads share. A child of a process that has them would wait
-for them for ever. With one thread nothing is started, and nothing is missed.
+The threads start with the first operation that uses several. A child forked after that would wait for the threads for
+ever. A process that computes with one thread is safe.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 
 from lce.errors import UsageError
 
-_threaded: set[int] = set()  # the processes, this one or its ancestors, that computed with several threads
+_threaded: set[int] = set()  # ids of this process or its ancestors that used several threads
 
 
 def uses_threads() -> None:
-    """Note that several threads may share the work that follows; call it before such work.
+    """Record that this process uses several threads; call this before such work.
 
-    Raises `UsageError` in a process that was forked from one that had called this, unless it computes with one thread.
+    Raises `UsageError` in a process forked after its parent called this, unless it computes with one thread.
     """
     if torch.get_num_threads() == 1:
         return

@@ -1,4 +1,4 @@
-"""Where the time of an engine goes, and what its attention reads and computes."""
+"""Profiles an engine: where time goes, and what attention reads and computes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["Profile", "profiled"]
 
 
 def profiled(engine: Engine) -> AbstractContextManager[Profile]:
-    """Profile what the code inside `with` does with `engine` in this thread; read the profile after it.
+    """Profile the use of `engine` inside `with`, in this thread; read the profile afterwards.
 
         with lce.profiled(engine) as profile:
             engine.generate("...")
 
-    On a GPU every marked call waits for the device, so that times are those of its work, and no decode step is
-    recorded: recorded ones are faster. A marked call costs about a microsecond.
+    On a GPU every marked call waits for the device, so that times include the call's own work, and decode steps are not
+    recorded, which makes them slower. A marked call costs about a microsecond.
     """
     if not isinstance(engine, Engine):
         raise UsageError(f"engine is {shown(engine)}; expected what lce.load returns")

@@ -1,4 +1,4 @@
-"""`quantize`: a checkpoint's folder with its matrices in 8 or 4 bits, which loads without rounding them again."""
+"""`quantize`: writes a checkpoint with matrices in 8 or 4 bits, which loads without rounding again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lce.weights.packed import scheme_of
 from lce.weights.saving import save_quantised
 from lce.weights.source import source_of
 
-LARGEST = 256 << 20  # bytes of a file that is copied
+LARGEST = 256 << 20  # bytes of a file to copy
 BESIDE = (
     "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.jinja", "chat_template.json",
@@ -27,9 +27,9 @@ def quantize(
 ) -> Path:
     """Write the folder `out`: the model's config and tokenizer, and its weights in "int8" or "int4".
 
-    `lce.load(out)` computes what `lce.load(model, weights=…)` does, and opens the same contexts. `out` is a new or an
-    empty folder. Peak memory is one matrix, twice. `progress` counts bytes. Raises `ModelError` for a folder that is no
-    valid model or quantised already, and `UsageError` for weights or a folder that cannot be used.
+    `lce.load(out)` computes the same as `lce.load(model, weights=…)`, and opens the same contexts. `out` is a new or an
+    empty folder. Peak memory: two copies of a matrix. `progress` counts bytes. Raises `ModelError` for a folder that is
+    no valid model or quantised already, and `UsageError` for weights or a folder that cannot be used.
     """
     source, target, scheme = source_of(model), path_of(out, "out"), scheme_of(weights)
     check_progress(progress)

@@ -1,4 +1,4 @@
-"""From logits to the next token, and logits that are no numbers."""
+"""Sampling: from logits to the next token. Also checks that logits are finite."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from lce.errors import ModelError, UsageError, shown
 from lce.profiling import timed
 
-SMALLEST = torch.finfo(torch.float32).tiny  # temperature; a smaller one is 0 in float32
+SMALLEST = torch.finfo(torch.float32).tiny  # temperature; smaller ones are 0 in float32
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Sampling:
 
     With `temperature` above 0 the logits are divided by it, and then filtered in this order: `top_k` keeps the k
     likeliest tokens, `top_p` the fewest whose probabilities add up to p, `min_p` those with at least that share of the
-    likeliest token's probability. 0, 1 and 0 switch these filters off. The same `seed` draws the same tokens; None
-    draws others each time. The text ends before the first of the `stop` strings; or where `stop`, a function that is
-    called with the text so far after each token, returns True.
+    likeliest token's probability. 0, 1 and 0 switch these filters off. The same `seed` draws the same tokens; None is a
+    new seed each time. The text ends before the first of the `stop` strings. A function `stop` is called with the text
+    so far after each token, and ends the text by returning True.
     """
 
     temperature: float = 0.0
@@ -61,7 +61,7 @@ class Sampling:
         return () if self.stop is None or callable(self.stop) else tuple(self.stop)
 
     def wants_end(self, text: str) -> bool:
-        """Whether a `stop` that is a function ends the text here."""
+        """Return whether a function `stop` ends the text here."""
         return bool(self.stop(text)) if callable(self.stop) else False
 
 
@@ -93,7 +93,7 @@ def _stops(value: Any) -> tuple[str, ...] | Callable[[str], object]:
 
 
 class Sampler:
-    """Draws tokens as a `Sampling` says; holds the state of the random numbers."""
+    """Draws tokens by a `Sampling`; holds the state of the random generator."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
@@ -105,7 +105,7 @@ class Sampler:
 
     @timed("sampling")
     def pick(self, logits: Tensor) -> int:
-        """The next token for logits `[vocab]`. Time: O(vocab), times its logarithm if top_p keeps thousands of them."""
+        """Draw a token under logits `[vocab]`. Time: O(vocab), or O(vocab log vocab) if top_p keeps thousands."""
         if self.sampling.temperature == 0:
             return int(logits.argmax())
         probabilities = probabilities_of(logits.float().cpu(), self.sampling)
@@ -113,7 +113,7 @@ class Sampler:
 
 
 def probabilities_of(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The distribution `[vocab]` that a token is drawn from, behind all filters."""
+    """Return the distribution `[vocab]` that a token is drawn from, after all filters."""
     scaled = (logits - logits.max()) / max(sampling.temperature, SMALLEST)
     if 0 < sampling.top_k < len(scaled):
         scaled = scaled.masked_fill(scaled < scaled.topk(sampling.top_k).values[-1], -torch.inf)
@@ -126,10 +126,10 @@ def probabilities_of(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _cut_nucleus(probabilities: Tensor, top_p: float) -> None:
-    """Set to 0 what top_p cuts of `probabilities [vocab]`: a token whose likelier ones add up to it already.
+    """Set to 0 each of `probabilities [vocab]` whose likelier tokens already add up to `top_p`.
 
-    Of equally likely tokens the first in the vocabulary come first. Time: O(vocab) if some hundred tokens are kept.
-    Their sums are those of a full sort, bit by bit: cumulative sums grow, so nothing behind the first cut is kept.
+    Equally likely tokens come in vocabulary order. Time: O(vocab) if some hundred tokens are kept. The cumulative sums
+    equal those of a full sort, bit by bit.
     """
     n_ranked = min(len(probabilities), 256)
     while True:
@@ -148,14 +148,14 @@ def _cut_nucleus(probabilities: Tensor, top_p: float) -> None:
 
 @timed("sampling")
 def check_logits(logits: Tensor, first: int) -> None:
-    """Raise `ModelError` if logits `[T, vocab]`, those after token `first` and the next ones, are not finite.
+    """Raise `ModelError` if logits `[T, vocab]`, those after tokens `first..first+T-1`, are not finite.
 
-    Their sum tells, which is cheaper than a look at each number.
+    Checks their sum first, which is cheaper than checking each number.
     """
     if math.isfinite(logits.sum().item()):
         return
     finite = logits.isfinite().all(dim=-1)
-    if not finite.all():  # else only the sum overflowed
+    if not finite.all():  # otherwise only the sum overflowed
         token = first + int(finite.int().argmin())
         raise ModelError(
             f"the model's logits are not finite after token {token}: its weights hold NaN or infinite numbers, or "

@@ -1,4 +1,4 @@
-"""Contexts as files, and what a context file holds."""
+"""Saves, opens and describes context files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lce.errors import DataError, UsageError, shown
 from lce.files import check_target, draft_path, named, open_regular, path_of, remove_leftover, sweep
 from lce.version import __version__
 
-MOST_UNREAD = 1 << 16  # tokens of a context that are not in its cache
+MOST_UNREAD = 1 << 16  # tokens of a context that are not in the cache
 _MISFITS = (RuntimeError, IndexError, ValueError, TypeError, AssertionError)  # what tensors of wrong shapes lead to
 
 
@@ -30,8 +30,8 @@ _MISFITS = (RuntimeError, IndexError, ValueError, TypeError, AssertionError)  # 
 class ContextData:
     """The parts of a context, in memory and in a file.
 
-    `logits` `[vocab]` are those after the last token in the cache, which may lag behind `token_ids`. `announced` is the
-    length that the context was started for; some RoPE scalings depend on it. `source` names the file that was opened.
+    `logits [vocab]` are those after the last token in the cache, which may lag behind `token_ids`. `announced` is the
+    length announced for the context; some RoPE scalings depend on it. `source` names the file that was opened.
     """
 
     cache: KVCache
@@ -41,9 +41,9 @@ class ContextData:
     source: str | None = None
 
     def blame(self, error: BaseException) -> None:
-        """Raise `DataError` for an error that tensors of wrong shapes in the file caused while they were used.
+        """Raise `DataError` if `error` comes from using the file's tensors of wrong shapes.
 
-        Not every shape of what a method keeps can be checked when a file is opened: what does not fit fails here.
+        Not every shape of a method's state can be checked when a file is opened.
         """
         memory = isinstance(error, torch.OutOfMemoryError) or "memory" in str(error)
         if self.source is not None and not memory and isinstance(error, _MISFITS):
@@ -51,12 +51,12 @@ class ContextData:
             raise DataError(f"{self.source} holds what does not fit the method ({what}); {REMEDY}") from error
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all but keys and values, as a file holds it."""
+        """Return the tensors of a file except keys and values."""
         found = {"tokens": torch.tensor(self.token_ids, dtype=torch.int32), **self.cache.tensors()}
         return found if self.logits is None else {**found, "logits": self.logits}
 
     def manifest(self, identity: Mapping[str, Any], layout: FileLayout) -> dict[str, Any]:
-        """Return the manifest of a file: what an engine must match to use the file."""
+        """Return the manifest of a file, which an engine must match to use the file."""
         return {
             "format": FORMAT,
             "lce": __version__,
@@ -88,13 +88,13 @@ def save(path: Path, data: ContextData, identity: Identity) -> None:
 
 
 def open_saved(path: Path, layout: CacheLayout, identity: Identity) -> ContextData:
-    """Open a context file; its keys and values are read when they are needed.
+    """Open a context file; keys and values are read when needed.
 
     Raises `DataError` for a file of another model, method, RoPE scaling, dtype or format, and for a damaged one.
     """
     sweep(path)
     if not os.path.lexists(part_of(path)):
-        remove_leftover(state_of(path))  # left by a process that was killed while it finished
+        remove_leftover(state_of(path))  # left by a process killed in `finish`
     snapshot = open_snapshot(
         path,
         layout,
@@ -106,16 +106,16 @@ def open_saved(path: Path, layout: CacheLayout, identity: Identity) -> ContextDa
 
 @dataclass(frozen=True)
 class ContextInfo:
-    """The header of a context file. The numbers inside the file are checked when the context is opened.
+    """The facts in a context file's header. The tensors are checked when the context is opened.
 
-    `lce.methods.make(method, knobs)` makes the method again. A file that is not `complete` is a prefill under work, of
-    which `cached` tokens are in the file. `model` is the model's `ModelInfo.identity`.
+    `lce.methods.make(method, knobs)` makes the method again. A file that is not `complete` is an unfinished prefill
+    with `cached` tokens so far. `model` is the model's `ModelInfo.identity`.
     """
 
     path: Path
     complete: bool
     format: str
-    lce: str  # the version that wrote it
+    lce: str  # the version that wrote the file
     model: str
     method: str
     knobs: Mapping[str, Any]
@@ -128,11 +128,11 @@ class ContextInfo:
     cached: int
     announced: int
     file_bytes: int
-    weights: str | None = None  # the scheme of rounded ones
+    weights: str | None = None  # the scheme of rounded weights
 
 
 def describe(path: str | Path) -> ContextInfo:
-    """Return what a context file, or a prefill under work for this path, holds. Only its header is read.
+    """Describe a context file, or an unfinished prefill for this path. Only the header is read.
 
     Raises `DataError` for any other file.
     """
@@ -168,7 +168,7 @@ def describe(path: str | Path) -> ContextInfo:
 
 
 def _part_bytes(path: Path) -> int:
-    """Return the bytes of the file of a prefill under work."""
+    """Return the bytes of the file of an unfinished prefill."""
     try:
         return part_of(path).stat().st_size
     except OSError:
@@ -186,7 +186,7 @@ def state_of(path: Path) -> Path:
 def check_texts(
     path: Path, vocab_size: int, manifest: Manifest, small: dict[str, FileTensor], own: bool = False
 ) -> None:
-    """Take token ids and logits out of `small`. Raise `DataError` where they cannot be those of such a context."""
+    """Check and remove token ids and logits from `small`. Raises `DataError` if impossible for the manifest."""
     tokens, logits = small.pop("tokens", None), small.pop("logits", None)
     most = manifest.capacity if own else manifest.capacity + MOST_UNREAD
     if (
@@ -202,7 +202,7 @@ def check_texts(
 
 
 def data_of(path: Path, layout: CacheLayout, snapshot: Snapshot, vocab_size: int, *, own: bool) -> ContextData:
-    """Return the context of a file, whose rows are the job's `own` or are only read."""
+    """Return the context of a file; rows that are not the job's `own` are read-only."""
     manifest, tensors = snapshot.manifest, snapshot.small
     tokens, logits = tensors["tokens"], tensors["logits"]
     if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:

@@ -15,10 +15,10 @@ LOGITS_AT_ONCE = 1 << 24  # numbers of float32: 64 MiB
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What a model gave to the tokens `first..T-1` of what was scored, n of them; on the CPU.
+    """The scores of the n tokens `first..T-1` of a text; on the CPU.
 
-    `logprobs [n]` float32: the log-probability of each token after all those before it, natural logarithms.
-    `likeliest [n]` bool: whether no other token was likelier, as greedy sampling draws them.
+    `logprobs [n]` float32: the natural log-probability of each token given all tokens before it. `likeliest [n]` bool:
+    whether greedy sampling would draw the token.
     """
 
     first: int
@@ -30,9 +30,9 @@ class TokenScores:
 
 
 class Scorer:
-    """Collects the scores of a text, block by block. `head` makes logits `[n, vocab]` of hidden states `[n, hidden]`.
+    """Collects the scores of a text, block by block. `head` maps hidden states `[n, hidden]` to logits `[n, vocab]`.
 
-    Bytes: logits of `LOGITS_AT_ONCE` numbers, or of one token, and 5 a token.
+    Bytes: the logits of `LOGITS_AT_ONCE` numbers or of one token, and 5 bytes a token.
     """
 
     def __init__(self, token_ids: Sequence[int], first: int, head: Callable[[Tensor], Tensor], vocab_size: int) -> None:
@@ -44,8 +44,8 @@ class Scorer:
         self._likeliest: list[Tensor] = []
 
     def add(self, hidden: Tensor, start: int, before: int = 0) -> None:
-        """Hidden states `[n, hidden]` of the tokens from `start` on; `before` tokens of a context come before them."""
-        stop = min(start + len(hidden), len(self.token_ids) - 1)  # what follows the last token is not known
+        """Add hidden states `[n, hidden]` of the tokens from `start` on, which `before` context tokens precede."""
+        stop = min(start + len(hidden), len(self.token_ids) - 1)  # nothing follows the last token
         for index in range(max(start, self.first - 1), stop, self.at_once):
             some = hidden[index - start : min(index + self.at_once, stop) - start]
             logits = self.head(some)
@@ -53,13 +53,13 @@ class Scorer:
             self.note(logits, index + 1)
 
     def note(self, logits: Tensor, index: int) -> None:
-        """Logits `[n, vocab]` that tell the tokens from `index` on."""
+        """Record the scores of the tokens from `index` on, under logits `[n, vocab]`."""
         targets = torch.tensor(self.token_ids[index : index + len(logits)], device=logits.device)
         self._logprobs.append((logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)).cpu())
         self._likeliest.append((logits.argmax(-1) == targets).cpu())
 
     def scores(self) -> TokenScores:
-        """The scores of all tokens from `first` on."""
+        """Return the scores of all tokens from `first` on."""
         if not self._logprobs:
             return TokenScores(self.first, torch.zeros(0), torch.zeros(0, dtype=torch.bool))
         return TokenScores(self.first, torch.cat(self._logprobs), torch.cat(self._likeliest))

@@ -20,7 +20,7 @@ class Cancelled(Exception):
 
 
 class CancelFlag:
-    """Set from any thread; the loops of prefill and decode look at it between their steps."""
+    """A flag set from any thread; the loops of prefill and decode check it between steps."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -29,7 +29,7 @@ class CancelFlag:
         self.is_set = True
 
     def between_blocks(self, progress: Progress) -> Progress:
-        """`progress`, which also raises `Cancelled` once the flag is set."""
+        """Return a progress function that calls `progress`, and raises `Cancelled` once the flag is set."""
 
         def advance(done: int, total: int) -> None:
             progress(done, total)
@@ -70,24 +70,24 @@ class Stream(Unique):
                 raise
 
     def finish(self) -> Generation:
-        """Run to the end; returns the result. After an error the stream is closed."""
+        """Run to the end; return the result. After an error the stream is closed."""
         try:
             for _ in self:
                 pass
         except BaseException:
-            self.close()  # a traceback may keep it
+            self.close()  # a traceback may keep the stream
             raise
         return self.result
 
     def cancel(self) -> None:
-        """Ask for the end, and return at once: the step under way, of one block or one token, is the last."""
+        """Request the end, and return at once: the current step, of one block or one token, is the last."""
         self._flag.set()
 
     def close(self) -> None:
-        """End the generation. Waits for a step that runs in another thread; after that the context is free."""
+        """End the generation. Waits for a step running in another thread; then the context is free."""
         self.cancel()
         with self._step:
-            if getgeneratorstate(self._pieces) != GEN_RUNNING:  # else a callback of this step calls, which ends soon
+            if getgeneratorstate(self._pieces) != GEN_RUNNING:  # else this call comes from a callback of the step
                 self._pieces.close()
                 self._settle()
 
@@ -105,8 +105,8 @@ class Stream(Unique):
 class AsyncStream(Unique):
     """The pieces of a generation for `async for`. Steps run in a thread of the stream's own, which ends with it.
 
-    Cancelling the task that waits for a piece cancels the generation; the task ends once the step under way has ended.
-    Leave the loop early by `await stream.aclose()`, or use `async with`; a stream that is dropped ends as well.
+    Cancelling the task that waits for a piece cancels the generation; the task ends after the current step. Leave the
+    loop early by `await stream.aclose()`, or use `async with`; a stream that is dropped ends as well.
     """
 
     instead = "its result can be"
@@ -119,7 +119,7 @@ class AsyncStream(Unique):
 
     @property
     def result(self) -> Generation:
-        """What was generated so far."""
+        """The generation so far."""
         return Generation() if self._stream is None else self._stream.result
 
     def __aiter__(self) -> AsyncIterator[Piece]:
@@ -144,19 +144,19 @@ class AsyncStream(Unique):
         return next(self._stream, None)
 
     def cancel(self) -> None:
-        """Ask for the end, and return at once. May be called from any thread."""
+        """Request the end, and return at once. May be called from any thread."""
         self._flag.set()
 
     async def aclose(self) -> None:
-        """End the generation and its thread. Waits for the step under way; after that the context is free."""
+        """End the generation and its thread. Waits for the current step; then the context is free."""
         try:
             if (thread := self._thread) is not None:
                 self.cancel()
                 await asyncio.shield(asyncio.get_running_loop().run_in_executor(thread, self._close))
-                thread.shutdown()  # it has nothing to do: this waits for no step
+                thread.shutdown()  # the thread is idle: this does not wait
         finally:
             if self._thread is not None:
-                self._thread.shutdown(wait=False)  # it ends with its step
+                self._thread.shutdown(wait=False)  # the thread ends after the current step
                 self._thread = None
 
     def _close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a method chose, and by which scores, for study."""
+"""Traces: the choices of a method and their scores, for study."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lce.methods.step import Step
 
 @dataclass(frozen=True)
 class Trace:
-    """What a method chose: `chosen[layer]` `[H, T, K]`, ascending, -1 for none.
+    """The choices of a method: `chosen[layer]` `[H, T, K]`, ascending, -1 for none.
 
     Choice c stands for the `chunk_size` tokens from `first + c · chunk_size` on. Tokens that every query attends, such
     as its own chunk or its local window, are not listed. K is 0 for a method that chooses nothing.
 
-    `scores[layer]` `[H, T, K]` is what each choice scored, NaN for none, and `ranks[layer]` `[H, T, K]` its place among
-    all that the query could choose, 0 for the best, -1 for none. A choice that was made whatever it scored has the
-    rank of its score. `all_scores[layer]` `[C, T, M]`, where they were asked for, are the scores of all choices, -inf
-    for those that a query does not have; C is H, or fewer where heads choose together.
+    `scores[layer]` `[H, T, K]` are the scores of the choices, NaN for none, and `ranks[layer]` `[H, T, K]` their ranks
+    among all candidates of the query, 0 for the best, -1 for none. A choice that is always made has the rank of its
+    score. `all_scores[layer]` `[C, T, M]`, if requested, are the scores of all candidates, -inf where a query has no
+    such candidate; C is H, or fewer if heads choose together.
     """
 
     chunk_size: int
@@ -34,7 +34,7 @@ class Trace:
     all_scores: list[Tensor] | None = None
 
     def hits(self, start: int, stop: int) -> list[Tensor]:
-        """Return whether a choice has one of the tokens `start..stop-1`, for each layer `[H, T]` bool.
+        """Return whether a query chose any of the tokens `start..stop-1`, for each layer `[H, T]` bool.
 
         Example: `trace.hits(*fact)[layer][:, -1].float().mean()` is the share of heads that chose a fact for the last
         token.
@@ -43,9 +43,9 @@ class Trace:
         return [((chosen >= a) & (chosen < b) & (chosen >= 0)).any(-1) for chosen in self.chosen]
 
     def best_ranks(self, start: int, stop: int) -> list[Tensor]:
-        """Return the best rank by score of the choices with the tokens `start..stop-1`, for each layer `[C, T]`.
+        """Return the best rank among the choices that contain tokens `start..stop-1`, for each layer `[C, T]`.
 
-        0 is the best of all; -1 where a query could choose none of them. Needs `engine.trace(..., scores=True)`.
+        0 is the best; -1 where a query had no such candidate. Needs `engine.trace(..., scores=True)`.
         """
         if self.all_scores is None:
             raise UsageError(
@@ -61,7 +61,7 @@ class Trace:
         return found
 
     def _choices_of(self, start: int, stop: int) -> tuple[int, int]:
-        """Return a and b, where the choices `a..b-1` have a part of the tokens `start..stop-1`."""
+        """Return a and b: choices `a..b-1` overlap the tokens `start..stop-1`."""
         a = max(0, (start - self.first) // self.chunk_size)
         return a, max(a, -(-(stop - self.first) // self.chunk_size))
 
@@ -71,13 +71,13 @@ class TraceObserver:
 
     def __init__(self, *, keep_all: bool = False) -> None:
         self.keep_all = keep_all
-        self._parts: dict[int, list[tuple[Tensor, ...]]] = {}  # by layer: choices, their scores and ranks, all scores
+        self._parts: dict[int, list[tuple[Tensor, ...]]] = {}  # by layer: choices, scores, ranks, all scores
 
     def rows(self, step: Step) -> None:
         """Observe all queries."""
 
     def observe(self, seen: Observation, out: Tensor) -> Tensor:
-        """Keep what a layer chose in a block; an empty choice where it chose nothing."""
+        """Record the choices of a layer in a block; an empty choice if there are none."""
         n_heads, n_tokens = seen.q.shape[:2]
         chosen = torch.empty(n_heads, n_tokens, 0, dtype=torch.int64) if seen.chosen is None else seen.chosen
         scores = chosen.new_empty(1, n_tokens, 0, dtype=torch.float32) if seen.scores is None else seen.scores
@@ -97,7 +97,7 @@ class TraceObserver:
 
 
 def ranks_of(scores: Tensor) -> Tensor:
-    """Return the place of each of `scores [C, T, M]` among its query's scores: 0 for the largest, ties in order."""
+    """Return the rank of each of `scores [C, T, M]` among its query's scores: 0 for the largest, ties in order."""
     if scores.shape[1] > 1 and scores.stride(1) == 0:  # one block of queries chose together
         return ranks_of(scores[:, :1].clone()).expand(scores.shape)
     order = scores.argsort(dim=-1, descending=True, stable=True)
@@ -106,7 +106,7 @@ def ranks_of(scores: Tensor) -> Tensor:
 
 
 def _of_choices(chosen: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scores and the ranks of the choices `[H, T, K]`; NaN and -1 for none and where no score is known."""
+    """Return scores and ranks of the choices, `[H, T, K]` each; NaN and -1 for none and for unknown scores."""
     none = chosen < 0
     if not scores.shape[-1]:
         return none.float().fill_(torch.nan), none.long().fill_(-1)
