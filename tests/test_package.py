@@ -17,6 +17,7 @@ SHARED = {
     "__init__",
     "attending",
     "base",
+    "best_tokens",
     "budgeted",
     "costs",
     "decoding",

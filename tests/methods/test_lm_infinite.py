@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lce.methods import LMInfinite, lm_infinite
+from lce.methods import LMInfinite, best_tokens
 from tests.running import cut, run, vectors
 
 
@@ -12,7 +12,7 @@ def test_the_middle_is_scored_in_slices(monkeypatch: pytest.MonkeyPatch) -> None
     q, k, v = vectors(1, 4, 2, 150, 8)
     method = LMInfinite(sinks=2, local=12, top_k=4)
     whole = run(method, q, k, v, cut(150, 40), window=32)
-    monkeypatch.setattr(lm_infinite, "SCORES_AT_ONCE", 2000)
+    monkeypatch.setattr(best_tokens, "SCORES_AT_ONCE", 2000)
     assert (run(method, q, k, v, cut(150, 40), window=32) - whole).abs().max() < 1e-6
 
 
