@@ -1,7 +1,7 @@
-"""A number for each row of a file, by which damage to the row is found when it is read.
+"""A check of each row of a file: a number that reveals damage when the row is read.
 
-The numbers of a spill file are in memory. Those of a context file are behind its rows: they are read some thousands at
-a time, as rows are asked for, and kept; what a writer adds goes to the file too.
+The checks of a spill file are in memory. The checks of a context file come after its rows: they are read in blocks of
+some thousands as rows are read, and kept. A writer adds new checks to the file too.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from lce.files import unwritable
 
 Numbers = NDArray[np.int64]
 CHECK_BYTES = 4  # of a row in a file
-CHECK_BLOCK = 1 << 12  # checks that are kept, and read, together
+CHECK_BLOCK = 1 << 12  # checks in a block
 
 
 class Checks:
-    """The checks of rows that are written here, in blocks that are made as rows come.
+    """Checks of rows in memory, in blocks that are made as rows come.
 
-    Several contexts may share a file, in several threads. No lock guards the blocks, which Ctrl-C could leave locked: a
-    block is made once, and never replaced.
+    Several contexts may share a file, in several threads. No lock guards the blocks, because Ctrl-C could leave the
+    lock held: a block is made once, and never replaced.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Checks:
         return sum(block.nbytes for block in list(self._blocks.values()))
 
     def reserve(self, n: int) -> None:
-        """Make space for those of `n` rows."""
+        """Make space for the checks of `n` rows."""
         for block in range(-(-n // CHECK_BLOCK)):
             self._block(block)
 
@@ -66,7 +66,7 @@ class Checks:
 
 
 class FiledChecks(Checks):
-    """The checks of `n` rows in an open file, from byte `start` on. Memory: those of the blocks that were asked for."""
+    """The checks of `n` rows in an open file, from byte `start` on. Memory: the blocks read so far."""
 
     def __init__(self, descriptor: int, name: str, start: int, n: int) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class FiledChecks(Checks):
 
 
 def _by_block(rows: Numbers) -> Iterator[tuple[int, slice, Numbers]]:
-    """Yield rows in runs of one block: the block, which of `rows`, and their places in the block."""
+    """Yield runs of rows in one block: the block, a slice of `rows`, and the rows' indices in the block."""
     if len(rows):
         blocks = rows // CHECK_BLOCK
         for first, stop in pairwise([0, *(np.flatnonzero(np.diff(blocks)) + 1).tolist(), len(rows)]):
@@ -105,7 +105,7 @@ def runs(first: Numbers, size: int) -> list[tuple[int, int]]:
 
 
 def read_all(descriptor: int, data: memoryview, offset: int, name: str) -> None:
-    """Fill `data` from a byte offset on. Raises `DataError` for a disk that does not read and for a file too short."""
+    """Fill `data` from a byte offset on. Raises `DataError` if the disk fails or the file is too short."""
     while data:
         try:
             n = os.preadv(descriptor, [data], offset)
@@ -117,7 +117,7 @@ def read_all(descriptor: int, data: memoryview, offset: int, name: str) -> None:
 
 
 def write_all(descriptor: int, data: memoryview, offset: int, name: str) -> None:
-    """Write bytes at an offset, all of them. Raises `CapacityError` where the disk refuses."""
+    """Write all bytes at an offset. Raises `CapacityError` where the disk refuses."""
     try:
         while data:
             n = os.pwrite(descriptor, data, offset)
@@ -131,12 +131,12 @@ def write_all(descriptor: int, data: memoryview, offset: int, name: str) -> None
 def fingerprints(rows: Tensor, index: int | Tensor) -> Tensor:
     """Return a check of each row `[n, …]` of the file, `[n]` int32.
 
-    A hash of its words' inner product with odd weights.
+    A check is a hash of the inner product of the row's words with odd weights.
 
-    The high halves of the words take part once more, shifted down: products are kept modulo 2^64, so that of a word's
-    highest bits little is left otherwise, and two flips of them could cancel. `index` is the number of the first row,
-    or of each row. One damaged or exchanged row in 2^32 goes unseen. The check guards against faulty disks and
-    mistakes, not against forgery. Time: about that of copying the rows.
+    The words' high halves, shifted down, are added, because products modulo 2^64 lose most of a word's highest bits,
+    and two flips there could cancel. `index` is the number of the first row, or of each row. One damaged or exchanged
+    row in 2^32 goes unseen. The check guards against faulty disks and mistakes, not against forgery. Time: about that
+    of copying the rows.
     """
     words = rows.flatten(1).view(torch.int64)
     numbers = torch.arange(index, index + len(rows)) if isinstance(index, int) else index
@@ -152,7 +152,7 @@ def _weights(n: int) -> Tensor:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """Return a hash of each number, as in SplitMix64, but with shifts of signed numbers."""
+    """Return a hash of each number: SplitMix64 with signed shifts."""
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         x = (x ^ (x >> shift)) * factor
     return x ^ (x >> 31)

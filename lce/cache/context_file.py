@@ -1,17 +1,17 @@
-"""A context as a file: one safetensors file, with what must match to use it as JSON in its header.
+"""A context as one safetensors file; the facts that an engine must match are JSON in the header.
 
     layers.I.kv       [groups, N, 2, P, D]  keys and values, a row for each token and head group; read as needed
-    layers.I.checks   [groups, N]           a number for each row, by which damage is found when the row is read
-    others            what is small: token ids, logits, what the method keeps; read and checked on opening
+    layers.I.checks   [groups, N]           a number for each row that reveals damage when the row is read
+    others            small tensors: token ids, logits, the method's state; read and checked on opening
 
-If the format rounds, the rows are those of its stored pages (`lce.cache.formats`): all complete chunks that local
-attention does not see. The tokens after them are among what is small, as the model computed them.
+If the format rounds, the rows are those of stored pages (`lce.cache.formats`): all complete chunks that local attention
+does not see. Later tokens are small tensors, as the model computed them.
 
     layers.I.kv       [groups, R, bytes]    R = chunks · (L + 2)
     unrounded/I       [2, G, n, D]
 
-The first two have their offsets from the start, so that a long prefill writes them as it goes, and the rest, with the
-header, at its end. A file under work has another name and is locked. It takes its own name whole, or not at all.
+Rows and checks have fixed offsets, so that a long prefill writes them as it goes, and the rest, with the header, at the
+end. An unfinished file has another name and is locked; it is renamed once complete.
 """
 
 from __future__ import annotations
@@ -69,40 +69,40 @@ class ContextRows(RowFile):
         return self.first_rows(groups, chunks * self.layout.cache.chunk_size)
 
     def for_fork(self) -> RowFile:
-        """Read-only where this one is written: each token has one place, which belongs to one context."""
+        """Return the file for a fork: read-only if this context writes it, as a token has one row for one context."""
         if not self.writable:
             return self
         return ContextRows(os.dup(self._descriptor), self.name, self.layout, writable=False)
 
     def first_rows(self, groups: Numbers, tokens: int | Numbers) -> Numbers:
-        """Return the row of a token of each head group, counted over all layers."""
+        """Return the first row of a token for head groups counted over all layers."""
         rows: Numbers = groups * self.layout.group_rows + self.layout.cache.file_rows(tokens)
         return rows
 
 
 class Draft:
-    """A context file under work. `path` is where it is, `rows` take keys and values; `finish` gives it its name."""
+    """An unfinished context file at `path`. `rows` take keys and values; `finish` renames the file."""
 
     def __init__(self, path: Path, descriptor: int, layout: FileLayout) -> None:
         self.path = path
         self.layout = layout
         self.rows = ContextRows(descriptor, named(path), layout, writable=True)
-        self._descriptor = descriptor  # the rows close it
+        self._descriptor = descriptor  # closed by `rows`
 
     @classmethod
     def create(cls, path: Path, layout: FileLayout) -> Draft:
-        """Return a new file, with disk space for its rows reserved.
+        """Create a file, with disk space for its rows reserved.
 
-        Raises `CapacityError` where the disk has too little.
+        Raises `CapacityError` if the disk has too little.
         """
         try:
             return cls._locked(path, layout, os.O_CREAT | os.O_EXCL)
-        except FileNotFoundError:  # another process removed it as a leftover before it was locked
+        except FileNotFoundError:  # another process removed the file before it was locked
             return cls._locked(path, layout, os.O_CREAT | os.O_EXCL)
 
     @classmethod
     def reopen(cls, path: Path, layout: FileLayout) -> Draft:
-        """Return a file that was under work when its process ended."""
+        """Open an unfinished file whose process has ended."""
         return cls._locked(path, layout, 0)
 
     @classmethod
@@ -170,7 +170,7 @@ def row_entries(layout: FileLayout) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A context file that was opened: its manifest, what is small, and its rows."""
+    """An opened context file: its manifest, its small tensors, and its rows."""
 
     manifest: Manifest
     small: dict[str, Tensor]
@@ -183,11 +183,12 @@ def open_snapshot(
     identify: Callable[[Manifest], None] = lambda manifest: None,
     check: Callable[[Manifest, dict[str, FileTensor]], None] = lambda manifest, small: None,
 ) -> Snapshot:
-    """Read a context file but for its keys and values.
+    """Open a context file; reads all but keys and values.
 
-    `identify` may refuse its manifest, and `check` what is small besides the method's state, by raising `DataError`;
-    `check` takes out of the mapping what it knows. Raises `DataError` for a file that is no context, that is damaged,
-    or whose rows are not those of `layout`. Nothing large is read, or made, before all of its header is checked.
+    `identify` may refuse the manifest, and `check` the small tensors besides the method's state, by raising
+    `DataError`; `check` removes the tensors that it knows from the mapping. Raises `DataError` for a file that is no
+    context, that is damaged, or whose rows do not fit `layout`. Nothing large is read or allocated before the whole
+    header is checked.
     """
     descriptor = Descriptor(open_regular(path, follow=False))
     try:
@@ -210,7 +211,7 @@ def open_snapshot(
 
 
 def _rows_layout(path: Path, layout: CacheLayout, header: Header, manifest: Manifest) -> FileLayout:
-    """Return where the rows are, if the header has them where `layout` puts them and the file has space for them."""
+    """Return the rows' offsets. Raises `DataError` unless header and file size agree with `layout`."""
     found = layout.file(manifest.capacity)
     if (
         manifest.pages != page_facts(layout)
@@ -223,11 +224,11 @@ def _rows_layout(path: Path, layout: CacheLayout, header: Header, manifest: Mani
     return found
 
 
-@torch.inference_mode()  # reading may put pages into pools that were made in it
+@torch.inference_mode()  # reading may fill pools made in inference mode
 def write_rows(cache: KVCache, rows: ContextRows, since: int = 0) -> None:
     """Write the keys and values of committed tokens, from `since` on, to a context file.
 
-    Where the file is the bottom of the cache's own tiers, old chunks are there already, or are written down once.
+    If the file is the bottom of the cache's own tiers, old chunks are there already, or are written once.
     """
     layout, own = cache.layout, False
     for tiers in cache.stacks:
@@ -235,7 +236,7 @@ def write_rows(cache: KVCache, rows: ContextRows, since: int = 0) -> None:
             tiers.write_down()
             own = True
     for layer in cache.layers:
-        first = layer.buffer.first if own else 0  # after an interrupted pass layers differ
+        first = layer.buffer.first if own else 0  # layers differ after an interrupted pass
         groups = np.arange(layer.index * layout.n_groups, (layer.index + 1) * layout.n_groups)
         begin = max(layout.old(since) if layout.format.rounds else since, first)
         for start, stop in layer.segments(begin, layout.file(layer.length).row_tokens):
@@ -247,10 +248,10 @@ def write_rows(cache: KVCache, rows: ContextRows, since: int = 0) -> None:
 def restored(
     layout: CacheLayout, rows: ContextRows, n_tokens: int, tensors: Mapping[str, Tensor], *, own: bool
 ) -> KVCache:
-    """Return the cache that `rows` and `tensors` were taken of, at `n_tokens`. Old keys and values stay in the file.
+    """Return the cache saved as `rows` and `tensors` at `n_tokens` tokens. Old keys and values stay in the file.
 
-    What comes later goes to memory, and beyond the budget to `rows` where they are the cache's `own`, else to a spill
-    file; where there is none it stays in the buffers.
+    New tokens go to memory. Beyond the budget they go to `rows` if these are the cache's `own`, else to a spill file,
+    if any.
     """
     residencies: list[Residency] = []
     layers: list[LayerCache] = []
@@ -265,7 +266,7 @@ def restored(
 
 
 def _tiers_over(layout: CacheLayout, rows: ContextRows, n_tokens: int, *, own: bool) -> TierStack:
-    """Return the tiers of one device's layers, whose old chunks are in `rows`."""
+    """Return the tiers of one device's layers, with old chunks in `rows`."""
     bottom = Disk(layout, rows, Nowhere())
     old = Pages.grid(np.arange(layout.n_layers * layout.n_groups), np.arange(layout.old(n_tokens) // layout.chunk_size))
     bottom.row[old] = rows.first_rows(old.group + layout.first_group, old.chunk * layout.chunk_size)
@@ -278,7 +279,7 @@ def _restored_layer(
     layout: CacheLayout, index: int, residency: Residency, rows: ContextRows, n_tokens: int,
     tensors: Mapping[str, Tensor],
 ) -> LayerCache:  # fmt: skip
-    """Return a layer with its recent tokens in the buffer, and what the method keeps."""
+    """Return a layer with its recent tokens in the buffer, and the method's state."""
     border = layout.old(n_tokens)
     buffer = KVBuffer(layout, max(layout.recent_tokens, n_tokens - border), border)
     stop = layout.file(n_tokens).row_tokens

@@ -14,7 +14,7 @@ from lce.cache.pages import Numbers, PageIndex, Pages
 from lce.cache.row_file import RowFile, SpillFile
 from lce.cache.tier import Tier, Traffic, joined
 
-MOVER = Mover()  # what is read is in plain memory
+MOVER = Mover()  # rows are read to plain memory
 
 
 class Disk(Tier):
@@ -74,9 +74,9 @@ class Disk(Tier):
         self.below.forget(pages)
 
     def fork(self) -> Disk:
-        """Return a tier of its own with the same pages, over the same file.
+        """Return a fork's tier with the same pages, over the same file.
 
-        If the file has one place for each page, the other context only reads it, and writes to a spill file, if any.
+        If the file has one place for each page, the fork only reads the file, and writes to a spill file, if any.
         """
         file, folder = self.file.for_fork(), self.layout.budgets.spill_dir
         other = Disk(self.layout, file, self.below.fork() if isinstance(self.below, Disk) else self.below)

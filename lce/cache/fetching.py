@@ -1,6 +1,6 @@
-"""Work for another thread: pages are gathered from the host's memory, or read from a file, while the model computes.
+"""Work for another thread: gathers pages from host memory, or reads them from a file, while the model computes.
 
-One thread for the whole process; it starts with the first fetch, so there is none on a machine without a GPU.
+There is one thread for the whole process. It starts with the first fetch, so never on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import cache
 
 
 class Fetch:
-    """Work that the thread does, or the caller itself if it needs the result before the thread has begun.
+    """Work for the thread, or for the caller if it needs the result before the thread has begun.
 
     Ctrl-C does not interrupt the thread. A caller that was interrupted calls `finish` again.
     """
@@ -20,7 +20,7 @@ class Fetch:
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
         self._future: Future[None] = Future()
-        self.error: BaseException | None = None  # what went wrong, once it has ended
+        self.error: BaseException | None = None  # the error, once the work has ended
 
     def begin(self) -> None:
         """Hand the work to the thread."""
@@ -35,7 +35,7 @@ class Fetch:
                 self._future.set_exception(error)
 
     def finish(self) -> None:
-        """Return when the work has ended. May be repeated."""
+        """Wait until the work has ended. May be repeated."""
         if not self._future.cancel():  # the thread has begun
             wait([self._future])
             self.error = self._future.exception()

@@ -1,7 +1,7 @@
-"""What is small in a context file: token ids, logits, what the method keeps. Read on opening, and checked before.
+"""The small tensors of a context file: token ids, logits, the method's state. Checked, then read, on opening.
 
-Tensors follow one another in the order of their names. Each is compared with what a context of this layout can have
-there before a byte of it is read, so that a hostile file costs no more memory than an honest one.
+Tensors follow one another in the order of their names. Each header entry is compared with the tensors that a context of
+this layout can have before any data is read, so that a hostile file costs no more memory than an honest one.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def tensor_entries(tensors: Mapping[str, Tensor], start: int = 0) -> dict[str, d
 
 
 def tensors_of(header: Header, start: int, rows: Mapping[str, Any], path: Path) -> dict[str, FileTensor]:
-    """Return the tensors of a header besides those of `rows`; they fill the file from byte `start` to its end.
+    """Return the tensors of a header except `rows`; these must fill the file from byte `start` to its end.
 
     Raises `DataError` where they do not.
     """
@@ -72,7 +72,7 @@ def tensors_of(header: Header, start: int, rows: Mapping[str, Any], path: Path) 
 
 
 def _small(entry: object, data_start: int) -> FileTensor | None:
-    """Return what an entry of a header says, or None where it cannot be so."""
+    """Return the tensor that a header's entry describes, or None if the entry is invalid."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         return None
     kind, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -89,9 +89,9 @@ def _small(entry: object, data_start: int) -> FileTensor | None:
 def read_tensors(
     descriptor: int, path: Path, tensors: Mapping[str, FileTensor], manifest: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return the small tensors, which agree with the manifest's digest.
+    """Read the small tensors, and check the manifest's digest.
 
-    Raises `DataError` where they do not, and `CapacityError`, before anything is read, where memory cannot hold them.
+    Raises `DataError` if the digest differs, and `CapacityError`, before reading, if memory cannot hold the tensors.
     """
     needed, free = sum(x.n_bytes for x in tensors.values()), free_memory(torch.device("cpu"))
     if free is not None and needed > free:
@@ -110,7 +110,7 @@ def read_tensors(
 
 
 def check_unrounded(layout: CacheLayout, n_tokens: int, tensors: dict[str, FileTensor], path: Path) -> None:
-    """Take the tokens that have no row out of `tensors`. Raise `DataError` where they cannot be those."""
+    """Remove the tokens that have no row from `tensors`. Raise `DataError` if the tensors cannot be such tokens."""
     n_unrounded = n_tokens - layout.file(n_tokens).row_tokens
     if n_unrounded:
         shape = (2, layout.n_kv_heads, n_unrounded, layout.head_dim)
@@ -121,7 +121,7 @@ def check_unrounded(layout: CacheLayout, n_tokens: int, tensors: dict[str, FileT
 
 
 def check_state(layout: CacheLayout, n_tokens: int, tensors: Mapping[str, FileTensor], path: Path) -> None:
-    """Raise `DataError` for tensors that the method cannot keep of `n_tokens` tokens, or that no layer has."""
+    """Raise `DataError` for tensors that cannot be the method's state after `n_tokens` tokens."""
     states = dict(layout.make_state(layout))
     for prefix, names in groupby(sorted(tensors), key=lambda name: name.rpartition("/")[0]):
         parts = {name[len(prefix) + 1 :]: tensors[name] for name in names}
@@ -133,10 +133,10 @@ def check_state(layout: CacheLayout, n_tokens: int, tensors: Mapping[str, FileTe
 
 
 def check_numbers(layout: CacheLayout, n_tokens: int, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Raise `DataError` for what the method keeps, where it could not be kept of `n_tokens` tokens.
+    """Raise `DataError` if the values cannot be the method's state after `n_tokens` tokens.
 
-    That is a tensor that is not finite, recent keys and values among them, a number beside it that is none of its kind,
-    and what the method refuses.
+    Refused are tensors that are not finite (unrounded keys and values too), numbers that do not fit their tensor, and
+    tensors that the method itself refuses.
     """
     states = layout.make_state(layout)
     for layer in range(layout.n_layers):
@@ -157,12 +157,12 @@ def check_numbers(layout: CacheLayout, n_tokens: int, tensors: Mapping[str, Tens
 
 
 def _is_finite(x: Tensor) -> bool:
-    """Return whether all numbers are finite: their sum is, as a rule."""
+    """Return whether all numbers are finite; checks their sum first."""
     return not x.is_floating_point() or bool(x.sum().isfinite()) or bool(x.isfinite().all())
 
 
 def _possible(state: MethodState, parts: Mapping[str, FileTensor], n_tokens: int) -> bool:
-    """Return whether a state that read `n_tokens`, in blocks of any size, can be saved as these tensors."""
+    """Return whether a state after `n_tokens`, in blocks of any size, can be saved as these tensors."""
     if parts.keys() != {"tensor", "number"} or (parts["number"].dtype, parts["number"].shape) != (torch.int64, ()):
         return False
     tensor = parts["tensor"]
@@ -171,7 +171,7 @@ def _possible(state: MethodState, parts: Mapping[str, FileTensor], n_tokens: int
 
 
 def _agrees(state: MethodState, tensor: Tensor, number: int, n_tokens: int) -> bool:
-    """Return whether a number says of a tensor what it must: see the kinds of `MethodState`."""
+    """Return whether a state's number fits its tensor: see the kinds of `MethodState`."""
     shape, row_bytes = tensor.shape, tensor.element_size() * tensor.shape[0] * tensor.shape[-1] if tensor.ndim else 0
     if isinstance(state, GrowingRows):
         return tensor.ndim > state.axis and shape[state.axis] == number <= n_tokens // state.tokens_per_row

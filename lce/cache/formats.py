@@ -1,7 +1,7 @@
-"""How keys and values are stored below the device: as the model computes them, or in 8 bits.
+"""The formats of keys and values below the device: as the model computes them, or in 8 bits.
 
-A format is one class, and its name in `FORMATS`. It rounds, packs, unpacks, lays pages out in the rows of a file, and
-counts their bytes. Nobody else knows what a stored page is made of.
+A format is one class, and its name in `FORMATS`. The class rounds, packs and unpacks pages, lays them out as rows of a
+file, and counts their bytes. No other code knows the parts of a stored page.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lce.errors import DataError, UsageError, shown
 
-Parts = tuple[Tensor, ...]  # n pages: `k v [n, P, L, D]`, or what a format makes of them, with an entry for each page
+Parts = tuple[Tensor, ...]  # n pages: `k v [n, P, L, D]`, or a format's stored tensors `[n, …]`
 Shapes = Sequence[tuple[tuple[int, ...], torch.dtype]]  # of the parts of one page
 FLOAT = torch.float32.itemsize
 
@@ -33,13 +33,13 @@ class KVFormat(ABC):
     head_dim: int
     dtype: torch.dtype
 
-    rounds: ClassVar[bool] = False  # whether stored numbers differ from computed ones: old chunks are then rounded
+    rounds: ClassVar[bool] = False  # whether old chunks are rounded to numbers that the format can store
     extra_rows: ClassVar[int] = 0
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """The name of the numbers that are stored."""
+        """The name of the dtype of stored numbers."""
 
     @property
     @abstractmethod
@@ -75,12 +75,12 @@ class KVFormat(ABC):
     def round(self, k: Tensor, v: Tensor) -> None:
         """Round whole chunks `k v [G, m · L, D]` in place to numbers that the format stores exactly.
 
-        May be repeated: an interruption may leave some of them rounded, and the next call has the same result.
+        May be repeated: after an interruption some chunks are rounded, and the next call gives the same result.
         """
 
     @abstractmethod
     def pack(self, k: Tensor, v: Tensor) -> Parts:
-        """Return pages `k v [n, P, L, D]` as they are stored. Time: O(n · P · L · D)."""
+        """Pack pages `k v [n, P, L, D]` for storage. Time: O(n · P · L · D)."""
 
     @abstractmethod
     def unpack(self, parts: Parts) -> Parts:
@@ -88,7 +88,7 @@ class KVFormat(ABC):
 
     @abstractmethod
     def tokens(self, parts: Parts, page: Tensor, offset: Tensor) -> Tensor:
-        """Return single tokens of stored pages, `[n, 2, P, D]`: those at `offset [n]` of `page [n]`."""
+        """Return single tokens of stored pages, `[n, 2, P, D]`: at `offset [n]` of `page [n]`."""
 
     @abstractmethod
     def to_rows(self, parts: Parts) -> Tensor:

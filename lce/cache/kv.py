@@ -1,8 +1,8 @@
 """The KV cache: one `KVCache` a context, one `LayerCache` a layer.
 
-A pass writes its block behind what is committed and then commits once. An interrupted pass commits nothing; the next
-pass overwrites what it wrote. Ctrl-C may come at any call, so a change is assignments without a call between them, or
-can be made again: `KVCache.settle` does what an interrupted pass left undone.
+A pass writes its block after the committed tokens and then commits once. An interrupted pass commits nothing; the next
+pass overwrites its rows. Ctrl-C may come at any call, so a change is a row of assignments without a call between them,
+or can be repeated: `KVCache.settle` completes or drops an interrupted commit.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from lce.cache.tiers import Disk, Tier, TierStack, Traffic
 from lce.errors import UsageError
 from lce.profiling import timed
 
-UNROUNDED = "unrounded"  # tokens of a layer that have no row in a file: "unrounded/0"
+UNROUNDED = "unrounded"  # prefix of tensors of tokens without a row in a file: "unrounded/0" is layer 0's
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A length of a cache, and what the method's states need to be those of that length again: see `KVCache.mark`.
+    """A length of a cache, with the marks of the method's states at that length: see `KVCache.mark`.
 
-    `unrounded` are the tokens of each layer that were not rounded yet; None where they are not known.
+    `unrounded` are the tokens of each layer that were not rounded yet; None: not known.
     """
 
     length: int
@@ -40,7 +40,7 @@ class Mark:
 
 
 class Pass(Enum):
-    """What a cache is in the middle of."""
+    """The stage of a cache's current pass."""
 
     NONE = 0
     WRITING = 1
@@ -48,13 +48,12 @@ class Pass(Enum):
 
 
 class KVCache:
-    """The keys and values of one context. While all of them fit their budget there are no tiers, and nothing is done
-    for any.
+    """The keys and values of one context. While all of them fit their budget there are no tiers.
 
     A pass begins with `begin` and ends with `commit`. After an interruption, `settle` drops the block, or completes its
     commit: all layers have it, or none.
 
-    Each device that has some of the layers has tiers of its own: `residencies`, all of one kind.
+    Each device has tiers for its own layers. `residencies` are by device, all of one class.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class KVCache:
         self.layout = layout
         self.layers = list(layers)
         self.residencies = list(residencies)
-        self.file = file  # takes what memory may not hold; None: a spill file, where the layout has a folder for one
+        self.file = file  # for tokens beyond the budgets; None: a spill file, if the layout has a folder
         self._pass = Pass.NONE
 
     @classmethod
@@ -86,12 +85,12 @@ class KVCache:
 
     @property
     def residency(self) -> Residency:
-        """The residency of the first device's layers. All others are of its kind."""
+        """The residency of the first device's layers; the others are of the same class."""
         return self.residencies[0]
 
     @property
     def tiers(self) -> list[Tier]:
-        """The tiers, fastest first, those of each device; empty while everything is in the buffers."""
+        """The tiers, fastest first, device by device; empty while everything is in the buffers."""
         return [tier for stack in self.stacks for tier in stack]
 
     @property
@@ -101,20 +100,20 @@ class KVCache:
 
     @property
     def by_device(self) -> Iterator[tuple[CacheLayout, Residency, list[LayerCache]]]:
-        """What each device has: its layout, its residency and its layers."""
+        """The layout, the residency and the layers of each device."""
         for part, residency in zip(self.layout.by_device, self.residencies, strict=True):
             yield part, residency, self.layers[part.first_layer : part.first_layer + part.n_layers]
 
     @property
     def in_file(self) -> int:
-        """Tokens at the beginning that stay in the file from which the context was opened."""
+        """The number of first tokens that stay in the file from which the context was opened."""
         return self.layers[0].buffer.first if isinstance(self.residency, Opened) else 0
 
     @timed("cache")
     def reserve(self, n_tokens: int) -> None:
-        """Make space for `n_tokens` in all, so that appending up to there allocates nothing.
+        """Make space for `n_tokens` in all, so that appending allocates nothing up to that length.
 
-        Beyond the budget, old chunks go to the tiers from now on. Raises `CapacityError` where they cannot.
+        Beyond the budget, old chunks go to the tiers from now on. Raises `CapacityError` if that is impossible.
         """
         layout = self.layout
         if isinstance(self.residency, Whole) and layout.whole_chunks(n_tokens) > layout.resident_tokens:
@@ -132,24 +131,24 @@ class KVCache:
 
     @timed("cache")
     def prefetch(self, layer: int) -> None:
-        """Begin to fetch what this layer is likely to ask for. Does nothing for a layer behind the last."""
+        """Begin to fetch the pages that a layer is likely to need. Does nothing beyond the last layer."""
         if not isinstance(self.residency, Whole) and layer < len(self.layers):
             self.layers[layer].tiers.prefetch(self.layers[layer].number)
 
     def begin(self) -> None:
-        """Begin a pass, after what an interrupted one left undone."""
+        """Begin a pass, after settling an interrupted one."""
         self.settle()
         self._pass = Pass.WRITING
 
     def has_space(self, n_tokens: int) -> bool:
-        """Return whether there is memory for the last of `n_tokens`, at an index that the device knows."""
+        """Return whether a step recorded on the device has memory for the last of `n_tokens` tokens."""
         layout = self.layout
         if not isinstance(self.residency, Whole) or layout.format.rounds or n_tokens > self.layers[0].buffer.capacity:
             return False
         return all(state.has_space(n_tokens - 1) for layer in self.layers for state in layer.state.values())
 
     def make_space(self, n_tokens: int) -> None:
-        """Make `has_space` true for the tokens behind the committed ones, up to `n_tokens`, as far as it can be."""
+        """Make `has_space` true for tokens from the committed ones up to `n_tokens`, if possible."""
         self.reserve(n_tokens)
         for layer in self.layers:
             for state in layer.state.values():
@@ -157,7 +156,7 @@ class KVCache:
 
     @property
     def memory(self) -> Iterator[Tensor | None]:
-        """Every tensor that a decode step reads and writes; they stay the same ones until memory grows."""
+        """Every tensor that a decode step reads and writes; the same tensors until memory grows."""
         for layer in self.layers:
             yield layer.buffer.k
             yield layer.buffer.v
@@ -165,26 +164,26 @@ class KVCache:
                 yield state.memory
 
     def appended(self, n_tokens: int) -> None:
-        """Have `n_tokens` tokens in every layer: the pass wrote them at an index that the device knew."""
+        """Note in every layer that a recorded step wrote up to token `n_tokens`."""
         for layer in self.layers:
             layer.stop = n_tokens
 
     @timed("cache")
     def commit(self) -> None:
-        """Keep what the pass that just ended wrote, in every layer."""
+        """Commit the tokens of the pass that just ended, in every layer."""
         self._pass = Pass.COMMITTING
         for layer in self.layers:
             layer.commit()
         self._pass = Pass.NONE
 
     def discard(self) -> None:
-        """Forget what was written since the last commit, in every layer."""
+        """Drop the tokens written since the last commit, in every layer."""
         for layer in self.layers:
             layer.discard()
         self._pass = Pass.NONE
 
     def settle(self) -> None:
-        """Complete a commit that was interrupted; forget a pass that was interrupted before it."""
+        """Complete an interrupted commit; drop a pass that was interrupted before its commit."""
         if self._pass is Pass.COMMITTING:
             self.commit()
         elif self._pass is Pass.WRITING:
@@ -193,12 +192,12 @@ class KVCache:
     def nearest(self, n_tokens: int) -> int:
         """Return how many tokens `truncate` can go back to, at most `n_tokens`.
 
-        Keys, values, summaries and token rows go back to any token; pending queries to tokens of the open chunk and to
-        any chunk's border; a tensor that every block replaces goes back to the beginning alone.
+        Keys, values, summaries and token rows can go back to any token; pending queries to tokens of the open chunk and
+        to any chunk's border; a tensor that every block replaces only to 0.
         """
         self.settle()
         found, before = n_tokens, n_tokens + 1
-        while found != before:  # one state's answer may be too far for another one
+        while found != before:  # another state may have to go back farther
             before = found
             for layer in self.layers:
                 for state in layer.state.values():
@@ -206,11 +205,11 @@ class KVCache:
         return found
 
     def mark(self, n_tokens: int | None = None) -> Mark:
-        """Return what `go_back` needs: for the tokens so far, or for the first `n_tokens`, which `nearest` allows.
+        """Return a mark for `go_back`: of all tokens, or of the first `n_tokens`, which `nearest` allows.
 
-        Nothing is copied: what is committed is never written again. If the format rounds, tokens that are not rounded
-        yet are copied, if the mark is of all tokens; else what is rounded stays so.
-        Valid until the cache goes back to before it.
+        Nothing is copied, because committed rows are never written again. Exception: if the format rounds, a mark of
+        all tokens copies those not rounded yet; with other marks, rounded tokens stay rounded. Valid until the cache
+        goes back to before the mark.
         """
         self.settle()
         unrounded = [layer.unrounded() if n_tokens is None else None for layer in self.layers]
@@ -219,15 +218,15 @@ class KVCache:
         return Mark(n_tokens, states, unrounded)
 
     def go_back(self, mark: Mark) -> None:
-        """Be as when `mark` was taken, bit by bit; all at once. Bytes: a buffer of recent tokens, at need."""
+        """Restore the state at `mark`, bit by bit, in all layers at once. Bytes: at most a buffer of recent tokens."""
         self.settle()
         held = zip(self.layers, mark.states, mark.unrounded, strict=True)
         self.layers = [layer.as_of(mark.length, marks, unrounded) for layer, marks, unrounded in held]
 
     def truncate(self, n_tokens: int) -> None:
-        """Keep the first `n_tokens` tokens alone, as if no more had been read; but what was rounded stays so.
+        """Keep only the first `n_tokens` tokens, as if no more had been read, but rounded tokens stay rounded.
 
-        Raises `UsageError` where what the method keeps cannot go back to there: `nearest` says where it can.
+        Raises `UsageError` if the method's state cannot go back to `n_tokens`: see `nearest`.
         """
         if not 0 <= n_tokens <= self.length:
             raise UsageError(f"cannot go back to {n_tokens:,} tokens; expected 0 to {self.length:,}")
@@ -241,8 +240,8 @@ class KVCache:
     def fork(self) -> KVCache:
         """Return a cache of another context with the same committed tokens.
 
-        On a CPU the two share the memory of what is in the buffers, which the first fork moves: one copy, a layer at a
-        time. Where it cannot be shared, it is copied: see `lce.cache.shared`.
+        On a CPU the two share the buffers' memory, which the first fork moves to a shared file: one copy, a layer at a
+        time. Otherwise the buffers are copied: see `lce.cache.shared`.
         """
         self.settle()
         share([each for layer in self.layers for each in layer.shareable()])
@@ -266,7 +265,7 @@ class KVCache:
         return KVCache(self.layout, forked, residencies)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what the method keeps in every layer, as it was committed, by name.
+        """Return the method's committed state in every layer, by name.
 
         If the format rounds, also the tokens that have no row in a file: `unrounded/LAYER`, `[2, G, n, D]`.
         """
@@ -285,12 +284,12 @@ class KVCache:
 
     @property
     def bytes_by_tier(self) -> dict[str, int]:
-        """Bytes held now, shared or not: keys and values, and what the method keeps."""
+        """Bytes held now, shared or not: keys, values and the method's state."""
         held = {part.device_tier: 0 for part in self.layout.by_device} | {HOST: 0, DISK: 0}
         for layer in self.layers:
             own = layer.buffer.n_bytes + sum(state.n_bytes for state in layer.state.values())
             held[layer.layout.device_tier] += own
-        files = set()  # the devices' tiers may share one
+        files = set()  # devices may share a file
         for name, tier in self._named_tiers():
             if not (isinstance(tier, Disk) and tier.file in files):
                 held[name] += tier.n_bytes
@@ -302,8 +301,8 @@ class KVCache:
     def own_bytes(self) -> int:
         """Bytes of memory that this context adds to the process.
 
-        Memory that contexts share counts in equal parts for all that use it: the sum over all contexts of a process is
-        what they take together.
+        Memory that contexts share is divided equally among them, so that the sum over all contexts is the process's
+        total.
         """
         held = self.bytes_by_tier
         buffers = [x for layer in self.layers for x in layer.row_buffers]
@@ -313,12 +312,12 @@ class KVCache:
 
     @property
     def bytes_reserved(self) -> int:
-        """Bytes of disk taken, those reserved for later rows included."""
+        """Bytes of disk taken, including bytes reserved for later rows."""
         return sum(file.bytes_taken for file in {tier.file for tier in self.tiers if isinstance(tier, Disk)})
 
     @property
     def traffic(self) -> dict[str, Traffic]:
-        """What went through each tier; empty while there is none."""
+        """The traffic of each tier; empty while there are no tiers."""
         found: dict[str, Traffic] = {}
         for name, tier in self._named_tiers():
             found[name] = _together(found[name], tier.traffic) if name in found else tier.traffic

@@ -1,7 +1,7 @@
-"""One layer of a KV cache: its buffer of recent tokens, the tiers behind it, and what the method keeps of it.
+"""One layer of a KV cache: its buffer of recent tokens, the tiers below, and the method's state.
 
-If the format rounds, a pass that begins at token s sees the tokens before `layout.old(s)` rounded, and all others as
-they are. They are rounded once, in the buffer, whatever the budget; tiers keep rounded numbers as they are.
+If the format rounds, a pass that begins at token s sees the tokens before `layout.old(s)` rounded, and later tokens
+unrounded. Tokens are rounded once, in the buffer, whatever the budget; tiers store rounded numbers exactly.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lce.profiling import timed
 from lce.sizes import size_text
 
 S = TypeVar("S", bound=MethodState)
-Unrounded = tuple[int, Tensor]  # the first of some tokens, and their keys and values `[2, G, n, D]`
+Unrounded = tuple[int, Tensor]  # the index of the first of n tokens, and keys and values `[2, G, n, D]`
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,12 @@ class KVBuffer:
 
     @property
     def capacity(self) -> int:
-        """Tokens that there is space for."""
+        """The most tokens that fit."""
         return self.rows[0].capacity
 
     @property
     def index(self) -> Tensor:
-        """The number of each chunk's tile, `[G, chunks]`, for chunks that there is space for."""
+        """The tile number of each chunk that fits, `[G, chunks]`."""
         if self._index is None or self._index.numel() * self.layout.chunk_size != len(self.k) * self.capacity:
             n_chunks = self.capacity // self.layout.chunk_size
             self._index = torch.arange(len(self.k) * n_chunks, device=self.k.device).view(len(self.k), n_chunks)
@@ -99,17 +99,17 @@ class KVBuffer:
         return sum(rows.n_bytes for rows in self.rows)
 
     def prepare(self, start: int, stop: int) -> None:
-        """Have tokens `start..stop-1` be written where no other context sees them: call before they are."""
+        """Prepare to write tokens `start..stop-1`: no other context may see the new values. Call before writing."""
         for rows in self.rows:
             rows.prepare(start - self.first, stop - self.first)
 
     def shareable(self, stop: int, most: int) -> list[tuple[RowBuffer, int, int]]:
-        """Return the buffers, with the rows of the tokens before `stop` and a capacity, `most` or less: see `share`."""
+        """Return the arguments of `share`: each buffer, its rows before token `stop`, and a capacity up to `most`."""
         n = stop - self.first
         return [(rows, n, min(self.layout.whole_chunks(2 * n + SPARE), most)) for rows in self.rows]
 
     def fork(self, stop: int, holder_of: Callable[[MemoryFile], Holder]) -> KVBuffer:
-        """Return a buffer of another context with the tokens before `stop`, shared if they can be."""
+        """Return a buffer for another context with the tokens before `stop`, shared if possible."""
         n = stop - self.first
         if not n or not self.rows[0].can_share(n):
             return self.replaced(self.first, n, stop)
@@ -125,7 +125,7 @@ class KVBuffer:
     def tiles(self, n_chunks: int) -> Tiles:
         """Return the buffer as tiles.
 
-        The text has `n_chunks` complete chunks; those before the buffer have no tile here.
+        The text has `n_chunks` complete chunks; chunks before the buffer have no tile here.
         """
         size, before = self.layout.chunk_size, self.first // self.layout.chunk_size
         index = self.index
@@ -137,7 +137,7 @@ class KVBuffer:
     def replaced(self, first: int, capacity: int, stop: int) -> KVBuffer:
         """Return another buffer of `capacity` tokens, with tokens `first..stop-1` of this one.
 
-        Bytes: one copy of them.
+        Bytes: one copy of these tokens.
         """
         other = KVBuffer(self.layout, capacity, first)
         for mine, its in zip(self.span(first, stop), other.span(first, stop), strict=True):
@@ -146,10 +146,10 @@ class KVBuffer:
 
 
 class LayerCache:
-    """The keys and values of one layer, and what the method keeps beside them.
+    """The keys and values of one layer, and the method's state.
 
-    Methods ask for a span, for tokens or for chunks, and never learn where these were. `state` holds what the method
-    keeps, by the names that its `state` gives.
+    Methods ask for a span, for tokens or for chunks, and never learn which tier had them. `state` maps the names of
+    `Method.state` to the states.
     """
 
     def __init__(
@@ -162,28 +162,28 @@ class LayerCache:
         self.residency = residency
         self.state = dict(state)
         self.length = length  # committed tokens
-        self.rounded = max(rounded, buffer.first)  # tokens that are rounded, if the format rounds
-        self.stop = length  # tokens written, those of the pass under way included
+        self.rounded = max(rounded, buffer.first)  # number of rounded tokens, if the format rounds
+        self.stop = length  # tokens written, including the current pass
 
     @property
     def tiers(self) -> TierStack:
-        """Where the tokens before the buffer are."""
+        """The tiers with the tokens before the buffer."""
         assert not isinstance(self.residency, Whole), "everything is in the buffer"
         return self.residency.tiers
 
     @property
     def number(self) -> int:
-        """Which layer of its device it is: tiers count from the device's first."""
+        """The layer's number on its device, as tiers count."""
         return self.index - self.layout.first_layer
 
     @property
     def whole(self) -> tuple[Tensor, Tensor]:
-        """All rows of the buffer, `[G, capacity, D]` each, where it holds everything: row i is token i."""
+        """All rows of a buffer that holds all tokens, keys and values `[G, capacity, D]`: row i is token i."""
         assert isinstance(self.residency, Whole), "some tokens are in the tiers"
         return self.buffer.k, self.buffer.v
 
     def kept(self, kind: type[S], name: str) -> S:
-        """Return what the method keeps under a name."""
+        """Return the method's state of this name."""
         state = self.state[name]
         assert isinstance(state, kind), f"{name} is a {type(state).__name__}"
         return state
@@ -192,7 +192,7 @@ class LayerCache:
     def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of tokens `start..stop-1`, `[G, stop - start, D]` each, placed as the method declared.
 
-        Views where the buffer has them; else copies, so ask for what fits in memory: see `segments`.
+        Views if the tokens are in the buffer, else copies; so ask only for spans that fit in memory: see `segments`.
         """
         first, size = self.buffer.first, self.layout.chunk_size
         if start >= first:
@@ -206,9 +206,9 @@ class LayerCache:
         return torch.cat((k, recent_k), dim=1), torch.cat((v, recent_v), dim=1)
 
     def segments(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield tokens `start..stop-1` in spans that are small enough to be copied.
+        """Cut tokens `start..stop-1` into spans small enough to be copied.
 
-        They are cut at multiples of `segment`, so that a sum over them is the same wherever the tokens are.
+        The cuts are multiples of `segment`, so that sums over spans have the same bits wherever the tokens are.
         """
         segment = self.layout.segment
         while start < stop:
@@ -220,7 +220,7 @@ class LayerCache:
     def tokens(self, index: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return keys and values of the tokens `index [n]`, ascending: `[G, n, D]` each, copied.
 
-        Maybe to `into`, flat.
+        `into` is flat memory that the copies may use.
         """
         first = self.buffer.first
         if not first:
@@ -236,9 +236,9 @@ class LayerCache:
         return k, v
 
     def values(self, index: Tensor) -> Tensor:
-        """Return values of the tokens that each KV head names, `index [G, n]` in any order: `[G, n, D]`, copied.
+        """Return copies of the values of tokens `index [G, n]`, in any order, for each KV head: `[G, n, D]`.
 
-        Waits for the device only where some of them may be in the tiers.
+        Waits for the device only if some of the tokens may be in the tiers.
         """
         v = self.buffer.v
         if self.buffer.first:
@@ -249,8 +249,8 @@ class LayerCache:
     def tiles(self, chunk_ids: Tensor) -> Iterator[Tiles]:
         """Yield the complete chunks that the query heads chose, `[H, T, K]`, as tiles for `Attention.routed`.
 
-        In one round, without a copy, where they are in the buffer; else as many at a time as memory may hold, after one
-        wait for the device.
+        Chunks in the buffer come in one round, without a copy. Otherwise each round has as many as memory may hold,
+        after one wait for the device.
         """
         size, n_kv_heads = self.layout.chunk_size, self.layout.n_kv_heads
         n_old, n_chunks = self.buffer.first // size, self.stop // size
@@ -259,7 +259,7 @@ class LayerCache:
             return
         device = self.buffer.k.device
         heads = torch.arange(len(chunk_ids), device=device) // (len(chunk_ids) // n_kv_heads)
-        column = torch.where(chunk_ids < 0, n_chunks, chunk_ids)  # none chosen: a column behind the last chunk
+        column = torch.where(chunk_ids < 0, n_chunks, chunk_ids)  # none chosen: an extra last column
         asked = (heads[:, None, None] * (n_chunks + 1) + column).view(-1)
         wanted = torch.zeros(n_kv_heads * (n_chunks + 1), dtype=torch.bool, device=device).index_fill_(0, asked, True)
         wanted = wanted.view(n_kv_heads, -1)[:, :n_chunks].cpu()  # the only wait for the device
@@ -271,10 +271,10 @@ class LayerCache:
             yield Tiles(tiles.k, tiles.v, index)
 
     def write(self, k: Tensor, v: Tensor, turn: Turn | None = None, at: Tensor | None = None) -> None:
-        """Put a block's keys and values `[G, T, D]` behind the committed ones. Time and bytes: O(T).
+        """Write a block's keys and values `[G, T, D]` after the committed ones. Time and bytes: O(T).
 
-        With a turn `[T, D/2]` the keys are rotated on the way. `at [1]` is the index of one token, read on the device:
-        then the buffer has space for it, and whoever ends the pass says that it has the token (`appended`).
+        With a turn `[T, D/2]` the keys are rotated. With `at [1]`, the index of one token on the device, the buffer
+        must have space for the token, and the caller ends the pass with `appended`.
         """
         layout, shape = self.layout, k.shape
         if v.shape != shape or (shape[0], shape[2:]) != (layout.n_kv_heads, (layout.head_dim,)):
@@ -291,13 +291,13 @@ class LayerCache:
         append(k, v, self.buffer.k, self.buffer.v, self.length - self.buffer.first, turn)
 
     def commit(self) -> None:
-        """Keep what this pass wrote. May be repeated."""
+        """Commit the tokens of this pass. May be repeated."""
         self.length = self.stop
         for state in self.state.values():
             state.commit(self.length)
 
     def discard(self) -> None:
-        """Forget what was written since the last commit. May be repeated."""
+        """Drop the tokens written since the last commit. May be repeated."""
         self.stop = self.length
         for state in self.state.values():
             state.discard()
@@ -319,25 +319,25 @@ class LayerCache:
         self.buffer = self.buffer.replaced(self.buffer.first, wanted - self.buffer.first, self.length)
 
     def move_to(self, residency: Tiered) -> None:
-        """Leave recent tokens alone in the buffer, and the others to the tiers."""
+        """Keep only recent tokens in the buffer; move the others to the tiers."""
         self.residency = residency
         self.retire()
         capacity = max(self.layout.recent_tokens, self.length - self.buffer.first)
         self.buffer = self.buffer.replaced(self.buffer.first, capacity, self.length)
 
     def retire(self) -> None:
-        """Move complete chunks behind the reach of local attention to the tiers."""
+        """Move complete chunks that local attention no longer sees to the tiers."""
         size, first = self.layout.chunk_size, self.buffer.first
         border = min(self.layout.old(self.length), self.rounded if self.layout.format.rounds else self.length)
         if border > first:
             self.tiers.add(self.number, first // size, *self.buffer.span(first, border))
-            capacity = max(self.layout.recent_tokens, self.length - border)  # less after a refused `move_to`
+            capacity = max(self.layout.recent_tokens, self.length - border)  # smaller after a refused `move_to`
             self.buffer = self.buffer.replaced(border, capacity, self.length)
 
     def round_old(self) -> None:
-        """Round what the next tokens do not see as local, if the format rounds. Time: O(what is new of it).
+        """If the format rounds, round tokens that the next tokens do not see as local. Time: O(newly rounded tokens).
 
-        Only a pass does so, whatever the budget: a call that fails before goes back to tokens that are as they were.
+        Only a pass calls this, whatever the budget, so a call that fails earlier leaves tokens unrounded.
         """
         border = self.layout.old(self.length)
         if self.layout.format.rounds and border > self.rounded:
@@ -346,9 +346,9 @@ class LayerCache:
             self.rounded = border
 
     def unrounded(self) -> Unrounded | None:
-        """Return a copy of the tokens that are not rounded yet, where any ever are.
+        """Return a copy of the tokens that are not rounded yet; None if the format does not round.
 
-        Bytes: local tokens, and a block.
+        Bytes: local tokens and a block.
         """
         if not self.layout.format.rounds:
             return None
@@ -360,7 +360,8 @@ class LayerCache:
         Tokens that local attention sees come back from the tiers to the buffer. Pages of chunks that are no longer
         complete stay in the tiers, unread: the buffer is in front of them, and `TierStack.add` replaces them.
 
-        What was rounded since comes back from `unrounded`, taken with the marks; without that, it stays rounded.
+        Tokens rounded since then are restored from `unrounded`, taken with the marks; without `unrounded` they stay
+        rounded.
         """
         layout, buffer = self.layout, self.buffer
         border = layout.old(n_tokens)
@@ -372,7 +373,7 @@ class LayerCache:
         if unrounded is not None:
             rounded = min(rounded, unrounded[0])
             if buffer is self.buffer:
-                self.rounded = max(rounded, buffer.first)  # after an interruption this cache rounds them again
+                self.rounded = max(rounded, buffer.first)  # after an interruption this cache rounds again
             first = max(unrounded[0], buffer.first)
             buffer.prepare(first, n_tokens)
             _overwrite(buffer.span(first, n_tokens), unrounded[1][:, :, first - unrounded[0] :])
@@ -381,27 +382,27 @@ class LayerCache:
 
     @property
     def row_buffers(self) -> Iterator[RowBuffer]:
-        """What forks can share of this layer."""
+        """The buffers of this layer that forks can share."""
         yield from self.buffer.rows
         for state in self.state.values():
             yield from state.row_buffers
 
     def shareable(self) -> list[tuple[RowBuffer, int, int]]:
-        """Return what a fork is to share, as `share` takes it.
+        """Return the buffers for a fork to share, as arguments of `share`.
 
-        Buffers beside tiers are small and replaced soon: copied.
+        Buffers beside tiers are small and soon replaced, so they are copied.
         """
         found, most = [], self.layout.resident_tokens
         if isinstance(self.residency, Opened) and most < UNBOUNDED:
-            most = self.buffer.capacity  # the budget has the pool beside it
+            most = self.buffer.capacity  # the rest of the budget is the pool's
         if not isinstance(self.residency, Tiered):
             found = self.buffer.shareable(self.length, most)
         return found + [each for state in self.state.values() for each in state.shareable(self.length)]
 
     def fork(self, residency: Residency, holder_of: Callable[[MemoryFile], Holder]) -> LayerCache:
-        """Return the committed tokens for another context, shared where they can be.
+        """Return a layer for another context with the committed tokens, shared if possible.
 
-        `residency` has that one's tiers.
+        `residency` has the other context's tiers.
         """
         if isinstance(residency, Tiered):
             buffer = self.buffer.replaced(self.buffer.first, self.buffer.capacity, self.length)
@@ -411,7 +412,7 @@ class LayerCache:
         return LayerCache(self.index, self.layout, buffer, residency, state, self.length, self.rounded)
 
 
-@torch.inference_mode()  # the tensors may have been made in it
+@torch.inference_mode()  # the tensors may have been made in inference mode
 def _overwrite(held: tuple[Tensor, Tensor], kept: Tensor) -> None:
     for x, new in zip(held, kept, strict=True):
         x.copy_(new)

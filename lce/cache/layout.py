@@ -1,6 +1,6 @@
-"""How large a cache is, byte by byte: for the cache itself, for plans, for reservations and for files.
+"""The sizes of a cache in bytes: for the cache itself, for plans, for reservations and for files.
 
-`CacheLayout` binds a model's sizes, a method's access pattern, the budgets and the device once. It counts all bytes.
+`CacheLayout` combines a model's sizes, a method's access pattern, the budgets and the device, and counts all bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lce.errors import CapacityError
 from lce.sizes import enough_text, size_text
 
 DEVICE, HOST, DISK = "device", "host", "disk"  # the tiers, as users read them
-READ_SIZE = 8192  # tokens that are read in one go by what reads everything
+READ_SIZE = 8192  # tokens read at a time when everything is read
 SLAB = 256 << 20  # bytes of the host's memory that a pool takes at a time: a power of two, as pinned memory comes
 UNBOUNDED = 1 << 62  # tokens, bytes or slots
 
@@ -37,7 +37,7 @@ class Budgets:
     spill_dir: Path | None = None
 
     def part(self, n_layers: int, most: int, n_all: int) -> Budgets:
-        """Return those of a device with `n_layers` of `n_all` layers, where the device with the most has `most`."""
+        """Return the budgets of a device with `n_layers` of `n_all` layers; `most` is the most layers on a device."""
         device = None if self.device is None else self.device * n_layers // most
         host = None if self.host is None else self.host * n_layers // n_all
         return Budgets(device, host, self.spill_dir)
@@ -45,11 +45,11 @@ class Budgets:
 
 @dataclass(frozen=True)
 class AccessPattern:
-    """What a cache must know of a method.
+    """A method's access to the cache.
 
     `chunk_size` tokens make a chunk. Every query sees the first `sinks` tokens and the `local` tokens before its block:
-    these stay on the device. `per_head` says that heads choose independently, so that keys of one KV head move without
-    the others'.
+    these stay on the device. With `per_head` heads choose independently, so each KV head's keys move between tiers
+    alone.
     """
 
     chunk_size: int = 256
@@ -60,20 +60,20 @@ class AccessPattern:
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """What a cache holds of each token in each layer, and how much of it may be where.
+    """The sizes of what a cache holds of each token in each layer, and the bounds of each tier.
 
-    A page is one complete chunk's keys and values, of one KV head where heads choose independently, else of all of
-    them: what moves between tiers. `make_state` makes what a method keeps in a layer besides keys and values, and
-    `could_keep` says whether tensors of a file can be that. Texts are read in blocks of at most `block` tokens.
+    A page is the unit that moves between tiers: one complete chunk's keys and values, of one KV head if heads choose
+    independently, else of all KV heads. `make_state` makes a method's state in a layer, and `could_keep` says whether
+    tensors of a file can be such a state. Texts are read in blocks of at most `block` tokens.
 
     Where the model runs on the CPU, device and host are one memory, and the smaller budget counts.
 
-    Lower tiers and files store pages in the `format` that `kv_dtype` names. A format that rounds changes complete
-    chunks once they are `old`, that is when local attention no longer sees them; the device has the rounded numbers.
+    Lower tiers and files store pages in the `format` that `kv_dtype` names. A format that rounds does so to complete
+    chunks once they are `old`: local attention no longer sees them. The device then has the rounded numbers too.
 
-    A model's layers may be on several GPUs: `borders` are the layers from which on another device has them, with that
-    device. `by_device` has a layout for each, which counts its own layers alone. Its first is `first_layer` of the
-    model, and users read its memory as the tier `device_tier`. Files hold all layers, and know nothing of devices.
+    A model's layers may be on several GPUs: `borders` are the first layer of each further device, with the device.
+    `by_device` has a layout for each device's own layers, which begin at `first_layer` of the model; users see the
+    device's memory as the tier `device_tier`. Files hold all layers, whatever the devices.
     """
 
     n_layers: int
@@ -97,21 +97,21 @@ class CacheLayout:
 
     @cached_property
     def by_device(self) -> tuple[CacheLayout, ...]:
-        """A layout for the layers of each device, in order; only this one where there is one device.
+        """A layout for the layers of each device, in order; only this layout if there is one device.
 
-        The device budget is that of the device with the most layers. Others get as much a layer, so that all of them
-        overflow at the same length. The host's is divided by layers.
+        The device budget is for the device with the most layers. Others get the same share per layer, so that all
+        devices overflow at the same length. The host budget is divided by layers.
         """
         if not self.borders:
             return (self,)
-        whole = replace(self)  # which refers to no parts
+        whole = replace(self)  # without cached parts
         firsts = [0, *(layer for layer, _ in self.borders)]
         counts = [stop - first for first, stop in zip(firsts, [*firsts[1:], self.n_layers], strict=True)]
         return tuple(
             replace(
                 self, n_layers=count, device=device, first_layer=first, device_tier=str(device), borders=(),
                 budgets=self.budgets.part(count, max(counts), self.n_layers),
-                make_state=lambda _: whole.make_state(whole),  # a method's maps are of every layer
+                make_state=lambda _: whole.make_state(whole),  # a method's maps count all layers
             )
             for first, count, device in zip(firsts, counts, self.devices, strict=True)
         )  # fmt: skip
@@ -136,7 +136,7 @@ class CacheLayout:
 
     @property
     def first_group(self) -> int:
-        """Head groups of the model in the layers before these."""
+        """The number of head groups in the model's layers before these."""
         return self.first_layer * self.n_groups
 
     @property
@@ -146,7 +146,7 @@ class CacheLayout:
 
     @property
     def segment(self) -> int:
-        """Tokens between two cuts of what is read in one go: whole chunks, about `read_size`."""
+        """Tokens in a piece of a long read: whole chunks, about `read_size` tokens."""
         return max(1, self.read_size // self.chunk_size) * self.chunk_size
 
     @property
@@ -169,11 +169,11 @@ class CacheLayout:
         return -(-n_tokens // self.chunk_size) * self.chunk_size
 
     def old(self, n_tokens: int) -> int:
-        """Return the tokens of `n_tokens` in complete chunks that the next tokens do not see as local: `0..old-1`."""
+        """Return how many of `n_tokens` tokens are in complete chunks that the next tokens do not see as local."""
         return max(n_tokens - self.access.local, 0) // self.chunk_size * self.chunk_size
 
     def state_bytes(self, n_tokens: int) -> int:
-        """Return the most that the method keeps of `n_tokens`, over all layers, besides keys and values."""
+        """Return the most bytes of the method's state after `n_tokens`, over all layers."""
         states = self.make_state(self).values()
         return self.n_layers * sum(state.most_bytes(n_tokens, self.block) for state in states)
 
@@ -209,24 +209,24 @@ class CacheLayout:
         return n_tokens // self.chunk_size * self.n_layers * self.n_groups * self.format.page_bytes
 
     def file_rows(self, n_tokens: int | NDArray[np.int64]) -> Any:
-        """Return the rows of the first `n_tokens` tokens of a head group in a file: the row of the next token."""
+        """Return how many rows of a file the first `n_tokens` tokens of a head group take."""
         return n_tokens + n_tokens // self.chunk_size * self.format.extra_rows
 
     @property
     def pinned_chunks(self) -> int:
-        """Chunks of sinks, which never leave the device."""
+        """The number of chunks with sinks, which never leave the device."""
         return -(-self.access.sinks // self.chunk_size)
 
     # Budgets
 
     @property
     def on_cpu(self) -> bool:
-        """Whether device and host are one memory."""
+        """Whether device and host are the same memory."""
         return self.device.type == "cpu"
 
     @property
     def budget(self) -> int | None:
-        """Bytes of keys and values in the memory that the model computes in; None for no bound."""
+        """The most bytes of keys and values in the device's memory; None: unbounded."""
         if not self.on_cpu:
             return self.budgets.device
         return min((x for x in (self.budgets.device, self.budgets.host) if x is not None), default=None)
@@ -240,12 +240,12 @@ class CacheLayout:
 
     @property
     def overflows(self) -> bool:
-        """Whether what that memory may not hold has somewhere to go."""
+        """Whether there is a lower tier for chunks beyond the budget."""
         return self.budgets.spill_dir is not None or (not self.on_cpu and self.budgets.host is None)
 
     @property
     def resident_tokens(self) -> int:
-        """How many tokens need no lower tier."""
+        """The longest context that needs no lower tier."""
         if self.budget is None:
             return UNBOUNDED
         if self.borders:
@@ -265,11 +265,11 @@ class CacheLayout:
 
     @property
     def least_budget(self) -> int:
-        """The smallest budget, in bytes, that a context larger than it can be read with."""
+        """The smallest budget, in bytes, for a context that exceeds the budget."""
         return self.recent_tokens * self.token_bytes + self.least_pool_bytes
 
     def device_slots(self, buffer_tokens: int = 0) -> int:
-        """Return pages that the device's pool may hold beside buffers of `buffer_tokens`, or of those that are usual.
+        """Return how many pages the device's pool may hold beside buffers of `buffer_tokens`; 0: the usual buffers.
 
         Raises `CapacityError` for a budget that is too small.
         """
@@ -289,16 +289,16 @@ class CacheLayout:
 
     @property
     def slab_bytes(self) -> int:
-        """Bytes of the host's memory that its pool takes at a time."""
+        """Bytes of host memory that the host's pool takes at a time."""
         return max(SLAB, power_of_two(self.format.page_bytes))
 
     @property
     def slab_slots(self) -> int:
-        """Pages in a slab; none lies in two."""
+        """Whole pages in a slab."""
         return self.slab_bytes // self.format.page_bytes
 
     def slab_bytes_for(self, n_pages: int) -> int:
-        """Return the bytes that slabs for so many pages take."""
+        """Return the bytes of the slabs that hold `n_pages` pages."""
         full, rest = divmod(n_pages, self.slab_slots)
         if rest and self.budgets.host is not None:
             return full * self.slab_bytes + power_of_two(rest * self.format.page_bytes)
@@ -306,7 +306,7 @@ class CacheLayout:
 
     @property
     def host_slots(self) -> int:
-        """Pages that the host's pool may hold; 0 where there is no such tier."""
+        """The most pages in the host's pool; 0 without such a tier."""
         if self.on_cpu:
             return 0
         if self.budgets.host is None:
@@ -317,15 +317,15 @@ class CacheLayout:
 
     @property
     def most_in_memory(self) -> int:
-        """Tokens in complete chunks that the tiers hold where there is no file."""
+        """The most tokens in complete chunks that the tiers hold without a file."""
         if self.on_cpu:
             return self.resident_tokens
         return self.host_slots // (self.n_layers * self.n_groups) * self.chunk_size
 
     def needs(self, n_tokens: int) -> dict[str, int]:
-        """Return the bytes of keys and values that a context of `n_tokens` comes to hold in each tier, at most.
+        """Return the most bytes of keys and values that a context of `n_tokens` holds in each tier.
 
-        What no tier may hold counts for the last one in memory, which then needs more than its budget.
+        Bytes beyond all budgets count for the last tier in memory, which then needs more than its budget.
         """
         budgets, whole = self.budgets, self.whole_chunks(n_tokens) * self.token_bytes
         needs = {DEVICE: whole}
@@ -338,7 +338,7 @@ class CacheLayout:
         recent, page = self.recent_tokens * self.token_bytes, self.page_bytes
         stored, complete = self.format.page_bytes, self.stored_bytes(self.old(n_tokens))
         needs[DEVICE] = max(self.least_budget, recent + ((self.budget or 0) - recent) // page * page)
-        if not self.on_cpu and budgets.host is None:  # nothing ever leaves it
+        if not self.on_cpu and budgets.host is None:  # no page ever leaves the host
             needs[HOST] = self.slab_bytes_for(complete // stored)
         elif budgets.spill_dir is not None:
             needs[DISK] = complete
@@ -350,27 +350,27 @@ class CacheLayout:
         return needs
 
     def check_bytes(self, n_tokens: int, n_filed: int = 0) -> int:
-        """Return the most memory that the checks of rows take: of `n_tokens`, and of `n_filed` in a context file.
+        """Return the most bytes of memory for the checks of rows: of `n_tokens`, `n_filed` of them in a context file.
 
-        A spill file's are made in blocks.
+        A spill file's checks are made in blocks.
         """
         spilled = self.needs(n_tokens).get(DISK, 0) // self.format.row_bytes
         filed: int = self.n_layers * self.n_groups * self.file_rows(n_filed)
         return (-(-spilled // CHECK_BLOCK) * CHECK_BLOCK + filed) * CHECK_BYTES
 
     def file(self, n_tokens: int) -> FileLayout:
-        """Return where a context file of `n_tokens` tokens has what."""
+        """Return the byte offsets of a context file of `n_tokens` tokens."""
         return FileLayout(self, n_tokens)
 
 
 def power_of_two(n: int) -> int:
-    """Return the least that is not below `n`, 1 or more."""
+    """Return the smallest power of two that is at least `n`, 1 or more."""
     return 1 << (n - 1).bit_length()
 
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Byte offsets in a context file whose rows are those of `n_tokens` tokens: header, rows, checks, the rest.
+    """Byte offsets in a context file with the rows of `n_tokens` tokens: header, rows, checks, small tensors.
 
     If the format rounds, only old chunks have rows. Later tokens, not rounded yet, are among the file's tensors.
     """
@@ -380,7 +380,7 @@ class FileLayout:
 
     @property
     def row_tokens(self) -> int:
-        """Tokens that have a row."""
+        """The number of tokens that have a row."""
         return self.cache.old(self.n_tokens) if self.cache.format.rounds else self.n_tokens
 
     @property
@@ -391,12 +391,12 @@ class FileLayout:
 
     @property
     def n_rows(self) -> int:
-        """Rows of keys and values: of each token, or packed page, and head group of each layer."""
+        """Rows of keys and values over all layers, head groups, and tokens or packed pages."""
         return self.cache.n_layers * self.cache.n_groups * self.group_rows
 
     @property
     def rows_start(self) -> int:
-        """The first byte behind the header, which has ample space."""
+        """The first byte after the header's space, which is ample."""
         return (16 + 8 * self.cache.n_layers) * 4096
 
     @property
@@ -406,5 +406,5 @@ class FileLayout:
 
     @property
     def small_start(self) -> int:
-        """The first byte of what is small: all that is read when a context is opened."""
+        """The first byte of the small tensors, which are read when a context is opened."""
         return self.checks_start + self.n_rows * CHECK_BYTES

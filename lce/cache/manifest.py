@@ -1,7 +1,7 @@
-"""What a context file says of itself: a safetensors header and, in its metadata, the manifest, JSON both.
+"""A context file's safetensors header and, in the header's metadata, the manifest: both JSON.
 
-Nothing in a file is trusted. A header is read whole only where its length and its parts can be those of a context, so
-that a hostile one costs little memory. The digest covers the manifest and all that is small.
+Nothing in a file is trusted. A header is read whole only if its length and number of parts can be a context's, so that
+a hostile header costs little memory. The digest covers the manifest and the small tensors.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ KINDS = {
     "I32": torch.int32, "BOOL": torch.bool, "U8": torch.uint8,
 }  # fmt: skip
 NAMES = {kind: name for name, kind in KINDS.items()}
-MOST_TOKENS = 1 << 40  # of a text
-_LARGEST_HEADER = 16 << 20  # bytes: that of 500 layers
+MOST_TOKENS = 1 << 40  # in a text
+_LARGEST_HEADER = 16 << 20  # bytes: enough for 500 layers
 _MOST_PARTS = 200_000  # values and names in a header
 
 
@@ -41,14 +41,14 @@ class Manifest:
     identity: Mapping[str, Any]
     pages: Mapping[str, Any]
     text: str
-    version: str  # of the lce that wrote it
+    version: str  # of the lce that wrote the file
     capacity: int
     read: int
     announced: int
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], path: Path) -> Manifest:
-        """Checked: each entry is of its kind, and its numbers are possible. Raises `DataError`."""
+        """Return the manifest in `raw`. Raises `DataError` for entries of wrong types and impossible numbers."""
         identity, pages, text, version = (raw.get(name) for name in ("identity", "pages", "text", "lce"))
         numbers = (raw.get(name) for name in ("capacity", "read", "announced"))
         capacity, read, announced = (x if type(x) is int else -1 for x in numbers)
@@ -62,7 +62,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Header:
-    """A file's header: `entries` of tensors by name, not checked; the data begin at byte `start` of `file_bytes`."""
+    """A file's header: unchecked `entries` of tensors by name; the data begin at byte `start` of `file_bytes`."""
 
     entries: Mapping[str, Any]
     manifest: Mapping[str, Any]
@@ -71,12 +71,12 @@ class Header:
 
 
 def contradiction(path: Path) -> DataError:
-    """Return the error for a file that says of itself what cannot be."""
+    """Return the error for a file whose header contradicts its contents."""
     return DataError(f"{named(path)}: its header contradicts its contents; {REMEDY}")
 
 
 def read_header(descriptor: int, path: Path) -> Header:
-    """Return the header of an open file. Raises `DataError` for one that no context of this format has."""
+    """Read the header of an open file. Raises `DataError` if no context of this format has such a header."""
     strange = DataError(f"{named(path)} is not a context; expected a file that `lce prefill` or Context.save wrote")
     file_bytes = os.fstat(descriptor).st_size
     length = int.from_bytes(pread(descriptor, 8, 0, path), "little") if file_bytes > 8 else 0
@@ -105,7 +105,7 @@ def read_header(descriptor: int, path: Path) -> Header:
 
 
 def strict_object(raw: bytes) -> dict[str, Any]:
-    """Return a JSON object without names that appear twice. Raises `JsonError`."""
+    """Parse a JSON object. Raises `JsonError`, also for names that appear twice."""
     value = parse_json(raw, _MOST_PARTS, unique=True)
     if not isinstance(value, dict):
         raise JsonError("no object")
@@ -113,9 +113,9 @@ def strict_object(raw: bytes) -> dict[str, Any]:
 
 
 def pread(descriptor: int, n_bytes: int, offset: int, path: Path) -> bytearray:
-    """Return all of `n_bytes` bytes from an offset on.
+    """Read `n_bytes` bytes from an offset on.
 
-    Raises `DataError` where the file ends before, or is not read.
+    Raises `DataError` if the file is too short, or cannot be read.
     """
     data = bytearray(n_bytes)
     left = memoryview(data)
@@ -140,12 +140,12 @@ def page_facts(layout: CacheLayout) -> dict[str, Any]:
 
 
 def signed(manifest: Mapping[str, Any], small: Mapping[str, Tensor]) -> str:
-    """Return a manifest as JSON text, with the digest of itself and of what is small."""
+    """Return a manifest as JSON text, with a digest of the manifest and the small tensors."""
     return json.dumps({**manifest, "digest": digest(small, manifest)})
 
 
 def is_signed(manifest: Mapping[str, Any], small: Mapping[str, Tensor]) -> bool:
-    """Return whether a manifest has the digest of itself and of what is small: neither changed since it was written."""
+    """Return whether the manifest's digest is right: manifest and small tensors are as they were written."""
     rest = {key: value for key, value in manifest.items() if key != "digest"}
     return bool(manifest.get("digest") == digest(small, rest))
 

@@ -1,8 +1,8 @@
-"""What a method keeps of a layer's text besides keys and values: summaries, token rows, recent keys, tensors.
+"""The state of a method in a layer, besides keys and values: summaries, token rows, recent keys, tensors.
 
-Rows are written by their index, a chunk's or a token's: an interrupted pass leaves rows behind the committed ones, and
-the next pass overwrites them. What cannot be written that way (`OpenChunk`, `Staged`) takes part in commits. So no
-write changes what is committed, and a `mark` of it, to go back to, is a reference or a number.
+Rows are written by index, a chunk's or a token's: an interrupted pass leaves rows after the committed ones, and the
+next pass overwrites these. `OpenChunk` and `Staged` cannot be written by index, and change at commits. So no write
+changes committed numbers, and a `mark` to go back to is a reference or a number.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 from lce.cache.shared import SPARE, Holder, MemoryFile, RowBuffer
 from lce.profiling import count_compared, timed
 
-Held = tuple[Tensor | None, int]  # a tensor, None before the first write, and a number that says what it holds
+Held = tuple[Tensor | None, int]  # a tensor, None before the first write, and a number that says which rows it holds
 
 
 class MethodState(ABC):
-    """One thing that a method keeps in each layer: a tensor and a number, replaced in one assignment.
+    """A part of a method's state in a layer: a tensor and a number, replaced in one assignment.
 
-    Methods name theirs in `Method.state`. What the number means is each kind's own.
+    Methods name these parts in `Method.state`. Each subclass says what the number means.
     """
 
     def __init__(self) -> None:
@@ -35,32 +35,32 @@ class MethodState(ABC):
         """Return the most bytes held once `n_tokens` were read in blocks of at most `block`, spare rows included."""
 
     def committed(self, n_tokens: int) -> Held:
-        """Return what is held of the first `n_tokens`, views."""
+        """Return the tensor (a view) and the number for the first `n_tokens`."""
         return self._held
 
-    def commit(self, n_tokens: int = 0) -> None:  # noqa: B027  # most kinds have nothing to do here
-        """Keep what the pass that just ended wrote; the text has `n_tokens` now. May be repeated."""
+    def commit(self, n_tokens: int = 0) -> None:  # noqa: B027  # most subclasses do nothing here
+        """Commit the pass that just ended; the text has `n_tokens` tokens now. May be repeated."""
 
     def discard(self) -> None:  # noqa: B027
-        """Forget what an interrupted pass wrote. May be repeated."""
+        """Drop what an interrupted pass wrote. May be repeated."""
 
     @property
     def memory(self) -> Tensor | None:
-        """The tensor that is held; None before the first write."""
+        """The tensor; None before the first write."""
         return self._held[0]
 
     @property
     def buffer(self) -> Tensor:
-        """The tensor that is held; there is one."""
+        """The tensor, after the first write."""
         assert self.memory is not None, "nothing was written yet"
         return self.memory
 
     def has_space(self, start: int) -> bool:
-        """Return whether what is kept of token `start` goes to memory that is here, or nothing is kept of one token."""
+        """Return whether a step for token `start` needs no new memory in this state."""
         return True
 
     def make_space(self, start: int) -> None:  # noqa: B027
-        """Make `has_space` true for a token behind the committed ones, where only space is missing."""
+        """Make `has_space` true for the next token, if only space is missing."""
 
     def nearest(self, n_tokens: int, length: int) -> int:
         """Return the most tokens, at most `n_tokens` of the committed `length`, that this state can go back to.
@@ -70,9 +70,9 @@ class MethodState(ABC):
         return n_tokens if n_tokens == length else 0
 
     def mark(self, n_tokens: int) -> Held:
-        """Return what `as_of` needs to be the state of the first `n_tokens`, which `nearest` allows.
+        """Return a mark of the state of the first `n_tokens`, which `nearest` allows, for `as_of`.
 
-        No copy of rows.
+        Copies no rows.
         """
         return self._held if n_tokens else (None, 0)
 
@@ -92,26 +92,26 @@ class MethodState(ABC):
         return ()
 
     def shareable(self, n_tokens: int) -> list[tuple[RowBuffer, int, int]]:
-        """Return what a fork is to share of the first `n_tokens`, as `lce.cache.shared.share` takes it."""
+        """Return the buffers for a fork of the first `n_tokens` to share, as arguments of `lce.cache.shared.share`."""
         return []
 
     def fork(self, n_tokens: int, holder_of: Callable[[MemoryFile], Holder]) -> Self:
-        """Return a state of another context with what this one has of the first `n_tokens`, copied or shared."""
+        """Return a copy of the state of the first `n_tokens` for another context; rows are copied or shared."""
         other, (tensor, number) = copy(self), self.committed(n_tokens)
         other._held = (None if tensor is None else tensor.clone(), number)
         other.discard()
         return other
 
     def tensors(self, n_tokens: int) -> dict[str, Tensor]:
-        """Return what `restore` needs to be the state of the first `n_tokens` again.
+        """Return the tensors from which `restore` makes the state of the first `n_tokens` again.
 
-        Empty where nothing is held yet.
+        Empty before the first write.
         """
         tensor, number = self.committed(n_tokens)
         return {} if tensor is None else {"tensor": tensor, "number": torch.tensor(number)}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Be the state that `tensors` were taken of."""
+        """Restore the state from `tensors`."""
         self._held = (tensors["tensor"], int(tensors["number"])) if tensors else (None, 0)
 
     @property
@@ -124,21 +124,21 @@ class GrowingRows(MethodState):
     """Rows from index 0 on along `axis` of one buffer, which grows by half and which forks share. In a file, the number
     is how many were written.
 
-    A row stands for `tokens_per_row` tokens and takes `row_bytes`, as declared for plans made before anything is read.
+    A row stands for `tokens_per_row` tokens and takes `row_bytes`; plans use these before any token is read.
     """
 
     axis = 0
-    fewest = 64  # rows of the first buffer
+    fewest = 64  # rows in the first buffer
 
     def __init__(self, row_bytes: int, tokens_per_row: int = 1) -> None:
         super().__init__()
         self.row_bytes = row_bytes
         self.tokens_per_row = tokens_per_row
         self._rows: RowBuffer | None = None  # None before the first write
-        self._n_rows = 0  # that were written
+        self._n_rows = 0  # rows written
 
     def write(self, rows: Tensor, start: int) -> None:
-        """Put `rows` at index `start` and on. Time and bytes: O(rows), amortised."""
+        """Write `rows` from index `start` on. Time and bytes: O(rows), amortised."""
         buffer, stop = self._rows, start + rows.shape[self.axis]
         assert start <= self._n_rows, "rows before these were not written"
         if buffer is None or stop > buffer.capacity:
@@ -159,9 +159,9 @@ class GrowingRows(MethodState):
         return self.buffer.narrow(self.axis, start, stop - start)
 
     def allocated(self, n_rows: int) -> Tensor:
-        """Return rows `0..n_rows-1`, or as many as there is space for.
+        """Return rows `0..n_rows-1`, or fewer if the buffer has fewer.
 
-        Those behind the written ones may hold anything.
+        Rows not written yet may hold anything.
         """
         return self.buffer.narrow(self.axis, 0, min(n_rows, self.buffer.shape[self.axis]))
 
@@ -184,7 +184,7 @@ class GrowingRows(MethodState):
         return None, min(self._n_rows, n_tokens // self.tokens_per_row)
 
     def _go_back(self, mark: Held) -> None:
-        self._n_rows = mark[1]  # rows that were there then are still there
+        self._n_rows = mark[1]  # rows written before the mark are still there
 
     @property
     def row_buffers(self) -> Sequence[RowBuffer]:
@@ -213,24 +213,24 @@ class GrowingRows(MethodState):
 
 
 class TokenRows(GrowingRows):
-    """A row of numbers `[R]` a token: low-dim keys, for example."""
+    """One row of numbers `[R]` for each token, such as a low-dim key."""
 
 
 class Summaries(GrowingRows):
-    """A summary a complete chunk, `[S, M, …]`: `row_bytes` for all S together, `tokens_per_row` the chunk size."""
+    """One summary for each complete chunk, `[S, M, …]`: `row_bytes` for all S, `tokens_per_row` the chunk size."""
 
     axis = 1
     fewest = 16
 
 
 class RecentRows(MethodState):
-    """The last `n_kept` rows `[heads, n, D]` and those of the block at work. The number is the first row's token.
+    """The last `n_kept` rows `[heads, n, D]` and those of the current block. The number is the first row's token.
 
-    Recent keys at their positions, for example: near keys are seen at their true distance without being rotated again
+    Example: recent keys at their positions, so that near keys are seen at their true distance without another rotation
     for every query. Time: O(1) a token, amortised. Bytes: at most `2 · n_kept` rows, and a block's.
 
-    `remade` says that the method writes rows again that are `missing` because the text was truncated to before them.
-    Without it, the state can only go back as far as it has rows.
+    With `remade` the method writes rows again that are `missing` after a truncation. Without `remade`, the state can
+    only go back as far as its rows reach.
     """
 
     def __init__(self, n_kept: int, row_bytes: int, *, remade: bool = False) -> None:
@@ -240,7 +240,7 @@ class RecentRows(MethodState):
         self.remade = remade
 
     def write(self, rows: Tensor, start: int) -> None:
-        """Put the rows `[heads, T, D]` of tokens `start..start+T-1` behind those of the tokens before them."""
+        """Append the rows `[heads, T, D]` of tokens `start..start+T-1`."""
         (buffer, first), stop = self._held, start + rows.shape[1]
         if buffer is None or stop - first > buffer.shape[1]:
             buffer, first = self._grown(rows, start, rows.shape[1])
@@ -248,7 +248,7 @@ class RecentRows(MethodState):
         self._held = (buffer, first)
 
     def _grown(self, like: Tensor, start: int, n_new: int) -> tuple[Tensor, int]:
-        """Return a buffer with space for `n_new` rows behind those before token `start`, and its first token."""
+        """Return a buffer with the rows before token `start` and space for `n_new` more, and its first row's token."""
         buffer, first = self._held
         kept = 0 if buffer is None else min(start - first, self.n_kept)
         grown = like.new_empty(like.shape[0], kept + max(n_new, self.n_kept), like.shape[2])
@@ -266,7 +266,7 @@ class RecentRows(MethodState):
             self._held = self._grown(buffer, start, 1)
 
     def write_on_device(self, rows: Tensor, at: Tensor) -> None:
-        """Put the rows `[heads, 1, D]` of token `at [1]`, which is read on the device, where there is space for it."""
+        """Write the row `[heads, 1, D]` of token `at [1]`, read on the device; the buffer must have space."""
         self.buffer.index_copy_(1, at - self.first, rows.to(self.buffer.dtype))
 
     @property
@@ -275,12 +275,12 @@ class RecentRows(MethodState):
         return self._held[1]
 
     def span(self, start: int, stop: int) -> Tensor:
-        """Return the rows of tokens `start..stop-1`, a view; `start` is at most `n_kept` before the block at work."""
+        """Return the rows of tokens `start..stop-1`, a view; `start` is at most `n_kept` before the current block."""
         assert self.first <= start, "rows that are no longer kept"
         return self.buffer[:, start - self.first : stop - self.first]
 
     def missing(self, start: int) -> range:
-        """Return the tokens before `start` whose rows are to be kept and are not.
+        """Return the tokens before `start` whose rows should be kept but are missing.
 
         Empty unless the text was truncated.
         """
@@ -302,7 +302,7 @@ class RecentRows(MethodState):
             self._held = mark
 
     def _has(self, n_tokens: int) -> bool:
-        """Return whether the rows that are kept behind `n_tokens` are here."""
+        """Return whether the buffer has the last `n_kept` rows before token `n_tokens`."""
         return self._held[0] is not None and self._held[1] <= max(0, n_tokens - self.n_kept)
 
     def most_bytes(self, n_tokens: int, block: int) -> int:
@@ -312,10 +312,9 @@ class RecentRows(MethodState):
 
 
 class OpenChunk(MethodState):
-    """Rows `[heads, L, D]` of the tokens in the chunk that is not complete yet. The number is the chunk's.
+    """Rows `[heads, L, D]` of the tokens in the open chunk, such as pending queries. The number is the chunk's.
 
-    Pending queries, for example. A pass that enters another chunk writes to a buffer of its own, which replaces the old
-    one at the commit.
+    A pass that enters another chunk writes to a new buffer, which replaces the old one at the commit.
     """
 
     def __init__(self, size: int, row_bytes: int) -> None:
@@ -323,10 +322,10 @@ class OpenChunk(MethodState):
         self.size = size
         self.row_bytes = row_bytes
         self._entered: Held = (None, 0)
-        self._marked: Tensor | None = None  # a mark refers to it: rows of an earlier chunk in it stay as they are
+        self._marked: Tensor | None = None  # a buffer that a mark refers to: its rows must stay
 
     def write(self, rows: Tensor, start: int) -> None:
-        """Put the rows `[heads, T, D]` of tokens `start..start+T-1`, all of one chunk. Time and bytes: O(T)."""
+        """Write the rows `[heads, T, D]` of tokens `start..start+T-1`, all of one chunk. Time and bytes: O(T)."""
         chunk_id, offset = divmod(start, self.size)
         in_open = chunk_id == self._held[1]
         buffer, number = self._held if in_open else self._entered
@@ -342,7 +341,7 @@ class OpenChunk(MethodState):
         return self._held[0] is not None and self._held[1] == start // self.size
 
     def make_space(self, start: int) -> None:
-        """At a chunk's border the complete chunk gives its memory to the next one, unless a mark refers to it."""
+        """At a chunk's border, reuse the complete chunk's memory for the next chunk, unless a mark refers to it."""
         buffer, chunk_id = self._held
         if buffer is not None and not start % self.size and chunk_id == start // self.size - 1:
             self._held = (torch.empty_like(buffer) if buffer is self._marked else buffer, chunk_id + 1)
@@ -355,7 +354,7 @@ class OpenChunk(MethodState):
         self._held, self._marked = mark, mark[0]
 
     def write_on_device(self, rows: Tensor, offset: Tensor) -> None:
-        """Put the rows `[heads, 1, D]` of token `offset [1]` of the open chunk; the number is read on the device."""
+        """Write the row `[heads, 1, D]` of token `offset [1]` of the open chunk; the offset is read on the device."""
         self.buffer.index_copy_(1, offset, rows.to(self.buffer.dtype))
 
     def span(self, start: int, stop: int) -> Tensor:
@@ -370,7 +369,7 @@ class OpenChunk(MethodState):
 
     def committed(self, n_tokens: int) -> Held:
         rows, chunk_id = self._held
-        if rows is not None:  # a discarded pass may have left rows behind the committed ones
+        if rows is not None:  # a discarded pass may have left rows after the committed ones
             rows = rows.clone()
             rows[:, max(0, n_tokens - chunk_id * self.size) :] = 0
         return rows, chunk_id
@@ -408,15 +407,15 @@ class Staged(MethodState):
 
     @property
     def latest(self) -> Tensor | None:
-        """What this pass staged, else what is committed."""
+        """The tensor that this pass staged, else the committed one."""
         return self.value if self._next is None else self._next
 
     def stage(self, value: Tensor) -> None:
-        """Make `value` the committed tensor once this pass commits."""
+        """Stage `value` as the tensor to commit with this pass."""
         self._next = value
 
     def fork(self, n_tokens: int, holder_of: Callable[[MemoryFile], Holder]) -> Self:
-        other = copy(self)  # with the same tensor, which is never written in place
+        other = copy(self)  # shares the tensor, which is never written in place
         other.discard()
         return other
 

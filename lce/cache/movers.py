@@ -1,7 +1,7 @@
-"""How pages get into a pool's slots: by a plain copy, or on CUDA streams of their own, one for each direction.
+"""Movers of pages into a pool's slots: by a plain copy, or on CUDA streams, one for each direction.
 
 A pool's memory is slabs. A slab is `Parts`: tensors with an entry for each slot. All slabs but the last have the same
-number of slots. Stored pages that come into a device's slots are unpacked there: fewer bytes move.
+number of slots. Stored pages are unpacked on the device, so that fewer bytes move.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from lce.cache.formats import Parts, Shapes
 
 Numbers = NDArray[np.int64]
 Slabs = Sequence[Parts]
-Unpack = Callable[[Parts], Parts]  # makes of arriving pages what slots hold
+Unpack = Callable[[Parts], Parts]  # turns arriving pages into the slots' parts
 
 
 class Mover:
-    """Plain memory: `put` returns when the pages are there. The base of all movers."""
+    """A mover to plain memory: `put` returns when the pages are there. The base of all movers."""
 
-    asynchronous = False  # whether `put` may return before the pages are there, so that fetching early pays
+    asynchronous = False  # whether `put` may return before the pages are there
 
-    @torch.inference_mode(mode=False)  # else nothing outside inference mode could write to them
+    @torch.inference_mode(mode=False)  # so that code outside inference mode can write too
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised part of slots, `[n_slots, …]`, or pages that are read."""
+        """Return an uninitialised tensor for slots `[n_slots, …]` or for pages to read."""
         return torch.empty(shape, dtype=dtype)
 
     @torch.inference_mode(mode=False)
     def slab(self, shapes: Shapes, n_slots: int) -> Parts:
         """Return uninitialised parts `[n_slots, *shape]` in one allocation.
 
-        The parts of larger numbers are aligned first.
+        Parts with larger numbers come first, for alignment.
         """
         sizes = [n_slots * torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes]
         memory, start = self.empty((sum(sizes),), torch.uint8), 0
@@ -47,13 +47,13 @@ class Mover:
         return tuple(parts[i] for i in range(len(shapes)))
 
     def now(self) -> object:
-        """Return what is queued for the device so far, for `put` in another thread to come after."""
+        """Return a mark of the work queued for the device so far; a `put` in another thread takes it as `after`."""
         return None
 
     def put(
         self, slabs: Slabs, slots: Numbers, pages: Parts, after: object = None, unpack: Unpack = lambda pages: pages
     ) -> None:
-        """Begin to copy pages `[n, …]` into these slots; `after` what was queued then, else what is queued now."""
+        """Begin to copy pages `[n, …]` into slots, after the work marked by `after`, else after all queued work."""
         pages = unpack(pages)
         for held, rows, part in located(slabs, slots):
             index = torch.from_numpy(rows)
@@ -61,10 +61,10 @@ class Mover:
                 x.index_copy_(0, index, new[part].to(x.device))
 
     def wait(self, slots: Numbers) -> None:
-        """Make whatever reads these slots later see what was put into them."""
+        """Make later reads of these slots wait for the pages put into them."""
 
     def pick(self, slabs: Slabs, slots: Numbers) -> Parts:
-        """Return copies `[n, …]` of slots that were waited for. Fastest where slots of one slab stand together."""
+        """Return copies `[n, …]` of slots that were waited for. Fastest if slots of one slab are adjacent."""
         pages = tuple(self.empty((len(slots), *x.shape[1:]), x.dtype) for x in slabs[0])
         for held, rows, part in located(slabs, slots):
             index = self.upload(torch.from_numpy(rows))
@@ -73,12 +73,12 @@ class Mover:
         return pages
 
     def upload(self, x: Tensor) -> Tensor:
-        """Return a tensor of the host's memory, where the slots are. Only later computation waits for the copy."""
+        """Copy a host tensor to the slots' memory. Only later computation waits for the copy."""
         return x
 
 
 class Streamed(Mover):
-    """Memory that is filled on a CUDA stream of its own; an event says when pages have arrived in a slot."""
+    """A mover with its own CUDA stream; an event says when pages have arrived in a slot."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -86,19 +86,19 @@ class Streamed(Mover):
         self._arrivals: dict[int, torch.cuda.Event] = {}
 
     def _to_wait_for(self, slots: Numbers) -> list[torch.cuda.Event]:
-        """Return what these slots wait for, each event once."""
+        """Return the events that these slots wait for, each once."""
         arrivals = self._arrivals
         found = (event for slot in slots.tolist() if (event := arrivals.get(slot))) if arrivals else ()
         return list({id(event): event for event in found}.values())
 
     def _waited_for(self, slots: Numbers) -> None:
-        """Forget what these slots waited for. Call this when all were waited for: an interruption may come between."""
+        """Forget the events of these slots. Call this after all were waited for, because of interruptions."""
         for slot in slots.tolist() if self._arrivals else ():
             self._arrivals.pop(slot, None)
 
 
 class Cuda(Streamed):
-    """A GPU's memory, filled while the model computes on another stream."""
+    """A mover to a GPU's memory, while the model computes on another stream."""
 
     asynchronous = True
 
@@ -116,8 +116,8 @@ class Cuda(Streamed):
     ) -> None:
         """Begin to copy pages, after what still reads the slots; call `wait` before reading them. Bytes: one copy.
 
-        The slots' memory is recorded on the stream: if it is freed while pages are on their way, it is not used again
-        before they have arrived.
+        The slots' memory is recorded on the stream: if freed during a copy, the memory is not reused before the copy
+        ends.
         """
         (held,) = slabs
         assert after is None or isinstance(after, torch.cuda.Event)
@@ -144,10 +144,10 @@ class Cuda(Streamed):
 
 
 class Pinned(Streamed):
-    """Page-locked memory of the host: a GPU copies from it, and to it, without the CPU.
+    """A mover to page-locked host memory, which a GPU reads and writes without the CPU.
 
-    Pages of the GPU come on a stream of their own; `wait` makes the CPU wait for them. PyTorch does not hand out freed
-    memory again before copies from it and to it have ended.
+    Pages from the GPU come on a separate stream; `wait` makes the CPU wait for the pages. PyTorch does not reuse freed
+    memory before copies from it and to it have ended.
     """
 
     @torch.inference_mode(mode=False)
@@ -157,12 +157,12 @@ class Pinned(Streamed):
     def put(
         self, slabs: Slabs, slots: Numbers, pages: Parts, after: object = None, unpack: Unpack = lambda pages: pages
     ) -> None:
-        """Put pages into slots. Pages of the CPU are there at once.
+        """Put pages into slots. Pages from the CPU are there at once.
 
-        Those of the GPU come in one copy for each run of neighbouring slots.
+        Pages from the GPU come in one copy for each run of adjacent slots.
         """
         if not pages[0].is_cuda:
-            self.wait(slots)  # what is still on its way would overwrite them
+            self.wait(slots)  # copies still running would overwrite the pages
             super().put(slabs, slots, pages, unpack=unpack)
             return
         assert after is None, "pages leave the GPU in the thread that computes"
@@ -185,14 +185,14 @@ class Pinned(Streamed):
 
 
 def pinned(x: Tensor) -> Tensor:
-    """Return a tensor of the host in page-locked memory, contiguous; itself if it is."""
+    """Return a host tensor in contiguous page-locked memory; `x` itself if already so."""
     if x.is_contiguous() and x.is_pinned():
         return x
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
 
 
 def located(slabs: Slabs, slots: Numbers) -> Iterator[tuple[Parts, Numbers, slice]]:
-    """Yield slots in runs of one slab each: the slab, the slots in it, and which of all slots these are.
+    """Yield runs of slots in one slab: the slab, the slot numbers in the slab, and a slice of `slots`.
 
     Example: slabs of 4 slots, slots 1, 3, 5, 2: slab 0 with 1, 3; slab 1 with 1; slab 0 with 2.
     """
@@ -203,7 +203,7 @@ def located(slabs: Slabs, slots: Numbers) -> Iterator[tuple[Parts, Numbers, slic
 
 
 def neighbours(slabs: Slabs, slots: Numbers) -> Iterator[tuple[Parts, slice, slice]]:
-    """Yield slots in runs of neighbours in one slab: the slab, the slots in it, and which of all slots these are."""
+    """Yield runs of adjacent slots in one slab: the slab, a slice of the slab's slots, and a slice of `slots`."""
     for held, rows, part in located(slabs, slots):
         for run in _runs(np.flatnonzero(np.diff(rows) != 1) + 1, len(rows)):
             first, n = int(rows[run.start]), run.stop - run.start
@@ -211,7 +211,7 @@ def neighbours(slabs: Slabs, slots: Numbers) -> Iterator[tuple[Parts, slice, sli
 
 
 def _runs(cuts: Numbers, n: int) -> Iterator[slice]:
-    """`0..n-1`, cut before each of `cuts`."""
+    """Yield `0..n-1`, cut before each of `cuts`."""
     bounds = [0, *cuts.tolist(), n] if n else []
     for start, stop in pairwise(bounds):
         yield slice(start, stop)

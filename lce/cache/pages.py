@@ -1,4 +1,4 @@
-"""Pages, what moves between tiers: their names, and indices of them, on the host and on the device."""
+"""Names of pages, the units that move between tiers, and indices by page on the host and on the device."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Pages(NamedTuple):
         return cls(np.repeat(groups, len(chunks)), np.tile(chunks, len(groups)))
 
     def at(self, index: Numbers | slice) -> Pages:
-        """Return some of these pages."""
+        """Return the pages at `index`."""
         return Pages(self.group[index], self.chunk[index])
 
 
 class PageIndex:
-    """A number for each page, -1 until it is set; grows with the chunks."""
+    """A map from each page to a number, -1 until set; grows with the chunks."""
 
     def __init__(self, layout: CacheLayout) -> None:
         self._numbers = np.full((layout.n_layers * layout.n_groups, 16), -1, np.int64)
@@ -50,7 +50,7 @@ class PageIndex:
         self._numbers[pages.group, pages.chunk] = value
 
     def copy(self) -> Self:
-        """Return an index of its own."""
+        """Return a copy of the index."""
         other = copy(self)
         other._numbers = self._numbers.copy()
         return other
@@ -64,15 +64,15 @@ class PageIndex:
 
 
 class PageTable(PageIndex):
-    """A page index that the device has, too: changes are copied there, all at once, when it is asked for.
+    """A page index with a copy on the device: changes are copied all at once, when the device's copy is requested.
 
-    Where the host's memory is the device's there is no copy.
+    If host and device are the same memory there is no copy.
     """
 
     def __init__(self, layout: CacheLayout, mover: Mover) -> None:
         super().__init__(layout)
         self._mover = mover
-        self._copy: Tensor | None = None  # on the device; None: none that is of use
+        self._copy: Tensor | None = None  # on the device; None: none, or outdated
         self._changed: list[Pages] = []
 
     def __setitem__(self, pages: Pages, value: Numbers | int) -> None:
@@ -86,7 +86,7 @@ class PageTable(PageIndex):
     def on_device(self, groups: slice, n_chunks: int) -> Tensor:
         """Return the numbers `[groups, n_chunks]` of some groups' first chunks, valid until the next change.
 
-        Nothing waits for the device. Bytes: 16 a page that changed, or the whole table where many did.
+        Does not wait for the device. Bytes: 16 a changed page, or the whole table after many changes.
         """
         if n_chunks > self._numbers.shape[1]:
             self._cover(np.array([n_chunks - 1]))
@@ -101,7 +101,7 @@ class PageTable(PageIndex):
         self._changed = []
         return self._copy[groups, :n_chunks]
 
-    @torch.inference_mode(mode=False)  # later changes may come in it, or outside it
+    @torch.inference_mode(mode=False)  # later changes may come inside or outside inference mode
     def _whole(self) -> Tensor:
         return self._mover.upload(torch.from_numpy(self._numbers.copy()))
 
@@ -114,6 +114,6 @@ def pages_of(x: Tensor, layout: CacheLayout) -> Tensor:
 
 
 def slices(n: int, size: int) -> Iterator[slice]:
-    """Yield `0..n-1` in runs of at most `size`, and of one at least."""
+    """Yield `0..n-1` in runs of at most `size`; a `size` below 1 counts as 1."""
     for start in range(0, n, max(size, 1)):
         yield slice(start, min(start + max(size, 1), n))

@@ -1,7 +1,7 @@
-"""The tiers in memory: pools of slots for pages, least recently used out first.
+"""The tiers in memory: pools of slots for pages. The least recently used pages leave first.
 
-The device's pool is one tensor for keys and one for values, which kernels read where pages lie. The host's pool grows
-by slabs of page-locked memory; nothing that it holds is ever copied to another place.
+The device's pool is one tensor for keys and one for values, which kernels read in place. The host's pool grows by slabs
+of page-locked memory and never moves pages.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from lce.cache.tier import Nowhere, Tier, Traffic, joined
 from lce.errors import CapacityError
 from lce.profiling import timed
 
-AT_ONCE = 64 << 20  # bytes of pages that are read from a lower tier, or written to it, in one go
+AT_ONCE = 64 << 20  # bytes of pages read from a lower tier, or written to it, at a time
 
 
 class Pool(Tier):
-    """Slots for pages in one kind of memory, as `format` stores them: at most `limit` of them.
+    """A tier of at most `limit` slots in one kind of memory, for pages as `format` stores them.
 
-    Pages of the first `pinned_chunks` chunks never leave. Without `slab_slots` all slots are one slab: there from the
-    start, or growing by half where there is no limit. Else slabs of so many slots come as they are needed. Bookkeeping
-    takes 24 bytes a slot and 8 a page of the context. Time to free slots: O(n_slots / 16), and now and then O(n_slots).
+    Pages of the first `pinned_chunks` chunks never leave. Without `slab_slots` all slots are one slab: allocated at the
+    start, or growing by half if there is no limit. Otherwise slabs of `slab_slots` slots are added as needed.
+    Bookkeeping takes 24 bytes a slot and 8 a page of the context. Time to free slots: O(n_slots / 16), and now and then
+    O(n_slots).
 
-    A slot holds a page if its `group` and `chunk` say so and the index leads to it. An interruption may leave a slot
-    to which the index does not lead: it is as good as free.
+    A slot holds a page if its `group` and `chunk` name the page and the index leads to the slot. After an interruption
+    the index may not lead to a slot: the slot counts as free.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Pool(Tier):
         self.traffic = Traffic()
         self.clock = 0  # requests so far
         self.slab_slots = slab_slots
-        self.slot = PageTable(layout, mover)  # of each page
+        self.slot = PageTable(layout, mover)  # slot of each page
         self._queue = SlotQueue()
         self._slots = Slots.none()
         if slab_slots is None:
@@ -84,12 +85,12 @@ class Pool(Tier):
 
     @property
     def n_free(self) -> int:
-        """Pages that can come without one leaving."""
+        """How many pages can come without another leaving."""
         return UNBOUNDED if self.limit == UNBOUNDED else int((self.group < 0).sum()) + self.limit - self.n_slots
 
     @property
     def capacity(self) -> int:
-        """Pages that can be here at once beside the pinned ones."""
+        """The most pages at once, besides pinned ones."""
         return self.limit - self.pinned_chunks * self.layout.n_layers * self.layout.n_groups
 
     @property
@@ -99,7 +100,7 @@ class Pool(Tier):
         return self.n_slots * self.page_bytes
 
     def find(self, pages: Pages) -> Numbers:
-        """Return the slot of each page, -1 where it is not here."""
+        """Return the slot of each page, -1 for missing pages."""
         return self.slot[pages]
 
     def holds(self, pages: Pages) -> NDArray[np.bool_]:
@@ -110,7 +111,7 @@ class Pool(Tier):
 
     @timed("cache")
     def bring(self, pages: Pages) -> Numbers:
-        """Have these pages, at most `capacity`, in slots; the slots. The pages stay there until the next request."""
+        """Bring at most `capacity` pages into slots; return the slots. The pages stay until the next request."""
         slots, missing = self._request(pages)
         missing = missing[self.below.order(pages.at(missing))]
         for some in slices(len(missing), AT_ONCE // self.page_bytes):
@@ -120,9 +121,9 @@ class Pool(Tier):
         return slots
 
     def fetch(self, pages: Pages) -> tuple[Fetch, Pages, Numbers] | None:
-        """Return `bring` as work for another thread, the pages that it brings, and their slots; None if all are there.
+        """Return `bring` as work for another thread, the missing pages, and their slots; None if no page is missing.
 
-        Until the work has ended, nobody else may use this pool or those below. Then `arrived` counts the pages.
+        Until the work has ended, nothing else may use this pool or the tiers below. Then call `arrived`.
         """
         self.clock += 1
         slots = self.find(pages)
@@ -135,21 +136,21 @@ class Pool(Tier):
         slabs, after = self._slots.slabs, self.mover.now()
 
         def work() -> None:
-            with torch.inference_mode():  # which is set for each thread
+            with torch.inference_mode():  # the mode is per thread
                 for some in slices(len(slots), AT_ONCE // self.page_bytes):
                     self.mover.put(slabs, slots[some], self.below.read(missing.at(some)), after, self._unpacked)
 
         return Fetch(work), missing, slots
 
     def arrived(self, pages: Pages, slots: Numbers) -> None:
-        """Count pages that were put into slots: they are there from now on."""
+        """Enter pages that were put into slots in the index."""
         self.used[slots], self.chunk[slots] = self.clock, pages.chunk
         self.group[slots] = pages.group
         self.slot[pages] = slots
         self.traffic.bytes_in += len(slots) * self.page_bytes
 
     def read(self, pages: Pages) -> Parts:
-        """Return copies of pages. Missing pages pass by: they get slots only where slots are free."""
+        """Return copies of pages. Missing pages get slots only if slots are free."""
         slots, missing = self._request(pages)
         if not len(missing):
             return self.take(slots)
@@ -188,7 +189,7 @@ class Pool(Tier):
         for some in slices(len(pages.group), self.capacity):
             self.clock += 1
             part = pages.at(some)
-            self._free(part)  # left by a call that failed
+            self._free(part)  # left by a failed call
             self._fill(part, tuple(x[some] for x in parts))
 
     def forget(self, pages: Pages) -> None:
@@ -208,14 +209,14 @@ class Pool(Tier):
         target.write(self._pages(slots), *converted(self.take(slots), self.format, target.format))
 
     def _unpacked(self, parts: Parts) -> Parts:
-        """Return pages of the tier below as this one stores them."""
+        """Convert pages of the tier below to this pool's format."""
         return converted(parts, self.below.format, self.format)
 
     def write_through(self, pages: Pages, *parts: Tensor) -> None:
-        """Begin to copy pages, which are about to be written here, to the pool below: they then leave without a copy.
+        """Begin to copy pages, which are about to be written here, to the pool below, so that they can leave at once.
 
-        As many as it has free slots for: the rest moves down when it leaves. With nothing below that pool there must be
-        slots for all: raises `CapacityError`.
+        Copies as many as that pool has free slots for; the other pages move down when they leave. Raises
+        `CapacityError` if that pool is the last tier and has no slots for all.
         """
         below = self.below
         if not self.mover.asynchronous or not isinstance(below, Pool):
@@ -234,7 +235,7 @@ class Pool(Tier):
             self._hand_down(held[some], target)
 
     def _request(self, pages: Pages) -> tuple[Numbers, Numbers]:
-        """Return the slots of pages, -1 where they are missing, and which are; their use is noted."""
+        """Return the slots of pages, -1 for missing ones, and which pages are missing; record their use."""
         self.clock += 1
         slots = self.find(pages)
         missing = np.flatnonzero(slots < 0)
@@ -247,14 +248,14 @@ class Pool(Tier):
         return Pages(self.group[slots], self.chunk[slots])
 
     def _fill(self, pages: Pages, parts: Parts, unpack: Unpack = lambda pages: pages) -> Numbers:
-        """Put pages into slots that are freed for them; the slots. They count once the index has them, at the end."""
+        """Put pages into vacated slots; return the slots. Pages are in the pool once the index has them, at the end."""
         slots = self._vacate(len(pages.group))
         self.mover.put(self._slots.slabs, slots, parts, unpack=unpack)
         self.arrived(pages, slots)
         return slots
 
     def _vacate(self, n: int) -> Numbers:
-        """Return `n` slots that were made free; dirty pages move down first."""
+        """Free `n` slots and return them; dirty pages move down first."""
         slots = self._victims(n)
         held = self._holding(slots)
         dirty = held[~self.below.holds(self._pages(held))]
@@ -273,7 +274,7 @@ class Pool(Tier):
         if len(slots) < n or (self.group[slots] < 0).sum() < min(n, n_free):  # slots became free since it was made
             free = np.ones(self.n_slots, bool)
             free[self._holding(np.arange(self.n_slots))] = False
-            self.group[free] = -1  # what an interruption left
+            self.group[free] = -1  # left by an interruption
             self._queue.renew(n, self._slots, free, (self.chunk < self.pinned_chunks) | (self.used >= self.clock))
             slots = self._queue.take(n, self._slots, self.clock)
         if len(slots) < n:
@@ -281,7 +282,7 @@ class Pool(Tier):
         return np.sort(slots)
 
     def release(self, slots: Numbers) -> None:
-        """Have the pages in these slots be the next to leave."""
+        """Mark the pages in these slots as the next to leave."""
         self.used[slots] = 0
         self._queue.clear()
 
@@ -292,17 +293,17 @@ class Pool(Tier):
         return held
 
     def _free(self, pages: Pages) -> None:
-        """Forget these pages here."""
+        """Remove pages from this pool."""
         slots = self.find(pages)
         self._drop(slots[slots >= 0])
 
     def _drop(self, slots: Numbers) -> None:
-        """Forget what these slots hold."""
+        """Free slots."""
         self.slot[self._pages(self._holding(slots))] = -1
         self.group[slots] = -1
 
     def _grow(self, n: int) -> None:
-        """Have at least `n` more slots, or as many as the limit allows."""
+        """Add at least `n` slots, or as many as the limit allows."""
         shapes, wanted = self.format.shapes, min(self.n_slots + n, self.limit)
         if self.slab_slots is None:
             n_slots = min(max(wanted, self.n_slots * 3 // 2), self.limit)

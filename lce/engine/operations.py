@@ -85,7 +85,7 @@ class OperationCount:
 class Operations:
     """The work for a text of `tokens` tokens: `prefill` in blocks of `block`, and `decode` of the last token.
 
-    For a method that selects chunks, `decode` is the mean over a chunk's tokens, because a summary is made once a
+    For a method that selects chunks, `decode` counts the last chunk's worth of tokens, because a summary is made once a
     chunk. `paper_figures` are figures of cost that the method's paper states, computed for this model.
     """
 
