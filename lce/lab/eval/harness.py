@@ -1,8 +1,8 @@
 """lce as a model of EleutherAI's lm-evaluation-harness: `--model lce --model_args pretrained=PATH,method=longheads`.
 
 The harness makes prompts and scores answers; `lce.lab.eval.requests` answers them. This module is the adapter: the
-class that the harness knows as `lce`, of the entry-point group `lm_eval.models`. Releases up to 0.4.13 read no entry
-point: there `lce eval harness`, or an import of this module, registers it. Needs the package lm_eval: `lce[harness]`.
+class that the harness knows as `lce`, in the entry-point group `lm_eval.models`. Releases up to 0.4.13 read no entry
+points; for them, `lce eval harness` or an import of this module registers the class. Needs lm_eval: `lce[harness]`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ except ImportError as error:
     raise UsageError(f"lm-evaluation-harness is needed: pip install 'lce[harness]' ({error})") from error
 
 NAME = "lce"
-_MARK = "\ue000 "  # no text has it; the space shows whether a chat template strips messages
+_MARK = "\ue000 "  # occurs in no text; the space shows whether a chat template strips messages
 _log = logging.getLogger(__name__)
 
 
@@ -82,7 +82,7 @@ class LceLM(TemplateLM):
     def create_from_arg_obj(
         cls, arg_dict: Mapping[str, Any], additional_config: Mapping[str, Any] | None = None
     ) -> LceLM:
-        """The model arguments come before the harness's own, whose default device is a GPU even where there is none."""
+        """Make the model; its arguments override the harness's own, whose default device is a GPU even without one."""
         own = {name: value for name, value in (additional_config or {}).items() if value is not None}
         if str(own.get("device", "")).startswith("cuda") and not torch.cuda.is_available():
             own["device"] = "auto"
@@ -90,7 +90,7 @@ class LceLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Return what tells the tokenizer apart in the harness's cache of requests."""
+        """The tokenizer's name in the harness's cache of requests."""
         return str(self.engine.fingerprint)
 
     @property
@@ -99,7 +99,7 @@ class LceLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Return the token before a text that has no context."""
+        """The token that precedes a text without context."""
         for token_id in (self.arguments.prefix_token_id, self.tokenizer.bos_id, self.eot_token_id):
             if token_id is not None:
                 return int(token_id)
@@ -126,7 +126,7 @@ class LceLM(TemplateLM):
         return [found[number] for number in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return each text in the harness's windows of `max_length` tokens, which do not overlap."""
+        """Return the log-likelihood of each text, read in windows of `max_length` tokens that do not overlap."""
         found = []
         with self._working("texts", len(requests), disable_tqdm) as tick:
             for (text,) in (request.args for request in requests):
@@ -153,7 +153,7 @@ class LceLM(TemplateLM):
 
     def _generating(self, given: dict[str, Any]) -> Generating:
         how = normalize_gen_kwargs(given, self.max_gen_toks)
-        if how["do_sample"] and how.get("seed") is None:  # the harness seeds torch: the same --seed draws the same
+        if how["do_sample"] and how.get("seed") is None:  # the harness seeds torch, so --seed decides this seed
             how["seed"] = int(torch.randint(1 << 62, ()))
         return generating(how)
 
@@ -167,17 +167,17 @@ class LceLM(TemplateLM):
 
     @contextmanager
     def _working(self, what: str, total: int, quiet: bool) -> Iterator[Callable[[], Any]]:
-        """Return a bar; yields what moves it. That a text is beyond the window was said when the model was loaded."""
+        """Show a progress bar and yield the function that advances the bar. Loading already warned of the window."""
         bar = tqdm(total=total, desc=f"lce: {what}", disable=quiet)
         with bar, warnings.catch_warnings():
             warnings.simplefilter("ignore", lce.WindowWarning)
             yield bar.update
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return the text of a chat; without a generation prompt its last message is left open, to be continued."""
+        """Return the text of a chat; without a generation prompt, the last message stays open for continuation."""
         try:
             return self._chat(chat_history, add_generation_prompt)
-        except DataError:  # many templates refuse a system's message
+        except DataError:  # many templates refuse a system message
             users = [message for message in chat_history if message.get("role") != "system"]
             if not users or len(users) == len(chat_history):
                 raise
@@ -195,7 +195,7 @@ class LceLM(TemplateLM):
         return begun if rest.startswith(" ") else begun.rstrip()
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return what the results say of the model."""
+        """Return the facts about the model that the harness writes into its results."""
         engine = self.engine
         return {
             "lce_version": lce.__version__,
@@ -206,14 +206,14 @@ class LceLM(TemplateLM):
         }
 
 
-if NAME not in model_registry:  # a release that reads entry points knows it already
+if NAME not in model_registry:  # a release that reads entry points has registered it
     register_model(NAME)(LceLM)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the command line of the harness, `lm_eval`, with these arguments; it knows the model `lce`.
+    """Run the harness's command line, `lm_eval`, with `arguments`; the model `lce` is registered.
 
-    Raises `UsageError` for what the harness itself refuses, such as a task that it does not have.
+    Raises `UsageError` for arguments that the harness refuses, such as unknown tasks.
     """
     from lm_eval.__main__ import cli_evaluate
 

@@ -1,8 +1,8 @@
 """Reads records of perplexity and makes tables of them: a row a method, a column a length or a run of positions.
 
-A table is one model in one setting: windows of which the last S tokens are scored, windows of which all are, or
-streams, whose columns end at powers of two. The record does not name its texts. A cell has all windows that the files
-have, each once, and a note says where methods were not asked the same ones.
+A table has one model and one of three settings: windows with the last S tokens scored, windows with all tokens scored,
+or streams, whose columns end at powers of two. The record does not name its texts. A cell has all windows in the
+files, each once. A note says where methods read different windows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lce.files import named
 from lce.lab.eval.naming import engine_key, method_names, model_names
 from lce.lab.eval.perplexity import Loss, Perplexity
 
-LossLine = tuple[Mapping[str, Any], Loss]  # what was asked, and its loss
+LossLine = tuple[Mapping[str, Any], Loss]  # what was read, and the loss
 MOST_TOKENS = 1 << 48
 
 
@@ -51,13 +51,13 @@ class LossTable:
         return sorted({column for _, column in self.cells}, key=lambda column: column.length)
 
     def as_object(self) -> dict[str, Any]:
-        """Return the table as JSON has it."""
+        """Return the table as a JSON object."""
         cells = [{**asdict(cell), "method": method} for (method, _), cell in self.cells.items()]
         return {"model": self.model, "setting": self.setting, "notes": self.notes, "cells": cells}
 
 
 def check_line(sample: Mapping[str, Any], _: Loss, file: str | Path) -> None:
-    """Raise `DataError` for a line that says no window of a text. Lines of a file are not trusted."""
+    """Raise `DataError` for a line that describes no window of a text. Lines of a file are not trusted."""
     setting, length, first = (sample.get(name) for name in ("setting", "length", "first"))
     stop = sample.get("stop", length)
     sound = all(type(n) is int for n in (length, first, stop)) and setting in ("windows", "stream")
@@ -70,7 +70,7 @@ def check_line(sample: Mapping[str, Any], _: Loss, file: str | Path) -> None:
 
 
 def loss_tables(lines: Sequence[LossLine]) -> Iterator[LossTable]:
-    """Return the tables of all lines, in the order of the files; lengths ascend."""
+    """Yield the tables of all lines, in the order of the files; lengths ascend."""
     names, models = method_names(lines), model_names(lines)
     for model in dict.fromkeys(str(sample.get("model")) for sample, _ in lines):
         mine = [line for line in lines if str(line[0].get("model")) == model]
@@ -94,7 +94,7 @@ def loss_tables(lines: Sequence[LossLine]) -> Iterator[LossTable]:
 
 
 def _settings(lines: Sequence[LossLine]) -> Iterator[tuple[str, list[LossLine]]]:
-    """Return the settings of one model's lines. A window that is no longer than its stride belongs to each of them."""
+    """Yield each setting and its lines, for one model. A window no longer than its stride belongs to every setting."""
     windows = [line for line in lines if line[0]["setting"] == "windows"]
     strides = sorted({sample["length"] - sample["first"] for sample, _ in windows if sample["first"] > 1})
     for stride in strides:
@@ -110,13 +110,13 @@ def _settings(lines: Sequence[LossLine]) -> Iterator[tuple[str, list[LossLine]]]
 
 
 def _border(sample: Mapping[str, Any]) -> int:
-    """What the lines of a column share: a window's length, or the power of two by which a run of a stream ends."""
+    """Return a line's column: a window's length, or the power of two by which a run of a stream ends."""
     length: int = sample["length"]
     return length if sample["setting"] == "windows" else 1 << (sample["stop"] - 1).bit_length()
 
 
 def _columns(lines: Sequence[LossLine]) -> dict[int, Column]:
-    """Return the columns of a table by their borders. A stream's are as long as what was read."""
+    """Return the columns of a table by border. Columns of a stream end where reading ended."""
     runs: dict[int, list[tuple[int, int]]] = {}
     for sample, _ in lines:
         runs.setdefault(_border(sample), []).append((sample["first"], sample.get("stop", sample["length"])))

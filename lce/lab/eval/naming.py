@@ -1,4 +1,4 @@
-"""What records say of an engine, and what tables call its model, method and task. Lines of records are not trusted."""
+"""How records describe an engine, and how tables name model, method and task. Lines of records are not trusted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lce import Engine
 
 MOST = 160  # characters of a name
-LONGEST_ENGINE = 4096  # characters of an engine's repr that is taken apart; ours have some 300
+LONGEST_ENGINE = 4096  # characters of an engine's repr to parse; ours have some 300
 PLAIN = str.maketrans({"|": "/", "`": "'", "<": "‹", ">": "›", "$": "?"})  # no tables, code, HTML or formulas
 OF_SAMPLE = "task task_knobs filler length samples seed depths questions mode index number".split()
 OF_ENGINE = "model engine rope weights kv_dtype".split()
@@ -22,7 +22,7 @@ AS_USUAL = frozenset([*OF_SAMPLE, *OF_ENGINE])
 
 
 class Told(Protocol):
-    """What a line tells of its engine besides the sample; None where it does not."""
+    """The engine's fields in a record's line, besides the sample; None for a missing field."""
 
     @property
     def method(self) -> str | None: ...
@@ -47,41 +47,41 @@ def described(engine: Engine) -> dict[str, str]:
 
 
 def told(engine: Engine) -> dict[str, Any]:
-    """Return what a record says of an engine besides, to read and to sort."""
+    """Return further facts that a record keeps about an engine, for reading and sorting."""
     method = engine.method
     about = {"method": method.label, "knobs": knob_values(method)}
     return {**about, "window": engine.window, "version": lce.__version__}
 
 
 def knob_values(method: Any) -> dict[str, Any]:
-    """Return a method's or a task's knobs, as values that JSON has."""
+    """Return a method's or a task's knobs as JSON values."""
     values = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
     plain = (str, int, float, type(None))  # a bool is an int
     return {name: value if isinstance(value, plain) else repr(value) for name, value in values.items()}
 
 
 def cut(text: str) -> str:
-    """Return a name as tables and pictures have it: short, on one line, without what Markdown would read."""
+    """Return a name for tables and pictures: short, on one line, without Markdown's signs."""
     plain = "".join(c if c.isprintable() else "?" for c in text).translate(PLAIN).replace("](", "] (")
     return plain if len(plain) <= MOST else f"{plain[: MOST - 3]}..."
 
 
 def way_of(sample: Mapping[str, Any]) -> str:
-    """Knobs of the task, filler and mode as a short text, without what is as usual; and what else there is."""
+    """Return the fields of a sample that differ from the usual as a short text: knobs, filler, mode and any others."""
     knobs = sample.get("task_knobs")
     parts = [f"{k}={v}" for k, v in knobs.items()] if isinstance(knobs, dict) else []
     if (filler := sample.get("filler")) not in ("prose", "none", None):
         parts.append(str(filler))
     if mode := sample.get("mode"):
         parts.append(f"mode {mode}")
-    if "number" in sample:  # those that a method missed: not to be compared with all
+    if "number" in sample:  # only samples that a method missed: not comparable
         parts.append("asked again by lce eval why")
     parts += [f"{name}={sample[name]}" for name in sorted(sample.keys() - AS_USUAL)]
     return cut(", ".join(parts))
 
 
 def model_names(lines: Iterable[Line]) -> dict[str, str]:
-    """Return what each model is called: as the user did, with a part of its fingerprint."""
+    """Return a name for each model: the user's name and a part of the fingerprint."""
     called: dict[str, str] = {}
     for sample, answer in lines:
         model = str(sample.get("model"))
@@ -94,9 +94,9 @@ def engine_key(sample: Mapping[str, Any]) -> EngineKey:
 
 
 def method_names(lines: Iterable[Line], without: Collection[str] = ()) -> dict[EngineKey, str]:
-    """Return what tables call each engine: its method, and what tells it from others of the same method and model.
+    """Return a name for each engine: its method, and the knobs that differ among engines of this method and model.
 
-    Knobs in `without` do not tell engines apart: those that differ in them alone have one name.
+    Engines that differ only in knobs of `without` share a name.
     """
     groups: dict[tuple[str, str], dict[EngineKey, dict[str, str]]] = {}
     seen: set[EngineKey] = set()
@@ -116,7 +116,7 @@ def method_names(lines: Iterable[Line], without: Collection[str] = ()) -> dict[E
 
 
 def _telling(engines: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return few knobs that tell engines apart as well as all of them do; the first ones where there is a choice."""
+    """Return few knobs that distinguish `engines` as well as all knobs do; earlier knobs are preferred."""
 
     def n_told(knobs: Iterable[str]) -> int:
         return len({tuple(engine.get(knob) for knob in knobs) for engine in engines})
@@ -130,7 +130,7 @@ def _telling(engines: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def engine_parts(sample: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
-    """Return the method's class, and by name its knobs and all else that an engine's repr tells.
+    """Return the method's class, and the knobs and other fields of an engine's repr by name.
 
     Example: `Engine(Streaming(sinks=4, local=508), window=512, block=512, cpu, torch.float32)`.
     """
@@ -150,19 +150,19 @@ def engine_parts(sample: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
 
 
 def window_of(line: Line) -> int:
-    """Return the window that a sample was asked with; 0 where it is not told."""
+    """Return the window that a sample was asked with; 0 if unknown."""
     sample, answer = line
     return answer.window or int(engine_parts(sample)[1].get("window", 0))
 
 
 def _value(text: str) -> str:
-    """Return a knob's value without quotes; of what was read from a file, `Maps('name', digest)`, the digest."""
+    """Return a knob's value without quotes; for a value read from a file, `Maps('name', digest)`, return the digest."""
     read = re.fullmatch(r"\w+\('[^']*', (\w+)\)", text)
     return read[1] if read else text.strip("'")
 
 
 def _rope(text: str) -> str:
-    """`linear x4` of a RoPE scaling's repr."""
+    """Return a RoPE scaling's repr in short, such as `linear x4`."""
     kind, factor = re.search(r"kind='(\w+)'", text), re.search(r"\bfactor=(\d+\.?\d*)", text)
     if kind is None or factor is None:
         return text
@@ -170,7 +170,7 @@ def _rope(text: str) -> str:
 
 
 def _split(text: str) -> list[str]:
-    """`a=1, b=f(2, 3)` at the commas that no bracket encloses."""
+    """Split a text such as `a=1, b=f(2, 3)` at the commas outside brackets."""
     parts, depth = [""], 0
     for char in text:
         depth += (char in "([{") - (char in ")]}")

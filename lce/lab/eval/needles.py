@@ -1,4 +1,4 @@
-"""The facts that are hidden in a haystack and then asked for.
+"""The facts that a haystack hides and a question asks for.
 
 A needle is a statement, a question whose last words begin the answer, and the answer. The pass key is worded as in
 the passkey task of Mohtashami and Jaggi (2023), which states it twice.
@@ -19,7 +19,7 @@ from lce.lab.eval.prose import ANIMALS, COLOURS, FOODS, NAMES, PLACES, THINGS
 class Needle:
     """One hidden fact.
 
-    `statement` goes into the text; `question` ends the prompt, and a model that read the statement goes on with
+    `statement` goes into the text. `question` ends the prompt. A model that read the statement continues with
     `answer`. Example: `passkey(Random(0))` asks "What is the pass key? The pass key is" for five digits.
     """
 
@@ -30,7 +30,7 @@ class Needle:
 
 
 _DRAWN = {"name": NAMES, "colour": COLOURS, "thing": THINGS, "animal": ANIMALS, "place": PLACES, "food": FOODS}
-# What is drawn, in this order; the statement, the question and the answer; the topic.
+# The fields to draw, in order; the statement, the question and the answer; the topic.
 _KINDS = {
     "passkey": (
         "5", "The pass key is {5}. Remember it. {5} is the pass key.", "What is the pass key? The pass key is", "{5}",

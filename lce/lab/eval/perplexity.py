@@ -1,16 +1,16 @@
 """Perplexity of texts by length, in two settings.
 
 Windows, the setting of the papers on PG19 (Press et al., 2022; S = 256 in Chen et al., 2023, and in the code of Dual
-Chunk Attention): a window of `length` tokens slides over the text in steps of `stride`. Each is read from its own
-beginning, as a text of its own without a beginning token. Its last `stride` tokens are scored (`last`), so that each
-token of the text is scored once, behind at least `length - stride` others; or all of them are (`all`), as that code
-does. Windows of several lengths end at the same tokens: what differs is how much comes before.
+Chunk Attention): a window of `length` tokens slides over the text in steps of `stride`. Each window is read as a text
+of its own without a beginning token. With `last`, the last `stride` tokens are scored, so each token of the text is
+scored once, behind at least `length - stride` others. With `all`, as in that code, all tokens are scored. Windows of
+several lengths end at the same tokens and differ in how much precedes them.
 
-Stream: one pass over each text, each token scored once behind all tokens before it, and the mean by position.
+Stream: one pass over each text scores each token behind all earlier tokens; means are by position.
 
 The perplexity is `exp` of the mean negative log-likelihood a token. Its 95% interval is Student's, over windows, or
-over runs of `stride` tokens of a stream; a ratio estimate, where these are of several sizes. Neighbouring windows of
-one text are more alike than windows of different texts, and with `all` they overlap: then the interval is too narrow.
+over runs of `stride` tokens of a stream; with several sizes it is a ratio estimate. The interval is too narrow where
+windows are alike (neighbours in one text) or overlap (with `all`).
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class Text:
         return cls(name, engine.tokenizer.encode(text, bos=False))
 
     def hash(self, start: int, stop: int) -> str:
-        """Return a short hash that tells some tokens from others."""
+        """Return a short hash of the tokens `start..stop-1`."""
         return hashlib.sha256(array("q", self.ids[start:stop]).tobytes()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Loss:
-    """The negative log-likelihood of some tokens together, and what is told besides, as in `Answer`."""
+    """The summed negative log-likelihood of some tokens; the other fields are as in `Answer`."""
 
     positive: ClassVar = ("tokens", "window")
     shares: ClassVar = ()
@@ -76,7 +76,7 @@ class Losses(Lines[Loss]):
 class Perplexity:
     """The perplexity at one length, or of the tokens `first..length-1` of streams, with its 95% interval.
 
-    `samples` windows, or runs of a stream, have `tokens` scored tokens in all. The interval is None for a single one.
+    `samples` windows, or runs of a stream, have `tokens` scored tokens in all. One sample has no interval: None.
     """
 
     method: str
@@ -120,10 +120,10 @@ def windows(
     scored: str = "last", most: int | None = None, record: Losses | None = None,
     about: Mapping[str, Any] | None = None, progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:  # fmt: skip
-    """Return perplexity in windows of `length` tokens, which end where those of `longest` tokens do.
+    """Return the perplexity in windows of `length` tokens that end where windows of `longest` tokens end.
 
-    `most` bounds the windows of all texts together: they are spread evenly. Windows that `record` has are not read
-    again; `about` are fields of `Loss` that it gets besides. Raises `UsageError` where no text has `longest` tokens.
+    `most` bounds the windows of all texts together, spread evenly. Windows in `record` are not read again. `about` has
+    further fields of `Loss` to record. Raises `UsageError` if no text has `longest` tokens.
     """
     check(stride, scored)
     found = ends(texts, max(length, longest), stride, most)
@@ -151,10 +151,10 @@ def stream(
     record: Losses | None = None, about: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Perplexity]:  # fmt: skip
-    """Return perplexity by position in one pass over each text, or over its first `max(lengths)` tokens.
+    """Return the perplexity by position, from one pass over the first `max(lengths)` tokens of each text.
 
-    One for each of the `lengths`, of the tokens from the length before it on. A text that `record` has whole is not
-    read again; `about` are fields of `Loss` that it gets besides. Lengths that no text reaches into are left out.
+    Each of `lengths` has one perplexity, of the tokens since the length before. A text that is complete in `record` is
+    not read again. `about` has further fields of `Loss` to record. Lengths that no text reaches are left out.
     """
     check(stride, "last")
     borders = sorted(set(lengths))
@@ -180,7 +180,7 @@ def _streamed(
     engine: Engine, text: Text, n: int, borders: Sequence[int], stride: int, record: Losses | None,
     about: Mapping[str, Any], before: int, total: int, progress: Callable[[int, int], None] | None,
 ) -> Iterator[tuple[int, Loss]]:  # fmt: skip
-    """Return the losses of runs of at most `stride` tokens, each with the border that it comes before."""
+    """Yield the losses of runs of at most `stride` tokens, each behind the border that ends its column."""
     runs = list(_runs(n, borders, stride))
     whole = {**_asked(engine, "stream"), "length": n, "text": text.hash(0, n)}
     keys = [{**whole, "first": first, "stop": stop} for first, stop, _ in runs]
@@ -200,7 +200,7 @@ def _streamed(
 
 
 def _runs(n: int, borders: Sequence[int], stride: int) -> Iterator[tuple[int, int, int]]:
-    """Return tokens `1..n-1` in runs: `first, stop`, and the border before which the run is. Time: O(n / stride)."""
+    """Yield tokens `1..n-1` in runs: `first, stop`, and the next border. Time: O(n / stride)."""
     first = 1
     for border in borders:
         while first < min(border, n):
@@ -210,7 +210,7 @@ def _runs(n: int, borders: Sequence[int], stride: int) -> Iterator[tuple[int, in
 
 
 def ends(texts: Sequence[Text], length: int, stride: int, most: int | None = None) -> list[tuple[Text, int]]:
-    """Return where the windows of `length` tokens end, by text; `most` of them, spread evenly, where it is given."""
+    """Return each window of `length` tokens as its text and end; `most` windows, spread evenly, if given."""
     found = [(text, end) for text in texts for end in range(length, len(text.ids) + 1, stride)]
     if not found:
         longest = max((len(text.ids) for text in texts), default=0)
@@ -231,7 +231,7 @@ def check(stride: int, scored: str) -> None:
 
 
 def _asked(engine: Engine, setting: str) -> dict[str, Any]:
-    """Return what a loss depends on besides the tokens."""
+    """Return the facts that a loss depends on besides the tokens."""
     return {"task": "perplexity", "setting": setting, **described(engine)}
 
 

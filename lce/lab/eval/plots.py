@@ -1,7 +1,7 @@
 """Pictures of a report: scores by length, bytes read and depth, methods side by side, perplexities, and recall.
 
-They are PNG files 1,000 pixels wide, which a phone shows at full width with legible letters. Colours are those of Okabe
-and Ito, which the colour-blind tell apart. Methods also differ in markers and lines; cells of heat maps have numbers.
+PNG files are 1,000 pixels wide, so a phone shows them legibly at full width. Colours are Okabe and Ito's, which the
+colour-blind can distinguish. Methods also differ in markers and lines; cells of heat maps have numbers.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 WIDTH, DPI, LETTERS = 5.0, 200, 11  # inches, pixels an inch, points
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito, without yellow
 MARKERS, LINES = "osD^vPX*<>", ("-", "--", ":", "-.")
-APART, MOST_APART = 0.06, 0.5  # of a factor of two: what keeps equal scores of several methods visible side by side
-BINS = 5  # of depths, where none were asked for
+APART, MOST_APART = 0.06, 0.5  # factors of two between methods, so that equal scores stay visible
+BINS = 5  # of depths, if none were asked for
 Span = tuple[float, float, float]  # a value and the ends of its interval
 MOST_METHODS, MOST_PANELS, MOST_COLUMNS, MOST_DEPTHS = 40, 12, 3, 20  # in one picture
 
 
 def draw_all(report: Report, folder: str | Path) -> list[Path]:
-    """Draw every table of a report into PNG files of a folder, which is made. Returns their paths.
+    """Draw every table of a report as a PNG file in `folder`, which is made if missing. Return the files' paths.
 
     Each file appears whole or not at all. Raises `UsageError` without matplotlib, and for a folder that cannot be used.
     """
@@ -56,7 +56,7 @@ def draw_all(report: Report, folder: str | Path) -> list[Path]:
 
 
 def figures(report: Report) -> Iterator[tuple[str, Figure]]:
-    """Return the pictures of a report and their names, each used once."""
+    """Yield the pictures of a report with unique names."""
     used: set[str] = set()
 
     def name(*parts: str) -> str:
@@ -81,7 +81,7 @@ def figures(report: Report) -> Iterator[tuple[str, Figure]]:
 
 
 def by_length(table: Table) -> Figure | None:
-    """Draw scores by length, with intervals, and the ceiling as a line across."""
+    """Draw scores by length, with intervals, and the ceiling as a horizontal line."""
     if not table.cells:
         return None
     figure, axes = _figure(table, 4.6)
@@ -96,7 +96,7 @@ def by_length(table: Table) -> Figure | None:
 
 
 def perplexities(table: LossTable) -> Figure:
-    """Draw perplexities by length or position, with intervals; a line stands at the end of the window."""
+    """Draw perplexities by length or position, with intervals; a vertical line marks the end of the window."""
     figure, axes = _figure(table, 4.6)
     for number, method in enumerate(_methods(table)):
         cells = [
@@ -115,7 +115,7 @@ def perplexities(table: LossTable) -> Figure:
 
 
 def recall_by_bytes(table: SelectionTable) -> Figure:
-    """Recall of true attention by what a query reads, a panel a length; a line joins the budgets of a method."""
+    """Draw recall of true attention by the bytes a query reads, a panel a length; a line joins a method's budgets."""
     from matplotlib.figure import Figure
 
     lengths, shown = table.lengths[:MOST_PANELS], _methods(table)
@@ -148,7 +148,7 @@ def _by_tokens(axes: Axes, lengths: Sequence[int]) -> None:
 
 
 def by_bytes(table: Table) -> Figure | None:
-    """Scores by what a decode step reads; a line joins the lengths of a method, the longest of which is named."""
+    """Draw scores by the bytes a decode step reads; a line joins a method's lengths; the longest has a label."""
     figure, axes = _figure(table, 4.6)
     drawn = False
     for number, method in enumerate(_methods(table)):
@@ -209,7 +209,7 @@ def _heat(table: Table, method: str, bands: Sequence[tuple[float, float]]) -> li
 
 
 def side_by_side(tables: Sequence[Table]) -> Figure:
-    """Methods of one model side by side: a panel a task, at the longest length that most methods were asked at."""
+    """Draw the methods of one model: a panel a task, at the longest length that most methods were asked at."""
     from matplotlib.figure import Figure
 
     columns = min(MOST_COLUMNS, len(tables))
@@ -248,7 +248,7 @@ def _methods(table: Table | LossTable | SelectionTable) -> list[str]:
 
 
 def _row(table: Table, method: str) -> list[tuple[int, Any]]:
-    """Return the lengths at which a method was asked, with their places."""
+    """Return the lengths at which a method was asked, with the places of the cells."""
     return [(place.length, place) for place in table.places(method) if place in table.cells]
 
 
@@ -261,7 +261,7 @@ def _figure(table: Table | LossTable, height: float) -> tuple[Figure, Axes]:
 
 
 def _line(axes: Axes, method: str, number: int, x: Sequence[float], spans: Sequence[Span]) -> None:
-    """Draw a method's values with their intervals, in a colour, a marker and a line of its own."""
+    """Draw a method's values with intervals; each method has its own colour, marker and line."""
     axes.errorbar(
         x, [value for value, _, _ in spans], yerr=_errors(spans), label=_wrapped(method), capsize=3, linewidth=1.6,
         elinewidth=0.9, markersize=6, color=COLOURS[number % len(COLOURS)], marker=MARKERS[number % len(MARKERS)],
@@ -270,7 +270,7 @@ def _line(axes: Axes, method: str, number: int, x: Sequence[float], spans: Seque
 
 
 def _errors(spans: Sequence[Span]) -> list[list[float]]:
-    """Return how far the ends of the intervals are from the values; rounding may put an end on the other side."""
+    """Return the distances from values to the ends of their intervals, at least 0 despite rounding."""
     return [[max(0.0, value - low) for value, low, _ in spans], [max(0.0, high - value) for value, _, high in spans]]
 
 
@@ -307,10 +307,10 @@ def _title(table: Table, *, model: bool = True) -> str:
 
 
 def _wrapped(method: str, most: int = 22) -> str:
-    """A method's name as legends have it: in lines of at most `most` letters; there is room for two side by side."""
+    """Return a method's name in lines of at most `most` letters, so that two fit side by side in a legend."""
     return "\n".join(textwrap.wrap(method, most)[:5])
 
 
 def _short(length: int) -> str:
-    """`8k` for 8,192."""
+    """Return a length in short, such as `8k` for 8,192."""
     return f"{length // 1024}k" if length % 1024 == 0 else f"{length:,}"

@@ -1,9 +1,9 @@
-"""Many texts read with one context: the tokens that two texts have in common at their beginning are read once.
+"""Reads many texts with one context; a beginning that texts share is read once.
 
 Few-shot examples come before every question of a task, and a document before each of its questions. Texts are read in
-sorted order. Where the next text begins as this one does, the context is marked, and goes back to the mark for the next
-text. Nothing is copied. Marks stand at borders of blocks, so every text is read in the same blocks as when it is read
-alone: its results do not depend on the other texts.
+sorted order. Where the next text shares this text's beginning, the context is marked and later goes back to the mark.
+Nothing is copied. Marks stand at borders of blocks, so every text is read in the same blocks as alone, and its results
+do not depend on the other texts.
 
     with blocks of 2      a b c d e     a b c f     a b c f     g h
     is read               a b c d e         c f                 g h
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 def read_all(
     engine: Engine, texts: Sequence[Sequence[int]], lengths: Sequence[int] | None = None
 ) -> Iterator[tuple[int, Context]]:
-    """Read each text, a list of token ids; yields its number and the context, which then holds that text.
+    """Read each text, a list of token ids; yield the text's number and the context that holds the text.
 
-    Every text comes once, in sorted order. What the caller adds to the context is taken back before the next text.
-    `lengths` announces how long the context becomes with each text, by default as long as the text. Under the RoPE
-    scaling `dynamic`, which depends on the announced length, only equal texts are read together. Bytes: one context.
-    Raises `CapacityError` before any work if the longest cannot fit.
+    Every text comes once, in sorted order. Tokens that the caller adds to the context are dropped before the next text.
+    `lengths` announces the context's length for each text, by default the text's. Under the RoPE scaling `dynamic`,
+    which depends on the announced length, only equal texts are read together. Bytes: one context. Raises
+    `CapacityError` before any work if the longest cannot fit.
     """
     if not texts:
         return
@@ -47,7 +47,7 @@ def read_all(
 
 
 class _Reader:
-    """A context that goes from text to text. `marks` are the beginnings that it can go back to, the longest last."""
+    """A context that reads text after text. `marks` are the beginnings it can return to, the longest last."""
 
     def __init__(self, engine: Engine, length: int) -> None:
         self.engine = engine
@@ -55,7 +55,7 @@ class _Reader:
         self.marks = [self.context.mark()]
 
     def read(self, text: Sequence[int], n_kept: int) -> Context:
-        """Have the context hold `text`; of its first `n_kept` tokens, whole blocks are marked for a later text."""
+        """Make the context hold `text`; mark the whole blocks of its first `n_kept` tokens for a later text."""
         context, block = self.context, self.engine.block
         n_known = n_common(context.token_ids, text)
         while not self._is_usable(self.marks[-1].n_tokens, n_known, len(text)):
@@ -68,12 +68,12 @@ class _Reader:
         return context
 
     def _is_usable(self, n_marked: int, n_known: int, n_wanted: int) -> bool:
-        """Return whether a mark is the beginning of a text, at the border of a block, or the text itself."""
+        """Return whether a mark is a text's beginning that ends at the border of a block, or the whole text."""
         return n_marked <= n_known and (n_marked % self.engine.block == 0 or n_marked == n_wanted)
 
 
 def n_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the longest common beginning."""
+    """Return the length of the longest common prefix."""
     n = min(len(one), len(other))
     if one[:n] == other[:n]:
         return n

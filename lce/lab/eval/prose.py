@@ -1,8 +1,8 @@
 """Endless simple English prose from a seed: the filler of haystacks and the demo model's training text.
 
 The prose comes in small scenes. A scene picks a place, a few people and a few things, and tells four to nine
-sentences about them, so that names and nouns recur nearby as they do in real text. Nothing in it states a
-fact that `lce.lab.eval.needles` could ask about.
+sentences about them, so names and nouns recur nearby as in real text. No sentence states a fact that
+`lce.lab.eval.needles` could ask about.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _TEMPLATES = (
 
 
 def scene(rng: Random) -> list[str]:
-    """Four to nine sentences about one place, two people and two things."""
+    """Return four to nine sentences about one place, two people and two things."""
     place, places = rng.choice(PLACES), rng.sample(PLACES, 2)
     people, things, animal = rng.sample(NAMES, 2), rng.sample(THINGS, 2), rng.choice(ANIMALS)
     sentences = []
@@ -100,6 +100,6 @@ def scene(rng: Random) -> list[str]:
 
 
 def sentences(rng: Random) -> Iterator[str]:
-    """Endless prose, a sentence at a time."""
+    """Yield endless prose, a sentence at a time."""
     while True:
         yield from scene(rng)

@@ -1,7 +1,7 @@
 """A record of answered samples, so that a long evaluation can be interrupted, resumed and shared out.
 
-The file has one JSON line an answer: everything that the answer depends on, by which the sample is found again, and the
-fields of `Answer`. A sample in it is not asked again.
+The file has one JSON line an answer: everything that the answer depends on, which identifies the sample, and the fields
+of `Answer`. A recorded sample is not asked again.
 
 Lines are appended under a lock and flushed to disk, so several processes may add to one file. An incomplete last line,
 left by a crash, is ignored and then overwritten. A file whose last line begins in another way is refused.
@@ -25,34 +25,34 @@ from lce.files import check_target, lock, named, open_regular, unwritable
 
 BEGINNING = b'{"task": '  # of every line
 LARGEST_FILE = 1 << 30  # bytes; a line has some 1,500
-MOST = 1 << 62  # of what a line says
+MOST = 1 << 62  # largest number in a line
 LOCK_TRIES, LOCK_PAUSE_S = 50, 0.1  # another process holds the lock while it writes one line
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A model's answer to a sample, how it is scored, and what is told besides; None for what a line does not have."""
+    """A model's answer to a sample, its score, and facts about both; None for fields that a line does not have."""
 
     positive: ClassVar = ()
     shares: ClassVar = ("score", "depth", "chance")
 
     right: bool  # whether the score is 1
     prompt: str | None = None  # a hash of the text
-    expected: str | list[str] | None = None  # a perfect answer, or what the metric looks for
+    expected: str | list[str] | None = None  # a perfect answer, or the texts that the metric looks for
     answer: str | None = None
     score: float | None = None  # 0 to 1
     metric: str | None = None
-    document: int | None = None  # several questions may be asked of one
+    document: int | None = None  # its number; a document may have several questions
     depth: float | None = None  # of the first fact: 0 is the document's beginning, 1 its end
-    chance: float | None = None  # what the perfect answer to another sample would score
-    prompt_tokens: int | None = None  # all that the model had read before it answered
-    read_bytes: int | None = None  # of keys, values and what is kept of them, by a decode step behind the answer
+    chance: float | None = None  # the score of another sample's perfect answer
+    prompt_tokens: int | None = None  # all tokens read before the answer
+    read_bytes: int | None = None  # of keys, values and their summaries, by a decode step behind the answer
     method: str | None = None
     knobs: dict[str, Any] | None = None  # of the method, as it was resolved for the window
     window: int | None = None
     checkpoint: str | None = None  # what the user called the model
     version: str | None = None  # of lce
-    ceiling: bool | None = None  # whether it was asked to learn what the model can do within its window
+    ceiling: bool | None = None  # whether the sample measures the ceiling within the window
 
     @property
     def value(self) -> float:
@@ -61,9 +61,9 @@ class Answer:
 
 
 def is_sound(line: Any) -> bool:
-    """Return whether each field of a dataclass is of its type and in its range. Lines of a file are not trusted.
+    """Return whether each field of `line` has its type and is in range. Lines of a file are not trusted.
 
-    Numbers are finite and not negative; those of `positive` are above 0, and those of `shares` are at most 1.
+    Numbers are finite and not negative. Fields named in `positive` are above 0, fields named in `shares` at most 1.
     """
     hints, positive, shares = get_type_hints(type(line)), line.positive, line.shares
     found = {field.name: getattr(line, field.name) for field in dataclasses.fields(line)}
@@ -91,7 +91,7 @@ Kind = TypeVar("Kind")
 
 
 class Lines(Generic[Kind]):
-    """The lines of one file, whose samples have something of one kind, such as an `Answer`.
+    """The lines of one file; each has a sample and a value of one kind, such as an `Answer`.
 
     Raises `DataError` for a file that cannot be used, before any work.
     """
@@ -140,29 +140,29 @@ class Lines(Generic[Kind]):
         return DataError(f"{named(self.path)} is no record of {found}; correct the line, or name another file")
 
     def values(self, name: str) -> set[str]:
-        """Return the texts that the samples in the file have under a name."""
+        """Return the texts of the samples' field `name`."""
         return self._values.get(name, set())
 
     def get(self, sample: dict[str, Any]) -> Kind | None:
-        """Return what is recorded of a sample; None where nothing is."""
+        """Return the recorded value of a sample; None without one."""
         return self._answers.get(_key(sample), (None, None))[1]
 
     def items(self) -> Iterator[tuple[str, dict[str, Any], Kind]]:
-        """Each sample once, with the last answer: a text by which it is known in any file, the sample, the answer."""
+        """Yield each sample once: a text that identifies the sample in any file, the sample, the last answer."""
         return ((key, *found) for key, found in self._answers.items())
 
     def prepare(self) -> None:
-        """Raise `DataError` where no answer can be added."""
+        """Raise `DataError` if no answer can be added."""
         self._opened().close()
 
     def add(self, sample: dict[str, Any], answer: Kind) -> None:
-        """Append one answer to the file. Raises `CapacityError` where the disk is full; the file stays whole then."""
+        """Append one answer to the file. Raises `CapacityError` if the disk is full; the file then stays whole."""
         self.add_all([(sample, answer)])
 
     def add_all(self, answered: Sequence[tuple[dict[str, Any], Kind]]) -> None:
-        """As `add`, all in one go. A process that is killed meanwhile leaves the first of them, each whole."""
+        """Append several answers in one write. A process killed meanwhile leaves the first few, each whole."""
         for _, answer in answered:
-            if not is_sound(answer):  # with its line the file could not be read again
+            if not is_sound(answer):  # this line would make the file unreadable
                 found = shown(repr(answer), 240)
                 raise DataError(
                     f"cannot record {found}: a number is NaN or out of its range; check the model's weights"
@@ -185,7 +185,7 @@ class Lines(Generic[Kind]):
         self._answers.update((_key(sample), (sample, answer)) for sample, answer in answered)
 
     def _opened(self) -> io.FileIO:
-        """Return the file, made if need be. An object closes it, and gives up its lock, wherever Ctrl-C comes."""
+        """Open the file, made if missing. The file object closes the file and frees its lock at any Ctrl-C."""
         check_target(self.path)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
@@ -200,18 +200,18 @@ class Record(Lines[Answer]):
     kind = Answer
 
     def given(self, sample: dict[str, Any], prompt: str) -> Answer | None:
-        """Return the recorded answer to this sample; None without one, and for one to another prompt."""
+        """Return the recorded answer to this sample and prompt, or None."""
         found = self.get(sample)
         return found if found is not None and found.prompt in (None, text_hash(prompt)) else None
 
 
 def text_hash(text: str) -> str:
-    """Return a short hash that tells prompts apart."""
+    """Return a short hash of a prompt."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def _lock(descriptor: int, path: Path) -> None:
-    """Lock the file; waits a little for a process that is adding a line."""
+    """Lock the file; wait briefly for a process that is adding a line."""
     for _ in range(LOCK_TRIES):
         try:
             return lock(descriptor, path)

@@ -3,12 +3,12 @@
 Records of perplexity and of selection have tables of their own (`lce.lab.eval.losses`, `lce.lab.eval.selections`). The
 following is about answers.
 
-A cell is one task, asked in one way of one model, by one method at one length: the mean score of its samples, with the
-95% interval of `lce.lab.eval.scores`. Samples that are in several files count once.
+A cell has one task, asked in one way of one model with one method at one length. It has the samples' mean score and the
+95% interval of `lce.lab.eval.scores`. Samples in several files count once.
 
-A task's ceiling is what the model can do within its window: the score of `full` at the samples that `Suite` asks for
-that, or else at the largest length within the window. A task whose ceiling is not clearly above chance, or below 0.5,
-does not tell methods apart, and neither does a length at which every method has the ceiling's score: notes say so.
+A task's ceiling is the model's score within its window: the score of `full` at the samples that `Suite` asks for the
+ceiling, or else at the largest length within the window. Notes name tasks and lengths that cannot distinguish methods:
+tasks whose ceiling is not clearly above chance or is below 0.5, and lengths at which every method reaches the ceiling.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from lce.lab.eval.scores import Score
 from lce.lab.eval.selection import Looks
 from lce.lab.eval.selections import LookLine, SelectionTable, check_look, selection_tables
 
-CLEARLY = 0.1  # how far above chance the lower end of a ceiling's interval is, at least
+CLEARLY = 0.1  # least distance of the lower end of a ceiling's interval above chance
 FAILS = 0.5  # below it, `full` fails within the window
 LONGEST_LINE = 1 << 24  # bytes of a line of a record
-HOLDS = 0.9  # of the ceiling, which a method must reach to hold
+HOLDS = 0.9  # share of the ceiling's score that a method needs to hold
 
 AnswerLine = tuple[Mapping[str, Any], Answer]  # a sample and its answer
 
 
 @dataclass(frozen=True, order=True)
 class Group:
-    """What one table is about: a model and a task, asked in one way."""
+    """The subject of one table: a model and a task, asked in one way."""
 
     model: str
     task: str
-    way: str = ""  # knobs of the task, filler and mode, where they are not as usual
+    way: str = ""  # knobs of the task, filler and mode, if unusual
 
     @property
     def title(self) -> str:
@@ -52,7 +52,7 @@ class Group:
 
 
 class Place(NamedTuple):
-    """Where a cell stands in its table."""
+    """A cell's row and column in its table."""
 
     method: str
     length: int
@@ -63,14 +63,14 @@ class Cell:
     """The answers of one method at one length."""
 
     answers: dict[str, Answer] = field(default_factory=dict)
-    depths: set[float] = field(default_factory=set)  # those that were asked for
+    depths: set[float] = field(default_factory=set)  # the depths that were asked for
 
     @cached_property
     def score(self) -> Score:
         return Score.of(self.answers[key] for key in sorted(self.answers))
 
     def between(self, low: float, high: float) -> Score | None:
-        """Return the score of the facts that stand between two depths, ends included; None where there are none."""
+        """Return the score of answers whose facts stand at depths `low` to `high`, inclusive; None without any."""
         found = [a for a in self.answers.values() if a.depth is not None and low <= a.depth <= high]
         return Score.of(found) if found else None
 
@@ -92,11 +92,11 @@ class Table:
         return sorted({length for _, length in self.cells})
 
     def places(self, method: str) -> list[Place]:
-        """Return a method's row: a place a length, whether there is a cell or not."""
+        """Return a method's row: a place for each length, with or without a cell."""
         return [Place(method, length) for length in self.lengths]
 
     def depths(self, place: Place) -> list[float]:
-        """Return the depths at which samples were asked for; none where depths are even."""
+        """Return the depths that were asked for; none if depths are even."""
         cell = self.cells.get(place)
         return [] if cell is None else sorted(cell.depths)
 
@@ -106,7 +106,7 @@ class Table:
 
     @property
     def ceiling(self) -> tuple[int, Score] | None:
-        """Return the length and the score of `full` within the window; None where it was not measured."""
+        """The length and the score of `full` within the window; None if not measured."""
         if not self.ceilings:
             return None
         where = max(self.ceilings, key=lambda place: place.length)
@@ -114,7 +114,7 @@ class Table:
 
     @property
     def notes(self) -> list[str]:
-        """Say why the task, or a length of it, tells nothing of the methods."""
+        """Sentences that say why the task, or a length, cannot distinguish methods."""
         if self.ceiling is None:
             return ["The ceiling is not measured: `full` was not asked within the window."]
         length, top = self.ceiling
@@ -128,19 +128,19 @@ class Table:
 
     @property
     def discriminates(self) -> bool | None:
-        """Return whether the model can do the task within its window; None where that is not known."""
+        """Whether the model can do the task within its window; None if unknown."""
         return None if self.ceiling is None else fails(self.ceiling[1]) is None
 
     def tells(self, length: int) -> bool | None:
-        """Return whether scores at a length tell methods apart; None where the ceiling is not known."""
+        """Return whether scores at `length` distinguish methods; None if the ceiling is unknown."""
         if self.ceiling is None:
             return None
         return bool(self.discriminates) and not self.all_reach(length, self.ceiling[1])
 
     def holds_to(self, method: str) -> int | None:
-        """The longest length up to which a method's mean is at least `HOLDS` of the ceiling's, at each length asked.
+        """Return the longest length such that the method's mean, up to there, is at least `HOLDS` of the ceiling's.
 
-        0 where it fails at the shortest; None where the ceiling is not known, or `full` fails itself.
+        Returns 0 if the method fails at the shortest length; None if the ceiling is unknown or `full` fails.
         """
         if self.ceiling is None or not self.discriminates:
             return None
@@ -153,17 +153,17 @@ class Table:
         return holds
 
     def all_reach(self, length: int, top: Score) -> bool:
-        """`all_reach` of the methods at a length."""
+        """Apply `all_reach` to the methods at `length`."""
         return all_reach([cell.score for (_, own), cell in self.cells.items() if own == length], top)
 
 
 def all_reach(scores: Sequence[Score], ceiling: Score) -> bool:
-    """Return whether these are two or more, and the interval of each reaches the ceiling's mean."""
+    """Return whether there are two or more scores, and each one's interval reaches the ceiling's mean."""
     return len(scores) > 1 and all(score.high >= ceiling.mean for score in scores)
 
 
 def fails(ceiling: Score) -> str | None:
-    """Say why a task with this ceiling tells nothing of methods; None if it does."""
+    """Return why a task with this ceiling cannot distinguish methods; None if the task can."""
     if ceiling.low < (ceiling.chance or 0.0) + CLEARLY:
         return f"`full` scores {ceiling.mean:.2f}, not clearly above chance ({ceiling.chance or 0.0:.2f})"
     if ceiling.mean < FAILS:
@@ -176,13 +176,13 @@ class Report:
     """The tables of some files."""
 
     tables: tuple[Table, ...]
-    conflicts: int = 0  # samples that have different answers in several files; the first file counts
+    conflicts: int = 0  # samples with different answers in several files; the first file counts
     perplexities: tuple[LossTable, ...] = ()
     selections: tuple[SelectionTable, ...] = ()
 
     @classmethod
     def read(cls, files: Sequence[str | Path]) -> Report:
-        """Raises `DataError` for a file that is no record, or that has a line without a length."""
+        """Read records. Raises `DataError` for a file that is no record, or for a line without a length."""
         if not files:
             raise UsageError("no file is given; expected one record or more")
         found: dict[str, AnswerLine] = {}
@@ -206,7 +206,7 @@ class Report:
 
 
 def _kind(path: Path) -> type[Lines[Any]]:
-    """Return the kind of record that the first line of a file belongs to."""
+    """Return the kind of record, told by the first line of a file."""
     with open(open_regular(path), "rb") as file:
         line = file.readline(LONGEST_LINE)
     try:
@@ -227,10 +227,10 @@ def _check(sample: Mapping[str, Any], _: Answer, file: str | Path) -> None:
 
 
 def _tables(found: Mapping[str, AnswerLine]) -> list[Table]:
-    """Return the tables of all answers. Order: as in the files, but lengths and depths ascend."""
+    """Return the tables of all answers, in the order of the files; lengths and depths ascend."""
     names, models = method_names(found.values()), model_names(found.values())
     tables: dict[Group, Table] = {}
-    documents: dict[str, int] = {}  # those of other seeds and lengths have the same numbers in their lines
+    documents: dict[str, int] = {}  # documents of several seeds and lengths share numbers in lines
     for key, (sample, answer) in found.items():
         number = answer.document if answer.document is not None else sample.get("index")
         document = json.dumps({**sample, "index": number}, sort_keys=True)
@@ -243,22 +243,22 @@ def _tables(found: Mapping[str, AnswerLine]) -> list[Table]:
         cell.answers[key] = answer
         asked = sample.get("depths")
         if isinstance(asked, list) and answer.depth is not None and answer.depth in asked:
-            cell.depths.add(answer.depth)  # facts of puzzles with several stand elsewhere
+            cell.depths.add(answer.depth)  # puzzles with several facts have other depths
     for table in tables.values():
         lengths = table.lengths
-        for where, cell in table.ceilings.items():  # longer than the others it was asked for by itself too
+        for where, cell in table.ceilings.items():  # longer ceilings were asked for too
             if where.length in lengths or where.length > max(lengths, default=0):
                 same = table.cells.setdefault(where, Cell())
                 same.answers |= cell.answers
                 same.depths |= cell.depths
-                cell.answers |= same.answers  # some may have been recorded before, for no ceiling
+                cell.answers |= same.answers  # some may have been recorded before, not as a ceiling
         if not table.ceilings:
             table.ceilings = _within(table.cells, found)
     return [table for table in tables.values() if table.cells or table.ceilings]
 
 
 def _within(cells: Mapping[Place, Cell], found: Mapping[str, AnswerLine]) -> dict[Place, Cell]:
-    """Return the cells of `full` without RoPE scaling within the window, where no sample was asked for the ceiling."""
+    """Return the cells of `full` without RoPE scaling within the window, for tasks without ceiling samples."""
     within = {}
     for where, cell in cells.items():
         line = found[next(iter(cell.answers))]

@@ -1,4 +1,4 @@
-"""Requests of an evaluation harness, answered by an engine: likelihoods of continuations, and texts up to a stop.
+"""Answers requests of an evaluation harness: likelihoods of continuations, and texts up to a stop.
 
 Token ids in, numbers and texts out. Requests whose contexts begin alike are read together (`lce.lab.eval.prefixes`);
 each answer comes with the number of its request, in the order of reading.
@@ -21,7 +21,7 @@ from lce.sizes import count
 if TYPE_CHECKING:
     from lce import Context, Engine
 
-LONGEST = 1 << 31  # tokens; a method that reads so many has no limit
+LONGEST = 1 << 31  # tokens; a method that can read this many has no limit
 LOADING = tuple(name for name in inspect.signature(lce.load).parameters if name not in ("model", "method", "sharing"))
 NEUTRAL = {"num_beams": 1, "repetition_penalty": 1.0, "length_penalty": 1.0, "num_return_sequences": 1}
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
@@ -29,11 +29,11 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 
 @dataclass(frozen=True)
 class ModelArguments:
-    """What the model arguments of a harness say of requests.
+    """The model arguments of a harness that concern requests.
 
-    Longer requests lose their beginning at `max_length` tokens; None is as many as the method can read. `max_gen_toks`
-    is for tasks that do not say. `prefix_token_id` stands before texts without a context; None is BOS, or EOS.
-    `add_bos_token` overrides the tokenizer's own rule.
+    Requests of more than `max_length` tokens lose their beginning; None is the method's limit. `max_gen_toks` is for
+    tasks that set no limit. `prefix_token_id` precedes texts without a context; None is BOS, or EOS. `add_bos_token`
+    overrides the tokenizer's own rule.
     """
 
     max_length: int | None = None
@@ -46,7 +46,7 @@ OWN = tuple(each.name for each in dataclasses.fields(ModelArguments))
 
 
 def own_arguments(given: Mapping[str, Any]) -> ModelArguments:
-    """Return the arguments of `ModelArguments` by name.
+    """Return the `ModelArguments` of arguments by name.
 
     Raises `UsageError` for an unknown name or a value of another type.
     """
@@ -61,10 +61,10 @@ def own_arguments(given: Mapping[str, Any]) -> ModelArguments:
 
 
 def model_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], ModelArguments]:
-    """Options of `lce.load`, and the rest, of `pretrained`, `method`, its knobs, options and `ModelArguments` by name.
+    """Split arguments by name into options of `lce.load` and `ModelArguments`.
 
-    A harness makes numbers, truth values and None of what looks like them. For a knob and for `rope`, None was the text
-    "none"; other arguments are left out. Raises `UsageError` for unknown names and for values that cannot be used.
+    A harness converts texts that look like numbers, truth values or None. None for a knob or for `rope` was the text
+    "none"; other arguments of None are left out. Raises `UsageError` for unknown names and unusable values.
     """
     method = given.get("method", "full")
     cls = lce.methods.find(method)
@@ -88,7 +88,7 @@ def _check_names(given: Mapping[str, Any], valid: Sequence[str], where: str) -> 
 
 
 def longest(engine: Engine) -> int | None:
-    """Return the tokens that the engine's method can read of its model; None where there is no limit."""
+    """Return the most tokens that the engine's method can read; None for no limit."""
     limit = bisect.bisect_left(range(LONGEST), True, key=lambda n: engine.beyond(n + 1) is not None)
     return None if limit == LONGEST else limit
 
@@ -96,11 +96,11 @@ def longest(engine: Engine) -> int | None:
 def likelihoods(
     engine: Engine, requests: Sequence[tuple[list[int], list[int]]], max_length: int | None = None
 ) -> Iterator[tuple[int, float, bool]]:
-    """Return how likely each continuation is after its context: requests are pairs of token ids, neither empty.
+    """Score continuations behind their contexts; requests are pairs of token ids, neither empty.
 
-    Yields a request's number, the continuation's log-probability, and whether greedy decoding writes it. A context
-    loses its beginning where the model would read more than `max_length` tokens; the last of a continuation is not
-    read. Raises `UsageError` where that leaves no context.
+    Yields a request's number, the continuation's log-probability, and whether greedy decoding writes the continuation.
+    The last token of a continuation is not read. If the model would read more than `max_length` tokens, the context
+    loses its beginning. Raises `UsageError` if no context is left.
     """
     contexts = []
     for context, continuation in requests:
@@ -126,9 +126,9 @@ def _likelihood(engine: Engine, context: Context, continuation: list[int]) -> tu
 
 
 def text_likelihood(engine: Engine, windows: Sequence[tuple[list[int], list[int]]]) -> float:
-    """The log-probability of a text that is cut into windows: pairs of a context and the tokens to score after it.
+    """Return the log-probability of a text cut into windows: pairs of a context and the tokens to score behind it.
 
-    Each window is read in one pass, which never holds the logits of more than a slice.
+    Each window is read in one pass, which holds the logits of one slice at a time.
     """
     scores = [engine.score([*context, *scored], first=len(context)) for context, scored in windows]
     return sum(float(each.logprobs.double().sum()) for each in scores)
@@ -136,7 +136,7 @@ def text_likelihood(engine: Engine, windows: Sequence[tuple[list[int], list[int]
 
 @dataclass(frozen=True)
 class Generating:
-    """How a text is to be written: at most `max_tokens` tokens, up to the first of `until`."""
+    """How to write a text: at most `max_tokens` tokens, up to the first of `until`."""
 
     until: tuple[str, ...]
     max_tokens: int
@@ -144,9 +144,9 @@ class Generating:
 
 
 def generating(given: Mapping[str, Any]) -> Generating:
-    """Return what a task's `generation_kwargs` mean, as the harness normalises them: with `until` and `max_gen_toks`.
+    """Convert a task's `generation_kwargs`, normalised by the harness: they have `until` and `max_gen_toks`.
 
-    `do_sample` without a temperature samples at 1. Raises `UsageError` for arguments that lce does not have.
+    `do_sample` without a temperature samples at 1. Raises `UsageError` for arguments unknown to lce.
     """
     options = {name: value for name, value in given.items() if NEUTRAL.get(name) != value}
     until, most = options.pop("until"), options.pop("max_gen_toks")
@@ -164,10 +164,10 @@ def generating(given: Mapping[str, Any]) -> Generating:
 def generations(
     engine: Engine, requests: Sequence[tuple[list[int], Generating]], max_length: int | None = None
 ) -> Iterator[tuple[int, str]]:
-    """Return what the engine writes after each prompt; yields a request's number and the text before the first stop.
+    """Write a text behind each prompt; yield the request's number and the text before the first stop.
 
-    A prompt loses its beginning where it and `max_tokens` are more than `max_length` tokens. A stop may be the text of
-    a special token, such as `<|im_end|>`. Raises `UsageError` where no prompt is left.
+    If prompt and `max_tokens` exceed `max_length` tokens, the prompt loses its beginning. A stop may be the text of a
+    special token, such as `<|im_end|>`. Raises `UsageError` if no prompt is left.
     """
     prompts = []
     for prompt, how in requests:

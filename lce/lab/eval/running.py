@@ -1,8 +1,8 @@
-"""Asks an engine samples and scores its answers; resumable by a record, and shared out in shards.
+"""Asks an engine samples and scores the answers. A record makes runs resumable; shards divide a run.
 
-Three ways to ask (`MODES`): `single`, a prompt a sample; `shared`, where the document of several samples is prefilled
-once and each question is asked of a fork; `turns`, where the questions of a document are asked one after another in one
-context, which keeps the model's own answers. Answers are greedy.
+Three modes (`MODES`): `single`, a prompt a sample; `shared` prefills the document of several samples once and asks each
+question of a fork; `turns` asks a document's questions one after another in one context, which keeps the model's own
+answers. Answers are greedy.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ Numbered = tuple[int, "Sample"]  # a sample and its number in the run
 
 @dataclass(frozen=True)
 class Shard:
-    """Part `index` of `count`, 0 first. Every `count`-th document is in it, with all of its questions."""
+    """Part `index` of `count`, 0 first: every `count`-th document with all of its questions."""
 
     index: int = 0
     count: int = 1
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """`0/2` and `1/2` are the two halves. Raises `UsageError`."""
+        """Parse a shard, such as `0/2` and `1/2` for the two halves. Raises `UsageError`."""
         index, _, count = text.partition("/")
         digits = index.isdecimal() and count.isdecimal() and max(len(index), len(count)) < 10
         if not (digits and int(index) < int(count)):
@@ -63,7 +63,7 @@ WHOLE = Shard()
 
 
 def evaluate(engine: Engine, samples: Iterable[Sample], **how: Any) -> Score:
-    """Ask `samples` and score the answers; those that the record has are taken from it. `how` is for `answers`."""
+    """Ask `samples` and score the answers; recorded answers are reused. `how` is for `answers`."""
     return Score.of(answer for _, answer in answers(engine, samples, **how))
 
 
@@ -72,16 +72,16 @@ def answers(
     record: Record | None = None, shard: Shard = WHOLE, contexts: str | Path | None = None, stop: Sequence[str] = (),
     about: Mapping[str, Any] | None = None, progress: Callable[[int, int], None] | None = None,
 ) -> list[tuple[Sample, Answer]]:  # fmt: skip
-    """Ask `samples`; those of one document follow each other. Returns the shard's samples with their answers.
+    """Ask `samples` and return the shard's samples with their answers. Samples of one document are adjacent.
 
-    `setting` is what the samples are made from; by it, the engine, `mode` and its number a sample is found in `record`.
-    It begins with `task`, a name, and has whatever else tells samples of one number apart, such as `length` and `seed`;
-    all of it JSON values. `about` are fields of `Answer` that are recorded besides. `stop` ends answers, and belongs to
-    the task. `contexts` is a folder: in the modes `shared` and `turns` each document is saved there as a context file,
-    which later calls of either mode open, and which no question changes.
+    `setting`, the engine, `mode` and a sample's number identify the sample in `record`. `setting` has JSON values:
+    first `task`, a name, then all else that the samples are made from, such as `length` and `seed`. `about` has further
+    fields of `Answer` to record. `stop` ends answers and belongs to the task. `contexts` is a folder: the modes
+    `shared` and `turns` save each document there as a context file. Later calls of either mode open the file; questions
+    do not change the file.
 
-    An interrupted call, made again with its record, asks what is missing. Raises `UsageError` for a mode or a metric
-    that does not exist, and `DataError` or `CapacityError` where an answer cannot be recorded.
+    Repeat an interrupted call with its record to ask only missing samples. Raises `UsageError` for an unknown mode or
+    metric, and `DataError` or `CapacityError` if an answer cannot be recorded.
     """
     if mode not in MODES:
         raise UsageError(f"unknown mode {shown(mode)}; {nearest(str(mode), MODES)}")
@@ -110,13 +110,13 @@ def answers(
 
 
 def check_contexts(contexts: str | Path | None, mode: str) -> None:
-    """Raise `UsageError` for a folder of contexts in the mode that saves none."""
+    """Raise `UsageError` for a folder of contexts in the mode `single`, which saves none."""
     if contexts is not None and mode == "single":
         raise UsageError("contexts are for the modes shared and turns, where a document is asked often; not for single")
 
 
 def _chances(numbered: Sequence[Numbered]) -> list[float | None]:
-    """What the perfect answer to the sample before scores at each sample: what can be had without the document."""
+    """Return, for each sample, the score of the preceding sample's perfect answer: the score without a document."""
     found: list[float | None] = []
     for (_, before), (_, sample) in zip([numbered[-1], *numbered], numbered, strict=False):
         other = before.answer or next(iter(before.answers), "")
@@ -126,7 +126,7 @@ def _chances(numbered: Sequence[Numbered]) -> list[float | None]:
 
 @dataclass(frozen=True)
 class _Parts:
-    """The tokens of a document and, by their numbers, of its questions; and the length of the context for all."""
+    """The tokens of a document and of its questions by number, and the length of the context for all."""
 
     document: list[int]
     questions: dict[int, list[int]]
@@ -145,7 +145,7 @@ class _Run:
     stop: tuple[str, ...]
     about: dict[str, Any]
     chances: list[float | None]
-    key: dict[str, Any] = field(init=False)  # what the record calls a sample, without its number
+    key: dict[str, Any] = field(init=False)  # identifies a sample in the record, without its number
 
     def __post_init__(self) -> None:
         extra: dict[str, Any] = {} if self.mode == "single" else {"mode": self.mode}
@@ -155,7 +155,7 @@ class _Run:
         self.key = self.setting | extra | described(self.engine)
 
     def document(self, number: int, group: Sequence[Numbered]) -> Iterator[tuple[Sample, Answer]]:
-        """Return the answers to the questions of one document, from the record or the model."""
+        """Yield the answers to one document's questions, from the record or the model."""
         known = {index: answer for index, sample in group if (answer := self._given(index, sample)) is not None}
         missing = [asked for asked in group if asked[0] not in known]
         if missing and self.record:
@@ -197,7 +197,7 @@ class _Run:
                     yield index, self._answer(index, sample, fork, parts.questions[index])
 
     def _turns(self, group: Sequence[Numbered]) -> Iterator[tuple[int, Answer]]:
-        """Return all questions again, also those that are recorded: later answers depend on the earlier ones."""
+        """Ask all questions, recorded ones too: later answers depend on earlier ones."""
         parts = self._parts(group)
         with self._prefilled(parts) as context:
             for index, sample in group:
@@ -205,10 +205,10 @@ class _Run:
                 yield index, self._answer(index, sample, context, parts.questions[index], last=last)
 
     def _parts(self, group: Sequence[Numbered]) -> _Parts:
-        """Return a document's tokens and those of its questions.
+        """Return the tokens of a document and of its questions.
 
-        Together they are those of the prompts, so that a model reads the same in every mode: some tokenizers put a
-        space before every text, an end behind it, or the end of a document and a question into one token.
+        Document and question joined have the prompt's tokens, so a model reads the same in every mode. Some tokenizers
+        put a space before every text, an end behind, or the end of a document and a question into one token.
         """
         encode = self.engine.tokenizer.encode
         document, prompts = encode(group[0][1].document), {index: encode(sample.prompt) for index, sample in group}
@@ -218,7 +218,7 @@ class _Run:
         return _Parts(document[:n], questions, n + (sum(sizes) if self.mode == "turns" else max(sizes)))
 
     def _prefilled(self, parts: _Parts) -> AbstractContextManager[Context]:
-        """Return the document in a context, announced to become as long as it will with all of its questions."""
+        """Return the document in a context, announced with the length that questions and answers need."""
         if self.contexts is None:
             return self.engine.prefill(parts.document, length=parts.length)
         path = Path(self.contexts) / f"{self._document_hash(parts)}.lce"
@@ -238,10 +238,7 @@ class _Run:
         return context
 
     def _document_hash(self, parts: _Parts) -> str:
-        """Return a name for a document in a context of this engine.
-
-        Under RoPE scaling `dynamic` the length matters too.
-        """
+        """Return a file name for a document and engine; under RoPE scaling `dynamic`, also for the length."""
         length = parts.length if self.engine.rope.kind == "dynamic" else None
         identity = json.dumps([self.engine.identity.facts, length, parts.document], sort_keys=True, default=str)
         return hashlib.sha256(f"{identity}\n{self.engine.block}".encode()).hexdigest()[:32]
@@ -261,7 +258,7 @@ class _Run:
 
 
 def decode_bytes(engine: Engine, context: Context) -> int:
-    """Bytes of keys, values and what is kept of them that a decode step behind a context reads; the step is made."""
+    """Make a decode step behind a context; return the bytes read of keys, values and their summaries."""
     more = [] if context.uncached else [context.token_ids[-1]]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", WindowWarning)
@@ -271,7 +268,7 @@ def decode_bytes(engine: Engine, context: Context) -> int:
 
 
 def make_folder(folder: str | Path, what: str) -> None:
-    """Make a folder for files of a kind. Raises `UsageError` where that cannot be done."""
+    """Make a folder for `what`. Raises `UsageError` on failure."""
     try:
         os.makedirs(folder, exist_ok=True)
     except (OSError, ValueError) as error:
@@ -280,7 +277,7 @@ def make_folder(folder: str | Path, what: str) -> None:
 
 
 def answer_tokens(engine: Engine, sample: Sample) -> int:
-    """Return how many tokens an answer may have: what the sample says, or what the perfect one takes, and two more."""
+    """Return the most tokens of an answer: the sample's limit, or the perfect answer's tokens plus two."""
     if sample.max_tokens is not None:
         return sample.max_tokens
     return len(engine.tokenizer.encode(" " + sample.answer, bos=False)) + 2

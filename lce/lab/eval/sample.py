@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt and what it should be answered with.
+    """One prompt and the expected answers.
 
-    A model reads `document` and then `question`; samples with one document can share a context. `metric` names a
-    function of `lce.lab.eval.metrics.METRICS`, which compares a model's answer with `answers`.
+    A model reads `document`, then `question`. Samples with one document can share a context. `metric` names a function
+    of `lce.lab.eval.metrics.METRICS`, which compares a model's answer with `answers`.
     """
 
     document: str
-    question: str  # begins with the white space that parts it from the document
+    question: str  # begins with the white space behind the document
     answers: tuple[str, ...]
     metric: str = "starts"
-    answer: str = ""  # what a model that answers perfectly writes; its length limits the answer
-    max_tokens: int | None = None  # None: as many as `answer` takes, and two more
+    answer: str = ""  # a perfect answer; its length limits the model's answer
+    max_tokens: int | None = None  # None: the tokens of `answer` plus two
     depth: float | None = None  # where the first fact stands: 0 is the document's beginning, 1 its end
-    facts: tuple[str, ...] = ()  # the parts of the document that the answer depends on, word for word
+    facts: tuple[str, ...] = ()  # literal parts of the document that the answer depends on
 
     @property
     def prompt(self) -> str:

@@ -1,9 +1,9 @@
 """From scores of samples to a mean with its 95% interval.
 
-Where every document has one question and a score of 0 or 1, the interval is Wilson's. Otherwise it is a bootstrap over
-documents: the 2.5% and 97.5% quantiles of the means of 2,000 draws with replacement, seeded, so that the same scores
-give the same interval in any order. Where all documents have the same mean, a bootstrap sees no spread. Then it is
-Wilson's, which is not too narrow: no scores from 0 to 1 vary more than zeros and ones with the same mean.
+If every document has one question and a score of 0 or 1, the interval is Wilson's. Otherwise the interval is a
+bootstrap over documents: the 2.5% and 97.5% quantiles of the means of 2,000 draws with replacement. Draws are seeded,
+so the same scores give the same interval in any order. If all documents have the same mean, a bootstrap sees no spread,
+so Wilson's is used. It is wide enough: no scores from 0 to 1 vary more than zeros and ones with the same mean.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ DRAWS = 2000
 
 @dataclass(frozen=True)
 class Score:
-    """The mean score of some samples, 0 to 1, with its 95% interval `low` to `high`, which is of the kind `interval`.
+    """The mean score of some samples, 0 to 1, with the 95% interval `low` to `high` of the kind `interval`.
 
-    `read_bytes` are the bytes of keys, values and what is kept of them that a decode step behind the answer read, on
-    average over the samples where that is known; `prompt_tokens` and `chance` are averages as well, None where unknown.
+    `read_bytes` counts keys, values and their summaries that a decode step behind the answer reads. `read_bytes`,
+    `prompt_tokens` and `chance` are averages over the samples with known values; None if all are unknown.
     """
 
     samples: int
@@ -36,7 +36,7 @@ class Score:
 
     @classmethod
     def of(cls, answers: Iterable[Answer]) -> Score:
-        """Return the score of at least one answer. Their order does not matter."""
+        """Return the score of one or more answers, in any order."""
         answers = list(answers)
         documents: dict[int | None, list[float]] = {}
         for answer in answers:
@@ -50,13 +50,13 @@ class Score:
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:
-    """Return the mean of those that are known; None where none is."""
+    """Return the mean of the known values; None without any."""
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known else None
 
 
 def interval(documents: Sequence[Sequence[float]]) -> tuple[str, float, float]:
-    """Return the kind and the ends of the 95% interval of the mean of all scores, given by document."""
+    """Return the kind and the ends of the 95% interval of the mean score; `documents` has scores by document."""
     total, n = math.fsum(math.fsum(scores) for scores in documents), sum(map(len, documents))
     plain = all(len(scores) == 1 and scores[0] in (0.0, 1.0) for scores in documents)
     means = {round(math.fsum(scores) / len(scores), 9) for scores in documents}

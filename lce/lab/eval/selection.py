@@ -1,4 +1,4 @@
-"""What methods select: how much of the true attention they read, at what cost, and whether they find the facts."""
+"""Measures methods' selections: the share of true attention, the cost, and whether facts are found."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ Samples = Callable[["Engine"], Sequence[Sample]]  # made for an engine's tokeniz
 
 
 class Looks(Lines[Look]):
-    """What was seen in texts, in one file: a line a text."""
+    """Observations of texts in one file: a line a text."""
 
     kind, holds = Look, "what was selected"
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What one method selected in texts of one length: means over `samples` texts, their queries, layers and heads.
+    """One method's selection in texts of one length: means over `samples` texts, queries, layers and heads.
 
-    `recall`, `tokens`, `fact`, `hit1`, `hit5`, `cover`, `gini`, `found` and the bytes are those of `Look`; `by_layer`
-    has some of them for each layer and head, `found` for each layer. `right` is the mean score of the answers. None:
-    nothing to measure.
+    `recall`, `tokens`, `fact`, `hit1`, `hit5`, `cover`, `gini`, `found` and the bytes are those of `Look`. `by_layer`
+    has some for each layer and head, and `found` for each layer. `right` is the answers' mean score. None: nothing to
+    measure.
     """
 
     method: str
@@ -60,7 +60,7 @@ class Selection:
 
     @classmethod
     def of(cls, method: str, length: int, looks: Sequence[Look], judge: str, states: str) -> Selection:
-        """Return the means of what was seen in several texts."""
+        """Return the means over the observations of several texts."""
         per_head = {
             name: tables
             for name in ("recall", "tokens", "fact", "hit1", "hit5")
@@ -88,7 +88,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _mean_tables(tables: Sequence[PerHead]) -> PerHead:
-    """Return the mean of tables by layer and head; of a layer that has heads in some of them, of those."""
+    """Return the mean of tables by layer and head; for each layer, over the tables that have heads in it."""
     rows = [[table[layer] for table in tables if table[layer]] for layer in range(len(tables[0]))]
     return [[math.fsum(x) / len(x) for x in zip(*row, strict=True)] for row in rows]
 
@@ -104,12 +104,12 @@ def measure(
     setting: Mapping[str, Any] | None = None, record: Looks | None = None,
     progress: Callable[[int, int], None] | None = None, **loading: Any,
 ) -> Selection:  # fmt: skip
-    """Answer samples with a method, and look at the queries that write the answers: the last of the prompt, and each
-    written token's.
+    """Answer samples with a method, and observe the queries that write the answers: those of the prompt's last token
+    and of each written token.
 
-    `samples` is called with the engine. `judge` says which full attention is the truth, `states` on whose hidden states
-    the method selects. `setting`, what the samples are made from and its first name `task`, and their numbers are how
-    `record` knows them; those that it has are not asked again.
+    `samples` is called with the engine. `judge` says which full attention is the truth. `states` says whose hidden
+    states the method selects on. `setting` and a sample's number identify the sample in `record`; recorded samples are
+    not asked again. `setting` has what the samples are made from, first `task`.
     """
     engine, watch = watching(model, method, judge, states, **loading)
     asked = {**(setting or {"task": "samples"}), "judge": judge, "states": states, **described(engine)}
@@ -128,12 +128,12 @@ def measure(
 
 
 def _about(engine: Engine, model: str, method: Method) -> dict[str, Any]:
-    """Return what a line tells besides, to read and to sort."""
+    """Return further fields of a line, for reading and sorting."""
     return {"method": method.label, "window": engine.window, "checkpoint": str(model)}
 
 
 def look_at(engine: Engine, watch: Watch, sample: Sample) -> Look:
-    """Return what the queries attended that wrote the answer to a sample, with the answer's score."""
+    """Answer a sample; return what the answer's queries attended, with the answer's score."""
     ids = engine.tokenizer.encode(sample.prompt)
     watch.begin(len(ids) - 1, facts=fact_spans(engine, sample))
     answer = engine.generate(ids, max_tokens=answer_tokens(engine, sample)).text
@@ -142,7 +142,7 @@ def look_at(engine: Engine, watch: Watch, sample: Sample) -> Look:
 
 
 def fact_spans(engine: Engine, sample: Sample) -> list[tuple[int, int]]:
-    """Return the tokens of each of a sample's facts, `start..stop-1`, where the prompt has it."""
+    """Return the tokens `start..stop-1` of each of a sample's facts that the prompt contains."""
     spans = []
     for fact in sample.facts:
         at = sample.prompt.find(fact)
@@ -157,7 +157,7 @@ def measure_text(
     model: str, method: Method, text: str, *, length: int, queries: int = 32, judge: Judge = "constant",
     states: States = "own", record: Looks | None = None, **loading: Any,
 ) -> Selection:  # fmt: skip
-    """Read the first `length` tokens of a text, and look at `queries` queries evenly spread over its second half."""
+    """Read the first `length` tokens of a text; observe `queries` queries evenly spread over the second half."""
     engine, watch = watching(model, method, judge, states, **loading)
     ids = engine.tokenizer.encode(text)[:length]
     setting = {"task": "text", "text": text_hash(text), "length": length, "n_queries": queries}

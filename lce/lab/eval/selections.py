@@ -1,7 +1,7 @@
 """Reads records of selection and makes tables of them: a row a method, with its knobs, and a length.
 
-A table is one model, asked one task in one way, or read texts, under one judge and on one kind of hidden states. A row
-has the means over all texts that the files have, each once. A note says where methods were not watched at the same.
+A table has one model, one judge, one kind of hidden states, and one task asked in one way, or texts that were read. A
+row has the means over all texts in the files, each once. A note says where methods were watched at different texts.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from lce.lab.eval.naming import EngineKey, cut, engine_key, method_names, model_
 from lce.lab.eval.selection import Selection
 from lce.lab.eval.watching import Look
 
-LookLine = tuple[Mapping[str, Any], Look]  # a sample, and what was seen in it
-BUDGETS = frozenset({"budget", "chunks", "top_k", "top_p"})  # knobs that say how much is chosen
+LookLine = tuple[Mapping[str, Any], Look]  # a sample, and its observation
+BUDGETS = frozenset({"budget", "chunks", "top_k", "top_p"})  # knobs of the amount chosen
 USUAL = {"judge": "constant", "states": "own"}
 MOST_TOKENS = 1 << 48
 
 
 class Row(NamedTuple):
-    """What one method selected at one length. Rows of a `line` differ in budgets alone."""
+    """One method's selection at one length. Rows of a `line` differ only in budgets."""
 
     method: str
     line: str
@@ -37,13 +37,13 @@ class Row(NamedTuple):
 
     @property
     def read_bytes(self) -> float:
-        """Return bytes that a query reads in all layers: keys, values, and what it chooses by."""
+        """Bytes that a query reads in all layers: keys, values, and the data to choose by."""
         return self.selection.read_bytes + self.selection.scored_bytes
 
 
 @dataclass
 class SelectionTable:
-    """What methods of one model selected in one setting.
+    """The selections of one model's methods in one setting.
 
     Rows are by length, then by method, in the order of the files, then by bytes read.
     """
@@ -59,7 +59,7 @@ class SelectionTable:
 
     @property
     def methods(self) -> list[str]:
-        """Return the names of the lines, each once."""
+        """The names of the lines, each once."""
         return list(dict.fromkeys(row.line for row in self.rows))
 
     @property
@@ -67,13 +67,13 @@ class SelectionTable:
         return sorted({row.length for row in self.rows})
 
     def as_object(self) -> dict[str, Any]:
-        """Return the table as JSON has it."""
+        """Return the table as a JSON object."""
         rows = [{**asdict(row.selection), "method": row.method} for row in self.rows]
         return {"model": self.model, "setting": self.setting, "notes": self.notes, "rows": rows}
 
 
 def check_look(sample: Mapping[str, Any], look: Look, file: str | Path) -> None:
-    """Raise `DataError` for a line that says no text, or whose numbers have no heads. Lines are not trusted."""
+    """Raise `DataError` for a line without a text, or whose numbers have no heads. Lines are not trusted."""
     length = sample.get("length")
     sound = type(length) is int and 0 < length < MOST_TOKENS and isinstance(sample.get("task"), str)
     if not sound or not look.recall or not all(look.recall) or not look.tokens or not all(look.tokens):
@@ -84,7 +84,7 @@ def check_look(sample: Mapping[str, Any], look: Look, file: str | Path) -> None:
 
 
 def selection_tables(lines: Mapping[str, LookLine]) -> Iterator[SelectionTable]:
-    """Return the tables of all lines by their keys.
+    """Yield the tables of all lines; `lines` are by key.
 
     Raises `DataError` for looks at models of different shapes in one row.
     """
@@ -110,17 +110,14 @@ def selection_tables(lines: Mapping[str, LookLine]) -> Iterator[SelectionTable]:
 
 
 def _setting(sample: Mapping[str, Any]) -> str:
-    """Return the task and how it was asked, and by whom what was judged, without what is as usual.
-
-    Texts are not named.
-    """
+    """Return the task, how it was asked, the judge and the states, without usual values and texts."""
     left_out = {"text", *(name for name, usual in USUAL.items() if sample.get(name) == usual)}
     way = way_of({name: value for name, value in sample.items() if name not in left_out})
     return f"{cut(sample['task'])}{', ' if way else ''}{way}"
 
 
 def _text(line: LookLine) -> str:
-    """Return which text of a setting and length was looked at."""
+    """Return a key of the observed text, for one setting and length."""
     sample, look = line
     return json.dumps([sample.get(name) for name in ("seed", "samples", "index", "text")] + [look.prompt])
 

@@ -1,4 +1,4 @@
-"""Suites: tasks, lengths and methods, and how well the model can do each task within its window.
+"""Suites: tasks, lengths and methods, and each task's ceiling within the model's window.
 
 suite = Suite(samples=20)
 for task in make_tasks(["passkey", "variables"], {"variables.hops": "3"}):
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from lce.lab.eval.sample import Sample
 
 LARGEST_KNOB = 10_000
-QUESTIONS = 4  # of a document, where several are asked of it and none says how many
+QUESTIONS = 4  # of a document, if several are asked and no number is given
 
 
 def make_tasks(names: Sequence[str], knobs: Mapping[str, str] | None = None) -> list[Task]:
-    """Return the tasks with these names, `all` for all; a knob KEY is for those that have it, TASK.KEY for one.
+    """Return the tasks called `names`, `all` for all. A knob KEY is for every task with KEY, TASK.KEY for one task.
 
     Raises `UsageError` for a name or a knob that no task has.
     """
@@ -71,11 +71,11 @@ def _knob(name: str, value: Any, kind: type) -> Any:
 
 @dataclass(frozen=True)
 class Suite:
-    """How samples are made and asked: `samples` documents for each task and length, `questions` of each.
+    """How samples are made and asked: `samples` documents for each task and length, `questions` about each.
 
-    `depths` are where a single fact stands, in turn; without any, depths are even. The fillers
-    are those of `lce.lab.eval.tasks.making.samples`; modes, `contexts` and shards are those of `lce.lab.eval.running`.
-    Raises `UsageError`.
+    A single fact stands at each of `depths` in turn, or else at even depths. The fillers are those of
+    `lce.lab.eval.tasks.making.samples`; modes, `contexts` and shards are those of `lce.lab.eval.running`. Raises
+    `UsageError`.
     """
 
     samples: int = 20
@@ -105,7 +105,7 @@ class Suite:
         return self.questions or (1 if self.mode == "single" else QUESTIONS)
 
     def setting(self, task: Task, length: int) -> dict[str, Any]:
-        """Return what a record calls the samples of a task and length: what is as usual is left out."""
+        """Return the fields that identify samples of a task and length in a record; usual values are left out."""
         kind = "none" if task.fills else self.filler.partition(":")[0]
         found: dict[str, Any] = {
             "task": task.name, "filler": kind, "length": length, "samples": self.samples, "seed": self.seed,
@@ -122,7 +122,7 @@ class Suite:
     def made(self, engine: Engine, task: Task, length: int) -> list[Sample]:
         """Return the samples of a task and length.
 
-        Raises `UsageError` where they do not fit, or the knobs are too large.
+        Raises `UsageError` if the samples do not fit or the knobs are too large.
         """
         try:
             return list(
@@ -139,16 +139,16 @@ class Suite:
         record: Record | None = None, about: Mapping[str, Any] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Score:  # fmt: skip
-        """Return the score of an engine at a task and length; `made` are its samples, if they are there already."""
+        """Return the score of an engine at a task and length; `made` has the samples, if already made."""
         return evaluate(
             engine, self.made(engine, task, length) if made is None else made, setting=self.setting(task, length),
             mode=self.mode, record=record, shard=self.shard, contexts=self.contexts, about=about, progress=progress,
         )  # fmt: skip
 
     def ceiling_length(self, engine: Engine, task: Task, lengths: Sequence[int]) -> int:
-        """The largest length at which text and answers stay within the window, but none larger than all of `lengths`.
+        """Return the largest length at which text and answers fit the window, at most the largest of `lengths`.
 
-        Raises `UsageError` where a puzzle does not fit.
+        Raises `UsageError` if a puzzle does not fit.
         """
         most = min(engine.window, max(lengths))
         count = counter(engine)
@@ -160,5 +160,5 @@ class Suite:
 
 
 def counter(engine: Engine) -> Callable[[str], int]:
-    """Return how many tokens a text has."""
+    """Return a function that counts a text's tokens."""
     return lambda text: len(engine.tokenizer.encode(text, bos=False))

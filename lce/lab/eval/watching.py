@@ -1,8 +1,8 @@
-"""Watches what some queries of a run attend, beside what full attention would give each token.
+"""Watches which tokens some queries of a run attend, and how full attention would weigh each token.
 
-`Observed` runs any method as it is. For the queries that a `Watch` asks for, the watch compares in every layer and head
-the tokens that the method attends with the true mass (`lce.methods.mass`). So what is measured is the method in a real
-run: in its own blocks, on the hidden states that its own layers made, or on those of the judge's full attention.
+`Observed` runs any method unchanged. In every layer and head, a `Watch` compares the tokens that watched queries attend
+with the true mass (`lce.methods.mass`). The method is measured in a real run: in its own blocks, on the hidden states
+of its own layers or of the judge's full attention.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ PerHead = list[list[float]]  # layers, and their heads
 
 @dataclass(frozen=True)
 class Look:
-    """What the watched queries of one text attended; shares are means over them, by layer and head.
+    """What the watched queries of one text attended; shares are means over queries, by layer and head.
 
-    `recall` is the share of true mass that is attended, `tokens` how many tokens are, and `fact` the share of the
-    tokens of the facts. `hit1` and `hit5` say whether a choice with a fact in it has the best score, or one of the five
-    best, of all choices of the query; layers that choose nothing have no heads. `cover` is the share of choices that
-    some head of some layer makes, `gini` how unevenly they are made (Gini's coefficient of how often each is). `found`
-    is, by layer, the share of the best tokens by exact scores that low-dim scores find. None: nothing to measure.
+    `recall` is the attended share of true mass, `tokens` the number of attended tokens, and `fact` the attended share
+    of the facts' tokens. `hit1` and `hit5` say whether a choice with a fact has the best, or one of the five best,
+    scores of the query's choices; layers that choose nothing have no heads. `cover` is the share of choices that some
+    head of some layer makes; `gini` is Gini's coefficient of how often each choice is made. `found` is, by layer, the
+    share of the best tokens by exact scores that low-dim scores find. None: nothing to measure.
 
-    Bytes are those that a query reads in all layers: of keys and values, each KV head's token once; of what choices are
-    made by; and those that full attention reads.
+    Bytes are a query's reads in all layers: keys and values, each KV head's token once; the data to choose by; and the
+    reads of full attention.
     """
 
     positive: ClassVar = ("queries", "window", "full_bytes")
@@ -52,7 +52,7 @@ class Look:
     cover: float | None = None
     gini: float | None = None
     found: list[float] | None = None
-    score: float | None = None  # of the answer, where there is one
+    score: float | None = None  # of the answer, if any
     prompt: str | None = None  # a hash of the text
     method: str | None = None
     window: int | None = None
@@ -65,12 +65,12 @@ class _Tally:
 
     queries: int = 0
     sums: dict[str, Tensor] = field(default_factory=dict)
-    facts: int = 0  # that a query could have chosen, over queries
+    facts: int = 0  # facts that a query could have chosen, summed over queries
     numbers: dict[str, float] = field(default_factory=dict)
     blocks: int = 0
 
     def add(self, name: str, values: Tensor) -> None:
-        """Add `[H, …]`, summed over all but the heads."""
+        """Add `values [H, …]`, summed over all axes but the heads."""
         total = values.float().flatten(1).sum(1).cpu()
         self.sums[name] = self.sums[name] + total if name in self.sums else total
 
@@ -83,26 +83,26 @@ class _Tally:
 
 
 class Watch:
-    """Which queries are watched, and what they attended so far. One text at a time: `begin`, a run, `end`."""
+    """The watched queries, and what they attended so far. One text at a time: `begin`, a run, `end`."""
 
     def __init__(self, judge: Judge = "constant", states: States = "own") -> None:
         self.judge, self.states = judge, states
         self.begin(0)
 
     def begin(self, first: int, positions: Sequence[int] | None = None, facts: Sequence[tuple[int, int]] = ()) -> None:
-        """Watch the queries from index `first` on, or those at `positions` alone. `facts` are spans of tokens."""
+        """Watch the queries from index `first` on, or only at `positions`. `facts` are spans of tokens."""
         self.first, self.positions, self.facts = first, positions, facts
         self.layers: dict[int, _Tally] = {}
         self.times: dict[int, Tensor] = {}  # how often each choice of a query was made, by its index
 
     def rows(self, step: Step) -> Tensor:
-        """Return which of the block's queries are watched."""
+        """Return the indices of the watched queries within the block."""
         if self.positions is None:
             return torch.arange(max(step.start, self.first), max(step.stop, self.first)) - step.start
         return torch.tensor([i - step.start for i in self.positions if step.start <= i < step.stop], dtype=torch.int64)
 
     def end(self) -> Look:
-        """Return what was seen. Raises `UsageError` where nothing was."""
+        """Return the observation. Raises `UsageError` if no query was watched."""
         if not self.layers:
             raise UsageError("no query was watched: the text is empty, or the context was not read by this engine")
         layers = [self.layers[index] for index in sorted(self.layers)]
@@ -127,7 +127,7 @@ class Watch:
         )
 
     def observe(self, seen: Observation, out: Tensor) -> Tensor:
-        """Count what the watched queries attended. Return the layer's output, or that of the judge's attention."""
+        """Count what the watched queries attended. Return the layer's output, or of the judge's attention."""
         if len(seen.rows):
             self._count(seen)
         return out if self.states == "own" else seen.mass(self.judge).attend(seen.q)
@@ -177,7 +177,7 @@ class Watch:
                 continue
             best = scores[..., a:b].amax(-1, keepdim=True)  # [C, T, 1]
             rank = (scores > best).sum(-1).masked_fill(~known[..., a:b].any(-1), scores.shape[-1])
-            tally.facts += int(known[0, :, a:b].any(-1).sum())  # those that a query could choose
+            tally.facts += int(known[0, :, a:b].any(-1).sum())  # facts that a query could choose
             tally.add("hit1", rank < 1)
             tally.add("hit5", rank < 5)
         if chosen is None:
@@ -205,9 +205,9 @@ class Watch:
 
 
 def _cover_and_gini(times: Tensor) -> tuple[float, float]:
-    """The share of choices that are made at all, and Gini's coefficient of how often: 0 is evenly, near 1 is one alone.
+    """Return the share of choices made at all, and Gini's coefficient of `times`: 0 is even, near 1 is one choice.
 
-    Example: 2, 2, 0, 0 is covered by half, and Gini's coefficient is 0.5.
+    Example: 2, 2, 0, 0 has a share of 0.5 and Gini's coefficient 0.5.
     """
     x, n = times.double().sort().values, len(times)
     total = float(x.sum())

@@ -1,18 +1,17 @@
-"""Why a method missed an answer: its selection, its budget, its placement, or the model.
+"""Finds why a method missed an answer: its selection, its budget, its placement, or the model.
 
 A missed sample is asked again with one thing changed at a time, by selections that cheat (`lce.methods.cheating`). The
 first change that answers right names the cause:
 
-1. `selection`: the same budget, placement and always attended tokens, but what is chosen has most true attention.
-2. `budget`: that, without `top_p`, and then 2, 4, 8, ... times as much is chosen. Side by side, as long as it fits in
-   the window.
-3. `placement`: the budget of before, the cheating selection, and chosen chunks placed otherwise within the window.
-4. `both`: everything is attended, at distances that the model knows (`rerope`, `dca`). So budget and placement
-   together were too little, and no selection could help.
-5. `model`: nothing answers. The model does not do this sample even if it sees everything.
+1. `selection`: chooses what has most true attention; budget, placement and always attended tokens stay.
+2. `budget`: as 1, without `top_p`, then with 2, 4, 8, ... times the budget; side by side, while the window has room.
+3. `placement`: as 1, with chosen chunks placed otherwise within the window.
+4. `both`: attends everything, at distances that the model knows (`rerope`, `dca`). Budget and placement together were
+   at fault; no selection could help.
+5. `model`: no change answers. The model fails this sample even if it sees everything.
 
 A cheating selection is judged by full attention at distances up to half of the window, and then by full attention at
-true distances. Where either answers, a better selection would have.
+true distances. If either answers, a better selection would answer.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ IN_WINDOW = ("side_by_side", "constant")  # placements with no distance beyond t
 
 @dataclass(frozen=True)
 class Rung:
-    """One change of a method, and the cause that it shows where it answers right."""
+    """One change of a method, and the cause that a right answer shows."""
 
     cause: str
     label: str
@@ -46,7 +45,7 @@ class Rung:
 
 @dataclass
 class Verdict:
-    """Why a method missed a sample, or that it answered: `by` is the change that answered; all `answers` are kept."""
+    """Why a method missed a sample, or that it answered. `by` is the change that answered; `answers` has all."""
 
     index: int
     depth: float | None
@@ -56,7 +55,7 @@ class Verdict:
     answers: dict[str, str] = field(default_factory=dict)
 
     def add(self, cause: str, label: str, answer: Answer) -> None:
-        """Take an answer; the first right one gives the verdict."""
+        """Add an answer; the first right one gives the verdict."""
         self.answers[label] = answer.answer or ""
         if self.by is None and answer.value >= RIGHT:
             self.cause, self.by = cause, label
@@ -72,7 +71,7 @@ class Causes:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Return how many samples have each cause."""
+        """The number of samples by cause."""
         return {cause: sum(verdict.cause == cause for verdict in self.verdicts) for cause in CAUSES}
 
 
@@ -80,12 +79,12 @@ def explain(
     model: str, method: Method, samples: Samples, *, length: int, setting: Mapping[str, Any] | None = None,
     record: Record | None = None, progress: Callable[[str, int, int], None] | None = None, **loading: Any,
 ) -> Causes:  # fmt: skip
-    """Answer samples with a method, and those that it misses with each change until one answers.
+    """Answer samples with a method; repeat missed samples with each change until one answers.
 
-    `samples` is called with the engine; `loading` are options of `lce.load`. `setting`, what the samples are made from
-    and its first name `task`, and their numbers are how `record` knows them. The method's own answers are
-    those of `lce.lab.eval.running.answers`, and count where the record has them already. `progress` is called with what
-    is tried, how many samples are done, and how many there are. Raises `UsageError` for a method that selects nothing.
+    `samples` is called with the engine; `loading` are options of `lce.load`. `setting` and a sample's number identify
+    the sample in `record`; `setting` has what the samples are made from, first `task`. The method's own answers are
+    those of `lce.lab.eval.running.answers`; recorded ones are reused. `progress` is called with the change tried, the
+    number of samples done, and their total. Raises `UsageError` for a method that selects nothing.
     """
     check_selects(method)
     engine = lce.load(model, method, **loading)
@@ -116,7 +115,7 @@ def check_selects(method: Method) -> None:
 
 
 def rungs(method: Method, window: int, length: int) -> Iterator[Rung]:
-    """Return the changes of a resolved method, in the order in which they are tried on a text of `length` tokens."""
+    """Yield the changes of a resolved method in the order of trial, for a text of `length` tokens."""
     for judge in JUDGES[::-1]:
         yield Rung("selection", f"true mass ({judge})", cheating(method, judge))
     for label, wider in _wider(method, window, length):
@@ -130,10 +129,7 @@ def rungs(method: Method, window: int, length: int) -> Iterator[Rung]:
 
 
 def _wider(method: Method, window: int, length: int) -> Iterator[tuple[str, Method]]:
-    """Return the method without `top_p`, then with 2, 4, ...
-
-    times its budget, until all is chosen or the window is full.
-    """
+    """Yield the method without `top_p`, then with 2, 4, ... times its budget, up to the text or the window."""
     if getattr(method, "top_p", None) is not None:
         uncut: dict[str, Any] = {"top_p": None}
         method = replace(method, **uncut)
@@ -151,7 +147,7 @@ def _wider(method: Method, window: int, length: int) -> Iterator[tuple[str, Meth
 
 
 def _budget(method: Method) -> tuple[str | None, int]:
-    """Return the knob of a method's budget, and the tokens that one of it stands for."""
+    """Return the knob of a method's budget, and the tokens that a unit of this knob stands for."""
     if isinstance(method, Quest):
         return "budget", 1
     if isinstance(method, ESA | InfLLM):
@@ -162,7 +158,7 @@ def _budget(method: Method) -> tuple[str | None, int]:
 
 
 def _moved(method: Method, window: int) -> Iterator[tuple[str, Method]]:
-    """The method with its choices placed otherwise, within the window; for one without placements, `oracle` by them."""
+    """Yield the method with other placements within the window; methods without placements become `oracle`."""
     names = {each.name for each in fields(method)}
     for placement in IN_WINDOW:
         if "placement" in names:
@@ -179,7 +175,7 @@ def _moved(method: Method, window: int) -> Iterator[tuple[str, Method]]:
 
 
 def _attended(method: Method) -> int:
-    """Return the tokens that a query of a resolved method attends at most."""
+    """Return the most tokens that a query of a resolved method attends."""
     if isinstance(method, Quest):
         assert method.budget is not None, "resolved"
         return method.budget

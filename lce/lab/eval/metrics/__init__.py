@@ -7,9 +7,9 @@ from types import ModuleType
 
 from lce.lab.eval.metrics import infinitebench, leval, longbench, needles, overlap, plain
 
-Metric = Callable[[str, tuple[str, ...]], float]  # (a model's answer, what was expected) to a score from 0 to 1
+Metric = Callable[[str, tuple[str, ...]], float]  # (a model's answer, the expected texts) to a score from 0 to 1
 
-_NAMES: tuple[tuple[ModuleType, str, str], ...] = (  # a module, what begins the names, and the functions
+_NAMES: tuple[tuple[ModuleType, str, str], ...] = (  # a module, the prefix of the names, and the functions
     (plain, "", "starts recall similarity"),
     (overlap, "", "qa_f1 qa_f1_zh qa_f1_characters rouge_l rouge_l_zh"),
     (overlap, "", "rouge_lsum rouge_score_1 rouge_score_2 rouge_score_l"),

@@ -1,6 +1,6 @@
 """The metrics of InfiniteBench (Zhang et al., 2024) that are not in overlap.py.
 
-They equal compute_scores.py of OpenBMB/InfiniteBench. What looks odd there is kept.
+They equal compute_scores.py of OpenBMB/InfiniteBench, its oddities included.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def last_integer(prediction: str, references: tuple[str, ...]) -> float:
 def first_number(prediction: str, references: tuple[str, ...]) -> float:
     """Return 1 where the first number, of digits and perhaps a point, is the right one (Math.Find).
 
-    Where the right number is whole, an answer with a point is wrong: InfiniteBench's own code stops there.
+    If the right number is whole, an answer with a point is wrong; InfiniteBench's own code fails on such an answer.
     """
     found = re.search(r"\d+\.\d+|\d+", prediction)
     if found is None:
@@ -55,12 +55,12 @@ def first_number(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def running_values(prediction: str, references: tuple[str, ...]) -> float:
-    """Return the share of the numbers that are right before the first that is not, signs aside (Math.Calc)."""
+    """Return the share of numbers, without signs, that are right before the first wrong one (Math.Calc)."""
     return _agreement([int(text) for text in re.findall("[0-9]+", prediction)], references)
 
 
 def running_values_after_first(prediction: str, references: tuple[str, ...]) -> float:
-    """As `running_values`, without the first number, which InfiniteBench leaves out for GPT-4."""
+    """Score as `running_values`, without the first number, which InfiniteBench leaves out for GPT-4."""
     return _agreement([int(text) for text in re.findall("[0-9]+", prediction)][1:], references)
 
 
@@ -106,6 +106,6 @@ def _single_spaced(text: str) -> str:
 
 
 def _after(text: str, prefixes: tuple[str, ...]) -> str | None:
-    """Return what follows the first of the prefixes that occurs, but for one character; None without one."""
+    """Return the text from one character behind the first of `prefixes` that occurs; None if none occurs."""
     prefix = next((prefix for prefix in prefixes if prefix in text), None)
     return None if prefix is None else text[text.find(prefix) + len(prefix) + 1 :]

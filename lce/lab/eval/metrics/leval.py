@@ -1,7 +1,7 @@
 """The metrics of L-Eval's closed-ended tasks (An et al., 2024).
 
-They equal auto_eval.py and em.py of OpenLMLab/LEval: an answer is reduced to what the task asks for, and so is the
-reference, and the two are compared by `exact`. What looks odd there is kept.
+They equal auto_eval.py and em.py of OpenLMLab/LEval, oddities included: answer and reference are reduced to what the
+task asks for, then `exact` compares them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _CODE_SIGNS = ((",", ""), ("'", ""), ("\\", ""), (".0", ""), ("] [", "]["), ("[ 
 
 
 def exact(prediction: str, references: tuple[str, ...]) -> float:
-    """Return 1 where the texts agree; for letters of options 1/4 where a part of the right ones is chosen.
+    """Return 1 where the texts agree. For letters of options, return 1/4 if only some of the right ones are chosen.
 
-    Other references agree as numbers where both are, else where the answer contains them, white space and case aside
-    (topic retrieval).
+    If answer and reference are numbers, the numbers are compared. Otherwise the answer must contain the reference,
+    white space and case aside (topic retrieval).
     """
     return max(_exact(prediction, reference) for reference in references)
 
@@ -36,12 +36,12 @@ def _exact(prediction: str, reference: str) -> float:
 
 
 def letter(prediction: str, references: tuple[str, ...]) -> float:
-    """Return the first of A to D in the answer, compared with the reference's letters (TOEFL, QuALITY)."""
+    """Score the first of A to D in the answer against the reference's letters (TOEFL, QuALITY)."""
     return exact(_chosen(prediction, several=False), tuple(map(_right_letters, references)))
 
 
 def letters(prediction: str, references: tuple[str, ...]) -> float:
-    """Return the options that the answer chooses, compared with the reference's letters (Coursera)."""
+    """Score the options that the answer chooses against the reference's letters (Coursera)."""
     return exact(_chosen(prediction, several=True), tuple(map(_right_letters, references)))
 
 
@@ -50,7 +50,7 @@ def _right_letters(reference: str) -> str:
 
 
 def _chosen(answer: str, *, several: bool) -> str:
-    """Return the letters of the options that an answer chooses; `A` where it names none."""
+    """Return the letters of the options that `answer` chooses; `A` if no option is named."""
     if not answer.strip():
         return "None"
     if answer in _LETTERS:
@@ -69,7 +69,7 @@ def _chosen(answer: str, *, several: bool) -> str:
 
 
 def worked_number(prediction: str, references: tuple[str, ...]) -> float:
-    """Return the digits of the number behind `The answer is`, or of the last number of the first paragraph (GSM)."""
+    """Score the number behind `The answer is`, or else the last number of the first paragraph (GSM)."""
     return exact(_number(prediction), tuple(map(_number, references)))
 
 
@@ -83,7 +83,7 @@ def _number(text: str) -> str:
 
 
 def program_output(prediction: str, references: tuple[str, ...]) -> float:
-    """Return the output that the answer states, last or behind `the final output` (CodeU)."""
+    """Score the output that the answer states, last or behind `the final output` (CodeU)."""
     return max(_exact(_stated_output(prediction, reference), _tidied(reference)) for reference in references)
 
 
@@ -105,7 +105,7 @@ def _stated_output(answer: str, reference: str) -> str:
 
 
 def judgement(prediction: str, references: tuple[str, ...]) -> float:
-    """Return the first word with `true` or `false` in it (SFiction)."""
+    """Score the first word that contains `true` or `false` (SFiction)."""
     words = prediction.lower().split()
     stated = next(("true" if "true" in word else "false" for word in words if "true" in word or "false" in word), None)
     return 0.0 if stated is None else exact(stated, tuple(reference.lower().strip() for reference in references))

@@ -1,6 +1,6 @@
 """The metrics of LongBench (Bai et al., 2024) and LongBench v2 that are not in overlap.py.
 
-They equal THUDM/LongBench's metrics.py. What looks odd there is kept, because published scores contain it.
+They equal THUDM/LongBench's metrics.py. Its oddities are kept, because published scores contain them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _COMMENT_SIGNS = ("`", "#", "//")
 
 
 def _first_line(text: str) -> str:
-    """Return the first line that says something: few-shot prompts make models write the next example too."""
+    """Return the first line with text; few-shot prompts make models write the next example too."""
     return text.lstrip("\n").split("\n")[0]
 
 
@@ -25,22 +25,22 @@ def trivia_f1(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def dialogue_rouge(prediction: str, references: tuple[str, ...]) -> float:
-    """ROUGE-L of the first line (SAMSum)."""
+    """Return ROUGE-L of the first line (SAMSum)."""
     return overlap.rouge_l(_first_line(prediction), references)
 
 
 def count(prediction: str, references: tuple[str, ...]) -> float:
-    """Return the share of the answer's numbers that are the right one (PassageCount)."""
+    """Return the share of the answer's numbers that equal the right one (PassageCount)."""
     return max(_share_of_numbers(prediction, reference) for reference in references)
 
 
 def retrieval(prediction: str, references: tuple[str, ...]) -> float:
-    """Return the share of the answer's numbers that are the paragraph's, of a reference `Paragraph 7`."""
+    """Return the share of the answer's numbers that equal the paragraph's number; the reference is `Paragraph 7`."""
     return max(_share_of_numbers(prediction, _number(r"Paragraph (\d+)", reference)) for reference in references)
 
 
 def retrieval_zh(prediction: str, references: tuple[str, ...]) -> float:
-    """Return the share of the answer's numbers that are the paragraph's, of a reference `段落7`."""
+    """Return the share of the answer's numbers that equal the paragraph's number; the reference is `段落7`."""
     return max(_share_of_numbers(prediction, _number(r"段落(\d+)", reference)) for reference in references)
 
 
@@ -55,17 +55,17 @@ def _share_of_numbers(prediction: str, right: str) -> float:
 
 
 def code_similarity(prediction: str, references: tuple[str, ...]) -> float:
-    """Return the likeness of the answer's first line of code: difflib's ratio, in whole percent.
+    """Return the similarity of the answer's first line of code to the reference: difflib's ratio, in whole percent.
 
-    This is fuzzywuzzy's `ratio` as LongBench installs it, by which its own scores are.
+    Equals fuzzywuzzy's `ratio` as LongBench installs it and computed its published scores.
     """
     return _best_ratio(prediction, references, lambda *texts: SequenceMatcher(None, *texts).ratio())
 
 
 def code_similarity_indel(prediction: str, references: tuple[str, ...]) -> float:
-    """As `code_similarity`, by insertions and deletions: fuzzywuzzy's `ratio` with python-Levenshtein installed.
+    """Score as `code_similarity`, by insertions and deletions: fuzzywuzzy's `ratio` with python-Levenshtein installed.
 
-    Some papers have their scores by it; they are about 2 points higher on LCC and RepoBench-P.
+    Some papers use this metric; scores are about 2 points higher on LCC and RepoBench-P.
     """
     return _best_ratio(prediction, references, libraries.indel_ratio)
 
@@ -86,7 +86,7 @@ def classification(prediction: str, references: tuple[str, ...]) -> float:
     """Return 1 over the number of labels that the answer names, if the right one is among them.
 
     The references are the right labels, an empty text, and all labels. A named label that is part of the right one
-    does not count; of two such labels in a row the second does, as in the published loop.
+    does not count. Of two such labels in a row the second counts, as in the published loop.
     """
     border, prediction = references.index(""), _first_line(prediction)
     right, labels = references[:border], references[border + 1 :]
@@ -98,7 +98,7 @@ def _share_of_labels(prediction: str, right: str, labels: tuple[str, ...]) -> fl
     at = 0
     while at < len(found):
         if found[at] in right and found[at] != right:
-            found.remove(found[at])  # what follows moves up by one and is passed over
+            found.remove(found[at])  # the next label moves up by one and is skipped
         at += 1
     return 1 / len(found) if right in found else 0.0
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from lce.lab.eval.metrics import libraries
 
-_NAMES = ("little_penguin", "小企鹅")  # under which Counting-Stars asks for the numbers
+_NAMES = ("little_penguin", "小企鹅")  # JSON names of the list of counts in Counting-Stars
 
 
 def match_all(prediction: str, references: tuple[str, ...]) -> float:
@@ -17,7 +17,7 @@ def match_all(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def match_part(prediction: str, references: tuple[str, ...]) -> float:
-    """1 where the answer contains one of the references, case aside (RULER's string_match_part, of its questions)."""
+    """Return 1 where the answer contains one of the references, case aside (RULER's string_match_part)."""
     return float(any(_contains(prediction, reference) for reference in references))
 
 
@@ -36,7 +36,7 @@ def boxed(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def _last_box(text: str) -> str:
-    """Return what the last box holds, up to the brace that closes it; without a second pair of braces."""
+    """Return the content of the last `\\boxed{...}`, without a second pair of braces; an empty text if none closes."""
     start = text.rfind("\\boxed")
     if start < 0 or not text.startswith("{", start + len("\\boxed")):
         return ""
@@ -64,10 +64,10 @@ def stars(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def corrected_stars(prediction: str, references: tuple[str, ...]) -> float:
-    """Points for the corrected counts (Counting-Stars, reasoning).
+    """Return the mean points for the corrected counts (Counting-Stars, reasoning).
 
-    The references are `right/wrong`. A pair gives 1 where the right count alone is listed, 1/2 where both are, 1/4
-    where the wrong one alone is.
+    The references are `right/wrong`. A pair gives 1 if only the right count is listed, 1/2 if both are, 1/4 if only
+    the wrong count is.
     """
     listed = _listed(prediction, len(references))
     points = {(True, False): 1.0, (True, True): 0.5, (False, True): 0.25, (False, False): 0.0}
@@ -76,7 +76,7 @@ def corrected_stars(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def _listed(answer: str, most: int) -> list[Any]:
-    """Return the first `most` values of the list in the answer's JSON; none where it has no such list."""
+    """Return the first `most` values of the list in the answer's JSON; no values without such a list."""
     text = answer.replace("```", "").replace("json", "").strip() if "```" in answer else answer
     if "[" not in text:
         return []

@@ -1,4 +1,4 @@
-"""Scores by common words: F1 as in SQuAD, and ROUGE. The best over the references."""
+"""Scores by common words: F1 as in SQuAD, and ROUGE. Each returns the best score over the references."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from lce.lab.eval.metrics import libraries
 
 _ASCII_SIGNS = frozenset(string.punctuation)
-_CHINESE_SIGNS = _ASCII_SIGNS | frozenset(  # those that LongBench and InfiniteBench leave out
+_CHINESE_SIGNS = _ASCII_SIGNS | frozenset(  # the signs that LongBench and InfiniteBench leave out
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
 )
 
@@ -18,7 +18,7 @@ Tokens = Callable[[str], Sequence[str]]
 
 
 def normalised(text: str, *, lower: bool = True) -> str:
-    """English text without punctuation, articles and repeated white space, in lower case unless asked otherwise."""
+    """Return English text without punctuation, articles and repeated white space, in lower case if `lower`."""
     text = "".join(c for c in (text.lower() if lower else text) if c not in _ASCII_SIGNS)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
@@ -29,7 +29,7 @@ def normalised_chinese(text: str) -> str:
 
 
 def f1(prediction: Sequence[str], reference: Sequence[str]) -> float:
-    """Return the harmonic mean of precision and recall over two bags of tokens; 0 without a common one."""
+    """Return the harmonic mean of precision and recall over two bags of tokens; 0 without a common token."""
     common = sum((Counter(prediction) & Counter(reference)).values())
     if common == 0:
         return 0.0
@@ -59,31 +59,31 @@ def qa_f1_characters(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def rouge_l(prediction: str, references: tuple[str, ...]) -> float:
-    """ROUGE-L as the library rouge computes it (LongBench)."""
+    """Return ROUGE-L by the library rouge (LongBench)."""
     return max((libraries.rouge()(prediction, reference) for reference in references), default=0.0)
 
 
 def rouge_l_zh(prediction: str, references: tuple[str, ...]) -> float:
-    """ROUGE-L over Chinese words as jieba cuts them (LongBench)."""
+    """Return ROUGE-L over Chinese words as jieba cuts them (LongBench)."""
     cut = libraries.cut_chinese()
     return rouge_l(" ".join(cut(prediction)), tuple(" ".join(cut(reference)) for reference in references))
 
 
 def rouge_lsum(prediction: str, references: tuple[str, ...]) -> float:
-    """ROUGE-Lsum as rouge-score computes it, sentences on lines (InfiniteBench's En.Sum)."""
+    """Return ROUGE-Lsum by rouge-score, sentences on lines (InfiniteBench's En.Sum)."""
     return libraries.rouge_scorer("rougeLsum")(references, prediction)
 
 
 def rouge_score_1(prediction: str, references: tuple[str, ...]) -> float:
-    """ROUGE-1 as rouge-score computes it (L-Eval)."""
+    """Return ROUGE-1 by rouge-score (L-Eval)."""
     return libraries.rouge_scorer("rouge1")(references, prediction)
 
 
 def rouge_score_2(prediction: str, references: tuple[str, ...]) -> float:
-    """ROUGE-2 as rouge-score computes it (L-Eval)."""
+    """Return ROUGE-2 by rouge-score (L-Eval)."""
     return libraries.rouge_scorer("rouge2")(references, prediction)
 
 
 def rouge_score_l(prediction: str, references: tuple[str, ...]) -> float:
-    """ROUGE-L as rouge-score computes it (L-Eval)."""
+    """Return ROUGE-L by rouge-score (L-Eval)."""
     return libraries.rouge_scorer("rougeL")(references, prediction)

@@ -11,12 +11,12 @@ def starts(answer: str, expected: tuple[str, ...]) -> float:
 
 
 def recall(answer: str, expected: tuple[str, ...]) -> float:
-    """The share of the expected texts that the answer's first sentence holds, in any order (RULER's string match)."""
+    """Return the share of expected texts in the answer's first sentence, in any order (RULER's string match)."""
     first = answer.partition(".")[0]
     return sum(text in first for text in expected) / len(expected)
 
 
 def similarity(answer: str, expected: tuple[str, ...]) -> float:
-    """difflib's ratio between the answer's first sentence and the expected text (MRCR); the best of several."""
+    """Return difflib's ratio between the answer's first sentence and the best expected text (MRCR)."""
     first = answer.strip().partition(".")[0]
     return max(SequenceMatcher(None, first, text).ratio() for text in expected)

@@ -21,7 +21,7 @@ __all__ = ["SUITES", "Suite", "find"]
 
 
 def find(name: str) -> Suite:
-    """Return the benchmark of a name. Raises `UsageError`, with the nearest valid one."""
+    """Return the benchmark called `name`. Raises `UsageError`, with the nearest valid name."""
     if name not in SUITES:
         raise UsageError(f"unknown benchmark {name!r}; {nearest(name, SUITES)}")
     return SUITES[name]

@@ -1,4 +1,4 @@
-"""From an item of a benchmark to the sample that a model is asked: cut where it is too long, inside a chat template."""
+"""Makes samples from a benchmark's items: cuts items that are too long and applies the chat template."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from lce.lab.eval.sample import Sample
 
 AUTO, NONE, CHAT = "auto", "none", "chat"
 _ROOM = 512  # tokens that L-Eval keeps free for the answer
-_STEP = 250  # words that it cuts off besides, each time that a document is still too long
+_STEP = 250  # further words that L-Eval cuts off while a document is still too long
 
 
 @dataclass(frozen=True)
 class Asking:
     """How prompts are made for a model.
 
-    `template` is `auto` (as the benchmark's own code has it), `chat` (the model's chat template), `none`, or a text
-    with `{prompt}`, such as `[INST]{prompt}[/INST]`. Prompts of more than `max_length` tokens are cut as the benchmark
-    cuts them; None cuts none. Raises `UsageError`.
+    `template` is `auto` (as in the benchmark's own code), `chat` (the model's chat template), `none`, or a text with
+    `{prompt}`, such as `[INST]{prompt}[/INST]`. Prompts of more than `max_length` tokens are cut as the benchmark cuts
+    prompts; None cuts none. Raises `UsageError`.
     """
 
     template: str = AUTO
@@ -36,14 +36,14 @@ class Asking:
             raise UsageError(f"max_length is {self.max_length}; expected 2 or more tokens")
 
     def check(self, tokenizer: Any) -> None:
-        """Raise `ModelError` where the template is asked of a model that has none."""
+        """Raise `ModelError` if the template is `chat` and the model has none."""
         if self.template == CHAT:
             tokenizer.require_chat()
 
     def sample(self, item: Item, tokenizer: Any) -> Sample:
-        """Return the sample of an item, for the model of a tokenizer.
+        """Return the sample of an item, for the tokenizer's model.
 
-        Its document ends where the benchmark's context does.
+        The sample's document ends where the benchmark's context ends.
         """
         if self.max_length is not None:
             item = CUTS[item.cut](item, Tokens.of(tokenizer), self.max_length)
@@ -63,14 +63,14 @@ class Asking:
 
 
 def _end_of_context(item: Item, text: str) -> int:
-    """Return where the benchmark's context ends in a text that a template wrote. Templates may strip the prompt."""
+    """Return the end of the benchmark's context within templated `text`. Templates may strip the prompt."""
     context = item.context.strip()
     at = text.find(context) if context else -1
     return len(text) if at < 0 else at + len(context)
 
 
 def _middle(item: Item, tokens: Tokens, most: int) -> Item:
-    """Return the first and the last `most // 2` tokens of the prompt (LongBench, InfiniteBench's open models)."""
+    """Keep the first and the last `most // 2` tokens of the prompt (LongBench, InfiniteBench's open models)."""
     ids, half = tokens.encode(item.prompt), most // 2
     if len(ids) <= most:
         return item
@@ -78,7 +78,7 @@ def _middle(item: Item, tokens: Tokens, most: int) -> Item:
 
 
 def _middle_joined(item: Item, tokens: Tokens, most: int) -> Item:
-    """As `_middle`, decoded in one piece, and `most` tokens where that is odd (LongBench v2, InfiniteBench's GPT-4)."""
+    """Cut as `_middle`, decoded in one piece, also `most` tokens if odd (LongBench v2, InfiniteBench's GPT-4)."""
     ids = tokens.encode(item.prompt)
     if len(ids) <= most:
         return item
@@ -86,7 +86,7 @@ def _middle_joined(item: Item, tokens: Tokens, most: int) -> Item:
 
 
 def _words(item: Item, tokens: Tokens, most: int, *, keep_first: bool) -> Item:
-    """Return the document without words at one end, until it leaves room for the answer (L-Eval)."""
+    """Drop words at one end of the document until the answer has room (L-Eval)."""
     limit, cut, text = most - _ROOM, 0, item.context
     while text and len(tokens.encode(text)) > limit:
         n_words = limit - cut

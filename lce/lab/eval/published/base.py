@@ -23,7 +23,7 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True)
 class Tokens:
-    """How texts are counted and cut. `encode` adds the tokens that begin a text, `encode_alone` none."""
+    """Functions that count and cut texts. `encode` adds the tokens that begin a text; `encode_alone` adds none."""
 
     encode: Encode
     encode_alone: Encode
@@ -31,7 +31,7 @@ class Tokens:
 
     @classmethod
     def of(cls, tokenizer: Any) -> Tokens:
-        """Return those of an engine's tokenizer."""
+        """Return the functions of an engine's tokenizer."""
         return cls(tokenizer.encode, lambda text: tokenizer.encode(text, bos=False), tokenizer.decode)
 
 
@@ -42,16 +42,16 @@ class Task:
     name: str
     metrics: tuple[str, ...]
     max_tokens: int
-    category: str = ""  # tasks of one category are averaged first, where the benchmark does so
+    category: str = ""  # some benchmarks average the tasks of a category first
 
 
 @dataclass(frozen=True)
 class Item:
     """A question as the benchmark asks it: `before`, `context` and `after` make the prompt.
 
-    `template` is what its own code puts around a prompt: `none`, `chat` (the model's chat template, where it has one),
-    or a text with `{prompt}` and perhaps `{system}`. `fixed` items get that whatever the user asks for. `opening`
-    begins the answer, behind the template. `cut` names how a prompt that is too long is shortened.
+    `template` is what the benchmark's code puts around a prompt: `none`, `chat` (the model's chat template, if any), or
+    a text with `{prompt}` and perhaps `{system}`. `fixed` items get `template` whatever the user asks for. `opening`
+    begins the answer, behind the template. `cut` names the way to shorten a long prompt.
     """
 
     index: int
@@ -76,14 +76,14 @@ class Item:
 
     @property
     def sample(self) -> Sample:
-        """Return the sample, for a model that gets no template."""
+        """The sample for a model that gets no template."""
         document, question = self.before + self.context, self.after + self.opening
         return Sample(document, question, self.answers, self.metric, max_tokens=self.max_tokens, depth=self.depth)
 
 
 @dataclass(frozen=True)
 class Answered:
-    """An answer that is to be scored, by itself or from a file of predictions."""
+    """An answer to score, from a model or a file of predictions."""
 
     prediction: str
     answers: tuple[str, ...]
@@ -92,29 +92,29 @@ class Answered:
 
 
 class Suite(ABC):
-    """A published benchmark, described in `suites.toml`. One instance a benchmark; nothing in it changes."""
+    """A published benchmark, described in `suites.toml`. One immutable instance a benchmark."""
 
     name: ClassVar[str]
 
     def __init__(self) -> None:
         found = _suites()[self.name]
         self.title: str = found["title"]
-        self.source: str = found["source"]  # the repository that the prompts and metrics are from
-        self.data: str = found["data"]  # where its data are published
+        self.source: str = found["source"]  # the repository of the prompts and metrics
+        self.data: str = found["data"]  # where the data are published
         self.layout: str = found["layout"]  # the files that are expected under --data
         rows = found["tasks"]
         self.tasks = tuple(Task(name, tuple(metrics.split()), most, category) for name, metrics, most, category in rows)
         self.variants: tuple[str, ...] = tuple(found.get("variants", [""]))  # sets of prompts; the first is the default
 
     def task(self, name: str) -> Task:
-        """Return the task of a name. Raises `UsageError`."""
+        """Return the task called `name`. Raises `UsageError`."""
         found = next((task for task in self.tasks if task.name == name), None)
         if found is None:
             raise UsageError(f"{self.name} has no task {name!r}; {nearest(name, [task.name for task in self.tasks])}")
         return found
 
     def variant(self, name: str | None) -> str:
-        """Return the set of prompts of a name, or the default. Raises `UsageError`."""
+        """Return the name of the set of prompts, or of the default for None. Raises `UsageError`."""
         if name is None:
             return self.variants[0]
         if name not in self.variants or name == "":
@@ -124,10 +124,7 @@ class Suite(ABC):
 
     @abstractmethod
     def paths(self, task: Task) -> tuple[str, ...]:
-        """Return where the task's file may be under the data folder; the first is the published place.
-
-        May be patterns.
-        """
+        """Return paths or patterns of the task's file under the data folder; the first is the published place."""
 
     @abstractmethod
     def item(self, row: Row, index: int, task: Task, variant: str) -> Iterable[Item]:
@@ -135,14 +132,14 @@ class Suite(ABC):
 
     @abstractmethod
     def answered(self, row: Row, index: int, task: Task) -> Iterable[Answered]:
-        """Return what one line of a published file of predictions says."""
+        """Return the answers in one line of a published file of predictions."""
 
     def prediction(self, item: Item, text: str) -> dict[str, Any]:
-        """Return the line of a file of predictions, in the benchmark's own layout, that `answered` reads again."""
+        """Return the line for a file of predictions in the benchmark's own layout, which `answered` can read."""
         return {**(item.source or {}), "pred": text}
 
     def present(self, folder: Path) -> list[Task]:
-        """Return the tasks whose files are there. Raises `DataError`, which says what goes where, for none."""
+        """Return the tasks whose files exist. If none exist, raises `DataError`, which names the expected files."""
         found = [task for task in self.tasks if find_file(folder, self.paths(task)) is not None]
         if not found:
             first = self.paths(self.tasks[0])[0]
@@ -154,7 +151,7 @@ class Suite(ABC):
         return f"put there what is published at {self.data}: {self.layout}"
 
     def items(self, folder: Path, task: Task, variant: str = "", tokens: Tokens | None = None) -> Iterator[Item]:
-        """Return the task's questions, read from the user's file.
+        """Yield the task's questions, read from the user's file.
 
         Raises `DataError` for a file that is missing or broken.
         """
@@ -165,26 +162,26 @@ class Suite(ABC):
             yield from self.item(row, index, task, variant)
 
     def predictions(self, path: Path, task: Task) -> Iterator[Answered]:
-        """Return what a file of predictions in the benchmark's own layout says."""
+        """Yield the answers in a file of predictions in the benchmark's own layout."""
         for index, row in enumerate(json_rows(path)):
             yield from self.answered(row, index, task)
 
     def task_of(self, path: Path) -> Task | None:
-        """Return the task that the name of a file of predictions tells; None for no task."""
+        """Return the task that the file name of predictions names; None for no task."""
         stem = path.name.partition(".")[0].removeprefix("preds_")
         return next((task for task in self.tasks if task.name == stem), None)
 
     def averages(self, scores: Mapping[str, float]) -> dict[str, float]:
-        """Return the benchmark's own averages of task scores; only those whose tasks are all there."""
+        """Return the benchmark's own averages of task scores; an average needs the scores of all its tasks."""
         if {task.name for task in self.tasks} - set(scores):
             return {}
         return {"average": sum(scores[task.name] for task in self.tasks) / len(self.tasks)}
 
 
 def filled(template: str, **values: str) -> tuple[str, str, str]:
-    """Return a template around `{context}`: what is before it, the context, and what is after it, other values put in.
+    """Fill a template; return the text before `{context}`, the context, and the text behind.
 
-    Braces in values, and braces that hold no value's name, stay as they are.
+    Braces in values, and braces without a value's name, stay as they are.
     """
 
     def put(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Counting-Stars (Song et al., 2025): 32 counts of stars, right or corrected, that are scattered over a long text."""
+"""Counting-Stars (Song et al., 2025): 32 counts of stars, right or corrected, scattered over a long text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lce.errors import DataError
 from lce.lab.eval.published.base import Answered, Item, Suite, Task
 from lce.lab.eval.published.reading import Row
 
-# The counts that are then corrected, in the published files with 32 of them; other files tell them in their text.
+# The wrong counts of the published files with 32 counts; other files give the wrong counts in their text.
 WRONG = (
     16, 116, 43, 70, 59, 106, 8, 48, 112, 67, 25, 101, 82, 93, 76, 62, 6, 18, 108, 4, 34, 53, 85, 90, 126, 22, 45, 121,
     39, 96, 75, 30,
@@ -22,9 +22,9 @@ _CORRECTED = (
 
 
 class CountingStars(Suite):
-    """Its four tasks: two kinds of evidence in two languages.
+    """Counting-Stars' four tasks: two kinds of evidence in two languages.
 
-    The published code sends the prompt to chat models and names no limit of the answer's length; here it is 512 tokens.
+    The published code sends the prompt to chat models and sets no limit on the answer; here the limit is 512 tokens.
     The length of the context, in words or characters, is the group.
     """
 
@@ -65,7 +65,7 @@ class CountingStars(Suite):
 
 
 def _references(row: Row, task: Task) -> tuple[str, ...]:
-    """Return the right counts, each with the one that it corrects where the task is reasoning."""
+    """Return the right counts; for reasoning tasks, each with the wrong count that it corrects."""
     right = row.texts("reference_counting_results")
     if task.name.startswith("acquisition"):
         return right

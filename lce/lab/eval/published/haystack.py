@@ -17,7 +17,7 @@ BETWEEN = 10  # percent of the text between the needles of a chain
 
 @dataclass(frozen=True)
 class Language:
-    """Where a language's texts and needles are, and how much of a length is left to the prompt."""
+    """A language's files of texts and needles, and how many tokens are kept free for the prompt."""
 
     name: str
     code: str
@@ -34,7 +34,7 @@ LANGUAGES = {
 
 
 class Haystack:
-    """Texts that are joined, cut to a length, and get needles; `shuffle` puts them in another order."""
+    """Texts that are joined, cut to a length, and get needles; `shuffle` reorders the texts."""
 
     def __init__(self, tokens: Tokens, texts: Sequence[str]) -> None:
         self.texts = list(texts)
@@ -92,12 +92,12 @@ class Needles:
 
     @cached_property
     def own(self) -> list[Row]:
-        """Return those in the language."""
+        """The needles in `language`."""
         return [row for row in self.needles if row.text("language") == self.language.name]
 
     @cached_property
     def distinct(self) -> list[Row]:
-        """As many as there are depths, drawn, whose subjects and key words are all different."""
+        """Randomly drawn needles, one a depth, with different subjects and key words."""
         rows = list(self.needles)
         Random(0).shuffle(rows)
         found: list[Row] = []
@@ -113,7 +113,7 @@ class Needles:
         return found
 
     def _joined(self, chosen: Sequence[Row]) -> str:
-        """Return the questions in one, and the form of all answers."""
+        """Return one text with all questions and the form of all answers."""
         mark, stop = self.language.question_mark, self.language.stop
         asked = [row.text("retrieval_question") for row in chosen]
         questions = "、".join(text.split(mark)[0] + mark for text in asked)
@@ -151,9 +151,9 @@ class Chain:
             yield _item(self.task, self.language, values, (names[0],), names[0], length, depth / 100)
 
     def _insert(self, ids: list[int], needles: Sequence[str], lengths: Sequence[int], depth: int) -> None:
-        """Return the first needle at `depth` percent, each other one a tenth of the text behind the one before.
+        """Insert the first needle at `depth` percent, each other a tenth of the text behind the needle before.
 
-        As published, the points already leave room for the needles before and are moved by them once more.
+        As published, the lengths of earlier needles are added twice to each point.
         """
         total = len(ids)
         points: list[int] = []

@@ -1,4 +1,4 @@
-"""InfiniteBench (Zhang et al., 2024): 12 tasks over 100,000 tokens long, cut in the middle where too long."""
+"""InfiniteBench (Zhang et al., 2024): 12 tasks of over 100,000 tokens, cut in the middle if too long."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ WITH_OPTIONS = frozenset({"longbook_choice_eng", "code_debug"})
 
 
 class InfiniteBench(Suite):
-    """The 12 tasks, with the prompts that the published code gives open models (`yarn-mistral`), or those of others.
+    """The 12 tasks, with the published code's prompts for open models (`yarn-mistral`) or for others.
 
-    The example conversation that it puts before Math.Calc for GPT-4 is not here.
+    The published example conversation before Math.Calc for GPT-4 is not here.
     """
 
     name = "infinitebench"
@@ -49,7 +49,7 @@ class InfiniteBench(Suite):
 
 
 def _values(row: Row, task: Task) -> dict[str, str]:
-    """Return what goes into the template, by name."""
+    """Return the template's values by name."""
     asked = row.text("input")
     values = {"context": row.text("context", "content"), "input": asked, "question": asked}
     if task.name in WITH_OPTIONS:

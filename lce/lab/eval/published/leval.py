@@ -10,16 +10,16 @@ from typing import Any
 from lce.lab.eval.published.base import Answered, Item, Suite, Task, prompts
 from lce.lab.eval.published.reading import Row
 
-_SCORED = ("exam", "f1", "rouge")  # others are for people or for a model to judge, and are left out
+_SCORED = ("exam", "f1", "rouge")  # people or models judge the other kinds, which are left out
 _TOPICS = ("first", "second", "third")
 
 
 class LEval(Suite):
     """The 7 closed-ended tasks, and the open-ended ones by F1 and ROUGE.
 
-    Prompts, and the template of Llama 2 around them, are those of llama2-chat-test.py; `--template chat` puts the
-    model's own in its place. Documents that are too long lose words at their end (those of code at their beginning)
-    until they leave room for the answer. The judgement of `sci_fi` without the document is a second sample.
+    Prompts and Llama 2's template are those of llama2-chat-test.py; `--template chat` uses the model's own template.
+    Long documents lose words at the end (code at the beginning) until the answer has room. The judgement of `sci_fi`
+    without the document is a second sample.
     """
 
     name = "l-eval"
@@ -71,7 +71,7 @@ class LEval(Suite):
 def _asked(
     document: str, question: str, answer: str, task: Task, number: int, source: dict[str, Any]
 ) -> Iterator[Item]:
-    """Return the samples of one question, as the published code writes them for Llama 2."""
+    """Yield the items of one question, as the published code writes prompts for Llama 2."""
     data = prompts("leval")
     closed = task.category == "closed-ended"
     style = task.name if task.name in data["prompts"] else "closed" if closed else "open"
@@ -94,6 +94,6 @@ def _asked(
 
 
 def _two_judgements(text: str) -> tuple[str, str]:
-    """`true [fact: false]` as its two parts."""
+    """Split a text such as `true [fact: false]` into the two judgements."""
     loyalty, _, fact = text.lower().partition("[fact:")
     return loyalty.strip(), fact.partition("[fact:")[0][:-1].strip()

@@ -1,4 +1,4 @@
-"""LongBench and LongBench-E (Bai et al., 2024): 21 tasks in English and Chinese, cut in the middle where too long."""
+"""LongBench and LongBench-E (Bai et al., 2024): 21 tasks in English and Chinese, cut in the middle if too long."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import ClassVar
 from lce.lab.eval.published.base import Answered, Item, Suite, Task, filled, prompts
 from lce.lab.eval.published.reading import Row
 
-# Chat models are asked without their template here, as in the published pred.py.
+# Chat models get these tasks without their template, as in the published pred.py.
 BARE = frozenset({"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"})
 CHINESE = frozenset({"multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh"})
 
 
 class LongBench(Suite):
-    """The 21 tasks. Samples of few-shot tasks and code get no chat template; their first line is the answer.
+    """The 21 tasks. Few-shot tasks and code get no chat template; the answer's first line is scored.
 
-    The published code forbids a line break as the first token of `samsum` and ends at the next; here the answer is
-    `max_tokens` long and its first line is scored, which differs only where a model would have begun with the end.
+    For `samsum`, the published code forbids a line break as the first token and stops at the next. Here the answer is
+    `max_tokens` long, which differs only for models that would begin with the end token.
     """
 
     name = "longbench"
@@ -45,7 +45,7 @@ class LongBench(Suite):
         return ""
 
     def averages(self, scores: Mapping[str, float]) -> dict[str, float]:
-        """Return the average over the categories of each language, code in both, as in the published tables."""
+        """Return each language's average over categories, code in both, as in the published tables."""
         languages = {
             "English": {task.name for task in self.tasks} - CHINESE,
             "Chinese": CHINESE | {"lcc", "repobench-p"},

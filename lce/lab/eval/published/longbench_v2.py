@@ -11,8 +11,8 @@ from lce.lab.eval.published.reading import Row
 class LongBenchV2(Suite):
     """One task. Scores are also given by difficulty and by length, as in the published table.
 
-    The published code draws its answers at temperature 0.1; here they are greedy. Its chain-of-thought prompts, which
-    ask a second question about the model's own answer, and its retrieval are not here.
+    The published code draws answers at temperature 0.1; here answers are greedy. The published chain-of-thought prompts
+    (a second question about the model's own answer) and retrieval are not here.
     """
 
     name = "longbench-v2"

@@ -1,4 +1,4 @@
-"""NeedleBench V2 (Li et al., 2025): needles in essays, built from its files for a tokenizer, at lengths and depths."""
+"""NeedleBench V2 (Li et al., 2025): needles in essays at lengths and depths, built from its files for a tokenizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LENGTHS = {  # tokens, of each size
     "256k": (32000, 128000, 256000),
     "1000k": (1000, *range(125000, 1000001, 125000)),
 }
-# How the files that OpenCompass writes call the kinds of tasks.
+# The kinds of tasks by their names in OpenCompass's files.
 _KINDS = {"origin": "single", "parallel": "multi_retrieval"} | {
     f"{n}needle": f"multi_reasoning_{n}" for n in (2, 3, 4, 5)
 }
@@ -33,11 +33,10 @@ REPEATS = {"single": 10, "multi_retrieval": 25, "multi_reasoning": 10}
 class NeedleBench(Suite):
     """One needle, eleven of them, or a chain of 2 to 5 relatives, in English and Chinese.
 
-    The prompts are built as the published code builds them, with the same draws of numbers, but the model's tokenizer
-    counts the tokens (there GPT-4's), and the eleven needles of multi_retrieval are drawn with the seed 0 (there
-    without one). The published limit of an answer's length belongs to the model; here it is that of OpenCompass's
-    example, 4096 tokens, for the chain and 256 for the others. The Ancestral Trace Challenge, which has no long text,
-    is not here.
+    Prompts and draws of numbers are those of the published code, with two differences: the model's tokenizer counts
+    tokens (there GPT-4's), and the eleven needles of multi_retrieval are drawn with seed 0 (there unseeded). The
+    published limit of an answer's length belongs to the model. Here the chain has 4096 tokens, as in OpenCompass's
+    example, and the others 256. The Ancestral Trace Challenge, which has no long text, is not here.
     """
 
     name = "needlebench"
@@ -98,7 +97,7 @@ class NeedleBench(Suite):
         return {**(item.source or {}), "prediction": text}
 
     def predictions(self, path: Path, task: Task) -> Iterator[Answered]:
-        """OpenCompass's own file is one object with an entry for each answer."""
+        """Yield the answers of a file; OpenCompass's own file is one object with an entry for each answer."""
         if path.suffix != ".json":
             yield from super().predictions(path, task)
             return
@@ -119,7 +118,7 @@ class NeedleBench(Suite):
         yield Answered(row.text("prediction"), answers, task.metrics, str(row.content.get("length", "")))
 
     def task_of(self, path: Path) -> Task | None:
-        """By the names that OpenCompass gives its files, such as `Length1000Depth0_origin_en_4k.json`, and by ours."""
+        """Return the task of OpenCompass's file names, such as `Length1000Depth0_origin_en_4k.json`, or of ours."""
         language = next((x for x in LANGUAGES if f"_{x}" in path.name), None)
         kind = next((new for old, new in _KINDS.items() if old in path.name), None)
         if language is None or kind is None:
@@ -127,7 +126,7 @@ class NeedleBench(Suite):
         return self.task(f"{kind}_{language}")
 
     def averages(self, scores: Mapping[str, float]) -> dict[str, float]:
-        """Return the mean of the three kinds of tasks, as V2 has it."""
+        """Return the mean of each of the three kinds of tasks, and the mean of these three, as V2 does."""
         if {task.name for task in self.tasks} - set(scores):
             return {}
         kinds = {kind: [scores[t.name] for t in self.tasks if t.category == kind] for kind in REPEATS}

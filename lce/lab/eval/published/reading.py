@@ -1,4 +1,4 @@
-"""Reads the files of benchmarks and of predictions, of which nothing is trusted."""
+"""Reads the files of benchmarks and of predictions. Their contents are not trusted."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lce.files import JsonError, named, open_regular, parse_json
 
 LONGEST_LINE = 64 << 20  # bytes; InfiniteBench's longest book has some 10 million
 LARGEST_JSON = 2 << 30  # bytes of a file that is one JSON value; LongBench v2 has 0.5 GB
-MOST_VALUES = 4 << 20  # JSON values of a line or file, or one for 4 bytes if that is more: commas in texts count too
+MOST_VALUES = 4 << 20  # JSON values of a line or file, or one for 4 bytes if more; commas in texts count too
 
 
 @dataclass(frozen=True)
 class Row:
-    """One object of a file. Its methods raise `DataError`, which names the file and the line, for other types."""
+    """One object of a file. For other types, methods raise `DataError`, which names the file and the line."""
 
     content: dict[str, Any]
     where: str
@@ -28,7 +28,7 @@ class Row:
         return name in self.content
 
     def text(self, *names: str) -> str:
-        """Return the text that one of the names has."""
+        """Return the text under one of `names`."""
         name, value = self._value(names)
         if not isinstance(value, str):
             raise self._strange(name, value, "a text")
@@ -41,7 +41,7 @@ class Row:
         return value
 
     def texts(self, *names: str) -> tuple[str, ...]:
-        """Return the texts or numbers of a list, numbers as JSON writes them; one by itself counts as a list of one."""
+        """Return the texts or numbers of a list, numbers as in JSON; a single value counts as a list of one."""
         name, value = self._value(names)
         values = value if isinstance(value, list) else [value]
         if len(values) == 1 and isinstance(values[0], list):
@@ -61,9 +61,9 @@ class Row:
 
 
 def find_file(folder: Path, places: Sequence[str]) -> Path | None:
-    """Return the first place, a path or a pattern under `folder`, that exists.
+    """Return the first existing file of `places`, which are paths or patterns under `folder`.
 
-    Raises `DataError` where two files fit it.
+    Raises `DataError` if two files fit a place.
     """
     for place in places:
         found = sorted(glob.glob(os.path.join(glob.escape(str(folder)), place)))
@@ -75,7 +75,7 @@ def find_file(folder: Path, places: Sequence[str]) -> Path | None:
 
 
 def json_rows(path: Path) -> Iterator[Row]:
-    """Return the objects of a JSON-lines file, or of a `.json` file with a list of them."""
+    """Yield the objects of a JSON-lines file, or of a `.json` file with a list of objects."""
     if path.suffix == ".json":
         yield from _listed_rows(path)
         return

@@ -9,11 +9,11 @@ from lce.lab.eval.published.reading import Row
 
 
 class Ruler(Suite):
-    """The 13 tasks of its synthetic.yaml.
+    """The 13 tasks of RULER's synthetic.yaml.
 
-    A line's `input` is the prompt, `answer_prefix` begins the answer and `outputs` is expected. The template of a model
-    is already in `input` where the generator got another `--model_template_type` than `base`; so none is added, unless
-    `--template` asks for one. Data are made for a length; nothing is cut.
+    A line's `input` is the prompt, `answer_prefix` begins the answer and `outputs` is expected. `input` already has the
+    model's template if the generator's `--model_template_type` was not `base`, so only `--template` adds one. Data are
+    made for a length; nothing is cut.
     """
 
     name = "ruler"

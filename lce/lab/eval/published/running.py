@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prompted:
-    """An item, the sample that a model is asked, and how many tokens its prompt has."""
+    """An item, the sample that a model is asked, and the number of tokens in the prompt."""
 
     item: Item
     sample: Sample
@@ -32,7 +32,7 @@ class Prompted:
 
     @property
     def length(self) -> int:
-        """Return the power of two that holds the prompt: records and reports are by it."""
+        """The prompt's length in tokens, rounded up to a power of two; records and reports use this length."""
         return 1 << max(0, self.n_tokens - 1).bit_length()
 
 
@@ -66,7 +66,7 @@ class Benchmark:
             raise UsageError(f"mode is {self.mode!r}; expected single or shared: its questions are independent")
 
     def tasks(self, names: Sequence[str] | None = None) -> list[Task]:
-        """Return the tasks of these names, or all whose files are there. Raises `UsageError` or `DataError`."""
+        """Return the tasks called `names`, or all whose files exist. Raises `UsageError` or `DataError`."""
         return [self.suite.task(name) for name in names] if names else self.suite.present(self.folder)
 
     def prompted(self, engine: Engine, task: Task) -> list[Prompted]:
@@ -84,7 +84,7 @@ class Benchmark:
         self, engine: Engine, task: Task, made: Sequence[Prompted] | None = None, *, record: Record | None = None,
         about: Mapping[str, Any] | None = None, progress: Callable[[int, int], None] | None = None,
     ) -> Outcome | None:  # fmt: skip
-        """Return the task's outcome; None where this shard has none of its documents.
+        """Return the task's outcome; None if this shard has none of the task's documents.
 
         See `lce.lab.eval.running.answers`.
         """
@@ -112,7 +112,7 @@ class Benchmark:
         return None if published is None else Outcome(published, Score.of(a for _, a in answered), answered)
 
     def _setting(self, task: Task, length: int) -> dict[str, Any]:
-        """Return what a record calls the samples of a task: what is as usual is left out."""
+        """Return the fields that identify a task's samples in a record; usual values are left out."""
         found: dict[str, Any] = {"task": f"{self.suite.name}:{task.name}", "length": length}
         if self.variant not in ("", self.suite.variants[0]):
             found["prompts"] = self.variant
@@ -124,5 +124,5 @@ class Benchmark:
 
 
 def _behind(progress: Callable[[int, int], None], before: int, total: int) -> Callable[[int, int], None]:
-    """Return the progress of a part, as that of the whole with `before` samples done."""
+    """Return a function that reports a part's progress as the whole's, with `before` samples done."""
     return lambda done, _total: progress(before + done, total)

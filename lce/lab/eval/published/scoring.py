@@ -26,7 +26,7 @@ class TaskScore:
 
 
 def scored(task: Task, answers: Iterable[Answered], metric: str | None = None) -> TaskScore | None:
-    """Return the score of some answers; None without any. `metric` is scored by instead of the task's own ones."""
+    """Return the score of `answers`; None without any. `metric` replaces the task's own metrics."""
     sums: dict[str, list[float]] = {}
     groups: dict[str, list[float]] = {}
     for answer in answers:
@@ -40,7 +40,7 @@ def scored(task: Task, answers: Iterable[Answered], metric: str | None = None) -
     means = {name: _percent(values) for name, values in sums.items()}
     first, *rest = means
     others = {name: means[name] for name in rest}
-    if len(means) == 3:  # ROUGE, of which L-Eval gives the geometric mean too
+    if len(means) == 3:  # ROUGE: L-Eval also gives the geometric mean
         others["geometric_mean"] = prod(means.values()) ** (1 / 3)
     by_group = {name: _percent(values) for name, values in sorted(groups.items())}
     return TaskScore(task.name, first, len(sums[first]), means[first], by_group, others)
@@ -53,8 +53,8 @@ def _percent(values: list[float]) -> float:
 def score_file(suite: Suite, path: Path, task: str | None = None, metric: str | None = None) -> TaskScore:
     """Return the score of a file of predictions in the benchmark's own layout.
 
-    The file's name tells the task where none is given. Raises `UsageError` where it does not, and `DataError` for a
-    file that cannot be read, or without an answer that this metric is for.
+    Without `task`, the file's name tells the task. Raises `UsageError` if the name tells none, and `DataError` for a
+    file that cannot be read or that has no answer for this metric.
     """
     chosen = suite.task_of(path) if task is None else suite.task(task)
     if chosen is None:
@@ -69,7 +69,7 @@ def score_file(suite: Suite, path: Path, task: str | None = None, metric: str | 
 
 
 def prediction_files(suite: Suite, path: Path) -> list[Path]:
-    """Return the file itself, or the files of a folder whose names tell tasks. Raises `DataError` for none."""
+    """Return the file `path`, or a folder's files whose names tell tasks. Raises `DataError` for none."""
     if not path.exists():
         raise DataError(f"{named(path)} does not exist; name a file of predictions, or a folder of them")
     if not path.is_dir():

@@ -1,4 +1,4 @@
-"""What a task is: a generator of puzzles, whose statements go into a text and whose questions end a prompt."""
+"""Tasks: generators of puzzles, whose statements go into a text and whose questions end a prompt."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ WORDS = tuple(dict.fromkeys([*THINGS, *ANIMALS, *FOODS, *COLOURS]))
 class Question:
     """A question whose last words begin the answer.
 
-    `answer` is how a model goes on, without the full stop; `answers` is what the metric looks for in it; `facts` are
-    the statements that it follows from, by their numbers.
+    `answer` is the expected continuation, without the full stop. `answers` are the texts that the metric looks for.
+    `facts` are the numbers of the statements that the answer follows from.
     """
 
     text: str
@@ -40,8 +40,8 @@ class Puzzle:
 class Task(ABC):
     """A task; its fields are its knobs.
 
-    Where `fills` is set, the statements are the whole text, as many as the length allows. Otherwise they are hidden in
-    a filler, and there are as many as the knobs say.
+    If `fills` is set, the statements are the whole text, as many as the length allows. Otherwise the knobs say how many
+    statements a filler hides.
     """
 
     name: ClassVar[str]
@@ -51,11 +51,11 @@ class Task(ABC):
 
     @abstractmethod
     def puzzle(self, rng: Random, n: int = 0) -> Puzzle:
-        """Return a puzzle; of `n` statements where `fills` is set."""
+        """Return a puzzle, with `n` statements if `fills` is set."""
 
 
 def distinct(rng: Random, n: int, make: Callable[[Random], str]) -> list[str]:
-    """`n` different texts that `make(rng)` gives. Raises `ValueError` where it hardly finds so many."""
+    """Return `n` different texts of `make(rng)`. Raises `ValueError` if `make` has too few."""
     found: dict[str, None] = {}
     misses = 0  # since the last new text
     while len(found) < n:
@@ -68,7 +68,7 @@ def distinct(rng: Random, n: int, make: Callable[[Random], str]) -> list[str]:
 
 
 def names(rng: Random, n: int) -> list[str]:
-    """`n` different names of three words, such as "red fox box"; of more words where more than 3,420 are wanted."""
+    """Return `n` different names of three words, such as "red fox box"; more words beyond 3,420 names."""
     things = 1
     while len(COLOURS) * len(ANIMALS) * len(THINGS) ** things < 2 * n:
         things += 1

@@ -19,7 +19,7 @@ def _name(rng: Random) -> str:
 
 @dataclass(frozen=True)
 class Variables(Task):
-    """Numbers copied from variable to variable; all that have a number are asked for (RULER's variable tracking).
+    """Numbers copied between variables; the question asks for all variables with a number (RULER's variable tracking).
 
     The answer repeats the copies, one by one, so that a model need not follow several in one step.
     """
@@ -93,7 +93,7 @@ class Whereabouts(Task):
 
     def puzzle(self, rng: Random, n: int = 0) -> Puzzle:
         names, things = rng.sample(NAMES, self.people), rng.sample(THINGS, self.things)
-        at: dict[str, tuple[str, int]] = {}  # a person's place, and the statement that says so
+        at: dict[str, tuple[str, int]] = {}  # a person's place, and the statement's number
         holder: dict[str, tuple[str, int]] = {}
         lying: dict[str, tuple[str, str, tuple[int, ...]]] = {}  # who put a thing down, and its place
         statements: list[str] = []

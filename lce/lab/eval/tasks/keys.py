@@ -14,7 +14,7 @@ ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "
 
 
 def check_ordinals(knob: str, value: int) -> None:
-    """Raise `ValueError` where there are no words to count so far."""
+    """Raise `ValueError` for a value without an ordinal word."""
     if value > len(ORDINALS):
         raise ValueError(f"{knob} is {value}; expected {len(ORDINALS)} or fewer")
 
@@ -79,7 +79,7 @@ OPENING = (
 
 @dataclass(frozen=True)
 class SplitPassKey(Task):
-    """A key in parts of three digits, each in another place; the parts are asked for in order."""
+    """A key in parts of three digits at different places; the question asks for the parts in order."""
 
     name = "split_passkey"
     metric = "recall"
@@ -102,7 +102,7 @@ def _things(rng: Random, n: int) -> list[str]:
 
 @dataclass(frozen=True)
 class SeveralKeys(Task):
-    """Codes of several things, one of which is asked for."""
+    """Codes of several things; the question asks for one."""
 
     name = "several_keys"
     keys: int = 8
@@ -120,7 +120,7 @@ class SeveralKeys(Task):
 
 @dataclass(frozen=True)
 class SeveralQueries(Task):
-    """Codes of several things, two of which are asked for at once."""
+    """Codes of several things; the question asks for two at once."""
 
     name = "several_queries"
     metric = "recall"
@@ -140,7 +140,7 @@ class SeveralQueries(Task):
 
 @dataclass(frozen=True)
 class SeveralValues(Task):
-    """Several words of one person, all of which are asked for; `others` other people have words too."""
+    """Several words of one person; the question asks for all. `others` other people have words too."""
 
     name = "several_values"
     metric = "recall"
@@ -164,7 +164,7 @@ class SeveralValues(Task):
 
 @dataclass(frozen=True)
 class CountingStars(Task):
-    """How many stars a penguin counted, each time it counted (Counting-Stars, arXiv:2403.11802)."""
+    """The numbers of stars that a penguin counted, one a count (Counting-Stars, arXiv:2403.11802)."""
 
     name = "counting_stars"
     metric = "recall"

@@ -16,7 +16,7 @@ FORMS = "song tale joke poem riddle prayer".split()
 
 @dataclass(frozen=True)
 class Pairs(Task):
-    """Keys and values, one of which is asked for (key-value retrieval, arXiv:2307.03172)."""
+    """Keys and values; the question asks for one value (key-value retrieval, arXiv:2307.03172)."""
 
     name = "pairs"
     fills = True
@@ -52,7 +52,7 @@ class CommonWords(Task):
 
 @dataclass(frozen=True)
 class FrequentWords(Task):
-    """Words whose frequencies fall by Zipf's law; the three most frequent are asked for (RULER's frequent words)."""
+    """Words with frequencies by Zipf's law; the question asks for the three most frequent (RULER's frequent words)."""
 
     name = "frequent_words"
     metric = "recall"
@@ -70,7 +70,7 @@ class FrequentWords(Task):
 
 
 def _drawn(rng: Random, words: list[str], weights: list[float] | list[int], n: int) -> list[str]:
-    """`n` words in random order, as often as their weights say, as nearly as whole numbers allow."""
+    """Return `n` words in random order, with frequencies as near to `weights` as whole numbers allow."""
     sums = list(accumulate(weights))
     marks = [(i + 0.5) / n * sums[-1] for i in range(n)]
     drawn, word = [], 0
@@ -83,7 +83,7 @@ def _drawn(rng: Random, words: list[str], weights: list[float] | list[int], n: i
 
 
 def _word_list(drawn: list[str], asked: list[str], question: str) -> Puzzle:
-    """Return the words one by one; the answer names those asked for in the order in which they first come up."""
+    """Return a puzzle that lists `drawn`; the answer names the `asked` words in order of first occurrence."""
     answers = tuple(sorted(asked, key=lambda word: drawn.index(word) if word in drawn else len(drawn)))
     facts = tuple(i for i, word in enumerate(drawn) if word in answers)
     statements = tuple(f"{word}," for word in drawn)
@@ -92,7 +92,7 @@ def _word_list(drawn: list[str], asked: list[str], question: str) -> Puzzle:
 
 @dataclass(frozen=True)
 class NthRequest(Task):
-    """Requests and replies, one request made several times; its i-th reply is asked for (MRCR, arXiv:2409.12640)."""
+    """Requests and replies; one request recurs, and the question asks for its i-th reply (MRCR, arXiv:2409.12640)."""
 
     name = "nth_request"
     metric = "similarity"

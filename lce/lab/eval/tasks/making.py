@@ -1,4 +1,4 @@
-"""Samples of a task at a length: its statements in a filler, or as many statements as fit, and a question."""
+"""Makes samples of a task at a length: statements in a filler, or as many statements as fit, and a question."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Filler = Callable[[Random], Iterator[str]]  # the sentences of one sample's text
 
 
 class Tokens(NamedTuple):
-    """Counts a sentence's tokens: behind a space, and as the first of a text."""
+    """Two counts of a sentence's tokens: behind a space, and at the beginning of a text."""
 
     later: Callable[[str], int]
     first: Callable[[str], int]
 
     def more(self, sentence: str) -> int:
-        """Return how many more it has as the first of a text."""
+        """Return how many more tokens `sentence` has at the beginning of a text."""
         return self.first(sentence) - self.later(sentence)
 
 
 def filler_named(name: str) -> Filler:
-    """`prose` and `noise` are made here; `essays:DIR` reads the .txt files of a folder, from a place drawn at random.
+    """Return the filler `prose`, `noise`, or `essays:DIR`: the folder's .txt files, read from a random place.
 
     Raises `UsageError` for another name, `DataError` for a folder without text.
     """
@@ -69,12 +69,12 @@ def samples(
     task: Task, *, length: int, n: int, seed: int, count: Callable[[str], int], filler: str = "prose",
     depths: Sequence[float] = (), questions: int = 1,
 ) -> Iterator[Sample]:  # fmt: skip
-    """`n` documents of at most `length` tokens with their questions, as `count` counts them, one question a sample.
+    """Make `n` documents of at most `length` tokens, counted by `count`, with questions; yield a sample a question.
 
-    The same seed gives the same samples; sample i does not depend on `n` but for its depth. A single fact stands at
-    `depths` in turn, or else at even depths over the documents; several facts stand in order at random depths.
-    `questions` are asked of each document, or as many as its puzzle has; samples of one document follow each other.
-    Raises `UsageError` where a puzzle does not fit.
+    The same seed gives the same samples; of sample i, only the depth depends on `n`. A single fact stands at each of
+    `depths` in turn, or else at even depths over the documents. Several facts stand in order at random depths. Each
+    document has `questions` questions, or as many as its puzzle has; samples of one document are adjacent. Raises
+    `UsageError` if a puzzle does not fit.
     """
     text = filler_named(filler)
     tokens = Tokens(cache(lambda sentence: count(" " + sentence)), cache(count))
@@ -102,7 +102,7 @@ def _document(
             left -= tokens.later(sentence)
             body.append(sentence)
     places = _places(puzzle, depth, len(body), rng)
-    if body and places[0] and not puzzle.opening:  # a sentence of the filler comes first after all
+    if body and places[0] and not puzzle.opening:  # the filler begins the text
         left -= tokens.more(body[0]) - tokens.more(puzzle.statements[0])
     if left < 0:
         del body[-1]
@@ -122,24 +122,24 @@ def _depth(puzzle: Puzzle, places: Sequence[int], fact: int, n_sentences: int) -
 
 
 def _places(puzzle: Puzzle, depth: float, n_sentences: int, rng: Random) -> list[int]:
-    """Before which sentence of the filler each statement stands, ascending."""
+    """Return the index of the filler's sentence that follows each statement, ascending."""
     if len(puzzle.statements) == 1:
         return [round(depth * n_sentences)]
     return sorted(rng.randint(0, n_sentences) for _ in puzzle.statements)
 
 
 def _left(puzzle: Puzzle, asked: Sequence[Question], length: int, tokens: Tokens) -> int:
-    """Return tokens left for a filler, if the opening or a statement comes first; the beginning token takes one."""
+    """Return the tokens left for a filler if opening or statement comes first; the beginning token takes one."""
     texts = [puzzle.opening, *puzzle.statements] if puzzle.opening else puzzle.statements
     used = sum(map(tokens.later, texts)) + max(tokens.later(question.text) for question in asked)
     return length - used - 1 - tokens.more(texts[0])
 
 
 def _filling(task: Task, rng: Random, length: int, tokens: Tokens) -> Puzzle:
-    """Return the puzzle of about as many statements as fit.
+    """Return a puzzle of about as many statements as fit.
 
-    Names become longer with their number, so a guess may jump over the length. It stays between those known to fit and
-    not to fit.
+    Names grow with their number, so a guess may overshoot the length. Guesses stay between the largest number known to
+    fit and the smallest known not to.
     """
     state, n = rng.getstate(), max(task.least, 8)
     fits: Puzzle | None = None
