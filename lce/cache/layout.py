@@ -30,7 +30,7 @@ UNBOUNDED = 1 << 62  # tokens, bytes or slots
 
 @dataclass(frozen=True)
 class Budgets:
-    """What a user allows: bytes of keys and values in each kind of memory, None for no bound; a folder for the rest."""
+    """A user's bounds on keys and values in bytes for each kind of memory (None: unbounded), and a spill folder."""
 
     device: int | None = None
     host: int | None = None
@@ -269,7 +269,7 @@ class CacheLayout:
         return self.recent_tokens * self.token_bytes + self.least_pool_bytes
 
     def device_slots(self, buffer_tokens: int = 0) -> int:
-        """Return how many pages the device's pool may hold beside buffers of `buffer_tokens`; 0: the usual buffers.
+        """Return how many pages the device's pool may hold beside buffers of `buffer_tokens`, or of more recent tokens.
 
         Raises `CapacityError` for a budget that is too small.
         """

@@ -1,8 +1,8 @@
-"""Rows of numbers in a file: the keys and values that memory does not hold.
+"""Files of rows: keys and values that memory does not hold.
 
 A row is what one token has in one page's heads, `[2, P, D]`: its keys and its values. Rows are read and written through
-the file descriptor, so that a full disk, a failing one, or a file that somebody else cuts short is an error and not a
-signal. What the system has in memory is read first, then the rest by several threads.
+the file descriptor, so that a full disk, a failing disk or a truncated file is an error and not a signal. Rows in the
+system's page cache are read first, then the others by several threads.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from lce.errors import CapacityError, DataError
 from lce.files import named, unwritable
 
 READERS = 8  # threads that wait for the disk at once
-NO_WAIT = getattr(os, "RWF_NOWAIT", 0)  # read what the system has in memory, or nothing
+NO_WAIT = getattr(os, "RWF_NOWAIT", 0)  # read only from the system's page cache
 PER_CALL = 1 << 20  # bytes that one system call reads
-GAP = 4096  # bytes that are read in vain rather than make another call
+GAP = 4096  # unneeded bytes worth reading to save a call
 AT_ONCE = 4096  # single rows that are read together
 FULL = "the cache of keys and values is full; give --spill-dir, or a larger budget"
 GROWTH = 64 << 20  # bytes: a spill file grows by at least this much, and by half of its size
@@ -52,8 +52,8 @@ class Descriptor(int):
 class RowFile:
     """Rows as a format has them in an open file, from byte `start` on; the first `n_rows` exist.
 
-    Rows are written, and pages taken, only where it is `writable`. `checks` has a number for each row, by which a row
-    that was altered since it was written is found when it is read.
+    Rows and pages can only be written if the file is `writable`. `checks` has a number for each row, which reveals on
+    reading that the row was altered.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class RowFile:
 
     @property
     def bytes_taken(self) -> int:
-        """Bytes that the rows take on the disk, with what is reserved for later ones."""
+        """Bytes on the disk, including space reserved for later rows."""
         return self.n_bytes
 
     @property
@@ -83,9 +83,9 @@ class RowFile:
         return self.n_rows * self.row_bytes
 
     def allocate_pages(self, groups: Numbers, chunks: Numbers, size: int) -> Numbers:
-        """Return where to write pages of `size` rows: the first row of each.
+        """Allocate pages of `size` rows; return the first row of each.
 
-        Raises `CapacityError` where there is no space.
+        Raises `CapacityError` if there is no space.
 
         `groups` and `chunks` name the pages, as `lce.cache.tiers.Pages` does.
         """
@@ -116,7 +116,7 @@ class RowFile:
         self.bytes_written += len(raw)
 
     def read(self, rows: Tensor) -> Tensor:
-        """Return the rows of these numbers, `[*rows.shape, *row_shape]`.
+        """Read rows by number, `[*rows.shape, *row_shape]`.
 
         Time and bytes: O(rows), for a file of any size.
 
@@ -130,7 +130,7 @@ class RowFile:
         return found.view(*rows.shape, *self.row_shape)
 
     def _gather(self, rows: Numbers, found: Tensor) -> None:
-        """Read these rows into `found`: near ones in one go, with what is between them."""
+        """Read rows into `found`; rows close together are read in one call, with the gaps between them."""
         order = None if (rows[1:] > rows[:-1]).all() else np.argsort(rows, kind="stable")
         ascending = rows if order is None else rows[order]
         cuts = np.flatnonzero((np.diff(ascending) - 1) * self.row_bytes > GAP) + 1
@@ -149,13 +149,13 @@ class RowFile:
         )
         if whole:
             return
-        at = ascending - np.repeat(first - stops + lengths, ends - begins)  # in the scratch
+        at = ascending - np.repeat(first - stops + lengths, ends - begins)  # index in the scratch buffer
         if order is not None:
             at[order] = at.copy()
         torch.index_select(scratch, 0, torch.from_numpy(at), out=found)
 
     def read_pages(self, first: Numbers, size: int) -> Tensor:
-        """Return rows `first[i]..first[i]+size-1` of each page: `[n, size, *row_shape]`. Time and bytes: O(n · size).
+        """Read rows `first[i]..first[i]+size-1` of each page: `[n, size, *row_shape]`. Time and bytes: O(n · size).
 
         Raises `DataError` for a row that is not what was written, and for a disk that does not read.
         """
@@ -176,14 +176,14 @@ class RowFile:
         return memoryview(rows.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
     def _fetch(self, parts: Iterable[tuple[memoryview, int]]) -> None:
-        """Fill each part from a byte offset on: with what the system has in memory first, then wait for the rest."""
+        """Fill each part from its byte offset on: first from the system's page cache, then from the disk."""
         descriptor, preadv, waiting = self._descriptor, os.preadv, []
         for data, offset in parts:  # thousands of them: a microsecond each
             try:
                 n = preadv(descriptor, [data], offset, self._no_wait)
             except OSError as error:
                 if error.errno == errno.EOPNOTSUPP and self._no_wait:
-                    self._no_wait = 0  # this file system cannot tell; its files are read one part after the other
+                    self._no_wait = 0  # this file system lacks RWF_NOWAIT; parts are read one after the other
                 elif error.errno != errno.EAGAIN:
                     raise DataError(f"cannot read {self.name}: {error.strerror}") from error
                 n = 0
@@ -206,7 +206,7 @@ class RowFile:
         self.bytes_read += len(rows) * self.row_bytes
 
     def close(self) -> None:
-        """Close the file, and so unlock it; nothing can be read or written any more."""
+        """Close and unlock the file; no more reads or writes."""
         self._descriptor.close()
 
     def flush(self) -> None:
@@ -235,7 +235,7 @@ class SpillFile(RowFile):
         return self.allocate(len(groups) * size) + np.arange(len(groups)) * size
 
     def allocate(self, n: int) -> int:
-        """Take disk space for `n` more rows, and some to spare; the number of the first."""
+        """Allocate disk space for `n` more rows, and some spare; return the first row's number."""
         with self._lock:
             first, wanted = self.n_rows, (self.n_rows + n) * self.row_bytes
             if wanted > self._reserved:
@@ -244,7 +244,7 @@ class SpillFile(RowFile):
         return first
 
     def reserve(self, n: int) -> None:
-        """Take disk space for `n` rows now, so that writing them cannot fail for lack of it, and memory for checks."""
+        """Allocate disk space for `n` rows now, so that writes cannot run out of space, and memory for checks."""
         self.checks.reserve(n)
         if n * self.row_bytes > self._reserved:
             self._take(n * self.row_bytes, n * self.row_bytes)

@@ -1,11 +1,11 @@
-"""Memory that forks share: what a context had when it was forked is there once, however many contexts read it.
+"""Memory that forks share: one copy of the rows that a context had when it was forked, for all contexts.
 
 A buffer moves to a file in memory when its context is first forked: one copy. The context goes on writing to the file,
-behind the rows that it had. Each fork maps the file privately: the operating system copies a page of 4 KiB when the
-fork first writes to it. A context that is about to write before the end of shared rows maps the file privately, too.
+after the shared rows. Each fork maps the file privately: the operating system copies a page of 4 KiB when the fork
+first writes to that page. A context that is about to overwrite shared rows maps the file privately, too.
 
-The file has no name, so that nobody else can open it, and it is sealed against shrinking: an access to a mapping cannot
-fail. Where the system has no such files, and on other devices than the CPU, each fork has a copy.
+The file has no name, so no other process can open it, and is sealed against shrinking, so access to a mapping cannot
+fail. On systems without such files, and on devices other than the CPU, each fork gets a copy.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch import Tensor
 
 from lce.cache.row_file import Descriptor
 
-SPARE = 8192  # tokens: space behind shared rows, which takes no memory until it is written to
+SPARE = 8192  # tokens of space after shared rows, which take no memory until written
 PAGE = mmap.PAGESIZE
 UNRESERVED = 0x4000  # MAP_NORESERVE of Linux
 ALL = 1 << 62  # rows
 
 
 class MemoryFile:
-    """A file in memory, of a fixed size; holes take nothing. `holders` are the contexts that map it."""
+    """A file in memory, of a fixed size; holes take no memory. `holders` are the contexts that map the file."""
 
     def __init__(self, n_bytes: int) -> None:
         self._descriptor = Descriptor(os.memfd_create("lce", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
@@ -44,7 +44,7 @@ class MemoryFile:
         return os.fstat(self._descriptor).st_blocks * 512
 
     def map(self, *, private: bool) -> mmap.mmap:
-        """Map the whole file. What is written to a private mapping is seen there alone."""
+        """Map the whole file. Writes to a private mapping are seen only there."""
         flags = mmap.MAP_PRIVATE | UNRESERVED if private else mmap.MAP_SHARED
         return mmap.mmap(self._descriptor, self._size, flags, mmap.PROT_READ | mmap.PROT_WRITE)
 
@@ -58,7 +58,7 @@ class Holder:
         file.holders.add(self)
 
     def mapped(self, *, private: bool) -> mmap.mmap:
-        """Return the private mapping, or the one that writes to the file."""
+        """Return the private mapping, or the shared one that writes to the file."""
         if private not in self._made:
             self._made[private] = self.file.map(private=private)
         return self._made[private]
@@ -85,7 +85,7 @@ _living: WeakSet[SharedRows] = WeakSet()
 
 
 def _freeze_all() -> None:
-    """Have nobody write to a file that a child process is about to map, too."""
+    """Before a fork of the process, stop all contexts from writing to files that the child will map too."""
     for rows in list(_living):
         rows.frozen = ALL
 
@@ -114,7 +114,7 @@ class RowBuffer:
         return self.tensor.shape[self.axis]
 
     def prepare(self, start: int, stop: int) -> None:
-        """Have rows `start..stop-1` be written where no other context sees them."""
+        """Prepare to write rows `start..stop-1`: no other context may see the new values."""
         if self._shared is None or self._holder is None:
             return
         if not self._private and start < self._shared.frozen:
@@ -123,11 +123,11 @@ class RowBuffer:
         self._clean, self._stop = min(self._clean, start), max(self._stop, stop)
 
     def can_share(self, n_rows: int) -> bool:
-        """Return whether a fork can map the first `n_rows` rows, as they are."""
+        """Return whether a fork can map the first `n_rows` rows without a move."""
         return self._shared is not None and (not self._private or n_rows <= self._clean)
 
     def move(self, holder: Holder, start: int, n_rows: int, shape: Sequence[int]) -> None:
-        """Move the first `n_rows` rows to byte `start` of a file, and write there from now on. Bytes: one copy."""
+        """Move the first `n_rows` rows to byte `start` of a file; later writes go there. Bytes: one copy."""
         shared = SharedRows(start, shape, self.tensor.dtype)
         tensor = shared.tensor(holder, private=False)
         tensor.narrow(self.axis, 0, n_rows).copy_(self.tensor.narrow(self.axis, 0, n_rows))
@@ -135,7 +135,7 @@ class RowBuffer:
         self._clean, self._stop = ALL, n_rows
 
     def fork(self, n_rows: int, holder_of: Callable[[MemoryFile], Holder]) -> RowBuffer:
-        """Return a buffer of another context with the first `n_rows` rows: shared if they can be, else copied."""
+        """Return a buffer for another context with the first `n_rows` rows: shared if possible, else copied."""
         if not self.can_share(n_rows) or self._shared is None or self._holder is None:
             return RowBuffer(self.tensor.narrow(self.axis, 0, n_rows).clone(), self.axis)
         holder = holder_of(self._holder.file)
@@ -148,22 +148,22 @@ class RowBuffer:
 
     @property
     def file(self) -> MemoryFile | None:
-        """The file in memory that the rows are in."""
+        """The file in memory with the rows; None: own memory."""
         return None if self._holder is None else self._holder.file
 
     @property
     def n_bytes(self) -> int:
-        """Bytes held; of shared rows, those that were written."""
+        """Bytes held; only written rows count in a file."""
         return self.tensor.nbytes if self._shared is None else self._bytes_of(self._stop)
 
     @property
     def own_bytes(self) -> int:
-        """Bytes held that are not in a file: all, or the pages of a private mapping that were written to."""
+        """Bytes held outside a file: all, or the written pages of a private mapping."""
         if self._shared is None:
             return self.tensor.nbytes
         if not self._private or self._clean >= self._stop:
             return 0
-        runs = self.tensor[..., 0, 0].numel() if self.axis else 1  # a row lies in so many places
+        runs = self.tensor[..., 0, 0].numel() if self.axis else 1  # the pieces of a row
         return self._bytes_of(self._stop - self._clean) + runs * PAGE
 
     def _bytes_of(self, n_rows: int) -> int:
@@ -171,9 +171,9 @@ class RowBuffer:
 
 
 def share(buffers: Sequence[tuple[RowBuffer, int, int]]) -> None:
-    """Move buffers to a file in memory, as far as their rows cannot be shared yet; each with its rows and a capacity.
+    """Move buffers whose rows cannot be shared yet to a file in memory. Each comes with its rows and a capacity.
 
-    Does nothing where the system has no such file. Bytes: one copy of what moves.
+    Does nothing if the system has no such files. Bytes: one copy of the moved rows.
     """
     moving = [(x, n, m) for x, n, m in buffers if n and not x.can_share(n) and x.tensor.device.type == "cpu"]
     if not moving or not _available():
@@ -186,7 +186,7 @@ def share(buffers: Sequence[tuple[RowBuffer, int, int]]) -> None:
     try:
         holder = Holder(MemoryFile(end))
         holder.mapped(private=False)
-        holder.file.map(private=True).close()  # fails here if it must: no fork could map the file
+        holder.file.map(private=True).close()  # fails here rather than in a fork
     except OSError:
         return
     for (x, n, _), start, shape in zip(moving, starts, shapes, strict=True):
@@ -194,10 +194,10 @@ def share(buffers: Sequence[tuple[RowBuffer, int, int]]) -> None:
 
 
 def _available() -> bool:
-    """Return whether this system has files in memory, whose pages are there when they are written to."""
+    """Return whether this system has files in memory, with pages guaranteed on writing."""
     if not hasattr(os, "memfd_create"):
         return False
-    try:  # 2: memory is promised at once; a page that is refused later would be a signal
+    try:  # 2: memory is committed at once; a refused page would be a signal
         return Path("/proc/sys/vm/overcommit_memory").read_text().strip() != "2"
     except OSError:
         return False

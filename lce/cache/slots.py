@@ -1,4 +1,4 @@
-"""The slots of a pool: their memory and what they hold, how they become more, and which of them are filled next."""
+"""The slots of a pool: their memory, the pages in them, growth, and the order in which they are filled."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from lce.cache.movers import Mover
 from lce.cache.pages import Numbers
 
 NEVER = np.iinfo(np.int64).max
-QUEUED = 1024  # slots that a queue has at least, if there are so many
+QUEUED = 1024  # the fewest slots in a queue, if there are enough
 
 
 class Slots(NamedTuple):
-    """What a pool's slots hold, the parts of stored pages in one slab or several, and of which page."""
+    """A pool's slots: slabs with the parts of stored pages, and which page each slot holds."""
 
     slabs: tuple[Parts, ...]
-    group: Numbers  # whose page a slot holds; -1: free
+    group: Numbers  # the head group of each slot's page; -1: free
     chunk: Numbers
-    used: Numbers  # the request that last used a slot
+    used: Numbers  # the last request that used each slot
 
     @classmethod
     def none(cls) -> Slots:
         return cls((), *np.zeros((3, 0), np.int64))
 
     def with_slab(self, slab: Parts) -> Slots:
-        """Return these and those of another slab, behind them."""
+        """Return these slots followed by those of another slab."""
         return self._with((*self.slabs, slab), len(self.group) + len(slab[0]))
 
     def moved_to(self, slab: Parts, mover: Mover) -> Slots:
-        """Return the slots of a larger slab, the first with what these hold. Bytes: one copy."""
+        """Return the slots of a larger slab, with these slots' contents in the first ones. Bytes: one copy."""
         n = len(self.group)
         if n:
             mover.wait(np.arange(n))
@@ -50,19 +50,19 @@ class Slots(NamedTuple):
 class SlotQueue:
     """Slots in the order in which they are filled: free ones, then the least recently used.
 
-    Made of a sixteenth of all slots, so that few requests look at all of them. Those that were used since then are
-    passed over; all that are not in it were used later.
+    The queue has a sixteenth of all slots, so that few requests scan all slots. Slots used since the queue was made are
+    skipped; slots outside the queue were used later.
     """
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Be empty: other slots than those in the queue are the oldest."""
-        self._queue = np.zeros((2, 0), np.int64)  # slots, and when they were used; -1: they were free
+        """Empty the queue, because its slots are no longer the oldest."""
+        self._queue = np.zeros((2, 0), np.int64)  # slots, and the request that last used each; -1: free
 
     def renew(self, n: int, slots: Slots, free: NDArray[np.bool_], busy: NDArray[np.bool_]) -> None:
-        """Queue `n` slots at least, or all that are `free` or not `busy`. Time: O(n_slots)."""
+        """Queue at least `n` slots, or all that are `free` or not `busy`. Time: O(n_slots)."""
         n_slots = len(slots.group)
         n_queued = min(max(n, n_slots // 16, QUEUED), n_slots)
         age = np.where(free, -1, np.where(busy, NEVER, slots.used))
@@ -72,9 +72,9 @@ class SlotQueue:
         self._queue = np.stack((oldest, age[oldest]))
 
     def take(self, n: int, slots: Slots, clock: int) -> Numbers:
-        """Return the first `n` that may be filled, or all that there are.
+        """Return the first `n` slots that may be filled, or fewer.
 
-        Those that request `clock` uses may not be.
+        Slots that request `clock` uses may not be filled.
         """
         queued, age = self._queue
         free, used = slots.group[queued] < 0, slots.used[queued]

@@ -1,4 +1,4 @@
-"""What every tier is: pages are written to it and read from it, and it has another one below."""
+"""The interface of tiers: pages are written to a tier and read from it, and another tier is below."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lce.errors import CapacityError
 
 @dataclass
 class Traffic:
-    """What went through a tier: pages asked of it that it had (`hits`) or had not (`misses`), bytes in and out.
+    """The traffic of a tier: requested pages that were there (`hits`) or not (`misses`), bytes in and out.
 
-    `early` pages were fetched before they were asked for, from what was asked for the last time.
+    `early` pages were fetched ahead of a request, by the last request.
     """
 
     hits: int = 0
@@ -32,24 +32,24 @@ class Traffic:
 
 
 class Tier(ABC):
-    """Where pages can be, above another tier."""
+    """A place for pages, above another tier."""
 
     name: str
     traffic: Traffic
     below: Tier
-    n_bytes: int  # held now
-    format: KVFormat  # of its pages
+    n_bytes: int  # bytes held now
+    format: KVFormat  # of the pages here
 
     @abstractmethod
     def holds(self, pages: Pages) -> NDArray[np.bool_]:
-        """Return which pages are in this tier or in one below it."""
+        """Return which pages are in this tier or below."""
 
     @abstractmethod
     def read(self, pages: Pages) -> Parts:
         """Return copies of pages, as this tier stores them, from here or from below."""
 
     def order(self, pages: Pages) -> Numbers:
-        """Return an order of these pages in which `read` is fastest."""
+        """Return the order of pages in which `read` is fastest."""
         return np.arange(len(pages.group))
 
     @abstractmethod
@@ -58,15 +58,15 @@ class Tier(ABC):
 
     @abstractmethod
     def write(self, pages: Pages, *parts: Tensor) -> None:
-        """Take pages, as this tier stores them, that no tier below has. Not atomic: call again after an error."""
+        """Write pages, in this tier's format, that no tier below has. Not atomic: call again after an error."""
 
     @abstractmethod
     def forget(self, pages: Pages) -> None:
-        """Have pages no longer, here or below: other contents are about to be written."""
+        """Remove pages here and below, because new contents are about to be written."""
 
 
 class Nowhere(Tier):
-    """The end of the chain: has nothing, takes nothing."""
+    """The end of the chain, without pages."""
 
     name = ""
     n_bytes = 0
@@ -89,9 +89,9 @@ class Nowhere(Tier):
 
 
 def joined(where: tuple[Numbers, Numbers], parts: tuple[Parts, Parts], mover: Mover) -> Parts:
-    """Return two runs of tensors, which are where the mover's slots are, as one.
+    """Join two runs of pages, in the memory of the mover's slots.
 
-    `parts[i]` are the entries `where[i]`.
+    `parts[i]` are the entries `where[i]` of the result.
     """
     order = mover.upload(torch.from_numpy(np.argsort(np.concatenate(where))))
     return tuple(torch.cat(both).index_select(0, order) for both in zip(*parts, strict=True))

@@ -1,17 +1,17 @@
-"""Tiers: where the keys and values of a long context are. A chain, each tier with the one below it.
+"""The tiers of a long context's keys and values: a chain, each tier above the next.
 
     recent buffers ──> device pool ──> host pool ──> file ──> nowhere      a tier that a machine lacks is left out:
                        └────────── pages come back ──┘                     without a GPU there is one pool
 
-What moves is a page (see `CacheLayout`). Complete chunks never change, so a page may be in several tiers at once. It is
+Tiers move pages (see `CacheLayout`). Complete chunks never change, so a page may be in several tiers at once. It is
 dirty while no tier below has it. A full pool gives up its least recently used pages: dirty ones move down first.
 
-Beside a GPU, pages are moved while the model computes. They are copied to the host's pool as soon as they come, while
-it has free slots, so that most are clean when they leave. What a layer is likely to ask for is fetched by another
-thread (`lce.cache.fetching`), for which every other use of the tiers waits first.
+Beside a GPU, pages are moved while the model computes. New pages are copied to the host's pool at once, while it has
+free slots, so that most pages are clean when they leave. Another thread (`lce.cache.fetching`) fetches pages that a
+layer is likely to need; every other use of the tiers waits for that thread first.
 
 The device's pool has plain pages; tiers below store them in the layout's format. A page is packed on its way down and
-unpacked on its way up, which changes nothing: if the format rounds, the numbers were rounded before they came.
+unpacked on its way up, without loss: if the format rounds, the numbers were rounded before.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class TierStack:
     """
 
     def __init__(self, layout: CacheLayout, bottom: Tier, buffer_tokens: int = 0) -> None:
-        """Empty pools above `bottom`, beside buffers of `buffer_tokens` tokens, or of those that are usual."""
+        """Make empty pools above `bottom`, beside buffers of `buffer_tokens` tokens or of more recent tokens."""
         self.layout = layout
-        self.bottom = bottom  # what is below all pools: a file, or nowhere
+        self.bottom = bottom  # below all pools: a file, or nowhere
         slots, mover = layout.device_slots(buffer_tokens), Mover() if layout.on_cpu else Cuda(layout.device)
         host = []
         if layout.host_slots:
@@ -58,16 +58,16 @@ class TierStack:
             host.append(Pool(HOST, layout.format, layout, pinned, bottom, slots_below, slab_slots=size))
         top = Pool(DEVICE, layout.plain, layout, mover, host[0] if host else bottom, slots, layout.pinned_chunks)
         self.pools = [top, *host]
-        self._asked: dict[int, Pages] = {}  # by layer, what was last asked of the first pool
-        self._coming: tuple[Fetch, Pages, Numbers] | None = None  # what is fetched early: pages, and their slots
+        self._asked: dict[int, Pages] = {}  # by layer: the last request to the first pool
+        self._coming: tuple[Fetch, Pages, Numbers] | None = None  # a prefetch: the work, its pages and their slots
 
     @classmethod
     def empty(cls, layout: CacheLayout, n_tokens: int, file: RowFile | None) -> TierStack:
         """Return tiers of a context of `n_tokens` tokens, over `file`.
 
-        None: a spill file, if the layout has a folder for one.
+        `file` None: a spill file, if the layout has a folder.
 
-        Raises `CapacityError` where the budgets cannot hold them.
+        Raises `CapacityError` if the budgets cannot hold them.
         """
         if file is None and not layout.overflows:
             held = (layout.budget if layout.on_cpu else layout.budgets.host) or 0
@@ -100,9 +100,9 @@ class TierStack:
         return np.arange(layer * self.layout.n_groups, (layer + 1) * self.layout.n_groups)
 
     def add(self, layer: int, first: int, k: Tensor, v: Tensor) -> None:
-        """Take chunks from `first` on of a layer, `k v [G, m·L, D]`. Not atomic: call again after an error.
+        """Add chunks of a layer from `first` on, `k v [G, m·L, D]`. Not atomic: call again after an error.
 
-        They replace pages of the same names, which a truncation may have left.
+        Replaces pages of the same names, which a truncation may have left.
         """
         self.settle()
         layout, m = self.layout, k.shape[1] // self.layout.chunk_size
@@ -117,7 +117,7 @@ class TierStack:
     def chunks(self, layer: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return all of chunks `first..stop-1` of a layer, `k v [G, (stop - first)·L, D]`, copied.
 
-        Reading everything once evicts nothing: pages that the first pool lacks pass by, unless slots are free.
+        Evicts nothing: pages that the first pool lacks get slots only if slots are free.
         """
         self.settle()
         pages = self.top.read(Pages.grid(self.groups(layer), np.arange(first, stop)))
@@ -128,7 +128,7 @@ class TierStack:
     def tokens(self, layer: int, index: Numbers) -> tuple[Tensor, Tensor]:
         """Return keys and values `[G, n, D]` of single tokens, ascending.
 
-        A chunk of which half is asked comes whole.
+        If half of a chunk is requested, the whole chunk is read.
         """
         self.settle()
         size, groups = self.layout.chunk_size, self.groups(layer)
@@ -143,9 +143,9 @@ class TierStack:
     def rounds(self, layer: int, wanted: NDArray[np.bool_]) -> Iterator[Tiles]:
         """Yield pages of a layer, True in `wanted [groups, chunks]`, as many at a time as the first pool can hold.
 
-        Each `Tiles` is valid until the next one; if there is one alone, it has what else of the layer is in the pool,
-        too. If the request exceeds the pool, resident pages are served first; the missing ones cycle through a quarter
-        of the slots, so that little is evicted.
+        Each `Tiles` is valid until the next; a single one also has the layer's other pages in the pool. If the request
+        exceeds the pool, resident pages are served first; the missing ones cycle through a quarter of the slots, so
+        that little is evicted.
         """
         self.settle()
         groups, chunks = np.nonzero(wanted)
@@ -185,9 +185,9 @@ class TierStack:
         return Tiles(k.flatten(0, 1), v.flatten(0, 1), slot)
 
     def prefetch(self, layer: int) -> None:
-        """Begin to fetch what a layer asked for the last time, where that can happen beside the computation.
+        """Begin to fetch the pages of a layer's last request, if this can run beside the computation.
 
-        A guess: a page that is not asked for after all has only taken a slot. Returns before anything is read.
+        This is a guess: a page that is not requested has only taken a slot. Returns before anything is read.
         """
         top = self.top
         if not top.mover.asynchronous or layer not in self._asked:
@@ -198,9 +198,9 @@ class TierStack:
             self._coming[0].begin()
 
     def settle(self) -> None:
-        """Have what `prefetch` fetches, if anything, on its way into slots; call it again after an interruption.
+        """Wait until the pages of `prefetch`, if any, are on their way into slots; call again after an interruption.
 
-        What could not be read is not there: whoever asks for it is told why.
+        Pages that could not be read stay missing: the next request raises the error.
         """
         if self._coming is None:
             return
@@ -216,11 +216,11 @@ class TierStack:
     def write_down(self) -> None:
         """Copy to the file every page that is not there yet."""
         self.settle()
-        for pool in reversed(self.pools):  # what the host has need not come from the device
+        for pool in reversed(self.pools):  # pages in the host's pool need not come from the device
             pool.copy_down(self.bottom, self.bottom)
 
     def shrink(self, buffer_tokens: int) -> None:
-        """Start over with empty pools beside larger buffers; the file has all that the pools held."""
+        """Replace the pools by empty ones beside larger buffers; the file has all pages."""
         self.settle()
         smaller = TierStack(self.layout, self.bottom, buffer_tokens)
         for pool, old in zip(smaller.pools, self.pools, strict=True):
@@ -230,7 +230,7 @@ class TierStack:
     def fork(self, buffer_tokens: int = 0) -> TierStack:
         """Return tiers of another context with the same pages, over the same file; dirty pages are written down first.
 
-        Without a file that takes pages, the other's last pool gets copies.
+        Without a file for pages, the other context's last pool gets copies.
         """
         self.settle()
         bottom = self.bottom
