@@ -1,10 +1,10 @@
-"""Measures prefill and decode of a model, methods by lengths, beside what the machine itself can do.
+"""Measures a model's prefill and decode, methods by lengths, beside the machine's ceilings.
 
     from lce.lab.bench import bench
     report = bench("demo", ["full", "longheads"], lengths=[512, 2048])
     for row in report.rows: print(row.method, row.length, row.decode.median, row.decode_share)
 
-`Bench` is the same in steps: its `report` is there at any time, after Ctrl-C too.
+`Bench` does the same in steps; its `report` can be read at any time, even after Ctrl-C.
 """
 
 from lce.lab.bench.ceilings import Ceilings, machine

@@ -1,4 +1,4 @@
-"""The machine: its name, and its ceilings, measured: reading and copying memory, and products of matrices."""
+"""The machine: its name and measured ceilings of reading memory, copying memory and matrix products."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torch import Tensor
 from lce.system import free_memory
 
 CPUINFO = Path("/proc/cpuinfo")
-MOST_BYTES, LEAST_BYTES = 1 << 30, 1 << 26  # of a tensor that is read: far more than the caches hold
-Shape = tuple[int, int]  # of a matrix: what goes in, what comes out
+MOST_BYTES, LEAST_BYTES = 1 << 30, 1 << 26  # of a tensor to read: far more than the caches
+Shape = tuple[int, int]  # of a matrix: inputs, outputs
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The best of several tries. Bytes a second for reading and copying, which counts a byte once read and once
-    written; floating-point operations a second for products, of `rows` rows with every matrix of a layer.
+    """The machine's best rates in several tries: `reading` and `copying` in bytes a second (copied bytes count twice),
+    `product` in floating-point operations a second, for `rows` rows with every matrix of a layer.
     """
 
     reading: float
@@ -33,7 +33,7 @@ class Ceilings:
     rows: int
 
     def best(self, other: Ceilings) -> Ceilings:
-        """Return the higher of two measurements, each by itself."""
+        """Return the higher of each rate of two measurements."""
         return Ceilings(
             max(self.reading, other.reading), max(self.copying, other.copying), max(self.product, other.product),
             self.rows,
@@ -41,7 +41,7 @@ class Ceilings:
 
 
 def machine() -> str:
-    """Return the processor, its cores, the GPU if there is one, and the versions of torch and Python."""
+    """Return the processor, its cores, the GPU if any, and the versions of torch and Python."""
     cpu = platform.processor() or platform.machine()
     for line in CPUINFO.read_text().splitlines() if CPUINFO.exists() else []:
         if line.startswith("model name"):
@@ -55,7 +55,7 @@ def machine() -> str:
 
 
 def ceilings(shapes: Iterable[Shape], rows: int, dtype: torch.dtype, device: torch.device) -> Ceilings:
-    """Measure the machine with torch's threads of now. Time: a second or two. Bytes: 2 GiB, less where memory is."""
+    """Measure the machine with torch's current threads. Time: 1 to 2 s. Bytes: 2 GiB, or a quarter of free memory."""
     best = Stopwatch(device)
     free = free_memory(device) or 8 * MOST_BYTES
     n = max(LEAST_BYTES, min(MOST_BYTES, free // 8)) // torch.float32.itemsize
@@ -69,7 +69,7 @@ def ceilings(shapes: Iterable[Shape], rows: int, dtype: torch.dtype, device: tor
 
 
 def _memory(n: int, device: torch.device, best: Stopwatch) -> tuple[float, float]:
-    """Return bytes a second of reading `n` numbers, and of copying them, which reads and writes each byte."""
+    """Return the bytes a second of reading and of copying `n` numbers; a copied byte counts twice."""
     numbers, other = (torch.ones(n, dtype=torch.float32, device=device) for _ in range(2))
     whole = numbers.view(torch.int64)
     reading = min(best(lambda: numbers.sum()), best(lambda: whole.sum()))
@@ -77,7 +77,7 @@ def _memory(n: int, device: torch.device, best: Stopwatch) -> tuple[float, float
 
 
 def products(dtype: torch.dtype, device: torch.device) -> list[Callable[[Tensor, Tensor], Tensor]]:
-    """Return the ways to multiply `x [T, in]` by a weight `[out, in]`: PyTorch's, and oneDNN's where there is one."""
+    """Return functions that multiply `x [T, in]` by a weight `[out, in]`: PyTorch's, and oneDNN's if available."""
     found: list[Callable[[Tensor, Tensor], Tensor]] = [F.linear]
     if device.type == "cpu" and dtype == torch.float32:
 
@@ -88,14 +88,14 @@ def products(dtype: torch.dtype, device: torch.device) -> list[Callable[[Tensor,
         try:
             onednn(torch.zeros(1, 8), torch.zeros(8, 8))
             found.append(onednn)
-        except (AttributeError, RuntimeError, TypeError):  # no public operator: it may be missing
+        except (AttributeError, RuntimeError, TypeError):  # a private operator, which may be missing
             pass
     return found
 
 
 @dataclass(frozen=True)
 class Stopwatch:
-    """The shortest of several runs, in seconds, after one that does not count."""
+    """A timer that returns the shortest of several runs in seconds, after an untimed run."""
 
     device: torch.device
     runs: int = 5

@@ -1,13 +1,13 @@
-"""Runs the measurements: methods by lengths, in turns, so that a slow moment of the machine hits all methods.
+"""Runs the measurements: methods by lengths, in turns, so that slow moments of the machine affect all methods.
 
-A run prefills a text of random tokens into a new context and draws the first token; then it decodes. The first decode
-step fills caches and is not timed. For each method and length a run before the timed ones is not timed at all: in it
-kernels are compiled, and it counts what a step reads and computes.
+A run prefills a text of random tokens into a new context, draws the first token, then decodes. The first decode step
+fills caches and is not timed. For each method and length, an untimed first run compiles kernels and counts what a step
+reads and computes.
 
-What a decode step must read: each weight once, of the embedding one row; the keys and values that its attention is
-given, a chunk once for each KV head that chose it; and the summaries or low-dim keys that it compares. What a prefill
-must compute: two operations for each weight of a layer and token, the head for the last token of each block, and four
-times the head dimension for each pair of a query and a key that it sees. Scores of a selection do not count.
+A decode step must read each weight once, one row of the embedding, the keys and values that it attends (a chunk once
+for each KV head that chose it), and the summaries or low-dim keys that it compares. A prefill must compute two
+operations for each weight of a layer and token, the head for the last token of each block, and four times the head
+dimension for each attended pair of query and key. Scores of a selection do not count.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from lce.lab.bench.report import Report, Row, Spread, StepTimes
 from lce.progress import Progress, reported
 from lce.sizes import count
 
-OTHER = "Python and other"  # what no timer of a profile covers
+OTHER = "Python and other"  # time outside a profile's timers
 MOST_ROWS = 1024  # of the products that set the ceiling
 
 
 @dataclass
 class Measured:
-    """What was measured of one method at one length."""
+    """The measurements of one method at one length."""
 
     prefill: list[float] = field(default_factory=list)
     decode: list[float] = field(default_factory=list)
@@ -44,21 +44,21 @@ class Measured:
 
 
 class Subject:
-    """One engine that is measured. `ids` makes the text of a length; by default random tokens."""
+    """One measured engine. `ids` makes a text of a length; by default random tokens."""
 
     def __init__(self, engine: lce.Engine, ids: Callable[[int], list[int]] | None = None) -> None:
         self.engine = engine
         self.ids = ids or random_text(engine)
 
     def prefill(self, length: int, more: int) -> tuple[lce.Context, lce.Generation]:
-        """Return a new context with `length` tokens and the first token drawn, and space for `more`."""
+        """Prefill `length` tokens into a new context with space for `more`, and draw the first token."""
         context = self.engine.new_context(length + more)
         return context, self.engine.generate(self.ids(length), context=context, max_tokens=1)
 
     def decode(self, context: lce.Context, n_tokens: int, first: lce.Generation) -> float:
-        """Return the tokens a second over `n_tokens` decode steps after one that is not timed.
+        """Return the tokens a second over `n_tokens` decode steps after an untimed one.
 
-        Where the model ends its text, it goes on behind another token; that step is not timed either.
+        If the model ends its text, a prompt of one token continues the text; that step is not timed.
         """
         seconds, left, last = 0.0, n_tokens, first
         while left > 0:
@@ -70,7 +70,7 @@ class Subject:
         return n_tokens / seconds if seconds else 0.0
 
     def shapes(self) -> list[Shape]:
-        """Return the matrices of a layer: what goes in, what comes out."""
+        """Return the inputs and outputs of each matrix of a layer."""
         c = self.engine.model.config
         query, key, inner = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.intermediate_size
         hidden = c.hidden_size
@@ -78,20 +78,20 @@ class Subject:
         return [*attention, (hidden, inner), (hidden, inner), (inner, hidden)]
 
     def product_flops(self, length: int) -> float:
-        """Return the operations in the products of a prefill: every layer for every token, the head once a block."""
+        """Return the operations of a prefill's products: every layer for every token, the head once a block."""
         c = self.engine.model.config
         a_layer = sum(n_in * n_out for n_in, n_out in self.shapes())
         n_blocks = -(-length // self.engine.block)
         return 2.0 * (length * c.n_layers * a_layer + n_blocks * c.hidden_size * c.vocab_size)
 
     def weight_bytes(self) -> int:
-        """Return the bytes of the weights that a decode step reads: all but an embedding that is not the head too."""
+        """Return the bytes of weights that a decode step reads: all, except an embedding that is not the head."""
         model = self.engine.model
         return memory_of([*(vars(layer) for layer in model.layers), model.head, model.final_norm])
 
 
 def random_text(engine: lce.Engine, seed: int = 0) -> Callable[[int], list[int]]:
-    """Makes texts of random tokens of an engine's vocabulary, the same for a seed; longer ones begin with shorter."""
+    """Return a function that makes random texts from the engine's vocabulary; longer texts begin with shorter."""
     vocab_size = engine.model.config.vocab_size
 
     def ids(length: int) -> list[int]:
@@ -102,7 +102,7 @@ def random_text(engine: lce.Engine, seed: int = 0) -> Callable[[int], list[int]]
 
 
 def memory_of(*things: Any) -> int:
-    """Return the bytes of memory behind all tensors and arrays in objects; shared memory counts once."""
+    """Return the bytes of all tensors and arrays in objects; shared memory counts once."""
     spans = sorted({(start, start + n_bytes) for start, n_bytes in _arrays(things, set())})
     total = end = 0
     for start, stop in spans:
@@ -112,7 +112,7 @@ def memory_of(*things: Any) -> int:
 
 
 def _arrays(thing: Any, seen: set[int]) -> Iterator[tuple[int, int]]:
-    """Yield the address and the bytes of each tensor and array in an object of lce, and in what it holds."""
+    """Yield the address and bytes of each tensor and array in an object of lce and its parts."""
     if id(thing) in seen:
         return
     seen.add(id(thing))
@@ -128,7 +128,7 @@ def _arrays(thing: Any, seen: set[int]) -> Iterator[tuple[int, int]]:
 
 
 class Bench:
-    """A benchmark in steps: `run` measures, and `report` is what was measured so far, at any time."""
+    """A benchmark in steps: `run` measures; `report` has the measurements so far."""
 
     def __init__(
         self, model: str | Path, methods: str | lce.Method | Sequence[str | lce.Method] = "full", *,
@@ -137,7 +137,7 @@ class Bench:
     ) -> None:  # fmt: skip
         """Load the model once for all methods. `loading` are options of `lce.load`.
 
-        Raises `UsageError` for what cannot be measured, and `CapacityError` for a length that cannot fit.
+        Raises `UsageError` for invalid options, and `CapacityError` for a length that cannot fit.
         """
         self.model, self.seed, self.profile = str(model), count(seed, "seed", least=0), bool(profile)
         self.lengths = [count(length, "a length") for length in _several(lengths)]
@@ -169,7 +169,7 @@ class Bench:
                 raise
 
     def run(self, progress: Progress | bool | None = None) -> Report:
-        """Measure everything. `progress` is True for a bar, or called with runs done and in all."""
+        """Measure everything. `progress` is True for a bar, or is called with the runs done and the total."""
         with reported(progress, "bench", " runs") as tell:
             self._run(tell)
         return self.report
@@ -197,14 +197,14 @@ class Bench:
         return length + 2 * self.new_tokens + 8 + blocks
 
     def _measure_machine(self) -> None:
-        """Measure the ceilings: at the beginning and at the end, and the best counts."""
+        """Measure the ceilings, keeping the best; called at the beginning and at the end."""
         subject, engine = next(iter(self.subjects.values())), self.engine
         rows = min(MOST_ROWS, max(self.lengths))
         found = ceilings(subject.shapes(), rows, engine.dtype, engine.device)
         self.ceilings = found if self.ceilings is None else self.ceilings.best(found)
 
     def _count(self, subject: Subject, length: int, runs: Measured) -> None:
-        """Make the run that is not timed: it counts what a prefill computes and what a decode step reads."""
+        """Make the untimed run, which counts what a prefill computes and a decode step reads."""
         with lce.profiled(subject.engine) as prefill:
             context, first = subject.prefill(length, self._most(length) - length)
         runs.attention_flops = prefill.attention_flops
@@ -225,14 +225,14 @@ class Bench:
                 self._profile += self._steps(name, subject, length, context)
 
     def _steps(self, name: str, subject: Subject, length: int, context: lce.Context) -> list[StepTimes]:
-        """Measure where the time of a decode step goes, and then that of a block of prefill."""
+        """Measure the parts of the time of a decode step, then of a block of prefill."""
         engine = subject.engine
         engine.prefill(subject.ids(1), context=context)
         with lce.profiled(engine) as steps:
             last = engine.generate([], context=context, max_tokens=self.new_tokens + 1)
         n_steps = max(1, last.stats.generated_tokens - (last.finish_reason != "stop"))
         marked = steps.total_s - steps.seconds[OTHER]
-        steps.seconds[OTHER] = max(0.0, last.stats.decode_s - marked)  # not what the call does before its first token
+        steps.seconds[OTHER] = max(0.0, last.stats.decode_s - marked)  # without the call's time before its first token
         with lce.profiled(engine) as block:
             engine.prefill(subject.ids(engine.block), context=context)
         return [
@@ -242,7 +242,7 @@ class Bench:
 
     @property
     def report(self) -> Report:
-        """What was measured so far: the methods and lengths of which a run was timed."""
+        """The measurements so far: the methods and lengths with a timed run."""
         engine, best = self.engine, self.ceilings or Ceilings(0.0, 0.0, 0.0, 0)
         rows = [self._row(length, name, runs, best) for (length, name), runs in self._runs.items() if runs.decode]
         return Report(
@@ -275,10 +275,10 @@ def bench(
 
 
 def _several(things: Any) -> list[Any]:
-    """Return one thing or several, as a list."""
+    """Return one thing or several as a list."""
     return list(things) if isinstance(things, list | tuple) else [things]
 
 
 def _name(method: lce.Method, taken: Iterable[str]) -> str:
-    """Return what the rows call a method: its name, or with its knobs where another one has that already."""
+    """Return a method's name in the rows: its label, or with knobs if another method has this label."""
     return repr(method) if method.label in taken else method.label

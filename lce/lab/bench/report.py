@@ -1,4 +1,4 @@
-"""What a benchmark found."""
+"""The results of a benchmark."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Row:
     """One method at one length. `prefill` and `decode` are tokens a second, `first_token` seconds.
 
     A decode step reads `weight_bytes` of weights and `cache_bytes` of keys, values and what a method compares. A
-    prefill computes `prefill_flops`. The shares are those of the machine's ceilings of reading and of products that the
-    medians reach. `warning` says that the text is longer than the method can read.
+    prefill computes `prefill_flops`. Shares are medians relative to the machine's ceilings of reading and of products.
+    `warning` says that the text is longer than the method can read.
     """
 
     method: str
@@ -47,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Where one step's time goes: `seconds` by category.
+    """The time of one step: `seconds` by category.
 
     `step` is `decode`, one token, or `prefill`, one block of `tokens` tokens, behind a text of `length` tokens.
     """
@@ -65,7 +65,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Report:
-    """A benchmark's setting, the machine's ceilings, a row for each method and length, and where the time goes."""
+    """A benchmark's setting, the machine's ceilings, a row for each method and length, and step times."""
 
     model: str
     machine: str
@@ -76,7 +76,7 @@ class Report:
     repeats: int
     new_tokens: int
     seed: int
-    methods: Mapping[str, str]  # by the names of the rows, as they were resolved
+    methods: Mapping[str, str]  # resolved methods by the names of the rows
     ceilings: Ceilings
     rows: Sequence[Row]
     profile: Sequence[StepTimes]

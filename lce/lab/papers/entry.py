@@ -1,4 +1,4 @@
-"""What an entry is: a table or figure of a paper, how it is measured here, and the paper's own numbers."""
+"""Entries: a paper's table or figure, its measurement here, and the paper's own numbers."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ KINDS: dict[str, Callable[..., Measure]] = {
     "answers": Answers, "perplexity": Perplexity, "choices": Choices, "found": Found, "operations": Operations,
     "distances": Distances, "speed": Speed, "published": Published,
 }  # fmt: skip
-Run = Callable[[str, int], Any]  # runs a command, with so many tokens of prose for its FILE; returns its JSON
+Run = Callable[[str, int], Any]  # (a command, the tokens of prose for its FILE) to its JSON
 
 
 @dataclass(frozen=True)
 class Entry:
     """A table or figure that lce can run.
 
-    `paper` says what the paper measured, on which data and model; `claim` what it says of the outcome. `measures` need
-    none of the paper's data; `suite` runs on the user's copy of it. `same` says that `measures` are what the paper
-    measured, on another model or text. Lengths are `multiples` of the window.
+    `paper` says what the paper measured, on which data and model; `claim` says the paper's conclusion. `measures` need
+    no data of the paper; `suite` runs on the user's copy. `same`: `measures` are the paper's own, on another model or
+    text. Lengths are `multiples` of the window.
     """
 
     id: str
@@ -54,11 +54,11 @@ class Entry:
     note: str = ""
 
     def is_same(self, setting: Setting) -> bool:
-        """Return whether what runs is the paper's own measurement, if on another model or text."""
+        """Return whether the entry runs the paper's own measurement, perhaps on another model or text."""
         return self.same or (self.suite is not None and bool(setting.data))
 
     def difference(self, setting: Setting) -> str:
-        """Say how what runs differs from what the paper measured, and what --data would change."""
+        """Return how the run differs from the paper's measurement, and what --data would change."""
         data = ", ".join(setting.data)
         if self.suite is not None and data:
             return f"the paper's data, in {data}"
@@ -69,30 +69,30 @@ class Entry:
         return f"{known}, on {data}" if data else f"{known}; --data takes {readers[0].data}"
 
     def chosen(self, setting: Setting) -> Sequence[Measure]:
-        """Return what is measured in this setting: the paper's own data where it is given and can be read."""
+        """Return the measures for this setting: the suite if data is given, else `measures`."""
         return (self.suite,) if self.suite is not None and setting.data else self.measures
 
     def lengths(self, setting: Setting) -> list[int]:
-        """Return the lengths in tokens: those asked for, or the paper's; 0 for measures without a length."""
+        """Return the lengths in tokens: the setting's, or the paper's; 0 for measures without a length."""
         if not self.multiples:
             return [0]
         return list(setting.lengths or (round(multiple * setting.window) for multiple in self.multiples))
 
     def commands(self, setting: Setting) -> list[str]:
-        """Return the commands that the entry stands for, each once."""
+        """Return the entry's commands, each once."""
         lengths = self.lengths(setting)
         found = [m.commands(row, lengths, setting) for row in self.rows for m in self.chosen(setting)]
         return list(dict.fromkeys(command for commands in found for command in commands))
 
     def unmatched(self, setting: Setting) -> dict[str, dict[str, Number]]:
-        """Return the paper's numbers that no cell of this run stands beside, by row and what they are."""
+        """Return the paper's numbers that no cell of this run matches, by row and label."""
         shown = {label for measure in self.chosen(setting) for label in measure.labels}
         rows: dict[str, Any] = {row.name: row.paper or {} for row in self.rows}
         rows = {name: {label: x[label] for label in x if label not in shown} for name, x in rows.items()}
         return {name: numbers for name, numbers in rows.items() if numbers}
 
     def check(self, setting: Setting) -> None:
-        """Raise `UsageError` for knobs that no row has, for rows that the window does not allow, and for idle data."""
+        """Raise `UsageError` for knobs that no row has, rows that the window does not allow, and unused data."""
         if setting.data and self.suite is None and not any(measure.data for measure in self.measures):
             raise UsageError(f"{self.id} reads no data; leave --data {setting.data[0]} out")
         if setting.lengths and not self.multiples:
@@ -110,7 +110,7 @@ class Entry:
             setting.method(row)
 
     def run(self, setting: Setting, run: Run) -> Iterator[Cell]:
-        """Yield every cell with the paper's number, row by row; what full attention reaches within the window first."""
+        """Yield every cell with the paper's number, row by row; full attention within the window comes first."""
         lengths, measured = self.lengths(setting), set[Measure]()
         for row in self.rows:
             for measure in self.chosen(setting):
@@ -130,7 +130,7 @@ class Entry:
 
 
 def _ceiling_once(measure: Measure, command: str, run: Callable[[str], Any], measured: set[Measure]) -> Any:
-    """Run a command; of tasks made here, the first has the ceiling. Return the error where the ceiling has no text."""
+    """Run a command; a measure's first command has the ceiling. Return the error if a ceiling has no text."""
     if not isinstance(measure, Answers):
         return run(command)
     if measure in measured:

@@ -1,4 +1,4 @@
-"""How an entry is measured: the commands of `lce` that measure it, and which cells their JSON makes."""
+"""Measures of entries: the commands of `lce` to run, and the cells to make from their JSON."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ WITHIN = "full, within the window"
 
 
 class Measure(ABC):
-    """A way to measure a row. `data` says what the user can give it to read; nothing: empty."""
+    """A way to measure a row. `data` says what the user can give to read; empty for nothing."""
 
-    suffix: ClassVar[str] = ""  # of the file beside the record that keeps what this measures
-    labels: tuple[str, ...] = ()  # what the numbers are called
+    suffix: ClassVar[str] = ""  # of this measure's file beside the record
+    labels: tuple[str, ...] = ()  # names of the numbers
 
     @property
     def data(self) -> str:
@@ -36,10 +36,10 @@ class Measure(ABC):
 
     @abstractmethod
     def cells(self, row: Row, found: Any, setting: Setting) -> Iterator[Cell]:
-        """Make the cells of what the command prints under `--json`."""
+        """Make the cells from the command's output under `--json`."""
 
     def commands(self, row: Row, lengths: Sequence[int], setting: Setting) -> list[str]:
-        """Return the commands that measure a row: one, or one a length where the length scales RoPE."""
+        """Return the commands that measure a row: one, or one a length if the length scales RoPE."""
         groups = [lengths] if row.rope is None else [[length] for length in lengths]
         return [
             " ".join([*self.words(group, setting), *setting.recorded(self.suffix), *setting.options(row, group[0])])
@@ -47,18 +47,18 @@ class Measure(ABC):
         ]
 
     def text_tokens(self, lengths: Sequence[int], setting: Setting) -> int:
-        """Return how many tokens of prose stand in for `--text FILE`; 0 for none."""
+        """Return the tokens of prose that replace `--text FILE`; 0 for none."""
         return 0
 
 
 def listed(lengths: Sequence[int]) -> str:
-    """Return lengths as an option takes them."""
+    """Return lengths as an option's value."""
     return ",".join(map(str, lengths))
 
 
 @dataclass(frozen=True)
 class Answers(Measure):
-    """The mean scores of tasks made here. `called` is what the paper calls its tasks that they stand for."""
+    """The mean scores of tasks made here. `labels` are the paper's names of the matching tasks."""
 
     tasks: tuple[str, ...]
     filler: str = "prose"
@@ -83,13 +83,13 @@ class Answers(Measure):
             yield Cell(name, self.label(each["task"]), each["length"], *span, note=note)
 
     def label(self, task: str) -> str:
-        """Return what the paper calls a task."""
+        """Return the paper's name of a task."""
         return self.labels[self.tasks.index(task)]
 
 
 @dataclass(frozen=True)
 class Perplexity(Measure):
-    """The perplexity of texts in windows that slide over them; `scored` tokens of each count."""
+    """The perplexity of texts in sliding windows; `scored` tokens of each window count."""
 
     scored: str = "all"
     labels = ("perplexity",)
@@ -105,7 +105,7 @@ class Perplexity(Measure):
         return ["lce eval perplexity", *texts, *size]
 
     def commands(self, row: Row, lengths: Sequence[int], setting: Setting) -> list[str]:
-        """Return the commands; windows of one length end where those of the longest do."""
+        """Return the commands; all windows end where windows of the longest length end."""
         found = super().commands(row, lengths, setting)
         return found if len(found) == 1 else [f"{command} --longest {max(lengths)}" for command in found]
 
@@ -119,8 +119,8 @@ class Perplexity(Measure):
 
 @dataclass(frozen=True)
 class Choices(Measure):
-    """What heads choose when they answer: whether the best chunk, or one of the five best, has the fact; the share of
-    chunks that some head chooses, and how unevenly (Gini's coefficient).
+    """The heads' choices when answering: whether the best chunk, or one of the five best, has the fact; the share of
+    chunks that some head chooses; and how uneven the choices are (Gini's coefficient).
     """
 
     labels = ("hit@1", "hit@5", "cover", "Gini")
@@ -139,8 +139,8 @@ class Choices(Measure):
 
 @dataclass(frozen=True)
 class Found(Measure):
-    """The share of the best tokens by exact scores that low-dim scores find, on average over layers, and the share of
-    layers above 0.9. `queries` are looked at, spread over the second half of a text.
+    """The share of the best tokens by exact scores that low-dim scores find, averaged over layers, and the share of
+    layers above 0.9, for `queries` queries spread over the second half of a text.
     """
 
     queries: int = 32
@@ -171,7 +171,7 @@ class Found(Measure):
 
 @dataclass(frozen=True)
 class Operations(Measure):
-    """The figures of cost that a method's paper states, for the model's sizes: see `Method.paper_figures`."""
+    """The costs that a method's paper states, for the model's sizes: see `Method.paper_figures`."""
 
     labels: tuple[str, ...] = ()  # of the figures, in the method's order
 
@@ -190,9 +190,9 @@ class Operations(Measure):
 
 @dataclass(frozen=True)
 class Distances(Measure):
-    """The share of a figure's cells that are as printed: which keys are attended, and at which distances.
+    """The share of a figure's cells, attended keys and their distances, that equal the printed ones.
 
-    `printed` has a line a query by the name of the row, with a dot for a key that is not attended.
+    `printed` has a line a query, by the row's name, with a dot for a key that is not attended.
     """
 
     tokens: int
@@ -237,9 +237,9 @@ class Speed(Measure):
 
 @dataclass(frozen=True)
 class Published(Measure):
-    """Tasks of a published benchmark, or all of them, in the user's copy. Lengths that are asked for cut the prompts.
+    """Tasks of a published benchmark, or all, in the user's copy. The setting's lengths cut the prompts.
 
-    `average` is what the paper calls the mean over the tasks, where it has that alone. `most` is the best score.
+    `average` is the paper's name for the mean over the tasks, if it has no other number. `most` is the best score.
     """
 
     suite: str
@@ -264,7 +264,7 @@ class Published(Measure):
         return ["lce eval published", self.suite, "--data", shlex.quote(setting.data[0]), *limits]
 
     def commands(self, row: Row, lengths: Sequence[int], setting: Setting) -> list[str]:
-        """Return a command a length; where the length scales RoPE and none is given, one a task, by its longest."""
+        """Return a command a length. If the length scales RoPE and none is given, return one a task, by its longest."""
         if row.rope is not None and not setting.lengths and not self.average:
             groups: list[tuple[tuple[str, ...], list[int]]] = [
                 ((task,), [length]) for task, length in self._longest(setting).items()

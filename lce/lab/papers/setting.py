@@ -13,7 +13,7 @@ import lce
 from lce.errors import UsageError
 from lce.system import default_threads
 
-Number = float | str  # a number of a paper; a text where it printed none: ">100", "OOM"
+Number = float | str  # a paper's number, or text such as ">100", "OOM"
 NOT_AT_HAND = "not at hand"
 
 
@@ -22,8 +22,8 @@ class Row:
     """A method with its knobs and RoPE scaling, and the paper's numbers.
 
     A knob such as `"3W/4"` is a part of the window. `rope` scales RoPE by the length over the window, as the papers'
-    baselines do. `paper` has numbers by what they are, one for each of the entry's first lengths, or one for all; None:
-    not at hand.
+    baselines do. `paper` has numbers by label, one for each of the entry's first lengths, or one for all; None: not at
+    hand.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Row:
         return found
 
     def number(self, label: str, multiple: float, multiples: Sequence[float]) -> Number | None:
-        """Return the paper's number; None for a cell that the paper does not have."""
+        """Return the paper's number; None for a cell missing in the paper."""
         if self.paper is None:
             return NOT_AT_HAND
         found = self.paper.get(label)
@@ -52,10 +52,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Cell:
-    """One number of ours beside the paper's, with its 95% interval where there is one.
+    """One number of ours beside the paper's, with its 95% interval, if any.
 
-    `length` is in tokens, 0 where the measure has none; `n` is how many samples, windows or tokens it comes from. No
-    `value`: it cannot be measured, and `note` says why.
+    `length` is in tokens, 0 for a measure without lengths; `n` is the number of samples, windows or tokens. Without a
+    `value`, `note` says why none can be measured.
     """
 
     row: str
@@ -71,13 +71,13 @@ class Cell:
 
 @dataclass
 class Setting:
-    """What is measured on. `knobs` are the user's, `METHOD.KEY` or `KEY`; `loading` are options of `lce.load`."""
+    """The setting of a run. `knobs` are the user's, `METHOD.KEY` or `KEY`; `loading` are options of `lce.load`."""
 
     model: str = "demo"
     window: int = 0  # 0: the model's
     lengths: Sequence[int] = ()
-    samples: int = 20  # of a task made here, a row and a length; windows, runs
-    limit: int | None = None  # of the samples of a task of the paper's data
+    samples: int = 20  # for each task made here, row and length; also windows, runs
+    limit: int | None = None  # of samples of a task of the paper's data
     seed: int = 0
     data: Sequence[str] = ()
     record: str | None = None
@@ -91,7 +91,7 @@ class Setting:
         self.window = self.loading.get("window") or self.window or found.window
 
     def method(self, row: Row) -> lce.Method:
-        """Return the row's method; the user's knobs count where the row has none of its own."""
+        """Return the row's method; the row's knobs override the user's."""
         fields = {each.name for each in dataclasses.fields(lce.methods.find(row.method))}
         own = {key: value for key, value in self.knobs.items() if key in fields}
         for key, value in self.knobs.items():
@@ -107,7 +107,7 @@ class Setting:
         return {"rope": row.rope, "rope_factor": length / self.window}
 
     def knob_words(self, row: Row) -> list[str]:
-        """Return the knobs of the row's method that are not as usual, as options of a command."""
+        """Return the row's knobs other than defaults, as options of a command."""
         method = self.method(row)
         values = {each.name: getattr(method, each.name) for each in dataclasses.fields(method)}
         usual = type(method)()
@@ -116,7 +116,7 @@ class Setting:
         return [word for name, text in texts.items() for word in ("-o", f"{name}={text}")]
 
     def options(self, row: Row, length: int, only: Sequence[str] | None = None) -> list[str]:
-        """Return the model, the row's method, knobs and scaling as options of a command; of loading `only` some."""
+        """Return model, method, knobs, scaling and loading as options of a command; `only` limits the last two."""
         words = ["--model", shlex.quote(self.model), "--method", row.method, *self.knob_words(row)]
         usual = {"threads": default_threads()}
         for name, value in {**self.loading, **self.scaling(row, length)}.items():
@@ -125,5 +125,5 @@ class Setting:
         return words
 
     def recorded(self, suffix: str) -> list[str]:
-        """Return the option that keeps a command's results; `suffix` ends the file's name."""
+        """Return the option that records a command's results; `suffix` ends the file's name."""
         return [] if self.record is None else ["--record", shlex.quote(self.record + suffix)]

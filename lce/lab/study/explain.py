@@ -1,18 +1,17 @@
-"""What a method does with positions: which keys each query attends, and the distance at which it sees each of them.
+"""Measures what a method does with positions: which keys each query attends, and at which distances.
 
 This file knows no method by name. It runs any method with `lce.methods.run` on random queries and keys. The values are
 one-hot, one dimension a token, so that an output is the row of attention weights; a key of weight 0 is not attended.
 
 Distances are measured by a small signal. In a first run all frequencies of RoPE are zero, so nothing rotates and
 content alone decides which keys are chosen. In each further run one pair of dimensions has the same vector in all
-tokens and rotates by `w` a position. This adds `A cos(w d - phase)` to the logit of a key seen at distance d, so the
-log-weights of a query change by that and a constant that the whole row shares. Phases 0 and 90° together give
-`exp(i w d)` up to that constant; several frequencies together give d, as digits give a number. Content and biases
-cancel. A factor that the method puts on a query's logits is measured in the same way, with vectors that do not rotate
-and have another known phase for each key.
+tokens and rotates by `w` a position. This adds `A cos(w d - phase)` to the logit of a key seen at distance d. So a
+query's log-weights change by this term and a constant for the whole row. Phases 0 and 90° together give `exp(i w d)` up
+to the constant; several frequencies together give d, as digits give a number. Content and biases cancel. A method's
+factor on a query's logits is measured likewise, with vectors that do not rotate and have a known phase for each key.
 
 The signal can change a choice between nearly equal scores. So a row counts only if it attends the same keys as in the
-first run. Otherwise it is measured again with the signal reversed, and then with a weaker one.
+first run. Otherwise the row is measured again with the signal reversed, then weaker.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ HEADS, KV_HEADS = 4, 2
 MOST_TOKENS = 512
 SIGNAL = 2**-9  # the most that the rotating pair adds to a logit: a thousand times float32's rounding error
 SIZES = (1.0, -1.0, 1 / 8, -1 / 8)  # of the signal, tried in order until no choice changes
-# Not whole multiples of each other, so that a distance beyond REACH is not taken for a shorter one.
+# No whole multiples of each other, so that a distance beyond REACH is not mistaken for a shorter one.
 FREQUENCIES = tuple(8.7**-n for n in range(5))
 REACH = int(0.9 * math.pi / FREQUENCIES[-1])  # less than half of the slowest period
-PATTERNS = 4  # of phases, so that no two keys have similar phases in all of them
-TOLERANCE = 0.02  # the error that a code may have: rounding makes 0.001, a wrong distance 0.06 or more
+PATTERNS = 4  # sets of phases, so that no two keys have similar phases in all sets
+TOLERANCE = 0.02  # largest error of a code: rounding makes 0.001, a wrong distance 0.06 or more
 
-Change = Callable[[float], tuple[Tensor, Tensor]]  # a size of the signal to queries and keys that carry it
+Change = Callable[[float], tuple[Tensor, Tensor]]  # a signal's size to queries and keys with the signal
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What was measured: `attended [N, N]`, True where query i attends key j, and the `distance [N, N]` at which it
-    sees the key, -1 where it does not. `factor [N]` is what the method multiplies a query's logits by.
+    """Measurements of a method. `attended [N, N]` is True where query i attends key j. `distance [N, N]` is the
+    distance at which i sees j, or -1. `factor [N]` is the method's factor on each query's logits.
     """
 
     method: Method
@@ -61,7 +60,7 @@ class Explanation:
 
     @property
     def title(self) -> str:
-        """The method as it was resolved: `rerope(local=6, log_scale=False)`."""
+        """The resolved method, such as `rerope(local=6, log_scale=False)`."""
         knobs = (f"{field.name}={getattr(self.method, field.name)}" for field in dataclasses.fields(self.method))
         return f"{self.method.name}({', '.join(knobs)})"
 
@@ -80,14 +79,14 @@ def explain(
     method: str | Method, *, knobs: Mapping[str, Any] | None = None, tokens: int = 24, window: int | None = None,
     block: int | None = None, head: int = 0, seed: int = 0,
 ) -> Explanation:  # fmt: skip
-    """Run `method`, a name or an instance, on `tokens` random tokens, and measure what query head `head` of 4 (over 2
-    KV heads) does, as in the first layer of a model that can be trusted on `window` positions.
+    """Run `method`, a name or an instance, on `tokens` random tokens, and measure query head `head` of 4 (over 2 KV
+    heads), as in the first layer of a model with a window of `window` positions.
 
-    Without a window, a name stands for the method's `example`, over which `knobs` count; with one, for its defaults.
-    `block` is how many queries are prefilled in one step, by default what the example says, or what the engine takes.
-    Another `seed` makes other vectors, for which a method may choose other keys. A query whose keys are all at one
-    distance gives the same output at any distance; its nearest key is then reported at its distance in the text. Raises
-    `UsageError` for a method whose weights depend on positions in another way than by whole distances.
+    Without a window, a name stands for the method's `example`, which `knobs` override; with one, for its defaults.
+    `block` is the number of queries prefilled in one step, by default the example's or the engine's. Another `seed`
+    makes other vectors, for which a method may choose other keys. If all keys of a query are at one distance, the
+    output is the same at any distance; the nearest key is then reported at its distance in the text. Raises
+    `UsageError` for a method whose weights depend on positions other than by whole distances.
     """
     method, window, block = _setting(method, {} if knobs is None else knobs, window, block)
     tokens, window = _between("tokens", tokens, 1, MOST_TOKENS), _between("window", window, 1, REACH)
@@ -101,7 +100,7 @@ def explain(
 
 
 def _setting(method: object, knobs: object, window: int | None, block: int | None) -> tuple[Method, int, int | None]:
-    """Return the method, window and block that were asked for; those of the method's example where they were not."""
+    """Return the method, window and block; the method's example gives those that are missing."""
     if not isinstance(knobs, Mapping):
         raise UsageError(f"knobs is {shown(knobs)}; expected a mapping of names to values, such as {{'chunk_size': 4}}")
     if isinstance(method, Method):
@@ -113,7 +112,7 @@ def _setting(method: object, knobs: object, window: int | None, block: int | Non
     if window is not None:
         return make(method, knobs), window, block
     example = find(method).example
-    under = {} if "preset" in knobs else example.knobs  # a preset is a whole setting of its own
+    under = {} if "preset" in knobs else example.knobs  # a preset is a complete setting
     return make(method, {**under, **knobs}), example.window, example.block if block is None else block
 
 
@@ -125,7 +124,7 @@ def _between(what: str, value: object, least: int, most: int) -> int:
 
 
 def vectors(tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `q [H, N, D]`, `k v [G, N, D]`: random, with zeros in the pair that rotates, and one-hot values."""
+    """Return random `q [H, N, D]` and `k [G, N, D]` with zeros in the rotating pair, and one-hot `v [G, N, D]`."""
     random = torch.Generator().manual_seed(seed)
     dim = max(32, tokens + tokens % 2)
     q = torch.randn(HEADS, tokens, dim, generator=random)
@@ -141,7 +140,7 @@ def _pair(x: Tensor) -> Tensor:
 
 
 class _OnePair(Rope):
-    """RoPE that rotates the first pair of dimensions alone."""
+    """RoPE that rotates only the first pair of dimensions."""
 
     def __init__(self, head_dim: int, frequency: float) -> None:
         super().__init__(RopeConfig(), head_dim, window=1)
@@ -150,7 +149,7 @@ class _OnePair(Rope):
 
 
 class _Bench:
-    """A resolved method, the vectors it is run on, and its log-weights without rotation."""
+    """A resolved method, its input vectors, and its log-weights without rotation."""
 
     def __init__(self, method: Method, q: Tensor, k: Tensor, v: Tensor, window: int, block: int, head: int) -> None:
         self.method, self.window, self.block, self.head = method, window, block, head
@@ -159,7 +158,7 @@ class _Bench:
         self.attended = self.rest > -torch.inf
 
     def log_weights(self, q: Tensor, k: Tensor, frequency: float) -> Tensor:
-        """Return the logarithm of each key's weight for each query, `[N, N]`; -inf where it is not attended."""
+        """Return the logarithm of each key's weight for each query, `[N, N]`; -inf where a key is not attended."""
         rope = _OnePair(q.shape[-1], frequency)
         out = run(self.method, q, k, self.v, window=self.window, blocks=self.block, rope=rope, attention="reference")
         weights = out[self.head].double()
@@ -170,9 +169,9 @@ class _Bench:
         return weights[:, : q.shape[1]].log()
 
     def answer(self, change: Change, frequency: float) -> Tensor:
-        """Measure how much each log-weight changes with the vectors, per unit of the change's size: `[N, N]`.
+        """Measure how much `change` changes each log-weight, per unit of its size: `[N, N]`.
 
-        Each row is known up to a constant; it is 0 where a key is not attended.
+        Each row is known up to a constant; keys that are not attended have 0.
         """
         answer = torch.zeros_like(self.rest)
         open_rows = torch.ones(len(answer), dtype=torch.bool)
@@ -187,8 +186,8 @@ class _Bench:
         raise self.refusal(f"query {row} attends other keys at the slightest change; its choice is random, or a tie")
 
     def turning(self, frequency: float, phase: Tensor) -> Tensor:
-        """Return how log-weights change with a rotating pair, `[N, N]`: `cos(w d - phase)` for each key's `phase [N]`,
-        times the factor of the query, up to a constant a row.
+        """Return the change of log-weights by a rotating pair, `[N, N]`: the query's factor times `cos(w d - phase)`
+        for each key's `phase [N]`, up to a constant a row.
         """
         length = math.sqrt(SIGNAL * math.sqrt(self.q.shape[-1]))
 
@@ -201,7 +200,7 @@ class _Bench:
         return self.answer(change, frequency) / SIGNAL
 
     def factor(self) -> Tensor:
-        """Return what the method multiplies each query's logits by, `[N]`; 1 where a query attends one key only."""
+        """Return the method's factor on each query's logits, `[N]`; 1 where a query attends only one key."""
         n = len(self.attended)
         phases = 2 * math.pi * torch.rand(PATTERNS, n, generator=torch.Generator().manual_seed(0))
         expected = torch.stack([self.centred(phase.double().cos().expand(n, n)) for phase in phases])
@@ -213,7 +212,7 @@ class _Bench:
         return factor
 
     def centred(self, x: Tensor) -> Tensor:
-        """Return each row of `x [N, N]` less its mean over the attended keys; 0 at the others."""
+        """Subtract from each row of `x [N, N]` its mean over the attended keys; other keys get 0."""
         n_seen = self.attended.sum(dim=-1, keepdim=True).clamp(min=1)
         return (x - (x * self.attended).sum(dim=-1, keepdim=True) / n_seen) * self.attended
 
@@ -222,7 +221,7 @@ class _Bench:
 
 
 def _distances(bench: _Bench, factor: Tensor) -> Tensor:
-    """Return the distance at which each query sees each key that it attends, `[N, N]`; -1 at the others."""
+    """Return the distance at which each query sees each attended key, `[N, N]`; -1 at other keys."""
     phase = torch.zeros(len(factor))
     turns = [torch.complex(bench.turning(w, phase), bench.turning(w, phase + math.pi / 2)) for w in FREQUENCIES]
     turned = torch.stack(turns, dim=-1) / factor[:, None, None]  # exp(i w d), up to a constant a row
@@ -230,7 +229,7 @@ def _distances(bench: _Bench, factor: Tensor) -> Tensor:
     nearest = (bench.attended * i).argmax(dim=-1)
     turned = (turned - turned[i, nearest][:, None]).masked_fill(~bench.attended[..., None], 0.0)
     distance = torch.full(turned.shape[:2], -1)
-    anchor = i - nearest  # the nearest key's distance in the text, later plus the shift found in other rows
+    anchor = i - nearest  # the nearest key's distance in the text, later with the shift found in other rows
     unread = torch.ones_like(i, dtype=torch.bool)
     while unread.any():
         found, miss = _read(turned + _code(anchor)[:, None])
@@ -246,7 +245,7 @@ def _distances(bench: _Bench, factor: Tensor) -> Tensor:
 
 
 def _anchor(turned: Tensor) -> int | None:
-    """Return the distance of the nearest key with which all of a query's codes `[N, R]`, less that key's, are whole."""
+    """Return the nearest key's distance that makes all distances whole; `turned [N, R]` is relative to that key."""
     tried = torch.arange(-REACH, REACH + 1)
     farthest = turned[turned.abs().sum(dim=-1).argmax()]
     tried = tried[_read(farthest + _code(tried))[1] < TOLERANCE]
@@ -263,7 +262,7 @@ def _code(distance: Tensor) -> Tensor:
 
 
 def _read(code: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distances of codes `[..., R]`, read from the slowest frequency on, and their errors: `[...]` each."""
+    """Return the distances of codes `[..., R]`, read from the slowest frequency on, and the errors: `[...]` each."""
     distance = torch.zeros(code.shape[:-1], dtype=torch.float64)
     for n, w in reversed(list(enumerate(FREQUENCIES))):
         behind = torch.polar(torch.ones_like(distance), -w * distance)

@@ -1,4 +1,4 @@
-"""Choices as a picture: layers and heads down, chunks across, for some queries of a run (as LongHeads' Figure 5)."""
+"""Draws the choices of some queries of a run: a row a head, a column a chunk (as LongHeads' Figure 5)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ MISSED, MARKED = "#D55E00", "#E69F00"  # Okabe and Ito's vermilion and orange
 
 
 def draw(recording: dict[str, Any], path: str | Path) -> None:
-    """Draw the last queries that a recording's first run looks at; the file appears whole or not at all.
+    """Draw the last looked-at queries of a recording's first run; the file appears whole or not at all.
 
-    A cell is a chunk that a head chose, darker the more true attention it has. A ring is one of the three chunks with
-    most true attention that was not attended and has a fiftieth of it or more. Bands are the marked places. Beside each
-    head stands the share of true attention that it attends. Raises `UsageError` without matplotlib, and where nothing
-    is chosen.
+    A cell is a chunk that a head chose, darker with more true attention. A ring is a chunk that was not attended, is
+    among the three with most true attention, and has a fiftieth of it or more. Bands are the marked places. Each head's
+    label has its attended share of true attention. Raises `UsageError` without matplotlib, or if nothing is chosen.
     """
     path, run = checked(path), recording["runs"][0]
     if not run["choosing"]:
@@ -82,7 +81,7 @@ def _panel(axes: Axes, recording: dict[str, Any], run: dict[str, Any], query: in
 
 
 def _colours() -> Any:
-    """Return blues that begin dark enough to be seen on white: a chosen chunk without attention is not blank."""
+    """Return blues that are visible on white, so that a chosen chunk without attention is not blank."""
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
 

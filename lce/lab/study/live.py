@@ -1,6 +1,6 @@
-"""Runs that a page asks for: one prompt at a time, checked, bounded, in a thread of its own, and cancelled at any time.
+"""Runs the requests of a page: one prompt at a time, checked, bounded, in its own thread, cancellable at any time.
 
-`lce.lab.study.live_server` puts it behind HTTP. Nothing that a request holds is trusted.
+`lce.lab.study.live_server` is the HTTP side. No content of a request is trusted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Cancelled(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a request may ask for: tokens of a prompt, and tokens to generate."""
+    """The limits of a request: tokens of a prompt, and tokens to generate."""
 
     prompt_tokens: int = 64 << 10
     max_tokens: int = 256
@@ -46,7 +46,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class RunRequest:
-    """What a page asks for, as far as it can be checked without the model's tokenizer."""
+    """A page's request, checked as far as possible without the model's tokenizer."""
 
     prompt: str
     methods: tuple[Method, ...]
@@ -57,7 +57,7 @@ class RunRequest:
 
     @classmethod
     def of(cls, body: Any, limits: Limits) -> RunRequest:
-        """Return the request of a JSON value. Raises `UsageError` for anything that is not as it should be."""
+        """Return the request in a JSON value. Raises `UsageError` for an invalid one."""
         if not isinstance(body, dict):
             raise UsageError(f"the request is {shown(body)}; expected an object")
         for name in body:
@@ -92,7 +92,7 @@ def _between(what: str, value: Any, least: int, most: int) -> int:
 
 
 def _method(given: Any) -> Method:
-    """Return a method of a request. Knobs of free text, such as the names of files, cannot be set from a page."""
+    """Return a method of a request. A page cannot set knobs of free text, such as file names."""
     if not isinstance(given, dict) or not given.keys() <= {"method", "knobs"}:
         raise UsageError(f"a method is {shown(given)}; expected an object with method and knobs")
     name, knobs = given.get("method"), given.get("knobs") or {}
@@ -117,7 +117,7 @@ def _heads(given: Any) -> tuple[tuple[int, int], ...]:
 
 
 def knobs_of(cls: type[Method]) -> list[dict[str, Any]]:
-    """Return a method's knobs as a page shows them: name, default, help, type, choices, and whether none is allowed."""
+    """Return a method's knobs for a page: name, default, help, type, choices, and whether none is allowed."""
     hints, found = typing.get_type_hints(cls), []
     helps = {name: text for base in reversed(cls.__mro__) for name, text in vars(base).get("knob_help", {}).items()}
     for field in dataclasses.fields(cls):
@@ -135,7 +135,7 @@ def knobs_of(cls: type[Method]) -> list[dict[str, Any]]:
 
 
 class Live:
-    """One model, and the runs that a page asks for, one at a time. All of it may be called from any thread."""
+    """One model and a page's runs, one at a time. Any thread may call any method."""
 
     def __init__(self, model: str | Path, limits: Limits | None = None, **loading: Any) -> None:
         self.limits = limits or Limits()
@@ -146,10 +146,10 @@ class Live:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._state: dict[str, Any] = {"state": "idle", "id": 0}
-        self._done: tuple[int, str, Recording] = 0, "", {}  # of the last run done: number, key, recording
+        self._done: tuple[int, str, Recording] = 0, "", {}  # number, key and recording of the last finished run
 
     def about(self) -> dict[str, Any]:
-        """Return what a page can ask for: the model, the methods with their knobs, and the limits."""
+        """Return the options of a page: the model, the methods with their knobs, and the limits."""
         methods = []
         for name in available():
             try:
@@ -163,7 +163,7 @@ class Live:
         }  # fmt: skip
 
     def start(self, body: Any) -> int:
-        """Start the run of a request; returns its number. Raises `Busy`, and `UsageError` for what cannot be asked."""
+        """Start the run of a request and return its number. Raises `Busy`, or `UsageError` for an invalid request."""
         asked = RunRequest.of(body, self.limits)
         with self._lock:
             if self._state["state"] == "running":
@@ -185,7 +185,7 @@ class Live:
         return number
 
     def _run(self, asked: RunRequest, number: int) -> None:
-        """Make the recording of a request; whatever happens becomes the state."""
+        """Make the recording of a request; success, failure or cancellation becomes the state."""
 
         def tell(stage: str, done: int, total: int) -> None:
             self._state = {"state": "running", "id": number, "stage": stage, "done": done, "total": total}
@@ -213,20 +213,20 @@ class Live:
             self._state = end
 
     def cancel(self) -> int:
-        """End the run that is under way, if there is one; returns its number."""
+        """End the current run, if any, and return its number."""
         self._stop.set()
         number: int = self._state["id"]
         return number
 
     def state(self, known: int | None = None) -> dict[str, Any]:
-        """Return what happens now, with the recording of a run that is done, unless `known` is that run."""
+        """Return the state, with the recording of a finished run, unless `known` is that run."""
         state, (number, key, recording) = self._state, self._done
         if state["state"] == "done" and number == state["id"] != known:
             return {**state, "recording": split(recording, f"data/{key}")}
         return state
 
     def script(self, key: str, run: int, segment: int) -> str | None:
-        """Return the script of a segment of the last recording; None where there is no such one."""
+        """Return the script of a segment of the last recording; None for an unknown segment."""
         _, right, recording = self._done
         if not recording or not secrets.compare_digest(key.encode(), right.encode()):
             return None
@@ -236,7 +236,7 @@ class Live:
         return script(run, segment, runs[run]["segments"][segment])
 
     def close(self) -> None:
-        """End what is under way."""
+        """End the current run."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(STOP_S)

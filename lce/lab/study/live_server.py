@@ -1,13 +1,13 @@
-"""The page on loopback, with an engine behind it: `lce inspect --live`.
+"""Serves the page with an engine on loopback: `lce inspect --live`.
 
-Only this machine reaches it, and only who has the address: it holds a random token. A web page elsewhere can do
-nothing: the Host header is checked (DNS rebinding), POST wants our own Origin, and no header lets another origin read
-an answer. Requests are bounded in size and in time, and connections in number. Whatever is wrong with a request is
-answered by 4xx and one line of JSON, `{"error": "…"}`.
+Only this machine can reach the server, and only with the address, which contains a random token. Other web pages have
+no access: the Host header is checked (DNS rebinding), POST needs our own Origin, and no header lets another origin read
+an answer. Requests are bounded in size and time, connections in number. An invalid request is answered by 4xx and one
+line of JSON, `{"error": "…"}`.
 
     GET  /TOKEN/                    the page
     GET  /TOKEN/about               the model, the methods and their knobs, the limits
-    GET  /TOKEN/state?known=ID      progress; the recording when it is done, unless it is known
+    GET  /TOKEN/state?known=ID      progress; the finished recording, unless known
     GET  /TOKEN/data/KEY/R-S.js     segment S of run R
     POST /TOKEN/run, /TOKEN/cancel
 """
@@ -37,7 +37,7 @@ TOKEN_BYTES = 24
 MOST_BODY = 4 << 20
 MOST_VALUES = 1 << 20
 MOST_CONNECTIONS = 32
-HEAD_S, BODY_S, ANSWER_S = 10.0, 15.0, 60.0  # for the head of a request, its body, and an answer to be taken
+HEAD_S, BODY_S, ANSWER_S = 10.0, 15.0, 60.0  # to receive a request's head and body, and to send an answer
 DRAIN_S = 1.0  # to read what is sent after an answer
 
 _SEGMENT = re.compile(r"data/([0-9a-f]{1,64})/(\d{1,4})-(\d{1,7})\.js")
@@ -45,7 +45,7 @@ _KNOWN = re.compile(r"known=(\d{1,15})")
 
 
 class LiveServer(ThreadingHTTPServer):
-    """Serves the page of a `Live` on loopback; `address` is what a browser is given. `close` ends it."""
+    """A server of a `Live`'s page on loopback; `address` is for the browser. `close` ends the server."""
 
     daemon_threads = True
     block_on_close = False
@@ -71,11 +71,11 @@ class LiveServer(ThreadingHTTPServer):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What a Host header may say."""
+        """The valid Host headers."""
         return f"{HOST}:{self.port}", f"localhost:{self.port}"
 
     def server_bind(self) -> None:
-        """Bind without asking a name server for our own name."""
+        """Bind without a DNS query for our own name."""
         super(ThreadingHTTPServer, self).server_bind()
         self.server_name, self.server_port = HOST, self.port
 
@@ -92,16 +92,16 @@ class LiveServer(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a connection that broke."""
+        """Ignore broken connections."""
 
     def close(self) -> None:
-        """End what is under way, and free the port."""
+        """End the current run and free the port."""
         self.live.close()
         self.server_close()
 
 
 class _Refused(Exception):
-    """A request that gets no more than a status and a line."""
+    """Ends a request with a status and one line of text."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -109,7 +109,7 @@ class _Refused(Exception):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One request; the connection is closed behind it."""
+    """One request; the connection closes behind it."""
 
     server: LiveServer
     timeout = HEAD_S
@@ -129,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._drain()
 
     def _drain(self) -> None:
-        """Read what the other side still sends, for a moment: closing on it would take our answer back (RST)."""
+        """Read for a moment what the client still sends; closing earlier would discard our answer (RST)."""
         self.connection.shutdown(socket.SHUT_WR)
         deadline = time.monotonic() + DRAIN_S
         while (left := deadline - time.monotonic()) > 0:
@@ -148,7 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(self._post)
 
     def _answer(self, act: Callable[[str, str], None]) -> None:
-        """Check what every request must have, and act on the rest of its path and its query."""
+        """Check the request, then call `act` with the rest of the path and the query."""
         self.watchdog.cancel()
         self.connection.settimeout(ANSWER_S)
         try:
@@ -215,7 +215,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send_json(202, {"id": number})
 
     def _body(self) -> bytes:
-        """Return the body, of a length that is announced and bounded, within some seconds."""
+        """Read the body within some seconds; its length must be announced and bounded."""
         lengths = self.headers.get_all("Content-Length") or []
         if "Transfer-Encoding" in self.headers or len(lengths) != 1 or not re.fullmatch(r"[0-9]{1,18}", lengths[0]):
             raise _Refused(411, "expected one Content-Length and no Transfer-Encoding")
@@ -253,7 +253,7 @@ class _Handler(BaseHTTPRequestHandler):
         )
         self.close_connection = True
         self.connection.settimeout(ANSWER_S)
-        self.request_version = "HTTP/1.0"  # http.server sends no head to what it takes for an older version
+        self.request_version = "HTTP/1.0"  # http.server sends no head to older versions
         self.send_response(status)
         for name, value in {**self._HEADERS, "Content-Security-Policy": policy, "Content-Type": kind}.items():
             self.send_header(name, value)
@@ -262,7 +262,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer what http.server itself refuses: a broken or too long request line or header, another method."""
+        """Answer requests that http.server refuses: a broken or too long request line or header, another method."""
         status = {501: 405, 505: 400}.get(int(code), int(code))
         try:
             self._send_json(status, {"error": message or "the request cannot be read"})

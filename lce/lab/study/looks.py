@@ -1,7 +1,7 @@
-"""Looks at some queries of a run when it is over: true attention beside what was chosen, and why a head misses.
+"""Looks at some queries after a run: true attention beside the choices, and why a head misses.
 
-The keys of the whole text are in the cache by then. They are rotated once for many queries, and queries are taken so
-many at a time that their weights over all keys stay bounded.
+After the run, the cache has the keys of the whole text. Keys are rotated once for many queries. Queries are processed
+in slices, so that the weights over all keys stay bounded.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from lce.lab.study.run_observer import RunObserver, SeenLayer, SeenQuery
 from lce.lab.study.segments import Numbers
 from lce.methods.mass import Judge, TrueMass, scored_bytes
 
-BEST = 8  # choices with most true attention that are listed
-ENOUGH = 0.9  # of true attention: a head that attends as much misses nothing
-MOVED = 0.5  # of its attention: a head that gives so much to other tokens than the true one is misled by distances
-COMPARED = 16  # last tokens of the prompt whose own attention is computed too, and all generated ones
+BEST = 8  # listed choices, by most true attention
+ENOUGH = 0.9  # share of true attention with which a head misses nothing
+MOVED = 0.5  # share of attention on wrong tokens from which distances mislead a head
+COMPARED = 16  # own attention is computed for this many last prompt tokens and all generated ones
 NUMBERS_AT_ONCE = 1 << 23  # weights of a slice of queries
 
 Mark = tuple[int, int]  # tokens start..stop-1
-Look = dict[str, Any]  # as docs/inspect.md has it
+Look = dict[str, Any]  # described in docs/inspect.md
 
 
 @torch.inference_mode()
@@ -35,7 +35,7 @@ def looks_of(
     run: RunObserver, choices: tuple[int, int], marks: Sequence[Mark] = (), judge: Judge = "constant",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[int, Look]:  # fmt: skip
-    """Return the looks at the queries that a run's observer kept, by their indices. `choices` is `Method.choices`."""
+    """Return the looks at the observer's kept queries, by index. `choices` is `Method.choices`."""
     looks: dict[int, Look] = {}
     first, size = choices
     choosers = run.choices.choosers if run.choices is not None else 1
@@ -56,7 +56,7 @@ def looks_of(
 
 
 def _slices(seen: SeenLayer) -> Iterator[list[SeenQuery]]:
-    """Yield the layer's queries in order, some at a time."""
+    """Yield the layer's queries in order, in slices of bounded size."""
     some: list[SeenQuery] = []
     for index, query in sorted(seen.queries.items()):
         if some and (len(some) + 1) * (index + 1) * len(query.q) > NUMBERS_AT_ONCE:
@@ -95,8 +95,8 @@ def _empty_look() -> Look:
 class _Row:
     """One query in one layer.
 
-    `weights [H, n]` is its true attention to the n tokens up to itself, `masses [H, M]` to the choices. Choice c begins
-    at token `first + c size`.
+    `weights [H, n]` is the true attention to the n tokens up to the query, `masses [H, M]` to the choices. Choice c
+    begins at token `first + c size`.
     """
 
     layer: SeenLayer
@@ -117,7 +117,7 @@ class _Row:
         self.scores, self.ranks = self._by_head()
 
     def _by_head(self) -> tuple[Numbers | None, Numbers | None]:
-        """Return scores and ranks of all choices, `[H, M]`: NaN and -1 for those that the query does not have."""
+        """Return the scores and ranks of all choices, `[H, M]`; NaN and -1 for choices that the query does not have."""
         scores = self.seen.scores
         if scores is None or not scores.shape[-1]:
             return None, None
@@ -134,9 +134,9 @@ class _Row:
         return all_scores, all_ranks
 
     def add_to(self, look: Look, choosers: int, *, compares: bool) -> None:
-        """Add what is known of this layer to a look. `choosers` of the run's heads choose on their own.
+        """Add this layer's facts to a look. `choosers` of the run's heads choose on their own.
 
-        `compares`: the method's own attention is computed and compared with the true one.
+        `compares`: compute the method's own attention and compare it with the true attention.
         """
         seen, layer = self.seen, Look()
         layer["always"] = None if seen.spans is None else _number_of(look["always"], [list(x) for x in seen.pieces])
@@ -153,7 +153,7 @@ class _Row:
         self._count_bytes(look["bytes"])
 
     def _heads(self, look: Look, *, compares: bool) -> list[Look]:
-        """Return what each head attended, beside its true attention."""
+        """Return each head's attended tokens beside its true attention."""
         recalls, bests, shares = self._recalls(), self._bests(), rounded(self.mass)
         own_shares, moved = self._own_attention() if compares and self.taken.any() else (None, None)
         marks = [self._mark(n, *mark) for n, mark in enumerate(self.marks) if mark[0] < self.weights.shape[1]]
@@ -180,10 +180,9 @@ class _Row:
         return heads
 
     def _own_attention(self) -> tuple[Any, Any]:
-        """Return the method's own attention to each choice, `[H][K]`, and how far it is from the true one, by head.
+        """Return the method's own attention to each choice, `[H][K]`, and its distance from true attention, by head.
 
-        That is half the sum of differences (total variation) between both, among what is attended. None and None where
-        it is not known.
+        The distance is the total variation, half the sum of differences, over attended tokens. Unknown: None, None.
         """
         own = own_attention(self.layer, self.seen, self.first, self.size)
         if own is None:
@@ -206,7 +205,7 @@ class _Row:
         return [[list(one) for one in zip(*row, strict=True)] for row in rows]
 
     def _recalls(self) -> list[Look]:
-        """Return the share of true attention that each head attends, and what the best choice of as many would."""
+        """Return each head's attended share of true attention, and the share of the best choice of the same size."""
         spans = self.seen.spans
         if spans is None:
             return [{"recall": None, "always_mass": None, "reachable": None, "why": None} for _ in range(self.n_heads)]
@@ -231,7 +230,7 @@ class _Row:
         return found
 
     def _twice(self, spans: Sequence[Sequence[int]]) -> Numbers:
-        """Return the true attention to chosen tokens that are always attended too, by head."""
+        """Return the true attention, by head, to tokens that are both chosen and always attended."""
         twice, starts = np.zeros(self.n_heads), self.first + self.safe * self.size
         for a, b in spans:
             for head, slot in zip(*(self.taken & (starts < b) & (starts + self.size > a)).nonzero(), strict=True):
@@ -273,19 +272,19 @@ class _Row:
 
 
 def _those(values: list[Any], taken: Numbers) -> list[Any]:
-    """Return the values of the slots that have a choice."""
+    """Return the values of slots with a choice."""
     return [x for x, there in zip(values, taken, strict=True) if there]
 
 
 def _number_of(patterns: list[Any], pattern: Any) -> int:
-    """Return the number of a pattern in a list, to which a new pattern is added."""
+    """Return the index of `pattern` in `patterns`; a new pattern is appended."""
     if pattern not in patterns:
         patterns.append(pattern)
     return patterns.index(pattern)
 
 
 def rounded(values: Numbers, *, digits: int | None = None) -> Any:
-    """Return numbers as JSON has them: 4 decimals, or so many digits of the largest; None for NaN."""
+    """Return numbers for JSON with 4 decimals, or `digits` digits of the largest; None for NaN."""
     x = np.asarray(values, dtype=np.float64)
     finite = np.isfinite(x)
     most = float(np.abs(x[finite]).max()) if digits and finite.any() else 0.0

@@ -1,7 +1,7 @@
-"""The attention that a method itself gives: a softmax over what a query attends, at the distances at which it sees it.
+"""Computes a method's own attention: a softmax over a query's attended tokens at the method's distances.
 
-It is computed from what a recording holds, the choices, the spans and their distances, and from the unrotated query and
-the keys. So where it gives the method's own output, all of these are right.
+Inputs are a recording's choices, spans and distances, the unrotated query and the keys. If the result equals the
+method's own output, all inputs are right.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from lce.lab.study.run_observer import SeenLayer, SeenQuery
 from lce.lab.study.segments import Numbers
 from lce.methods import rotate
 
-MOST_TOKENS = 1 << 14  # attended by a head: for more it is not computed
+MOST_TOKENS = 1 << 14  # attended by a head; more are not computed
 
 
 def own_attention(layer: SeenLayer, seen: SeenQuery, first: int, size: int) -> Numbers | None:
-    """Return the share of a query's attention that each choice has, and then each piece, `[H, K + P]`.
+    """Return the shares of a query's attention to each choice, then to each piece, `[H, K + P]`.
 
-    Choice c begins at token `first + c size`. None where a distance is not known, or too much is attended.
+    Choice c begins at token `first + c size`. Returns None if a distance is unknown or too many tokens are attended.
     """
     found = own_weights(layer, seen, first, size)
     if found is None:
@@ -31,10 +31,9 @@ def own_attention(layer: SeenLayer, seen: SeenQuery, first: int, size: int) -> N
 
 
 def own_weights(layer: SeenLayer, seen: SeenQuery, first: int, size: int) -> tuple[Tensor, Tensor] | None:
-    """Return the tokens `[H, n]` of a query's choices and then of its pieces, and their attention weights `[H, n]`.
+    """Return the tokens `[H, n]` of a query's choices, then of its pieces, and the attention weights `[H, n]`.
 
-    A choice that is not there has weights 0. The factors that some methods put on logits are left out: none of the
-    methods that choose has one.
+    A missing choice has weights 0. Methods' factors on logits are left out, since no method that chooses has one.
     """
     known = all(near is not None and far - near in (0, b - a - 1) for a, b, near, far in seen.pieces)  # type: ignore[operator]
     if seen.spans is None or not known or (seen.chosen.shape[1] and seen.distances is None):
@@ -56,7 +55,7 @@ def own_weights(layer: SeenLayer, seen: SeenQuery, first: int, size: int) -> tup
 
 
 def _chosen_tokens(seen: SeenQuery, first: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tokens of the choices, their distances, and which of them there are: `[H, K * size]` each."""
+    """Return the tokens of the choices, the distances, and whether each exists: `[H, K * size]` each."""
     chosen, offset = seen.chosen, torch.arange(size)
     tokens = first + chosen.clamp(min=0)[..., None] * size + offset
     there = (chosen >= 0)[..., None] & (tokens <= seen.query)
@@ -69,9 +68,9 @@ def _chosen_tokens(seen: SeenQuery, first: int, size: int) -> tuple[Tensor, Tens
 
 
 def _logits(layer: SeenLayer, seen: SeenQuery, tokens: Tensor, distance: Tensor) -> Tensor:
-    """Return the logits of a query with tokens `[H, n]`, each at its distance: `[H, n]`, float32, on the CPU.
+    """Return the logits of a query with `tokens [H, n]` at `distance [H, n]`: `[H, n]`, float32, on the CPU.
 
-    A key that is cached at position p is seen at distance d by the query at p + d.
+    The query at position p + d sees a key cached at p at distance d.
     """
     rope, q = layer.step.rope, seen.q.float()
     keys = layer.cache.span(0, seen.query + 1)[0]  # [G, N, D]
@@ -80,7 +79,7 @@ def _logits(layer: SeenLayer, seen: SeenQuery, tokens: Tensor, distance: Tensor)
     positions = distance if placed is None else placed.cpu()[tokens] + distance
     different, which = positions.unique(return_inverse=True)
     turn = rope.turn(different.to(q.device), torch.float64)
-    scale = rope.scale if placed is None else 1.0  # YaRN's factor, which unrotated keys do not have yet
+    scale = rope.scale if placed is None else 1.0  # YaRN's factor, which unrotated keys lack
     turn = type(turn)((turn.cos * scale).float(), (turn.sin * scale).float())
     turned = rotate(q[:, None].expand(-1, len(different), -1), turn)  # [H, U, D]
     heads = torch.arange(len(q), device=q.device)[:, None]

@@ -1,4 +1,4 @@
-"""An explanation as a picture: distances as colours, a row a query, a column a key."""
+"""Draws an explanation: distances as colours, a row a query, a column a key."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 KINDS = (".pdf", ".png", ".svg")
-NUMBERED = 32  # tokens: up to so many, each cell shows its number
+NUMBERED = 32  # tokens; up to this many, cells show numbers
 BEYOND = "crimson"  # distances that the model was not trained on
 
 
 def checked(path: str | Path) -> Path:
-    """Return the path of a picture. Raises `UsageError` for a suffix of no known kind, and without matplotlib."""
+    """Return the path of a picture. Raises `UsageError` for an unknown suffix, or without matplotlib."""
     path = Path(path)
     if path.suffix.lower() not in KINDS:
         raise UsageError(f"{path}: unknown kind of picture {path.suffix!r}; {nearest(path.suffix, KINDS)}")
@@ -34,14 +34,14 @@ def checked(path: str | Path) -> Path:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure in the kind that the suffix names; the file appears whole or not at all."""
+    """Write a figure in the suffix's format; the file appears whole or not at all."""
     picture = BytesIO()
     figure.savefig(picture, format=path.suffix.lower()[1:], dpi=150)
     write_whole(path, picture.getvalue())
 
 
 def draw(explanation: Explanation, path: str | Path) -> None:
-    """Write the matrix to `path`, a PNG, SVG or PDF file by its suffix; the file appears whole or not at all.
+    """Draw the matrix to `path`, a PNG, SVG or PDF file by its suffix; the file appears whole or not at all.
 
     Keys that are not attended are white; distances beyond the window have a colour of their own. Needs matplotlib, but
     no display.

@@ -1,7 +1,7 @@
-"""A recording: what a real prompt made a real model attend, under one or more methods, as JSON.
+"""Records what a real model attends on a real prompt, under one or more methods, as JSON.
 
-docs/inspect.md has the format. A recording holds what the run chose, in its own blocks. Recording changes nothing of a
-run but the heads that are switched off.
+docs/inspect.md describes the format. A recording has the run's choices, by block. Recording does not change a run,
+except that heads can be switched off.
 """
 
 from __future__ import annotations
@@ -28,22 +28,21 @@ if TYPE_CHECKING:
     from lce import Engine, Generation, Method
 
 FORMAT = 1
-TOP = 5  # likeliest tokens beside each generated one
+TOP = 5  # likeliest tokens listed with each generated one
 MOST_GENERATED = 4096
 MOST_MARKS = 32  # places
-UNITS = 32  # of the window, by which true attention is counted where nothing is chosen
+UNITS = 32  # parts of the window that stand for choices if a method chooses nothing
 
 Recording = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class RecordingRequest:
-    """A prompt to record, and how closely to look at it.
+    """A prompt to record, and the queries to look at.
 
-    `marks` are texts whose places are marked, for example the answer in a document; each must be in the prompt. `off`
-    are pairs of a layer and a head that are switched off. Looked at closely are the queries of generated tokens, the
-    last `last` of the prompt, and `spread` evenly spread ones. `judge` says which full attention is the truth, as in
-    `lce.methods.mass`.
+    `marks` are texts whose places are marked, for example the answer in a document; the prompt must contain each. `off`
+    has pairs of a layer and a head to switch off. The queries of generated tokens, the last `last` of the prompt, and
+    `spread` evenly spread ones are looked at. `judge` says which full attention is the truth, as in `lce.methods.mass`.
     """
 
     prompt: str | Sequence[int]
@@ -60,14 +59,14 @@ class RecordingRequest:
             raise UsageError(f"max_tokens is {self.max_tokens:,}; expected {MOST_GENERATED:,} or less in a recording")
 
     def looked(self, n_tokens: int) -> list[int]:
-        """Return the queries of a prompt that are looked at."""
+        """Return the prompt's queries to look at."""
         tail = max(0, n_tokens - self.last)
         spread = {tail * i // max(1, self.spread) for i in range(self.spread)} if tail else set()
         return sorted(spread | set(range(tail, n_tokens)))
 
 
 class Recorder:
-    """Records runs of one model; its weights are read once. `loading` are options of `lce.load`.
+    """A recorder of one model's runs; weights are read once. `loading` are options of `lce.load`.
 
     A run whose choices and scores take more than `most_bytes` ends with a `CapacityError`.
     """
@@ -77,13 +76,13 @@ class Recorder:
         self._first: Engine | None = None
 
     def first(self) -> Engine:
-        """Return the engine whose weights, tokenizer and config the others share."""
+        """Return the engine whose weights, tokenizer and config later engines share."""
         if self._first is None:
             self._first = lce.load(self.model, **self.loading)
         return self._first
 
     def engine(self, method: Method, observer: RunObserver, window: int | None = None) -> Engine:
-        """Return an engine whose method is observed, with the weights of the engines before it."""
+        """Return an engine with an observed method and the shared weights."""
         loading = self.loading if window is None else {**self.loading, "window": window}
         engine = lce.load(self.model, Observed(method, observer), sharing=self._first, **loading)
         self._first = self._first or engine
@@ -96,7 +95,7 @@ class Recorder:
     ) -> Recording:  # fmt: skip
         """Run the prompt with each method. `check` is called often; an error that it raises ends the call.
 
-        Raises `UsageError` for what cannot be asked, and `CapacityError` where the choices take too much memory.
+        Raises `UsageError` for an invalid request, and `CapacityError` if the choices take too much memory.
         """
         if not methods:
             raise UsageError("no method is given; expected one of `lce methods`, or several")
@@ -136,7 +135,7 @@ def _run(
     engine: Engine, observer: RunObserver, request: RecordingRequest, ids: list[int], marks: list[tuple[int, int]],
     progress: Callable[[str, int, int], None],
 ) -> dict[str, Any]:  # fmt: skip
-    """Run one prompt under one method, and return the run as a recording has it."""
+    """Run one prompt under one method; return the run's part of a recording."""
     assert isinstance(engine.method, Observed)
     started, method = time.perf_counter(), engine.method.inner
     bar = partial(progress, method.label)
@@ -175,7 +174,7 @@ def _run(
 
 
 def _generated(engine: Engine, ids: list[int], result: Generation) -> list[dict[str, Any]]:
-    """Return the generated tokens as text, with their log-probabilities and the likeliest tokens beside them."""
+    """Return the generated tokens as text, with log-probabilities and the likeliest tokens."""
     texts = token_texts(engine, [*ids, *result.token_ids])[len(ids) :]
     return [
         {
@@ -187,7 +186,7 @@ def _generated(engine: Engine, ids: list[int], result: Generation) -> list[dict[
 
 
 def facts(engine: Engine, name: str) -> dict[str, Any]:
-    """Return what a recording says of a model."""
+    """Return a recording's facts about a model."""
     config = engine.model.config
     return {
         "name": name, "layers": config.n_layers, "heads": config.n_heads, "kv_heads": config.n_kv_heads,
@@ -196,7 +195,7 @@ def facts(engine: Engine, name: str) -> dict[str, Any]:
 
 
 def label_of(method: Method) -> str:
-    """Return the method and the knobs that are not at their defaults: `longheads(chunk_size=16)`."""
+    """Return the method and its knobs other than defaults, such as `longheads(chunk_size=16)`."""
     defaults = {each.name: _plain(each.default) for each in fields(method)}
     knobs = [f"{name}={value}" for name, value in _plain_knobs(method).items() if value != defaults[name]]
     return f"{method.label}({', '.join(knobs)})" if knobs else method.label
@@ -207,12 +206,12 @@ def _plain_knobs(method: Method) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a knob's value as JSON has it; None for what is no number and no text."""
+    """Return a knob's value for JSON; None for anything but a number or text."""
     return value if isinstance(value, bool | int | float | str) else None
 
 
 def prompt_ids(engine: Engine, prompt: str | Sequence[int]) -> list[int]:
-    """Return the prompt as token ids. Raises `UsageError` where it is empty."""
+    """Return the prompt as token ids. Raises `UsageError` for an empty prompt."""
     ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     if not prompt or not ids:
         raise UsageError("the prompt is empty; expected some text")
@@ -231,7 +230,7 @@ def check_heads(off: Sequence[tuple[int, int]], engine: Engine) -> None:
 
 
 def token_texts(engine: Engine, ids: Sequence[int]) -> list[str]:
-    """Return the text that each token adds; an id as a number where the model has no tokenizer."""
+    """Return the text that each token adds; without a tokenizer, the id as a number."""
     stream = engine.tokenizer.stream(skip_special=False)
     texts = [stream.push(token_id) for token_id in ids]
     texts[-1] += stream.finish()
@@ -245,9 +244,9 @@ def _token_text(engine: Engine, token_id: int) -> str:
 
 
 def spans_of_marks(texts: Sequence[str], marks: Sequence[str]) -> list[tuple[int, int, str]]:
-    """Return every place of each mark in a text, as the tokens that have a part of the mark: `(start, stop, mark)`.
+    """Return every place of each mark in a text, as `(start, stop, mark)` of the tokens that contain the mark.
 
-    Raises `UsageError` for a mark that is not there.
+    Raises `UsageError` for a mark that is not in the text.
     """
     whole, starts = "".join(texts), [0, *accumulate(map(len, texts))][:-1]
     found = []

@@ -1,7 +1,7 @@
-"""Observes a run for a recording: what every query chose, and what a closer look at some queries needs.
+"""Observes a run for a recording: the choices of every query, and the data for a closer look at some.
 
-Of the queries that are looked at, their scores, spans and the queries themselves are kept. True attention is computed
-after the run (`lce.lab.study.looks`): the cache has all keys by then, and they are rotated once for many queries.
+Looked-at queries are kept with their scores and spans. True attention is computed after the run
+(`lce.lab.study.looks`), when the cache has all keys and one rotation serves many queries.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from torch import Tensor
 from lce.lab.study.segments import MOST_BYTES, RunChoices, Spans
 from lce.methods import LayerCache, Method, Observation, Step, distances
 
-Piece = tuple[int, int, int | None, int | None]  # tokens start..stop-1, and their least and largest distance
-MOST_PIECES = 128  # of what a query always attends
+Piece = tuple[int, int, int | None, int | None]  # tokens start..stop-1, least and largest distance
+MOST_PIECES = 128  # of a query's always attended tokens
 
 
 @dataclass
 class SeenQuery:
-    """One query in one layer, as it was when the method attended it."""
+    """One query in one layer, recorded when the method ran."""
 
     query: int
     q: Tensor  # [H, D], unrotated
     chosen: Tensor  # [H, K], -1 for none
-    scores: Tensor | None  # [C, M] by which it chose; -inf for what it does not have
-    spans: Spans | None  # what it attends whatever is chosen
-    pieces: list[Piece]  # the spans, by the distances at which they are seen
+    scores: Tensor | None  # [C, M] of the choices; -inf for choices that the query does not have
+    spans: Spans | None  # always attended tokens
+    pieces: list[Piece]  # the spans, cut by distances
     distances: Tensor | None  # [H, K, 2], the least and the largest distance of each choice
 
 
 @dataclass
 class SeenLayer:
-    """The queries of a layer that are looked at, and what the layer's keys can be read by after the run."""
+    """The looked-at queries of a layer, and the means to read the layer's keys after the run."""
 
     method: Method
     cache: LayerCache
@@ -44,7 +44,7 @@ class SeenLayer:
 
 
 class RunObserver:
-    """Keeps what a run chose. Call `begin`, run the engine whose method it observes, and read the fields."""
+    """A record of a run's choices. Call `begin`, run the observed engine, then read the fields."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self.most_bytes = most_bytes
@@ -54,7 +54,7 @@ class RunObserver:
         self, n_prompt: int = 0, looked: Iterable[int] = (), off: Sequence[tuple[int, int]] = (),
         check: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """Begin a prompt of `n_prompt` tokens, to look at the queries `looked` and at all of generated tokens.
+        """Begin a prompt of `n_prompt` tokens. Queries in `looked` and of generated tokens are looked at.
 
         The heads `off`, pairs of a layer and a head, are switched off. `check` is called often; an error that it raises
         ends the run.
@@ -62,17 +62,17 @@ class RunObserver:
         self.n_prompt, self.looked, self.off, self.check = n_prompt, sorted(looked), tuple(off), check
         self.layers: dict[int, SeenLayer] = {}
         self.choices: RunChoices | None = None
-        self._pieces: dict[Any, list[Piece]] = {}  # by a query and its spans, once for all layers
+        self._pieces: dict[Any, list[Piece]] = {}  # by query and spans, for all layers
 
     def rows(self, step: Step) -> Tensor:
-        """Return the block's queries that are looked at, counted from its first."""
+        """Return the indices of the looked-at queries within the block."""
         self.check()
         if step.start >= self.n_prompt:
             return torch.arange(step.stop - step.start)
         return torch.tensor([i - step.start for i in self.looked if step.start <= i < step.stop], dtype=torch.int64)
 
     def observe(self, seen: Observation, out: Tensor) -> Tensor:
-        """Keep what a layer chose, and return its output with zeros for the heads that are off."""
+        """Keep a layer's choices; return `out` with zeros for heads that are off."""
         layer, step = seen.layer, seen.step
         if self.choices is None:
             self.choices = RunChoices(step.n_kv_heads, self.most_bytes)
@@ -88,7 +88,7 @@ class RunObserver:
         return out.index_fill(0, torch.tensor(off, device=out.device), 0.0) if off else out
 
     def _queries(self, seen: Observation, spans: list[Spans] | None, choices: RunChoices) -> dict[int, SeenQuery]:
-        """Return the block's queries that are looked at, by their indices."""
+        """Return the block's looked-at queries by index."""
         q, rows, scores, picked, distances = seen.q, seen.rows, seen.scores, seen.picked, seen.distances()
         if picked is None:
             picked = q.new_empty(len(q), len(rows), 0, dtype=torch.int64)
@@ -115,10 +115,10 @@ class RunObserver:
 
 
 def pieces_of(method: Method, layer: int, step: Step, query: int, spans: Spans) -> list[Piece]:
-    """Return the tokens of a query's spans by their distances.
+    """Cut a query's spans into pieces by distance.
 
-    In a piece the distance falls by 1 from each token to the next, or is one for all. Where that makes too many pieces,
-    each is a part of a span, with its least and largest distance.
+    In a piece the distance falls by 1 from token to token, or is constant. If this makes too many pieces, each piece is
+    a part of a span with its least and largest distance.
     """
     index, found = torch.tensor([query]), list[Piece]()
     for start, stop in spans:
@@ -132,7 +132,7 @@ def pieces_of(method: Method, layer: int, step: Step, query: int, spans: Spans) 
 
 
 def _cuts(distance: Tensor) -> list[tuple[int, int]]:
-    """Cut the distances of `n` tokens into pieces of one distance, or that fall by 1 from token to token.
+    """Cut distances into pieces in which they are constant or fall by 1 from token to token.
 
     Example: 5, 4, 3, 9, 8, 8, 8 is cut into 5, 4, 3; 9, 8; 8, 8.
     """

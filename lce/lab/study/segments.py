@@ -1,7 +1,7 @@
-"""What every query of a run chose and always attends, in few bytes.
+"""Stores every query's choices and always attended tokens in few bytes.
 
-Choices are kept as 16 bits each: once where all queries of a block chose alike, and once for heads that choose
-together. What is always attended is written as runs of queries whose spans move by 0 or 1 tokens from query to query.
+A choice takes 16 bits. Equal choices of all queries of a block, and of heads that choose together, are stored once.
+Always attended tokens are stored as runs of queries whose spans move by 0 or 1 tokens from query to query.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from lce.sizes import size_text
 
 Numbers = npt.NDArray[Any]
 Spans = list[list[int]]  # [start, stop] of each span of tokens that a query attends
-SEGMENT_BYTES = 400_000  # of the choices in a segment: a browser decodes that in a few milliseconds
+SEGMENT_BYTES = 400_000  # of a segment's choices, which a browser decodes in a few milliseconds
 MOST_BYTES = 2 << 30  # of the choices of a run
 
 
 @dataclass
 class Block:
-    """What queries `start..stop-1` did, by layer.
+    """The choices and spans of queries `start..stop-1`, by layer.
 
-    `choices[layer]` is `[rows, choosers, K]`; there is one row where all queries chose alike. `spans[layer]` has the
-    spans of each query, None where the method does not say.
+    `choices[layer]` is `[rows, choosers, K]`, with one row if all queries chose alike. `spans[layer]` has the spans of
+    each query; None if the method does not tell spans.
     """
 
     start: int
@@ -40,7 +40,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Segment:
-    """What queries `start..stop-1` chose, `[rows, layers, choosers, K]`; there is one row where they chose alike."""
+    """Choices of queries `start..stop-1`, `[rows, layers, choosers, K]`; one row if all chose alike."""
 
     start: int
     stop: int
@@ -52,7 +52,7 @@ class Segment:
 
 
 class RunChoices:
-    """What all queries of a run chose. Call `begin` for a block, `add` for each layer, and `segments` at the end."""
+    """The choices of all queries of a run. Call `begin` for a block, `add` for each layer, `segments` at the end."""
 
     def __init__(self, n_kv_heads: int, most_bytes: int = MOST_BYTES) -> None:
         self.n_kv_heads, self.most_bytes = n_kv_heads, most_bytes
@@ -60,13 +60,13 @@ class RunChoices:
         self.n_bytes = 0
 
     def begin(self, start: int, stop: int) -> None:
-        """Begin a block. Blocks that it overlaps are dropped: their queries run again."""
+        """Begin a block. Overlapped blocks are dropped, since their queries run again."""
         while self.blocks and self.blocks[-1].stop > start:
             self.blocks.pop()
         self.blocks.append(Block(start, stop))
 
     def add(self, layer: int, chosen: Tensor | None, spans: list[Spans] | None) -> None:
-        """Add what a layer chose in the block, `[H, T, K]` with -1 for none, and what it attends besides."""
+        """Add a layer's choices in the block, `[H, T, K]` with -1 for none, and its always attended spans."""
         block = self.blocks[-1]
         block.spans[layer] = next((known for known in block.spans.values() if known == spans), spans)
         if chosen is not None and chosen.shape[-1]:
@@ -74,7 +74,7 @@ class RunChoices:
             self.count(block.choices[layer].nbytes)
 
     def count(self, n_bytes: int) -> None:
-        """Count bytes that are kept of the run. Raises `CapacityError` where they are too many."""
+        """Count bytes kept of the run. Raises `CapacityError` above `most_bytes`."""
         self.n_bytes += n_bytes
         if self.n_bytes > self.most_bytes:
             raise CapacityError(
@@ -104,7 +104,7 @@ class RunChoices:
 
     @property
     def choosers(self) -> int:
-        """How many choose on their own: 1, the KV heads, or the heads."""
+        """The number of independent choosers: 1, the KV heads, or the heads."""
         return max((x.shape[1] for x in self._all()), default=1)
 
     @property
@@ -117,7 +117,7 @@ class RunChoices:
         return max((8 * x.itemsize for x in self._all()), default=16)
 
     def segments(self) -> Iterator[Segment]:
-        """Yield what all queries chose, in order and in pieces of bounded size. Blocks of one query are joined."""
+        """Yield all choices in order, in segments of bounded size. Blocks of one query are joined."""
         kind, shape = np.dtype(f"<u{self.bits // 8}"), (self.choosers, self.most)
         layers = self.layers
         most = max(1, SEGMENT_BYTES // max(1, len(layers) * shape[0] * shape[1] * kind.itemsize))
@@ -141,9 +141,9 @@ class RunChoices:
                     yield Segment(block.start + at, block.start + at + len(part), part)
 
     def always(self) -> list[dict[str, Any]]:
-        """Return what all queries attend whatever is chosen, as runs: one entry for the layers that are alike.
+        """Return the always attended spans of all queries as runs, one entry for layers that are alike.
 
-        A layer of which the method does not say is in no entry.
+        Layers whose spans the method does not tell are left out.
         """
         alike: dict[tuple[int, ...], list[int]] = {}
         for layer in self.blocks[0].spans if self.blocks else ():
@@ -156,7 +156,7 @@ class RunChoices:
 
 
 def _spread(block: Block, layers: list[int], shape: tuple[int, int], kind: np.dtype[Any]) -> Numbers:
-    """Return a block's choices `[rows, layers, choosers, K]`, little-endian, the largest number for none."""
+    """Return a block's choices `[rows, layers, choosers, K]`, little-endian; the largest number means none."""
     rows = max((len(x) for x in block.choices.values()), default=1)
     none = np.iinfo(kind).max
     found = np.full((rows, len(layers), *shape), none, dtype=kind)
@@ -169,7 +169,7 @@ def _spread(block: Block, layers: list[int], shape: tuple[int, int], kind: np.dt
 
 
 def span_runs(blocks: Iterable[tuple[int, list[Spans]]]) -> list[list[Any]]:
-    """Return the spans of one query after the other as runs `[q0, q1, [[a, da, b, db], …]]`.
+    """Return the spans of consecutive queries as runs `[q0, q1, [[a, da, b, db], …]]`.
 
     Query q of a run attends `a + da (q - q0)` to `b + db (q - q0) - 1` for each span. `blocks` has the index of each
     block's first query and the spans of its queries.
@@ -185,7 +185,7 @@ def span_runs(blocks: Iterable[tuple[int, list[Spans]]]) -> list[list[Any]]:
 
 
 def _continues(run: list[Any], query: int, spans: Spans) -> bool:
-    """Whether a query goes on with a run; then it is added. The second query decides how the spans move."""
+    """Return whether a query continues a run, and add the query if so. The second query decides how spans move."""
     n, moving = query - run[0], run[2]
     if len(spans) != len(moving):
         return False

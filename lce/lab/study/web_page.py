@@ -1,8 +1,7 @@
-"""A recording as a page: one HTML file that needs no network, and scripts beside it where the recording is large.
+"""Writes a recording as a page: one HTML file without network access, and scripts beside it for a large recording.
 
-`lce/lab/study/web/page.html` names what is put into it: `<!--lce:style-->`, `<!--lce:data-->`, and
-`<!--lce:script NAME-->` for each script, in the order in which they run. Texts of prompts are only ever data: they
-stand in JSON whose signs cannot end the element that they are in.
+`lce/lab/study/web/page.html` has places to fill: `<!--lce:style-->`, `<!--lce:data-->`, and `<!--lce:script NAME-->`
+for each script, in order of running. Texts of prompts stay data: their JSON is escaped and cannot end its element.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from lce.errors import DataError, LceError, UsageError
 from lce.files import check_target, named, unwritable, write_whole
 
 WEB = Path(__file__).parent / "web"
-INLINE = 8 << 20  # bytes of a recording that a page holds itself
+INLINE = 8 << 20  # most bytes of a recording inside the page
 _PLACES = re.compile(r"<!--lce:(style|data|script)(?: ([\w.]+))?-->")
 _SCRIPT = re.compile(r"\d+-\d+\.js")
 _FOLDER = re.compile(r"[0-9a-f]{32}")
@@ -31,15 +30,15 @@ Recording = dict[str, Any]
 
 
 def json_text(value: Any) -> str:
-    """Return JSON in ASCII that can stand in a script element: it begins and ends no tag, comment or entity."""
+    """Return JSON in ASCII for a script element, without signs that begin or end a tag, comment or entity."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def page(data: str, *, nonce: str | None = None, live: Any = None) -> str:
-    """Return the page around a recording's JSON. With `live`, what the page must know of the engine behind it.
+    """Return the page around a recording's JSON. `live` has the facts about the engine of a live page.
 
-    A `nonce` is put on its scripts and styles, for a Content-Security-Policy.
+    Scripts and styles get `nonce`, for a Content-Security-Policy.
     """
     mark = f' nonce="{nonce}"' if nonce else ""
 
@@ -66,7 +65,7 @@ def _part(name: str) -> str:
 
 
 def store_of(path: str | Path) -> Path:
-    """Return the folder `NAME.data` beside a page, for what is large. Raises an error where neither can be."""
+    """Return the folder `NAME.data` beside a page, for large data. Raises an error if either cannot be made."""
     path = Path(path)
     check_target(path)
     store = path.with_name(f"{path.stem}.data")
@@ -78,10 +77,10 @@ def store_of(path: str | Path) -> Path:
 
 
 def write_page(recording: Recording, path: str | Path) -> int:
-    """Write a recording as a page, and what is large of it into the folder `NAME.data` beside it. Returns the bytes.
+    """Write a recording as a page, with large data in the folder `NAME.data` beside it. Return the bytes.
 
-    The page appears whole or not at all, when all that it needs is there. In the folder stays what the page uses,
-    and nothing of an older page of this name or of a call that failed.
+    The page appears whole or not at all, after its data. Data of older pages of this name and of failed calls are
+    removed from the folder.
     """
     path, n_bytes = Path(path), 0
     store = store_of(path)
@@ -99,7 +98,7 @@ def write_page(recording: Recording, path: str | Path) -> int:
 
 
 def segment_bytes(recording: Recording) -> int:
-    """Return what the choices of a recording take, as base64."""
+    """Return the bytes of a recording's choices as base64."""
     return sum(len(segment["data"]) for run in recording["runs"] for segment in run["segments"])
 
 
@@ -121,7 +120,7 @@ def script(run: int, number: int, segment: dict[str, Any]) -> str:
 
 
 def _write_scripts(recording: Recording, folder: Path) -> int:
-    """Write a recording's scripts into a new folder. Returns their bytes."""
+    """Write a recording's scripts into a new folder; return the bytes written."""
     n_bytes = 0
     try:
         folder.mkdir(parents=True)
@@ -134,7 +133,7 @@ def _write_scripts(recording: Recording, folder: Path) -> int:
 
 
 def _sweep(store: Path, path: Path) -> None:
-    """Remove from a store what its page does not use: folders with names and files as ours, and no others."""
+    """Remove folders that the page does not use; only folders with names and files like ours."""
     with suppress(OSError):
         if not store.is_dir():
             return
@@ -145,4 +144,4 @@ def _sweep(store: Path, path: Path) -> None:
                 continue
             if all(_SCRIPT.fullmatch(file.name) for file in folder.iterdir()):
                 shutil.rmtree(folder, ignore_errors=True)
-        store.rmdir()  # where nothing is in it
+        store.rmdir()  # only succeeds if empty
