@@ -76,9 +76,12 @@ def memory_name(device: torch.device) -> str:
 
 
 def _existing(folder: Path) -> Path:
-    """Return the folder, or the nearest one above it that exists."""
+    """Return the folder, or the nearest one above it that exists. Raises OSError where a file stands in the way."""
     folder = folder.absolute()
-    return next((each for each in (folder, *folder.parents) if each.exists()), folder)
+    found = next((each for each in (folder, *folder.parents) if each.exists()), folder)
+    if not found.is_dir():
+        raise NotADirectoryError(found)
+    return found
 
 
 def _system() -> int | None:

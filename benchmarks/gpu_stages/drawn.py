@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import lce
-from lce.engine import loading
+from lce.weights import source
 
 Shape = Mapping[str, Any]
 SHAPES: dict[str, Shape] = {
@@ -86,14 +86,14 @@ def engine_of(
     shape: str, method: str | lce.Method, device: torch.device, sharing: lce.Engine | None = None, **options: Any
 ) -> lce.Engine:
     """`lce.load` of a model that is drawn. Give `sharing` for every engine but a shape's first one."""
-    before = loading.Checkpoint
-    loading.Checkpoint = Drawn  # type: ignore[assignment,misc]
+    before = source.Checkpoint
+    source.Checkpoint = Drawn  # type: ignore[assignment,misc]
     try:
         with tempfile.TemporaryDirectory() as folder:
             write_config(Path(folder), shape)
             return lce.load(folder, method, device=device, dtype="bfloat16", sharing=sharing, **options)
     finally:
-        loading.Checkpoint = before  # type: ignore[misc]
+        source.Checkpoint = before  # type: ignore[misc]
 
 
 def methods(names: Sequence[str]) -> dict[str, lce.Method]:

@@ -7,8 +7,9 @@ from pathlib import Path
 from tests.command import output
 
 PARENT = """
-import os, sys, torch
+import os, sys, torch, warnings
 import lce
+warnings.simplefilter("ignore")
 folder = sys.argv[1]
 
 def fork(what, *threads):

@@ -226,9 +226,9 @@ def check_interruptions(name: str, start: int, every: int, folder: Path, *where:
     base = KVCache.empty(layout)
     read(base, [(a, min(a + 10, start)) for a in range(0, start, 10)])
     spans = [(start, start + 10), (start + 10, start + 11), (start + 11, start + 16)]
-    truth, probe = read(base.copy(), spans), base.copy()
+    truth, probe = read(base.fork(), spans), base.fork()
     for place, nth in places(lambda: read(probe, spans[:2]), every, *(where or CACHE)):
-        cache = base.copy()
+        cache = base.fork()
         interrupted(lambda cache=cache: read(cache, spans[:2]), place, nth)
         for each in (cache.fork(), cache):
             assert each.length in (start, start + 10, start + 11), place

@@ -77,9 +77,9 @@ def test_ctrl_c_in_prefill(tiny_model: Path) -> None:
 
 def test_ctrl_c_while_writing_ends_the_line(tiny_model: Path) -> None:
     script = (
-        "from lce.engine import decode\npush, pushed = decode.StopWatch.push, []\n"
+        "from lce.engine import answer\npush, pushed = answer.StopWatch.push, []\n"
         "def push_or_stop(self, text):\n    if len(pushed) == 2: os.kill(os.getpid(), signal.SIGINT)\n"
-        "    pushed.append(text)\n    return push(self, 'ab')\ndecode.StopWatch.push = push_or_stop\n"
+        "    pushed.append(text)\n    return push(self, 'ab')\nanswer.StopWatch.push = push_or_stop\n"
     )
     process = spawn(script, "generate", "--model", tiny_model, "--prompt", PROMPT)
     out, err = process.communicate()
