@@ -41,7 +41,7 @@ class Attention:
         return cls(known[name]())
 
     def decodes(self, dtype: torch.dtype, head_dim: int) -> bool:
-        """Tell whether the backend has a kernel of its own for `decode` of such keys: plain operators copy all keys."""
+        """Return whether the backend has a `decode` kernel for such keys: plain operators copy all keys."""
         return self.backend.decodes(dtype, head_dim)
 
     @timed("attention", count_dense)
@@ -51,8 +51,8 @@ class Attention:
         """Attend the same keys by all T queries of a head.
 
         `q [H, T, D]`, `k v [G, N, D]` to `out [H, T, D]`, `lse [H, T]`. Causal: the last query sees the last key, and
-        with `window` no query sees a key that many or more behind it. With a turn `[T, D/2]` queries are rotated first.
-        Time: O(H · T · N · D). Keys are never repeated for the query heads that share them.
+        with `window` no query sees a key `window` or more tokens before it. With a turn `[T, D/2]` queries are rotated
+        first. Time: O(H · T · N · D). Keys are never repeated for the query heads that share them.
         """
         if q.shape[1] == 0 or k.shape[1] == 0:
             return torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
@@ -62,16 +62,16 @@ class Attention:
     def routed(
         self, q: Tensor, turns: Turn, chunk_ids: Tensor, tiles: Iterable[Tiles], memory: Tensor | None = None
     ) -> Attended:
-        """Attend, by every query of every head, a list of whole chunks of its own.
+        """Attend a separate list of whole chunks for each query of each head.
 
-        `q [H, T, D]`, unrotated; `chunk_ids [H, T, K]`, -1 for none, no chunk twice in a list. Query t sees slot s of
-        its list turned by `turns[t, s]`, `[T, K, D/2]`; `[T, 1, D/2]` where all slots see it alike. `tiles` hold the
-        chunks, in one round or in several. Returns `out [H, T, D]`, `lse [H, T]`.
+        `q [H, T, D]`, unrotated; `chunk_ids [H, T, K]`, -1 for none, no chunk twice in a list. Query t is turned by
+        `turns[t, s]`, `[T, K, D/2]`, for slot s of its list; `[T, 1, D/2]` if one turn serves all slots. `tiles` hold
+        the chunks, in one or more rounds. Returns `out [H, T, D]`, `lse [H, T]`.
 
-        A mixture-of-experts dispatch: a tile is an expert. The queries that chose it are gathered and attended in one
-        call, so its keys are read once however many queries chose it. Time: O(H · T · K · L · D) and a sort of H·T·K
-        numbers. Bytes: H·T·K·D numbers of partial results; the rotated queries are never held at once. The partial
-        results are written to `memory`, flat, of that many numbers, where it is given: new memory is slow.
+        Like a mixture-of-experts dispatch, with tiles as experts: all queries that chose a tile are gathered for one
+        call, so a tile's keys are read once. Time: O(H · T · K · L · D) and a sort of H·T·K numbers. Bytes: H·T·K·D
+        numbers of partial results; the rotated queries are never held at once. `memory`, if given, is flat and holds
+        the partial results: new memory is slow.
         """
         n_heads, n_queries, n_slots = chunk_ids.shape
         queries: SlotQueries | None = None
@@ -85,7 +85,7 @@ class Attention:
         return self.backend.merge_slots(out.view(n_heads, n_queries, n_slots, q.shape[-1]), lse.view(chunk_ids.shape))
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Attended:
-        """Return the query of a decode step attends runs of tokens, whose bounds only the device knows.
+        """Attend runs of tokens by the query of a decode step; only the device knows the runs' bounds.
 
         `q [H, 1, D]`, unrotated, `k v [G, N, D]`, all rows that the runs may name, to `out [H, 1, D]`, `lse [H, 1]`.
         Time: O(H · S · most · D).

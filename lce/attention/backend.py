@@ -1,8 +1,8 @@
-"""What a backend is: one set of attention kernels, each with its log-sum-exp. One file a backend, found by its name.
+"""The interface of backends: sets of attention kernels that return log-sum-exps. One file a backend, found by name.
 
-A backend answers one question: G independent problems of R query heads that share keys,
-`q [G, R, T, D]`, `k v [G, N, D]` to `out [G, R, T, D]`, `lse [G, R, T]` (float32, natural logarithm). Causal means
-that the last query sees the last key. With `window=w` a query also sees at most its w nearest keys, its own included.
+A backend attends G independent problems of R query heads that share keys: `q [G, R, T, D]`, `k v [G, N, D]` to `out [G,
+R, T, D]`, `lse [G, R, T]` (float32, natural logarithm). Causal means that the last query sees the last key. With
+`window=w` a query also sees at most its w nearest keys, its own included.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ class Backend(ABC):
     """One set of kernels."""
 
     name: ClassVar[str]
-    speed: ClassVar[int] = 0  # `auto` takes the backend with the largest, of those that suit the machine
+    speed: ClassVar[int] = 0  # `auto` takes the fastest backend that suits the machine
 
     @classmethod
     def missing(cls) -> str | None:
-        """Return what has to be installed before this backend can be used; None where nothing has."""
+        """Return what must be installed to use this backend; None: nothing."""
         return None
 
     @classmethod
     def suits_machine(cls) -> bool:
-        """Tell whether `auto` may take this backend here."""
+        """Return whether `auto` may take this backend here."""
         return True
 
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Attended:
-        """Attend as the module's text says. N ≥ 1, and N ≥ T where causal."""
+        """Attend as the module's docstring says. N ≥ 1, and N ≥ T if causal."""
 
     def dense(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, turn: Turn | None = None
@@ -53,7 +53,7 @@ class Backend(ABC):
         return out.flatten(0, 1), lse.flatten(0, 1)
 
     def decodes(self, dtype: torch.dtype, head_dim: int) -> bool:
-        """Tell whether a kernel can `decode` such keys: plain operators copy all keys for every query head."""
+        """Return whether a kernel can `decode` such keys: plain operators copy all keys for every query head."""
         return type(self).decode is not Backend.decode
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Attended:
@@ -79,9 +79,9 @@ class Backend(ABC):
     def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
         """Attend E tiles `k v [E, L, D]` by T queries each, `q [E, 1, T, D]`.
 
-        The result of a tile must not depend on the tiles beside it, to the bit and for any number of threads: a memory
-        budget decides which tiles come together. A problem on its own may be computed by another routine, or by all
-        threads together, so no tile is alone on the CPU.
+        The bits of a tile's result must not depend on the other tiles or the number of threads, because the memory
+        budget decides which tiles come together. PyTorch may compute a single problem by another routine, so no tile is
+        alone on the CPU.
         """
         if len(q) > 1 or q.is_cuda:
             return self.attend(q, k, v, causal=False)
@@ -89,7 +89,7 @@ class Backend(ABC):
         return out[:1], lse[:1]
 
     def skips_unseen(self, out: Tensor) -> bool:
-        """Tell whether `merge_slots` never reads a partial result `out` whose lse is -inf: it may be anything then."""
+        """Return whether `merge_slots` never reads a partial result `out` whose lse is -inf."""
         return False
 
     def merge_slots(self, out: Tensor, lse: Tensor) -> Attended:
@@ -97,9 +97,9 @@ class Backend(ABC):
         return merge_slots(out, lse)
 
     def dispatch(self, queries: SlotQueries, tile: Tensor, k: Tensor, v: Tensor, into: Attended) -> None:
-        """Attend by row a of the queries tile number `tile[a]` of `k v [E, L, D]`; -1 for none.
+        """Attend tile number `tile[a]` of `k v [E, L, D]` by row a of the queries; -1 for none.
 
-        Writes the results of rows that have a tile to the same rows of `into`, `out [A, D]`, `lse [A]`; others stay.
+        Writes results to the same rows of `into`, `out [A, D]`, `lse [A]`; rows without a tile stay unchanged.
         """
         n_tiles = len(k)
         # Stable, so that a tile's rows stand in the same order wherever its keys are.
@@ -134,7 +134,7 @@ class Backend(ABC):
 
 @cache
 def backends() -> dict[str, type[Backend]]:
-    """Return all backends by name: those that the files of this folder define."""
+    """Return all backends by name, as the files of this folder define them."""
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         importlib.import_module(f"lce.attention.{module.name}")
     found, open_classes = {}, [Backend]
@@ -148,7 +148,7 @@ def backends() -> dict[str, type[Backend]]:
 
 
 def _for_heads(x: Tensor, n_heads: int) -> Tensor:
-    """Repeat what C heads share for each head: `[C, …]` to `[H, …]`."""
+    """Repeat the entries of C groups of heads for each head: `[C, …]` to `[H, …]`."""
     return x.repeat_interleave(n_heads // len(x), 0) if len(x) < n_heads else x
 
 

@@ -68,7 +68,7 @@ def plain_runs(
 ) -> tuple[Tensor, Tensor] | None:
     """Choose by query `q [H, D]` among chunks, as runs: first tokens and counts, `[C, S]` each.
 
-    None where kernels do not take these tensors. See `lce.kernels.cuda.choices.best_runs` for what they mean.
+    None if no kernel takes these tensors. For the arguments see `lce.kernels.cuda.choices.best_runs`.
     """
     if not launching.runs_on(summaries) or summaries.shape[1] > launching.MOST_CHUNKS:
         return None
@@ -83,8 +83,8 @@ def plain_runs(
 def runs_of_chunks(chosen: Tensor, size: int, at: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return chosen chunks `[C, K]`, -1 for none, as runs of tokens: first tokens and counts, `[C, K]` each.
 
-    With the query's index `at [1]` its own chunk, up to the query, is one more run behind the others. `like` is a
-    tensor such as those that the runs are attended by.
+    With the query's index `at [1]` its own chunk, up to the query, is one more, last run. `like` is a tensor of the
+    dtype and device of the keys.
     """
     if launching.runs_on(like):
         from lce.kernels.cuda import choices

@@ -21,7 +21,7 @@ class Compiled(Torch):
     def dense(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, turn: Turn | None = None
     ) -> Attended:
-        """Return the kernel turns the queries as it takes them."""
+        """Attend with a kernel that turns the queries as it reads them."""
         if not _fits(q, k, v, *(turn or ())):
             return super().dense(q, k, v, causal=causal, window=window, turn=turn)
         return kernels.attend(q, k, v, causal, window, *(turn or ()))
@@ -33,11 +33,11 @@ class Compiled(Torch):
         return out.view(q.shape), lse.view(q.shape[:-1])
 
     def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
-        """Return a tile is a problem of its own, and a problem's result does not depend on the others."""
+        """Attend tiles as separate problems: no result depends on other tiles."""
         return self.attend(q, k, v, causal=False) if _fits(q, k, v) else super().attend_tiles(q, k, v)
 
     def dispatch(self, queries: SlotQueries, tile: Tensor, k: Tensor, v: Tensor, into: Attended) -> None:
-        """Return the kernel sorts the rows, and turns the queries as it takes them."""
+        """Attend tiles with a kernel that sorts the rows, and turns the queries as it reads them."""
         if not _fits(queries.q, k, v):
             super().dispatch(queries, tile, k, v, into)
             return
@@ -55,7 +55,7 @@ class Compiled(Torch):
 
 
 def _fits(q: Tensor, *others: Tensor) -> bool:
-    """Tell whether the kernels take these: on a CPU, of a dtype that they know, vectors contiguous."""
+    """Return whether the kernels take these tensors: on a CPU, of a known dtype, with contiguous vectors."""
     dtype = q.dtype
     if dtype not in STORED or not q.is_cpu or q.stride(-1) != 1:
         return False

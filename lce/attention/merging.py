@@ -1,4 +1,4 @@
-"""Parts of one attention, and how they become one softmax again."""
+"""Merges the parts of one attention into one softmax."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Attended = tuple[Tensor, Tensor]  # out [..., T, D] and its log-sum-exp lse [...
 
 @timed("attention")
 def merge(parts: Sequence[Attended]) -> Tensor:
-    """Merge parts into one softmax over the keys of all, exactly: `out [H, T, D]`. Every query must see some key."""
+    """Merge parts exactly into one softmax over all keys: `out [H, T, D]`. Every query must see some key."""
     return combine(parts)[0]
 
 
@@ -56,7 +56,7 @@ def merge_slots(out: Tensor, lse: Tensor) -> Attended:
 def causal_mask(n_queries: int, n_keys: int, window: int | None, device: torch.device) -> Tensor:
     """Return where a causal query sees a key, `[T, N]` bool: the last query sees the last key.
 
-    With `window`, no query sees a key that many or more behind it.
+    With `window`, no query sees a key `window` or more tokens before it.
     """
     distance = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None] - torch.arange(n_keys, device=device)
     seen = distance >= 0

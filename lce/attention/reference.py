@@ -1,4 +1,4 @@
-"""Attention as it is written in the papers: for tests and for reading."""
+"""Attention as in the papers: for tests and for reading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the query of a decode step sees, as numbers on the device: runs of tokens, each under a turn."""
+"""The runs of tokens that the query of a decode step sees, as numbers on the device, each with a turn."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lce.attention.turn import Turn
 class Runs:
     """S runs of tokens for a query: run s of head c is the tokens `first[c, s] .. first[c, s] + count[c, s] - 1`.
 
-    `first count [C, S]`, int64, C of 1 (all heads alike), G (those of a KV head) or H. A count of 0 is no run, whatever
-    its first token is. The query sees run s turned by `turns[turn[s]]`: `turn [S]`, int64, `turns [n, D/2]`. No count
-    exceeds `most`, a number that the host knows: the shapes tell nothing of the text's length, so a step can be
-    recorded once and run again.
+    `first count [C, S]`, int64, where C is 1 (all heads alike), G (one for each KV head) or H. A run with count 0 is
+    empty. The query sees run s turned by `turns[turn[s]]`: `turn [S]`, int64, `turns [n, D/2]`. No count exceeds
+    `most`, which the host knows. Shapes do not depend on the text's length, so a step can be recorded once and
+    replayed.
 
     Example: chunk 3 of 256 tokens, and 17 tokens of chunk 5: `first [[768, 1280]]`, `count [[256, 17]]`, `most 256`.
     """

@@ -1,4 +1,4 @@
-"""Scores that methods choose by: products of queries with what is kept of tokens and chunks."""
+"""Scores for choosing: products of queries with low-dim keys, summaries and bounds."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from lce.kernels.cpu.scores import best_below_top as compiled_best_below_top
 from lce.kernels.cuda import launching
 
 SCORES_AT_ONCE = 1 << 24  # bounds the scores of a slice of queries: 64 MiB in float32
-IN_CACHES = 1 << 22  # scores that kernels for CPUs look at together: memory of that size is used again
+IN_CACHES = 1 << 22  # scores that CPU kernels compute at a time, in memory that stays in the caches
 TOKENS_AT_ONCE = 4096  # of a product of queries and low-dim keys
-FEW_OF_MANY = 8  # from so many dimensions for each wanted one a GPU finds principal directions by iteration
+FEW_OF_MANY = 8  # dimensions a wanted one, from which on a GPU finds principal directions by iteration
 
 
 def scores_at_once(x: Tensor) -> int:
-    """Return how many scores, made of tensors like `x`, are best looked at together."""
+    """Return how many scores to compute at a time from tensors like `x`."""
     return IN_CACHES if compiled_for(x) else SCORES_AT_ONCE
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
-    """Return the products of `a [S, T, D]` and `b [S, D, M]`, which scores are made of: `[S, T, M]`.
+    """Multiply `a [S, T, D]` by `b [S, D, M]` for scores: `[S, T, M]`.
 
-    On CUDA those of half precision are float32: scores in half precision overflow or tie. Nothing is converted first.
+    On CUDA products of half-precision tensors are float32, without conversion first: half-precision scores overflow or
+    tie.
     """
     if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
         return torch.bmm(a, b, out_dtype=torch.float32)
@@ -51,9 +52,9 @@ def dot_products(q: Tensor, vectors: Tensor) -> Tensor:
 
 
 def bound_scores(q: Tensor, bounds: Tensor) -> Tensor:
-    """Return the most that a key within bounds can answer: `Σ_d max(q_d · min_d, q_d · max_d)`, `[H, T, M]`.
+    """Return an upper bound of `q · k` for keys within bounds: `Σ_d max(q_d · min_d, q_d · max_d)`, `[H, T, M]`.
 
-    `q [H, T, D]`; `bounds [G, M, 2, D]`: the least and the most of each channel of M pages.
+    `q [H, T, D]`; `bounds [G, M, 2, D]`: the minimum and the maximum of each channel of M pages.
     """
     if q.shape[1] <= MOST_ROWS and launching.runs_on(bounds):
         from lce.kernels.cuda import choices
@@ -66,11 +67,10 @@ def bound_scores(q: Tensor, bounds: Tensor) -> Tensor:
 
 
 def token_scores(q: Tensor, k: Tensor, into: Tensor | None = None) -> Tensor:
-    """Multiply `q [t, R]` with `k [M, R]`: a view `[t, M]` of scores that lie by token.
+    """Multiply `q [t, R]` with `k [M, R]`: a view `[t, M]` of scores stored token by token.
 
-    The product is made for some thousand tokens at a time: on CPUs a long one runs at a quarter of the speed. For one
-    query scores are float32, and the keys are read at the speed of memory. `into [t·M]`, or longer, is overwritten
-    where the product can be written there: memory that is new to a process is slow.
+    Multiplies some thousand tokens at a time: on CPUs a longer product runs at a quarter of the speed. For one query
+    scores are float32. `into [t·M]`, or longer, may be overwritten with the product: new memory is slow.
     """
     if len(q) == 1 or not compiled_for(k):
         return dot_products(q[None], k[None])[0]
@@ -82,7 +82,7 @@ def token_scores(q: Tensor, k: Tensor, into: Tensor | None = None) -> Tensor:
 
 
 def best_below_top(scores: Tensor) -> Tensor:
-    """Return what each token is worth to its best query: `[t, M]` to `[M]`, `max_c (s[c, m] - max_m' s[c, m'])`."""
+    """Return each token's best score below a query's top: `[t, M]` to `[M]`, `max_c (s[c, m] - max_m' s[c, m'])`."""
     if compiled_for(scores) and scores.T.is_contiguous():
         return compiled_best_below_top(scores.T)
     scores = scores.float()
@@ -95,11 +95,11 @@ def spread(scores: Tensor, eps: int) -> Tensor:
 
 
 def attention_sums(q: Tensor, k: Tensor, lse: Tensor, window: int) -> Tensor:
-    """Add up what each key has of the causal attention of all queries: `[H, N]`, float32.
+    """Sum the causal attention weights of each key over all queries: `[H, N]`, float32.
 
     `q [H, T, D]`, `k [G, N, D]`, both placed, the last query at the last key; no query sees a key `window` or more
-    behind it. Probabilities are computed again from the logits and `lse [H, T]`, for some queries at a time.
-    Time: O(H · T · N · D).
+    tokens before it. Weights are computed again from the logits and `lse [H, T]`, for some queries at a time. Time: O(H
+    · T · N · D).
     """
     (n_heads, n_queries, dim), n_keys, compiled = q.shape, k.shape[1], compiled_for(k)
     total = q.new_zeros(n_heads, n_keys, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""What `routed` reads: tiles of keys and values, and queries as each of their slots sees them."""
+"""The inputs of `routed`: tiles of keys and values, and queries turned for each slot."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 from lce.attention.turn import Turn, rotate
 
-AT_ONCE = 4 << 20  # bytes of queries and keys that are gathered for one batched call: what the caches hold
+AT_ONCE = 4 << 20  # bytes of queries and keys gathered for one batched call: about the size of the caches
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles `k v [E, L, D]`, flat, and which of them is which chunk of which KV head.
+    """Tiles `k v [E, L, D]`, flat, and an index from KV head and chunk to tile.
 
     A tile is one chunk's keys and values of one KV head. `index [G, chunks]` holds the number of each chunk's tile, -1
-    for a chunk that is in another round. Tiles may lie in a layer's buffer or in a pool's slots: it is all the same.
+    for a chunk that is in another round. Tiles lie in a layer's buffer or in a pool's slots.
 
     Example: a buffer `[G, 4·L, D]` is 4·G tiles; chunk c of KV head g is tile `4g + c`.
     """
@@ -29,13 +29,13 @@ class Tiles:
 
     @classmethod
     def of_chunks(cls, k: Tensor, v: Tensor) -> Tiles:
-        """Return all chunks `k v [G, M, L, D]`, contiguous, in one round."""
+        """Return all chunks `k v [G, M, L, D]`, contiguous, as one round of tiles."""
         n_heads, n_chunks = k.shape[:2]
         index = torch.arange(n_heads * n_chunks, device=k.device).view(n_heads, n_chunks)
         return cls(k.flatten(0, 1), v.flatten(0, 1), index)
 
     def chosen(self, chunk_ids: Tensor) -> Tensor:
-        """Return the tile of each choice `[H, T, K]`, flat `[H·T·K]`; -1 where it is none of these tiles."""
+        """Return the tile of each choice `[H, T, K]`, flat `[H·T·K]`; -1 for chunks without a tile here."""
         n_heads, rep = len(chunk_ids), len(chunk_ids) // len(self.index)
         kv_head = torch.arange(n_heads, device=chunk_ids.device) // rep
         tile = self.index[kv_head[:, None, None], chunk_ids.clamp(min=0)]
@@ -43,11 +43,10 @@ class Tiles:
 
 
 class SlotQueries:
-    """Queries `q [H, T, D]` as each of K slots sees them: row `(h·T + t)·K + s` is `q[h, t]` turned by `turns[t, s]`.
+    """Queries `q [H, T, D]` turned for each of K slots: row `(h·T + t)·K + s` is `q[h, t]` turned by `turns[t, s]`.
 
-    `turns` are `[T, K, D/2]`, or `[T, 1, D/2]` where all slots see a query alike. Rows are rotated as they are taken.
-    If all rows fit in `AT_ONCE` bytes, or all slots are alike, they are rotated once. Bytes: one copy of the queries,
-    not K.
+    `turns` are `[T, K, D/2]`, or `[T, 1, D/2]` if one turn serves all slots. Rows are rotated when taken. If all rows
+    fit in `AT_ONCE` bytes, or all slots are alike, rows are rotated once. Bytes: one copy of the queries, not K.
 
     `n_sharing` is how many query heads share a KV head, and so a tile; None: any number of them. No query chooses a
     chunk twice, so no tile has more rows than `most_rows`.

@@ -12,16 +12,16 @@ from lce.attention.merging import Attended, causal_mask, combine
 from lce.attention.reference import Reference
 from lce.attention.tiles import SlotQueries
 
-FEW_ROWS = 4  # up to here a tile's products of matrices are plain batched ones
-MOST_BLOCKS = 65_535  # that CUDA starts along the second and the third axis of a grid
+FEW_ROWS = 4  # up to this many rows a tile takes plain batched products
+MOST_BLOCKS = 65_535  # CUDA's limit along the second and third axis of a grid
 SCORES_AT_ONCE = 1 << 24  # of plain arithmetic on CUDA: 64 MiB
 
 
 class Torch(Backend):
     """PyTorch's operators.
 
-    On CUDA the flash kernels take half precision and head dimensions that they know; all else, float32 among it, takes
-    plain float32 arithmetic for a slice of the queries at a time.
+    On CUDA the flash kernels take half precision and some head dimensions. Other tensors, such as float32, take plain
+    float32 arithmetic for a slice of the queries at a time.
     """
 
     name = "torch"
@@ -57,9 +57,9 @@ class Torch(Backend):
         return _flash_cpu(q, k[:, None].expand(shared), v[:, None].expand(shared), bias=bias)
 
     def _attend_flash(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> Attended:
-        """Attend `k v [G, N, D]` by `q [G, R, T, D]` on CUDA, where they lie: no copy of the keys.
+        """Attend `k v [G, N, D]` by `q [G, R, T, D]` on CUDA, without a copy of the keys.
 
-        All heads are those of one problem, so that with few queries the kernel splits the keys among more blocks.
+        All heads form one problem, so that with few queries the kernel splits the keys among more blocks.
         """
         n_kv_heads, n_sharing, n_queries, _ = q.shape
         at_once = MOST_BLOCKS // n_sharing
@@ -69,7 +69,7 @@ class Torch(Backend):
             return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
         if causal and window is not None and (unseen := k.shape[1] - n_queries - window + 1) > 0:
             k, v = k[:, unseen:], v[:, unseen:]
-        causal = causal and n_queries > 1  # one query sees all that is left
+        causal = causal and n_queries > 1  # one query sees all keys
         if not causal or (window is not None and window >= k.shape[1]):
             window = None
         by_token = (x.transpose(0, 1)[None] for x in (q.flatten(0, 1), k, v))
@@ -79,7 +79,7 @@ class Torch(Backend):
     def flash(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None) -> Attended:
         """Call PyTorch's CUDA flash kernel: `q [B, T, H, D]`, `k v [B, N, G, D]`, any strides but the last.
 
-        To `out [B, T, H, D]`, `lse [B, H, T]`. Causal means that the last query sees the last key.
+        Returns `out [B, T, H, D]`, `lse [B, H, T]`. Causal means that the last query sees the last key.
         """
         left = -1 if window is None else window - 1
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -91,9 +91,9 @@ class Torch(Backend):
     def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
         """Attend tiles; few rows take plain batched products on the CPU.
 
-        With several threads the flash kernel's products of one to three rows depend on the thread that computes them:
-        its scratch space is aligned differently in each. In half precision plain products are faster, too: one row and
-        256 keys take a quarter of the time.
+        The bits of the flash kernel's products of one to three rows depend on the thread, whose scratch space has its
+        own alignment. In half precision plain products are faster, too: one row and 256 keys take a quarter of the
+        time.
         """
         if q.is_cuda or len(q) == 1 or q.shape[2] > FEW_ROWS:
             return super().attend_tiles(q, k, v)
@@ -105,10 +105,10 @@ class Torch(Backend):
     def grouped(
         self, queries: SlotQueries, counts: Tensor, order: Tensor, k: Tensor, v: Tensor, into: Attended
     ) -> None:
-        """Call, on CUDA, the variable-length kernel once over the keys where they lie; nothing waits for the device.
+        """On CUDA, call the variable-length kernel once, without copying keys or waiting for the device.
 
-        At most A of the tiles have rows: the kernel gets these, and starts `most_rows` rows of blocks for each.
-        Bytes: three copies of the queries.
+        At most A tiles have rows. The kernel gets these tiles, and starts `most_rows` rows of blocks for each. Bytes:
+        three copies of the queries.
         """
         if not flash_takes(k):
             super().grouped(queries, counts, order, k, v, into)
@@ -117,7 +117,7 @@ class Torch(Backend):
         if not n_rows:
             return
         n_busy = min(n_tiles, n_rows)
-        if n_busy < n_tiles:  # those with rows, ascending, and then a tile behind the last, without rows
+        if n_busy < n_tiles:  # tiles with rows, ascending, then one past the last, without rows
             tiles = torch.nonzero_static(counts, size=n_busy, fill_value=n_tiles).squeeze(1)
             counts = torch.nn.functional.pad(counts, (0, 1)).index_select(0, tiles)
         else:
@@ -139,7 +139,7 @@ class Torch(Backend):
 
 
 def flash_takes(x: Tensor) -> bool:
-    """Tell whether PyTorch's CUDA flash kernels take such queries and keys."""
+    """Return whether PyTorch's CUDA flash kernels take such queries and keys."""
     return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and x.shape[-1] % 8 == 0 and x.shape[-1] <= 256
 
 
@@ -160,7 +160,7 @@ def flash_ragged(
 
 
 def attend_slices(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> Attended:
-    """Return the reference's arithmetic for a slice of the queries at a time, `q [G, R, T, D]`, `k v [G, N, D]`.
+    """Attend as the reference does, a slice of the queries at a time, `q [G, R, T, D]`, `k v [G, N, D]`.
 
     Bytes: some `SCORES_AT_ONCE` numbers, or the scores of one query of each head.
     """
@@ -178,7 +178,7 @@ def attend_slices(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | N
 
 
 def _dense_last(x: Tensor) -> Tensor:
-    """Return the same numbers, contiguous along the last dimension."""
+    """Return `x`, contiguous along the last dimension."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -30,7 +30,7 @@ class Triton(Compiled):
     def dense(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, turn: Turn | None = None
     ) -> Attended:
-        """Return the kernel turns the queries as it takes them."""
+        """Attend with a kernel that turns the queries as it reads them."""
         if not _fits(q, k, v):
             return super().dense(q, k, v, causal=causal, window=window, turn=turn)
         from lce.kernels.cuda import attention as kernels
@@ -53,7 +53,7 @@ class Triton(Compiled):
         return takes(torch.empty(1, head_dim, dtype=dtype, device="meta"))
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Attended:
-        """Return the query is turned, and the runs' bounds are read, on the device."""
+        """Attend runs with a kernel that turns the query and reads the runs' bounds on the device."""
         if not _fits(q, k, v):
             return super().decode(q, k, v, runs)
         from lce.kernels.cuda import decoding as kernels
@@ -62,11 +62,11 @@ class Triton(Compiled):
         return out[:, None], lse[:, None]
 
     def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
-        """Return a tile is a problem of its own, and a problem's result does not depend on the others."""
+        """Attend tiles as separate problems: no result depends on other tiles."""
         return self.attend(q, k, v, causal=False) if _fits(q, k, v) else super().attend_tiles(q, k, v)
 
     def dispatch(self, queries: SlotQueries, tile: Tensor, k: Tensor, v: Tensor, into: Attended) -> None:
-        """Attend tiles; rows are sorted on the device, and turned as the kernel takes them."""
+        """Attend tiles; rows are sorted on the device, and turned as the kernel reads them."""
         if not _fits(queries.q, k, v):
             super().dispatch(queries, tile, k, v, into)
             return
@@ -86,7 +86,7 @@ class Triton(Compiled):
 
 
 def _fits(q: Tensor, *others: Tensor) -> bool:
-    """Tell whether the kernels take these: on CUDA, or on the CPU in the interpreter."""
+    """Return whether the kernels take these tensors: on CUDA, or on the CPU in the interpreter."""
     if not launching.usable(q) or q.requires_grad:
         return False
     from lce.kernels.cuda.rows import takes

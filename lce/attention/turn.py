@@ -13,7 +13,7 @@ from lce.kernels.cuda import launching
 
 
 class Turn(NamedTuple):
-    """Cosines and sines, `[..., D/2]` each: one angle for each pair of dimensions."""
+    """A rotation as cosines and sines, `[..., D/2]` each: one angle for each pair of dimensions."""
 
     cos: Tensor
     sin: Tensor
@@ -26,7 +26,7 @@ class Turn(NamedTuple):
 def rotate(x: Tensor, turn: Turn) -> Tensor:
     """Rotate `x [..., D]` by a turn that broadcasts against `[..., D/2]`.
 
-    Dimension i is paired with dimension i + D/2, as the published checkpoints have it. Time and bytes: O(result).
+    Dimension i is paired with dimension i + D/2, as in published checkpoints. Time and bytes: O(result).
     """
     cos, sin = turn
     if elementwise.runs_on(x) and cos.dtype is x.dtype:

@@ -1,7 +1,7 @@
-"""The attention methods, one file each, and what is needed to write and run them.
+"""The attention methods, one file each, and the names needed to write and run them.
 
-Every file of this folder is imported, so a new method is one new file. Its class is `lce.methods.ITS_NAME` at once; a
-line below tells type checkers as well.
+Every file of this folder is imported, so a new method is one new file, and its class is `lce.methods.ITS_NAME` at once.
+A line below is for type checkers.
 """
 
 import importlib

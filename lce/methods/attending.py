@@ -1,4 +1,4 @@
-"""Attending a block by a method's parts: which calls of `Attention.dense` serve them, and their merge.
+"""Attends a block by a method's parts: turns spans into calls of `Attention.dense`, and merges the results.
 
 The spans of a part are evaluated once a pass, on the host, for all queries of the block. Queries whose spans move alike
 from one to the next share a call: same bounds (dense), a growing end (causal), or both bounds moving (a causal window).
@@ -23,15 +23,15 @@ from lce.methods.step import Step
 if TYPE_CHECKING:
     from lce.methods.base import Method
 
-NONE_SEEN = -2  # both bounds of an empty span: no neighbour's bounds follow from them
+NONE_SEEN = -2  # both bounds of an empty span, which no neighbour's bounds continue
 
 
 @dataclass(frozen=True)
 class DenseCall:
     """One call of `Attention.dense`: queries `first..last-1`, counted from the block's first, and a span of keys.
 
-    `causal` and `window` are those of `dense`. `n_chunks` says into how many chunks of one size the queries and the
-    keys are cut, each causal in itself.
+    `causal` and `window` are arguments of `dense`. Queries and keys are cut into `n_chunks` chunks of one size, each
+    causal.
     """
 
     first: int
@@ -67,7 +67,7 @@ def attend_parts(method: Method, q: Tensor, cache: LayerCache, step: Step) -> Te
 
 
 def scaled(method: Method, q: Tensor, step: Step) -> Tensor:
-    """Return the queries times the method's `query_scale`, where it has one."""
+    """Return the queries times the method's `query_scale`, if any."""
 
     def make() -> Tensor | None:
         factor = method.query_scale(step.positions(q.device), step.window)
@@ -83,7 +83,7 @@ def facts_of(method: Method, layer: int, step: Step, longest: int) -> LayerFacts
 
 
 def declared(method: Method, i: Tensor, facts: LayerFacts) -> list[Part]:
-    """Return a method's parts for queries `i [T]`. Raises `UsageError` for anything else that it yields."""
+    """Return a method's parts for queries `i [T]`. Raises `UsageError` if `parts_of` yields anything else."""
     parts = list(method.parts_of(i, facts))
     if wrong := [part for part in parts if not isinstance(part, Part)]:
         raise UsageError(f"{method.label}.parts_of yielded a {type(wrong[0]).__name__}; expected a Part")
@@ -105,13 +105,13 @@ def bounds(part: Part, i: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def placed_parts(method: Method, q: Tensor, cache: LayerCache, step: Step) -> list[PlacedPart]:
-    """Return the parts of a block, once a pass for all layers of one kind; those empty for all queries are left out."""
+    """Return the non-empty parts of a block; computed once a pass for all layers of one kind."""
 
     def make() -> list[PlacedPart]:
         i, parts = block_parts(method, cache.index, step)
         at, here, found = i, parts, list[PlacedPart]()
         if i.device != q.device and any(isinstance(x.query_at, Tensor) and x.query_at is not i for x in parts):
-            at = step.positions(q.device)  # evaluated again where the turns are made: an upload would wait
+            at = step.positions(q.device)  # evaluated again on the device: an upload would wait
             here = declared(method, at, facts_of(method, cache.index, step, step.stop))
         for part, same in zip(parts, here, strict=True):
             calls = [] if part.keys == CHOSEN else dense_calls(*bounds(part, i))
@@ -127,9 +127,9 @@ def placed_parts(method: Method, q: Tensor, cache: LayerCache, step: Step) -> li
 
 
 def turn_of(method: Method, part: Part, i: Tensor, like: Tensor, step: Step) -> Turn:
-    """Return what puts queries at a part's `query_at`: `[T, D/2]`, `[T, K, D/2]`, or `[1, D/2]` for all alike.
+    """Return the turn to a part's `query_at`: `[T, D/2]`, `[T, K, D/2]`, or `[1, D/2]` if equal for all queries.
 
-    Where keys are cached unrotated, YaRN's factor is in the turn twice: for the query and for the key.
+    If keys are cached unrotated, the turn has YaRN's factor twice: for the query and for the key.
     """
     if not part.exact and method.unrotated:
         return step.far_turn(part.query_at, like)
@@ -215,7 +215,7 @@ def dense_calls(start: Tensor, stop: Tensor) -> list[DenseCall]:
 
 
 def _moves(edges: Tensor) -> list[tuple[int, tuple[int, int]]]:
-    """Return how bounds `[2, T]` move: `(until, (start, stop))` of each run of equal moves, up to query `until`."""
+    """Return the moves of bounds `[2, T]`: `(until, (start, stop))` of each run of equal moves, up to query `until`."""
     moves = edges.diff()
     if not moves.shape[1]:
         return []
@@ -226,7 +226,7 @@ def _moves(edges: Tensor) -> list[tuple[int, tuple[int, int]]]:
 
 
 def _folded(calls: Sequence[DenseCall]) -> Iterator[DenseCall]:
-    """Yield the calls, those of whole chunks side by side as one."""
+    """Yield the calls; merge adjacent calls of whole chunks into one."""
     held: DenseCall | None = None
     for call in calls:
         size = call.stop - call.start
@@ -255,9 +255,9 @@ def slot_shift(part: Part, chosen: Tensor) -> Tensor | int:
 
 
 def attend_tokens(q: Tensor, cache: LayerCache, step: Step, index: Tensor) -> Attended:
-    """Attend the tokens `index [n]`, ascending, as they are cached, by placed queries `[H, T, D]`.
+    """Attend the cached keys of tokens `index [n]`, ascending, by placed queries `[H, T, D]`.
 
-    The tokens' keys and values are copied, every layer's to the same memory. Time: O(H · T · n · D).
+    Keys and values are copied, for every layer to the same memory. Time: O(H · T · n · D).
     """
     n = 2 * cache.layout.n_kv_heads * len(index) * cache.layout.head_dim
     buffer: Tensor = step.once(f"{len(index)} tokens", lambda: q.new_empty(n))
@@ -265,9 +265,9 @@ def attend_tokens(q: Tensor, cache: LayerCache, step: Step, index: Tensor) -> At
 
 
 def keep_recent(k: Tensor, cache: LayerCache, step: Step) -> None:
-    """Keep the block's unrotated keys `[G, T, D]` at their absolute positions too.
+    """Keep the block's keys `k [G, T, D]`, given unrotated, also rotated to their absolute positions.
 
-    Keys before the block that a truncation took away are made again from those in the cache, which are unrotated.
+    Earlier keys that a truncation removed are made again from the unrotated keys in the cache.
     """
     recent = cache.kept(RecentRows, RECENT)
     if step.at is not None:
@@ -281,7 +281,7 @@ def keep_recent(k: Tensor, cache: LayerCache, step: Step) -> None:
 
 
 def fold_chunks(x: Tensor, n_kv_heads: int) -> Tensor:
-    """Return `[H, m, …]` as `[G·m·R, …]`: chunks beside KV heads, so that each is a problem of its own to `dense`."""
+    """Return `[H, m, …]` as `[G·m·R, …]`, so that `dense` takes each chunk of a KV head as a separate KV head."""
     folded: Tensor = x.unflatten(0, (n_kv_heads, -1)).transpose(1, 2).flatten(0, 2)
     return folded
 

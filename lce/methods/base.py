@@ -1,7 +1,7 @@
-"""The attention hook: what a method is.
+"""The attention hook: the base class of methods.
 
-A pass runs a block of queries `start..stop-1` through every layer. In each layer `keep` puts the block's keys into the
-cache, placed as the method declares, and `attend` attends the parts that the method declares.
+A pass runs a block of queries `start..stop-1` through every layer. In each layer `keep` caches the block's keys at the
+positions that the method declares, and `attend` attends the method's parts.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def says_for(cls: type, hook: str, *others: str) -> bool:
 
 
 def is_like(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Tell whether a tensor of a file has this shape and dtype."""
+    """Return whether a tensor has this shape and dtype."""
     return tuple(x.shape) == shape and x.dtype == dtype
 
 
 @dataclass(frozen=True)
 class Example:
-    """A setting so small that a picture of it shows a method's idea: knobs, a window, and a block of queries.
+    """A setting small enough for a picture of a method's idea: knobs, a window, and a block of queries.
 
-    `block` None is what suits the method.
+    `block` None is the method's own.
     """
 
     knobs: Mapping[str, Any] = field(default_factory=dict)
@@ -56,24 +56,24 @@ class Example:
 
 @dataclass(frozen=True)
 class Method:
-    """A strategy behind the attention hook; its fields are its knobs, `None` where the window decides.
+    """An attention strategy. Its fields are its knobs; `None` means derived from the window.
 
     `knob_help` says in a few words what each knob means. `presets` are named settings of knobs, such as those of a
-    paper's experiments: `-o preset=NAME` sets them first. `example` is what `lce explain` shows if it is not told more.
+    paper's experiments: `-o preset=NAME` sets them first. `example` is the default of `lce explain`.
 
-    A method declares its parts in `parts_of`: which keys a query sees, and at which positions. All that is done with
-    parts is written once, here and in the modules that this file imports. A method overrides `key_positions` if keys
-    are not cached at their absolute positions, and `keep_queries` if it keeps more of a block than keys and values.
-    `access` tells the cache what it needs to know, and `state` what else is kept. A method whose attention is made of
-    no parts overrides `attend` instead.
+    A method declares its parts in `parts_of`: which keys a query sees, and at which positions. Attending, costs and
+    pictures follow from the parts. A method overrides `key_positions` if keys are not cached at their absolute
+    positions, and `keep_queries` if it keeps more of a block than keys and values. `access` describes the method's
+    access to the cache, and `state` its own state. A method whose attention is not made of parts overrides `attend`
+    instead.
     """
 
     name: ClassVar[str] = ""
     knob_help: ClassVar[Mapping[str, str]] = {}
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     example: ClassVar[Example] = Example()
-    analysis: ClassVar[bool] = False  # not to serve with: nobody is referred to it
-    notes_choices: ClassVar[bool] = True  # whether `step.note` is given what chosen parts attend
+    analysis: ClassVar[bool] = False  # for study only: no message recommends the method
+    notes_choices: ClassVar[bool] = True  # whether the method calls `step.note` with its choices
     hook_checks: ClassVar[Mapping[str, Check]] = METHOD_CHECKS
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -83,11 +83,11 @@ class Method:
 
     @property
     def label(self) -> str:
-        """What errors call the method: its name, or its class's if it is not registered."""
+        """The method's name in errors: its registered name, or its class's."""
         return self.name or type(self).__name__
 
     def for_model(self, model: ModelFacts) -> Self:
-        """Return this method with what a model's own files hold for it; called once, before `resolve`."""
+        """Return this method with settings from the model's files; called once, before `resolve`."""
         return self
 
     def resolve(self, window: int) -> Self:
@@ -110,19 +110,19 @@ class Method:
 
     @property
     def access(self) -> AccessPattern:
-        """What the cache must know: the chunk size, and which tokens every query sees."""
+        """The access to the cache: the chunk size, and the tokens that every query sees."""
         return AccessPattern()
 
     @property
     def choices(self) -> tuple[int, int]:
-        """`(first, size)`: choice c, as `step.note` is given it, is the `size` tokens from `first + c·size` on."""
+        """`(first, size)`: choice c in calls of `step.note` means the `size` tokens from `first + c·size` on."""
         return 0, self.access.chunk_size
 
     def limit(self, window: int, sliding_window: int | None = None) -> int | None:
-        """Return the longest text that the resolved method can read; None: any, because no distance leaves the window.
+        """Return the longest text that the resolved method can read; None: unlimited, all distances are in the window.
 
-        `window` counts the positions that the model can be trusted on, RoPE scaling included. A warning says so of
-        longer texts.
+        `window` counts the positions that the model can be trusted on, RoPE scaling included. Longer texts get a
+        warning.
         """
         return None
 
@@ -133,60 +133,60 @@ class Method:
 
     @property
     def n_recent(self) -> int:
-        """How many tokens before a block are also kept with their keys at their absolute positions.
+        """How many tokens before a block also have their keys kept at absolute positions.
 
-        Parts that are `exact` need them, unless keys are cached at their absolute positions.
+        `exact` parts need these keys, unless all keys are cached at their absolute positions.
         """
         return 0
 
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
-        """Return what the method keeps in each layer besides keys and values, empty yet, by names of its own.
+        """Return the method's empty state for a layer, by names of the method's own.
 
-        `layout` has the sizes: plans are made from the same objects.
+        `layout` has the sizes. Plans use the same objects.
         """
         if not self.n_recent:
             return {}
         return {RECENT: RecentRows(self.n_recent, layout.key_bytes, remade=self.unrotated)}
 
     def could_keep(self, layer: int, kept: Mapping[str, Tensor], layout: CacheLayout, n_tokens: int) -> bool:
-        """Tell whether a layer could keep these tensors, by the names of `state`, of `n_tokens` tokens.
+        """Return whether tensors `kept`, by the names of `state`, can be a layer's state after `n_tokens` tokens.
 
-        Asked of a context file, which is not trusted. Kinds of state check what they know; a method checks the shapes
-        that would broadcast, and what must agree between states. What keeps nothing yet has no tensor.
+        Called for context files, which are not trusted. `MethodState` classes check their own tensors; a method checks
+        shapes that would broadcast, and consistency between states. An empty state has no tensor.
         """
         shape = (layout.n_kv_heads, layout.head_dim)
         return not self.n_recent or (RECENT in kept and kept[RECENT].shape[::2] == shape)
 
     def key_positions(self, indices: Tensor) -> Tensor | None:
-        """Return where the keys of tokens `indices [T]` are rotated to before they are cached; None: unrotated."""
+        """Return the positions at which the keys of tokens `indices [T]` are cached; None: unrotated."""
         return indices
 
     def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterable[Part]:
         """Yield the parts of queries `i [T]`: their indices, ascending from the block's first.
 
-        What is yielded may depend on the numbers in `i` only in a method without a recorded step: there they are on
-        the device. Example: `yield Part(keys=(0, i + 1), query_at=i)` is full attention.
+        In recorded steps `i` is on the device, so which parts are yielded must not depend on the numbers in `i`.
+        Example: `yield Part(keys=(0, i + 1), query_at=i)` is full attention.
         """
         raise NotImplementedError(f"{self.label} declares no parts; define parts_of, or attend")
 
     def layer_kind(self, layer: int) -> str:
-        """Return one word for all layers whose parts are the same; `parts_of` is called once a pass for each."""
+        """Return a word that is equal for layers with equal parts; `parts_of` is called once a pass for each word."""
         return ""
 
     def query_scale(self, i: Tensor, window: int) -> Tensor | None:
-        """Return what multiplies the logits of queries `i [T]`, `[T]` float64; None: nothing."""
+        """Return a factor `[T]`, float64, for the logits of queries `i [T]`; None: no factor."""
         return None
 
     def keep(self, k: Tensor, v: Tensor, cache: LayerCache, step: Step) -> None:
-        """Put the block's unrotated keys and its values `[G, T, D]` into the cache."""
+        """Write the block's unrotated keys and its values `[G, T, D]` to the cache."""
         cache.write(k, v, step.key_turn(self.key_positions, k), step.at)
         if RECENT in cache.state:
             keep_recent(k, cache, step)
 
     def keep_queries(self, q: Tensor, cache: LayerCache, step: Step) -> None:
-        """Keep what the method needs of the block's unrotated queries `[H, T, D]`; called before they attend.
+        """Update the method's state from the block's unrotated queries `[H, T, D]`; called before `attend`.
 
-        In a recorded step too: nothing may depend on `step.start` there.
+        Also called in recorded steps, where nothing may depend on `step.start`.
         """
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
@@ -199,14 +199,14 @@ class Method:
         return attend_spans(q, placed, cache, step)
 
     def attend_chosen(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
-        """Choose for the unrotated queries `[H, T, D]`, and attend what was chosen; None: there is no choice yet."""
+        """Choose keys for unrotated queries `[H, T, D]` and attend them; None: no choice yet."""
         raise NotImplementedError(f"{self.label} has a part of chosen keys; define attend_chosen")
 
     def decode(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
-        """Return what `attend` gives for a token whose index only the device knows: `[H, 1, D]` to `[H, 1, D]`.
+        """Attend as `attend` does, for one token whose index only the device knows: `[H, 1, D]` to `[H, 1, D]`.
 
-        Such a step is recorded once and run again for the tokens after it. So all that depends on the index is on the
-        device, and shapes depend on `step.bound` alone; everything is in the cache's buffer (`LayerCache.whole`).
+        The step is recorded once and replayed for later tokens. So everything that depends on the index is on the
+        device, shapes depend on `step.bound` alone, and all tokens are in the cache's buffer (`LayerCache.whole`).
         """
         self.keep_queries(q, cache, step)
         return decode_parts(self, scaled(self, q, step), cache, step)
@@ -216,20 +216,20 @@ class Method:
     ) -> Attended:
         """Attend chosen keys, under `turn`, and the spans `others` by a token's unrotated query `[H, 1, D]`.
 
-        Optional: the steps of a method that has none run one by one.
+        Optional: without this hook decode steps are not recorded.
         """
         raise OnDevice("decode_chosen")
 
     def bound(self, stop: int) -> int | None:
-        """Return `DeviceStep.bound`, the longest text, for recording a decode step that makes a text of `stop` tokens.
+        """Return `DeviceStep.bound`, the longest text, for a recorded step that makes a text of `stop` tokens.
 
-        None: this very step is not recorded, because something is to be done that most steps do not do.
+        None: this step is not recorded, because it does work that most steps do not.
         """
         return bound_for(stop)
 
     @property
     def decodes(self) -> bool:
-        """Whether decode steps can be recorded: no class overrides a hook that `decode` does in another way."""
+        """Whether decode steps can be recorded: no subclass overrides a hook that `decode` replaces."""
         cls = type(self)
         return says_for(cls, "decode", "attend", "attend_spans", "keep") and says_for(
             cls, "decode_chosen", "attend_chosen"
@@ -241,16 +241,16 @@ class Method:
         return type(self).parts_of is not Method.parts_of
 
     def cost(self, block: QueryBlock) -> Cost | None:
-        """Return what the resolved method costs for a block of queries in one layer; None: not counted."""
+        """Return the resolved method's cost for a block of queries in one layer; None: not counted."""
         return cost_of_spans(self, block) + self.choice_cost(block) if self.declares else None
 
     def choice_cost(self, block: QueryBlock) -> Cost:
-        """Return what it costs to choose, and to attend what was chosen. Example: `block.tokens(self.top_k)`."""
+        """Return the cost of choosing and of attending the chosen keys. Example: `block.tokens(self.top_k)`."""
         return Cost(0)
 
     @property
     def counted(self) -> bool:
-        """Whether `cost` means what is done: no class overrides a hook below the one that declares its parts."""
+        """Whether `cost` is accurate: no subclass of the class that declares the parts overrides a hook."""
         cls = type(self)
         return (
             self.declares
@@ -259,14 +259,14 @@ class Method:
         )
 
     def paper_figures(self, block: QueryBlock) -> Sequence[PaperFigure]:
-        """Return figures of cost that the method's paper states, for a model of such sizes."""
+        """Return the paper's figures of cost for a model of these sizes."""
         return ()
 
 
 class LocalMethod(Method):
-    """A method that sees the last `local` tokens at their true distance, and farther ones from positions of its own.
+    """A method that sees the last `local` tokens at their true distance, and farther ones at other distances.
 
-    Keys are cached unrotated, to be seen from one position; the last `n_recent` are also kept at their own.
+    Keys are cached unrotated; the last `n_recent` are also kept at their absolute positions.
     """
 
     local: int | None  # a knob of each derived class, as is `sinks` where there are some
@@ -274,7 +274,7 @@ class LocalMethod(Method):
 
     @property
     def n_local(self) -> int:
-        """`local`, once it is resolved."""
+        """`local`, once resolved."""
         assert self.local is not None, "resolved before use"
         return self.local
 

@@ -1,4 +1,4 @@
-"""Chunks within a budget of tokens: what the selectors for analysis share."""
+"""Chunks within a budget of tokens: the base of the selectors for analysis."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class BudgetedChunks(WithoutSummaries, SelectiveMethod):
         return (first & self.keep_first) | (last & self.keep_last)
 
     def _with_chunks(self, window: int) -> Self:
-        """Return this method with its budget, if it has one, as `chunks` of the size that it resolves to."""
+        """Return this method with its budget, if any, as a number of `chunks` of the resolved size."""
         if self.budget is None:
             return self
         if self.chunks is not None:

@@ -1,9 +1,9 @@
-"""What methods cost, counted in multiply-adds, for a block of queries.
+"""Counts the cost of methods in multiply-adds, for a block of queries.
 
-The cost of spans follows from a method's parts (`cost_of_spans`). What choosing costs, and attending what was chosen,
-a method states in `Method.choice_cost`, by the functions of a `QueryBlock`. Costs add up.
+The cost of spans follows from a method's parts (`cost_of_spans`). A method states the cost of choosing, and of
+attending the chosen keys, in `Method.choice_cost`, with the functions of `QueryBlock`. Costs can be added.
 
-Only products count: of queries with keys, of softmax weights with values, and those that choose. A multiply-add is two
+Only products count: of queries with keys, of softmax weights with values, and for choosing. A multiply-add is two
 floating-point operations. Rotations, norms, softmaxes and the search for the largest scores are left out: they grow
 with the queries or the scores, without the factor D.
 """
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a block of queries costs in one layer, beside the products with the model's weights.
+    """The cost of a block of queries in one layer, without products with the model's weights.
 
-    Multiply-adds: `attention`, of queries with keys and of softmax weights with values. `scores`, of queries with what
-    the method keeps, to choose by. `summaries`, to make what is kept of chunks. `low_dim`, of maps to low-dim queries
+    Multiply-adds: `attention`, of queries with keys and of softmax weights with values. `scores`, of queries with the
+    method's state, for choosing. `summaries`, to make the summaries of chunks. `low_dim`, of maps to low-dim queries
     and keys. None: not counted.
 
-    Read: `rows_read`, the tokens of all KV heads whose keys and values the block sees, each once; where heads choose
-    on their own, at most so many. `state_read`, numbers of what the method keeps besides.
+    Reads: `rows_read`, the tokens of all KV heads whose keys and values the block sees, each once; an upper bound if
+    heads choose independently. `state_read`, numbers of the method's state.
     """
 
     attention: int | None
@@ -49,7 +49,7 @@ UNCOUNTED = Cost(None, None, None, None, None, None)
 
 
 def total(*counts: int | None) -> int | None:
-    """Return the sum of counts; None where one of them was not counted."""
+    """Return the sum of counts; None if any is None."""
     found = 0
     for count in counts:
         if count is None:
@@ -60,7 +60,7 @@ def total(*counts: int | None) -> int | None:
 
 @dataclass(frozen=True)
 class QueryBlock:
-    """The queries of tokens `start..stop-1`, in one layer of a model: all that a method's cost depends on.
+    """The queries of tokens `start..stop-1`, in one layer of a model: the facts that a method's cost depends on.
 
     Example: a decode step of the token of index 999 is `start=999, stop=1000`.
     """
@@ -87,9 +87,9 @@ class QueryBlock:
         return self.seen(len(self) * n, n)
 
     def chunks(self, size: int, most: int, *, together: bool = False) -> Cost:
-        """Count `most` of the chunks before its own for each query of each head, or all where they are fewer.
+        """Count, for each query of each head, `most` of the chunks before its own, or all if fewer.
 
-        `together`: the query heads of a KV head see the same ones. What is read is a bound: no two choices alike.
+        `together`: the query heads of a KV head see the same chunks. Reads are an upper bound: all choices differ.
         """
 
         def before(n: int) -> int:
@@ -100,7 +100,7 @@ class QueryBlock:
         return self.seen(size * chosen, size * min(n_lists * chosen, (self.stop - 1) // size))
 
     def seen(self, pairs: int, n_tokens: int) -> Cost:
-        """Count `pairs` keys that each head's queries see, added up over the queries; `n_tokens` different ones."""
+        """Count `pairs` pairs of a query and a key in each head, with `n_tokens` different keys."""
         return Cost(2 * self.n_heads * self.head_dim * pairs, rows_read=self.n_kv_heads * n_tokens)
 
 
@@ -112,7 +112,7 @@ def _sum_to(n: int, most: int | None = None) -> int:
 
 
 def cost_of_spans(method: Method, block: QueryBlock) -> Cost:
-    """Return what the spans of a method's parts cost: the keys of all queries, and those of each part read once."""
+    """Return the cost of the spans of a method's parts; each part's keys are read once."""
     i, cost = torch.arange(block.start, block.stop), Cost(0)
     facts = LayerFacts(method.layer_kind(block.layer), block.stop, block.sliding_window)
     for part in declared(method, i, facts):

@@ -1,7 +1,7 @@
-"""The decode step that can be recorded: a method's parts as runs of tokens whose bounds are on the device.
+"""The recorded decode step: a method's parts as runs of tokens whose bounds are on the device.
 
-A `DeviceStep` reads its token's index on the device, so shapes may depend on nothing but a bound of the text's length.
-A span of tokens is cut into runs, as many as the longest span that the bound allows; those behind its end are empty.
+A `DeviceStep` reads its token's index on the device, so shapes may depend only on a bound of the text's length. A span
+is cut into as many runs as the longest span within the bound needs; runs beyond the span's end are empty.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from lce.methods.step import DeviceStep
 if TYPE_CHECKING:
     from lce.methods.base import Method
 
-RUN = 1024  # tokens of a run at most
+RUN = 1024  # the most tokens in a run
 LEAST_BOUND = 1024
 EVALUATED_AT_ONCE = 1 << 16  # queries for which parts are evaluated together
 
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens `first..stop-1`, at most `most` of them, seen under `turn [1, D/2]`; none if `stop` is not behind `first`.
+    """Tokens `first..stop-1`, at most `most` of them, seen under `turn [1, D/2]`; none if `stop <= first`.
 
     `first` and `stop` are `[1]`, int64, on the device.
     """
@@ -45,7 +45,7 @@ class Span:
 class DeviceParts:
     """The parts of a recorded step: spans of tokens as they are cached, spans of recent keys, and the chosen part.
 
-    `chosen` is the turn for chosen keys, `[1, K, D/2]` or less, or None without such a part.
+    `chosen` is the turn for chosen keys, `[1, K, D/2]` or broadcastable, or None without such a part.
     """
 
     cached: Sequence[Span]
@@ -77,7 +77,7 @@ def decode_parts(method: Method, q: Tensor, cache: LayerCache, step: DeviceStep)
 
 
 def device_parts(method: Method, q: Tensor, cache: LayerCache, step: DeviceStep) -> DeviceParts:
-    """Return the parts of the step's token, without those that are empty for all tokens up to the bound."""
+    """Return the parts of the step's token, except parts that are empty for all tokens up to the bound."""
     cached, recent, chosen = list[Span](), list[Span](), None
     facts = facts_of(method, cache.index, step, step.bound)
     found, limits = declared(method, step.at, facts), _limits(method, cache.index, step)
@@ -98,7 +98,7 @@ def device_parts(method: Method, q: Tensor, cache: LayerCache, step: DeviceStep)
 
 
 def _limits(method: Method, layer: int, step: DeviceStep) -> list[tuple[int, int, int]]:
-    """Return for each part, over all tokens up to the bound, what `_limit` does."""
+    """Return `_limit` of each part, over all tokens up to the bound."""
     found: list[tuple[int, int, int]] = []
     for start in range(0, step.bound, EVALUATED_AT_ONCE):
         i = torch.arange(start, min(start + EVALUATED_AT_ONCE, step.bound))
@@ -109,7 +109,7 @@ def _limits(method: Method, layer: int, step: DeviceStep) -> list[tuple[int, int
 
 
 def _limit(part: Part, i: Tensor) -> tuple[int, int, int]:
-    """Return the most tokens of a span, the least start, and how far the farthest stop is behind its query."""
+    """Return the most tokens of a span, the least start, and the largest distance from a span's stop to its query."""
     if part.keys == CHOSEN:
         return 0, 0, 0
     first, stop = (torch.as_tensor(edge) for edge in part.keys)
@@ -131,9 +131,9 @@ def runs_of(spans: Sequence[Span]) -> Runs:
 
 
 def _decode_recent(q: Tensor, spans: Sequence[Span], cache: LayerCache, step: DeviceStep) -> Attended:
-    """Attend spans of tokens whose keys are kept at their absolute positions too.
+    """Attend spans of tokens by the recent keys, which are kept at absolute positions.
 
-    These rows begin at some token; the values of the tokens from there on are in the buffer.
+    The recent keys begin at some token; the values from that token on are in the buffer.
     """
     recent, values = cache.kept(RecentRows, RECENT), cache.whole[1]
     keys, before = recent.buffer, recent.first

@@ -1,4 +1,4 @@
-"""What a method's parts say of a block, for study: which tokens queries see, and at which distances."""
+"""For study: which tokens the queries of a block see, and at which distances, from a method's parts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lce.methods.step import Step
 
 
 def spans(method: Method, layer: int, step: Step) -> Tensor | None:
-    """Return which tokens each query of the block attends whatever is chosen: `[T, S, 2]`, on the host.
+    """Return the spans of tokens that each query of the block always attends: `[T, S, 2]`, on the host.
 
-    S spans a query, tokens `start..stop-1`; an empty one has `stop <= start`. With the choices that `step.note` is
-    given these are all that a query attends. None: the method declares no parts, or does not note what it chooses.
+    Each query has S spans, tokens `start..stop-1`; an empty one has `stop <= start`. The spans and the choices given to
+    `step.note` are all tokens that a query attends. None: the method declares no parts, or does not note its choices.
     """
     if not method.declares:
         return None
@@ -36,9 +36,9 @@ def always(method: Method, layer: int, step: Step) -> Tensor | None:
 
 
 def spans_by_query(method: Method, layer: int, step: Step) -> list[list[list[int]]] | None:
-    """Return what each query of the block attends whatever is chosen: `[[start, stop], …]`, in order, none empty.
+    """Return the spans that each query of the block always attends: `[[start, stop], …]`, in order, none empty.
 
-    Spans that touch are one. None: see `spans`.
+    Adjacent spans are joined. None: see `spans`.
     """
     found = spans(method, layer, step)
     if found is None:
@@ -73,10 +73,10 @@ def distance(method: Method, layer: int, index: Tensor, token: Tensor, step: Ste
 
 
 def choice_distance(method: Method, layer: int, chosen: Tensor, step: Step) -> Tensor | None:
-    """Return the least and the largest distance at which the block's queries see what they chose: `[H, T, K, 2]`.
+    """Return the least and the largest distance at which the block's queries see each choice: `[H, T, K, 2]`.
 
-    `chosen [H, T, K]` as `step.note` is given it. The tokens of a choice are at distances that fall by 1 from each to
-    the next, or all at one. None: the method declares no parts, or none of them is chosen.
+    `chosen [H, T, K]` is as in calls of `step.note`. The distances of a choice's tokens fall by 1 from token to token,
+    or are all equal. None: the method declares no parts, or none of them is chosen.
     """
     parts = block_parts(method, layer, step)[1] if method.declares else []
     part = next((part for part in parts if part.keys == CHOSEN), None)

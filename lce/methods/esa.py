@@ -61,7 +61,7 @@ class ESA(LocalMethod):
 
     `heads` is the paper's ablation (Table 6): with `max`, `f(m;c) = max_h q_h · k_h`, which no low-dim key can give.
     With `top_p`, no more of the `top_k` tokens are chosen than reach that share of the mass of the middle, `F / H`
-    being taken for a token's logit.
+    taken as a token's logit.
 
     Cost: a block of T queries is scored against M tokens in O(T · M · R) (exactly: O(T · M · H · D)), and attends
     `sinks + top_k + local + T` keys; R numbers more a token and layer.
@@ -98,7 +98,7 @@ class ESA(LocalMethod):
         if self.compress != "calibrated":
             return self
         if model.plan_only:
-            return replace(self, compress="pca", maps=None)  # keeps as much
+            return replace(self, compress="pca", maps=None)  # the same bytes of state
         if model.rope.kind == "dynamic":
             raise UsageError(
                 f"{self.name}: under dynamic RoPE scaling queries rotate by the length of each text, and maps are "
@@ -179,7 +179,7 @@ class ESA(LocalMethod):
             cache.kept(TokenRows, LOW_DIM_KEYS).write(maps.low_keys(concat_heads(k)), step.start)
 
     def layer_maps(self, cache: LayerCache, like: Tensor) -> LowDimMap | None:
-        """Return this layer's maps; None where there are none (yet). Those of `pca` take queries summed to KV heads."""
+        """Return this layer's maps; None without maps (yet). Maps of `pca` take queries summed to KV heads."""
         if isinstance(self.maps, LowDimMaps) and self.compress == "calibrated":
             return self.maps.layer(cache.index, like)
         basis = cache.kept(Staged, BASIS).latest if self.compress == "pca" else None
@@ -206,7 +206,7 @@ class ESA(LocalMethod):
         return attend_tokens(far, cache, step, torch.cat((torch.arange(self.sinks, device=q.device), chosen)))
 
     def choice_cost(self, block: QueryBlock) -> Cost:
-        """Count without principal components; a low-dim key of `pca` counts with its token's block."""
+        """Count the cost without finding principal components; a low-dim key of `pca` counts with its token's block."""
         assert self.top_k is not None, "resolved before use"
         query_size, key_size = block.n_heads * block.head_dim, block.n_kv_heads * block.head_dim
         size = {"calibrated": self.low_dim, "pca": min(self.low_dim, key_size), "none": 0}[self.compress]
@@ -217,7 +217,7 @@ class ESA(LocalMethod):
         seen = block.tokens(min(self.top_k, n_middle))
         if n_middle <= self.top_k:
             return low_keys + seen
-        compared = size or key_size  # exactly: by queries that are summed to the KV heads
+        compared = size or key_size  # exact scores: by queries summed to the KV heads
         low_queries = len(block) * size * (query_size if self.compress == "calibrated" else key_size)
         scores = len(block) * n_middle * (query_size if self.heads == "max" else compared)
         scored = Cost(0, scores, low_dim=low_queries, state_read=n_middle * compared)
@@ -244,7 +244,7 @@ class ESA(LocalMethod):
     def select(self, q: Tensor, far: Tensor, cache: LayerCache, step: Step, border: int) -> Tensor:
         """Choose the `top_k` best of tokens `sinks..border-1` for queries `[H, T, D]`, fewer with `top_p`, ascending.
 
-        `far` are the same queries, placed.
+        `far` are the same queries, at the far position.
         """
         assert self.top_k is not None, "resolved before use"
         n = min(self.top_k, border - self.sinks)
@@ -271,7 +271,7 @@ class ESA(LocalMethod):
         return block_scores(scores, q.shape[1], self.row_size(far, border - self.sinks, step.n_kv_heads))
 
     def log_mass(self, relevance: Tensor, n_heads: int, head_dim: int) -> Tensor:
-        """Return the relevance as logarithms of attention mass, up to a constant."""
+        """Turn the relevance into logarithms of attention mass, up to a constant."""
         return relevance.float() / ((1 if self.heads == "max" else n_heads) * math.sqrt(head_dim))
 
     def scorer(self, q: Tensor, cache: LayerCache, step: Step, border: int) -> Callable[[slice], Tensor]:

@@ -23,7 +23,7 @@ class Full(Method):
 
     @property
     def block(self) -> int:
-        return 2048  # nothing grows with it but the MLP's activations, and large products run faster
+        return 2048  # only the MLP's activations grow with the block; large products run faster
 
     def limit(self, window: int, sliding_window: int | None = None) -> int | None:
         """Return the window, or None under a sliding window within it: no distance leaves the window then."""

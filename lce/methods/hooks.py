@@ -1,8 +1,8 @@
-"""What the hooks of a method must return, checked as they are called.
+"""Checks of what a method's hooks return, made at each call.
 
-A class that derives from `Method` outside of lce has the hooks that it defines wrapped once, when the class is made.
-The methods of lce are tested instead and run as they are. A check compares shapes, dtypes and devices, and looks at
-values only on the CPU, so that nothing waits for a device.
+For a subclass of `Method` outside of lce, each hook that the class defines is wrapped once, when the class is made. The
+methods of lce are tested instead. A check compares shapes, dtypes and devices, and looks at values only on the CPU, so
+that nothing waits for a device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lce.cache.method_state import MethodState
 from lce.errors import UsageError, shown
 from lce.methods.costs import Cost
 
-Check = Callable[..., None]  # the method, the hook's name, what it returned, and what it was given
+Check = Callable[..., None]  # arguments: the method, the hook's name, the returned value, and the hook's arguments
 
 
 def guard(cls: type, checks: Mapping[str, Check]) -> None:
@@ -48,7 +48,7 @@ def _checked(hook: Callable[..., Any], check: Check) -> Callable[..., Any]:
 
 
 def refuse(method: Any, hook: str, got: Any, expected: str) -> UsageError:
-    """Return the error for a hook that returned what it should not."""
+    """Return the error for a wrong value returned by a hook."""
     return UsageError(f"{method.label}.{hook} returned {described(got)}; expected {expected}")
 
 
@@ -93,7 +93,7 @@ def _is_count(value: Any, least: int) -> bool:
 
 
 def _must(fits: Callable[..., bool], expected: str) -> Check:
-    """Return a check that what a hook returned fits; `{0}` in `expected` is what the hook was given."""
+    """Return a check that a hook's result `fits`; `{0}` in `expected` is the hook's first argument."""
 
     def check(method: Any, hook: str, got: Any, *given: Any, **named: Any) -> None:
         if not fits(got, *given):
@@ -205,7 +205,7 @@ def check_forced(method: Any, hook: str, got: Any, chunk_ids: Tensor, own: Tenso
 
 def check_select(method: Any, hook: str, got: Any, scores: Tensor, step: Any) -> None:
     _check_chosen(method, hook, got, len(scores), scores)
-    if got.device.type == "cpu" and got.numel():  # where looking waits for nothing
+    if got.device.type == "cpu" and got.numel():  # looking at values does not wait there
         own = (step.positions(got.device) // method.size)[:, None]
         before, after = got[..., :-1], got[..., 1:]
         rising = ((after > before) & (before >= 0)) | (after == -1)

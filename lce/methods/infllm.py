@@ -40,8 +40,8 @@ class InfLLM(LocalMethod):
     attention weights, over all queries. Its relevance is the sum of `q · k` over heads, representative tokens and the
     queries of the block, with the queries at `far`.
 
-    With `top_p`, no more of the `top_k` blocks are chosen than reach that share of the mass of the memory, the mean of
-    those products being taken for the logit of all tokens of a block.
+    With `top_p`, only as many of the `top_k` blocks are chosen as reach that share of the memory's mass. The mean of
+    the products `q · k` is taken as the logit of all tokens of a block.
 
     Cost: a token attends at most `sinks + (top_k + 1) · block_size + local` keys; a block of queries is scored against
     M summaries, O(H · M · D); a memory block's summary is H · D numbers.
@@ -112,7 +112,7 @@ class InfLLM(LocalMethod):
         return max(0, start + 1 - self.n_local - self.sinks) // self.block_size
 
     def chooses(self, start: int) -> bool:
-        """Tell whether there is something to choose for a block of queries from token `start` on."""
+        """Return whether a block of queries from token `start` on has memory blocks to choose from."""
         n_blocks = self.n_blocks(start)
         return n_blocks > self.top_k or (self.top_p is not None and n_blocks > 0)
 
@@ -128,7 +128,7 @@ class InfLLM(LocalMethod):
             yield Part(keys=(self.sinks + self.n_blocks(start) * self.block_size, first), query_at=self.far)
 
     def attend_spans(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
-        """Attend spans; the local one makes the memory, before anything is chosen from it."""
+        """Attend spans; the local span also updates the memory, before the choice."""
         found = super().attend_spans(q, placed, cache, step)
         if found is not None and placed.part.exact:
             self.memorise(q, found[1], cache, step)
@@ -155,7 +155,7 @@ class InfLLM(LocalMethod):
         return dot_products(far.mean(dim=1, keepdim=True), summary).sum(dim=0)[0]
 
     def log_mass(self, relevance: Tensor, n_heads: int, head_dim: int) -> Tensor:
-        """Return the relevance as logarithms of attention mass, up to a constant."""
+        """Turn the relevance into logarithms of attention mass, up to a constant."""
         n_products = n_heads * min(self.repr_tokens, self.block_size)
         return relevance.float() / (n_products * math.sqrt(head_dim))
 
@@ -173,9 +173,10 @@ class InfLLM(LocalMethod):
         return chosen
 
     def memorise(self, q: Tensor, lse: Tensor, cache: LayerCache, step: Step) -> None:
-        """Add this block's part of the representative scores; summarise the memory blocks that are complete now.
+        """Add this block's local attention to the votes; summarise the memory blocks that are complete now.
 
-        `lse [H, T]` is local attention's. The votes `[H, n]` are the scores of the tokens behind the memory.
+        `lse [H, T]` is local attention's. The votes `[H, n]` are the representative scores of the tokens after the
+        memory.
         """
         kept = cache.kept(Staged, VOTES)
         done = self.sinks if kept.value is None else step.start - kept.value.shape[1]  # where the votes begin
@@ -198,6 +199,6 @@ class InfLLM(LocalMethod):
         kept.stage(votes)
 
     def votes(self, q: Tensor, lse: Tensor, first: int, cache: LayerCache, step: Step) -> Tensor:
-        """Return what each token from `first` on has of the local attention of the block's queries: `[H, n]`."""
+        """Return the sum of the block's local attention weights for each token from `first` on: `[H, n]`."""
         keys = cache.kept(RecentRows, RECENT).span(first, step.stop)
         return attention_sums(rotate(q, step.true_turn(q)), keys, lse, self.n_recent)

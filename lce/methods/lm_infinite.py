@@ -1,4 +1,4 @@
-"""LM-Infinite: a Lambda-shaped mask and a ceiling on distances, with a few far tokens if asked for."""
+"""LM-Infinite: a Lambda-shaped mask and a ceiling on distances, optionally with a few far tokens."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class LMInfinite(LocalMethod):
 
     Example: `sinks=2, local=3`; query 9 sees tokens 9, 8, 7 at 0, 1, 2 and tokens 1, 0 at 3.
 
-    Keys are cached unrotated, because all far keys are seen at one distance; the last `local` also at their positions.
-    Time: O((sinks + local) · D) a token and head; with `top_k`, O(N · D) for the scores.
+    Keys are cached unrotated, because all far keys are seen at one distance; the last `local` also at their own
+    positions. Time: O((sinks + local) · D) a token and head; with `top_k`, O(N · D) for the scores.
     """
 
     sinks: int = 10
@@ -73,7 +73,7 @@ class LMInfinite(LocalMethod):
         return not self.top_k
 
     def choice_cost(self, block: QueryBlock) -> Cost:
-        """Count the middle: its scores serve as logits too, so of its attention the weighted sum of values is left."""
+        """Count the middle: scores are also the logits, so attention adds only the weighted sum of values."""
         n_middle = block.stop - self.n_local - self.sinks
         if not self.layer_kind(block.layer) or n_middle <= 0:
             return Cost(0)

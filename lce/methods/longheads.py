@@ -1,4 +1,4 @@
-"""LongHeads: every head of every query reads a few chunks, chosen for it, within the window it was trained on."""
+"""LongHeads: each head of each query attends a few chosen chunks, within the trained window."""
 
 from __future__ import annotations
 
@@ -26,18 +26,17 @@ from lce.methods.step import Step
 class LongHeads(SelectiveMethod):
     """LongHeads (Lu et al., 2024, "Multi-Head Attention is Secretly a Long Context Processor").
 
-    For each complete chunk and query head, the method keeps the summary c, all keys and queries rotated at offsets
-    0..L-1: `O = softmax(Q Kᵀ/√D) V` without a causal mask, `q^c = mean(O)`, `c = softmax(q^c Kᵀ/√D) K` (Eq. 1-2). The
-    score of a chunk is `q · c` with the unrotated query (Eq. 3). A query attends chunk 0, the `chunks - 3` best chunks
-    of those between, the last complete chunk, and its own. They stand side by side from position 0: while the text fits
-    in `chunks` chunks, this is full attention.
+    For each complete chunk and query head, the method keeps the summary c (keys and queries rotated at offsets 0..L-1):
+    `O = softmax(Q Kᵀ/√D) V` without a causal mask, `q^c = mean(O)`, `c = softmax(q^c Kᵀ/√D) K` (Eq. 1-2). The score of
+    a chunk is `q · c` with the unrotated query (Eq. 3). A query attends chunk 0, the `chunks - 3` best chunks between,
+    the last complete chunk, and its own chunk. These chunks stand side by side from position 0: while the text fits in
+    `chunks` chunks, this is full attention.
 
-    `share` says which heads sum their scores and choose together: none (`head`, the paper), the query heads of one KV
+    `share` says which heads sum their scores to choose together: none (`head`, the paper), the query heads of one KV
     head (`group`), or all heads (`layer`). The paper's ablations: `rank` takes the best, the worst or random chunks;
     `keep_first=False` lets chunk 0 compete, `keep_last=False` the last complete chunk: a query attends `chunks` chunks
-    all the same. With `fix_head` all heads follow the first, with `fix_layer` all layers.
-    `placement` is that of `SelectiveMethod`; the paper's is `side_by_side`. The preset `released` is what the authors'
-    code sets for Llama 2.
+    all the same. With `fix_head` all heads follow the first, with `fix_layer` all layers. `placement` is that of
+    `SelectiveMethod`; the paper's is `side_by_side`. The preset `released` is what the authors' code sets for Llama 2.
 
     Cost: a token is scored against M summaries, O(H · M · D), and attends at most `chunks · L` keys. A summary is
     H · D numbers a chunk.

@@ -30,8 +30,8 @@ from lce.models.config import RopeConfig
 class LowDimMap:
     """One layer's maps: `query [H·D, R]`, `key [G·D, R]`, and their biases `[R]`.
 
-    The query's bias gives each key a score of its own, `query_bias · (k B)`. The key's bias adds the same to all scores
-    of a query: where it takes the keys' mean away, low-dim keys are small and rounded less.
+    The query's bias adds `query_bias · (k B)` to each key's score. The key's bias adds an equal number to all scores of
+    a query: if the bias removes the keys' mean, low-dim keys are small and lose less in rounding.
     """
 
     query: Tensor
@@ -50,7 +50,7 @@ class LowDimMap:
 
     def low_keys(self, k: Tensor) -> Tensor:
         """Map keys `[N, G·D]` to few dimensions, `[N, R]`."""
-        return torch.addmm(self.key_bias, k, self.key)  # rounded once: the bias takes most of the product away
+        return torch.addmm(self.key_bias, k, self.key)  # rounded once: the bias cancels most of the product
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the four tensors by name."""
@@ -116,7 +116,7 @@ def _text(value: object) -> str:
 class LowDimMaps:
     """A model's maps, one pair a layer, all of one `low_dim`.
 
-    `learned_for` says what a map file was learned for. Maps made in memory may be without, and are used as they are.
+    `learned_for` is the setting of a map file. Maps made in memory may have None, and are not checked.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class LowDimMaps:
 
     @cached_property
     def digest(self) -> str:
-        """Eight letters that tell these maps from others of the same name."""
+        """Eight letters that identify the maps' contents."""
         numbers = (x.float().numpy(force=True).tobytes() for maps in self.layers for x in maps.tensors().values())
         return hashlib.sha256(b"".join(numbers)).hexdigest()[:8]
 
@@ -151,7 +151,7 @@ class LowDimMaps:
         return self._cast[kind]
 
     def check_shapes(self, n_layers: int, n_heads: int, n_kv_heads: int, head_dim: int) -> None:
-        """Raise `UsageError` unless these are maps of a model with such layers, `n_layers` of them or more."""
+        """Raise `UsageError` unless the maps fit a model of `n_layers` such layers."""
         wanted = LowDimMap.shapes(n_heads, n_kv_heads, head_dim, self.low_dim)
         fit = all({name: tuple(x.shape) for name, x in maps.tensors().items()} == wanted for maps in self.layers)
         if not fit or len(self.layers) < n_layers:
@@ -183,8 +183,8 @@ def usable(maps: object, low_dim: int, far: int, window: int, method: str) -> Lo
 def principal(k: Tensor, low_dim: int) -> Tensor:
     """Return the directions `[G·D, R]` in which keys `k [G, N, D]` vary most, R = `min(low_dim, G·D, N - 1)`.
 
-    Used for the keys and, summed over the query heads that share a KV head, for the queries. The keys' mean need not
-    be taken away: it shifts all scores of a query alike. Time: O(N · (G·D)² + (G·D)³).
+    The directions serve keys, and queries summed over the query heads that share a KV head. The keys' mean is not
+    subtracted, because the mean shifts all scores of a query equally. Time: O(N · (G·D)² + (G·D)³).
     """
     flat = concat_heads(k).double()
     flat = flat - flat.mean(dim=0)
@@ -198,15 +198,15 @@ def concat_heads(x: Tensor) -> Tensor:
 
 
 def slice_rows(n_queries: int, row_size: int) -> int:
-    """Return how many of the queries `block_scores` looks at together."""
+    """Return how many queries `block_scores` scores at a time."""
     return max(1, min(n_queries, SCORES_AT_ONCE // row_size))
 
 
 def block_scores(f: Callable[[slice], Tensor], n_queries: int, row_size: int) -> Tensor:
     """Score tokens for a block of queries, `[M]`: `max_c (f(m; c) - max_m' f(m'; c))`.
 
-    `f` gives the scores `[t, M]` of a slice of the queries, `row_size` numbers of work a query; so many queries are
-    looked at together that memory stays bounded. Time: O(n_queries · M), and that of `f`.
+    `f` returns the scores `[t, M]` of a slice of the queries, and needs `row_size` numbers of memory a query. Slices
+    are small enough to bound memory. Time: O(n_queries · M), and that of `f`.
     """
     at_once = slice_rows(n_queries, row_size)
     best: Tensor | None = None

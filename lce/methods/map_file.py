@@ -1,6 +1,6 @@
-"""Files of low-dim maps, and the seal by which any change of such a file is noticed.
+"""Files of low-dim maps, with a seal that reveals any change.
 
-A sealed file is a safetensors file. Its metadata has a digest over all its other bytes, the header's too.
+A sealed file is a safetensors file. Its metadata has a digest over all other bytes, including the header's.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from lce.methods.lowdim import LearnedFor, LowDimMap, LowDimMaps
 
 FORMAT = "lce low-dim maps 2"
 _SEAL = re.compile(rb'"digest":"([0-9a-f]{64})"')
-_HEADER_BYTES, _ENTRY_BYTES = 1 << 16, 256  # of a header: without its tensors, and of a tensor's entry
+_HEADER_BYTES, _ENTRY_BYTES = 1 << 16, 256  # the most bytes of a header without tensors, and of a tensor's entry
 
 
 def sealed(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """Return the bytes of a safetensors file that `unsealed` recognises as whole and unchanged."""
+    """Return the bytes of a sealed safetensors file, which `unsealed` accepts."""
     raw = save(dict(tensors), {**metadata, "digest": "0" * 64})
     match = _SEAL.search(raw)
     assert match is not None, "just written"
@@ -48,7 +48,7 @@ def unsealed(raw: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def read_sealed(path: Path, most: int) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read and unseal a file of at most `most` bytes. Raises `DataError` for what is no regular file."""
+    """Read and unseal a file of at most `most` bytes. Raises `DataError` unless the file is a regular one."""
     with open(open_regular(path, follow=False), "rb") as file:
         raw = file.read(most + 1)
     if len(raw) > most:
@@ -65,7 +65,7 @@ def _digest(raw: bytes, seal: re.Match[bytes]) -> str:
 
 
 def save_maps(maps: LowDimMaps, path: Path, learned_for: LearnedFor) -> None:
-    """Write maps, tied to what they are learned for; the file appears whole or not at all."""
+    """Write maps with the setting they are learned for; the file appears whole or not at all."""
     tensors = {
         f"layers.{index}.{name}": x.to("cpu", float32).contiguous()
         for index, layer in enumerate(maps.layers)
@@ -79,7 +79,7 @@ def open_maps(
 ) -> LowDimMaps:
     """Read the maps of a file, for a model of `n_layers` layers whose maps have these shapes. `model` is for messages.
 
-    The header says whether the rest is worth reading. Raises `UsageError` for maps that are learned for other options,
+    The header is checked before the data is read. Raises `UsageError` for maps that are learned for other options,
     `DataError` for another model's and for a file that cannot be trusted.
     """
     remedy = f"make it anew by `{learned_for.command(model)}`"
@@ -108,7 +108,7 @@ def open_maps(
 def _header(file: BinaryIO, most: int) -> tuple[bytes, dict[str, Any], dict[str, Any]]:
     """Read a safetensors file's bytes up to its data, its tensors' dtypes and shapes, and its metadata: all unchecked.
 
-    Raises `ValueError` for what is no header, and for one of more than `most` bytes.
+    Raises `ValueError` for an invalid header, or one of more than `most` bytes.
     """
     prefix = file.read(8)
     length = int.from_bytes(prefix, "little")

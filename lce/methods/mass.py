@@ -1,9 +1,9 @@
-"""True attention mass: what full attention would give each key, computed slowly, to judge what methods select.
+"""True attention mass: each key's share of full attention, computed slowly, to judge the choices of methods.
 
-Beyond the window full attention with true distances is itself broken, so there are two judges. `true` is full
-attention at the distances `i - j`. `constant` is full attention at `min(i - j, W // 2)`, the distances of `rerope`:
-no position is new to the model, however long the text. Up to `W // 2 + 1` tokens they are the same. Both use the
-RoPE scaling that the model was loaded with.
+Beyond the window full attention with true distances is itself broken, so there are two judges. `true` is full attention
+at the distances `i - j`. `constant` is full attention at `min(i - j, W // 2)`, the distances of `rerope`: no distance
+is new to the model, however long the text. Up to `W // 2 + 1` tokens both are equal. Both use the RoPE scaling that the
+model was loaded with.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lce.methods.costs import QueryBlock
 from lce.methods.step import Step
 
 Judge = Literal["true", "constant"]
-PIECE = 1024  # tokens whose scores are made at a time: they stay in the processor's caches
+PIECE = 1024  # tokens scored at a time, so that scores stay in the processor's caches
 JUDGES: tuple[Judge, ...] = ("true", "constant")
 
 
@@ -41,7 +41,7 @@ class TrueMass:
         self.cap = None if judge == "true" else max(1, step.window // 2)
 
     def slices(self, n_queries: int, n_heads: int) -> Iterator[slice]:
-        """Return the block's queries, so many at a time that their scores of all keys stay bounded."""
+        """Yield slices of the block's queries, small enough to bound their scores of all keys."""
         rows = max(1, SCORES_AT_ONCE // (n_heads * self.step.stop))
         for start in range(0, n_queries, rows):
             yield slice(start, min(start + rows, n_queries))
@@ -57,7 +57,7 @@ class TrueMass:
     def of_chunks(self, q: Tensor, positions: Tensor, size: int, n_chunks: int) -> Tensor:
         """Return the logarithm of the mass of each of the first `n_chunks` chunks of `size` tokens: `[H, T, n_chunks]`.
 
-        Masses are shares of a query's attention over all keys up to itself; -inf for chunks that it does not see.
+        Masses are shares of a query's attention over all keys up to its own; -inf for chunks the query does not see.
         """
         border = n_chunks * size
         chunks = [
@@ -89,7 +89,7 @@ class TrueMass:
         return torch.cat(outs, dim=1).to(q.dtype)
 
     def _pieces(self, start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
-        """Return tokens `start..stop-1` in spans of whole chunks of `size`."""
+        """Yield tokens `start..stop-1` in spans of whole chunks of `size`."""
         length = max(1, min(self.cache.layout.segment, PIECE) // size) * size
         for first in range(start, stop, length):
             yield first, min(first + length, stop)
@@ -98,7 +98,7 @@ class TrueMass:
         """Return the logits of queries `[H, T, D]` with tokens `start..stop-1`: `[H, T, n]`, -inf for later tokens."""
         q, k = q.float(), self.cache.span(start, stop)[0].float()
         index = torch.arange(start, stop, device=q.device)
-        least, most = self.step.start - stop + 1, self.step.stop - 1 - start  # the distances that there may be
+        least, most = self.step.start - stop + 1, self.step.stop - 1 - start  # the possible distances
         if self.cap is None or most < self.cap:
             scores = self._near(q, k, positions, index)
         elif least >= self.cap:
@@ -128,7 +128,7 @@ class TrueMass:
         return _products(rotate(q, rope.turn(far, torch.float32)), rotate(k, self._plain_turn(-placed)))
 
     def _plain_turn(self, positions: Tensor) -> Turn:
-        """Return the rotation alone, without the factor of YaRN, which cached keys have already."""
+        """Return the rotation without YaRN's factor, which cached keys already have."""
         cos, sin = self.step.rope.turn(positions, torch.float64)
         scale = self.step.rope.scale
         return Turn((cos / scale).float(), (sin / scale).float())
@@ -155,6 +155,6 @@ def attended_tokens(always: Tensor, chosen: Tensor | None, first: int, size: int
 
 
 def scored_bytes(method: Method, position: int, q: Tensor, cache: LayerCache, step: Step) -> float:
-    """Return the bytes that a decode step at `position` reads to choose by, as the method counts them."""
+    """Return the bytes that a decode step at `position` reads for choosing, by the method's cost."""
     block = QueryBlock(position, position + 1, len(q), step.n_kv_heads, q.shape[-1], layer=cache.index)
     return float(method.choice_cost(block).state_read or 0) * cache.layout.dtype.itemsize

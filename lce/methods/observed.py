@@ -1,7 +1,7 @@
-"""What a method chose in a run: one recorder for traces, for the pages of `lce inspect`, and for evaluation.
+"""Observes the choices of a method in a run: for traces, for the pages of `lce inspect`, and for evaluation.
 
-`Observed` runs any method as it is. For every block and layer an `Observer` is given an `Observation`: what the method
-chose, and what can be asked of that choice while the run's cache lasts.
+`Observed` runs any method as it is. For every block and layer an `Observer` gets an `Observation`: the method's choice,
+and functions to study the choice while the run's cache lasts.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from lce.methods.wrapped import Wrapped
 
 @dataclass(frozen=True)
 class Observation:
-    """What one block of queries did in one layer.
+    """The choices of a block of queries in a layer.
 
     `rows [R]` are the observed queries, counted from the block's first. `chosen [H, T, K]` are the choices of all T
-    queries of the block, -1 for none; `scores [C, R, M]` are what the observed queries chose by, -inf for what a query
-    does not have. Where heads choose together, C is less than H. None: the method noted nothing.
+    queries of the block, -1 for none; `scores [C, R, M]` are the scores of the observed queries' candidates, -inf where
+    a query has no such candidate. If heads choose together, C is less than H. None: the method noted nothing.
     """
 
     method: Method
@@ -68,7 +68,7 @@ class Observation:
         return None if found is None else found[:, self.rows.to(found.device)]
 
     def always(self) -> Tensor | None:
-        """Return the tokens that the observed queries attend whatever they chose, `[R, N]` bool; None: not known."""
+        """Return the tokens that the observed queries always attend, `[R, N]` bool; None: not known."""
         found = always(self.method, self.layer, self.step)
         return None if found is None else found.to(self.rows.device)[self.rows]
 
@@ -79,23 +79,23 @@ class Observation:
         return attended_tokens(always[some], chosen, first, size, len(self.q))
 
     def mass(self, judge: Judge) -> TrueMass:
-        """Return full attention over the same keys, by which the choice is judged."""
+        """Return full attention over the same keys, to judge the choice by."""
         return TrueMass(self.method, self.cache, self.step, judge)
 
     def scored_bytes(self) -> float:
-        """Return the bytes that the observed queries read to choose by, each as a decode step."""
+        """Return the bytes that the observed queries read for choosing, each as a decode step."""
         queries = self.positions.tolist()
         return sum(scored_bytes(self.method, query, self.q, self.cache, self.step) for query in queries)
 
 
 class Observer(Protocol):
-    """What looks on while a method runs."""
+    """The interface of observers of a method's run."""
 
     def rows(self, step: Step) -> Tensor | None:
         """Return the queries of a block to observe, counted from the block's first; None for all of them."""
 
     def observe(self, seen: Observation, out: Tensor) -> Tensor:
-        """Take what a layer did, and return the layer's output: the method's own `out [H, T, D]`, or another."""
+        """Observe a layer; return the layer's output: the method's own `out [H, T, D]`, or another."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,6 @@ class Observed(Wrapped):
             noted = replace(noted, note_scores=scores.__setitem__, noted=None if some is None else rows)
         out = self.inner.attend(q, cache, noted)
         by = scores.get(cache.index)
-        if by is not None and by.shape[1] == n != len(rows):  # the method gave the scores of all queries
+        if by is not None and by.shape[1] == n != len(rows):  # the method noted scores of all queries
             by = by[:, rows.to(by.device)]
         return self.observer.observe(Observation(self.inner, q, cache, step, rows, chosen.get(cache.index), by), out)

@@ -1,8 +1,7 @@
-"""Selections that cheat: what has most true attention is chosen, at the cost of full attention. For analysis.
+"""Selections that cheat: they choose by true attention mass, at the cost of full attention. For analysis.
 
 `oracle` is a selector of chunks or single tokens by itself. `cheating` is any selecting method with its own choice
-replaced: the same budget, the same tokens that are always attended, the same placement, and the true mass in the
-place of its scores.
+replaced: the budget, the tokens always attended and the placement stay, and the true mass replaces the scores.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from lce.methods.step import Step
 
 
 class ByMass(WithoutSummaries):
-    """Mixed into a selector of chunks: they are chosen by true attention mass."""
+    """A mixin for selectors of chunks: choices are made by true attention mass."""
 
     judge: Judge
 
@@ -41,11 +40,11 @@ class ByMass(WithoutSummaries):
         return scores
 
     def choice_cost(self, block: QueryBlock) -> Cost:
-        """Count all keys as read to choose by; their scores are not counted."""
+        """Count all keys as read for choosing; scores are not counted."""
         return super().choice_cost(block) + Cost(0, None, state_read=block.stop * block.n_kv_heads * block.head_dim)
 
     def choosers(self, n_heads: int, n_kv_heads: int) -> int:
-        """Return how many choose on their own."""
+        """Return how many groups of heads choose independently."""
         if not isinstance(self, LongHeads):
             return n_heads
         return 1 if self.fix_head else {"head": n_heads, "group": n_kv_heads, "layer": 1}[self.share]
@@ -56,10 +55,10 @@ class ByMass(WithoutSummaries):
 class Oracle(ByMass, BudgetedChunks):
     """The chunks with most true attention, for every query of every head. For analysis, not to serve with.
 
-    It answers what the best selection could do with a budget and a placement: what a method misses and the oracle
-    answers was a matter of selection. `judge` says by which attention the mass is taken: `constant`, full attention at
-    distances `min(i - j, W // 2)`, which no text is too long for; or `true`, at the distances `i - j`, which beyond the
-    window is as broken as `full` is.
+    The oracle shows what the best selection could do with a budget and a placement: questions that a method misses and
+    the oracle answers are failures of selection. `judge` says by which attention the mass is taken: `constant`, full
+    attention at distances `min(i - j, W // 2)`, which no text is too long for; or `true`, at the distances `i - j`,
+    which beyond the window is as broken as `full` is.
 
     A query attends the first chunk and the last complete one, unless `keep_first` or `keep_last` is false, the best of
     the others, and its own: `chunks` in all, or as many as `budget` tokens hold. `chunk_size=1` chooses single tokens.

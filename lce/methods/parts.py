@@ -1,4 +1,4 @@
-"""Parts as values: which keys the queries of a step see, where the queries stand, and where the keys stand.
+"""Parts as values: the keys that the queries of a step see, and the positions of queries and keys.
 
 A method declares its parts once, in `Method.parts_of`. Attending a block (`attending`), the recorded decode step
 (`decoding`), explanations (`distances`) and operation counts (`costs`) are made of them, for all methods alike.
@@ -18,15 +18,15 @@ RECENT = "recent keys"  # the state that holds the last keys at their absolute p
 
 @dataclass(frozen=True)
 class Part:
-    """Some keys, at some placement, as the queries `i [T]` of a step see them.
+    """Some keys that the queries `i [T]` of a step see, with positions for queries and keys.
 
     `keys` is the span `(start, stop)` of the tokens that each query sees, or `CHOSEN`. No span reaches beyond the
     query: a start below 0 means 0, a stop beyond `i + 1` means `i + 1`, and a stop at or before the start means none.
-    `query_at` is the position from which the queries see the keys. Chosen keys may have one a slot, `[T, K]`; a query
-    that chooses fewer than its `n_slots [T]` has them in the last of its slots.
+    `query_at` is the position from which the queries see the keys. For chosen keys the position may differ by slot,
+    `[T, K]`; a query with fewer choices than its `n_slots [T]` has the choices in its last slots.
 
-    The keys are seen where the method caches them (`Method.key_positions`), or with `exact` at their own index. Keys
-    that are cached unrotated stand at 0, so `query_at` is then the distance.
+    Keys are seen at the positions where the method caches them (`Method.key_positions`), or with `exact` at their own
+    index. Unrotated keys stand at 0, so `query_at` is then the distance.
 
     Example: ReRoPE with `local = 3` has `Part((i - 2, i + 1), i, exact=True)` and `Part((0, i - 2), 3)`.
     """
@@ -39,10 +39,10 @@ class Part:
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """What parts may depend on besides the queries' indices.
+    """The facts that parts may depend on, besides the queries' indices.
 
-    `kind` is what `Method.layer_kind` says of the layer. `longest` is the length of the longest text that the queries
-    may belong to: in a block, of the text up to its end. `sliding_window` is the checkpoint's.
+    `kind` is the layer's `Method.layer_kind`. `longest` is the length of the longest text that the queries may belong
+    to: for a block, the text up to its end. `sliding_window` is the checkpoint's.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""Where a query sees the chunks that it chose: how keys are cached and which query is scored follow from it."""
+"""Placements of chosen chunks. A placement determines how keys are cached and how scored queries are rotated."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lce.methods.step import Step
 
 
 class Placement(ABC):
-    """Where a query sees the chunks that it chose, and its own chunk."""
+    """The positions at which a query sees its chosen chunks and its own chunk."""
 
     def key_positions(self, indices: Tensor, size: int) -> Tensor | None:
-        """Return where keys are rotated to before they are cached; None: left unrotated."""
+        """Return the positions at which keys are cached; None: unrotated."""
         return None
 
     @abstractmethod
@@ -27,7 +27,7 @@ class Placement(ABC):
         """
 
     def scored(self, q: Tensor, step: Step, size: int) -> Tensor:
-        """Return the block's queries as `score` is given them."""
+        """Return the block's queries, rotated for `score`."""
         return q
 
 
@@ -38,7 +38,7 @@ class SideBySide(Placement):
         return indices % size
 
     def part(self, i: Tensor, size: int, n_slots: int, most: int) -> Part:
-        """Return a chunk cached at offsets 0..L-1 is seen at slot s by turning the query back by s·L.
+        """Turn the query back by s·L for slot s, because chunks are cached at offsets 0..L-1.
 
         Example: L = 4, two slots, index 13 (own chunk 3, offset 1): the query is at 9 for slot 0, at 5 for slot 1.
         """
@@ -48,7 +48,7 @@ class SideBySide(Placement):
 
 
 class TruePositions(Placement):
-    """Chosen chunks at their true positions: for models whose window is long already, and whose users want speed."""
+    """Chosen chunks at their true positions: for speed with models whose window is long already."""
 
     def key_positions(self, indices: Tensor, size: int) -> Tensor | None:
         return indices

@@ -1,4 +1,4 @@
-"""The loop that drives a method over a cache, and a method on plain tensors, without a model."""
+"""Drives a method over a cache, and runs a method on plain tensors, without a model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Driver:
-    """A method behind the attention hook, and what it attends with. Holds no state."""
+    """A method with its attention backend. Holds no state."""
 
     method: Method  # resolved
     attention: Attention
@@ -37,11 +37,11 @@ class Driver:
     sliding_window: int | None = None
 
     def begin(self, cache: KVCache, rope: Rope, n_tokens: int, note: Note | None = None) -> Block:
-        """Begin to append a block of `n_tokens` tokens to a cache; makes space for them."""
+        """Begin to append a block of `n_tokens` tokens to a cache; make space for the tokens."""
         cache.begin()
         start, stop = cache.length, cache.length + n_tokens
         cache.reserve(stop)
-        if n_tokens == 1:  # a token chooses much the same as the token before it
+        if n_tokens == 1:  # a token's choices are much like the previous token's
             cache.prefetch(0)
         whole = Step(start, stop, rope, self.attention, self.window, self.n_kv_heads, self.sliding_window, note)
         return Block(self.method, cache, {part.first_layer: replace(whole, memo={}) for part in cache.layout.by_device})
@@ -50,8 +50,8 @@ class Driver:
         """Return the hook for one token whose index is read on the device, `at [1]`; begins and commits nothing.
 
 
-        The method `decodes`, and the cache has space for the token. What the hook does can be recorded, and run again
-        for each token that makes a text of at most `bound` tokens.
+        The method must have `decodes`, and the cache space for the token. The hook's work can be recorded, and replayed
+        for each token of a text of at most `bound` tokens.
         """
         step = DeviceStep(at, bound, rope, self.attention, self.window, self.n_kv_heads, self.sliding_window)
 
@@ -85,22 +85,22 @@ class Driver:
 class Block:
     """A block of tokens of one context on its way through the layers of a model.
 
-    Then `cache.commit()` keeps the block, and `cache.settle()` drops one that failed.
+    After the last layer `cache.commit()` keeps the block; `cache.settle()` drops a failed one.
     """
 
     method: Method
     cache: KVCache
-    steps: Mapping[int, Step]  # by the first layer of each device: each has a memo of its own
+    steps: Mapping[int, Step]  # by the first layer of each device, each with its own memo
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The attention hook, called once a layer, in order: `q [H, T, D]`, `k v [G, T, D]` to `[H, T, D]`."""
+        """Attend in a layer, once for each, in order: `q [H, T, D]`, `k v [G, T, D]` to `[H, T, D]`."""
         own = self.cache.layers[layer]
         step = self.steps[own.layout.first_layer]
         with section("cache"):
             self.method.keep(k, v, own, step)
-        with section("selection"):  # what is neither attention nor the cache is choosing
+        with section("selection"):  # time outside attention and cache counts as selection
             out = self.method.attend(q, own, step)
-        if q.shape[1] == 1:  # behind this layer's own pages and kernels
+        if q.shape[1] == 1:  # after this layer's own pages and kernels
             self.cache.prefetch(layer + 1)
         return out
 
@@ -111,12 +111,12 @@ def run(
     blocks: int | str | Sequence[int] | None = None, rope: Rope | None = None, attention: str = "auto",
     sliding_window: int | None = None, note: Note | None = None,
 ) -> Tensor:  # fmt: skip
-    """A method's output `[H, N, D]` for unrotated `q [H, N, D]`, `k v [G, N, D]`, as in the first layer of a model.
+    """Run a method as the first layer of a model does: unrotated `q [H, N, D]`, `k v [G, N, D]` to `[H, N, D]`.
 
-    `window` is how many positions that model can be trusted on. `blocks` is one size for all blocks, or the sizes in
-    order; None is what suits the method. `rope` is by default RoPE of base 10000 without scaling, `attention` is the
-    name of a backend, `note` is called as `Step` says. Raises `UsageError` for shapes that do not fit, and
-    `CapacityError` for knobs that need more memory than there is.
+    `window` is how many positions the model can be trusted on. `blocks` is one size for all blocks, or the sizes in
+    order; None: the method's own. `rope` is by default RoPE of base 10000 without scaling, `attention` is the name of a
+    backend, `note` is as in `Step`. Raises `UsageError` for shapes that do not fit, and `CapacityError` for knobs that
+    need more memory than there is.
 
     Example: queries of zeros weigh all keys alike, so each output is the mean of the values so far.
 
@@ -167,7 +167,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> None:
 
 
 def _block_sizes(blocks: int | str | Sequence[int], n_tokens: int) -> list[int]:
-    """The sizes of the blocks that `n_tokens` tokens are cut into."""
+    """Return the sizes of the blocks that `n_tokens` tokens are cut into."""
     if isinstance(blocks, str) or not isinstance(blocks, Sequence):
         size = count(blocks, "blocks")
         return [min(size, n_tokens - start) for start in range(0, n_tokens, size)]
