@@ -19,6 +19,7 @@ def test_it_is_small_and_was_trained_on_a_short_window() -> None:
     assert sum(file.stat().st_size for file in DEMO.iterdir()) < 32 * 2**20
 
 
+@pytest.mark.slow
 def test_full_attention_answers_within_the_window_and_fails_beyond_it() -> None:
     engine = lce.load("demo", method="full")
     assert pass_keys(engine, 512, 20).mean >= 0.95
@@ -29,6 +30,7 @@ def test_longheads_answers_beyond_the_window() -> None:
     assert pass_keys(lce.load("demo", method="longheads"), 3000, 6).mean >= 0.8
 
 
+@pytest.mark.slow
 def test_esa_answers_beyond_the_window() -> None:
     assert pass_keys(lce.load("demo", method="esa"), 3000, 6).mean >= 0.8
 

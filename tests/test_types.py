@@ -105,7 +105,7 @@ def mypy(python: str | Path, folder: Path, text: str) -> tuple[int, str]:
     return process.returncode, out + err
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_an_embedders_file_is_typed(tmp_path: Path) -> None:
     assert mypy(sys.executable, tmp_path, EMBEDDER) == (0, "Success: no issues found in 1 source file\n")
     code, output = mypy(sys.executable, tmp_path, "\n".join(["import lce", *MISTAKES]))

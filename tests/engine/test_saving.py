@@ -363,7 +363,9 @@ class Fault:
         return call
 
 
-@pytest.mark.parametrize("how", ["ENOSPC", "EIO", "short"])
+@pytest.mark.parametrize(
+    "how", ["ENOSPC", pytest.param("EIO", marks=pytest.mark.slow), pytest.param("short", marks=pytest.mark.slow)]
+)
 def test_the_old_file_or_the_new_one_whatever_write_fails(
     how: str, engine: lce.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -386,7 +388,9 @@ def test_the_old_file_or_the_new_one_whatever_write_fails(
     assert k > 10
 
 
-@pytest.mark.parametrize("how", ["ENOSPC", "EIO", "short"])
+@pytest.mark.parametrize(
+    "how", ["ENOSPC", pytest.param("EIO", marks=pytest.mark.slow), pytest.param("short", marks=pytest.mark.slow)]
+)
 def test_a_prefill_into_a_file_goes_on_whatever_write_fails(
     how: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ def compile_kernels(*options: str, cache: Path) -> list[str]:
     return out.splitlines()
 
 
+@pytest.mark.slow
 def test_decode_kernels_compile_and_do_not_spill(tmp_path: Path) -> None:
     lines = compile_kernels("--only", "decode one row bf16 128", "--arch", "90", cache=tmp_path)
     assert [line.split()[6] for line in lines[:-1]] == ["_one_row", "_merge_row"]

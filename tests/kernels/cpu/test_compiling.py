@@ -66,6 +66,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     assert run(tmp_path).stdout.split()[0] == "64.0"
 
 
+@pytest.mark.slow
 def test_a_damaged_cache_is_written_again(compiled: Compiled, tmp_path: Path) -> None:
     shutil.copytree(compiled.home, tmp_path, dirs_exist_ok=True)
     for kind, size in (("nbi", 20), ("nbc", 2000)):
@@ -95,6 +96,7 @@ def test_each_kernel_has_files_of_its_own(compiled: Compiled) -> None:
     assert len({file.name.partition(".")[0] for file in files}) == len(files)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variables",
     [{"NUMBA_DISABLE_JIT": "1"}, {"NUMBA_CPU_NAME": "generic"}, {"NUMBA_THREADING_LAYER": "workqueue"}],

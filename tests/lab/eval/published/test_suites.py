@@ -54,7 +54,14 @@ def test_unknown_names_get_the_nearest() -> None:
         find("ruler").variant("x")
 
 
-@pytest.mark.parametrize(("suite", "task"), [(suite, task) for suite, tasks in LAYOUTS.items() for task in tasks])
+@pytest.mark.parametrize(
+    ("suite", "task"),
+    [
+        pytest.param(suite, task, marks=[pytest.mark.slow] if "longbook" in task else [])
+        for suite, tasks in LAYOUTS.items()
+        for task in tasks
+    ],
+)
 def test_a_perfect_answer_scores_100(tmp_path: Path, suite: str, task: str) -> None:
     """Its answer, written in the benchmark's own layout of predictions and read again."""
     if task in ("gov_report", "vcsum", "news_summ", "longbook_sum_eng"):
