@@ -1,4 +1,4 @@
-"""The slow, obvious truth: attention straight from the definitions, in float64. It shares no code with lce.
+"""The slow, obvious truth: attention straight from the definitions, in float64, sharing no code with lce.
 
 Each method is a function from a whole sequence's `q [H, N, D]`, `k v [G, N, D]` to explicit tables, for every head:
 which keys a query attends (`mask [H, N, N]`), at which distance (`distance [H, N, N]`), and for some methods a factor
@@ -25,12 +25,12 @@ class Tables(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """What a definition may depend on besides the vectors: the window, RoPE, and the sizes of the blocks."""
+    """The inputs of a definition besides the vectors: the window, RoPE, and the sizes of the blocks."""
 
     window: int
     blocks: Sequence[int] = ()
     theta: float = 10000.0
-    frequencies: Tensor | None = None  # of a scaled RoPE, with the factor that it puts on rotated vectors
+    frequencies: Tensor | None = None  # of a scaled RoPE; `factor` is its factor on rotated vectors
     factor: float = 1.0
     sliding_window: int | None = None
 
@@ -41,24 +41,24 @@ class Setting:
 
 
 def as_complex(x: Tensor) -> Tensor:
-    """RoPE turns the pair (x_i, x_{i + D/2}) as one complex number."""
+    """Return the pairs (x_i, x_{i + D/2}), which RoPE rotates, as complex numbers."""
     half = x.shape[-1] // 2
     return torch.complex(x[..., :half].double(), x[..., half:].double())
 
 
 def turned(x: Tensor, position: Tensor, setting: Setting) -> Tensor:
-    """`x [..., N, D]` rotated at `position [N]`, as complex numbers."""
+    """Rotate `x [..., N, D]` at `position [N]`; return complex numbers."""
     angle = position.double()[:, None] * setting.angles(x.shape[-1])
     return as_complex(x) * torch.polar(torch.full_like(angle, setting.factor), angle)
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """The real dot product of two complex vectors."""
+    """Return the real dot product of complex vectors."""
     return (a * b.conj()).real.sum(-1)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, tables: Tables, setting: Setting) -> Tensor:
-    """`[H, N, D]`: each row's softmax over the keys it attends, each key rotated by its distance."""
+    """Return `[H, N, D]`: each row's softmax over its attended keys, each key rotated by its distance."""
     n_heads, n, dim = q.shape
     rep = n_heads // k.shape[0]
     freq = setting.angles(dim)
@@ -77,13 +77,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, tables: Tables, setting: Setting)
 
 
 def indices(q: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-    """Queries `i [N, 1]`, keys `j [1, N]`, and a function that repeats the table of one head for all."""
+    """Return queries `i [N, 1]`, keys `j [1, N]`, and a function that repeats one head's table for all."""
     n_heads, n = q.shape[:2]
     return torch.arange(n)[:, None], torch.arange(n)[None], lambda table: table.expand(n_heads, n, n)
 
 
 def full(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Tables:
-    """Causal, distance i - j, within the checkpoint's sliding window if it has one."""
+    """Define full attention: causal, distance i - j, within the checkpoint's sliding window, if any."""
     i, j, everyone = indices(q)
     mask = j <= i
     if setting.sliding_window is not None:
@@ -92,7 +92,7 @@ def full(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Tables:
 
 
 def streaming(q: Tensor, k: Tensor, v: Tensor, setting: Setting, sinks: int = 4, local: int | None = None) -> Tables:
-    """StreamingLLM: positions are counted among the tokens that the query attends."""
+    """Define StreamingLLM: positions count only the tokens that the query attends."""
     local = local or setting.window - sinks
     n = q.shape[1]
     mask, distance = torch.zeros(n, n, dtype=torch.bool), torch.zeros(n, n, dtype=torch.int64)
@@ -115,7 +115,7 @@ def lm_infinite(
     top_k: int = 0,
     from_layer: int = 0,
 ) -> Tables:
-    """LM-Infinite: a Lambda-shaped mask, distances up to `local`, and the best of the middle as if at `local`."""
+    """Define LM-Infinite: a Lambda-shaped mask, distances up to `local`, the best of the middle as if at `local`."""
     local = local or setting.window
     i, j, everyone = indices(q)
     mask = everyone((j <= i) & ((j < sinks) | (i - j < local))).clone()
@@ -135,7 +135,7 @@ def lm_infinite(
 def rerope(
     q: Tensor, k: Tensor, v: Tensor, setting: Setting, local: int | None = None, log_scale: bool = False
 ) -> Tables:
-    """ReRoPE: everything, at a distance of at most `local`."""
+    """Define ReRoPE: all tokens, at a distance of at most `local`."""
     local = local or setting.window // 2
     i, j, everyone = indices(q)
     scale = [max(1.0, math.log(row + 1) / math.log(setting.window)) for row in range(q.shape[1])]
@@ -145,7 +145,7 @@ def rerope(
 
 
 def self_extend(q: Tensor, k: Tensor, v: Tensor, setting: Setting, local: int | None = None, group: int = 8) -> Tables:
-    """Self-Extend: true distances below `local`, distances of groups beyond."""
+    """Define Self-Extend: true distances below `local`, distances of groups beyond."""
     local = local or setting.window // 4
     i, j, everyone = indices(q)
     grouped = i // group - j // group + local - local // group
@@ -162,7 +162,7 @@ def dca(
     temperature: bool = False,
     far: int | None = None,
 ) -> Tables:
-    """Dual Chunk Attention, case by case (Eq. 2-7)."""
+    """Define Dual Chunk Attention, case by case (Eq. 2-7)."""
     size = chunk_size or 3 * setting.window // 4
     i, j, everyone = indices(q)
     behind = i // size - j // size
@@ -189,7 +189,7 @@ def longheads(
     placement: str = "side_by_side",
     top_p: float | None = None,
 ) -> Tables:
-    """LongHeads, query by query and head by head."""
+    """Define LongHeads, query by query and head by head."""
     size = chunk_size or (256 if setting.window >= 4096 else setting.window // 32)
     budget = chunks or setting.window // size
     n_heads, n = q.shape[:2]
@@ -216,14 +216,14 @@ def longheads(
 
 
 def always(own: int, keep_first: bool, keep_last: bool) -> list[int]:
-    """The chunks before its own that a query attends whatever they score."""
+    """Return the chunks before a query's own that are attended whatever their scores."""
     return sorted({c for c, kept in ((0, keep_first), (own - 1, keep_last)) if kept and 0 <= c < own})
 
 
 def reaching(top_p: float | None, fixed: list[int], free: list[int], weights: Mapping[int, float]) -> list[int]:
-    """The fixed choices, and of the others, best first, the fewest with which the share of all weights reaches `top_p`.
+    """Return the fixed choices and the fewest free ones, best first, that bring the weights' share to `top_p`.
 
-    One at least, where nothing is fixed.
+    If nothing is fixed, at least one is returned.
     """
     if top_p is None:
         return fixed + free
@@ -234,7 +234,7 @@ def reaching(top_p: float | None, fixed: list[int], free: list[int], weights: Ma
 
 
 def true_mass(q: Tensor, k: Tensor, setting: Setting, judge: str) -> Tensor:
-    """Full attention's weights `[H, N, N]`, at distances i - j, or at no more than half of the window."""
+    """Return full attention's weights `[H, N, N]`, at distances i - j, or at most half of the window."""
     n_heads, dim = len(q), q.shape[-1]
     i, j, _ = indices(q)
     distance = (i - j) if judge == "true" else (i - j).clamp(max=setting.window // 2)
@@ -261,7 +261,7 @@ def oracle(
     keep_first: bool = True,
     keep_last: bool = True,
 ) -> Tables:
-    """The chunks with most of the true mass, query by query and head by head."""
+    """Define `oracle`: the chunks with most true mass, query by query and head by head."""
     size = chunk_size or (256 if setting.window >= 4096 else setting.window // 32)
     most = budget // size if budget else chunks or setting.window // size
     mass = true_mass(q, k, setting, judge)
@@ -290,7 +290,7 @@ def random(
     keep_first: bool = True,
     keep_last: bool = True,
 ) -> Tables:
-    """Random chunks, by a hash of seed, head, query and chunk (of layer 0)."""
+    """Define `random`: chunks by a hash of seed, head, query and chunk (of layer 0)."""
     size = chunk_size or (256 if setting.window >= 4096 else setting.window // 32)
     most = budget // size if budget else chunks or setting.window // size
 
@@ -312,8 +312,8 @@ def random(
 def placed(
     n_heads: int, n: int, size: int, choose: Callable[[int, int], list[int]], placement: str = "side_by_side"
 ) -> Tables:
-    """The chosen chunks and the query's own: side by side from position 0, at their true distances, or the chosen at
-    the distance of a chunk.
+    """Place the chosen chunks and the query's own: side by side from position 0, at true distances, or the chosen at a
+    chunk's distance.
     """
     mask = torch.zeros(n_heads, n, n, dtype=torch.bool)
     distance = torch.zeros(n_heads, n, n, dtype=torch.int64)
@@ -335,10 +335,10 @@ def placed(
 def longheads_scores(
     q: Tensor, k: Tensor, v: Tensor, size: int, setting: Setting, placement: str = "side_by_side"
 ) -> Tensor:
-    """`[H, N, M]`: the query against each complete chunk's representation (Eq. 1-3).
+    """Return `[H, N, M]`: the query against each complete chunk's representation (Eq. 1-3).
 
     Side by side: the chunk at its offsets, the query unrotated. True: both at their positions. Constant: the chunk
-    unrotated, the query at position L, with the factors that RoPE's scaling puts on both.
+    unrotated, the query at position L, both with the factor of RoPE's scaling.
     """
     n_heads, n, dim = q.shape
     rep = n_heads // k.shape[0]
@@ -375,7 +375,7 @@ def quest(
     dense_layers: int = 2,
     top_p: float | None = None,
 ) -> Tables:
-    """Quest, query by query and head by head, in the first layer."""
+    """Define Quest, query by query and head by head, in the first layer."""
     if dense_layers > 0:
         return full(q, k, v, setting)
     budget = budget or max(setting.window // 4, 2 * page)
@@ -409,7 +409,7 @@ def infllm(
     far: int | None = None,
     top_p: float | None = None,
 ) -> Tables:
-    """InfLLM, block of queries by block of queries."""
+    """Define InfLLM, block of queries by block of queries."""
     local = local or setting.window // 2
     far = local if far is None else far
     n_heads, n = q.shape[:2]
@@ -474,7 +474,7 @@ def esa(
     top_p: float | None = None,
     heads: str = "sum",
 ) -> Tables:
-    """ESA, block of queries by block of queries; `maps` are those of one layer, with their biases."""
+    """Define ESA, block of queries by block of queries; `maps` are one layer's, with biases."""
     local = local or setting.window // 2
     far = local if far is None else far
     top_k = top_k or setting.window // 4
@@ -516,7 +516,7 @@ def esa(
 
 
 def directions(k: Tensor, low_dim: int) -> np.ndarray:
-    """The principal components of keys `[G, N, D]` with their heads side by side: `[G·D, low_dim]`."""
+    """Return the principal components of keys `[G, N, D]` with heads side by side: `[G·D, low_dim]`."""
     rows = k.transpose(0, 1).flatten(1).double().numpy()
     return np.linalg.svd(rows - rows.mean(axis=0))[2][: min(low_dim, len(rows) - 1)].T
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReportOutput:
-    """Where a report goes: Markdown to stdout, JSON to a file, or to stdout alone where the file is `-`."""
+    """The targets of a report: Markdown to stdout and JSON to a file, or only JSON to stdout if the file is `-`."""
 
     json_file: str | None
     quiet: bool
@@ -36,7 +36,7 @@ class ReportOutput:
         silence(self.quiet)
 
     def run(self, bench: Bench) -> None:
-        """Run a benchmark and write its report; also what was measured before an error or Ctrl-C."""
+        """Run a benchmark and write its report, even a partial one after an error or Ctrl-C."""
         output, longest = Output(json=self.json_file == "-", quiet=self.quiet), max(bench.lengths)
         beyond = next((line for each in bench.subjects.values() if (line := each.engine.beyond(longest))), None)
         try:
@@ -60,7 +60,7 @@ report_options = options.packed(
 
 
 def report_lines(report: Report) -> list[str]:
-    """Return a report as Markdown: setting, ceilings, a row for each method and length, and where the time goes."""
+    """Return a report as Markdown: setting, ceilings, a row for each method and length, and step times."""
     best, runs = report.ceilings, f"{report.repeats} run{'s' if report.repeats > 1 else ''}"
     setting = f"{report.model}, {report.dtype} on {report.device}, window {report.window:,}; lce {report.version}"
     return [
@@ -90,19 +90,19 @@ def _row(row: Row) -> str:
 
 
 def _spread(spread: Spread) -> str:
-    """Return `101 (98.2 to 103)`."""
+    """Format a spread, such as `101 (98.2 to 103)`."""
     if spread.low == spread.high:
         return _number(spread.median)
     return f"{_number(spread.median)} ({_number(spread.low)} to {_number(spread.high)})"
 
 
 def _number(x: float) -> str:
-    """Return three figures: `1,622`, `40.7`, `0.316`."""
+    """Format a number to three figures: `1,622`, `40.7`, `0.316`."""
     return f"{x:,.0f}" if x >= 1000 else f"{x:#.3g}".rstrip(".")
 
 
 def _profile(report: Report) -> list[str]:
-    """Return where the time of a step goes, in milliseconds and shares."""
+    """Return a table of the parts of a step's time, in milliseconds and shares."""
     if not report.profile:
         return []
     names = list(report.profile[0].seconds)

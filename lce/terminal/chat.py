@@ -1,4 +1,4 @@
-"""`lce chat`: the conversation at a terminal or through a pipe, and the options by which `lce generate` chats."""
+"""`lce chat`: the conversation at a terminal or through a pipe, and the chat options of `lce generate`."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ A line that begins with // is a message that begins with /."""
 
 @dataclass
 class ChatLoop:
-    """Reads messages and commands from stdin, a line each, and writes answers to stdout.
+    """A loop that reads messages and commands from stdin, a line each, and writes answers to stdout.
 
-    All else goes to stderr: the prompt mark, notes, progress and figures.
+    The prompt mark, notes, progress and figures go to stderr.
     """
 
     conversation: lce.Conversation
     output: Output
     answering: dict[str, Any]  # options of `Conversation.stream`
     saved: set[str] = field(default_factory=set)  # files that /save may replace
-    files: list[str] = field(default_factory=list)  # texts that go before the next message
+    files: list[str] = field(default_factory=list)  # texts to put before the next message
     terminal: bool = field(default_factory=lambda: sys.stdin is not None and sys.stdin.isatty())
 
     def run(self) -> None:
@@ -78,7 +78,7 @@ class ChatLoop:
 
     def _read_typed(self) -> str:
         if sys.stdout.isatty():
-            return input("> ")  # only so does readline know the mark
+            return input("> ")  # readline must know the mark
         click.echo("> ", err=True, nl=False)
         return input()
 
@@ -94,7 +94,7 @@ class ChatLoop:
             ) from None
 
     def _command(self, name: str = "", argument: str = "") -> bool:
-        """Obey a command; False if it ends the chat."""
+        """Run a command; return False if the chat ends."""
         commands: dict[str, Callable[[str], None] | None] = {
             "file": self._file, "save": self._save, "reset": self._reset, "help": lambda _: self._note(HELP),
             "exit": None,

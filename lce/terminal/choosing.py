@@ -1,4 +1,4 @@
-"""`lce eval selection` and `lce eval why`: what methods select, and why they miss, as tables or as JSON."""
+"""`lce eval selection` and `lce eval why`: methods' selections, and why methods miss, as tables or as JSON."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TaskSamples:
         return lambda engine: self.suite.made(engine, self.task, length)
 
     def setting(self, length: int) -> dict[str, Any]:
-        """Return what a record calls them."""
+        """Return the fields that identify the samples in a record."""
         return self.suite.setting(self.task, length)
 
 
@@ -52,7 +52,7 @@ def show_selection(
     queries: int, judge: Judge, states: States, by_layer: bool, record: str | None,
     loading: dict[str, Any], output: Output,
 ) -> None:  # fmt: skip
-    """Measure each method at each length, and print a row at once."""
+    """Measure each method at each length; print each row when measured."""
     check_capacity(model, methods, max(lengths), loading)
     found: list[Selection] = []
     looks = None if record is None else Looks(record)
@@ -84,7 +84,7 @@ def row(one: Selection) -> str:
 
 
 def layer_rows(one: Selection) -> list[str]:
-    """Return a line a layer: the means over its heads, and the least and largest recall of a head."""
+    """Return a line a layer: means over the layer's heads, and the least and largest recall of a head."""
     lines = []
     for layer, recall in enumerate(one.by_layer["recall"]):
         means = {name: table[layer] for name, table in one.by_layer.items() if table[layer]}
@@ -103,7 +103,7 @@ def show_causes(
     model: str, methods: Sequence[lce.Method], lengths: Sequence[int], asked: TaskSamples, each: bool,
     record: str | None, loading: dict[str, Any], output: Output,
 ) -> None:  # fmt: skip
-    """Explain each method's misses at each length, and print a row at once."""
+    """Explain each method's misses at each length; print each row when known."""
     found: list[Causes] = []
     known = None if record is None else Record(record)
     for method in methods:
@@ -130,7 +130,7 @@ def _telling(bars: Callable[[str, int, int], None], method: str) -> Callable[[st
 
 
 def verdict_lines(verdict: Any) -> list[str]:
-    """Return what a sample was answered with, change by change."""
+    """Return the answers to a sample, change by change."""
     depth = "" if verdict.depth is None else f" at depth {verdict.depth:.2f}"
     by = "" if verdict.by is None or verdict.cause == "answered" else f", answered by {verdict.by}"
     lines = [f"  sample {verdict.index}{depth}: {verdict.cause}{by}; expected {verdict.expected!r}"]

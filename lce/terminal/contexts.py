@@ -1,4 +1,4 @@
-"""Commands that go on with a context file: what is taken from the file, and what the command line says itself."""
+"""Commands that continue a context file: options from the file, and options from the command line."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class MethodOption:
-    """The method that a command line names, if it names one, and the knobs."""
+    """The method and the knobs on a command line; None if no method is named."""
 
     method: str | None
     knobs: Mapping[str, str]
 
     def load(self, model: str, context_file: str | None, loading: Mapping[str, Any]) -> lce.Engine:
-        """Return the engine for a new text, `full` if no method is named; or for a context file, made as the file was.
+        """Return the engine for a new text, by default `full`, or for a context file, with the file's options.
 
-        What the command line says comes before what the file says. It is not compared here: `Engine.open_context`
-        refuses an engine that contradicts the file.
+        Options of the command line override the file's. `Engine.open_context` refuses an engine that contradicts the
+        file.
         """
         if context_file is None:
             return lce.load(
@@ -33,7 +33,7 @@ class MethodOption:
         return self.load_for(model, describe(context_file), loading)
 
     def load_for(self, model: str, context: lce.ContextInfo, loading: Mapping[str, Any]) -> lce.Engine:
-        """Return the engine for a context that is described."""
+        """Return the engine for a described context."""
         same = self.method in (None, context.method)
         method = lce.methods.make(
             context.method if self.method is None else self.method, {**(context.knobs if same else {}), **self.knobs}
@@ -42,7 +42,7 @@ class MethodOption:
 
 
 def continued(context: lce.ContextInfo, loading: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of `lce.load` with what they leave open taken from a context file."""
+    """Return `loading` with missing options of `lce.load` taken from a context file."""
     own: dict[str, Any] = {"window": context.window}
     if loading.get("rope") is None and loading.get("rope_factor") is None:
         own |= {"rope": context.rope, "rope_factor": None if context.rope == "none" else context.rope_factor}
@@ -59,7 +59,7 @@ def ask(
     engine: lce.Engine, prompt: str | Sequence[Mapping[str, str]], context: lce.Context | None, *,
     max_tokens: int, sampling: lce.Sampling, progress: Progress,
 ) -> tuple[lce.Stream, Callable[[str], None]]:  # fmt: skip
-    """Return the answer to a prompt, or to the messages of a chat, and what saves a complete answer as a context."""
+    """Return the answer to a prompt or a chat's messages, and a function that saves the context once complete."""
     if not isinstance(prompt, str):
         conversation = engine.conversation(context=context)
         stream = conversation.stream(prompt, max_tokens=max_tokens, sampling=sampling, progress=progress)
@@ -71,7 +71,7 @@ def ask(
 
 
 def ends(model: str, context: lce.ContextInfo, n_tokens: int = 24) -> tuple[str, str]:
-    """Return the first and last words of a context's text, by the model that read it."""
+    """Return the first and last words of a context's text, by the model that read the text."""
     engine = MethodOption(None, {}).load_for(model, context, {})
     ids = engine.open_context(context.path).token_ids
     return engine.tokenizer.decode(ids[:n_tokens]), engine.tokenizer.decode(ids[-n_tokens:])

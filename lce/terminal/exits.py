@@ -22,7 +22,7 @@ _NO_MEMORY = ("not enough memory", "DefaultCPUAllocator", "out of memory")
 
 
 class Root(click.Group):
-    """The command group `lce`: turns every failure of its commands into a line and an exit code."""
+    """The command group `lce`, which turns every failure of a command into a line and an exit code."""
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Run a command line and exit the process."""
@@ -34,7 +34,7 @@ class Root(click.Group):
             code = error.exit_code
         except click.Abort:  # Ctrl-C while the command line was being read
             code = report_failure(KeyboardInterrupt())
-        except OSError as error:  # help that cannot be written
+        except OSError as error:  # help could not be written
             code = report_failure(error)
         sys.exit(code)
 
@@ -61,13 +61,13 @@ def prepare_streams() -> None:
 
 
 def keep_interrupts() -> None:
-    """Make Ctrl-C in a finaliser, where Python would print a traceback and go on, end the command a little later."""
+    """Make Ctrl-C during a finaliser end the command a little later; Python would print a traceback and go on."""
     shown = sys.unraisablehook
 
     def hook(ignored: sys.UnraisableHookArgs) -> None:
         if issubclass(ignored.exc_type, KeyboardInterrupt):
             main = threading.main_thread().ident
-            again = threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT))  # it also ends a wait
+            again = threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT))  # the signal also ends a wait
             again.daemon = True
             again.start()
         else:
@@ -77,16 +77,16 @@ def keep_interrupts() -> None:
 
 
 def leave_interrupted() -> NoReturn:
-    """Exit without Python's own shutdown, in which another Ctrl-C would print a traceback."""
+    """Exit without Python's shutdown, during which another Ctrl-C would print a traceback."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(INTERRUPTED)
 
 
 def report_failure(error: BaseException) -> int:
-    """Print the line of a failure to stderr; returns its exit code."""
+    """Print a failure's line to stderr; return the exit code."""
     _settle_stdout()
-    notes: list[str] = getattr(error, "__notes__", [])  # how to resume; an embedder finds it there too
+    notes: list[str] = getattr(error, "__notes__", [])  # how to resume; embedders can read the notes too
     if _was_interrupted(error):
         click.echo("; ".join(["\nlce: interrupted", *notes]), err=True)
         code = INTERRUPTED
@@ -99,14 +99,14 @@ def report_failure(error: BaseException) -> int:
 
 
 def _was_interrupted(error: BaseException | None) -> bool:
-    """Whether Ctrl-C is the error, or is behind it: compiled modules that it interrupts raise an ImportError."""
+    """Return whether Ctrl-C is the error or its cause: interrupted compiled modules raise an ImportError."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def classify(error: BaseException) -> tuple[int, str]:
-    """Return the exit code and the message of a failure."""
+    """Return a failure's exit code and message."""
     text = str(error).strip().partition("\n")[0]
     if isinstance(error, LceError):
         return error.exit_code, " ".join(str(error).split())
@@ -119,7 +119,7 @@ def classify(error: BaseException) -> tuple[int, str]:
 
 
 def _show(error: click.ClickException) -> None:
-    """Print a usage error as one line. What click formats over several lines, such as help, is printed as it is."""
+    """Print a usage error as one line. Messages of several lines, such as help, are printed unchanged."""
     message = error.format_message()
     if "\n" in message:
         error.show()
@@ -130,7 +130,7 @@ def _show(error: click.ClickException) -> None:
 
 
 def _settle_stdout() -> None:
-    """Flush stdout; if that fails, drop what is pending, so that Python's own exit does not fail on it."""
+    """Flush stdout; on failure drop pending output, so that Python's exit does not fail too."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -1,4 +1,4 @@
-"""What the commands print: the closing lines of figures, the tables and the JSON objects."""
+"""The commands' output: closing lines of figures, tables and JSON objects."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def generation_line(stats: Stats) -> str:
 
 
 def prefill_line(stats: Stats, decode: str = "") -> str:
-    """Return the closing line of a prefill, or of what began with one."""
+    """Return the closing line of a prefill; `decode` has a following generation's figures."""
     before = f" ({stats.read_before:,} read before)" if stats.read_before else ""
     prefill = f"{stats.read_before + stats.prompt_tokens:,} prompt tokens{before}"
     return f"{prefill} | prefill {stats.prefill_tokens_per_s:,.1f} tok/s | {decode}{memory_text(stats)}"
 
 
 def memory_text(stats: Stats, peaks: Mapping[str, int] | None = None) -> str:
-    """Return what the cache holds in each tier, the peak memory, and the traffic through each of several tiers."""
+    """Return the cache's size in each tier, the peak memory, and the traffic through each of several tiers."""
     held = {tier: size for tier, size in stats.memory.items() if size} or stats.memory
     cache = ", ".join(f"{tier} {size_text(size)}" for tier, size in held.items())
     peak = ", ".join(f"{where} {size_text(size)}" for where, size in (peaks or peak_memory()).items())
@@ -46,7 +46,7 @@ def memory_text(stats: Stats, peaks: Mapping[str, int] | None = None) -> str:
 
 
 def _traffic_text(traffic: Traffic) -> str:
-    """Return the traffic through one tier of the cache: `93% of 1,024 pages found, 12.0 MiB in, 1.5 GiB out`."""
+    """Format the traffic of one tier: `93% of 1,024 pages found, 12.0 MiB in, 1.5 GiB out`."""
     requests = traffic.hits + traffic.misses
     hits = f"{traffic.hits / requests:.0%} of {requests:,} pages found, " if requests else ""
     early = f" ({traffic.early:,} ahead of need)" if traffic.early else ""
@@ -97,7 +97,7 @@ def method_object(name: str, cls: type[Method]) -> dict[str, Any]:
 
 
 def knob_meanings(cls: type[Method]) -> dict[str, str]:
-    """Return what each knob means: the `knob_help` of a class and of the classes that it derives from."""
+    """Return each knob's meaning: the `knob_help` of a class and of its bases."""
     return {name: text for base in reversed(cls.__mro__) for name, text in vars(base).get("knob_help", {}).items()}
 
 
@@ -163,7 +163,7 @@ def explanation_lines(explanation: Explanation) -> list[str]:
 
 
 def type_text(hint: Any) -> str:
-    """Return a knob's type as a user writes it: `int`, `int or none`, `head, group or layer`."""
+    """Return a knob's type in words: `int`, `int or none`, `head, group or layer`."""
     if hint is type(None):
         return "none"
     if typing.get_origin(hint) is Literal:
@@ -182,6 +182,6 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def quantised_line(model: ModelInfo) -> str:
-    """Return what a quantised checkpoint takes, as the closing line of a command."""
+    """Return a command's closing line with a quantised checkpoint's size."""
     bits = 8 * (model.weight_bytes or 0) / model.parameters
     return f"lce: {named(model.folder)}: {size_text(model.weight_bytes or 0)}, {bits:.2f} bits a weight"

@@ -1,4 +1,4 @@
-"""What `lce info` prints of a model folder and of a context file."""
+"""The output of `lce info` about a model folder or a context file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHOWN_CHARS = 60  # of a context's text, at each end
 
 
 def model_object(model: ModelInfo) -> dict[str, Any]:
-    """Return a model as JSON; null for what the folder does not have."""
+    """Return a model as JSON; null for parts that the folder lacks."""
     plain = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
     methods = {name: knob_values(method) for name, method in model.methods.items()}
     return {
@@ -29,7 +29,7 @@ def model_object(model: ModelInfo) -> dict[str, Any]:
 
 
 def model_lines(model: ModelInfo) -> list[str]:
-    """Return a model as text: what it is, then each method's knobs for its window."""
+    """Return a model as text: its properties, then each method's knobs for its window."""
     rows = {
         "model": named(model.folder),
         "family": f"{model.family} ({model.architecture})",
@@ -55,7 +55,7 @@ def model_lines(model: ModelInfo) -> list[str]:
 
 
 def context_object(context: ContextInfo, ends: Sequence[str] | None) -> dict[str, Any]:
-    """Return a context file as JSON; `ends` are the first and last words of its text, where a model read them."""
+    """Return a context file as JSON; `ends` are the first and last words of the text, if a model decoded them."""
     plain = dataclasses.asdict(context)
     return {"kind": "context", **plain, "path": str(context.path), "knobs": dict(context.knobs), "text": ends}
 
@@ -86,7 +86,7 @@ def context_lines(context: ContextInfo, ends: Sequence[str] | None) -> list[str]
 
 
 def ascii_line(text: str) -> str:
-    """Return a piece of text on one line, its control characters escaped."""
+    """Return text on one line with control characters escaped."""
     return shown(text, 2 * SHOWN_CHARS)
 
 

@@ -1,4 +1,4 @@
-"""`lce inspect`: a recording as a page or as JSON, and the page served with the engine behind it."""
+"""`lce inspect`: a recording as a page or as JSON, and the page served with an engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write_recording(
     model: str, methods: Sequence[lce.Method], prompt: Prompt, out: str | None, json_file: str | None,
     what: dict[str, Any], loading: dict[str, Any], output: Output,
 ) -> None:  # fmt: skip
-    """Record a prompt under some methods, and write a page, or JSON, or both. `-` as `json_file` is stdout."""
+    """Record a prompt under some methods; write a page, JSON, or both. `-` as `json_file` is stdout."""
     from lce.lab.study.recording import Recorder, RecordingRequest
     from lce.lab.study.web_page import store_of, write_page
 
@@ -58,7 +58,7 @@ def write_recording(
 
 
 def _check_different(files: dict[str, str | None]) -> None:
-    """Refuse options that name one file: what is written would take the place of another one."""
+    """Refuse options that name the same file, since one output would overwrite the other."""
     options: dict[str, str] = {}
     for option, file in files.items():
         if file not in (None, "-"):
@@ -68,14 +68,14 @@ def _check_different(files: dict[str, str | None]) -> None:
 
 
 def figures_line(run: dict[str, Any]) -> str:
-    """Return what was recorded of a run: `longheads: 1,386 tokens, 8 generated, prefill 0.52 s, in all 1.40 s | …`."""
+    """Return a recorded run's line: `longheads: 1,386 prompt tokens | prefill 0.52 s, recorded in 1.40 s | …`."""
     stats, text = run["stats"], "".join(each["text"] for each in run["generated"])
     times = f"prefill {stats['prefill_s']:.2f} s, recorded in {stats['recorded_s']:.2f} s"
     return f"{run['label']}: {stats['prompt_tokens']:,} prompt tokens | {times} | {text!r}"
 
 
 def serve_live(model: str, prompt: str, port: int, most_prompt: int, loading: dict[str, Any], output: Output) -> None:
-    """Serve the page until Ctrl-C. The address alone goes to stdout."""
+    """Serve the page until Ctrl-C. Only the address goes to stdout."""
     from lce.lab.study.live import Limits, Live
     from lce.lab.study.live_server import LiveServer
 
@@ -94,7 +94,7 @@ def serve_live(model: str, prompt: str, port: int, most_prompt: int, loading: di
 
 
 def note_unused() -> None:
-    """Say which options of the command line have no effect on a page that is served."""
+    """Note which options of the command line have no effect on a served page."""
     ctx = click.get_current_context()
     given = {name for name in NOT_LIVE if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     unused = [param.opts[0] for param in ctx.command.params if param.name in given]

@@ -1,4 +1,4 @@
-"""The methods that a command line names by `--method` and `-o`: one, several, or all that can serve its model."""
+"""The methods that `--method` and `-o` name on a command line: one, several, or all that can serve the model."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def methods_of(
     names: Sequence[str], knobs: Mapping[str, str], loading: Mapping[str, Any],
     suits: Callable[[lce.Method], bool] = lambda method: True,
 ) -> list[lce.Method]:  # fmt: skip
-    """Return the methods with these names. `all` stands for those that serve the model and that `suits` takes.
+    """Return the methods called `names`. `all` stands for methods that serve the model and that `suits` accepts.
 
-    Not among them are methods for analysis, which can be named besides. What a method needs and does not find, such as
-    the learned maps of `esa`, leaves it out with a note, unless -o METHOD.KEY=VALUE names it. With `all`, KEY=VALUE is
-    a knob of the methods that have it. `loading` are options of `lce.engine.loading.resolved`. Raises `UsageError`.
+    `all` excludes methods for analysis, which can be named besides. A method that lacks something, such as the learned
+    maps of `esa`, is left out with a note, unless -o METHOD.KEY=VALUE names the method. With `all`, KEY=VALUE is for
+    the methods that have KEY. `loading` are options of `lce.engine.loading.resolved`. Raises `UsageError`.
     """
     from lce.engine.loading import resolved
 
@@ -41,12 +41,12 @@ def methods_of(
 def _is_for_analysis(name: str) -> bool:
     try:
         return lce.methods.find(name).analysis
-    except UsageError:  # one package's broken method: that is said when it is made
+    except UsageError:  # one package's broken method; making it reports the error
         return False
 
 
 def knobs_for(name: str, knobs: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """Return the knobs of one of several methods: KEY=VALUE is for all methods, NAME.KEY=VALUE for one comes first."""
+    """Return the knobs of one of several methods: KEY=VALUE is for all, and NAME.KEY=VALUE overrides it for NAME."""
     chosen = {key: value for key, value in knobs.items() if "." not in key}
     for key, value in knobs.items():
         owner, dot, own_key = key.partition(".")
@@ -58,7 +58,7 @@ def knobs_for(name: str, knobs: Mapping[str, str], names: Sequence[str]) -> dict
 
 
 def owned(name: str, knobs: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """Return what `knobs_for` does, but of KEY=VALUE only the knobs that the method has."""
+    """Return the result of `knobs_for` without the KEY=VALUE knobs that the method lacks."""
     cls = lce.methods.find(name)
     own = {field.name for field in dataclasses.fields(cls)} | {f"preset={preset}" for preset in cls.presets}
     some = {key: x for key, x in knobs.items() if "." in key or key in own or f"{key}={x}" in own}
@@ -66,7 +66,7 @@ def owned(name: str, knobs: Mapping[str, str], names: Sequence[str]) -> dict[str
 
 
 def check_owned(knobs: Mapping[str, str], names: Sequence[str]) -> None:
-    """Raise `UsageError` for a KEY=VALUE that none of the methods has, or a METHOD.KEY=VALUE of another one."""
+    """Raise `UsageError` for a KEY=VALUE that no method has, or a METHOD.KEY=VALUE of a method not in `names`."""
     valid, presets = set(), set()
     for name in names:
         with contextlib.suppress(UsageError):  # one package's broken method
@@ -100,7 +100,7 @@ def _serving(
 
 
 def _serves(name: str, loading: Mapping[str, Any]) -> bool:
-    """Whether a method with its defaults can serve the model: then it is the knobs that cannot be used."""
+    """Return whether a method with its defaults can serve the model, so that only the knobs are at fault."""
     from lce.engine.loading import resolved
 
     try:

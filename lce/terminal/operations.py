@@ -1,4 +1,4 @@
-"""What `lce plan --operations` prints: counted operations and bytes of prefill and decode."""
+"""The output of `lce plan --operations`: counted operations and bytes of prefill and decode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from lce.engine.operations import OperationCount, Operations
     from lce.methods.costs import PaperFigure
 
-COUNTED = {  # a field of `OperationCount` to what the table calls it
+COUNTED = {  # a field of `OperationCount` to its name in the table
     "projections": "projections around attention",
     "mlp": "MLP",
     "head": "head",
@@ -26,7 +26,7 @@ PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def operations_object(counted: Operations) -> dict[str, Any]:
-    """Return counted operations, with their sums; null where a method does not say what it costs."""
+    """Return counted operations with sums; null if a method does not tell its cost."""
 
     def work_object(work: OperationCount) -> dict[str, Any]:
         sums = {name: getattr(work, name) for name in ("selection", "operations", "flops", "bytes_read", "share")}
@@ -37,7 +37,7 @@ def operations_object(counted: Operations) -> dict[str, Any]:
 
 
 def operations_lines(counted: Operations) -> list[str]:
-    """Return counted operations as a table: a row a kind, a column a phase, both a token."""
+    """Return counted operations a token as a table: a row a kind, a column a phase."""
     phases = (counted.prefill, counted.decode)
     rows = [["a token", "prefill", "decode"]]
     rows += [[text, *(count_text(_a_token(work, name)) for work in phases)] for name, text in COUNTED.items()]
@@ -53,7 +53,7 @@ def operations_lines(counted: Operations) -> list[str]:
 
 
 def count_text(n: float | None) -> str:
-    """Return a count as people read it: `13.3 G`; three digits."""
+    """Format a count to three digits, such as `13.3 G`."""
     if n is None:
         return "not counted"
     n = float(f"{n:.3g}")

@@ -1,4 +1,4 @@
-"""The options that several commands share.
+"""Options that several commands share.
 
 A decorator such as `loading_options` declares a group of options and packs their values into one argument of the
 command: the flags of sampling arrive as one `lce.Sampling`, `--method` and its knobs as one `lce.Method`. Packing
@@ -59,7 +59,7 @@ COUNT, INDEX, COUNTS = Count(), Count(least=0), Counts()
 
 
 def packed(name: str, make: Callable[..., Any], *options: Decorator) -> Decorator:
-    """Declare options, shown in this order, that reach the command as one argument: `name=make(**their values)`.
+    """Declare options, shown in this order, whose values reach the command as one argument: `name=make(**values)`.
 
     Example: with `packed("corner", Point, click.option("--x"), click.option("--y"))` the command takes a `corner`.
     """
@@ -79,7 +79,7 @@ def packed(name: str, make: Callable[..., Any], *options: Decorator) -> Decorato
 
 
 def parse_knobs(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
-    """Return key=value texts as a mapping: the callback of `-o`."""
+    """Parse key=value texts into a mapping: the callback of `-o`."""
     knobs = {}
     for value in values:
         key, _, text = value.partition("=")
@@ -99,12 +99,12 @@ def parse_names(_ctx: click.Context, param: click.Parameter, values: tuple[str, 
 
 
 def parse_optional_names(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> list[str]:
-    """Do as `parse_names`, and return no name where the option is not given."""
+    """Parse names as `parse_names`; return no names if the option is not given."""
     return parse_names(ctx, param, values) if values else []
 
 
 def _suite(tasks: list[str], task_knobs: dict[str, str], depths: str | None, shard: str, **how: Any) -> dict[str, Any]:
-    """Return the tasks of `lce eval run`, and how they are asked."""
+    """Return the tasks of `lce eval run` and the suite that asks them."""
     from lce.lab.eval.running import Shard
     from lce.lab.eval.suite import Suite, make_tasks
 
@@ -117,9 +117,9 @@ def _suite(tasks: list[str], task_knobs: dict[str, str], depths: str | None, sha
 
 
 def new_file(path: str | None, force: bool) -> str | None:
-    """Return the path of a file that a command will write, checked before any work; None for none.
+    """Check the path of a file that a command will write, before any work, and return the path; None for none.
 
-    Raises `DataError` for what is no regular file, and `UsageError` for a file that exists unless it is forced.
+    Raises `DataError` for anything but a regular file, and `UsageError` for an existing file unless `force`.
     """
     if path is None:
         return None
@@ -156,7 +156,7 @@ def _selecting(names: list[str], knobs: dict[str, str]) -> list[lce.Method]:
 
 
 def _of_the_model() -> dict[str, Any]:
-    """Return the model and the options that decide which methods serve it, of the command that is run."""
+    """Return the running command's model and the options that decide which methods serve the model."""
     given = click.get_current_context().params
     return {name: given[name] for name in ("model", "window", "rope", "rope_factor") if name in given}
 

@@ -1,4 +1,4 @@
-"""Where a command's output goes: the result to stdout, as text or JSON; progress and figures to stderr."""
+"""A command's output: the result to stdout, as text or JSON; progress and figures to stderr."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from lce.engine.stream import Stream
 
 
-FIRST_LINE_S = 5.0  # work that is shorter says nothing where stderr is no terminal
+FIRST_LINE_S = 5.0  # shorter work prints no line if stderr is no terminal
 NEXT_LINE_S = 10.0
 
 
 def note(text: str) -> None:
-    """Writes a line to stderr that a user should know, whatever else is hidden."""
+    """Write a note to stderr, even under --quiet."""
     click.echo(f"lce: note: {text}", err=True)
 
 
 class ProgressLines:
-    """Progress as a line now and then, for a stderr that is no terminal.
+    """Occasional lines of progress, for a stderr that is no terminal.
 
     Example: `prefill 8,192 of 32,000, 1,504 tok/s, 16 s left`.
     """
@@ -50,7 +50,7 @@ class ProgressLines:
             click.echo(self.line(now, done, total), err=True)
 
     def line(self, now: float, done: int, total: int) -> str:
-        """Return what is done at the time `now`, with the speed since the first call: a job may begin in the middle."""
+        """Return the line for time `now`, with the speed since the first call, since a job may begin in the middle."""
         began, before = self.begin or (now, done)
         text = f"{self.label} {done:,} of {total:,}"
         if now <= began or done <= before:
@@ -62,7 +62,7 @@ class ProgressLines:
 
 @dataclass(frozen=True)
 class Output:
-    """The options --json and --quiet, and how to write under them."""
+    """A command's output under the options --json and --quiet."""
 
     json: bool = False
     quiet: bool = False
@@ -72,9 +72,9 @@ class Output:
 
     @contextmanager
     def bar(self, label: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-        """Shows progress on stderr, with speed and time left; call it with units done and in all.
+        """Show progress on stderr, with speed and time left; yield a function of the units done and the total.
 
-        A bar on a terminal, elsewhere a line now and then.
+        On a terminal progress is a bar, elsewhere occasional lines.
         """
         if self.quiet:
             yield lambda done, total: None
@@ -87,7 +87,7 @@ class Output:
 
     @contextmanager
     def bars(self) -> Iterator[Callable[[str, int, int], None]]:
-        """Show one bar a stage; call what it yields with the stage, units done and in all."""
+        """Show one bar a stage; yield a function of the stage, the units done and the total."""
         with ExitStack() as current:
             advance: dict[str, Callable[[int, int], None]] = {}  # of the current stage
 
@@ -102,9 +102,9 @@ class Output:
 
     @contextmanager
     def noting(self, *beyond: str | None) -> Iterator[list[str]]:
-        """Shows lce's own warnings as notes on stderr, the first of a kind, and adds them to the list.
+        """Show lce's own warnings as notes on stderr, the first of a kind, and append them to the yielded list.
 
-        `beyond` is what is known of the window already, None if the text is within it; no more is said of it then.
+        `beyond` has known notes on the window, None for a text within it; further window warnings are then dropped.
         """
         kinds: set[type[Warning]] = {WindowWarning} if beyond else set()
         texts = [text for text in beyond if text is not None]
@@ -126,24 +126,24 @@ class Output:
             yield texts
 
     def object(self, content: Any) -> None:
-        """Writes a result to stdout as JSON, under --json only."""
+        """Write a result to stdout as JSON, only under --json."""
         if self.json:
             click.echo(json.dumps(content))
 
     def text(self, *lines: str) -> None:
-        """Writes a result to stdout as lines, except under --json."""
+        """Write a result to stdout as lines, except under --json."""
         if lines and not self.json:
             click.echo("\n".join(lines))
 
     def figures(self, line: str) -> None:
-        """Writes a line of figures to stderr, except under --quiet."""
+        """Write a line of figures to stderr, except under --quiet."""
         if not self.quiet:
             click.echo(line, err=True)
 
     def generation(self, stream: Stream) -> None:
-        """Runs a generation to its end and writes its text as it comes, except under --json.
+        """Run a generation to its end and write the text as it comes, except under --json.
 
-        A line break follows the text, even where the generation is interrupted.
+        A line break follows the text, even if the generation is interrupted.
         """
         if self.json:
             for _ in stream:

@@ -19,7 +19,7 @@ HEADER = f"{'method':<14}{'tokens':>16}{'samples':>9}{'scored':>10}{'perplexity'
 
 @dataclass(frozen=True)
 class PerplexityTable:
-    """What is measured: a model with some methods at some lengths, over the texts of some files."""
+    """A measurement: a model with some methods at some lengths, over the texts of some files."""
 
     model: str
     methods: Sequence[lce.Method]
@@ -33,7 +33,7 @@ class PerplexityTable:
     loading: Mapping[str, Any]
 
     def measure(self, record: str | None, output: Output) -> None:
-        """Measure and print it. Whatever is refused is refused before the first line."""
+        """Measure and print the table. Refusals come before the first line."""
         check(self.stride, self.scored)
         if min(self.lengths) < 2:
             raise UsageError(f"a length is {min(self.lengths)}; expected 2 or more tokens")
@@ -75,7 +75,7 @@ class PerplexityTable:
 
     @property
     def _longest(self) -> int:
-        """Return the windows that all others end with."""
+        """The length of the windows whose ends all other windows share."""
         return max(*self.lengths, self.longest or 0)
 
     def _files(self) -> list[str]:

@@ -26,7 +26,7 @@ HEADER = f"{'task':<26}{'method':<18}{'samples':>8}{'score':>8}  {'95% interval'
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """What `lce eval published` measures; `predictions` is a folder for the answers in the benchmark's own layout."""
+    """A run of `lce eval published`; `predictions` is a folder for the answers in the benchmark's own layout."""
 
     model: str
     methods: Sequence[lce.Method]
@@ -36,7 +36,7 @@ class PublishedRun:
     loading: Mapping[str, Any]
 
     def measure(self, record: str | None, output: Output) -> None:
-        """Measure and print it, task by task. What is refused for the first task is refused before the first line."""
+        """Measure and print task by task. Refusals of the first task come before the first line."""
         tasks = self.benchmark.tasks(self.tasks)
         answers = None if record is None else Record(record)
         if answers:
@@ -94,7 +94,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def score_predictions(suite: Suite, path: str, task: str | None, metric: str | None, output: Output) -> None:
-    """Return score a file of predictions, or those of a folder, and print a line a task."""
+    """Score a file of predictions, or the files of a folder, and print a line a task."""
     found = [score_file(suite, each, task, metric) for each in prediction_files(suite, Path(path))]
     averages = {} if metric else suite.averages({each.task: each.score for each in found})
     output.object(
@@ -114,13 +114,13 @@ def row(method: str, found: TaskScore, outcome: Outcome) -> str:
 
 
 def detail_lines(found: TaskScore) -> list[str]:
-    """Return the scores by group, and by the task's other metrics."""
+    """Return lines with the scores by group and by the task's other metrics."""
     lines = [f"  {cut(name)}: {score:.2f}" for name, score in found.groups.items()]  # names are of the user's files
     return lines + [f"  by {name}: {score:.2f}" for name, score in found.others.items()]
 
 
 def outcome_object(benchmark: Benchmark, engine: lce.Engine, outcome: Outcome) -> dict[str, Any]:
-    """Return a task's outcome as JSON has it; the interval is 0 to 100 too."""
+    """Return a task's outcome for JSON; the interval is 0 to 100 too."""
     interval = {"low": 100 * outcome.score.low, "high": 100 * outcome.score.high, "interval": outcome.score.interval}
     found = {"suite": benchmark.suite.name, "method": engine.method.label, **dataclasses.asdict(outcome.published)}
     found["max_length"] = benchmark.asking.max_length
@@ -128,7 +128,7 @@ def outcome_object(benchmark: Benchmark, engine: lce.Engine, outcome: Outcome) -
 
 
 def suite_object(suite: Suite) -> dict[str, Any]:
-    """Return what a benchmark is, where its files are from, and its tasks."""
+    """Return a benchmark's description, the source of its files, and its tasks."""
     return {
         "name": suite.name, "title": suite.title, "summary": " ".join((type(suite).__doc__ or "").split()),
         "files": suite.layout, "published": suite.data, "prompts_and_metrics": suite.source,

@@ -1,4 +1,4 @@
-"""The texts that commands read: prompts, documents and the messages of a chat, from files and from stdin."""
+"""Reads the texts of commands: prompts, documents and the messages of a chat, from files and stdin."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lce.files import JsonError, named, open_regular, parse_json
 from lce.sizes import size_text
 from lce.system import free_host_memory
 
-BYTES_OF_TEXT = 16  # memory that a byte of text takes until it is token ids, at most
+BYTES_OF_TEXT = 16  # most memory that a byte of text takes until encoded
 MAX_MESSAGES_BYTES = 256 << 20
 MAX_MESSAGES_VALUES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The options of a prompt, for a command that may do without one."""
+    """The options of an optional prompt."""
 
     text: str | None
     prompt: str | None
@@ -31,12 +31,12 @@ class Prompt:
         return any(value is not None for value in (self.text, self.prompt, self.prompt_file))
 
     def read(self) -> str:
-        """Do as `read_prompt`."""
+        """Read the prompt by `read_prompt`."""
         return read_prompt(self.text, self.prompt, self.prompt_file)
 
 
 def read_prompt(text: str | None, prompt: str | None, prompt_file: str | None) -> str:
-    """Return the prompt that the options name. Raises `UsageError` for none, `DataError` for an unreadable one."""
+    """Return the prompt of the options. Raises `UsageError` for none, `DataError` for an unreadable file."""
     if text is not None and prompt is not None:
         raise UsageError("the prompt is given as an argument and with --prompt; give one of them")
     prompt = text if prompt is None else prompt
@@ -57,7 +57,7 @@ def read_prompt(text: str | None, prompt: str | None, prompt_file: str | None) -
 
 
 def read_chat(chat: bool, system: str | None, messages: str | None, **prompt: Any) -> str | list[Any]:
-    """Return what `lce generate` is asked: a prompt, or messages if one of the options of a chat is given."""
+    """Return the input of `lce generate`: a prompt, or messages if a chat option is given."""
     if not chat and system is None and messages is None:
         return read_prompt(**prompt)
     if messages == "-" and "-" in prompt.values():
@@ -69,9 +69,9 @@ def read_chat(chat: bool, system: str | None, messages: str | None, **prompt: An
 
 
 def read_text(name: str) -> str:
-    """Return the text of a UTF-8 file, or of stdin for "-", without the line break at its end.
+    """Return the text of a UTF-8 file, or of stdin for "-", without the final line break.
 
-    Raises `DataError` for what is no text file, and `CapacityError` for a text that is too long for this machine.
+    Raises `DataError` for anything but a text file, and `CapacityError` for a text too long for this machine.
     """
     source, data = read_bytes(name)
     try:
@@ -87,7 +87,7 @@ def read_text(name: str) -> str:
 
 
 def read_messages(name: str) -> list[Any]:
-    """Return the list in a JSON file, or in stdin for "-". The chat template's own check looks at its entries."""
+    """Return the list in a JSON file, or in stdin for "-". The chat template checks the entries."""
     source, data = read_bytes(name)
     if len(data) > MAX_MESSAGES_BYTES:
         raise DataError(f"{source} is larger than {MAX_MESSAGES_BYTES} bytes; expected messages of a chat")
@@ -102,7 +102,7 @@ def read_messages(name: str) -> list[Any]:
 
 
 def read_bytes(name: str) -> tuple[str, bytes]:
-    """Return what messages call a file, or stdin for "-", and its bytes."""
+    """Return the name for messages and the bytes of a file, or of stdin for "-"."""
     return ("stdin", _stdin_bytes()) if name == "-" else (named(name), _file_bytes(name))
 
 

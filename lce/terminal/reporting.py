@@ -17,7 +17,7 @@ from lce.terminal.tables import markdown
 
 
 def report_lines(report: Report) -> list[str]:
-    """A report as Markdown: all tasks side by side, then for each scores by length, bytes read, depths and notes."""
+    """Return a report as Markdown: all tasks side by side, then each task's scores, bytes read, depths and notes."""
     lines = _side_by_side(report)
     for table in report.tables:
         lines += [f"## {table.group.title}: {table.group.model}", "", *_scores(table), ""]
@@ -32,7 +32,7 @@ def report_lines(report: Report) -> list[str]:
 
 
 def _side_by_side(report: Report) -> list[str]:
-    """For each model and each length at which several tasks were asked: a row a task, a column a method."""
+    """Return a table for each model and each length with several tasks: a row a task, a column a method."""
     lines: list[str] = []
     for model in dict.fromkeys(table.group.model for table in report.tables):
         tables = [table for table in report.tables if table.group.model == model]
@@ -44,7 +44,7 @@ def _side_by_side(report: Report) -> list[str]:
 
 
 def _tasks(tables: Sequence[Table], length: int) -> list[str]:
-    """Return mean scores at one length, and their means over the tasks that the model can do within its window."""
+    """Return mean scores at one length, and means over the tasks that the model can do within its window."""
     methods = list(dict.fromkeys(method for table in tables for method, own in table.cells if own == length))
     rows, told = [], []
     for table in tables:
@@ -80,7 +80,7 @@ def _length(tokens: int | None) -> str:
 
 
 def _losses(table: LossTable) -> list[str]:
-    """Return perplexities by length or position, and what the numbers are."""
+    """Return perplexities by length or position, with an explanation of the numbers."""
     columns = table.columns
     names = [f"{column.first:,}-{column.length:,}" if column.first else f"{column.length:,}" for column in columns]
     rows = []
@@ -93,7 +93,7 @@ def _losses(table: LossTable) -> list[str]:
 
 
 def _selection(table: SelectionTable) -> list[str]:
-    """Return what methods selected and read, a row a method and length, and what the numbers are."""
+    """Return methods' selections and reads, a row a method and length, with an explanation of the numbers."""
     names = ("method", "length", "tokens", "reads", "of full", "recall", "hit@1", "hit@5", "fact", "cover", "Gini")
     rows = []
     for row in table.rows:
@@ -114,7 +114,7 @@ def _perplexity(found: Perplexity) -> str:
 
 
 def _bytes(table: Table) -> list[str]:
-    """Return bytes that a decode step reads of keys, values and what is kept of them."""
+    """Return the bytes that a decode step reads of keys, values and their summaries."""
     rows = []
     for method in table.methods:
         cells = [table.cells.get(place) for place in table.places(method)]
@@ -127,7 +127,7 @@ def _bytes(table: Table) -> list[str]:
 
 
 def _depths(table: Table) -> list[str]:
-    """Return scores by depth, where samples were made at depths that were asked for."""
+    """Return scores by depth, for samples at requested depths."""
     lines = []
     for method in table.methods:
         depths = sorted({depth for place in table.places(method) for depth in table.depths(place)})
@@ -142,7 +142,7 @@ def _depths(table: Table) -> list[str]:
 
 
 def _notes(table: Table) -> list[str]:
-    """Return what the numbers are: how many samples, which intervals, and what does not discriminate."""
+    """Return notes on the numbers: sample counts, kinds of intervals, and what does not discriminate."""
     scores = [cell.score for cell in table.cells.values()]
     if not scores:
         return table.notes
@@ -155,12 +155,12 @@ def _notes(table: Table) -> list[str]:
 
 
 def _score(score: Score) -> str:
-    """`0.95 (0.76–0.99)`."""
+    """Format a score, such as `0.95 (0.76–0.99)`."""
     return f"{score.mean:.2f} ({score.low:.2f}–{score.high:.2f})"
 
 
 def report_object(report: Report) -> dict[str, Any]:
-    """Return a report as JSON has it: every cell with its score, in numbers."""
+    """Return a report for JSON: every cell with its score, in numbers."""
     return {
         "tables": [_table_object(table) for table in report.tables], "conflicts": report.conflicts,
         "perplexities": [table.as_object() for table in report.perplexities],

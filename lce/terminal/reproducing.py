@@ -1,6 +1,6 @@
-"""`lce reproduce`: the list of tables and figures, and one of them as a table that grows row by row, or as JSON.
+"""`lce reproduce`: the list of tables and figures, or one entry as a table that grows row by row, or as JSON.
 
-An entry is measured by the commands that it prints: each is run here with `--json`.
+The commands that an entry prints measure the entry; each runs here with `--json`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def list_entries(output: Output) -> None:
 
 
 def reproduce(id: str, output: Output, *, dry_run: bool, samples: int | None, **options: Any) -> None:
-    """Run an entry, or with `dry_run` say what it would run, and print it."""
+    """Run an entry and print its cells; with `dry_run`, only print its commands."""
     entry = find(id)
     setting = Setting(**options, samples=samples or entry.samples, limit=samples)
     entry.check(setting)
@@ -50,7 +50,7 @@ def reproduce(id: str, output: Output, *, dry_run: bool, samples: int | None, **
     check_capacity(setting.model, methods, max(1, *entry.lengths(setting)), setting.loading)
     cells: list[Cell] = []
     with Commands(setting, output) as commands:
-        for cell in entry.run(setting, commands.run):  # the first command refuses what it cannot use before any output
+        for cell in entry.run(setting, commands.run):  # the first command refuses bad options before any output
             output.text(*([] if cells else [*about(entry, setting), "", *HEADER]), line(cell))
             cells.append(cell)
     notes = dict.fromkeys(f"{cell.label}: {cell.note}" for cell in cells if cell.note)
@@ -59,7 +59,7 @@ def reproduce(id: str, output: Output, *, dry_run: bool, samples: int | None, **
 
 
 class Commands(contextlib.ExitStack):
-    """Runs commands of `lce` in this process, and keeps the prose that they read in a folder until it is closed."""
+    """A runner of `lce` commands in this process; prose for the commands stays in a folder until closing."""
 
     def __init__(self, setting: Setting, output: Output) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Commands(contextlib.ExitStack):
         self.texts: dict[int, str] = {}
 
     def run(self, command: str, tokens: int) -> Any:
-        """Run a command and return what it prints as JSON. Its FILE, if it has one, is `tokens` tokens of prose."""
+        """Run a command and return its JSON output. The word FILE becomes a file of `tokens` tokens of prose."""
         words = [self._prose(tokens) if word == "FILE" else word for word in shlex.split(command)[1:]]
         words += ["--json", *(["-"] if words[0] == "bench" else []), *(["--quiet"] if self.output.quiet else [])]
         if words[0] in ("plan", "explain"):
@@ -92,17 +92,17 @@ class Commands(contextlib.ExitStack):
 
 
 def _prose(setting: Setting, tokens: int) -> str:
-    """Make prose of so many tokens of the model."""
+    """Make prose of `tokens` tokens of the model."""
     tokenizer = lce.load(setting.model).tokenizer
     prose, text, ids = sentences(Random(setting.seed)), "", list[int]()
-    while len(ids) < tokens:  # counted again for each tenth, so that the time is that of ten or so readings
+    while len(ids) < tokens:  # counted again for each tenth, so the time is that of about ten readings
         text = " ".join([text, *(next(prose) for _ in range(100 + len(text) // 1000))]).strip()
         ids = tokenizer.encode(text, bos=False)
     return tokenizer.decode(ids[:tokens])
 
 
 def described(entry: Entry, setting: Setting) -> dict[str, Any]:
-    """Return an entry and its setting as JSON has them."""
+    """Return an entry and its setting for JSON."""
     return {
         "id": entry.id, "title": entry.title, "paper": entry.paper, "claim": entry.claim, "note": entry.note,
         "same_measurement": entry.is_same(setting), "model": setting.model, "window": setting.window,
@@ -111,7 +111,7 @@ def described(entry: Entry, setting: Setting) -> dict[str, Any]:
 
 
 def about(entry: Entry, setting: Setting) -> Iterable[str]:
-    """Say what the paper measured, what is measured here, and by which commands."""
+    """Yield lines on the paper's measurement, the measurement here, and its commands."""
     yield f"{entry.id}: {entry.title}"
     yield f"the paper ({PAPERS[entry.id.partition(':')[0]]}): {entry.paper}"
     if entry.claim:
@@ -134,7 +134,7 @@ def line(cell: Cell) -> str:
 
 
 def number(x: float | str | None) -> str:
-    """Return two or three figures; text as it is, - for none."""
+    """Format a number to two or three figures; text stays, and None is -."""
     if x is None or isinstance(x, str):
         return x or "-"
     if abs(x) >= 100:

@@ -1,4 +1,4 @@
-"""`lce eval run` and `lce eval tasks`: tasks by lengths and methods, a line a cell as it is measured, or JSON."""
+"""`lce eval run` and `lce eval tasks`: tasks by lengths and methods, a line for each measured cell, or JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CEILING = "full, ceiling"
 
 @dataclass(frozen=True)
 class SuiteRun:
-    """What `lce eval run` measures."""
+    """A run of `lce eval run`."""
 
     model: str
     methods: Sequence[lce.Method]
@@ -39,7 +39,7 @@ class SuiteRun:
     loading: Mapping[str, Any]
 
     def measure(self, record: str | None, output: Output) -> None:
-        """Measure and print it. Whatever is refused is refused before the first line."""
+        """Measure and print the cells. Refusals come before the first line."""
         answers = None if record is None else Record(record)
         if answers:
             answers.prepare()
@@ -48,7 +48,7 @@ class SuiteRun:
         full = self._full(engines) if self.ceiling else None
         within: list[int] = []  # lengths of the ceilings
         for task in self.tasks:
-            self.suite.made(engines[0], task, min(self.lengths))  # raises if it does not fit
+            self.suite.made(engines[0], task, min(self.lengths))  # raises if the task does not fit
             within.append(0 if full is None else self._within(full, task))
         objects: list[dict[str, Any]] = []
         with output.noting(*(engine.beyond(max(self.lengths)) for engine in engines)):
@@ -68,7 +68,7 @@ class SuiteRun:
         self, task: Task, engines: Sequence[lce.Engine], full: lce.Engine | None, length: int, answers: Record | None,
         output: Output,
     ) -> list[dict[str, Any]]:  # fmt: skip
-        """Return the cells of a task. `full` is asked at `length` first, unless it is None."""
+        """Return the cells of a task. Unless `full` is None, `full` is asked first, at `length`."""
         objects: list[dict[str, Any]] = []
         top, reason = None, None
         if full is not None:
@@ -100,20 +100,20 @@ class SuiteRun:
             return self.suite.evaluate(engine, task, length, made=made, record=answers, about=about, progress=bar)
 
     def _engines(self) -> list[lce.Engine]:
-        """Return an engine a method, over the same weights."""
+        """Return an engine for each method, over the same weights."""
         engines: list[lce.Engine] = []
         for method in self.methods:
             engines.append(lce.load(self.model, method, sharing=engines[0] if engines else None, **self.loading))
         return engines
 
     def _full(self, engines: Sequence[lce.Engine]) -> lce.Engine:
-        """`full`, with the checkpoint's own RoPE scaling."""
+        """Return an engine of `full` with the checkpoint's own RoPE scaling."""
         plain = {**self.loading, "rope": None, "rope_factor": None}
         return lce.load(self.model, "full", sharing=engines[0], **plain)
 
 
 def row(task: Task, method: str, length: int, score: Score, *, hidden: bool = False) -> str:
-    """Return one line under `HEADER`. A score that says nothing is hidden."""
+    """Return one line under `HEADER`; `hidden` replaces the score by a dash."""
     mean = "-" if hidden else f"{score.mean:.1%}"
     ends = "-" if hidden else f"{score.low:.1%} to {score.high:.1%}"
     read = "" if score.read_bytes is None else size_text(round(score.read_bytes))
@@ -121,7 +121,7 @@ def row(task: Task, method: str, length: int, score: Score, *, hidden: bool = Fa
 
 
 def cell_object(task: Task, engine: lce.Engine, length: int, score: Score, *, ceiling: bool = False) -> dict[str, Any]:
-    """Return a cell as JSON has it."""
+    """Return a cell for JSON."""
     return {
         "task": task.name, "task_knobs": knob_values(task), "method": engine.method.label,
         "knobs": knob_values(engine.method), "length": length, "ceiling": ceiling, **dataclasses.asdict(score),
@@ -130,7 +130,7 @@ def cell_object(task: Task, engine: lce.Engine, length: int, score: Score, *, ce
 
 
 def task_object(name: str) -> dict[str, Any]:
-    """Return a task's name, what it asks and where it is from, its metric, and its knobs with their defaults."""
+    """Return a task's name, its question and source, its metric, and its knobs with defaults."""
     cls = TASKS[name]
     summary = " ".join((cls.__doc__ or "").split())
     return {"name": name, "summary": summary, "metric": cls.metric, "fills": cls.fills, "knobs": knob_values(cls())}

@@ -1,4 +1,4 @@
-"""Tables as commands print them: Markdown, and columns of text."""
+"""Formats tables: Markdown, and columns of text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows of cells as columns of text, the first on the left and the others on the right."""
+    """Return rows of cells as columns of text; the first column is left-aligned, others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])

@@ -1,4 +1,4 @@
-"""`lce trace`: what each head of each layer chose for some tokens of a text, as lines, as JSON, or as a picture."""
+"""`lce trace`: the choices of each head of each layer for some tokens of a text, as lines, JSON, or a picture."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def show_trace(
 
 
 def rows(recording: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield what each head of each layer chose for each query that is looked at. Ranks begin at 0; -1 is unknown."""
+    """Yield the choices of each head, layer and looked-at query. Ranks begin at 0; -1 is unknown."""
     run, n_heads = recording["runs"][0], recording["model"]["heads"]
     looks = {int(query): look for segment in run["segments"] for query, look in segment["looks"].items()}
     for query in run["looked"]:
@@ -55,10 +55,11 @@ def rows(recording: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def hits(recording: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return, for each mark and layer, how often its heads attended the mark for the tokens traced, and how it ranked.
+    """Return, for each mark and layer, how often heads attended the mark for the traced tokens, and its ranks.
 
-    `attended` is the share of heads that attend a token of it, `hit1` and `hit5` the share for which one of its choices
-    has the best score, or one of the five best; None where layers choose nothing. `mass` is the mean true attention.
+    `attended` is the share of heads that attend a token of the mark. `hit1` and `hit5` are the shares of heads for
+    which one of its choices has the best, or one of the five best, scores; None for layers that choose nothing. `mass`
+    is the mean true attention.
     """
     lines = []
     for number, mark in enumerate(recording["marks"]):
