@@ -1,4 +1,4 @@
-"""The time and memory of prefilling a document into a context file, and of asking the file.
+"""Measures time and memory of prefilling a document into a context file, and of asking the file.
 
     python benchmarks/contexts.py --out demo.lce                             # the demo model, 100,000 tokens
     python benchmarks/contexts.py --out long.lce --model long --make small --dtype bfloat16 --tokens 1000000 \\
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def read(engine: lce.Engine, args: argparse.Namespace) -> None:
-    """Prefill into the file and print the speed and memory as it grows."""
+    """Prefill into the file; print speed and memory while the file grows."""
     ids = [(i * 7919 + i // 4096) % (engine.model.config.vocab_size - 2) + 2 for i in range(args.tokens)]
     last = [0, time.perf_counter()]
 
@@ -82,7 +82,7 @@ def read(engine: lce.Engine, args: argparse.Namespace) -> None:
 
 
 def ask(engine: lce.Engine, path: str) -> None:
-    """Open the file, in a process that has not prefilled it, and generate some tokens."""
+    """Open the file in a process that has not prefilled the document, and generate some tokens."""
     before = peak_memory()
     started = time.perf_counter()
     context = engine.open_context(path)
@@ -96,7 +96,7 @@ def ask(engine: lce.Engine, path: str) -> None:
 
 
 def anonymous() -> int:
-    """Bytes of this process's resident memory that belong to no file, now."""
+    """Return the current bytes of this process's resident memory that belong to no file."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
 

@@ -1,9 +1,9 @@
-"""What forks add: bytes of memory, and time, of forks of one context that each read some tokens.
+"""Measures the memory and time of forks of one context that each read some tokens.
 
     python benchmarks/forks.py --forks 10
 
-The cache is that of a model of 135 million parameters: 30 layers, 3 KV heads of 64 numbers, bfloat16. Its numbers are
-random. "process" is the growth of the memory that is this process's alone, as Linux counts it (`smaps_rollup`).
+The cache has the shape of a model of 135 million parameters: 30 layers, 3 KV heads of 64 numbers, bfloat16. Numbers are
+random. "process" is the growth of this process's private memory, as Linux counts it (`smaps_rollup`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lce.cache.layout import CacheLayout
 
 
 def private_bytes() -> int:
-    """Return the memory of this process: its own pages, and those of files in memory, each once."""
+    """Return the bytes of this process's own pages and of file pages in memory, each once."""
     counts = {}
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
         name, count = line.split()[:2]

@@ -1,4 +1,4 @@
-"""Everything that is to be done on a machine with a GPU, in one command and at most eight minutes.
+"""Runs all measurements and tests for a GPU in one command, in at most eight minutes.
 
     python benchmarks/gpu.py --out results                 # all stages
     python benchmarks/gpu.py --out results --stages 0,4    # some of them
@@ -15,9 +15,9 @@
 | 6 | a profile of five tokens and of one block |
 | 7 | transformers with the same weights |
 
-Each stage is a process of its own with its own limit; stages that time nothing run side by side. `results.json` is
-written anew after each, with the last lines of what failed; `summary.txt` and `stages.log` lie beside it. Needs no
-network and no package but lce's own; stages 1 to 3 need this checkout's tests, stages 1, 2 and 7 transformers.
+Each stage is a process with its own limit; stages that time nothing run side by side. `results.json` is rewritten after
+each stage, with the last lines of failures; `summary.txt` and `stages.log` are beside it. Needs no network and no
+package but lce's own; stages 1 to 3 need this checkout's tests, stages 1, 2 and 7 transformers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ LOG_LINES = 15
 
 
 def run_stage(number: int, out: Path, record: Path, device: str, tiny: bool, deadline: float) -> str:
-    """Run a stage in this process until `deadline`, of `time.monotonic`, which processes share; its status."""
+    """Run a stage in this process until `deadline` of `time.monotonic`, which processes share; return its status."""
     import importlib
     import warnings
 
@@ -76,7 +76,7 @@ def run_stage(number: int, out: Path, record: Path, device: str, tiny: bool, dea
 
 
 class Running:
-    """A stage in a process of its own."""
+    """A stage in its own process."""
 
     def __init__(self, number: int, args: argparse.Namespace, scratch: Path, limit: float) -> None:
         self.number, self.limit = number, limit
@@ -96,7 +96,7 @@ class Running:
             )
 
     def result(self) -> dict[str, Any]:
-        """Wait for the stage, or end it at its limit; what it recorded."""
+        """Wait for the stage, or end it at its limit; return its record."""
         try:
             status = self.process.wait(max(0.0, self.started + self.limit + GRACE - time.monotonic()))
             said = "ran" if status == 0 else f"failed: exit status {status}"
@@ -113,7 +113,7 @@ class Running:
         }  # fmt: skip
 
     def end(self) -> None:
-        """End the process and those that it started."""
+        """End the process and its children."""
         if self.process.poll() is None or self.number == 1:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)

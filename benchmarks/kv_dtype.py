@@ -1,11 +1,11 @@
-"""What keys and values in 8 bits cost in accuracy: perplexity, and how far the logits move.
+"""Measures the loss of accuracy from keys and values in 8 bits: perplexity, and changes of logits.
 
     python benchmarks/kv_dtype.py                                          # the demo model on its own kind of prose
     python benchmarks/kv_dtype.py --model path --text essay.txt --tokens 8192 --method full --method longheads
 
-Each method reads the text twice, in blocks of `--block` tokens: with keys and values as computed, and with those behind
-a block's local reach in 8 bits. The KL divergence is of the second one's next-token distribution from the first one's,
-the mean over all tokens behind the first block, in nats; "same" is how often both have the same likeliest token.
+Each method reads the text twice, in blocks of `--block` tokens: with keys and values as computed, and with 8 bits
+behind a block's local reach. The KL divergence is of the second run's next-token distribution from the first's, in
+nats, averaged over all tokens behind the first block. "same" is how often both have the same likeliest token.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def read(paths: list[Path]) -> str:
 
 
 def made() -> str:
-    """Enough simple prose, always the same."""
+    """Return enough simple prose, always the same."""
     prose = sentences(Random(0))
     return " ".join(next(prose) for _ in range(20_000))
 
 
 def logits_of(text: str, args: argparse.Namespace, method: str, kv_dtype: str) -> tuple[Tensor, Tensor]:
-    """The text's token ids behind the first, and the logits before each of them."""
+    """Return the text's token ids behind the first, and the logits that predict each id."""
     engine = lce.load(args.model, method, dtype=args.dtype, block=args.block, kv_dtype=kv_dtype)
     ids = engine.tokenizer.encode(text[: 12 * args.tokens])[: args.tokens]
     return torch.tensor(ids[1:]), engine.logits(ids)[:-1]

@@ -1,11 +1,11 @@
-"""Several contexts in one pass: the speed of decoding 1, 2, 4 and 8 lanes together, and whether each has its own bits.
+"""Measures decoding 1, 2, 4 and 8 lanes in one pass: the speed, and whether each lane has the bits it has alone.
 
     python benchmarks/lanes.py
     python benchmarks/lanes.py --lengths 512 --method longheads --dtype bfloat16
 
-Random weights of a named shape. Each lane has a context of its own, of its own text. Prints, for each length and number
-of lanes, tokens a second of all lanes together, beside one lane, and whether the logits of each lane equal, to the bit,
-those of the same steps alone. Medians of the repeats, of steps in turn.
+Weights are random, of a named shape. Each lane has its own context and text. Prints, for each length and number of
+lanes, tokens a second of all lanes together, beside one lane, and whether each lane's logits equal, to the bit, its
+logits in the same steps alone. Figures are medians of the repeats, of steps in turn.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def compare(engine: lce.Engine, length: int, counts: list[int], n_steps: int) ->
 
 
 def steps(engine: lce.Engine, contexts: list[lce.Context], n_steps: int) -> tuple[list[float], list[Tensor]]:
-    """Decode the same tokens in every context: the seconds of each step, and its logits `[B, vocab]`."""
+    """Decode the same tokens in every context; return each step's seconds and logits `[B, vocab]`."""
     seconds, found = [], []
     for step in range(n_steps):
         lanes = [engine.alone.lane(context, [7 + step]) for context in contexts]

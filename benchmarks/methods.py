@@ -1,4 +1,4 @@
-"""The speed of the methods relative to full attention: the same random weights, in one process, in turn.
+"""Measures the methods' speed relative to full attention: the same random weights, in one process, in turn.
 
     python benchmarks/methods.py                                             # every method at 8,192 tokens
     python benchmarks/methods.py --methods full,dca --lengths 8192,32768 --repeats 1
@@ -85,7 +85,7 @@ def compare_before(args: argparse.Namespace, names: list[str], folder: str, leng
 
 
 def load_from(root: str, name: str, folder: str, args: argparse.Namespace) -> lce.Engine:
-    """An engine of the checkout at `root`: its modules take the place of those that are imported already."""
+    """Load an engine of the checkout at `root`, whose modules replace those imported already."""
     for module in [module for module in sys.modules if module.partition(".")[0] == "lce"]:
         del sys.modules[module]
     sys.path.insert(0, root)

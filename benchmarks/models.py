@@ -1,4 +1,4 @@
-"""Random checkpoints of named shapes, as Hugging Face folders and as GGUF files of the same weights.
+"""Makes random checkpoints of named shapes, as Hugging Face folders and as GGUF files of the same weights.
 
 python benchmarks/models.py --shape small --window 16384 --out models
 """
@@ -36,7 +36,7 @@ WINDOW = 16384
 
 
 def make_checkpoint(folder: Path, shape: dict[str, int], dtype: str, window: int = WINDOW) -> None:
-    """A random checkpoint in the published layout, with the demo model's tokenizer beside it."""
+    """Make a random checkpoint in the published layout, with the demo model's tokenizer."""
     import torch
     from safetensors.torch import save_file
 
@@ -70,7 +70,7 @@ def make_checkpoint(folder: Path, shape: dict[str, int], dtype: str, window: int
 
 
 def checkpoint(models: Path, shape: str, dtype: str, window: int = WINDOW) -> Path:
-    """The folder of a checkpoint below `models`; made once."""
+    """Return the folder of a checkpoint below `models`, made once."""
     folder = models / f"{shape}-{dtype}-{window}"
     if not folder.exists():
         models.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def checkpoint(models: Path, shape: str, dtype: str, window: int = WINDOW) -> Pa
 
 
 def token_ids(length: int) -> list[int]:
-    """A text of tokens that a vocabulary of 32,000 has."""
+    """Return a text of token ids below 32,000."""
     return [(i * 7919) % 31000 + 2 for i in range(length)]
 
 
@@ -101,10 +101,10 @@ _MODEL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_h
 
 
 def write_gguf(folder: Path, path: Path) -> None:
-    """The weights of a Llama's folder as a GGUF file in bfloat16, norms in float32, without a vocabulary.
+    """Write the weights of a Llama's folder as a GGUF file in bfloat16, norms in float32, without a vocabulary.
 
-    llama.cpp rotates neighbouring dimensions of a head, Hugging Face's checkpoints its halves: the rows of q and k are
-    reordered, as `convert_hf_to_gguf.py` does. Needs the gguf package.
+    llama.cpp rotates neighbouring dimensions of a head, Hugging Face rotates halves. So the rows of q and k are
+    reordered, as by `convert_hf_to_gguf.py`. Needs the gguf package.
     """
     import gguf
     import torch
@@ -152,7 +152,7 @@ def _gguf_name(name: str) -> str:
 
 
 def _interleaved(x: Any, heads: int) -> Any:
-    """Rows `[heads · D, hidden]` with the two halves of each head's dimensions side by side."""
+    """Reorder rows `[heads · D, hidden]` so that the halves of each head's dimensions alternate."""
     return x.view(heads, 2, -1, x.shape[1]).transpose(1, 2).reshape(x.shape)
 
 

@@ -1,8 +1,8 @@
-"""What 8 and 4 bits cost: bytes, perplexity of a text, and the divergence of the predictions.
+"""Measures weights in 8 and 4 bits: bytes, perplexity of a text, and divergence of predictions.
 
     python benchmarks/quantisation.py --model demo --text examples/haystack.txt
 
-One window of the text for each row; `KL` is in nats a token against the weights as they are stored.
+Each row reads one window of the text. `KL` is in nats a token against the stored weights.
 """
 
 from __future__ import annotations

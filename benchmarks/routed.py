@@ -1,10 +1,10 @@
-"""What `Attention.routed` gains by turning queries as it gathers them, beside turning a copy for every choice first.
+"""Compares `Attention.routed`, which turns queries while gathering, with turning a copy for every choice first.
 
     python benchmarks/routed.py
     python benchmarks/routed.py --dtype bfloat16 --queries 2048
 
-Prints, for one layer's shape, the time of both (medians of alternating repeats) and the most memory that each takes on
-top of its inputs.
+Prints, for one layer's shape, the time of both (medians of alternating repeats) and each one's peak memory besides
+inputs.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """The most bytes that tensors made during some work take at once."""
+    """Return the peak bytes of tensors made during `work`."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     held = peak = 0

@@ -1,4 +1,4 @@
-"""What a method does around attention: milliseconds a layer of a prefill block and of a decode step, by part.
+"""Times a method's work around attention: milliseconds a layer of a prefill block and a decode step, by part.
 
     python benchmarks/selection.py
     python benchmarks/selection.py --methods longheads,esa --lengths 8192,131072 --shape tinyllama
@@ -35,7 +35,7 @@ from lce.models.rope import Rope
 
 SHAPES = {"small": (12, 12, 64), "tinyllama": (32, 4, 64)}  # query heads, KV heads, head dimension
 KNOBS: dict[str, dict[str, Any]] = {"esa": {"compress": "pca"}}
-PARTS = [  # what is timed apart: a class or module, a function of it, and the name of its share
+PARTS = [  # parts to time: a class or module, the name of its function, and the name of the part
     (selective.ChunkSelection, "keep_queries", "summaries"),
     (selective.ChunkSelection, "choose", "choice"),
     (infllm.InfLLM, "memorise", "summaries"),
@@ -50,7 +50,7 @@ PARTS = [  # what is timed apart: a class or module, a function of it, and the n
 
 
 class Clock:
-    """Adds up the seconds of parts. A part within another one counts for itself, unless that one is a summary."""
+    """A clock that sums the seconds of parts. A part inside another counts for itself, except in summaries."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -77,7 +77,7 @@ class Clock:
 
 
 class Blank(Attention):
-    """Attends nothing: fills a cache quickly."""
+    """A backend that attends nothing, to fill a cache quickly."""
 
     def dense(self, q: Tensor, *_: Any, **__: Any) -> Attended:
         return q, q.new_zeros(q.shape[:-1], dtype=torch.float32)
@@ -88,7 +88,7 @@ class Blank(Attention):
 
 @contextmanager
 def shortcuts() -> Iterator[None]:
-    """What fills a cache in time that does not grow with the square of the length."""
+    """Replace functions so that filling a cache takes less than quadratic time."""
 
     def few(self: Any, q: Tensor, cache: Any, step: Any, border: int) -> Tensor:
         return torch.arange(self.sinks, self.sinks + 1)
@@ -111,7 +111,7 @@ def shortcuts() -> Iterator[None]:
 
 
 def measure(name: str, n: int, args: argparse.Namespace) -> dict[str, tuple[int, list[dict[str, float]]]]:
-    """Seconds by part of each repeat, and the queries of a block, for `prefill` and `decode` after n tokens."""
+    """Return each repeat's seconds by part, and a block's queries, for `prefill` and `decode` after n tokens."""
     n_heads, n_kv_heads, dim = SHAPES[args.shape]
     dtype, random = getattr(torch, args.dtype), torch.Generator().manual_seed(n)
     method = lce.methods.make(name, KNOBS.get(name)).resolve(args.window)

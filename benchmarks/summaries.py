@@ -1,11 +1,11 @@
-"""How far LongHeads' summaries are from the chunks' mean keys, and whether it matters.
+"""Measures the distance of LongHeads' summaries from the chunks' mean keys, and its effect.
 
     python benchmarks/summaries.py --model demo
     python benchmarks/summaries.py --model demo --samples 50 --length 8k
 
-The first reads one text of pass keys and prints, for each layer, the median over chunks and heads of
-`|c - mean| / |mean|`: c is the summary, mean the mean of the keys at their offsets. With `--samples`, it also asks
-so many pass keys twice: of `longheads`, and of `longheads` with the mean key in the place of the summary.
+Reads one text of pass keys and prints, for each layer, the median over chunks and heads of `|c - mean| / |mean|`: c is
+the summary, mean the mean of the keys at their offsets. `--samples N` also asks N pass keys twice: of `longheads`, and
+of `longheads` with the mean key instead of the summary.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FOUND: list[Tensor] = []  # a block's distances in one layer, layer by layer, bl
 
 
 def mean_key(q: Tensor, k: Tensor) -> Tensor:
-    """The mean of each chunk's keys, for each query head: `k [G, M, L, D]` to `[H, M, D]`."""
+    """Return the mean of each chunk's keys for each query head: `k [G, M, L, D]` to `[H, M, D]`."""
     return k.mean(dim=2).repeat_interleave(len(q) // len(k), dim=0)
 
 

@@ -1,10 +1,10 @@
-"""The speed of lce relative to llama.cpp: the same random weights, on the same machine, in one run.
+"""Measures lce's speed relative to llama.cpp: the same random weights, on the same machine, in one run.
 
     python benchmarks/vs_llama_cpp.py --models models                  # both shapes, bfloat16, 8 and 4 bits
     python benchmarks/vs_llama_cpp.py --models models --shape small --dtypes bf16 --methods full,longheads
 
-Needs the packages llama-cpp-python and gguf; without them it says so in one line and exits with 0. Build llama.cpp for
-the machine, or it is measured below what it can do:
+Needs the packages llama-cpp-python and gguf; without them, prints one line and exits with 0. Build llama.cpp for this
+machine, or it is slower than it can be:
 
     CMAKE_ARGS="-DGGML_NATIVE=ON" pip install --no-binary llama-cpp-python llama-cpp-python gguf
 
@@ -32,7 +32,7 @@ from typing import Any
 from models import SHAPES, checkpoint, token_ids, write_gguf
 from workers import Remote, serve
 
-KINDS = {"bf16": None, "int8": "Q8_0", "int4": "Q4_K_M"}  # of weights, and what llama.cpp calls them
+KINDS = {"bf16": None, "int8": "Q8_0", "int4": "Q4_K_M"}  # kinds of weights, and llama.cpp's names
 NEEDS = {"esa": {"compress": "pca"}}  # random weights have no learned maps
 CHECKED = 32  # tokens whose last logits are compared
 
@@ -41,7 +41,7 @@ class Lce:
     """lce, as a worker."""
 
     def load(self, folder: str, kind: str, methods: list[str], window: int | None, threads: int) -> str | None:
-        """Load one engine a method over the same weights; a line that says why it cannot."""
+        """Load one engine a method over the same weights; return a line with the reason on failure."""
         import lce
         import lce.lab.bench
 
@@ -59,7 +59,7 @@ class Lce:
         return None
 
     def run(self, method: str, length: int, new_tokens: int) -> list[float]:
-        """Tokens a second of prefill and of decode."""
+        """Return the tokens a second of prefill and of decode."""
         subject = self.subjects[method]
         context, first = subject.prefill(length, new_tokens + 8)
         with context:
@@ -84,7 +84,7 @@ class LlamaCpp:
         self.context = self.llm._ctx.ctx
 
     def run(self, length: int, new_tokens: int) -> list[float]:
-        """Tokens a second of prefill and of decode."""
+        """Return the tokens a second of prefill and of decode."""
         self.clear()
         ids = token_ids(length)
         started = time.perf_counter()
@@ -105,7 +105,7 @@ class LlamaCpp:
         self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
 
     def read(self, ids: list[int]) -> Any:
-        """Read tokens; the logits after the last one, a view."""
+        """Read tokens; return the logits after the last one, a view."""
         import numpy as np
 
         for start in range(0, len(ids), 2048):
@@ -121,7 +121,7 @@ WORKERS = {"lce": Lce, "llama.cpp": LlamaCpp}
 
 
 def gguf_of(folder: Path, kind: str) -> Path:
-    """The GGUF file of a checkpoint with weights of a kind, beside the folder; made once."""
+    """Return a checkpoint's GGUF file with weights of a kind, beside the folder, made once."""
     plain = folder.with_suffix(".bf16.gguf")
     if not plain.exists():
         write_gguf(folder, plain)
@@ -132,7 +132,7 @@ def gguf_of(folder: Path, kind: str) -> Path:
     if not path.exists():
         import llama_cpp
 
-        silent = llama_cpp.llama_log_callback(lambda level, text, data: None)  # it logs every tensor
+        silent = llama_cpp.llama_log_callback(lambda level, text, data: None)  # llama.cpp logs every tensor
         llama_cpp.llama_log_set(silent, None)
         draft = path.with_suffix(".making")
         params = llama_cpp.llama_model_quantize_default_params()
@@ -145,7 +145,7 @@ def gguf_of(folder: Path, kind: str) -> Path:
 
 
 def measure(args: argparse.Namespace, folder: Path, kind: str, threads: int) -> list[dict[str, Any]]:
-    """A row for each method, figure and length: medians, and their ratio where both were measured."""
+    """Return a row for each method, figure and length: medians, and their ratio if both were measured."""
     lengths, methods = [int(n) for n in args.lengths.split(",")], args.methods.split(",")
     ours, theirs = Remote(__file__, "lce"), Remote(__file__, "llama.cpp")
     n_ctx = -(-(max(lengths) + args.new_tokens + 8) // 256) * 256
@@ -185,7 +185,7 @@ def measure(args: argparse.Namespace, folder: Path, kind: str, threads: int) -> 
 
 
 def table(shape: str, rows: list[dict[str, Any]]) -> str:
-    """One table, as Markdown."""
+    """Return one table as Markdown."""
     lines = [
         f"\n### {shape}\n",
         "| weights | tok/s | length | lce's method | lce | llama.cpp, full | lce / llama.cpp |",
@@ -203,7 +203,7 @@ def table(shape: str, rows: list[dict[str, Any]]) -> str:
 
 
 def physical_cores() -> int:
-    """Cores that this process may use, two threads of one core counted once."""
+    """Return the number of cores that this process may use, each once whatever its threads."""
     from lce.system import usable_cores
 
     path = Path("/proc/cpuinfo")

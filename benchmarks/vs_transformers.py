@@ -1,12 +1,12 @@
-"""The speed of lce relative to transformers: the same random weights, on the same machine, in one run.
+"""Measures lce's speed relative to transformers: the same random weights, on the same machine, in one run.
 
     python benchmarks/vs_transformers.py                       # both shapes, float32 and bfloat16
     python benchmarks/vs_transformers.py --shape small --dtype float32 --lengths 512,2048
 
-Each engine runs in its own process. They are measured in turn, so that a drift of the machine's speed affects both.
-transformers runs its model's forward, with its own cache and SDPA attention and the logits of the last token alone,
-without the overhead of its `generate`. Load time excludes imports; peak memory is that of the process, mapped pages
-included. Speeds are medians. lce is better where a ratio of speeds is above 1, or one of load time or memory below 1.
+Each engine runs in its own process. Engines are measured in turn, so that a drift of the machine's speed affects both.
+transformers runs its model's forward, with its own cache and SDPA attention and only the last token's logits, without
+`generate`'s overhead. Load time excludes imports; peak memory is the process's, mapped pages included. Speeds are
+medians. lce is better if a ratio of speeds is above 1, or a ratio of load times or memory below 1.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ ENGINES = {"lce": Lce, "transformers": Transformers}
 
 
 def measure(folder: Path, dtype: str, lengths: list[int], repeats: int, new_tokens: int) -> dict[str, dict[str, float]]:
-    """Figures by name, each `{engine: median}`."""
+    """Return figures by name, each `{engine: median}`."""
     loads: dict[str, list[float]] = {name: [] for name in ENGINES}
     for _ in range(repeats):
         for name in ENGINES:
@@ -98,7 +98,7 @@ def measure(folder: Path, dtype: str, lengths: list[int], repeats: int, new_toke
 
 
 def report(title: str, figures: dict[str, dict[str, float]]) -> None:
-    """One table, as Markdown."""
+    """Print one table as Markdown."""
     print(f"\n### {title}\n\n| figure | lce | transformers | lce / transformers |\n|---|---:|---:|---:|")
     for what, values in figures.items():
         ratio = values["lce"] / values["transformers"]

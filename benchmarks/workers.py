@@ -1,4 +1,4 @@
-"""Engines in processes of their own, asked in turns over pipes: a JSON line a request and an answer."""
+"""Engines in their own processes, asked in turns over pipes: a JSON line a request and an answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 def serve(worker: Any) -> None:
     """Answer the parent's requests: each names a method of `worker` and its arguments."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints goes to stderr
+    os.dup2(2, 1)  # libraries' output goes to stderr
     for line in sys.stdin:
         request = json.loads(line)
         what = request.pop("what")
@@ -47,7 +47,7 @@ class Remote:
 
 
 def peak_memory() -> int:
-    """Bytes of this process's largest resident set."""
+    """Return the bytes of this process's peak resident set."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024

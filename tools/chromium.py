@@ -1,7 +1,7 @@
-"""Headless Chromium, driven over a pipe by the DevTools protocol: for tests of pages, and for pictures of them.
+"""Drives headless Chromium over a pipe by the DevTools protocol, for tests and pictures of pages.
 
-The browser reads messages from its file descriptor 3 and writes to 4, JSON that ends with a zero byte
-(`--remote-debugging-pipe`). So neither a package nor a port is needed.
+The browser reads messages from its file descriptor 3 and writes to 4, JSON ended by a zero byte
+(`--remote-debugging-pipe`). No package or port is needed.
 
     with Browser() as browser:
         page = browser.open("file:///…/page.html")
@@ -36,19 +36,19 @@ SHIFT = 8
 
 
 def chromium() -> str | None:
-    """The path of an installed Chromium, or None."""
+    """Return the path of an installed Chromium, or None."""
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
 def _moved(number: int) -> int:
-    """The same file under a number from 10 on."""
+    """Move a file descriptor to a number from 10 on."""
     moved = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 10)
     os.close(number)
     return moved
 
 
 class Browser:
-    """A browser that lives as long as the `with` statement. Raises `RuntimeError` where none is installed."""
+    """A browser that lives as long as the `with` statement. Raises `RuntimeError` if none is installed."""
 
     def __init__(self, timeout_s: float = 60) -> None:
         self.timeout_s = timeout_s
@@ -86,7 +86,7 @@ class Browser:
         self.folder.cleanup()
 
     def open(self, url: str, width: int = 1280, height: int = 900, ratio: float = 1) -> Page:
-        """A page at `url`, loaded."""
+        """Open a page and load `url`."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = self.pages[session] = Page(self, session, target)
@@ -97,7 +97,7 @@ class Browser:
         return page
 
     def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
-        """Send a command, and wait for its answer; events go to their pages meanwhile."""
+        """Send a command and wait for the answer; events meanwhile go to their pages."""
         number = next(self.ids)
         message: dict[str, Any] = {"id": number, "method": method, "params": parameters}
         if session is not None:
@@ -113,7 +113,7 @@ class Browser:
             return dict(said["result"])
 
     def receive(self, stop: float) -> dict[str, Any]:
-        """The next message. Raises `RuntimeError` where none comes until `stop`."""
+        """Return the next message. Raises `RuntimeError` if none comes until `stop`."""
         while b"\0" not in self.rest:
             if not select.select([self.reader], [], [], max(0.0, stop - time.monotonic()))[0]:
                 raise RuntimeError("Chromium does not answer")
@@ -155,7 +155,7 @@ class Page:
             self.complaints.append(f"{said['entry']['text']} {said['entry'].get('url', '')}")
 
     def go(self, url: str) -> None:
-        """Load `url`, and wait until it is loaded."""
+        """Load `url` and wait for the end of loading."""
         self.has_loaded = False
         self.call("Page.navigate", url=url)
         stop = time.monotonic() + self.browser.timeout_s
@@ -166,14 +166,14 @@ class Page:
         self.browser.call("Target.closeTarget", targetId=self.target)
 
     def value(self, expression: str) -> Any:
-        """The value of a JavaScript expression, or what its promise resolves to. Raises `RuntimeError` if it throws."""
+        """Return the value of a JavaScript expression, or its promise's. Raises `RuntimeError` if it throws."""
         said = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in said:
             raise RuntimeError(said["exceptionDetails"].get("exception", {}).get("description", expression))
         return said["result"].get("value")
 
     def wait(self, expression: str, timeout_s: float = 20) -> None:
-        """Wait until a JavaScript expression is true. Raises `TimeoutError` where it does not become so."""
+        """Wait until a JavaScript expression is true. Raises `TimeoutError` after `timeout_s`."""
         stop = time.monotonic() + timeout_s
         while not self.value(f"!!({expression})"):
             if time.monotonic() > stop:
@@ -181,7 +181,7 @@ class Page:
             time.sleep(0.02)
 
     def settle(self) -> None:
-        """Wait until what was asked for is drawn."""
+        """Wait until pending changes are drawn."""
         self.value("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
     def resize(self, width: int, height: int, ratio: float = 1) -> None:
@@ -191,12 +191,12 @@ class Page:
         )
 
     def prefer(self, **features: str) -> None:
-        """Set what the reader prefers: `color_scheme="dark"`, `reduced_motion="reduce"`."""
+        """Set the reader's preferences: `color_scheme="dark"`, `reduced_motion="reduce"`."""
         media = [{"name": f"prefers-{name.replace('_', '-')}", "value": value} for name, value in features.items()]
         self.call("Emulation.setEmulatedMedia", features=media)
 
     def middle(self, element: str) -> tuple[float, float]:
-        """The middle of the element that an expression gives, scrolled into view."""
+        """Scroll the element of an expression into view and return its middle."""
         self.value(f"({element}).scrollIntoView({{block: 'nearest'}})")
         x, y, width, height = self.value(f"(b => [b.x, b.y, b.width, b.height])(({element}).getBoundingClientRect())")
         return x + width / 2, y + height / 2
@@ -211,7 +211,7 @@ class Page:
         self.settle()
 
     def press(self, key: str, modifiers: int = 0) -> None:
-        """Press a key by its name, as `ArrowLeft` or `a`."""
+        """Press a key by name, such as `ArrowLeft` or `a`."""
         code = KEYS.get(key, ord(key[0].upper()))
         text = {"text": key} if len(key) == 1 else {}
         self.call(
@@ -221,7 +221,7 @@ class Page:
         self.settle()
 
     def picture(self, whole: bool = False, clip: str | None = None) -> bytes:
-        """The page as PNG: what is on screen, the whole of it, or the element that the expression `clip` gives."""
+        """Return a PNG of the screen, of the whole page, or of the element of the expression `clip`."""
         options: dict[str, Any] = {}
         if clip is not None:
             box = f"(b => [b.x + scrollX, b.y + scrollY, b.width, b.height])(({clip}).getBoundingClientRect())"

@@ -1,6 +1,6 @@
 """Compile the Triton kernels for GPUs, without a GPU: `python -m tools.compile_cuda [--only WORD] [--arch 80 90]`.
 
-Every call of `tools.cuda_launches` runs on CPU tensors. What it would launch is recorded with the types, constants and
+Every call of `tools.cuda_launches` runs on CPU tensors. Its launches are recorded with the types, constants and
 divisibilities that the just-in-time compiler would see, and compiled for each architecture. Prints registers, bytes of
 the stack (spilled registers) and shared memory. Fails if a kernel needs more shared memory than a block may have, or if
 a kernel of a decode step in half precision spills.
@@ -27,14 +27,14 @@ SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes that a block may have on an A10
 
 @dataclass(frozen=True)
 class Launch:
-    """What the compiler is given for one launch."""
+    """The compiler's inputs for one launch."""
 
     kernel: Any
     args: tuple[Any, ...]
     options: dict[str, Any]
 
     def source(self, arch: int) -> tuple[Any, Any, str]:
-        """The source as the just-in-time compiler specialises it, its options, and a key of both."""
+        """Return the source as the just-in-time compiler specialises it, the options, and a key of both."""
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
         from triton.compiler.compiler import make_backend
@@ -60,7 +60,7 @@ class Binary:
 
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """Launches are appended to a list instead of run."""
+    """Append launches to the yielded list instead of running them."""
     from triton.runtime.jit import JITFunction
 
     launches: list[Launch] = []
@@ -77,7 +77,7 @@ def recorded() -> Iterator[list[Launch]]:
 
 
 def compiled(source: Any, options: Any, arch: int) -> Binary:
-    """Compile for an architecture, and ask the binary what it uses."""
+    """Compile for an architecture; return the binary's resources."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -92,7 +92,7 @@ def compiled(source: Any, options: Any, arch: int) -> Binary:
 
 
 def fault(call: Call, binary: Binary, arch: int) -> str | None:
-    """What must not be, in words."""
+    """Return a message about a fault of the binary; None without one."""
     if binary.shared > SHARED[arch]:
         return f"{binary.shared} bytes of shared memory; expected at most {SHARED[arch]}"
     if binary.stack and not call.spills:

@@ -1,6 +1,6 @@
-"""Calls of the Triton kernels' wrappers, one for each kind of launch that they make: what `compile_cuda` compiles.
+"""Calls of the Triton kernels' wrappers for `compile_cuda`, one for each kind of launch.
 
-Tensors hold nothing; only their shapes, strides and addresses count.
+Tensors are uninitialised; only shapes, strides and addresses count.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from functools import partial
 
 import torch
 
-HEAD_SIZES = (16, 64, 80, 96, 128, 256)  # the first is that of tests, and as small as blocks get
+HEAD_SIZES = (16, 64, 80, 96, 128, 256)  # the first is the tests' and the smallest of a block
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call that launches one kernel or several; `spills` says whether they may keep registers in memory.
-
-    Those of a decode step in half precision may not.
+    """A call that launches one or several kernels. `spills` says whether these may spill registers; kernels of a decode
+    step in half precision may not.
     """
 
     name: str
@@ -102,7 +101,7 @@ def _product(dtype: torch.dtype, n: int, size: int, rows: int, all_at_once: bool
 
 
 def _layer(dtype: torch.dtype, dim: int, n: int) -> None:
-    """What a layer does to `n` tokens besides products and attention."""
+    """Run a layer's work on `n` tokens besides products and attention."""
     from lce.kernels.cuda import elementwise
 
     q, k = torch.empty(8, n, dim, dtype=dtype), torch.empty(2, n, dim, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The demo model's training text: documents of simple prose that hide facts and then ask for them."""
+"""The demo model's training text: documents of simple prose with hidden facts and questions about the facts."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from lce.lab.eval.tasks.making import NOISE
 
 BOS, EOS = "<s>", "</s>"
 WEIGHT_TEXT, WEIGHT_LIST, WEIGHT_ANSWER, WEIGHT_COPY = 0.3, 0.05, 4.0, 1.0
-LEAST_ANSWER = 24  # tokens of answers that a document of a format counts for at least, however short its answers are
-Piece = tuple[tuple[int, ...], tuple[int, ...], float]  # a text's ids, those of an answer behind it, the text's weight
+LEAST_ANSWER = 24  # least tokens of answers that a document of a format counts for
+Piece = tuple[
+    tuple[int, ...], tuple[int, ...], float
+]  # ids of a text, ids of an answer behind the text, the text's weight
 
-# How often each format is drawn, and a task of it with knobs that suit a document of some tokens.
+# Each format's frequency, and a function that draws its task for a document of some tokens.
 FORMATS: tuple[tuple[float, Callable[[Random, int], Task]], ...] = (
     (0.7, lambda rng, size: SplitPassKey(rng.randint(2, 3))),
     (0.7, lambda rng, size: SeveralKeys(rng.randint(2, 2 + size // 48))),
@@ -40,7 +42,7 @@ FORMATS: tuple[tuple[float, Callable[[Random, int], Task]], ...] = (
 
 
 def train_tokenizer(vocab_size: int, seed: int) -> Tokenizer:
-    """A byte-level BPE tokenizer with single digits, trained on our own prose and facts."""
+    """Train a byte-level BPE tokenizer with single digits on our own prose and facts."""
     rng, prose = Random(seed), sentences(Random(seed))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -81,7 +83,7 @@ class Corpus:
         )
 
     def batch(self, rows: int, length: int, copying: float) -> tuple[np.ndarray, np.ndarray]:
-        """`rows` rows of `length` predictions; a share `copying` of them repeats runs of random tokens."""
+        """Return `rows` rows of `length` predictions; a share `copying` of the rows repeats runs of random tokens."""
         made = [self._row(length + 1, self.rng.random() < copying) for _ in range(rows)]
         ids = np.array([row[0] for row in made], dtype=np.int64)
         return ids, np.array([row[1] for row in made], dtype=np.float32)[:, 1:]
@@ -100,7 +102,7 @@ class Corpus:
         return ids[:size], weights[:size]
 
     def _copies(self, size: int) -> tuple[list[int], list[float]]:
-        """Runs of random tokens, each repeated: trained on them, a model learns to copy."""
+        """Return repeated runs of random tokens, from which a model learns to copy."""
         ids, weights = [self.bos], [0.0]
         while len(ids) < size:
             run = [self.rng.randrange(2, self.vocab_size) for _ in range(self.rng.randint(4, max(5, size // 3)))]
@@ -109,7 +111,7 @@ class Corpus:
         return ids[:size], weights[:size]
 
     def _document(self, size: int) -> tuple[list[int], list[float]]:
-        """A document of about `size` tokens: prose, facts in it, questions after the facts; or one of the formats."""
+        """Return a document of about `size` tokens: prose with facts and later questions, or one of the formats."""
         rng = self.rng
         if rng.random() < self.formats:
             made = self._puzzle_document(size)
@@ -147,7 +149,7 @@ class Corpus:
         return [*ids, self.eos], [*weights, WEIGHT_TEXT]
 
     def _puzzle_document(self, size: int) -> tuple[list[int], list[float]] | None:
-        """A document of one of the formats; None where the puzzle that was drawn does not fit."""
+        """Return a document of one of the formats; None if the drawn puzzle does not fit."""
         rng = self.rng
         task = _drawn_task(rng, size)
         least = max(task.least, getattr(task, "same", 0) + 1, getattr(task, "steps", 0) + 1)
@@ -181,7 +183,7 @@ class Corpus:
         return [(self._encode(" " + text), (), WEIGHT_LIST) for text in texts]
 
     def _with_filler(self, pieces: list[Piece], left: int) -> list[Piece]:
-        """The pieces in their order, with prose or noise at random places between them."""
+        """Return the pieces in order, with prose or noise at random places between."""
         rng, filler = self.rng, list[Piece]()
         noise = [self._encode(" " + text) for text in NOISE] if rng.random() < 0.1 else None
         while True:
@@ -204,7 +206,7 @@ class Corpus:
         return self.rng.sample(list(found.values()), len(found))
 
     def _question(self, needle: Needle) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The question's ids and the answer's, the latter with its full stop."""
+        """Return the ids of the question, and of the answer with its full stop."""
         whole = self._encode(f" {needle.question} {needle.answer}.")
         answer = self._encode(f" {needle.answer}.")
         return whole[: -len(answer)], answer

@@ -1,4 +1,4 @@
-"""Write a text to calibrate the demo model's maps on: prose in which facts are hidden and asked for.
+"""Write a text to calibrate the demo model's maps: prose with hidden facts and questions.
 
 python -m tools.make_calibration_text --out calibration.txt
 lce calibrate --model demo --text calibration.txt --out lce/models/demo/esa_maps.safetensors --force

@@ -2,7 +2,7 @@
 
 python -m tools.make_haystack
 
-2025 is the second seed that was tried: of the text of the first, 2024, the first demo model misread a digit.
+2025 is the second seed tried: in the text of the first seed, 2024, the first demo model misread a digit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lce.lab.eval.prose import sentences
 
 
 def hidden(needle: Needle, length: int, depth: float, filler: Iterator[str], count: Callable[[str], int]) -> str:
-    """Return a text of at most `length` tokens with a fact in it and its question, counted sentence by sentence."""
+    """Return a text of at most `length` tokens with a fact and its question, counted sentence by sentence."""
     left = length - count(needle.statement) - count(needle.question) - 1  # 1 for the beginning token
     body: list[str] = []
     for sentence in filler:

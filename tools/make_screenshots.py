@@ -1,7 +1,7 @@
 """Makes the pictures of `lce inspect` in docs/pictures/inspect, in headless Chromium.
 
 python -m tools.make_screenshots                     records the demo on a part of examples/haystack.txt, minutes
-python -m tools.make_screenshots --page page.html    draws a page that is there; two runs and a mark make it best
+python -m tools.make_screenshots --page page.html    draws an existing page, best with two runs and a mark
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ AROUND = (3500, 5000)  # letters of the haystack before and after the key
 
 
 def part_of_haystack() -> tuple[str, str]:
-    """Some paragraphs with the pass key and the question, and the key: seven windows of the demo or so."""
+    """Return paragraphs with the pass key and the question, about seven windows of the demo, and the key."""
     text = (ROOT / "examples" / "haystack.txt").read_text(encoding="utf-8")
     found = re.search(r"pass key is (\d+)", text)
     assert found, "the haystack has no pass key"
@@ -34,7 +34,7 @@ def part_of_haystack() -> tuple[str, str]:
 
 
 def record(folder: Path, methods: str) -> Path:
-    """The page of the demo under two methods, by `lce inspect`."""
+    """Record the demo under two methods by `lce inspect`; return the page."""
     text, key = part_of_haystack()
     page, prompt = folder / "page.html", folder / "prompt.txt"
     prompt.write_text(text, encoding="utf-8")
@@ -65,7 +65,7 @@ def choose(page: Page, element: str, value: str) -> None:
 
 
 def pictures(page: Page) -> dict[str, bytes]:
-    """The pictures by name."""
+    """Return the pictures by name."""
     made: dict[str, bytes] = {}
 
     def take(name: str, *steps: Callable[[], object], clip: str | None = None) -> None:
@@ -104,7 +104,7 @@ def pictures(page: Page) -> dict[str, bytes]:
 
 
 def live_picture(browser: Browser) -> bytes:
-    """The live page: the demo with all heads of the layer switched off that looks most at the answer, and before."""
+    """Draw the live page: the demo before and after switching off the layer that attends most to the answer."""
     text, key = part_of_haystack()
     start = text.index(key)
     prompt = text[start - 1000 : start + 1000] + text[text.rindex(" What is the pass key") :]

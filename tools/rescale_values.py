@@ -1,9 +1,9 @@
-"""Write a checkpoint again with its value projections times a power of two, and its output projections divided by it.
+"""Rewrite a checkpoint with value projections times a power of two and output projections divided by the same.
 
     python -m tools.rescale_values --model demo --factor 16 --out demo-large-values
 
-Full attention is the same to the bit: a power of two changes exponents alone. A method that compares values with keys,
-as LongHeads' summary does, is not: see `docs/methods.md`.
+Full attention stays the same to the bit, since a power of two changes only exponents. A method that compares values
+with keys, as LongHeads' summary does, changes: see `docs/methods.md`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lce.weights.source import DEMO
 
 
 def rescale(model: Path, factor: float, out: Path) -> int:
-    """Write `model` to the new folder `out`, rescaled; returns the number of tensors that changed.
+    """Write `model`, rescaled, to the new folder `out`; return the number of changed tensors.
 
     Raises `ValueError` for a factor that is no power of two, a checkpoint without the projections, or a number that
     leaves the range of its dtype.

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from tools.demo_corpus import BOS, EOS, Corpus, train_tokenizer
 
 TOKENS_PER_STEP = 8192
-VALUE_LR = 0.1  # the value projections' share of the learning rate: under strong decay a large step would be all noise
+VALUE_LR = 0.1  # the value projections' share of the learning rate: under strong decay large steps would be noise
 LENGTHS = ((0.0, 64), (0.08, 128), (0.18, 256), (0.36, 512))  # (share of the training, length from there on)
 
 
@@ -83,15 +83,15 @@ class Layer(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on `[B, T, heads, D]`, the published half-and-half layout."""
+    """Apply RoPE to `[B, T, heads, D]` in the published half-and-half layout."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """Plain causal attention, `[B, T, heads, D]`; the queries in slices, so that about half of the scores are skipped.
+    """Compute causal attention, `[B, T, heads, D]`, with queries in slices, which skips about half of the scores.
 
-    `bias [B, T]` is added to every score of a key: 0, or -inf for one that is dropped.
+    `bias [B, T]` is added to every score of a key: 0, or -inf for a dropped key.
     """
     batch, length, n_heads, dim = q.shape
     n_kv = k.shape[2]
@@ -134,7 +134,7 @@ class Model(nn.Module):
         self.register_buffer("sin", angles.sin().float()[:, None], persistent=False)
 
     def forward(self, ids: Tensor, bias: Tensor) -> Tensor:
-        """`[B, T]` ids and the layers' key biases `[layers, B, T]` to `[B, T, vocab]` logits."""
+        """Return logits `[B, T, vocab]` of `ids [B, T]`; `bias [layers, B, T]` is the layers' key bias."""
         x = self.embed_tokens(ids)
         cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
         for layer, layer_bias in zip(self.layers, bias, strict=True):
@@ -143,10 +143,10 @@ class Model(nn.Module):
 
 
 def dropped_keys(n_layers: int, rows: int, length: int, share: float) -> Tensor:
-    """`[layers, B, T]`: -inf for a random `share` of the keys, never the first; 0 for the others.
+    """Return `[layers, B, T]`: -inf for a random `share` of the keys, never the first; 0 for the others.
 
-    A plain regulariser (Zehui et al., 2019, "DropAttention", by columns): it makes the model spread what it knows over
-    several keys.
+    A regulariser (Zehui et al., 2019, "DropAttention", by columns) that makes the model spread knowledge over several
+    keys.
     """
     dropped = torch.rand(n_layers, rows, length) < share
     dropped[..., 0] = False
@@ -154,7 +154,7 @@ def dropped_keys(n_layers: int, rows: int, length: int, share: float) -> Tensor:
 
 
 def loss_of(model: nn.Module, ids: Tensor, weights: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The weighted loss, and the share of heavily weighted tokens (answers) that were predicted right."""
+    """Return the weighted loss, and the share of heavily weighted tokens (answers) predicted right."""
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(ids[:, :-1], bias)
     losses = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
@@ -165,7 +165,7 @@ def loss_of(model: nn.Module, ids: Tensor, weights: Tensor, bias: Tensor) -> tup
 
 
 def schedule(progress: float) -> float:
-    """The learning rate's factor: a short warm-up, flat, then down to zero over the last 60%."""
+    """Return the learning rate's factor: a short warm-up, flat, then down to zero over the last 60%."""
     return min(1.0, progress / 0.01 + 0.05, (1 - progress) / 0.6)
 
 
@@ -217,7 +217,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def resume(model: Model, folder: Path) -> Tokenizer:
-    """Fill the model with a checkpoint that `save` wrote; returns its tokenizer."""
+    """Load a checkpoint of `save` into the model; return the tokenizer."""
     tensors = load_file(folder / "model.safetensors")
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Stage 3: the demo model on the GPU beside the CPU, every tier beside none, and what contexts go through."""
+"""Stage 3: the demo model on the GPU beside the CPU, with and without tiers, and operations on contexts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent.parent
 METHODS = ("full", "longheads", "infllm", "esa", "dca", "quest", "streaming")
 TIERED = ("longheads", "quest", "infllm", "esa", "dca")
 NEAR = 1e-3  # largest difference of float32 logits between devices, as a share of the largest logit
-LEAST_SHARE = 0.98  # of tokens with logits so near: where two chunks score alike, rounding decides
+LEAST_SHARE = 0.98  # of tokens with logits so near; rounding decides between chunks with equal scores
 
 
 class Demo:
@@ -47,7 +47,7 @@ def run(setup: Setup) -> None:
     ids = demo.engine("full").tokenizer.encode(text)[:n]
     methods = ("longheads",) if setup.tiny else METHODS
     some, whole = ids[: 150 if setup.tiny else 2048], text[-600:] if setup.tiny else text
-    # A process of its own compiles and computes the CPU's side, meanwhile.
+    # Meanwhile another process compiles and computes the CPU's side.
     logits = {method: cpu.submit(cpu_logits, setup.tiny, method, some) for method in methods}
     said = cpu.submit(cpu_text, setup.tiny, whole)
     tiered = ("longheads",) if setup.tiny else TIERED
@@ -82,7 +82,7 @@ def cpu_demo(tiny: bool) -> Demo:
 
 
 def cpu_logits(tiny: bool, method: str, ids: list[int]) -> Any:
-    """As a NumPy array."""
+    """Return the CPU's logits as a NumPy array."""
     return cpu_demo(tiny).engine(method).logits(ids).numpy()
 
 
@@ -91,7 +91,7 @@ def cpu_text(tiny: bool, prompt: str) -> str:
 
 
 def beside(logits: Tensor, other: Tensor) -> dict[str, Any]:
-    """Logits `[T, vocab]` of two devices."""
+    """Compare logits `[T, vocab]` of two devices."""
     errors = (logits.cpu() - other.cpu()).abs().amax(-1) / other.abs().max().cpu()
     share = float((errors <= NEAR).double().mean())
     return {
@@ -106,7 +106,7 @@ def folder() -> Iterator[Path]:
 
 
 def answer(engine: lce.Engine, context: lce.Context, n: int = 12) -> tuple[list[int], Tensor]:
-    """The next greedy tokens behind a context, and the logits after the last one that was read."""
+    """Return the next greedy tokens behind a context, and the logits after the last token read."""
     found = engine.generate([], context=context, max_tokens=n).token_ids
     logits = context.logits
     assert logits is not None
@@ -114,10 +114,10 @@ def answer(engine: lce.Engine, context: lce.Context, n: int = 12) -> tuple[list[
 
 
 def tiers(demo: Demo, method: str, dtype: str, ids: list[int]) -> dict[str, Any]:
-    """The same logits with any budget, from a saved, an opened, a forked and a resumed context.
+    """Compare logits with any budget, from a saved, an opened, a forked and a resumed context.
 
-    Pages in tiers are read by eager steps, so all are compared with eager steps, to the bit. `ok` allows rounding, with
-    which recorded steps, which add up in another order, are compared too.
+    Pages in tiers are read by eager steps, so all are compared with eager steps, to the bit. Recorded steps add up in
+    another order; for them `ok` allows rounding.
     """
     plain = demo.engine(method, dtype)
     context = plain.prefill(ids, length=len(ids) + 64)
@@ -163,7 +163,7 @@ def tiers(demo: Demo, method: str, dtype: str, ids: list[int]) -> dict[str, Any]
         check("opened under budgets", lambda: answer(small, small.open_context(spill / "context.lce")))
         check("saved again", lambda: saved_again(small, spill))
         check("forked under budgets", lambda: answer(small, small.open_context(spill / "context.lce").fork()))
-        if dtype == "float32":  # in bfloat16 the next token may be another one
+        if dtype == "float32":  # in bfloat16 the next token may differ
             check("opened, recorded", lambda: answer(plain, plain.open_context(spill / "context.lce")), True)
         check("resumed", lambda: resumed(plain, ids, spill / "resumed.lce"))
     if dtype == "float32":
@@ -176,7 +176,7 @@ def tiers(demo: Demo, method: str, dtype: str, ids: list[int]) -> dict[str, Any]
 
 
 def saved_again(engine: lce.Engine, spill: Path) -> tuple[list[int], Tensor]:
-    """An opened context that answered goes into a file of its own; it began where that of the file begins."""
+    """Open a context, let it answer, save it to another file, and answer from that file."""
     with engine.open_context(spill / "context.lce") as opened:
         n = len(opened)
         engine.generate([], context=opened, max_tokens=3)
@@ -191,7 +191,7 @@ class Stop(Exception):
 
 
 def resumed(engine: lce.Engine, ids: list[int], path: Path) -> tuple[list[int], Tensor]:
-    """A prefill into a file that fails half-way, made again, and opened."""
+    """Repeat a prefill into a file that failed half-way, and answer from the file."""
 
     def fail(done: int, total: int) -> None:
         if done * 2 > total:
@@ -204,7 +204,7 @@ def resumed(engine: lce.Engine, ids: list[int], path: Path) -> tuple[list[int], 
 
 
 def graph_beside_eager(setup: Setup, demo: Demo, method: str, ids: list[int]) -> dict[str, Any]:
-    """Greedy decoding as it runs by itself beside decoding kernel by kernel."""
+    """Compare greedy decoding by default with decoding kernel by kernel."""
     engine = demo.engine(method)
     n = 6 if setup.tiny else 150  # beyond a chunk's border
     context = engine.prefill(ids[:-7], length=len(ids) + n + 8)
@@ -226,7 +226,7 @@ def graph_beside_eager(setup: Setup, demo: Demo, method: str, ids: list[int]) ->
 
 
 def dropped(demo: Demo, method: str, ids: list[int], times: int) -> dict[str, Any]:
-    """A context is dropped while its next pages are on their way; another one, in the same memory, is unharmed."""
+    """Drop a context while its next pages are in transfer; another context, in the same memory, is unharmed."""
     plain = demo.engine(method)
     with one_by_one():  # as pages in tiers are read
         want = answer(plain, plain.prefill(ids))

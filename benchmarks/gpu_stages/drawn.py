@@ -1,4 +1,4 @@
-"""Models of published shapes whose weights are drawn on the device: nothing is read or written but a config.json."""
+"""Models of published shapes with weights drawn on the device; only a config.json is read and written."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SPREAD = 0.02  # standard deviation of the weights
 
 
 class Drawn:
-    """Stands in for a `Checkpoint`: has every weight that is wanted, drawn when it is loaded."""
+    """A substitute for a `Checkpoint` that has every wanted weight, drawn when loaded."""
 
     manifest = None
     names: Sequence[str] = ()
@@ -58,7 +58,7 @@ class Drawn:
         device: Callable[[str], torch.device],
         joined: Mapping[str, Sequence[str]] | None = None, **more: Any,
     ) -> dict[str, Tensor]:  # fmt: skip
-        """Norms of ones, all else of a normal distribution. Bytes: the weights. The same for a device and a seed."""
+        """Draw weights: ones for norms, all else normal. Bytes: the weights. The same for a device and a seed."""
         torch.manual_seed(0)
         wholes = joined or {}
         parts = {part for names in wholes.values() for part in names}
@@ -85,7 +85,7 @@ def write_config(folder: Path, shape: str) -> None:
 def engine_of(
     shape: str, method: str | lce.Method, device: torch.device, sharing: lce.Engine | None = None, **options: Any
 ) -> lce.Engine:
-    """`lce.load` of a model that is drawn. Give `sharing` for every engine but a shape's first one."""
+    """Load a drawn model as `lce.load`. Give `sharing` for every engine but a shape's first."""
     before = source.Checkpoint
     source.Checkpoint = Drawn  # type: ignore[assignment,misc]
     try:
@@ -97,12 +97,12 @@ def engine_of(
 
 
 def methods(names: Sequence[str]) -> dict[str, lce.Method]:
-    """Methods by name, each as a model needs it that has no learned maps."""
+    """Return methods by name, for a model without learned maps."""
     return {name: lce.methods.make(name, {"compress": "pca"} if name == "esa" else {}) for name in names}
 
 
 def published(engine: lce.Engine) -> dict[str, Tensor]:
-    """The weights of an engine's model by their published names, views of the engine's own."""
+    """Return an engine's weights by published names, as views."""
     model = engine.model
     wanted, joined = type(model).weights(model.config), type(model).joined(model.config)
     own: dict[str, Tensor] = {"embed": model.embed, "norm": model.final_norm, "head": model.head}
@@ -119,12 +119,12 @@ def random_ids(engine: lce.Engine, length: int, seed: int = 0) -> list[int]:
 
 
 def weight_bytes(engine: lce.Engine) -> int:
-    """Bytes of the weights that a decode step reads: all but the embedding."""
+    """Return the bytes of weights that a decode step reads: all but the embedding."""
     return sum(x.nbytes for name, x in published(engine).items() if "embed_tokens" not in name)
 
 
 def attended(method: Any, length: int) -> int:
-    """Tokens that a decode step attends in each layer and head, of a text of `length`."""
+    """Return the tokens that a decode step attends in each layer and head, in a text of `length` tokens."""
     most = {
         "longheads": lambda: method.chunks * method.chunk_size,
         "infllm": lambda: method.sinks + method.local + method.top_k * method.block_size,
@@ -134,14 +134,14 @@ def attended(method: Any, length: int) -> int:
 
 
 def attended_bytes(engine: lce.Engine, length: int) -> int:
-    """Bytes of the keys and values that a decode step attends, in all layers; summaries do not count."""
+    """Return the bytes of keys and values that a decode step attends, in all layers, without summaries."""
     config = engine.model.config
     a_token = 2 * config.n_layers * config.n_kv_heads * config.head_dim * engine.dtype.itemsize
     return attended(engine.method, length) * a_token
 
 
 def prefill_flops(engine: lce.Engine, length: int) -> float:
-    """Operations of a prefill: two a weight of the layers and token, and four times D a query, head and key seen."""
+    """Return the operations of a prefill: two a layer weight and token, and 4 D a query, head and attended key."""
     config = engine.model.config
     layers = sum(x.numel() for name, x in published(engine).items() if ".layers." in name)
     seen = attended(engine.method, length)

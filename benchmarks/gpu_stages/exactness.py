@@ -1,4 +1,4 @@
-"""Stage 2: every method in half precision against the float64 oracle, prefill then decode; and very many pairs."""
+"""Stage 2: every method in half precision against the float64 oracle, prefill then decode; and many pairs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tests import oracle
 from tests.running import cut, vectors
 from tests.running import run as run_method
 
-# What half precision costs: rounded queries, keys, weights of a softmax and values.
+# Errors of half precision: rounded queries, keys, values and softmax weights.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}
-# Shares of rows within it that methods which choose must have: where two chunks score alike, rounding decides. On a CPU
-# quest had 0.92 in bfloat16 and 0.986 in float16, the others 0.98 and more. A decode that is wrong has none.
+# Least share of rows within TOLERANCE for methods that choose; rounding decides between chunks with equal scores. On a
+# CPU quest had 0.92 in bfloat16 and 0.986 in float16, the others 0.98 and more. A wrong decode has none.
 LEAST_SHARE = {torch.float32: 1.0, torch.bfloat16: 0.88, torch.float16: 0.97}
 LEAST_OF_DECODE = 0.75
 WORKERS = 5  # processes
 HEADS = {"multi-head": (4, 4), "grouped-query": (8, 2)}
-# Every method's own knobs, so small that a short text goes far beyond them.
+# Every method's knobs, small enough for a short text to go far beyond.
 KNOBS: dict[str, list[dict[str, Any]]] = {
     "dca": [{"chunk_size": 24}],
     "esa": [{"sinks": 8, "local": 24, "top_k": 32, "compress": "none"}, {"sinks": 8, "local": 24, "compress": "pca"}],
@@ -92,7 +92,7 @@ def truth(
     name: str, knobs: dict[str, Any], dtype: torch.dtype, heads: tuple[int, int], blocks: list[int], window: int,
     dim: int,
 ) -> Tensor:  # fmt: skip
-    """The oracle's outputs `[H, N, D]`, float64."""
+    """Return the oracle's outputs `[H, N, D]`, float64."""
     q, k, v = (x.double() for x in inputs(dtype, heads, sum(blocks), dim))
     setting = oracle.Setting(window, blocks)
     return oracle.attention(q, k, v, oracle.DEFINITIONS[name](q, k, v, setting, **knobs), setting)
@@ -103,21 +103,21 @@ def on_device(
     device: str, name: str, knobs: dict[str, Any], dtype: torch.dtype, heads: tuple[int, int], blocks: list[int],
     window: int, dim: int,
 ) -> Any:  # fmt: skip
-    """The method's outputs as a NumPy array of float32."""
+    """Return the method's outputs as a NumPy array of float32."""
     q, k, v = (x.to(device) for x in inputs(dtype, heads, sum(blocks), dim))
     out = run_method(lce.methods.make(name, knobs), q, k, v, blocks, window=window, backend="auto")
     return out.float().cpu().numpy()
 
 
 def compared(out: Tensor, exact: Tensor, dtype: torch.dtype, least: float) -> dict[str, Any]:
-    """Rows `[H, N, D]` beside the truth: the largest and the median error of a row, and the share within tolerance."""
+    """Compare rows `[H, N, D]` with the truth: largest and median error of a row, and the share within tolerance."""
     errors = (out.double().cpu() - exact).abs().amax(-1)
     share = float((errors <= TOLERANCE[dtype]).double().mean())  # NaN is not within
     return {"largest": float(errors.max()), "median": float(errors.median()), "within": share, "ok": share >= least}
 
 
 def many_pairs(setup: Setup) -> dict[str, Any]:
-    """`routed` over more (head, chunk) pairs than a grid's second dimension holds (65,535), in prefill and decode."""
+    """Run `routed` on more (head, chunk) pairs than a grid's second dimension holds (65,535): prefill and decode."""
     heads, chunks, size, dim = (4, 9, 4, 16) if setup.tiny else (32, 2112, 16, 128)
     dtype, slots = torch.bfloat16, 4
     torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""Stage 0: the machine, the versions, and the ceilings that later figures are compared with."""
+"""Stage 0: the machine, the versions, and the ceilings for comparison with later figures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(setup: Setup) -> None:
     record = setup.record
     record["machine"] = machine(setup)
     record["packages"] = {name: version(name) for name in PACKAGES}
-    with record.attempt("numba works") as cell:  # lce cannot be imported without it
+    with record.attempt("numba works") as cell:  # lce cannot be imported without numba
         from lce.kernels.cpu import merging  # noqa: F401
 
         cell["ok"] = True
@@ -68,7 +68,7 @@ def version(name: str) -> str | None:
 
 
 def copy_rate(setup: Setup) -> dict[str, float]:
-    """Bytes read plus bytes written a second, of a large copy on the device; and bytes read a second of a sum."""
+    """Return a large copy's bytes read plus written a second on the device, and a sum's bytes read a second."""
     n = 1 << (16 if setup.tiny else 30)
     source = torch.randn(n, device=setup.device, dtype=torch.bfloat16)
     target = torch.empty_like(source)
@@ -78,14 +78,14 @@ def copy_rate(setup: Setup) -> dict[str, float]:
 
 
 def product_rate(setup: Setup) -> dict[str, float]:
-    """Floating-point operations a second of a square product in bfloat16."""
+    """Return the floating-point operations a second of a square product in bfloat16."""
     n = 64 if setup.tiny else 8192
     a, b = (torch.randn(n, n, device=setup.device, dtype=torch.bfloat16) for _ in range(2))
     return {"flops": 2 * n**3 / seconds_of(setup, lambda: a @ b)}
 
 
 def transfer_rates(setup: Setup) -> dict[str, float]:
-    """Bytes a second of copies between pinned memory and the device, and both ways at once."""
+    """Return the bytes a second of copies between pinned memory and the device, each way and both at once."""
     if not setup.cuda:
         return {}
     n = 1 << (16 if setup.tiny else 30)
@@ -112,7 +112,7 @@ def transfer_rates(setup: Setup) -> dict[str, float]:
 
 
 def launch_rate(setup: Setup) -> dict[str, float]:
-    """Operators a second that PyTorch launches from Python, each one small kernel; and kernels a second of a graph."""
+    """Return the small kernels a second that PyTorch launches from Python, and the kernels a second of a graph."""
     n = 100 if setup.tiny else 5000
     x = torch.zeros(16, device=setup.device)
 

@@ -1,4 +1,4 @@
-"""Kernels alone, at the sizes of Llama-2-7B: what decode and prefill are made of, beside PyTorch's own operators."""
+"""Single kernels of decode and prefill, at the sizes of Llama-2-7B, beside PyTorch's own operators."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEADS = {"multi-head": (32, 32), "grouped by 8": (32, 4)}
 LENGTHS = (4096, 32768, 131072)
 CHUNKS, CHUNK = 16, 256  # of longheads
 QUERIES, SEEN = 2048, 32768  # of prefill
-BEYOND_CACHE = 1 << 28  # bytes that a measurement goes through, so that none is found in the GPU's cache
+BEYOND_CACHE = 1 << 28  # bytes that a measurement reads, too many for the GPU's cache
 
 
 def run(setup: Setup) -> None:
@@ -33,7 +33,7 @@ def run(setup: Setup) -> None:
 
 
 def seconds_each(setup: Setup, works: list[Work]) -> float:
-    """Seconds of each: on a GPU from a graph of all, so that the time to launch them does not count."""
+    """Return the seconds of each work; on a GPU from a graph of all, so that launch time does not count."""
     if not setup.cuda:
         return seconds_of(setup, lambda: [work() for work in works], 1) / len(works)
     for work in works[:2]:
@@ -48,13 +48,13 @@ def seconds_each(setup: Setup, works: list[Work]) -> float:
 
 
 def beside(setup: Setup, makers: dict[str, Callable[[int], Work]], amount: float, copies: int) -> dict[str, Any]:
-    """The rate of each, in `amount` a second; a maker gives the work on copy number i of the memory."""
+    """Return the rate of each maker's works, in `amount` a second; maker(i) gives the work on memory copy i."""
     found: dict[str, Any] = {}
     for name, make in makers.items():
         try:
             seconds = seconds_each(setup, [make(i) for i in range(copies)])
             found |= {f"{name} us": seconds * 1e6, f"{name} per s": amount / seconds}
-        except Exception as error:  # the others are measured all the same
+        except Exception as error:  # measure the others all the same
             found[f"{name} error"] = f"{type(error).__name__}: {str(error).strip()[:200]}"
     return found
 
@@ -64,7 +64,7 @@ def drawn(setup: Setup, *shape: int) -> Tensor:
 
 
 def products(setup: Setup) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Bytes of the weights a second."""
+    """Measure products, in bytes of weights a second."""
     for name, (n_out, n_in) in ({"tiny": (64, 32)} if setup.tiny else PRODUCTS).items():
         copies = 2 if setup.tiny else -(-BEYOND_CACHE // (n_out * n_in * 2))
         weights = [drawn(setup, n_out, n_in) for _ in range(copies)]
@@ -79,13 +79,13 @@ def products(setup: Setup) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def still(setup: Setup, *shape: int) -> Turn:
-    """Turns by no angle."""
+    """Return turns by angle 0."""
     ones, zeros = (torch.full(shape, x, device=setup.device, dtype=torch.bfloat16) for x in (1.0, 0.0))
     return Turn(ones, zeros)
 
 
 def decode(setup: Setup) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Bytes of the keys and values that a step attends, a second."""
+    """Measure decode, in bytes of attended keys and values a second."""
     dim, chunk = (16, 8) if setup.tiny else (128, CHUNK)
     ours, torchs = Attention.choose("auto"), Attention.choose("torch")
     for called, (n_heads, n_groups) in ({"tiny": (4, 2)} if setup.tiny else HEADS).items():
@@ -113,7 +113,7 @@ def decode(setup: Setup) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def prefill(setup: Setup) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Floating-point operations a second: causal, and every query over its own chunks."""
+    """Measure prefill in floating-point operations a second: causal, and every query over its own chunks."""
     dim, n, seen, chunk = (16, 5, 256, 8) if setup.tiny else (128, QUERIES, SEEN, CHUNK)
     backends = {"lce": Attention.choose("auto"), "torch": Attention.choose("torch")}
     for called, (n_heads, n_groups) in ({"tiny": (4, 2)} if setup.tiny else HEADS).items():

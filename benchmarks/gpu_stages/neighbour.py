@@ -41,7 +41,7 @@ def run(setup: Setup) -> None:
 
 
 def transformers_model(folder: Path, engine: lce.Engine) -> nn.Module:
-    """transformers' model over the engine's own weights; only its rotary frequencies are new."""
+    """Return transformers' model over the engine's own weights; only rotary frequencies are new."""
     import transformers
     from transformers.models.llama import modeling_llama
 
@@ -55,7 +55,7 @@ def transformers_model(folder: Path, engine: lce.Engine) -> nn.Module:
 
 
 def same_logits(engine: lce.Engine, model: nn.Module) -> dict[str, Any]:
-    """The largest difference of logits over a short text, as a share of the largest logit."""
+    """Return the largest difference of logits over a short text, as a share of the largest logit."""
     ids = random_ids(engine, min(256, engine.window))
     with torch.inference_mode():
         theirs = model(torch.tensor([ids], device=engine.device)).logits[0].float()
@@ -66,7 +66,7 @@ def same_logits(engine: lce.Engine, model: nn.Module) -> dict[str, Any]:
 
 @torch.inference_mode()
 def forward(setup: Setup, model: nn.Module, ids: list[int], new_tokens: int) -> dict[str, Any]:
-    """Its forward pass with its own cache, and the logits of the last token alone, without `generate`'s overhead."""
+    """Time the model's forward with its own cache and only the last token's logits, without `generate`'s overhead."""
     x = torch.tensor([ids], device=setup.device)
     setup.synchronize()
     started = time.perf_counter()
@@ -75,7 +75,7 @@ def forward(setup: Setup, model: nn.Module, ids: list[int], new_tokens: int) -> 
     token.item()
     prefill = time.perf_counter() - started
     found: dict[str, Any] = {"prefill s": prefill, "prefill tok/s": len(ids) / prefill}
-    for counted in (3, new_tokens):  # the first steps do not count
+    for counted in (3, new_tokens):  # the first 3 steps do not count
         setup.synchronize()
         started = time.perf_counter()
         for _ in range(counted):

@@ -1,4 +1,4 @@
-"""Stage 5: Llama-3-8B's shape at 128k, keys and values under a budget of 4 GiB of the GPU, beside all of them on it."""
+"""Stage 5: Llama-3-8B's shape at 128k, with 4 GiB of keys and values on the GPU, beside all of them there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHARE = 0.65  # of the time, for the slower run
 
 
 def run(setup: Setup) -> None:
-    """Under the budget first. If that runs out of time, the other one is measured at the length that it reached."""
+    """Measure under the budget first. If time runs out, the run without budget stops at the same length."""
     length, new_tokens = (700, 4) if setup.tiny else (LENGTH, NEW_TOKENS)
     shape = "tiny" if setup.tiny else "llama-3-8b"
     resident = engine_of(shape, METHOD, setup.device)
@@ -38,6 +38,6 @@ def run(setup: Setup) -> None:
 
 
 def tiny_budget(engine: lce.Engine) -> dict[str, Any]:
-    """Little, and a file below it: on a CPU device and host are one memory."""
+    """Return a small budget and a spill folder, since on a CPU device and host share memory."""
     layout = engine.layout
     return {"kv_device_budget": layout.least_budget + 8 * layout.page_bytes, "spill_dir": tempfile.gettempdir()}

@@ -1,4 +1,4 @@
-"""Stage 6: what the GPU does during five decode steps and one block of prefill: launches, gaps, waits, kernels."""
+"""Stage 6: the GPU's launches, gaps, waits and kernels during five decode steps and one block of prefill."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def steps(engine: lce.Engine, context: lce.Context) -> None:
 
 
 def profiled(setup: Setup, trace: str | None, work: Callable[[], object], n: int) -> dict[str, Any]:
-    """Figures a step of `work`, which takes `n` steps. First without a profiler, whose own time is large."""
+    """Return the figures a step of `work`, which takes `n` steps; first without a profiler, which costs much time."""
     setup.synchronize()
     started = time.perf_counter()
     work()
@@ -70,9 +70,9 @@ def profiled(setup: Setup, trace: str | None, work: Callable[[], object], n: int
 
 
 def on_the_device(events: list[Any], n: int) -> dict[str, Any]:
-    """Busy time is the union of the kernels' and copies' intervals; gaps are what lies between the first and the last.
+    """Return busy time, the union of kernels' and copies' intervals, and the gaps between the first and the last.
 
-    Kernels by their total time; all times in milliseconds a step.
+    Kernels are listed by total time. Times are in milliseconds a step.
     """
     if not events:
         return {}

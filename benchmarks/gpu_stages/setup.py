@@ -1,4 +1,4 @@
-"""What a stage is given, and how it records: a JSON file that is written anew after every figure."""
+"""A stage's setup, and its record: a JSON file that is rewritten after every figure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ERROR_LINES = 12  # of a traceback
 
 
 class Record(dict[str, Any]):
-    """A stage's figures, by name. Each assignment writes the file, so that a stage that is killed keeps what it had."""
+    """A stage's figures by name. Each assignment writes the file, so a killed stage keeps its figures."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -41,9 +41,9 @@ class Record(dict[str, Any]):
 
     @contextlib.contextmanager
     def attempt(self, name: str) -> Iterator[dict[str, Any]]:
-        """A figure of its own: a dictionary to fill. An error is recorded in it, and the stage goes on."""
+        """Yield a new figure, a dictionary to fill. An error is recorded in the figure, and the stage goes on."""
         cell: dict[str, Any] = {}
-        self[name] = cell  # a stage that is killed keeps what was found until the last write
+        self[name] = cell  # a killed stage keeps the figures of the last write
         started = time.perf_counter()
         try:
             yield cell
@@ -55,7 +55,7 @@ class Record(dict[str, Any]):
 
 @dataclass
 class Setup:
-    """Where a stage runs. `tiny` shrinks every size, so that a CPU runs all stages in seconds."""
+    """The setup of a stage. `tiny` shrinks every size, so that a CPU runs all stages in seconds."""
 
     device: torch.device
     tiny: bool
@@ -68,7 +68,7 @@ class Setup:
         return self.device.type == "cuda"
 
     def left(self) -> float:
-        """Seconds; a day where there is no limit."""
+        """Return the seconds left; a day without a limit."""
         return min(86400.0, self.deadline - time.monotonic())
 
     def synchronize(self) -> None:
@@ -76,14 +76,14 @@ class Setup:
             torch.cuda.synchronize()
 
     def workers(self, n: int) -> Executor:
-        """Processes that begin anew, for work of its own kernels to compile; threads where sizes are toys."""
+        """Return spawned processes, for work with kernels to compile; one thread at toy sizes."""
         if self.tiny:
             return ThreadPoolExecutor(1)
         return ProcessPoolExecutor(n, mp_context=multiprocessing.get_context("spawn"))
 
 
 def graph_figures(context: lce.Context) -> dict[str, Any]:
-    """Whether the decode steps of a context were recorded, and why not."""
+    """Return whether a context's decode steps were recorded, or why not."""
     graph = context.graph
     if graph is None:
         return {"graph": "none"}
@@ -91,7 +91,7 @@ def graph_figures(context: lce.Context) -> dict[str, Any]:
 
 
 def seconds_of(setup: Setup, work: Callable[[], object], times: int = 5) -> float:
-    """The median of several runs, after two that do not count. On a GPU by its events."""
+    """Return the median seconds of several runs after two untimed ones; on a GPU by events."""
     found = []
     for _ in range(times + 2):
         if setup.cuda:
@@ -109,11 +109,11 @@ def seconds_of(setup: Setup, work: Callable[[], object], times: int = 5) -> floa
 
 
 class Skip(Exception):
-    """A stage cannot run here; the message says why."""
+    """Raised by a stage that cannot run here; the message says why."""
 
 
 def last_lines(error: BaseException) -> str:
-    """The last frames, then the error in one line: messages of PyTorch may go on for a hundred."""
+    """Return the last frames, then the error in one line; PyTorch's messages may have a hundred."""
     frames = "".join(traceback.format_tb(error.__traceback__)).strip().splitlines()
     said = "".join(traceback.format_exception_only(error)).strip().splitlines()
     return "\n".join([*frames[-ERROR_LINES:], said[0]])

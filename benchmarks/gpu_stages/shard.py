@@ -1,4 +1,4 @@
-"""A plugin of pytest: of all tests, those of one of several processes, which `SHARD=2/8` in the environment names."""
+"""A plugin of pytest that keeps one process's share of all tests; the environment names it, as `SHARD=2/8`."""
 
 from __future__ import annotations
 

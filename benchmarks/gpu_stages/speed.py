@@ -19,8 +19,8 @@ from gpu_stages.setup import Setup, graph_figures
 METHODS = (("longheads", "full"), ("dca", "infllm", "esa"))  # all lengths of the first ones come first
 LENGTHS = (4096, 16384, 32768, 131072)
 NEW_TOKENS = 64
-QUADRATIC = {"full", "dca"}  # methods whose prefill grows with the square; they keep keys and values alone
-PIECE = 8192  # tokens of a prefill that are timed together
+QUADRATIC = {"full", "dca"}  # methods with quadratic prefill, which cache only keys and values
+PIECE = 8192  # tokens of a prefill timed together
 REST = 8.0  # seconds that a cell needs besides its prefill
 
 
@@ -53,7 +53,7 @@ def run(setup: Setup) -> None:
 
 
 def predicted(name: str, length: int, last: dict[str, tuple[int, float]]) -> float:
-    """Seconds of a prefill, by that of a shorter text."""
+    """Predict the seconds of a prefill from a shorter text's."""
     before, seconds = last.get(name, (1, 0.0))
     if not before:
         return math.inf
@@ -61,7 +61,7 @@ def predicted(name: str, length: int, last: dict[str, tuple[int, float]]) -> flo
 
 
 def warm_up(engine: lce.Engine, setup: Setup) -> None:
-    """Compile what a prefill beyond the window and a decode step run."""
+    """Compile the kernels of a prefill beyond the window and of a decode step."""
     n = 2 * engine.window + engine.block + 3
     context = engine.prefill(random_ids(engine, n), length=n + 64)
     engine.generate([], context=context, max_tokens=4)
@@ -70,7 +70,7 @@ def warm_up(engine: lce.Engine, setup: Setup) -> None:
 
 
 class KeepOnly:
-    """A method that keeps keys and values as another does, and attends nothing: fills a cache in no time."""
+    """A method that caches keys and values as another method and attends nothing, to fill a cache fast."""
 
     def __init__(self, method: lce.Method) -> None:
         self.method = method
@@ -84,7 +84,7 @@ class KeepOnly:
 
 @torch.inference_mode()
 def fill(engine: lce.Engine, context: lce.Context, ids: Sequence[int]) -> None:
-    """Append tokens with random keys and values, for a method that keeps nothing else; the logits are random too."""
+    """Append tokens with random keys, values and logits, for a method that keeps nothing else."""
     config = engine.model.config
     driver = replace(engine.alone.driver, method=KeepOnly(engine.method))
     for start in range(0, len(ids), engine.block):
@@ -102,7 +102,7 @@ def fill(engine: lce.Engine, context: lce.Context, ids: Sequence[int]) -> None:
 
 
 def prefill(setup: Setup, engine: lce.Engine, context: lce.Context, ids: list[int], seconds: float) -> dict[str, Any]:
-    """Prefill by pieces while there is time; the seconds of each piece."""
+    """Prefill by pieces while time is left; return the seconds of each piece."""
     piece = max(engine.block, PIECE // engine.block * engine.block)
     pieces: list[float] = []
     while len(context) < len(ids) and sum(pieces) < seconds:
@@ -120,7 +120,7 @@ def prefill(setup: Setup, engine: lce.Engine, context: lce.Context, ids: list[in
 
 
 def free(setup: Setup) -> None:
-    """Give memory back that nothing uses, and count its peak anew."""
+    """Free unused memory and reset its peak."""
     gc.collect()
     if setup.cuda:
         torch.cuda.empty_cache()
@@ -130,7 +130,7 @@ def free(setup: Setup) -> None:
 def measure(
     setup: Setup, engine: lce.Engine, length: int, new_tokens: int, seconds: float, cell: dict[str, Any]
 ) -> None:
-    """One method at one length, into `cell` as it is found."""
+    """Measure one method at one length; each figure goes into `cell` at once."""
     free(setup)
     ids = random_ids(engine, length)
     with engine.new_context(length + 3 * new_tokens + 16) as context:
@@ -149,7 +149,7 @@ def measure(
 
 
 def decode(setup: Setup, engine: lce.Engine, context: lce.Context, new_tokens: int) -> dict[str, Any]:
-    """Milliseconds a token, by the clock and by the GPU's events around the same call, after one that is not timed."""
+    """Return the milliseconds a token, by the clock and by GPU events around the same call, after an untimed one."""
     engine.generate([], context=context, max_tokens=min(8, new_tokens))
     setup.synchronize()
     started = time.perf_counter()

@@ -15,12 +15,12 @@ from gpu_stages.setup import ERROR_LINES, Setup, Skip
 
 ROOT = Path(__file__).parent.parent.parent
 OUTPUT_LINES = 12  # of each process
-MOST_FAILURES = 40  # that are told in full
-LAST = 12.0  # seconds before the stage's end at which pytest is interrupted; it then writes its report
+MOST_FAILURES = 40  # reported in full
+LAST = 12.0  # pytest is interrupted this many seconds before the stage's end, to write its report
 
 
 def run(setup: Setup) -> None:
-    """Several processes share the tests, as most of the time is compilation."""
+    """Run the tests in several processes, since most of the time is compilation."""
     if not setup.cuda:
         raise Skip("no CUDA")
     files = sorted(str(path) for path in (ROOT / "tests").rglob("test_*.py") if "mark.cuda" in path.read_text())
@@ -62,7 +62,7 @@ class Shard:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
     def wait(self, seconds: float) -> int | None:
-        """Its exit status, or None if it has none after so many seconds."""
+        """Return the process's exit status, or None if it still runs after `seconds`."""
         try:
             return self.process.wait(max(0.1, seconds))
         except subprocess.TimeoutExpired:
@@ -70,7 +70,7 @@ class Shard:
 
 
 def read_reports(setup: Setup, reports: list[Path]) -> None:
-    """Counts, failures with their last lines, the reasons of skips, and the slowest tests."""
+    """Record counts, failures with their last lines, reasons of skips, and the slowest tests."""
     cases = [case for report in reports for case in ElementTree.parse(report).getroot().iter("testcase")]
     failures, skips = {}, {}
     for case in cases:

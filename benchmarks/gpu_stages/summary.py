@@ -1,4 +1,4 @@
-"""What the stages found, as a short text: checks, speeds, and the bars that lce holds itself to."""
+"""Summarises the stages' figures in a short text: checks, speeds, and lce's bars."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def summary(results: Results) -> str:
 
 
 def cells(stage: Stage) -> dict[str, dict[str, Any]]:
-    """The figures of a stage that are more than a number."""
+    """Return a stage's figures that are dictionaries."""
     return {name: x for name, x in stage.items() if isinstance(x, dict)}
 
 
@@ -45,7 +45,7 @@ def hardware(results: Results) -> Iterator[str]:
 
 
 def kernels(results: Results) -> Iterator[str]:
-    """Rates of single kernels, in TB/s or TFLOP/s."""
+    """Yield rates of single kernels, in TB/s or TFLOP/s."""
     for label, cell in cells(results.get(0, {})).items():
         if label.startswith("kernels: "):
             for what, x in cells(cell).items():
@@ -67,7 +67,7 @@ def last(error: str) -> str:
 
 
 def checks(results: Results) -> Iterator[str]:
-    """How many checks of stages 1 to 3 hold, and those that do not."""
+    """Yield the number of checks of stages 1 to 3 that hold, and the checks that fail."""
     tests = results.get(1, {})
     if "tests" in tests:
         yield f"tests: {tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped"
@@ -90,18 +90,18 @@ def checks(results: Results) -> Iterator[str]:
 
 
 def ceiling(results: Results) -> float | None:
-    """Bytes a second that the device copies, read and written."""
+    """Return the device's bytes read plus written a second in a copy."""
     return results.get(0, {}).get("copy", {}).get("bytes_per_s")
 
 
 def share(results: Results, cell: Mapping[str, Any]) -> float | None:
-    """Of the ceiling: what a decode step must read, over its time."""
+    """Return a decode step's necessary bytes a second, as a share of the ceiling."""
     most, time = ceiling(results), cell.get("decode ms")
     return cell["decode bytes"] / (time / 1e3) / most if most and time else None
 
 
 def over(results: Results, cell: Mapping[str, Any], what: str) -> float | None:
-    """A method's speed over that of full attention at the same length; above 1 is faster."""
+    """Return a method's speed over full attention's at the same length; above 1 is faster."""
     full = results.get(4, {}).get(f"full at {cell.get('length')}", {})
     if not cell.get(what) or not full.get(what) or full.get("decoded at") != cell.get("decoded at"):
         return None
@@ -170,7 +170,7 @@ def neighbour(results: Results) -> Iterator[str]:
 
 
 def beside(results: Results, what: str) -> float | None:
-    """The least of lce's speeds over transformers' at the same length."""
+    """Return the least ratio of lce's speed to transformers' at the same length."""
     stage = results.get(7, {})
     found = []
     for label, cell in cells(stage).items():
@@ -181,7 +181,7 @@ def beside(results: Results, what: str) -> float | None:
 
 
 def offload_ratio(results: Results) -> float | None:
-    """Decode time offloaded over resident; only where both were measured at one length."""
+    """Return the ratio of decode times, offloaded over resident, if both have the same length."""
     kept = [results.get(5, {}).get(f"longheads {name}", {}) for name in ("offloaded", "resident")]
     times = [cell.get("decode ms") for cell in kept]
     return times[0] / times[1] if all(times) and kept[0]["decoded at"] == kept[1]["decoded at"] else None
@@ -193,7 +193,7 @@ def at(
     return lambda results: figure(results, results.get(4, {}).get(f"{name} at {length}", {}))
 
 
-# What is measured, whether it must be at least or at most so much, and the bar.
+# The figure, how to get it, at least or at most, and the bar.
 BARS: tuple[tuple[str, Callable[[Results], Any], str, float], ...] = (
     ("full decode, of copying, 32k", at("full", 32768, share), ">=", 0.8),
     ("full decode, of copying, 128k", at("full", 131072, share), ">=", 0.8),
