@@ -42,7 +42,7 @@ class DataError(LceError):
 
 
 class CapacityError(LceError):
-    """Not enough memory or disk for what was asked."""
+    """Not enough memory or disk for the request."""
 
     exit_code = 4
 

@@ -58,7 +58,7 @@ def open_regular(path: str | Path, error: type[LceError] = DataError, *, follow:
 
 
 def check_target(path: str | Path, error: type[LceError] = DataError) -> None:
-    """Raise `error` where something that is no regular file has the name of a file that is to be written."""
+    """Raise `error` if the name of a file to be written belongs to something that is no regular file."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -70,7 +70,7 @@ def check_target(path: str | Path, error: type[LceError] = DataError) -> None:
 
 
 def check_folder(path: str | Path) -> None:
-    """Raise an error where no file can be made beside `path`. Makes one and removes it.
+    """Raise an error if no file can be made beside `path`. Makes a file and removes it.
 
     Permissions do not tell of file systems that are read-only, full, or make no files.
     """
@@ -89,7 +89,7 @@ def check_folder(path: str | Path) -> None:
 
 
 def named(path: str | Path) -> str:
-    """Return a path as messages show it: as it is where it is printable and short, else escaped and shortened.
+    """Return a path for messages: unchanged if printable and short, else escaped and shortened.
 
     A name that `named` returned is returned unchanged.
     """
@@ -223,7 +223,7 @@ class JsonError(ValueError):
 
 
 def parse_json(raw: bytes, most: int, *, unique: bool = False) -> Any:
-    """Return the value of a JSON text of which nothing is trusted. Raises `JsonError`.
+    """Parse an untrusted JSON text. Raises `JsonError`.
 
     A text with more than `most` values and names is refused before it is parsed: each takes up to about 100 bytes of
     memory. With `unique`, so is an object that has a name twice.

@@ -1,4 +1,4 @@
-"""Marks on the functions that take a run's time, and what a profile reads off them.
+"""Marks on the functions that take a run's time, and profiles that read the marks.
 
 While no profile is taken a mark costs one comparison. Marks are not ranges of `torch.profiler`: those cost ten times as
 much, and starting that profiler takes seconds.
@@ -26,12 +26,12 @@ CATEGORIES = ("products", "attention", "selection", "cache", "norms", "activatio
 
 @dataclass
 class Profile:
-    """What a profiled run did. `seconds` has each of `CATEGORIES`.
+    """The profile of a run. `seconds` has each of `CATEGORIES`.
 
-    A category's time is its own: what a marked call spends in another marked call counts for that call alone.
-    `read_bytes` are the keys and values that attention was given, each chosen chunk once a KV head and call, and the
-    summaries and low-dim keys that were compared. `attention_flops` are four times D for each pair of a query and a key
-    that it sees; the scores of a selection do not count.
+    A category's time excludes nested marked calls, which count for their own category. `read_bytes` are the keys and
+    values that attention was given, each chosen chunk once a KV head and call, and the summaries and low-dim keys that
+    were compared. `attention_flops` are four times D for each pair of a query and a key that it sees; the scores of a
+    selection do not count.
     """
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0.0))
@@ -118,7 +118,7 @@ def timed(category: str, count: Count | None = None) -> Callable[[Callable[P, R]
 
 @contextmanager
 def profiling(n_kv_heads: int, chunk_size: int, wait: Callable[[], None]) -> Iterator[Profile]:
-    """Take a profile of what this thread does inside `with`. `wait` returns when the devices have done their work.
+    """Profile this thread's work inside `with`. `wait` returns when the devices have done their work.
 
     A profile inside another one takes its place for as long as it lasts.
     """
@@ -156,7 +156,7 @@ def count_compared(clock: _Clock, out: Tensor, *_: Any) -> None:
 
 
 def n_pairs(n_queries: int, n_keys: int, causal: bool, window: int | None = None) -> int:
-    """Return the pairs of a query and a key that it sees, where the last query sees the last key.
+    """Return the number of pairs of a query and a visible key; the last query sees the last key.
 
     Example: 2 queries over 5 keys make 10 pairs, causal ones 9, with a window of 3 six.
     """

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from lce.errors import UsageError, shown
 
-Progress = Callable[[int, int], None]  # tokens done, tokens in all; what it raises ends the call
+Progress = Callable[[int, int], None]  # tokens done, tokens in all; an exception ends the call
 StageProgress = Callable[[str, int, int], None]  # the stage, units done, units in all
 
 
@@ -48,7 +48,7 @@ def reported(progress: Progress | bool | None, label: str, unit: str = " tok") -
             drawn.update(done - drawn.n)
             if done >= total:
                 drawn.refresh()
-                drawn.close()  # what is written next stands on a line of its own
+                drawn.close()  # later output starts on a new line
 
         yield advance
 
@@ -72,7 +72,7 @@ def stages(progress: StageProgress | bool | None) -> StageProgress:
 
 
 def check_progress(progress: object) -> None:
-    """Raise `UsageError` for what is neither a callback, nor True, False or None."""
+    """Raise `UsageError` unless the value is a callback, True, False or None."""
     if (
         progress is not None
         and not isinstance(progress, bool)

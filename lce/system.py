@@ -104,9 +104,9 @@ def usable_cores() -> int:
 
 
 def default_threads() -> int | None:
-    """Return how many threads to compute with: what torch would take, but no more than `usable_cores`.
+    """Return how many threads to compute with: torch's default, but at most `usable_cores`.
 
-    None where the environment says how many.
+    None if the environment sets the number.
     """
     if any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")):
         return None
@@ -214,12 +214,12 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Return to the kernel what `keep_freed_memory` keeps and nothing uses. Without glibc nothing happens."""
+    """Return unused memory that `keep_freed_memory` kept to the kernel. Does nothing without glibc."""
     malloc_trim = _glibc("malloc_trim")
     if malloc_trim is not None:
         malloc_trim(0)
 
 
 def _glibc(name: str) -> Callable[..., int] | None:
-    """Return a function of the C library; None where the library does not have it."""
+    """Return a function of the C library; None if the library lacks it."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None

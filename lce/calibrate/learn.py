@@ -1,4 +1,4 @@
-"""What a calibration does: it reads the text, learns the maps of each layer, and measures their recall."""
+"""A calibration: reads the text, learns the maps of each layer, and measures their recall."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class Calibrator:
         return [recall for _, recall in learned]
 
     def split(self) -> tuple[list[int], list[int]]:
-        """Return the numbers of the pieces that are learned from, and of those that are held out."""
+        """Return the numbers of the pieces to learn from, and of the held-out pieces."""
         held_out = range(HELD_OUT - 1, len(self.pieces), HELD_OUT)
         return [index for index in range(len(self.pieces)) if index not in held_out], list(held_out)
 
@@ -185,7 +185,7 @@ class Calibrator:
             self.work.write(_piece(index, layer), {"q": rows[f"q.{layer}"], "k": rows[f"k.{layer}"]})
 
     def rows(self, layer: int, pieces: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the queries and keys of some pieces, one behind the other."""
+        """Return the queries and keys of some pieces, concatenated."""
         found = []
         for index in pieces:
             held = self.work.read(_piece(index, layer))

@@ -1,4 +1,4 @@
-"""The work folder of a calibration: what is finished stays there until everything is.
+"""The work folder of a calibration: finished pieces and layers stay there until all are finished.
 
 Each file is sealed and says which plan and place it belongs to. A file that is damaged, or belongs elsewhere, counts as
 missing. What is no regular file is refused.
@@ -66,7 +66,7 @@ class WorkFolder:
             write_whole(self.folder / _PLAN, json.dumps(content).encode())
 
     def _check_kind(self) -> None:
-        """Raise `DataError` where something that is no folder has the folder's name."""
+        """Raise `DataError` if the folder's name belongs to something that is no folder."""
         try:
             mode = os.lstat(self.folder).st_mode
         except FileNotFoundError:

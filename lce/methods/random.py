@@ -1,4 +1,4 @@
-"""Random chunks: the floor that a selection has to be better than. For analysis, not to serve with."""
+"""Random chunks: the floor that a selection must beat. For analysis, not to serve with."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from lce.methods.step import Step
 class RandomChunks(BudgetedChunks):
     """Random chunks, drawn for every query of every head. For analysis: what a budget gives without any selection.
 
-    A draw depends on `seed`, layer, head, query index and chunk alone, so no block size changes it. The first chunk
-    and the last complete one are always attended, as in `SelectiveMethod`, unless `keep_first` or `keep_last` is
-    false. `budget` gives the size in tokens, the own chunk included, in the place of `chunks`. With `top_p` a query
-    takes that share of the chunks before it, `chunks` at most.
+    A draw depends on `seed`, layer, head, query index and chunk alone, not on the block size. The first chunk and the
+    last complete one are always attended, as in `SelectiveMethod`, unless `keep_first` or `keep_last` is false.
+    `budget` gives the size in tokens, the own chunk included, in the place of `chunks`. With `top_p` a query takes that
+    share of the chunks before it, `chunks` at most.
 
     Cost: O(H · M) draws a token, and at most `chunks · L` keys attended.
     """

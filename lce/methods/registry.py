@@ -24,7 +24,7 @@ M = TypeVar("M", bound=type[Method])
 
 
 def register(name: str) -> Callable[[M], M]:
-    """Class decorator that registers a method as `name`. Raises `UsageError` where another class has the name."""
+    """Return a class decorator that registers a method as `name`. Raises `UsageError` if the name is taken."""
 
     def enter(cls: M) -> M:
         other = _REGISTRY.get(name)
@@ -142,7 +142,7 @@ def _with_preset(cls: type[Method], options: Mapping[str, Any]) -> dict[str, Any
 
 
 def _as_given(value: Any) -> str:
-    """Return an option's value as it was typed, where a line of text can show that."""
+    """Return an option's value as typed, if one line of text can show it."""
     return value if isinstance(value, str) and value.isprintable() and len(value) <= 80 else shown(value)
 
 

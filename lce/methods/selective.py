@@ -46,23 +46,23 @@ SUMMARIES, OPEN_QUERIES = "summaries", "open queries"
 
 
 def _inside(rows: Tensor, step: Step, some: Step) -> Tensor:
-    """Return those of the block's queries `rows` that are in a part of the block, counted from its first."""
+    """Return the queries of `rows` that are in the part `some` of the block, counted from the part's first."""
     rows = rows - (some.start - step.start)
     return rows[(rows >= 0) & (rows < some.stop - some.start)]
 
 
 class ChunkSelection(Method, ABC):
-    """What all selectors of chunks share; `SelectiveMethod` adds the usual knobs.
+    """The base of all selectors of chunks; `SelectiveMethod` adds the usual knobs.
 
-    A query of chunk `o` attends its own part of chunk `o`, and of the complete chunks before it those that `forced`
-    names and the best scoring others: `n_choices` in all.
+    A query of chunk `o` attends chunk `o` up to itself, and `n_choices` of the complete chunks before: the chunks that
+    `forced` names, then the best scoring ones.
     """
 
     hook_checks = SELECTION_CHECKS
     placement: str  # a knob, or fixed
     top_p: float | None = None  # likewise
     uses_queries: ClassVar[bool] = True  # whether `summarise` looks at queries: they are kept while a chunk is open
-    summary_vectors: ClassVar[int] = 1  # what `summarise` keeps of a chunk, in vectors `[D]` a query head
+    summary_vectors: ClassVar[int] = 1  # vectors `[D]` a query head in a chunk's summary
 
     @property
     @abstractmethod
@@ -76,7 +76,7 @@ class ChunkSelection(Method, ABC):
 
     @property
     def placed(self) -> Placement:
-        """Where chosen chunks are seen."""
+        """The placement of chosen chunks."""
         return PLACEMENTS[self.placement]
 
     @property
@@ -88,7 +88,7 @@ class ChunkSelection(Method, ABC):
         return self.size if self.unrotated else 0
 
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
-        """Return a summary for each complete chunk, the open chunk's queries, and recent keys at need."""
+        """Return the states: summaries of complete chunks, the open chunk's queries, and recent keys if needed."""
         kept: dict[str, MethodState] = {SUMMARIES: Summaries(self.summary_vectors * layout.query_bytes, self.size)}
         if self.uses_queries:
             kept[OPEN_QUERIES] = OpenChunk(self.size, layout.query_bytes)
@@ -97,7 +97,7 @@ class ChunkSelection(Method, ABC):
     def could_keep(self, layer: int, kept: Mapping[str, Tensor], layout: CacheLayout, n_tokens: int) -> bool:
         summaries, n_chunks = kept.get(SUMMARIES), n_tokens // self.size
         if summaries is None:
-            return True  # not every layer needs them; one that does notices
+            return True  # not every layer needs summaries; one that does notices
         vectors = not self.keeps_vectors or is_like(
             summaries, (layout.n_heads, n_chunks, layout.head_dim), layout.dtype
         )
@@ -115,7 +115,7 @@ class ChunkSelection(Method, ABC):
         yield self.placed.part(i, self.size, min(self.n_choices, layer.longest // self.size), self.n_choices)
 
     def keep_queries(self, q: Tensor, cache: LayerCache, step: Step) -> None:
-        """Summarise the chunks that this block completes; keep the queries of the one that it leaves open."""
+        """Summarise the chunks that this block completes; keep the queries of the open chunk."""
         size = self.size
         if (at := step.at) is not None:
             if self.uses_queries:
@@ -158,7 +158,7 @@ class ChunkSelection(Method, ABC):
     def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         """Summarise m complete chunks: `q [H, m, L, D]`, `k v [G, m, L, D]`, q and k rotated as keys are cached.
 
-        Without `uses_queries`, q is `[H, m, 0, D]`. Returns `[S, m, …]`; for `score` as it stands one vector a chunk,
+        Without `uses_queries`, q is `[H, m, 0, D]`. Returns `[S, m, …]`; for the default `score` one vector a chunk,
         `[H, m, D]`. `x.repeat_interleave(len(q) // len(k), dim=0)` gives query heads what their KV head has.
         """
 
@@ -166,31 +166,31 @@ class ChunkSelection(Method, ABC):
         """Return how well each chunk answers each query: `q [H, T, D]`, `summary [S, M, …]` to `[C, T, M]`.
 
         Queries are unrotated for `side_by_side`, at their true positions for `true`, at the constant distance for
-        `constant`. C is how many choose on their own: H, or fewer where heads share a choice (C divides H).
+        `constant`. C is H, or fewer if heads share a choice (C divides H).
         """
         return dot_products(q, summary)
 
     def log_mass(self, scores: Tensor, n_heads: int, head_dim: int) -> Tensor:
         """Turn scores `[C, T, M]` into logarithms of chunks' attention mass, up to a constant a query, for `top_p`.
 
-        As it stands, a score is taken for the logit of every token of the chunk, and a sum over heads for their mean.
+        By default, a score is taken as the logit of every token of the chunk; sums over heads become means.
         """
         return scores.float() * (len(scores) / n_heads / math.sqrt(head_dim))
 
     @property
     def keeps_vectors(self) -> bool:
-        """Whether queries are compared with summaries as they stand: one vector a chunk and query head."""
+        """Whether scores are dot products with summaries: one vector a chunk and query head."""
         return type(self).score is ChunkSelection.score
 
     def forced(self, chunk_ids: Tensor, own: Tensor) -> Tensor:
-        """Return where a chunk is taken whatever its score, `[T, M]` bool; `own [T, 1]` is the query's chunk."""
+        """Return which chunks are always taken, `[T, M]` bool; `own [T, 1]` is the query's chunk."""
         return (chunk_ids == 0) | (chunk_ids == own - 1)
 
     def select(self, scores: Tensor, step: Step) -> Tensor:
         """Choose chunks `[C, T, K]` by scores `[C, T, M]`, ascending, -1 behind the last. Time: O(C · T · M).
 
-        A query gets `n_choices` of the chunks before its own, or all of them where they are fewer: placement counts on
-        it. For any scores, infinite and NaN ones too, no query is given its own chunk or a later one.
+        A query gets `n_choices` of the chunks before its own, or all if fewer; placement relies on this. For any
+        scores, even infinite and NaN ones, no query gets its own chunk or a later one.
         """
         n_chunks = scores.shape[-1]
 
@@ -205,7 +205,7 @@ class ChunkSelection(Method, ABC):
     def choose(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
         """Choose the chunks that each query of each head attends, `[H, T, K]`; None while there is no choice.
 
-        Of a `DeviceStep` `[C, 1, K]`, where C choosers stand for H heads: C is 1, G or H.
+        For a `DeviceStep` returns `[C, 1, K]` for C groups of heads: C is 1, G or H.
         """
         if isinstance(step, DeviceStep):
             return self._choose_on_device(q, cache, step)
@@ -267,7 +267,7 @@ class ChunkSelection(Method, ABC):
         return step.attention.routed(q, turn, chosen, cache.tiles(chosen), memory)
 
     def choice_cost(self, block: QueryBlock) -> Cost:
-        """Count exactly where `score` stands, but for summaries: a `summarise` of one's own is not counted here."""
+        """Count the cost, exactly for the default `score`; an overridden `summarise` is not counted."""
         products = 1 if self.keeps_vectors else None
         read = block.n_heads * self.summary_vectors
         return self.selection_cost(block, vectors_read=read, summaries=None, products=products)
@@ -278,8 +278,8 @@ class ChunkSelection(Method, ABC):
     ) -> Cost:  # fmt: skip
         """Return the cost of choosing chunks and of attending the chosen ones.
 
-        A chunk has `vectors_read` vectors to be compared with, and a query makes `products` of them with each chunk;
-        `choosers` of the heads do, all of them with None. `together`: the query heads of a KV head choose alike.
+        A chunk's summary has `vectors_read` vectors, and a query takes `products` dot products with each chunk, for
+        `choosers` heads (None: all heads). `together`: the query heads of a KV head choose alike.
         """
         n_chunks = block.stop // self.size if block.stop > self.size else 0
         n_queries = (block.n_heads if choosers is None else choosers) * len(block)
@@ -293,22 +293,22 @@ class ChunkSelection(Method, ABC):
         cls = type(self)
         own = (
             cls.choice_cost is not ChunkSelection.choice_cost
-        )  # else a score and a summary of one's own are not counted
+        )  # overridden scores and summaries are not counted
         return super().counted and says_for(cls, "choice_cost", "choose", *(("score", "summarise") if own else ()))
 
     def plain_choice(self, n_heads: int, n_kv_heads: int) -> PlainChoice | None:
-        """Return what `choose` does where a GPU's kernels can do it; it stands for the `score` of its own class."""
+        """Return the choice as a GPU's kernels can make it, valid for the `score` of the same class."""
         return PlainChoice(n_heads)
 
     @property
     def decodes(self) -> bool:
-        """With `top_p` steps run one by one: how many chunks are chosen is not known before."""
+        """Whether decode steps can be recorded; not with `top_p`, because the number of chosen chunks varies."""
         return self.top_p is None and super().decodes
 
     def decode_chosen(
         self, q: Tensor, turn: Turn, others: Sequence[Span], cache: LayerCache, step: DeviceStep
     ) -> Attended:
-        """Return the own chunk, unless its keys are elsewhere, is one more run behind the chosen chunks."""
+        """Attend chosen chunks as runs. The own chunk is the last run, unless its keys are elsewhere."""
         own, size = others[0].turn if others else None, self.size
         at, runs = None if own is None else step.at, self._plain_runs(q, cache, step, own is not None)
         if runs is None:
@@ -320,9 +320,9 @@ class ChunkSelection(Method, ABC):
         return step.attention.decode(q, *cache.whole, Runs(first, count, number, turns, size))
 
     def bound(self, stop: int) -> int | None:
-        """Return None for steps that complete a chunk, and make its summary: they are not recorded.
+        """Return the bound; None for steps that complete a chunk: these make a summary, and are not recorded.
 
-        A `score`, `select` or `forced` of one's own is given the complete chunks and no others.
+        Overridden `score`, `select` and `forced` get complete chunks alone.
         """
         size = self.size
         if stop <= size or not stop % size:
@@ -333,7 +333,7 @@ class ChunkSelection(Method, ABC):
         return (stop // size + 1) * size - 1
 
     def _choose_on_device(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
-        """Choose among as many chunks as the bound allows: those that are not complete yet are not taken."""
+        """Choose among all chunks within the bound; chunks that are not complete yet are never taken."""
         summary = cache.kept(Summaries, SUMMARIES).allocated(step.bound // self.size)
         scores = self.score(self.placed.scored(q, step, self.size), summary, step, cache.index)
         n_chunks = scores.shape[-1]
@@ -341,7 +341,7 @@ class ChunkSelection(Method, ABC):
         def make() -> Tensor:
             return torch.arange(n_chunks, device=q.device) >= step.at // self.size
 
-        if type(self).select is not ChunkSelection.select:  # which does not look at them
+        if type(self).select is not ChunkSelection.select:  # an overridden `select` ignores `forced`
             scores = scores.masked_fill(step.once(f"barred {n_chunks}", make), -torch.inf)
         chosen = self.select(scores, step)
         if len(chosen) in (1, step.n_kv_heads, len(q)):
@@ -351,7 +351,7 @@ class ChunkSelection(Method, ABC):
     def _plain_runs(
         self, q: Tensor, cache: LayerCache, step: DeviceStep, own: bool
     ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-        """Choose as `choose` and `runs_of_chunks` do, where the choice is plain and kernels take these tensors."""
+        """Choose as `choose` and `runs_of_chunks` do, if the choice is plain and kernels take these tensors."""
         plain = self.plain_choice(len(q), step.n_kv_heads)
         if plain is None or not says_for(type(self), "plain_choice", "score", "select", "forced", "choose"):
             return None
@@ -360,7 +360,7 @@ class ChunkSelection(Method, ABC):
         return plain_runs(plain, scored[:, 0], summary, step.at, self.size, self.n_choices, own=own)
 
     def _slot_turns(self, n_slots: int, turn: Turn, own: Turn | None, step: Step) -> tuple[Turn, Tensor]:
-        """Return turns, and which of them each chosen chunk is seen under; behind them that of the own chunk."""
+        """Return turns, and each slot's index into the turns; the own chunk's comes last."""
 
         def make() -> tuple[Turn, Tensor]:
             slots = turn.at(0, slice(n_slots)) if turn.cos.ndim == 3 else turn
@@ -373,11 +373,11 @@ class ChunkSelection(Method, ABC):
 
 
 class WithoutSummaries(ChunkSelection):
-    """Mixed into a selector of chunks: nothing is kept of a chunk, and `chunk_scores` chooses."""
+    """A mixin for selectors of chunks without summaries; `chunk_scores` gives the scores."""
 
     @abstractmethod
     def chunk_scores(self, q: Tensor, n_chunks: int, cache: LayerCache, step: Step) -> Tensor:
-        """Score the first `n_chunks` chunks for unrotated queries `[H, T, D]`, some of the block's: `[C, T, M]`."""
+        """Score the first `n_chunks` chunks for some of the block's queries, unrotated `[H, T, D]`: `[C, T, M]`."""
 
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
         return {name: kept for name, kept in super().state(layout).items() if name == RECENT}
@@ -401,7 +401,7 @@ class WithoutSummaries(ChunkSelection):
         )
 
     def choice_cost(self, block: QueryBlock) -> Cost:
-        """Count what is attended, as if no two heads of a KV head chose alike; nothing is read to choose by."""
+        """Count the attended chunks, as if the heads of a KV head chose differently; choosing reads nothing."""
         return self.selection_cost(block, vectors_read=0, summaries=0, products=0)
 
     @property
@@ -413,17 +413,16 @@ class WithoutSummaries(ChunkSelection):
 class SelectiveMethod(ChunkSelection):
     """A method by which every query chooses chunks: keep, score, select, place.
 
-    A new selector overrides what is new. `summarise`: what to keep of a complete chunk. `score`: how well chunks
-    answer queries; by their summaries' dot products, unless overridden. `select`: which are taken. As it stands, a
-    query of chunk `o` attends the first chunk, the best scoring ones, chunk `o-1` and its own part of chunk `o`:
-    `chunks` in all.
+    A new selector overrides hooks. `summarise`: what to keep of a complete chunk. `score`: how well chunks answer
+    queries, by default dot products with summaries. `select`: which chunks are taken. By default, a query of chunk `o`
+    attends the first chunk, the best scoring ones, chunk `o-1` and chunk `o` up to itself: `chunks` in all.
 
     `placement` says where chosen chunks are seen: `side_by_side` in their order from position 0, so that all distances
     are within the window; `true`, at their own positions; `constant`, at the distance
     `chunk_size`. The own chunk is always seen at its true distances.
 
-    With `top_p`, a query takes no more of its `chunks` than reach that share of the attention to the chunks before
-    its own, as the method estimates it (`log_mass`); those that it always attends count first.
+    With `top_p`, a query takes only as many of its `chunks` as reach that share of the attention to the chunks before
+    its own, as estimated by `log_mass`; chunks always attended count first.
     """
 
     chunk_size: int | None = None

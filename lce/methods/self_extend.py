@@ -1,4 +1,4 @@
-"""Self-Extend: near keys at their own distance, far ones at that of their group."""
+"""Self-Extend: near keys at their own distance, far keys at their group's distance."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lce.methods.registry import register
 class SelfExtend(LocalMethod):
     """Self-Extend (Jin et al., 2024, "LLM Maybe LongLM: Self-Extend LLM Context Window Without Tuning").
 
-    A query attends every earlier key. One nearer than `local` is seen at its true distance; farther ones at
-    `i // group - j // group + local - local // group` (Eq. 3-4, with the paper's floors), so that distances grow
-    `group` times more slowly. The window is stretched to `(W - local) · group + local` tokens; beyond that, distances
-    leave it: choose a larger group.
+    A query attends every earlier key. One nearer than `local` is seen at its true distance; farther ones at `i // group
+    - j // group + local - local // group` (Eq. 3-4, with the paper's floors), so that distances grow `group` times more
+    slowly. The window is stretched to `(W - local) · group + local` tokens; beyond that, distances leave the window:
+    choose a larger group.
 
     Example: `local=4, group=2`; query 9 sees keys 9..6 at 0..3, then 5, 4 at 4 and 3, 2 at 5.
 

@@ -1,4 +1,4 @@
-"""What a method is given: the pass it takes part in, and the checkpoint it was loaded with."""
+"""The arguments of a method: the current pass, and the checkpoint."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ NoteScores = Callable[[int, Tensor], None]  # a layer, and its scores of all cho
 
 @dataclass(frozen=True)
 class Step:
-    """One pass of a block through the model: what is the same in every layer.
+    """A pass of a block through the model: the facts that are the same in every layer.
 
     Example: the second block of a prefill by 512 has `start=512, stop=1024`; the decode step after 1,500 tokens has
-    `start=1500, stop=1501`. `memo` lasts for the pass: `once` computes in the first layer what the other layers
-    use again. Each device that has some of the layers has a memo of its own, so that what is kept there is on that
-    device; `all_devices` is one memo for all. A method calls `note`, where there is one, with each layer's choice, and
-    before it `note_scores` with what it chose by; of the queries `noted` alone if there are some, counted from the
-    block's first, ascending.
+    `start=1500, stop=1501`. `memo` lasts for the pass: `once` computes in the first layer what the other layers use
+    again. Each device has its own memo, so that its values are on that device; `all_devices` is one memo for all
+    devices. A method calls `note`, if given, with each layer's choice, and before that `note_scores` with the scores;
+    `noted`, if given, are the queries to note, counted from the block's first, ascending.
     """
 
     start: int
@@ -45,12 +44,12 @@ class Step:
 
     @property
     def at(self) -> Tensor | None:
-        """The index of a token of which only the device knows it: see `DeviceStep`."""
+        """The token's index, if only the device knows it: see `DeviceStep`."""
         return None
 
     @property
     def n_noted(self) -> int:
-        """The queries whose scores `note_scores` is given."""
+        """The number of queries whose scores go to `note_scores`."""
         return self.stop - self.start if self.noted is None else len(self.noted)
 
     def part(self, start: int, stop: int) -> Step:
@@ -65,7 +64,7 @@ class Step:
         return memo[name]
 
     def once_on_all(self, name: str, make: Callable[[], Tensor | None], device: torch.device) -> Tensor | None:
-        """Do as `once`, where layers on other devices need what the first layer made: they get a copy."""
+        """Return `make()`, called once a pass and `name` for all devices; other devices get a copy."""
 
         def found() -> Tensor | None:
             if name not in self.all_devices:
@@ -81,7 +80,7 @@ class Step:
         return torch.arange(self.start, self.stop, device=device)
 
     def key_turn(self, key_positions: Callable[[Tensor], Tensor | None], like: Tensor) -> Turn | None:
-        """Return what rotates the block's vectors to where a method caches its keys; None where keys stay unrotated."""
+        """Return the turn to the positions at which a method caches the block's keys; None: keys stay unrotated."""
 
         def make() -> Turn | None:
             indices = self.positions(like.device)
@@ -94,12 +93,12 @@ class Step:
         return turn
 
     def true_turn(self, like: Tensor) -> Turn:
-        """Return what rotates the block's vectors to their absolute positions, `[T, D/2]`."""
+        """Return the turn of the block's vectors to their absolute positions, `[T, D/2]`."""
         turn: Turn = self.once("true turn", lambda: self.rope.turn(self.positions(like.device), like.dtype))
         return turn
 
     def far_turn(self, distance: int | Tensor, like: Tensor) -> Turn:
-        """Return what rotates queries that see unrotated keys, all of them at one distance.
+        """Return the turn of queries that see all unrotated keys at one distance.
 
         `[1, D/2]`, or `[T, D/2]` for a distance a query. The turn carries YaRN's factor twice: for the query, and for
         the key, which was cached without it.
@@ -115,14 +114,14 @@ class Step:
 
 
 class OnDevice(LookupError):
-    """A number of a `DeviceStep` was asked for that only the device knows: such a step runs as any other."""
+    """A hook asked a `DeviceStep` for a number that only the device knows. The step then runs without recording."""
 
 
 class DeviceStep(Step):
     """The decode step of a token whose index is read on the device, `at [1]` int64: it can be recorded and run again.
 
-    No number and no shape in it depends on the index; the host knows only that the text has at most `bound` tokens. So
-    `start` and `stop` raise `OnDevice`. `positions` and the turns are those of the index.
+    No number and no shape of a `DeviceStep` depends on the index; the host knows only that the text has at most `bound`
+    tokens. So `start` and `stop` raise `OnDevice`. `positions` and the turns are computed from `at`.
     """
 
     bound: int
@@ -161,7 +160,7 @@ class DeviceStep(Step):
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model as a method sees it before anything is attended.
+    """The facts about a model that a method sees on loading.
 
     `config` has the sizes and, as `published`, the fields of config.json. `source` has the files beside the weights.
     `window` and `rope` are those that the engine uses, the user's options included.
@@ -171,4 +170,4 @@ class ModelFacts:
     config: ModelConfig
     window: int
     rope: RopeConfig
-    plan_only: bool = False  # nothing will be attended: a method that learns from a file is taken as if it had it
+    plan_only: bool = False  # for planning only: files of learned maps may be missing

@@ -1,4 +1,4 @@
-"""StreamingLLM: the first tokens and the last ones, and nothing between."""
+"""StreamingLLM: the first tokens and the last ones."""
 
 from __future__ import annotations
 

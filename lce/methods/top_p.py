@@ -1,4 +1,4 @@
-"""A budget by mass: what is chosen is cut to the least number whose estimated attention reaches p.
+"""A budget by mass: choices are cut to the fewest whose estimated attention reaches p.
 
 Twilight (Lin et al., 2025, "Twilight: Adaptive Attention Sparsity with Hierarchical Top-p Pruning", arXiv:2502.02770)
 prunes what a selector chose to the smallest set whose attention weights add up to p, so that a head with a sharp
@@ -19,7 +19,7 @@ TOP_P_HELP = "choose no more than reaches this share of the estimated attention;
 
 
 class Knob(Protocol):
-    """A method with the knob, as far as its check knows it."""
+    """A method with the knob `top_p`."""
 
     @property
     def top_p(self) -> float | None: ...
@@ -29,7 +29,7 @@ class Knob(Protocol):
 
 
 def check_top_p(method: Knob) -> None:
-    """Raise `UsageError` for a share that is none."""
+    """Raise `UsageError` for a `top_p` that is no share."""
     if method.top_p is not None and not 0 < method.top_p <= 1:
         raise UsageError(f"{method.label}: top_p is {shown(method.top_p)}; expected a share above 0, at most 1")
 
@@ -37,7 +37,7 @@ def check_top_p(method: Knob) -> None:
 def enough(log_mass: Tensor, order: Tensor, p: float) -> int:
     """Return how many of the candidates, best first in `order [n]`, reach the share p of the mass of all: 1 or more.
 
-    `log_mass [M]` is the logarithm of each candidate's mass, up to a constant. If the n do not reach p: n.
+    `log_mass [M]` is the logarithm of each candidate's mass, up to a constant. If all n do not reach p, returns n.
 
     Example: masses 6, 3, 1 in that order and p = 0.8: 2.
     """
@@ -50,9 +50,9 @@ def enough(log_mass: Tensor, order: Tensor, p: float) -> int:
 def prune(chosen: Tensor, scores: Tensor, log_mass: Tensor, forced: Tensor, p: float) -> Tensor:
     """Return the least number of each query's choices that reaches the share p, ascending again, -1 behind the last.
 
-    `chosen [C, T, K]`; `scores [C, T, M]` say which are best, `log_mass [C, T, M]` what each has, -inf for what is no
-    candidate; `forced [T, M]` stay, and count first. Where the choices do not reach p, all of them stay.
-    Time: O(C · T · (M + K log K)).
+    `chosen [C, T, K]`; `scores [C, T, M]` give the order, `log_mass [C, T, M]` the masses, -inf for non-candidates;
+    `forced [T, M]` stay, and count first. If the choices do not reach p, all of them stay. Time: O(C · T · (M + K log
+    K)).
     """
     if p >= 1:
         return chosen
@@ -62,7 +62,7 @@ def prune(chosen: Tensor, scores: Tensor, log_mass: Tensor, forced: Tensor, p: f
     rank = scores.float().gather(-1, index).masked_fill(~taken, -torch.inf).masked_fill(stays, torch.inf)
     order = rank.argsort(dim=-1, descending=True, stable=True)
     sorted_mass = mass.gather(-1, order)
-    reached = sorted_mass.cumsum(-1) - sorted_mass >= p  # by those before; never with NaN, which no share follows from
+    reached = sorted_mass.cumsum(-1) - sorted_mass >= p  # by earlier choices; never with NaN masses
     stays |= ~torch.empty_like(taken).scatter_(-1, order, reached)
     none = torch.iinfo(torch.int64).max
     kept = chosen.masked_fill(~(stays & taken), none).sort(dim=-1).values

@@ -1,4 +1,4 @@
-"""A method inside another one: it runs as it is, while something looks on or changes what it gives."""
+"""A method inside another one, which may observe or change the inner method's output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lce.methods.step import ModelFacts
 
 @dataclass(frozen=True)
 class Wrapped(Method):
-    """A method that does what `inner` does. Derive from it and override `attend` to add to that.
+    """A method that does what `inner` does. Derive a class and override `attend` to add to that.
 
     Decode steps run one by one, as prefill does, so that `attend` is called for every token.
 

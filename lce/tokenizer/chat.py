@@ -122,7 +122,7 @@ def _split(text: str, controls: Iterable[str], cut: str) -> str:
 
 
 def _rendered(template: str, variables: Mapping[str, Any], length: int) -> str:
-    """Return what `template.py` answers; `length` is that of the messages."""
+    """Run `template.py`; return its answer. `length` is the messages' length."""
     seconds, chars = MAX_SECONDS + length // 500_000, MAX_CHARS + 8 * length
     memory = MAX_BYTES + 96 * length
     request = {
@@ -175,7 +175,7 @@ def _answer(request: str, most: int) -> bytes:
                 process.stdin.write(request.encode("utf-8", "surrogatepass"))
                 process.stdin.close()
             except BrokenPipeError:
-                pass  # it has ended; what it wrote says why
+                pass  # the process has ended; its output says why
             raw = process.stdout.read(most)
             failed = len(raw) < most and process.wait() == 1
         finally:

@@ -60,7 +60,7 @@ def _limit(kind: int, most: int) -> None:
 
 
 def render(template: str, variables: Mapping[str, Any], steps: int, chars: int) -> dict[str, str]:
-    """Return what `main` answers. Raises MemoryError."""
+    """Return the answer of `main`. Raises MemoryError."""
     try:
         return {"text": _Environment(steps, chars).render(template, variables)}
     except _RefusedMessages as error:
@@ -73,7 +73,7 @@ def render(template: str, variables: Mapping[str, Any], steps: int, chars: int) 
 
 
 class _RefusedMessages(TemplateError):
-    """What `raise_exception` of a template raises."""
+    """The error that a template's `raise_exception` raises."""
 
 
 class _GenerationBlocks(Extension):
@@ -87,7 +87,7 @@ class _GenerationBlocks(Extension):
 
 
 class _Bounds(NodeTransformer):
-    """Checks every loop's items, every joined text, and what goes into and comes out of every filter."""
+    """A sandbox that checks every loop's items, every joined text, and every filter's arguments and results."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         if node.recursive:
@@ -181,13 +181,13 @@ class _Environment(ImmutableSandboxedEnvironment):
         return items
 
     def _bounded(self, value: Any) -> Any:
-        """Return what goes into a call or a filter."""
+        """Return the checked arguments of a call or a filter."""
         if isinstance(value, int) and abs(value) > MAX_RANGE:
             raise SecurityError(f"the number {value} is too large here, expected at most {MAX_RANGE}")
         return self._fits(value)
 
     def _fits(self, value: Any) -> Any:
-        """Return what comes out of an operator, a call or a filter."""
+        """Return the checked result of an operator, a call or a filter."""
         if isinstance(value, Sized):
             self._allow_length(len(value))
         return value

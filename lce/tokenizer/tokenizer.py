@@ -144,7 +144,7 @@ class Tokenizer:
         return _with_or_without(self._prefix, self.bos_id, bos, at_end=False) + content + self._suffix
 
     def _encode(self, text: str) -> list[int]:
-        """Return the ids of `text` alone. Raises DataError for what is no text."""
+        """Return the ids of `text` alone. Raises DataError if `text` is no text."""
         if not isinstance(text, str):
             raise DataError(f"a text to encode is a str, not {type(text).__name__}; decode bytes as UTF-8 first")
         try:
@@ -241,7 +241,7 @@ class Tokenizer:
 
 
 class NoTokenizer(Tokenizer):
-    """Stands where a checkpoint has no tokenizer: its model takes and gives token ids. Texts raise ModelError.
+    """A stand-in for a missing tokenizer: the model takes and gives token ids. Texts raise ModelError.
 
     The text of generated ids is empty.
     """

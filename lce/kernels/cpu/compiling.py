@@ -64,7 +64,7 @@ def _source() -> str:
 def usable_cache() -> Path | None:
     """Return the folder of compiled kernels, made if need be; None where it cannot be used.
 
-    What lies there is run. It is used only if nobody else can have written it.
+    Files in this folder are executed, so it is used only if nobody else can have written to it.
     """
     try:
         folder = cache_folder().absolute()

@@ -1,4 +1,4 @@
-"""What a decoder layer does between its products: norms, gates, and rotations of queries and keys."""
+"""The operations of a decoder layer between products: norms, gates, and rotations of queries and keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from lce.kernels.cpu.compiling import Kernel, inner, kernel
 from lce.kernels.cpu.numbers import READ, STORED, WRITE, exp, pointer
 
-ALONE = 1 << 15  # numbers that one thread computes sooner than others wake up
+ALONE = 1 << 15  # numbers that one thread computes before others wake up
 _ROWS = 64  # rows that a thread takes at a time, if there are several threads
 
 

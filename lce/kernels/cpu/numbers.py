@@ -1,4 +1,4 @@
-"""What kernels compute with: addresses as arrays, half-precision numbers as bits, and the exponential function."""
+"""Scalars in kernels: addresses as arrays, half-precision numbers as bits, and the exponential function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores of a few queries, and what many queries' scores come to: one pass over the keys, or over the scores."""
+"""Scores of a few queries, and reductions of many queries' scores: one pass over the keys, or over the scores."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def best_below_top(scores: Tensor) -> Tensor:
 
 
 def add_weights(logits: Tensor, lse: Tensor, scale: float, into: Tensor, first_behind: int, window: int) -> None:
-    """Add up what keys get of the attention of queries: `into[h, j] += Σ_t exp(scale · logits[h, t, j] - lse[h, t])`.
+    """Sum the attention weights of keys over queries: `into[h, j] += Σ_t exp(scale · logits[h, t, j] - lse[h, t])`.
 
     `logits [H, T, n]`, `lse [H, T]` float32, `into [H, n]` float32; into's rows may be apart. Query t stands at key
     `first_behind + t`, sees no later key, and none that is `window` or more behind it. Time: O(H · T · window).

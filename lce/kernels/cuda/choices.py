@@ -1,4 +1,4 @@
-"""Scores and choices of chunks on GPUs, without a sync: `lce.kernels.cpu` has those for CPUs.
+"""Scores and choices of chunks on GPUs, without a sync; for CPUs see `lce.kernels.cpu`.
 
 Scores are compared as keys: 32-bit integers in the same order, NaN above all. Of equal scores the first are taken, so a
 choice depends on nothing but its scores.
@@ -19,7 +19,7 @@ _LARGEST = (64, 512, 4096, 8192, MOST_CHUNKS)  # choices among up to so many sha
 
 
 def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int | Tensor, size: int) -> Tensor:
-    """Choose the n best of each row's chunks before its own, `[C, T, min(n, M)]`, ascending, -1 behind the last.
+    """Choose the n best of each row's chunks before its own, `[C, T, min(n, M)]`, ascending, -1 after the last.
 
     `scores [C, T, M]` contiguous, M up to `MOST_CHUNKS`. Row t is the query at index `start + t`; its own chunk is
     `(start + t) // size`. `start` is a number, or a tensor of one int64 on the device. `forced [T, M]` (bool) are taken

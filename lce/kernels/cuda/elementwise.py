@@ -1,4 +1,4 @@
-"""What a decoder layer does between its products, on GPUs, one launch each; `lce.kernels.cpu` serves CPUs."""
+"""The operations of a decoder layer between products, on GPUs, one launch each; for CPUs see `lce.kernels.cpu`."""
 
 from __future__ import annotations
 
