@@ -291,9 +291,7 @@ class ChunkSelection(Method, ABC):
     @property
     def counted(self) -> bool:
         cls = type(self)
-        own = (
-            cls.choice_cost is not ChunkSelection.choice_cost
-        )  # overridden scores and summaries are not counted
+        own = cls.choice_cost is not ChunkSelection.choice_cost  # overridden scores and summaries are not counted
         return super().counted and says_for(cls, "choice_cost", "choose", *(("score", "summarise") if own else ()))
 
     def plain_choice(self, n_heads: int, n_kv_heads: int) -> PlainChoice | None:
