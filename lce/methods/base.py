@@ -29,7 +29,7 @@ NO_TOKENS = torch.zeros(0, dtype=torch.int64)
 
 
 def says_for(cls: type, hook: str, *others: str) -> bool:
-    """Tell whether a hook still stands for others that it summarises: no class below its own overrides one of them."""
+    """Return whether `hook` still agrees with `others`: no subclass of its class overrides one of them."""
 
     def depth(name: str) -> int:
         return next(i for i, parent in enumerate(cls.__mro__) if name in vars(parent))

@@ -150,7 +150,7 @@ class InfLLM(LocalMethod):
         return block.tokens(self.top_k * self.block_size) + Cost(0, scores, votes, state_read=scores)
 
     def relevance(self, q: Tensor, far: Tensor, n_blocks: int, cache: LayerCache, step: Step) -> Tensor:
-        """Score the memory blocks for the queries together, `[n_blocks]`. `q far [H, T, D]`, far placed."""
+        """Score the memory blocks for all queries together, `[n_blocks]`; `far [H, T, D]` are the placed queries."""
         summary = cache.kept(Summaries, BLOCKS).span(0, n_blocks)
         return dot_products(far.mean(dim=1, keepdim=True), summary).sum(dim=0)[0]
 

@@ -65,7 +65,7 @@ class LowDimMap:
 
 @dataclass(frozen=True)
 class LearnedFor:
-    """What maps are learned for: a model, and queries at the distance `far` under this RoPE, in texts of one window."""
+    """The setting of learned maps: a model, and queries at the distance `far` under a RoPE, in texts of one window."""
 
     fingerprint: str
     low_dim: int
@@ -168,7 +168,7 @@ def missing(method: str, command: str) -> UsageError:
 
 
 def usable(maps: object, low_dim: int, far: int, window: int, method: str) -> LowDimMaps:
-    """Return `maps`, if a method with these knobs can use them. Raises `UsageError` that says how to get others."""
+    """Return `maps` if they suit a method with these knobs. Raises `UsageError` with the command for others."""
     if not isinstance(maps, LowDimMaps):
         raise missing(method, f"lce calibrate --model M --text FILE --out maps.safetensors --far {far}")
     if maps.low_dim != low_dim:

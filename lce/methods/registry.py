@@ -131,7 +131,7 @@ def make(name: str, options: Mapping[str, Any] | None = None) -> Method:
 
 
 def _with_preset(cls: type[Method], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Add what the preset that the options name sets, where they do not say otherwise. Raises `UsageError`."""
+    """Add the settings of the options' preset, if any; options override the preset. Raises `UsageError`."""
     given = dict(options)
     if not cls.presets or "preset" not in given:
         return given

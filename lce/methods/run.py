@@ -47,7 +47,7 @@ class Driver:
         return Block(self.method, cache, {part.first_layer: replace(whole, memo={}) for part in cache.layout.by_device})
 
     def recorded(self, layers: Sequence[LayerCache], rope: Rope, at: Tensor, bound: int) -> Attend:
-        """Return the hook for one token whose index is read on the device, `at [1]`; begins and commits nothing.
+        """Return the attention hook for one token of index `at [1]` on the device; begins and commits nothing.
 
 
         The method must have `decodes`, and the cache space for the token. The hook's work can be recorded, and replayed

@@ -1,4 +1,4 @@
-"""What every model family reads of a checkpoint's config.json, checked in full; registry.py finds the family.
+"""The fields of config.json that all model families share, checked in full; registry.py finds the family.
 
 Both published layouts are read: `rope_theta` beside `rope_scaling` with `torch_dtype` (transformers 4), and
 `rope_parameters` with `dtype` (transformers 5). An optional key that is missing takes transformers' default for that
@@ -150,7 +150,7 @@ def _kind(values: Mapping[str, object]) -> str | None:
 
 
 def check_layer_types(fields: Fields, config: ModelConfig) -> None:
-    """Raise ModelError for `layer_types` that say otherwise than the config that was read."""
+    """Raise ModelError for `layer_types` that contradict the config."""
     kinds = fields.names("layer_types")
     if not kinds:
         return

@@ -1,4 +1,4 @@
-"""What the families share: the model around its layers, and a layer's weights with the operations on them.
+"""The base of all families: the model around its layers, and a layer's weights with operations.
 
 A family declares its weights in two tables, one for the model and one for each layer. An entry maps our name to the
 published one and to the shape, written in the words of `_sizes`:
@@ -37,7 +37,7 @@ class Layer:
         self.device = next(w.device for w in self.w.values() if isinstance(w, Tensor))
 
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
-        """Hidden states `[T, hidden]` to those after this layer; may write over `x`."""
+        """Turn hidden states `[T, hidden]` into those after this layer; may overwrite `x`."""
         raise NotImplementedError
 
     def project(
@@ -75,7 +75,7 @@ class Model:
     layer: ClassVar[type[Layer]]
     model_weights: ClassVar[WeightTable]
     layer_weights: ClassVar[WeightTable]
-    joins: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # matrices that lie one beneath the other, under one name
+    joins: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # matrices stacked in one tensor, by its name
     unused: ClassVar[tuple[str, ...]] = ()  # patterns of published names that no model of the family uses
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Any]) -> None:
@@ -143,7 +143,7 @@ class Model:
 
     @classmethod
     def layer_of(cls, name: str, config: ModelConfig) -> int:
-        """Return the layer beside which a weight lies, by our name: 0 for the embedding, the last for the head."""
+        """Return the layer whose device has a weight, by our name: 0 for the embedding, the last for the head."""
         index, dot, _ = name.partition(".")
         if dot:
             return int(index)

@@ -1,8 +1,8 @@
 """A checkpoint's weights: safetensors files whose headers are checked in full before any data is read.
 
-Weights are read into memory of our own, converted on the way: peak memory is the model in its final dtype and 64 MiB
-at most. A file that is altered, cut short or replaced after loading has no effect; one that is while it is loaded, or
-between the check of its header and the end of loading, is refused.
+Weights are read into memory of our own, converted on the way: peak memory is the model in its final dtype and 64 MiB at
+most. Changes to a file after loading have no effect; a file that changes between the check of its header and the end of
+loading is refused.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".npz", ".h5"
 class Checkpoint:
     """The tensors of a checkpoint folder. `unindexed` are those in a shard that the index does not list.
 
-    `stamps` are those of the files when their headers were read. `manifest` is that of quantised weights.
+    `stamps` are the files' stamps when their headers were read. `manifest` describes quantised weights.
     """
 
     folder: Path
@@ -95,12 +95,11 @@ class Checkpoint:
         An entry of `wanted` maps the caller's name to the name in the checkpoint and the shape it must have. Names,
         shapes and stored dtypes are all checked first. Every other tensor of the checkpoint must match one of the
         patterns in `ignore` (`"*.rotary_emb.inv_freq"`). Two entries with one published name share one tensor. `joined`
-        maps a name of its own to names of `wanted` that come as one tensor instead, one beneath the other; they are
-        read into it.
+        maps a new name to names of `wanted` whose tensors are read into one tensor, one beneath the other.
 
-        `schemes` maps names in the checkpoint to how their matrices are packed, one after the other; these come as
-        `PackedMatrix`, and so do those that the checkpoint stores packed. Joined matrices of unlike schemes, or whose
-        rows are no whole blocks, come as one `Stacked`.
+        `schemes` maps names in the checkpoint to schemes by which their matrices are packed; these matrices, and
+        matrices stored packed, come as `PackedMatrix`. Joined matrices of different schemes, or without whole blocks of
+        rows, come as one `Stacked`.
 
         Raises `CapacityError`, before anything is read, for weights larger than the free memory, and ModelError for
         NaN and infinity, naming the tensor, and for a file that changed since its header was read.
@@ -167,7 +166,7 @@ class Checkpoint:
         fill([Job(name, infos[name], files[infos[name].file], outs[name]) for name in order])
 
     def _staged(self, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> int:
-        """Return bytes that the matrices of one tensor take before they are rounded."""
+        """Return the bytes that one tensor's matrices take before rounding."""
         return math.prod(_beneath([shapes[name] for name in names])) * self._dtype_of(names).itemsize
 
     def _round(
@@ -198,7 +197,7 @@ class Checkpoint:
     def opened(self) -> Iterator[dict[Path, int]]:
         """Open all files. Raises ModelError if one is not what it was when its header was read.
 
-        It is checked at the end again: what was read in between belongs to the header that was checked.
+        Files are checked again at the end, so that all data read belongs to the checked headers.
         """
         files: dict[Path, int] = {}
         try:
@@ -219,7 +218,7 @@ class Checkpoint:
                 raise ModelError(f"{named(file)} changed while it was loaded; load it again when nothing writes to it")
 
     def dtype(self) -> torch.dtype:
-        """Return the dtype that most bytes are stored in; of quantised weights, the one that they were rounded from."""
+        """Return the dtype of most stored bytes; for quantised weights, the dtype before rounding."""
         if self.manifest:
             return getattr(torch, self.manifest.dtype)  # type: ignore[no-any-return]
         sizes: Counter[str] = Counter()
@@ -235,16 +234,16 @@ class Checkpoint:
         """Return a SHA-256 that ties a context or a map file to these weights, however they are sharded or named on
         disk.
 
-        It covers every name, dtype and shape, and three samples of every tensor's bytes; a change elsewhere in a
-        large tensor is not seen. `load` takes the samples, 12 KiB a tensor at most, with the weights. Without `load`
-        they are read here, and a file that changed since its header was read is refused. Quantised weights have that
-        of the checkpoint which they were made of; what their file holds is checked by its own samples.
+        It covers every name, dtype and shape, and three samples of every tensor's bytes; a change elsewhere in a large
+        tensor is not seen. `load` takes the samples, 12 KiB a tensor at most, with the weights. Without `load` the
+        samples are read here, and a file that changed since its header was read is refused. Quantised weights have the
+        fingerprint of their source checkpoint; their file is checked by its own samples.
         """
         self._check_samples()
         return self._fingerprint if self.manifest is None else self.manifest.source
 
     def _check_samples(self) -> None:
-        """Take the samples; those of quantised weights must be their manifest's."""
+        """Take the samples; for quantised weights, check them against the manifest."""
         if self._fingerprint != (self.manifest.samples if self.manifest else self._fingerprint):
             where = ", ".join(named(file) for file in self.stamps)
             raise ModelError(f"{where}: its tensors are not those of its manifest; quantize the checkpoint again")
@@ -255,7 +254,7 @@ class Checkpoint:
 
     @property
     def names(self) -> frozenset[str]:
-        """Return the names of all tensors; a matrix of several has its own."""
+        """The names of all tensors; a packed matrix counts as one."""
         return frozenset(self._published)
 
     @cached_property
@@ -312,7 +311,7 @@ class Checkpoint:
 
 
 def _in_one(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], schemes: Mapping[str, Scheme]) -> bool:
-    """Return whether these matrices can lie in one, beneath each other."""
+    """Return whether these matrices can be stacked in one tensor."""
     scheme = schemes.get(names[0])
     alike = all(schemes.get(name) == scheme for name in names)
     return alike and (scheme is None or all(shapes[name][0] % scheme.row_block == 0 for name in names))

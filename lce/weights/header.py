@@ -32,7 +32,7 @@ _MOST_DIMENSIONS = 64
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies: bytes `start` to `stop` of `file`, counted from the beginning of the file."""
+    """A tensor's place: bytes `start` to `stop` of `file`, counted from the beginning of the file."""
 
     file: Path
     dtype: str
@@ -42,7 +42,7 @@ class TensorInfo:
 
 
 class Damaged(ModelError):
-    """A damaged file; `what` is wrong with it."""
+    """The error for a damaged file; `what` describes the damage."""
 
     def __init__(self, path: Path, what: str) -> None:
         super().__init__(f"{named(path)}: {what}; the file is damaged or incomplete: download it again")

@@ -1,4 +1,4 @@
-"""What a file of packed matrices says of itself: a manifest in the metadata.
+"""The manifest of a file of packed matrices, in the file's metadata.
 
 A matrix `NAME` of such a file is the tensors `NAME.PART` that its scheme names: `NAME.codes`, `NAME.scales`.
 """
@@ -24,10 +24,10 @@ _LARGEST = 1 << 32  # rows or inputs of a matrix
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a quantised file says of itself.
+    """The manifest of a quantised file.
 
-    `weights` is the scheme that was asked for, `matrices` the scheme and shape of each matrix. `dtype` is that of the
-    checkpoint it was made of, and `source` its fingerprint. `samples` is the fingerprint of the file's own tensors.
+    `weights` is the requested scheme, `matrices` the scheme and shape of each matrix. `dtype` and `source` are the
+    dtype and the fingerprint of the source checkpoint. `samples` is the fingerprint of the file's own tensors.
     """
 
     weights: str
@@ -52,7 +52,7 @@ class Manifest:
 
     @classmethod
     def read(cls, text: str, file: Path, tensors: Mapping[str, TensorInfo]) -> Self:
-        """Read the manifest in a file's metadata. Raises ModelError where it is damaged, or contradicts the tensors."""
+        """Read the manifest in a file's metadata. Raises ModelError if damaged or in conflict with the tensors."""
         try:
             raw = parse_json(text.encode(), most=MOST_TENSORS * 12, unique=True)
             if raw["format"] != FORMAT:

@@ -35,7 +35,7 @@ class PackedMatrix(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Return bytes in memory."""
+        """Bytes in memory."""
 
     def product(
         self, x: Tensor, bias: Tensor | None = None, *, norm: Tensor | None = None, eps: float = 0.0,
@@ -44,7 +44,7 @@ class PackedMatrix(Protocol):
         """Multiply `x [T, in]`, contiguous, with the matrix transposed, for a few rows: see
         `lce.kernels.cpu.products.product`.
 
-        Each row of the result has the bits that it has alone.
+        The bits of a result row do not depend on the other rows.
         """
 
     def unpacked(self, first: int, out: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ Matrix = Tensor | PackedMatrix
 
 
 class Scheme(ABC):
-    """How the weights of a matrix are packed.
+    """A format of packed weights.
 
     `row_block` rows lie together: the first dimension of each stored tensor counts such blocks. `for_tokens` names the
     scheme of a model's embedding and head.
@@ -142,7 +142,7 @@ class Stacked:
         return out if onto is None else onto.add_(out)
 
     def unpacked(self, first: int, out: Tensor) -> Tensor:
-        """Unpacks all parts: what multiplies many rows takes `with_biases` instead."""
+        """Unpack all parts. Products of many rows take `with_biases` instead."""
         whole = [
             part if isinstance(part, Tensor) else part.unpacked(0, out.new_empty(part.shape)) for part in self.parts
         ]

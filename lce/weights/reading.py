@@ -26,7 +26,7 @@ from lce.sizes import size_text
 from lce.weights.header import Damaged, TensorInfo
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-STORED = {**DTYPES, "I8": torch.int8, "U8": torch.uint8}  # with those of quantised weights
+STORED = {**DTYPES, "I8": torch.int8, "U8": torch.uint8}  # with dtypes of quantised weights
 NAMES = {dtype: name for name, dtype in STORED.items()}
 
 PIECE = 8 << 20  # bytes of one read: long enough for disks, and still in the processor's cache when it is checked
@@ -46,7 +46,7 @@ _TOO_LARGE = {
 
 @dataclass(frozen=True)
 class Stamp:
-    """What changes when a file is written, cut short or replaced."""
+    """A file's identity, which changes when the file is written, truncated or replaced."""
 
     size: int
     inode: int
@@ -61,7 +61,7 @@ class Stamp:
 
 @dataclass(frozen=True)
 class Job:
-    """A stored tensor to read: its name, where it lies, the open file, and the contiguous tensor that it goes to.
+    """A stored tensor to read: its name, its place, the open file, and the contiguous tensor to fill.
 
     `out` may be a part of a larger tensor, and may have another dtype or be on another device.
     """
@@ -74,9 +74,9 @@ class Job:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Some numbers of a job: bytes from `offset` of the file on go to `raw`, a part of `stage` or of the job's `out`.
+    """A piece of a job: bytes from `offset` of the file on go to `raw`, a part of `stage` or of the job's `out`.
 
-    From a stage they are converted to `out`, their part of the job's `out`.
+    Numbers in a stage are then converted to `out`, a part of the job's `out`.
     """
 
     job: Job
@@ -161,7 +161,7 @@ def _stage(device: torch.device) -> Tensor:
 
 
 def _deliver(read: Future[None], piece: _Piece, stages: list[Tensor]) -> None:
-    """Wait for a piece, and convert it where it has to be."""
+    """Wait for a piece, and convert it if needed."""
     read.result()
     if piece.stage is not None:
         piece.out.copy_(piece.raw.view(DTYPES[piece.job.info.dtype]))

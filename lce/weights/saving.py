@@ -1,4 +1,4 @@
-"""A quantised checkpoint as one safetensors file, written as it is made: peak memory is one matrix, twice."""
+"""Writes a quantised checkpoint as one safetensors file. Peak memory: two copies of a matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a model comes from: what its files say of its sizes, its tokenizer and its weights, read when asked for."""
+"""Sources of models: the config, the tokenizer and the weights, read on demand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LARGEST_CONFIG = 4 << 20  # bytes; published files have a few thousand
 
 
 class Source(Protocol):
-    """Where a model comes from. Each part raises `ModelError` where it is missing or damaged.
+    """The source of a model. Each part raises `ModelError` if missing or damaged.
 
     `path` is the folder or the file that a user names. `config` and `generation_config` hold the fields of the files
     of these names; a source without `generation_config` has an empty one.
@@ -41,10 +41,10 @@ class Source(Protocol):
         """Read the tokenizer of a model whose embedding has `vocab_size` rows."""
 
     def file(self, name: str) -> Path:
-        """Return where a file of the name is that belongs to the model. The file need not exist."""
+        """Return the path of a file of the model by name. The file need not exist."""
 
     def where(self, name: str) -> str:
-        """Return how messages call what the source has under the name, such as config.json."""
+        """Return the name for messages of a part, such as config.json."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,11 @@ class Folder:
         return Tokenizer.from_folder(self.path, vocab_size)
 
     def file(self, name: str) -> Path:
-        """Return where a file of the name is. The file need not exist."""
+        """Return the path of a file by name. The file need not exist."""
         return self.path / name
 
     def where(self, name: str) -> str:
-        """Return how messages call a file."""
+        """Return a file's name for messages."""
         return named(self.file(name))
 
 
