@@ -20,9 +20,7 @@ from lce.lab.eval.tasks.making import NOISE
 BOS, EOS = "<s>", "</s>"
 WEIGHT_TEXT, WEIGHT_LIST, WEIGHT_ANSWER, WEIGHT_COPY = 0.3, 0.05, 4.0, 1.0
 LEAST_ANSWER = 24  # least tokens of answers that a document of a format counts for
-Piece = tuple[
-    tuple[int, ...], tuple[int, ...], float
-]  # ids of a text, ids of an answer behind the text, the text's weight
+Piece = tuple[tuple[int, ...], tuple[int, ...], float]  # ids of a text, ids of its answer, the text's weight
 
 # Each format's frequency, and a function that draws its task for a document of some tokens.
 FORMATS: tuple[tuple[float, Callable[[Random, int], Task]], ...] = (

@@ -1,4 +1,4 @@
-"""Stage 5: Llama-3-8B's shape at 128k, with 4 GiB of keys and values on the GPU, beside all of them there."""
+"""Stage 5: Llama-3-8B's shape at 128k, with 4 GiB of keys and values on the GPU, beside all on the GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads records of perplexity and makes tables of them: a row a method, a column a length or a run of positions.
+"""Reads records of perplexity and makes tables: a row a method, a column a length or a run of positions.
 
 A table has one model and one of three settings: windows with the last S tokens scored, windows with all tokens scored,
 or streams, whose columns end at powers of two. The record does not name its texts. A cell has all windows in the

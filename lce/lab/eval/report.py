@@ -1,4 +1,4 @@
-"""Reads records, of one file or of several shards, and makes tables of them: a row a method.
+"""Reads records, of one file or of several shards, and makes tables: a row a method.
 
 Records of perplexity and of selection have tables of their own (`lce.lab.eval.losses`, `lce.lab.eval.selections`). The
 following is about answers.

@@ -1,4 +1,4 @@
-"""Reads records of selection and makes tables of them: a row a method, with its knobs, and a length.
+"""Reads records of selection and makes tables: a row a method, with its knobs, and a length.
 
 A table has one model, one judge, one kind of hidden states, and one task asked in one way, or texts that were read. A
 row has the means over all texts in the files, each once. A note says where methods were watched at different texts.

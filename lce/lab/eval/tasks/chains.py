@@ -83,7 +83,7 @@ class Walk(Task):
 
 @dataclass(frozen=True)
 class Whereabouts(Task):
-    """Who had a thing last, and where it is, after people moved about with things (bAbI, arXiv:1502.05698)."""
+    """People move about with things; the question asks who had a thing last, and its place (bAbI, arXiv:1502.05698)."""
 
     name = "whereabouts"
     metric = "recall"
