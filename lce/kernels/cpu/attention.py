@@ -1,4 +1,4 @@
-"""Attention on CPUs, for prefill and decode: dense, and over chosen tiles. `rows` has what a task does.
+"""Attention on CPUs, for prefill and decode: dense, and over chosen tiles. `rows` has the work of a task.
 
 The work is cut into tasks by the shapes alone, and threads take tasks from a queue: the bits of a result do not depend
 on their number.

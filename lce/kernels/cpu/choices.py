@@ -23,7 +23,7 @@ _GROUP = 16  # scores that are compared at once
 
 
 def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int, size: int) -> Tensor:
-    """Choose the n best of each row's chunks before its own, `[C, T, min(n, M)]`, ascending, -1 behind the last.
+    """Choose the n best of each row's chunks before its own, `[C, T, min(n, M)]`, ascending, -1 after the last.
 
     `scores [C, T, M]` contiguous. Row t is the query at index `start + t`; its own chunk is `(start + t) // size`.
     `forced [T, M]` (bool) are taken first; a score of -inf is never taken unless it is forced. Time: O(C · T · M),
@@ -50,7 +50,7 @@ def best_tokens(scores: Tensor, n: int, eps: int = 0) -> Tensor:
     assert scores.dtype == torch.float32, scores.dtype
     assert scores.is_contiguous(), scores.stride()
     assert 0 < n <= n_tokens, (n, n_tokens)
-    keys = torch.empty(n_tokens + -(-n_tokens // _GROUP), dtype=torch.int32)  # of the scores, and of groups of them
+    keys = torch.empty(n_tokens + -(-n_tokens // _GROUP), dtype=torch.int32)  # of scores, and of groups of scores
     chosen = torch.empty(n, dtype=torch.int64)
     _spread_keys()(scores.data_ptr(), keys.data_ptr(), n_tokens, eps)
     _best_keys()(keys.data_ptr(), chosen.data_ptr(), n_tokens, n)

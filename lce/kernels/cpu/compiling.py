@@ -30,7 +30,7 @@ _threads = threading.local()
 
 
 class _Announcement(event.Listener):
-    """Says once, in one line on stderr, that kernels are being compiled."""
+    """Prints once, in one line on stderr, that kernels are being compiled."""
 
     said = False
 
@@ -146,7 +146,7 @@ def inner(body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def separate(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function of its own, for what gives the same bits however it is compiled: moves, products of `vectors`.
+    """Compile a separate function, for code with the same bits however compiled: moves, products of `vectors`.
 
     Kernels compile faster than with `inner`.
     """

@@ -1,4 +1,4 @@
-"""Rows taken from where they lie, by all threads."""
+"""Gathers rows with all threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Partial attentions over disjoint keys become one softmax over all of them."""
+"""Merges partial attentions over disjoint keys into one softmax over all keys."""
 
 from __future__ import annotations
 

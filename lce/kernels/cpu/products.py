@@ -1,7 +1,7 @@
 """Products of a few rows with a weight matrix, which read the weights once, at the speed of memory.
 
-What stands before and behind a product in a decoder layer is done on the way: the norm of its input, the bias, the
-gate of an MLP, the sum with the hidden states.
+The operations before and after a product in a decoder layer are fused: the norm of its input, the bias, the gate of an
+MLP, the sum with the hidden states.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def product(
     first half of the result, through the SiLU function, times the second: `[T, out / 2]`. With `onto` the result is
     added to that tensor, in place.
 
-    All are contiguous, on the CPU and of one dtype. What is computed is float32, rounded once at the end. Bytes: the
-    weights, once. A row of the result has the same bits whatever T and the number of threads. Eight rows take two to
-    four times as long as one.
+    All are contiguous, on the CPU and of one dtype. Arithmetic is float32, rounded once at the end. Bytes: the weights,
+    once. A row of the result has the same bits whatever T and the number of threads. Eight rows take two to four times
+    as long as one.
     """
     n, size = x.shape
     n_rows, width = weight.shape
@@ -121,8 +121,8 @@ def _dots(dtype: torch.dtype) -> Callable[..., Any]:
     """Make the function that multiplies all rows of `x [n, …]` with the weight rows `begin..begin+n_here-1`.
 
     Writes `sums [n, n_here]`. A weight row is read from memory once, by one or two rows of x alone, or by four at a
-    time: then `_COLUMNS` weight rows share what is read of x. Each sum has the same order in all of them. `x` and
-    `sums` have rows up to the next multiple of four, and `sums` `_COLUMNS` columns to spare.
+    time: then `_COLUMNS` weight rows share each read of x. Each sum has the same order in all of them. `x` and `sums`
+    have rows up to the next multiple of four, and `sums` `_COLUMNS` columns to spare.
     """
     by_1, by_2 = (vectors.dots(rows, False, dtype, 1, _CHAINS) for rows in (1, 2))
     by_4 = vectors.dots(4, False, dtype, _COLUMNS, _CHAINS)

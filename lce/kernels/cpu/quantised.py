@@ -10,8 +10,8 @@ A matrix `[out, in]` lies in blocks of 16 rows. A vector of 64 bytes holds some 
 A weight is `scale * code`, or `scale * (code - zero / 16)`. Rows and inputs are padded with zeros to whole blocks and
 groups.
 
-A product is one of integers: each group of inputs of x is rounded to 16 bits, of which the largest uses all, and
-halfwords of neighbouring inputs are multiplied in pairs and added up without error. A float32 x has a second 16 bits.
+Products are of integers: each group of inputs of x is rounded to 16 bits, of which the largest uses all, and halfwords
+of neighbouring inputs are multiplied in pairs and added up without error. A float32 x has a second 16 bits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PLANES = {torch.float32: 2, torch.bfloat16: 1, torch.float16: 1}  # of 16 bits,
 _MULTIPLIES_PAIRS = "avx512bw" in features()  # of 16 bits, 32 at a time
 _SHRINKS = 4  # ranges of a group that rounding to 4 bits tries, each _SHRINK narrower
 _SHRINK = np.float32(0.06)
-_FITS = 2  # corrections of scale and zero by least squares, for each of them
+_FITS = 2  # least-squares corrections of each scale and zero
 
 _F32, _I8, _I16, _I32, _I64 = ir.FloatType(), *(ir.IntType(n) for n in (8, 16, 32, 64))
 _FLOATS, _BYTES, _HALVES, _WORDS = (ir.VectorType(kind, LANES) for kind in (_F32, _I8, _I16, _I32))

@@ -2,7 +2,7 @@
 
 Some hundred keys at a time are packed so that a vector holds 16 keys: scores are products of whole vectors. With
 AVX512_BF16, bfloat16 numbers are multiplied in pairs; else everything is widened to float32. Scores, their softmax and
-all sums are float32. A few rows read the keys as they lie.
+all sums are float32. A few rows read the keys in place.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lce.kernels.cpu.numbers import READ, STORED, WRITE, bits_of_float, exp2, fl
 from lce.kernels.cpu.vectors import largest
 
 KEYS = 256  # that are packed together: with 64 to 128 dimensions, keys and values stay in a core's second cache
-FEW_ROWS = 8  # up to here keys are read as they lie
+FEW_ROWS = 8  # up to this many rows keys are read in place
 LOWEST = np.float32(-3.0e38)  # below any score
 
 
@@ -143,7 +143,8 @@ def core(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], Ca
     def soften(scores, first, stop, scale, state, sums, dim):
         """Turn one row's scores of keys `first..stop-1` into weights, in place, by its largest score so far.
 
-        `state` is that largest score and the sum of the weights. Where the largest grows, what was summed shrinks.
+        `state` is the largest score and the sum of the weights. If the largest score grows, earlier sums are scaled
+        down.
         """
         begin, end = first // 32 * 32, (stop + 31) // 32 * 32
         for i in range(begin, first):
@@ -187,10 +188,10 @@ def core(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], Ca
 
     @separate
     def score_keys(rows, q_at, q_stride, k_at, k_stride, n, out, dim):
-        """Score `n` keys as they lie, `n` at least 16, with 8, 4, 2 or 1 queries: `out [rows, n]`."""
+        """Score `n` keys in place, `n` at least 16, with 8, 4, 2 or 1 queries: `out [rows, n]`."""
         n_chunks, at_once, key = dim // chunk, 16 // rows, 0
         while key < n:
-            key = min(key, n - at_once)  # the last keys overlap with those before them
+            key = min(key, n - at_once)  # the last keys overlap with earlier ones
             k, to = k_at + key * k_stride, out[0, key:].ctypes.data
             if rows == 1:
                 dots_1(q_at, q_stride, k, k_stride, to, 4 * KEYS, n_chunks)
@@ -204,9 +205,7 @@ def core(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], Ca
 
     @inner
     def attend_few(queries, n, spans, k_at, k_stride, v_at, v_stride, first, stop, dim, scale, state, sums, scores):
-        """Attend as `attend_rows`, for few rows: reads keys and values where they lie, which is cheaper than packing
-        them.
-        """
+        """Attend as `attend_rows`, for few rows: reads keys and values in place, which is cheaper than packing."""
         start = first
         while start < stop:
             left = stop - start

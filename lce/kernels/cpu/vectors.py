@@ -24,7 +24,7 @@ _WORDS, _FLOATS = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
 
 
 class _BFloat(ir.HalfType):
-    """LLVM's bfloat, which llvmlite does not name."""
+    """LLVM's bfloat type, which llvmlite lacks."""
 
     intrinsic_name = "bf16"
 
@@ -40,7 +40,7 @@ def _const(value: int) -> Any:
 
 
 def _at(builder: Any, address: Any, offset: Any, kind: Any) -> Any:
-    """Return a pointer to `kind`, `offset` bytes behind an address."""
+    """Return a pointer to `kind`, `offset` bytes after an address."""
     return builder.inttoptr(builder.add(address, offset), ir.PointerType(kind))
 
 
@@ -107,7 +107,7 @@ def multiply(rows: int, columns: int, pairs: bool, dtype: torch.dtype = torch.fl
 
 
 def dots(rows: int, pairs: bool, dtype: torch.dtype, columns: int | None = None, chains: int = 1) -> Callable[..., Any]:
-    """Make dot products of `rows` vectors with `columns` others, all read as they lie: `Q · Kᵀ` of few queries.
+    """Make dot products of `rows` vectors with `columns` others, all read in place: `Q · Kᵀ` of few queries.
 
     The intrinsic takes `(q, q_stride, k, k_stride, out, out_stride, n)`: addresses, strides in bytes, and how many
     steps a vector has, 1 or more. A step is `chains` vectors of 16 numbers, each of which has a sum of its own. Q and

@@ -1,4 +1,4 @@
-"""Attention in tiles, as FlashAttention has it (Dao, 2023): dense, and over chosen tiles.
+"""Attention in tiles, as in FlashAttention (Dao, 2023): dense, and over chosen tiles.
 
 The grids and the order of every sum depend on shapes alone: a row's result does not depend on the rows beside it, nor
 on where in memory its keys lie.

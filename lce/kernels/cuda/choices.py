@@ -15,7 +15,7 @@ from lce.kernels.cuda.launching import MOST_CHUNKS, launch
 
 _TILE = 1 << 13  # numbers of summaries that a program reads at a time
 _WARP = 512  # scores that a warp chooses from
-_LARGEST = (64, 512, 4096, 8192, MOST_CHUNKS)  # choices among up to so many share a kernel: fewer are compiled
+_LARGEST = (64, 512, 4096, 8192, MOST_CHUNKS)  # choices among up to this many share a kernel, so fewer are compiled
 
 
 def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int | Tensor, size: int) -> Tensor:
@@ -59,7 +59,7 @@ def best_runs(
     the worst.
 
     `position [1]`, int64, is read on the device: the query's index. Its own chunk is `position // size`. It sees the
-    chunks before, at most N; rows behind them are not read, so N may be a buffer's capacity. Of those, the first with
+    chunks before, at most N; later rows are not read, so N may be a buffer's capacity. Of those, the first with
     `keep_first` and the last with `keep_last` are taken first. There are `min(n, N)` runs, in the order of the text,
     those behind the last empty (0 and 0). With `own` one more is the query's own chunk, up to the query.
 
@@ -98,7 +98,7 @@ def runs_of_chunks(chosen: Tensor, size: int, position: Tensor | None) -> tuple[
 def _scored(
     q: Tensor, keys: Tensor, choosers: int, position: Tensor | None = None, size: int = 1, least: bool = False
 ) -> Tensor:
-    """Score `[C, T, M]` of `q [H, T, D]`; with a position only those of chunks before its own."""
+    """Score `[C, T, M]` of `q [H, T, D]`; with a position only of chunks before its own."""
     (heads, n, dim), n_keys, together = q.shape, keys.shape[1], len(q) // choosers
     q = q if q.stride(2) == 1 else q.contiguous()
     dense = keys.stride(-1) == 1 and (keys.ndim == 3 or (keys.shape[2] == 2 and keys.stride(2) == dim))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lce.progress import notice
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # what kernels read; they compute in float32
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of kernels' inputs; arithmetic is float32
 MOST_ROWS = 4  # rows of x that `products` takes; more are a product of matrices
 MOST_CHUNKS = 1 << 14  # chunks that a program of `choices` chooses from, in its registers
 
@@ -30,7 +30,7 @@ def installed() -> bool:
 
 @cache
 def missing() -> str | None:
-    """Name what kernels need and this machine lacks; None where nothing. Where there is a GPU, one kernel is run there.
+    """Return what kernels need and this machine lacks, or None. If there is a GPU, one kernel is run there.
 
     If that fails a notice says so, and PyTorch's operators serve. Takes a second if no run before has compiled it.
     """

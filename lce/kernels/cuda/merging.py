@@ -1,4 +1,4 @@
-"""Partial attentions over disjoint keys become one softmax over all of them, by their log-sum-exps."""
+"""Merges partial attentions over disjoint keys into one softmax over all keys, by log-sum-exps."""
 
 from __future__ import annotations
 

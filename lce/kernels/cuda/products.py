@@ -23,8 +23,8 @@ def product(
     first half of the result, through the SiLU function, times the second: `[T, out / 2]`. With `onto` the result is
     added to that tensor, in place.
 
-    One launch. All are contiguous, on one GPU and of one dtype. What is computed is float32, rounded once at the end.
-    Bytes: the weights, once; x, once a program, from the cache. Each number is one sum in one order.
+    One launch. All are contiguous, on one GPU and of one dtype. Arithmetic is float32, rounded once at the end. Bytes:
+    the weights, once; x, once a program, from the cache. Each number is one sum in one order.
     """
     n, size = x.shape
     n_rows, width = weight.shape

@@ -1,4 +1,4 @@
-"""What the attention kernels share: rows of queries, turned in registers, and the softmax over blocks of keys.
+"""Shared parts of the attention kernels: rows of queries, turned in registers, and softmax over blocks of keys.
 
 Scores are held in base 2: a score is `q · k · scale` with `scale = log2(e) / √D`. A row's state is its largest score so
 far, the sum of `2^(score - largest)`, and the sum of values with these weights, all float32.
