@@ -233,7 +233,7 @@ def published(
 @option("--metric", metavar="NAME", help="Score by another metric.  [default: the task's own]")
 @options.json_options
 def score(file: str, suite: str, task: str | None, metric: str | None, output: Output) -> None:
-    """Return score predictions of a published benchmark, in its own layout. No model is loaded.
+    """Score predictions of a published benchmark, in its own layout. No model is loaded.
 
     FILE is what the benchmark's code wrote for one task, such as pred/MODEL/qasper.jsonl of LongBench; DIR has one for
     each task.
