@@ -109,7 +109,7 @@ def _limits(method: Method, layer: int, step: DeviceStep) -> list[tuple[int, int
 
 
 def _limit(part: Part, i: Tensor) -> tuple[int, int, int]:
-    """Return the most tokens of a span, the least start, and the largest distance from a span's stop to its query."""
+    """Return the most tokens of a span, the least start, and the largest `stop - i - 1`."""
     if part.keys == CHOSEN:
         return 0, 0, 0
     first, stop = (torch.as_tensor(edge) for edge in part.keys)

@@ -339,7 +339,7 @@ class ChunkSelection(Method, ABC):
         def make() -> Tensor:
             return torch.arange(n_chunks, device=q.device) >= step.at // self.size
 
-        if type(self).select is not ChunkSelection.select:  # an overridden `select` ignores `forced`
+        if type(self).select is not ChunkSelection.select:  # it may take chunks that are not complete
             scores = scores.masked_fill(step.once(f"barred {n_chunks}", make), -torch.inf)
         chosen = self.select(scores, step)
         if len(chosen) in (1, step.n_kv_heads, len(q)):
