@@ -324,7 +324,7 @@ def _beneath(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def _split(names: Sequence[str], whole: Tensor, shapes: Mapping[str, tuple[int, ...]], rows: int) -> dict[str, Tensor]:
-    """Split a tensor into its parts, one beneath the other, by name; `rows` rows of a matrix are one of the tensor."""
+    """Split a tensor by rows into its named parts. One row of the tensor stands for `rows` rows of a matrix."""
     if len(names) == 1:
         return {names[0]: whole}
     return dict(zip(names, whole.split([shapes[name][0] // rows for name in names]), strict=True))
