@@ -22,7 +22,7 @@ def compile_kernels(*options: str, cache: Path) -> list[str]:
     command = [sys.executable, "-m", "tools.compile_cuda", *options]
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
     process = Process(command, cwd=ROOT, env=environment)
-    out, err = process.communicate(timeout=600)
+    out, err = process.communicate(timeout=800)
     assert process.returncode == 0, out + err
     return out.splitlines()
 
