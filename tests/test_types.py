@@ -125,7 +125,12 @@ def test_an_embedders_file_is_typed_in_a_fresh_environment(
     shutil.copytree(ROOT / "lce", source / "lce", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "constraints.txt"):
         shutil.copy(ROOT / name, source / name)
-    assert Process([sys.executable, "-m", "venv", tmp_path / "venv"]).wait() == 0
     pip = [python, "-m", "pip", "install", "--quiet", "-c", "constraints.txt"]
-    assert Process([*pip, *(["-e"] if editable else []), ".", "mypy"], cwd=source).wait(timeout=900) == 0
+    for command in (
+        [sys.executable, "-m", "venv", tmp_path / "venv"],
+        [*pip, *(["-e"] if editable else []), ".", "mypy"],
+    ):
+        process = Process(command, cwd=source)
+        _, err = process.communicate(timeout=400)
+        assert process.returncode == 0, err
     assert mypy(python, tmp_path / "user", EMBEDDER) == (0, "Success: no issues found in 1 source file\n")
