@@ -23,7 +23,7 @@ def silence(silent: bool = True) -> None:
 
 
 def notice(text: str) -> None:
-    """Return one line on stderr about what a run spends its time on."""
+    """Print one line on stderr about what a run spends its time on."""
     if not _silent:
         print(f"lce: {text}", file=sys.stderr)
 
