@@ -10,11 +10,15 @@ import pytest
 
 
 def mark_slow(items: list[pytest.Item]) -> None:
-    """Mark the cases of tests that are marked `covering` slow if earlier cases have all that they have."""
+    """Mark the cases of tests that are marked `covering` slow if earlier cases have all that they have.
+
+    `covering("name")` looks at the parameter `name` alone, for tests whose cases take long.
+    """
     seen: defaultdict[str, set[Hashable]] = defaultdict(set)
     for item in items:
-        if item.get_closest_marker("covering"):
+        if marker := item.get_closest_marker("covering"):
             params: dict[str, Any] = getattr(item, "callspec").params  # noqa: B009  not of the base class
+            params = {name: params[name] for name in marker.args or params}
             new = {*values(params)} - seen[item.nodeid.partition("[")[0]]
             seen[item.nodeid.partition("[")[0]] |= new
             if not new:

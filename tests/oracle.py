@@ -418,6 +418,7 @@ def infllm(
     q_true = [turned(q[h], positions, setting) for h in range(n_heads)]
     k_true = [turned(k[g], positions, setting) for g in range(k.shape[0])]
     q_far = [turned(q[h], torch.full((n,), far), setting) for h in range(n_heads)]
+    k_plain = [as_complex(k[g]) for g in range(k.shape[0])]
     i, j, everyone = indices(q)
     mask = (j <= i) & (i - j < local)
 
@@ -437,12 +438,13 @@ def infllm(
         firsts = [sinks + block * block_size for block in range(n_blocks)]
         if n_blocks > top_k or top_p is not None:
             relevance = dict.fromkeys(firsts, 0.0)
+            asked = [q_far[h][start : start + size].mean(0) for h in range(n_heads)]
             for first in firsts:
                 for h in range(n_heads):
                     if (h, first) not in chosen_tokens:
                         chosen_tokens[h, first] = representatives(h, first)
-                    keys = as_complex(k[h // rep][chosen_tokens[h, first]])
-                    relevance[first] += float(dot(q_far[h][start : start + size, None], keys[None]).mean(0).sum())
+                    keys = k_plain[h // rep][chosen_tokens[h, first]]
+                    relevance[first] += float(dot(asked[h], keys).sum())
             memory = sorted(firsts, key=lambda first: -relevance[first])[:top_k]
             n_products = n_heads * min(repr_tokens, block_size) * math.sqrt(q.shape[-1])
             weights = {first: math.exp(relevance[first] / n_products) for first in firsts}
