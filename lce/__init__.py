@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lce.engine.loading import load, plan
     from lce.engine.operations import Operations, operations
     from lce.engine.planning import Plan
-    from lce.engine.profile import Profile, profiled
+    from lce.engine.profile import profiled
     from lce.engine.quantising import quantize
     from lce.engine.sampling import Sampling
     from lce.engine.saving import ContextInfo
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from lce.errors import CapacityError, DataError, LceError, ModelError, UsageError, WindowWarning
     from lce.methods.base import Method
     from lce.methods.selective import SelectiveMethod
+    from lce.profiling import Profile
     from lce.progress import Progress
 
 _HOMES = {
@@ -47,7 +48,7 @@ _HOMES = {
     "lce.engine.loading": ("load", "plan"),
     "lce.engine.operations": ("Operations", "operations"),
     "lce.engine.planning": ("Plan",),
-    "lce.engine.profile": ("Profile", "profiled"),
+    "lce.engine.profile": ("profiled",),
     "lce.engine.quantising": ("quantize",),
     "lce.engine.sampling": ("Sampling",),
     "lce.engine.saving": ("ContextInfo",),
@@ -57,6 +58,7 @@ _HOMES = {
     "lce.errors": ("CapacityError", "DataError", "LceError", "ModelError", "UsageError", "WindowWarning"),
     "lce.methods.base": ("Method",),
     "lce.methods.selective": ("SelectiveMethod",),
+    "lce.profiling": ("Profile",),
     "lce.progress": ("Progress",),
 }
 

@@ -52,10 +52,7 @@ class WindowWarning(UserWarning):
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: `did you mean 'x'? valid: a, b, x`.
-
-    A name is suggested if one slip of three or more letters gives it, as `esb` for `esa`, or if `name` begins it.
-    """
+    """Return the end of a message about an unknown name: `did you mean 'x'? valid: a, b, x`."""
     names = sorted(valid)
     known, wrong = {x.lower(): x for x in names}, name[:64].lower()
     begun = [x for x in known if x.startswith(wrong)] if len(wrong) >= 3 else []

@@ -41,19 +41,15 @@ def path_of(path: object, what: str = "the path") -> Path:
 def open_regular(path: str | Path, error: type[LceError] = DataError, *, follow: bool = True) -> int:
     """Return a descriptor to read a regular file. Never waits: folders, FIFOs, devices and sockets are refused.
 
-    Raises `error` for those, and for a file that cannot be opened; so for a symbolic link unless `follow`.
+    Raises `error` for these, and for a file that cannot be opened; also for a symbolic link unless `follow`.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
     try:
-        mode = os.stat(path, follow_symlinks=follow).st_mode  # opening a device may already have an effect
-        descriptor = os.open(path, flags) if stat.S_ISREG(mode) else None
-        mode = mode if descriptor is None else os.fstat(descriptor).st_mode
+        mode = os.stat(path, follow_symlinks=follow).st_mode
+        if stat.S_ISREG(mode):  # opening a device may already have an effect
+            return os.open(path, flags)
     except (OSError, ValueError) as failure:  # ValueError: a NUL in the name
         raise error(f"cannot read {named(path)}: {_reason(failure)}; check the path and its permissions") from None
-    if descriptor is not None and stat.S_ISREG(mode):
-        return descriptor
-    if descriptor is not None:
-        os.close(descriptor)
     raise error(f"{named(path)} is {_kind(mode)}; expected a regular file")
 
 
@@ -70,10 +66,7 @@ def check_target(path: str | Path, error: type[LceError] = DataError) -> None:
 
 
 def check_folder(path: str | Path) -> None:
-    """Raise an error if no file can be made beside `path`. Makes a file and removes it.
-
-    Permissions do not tell of file systems that are read-only, full, or make no files.
-    """
+    """Raise an error if no file can be made beside `path`: makes one and removes it. Permissions do not tell."""
     draft = draft_path(Path(path).absolute())
     try:
         os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
@@ -89,10 +82,7 @@ def check_folder(path: str | Path) -> None:
 
 
 def named(path: str | Path) -> str:
-    """Return a path for messages: unchanged if printable and short, else escaped and shortened.
-
-    A name that `named` returned is returned unchanged.
-    """
+    """Return a path for messages: unchanged if printable and short, else escaped and shortened."""
     text = str(path)
     return text if text and text.isprintable() and len(text) <= 512 else shown(text, 240)
 
@@ -181,24 +171,20 @@ def sync_folder(folder: Path) -> None:
 
 
 def unwritable(name: str | Path, error: OSError) -> CapacityError:
-    """Return the error for a file that cannot be written."""
+    """Return the error for a file that the disk refused."""
     return CapacityError(f"cannot write {named(name)}: {error.strerror}; free some space or name another place")
 
 
 def read_file(path: Path, most: int = MAX_FILE_BYTES) -> bytes | None:
-    """Return the bytes of a checkpoint's file, None if there is none.
-
-    Raises ModelError, without reading, for a file of over `most` bytes, and for what is no regular file.
-    """
+    """Return the bytes of a checkpoint's file, or None. Raises `ModelError` if irregular or of over `most` bytes."""
     if not os.path.lexists(path):
         return None
     with open(open_regular(path, ModelError), "rb") as file:
         try:
-            size = os.fstat(file.fileno()).st_size
-            raw = file.read(most + 1) if size <= most else b""
+            raw = file.read(most + 1)
         except OSError as error:
             raise ModelError(f"cannot read {named(path)}: {error.strerror}; check the disk") from error
-    if max(size, len(raw)) > most:
+    if len(raw) > most:
         raise ModelError(f"{named(path)} is larger than {most} bytes, which no such file is; download the file again")
     return raw
 

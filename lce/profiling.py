@@ -28,10 +28,9 @@ CATEGORIES = ("products", "attention", "selection", "cache", "norms", "activatio
 class Profile:
     """The profile of a run. `seconds` has each of `CATEGORIES`.
 
-    A category's time excludes nested marked calls, which count for their own category. `read_bytes` are the keys and
-    values that attention was given, each chosen chunk once a KV head and call, and the summaries and low-dim keys that
-    were compared. `attention_flops` are four times D for each pair of a query and a key that it sees; the scores of a
-    selection do not count.
+    Nested marked calls count for their own category alone. `read_bytes` are the keys and values that attention was
+    given, each chosen chunk once a KV head and call, and the summaries and low-dim keys that were compared.
+    `attention_flops` are four times D for each pair of a query and a key that it sees, without a selection's scores.
     """
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0.0))
@@ -50,16 +49,13 @@ class _Clock:
 
     def __init__(self, profile: Profile, n_kv_heads: int, chunk_size: int, wait: Callable[[], None]) -> None:
         self.profile, self.n_kv_heads, self.chunk_size, self.wait = profile, n_kv_heads, chunk_size, wait
-        self.thread = threading.get_ident()
-        self.current, self.since = OTHER, self._now()
-
-    def _now(self) -> float:
-        self.wait()
-        return time.perf_counter()
+        self.thread, self.current, self.since = threading.get_ident(), _COUNTING, 0.0
+        self.change(OTHER)
 
     def change(self, category: str) -> str:
         """Book the time until now, and return the category that was current."""
-        now, before = self._now(), self.current
+        self.wait()
+        now, before = time.perf_counter(), self.current
         if before in self.profile.seconds:
             self.profile.seconds[before] += now - self.since
         self.current, self.since = category, now
@@ -68,7 +64,6 @@ class _Clock:
 
 _clock: _Clock | None = None  # of the profile that is taken
 _COUNTING = "counting"  # time that is booked nowhere
-
 _NOTHING = nullcontext()
 
 
@@ -118,10 +113,7 @@ def timed(category: str, count: Count | None = None) -> Callable[[Callable[P, R]
 
 @contextmanager
 def profiling(n_kv_heads: int, chunk_size: int, wait: Callable[[], None]) -> Iterator[Profile]:
-    """Profile this thread's work inside `with`. `wait` returns when the devices have done their work.
-
-    A profile inside another one takes its place for as long as it lasts.
-    """
+    """Profile this thread's work inside `with`, in the place of an outer profile. `wait` waits for the devices."""
     global _clock
     profile, outer = Profile(), _clock
     _clock = clock = _Clock(profile, n_kv_heads, chunk_size, wait)

@@ -12,7 +12,6 @@ from lce.errors import UsageError, shown
 Progress = Callable[[int, int], None]  # tokens done, tokens in all; an exception ends the call
 StageProgress = Callable[[str, int, int], None]  # the stage, units done, units in all
 
-
 _silent = False
 
 
@@ -28,16 +27,12 @@ def notice(text: str) -> None:
         print(f"lce: {text}", file=sys.stderr)
 
 
-def nothing(done: int, total: int) -> None:
-    """Ignore progress that nobody asked for."""
-
-
 @contextmanager
 def reported(progress: Progress | bool | None, label: str, unit: str = " tok") -> Iterator[Progress]:
     """Return the callback that a user's `progress=` asks for: for True a bar on stderr, in Jupyter a widget."""
     check_progress(progress)
     if progress is not True:
-        yield progress or nothing
+        yield progress or (lambda done, total: None)
         return
     from tqdm.auto import tqdm
 
@@ -73,9 +68,5 @@ def stages(progress: StageProgress | bool | None) -> StageProgress:
 
 def check_progress(progress: object) -> None:
     """Raise `UsageError` unless the value is a callback, True, False or None."""
-    if (
-        progress is not None
-        and not isinstance(progress, bool)
-        and (isinstance(progress, type) or not callable(progress))
-    ):
+    if not isinstance(progress, bool | None) and (isinstance(progress, type) or not callable(progress)):
         raise UsageError(f"progress is {shown(progress)}; expected True, or a function of units done and in all")

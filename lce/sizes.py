@@ -15,10 +15,7 @@ MOST = 1 << 60  # nothing that is counted is more
 
 
 def in_bytes(size: object, what: str) -> int:
-    """Read a size in bytes: `8 << 30`, "8GiB", "8G" or "512 MiB". Else raises `UsageError`, which calls it `what`.
-
-    All units are powers of 1024: "8G", "8GB" and "8GiB" are the same.
-    """
+    """Read a size in bytes: `8 << 30`, "8GiB", "8GB" or "8G", all the same. Else raises `UsageError` about `what`."""
     match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
     if match is not None:
         return int(Fraction(match[1]) * _factor(match[2]))
@@ -28,17 +25,14 @@ def in_bytes(size: object, what: str) -> int:
     return number
 
 
-def count(value: object, what: str, least: int = 1) -> int:
-    """Read a number of things: `4096`, "4096" or "4k", which is 4096.
-
-    Raises `UsageError`, which calls the number `what`, for anything else and for less than `least`.
-    """
+def count(value: object, what: str, least: int = 1, most: int = MOST) -> int:
+    """Read a number of things from `least` to `most`: `4096`, "4096" or "4k". Else raises `UsageError` about `what`."""
     match = _COUNT.fullmatch(value.strip()) if isinstance(value, str) else None
     number = int(match[1]) * _factor(match[2]) if match is not None else _whole(value)
     if number is None:
         raise UsageError(f"{what} is {shown(value)}; expected a whole number, such as 512 or 4k")
-    if number > MOST:
-        raise UsageError(f"{what} is {shown(value)}; expected {MOST} or less")
+    if number > most:
+        raise UsageError(f"{what} is {shown(value)}; expected {most} or less")
     if number < least:
         raise UsageError(f"{what} is {shown(value)}; expected {least} or more")
     return number
@@ -46,8 +40,7 @@ def count(value: object, what: str, least: int = 1) -> int:
 
 def _factor(letter: str | None) -> int:
     """Return 1024 for k, 1024 k for M, and so on; 1 for no letter."""
-    factor: int = 1024 ** ("", "K", "M", "G", "T").index((letter or "").upper())
-    return factor
+    return 1 << 10 * "BKMGT".index((letter or "B").upper())
 
 
 def _whole(value: object) -> int | None:
@@ -76,5 +69,5 @@ def enough_text(n_bytes: int) -> str:
 
 
 def _power(n_bytes: int) -> int:
-    """Return which unit the bytes fill: 0 is bytes, 1 KiB."""
+    """Return the index in `UNITS` of the largest unit that the bytes fill."""
     return min(max(0, n_bytes.bit_length() - 1) // 10, len(UNITS) - 1)

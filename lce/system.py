@@ -12,8 +12,11 @@ import resource
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from lce.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -22,21 +25,22 @@ MEMINFO = Path("/proc/meminfo")
 MEMBERSHIP = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
 UNLIMITED = 1 << 60  # version 1 of control groups writes about 2^63 for no limit
+_MEMORY_FILES = {  # by the version of control groups: the limit, the usage, and what statistics begin with
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    2: ("memory.max", "memory.current", ""),
+}
 
 TRIM_THRESHOLD = 512 << 20  # bytes of freed memory that glibc keeps at the end of its heap, at most
 MMAP_THRESHOLD = 32 << 20  # larger allocations are mappings of their own, returned to the system when freed
 
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "0"}
 
+_threaded: set[int] = set()  # ids of this process or its ancestors that used several threads
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Return the bytes that this process can still allocate on a device; None if unknown.
-
-    CPU: the memory that the system calls available, page cache included, within the limits of the control groups. GPU:
-    the device's free memory and the memory that PyTorch has reserved but not allocated.
-    """
+    """Return the bytes that can still be allocated on a device, PyTorch's unused ones included; None if unknown."""
     if device.type == "cuda":
         import torch
 
@@ -46,8 +50,14 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def free_host_memory() -> int | None:
-    """Return the bytes that this process can still allocate in host memory, as `free_memory` counts them."""
-    return min((x for x in (_system(), *_groups()) if x is not None), default=None)
+    """Return the bytes that the system calls available, within the limits of control groups; None if unknown."""
+    limits, available = [*_groups()], _numbers(MEMINFO).get("MemAvailable:")
+    if available is not None:
+        limits.append(available * 1024)
+    else:
+        with suppress(ValueError, OSError):
+            limits.append(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(limits, default=None)
 
 
 def free_disk(folder: Path) -> int | None:
@@ -84,16 +94,6 @@ def _existing(folder: Path) -> Path:
     return found
 
 
-def _system() -> int | None:
-    available = _numbers(MEMINFO).get("MemAvailable:")
-    if available is not None:
-        return available * 1024
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return None
-
-
 def usable_cores() -> int:
     """Return how many cores this process can keep busy: its affinity, within the quotas of its control groups."""
     try:
@@ -104,10 +104,7 @@ def usable_cores() -> int:
 
 
 def default_threads() -> int | None:
-    """Return how many threads to compute with: torch's default, but at most `usable_cores`.
-
-    None if the environment sets the number.
-    """
+    """Return how many threads to compute with: torch's default within `usable_cores`; None if the environment says."""
     if any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")):
         return None
     import torch
@@ -118,12 +115,32 @@ def default_threads() -> int | None:
 def wait_passively() -> None:
     """Make threads that wait for others sleep soon instead of spinning; call it before torch is loaded.
 
-    OpenMP threads spin on a core while they wait for the slowest one. On a machine that does other work, they spin on
-    the core that the slowest one needs. Some 20 microseconds of spinning remain: kernels of a decode step follow each
-    other within that, and to wake a thread takes longer. A setting that the environment has already is left alone.
+    OpenMP threads that wait for the slowest one spin, on a busy machine even on the core that the slowest one needs.
+    Some 20 microseconds of spinning remain: kernels of a decode step follow each other within that, and to wake a
+    thread takes longer. A setting that the environment has already is left alone.
     """
     if not any(name in os.environ for name in PASSIVE):
         os.environ.update(PASSIVE)
+
+
+def uses_threads() -> None:
+    """Record that this process computes with several threads; call it before such work.
+
+    OpenMP's threads do not survive a fork, and a child that needs them hangs. So this raises `UsageError` in a process
+    forked after its parent called it, unless the process computes with one thread.
+    """
+    import torch
+
+    if torch.get_num_threads() == 1:
+        return
+    here = os.getpid()
+    if here not in _threaded:
+        if _threaded:
+            raise UsageError(
+                "this process was forked from one that had computed with several threads, which would hang here; call "
+                "torch.set_num_threads(1) in it, or start processes by multiprocessing's 'spawn' and load there"
+            )
+        _threaded.add(here)
 
 
 def peak_memory() -> dict[str, int]:
@@ -138,52 +155,36 @@ def peak_memory() -> dict[str, int]:
 
 def _groups() -> Iterator[int]:
     """Yield the memory left under each limit of this process's control groups."""
-    for root, path, version in _memberships("memory"):
-        if version == 2:
-            yield from _group(root, path, "memory.max", "memory.current", "")
-        else:
-            yield from _group(root, path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+    for folder, version in _folders("memory"):
+        limit, usage, prefix = _MEMORY_FILES[version]
+        bound, used = (_text(folder / name).strip() for name in (limit, usage))
+        if bound.isdecimal() and used.isdecimal() and int(bound) < UNLIMITED:
+            stat = _numbers(folder / "memory.stat")
+            files = sum(stat.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
+            yield max(0, int(bound) - int(used) + files)
 
 
 def _quotas() -> Iterator[float]:
     """Yield the processor cores under each limit of this process's control groups."""
-    for root, path, version in _memberships("cpu"):
-        for folder in _folders(root, path):
-            if version == 2:
-                words = _text(folder / "cpu.max").split()
-            else:
-                words = [_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
-            if len(words) == 2 and all(word.isdecimal() for word in words) and int(words[1]):
-                yield int(words[0]) / int(words[1])  # no limit is "max" or -1
+    for folder, version in _folders("cpu"):
+        if version == 2:
+            words = _text(folder / "cpu.max").split()
+        else:
+            words = [_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+        if len(words) == 2 and all(word.isdecimal() for word in words) and int(words[1]):
+            yield int(words[0]) / int(words[1])  # no limit is "max" or -1
 
 
-def _memberships(controller: str) -> Iterator[tuple[Path, str, int]]:
-    """Yield where a controller's limits stand: the root, this process's group below it, the control groups' version."""
+def _folders(controller: str) -> Iterator[tuple[Path, int]]:
+    """Yield the folders with a controller's limits for this process, parents too, and their control groups' version."""
     for line in _text(MEMBERSHIP).splitlines():
         _, controllers, path = line.split(":", 2)
-        if not controllers:
-            yield CGROUPS, path, 2
-        elif controller in controllers.split(","):
-            yield CGROUPS / controller, path, 1
-
-
-def _folders(root: Path, path: str) -> list[Path]:
-    """Return the folders of a group and its parents. A container may not see `path`, but sees `root`."""
-    here = root / path.lstrip("/")
-    return [here, *(parent for parent in here.parents if parent.is_relative_to(root))]
-
-
-def _group(root: Path, path: str, limit: str, usage: str, prefix: str) -> Iterator[int]:
-    """Yield the memory left under each limit of a group and its parents."""
-    for folder in _folders(root, path):
-        bound = _text(folder / limit).strip()
-        if not bound.isdecimal() or int(bound) >= UNLIMITED:
-            continue
-        used = _text(folder / usage).strip()
-        if used.isdecimal():
-            stat = _numbers(folder / "memory.stat")
-            files = sum(stat.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
-            yield max(0, int(bound) - int(used) + files)
+        if not controllers or controller in controllers.split(","):
+            root = CGROUPS / controller if controllers else CGROUPS
+            here = root / path.lstrip("/")
+            for folder in (here, *here.parents):
+                if folder.is_relative_to(root):
+                    yield folder, 1 if controllers else 2
 
 
 def _numbers(path: Path) -> dict[str, int]:
@@ -200,12 +201,11 @@ def _text(path: Path) -> str:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc reuse the buffers of one layer for the next, instead of returning them to the kernel.
+    """Make glibc reuse the buffers of one layer for the next. Does nothing without glibc.
 
     Every layer frees some megabytes of activations and allocates as much again. By default glibc returns them to the
     kernel each time, and the page faults slow a prefill down, on virtual machines most of all. The process keeps at
-    most `TRIM_THRESHOLD` bytes. Allocations above `MMAP_THRESHOLD`, such as the keys of a long context, are still
-    returned. Without glibc nothing happens.
+    most `TRIM_THRESHOLD` bytes; allocations above `MMAP_THRESHOLD`, such as a long context's keys, are still returned.
     """
     mallopt = _glibc("mallopt")
     if mallopt is not None:

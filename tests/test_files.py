@@ -36,11 +36,6 @@ def test_a_failure_leaves_the_earlier_contents(tmp_path: Path, step: str, monkey
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(CapacityError, match="No such file or directory"):
-        files.write_whole(tmp_path / "none" / "file", b"data")
-
-
 def test_what_a_crash_left_is_removed_and_what_is_locked_stays(tmp_path: Path) -> None:
     target = tmp_path / "file"
     left, locked = files.draft_path(target), files.draft_path(target)
@@ -56,17 +51,6 @@ def test_what_a_crash_left_is_removed_and_what_is_locked_stays(tmp_path: Path) -
     files.sweep(target)
     assert not locked.exists()
     files.sweep(tmp_path / "none" / "file")
-
-
-def test_one_writer_at_a_time(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.touch()
-    with path.open("rb") as one, path.open("rb") as two:
-        files.lock(one.fileno(), path)
-        with pytest.raises(DataError, match="is being written by another process; wait for it, or name another file"):
-            files.lock(two.fileno(), path)
-    with path.open("rb") as three:
-        files.lock(three.fileno(), path)
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:

@@ -61,33 +61,6 @@ def test_anything_else_is_refused(value: Any) -> None:
         check_progress(value)
 
 
-class Stop(Exception):
-    pass
-
-
-def test_raising_ends_the_call_and_the_context_is_usable(tiny_model: Path) -> None:
-    """Documented: `Progress` cancels a call by raising."""
-    engine = lce.load(tiny_model, lce.methods.LongHeads(chunk_size=8, chunks=4), block=32)
-
-    def progress(done: int, total: int) -> None:
-        if done >= 64:
-            raise Stop
-
-    for call in (engine.prefill, engine.generate):
-        context = engine.prefill(tokens(20))
-        with pytest.raises(Stop):
-            call(tokens(100), context=context, progress=progress)
-        kept = len(context) - 20
-        assert context.token_ids == tokens(20) + tokens(100)[:kept]
-        assert context.cache.length == len(context)
-        fresh = engine.prefill(tokens(20))
-        for each in (context, fresh):
-            rest = tokens(100)[kept:] if each is context else tokens(100)
-            engine.prefill(rest, context=each)
-        ours, theirs = (engine.generate([], max_tokens=4, context=c).token_ids for c in (context, fresh))
-        assert ours == theirs
-
-
 def test_notices_are_silenced(capsys: pytest.CaptureFixture[str]) -> None:
     for silent in (True, False):
         silence(silent)

@@ -47,11 +47,6 @@ def test_other_values_are_refused(size: object) -> None:
         in_bytes(size, "budget")
 
 
-def test_many_digits_are_a_large_size() -> None:
-    assert in_bytes("9" * 400 + ".5KiB", "budget") == int("9" * 400) * 1024 + 512
-    assert in_bytes(f"{(1 << 53) + 1}.0", "budget") == (1 << 53) + 1
-
-
 @pytest.mark.parametrize(
     ("n_bytes", "text"),
     [
@@ -73,11 +68,6 @@ def test_a_printed_size_reads_back_to_a_tenth_of_its_unit(n_bytes: int) -> None:
     unit = 1024 ** UNITS.index(text.split()[1])
     assert abs(in_bytes(text, "budget") - n_bytes) <= unit / 20 + 1
     assert text == f"{n_bytes} B" if n_bytes < 1024 else n_bytes >= unit > n_bytes / 1024 or unit == 1 << 40
-
-
-@given(st.integers(0, 1 << 60), st.sampled_from(UNITS), st.sampled_from(["", " "]))
-def test_whole_numbers_of_a_unit(n: int, unit: str, space: str) -> None:
-    assert in_bytes(f"{n}{space}{unit}", "budget") == n << 10 * UNITS.index(unit)
 
 
 @pytest.mark.parametrize(("value", "number"), [(1, 1), ("512", 512), ("4k", 4096), (" 2 K ", 2048), ("1M", 1 << 20)])

@@ -98,7 +98,7 @@ def fill(engine: lce.Engine, context: lce.Context, ids: Sequence[int]) -> None:
 
         driver.forward(context.cache, context.rope, len(some), draw)
         context.token_ids.extend(some)
-    context.logits = torch.randn(config.vocab_size, device=engine.device)
+    context._last = context.cache.length, torch.randn(config.vocab_size, device=engine.device)
 
 
 def prefill(setup: Setup, engine: lce.Engine, context: lce.Context, ids: list[int], seconds: float) -> dict[str, Any]:

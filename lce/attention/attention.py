@@ -28,10 +28,12 @@ class Attention:
     backend: Backend
 
     @classmethod
-    def choose(cls, name: str = "auto") -> Attention:
-        """Return a backend by name; `auto` is the fastest that this machine has. Raises `UsageError`."""
+    def choose(cls, name: object = "auto") -> Attention:
+        """Return a backend by name; `auto` or None is the fastest that this machine has. Raises `UsageError`."""
+        if not isinstance(name, str | None):
+            raise UsageError(f"attention is {shown(name)}; expected the name of a backend, or 'auto'")
         known = backends()
-        if name == "auto":
+        if name in (None, "auto"):
             usable = [backend for backend in known.values() if backend.missing() is None and backend.suits_machine()]
             return cls(max(usable, key=lambda backend: backend.speed)())
         if name not in known:

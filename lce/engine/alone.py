@@ -4,37 +4,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from lce.engine.answer import Answer, Generation, Piece, Request
+from lce.engine.answer import Answer, Generation, Piece
+from lce.engine.arguments import Options
 from lce.engine.context import Context
-from lce.engine.graph import DecodeGraph, Tape
+from lce.engine.graph import CudaTape, DecodeGraph
 from lce.engine.lanes import Lane, forward
-from lce.engine.process import uses_threads
 from lce.engine.stream import CancelFlag, Cancelled
 from lce.methods.run import Driver
 from lce.models.layers import Model
 from lce.progress import Progress, reported
+from lce.system import uses_threads
 from lce.tokenizer.tokenizer import Tokenizer
 
 
+@dataclass(eq=False)
 class Alone:
-    """Prefills and decodes one context at a time. Holds no state; the caller has the context to itself.
+    """Prefills and decodes one context at a time. Holds no state; the caller has the context to itself."""
 
-    With a `tape`, decode steps are recorded.
-    """
-
-    def __init__(
-        self, model: Model, driver: Driver, tokenizer: Tokenizer, block: int, device: torch.device,
-        tape: Callable[[torch.device], Tape] | None = None,
-    ) -> None:  # fmt: skip
-        self.model = model
-        self.driver = driver
-        self.tokenizer = tokenizer
-        self.block = block
-        self.device = device  # the first layer's
-        self.tape = tape
+    model: Model
+    driver: Driver
+    tokenizer: Tokenizer
+    eos_ids: frozenset[int]
+    block: int
+    device: torch.device  # the first layer's
+    tape: Callable[[torch.device], CudaTape] | None  # records decode steps, if any
 
     def lane(self, context: Context, ids: Sequence[int], driver: Driver | None = None, *, ahead: bool = False) -> Lane:
         """Return the lane that appends `ids` to a context; another `driver` than the engine's is not recorded."""
@@ -73,9 +70,8 @@ class Alone:
             self.append(context, ids)
 
     def pieces(
-        self, context: Context, request: Request, result: Generation, flag: CancelFlag,
-        progress: Progress | bool | None = None, *, undo: bool = False,
-    ) -> Iterator[Piece]:  # fmt: skip
+        self, context: Context, ids: Sequence[int], options: Options, result: Generation, flag: CancelFlag, undo: bool
+    ) -> Iterator[Piece]:
         """Read the prompt behind a context's tokens, and yield the answer as it comes; ends once `flag` is set.
 
         If prefill does not complete, the context is as before; with `undo`, also if the answer does not complete.
@@ -85,12 +81,12 @@ class Alone:
         said: int | None = None  # tokens before the answer
         before = lane = None
         try:
-            stats.prompt_tokens, stats.read_before = len(request.token_ids), len(context)
-            context.token_ids.extend(request.token_ids)
-            with reported(progress, "prefill") as tell:
+            stats.prompt_tokens, stats.read_before = len(ids), len(context)
+            context.token_ids.extend(ids)
+            with reported(options.progress, "prefill") as tell:
                 self.read(context, flag.between_blocks(tell))
             stats.prefill_s = time.perf_counter() - started
-            said, answer = len(context), Answer(request, self.tokenizer, result)
+            said, answer = len(context), Answer(options, self.eos_ids, self.tokenizer, result)
             logits, likeliest = context.logits, None
             while not flag.is_set:
                 assert logits is not None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from lce.cache.tiers import Traffic
-from lce.engine.sampling import Sampler, Sampling
+from lce.engine.arguments import Options
+from lce.engine.sampling import Sampler
 from lce.tokenizer.tokenizer import Tokenizer
 
 
@@ -38,22 +39,8 @@ class Stats:
 
 
 @dataclass(frozen=True)
-class Request:
-    """A request for one generation: the tokens to prefill, how to sample, and when to stop."""
-
-    token_ids: Sequence[int]
-    sampling: Sampling
-    max_tokens: int
-    eos_ids: frozenset[int]
-    logprobs: int | None = None  # how many of the likeliest tokens to record for each drawn one; None: record nothing
-
-
-@dataclass(frozen=True)
 class TokenLogprobs:
-    """The log-probability of a drawn token, and those of the likeliest tokens.
-
-    Log-probabilities are the model's own, at temperature 1 and before all filters.
-    """
+    """The log-probabilities of a drawn token and of the likeliest ones, at temperature 1 and before all filters."""
 
     token_id: int
     logprob: float
@@ -94,12 +81,13 @@ class Answer:
     caller appends the last of `result.token_ids` to the context before the next `take`, unless the answer is `done`.
     """
 
-    def __init__(self, request: Request, tokenizer: Tokenizer, result: Generation) -> None:
-        self.request = request
+    def __init__(self, options: Options, eos_ids: Set[int], tokenizer: Tokenizer, result: Generation) -> None:
+        self.options = options
         self.result = result
-        self._sampler = Sampler(request.sampling)
+        self._eos_ids = eos_ids
+        self._sampler = Sampler(options.sampling)
         self._detokenizer = tokenizer.stream()
-        self._watch = StopWatch(request.sampling.stops)
+        self._watch = StopWatch(options.sampling.stops)
         self._since = time.perf_counter()
 
     @property
@@ -110,33 +98,36 @@ class Answer:
     @property
     def ahead(self) -> bool:
         """Whether sampling is greedy, and the next token is to be read unless the text ends with it."""
-        request = self.request
-        plain = request.sampling.temperature == 0 and request.logprobs is None
-        return plain and len(self.result.token_ids) + 1 < request.max_tokens
+        options = self.options
+        plain = options.sampling.temperature == 0 and options.logprobs is None
+        return plain and len(self.result.token_ids) + 1 < options.max_tokens
 
     def take(self, logits: Tensor, likeliest: int | None = None) -> str:
-        """Draw the next token under `logits [vocab]`; return the text that is now final, maybe none.
+        """Draw a token under `logits [vocab]`, whose `likeliest` may be known; return the text that is now final.
 
-        `likeliest` is the likeliest token, if already known. A call that fails changes nothing.
+        A call that fails changes nothing.
         """
-        request, result = self.request, self.result
+        options, result, stats = self.options, self.result, self.result.stats
         n, said, reason = len(result.token_ids), result.text, result.finish_reason
         try:
-            greedy = request.sampling.temperature == 0 and likeliest is not None
-            token_id = likeliest if greedy and likeliest is not None else self._sampler.pick(logits)
-            self._clock(n)
+            known = likeliest if options.sampling.temperature == 0 else None
+            token_id = self._sampler.pick(logits) if known is None else known
+            now = time.perf_counter()
+            if not n:
+                stats.first_token_s, self._since = stats.prefill_s + now - self._since, now
+            stats.decode_s = now - self._since
             text = ""
-            if token_id in request.eos_ids:
+            if token_id in self._eos_ids:
                 result.finish_reason = "stop"
             else:
-                if result.logprobs is not None and request.logprobs is not None:
-                    result.logprobs.append(logprobs_of(logits, token_id, request.logprobs))
+                if result.logprobs is not None and options.logprobs is not None:
+                    result.logprobs.append(logprobs_of(logits, token_id, options.logprobs))
                 result.token_ids.append(token_id)
-                result.stats.generated_tokens = n + 1
+                stats.generated_tokens = n + 1
                 text = self._watch.push(self._detokenizer.push(token_id))
-                if self._watch.stopped or request.sampling.wants_end(said + text):
+                if self._watch.stopped or options.sampling.wants_end(said + text):
                     result.finish_reason = "stop"
-                elif n + 1 == request.max_tokens:
+                elif n + 1 == options.max_tokens:
                     result.finish_reason = "length"
             if result.finish_reason:
                 text += self._watch.push(self._detokenizer.finish()) + self._watch.finish()
@@ -147,17 +138,9 @@ class Answer:
             del result.token_ids[n:]
             if result.logprobs is not None:
                 del result.logprobs[n:]
-            result.stats.generated_tokens, result.text, result.finish_reason = n, said, reason
+            stats.generated_tokens, result.text, result.finish_reason = n, said, reason
             raise
         return text
-
-    def _clock(self, n: int) -> None:
-        """Record the time; the answer had `n` tokens before the one just drawn."""
-        now, stats = time.perf_counter(), self.result.stats
-        if not n:
-            stats.first_token_s = stats.prefill_s + now - self._since
-            self._since = now
-        stats.decode_s = now - self._since
 
 
 def logprobs_of(logits: Tensor, token_id: int, n_top: int) -> TokenLogprobs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lce.attention import Attention
 from lce.cache.layout import Budgets
 from lce.engine.sampling import Sampling
 from lce.errors import UsageError, nearest, shown
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from lce.engine.context import Context
 
 MOST_FACTOR = 1_000_000
-MOST_THREADS = 1024
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]] | Tensor
@@ -49,9 +47,7 @@ class GenerationOptions(TypedDict, total=False):
     seed: int | None
     stop: str | Sequence[str] | Callable[[str], object] | None
     logprobs: int | None  # record each token's log-probability, and those of this many of the likeliest tokens
-    progress: (
-        Progress | bool | None
-    )  # of the prefill: True for a bar on stderr, or a function of tokens done and in all
+    progress: Progress | bool | None  # of the prefill: True for a bar, or a function of tokens done and in all
 
 
 SAMPLING = tuple(field.name for field in dataclasses.fields(Sampling))
@@ -61,25 +57,24 @@ SAMPLING = tuple(field.name for field in dataclasses.fields(Sampling))
 class Options:
     """Checked `GenerationOptions`; only the engine can check the context."""
 
-    max_tokens: int
-    context: Context | None
-    sampling: Sampling
-    logprobs: int | None
-    progress: Progress | bool | None
+    max_tokens: int = 256
+    context: Context | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    logprobs: int | None = None
+    progress: Progress | bool | None = None
 
 
 def generation_options(given: Mapping[str, Any]) -> Options:
     """Check the options of a generation. Raises `UsageError` for an unknown option and an unusable value."""
     check_names(given, GenerationOptions.__annotations__, "option")
-    logprobs, progress = given.get("logprobs"), given.get("progress")
-    check_progress(progress)
-    return Options(
-        count(given.get("max_tokens", 256), "max_tokens"),
-        given.get("context"),
-        sampling_of(given.get("sampling"), {knob: given[knob] for knob in SAMPLING if knob in given}),
-        None if logprobs is None else count(logprobs, "logprobs", least=0),
-        progress,
-    )
+    check_progress(given.get("progress"))
+    checked = {name: value for name, value in given.items() if name not in SAMPLING}
+    if "max_tokens" in given:
+        checked["max_tokens"] = count(given["max_tokens"], "max_tokens")
+    if given.get("logprobs") is not None:
+        checked["logprobs"] = count(given["logprobs"], "logprobs", least=0)
+    knobs = {knob: given[knob] for knob in SAMPLING if knob in given}
+    return Options(**checked | {"sampling": sampling_of(given.get("sampling"), knobs)})
 
 
 def check_names(given: Mapping[str, Any], valid: Iterable[str], what: str) -> None:
@@ -132,16 +127,6 @@ def _is_whole(x: Tensor | NDArray[Any]) -> bool:
     return np.issubdtype(x.dtype, np.integer)
 
 
-def threads_of(number: object) -> int:
-    """Check a number of threads. Raises `UsageError` for more than any machine has cores."""
-    threads = count(number, "threads")
-    if threads > MOST_THREADS:
-        raise UsageError(
-            f"threads is {shown(number)}; expected {MOST_THREADS} or fewer, the cores of the machine at most"
-        )
-    return threads
-
-
 def sized(value: object, what: str, least: int) -> int | None:
     """Return `value` as a number of tokens, or None. Raises `UsageError` below `least`."""
     return None if value is None else count(value, what, least)
@@ -180,10 +165,3 @@ def scaled(rope: RopeConfig, kind: str | None, factor: object) -> RopeConfig:
     if kind not in (None, "none", rope.kind) and factor is None:
         raise UsageError(f"rope={kind!r} needs a rope_factor, for example 4")
     return dataclasses.replace(rope, kind=kind or rope.kind, factor=factor if factor is not None else rope.factor)
-
-
-def backend_of(name: object) -> Attention:
-    """Return the attention backend that a user names."""
-    if name is not None and not isinstance(name, str):
-        raise UsageError(f"attention is {shown(name)}; expected the name of a backend, or 'auto'")
-    return Attention.choose(name or "auto")

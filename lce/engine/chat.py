@@ -5,43 +5,38 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from lce.engine.answer import Generation
 from lce.engine.arguments import GenerationOptions, generation_options
 from lce.engine.context import Context, Unique
 from lce.engine.stream import Stream
 from lce.errors import ModelError, UsageError
-from lce.methods.base import Method
 from lce.sizes import count
 from lce.tokenizer.chat import ChatText
-from lce.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from lce.engine.engine import Engine
 
 _SAID = "This is what was said before."  # stands for the tokens of a context whose messages are not known
-
-
-class Answering(Protocol):
-    """The part of an engine that a conversation uses."""
-
-    @property
-    def method(self) -> Method: ...
-
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-
-    def new_context(self, length: int) -> Context: ...
-
-    def stream(self, prompt: list[int], **options: Unpack[GenerationOptions]) -> Stream: ...
 
 
 @dataclass(frozen=True)
 class _Turn:
     """A turn of a conversation: the new messages, the text up to the answer, and the answer as it comes."""
 
-    messages: list[dict[str, str]]
+    asked: list[dict[str, str]]
     chat: ChatText
     n_asked: int  # tokens of the context before the answer
     stream: Stream
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The new messages and the answer so far; none before the answer begins."""
+        result = self.stream.result
+        if not result.token_ids and result.finish_reason != "stop":
+            return []
+        return [*self.asked, {"role": "assistant", "content": result.text}]
 
 
 @dataclass(frozen=True)
@@ -66,10 +61,10 @@ class Conversation(Unique):
         for piece in conversation.stream("And an alpaca?"):
             print(piece.text, end="")
 
-    For every turn the template writes all messages anew. The context is kept as far as the text is the same as before.
-    Where the text differs (Qwen3's template leaves out earlier thoughts), the context is truncated there, or at the
-    nearest earlier token that the method's state can go back to, and reading continues from that token. `tokens_read`
-    says how many tokens the last turn had to read. The white space around an answer stays as the model wrote it.
+    For every turn the template writes all messages anew. Where the text differs from before (Qwen3's template leaves
+    out earlier thoughts), the context is truncated there, or at the nearest earlier token that the method's state can
+    go back to, and reading continues. `tokens_read` says how many tokens the last turn had to read. The white space
+    around an answer stays as the model wrote it.
 
     With `context` the conversation continues a context, such as a saved chat or a document: the template writes the new
     messages as if they followed an answer.
@@ -81,12 +76,9 @@ class Conversation(Unique):
     instead = "save it, or make another one and give it the messages"
 
     def __init__(
-        self, engine: Answering, system: str | None = None, *, context: Context | None = None, length: int | str = 0
+        self, engine: Engine, system: str | None = None, *, context: Context | None = None, length: int | str = 0
     ) -> None:
-        """Begin a conversation. `length` announces how long the context will become in all, for RoPE scaling `dynamic`.
-
-        Raises `ModelError` if the model has no chat template.
-        """
+        """Begin a conversation: see `Engine.conversation`."""
         self.engine = engine
         self.context = context  # of all turns so far; None before the first
         self.tokens_read = 0  # by the last turn
@@ -101,27 +93,24 @@ class Conversation(Unique):
     @property
     def messages(self) -> list[dict[str, str]]:
         """The messages so far, with the text so far of an unfinished answer."""
-        said, turn = self._past.messages, self._past.turn
-        said = said if turn is None or not self._answered(turn) else [*said, *_with_answer(turn)]
-        return [dict(message) for message in said]
+        turn = self._past.turn
+        return [dict(message) for message in (*self._past.messages, *(turn.messages if turn else ()))]
 
     def ask(self, message: str | Sequence[Mapping[str, str]], **options: Unpack[GenerationOptions]) -> Generation:
-        """Return the answer to a user's message, or to several messages.
-
-        Takes the options of `Engine.generate` except `context`.
-        """
+        """Answer a user's message, or several messages. Takes the options of `Engine.generate` except `context`."""
         return self.stream(message, **options).finish()
 
     def stream(self, message: str | Sequence[Mapping[str, str]], **options: Unpack[GenerationOptions]) -> Stream:
-        """Answer like `ask`, but stream the text.
-
-        A turn that fails before its answer begins leaves no message behind.
-        """
+        """Answer like `ask`, but stream the text. A turn that fails before its answer begins leaves no message."""
         if options.pop("context", None) is not None:
             raise UsageError("a conversation has a context of its own; give one when the conversation is made")
         generation_options(options)
         self._settle()
-        new = _as_messages(message)
+        new: list[Any] = [message]  # the tokenizer checks them
+        if isinstance(message, str):
+            new = [{"role": "user", "content": message}]
+        elif isinstance(message, Sequence | Mapping):
+            new = list(message)
         chat = self._render([*self._past.messages, *new])
         ids = self._fit(chat)
         assert self.context is not None
@@ -146,10 +135,6 @@ class Conversation(Unique):
             raise UsageError("the conversation is empty; ask something before it is saved")
         self.context.save(path)
 
-    def _answered(self, turn: _Turn) -> bool:
-        result = turn.stream.result
-        return bool(result.token_ids) or result.finish_reason == "stop"
-
     def _settle(self) -> None:
         """End the last turn, and record which part of it the context holds. May be repeated."""
         past, turn = self._past, self._past.turn
@@ -157,15 +142,15 @@ class Conversation(Unique):
             return
         turn.stream.close()
         assert self.context is not None
-        if not self._answered(turn):
+        said, result = turn.messages, turn.stream.result
+        if not said:
             self._past = replace(past, turn=None)  # the context may hold some of the messages; `_fit` finds out
             return
-        result, marks = turn.stream.result, [*past.marks, (len(turn.chat.text), turn.n_asked)]
-        text = turn.chat.text + result.text
+        text, marks = turn.chat.text + result.text, [*past.marks, (len(turn.chat.text), turn.n_asked)]
         whole = self.engine.tokenizer.decode(result.token_ids) == result.text  # no stop string was cut off
         if whole and len(self.context) == turn.n_asked + len(result.token_ids):
             marks.append((len(text), len(self.context)))
-        self._past = _Past([*past.messages, *_with_answer(turn)], text, marks)
+        self._past = _Past([*past.messages, *said], text, marks)
 
     def _render(self, messages: Sequence[Mapping[str, str]]) -> ChatText:
         """Return the template's text of the messages."""
@@ -184,21 +169,24 @@ class Conversation(Unique):
 
     def _fit(self, chat: ChatText) -> list[int]:
         """Truncate the context to where it agrees with `chat`; return the ids to read after that."""
-        encode = self.engine.tokenizer.encode_parts
         past = self._past
         n_same, n_held = _common(past.text, chat.text), 0 if self.context is None else len(self.context)
         marks = [mark for mark in past.marks if mark[0] <= n_same and mark[1] <= n_held]
         marks += self._mark_of_answer(chat.text, n_same)
-        if marks:
-            n_chars, n_tokens = marks[-1]
-            ids = encode(chat, n_chars)
-        else:  # the context does not even hold what was before
-            n_tokens, ids = 0, [*self._before, *encode(chat)]
+        n_chars, n_tokens = marks[-1] if marks else (0, 0)
+        ids = self.engine.tokenizer.encode_parts(chat, n_chars)
+        if not marks:  # the context does not even hold what was before
+            ids = [*self._before, *ids]
         self._past = _Past(past.messages, chat.text, marks or [(0, len(self._before))])
         if self.context is None:
             self.context = self.engine.new_context(max(len(ids), self._length))
         wanted = [*self.context.token_ids[:n_tokens], *ids]  # a turn that failed may have been read in part
-        return wanted[self._cut(_common(self.context.token_ids, wanted[:-1])) :]
+        n_kept, cache = _common(self.context.token_ids, wanted[:-1]), self.context.cache
+        if n_kept < len(self.context):
+            if n_kept < cache.length:  # the last token that is left is read again
+                n_kept = cache.nearest(max(0, n_kept - 1)) + 1
+            self.context.truncate(n_kept)
+        return wanted[n_kept:]
 
     def _mark_of_answer(self, text: str, n_same: int) -> list[tuple[int, int]]:
         """Return the mark after the last answer, if `text` has that answer with other white space around it."""
@@ -206,40 +194,14 @@ class Conversation(Unique):
         if self.context is None or len(past.marks) < 3 or past.marks[-1][1] != len(self.context):
             return []
         start, end = past.marks[-2][0], past.marks[-1][0]
-        answer = past.text[start:end].strip()
-        rest = text[start:].lstrip()
+        answer, rest = past.text[start:end].strip(), text[start:].lstrip()
         if not start <= n_same < end or not answer or not rest.startswith(answer):
             return []
         return [(len(text) - len(rest) + len(answer), len(self.context))]
-
-    def _cut(self, n_tokens: int) -> int:
-        """Drop the context's tokens behind the first `n_tokens`, or more where the method's state goes back no better.
-
-        Returns how many are left.
-        """
-        assert self.context is not None
-        if n_tokens < len(self.context):
-            cache = self.context.cache
-            if n_tokens < cache.length:
-                n_tokens = cache.nearest(max(0, n_tokens - 1)) + 1  # the last token that is left is read again
-            self.context.truncate(n_tokens)
-        return n_tokens
-
-
-def _as_messages(message: str | Sequence[Mapping[str, str]]) -> list[Any]:
-    """Return a list of messages; a text is one of the user. The tokenizer checks the rest."""
-    if isinstance(message, str):
-        return [{"role": "user", "content": message}]
-    return list(message) if isinstance(message, Sequence | Mapping) else [message]
-
-
-def _with_answer(turn: _Turn) -> list[dict[str, str]]:
-    return [*turn.messages, {"role": "assistant", "content": turn.stream.result.text}]
 
 
 def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Return the length of the longest common beginning."""
     n = min(len(one), len(other))
-    if one[:n] == other[:n]:
-        return n
-    return next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    same = one[:n] == other[:n]  # faster than one by one
+    return n if same else next(i for i in range(n) if one[i] != other[i])

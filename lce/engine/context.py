@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, NoReturn, Self, SupportsIndex
+from threading import Lock
+from typing import ClassVar, NamedTuple, NoReturn, Self, SupportsIndex
 
 from torch import Tensor
 
 from lce.cache.kv import KVCache, Mark
-from lce.engine.allowance import ALLOWANCE
 from lce.engine.graph import DecodeGraph
 from lce.engine.identity import Identity
 from lce.engine.lanes import Lane
+from lce.engine.planning import ALLOWANCE
 from lce.engine.saving import ContextData, save
 from lce.errors import UsageError
 from lce.files import path_of
@@ -20,8 +21,7 @@ from lce.models.rope import Rope
 from lce.sizes import count
 
 
-@dataclass(frozen=True)
-class ContextMark:
+class ContextMark(NamedTuple):
     """A state that a context can go back to: see `Context.mark`."""
 
     cache: Mark
@@ -42,9 +42,9 @@ class Unique:
 class Context(Unique):
     """A prefilled sequence that can be asked, forked and saved.
 
-    `token_ids` is the whole sequence. The cache may lag behind it: the last token of an answer is prefilled when the
-    next tokens are. Asking a context adds the question and the answer; ask a `fork` to leave the context as it is. One
-    call at a time may use a context; different contexts of one engine may be used from different threads.
+    `token_ids` is the whole sequence; the cache may lack the last token of an answer, which is prefilled with the next
+    tokens. Asking a context adds the question and the answer; ask a `fork` to leave the context as it is. One call at a
+    time may use a context; different contexts of one engine may be used from different threads.
 
     A call that fails or is interrupted leaves the context as it was before, so the call can be repeated. A stream that
     has begun to answer leaves the answer so far: an empty prompt continues the answer.
@@ -63,7 +63,7 @@ class Context(Unique):
         self.source = data.source  # the file that the context was opened from
         self._last: tuple[int, Tensor | None] = (data.cache.length, data.logits)
         self.graph: DecodeGraph | None = None  # the recorded decode steps, if any
-        self.used = False  # by a call or a stream
+        self._lock = Lock()  # held by the call or stream that uses the context
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -71,10 +71,8 @@ class Context(Unique):
     def __repr__(self) -> str:
         if self._cache is None:
             return f"Context({len(self)} tokens, closed)"
-        held = self.cache.bytes_by_tier
-        return (
-            f"Context({len(self)} tokens, {sum(held[part.device_tier] for part in self.cache.layout.by_device)} bytes)"
-        )
+        held, parts = self.cache.bytes_by_tier, self.cache.layout.by_device
+        return f"Context({len(self)} tokens, {sum(held[part.device_tier] for part in parts)} bytes)"
 
     @property
     def cache(self) -> KVCache:
@@ -89,12 +87,8 @@ class Context(Unique):
         length, logits = self._last
         return logits if length == self.cache.length else None
 
-    @logits.setter
-    def logits(self, logits: Tensor | None) -> None:
-        self._last = (self.cache.length, logits)
-
     def keep(self, lane: Lane | None) -> None:
-        """Keep the logits of a lane if the lane ends at the last token in the cache."""
+        """Take the logits of a lane that ends at the last token in the cache."""
         if lane is not None and lane.logits is not None and lane.stop == self.cache.length:
             self._last = (lane.stop, lane.logits)
 
@@ -108,52 +102,41 @@ class Context(Unique):
         """The parts of the context."""
         return ContextData(self.cache, self.token_ids, self.logits, self.announced, self.source)
 
-    def hold(self) -> None:
-        """Reserve the context until `used` is set to False. Raises `UsageError` if the context is in use already.
+    def hold(self) -> Lock:
+        """Return a lock that reserves the context inside `with`. Raises `UsageError` if the context is in use already.
 
-        Write `context.hold()`, `try:` and `finally: context.used = False`. CPython runs signal handlers and changes
-        threads at calls, function starts and the ends of loop iterations. None of these lies between the test and the
-        assignment, between `hold` and `try`, or before the assignment in `finally`.
+        Ctrl-C never leaves the context reserved: CPython delivers no signal between taking such a lock and the block
+        behind `with`, nor between the block and the release.
         """
-        if self.used:
+        if self._lock.locked():
             raise UsageError("this context is being asked already: wait for that answer, or ask a fork() of it")
-        self.used = True
+        return self._lock
 
     def fork(self) -> Context:
         """Return an independent context with the same tokens. On a CPU the two share the memory of these tokens."""
-        self.hold()
-        try:
+        with self.hold():
             return Context(replace(self.data, cache=self.cache.fork()), self.rope, self.identity)
-        finally:
-            self.used = False
 
     def truncate(self, n_tokens: int) -> None:
         """Go back to the first `n_tokens` tokens. Raises `UsageError` for more than there are.
 
-        When the context is next asked, its last token is read again, because that token's logits were not kept. If the
-        method's state cannot go back to exactly there, more tokens are read again: at most those of an open chunk, or
-        all tokens for `infllm` and for `esa` with `compress="pca"`. `infllm` and `esa` read these tokens in other
-        blocks than before.
+        When the context is next asked, its last token is read again, because that token's logits were not kept. More
+        tokens are read again if the method's state cannot go back to exactly there: at most those of an open chunk, or
+        all tokens for `infllm` and for `esa` with `compress="pca"`. These two read them in other blocks than before.
         """
-        self.hold()
-        try:
+        with self.hold():
             n_tokens = count(n_tokens, "n_tokens", least=0)
             if n_tokens > len(self):
                 raise UsageError(f"n_tokens is {n_tokens}; expected {len(self)} or less, the length of the context")
             if n_tokens < self.cache.length:
                 self.cache.truncate(self.cache.nearest(max(0, n_tokens - 1)))
             del self.token_ids[n_tokens:]  # last: if interrupted before this line, the uncached tokens are read again
-        finally:
-            self.used = False
 
     def close(self) -> None:
-        """Free the context's memory and files. Any later use raises `UsageError`; a second `close` does nothing.
-
-        Raises `UsageError` while the context is in use.
-        """
+        """Free the context's memory and files. Raises `UsageError` while the context is in use; later uses raise it."""
         if self._cache is not None:
-            self.hold()
-            self._cache, self._last, self.graph, self.used = None, (0, None), None, False
+            with self.hold():
+                self._cache, self._last, self.graph = None, (0, None), None
 
     def __enter__(self) -> Self:
         self.cache  # noqa: B018  raises if the context was closed
@@ -167,11 +150,8 @@ class Context(Unique):
 
         Time and bytes: one copy of the keys and values. Raises `CapacityError` if the disk has no space for the file.
         """
-        self.hold()
-        try:
+        with self.hold():
             save(path_of(path), self.data, self.identity)
-        finally:
-            self.used = False
 
     def mark(self) -> ContextMark:
         """Return the current state for a later `go_back`. Copies no keys or values."""
@@ -179,9 +159,10 @@ class Context(Unique):
 
     def go_back(self, mark: ContextMark) -> None:
         """Restore the state at `mark`. If the cache cannot be read back, its committed blocks stay."""
+        cache, n_tokens, logits = mark
         try:
-            self.cache.go_back(mark.cache)
-            self._last = (mark.cache.length, mark.logits)
+            self.cache.go_back(cache)
+            self._last = (cache.length, logits)
         finally:
-            del self.token_ids[max(mark.n_tokens, self.cache.length) :]
+            del self.token_ids[max(n_tokens, self.cache.length) :]
             ALLOWANCE.give_back(self.cache, max(self.announced, len(self)))

@@ -1,8 +1,7 @@
 """The devices that a user names, and the layers of a model that each of several GPUs gets.
 
-Layers stay in order: each device has a run of them, so that hidden states move once between two devices. The embedding
-is on the first layer's device, the head on the last layer's. Devices work one after the other: several devices hold
-more than one, and are no faster.
+Each device has a run of the layers, so that hidden states move once between two devices. The embedding is on the first
+layer's device, the head on the last layer's. Devices work one after the other: several hold more, and are no faster.
 """
 
 from __future__ import annotations
@@ -78,15 +77,12 @@ def borders_of(devices: Sequence[torch.device], n_layers: int, sizes: Mapping[st
 def counts_of(free: Sequence[int], n_layers: int) -> list[int]:
     """Return how many layers each device gets, one or more, by its free bytes.
 
-    A layer's weights and cache take equal bytes on every device. So the longest context fits if the smallest memory per
-    layer is as large as possible: each next layer goes to the device that would have the most memory per layer.
-
-    Example: 7 layers on devices with 40, 40 and 20 GiB: 3, 3 and 1.
+    The longest context fits if the smallest memory per layer is as large as possible: each next layer goes to the
+    device that would have the most memory per layer. Example: 7 layers on 40, 40 and 20 GiB: 3, 3 and 1.
     """
     counts = [1] * len(free)
     for _ in range(n_layers - len(free)):
-        best = max(range(len(free)), key=lambda i: free[i] / (counts[i] + 1))
-        counts[best] += 1
+        counts[max(range(len(free)), key=lambda i: free[i] / (counts[i] + 1))] += 1
     return counts
 
 

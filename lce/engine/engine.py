@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Unpack, overload
+from typing import TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -15,26 +16,17 @@ from torch import Tensor
 from lce.attention import Attention
 from lce.cache.kv import KVCache
 from lce.cache.layout import CacheLayout
-from lce.engine.allowance import ALLOWANCE
 from lce.engine.alone import Alone, blocks
-from lce.engine.answer import Generation, Piece, Request, Stats
-from lce.engine.arguments import (
-    GenerationOptions,
-    Options,
-    Prompt,
-    Prompts,
-    are_many,
-    generation_options,
-    ids_of,
-)
+from lce.engine.answer import Generation, Piece, Stats
+from lce.engine.arguments import GenerationOptions, Options, Prompt, Prompts, are_many, generation_options, ids_of
 from lce.engine.chat import Conversation
 from lce.engine.context import Context, Unique
 from lce.engine.devices import layers_text
 from lce.engine.graph import CudaTape
 from lce.engine.identity import Identity
-from lce.engine.job import PrefillJob
+from lce.engine.planning import ALLOWANCE
 from lce.engine.sampling import check_logits
-from lce.engine.saving import ContextData, open_saved
+from lce.engine.saving import ContextData, PrefillJob, open_saved
 from lce.engine.scoring import Scorer, TokenScores
 from lce.engine.stream import AsyncStream, CancelFlag, Stream
 from lce.engine.trace import Trace, TraceObserver
@@ -53,17 +45,7 @@ from lce.system import give_back_freed_memory
 from lce.tokenizer.tokenizer import NoTokenizer, Tokenizer
 from lce.weights.checkpoint import Checkpoint
 
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """The options of a loaded engine, with every default filled in and the method resolved."""
-
-    method: Method
-    attention: Attention
-    window: int
-    rope: RopeConfig
-    weights: str | None  # the scheme of rounded weights
-    layout: CacheLayout  # dtype, device, block and budgets are the cache's too
+T = TypeVar("T")
 
 
 class Engine(Unique):
@@ -75,28 +57,30 @@ class Engine(Unique):
 
     instead = "load the model again in the other process, and hand over contexts as files"
 
-    def __init__(self, model: Model, tokenizer: Tokenizer, checkpoint: Checkpoint, options: EngineOptions) -> None:
+    def __init__(
+        self, model: Model, tokenizer: Tokenizer, checkpoint: Checkpoint, layout: CacheLayout, method: Method,
+        attention: Attention, window: int, rope: RopeConfig, weights: str | None,
+    ) -> None:  # fmt: skip
         self.model = model
         self.tokenizer = tokenizer
-        self.method = options.method
-        self.layout = options.layout
-        self.device = options.layout.device  # the first layer's, if there are several
-        self.dtype = options.layout.dtype
-        self.block = options.layout.block
-        self.window = options.window
-        self.rope = options.rope
-        self.weights = options.weights
-        config = model.config
+        self.method = method
+        self.layout = layout
+        self.device = layout.device  # the first layer's, if there are several
+        self.dtype = layout.dtype
+        self.block = layout.block
+        self.window = window
+        self.rope = rope
+        self.weights = weights  # the scheme of rounded weights
         self._fingerprint = checkpoint.fingerprint
+        config = model.config
         self.identity = Identity(
             lambda: config.identity(checkpoint.fingerprint()),
-            self.method, self.window, self.rope, self.dtype, config.vocab_size, options.layout.kv_dtype, self.weights,
+            method, window, rope, self.dtype, config.vocab_size, layout.kv_dtype, weights,
         )  # fmt: skip
-        driver = Driver(self.method, options.attention, self.window, config.n_kv_heads, config.sliding_window)
-        kernels = options.attention.decodes(self.dtype, model.config.head_dim)
-        recorded = self.device.type == "cuda" and self.method.decodes and kernels
-        self.alone = Alone(model, driver, tokenizer, self.block, self.device, CudaTape if recorded else None)
-        self._eos_ids = frozenset((*config.eos_ids, *tokenizer.eos_ids))
+        driver = Driver(method, attention, window, config.n_kv_heads, config.sliding_window)
+        recorded = self.device.type == "cuda" and method.decodes and attention.decodes(self.dtype, config.head_dim)
+        eos_ids = frozenset((*config.eos_ids, *tokenizer.eos_ids))
+        self.alone = Alone(model, driver, tokenizer, eos_ids, self.block, self.device, CudaTape if recorded else None)
         self._end = _End()  # the last attribute, so it is freed after the model
 
     @property
@@ -132,7 +116,11 @@ class Engine(Unique):
         all_ids = [self._ids(each, checked.context) for each in (prompt if many else [prompt])]
         if not many:
             return self._stream(all_ids[0], checked, CancelFlag(), undo=True).finish()
-        return [self._stream(ids, _on_a_fork(checked), CancelFlag()).finish() for ids in all_ids]
+        found = []
+        for ids in all_ids:
+            fork = None if checked.context is None else checked.context.fork()
+            found.append(self._stream(ids, replace(checked, context=fork), CancelFlag()).finish())
+        return found
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Stream:
         """Generate a piece of text at a time. Work starts at the first `next`; `.result` has the figures.
@@ -154,26 +142,22 @@ class Engine(Unique):
         return beyond(self.method, self.model.config, self.window, self.rope, count(n_tokens, "n_tokens", least=0))
 
     def _stream(self, ids: list[int], options: Options, flag: CancelFlag, *, undo: bool = False) -> Stream:
-        request = Request(ids, options.sampling, options.max_tokens, self._eos_ids, options.logprobs)
         result = Generation(logprobs=None if options.logprobs is None else [])
         result.warning = self._warn(len(ids) + len(options.context or ()))
-        return Stream(self._pieces(request, options, result, flag, undo=undo), result, flag)
+        return Stream(self._pieces(ids, options, result, flag, undo), result, flag)
 
     def _pieces(
-        self, request: Request, options: Options, result: Generation, flag: CancelFlag, *, undo: bool
+        self, ids: list[int], options: Options, result: Generation, flag: CancelFlag, undo: bool
     ) -> Generator[Piece, None, None]:
         """Yield the pieces of a generation. With `undo`, an incomplete generation leaves nothing in the context."""
-        n_new = len(request.token_ids) + request.max_tokens
+        n_new = len(ids) + options.max_tokens
         if flag.is_set:
             return
-        context = self._new_context(n_new) if options.context is None else options.context
-        context.hold()
-        try:
+        context = self.new_context(n_new) if options.context is None else options.context
+        with context.hold():
             self._reserve(context.cache, len(context) + n_new)
-            yield from self.alone.pieces(context, request, result, flag, options.progress, undo=undo)
+            yield from self.alone.pieces(context, ids, options, result, flag, undo)
             result.warning = result.warning or self._warn(len(context))
-        finally:
-            context.used = False
 
     def _warn(self, n_tokens: int) -> str | None:
         """Warn if a text is longer than the method can read; return the warning, or None."""
@@ -193,29 +177,34 @@ class Engine(Unique):
         """
         announced = 0 if length is None else count(length, "length", least=0)
         ids = self._ids(document, self._own(context))
-        held = self._new_context(max(len(ids), announced)) if context is None else context
-        held.hold()
-        try:
-            self._warn(len(ids) + len(held))
-            self._reserve(held.cache, max(len(held) + len(ids), announced))
+
+        def read(held: Context) -> Context:
+            held.token_ids.extend(ids)
+            with reported(progress, "prefill") as tell:
+                self.alone.read(held, tell)
+            return held
+
+        return self._appended(context, len(ids), announced, read)
+
+    def _appended(self, context: Context | None, n_new: int, announced: int, work: Callable[[Context], T]) -> T:
+        """Have `work` append `n_new` tokens to a context, by default a new one; after an error, undo what it did."""
+        held = self.new_context(max(n_new, announced)) if context is None else context
+        with held.hold():
+            self._warn(len(held) + n_new)
+            self._reserve(held.cache, max(len(held) + n_new, announced))
             mark = held.mark()
             try:
-                held.token_ids.extend(ids)
-                with reported(progress, "prefill") as tell:
-                    self.alone.read(held, tell)
+                return work(held)
             except BaseException:
                 held.go_back(mark)
                 raise
-        finally:
-            held.used = False
-        return held
 
     @torch.inference_mode()
     def logits(self, token_ids: Prompt) -> Tensor:
         """Return logits after each token, `[T, vocab]` float32. Raises `UsageError` for unknown ids."""
         ids = self._ids(token_ids)
         self._warn(len(ids))
-        context, found = self._new_context(len(ids)), []
+        context, found = self.new_context(len(ids)), []
         for part in blocks(ids, self.block):
             found.append(self.model.logits(self._hidden(context, part)))
             check_logits(found[-1], context.cache.length - len(part))
@@ -239,30 +228,22 @@ class Engine(Unique):
         first = least if first is None else count(first, "first", least)
         if first > len(ids):
             raise UsageError(f"first is {first}; expected {len(ids)} or less, the number of tokens")
-        held = self._new_context(len(ids)) if context is None else context
-        held.hold()
-        try:
-            self._warn(before + len(ids))
-            self._reserve(held.cache, before + len(ids))
-            mark = held.mark()
-            try:
-                scorer = Scorer(ids, first, self.model.logits, self.model.config.vocab_size)
-                if before:
-                    self.alone.read(held)
-                if first == 0 and ids:
-                    assert held.logits is not None
-                    scorer.note(held.logits[None], 0)
-                held.token_ids.extend(ids)
-                with reported(progress, "score") as tell:
-                    for part in blocks(held.uncached, self.block, tell):
-                        start = held.cache.length - before
-                        scorer.add(self._hidden(held, part), start, before)
-                return scorer.scores()
-            except BaseException:
-                held.go_back(mark)
-                raise
-        finally:
-            held.used = False
+        scorer = Scorer(ids, first, self.model.logits, self.model.config.vocab_size)
+
+        def read(held: Context) -> TokenScores:
+            if before:
+                self.alone.read(held)
+            if first == 0 and ids:
+                assert held.logits is not None
+                scorer.note(held.logits[None], 0)
+            held.token_ids.extend(ids)
+            with reported(progress, "score") as tell:
+                for part in blocks(held.uncached, self.block, tell):
+                    start = held.cache.length - before
+                    scorer.add(self._hidden(held, part), start, before)
+            return scorer.scores()
+
+        return self._appended(context, len(ids), 0, read)
 
     @torch.inference_mode()
     def trace(self, token_ids: Prompt, *, scores: bool = False) -> Trace:
@@ -274,7 +255,7 @@ class Engine(Unique):
             raise UsageError(f"scores is {shown(scores)}; expected True or False")
         ids = self._ids(token_ids)
         self._warn(len(ids))
-        context = self._new_context(len(ids))
+        context = self.new_context(len(ids))
         observer = TraceObserver(keep_all=scores)
         driver = replace(self.alone.driver, method=Observed(self.method, observer))
         for part in blocks(ids, self.block):
@@ -299,26 +280,20 @@ class Engine(Unique):
         check_progress(progress)
         job: PrefillJob | None = None
         try:
-            if context is not None:
-                context.hold()
-            try:
+            with nullcontext() if context is None else context.hold():
                 before = None if context is None else context.data
                 ids = ids if before is None else [*before.token_ids, *ids]
                 announced = max(len(ids), wanted) if before is None else before.announced
-                ALLOWANCE.file_planner(self.layout, self.method.name).check(len(ids))
+                ALLOWANCE.planner(self.layout, into_file=True).check(len(ids))
                 self._warn(len(ids))
                 job = PrefillJob(target, self.layout, self.identity, ids, announced)
                 held = self._context(job.start(before))
-                ALLOWANCE.promise(held.cache, self.method.name, len(ids))
-            finally:
-                if context is not None:
-                    context.used = False
-            every = every or len(ids)
+                ALLOWANCE.promise(held.cache, len(ids))
             stats = Stats(prompt_tokens=len(held.uncached), read_before=held.cache.length)
             started = time.perf_counter()
             with torch.inference_mode(), reported(progress, "prefill") as tell:
                 for part in blocks(held.uncached, self.block, tell, done=held.cache.length):
-                    if held.cache.length - job.n_written >= every:
+                    if held.cache.length - job.n_written >= (every or len(ids)):
                         job.checkpoint(held.data)
                     self.alone.append(held, part)
             stats.prefill_s = time.perf_counter() - started
@@ -338,25 +313,18 @@ class Engine(Unique):
         return self._context(open_saved(path_of(path), self.layout, self.identity))
 
     def new_context(self, length: int | str) -> Context:
-        """Return an empty context that will become `length` tokens long, for calls with `context`.
-
-        Raises `CapacityError` if the context cannot fit.
-        """
-        return self._new_context(count(length, "length"))
+        """Return an empty context to become `length` tokens long. Raises `CapacityError` if it cannot fit."""
+        cache, announced = KVCache.empty(self.layout), count(length, "length")
+        self._reserve(cache, announced)
+        return self._context(ContextData(cache, announced=announced))
 
     def _context(self, data: ContextData) -> Context:
         return Context(data, self.rope_of(data.announced), self.identity)
 
-    def _new_context(self, length: int) -> Context:
-        """Return an empty context, announced to become `length` tokens long."""
-        cache = KVCache.empty(self.layout)
-        self._reserve(cache, length)
-        return self._context(ContextData(cache, announced=length))
-
     def _reserve(self, cache: KVCache, length: int) -> None:
         """Make space for a cache to become `length` tokens long. Raises `CapacityError` if this cannot fit."""
         before = ALLOWANCE.promised(cache)
-        ALLOWANCE.promise(cache, self.method.name, length)
+        ALLOWANCE.promise(cache, length)
         try:
             cache.reserve(length)
         except BaseException:
@@ -423,11 +391,6 @@ class Engine(Unique):
         """Answer like `chat`, a piece of text at a time."""
         context = options.pop("context", None)
         return self.conversation(context=context).stream(messages, **options)
-
-
-def _on_a_fork(options: Options) -> Options:
-    """Return the options with the context replaced by a fork of the context."""
-    return options if options.context is None else replace(options, context=options.context.fork())
 
 
 class _End:

@@ -2,8 +2,8 @@
 
 Launching a step's some hundred kernels one by one takes longer than running them; a graph is one launch. All that
 changes from token to token is on the device: the token, its index, and what the method computes from the index
-(`lce.methods.step.DeviceStep`). The step reads and writes the cache's own memory. A step is recorded anew when that
-memory moves, or when the text passes the bound for which the step was recorded.
+(`lce.methods.step.DeviceStep`). A step is recorded anew when the cache's memory, which it reads and writes, moves, or
+when the text passes the bound for which the step was recorded.
 
 Under greedy sampling the step of the likeliest token is launched before the host knows that token. The step writes
 after the committed tokens, so it can be dropped if the text ends or continues with another token.
@@ -15,7 +15,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from threading import Lock
 from weakref import ReferenceType, ref
 
 import torch
@@ -33,7 +33,7 @@ from lce.models.rope import Rope
 Work = Callable[[], None]
 
 _pauses: set[object] = set()
-_recorders: list[object] = []  # graphs that want to record now: of several threads, the first may
+_capturing = Lock()  # of several threads, one may record at a time
 _failed: list[object] = []  # graphs whose capture failed: PyTorch's allocator may still refer to them
 
 
@@ -48,27 +48,15 @@ def one_by_one() -> Iterator[None]:
         _pauses.discard(pause)
 
 
-class Tape(Protocol):
-    """Records work on a device and runs it again."""
-
-    def warm_up(self, work: Work) -> None:
-        """Do the work once, so that all its kernels are compiled and loaded before it is recorded."""
-
-    def record(self, work: Work) -> Work:
-        """Record the work, not doing it; return a function that does. Raises `RuntimeError` if impossible."""
-
-    def reader(self, numbers: Tensor) -> Callable[[], list[int]]:
-        """Return a function that reads the numbers as they are now, and waits for nothing launched later."""
-
-
 class CudaTape:
-    """A tape of CUDA graphs."""
+    """Records work on a device as CUDA graphs."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
 
     def warm_up(self, work: Work) -> None:
+        """Do the work once, so that all its kernels are compiled and loaded before it is recorded."""
         here = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(here)
         try:
@@ -78,6 +66,7 @@ class CudaTape:
             here.wait_stream(self.stream)
 
     def record(self, work: Work) -> Work:
+        """Record the work, not doing it; return a function that does. Raises `RuntimeError` if impossible."""
         graph = torch.cuda.CUDAGraph()
         try:
             # The outer `with` restores the current stream, which `torch.cuda.graph` does not after a failed capture.
@@ -92,6 +81,7 @@ class CudaTape:
         return graph.replay
 
     def reader(self, numbers: Tensor) -> Callable[[], list[int]]:
+        """Return a function that reads the numbers as they are now, and waits for nothing launched later."""
         held = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         held.copy_(numbers, non_blocking=True)
         done = torch.cuda.Event()
@@ -115,10 +105,6 @@ class Launched:
     read: Callable[[], list[int]]  # the likeliest next token, and whether all logits are finite
 
 
-def references(memory: Sequence[Tensor | None]) -> list[ReferenceType[Tensor] | None]:
-    return [None if x is None else ref(x) for x in memory]
-
-
 @dataclass(eq=False)
 class Recording:
     """A step for one bound over one memory: `work` does it, and so does `replay`, once recorded."""
@@ -129,15 +115,6 @@ class Recording:
     warm: bool = False  # the step has run once
     replay: Work | None = None
 
-    def is_for(self, bound: int, memory: Sequence[Tensor | None]) -> bool:
-        known = [None if x is None else x() for x in self.memory]
-        same = len(memory) == len(known) and all(map(operator.is_, memory, known))
-        return (
-            same
-            and bound == self.bound
-            and all(x is not None or y is None for x, y in zip(known, self.memory, strict=True))
-        )
-
 
 class DecodeGraph:
     """The recorded decode steps of one context; lives as long as the context.
@@ -145,7 +122,7 @@ class DecodeGraph:
     Bytes: the temporary tensors of one step, in the graph's own memory. `refused` says why nothing is recorded.
     """
 
-    def __init__(self, model: Model, driver: Driver, device: torch.device, tape: Tape) -> None:
+    def __init__(self, model: Model, driver: Driver, device: torch.device, tape: CudaTape) -> None:
         self.model = model
         self.driver = driver
         self.tape = tape
@@ -172,7 +149,8 @@ class DecodeGraph:
             return False
         start = lane.start
         cache.make_space(start + 1)
-        if (bound := self._bound_of(cache, start)) is None:
+        bound = self._bound_of(cache, start)
+        if bound is None:
             return False
         if self._recording is None and any(x is not None and x.device != self.index.device for x in cache.memory):
             self._refuse("its layers are on several devices")
@@ -207,12 +185,21 @@ class DecodeGraph:
 
     def _prepared(self, cache: KVCache, rope: Rope, bound: int) -> Recording:
         """Return the recording of this step, or a new one if the bound differs or memory has moved."""
-        memory = list(cache.memory)
-        found = self._recording
-        if found is None or not found.is_for(bound, memory):
-            self._recording = None  # frees the memory of its graph
-            found = self._recording = Recording(bound, references(memory), self._step(cache.layers, rope, bound))
-        return found
+        memory = [None if x is None else ref(x) for x in cache.memory]  # a living tensor has one such reference
+        found, layers = self._recording, cache.layers
+        if found is not None and found.bound == bound and all(map(operator.is_, memory, found.memory)):
+            return found
+        self._recording = None  # frees the memory of its graph
+
+        def work() -> None:
+            """Do the step: from `token` and `index` to `logits` and `numbers`, all on the device."""
+            hidden = self.model(self.token, self.index, self.driver.recorded(layers, rope, self.index, bound))
+            logits = self.model.logits(hidden)[0]
+            self.logits.copy_(logits)
+            self.numbers.copy_(torch.stack((logits.argmax(), logits.isfinite().all().to(torch.int64))))
+
+        self._recording = Recording(bound, memory, work)
+        return self._recording
 
     def _following(self, cache: KVCache, start: int) -> Launched | None:
         """Launch the step of the likeliest token if the current recording serves it; return it, or None."""
@@ -221,30 +208,16 @@ class DecodeGraph:
             return None
         return self._launch(recording, cache, start, None)
 
-    def _step(self, layers: Sequence[LayerCache], rope: Rope, bound: int) -> Work:
-        """Return the work of a step: from `token` and `index` to `logits` and `numbers`, all on the device."""
-        model = self.model
-
-        def work() -> None:
-            hidden = model(self.token, self.index, self.driver.recorded(layers, rope, self.index, bound))
-            logits = model.logits(hidden)[0]
-            self.logits.copy_(logits)
-            self.numbers.copy_(torch.stack((logits.argmax(), logits.isfinite().all().to(torch.int64))))
-
-        return work
-
     def _launch(self, recording: Recording, cache: KVCache, start: int, token_id: int | None) -> Launched:
-        """Launch the step of token number `start`; `token_id` None: the likeliest token after the previous step."""
+        """Launch the step of token number `start`; `token_id` None: the likeliest token after the previous step.
+
+        A step runs kernel by kernel the first time; then it is recorded, and replayed.
+        """
         if token_id is None:
             self.token.copy_(self.numbers[:1])
         else:
             self.token.fill_(token_id)
         self.index.fill_(start)
-        self._run(recording)
-        return Launched(start, cache.layers, self.logits.clone(), self.tape.reader(self.numbers))
-
-    def _run(self, recording: Recording) -> None:
-        """Run the step: the first time kernel by kernel, then recorded, then replayed."""
         if recording.replay is None and recording.warm:
             self._record(recording)
         if recording.replay is None:
@@ -253,19 +226,17 @@ class DecodeGraph:
         else:
             recording.replay()
             self.n_replayed += 1
+        return Launched(start, cache.layers, self.logits.clone(), self.tape.reader(self.numbers))
 
     def _record(self, recording: Recording) -> None:
         """Record the step if possible. If another thread is recording, a later step tries again."""
         try:
-            _recorders.append(recording)
-            if _recorders[0] is recording:
-                recording.replay = self.tape.record(recording.work)
+            if not _capturing.locked():
+                with _capturing:
+                    recording.replay = self.tape.record(recording.work)
                 self.n_recorded += 1
         except RuntimeError as error:
             self._refuse(f"{type(error).__name__}: {error}")
-        finally:
-            if recording in _recorders:
-                _recorders.remove(recording)
 
     def _refuse(self, why: str) -> None:
         self.refused, self._recording = why, None

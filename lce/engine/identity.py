@@ -37,8 +37,8 @@ class FromFile(Protocol):
 class Identity:
     """The facts that must be equal between an engine and the engine that wrote a context file.
 
-    An engine has one `Identity` and gives it to its contexts: a context in memory is used by the engine that has the
-    same object. `fingerprint` returns the model's; it reads the checkpoint, so it is called on first use.
+    An engine gives its `Identity` to its contexts, and a context in memory is used by the engine with the same object.
+    `fingerprint` returns the model's; it reads the checkpoint, so it is called on first use.
     """
 
     fingerprint: Callable[[], str]
@@ -74,7 +74,7 @@ class Identity:
         """Raise `DataError` if `found`, the identity in the file `path`, differs. The message lists differences."""
         theirs = found if isinstance(found, dict) else {}
         for difference, option in _differences(theirs, self.facts):
-            raise DataError(f"{named(path)} was made with {_cut(difference, 280)}: {_cut(option, 140)}, or {remedy}")
+            raise DataError(f"{named(path)} was made with {difference:.280}: {option:.140}, or {remedy}")
 
 
 def model_identity(fingerprint: str, weights: str | None) -> str:
@@ -83,10 +83,7 @@ def model_identity(fingerprint: str, weights: str | None) -> str:
 
 
 def knobs_of(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the knobs in an identity's facts, as `lce.methods.make` takes them; maps as the path of their file.
-
-    A knob that no text can give, such as maps made in memory, is left out.
-    """
+    """Return the knobs in an identity's facts as `lce.methods.make` takes them, without those that no text can give."""
     knobs = facts.get("knobs")
     found = knobs if isinstance(knobs, dict) else {}
     values = {name: value.get("file") if isinstance(value, dict) else value for name, value in found.items()}
@@ -135,11 +132,11 @@ def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator
 
 
 def _differing(theirs: object, ours: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name, their value and ours of entries that differ; of files, the contents are compared."""
+    """Yield name, their value and ours of the first entries that differ; of files, the contents are compared."""
     found = theirs if isinstance(theirs, dict) else {}
     names = [*ours, *sorted(found.keys() - ours.keys())]
-    differing = (name for name in names if _content(found.get(name)) != _content(ours.get(name)))
-    for _, name in zip(range(_MOST_SHOWN), differing, strict=False):
+    differing = [name for name in names if _content(found.get(name)) != _content(ours.get(name))]
+    for name in differing[:_MOST_SHOWN]:
         yield (name if name in ours else _text(name)), found.get(name), ours.get(name)
 
 
@@ -147,11 +144,6 @@ def _content(value: Any) -> tuple[str, Any]:
     """Return a value in comparable form: 1, 1.0 and true differ."""
     compared = value.get("digest") if isinstance(value, dict) else value
     return type(compared).__name__, compared
-
-
-def _cut(text: str, most: int) -> str:
-    """Return a text of at most `most` letters, whatever a file holds."""
-    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _text(value: object) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,15 +20,8 @@ from lce.models.layers import Attend, Model
 from lce.models.products import SHARED_ROWS
 from lce.models.rope import Rope
 
-
-class Recorder(Protocol):
-    """Replays recorded decode steps of one context: see `lce.engine.graph`."""
-
-    def append(self, lane: Lane) -> bool:
-        """Append the lane's one token. Returns False, and does nothing, if the step cannot be recorded."""
-
-    def forget(self) -> None:
-        """Drop the step that was launched early: the context goes on in another way."""
+if TYPE_CHECKING:
+    from lce.engine.graph import DecodeGraph
 
 
 @dataclass(eq=False)
@@ -37,15 +30,14 @@ class Lane:
 
     After `forward` the cache has the tokens, `logits [vocab]` (float32) are those after the last token, and `hidden [T,
     hidden]` are the last layer's states; or the cache is as before, and `error` says why. A recorded step sets
-    `likeliest`, the likeliest next token, in the place of `hidden`. With `ahead` the step of the likeliest token may be
-    launched early.
+    `likeliest`, the likeliest next token, in the place of `hidden`; with `ahead` its step may be launched early.
     """
 
     driver: Driver
     cache: KVCache
     rope: Rope
     token_ids: Sequence[int]
-    recorder: Recorder | None = None
+    recorder: DecodeGraph | None = None  # of the context's decode steps, if any
     ahead: bool = False
     logits: Tensor | None = None
     hidden: Tensor | None = None

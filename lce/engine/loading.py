@@ -7,17 +7,17 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 import torch
 
+from lce.attention import Attention
 from lce.cache.formats import kv_dtype_of
 from lce.cache.layout import Budgets, CacheLayout
-from lce.engine.allowance import ALLOWANCE
-from lce.engine.arguments import DTYPES, backend_of, budgets_of, dtype_of, scaled, sized, threads_of
+from lce.engine.arguments import DTYPES, budgets_of, check_names, dtype_of, scaled, sized
 from lce.engine.devices import Borders, borders_of, devices_of
-from lce.engine.engine import Engine, EngineOptions
-from lce.engine.planning import Plan
-from lce.engine.process import uses_threads
+from lce.engine.engine import Engine
+from lce.engine.planning import ALLOWANCE, Plan
 from lce.errors import UsageError, shown
 from lce.files import named
 from lce.methods.base import Method
@@ -26,12 +26,13 @@ from lce.methods.step import ModelFacts
 from lce.models.config import ModelConfig
 from lce.models.registry import model_class, read_config
 from lce.sizes import count
-from lce.system import keep_freed_memory
+from lce.system import keep_freed_memory, uses_threads
 from lce.weights.checkpoint import Checkpoint
 from lce.weights.packed import Scheme, all_schemes, scheme_of
 from lce.weights.reading import allocate
 from lce.weights.source import source_of
 
+MOST_THREADS = 1024  # more than any machine has cores
 Devices = str | torch.device | Sequence[str | torch.device] | None
 
 
@@ -67,28 +68,24 @@ def load(
     """
     source, block, window = source_of(model), sized(block, "block", 1), sized(window, "window", 2)
     if threads is not None:
-        torch.set_num_threads(threads_of(threads))
+        torch.set_num_threads(count(threads, "threads", most=MOST_THREADS))
     config = read_config(source)
     tokenizer = source.tokenizer(config.vocab_size)
-    window = window or config.window
     devices = devices_of(device)
     if devices[0].type == "cpu":
         keep_freed_memory()
     checkpoint = source.checkpoint
     scheme = _rounded(weights, checkpoint, devices[0])
-    scaling = scaled(config.rope, rope, rope_factor)
-    chosen = fitted(method, ModelFacts(source, config, window, scaling))
+    facts = ModelFacts(source, config, window or config.window, scaled(config.rope, rope, rope_factor))
     budgets = budgets_of(kv_device_budget, kv_host_budget, spill_dir)
     kind = dtype_of(dtype, checkpoint.dtype)
-    if isinstance(sharing, Engine) and sharing.layout.devices == devices:
-        borders = sharing.layout.borders
-    else:
-        borders = borders_of(devices, config.n_layers, _weight_bytes(config, kind, scheme, checkpoint.names))
-    layout = layout_of(config, chosen, kind, devices[0], block, budgets, kv_dtype_of(kv_dtype), borders)
-    options = EngineOptions(chosen, backend_of(attention), window, scaling, scheme.name if scheme else None, layout)
+    borders = sharing.layout.borders if isinstance(sharing, Engine) and sharing.layout.devices == devices else None
+    made = _sizes(facts, method, kind, devices, scheme, checkpoint.names, block, budgets, kv_dtype, borders)
+    layout, backend = made.layout, Attention.choose(attention)
+    options = layout, made.method, backend, facts.window, facts.rope, scheme.name if scheme else None
     if sharing is not None:
-        _check_same(sharing, config, checkpoint, options)
-        return Engine(sharing.model, tokenizer, checkpoint, options)
+        _check_same(sharing, config, checkpoint, layout, scheme)
+        return Engine(sharing.model, tokenizer, checkpoint, *options)
     if layout.dtype != checkpoint.dtype():
         uses_threads()  # converting weights may start threads
     family = model_class(config)
@@ -101,7 +98,7 @@ def load(
     if layout.borders and "head" not in loaded:  # tied to the embedding, which is on another device
         (loaded["head"],) = allocate([(loaded["embed"].shape, layout.dtype)], layout.devices[-1])
         loaded["head"].copy_(loaded["embed"])
-    return Engine(family(config, loaded), tokenizer, checkpoint, options)
+    return Engine(family(config, loaded), tokenizer, checkpoint, *options)
 
 
 def fitted(method: str | Method, model: ModelFacts) -> Method:
@@ -114,48 +111,54 @@ def resolved(
     rope_factor: float | None = None,
 ) -> Method:  # fmt: skip
     """Return the method as `load` with these options would resolve it. Loads no weights; raises as `load` does."""
-    source = source_of(model)
-    config = read_config(source)
+    config = read_config(source := source_of(model))
     window = sized(window, "window", 2) or config.window
     return fitted(method, ModelFacts(source, config, window, scaled(config.rope, rope, rope_factor)))
 
 
-def _check_same(sharing: object, config: ModelConfig, checkpoint: Checkpoint, options: EngineOptions) -> None:
-    """Raise `UsageError` unless an engine's weights are those of this model, dtype and device."""
-    layout = options.layout
+def _check_same(
+    sharing: object, config: ModelConfig, checkpoint: Checkpoint, layout: CacheLayout, scheme: Scheme | None
+) -> None:
+    """Raise `UsageError` unless an engine's weights are those of this model, dtype, devices and scheme."""
     if not isinstance(sharing, Engine):
         raise UsageError(f"sharing is {shown(sharing)}; expected an engine of the same model")
     if sharing.model.config != config or sharing.fingerprint != checkpoint.fingerprint():
         raise UsageError(f"sharing is an engine of another model than {checkpoint.folder}; leave it out")
-    if (sharing.dtype, sharing.layout.devices) != (layout.dtype, layout.devices):
-        raise UsageError(
-            f"sharing is an engine in {sharing.dtype} on {sharing.layout.devices_text}; expected {layout.dtype} on "
-            f"{layout.devices_text}, as asked"
-        )
-    if sharing.weights != options.weights:
+    theirs, ours = (f"{each.dtype} on {each.devices_text}" for each in (sharing.layout, layout))
+    if theirs != ours:
+        raise UsageError(f"sharing is an engine in {theirs}; expected {ours}, as asked")
+    if sharing.weights != (scheme.name if scheme else None):
         raise UsageError(
             f"sharing is an engine with weights {sharing.weights or 'as stored'}; give it the same weights"
         )
 
 
-def plan(
-    model: str | Path, method: str | Method = "full", *, tokens: int | str,
-    device: Devices = "auto", dtype: str | torch.dtype | None = "auto",
-    block: int | str | None = None, window: int | str | None = None,
-    kv_device_budget: int | str | None = None, kv_host_budget: int | str | None = None,
-    spill_dir: str | Path | None = None, kv_dtype: str | torch.dtype | None = "auto", weights: str | None = "auto",
-) -> Plan:  # fmt: skip
-    """Plan a context of `tokens` tokens: what each tier must hold, and the longest that fits. Options as for `load`.
+class SizeOptions(TypedDict, total=False):
+    """The options of `plan` and `operations`: those of `load` that sizes depend on."""
 
-    Reads config.json alone; weights count by their shapes. `dtype` "auto" is the one in config.json, else float32. A
-    method that needs a file of learned maps is planned without the file.
+    device: Devices
+    dtype: str | torch.dtype | None
+    block: int | str | None
+    window: int | str | None
+    kv_device_budget: int | str | None
+    kv_host_budget: int | str | None
+    spill_dir: str | Path | None
+    kv_dtype: str | torch.dtype | None
+    weights: str | None
+
+
+def plan(
+    model: str | Path, method: str | Method = "full", *, tokens: int | str, **options: Unpack[SizeOptions]
+) -> Plan:
+    """Plan a context of `tokens` tokens: what each tier must hold, and the longest that fits.
+
+    Takes these options of `load`: `device`, `dtype`, `block`, `window`, `kv_device_budget`, `kv_host_budget`,
+    `spill_dir`, `kv_dtype` and `weights`. Reads config.json alone; weights count by their shapes. `dtype` "auto" is the
+    one in config.json, else float32. A method that needs a file of learned maps is planned without the file.
     """
-    made = planned(
-        model, method, device=device, dtype=dtype, block=block, window=window, kv_device_budget=kv_device_budget,
-        kv_host_budget=kv_host_budget, spill_dir=spill_dir, kv_dtype=kv_dtype, weights=weights,
-    )  # fmt: skip
+    made = planned(model, method, options)
     tier_bytes = _by_tier(made.config, made.layout, made.weight_bytes)
-    return ALLOWANCE.planner(made.layout, made.method.name, tier_bytes).plan(count(tokens, "tokens"))
+    return ALLOWANCE.planner(made.layout, tier_bytes).plan(count(tokens, "tokens"), made.method.name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,27 +171,38 @@ class Planned:
     weight_bytes: Mapping[str, int]  # by our names
 
 
-def planned(
-    model: str | Path, method: str | Method, *, device: Devices = "auto", dtype: str | torch.dtype | None = "auto",
-    block: int | str | None = None, window: int | str | None = None,
-    kv_device_budget: int | str | None = None, kv_host_budget: int | str | None = None,
-    spill_dir: str | Path | None = None, kv_dtype: str | torch.dtype | None = "auto", weights: str | None = "auto",
-) -> Planned:  # fmt: skip
+def planned(model: str | Path, method: str | Method, options: SizeOptions) -> Planned:
     """Compute an engine's sizes from config.json alone; see `plan`."""
-    source, block, window = source_of(model), sized(block, "block", 1), sized(window, "window", 2)
+    check_names(options, SizeOptions.__annotations__, "option")
+    source = source_of(model)
+    block, window = sized(options.get("block"), "block", 1), sized(options.get("window"), "window", 2)
     config = read_config(source)
-    chosen = fitted(method, ModelFacts(source, config, window or config.window, config.rope, plan_only=True))
-    kind = dtype_of(dtype, partial(DTYPES.__getitem__, config.dtype or "float32"))
-    budgets, devices = budgets_of(kv_device_budget, kv_host_budget, spill_dir), devices_of(device)
+    facts = ModelFacts(source, config, window or config.window, config.rope, plan_only=True)
+    kind = dtype_of(options.get("dtype"), partial(DTYPES.__getitem__, config.dtype or "float32"))
     own = config.published.get("quantization_config") or {}  # of a quantised checkpoint
-    sizes = _weight_bytes(config, kind, scheme_of(weights) or scheme_of(own.get("weights")))
-    borders = borders_of(devices, config.n_layers, sizes)
-    layout = layout_of(config, chosen, kind, devices[0], block, budgets, kv_dtype_of(kv_dtype), borders)
+    scheme = scheme_of(options.get("weights")) or scheme_of(own.get("weights"))
+    budgets = budgets_of(options.get("kv_device_budget"), options.get("kv_host_budget"), options.get("spill_dir"))
+    devices = devices_of(options.get("device"))
+    return _sizes(facts, method, kind, devices, scheme, (), block, budgets, options.get("kv_dtype"))
+
+
+def _sizes(
+    facts: ModelFacts, method: str | Method, dtype: torch.dtype, devices: Sequence[torch.device], scheme: Scheme | None,
+    stored: Collection[str], block: int | None, budgets: Budgets, kv_dtype: object, borders: Borders | None = None,
+) -> Planned:  # fmt: skip
+    """Return an engine's sizes. `stored` are the weights in the checkpoint; None for `borders` cuts by free memory."""
+    config, chosen = facts.config, fitted(method, facts)
+    sizes = _weight_bytes(config, dtype, scheme, stored)
+    layout = CacheLayout(
+        config.n_layers, config.n_heads, config.n_kv_heads, config.head_dim, dtype, devices[0], chosen.access, budgets,
+        block or chosen.block, chosen.state, chosen.could_keep, kv_dtype=kv_dtype_of(kv_dtype),
+        borders=borders_of(devices, config.n_layers, sizes) if borders is None else borders,
+    )  # fmt: skip
     return Planned(config, chosen, layout, sizes)
 
 
 def _weight_bytes(
-    config: ModelConfig, dtype: torch.dtype, scheme: Scheme | None, stored: Collection[str] = ()
+    config: ModelConfig, dtype: torch.dtype, scheme: Scheme | None, stored: Collection[str]
 ) -> dict[str, int]:
     """Return the bytes of a model's weights, by our names, in a dtype or rounded."""
     family = model_class(config)
@@ -226,14 +240,3 @@ def _rounded(weights: object, checkpoint: Checkpoint, device: torch.device) -> S
             "give --device cpu, or use the weights in bfloat16"
         )
     return found
-
-
-def layout_of(
-    config: ModelConfig, method: Method, dtype: torch.dtype, device: torch.device, block: int | None, budgets: Budgets,
-    kv_dtype: str = "auto", borders: Borders = (),
-) -> CacheLayout:  # fmt: skip
-    """Return the cache layout of a model's contexts under a resolved method."""
-    return CacheLayout(
-        config.n_layers, config.n_heads, config.n_kv_heads, config.head_dim, dtype, device, method.access, budgets,
-        block or method.block, method.state, method.could_keep, kv_dtype=kv_dtype, borders=borders,
-    )  # fmt: skip

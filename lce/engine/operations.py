@@ -7,20 +7,16 @@ counts once a block. Written bytes are not counted.
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
-import torch
-
-from lce.engine.loading import Devices, Planned, planned
+from lce.engine.loading import Planned, SizeOptions, planned
 from lce.errors import UsageError
 from lce.methods.base import Method
-from lce.methods.costs import UNCOUNTED, PaperFigure, QueryBlock, total
+from lce.methods.costs import UNCOUNTED, Cost, PaperFigure, QueryBlock, total
 from lce.methods.selective import ChunkSelection
 from lce.models.registry import model_class
 from lce.sizes import count
@@ -76,10 +72,6 @@ class OperationCount:
         counted = total(self.attention, self.selection)
         return None if counted is None else counted / self.causal
 
-    def __add__(self, other: OperationCount) -> OperationCount:
-        sums: dict[str, Any] = {name: total(n, getattr(other, name)) for name, n in vars(self).items()}
-        return OperationCount(**sums)
-
 
 @dataclass(frozen=True)
 class Operations:
@@ -99,86 +91,61 @@ class Operations:
 
 
 def operations(
-    model: str | Path, method: str | Method = "full", *, tokens: int | str, device: Devices = "auto",
-    dtype: str | torch.dtype | None = "auto", block: int | str | None = None, window: int | str | None = None,
-    kv_device_budget: int | str | None = None, kv_host_budget: int | str | None = None,
-    spill_dir: str | Path | None = None, kv_dtype: str | torch.dtype | None = "auto", weights: str | None = "auto",
-) -> Operations:  # fmt: skip
+    model: str | Path, method: str | Method = "full", *, tokens: int | str, **options: Unpack[SizeOptions]
+) -> Operations:
     """Count what prefill and decode of a text of `tokens` tokens compute and read. Takes the options of `plan`.
 
     Reads config.json alone. A user's method is counted by its `Method.cost`; without one only the products with weights
     are counted. Time: tens of microseconds for each block and layer.
     """
     n_tokens = count(tokens, "tokens")
-    made = planned(
-        model, method, device=device, dtype=dtype, block=block, window=window, kv_device_budget=kv_device_budget,
-        kv_host_budget=kv_host_budget, spill_dir=spill_dir, kv_dtype=kv_dtype, weights=weights,
-    )  # fmt: skip
+    made = planned(model, method, options)
     if n_tokens > LONGEST:
         raise UsageError(f"tokens is {n_tokens:,}; operations are counted block by block, of {LONGEST:,} or fewer")
-    each, steps = made.layout.block, made.layout.chunk_size if isinstance(made.method, ChunkSelection) else 1
-    blocks = ((start, min(start + each, n_tokens)) for start in range(0, n_tokens, each))
-    config = made.config
+    block, config = made.layout.block, made.config
+    steps = made.layout.chunk_size if isinstance(made.method, ChunkSelection) else 1
     sizes = QueryBlock(n_tokens - 1, n_tokens, config.n_heads, config.n_kv_heads, config.head_dim, config.n_layers)
     return Operations(
         n_tokens,
         made.method.label,
         str(made.layout.dtype).removeprefix("torch."),
-        each,
-        _count(made, blocks),
-        _count(made, ((index, index + 1) for index in range(max(0, n_tokens - steps), n_tokens))),
+        block,
+        _count(made, [(start, min(start + block, n_tokens)) for start in range(0, n_tokens, block)]),
+        _count(made, [(index, index + 1) for index in range(max(0, n_tokens - steps), n_tokens)]),
         tuple(made.method.paper_figures(sizes)),
     )
 
 
-@dataclass(frozen=True)
-class _Weights:
-    """Multiply-adds of one token with the weights, and the weights' bytes."""
-
-    projections: int
-    mlp: int
-    head: int
-    n_bytes: int  # without an untied embedding, of which only the tokens' rows are read
-    row_bytes: int  # of one embedding row
-
-    @classmethod
-    def of(cls, made: Planned) -> _Weights:
-        counts = {"projections": 0, "mlp": 0, "head": 0}
-        weights = model_class(made.config).weights(made.config)
-        for name, (_, shape) in weights.items():
-            index, in_layer, own = name.partition(".")
-            kind = ("projections" if own in PROJECTIONS else "mlp") if in_layer else index
-            if len(shape) == 2 and kind in counts:
-                counts[kind] += math.prod(shape)
-        tied, (rows, size) = "head" not in weights, weights["embed"][1]
-        if tied:
-            return cls(**counts | {"head": rows * size}, n_bytes=sum(made.weight_bytes.values()), row_bytes=0)
-        embed_bytes = made.weight_bytes["embed"]
-        return cls(**counts, n_bytes=sum(made.weight_bytes.values()) - embed_bytes, row_bytes=embed_bytes // rows)
-
-
-def _count(made: Planned, blocks: Iterable[tuple[int, int]]) -> OperationCount:
+def _count(made: Planned, blocks: Sequence[tuple[int, int]]) -> OperationCount:
     """Count the work of blocks `start..stop-1`."""
-    weights = _Weights.of(made)
-    works = [_of_block(made, weights, start, stop) for start, stop in blocks]
-    return functools.reduce(operator.add, works)
-
-
-def _of_block(made: Planned, weights: _Weights, start: int, stop: int) -> OperationCount:
-    config, n = made.config, stop - start
-    first = QueryBlock(start, stop, config.n_heads, config.n_kv_heads, config.head_dim, config.n_layers)
-    layers = (replace(first, layer=i, sliding_window=config.sliding_window) for i in range(config.n_layers))
-    counted = made.method.counted
-    cost = functools.reduce(operator.add, ((counted and made.method.cost(layer)) or UNCOUNTED for layer in layers))
-    size = made.layout.dtype.itemsize
+    config, size, n = made.config, made.layout.dtype.itemsize, sum(stop - start for start, stop in blocks)
+    cost, causal = Cost(0), 0
+    for start, stop in blocks:
+        first = QueryBlock(start, stop, config.n_heads, config.n_kv_heads, config.head_dim, config.n_layers)
+        causal += config.n_layers * (first.causal.attention or 0)
+        for index in range(config.n_layers):
+            layer = replace(first, layer=index, sliding_window=config.sliding_window)
+            cost += (made.method.counted and made.method.cost(layer)) or UNCOUNTED
+    products = {"projections": 0, "mlp": 0, "head": 0}  # multiply-adds of one token
+    weights = model_class(config).weights(config)
+    for name, (_, shape) in weights.items():
+        index_or_name, in_layer, own = name.partition(".")
+        kind = ("projections" if own in PROJECTIONS else "mlp") if in_layer else index_or_name
+        if len(shape) == 2 and kind in products:
+            products[kind] += math.prod(shape)
+    once, rows = sum(made.weight_bytes.values()), weights["embed"][1][0]
+    if "head" in weights:  # of an untied embedding only the tokens' rows are read
+        once, row_bytes = once - made.weight_bytes["embed"], made.weight_bytes["embed"] // rows
+    else:
+        products["head"], row_bytes = math.prod(weights["embed"][1]), 0
     return OperationCount(
         tokens=n,
-        projections=n * weights.projections,
-        mlp=n * weights.mlp,
-        head=weights.head,
+        projections=n * products["projections"],
+        mlp=n * products["mlp"],
+        head=len(blocks) * products["head"],
         **{name: getattr(cost, name) for name in ("attention", "scores", "summaries", "low_dim")},
-        causal=config.n_layers * (first.causal.attention or 0),
-        weight_bytes=weights.n_bytes + n * weights.row_bytes,
+        causal=causal,
+        weight_bytes=len(blocks) * once + n * row_bytes,
         key_bytes=None if cost.rows_read is None else cost.rows_read * 2 * config.head_dim * size,
         state_bytes=None if cost.state_read is None else cost.state_read * size,
     )

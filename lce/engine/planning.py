@@ -2,15 +2,22 @@
 
 Counted are keys and values, the method's own state, and the weights of a model that is not loaded yet. Activations of a
 block are not counted: they do not grow with the text.
+
+Free memory alone would admit two contexts that do not fit together, because neither uses all its memory yet. So each
+context takes a promise from the process' `Allowance`, and plans count the unused promises of others as taken. A promise
+ends with the context's cache: when the context is closed or freed, or when the call that made it fails.
 """
 
 from __future__ import annotations
 
+import os
+import threading
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -49,11 +56,6 @@ class Need:
         """Whether the keys and values are within the budget, and all bytes are available."""
         return self.in_budget and (self.available is None or self.needed <= self.available)
 
-    def with_more(self, other: Need) -> Need:
-        """Add the need of another device's layers in this tier."""
-        total = self.keys_and_values + other.keys_and_values
-        return replace(self, keys_and_values=total, besides=self.besides + other.besides)
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -88,49 +90,10 @@ class Planner:
     """
 
     layout: CacheLayout
-    method: str  # its name
     free_bytes: Mapping[str, int | None]
     weights: Mapping[str, int] = field(default_factory=dict)
     n_filed: int = 0
     pool_bytes: Mapping[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls, layout: CacheLayout, method: str, weights: Mapping[str, int] | None = None, taken: Mapping[str, int] = {}
-    ) -> Self:  # fmt: skip
-        """Return a planner for a context that does not exist yet, beside weights that are not loaded yet.
-
-        `taken` are bytes promised to others, by kind of memory: see `kinds_of`.
-        """
-        return cls(layout, method, available(layout, taken), weights or {})
-
-    @classmethod
-    def into_file(cls, layout: CacheLayout, method: str, taken: Mapping[str, int] = {}) -> Self:
-        """Return a planner for a context that is prefilled into a file; the file reserves its own disk space."""
-        planner = cls.of(replace(layout, budgets=replace(layout.budgets, spill_dir=Path())), method, taken=taken)
-        return replace(planner, free_bytes={**planner.free_bytes, DISK: None})
-
-    @classmethod
-    def growing(
-        cls, cache: KVCache, method: str, taken: Mapping[str, int] = {}, promised: Mapping[str, int] = {}
-    ) -> Self:  # fmt: skip
-        """Return a planner for an existing context: memory it uses or was promised counts as available.
-
-        If the context was opened from a file, old tokens stay in the file; new tokens and the pools need memory.
-        """
-        planner = (cls.of if cache.file is None else cls.into_file)(cache.layout, method, taken=taken)
-        pool_bytes = {
-            part.device_tier: residency.tiers.top.n_bytes if part.budget is None else part.least_pool_bytes
-            for part, residency, _ in cache.by_device
-            if isinstance(residency, Opened)
-        }
-        planner = replace(planner, n_filed=cache.in_file, pool_bytes=pool_bytes)
-        kinds, used = kinds_of(planner.layout), planner.bytes_used(cache)
-        free = {
-            tier: None if n is None else max(n + used.get(kinds[tier], 0), promised.get(kinds[tier], 0))
-            for tier, n in planner.free_bytes.items()
-        }
-        return replace(planner, free_bytes=free)
 
     def bytes_needed(self, n_tokens: int) -> dict[str, int]:
         """Return the bytes that `n_tokens` tokens need of each kind of memory."""
@@ -143,44 +106,31 @@ class Planner:
         A CPU's memory is free until it is written, so the tokens count there; elsewhere the allocations count.
         """
         kinds, used = kinds_of(self.layout), self.bytes_needed(cache.length)
-        for tier, n_bytes in {**cache.bytes_by_tier, DISK: cache.bytes_reserved}.items():
-            kind = kinds.get(tier)
-            if kind is not None and tier == DISK:
-                used[kind] = n_bytes
-            elif kind is not None and not self.layout.on_cpu:
-                used[kind] = max(used.get(kind, 0), n_bytes)
-        return used
+        if not self.layout.on_cpu:
+            for tier, n_bytes in cache.bytes_by_tier.items():
+                if tier in kinds:
+                    used[kinds[tier]] = max(used.get(kinds[tier], 0), n_bytes)
+        return used | ({kinds[DISK]: cache.bytes_reserved} if DISK in kinds else {})
 
     def needs(self, n_tokens: int) -> dict[str, Need]:
         """Return what each tier must hold, by tier name, devices first."""
-        devices: dict[str, Need] = {}
-        others: dict[str, Need] = {}
-        for part in self.layout.by_device:
-            for tier, need in self._needs_of(part, n_tokens).items():
-                if tier == DEVICE:
-                    devices[part.device_tier] = need
-                else:
-                    others[tier] = others[tier].with_more(need) if tier in others else need
-        return {**devices, **others}
-
-    def _needs_of(self, part: CacheLayout, n_tokens: int) -> dict[str, Need]:
-        """Return what the layers of one device need of each tier."""
-        budgets = {DEVICE: part.budget, HOST: self.layout.budgets.host}
+        found: dict[str, Need] = {}
         n_new = max(0, n_tokens - self.n_filed)
-        besides = {DEVICE: part.state_bytes(n_tokens)}
-        memory = DEVICE if part.on_cpu else HOST
-        besides[memory] = besides.get(memory, 0) + part.check_bytes(n_new, self.n_filed)
-        name = part.device_tier
-        return {
-            tier: Need(
-                keys_and_values + (self.pool_bytes.get(name, 0) if tier == DEVICE else 0),
-                besides.get(tier, 0),
-                self.weights.get(name, 0) if tier == DEVICE else 0,
-                budgets.get(tier),
-                self.free_bytes[name if tier == DEVICE else tier],
-            )
-            for tier, keys_and_values in part.needs(n_new).items()
-        }
+        for part in self.layout.by_device:
+            besides = Counter({DEVICE: part.state_bytes(n_tokens)})
+            besides[DEVICE if part.on_cpu else HOST] += part.check_bytes(n_new, self.n_filed)
+            budgets = {DEVICE: part.budget, HOST: self.layout.budgets.host}
+            for tier, n_bytes in part.needs(n_new).items():
+                name = part.device_tier if tier == DEVICE else tier
+                before = found.get(name, Need(0))  # of the layers on other devices
+                found[name] = Need(
+                    before.keys_and_values + n_bytes + self.pool_bytes.get(name, 0),
+                    before.besides + besides[tier],
+                    self.weights.get(name, 0),
+                    budgets.get(tier),
+                    self.free_bytes[name],
+                )
+        return dict(sorted(found.items(), key=lambda each: each[0] in (HOST, DISK)))
 
     def fits(self, n_tokens: int) -> bool:
         return all(need.fits for need in self.needs(n_tokens).values())
@@ -189,13 +139,20 @@ class Planner:
         """Return the most tokens that fit, by bisection: a longer text never needs less. None: unbounded."""
         return None if self.fits(MOST) else bisect_left(range(1, MOST), True, key=lambda n: not self.fits(n))
 
-    def plan(self, n_tokens: int) -> Plan:
-        dtype, device = str(self.layout.dtype).removeprefix("torch."), self.layout.devices_text
-        needs, parts = self.needs(n_tokens), self.layout.by_device if self.layout.borders else ()
-        layers = {part.device_tier: (part.first_layer, part.first_layer + part.n_layers - 1) for part in parts}
-        kv_dtype = self.layout.format.name
+    def plan(self, n_tokens: int, method: str) -> Plan:
+        """Return the plan of a context of `n_tokens` tokens under a method of this name."""
+        layout = self.layout
+        parts = layout.by_device if layout.borders else ()
         return Plan(
-            n_tokens, self.method, dtype, kv_dtype, device, needs, self.longest(), self.refusal(n_tokens), layers
+            n_tokens,
+            method,
+            str(layout.dtype).removeprefix("torch."),
+            layout.format.name,
+            layout.devices_text,
+            self.needs(n_tokens),
+            self.longest(),
+            self.refusal(n_tokens),
+            {part.device_tier: (part.first_layer, part.first_layer + part.n_layers - 1) for part in parts},
         )
 
     def check(self, n_tokens: int) -> None:
@@ -249,20 +206,102 @@ class Planner:
 
 def kinds_of(layout: CacheLayout) -> dict[str, str]:
     """Return the kind of memory of each tier; one memory has the same kind in all layouts."""
-    kinds = {part.device_tier: system.memory_name(part.device) for part in layout.by_device}
-    if not layout.on_cpu:
-        kinds[HOST] = system.memory_name(torch.device("cpu"))
-    if layout.budgets.spill_dir is not None:
-        kinds[DISK] = system.disk_name(layout.budgets.spill_dir)
-    return kinds
+    places = _places(layout).items()
+    return {tier: system.disk_name(x) if isinstance(x, Path) else system.memory_name(x) for tier, x in places}
 
 
-def available(layout: CacheLayout, taken: Mapping[str, int] = {}) -> dict[str, int | None]:
+def available(layout: CacheLayout, taken: Mapping[str, int]) -> dict[str, int | None]:
     """Return the free bytes of each tier less those `taken`, by kind; None where the machine does not say."""
-    found = {part.device_tier: system.free_memory(part.device) for part in layout.by_device}
+    kinds, found = kinds_of(layout), dict[str, int | None]()
+    for tier, place in _places(layout).items():
+        free = system.free_disk(place) if isinstance(place, Path) else system.free_memory(place)
+        found[tier] = None if free is None else max(0, free - taken.get(kinds[tier], 0))
+    return found
+
+
+def _places(layout: CacheLayout) -> dict[str, torch.device | Path]:
+    """Return the device or the folder of each tier."""
+    places: dict[str, torch.device | Path] = {part.device_tier: part.device for part in layout.by_device}
     if not layout.on_cpu:
-        found[HOST] = system.free_memory(torch.device("cpu"))
+        places[HOST] = torch.device("cpu")
     if layout.budgets.spill_dir is not None:
-        found[DISK] = system.free_disk(layout.budgets.spill_dir)
-    kinds = kinds_of(layout)
-    return {tier: None if n is None else max(0, n - taken.get(kinds[tier], 0)) for tier, n in found.items()}
+        places[DISK] = layout.budgets.spill_dir
+    return places
+
+
+class Allowance:
+    """The promises of a process. Different contexts may use it from different threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._promises: WeakKeyDictionary[KVCache, tuple[Planner, int]] = WeakKeyDictionary()  # for how many tokens
+        os.register_at_fork(after_in_child=self._unlock)  # another thread of the parent may have it
+
+    def _unlock(self) -> None:
+        self._lock = threading.Lock()
+
+    def planner(
+        self, layout: CacheLayout, weights: Mapping[str, int] = {}, into_file: bool = False, own: KVCache | None = None
+    ) -> Planner:
+        """Return a planner for a context that does not exist yet, beside `weights` that are not loaded yet.
+
+        A context that is prefilled into a file reserves its own disk space. Promises to the cache `own` do not count.
+        """
+        if into_file:
+            layout = replace(layout, budgets=replace(layout.budgets, spill_dir=Path()))
+        free = available(layout, self._unused(own))
+        return Planner(layout, free | ({DISK: None} if into_file else {}), weights)
+
+    def promise(self, cache: KVCache, n_tokens: int) -> None:
+        """Promise a cache what `n_tokens` tokens need. Raises `CapacityError`, changing nothing, if it does not fit."""
+        if n_tokens <= self.promised(cache):
+            return
+        with self._lock:
+            planner = self._growing(cache)
+            planner.check(n_tokens)
+            self._promises[cache] = planner, n_tokens
+
+    def _growing(self, cache: KVCache) -> Planner:
+        """Return a planner for an existing context: memory that it uses or was promised counts as available.
+
+        If the context was opened from a file, old tokens stay in the file; new tokens and the pools need memory.
+        """
+        held = self._promises.get(cache)
+        promised = {} if held is None else held[0].bytes_needed(held[1])
+        planner = self.planner(cache.layout, into_file=cache.file is not None, own=cache)
+        pool_bytes = {
+            part.device_tier: residency.tiers.top.n_bytes if part.budget is None else part.least_pool_bytes
+            for part, residency, _ in cache.by_device
+            if isinstance(residency, Opened)
+        }
+        planner = replace(planner, n_filed=cache.in_file, pool_bytes=pool_bytes)
+        kinds, used = kinds_of(planner.layout), planner.bytes_used(cache)
+        free = {
+            tier: None if n is None else max(n + used.get(kinds[tier], 0), promised.get(kinds[tier], 0))
+            for tier, n in planner.free_bytes.items()
+        }
+        return replace(planner, free_bytes=free)
+
+    def promised(self, cache: KVCache) -> int:
+        """Return how many tokens a cache may grow to; 0 without a promise."""
+        held = self._promises.get(cache)
+        return 0 if held is None else held[1]
+
+    def give_back(self, cache: KVCache, n_tokens: int) -> None:
+        """Reduce the promise of a cache to what `n_tokens` tokens need."""
+        with self._lock:
+            held = self._promises.get(cache)
+            if held is not None and n_tokens < held[1]:
+                self._promises[cache] = held[0], n_tokens
+
+    def _unused(self, own: KVCache | None) -> Counter[str]:
+        """Return what is promised to caches but `own` and not used yet, in bytes by kind of memory."""
+        total: Counter[str] = Counter()
+        for cache, (planner, n_tokens) in list(self._promises.items()):
+            if cache is not own:
+                promised, used = planner.bytes_needed(n_tokens), planner.bytes_used(cache)
+                total.update({kind: max(0, n_bytes - used.get(kind, 0)) for kind, n_bytes in promised.items()})
+        return total
+
+
+ALLOWANCE = Allowance()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 
@@ -12,10 +12,9 @@ from lce.engine.graph import one_by_one
 from lce.errors import UsageError, shown
 from lce.profiling import Profile, profiling
 
-__all__ = ["Profile", "profiled"]
 
-
-def profiled(engine: Engine) -> AbstractContextManager[Profile]:
+@contextmanager
+def profiled(engine: Engine) -> Iterator[Profile]:
     """Profile the use of `engine` inside `with`, in this thread; read the profile afterwards.
 
         with lce.profiled(engine) as profile:
@@ -26,17 +25,11 @@ def profiled(engine: Engine) -> AbstractContextManager[Profile]:
     """
     if not isinstance(engine, Engine):
         raise UsageError(f"engine is {shown(engine)}; expected what lce.load returns")
-    return _profiled(engine)
-
-
-@contextmanager
-def _profiled(engine: Engine) -> Iterator[Profile]:
-    devices = [device for device in engine.layout.devices if device.type == "cuda"]
 
     def wait() -> None:
-        for device in devices:
-            torch.cuda.synchronize(device)
+        for device in engine.layout.devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
 
-    n_kv_heads, chunk_size = engine.model.config.n_kv_heads, engine.method.access.chunk_size
-    with one_by_one(), profiling(n_kv_heads, chunk_size, wait) as profile:
+    with one_by_one(), profiling(engine.model.config.n_kv_heads, engine.method.access.chunk_size, wait) as profile:
         yield profile

@@ -39,10 +39,10 @@ class Sampling:
     def __post_init__(self) -> None:
         checks = (
             ("temperature", "a number, 0 or more", _number, lambda x: 0 <= x < math.inf),
-            ("top_k", "a whole number, 0 (off) or more", _whole, lambda x: x >= 0),
+            ("top_k", "a whole number, 0 (off) or more", _whole, lambda x: x >= 0),  # None has no order
             ("top_p", "more than 0 and at most 1", _number, lambda x: 0 < x <= 1),
             ("min_p", "0 (off) to 1", _number, lambda x: 0 <= x <= 1),
-            ("seed", "a whole number from 0 to 2**63 - 1", _optional, lambda x: x is None or 0 <= x < 2**63),
+            ("seed", "a whole number from 0 to 2**63 - 1", _whole, lambda x: x is None or 0 <= x < 2**63),
             ("stop", "strings, none of them empty, or a function of the text", _stops, lambda x: True),
         )
         for knob, expected, kind, holds in checks:
@@ -71,14 +71,10 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _whole(value: Any) -> int:
+def _whole(value: Any) -> int | None:
     if isinstance(value, bool):
         raise TypeError
-    return operator.index(value)
-
-
-def _optional(value: Any) -> int | None:
-    return None if value is None else _whole(value)
+    return None if value is None else operator.index(value)
 
 
 def _stops(value: Any) -> tuple[str, ...] | Callable[[str], object]:
@@ -126,10 +122,9 @@ def probabilities_of(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _cut_nucleus(probabilities: Tensor, top_p: float) -> None:
-    """Set to 0 each of `probabilities [vocab]` whose likelier tokens already add up to `top_p`.
+    """Set to 0 each of `probabilities [vocab]` whose likelier tokens already add up to `top_p`; equals in their order.
 
-    Equally likely tokens come in vocabulary order. Time: O(vocab) if some hundred tokens are kept. The cumulative sums
-    equal those of a full sort, bit by bit.
+    Time: O(vocab) if some hundred tokens are kept. The cumulative sums equal those of a full sort, bit by bit.
     """
     n_ranked = min(len(probabilities), 256)
     while True:
@@ -148,11 +143,8 @@ def _cut_nucleus(probabilities: Tensor, top_p: float) -> None:
 
 @timed("sampling")
 def check_logits(logits: Tensor, first: int) -> None:
-    """Raise `ModelError` if logits `[T, vocab]`, those after tokens `first..first+T-1`, are not finite.
-
-    Checks their sum first, which is cheaper than checking each number.
-    """
-    if math.isfinite(logits.sum().item()):
+    """Raise `ModelError` if logits `[T, vocab]`, those after tokens `first..first+T-1`, are not finite."""
+    if math.isfinite(logits.sum().item()):  # cheaper than to check each number
         return
     finite = logits.isfinite().all(dim=-1)
     if not finite.all():  # otherwise only the sum overflowed

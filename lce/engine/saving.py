@@ -1,7 +1,8 @@
-"""Saves, opens and describes context files."""
+"""Saves, opens and describes context files, and prefills into them over several runs."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,13 +14,21 @@ import torch
 from torch import Tensor
 
 from lce.cache.context_file import Draft, Snapshot, open_snapshot, restored, write_rows
-from lce.cache.file_tensors import FileTensor
+from lce.cache.file_tensors import (
+    FileTensor,
+    check_numbers,
+    check_state,
+    check_unrounded,
+    read_tensors,
+    tensor_entries,
+    tensors_of,
+)
 from lce.cache.kv import KVCache
 from lce.cache.layout import CacheLayout, FileLayout
-from lce.cache.manifest import FORMAT, REMEDY, Manifest, contradiction, digest, page_facts, read_header
+from lce.cache.manifest import FORMAT, REMEDY, Manifest, contradiction, digest, page_facts, read_header, signed
 from lce.engine.identity import Identity, knobs_of
 from lce.errors import DataError, UsageError, shown
-from lce.files import check_target, draft_path, named, open_regular, path_of, remove_leftover, sweep
+from lce.files import check_target, draft_path, named, open_regular, path_of, remove_leftover, sweep, write_whole
 from lce.version import __version__
 
 MOST_UNREAD = 1 << 16  # tokens of a context that are not in the cache
@@ -41,10 +50,7 @@ class ContextData:
     source: str | None = None
 
     def blame(self, error: BaseException) -> None:
-        """Raise `DataError` if `error` comes from using the file's tensors of wrong shapes.
-
-        Not every shape of a method's state can be checked when a file is opened.
-        """
+        """Raise `DataError` if `error` comes from the file's tensors: opening cannot check every shape of a state."""
         memory = isinstance(error, torch.OutOfMemoryError) or "memory" in str(error)
         if self.source is not None and not memory and isinstance(error, _MISFITS):
             what = f"{type(error).__name__}: {shown(str(error), 80)}"
@@ -70,7 +76,7 @@ class ContextData:
 
 
 def save(path: Path, data: ContextData, identity: Identity) -> None:
-    """Write a context: the file appears whole or not at all. Time and bytes: one copy of keys and values."""
+    """Write a context; the file appears whole or not at all."""
     cache = data.cache
     if not cache.length:
         raise UsageError("the context is empty; prefill some text before it is saved")
@@ -88,25 +94,18 @@ def save(path: Path, data: ContextData, identity: Identity) -> None:
 
 
 def open_saved(path: Path, layout: CacheLayout, identity: Identity) -> ContextData:
-    """Open a context file; keys and values are read when needed.
-
-    Raises `DataError` for a file of another model, method, RoPE scaling, dtype or format, and for a damaged one.
-    """
+    """Open a context file for an engine: see `Engine.open_context`."""
     sweep(path)
     if not os.path.lexists(part_of(path)):
         remove_leftover(state_of(path))  # left by a process killed in `finish`
-    snapshot = open_snapshot(
-        path,
-        layout,
-        lambda manifest: identity.check(path, manifest.identity),
-        partial(check_texts, path, identity.vocab_size),
-    )
+    check = partial(check_texts, path, identity.vocab_size)
+    snapshot = open_snapshot(path, layout, lambda manifest: identity.check(path, manifest.identity), check)
     return data_of(path, layout, snapshot, identity.vocab_size, own=False)
 
 
 @dataclass(frozen=True)
 class ContextInfo:
-    """The facts in a context file's header. The tensors are checked when the context is opened.
+    """The facts in a context file's header.
 
     `lce.methods.make(method, knobs)` makes the method again. A file that is not `complete` is an unfinished prefill
     with `cached` tokens so far. `model` is the model's `ModelInfo.identity`.
@@ -132,47 +131,45 @@ class ContextInfo:
 
 
 def describe(path: str | Path) -> ContextInfo:
-    """Describe a context file, or an unfinished prefill for this path. Only the header is read.
-
-    Raises `DataError` for any other file.
-    """
+    """Describe a context file, or an unfinished prefill for this path, by its header. Raises `DataError` for others."""
     path = path_of(path)
     complete = os.path.lexists(path) or not os.path.lexists(state_of(path))
-    file = path if complete else state_of(path)
+    file, part = path if complete else state_of(path), part_of(path)
     descriptor = open_regular(file, follow=False)
     try:
         header = read_header(descriptor, file)
     finally:
         os.close(descriptor)
     manifest = Manifest.of(header.manifest, file)
-    facts, rope, tokens = manifest.identity, manifest.identity.get("rope"), header.entries.get("tokens")
+    facts: Any = manifest.identity
+    rope, tokens = facts.get("rope"), header.entries.get("tokens")
+    scaling: Any = rope if isinstance(rope, dict) else {}
     shape = tokens.get("shape") if isinstance(tokens, dict) else None
-    texts: list[Any] = [facts.get(name) for name in ("model", "method", "dtype")]
-    texts.append(facts.get("kv_dtype", "auto"))
-    texts.append(rope.get("kind") if isinstance(rope, dict) else None)
-    numbers = [facts.get("window"), *(shape if isinstance(shape, list) and len(shape) == 1 else [None])]
-    factor, weights = rope.get("factor") if isinstance(rope, dict) else None, facts.get("weights")
-    if (
-        not all(isinstance(text, str) for text in texts)
-        or not all(type(number) is int for number in numbers)
-        or not isinstance(factor, int | float)
-    ):
+    n_tokens: Any = shape[0] if isinstance(shape, list) and len(shape) == 1 else None
+    info = ContextInfo(
+        path=path,
+        complete=complete,
+        format=FORMAT,
+        lce=manifest.version,
+        model=facts.get("model"),
+        method=facts.get("method"),
+        knobs=knobs_of(facts),
+        window=facts.get("window"),
+        rope=scaling.get("kind"),
+        rope_factor=scaling.get("factor"),
+        dtype=facts.get("dtype"),
+        kv_dtype=facts.get("kv_dtype", "auto"),
+        tokens=n_tokens,
+        cached=manifest.read,
+        announced=manifest.announced,
+        file_bytes=header.file_bytes if complete else part.stat().st_size if part.exists() else 0,
+        weights=facts["weights"] if isinstance(facts.get("weights"), str) else None,
+    )
+    texts, numbers = (info.model, info.method, info.rope, info.dtype, info.kv_dtype), (info.window, info.tokens)
+    plain = all(isinstance(x, str) for x in texts) and all(type(x) is int for x in numbers)
+    if not plain or not isinstance(info.rope_factor, int | float):
         raise contradiction(file)
-    (model, method, dtype, kv_dtype, kind), (window, n_tokens) = texts, numbers
-    file_bytes = header.file_bytes if complete else _part_bytes(path)
-    return ContextInfo(
-        path, complete, FORMAT, manifest.version, model, method, knobs_of(facts), window, kind, float(factor), dtype,
-        kv_dtype, n_tokens, manifest.read, manifest.announced, file_bytes,
-        weights if isinstance(weights, str) else None,
-    )  # fmt: skip
-
-
-def _part_bytes(path: Path) -> int:
-    """Return the bytes of the file of an unfinished prefill."""
-    try:
-        return part_of(path).stat().st_size
-    except OSError:
-        return 0
+    return info
 
 
 def part_of(path: Path) -> Path:
@@ -228,3 +225,124 @@ def check_writable(path: Path) -> None:
     check_target(path, UsageError)
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise UsageError(f"{named(path.parent)} is not a folder that can be written; name another file for the context")
+
+
+class PrefillJob:
+    """A prefill into the context file `path`, over one or more runs.
+
+    `path.part` takes keys and values as they come; `path.part.state` is the last checkpoint. Call `start`, prefill the
+    tokens from `data.cache.length` on, call `checkpoint` from time to time, then `finish`; after an error, `abandon`.
+    """
+
+    def __init__(
+        self, path: Path, layout: CacheLayout, identity: Identity, token_ids: Sequence[int], announced: int
+    ) -> None:
+        check_writable(path)
+        sweep(path)
+        self.path = path
+        self.identity = identity
+        self.facts = identity.facts  # reads the checkpoint: fails before the work starts
+        self.part, self.state = part_of(path), state_of(path)
+        for each in (self.part, self.state):
+            check_target(each, UsageError)
+        self.layout = layout.file(len(token_ids))
+        self.token_ids = token_ids
+        self.announced = announced
+        self.n_written = 0
+        self._draft: Draft | None = None  # the unfinished file, once started
+
+    def start(self, before: ContextData | None = None) -> ContextData:
+        """Resume the job at its last checkpoint; or begin, with a copy of `before` if the text continues it."""
+        if os.path.lexists(self.state) and os.path.lexists(self.part):
+            cache, logits = self._resume()
+        else:
+            cache, logits = self._begin(before)
+        self.n_written = cache.length
+        return ContextData(cache, self.token_ids, logits, self.announced)
+
+    def _begin(self, before: ContextData | None) -> tuple[KVCache, Tensor | None]:
+        remove_leftover(self.part)
+        if os.path.lexists(self.part):
+            raise DataError(
+                f"{named(self.part)} is being written by another process; wait for it, or name another file"
+            )
+        remove_leftover(self.state)
+        self._draft = draft = Draft.create(self.part, self.layout)
+        if before is None or not before.cache.length:
+            return KVCache.empty(self.layout.cache, self.layout.n_tokens, draft.rows), None
+        write_rows(before.cache, draft.rows)
+        tensors = {name: x.clone() for name, x in before.cache.tensors().items()}
+        return restored(self.layout.cache, draft.rows, before.cache.length, tensors, own=True), before.logits
+
+    def _resume(self) -> tuple[KVCache, Tensor | None]:
+        remedy = f"remove it and {named(self.part.name)}, or name another file"
+        manifest, tensors = _read_state(self.state, self.layout, self.identity, remedy)
+        if manifest.text != text_hash(self.token_ids):
+            raise DataError(f"{named(self.state)} belongs to another text; {remedy}")
+        if manifest.announced != self.announced:  # keys may be rotated for the announced length
+            begun = manifest.announced
+            raise DataError(
+                f"{named(self.state)} was begun with a length of {begun}; give --length {begun}, or {remedy}"
+            )
+        self._draft = draft = Draft.reopen(self.part, self.layout)
+        snapshot = Snapshot(manifest, tensors, draft.rows)
+        found = data_of(self.state, self.layout.cache, snapshot, self.identity.vocab_size, own=True)
+        return found.cache, found.logits
+
+    def checkpoint(self, data: ContextData) -> None:
+        """Write a checkpoint; an interrupted job resumes here. Bytes: new keys and values, and `data.tensors()`."""
+        assert self._draft is not None
+        write_rows(data.cache, self._draft.rows, self.n_written)
+        self._draft.rows.flush()
+        tensors = data.tensors()
+        manifest = signed(data.manifest(self.facts, self.layout), tensors)
+        header = json.dumps({"__metadata__": {"lce": manifest}, **tensor_entries(tensors)}).encode()
+        header += b" " * (-len(header) % 8)
+        raw = (x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() for _, x in sorted(tensors.items()))
+        write_whole(self.state, b"".join((len(header).to_bytes(8, "little"), header, *(x.tobytes() for x in raw))))
+        self.n_written = data.cache.length
+
+    def finish(self, data: ContextData) -> None:
+        """Write the rest and rename the file to `path`."""
+        assert self._draft is not None
+        write_rows(data.cache, self._draft.rows, self.n_written)
+        self._draft.finish(self.path, data.tensors(), data.manifest(self.facts, self.layout))
+        remove_leftover(self.state)
+
+    def abandon(self, error: BaseException) -> None:
+        """End without `finish`. Without a checkpoint the files are removed; else they stay, and `error` gets a note.
+
+        Closes the file, because a traceback may keep this job and a second try must find the file unlocked.
+        """
+        if os.path.lexists(self.state):
+            if self._draft is not None:
+                error.add_note(f"the same command goes on from {self.n_written:,} tokens")
+                self._draft.rows.close()
+        elif self._draft is not None:
+            self._draft.discard()
+        else:
+            remove_leftover(self.part)  # new and empty, unless another process has locked it
+
+
+def _read_state(path: Path, layout: FileLayout, identity: Identity, remedy: str) -> tuple[Manifest, dict[str, Tensor]]:
+    """Read the last checkpoint of a job: the contents of a context file without rows."""
+    descriptor = open_regular(path, follow=False)
+    try:
+        header = read_header(descriptor, path)
+        manifest = Manifest.of(header.manifest, path)
+        identity.check(path, manifest.identity, remedy)
+        small = tensors_of(header, header.start, {}, path)
+        state = dict(small)
+        check_texts(path, identity.vocab_size, manifest, state, own=True)
+        if manifest.pages != page_facts(layout.cache):
+            raise contradiction(path)
+        check_unrounded(layout.cache, manifest.read, state, path)
+        check_state(layout.cache, manifest.read, state, path)
+        tensors = read_tensors(descriptor, path, small, manifest.raw)
+        check_numbers(layout.cache, manifest.read, tensors, path)
+        return manifest, tensors
+    except DataError as error:
+        text = str(error)
+        raise DataError(text if remedy in text else f"{text.removesuffix(REMEDY)}{remedy}") from None
+    finally:
+        os.close(descriptor)

@@ -17,8 +17,8 @@ LOGITS_AT_ONCE = 1 << 24  # numbers of float32: 64 MiB
 class TokenScores:
     """The scores of the n tokens `first..T-1` of a text; on the CPU.
 
-    `logprobs [n]` float32: the natural log-probability of each token given all tokens before it. `likeliest [n]` bool:
-    whether greedy sampling would draw the token.
+    `logprobs [n]` float32 are natural log-probabilities, each token's given all tokens before it. `likeliest [n]` bool
+    says whether greedy sampling would draw the token.
     """
 
     first: int
@@ -40,8 +40,8 @@ class Scorer:
         self.first = first
         self.head = head
         self.at_once = max(1, LOGITS_AT_ONCE // vocab_size)
-        self._logprobs: list[Tensor] = []
-        self._likeliest: list[Tensor] = []
+        self._logprobs = [torch.zeros(0)]
+        self._likeliest = [torch.zeros(0, dtype=torch.bool)]
 
     def add(self, hidden: Tensor, start: int, before: int = 0) -> None:
         """Add hidden states `[n, hidden]` of the tokens from `start` on, which `before` context tokens precede."""
@@ -60,6 +60,4 @@ class Scorer:
 
     def scores(self) -> TokenScores:
         """Return the scores of all tokens from `first` on."""
-        if not self._logprobs:
-            return TokenScores(self.first, torch.zeros(0), torch.zeros(0, dtype=torch.bool))
         return TokenScores(self.first, torch.cat(self._logprobs), torch.cat(self._likeliest))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from inspect import GEN_RUNNING, getgeneratorstate
 from threading import RLock
 from typing import Self
@@ -19,14 +20,11 @@ class Cancelled(Exception):
     """Ends a prefill whose stream was cancelled; no caller of lce sees it."""
 
 
+@dataclass
 class CancelFlag:
     """A flag set from any thread; the loops of prefill and decode check it between steps."""
 
-    def __init__(self) -> None:
-        self.is_set = False
-
-    def set(self) -> None:
-        self.is_set = True
+    is_set: bool = False
 
     def between_blocks(self, progress: Progress) -> Progress:
         """Return a progress function that calls `progress`, and raises `Cancelled` once the flag is set."""
@@ -48,12 +46,10 @@ class Stream(Unique):
 
     instead = "its result can be"
 
-    def __init__(
-        self, pieces: Generator[Piece, None, None], result: Generation, flag: CancelFlag | None = None
-    ) -> None:
+    def __init__(self, pieces: Generator[Piece, None, None], result: Generation, flag: CancelFlag) -> None:
         self.result = result
         self._pieces = pieces
-        self._flag = flag or CancelFlag()
+        self._flag = flag
         self._step = RLock()  # held by the thread that runs a step
 
     def __iter__(self) -> Iterator[Piece]:
@@ -81,7 +77,7 @@ class Stream(Unique):
 
     def cancel(self) -> None:
         """Request the end, and return at once: the current step, of one block or one token, is the last."""
-        self._flag.set()
+        self._flag.is_set = True
 
     def close(self) -> None:
         """End the generation. Waits for a step running in another thread; then the context is free."""
@@ -105,8 +101,8 @@ class Stream(Unique):
 class AsyncStream(Unique):
     """The pieces of a generation for `async for`. Steps run in a thread of the stream's own, which ends with it.
 
-    Cancelling the task that waits for a piece cancels the generation; the task ends after the current step. Leave the
-    loop early by `await stream.aclose()`, or use `async with`; a stream that is dropped ends as well.
+    Cancelling the task that waits for a piece cancels the generation, after the current step. Leave the loop early by
+    `await stream.aclose()`, or use `async with`; a stream that is dropped ends as well.
     """
 
     instead = "its result can be"
@@ -128,13 +124,13 @@ class AsyncStream(Unique):
     async def __anext__(self) -> Piece:
         if self._thread is None:
             raise StopAsyncIteration
+        piece = None
         try:
             piece = await asyncio.get_running_loop().run_in_executor(self._thread, self._next)
-        except BaseException:
-            await self.aclose()
-            raise
+        finally:
+            if piece is None:  # at the end, and after an error
+                await self.aclose()
         if piece is None:
-            await self.aclose()
             raise StopAsyncIteration
         return piece
 
@@ -145,7 +141,7 @@ class AsyncStream(Unique):
 
     def cancel(self) -> None:
         """Request the end, and return at once. May be called from any thread."""
-        self._flag.set()
+        self._flag.is_set = True
 
     async def aclose(self) -> None:
         """End the generation and its thread. Waits for the current step; then the context is free."""

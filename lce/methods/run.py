@@ -126,8 +126,6 @@ def run(
     _check_shapes(q, k, v, rope)
     window = count(window, "window")
     sliding_window = None if sliding_window is None else count(sliding_window, "sliding_window")
-    if not isinstance(attention, str):
-        raise UsageError(f"attention is {shown(attention)}; expected the name of a backend, or 'auto'")
     if note is not None and not callable(note):
         raise UsageError(f"note is {shown(note)}; expected a function of a layer and its choice")
     method = as_method(method).resolve(window)

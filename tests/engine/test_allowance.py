@@ -11,7 +11,7 @@ import pytest
 
 import lce
 from lce import system
-from lce.engine.allowance import ALLOWANCE
+from lce.engine.planning import ALLOWANCE
 from lce.errors import CapacityError
 from tests.checkpoints import tokens
 

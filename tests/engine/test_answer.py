@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lce.engine.answer import Answer, Generation, Request, StopWatch
+from lce.engine.answer import Answer, Generation, StopWatch
+from lce.engine.arguments import Options
 from lce.engine.sampling import Sampling
 from lce.tokenizer.tokenizer import Tokenizer
 
@@ -31,15 +32,6 @@ def first_stop(text: str, stops: Sequence[str]) -> int | None:
     return None
 
 
-def could_begin(text: str, stops: Sequence[str]) -> str:
-    """The longest end of the text that a stop string begins with."""
-    return max(
-        (text[at:] for at in range(len(text)) if any(stop.startswith(text[at:]) for stop in stops)),
-        key=len,
-        default="",
-    )
-
-
 @given(pieces=st.lists(SHORT, max_size=8), stops=STOPS)
 @settings(max_examples=400, deadline=None)
 def test_the_text_before_the_first_stop_string_however_it_is_cut(pieces: list[str], stops: tuple[str, ...]) -> None:
@@ -49,30 +41,6 @@ def test_the_text_before_the_first_stop_string_however_it_is_cut(pieces: list[st
     said = "".join([*map(watch.push, pieces), watch.finish()])
     assert said == (text if cut is None else text[:cut])
     assert watch.stopped == (cut is not None)
-
-
-@given(text=SHORT, stops=STOPS)
-@settings(max_examples=200, deadline=None)
-def test_text_is_said_as_soon_as_it_is_certain(text: str, stops: tuple[str, ...]) -> None:
-    """After every character: all that no stop string can take back any more, and nothing else."""
-    watch, said = StopWatch(stops), ""
-    for end in range(1, len(text) + 1):
-        said += watch.push(text[end - 1])
-        if watch.stopped:
-            break
-        assert said + could_begin(text[:end], stops) == text[:end]
-
-
-def test_nothing_is_said_after_the_stop() -> None:
-    watch = StopWatch(("END",))
-    assert [watch.push("one EN"), watch.push("D two"), watch.push(" three"), watch.finish()] == ["one ", "", "", ""]
-    assert watch.stopped
-
-
-def test_of_two_stop_strings_the_first_complete_one_counts() -> None:
-    for pieces in (["abc"], ["a", "b", "c"], ["ab", "c"]):
-        watch = StopWatch(("abc", "b"))
-        assert "".join([*map(watch.push, pieces), watch.finish()]) == "a"
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +62,8 @@ class Script:
     def run(
         self, tokenizer: Tokenizer, stop: Sequence[str] = (), max_tokens: int = 999
     ) -> tuple[list[str], Generation]:
-        request = Request([], Sampling(stop=tuple(stop)), max_tokens, frozenset({EOS, 299}))
-        answer = Answer(request, tokenizer, Generation())
+        options = Options(max_tokens, sampling=Sampling(stop=tuple(stop)))
+        answer = Answer(options, {EOS, 299}, tokenizer, Generation())
         pieces = []
         while not answer.done:
             pieces.append(answer.take(self.logits()))
@@ -116,24 +84,6 @@ def test_an_end_token_ends_the_text_and_is_not_in_it(tokenizer: Tokenizer) -> No
         assert result.token_ids == ids
         assert result.finish_reason == "stop"
         assert len(pieces) > 10
-
-
-def test_an_end_token_may_come_at_once(tokenizer: Tokenizer) -> None:
-    pieces, result = Script([EOS]).run(tokenizer)
-    assert pieces == []
-    assert result.token_ids == []
-    assert result.finish_reason == "stop"
-
-
-@pytest.mark.parametrize("max_tokens", [1, 2, 10])
-def test_max_tokens_is_kept(tokenizer: Tokenizer, max_tokens: int) -> None:
-    ids = tokenizer.encode(TEXT, bos=False)
-    script = Script(ids)
-    _, result = script.run(tokenizer, max_tokens=max_tokens)
-    assert result.token_ids == ids[:max_tokens]
-    assert result.text == tokenizer.decode(ids[:max_tokens])
-    assert result.finish_reason == "length"
-    assert script.calls == max_tokens, "the last token is not read before it is needed"
 
 
 @given(data=st.data())
@@ -191,7 +141,7 @@ def test_a_call_that_fails_takes_nothing(tokenizer: Tokenizer) -> None:
         return False
 
     result = Generation(logprobs=[])
-    script, answer = Script(ids), Answer(Request([], Sampling(stop=stop), 9, frozenset(), 1), tokenizer, result)
+    script, answer = Script(ids), Answer(Options(9, sampling=Sampling(stop=stop), logprobs=1), set(), tokenizer, result)
     for _ in range(3):
         answer.take(script.logits())
     before, fails[0] = deepcopy(result), True

@@ -16,7 +16,7 @@ import torch
 
 import lce
 from lce.engine.arguments import are_many
-from lce.files import path_of
+from lce.engine.loading import SizeOptions
 from lce.lab.study.explain import explain
 from lce.methods import LongHeads
 from tests.checkpoints import save_chat, tokens
@@ -98,7 +98,7 @@ def parameters(name: str) -> Iterator[str]:
     function = explain if name == "explain" else getattr(getattr(lce, owner) if owner else lce, attribute)
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            yield from lce.GenerationOptions.__annotations__
+            yield from (SizeOptions if name in ("plan", "operations") else lce.GenerationOptions).__annotations__
             yield "no_such_option"
         elif parameter.name != "self":
             yield parameter.name
@@ -200,13 +200,6 @@ def test_a_list_of_prompts_is_told_from_a_list_of_ids() -> None:
     one = ("a", [1, 2], (), [], [torch.tensor(1)], [np.int64(3)], torch.tensor([[1]]), [None])
     assert all(map(are_many, many))
     assert not any(map(are_many, one))
-
-
-def test_paths_are_text_or_path_objects(tmp_path: Path) -> None:
-    assert path_of("a/b") == path_of(Path("a/b")) == Path("a/b")
-    for wrong in (b"a", 3, None, "", "a\0b", "x" * 256):
-        with pytest.raises(lce.UsageError, match="the path is"):
-            path_of(wrong)
 
 
 def test_dtypes_and_devices_may_be_pytorchs_own(tiny_model: Path) -> None:

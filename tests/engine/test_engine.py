@@ -55,12 +55,6 @@ def test_sampled_text_repeats_with_its_seed(engine: lce.Engine) -> None:
     assert draw(1) != draw(2)
 
 
-def test_a_document_and_a_question_are_one_prompt(engine: lce.Engine) -> None:
-    document, question = tokens(150), tokens(20, seed=1)
-    asked = engine.generate(question, max_tokens=20, context=engine.prefill(document))
-    assert asked.token_ids == engine.generate(document + question, max_tokens=20).token_ids
-
-
 def test_a_question_as_text_gets_no_second_beginning(engine: lce.Engine) -> None:
     context = engine.prefill("The old miller")
     engine.generate(" took the bread", max_tokens=1, context=context)
@@ -70,14 +64,6 @@ def test_a_question_as_text_gets_no_second_beginning(engine: lce.Engine) -> None
     assert context.token_ids[:-1] == said
 
 
-@pytest.mark.parametrize("block", [1, 7, 64, 512])
-def test_blocks_do_not_matter(engine: lce.Engine, tiny_model: Path, block: int) -> None:
-    ids = tokens(170)
-    other = lce.load(tiny_model, engine.method, block=block)
-    assert (other.logits(ids) - engine.logits(ids)).abs().max() <= 1e-4
-    assert (last_logits(other.prefill(ids)) - engine.logits(ids)[-1]).abs().max() <= 1e-4
-
-
 def test_logits_are_float32_for_every_token(engine: lce.Engine, tiny_model: Path) -> None:
     logits = engine.logits(tokens(70))
     assert logits.shape == (70, 300)
@@ -85,15 +71,6 @@ def test_logits_are_float32_for_every_token(engine: lce.Engine, tiny_model: Path
     assert lce.load(tiny_model, dtype="bfloat16").logits([5]).dtype == torch.float32
     greedy = engine.generate(tokens(70), max_tokens=1)
     assert greedy.token_ids == [int(logits[-1].argmax())]
-
-
-def test_selecting_everything_is_full_attention(tiny_model: Path) -> None:
-    ids = tokens(64)
-    full, longheads = (lce.load(tiny_model, name).logits(ids) for name in ("full", "longheads"))
-    assert (full - longheads).abs().max() <= 1e-4
-    ids = tokens(200)
-    full, longheads = (lce.load(tiny_model, name).logits(ids) for name in ("full", "longheads"))
-    assert (full - longheads).abs().max() > 0.1
 
 
 def test_stop_strings_end_the_text(engine: lce.Engine) -> None:
@@ -133,16 +110,6 @@ def test_progress_is_told_after_each_block(engine: lce.Engine) -> None:
     told: list[tuple[int, int]] = []
     engine.generate(tokens(100), max_tokens=3, progress=lambda done, total: told.append((done, total)))
     assert told == [(32, 100), (64, 100), (96, 100), (100, 100)]
-
-
-def test_writing_moves_nothing(engine: lce.Engine) -> None:
-    """Room for the whole answer is made before its first token."""
-    context = engine.prefill(tokens(45))
-    stream = engine.stream(tokens(5), max_tokens=60, context=context)
-    next(stream)
-    before = [layer.buffer.k.data_ptr() for layer in context.cache.layers]
-    assert len(list(stream)) > 10
-    assert [layer.buffer.k.data_ptr() for layer in context.cache.layers] == before
 
 
 def test_an_engine_is_not_changed_by_use(engine: lce.Engine) -> None:
@@ -199,29 +166,6 @@ def test_tokens_that_the_model_lacks_are_refused(engine: lce.Engine, prompt: Any
             call(prompt)
     with pytest.raises(lce.UsageError, match=message):
         engine.generate(prompt, context=context)
-    assert len(context) == 10
-
-
-def test_token_ids_come_in_any_sequence(engine: lce.Engine) -> None:
-    ids = tokens(40)
-    expected = engine.logits(ids)
-    for same in (tuple(ids), torch.tensor(ids), torch.tensor(ids).numpy()):
-        assert torch.equal(engine.logits(same), expected)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"max_tokens": 0}, "max_tokens is 0; expected 1 or more"),
-        ({"max_tokens": -3}, "max_tokens is -3"),
-        ({"stop": [""]}, "none of them empty"),
-    ],
-)
-def test_options_that_cannot_be_are_refused_at_once(engine: lce.Engine, values: dict[str, Any], message: str) -> None:
-    context = engine.prefill(tokens(10))
-    for call in (engine.generate, engine.stream):
-        with pytest.raises(lce.UsageError, match=message):
-            call("x", context=context, **values)
     assert len(context) == 10
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 import lce
-from lce.engine.answer import Answer, Generation, Request
-from lce.engine.lanes import Lane, forward, groups
+from lce.engine.answer import Answer, Generation
+from lce.engine.arguments import Options
+from lce.engine.lanes import Lane, forward
 from lce.methods import Full, LayerCache, Step, available
-from lce.models.products import SHARED_ROWS
 from tests.checkpoints import save_tiny, tokens
 from tests.running import threads
 
@@ -80,10 +80,7 @@ def test_answers_are_driven_by_hand(tiny_model: Path) -> None:
     prompts = [tokens(30 + i, seed=i) for i in range(3)]
     truth = [engine.generate(ids, max_tokens=4 + i).text for i, ids in enumerate(prompts)]
     contexts = [engine.prefill(ids) for ids in prompts]
-    answers = [
-        Answer(Request(ids, lce.Sampling(), 4 + i, frozenset({1})), engine.tokenizer, Generation())
-        for i, ids in enumerate(prompts)
-    ]
+    answers = [Answer(Options(4 + i), {1}, engine.tokenizer, Generation()) for i in range(len(prompts))]
     logits = {i: context.logits for i, context in enumerate(contexts)}
     while logits:
         for i, row in logits.items():
@@ -160,14 +157,6 @@ def test_a_product_that_fails_is_every_lane_s_error(tiny_model: Path, monkeypatc
     for lane in lanes:
         with pytest.raises(AttributeError):
             lane.check()
-
-
-def test_lanes_of_one_token_share_products_a_few_at_a_time(tiny_model: Path) -> None:
-    engine = lce.load(tiny_model, block=BLOCK)
-    lanes = [lane_of(engine, engine.new_context(40), range(5, 6 + (i == 3))) for i in range(SHARED_ROWS + 3)]
-    sizes = [[len(lane.token_ids) for lane in group] for group in groups(lanes)]
-    assert sizes == [[1] * SHARED_ROWS, [1, 1], [2]]
-    assert [lane for group in groups(lanes) for lane in group][-1] is lanes[3]
 
 
 def test_from_the_loop_over_a_stream_to_the_model_there_are_six_frames(

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 import lce
 from lce.methods import LongHeads
-from lce.weights.checkpoint import Checkpoint
 from tests.checkpoints import TINY, save_tiny, tokens
 
 TOKEN = 2 * 2 * 2 * 16 * 4  # bytes of keys and values in the tiny model
@@ -27,7 +26,7 @@ TOKEN = 2 * 2 * 2 * 16 * 4  # bytes of keys and values in the tiny model
         ({"window": 0}, "window is 0"),
         ({"method": "longhead"}, "unknown method 'longhead'; did you mean 'longheads'"),
         ({"device": "gpu"}, "unknown device 'gpu'; expected auto, cpu, cuda or cuda:N"),
-        ({"device": "meta"}, "device 'meta' is not available here"),
+        ({"device": "meta"}, "device 'meta' is not available here; expected auto, cpu"),
         ({"dtype": "float23"}, "unknown dtype 'float23'; did you mean 'float32'"),
         ({"attention": "torh"}, "unknown attention backend 'torh'; did you mean 'torch'"),
         ({"rope": "lineer", "rope_factor": 2}, "unknown rope 'lineer'; did you mean 'linear'"),
@@ -41,12 +40,6 @@ TOKEN = 2 * 2 * 2 * 16 * 4  # bytes of keys and values in the tiny model
 def test_options_of_load_that_cannot_be_are_refused(tiny_model: Path, values: dict[str, Any], message: str) -> None:
     with pytest.raises(lce.UsageError, match=message):
         lce.load(tiny_model, **values)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_cuda_is_refused_where_there_is_none(tiny_model: Path) -> None:
-    with pytest.raises(lce.UsageError, match=r"device 'cuda' is not available here; expected auto, cpu$"):
-        lce.load(tiny_model, device="cuda")
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
@@ -65,27 +58,13 @@ def test_a_fifo_in_a_model_folder_is_refused_and_does_not_block(tmp_path: Path, 
         lce.load(folder)
 
 
-def test_a_model_without_a_tokenizer_takes_and_gives_token_ids(tiny_model: Path, tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).unlink()
-    engine, ids = lce.load(folder), tokens(50)
-    result = engine.generate(ids, max_tokens=5)
-    assert (result.text, result.token_ids) == ("", lce.load(tiny_model).generate(ids, max_tokens=5).token_ids)
-    assert result.token_ids
-    with pytest.raises(lce.ModelError, match=r"no tokenizer in .*; give token ids, or copy"):
-        engine.generate("a text")
-
-
 def test_contexts_are_tied_to_the_numbers_of_the_config(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path)
     lce.load(folder).prefill(tokens(20)).save(tmp_path / "c.lce")
     config = json.loads((folder / "config.json").read_text())
-    lce.load(folder).open_context(tmp_path / "c.lce")
     (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-4}))
-    changed = lce.load(folder)
     with pytest.raises(lce.DataError, match="was made with another model: load that one"):
-        changed.open_context(tmp_path / "c.lce")
+        lce.load(folder).open_context(tmp_path / "c.lce")
 
 
 def test_the_window_may_be_overridden(tiny_model: Path) -> None:
@@ -103,16 +82,6 @@ def test_rope_may_be_overridden(tiny_model: Path) -> None:
     scaled = [lce.load(tiny_model, rope=kind, rope_factor=4).logits(ids) for kind in kinds]
     for i, logits in enumerate(scaled):
         assert all((logits - other).abs().max() > 1e-2 for other in [plain, *scaled[:i]]), kinds[i]
-
-
-def test_options_are_checked_before_weights_are_loaded(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*_: object, **__: object) -> Any:
-        raise AssertionError("weights were loaded")
-
-    monkeypatch.setattr(Checkpoint, "load", load)
-    for values in ({"attention": "torh"}, {"rope": "lineer"}, {"kv_host_budget": "8Gi"}, {"dtype": "float23"}):
-        with pytest.raises(lce.UsageError):
-            lce.load(tiny_model, **values)
 
 
 def test_a_config_is_enough(tmp_path: Path) -> None:
@@ -142,17 +111,8 @@ def test_esa_is_planned_as_if_it_had_its_maps() -> None:
 
 @pytest.mark.parametrize(
     ("values", "message"),
-    [
-        ({"tokens": 0}, "tokens is 0"),
-        ({"tokens": 1, "block": 0}, "block is 0"),
-        ({"tokens": 1, "window": 1}, "window is 1"),
-        ({"tokens": 1, "dtype": "float"}, "unknown dtype"),
-        ({"tokens": 1, "device": "tpu"}, "unknown device|not available"),
-        ({"tokens": 1, "kv_host_budget": "8Gi"}, "8Gi"),
-        ({"tokens": 1, "method": "ful"}, "did you mean 'full'"),
-    ],
-    ids=str,
+    [({"tokens": 0}, "tokens is 0"), ({"block": 0}, "block is 0"), ({"method": "ful"}, "did you mean 'full'")],
 )
 def test_options_of_plan_that_cannot_be_are_refused(values: dict[str, Any], message: str, tiny_model: Path) -> None:
     with pytest.raises(lce.UsageError, match=message):
-        lce.plan(tiny_model, **values)
+        lce.plan(tiny_model, **{"tokens": 1, **values})

@@ -145,11 +145,3 @@ def test_a_method_without_a_cost(tmp_path: Path) -> None:
     assert (counted.decode.attention, counted.decode.operations, counted.decode.share) == (None, None, None)
     assert counted.decode.projections > 0
     assert counted.decode.bytes_read is None
-
-
-def test_options_are_those_of_a_plan(tmp_path: Path) -> None:
-    small = lce.operations(save_tiny(tmp_path), tokens=N, dtype="bfloat16", block=10)
-    assert (small.dtype, small.block) == ("bfloat16", 10)
-    assert small.prefill.head == 15 * small.decode.head
-    with pytest.raises(lce.UsageError, match="tokens is 0"):
-        lce.operations(tmp_path, tokens=0)

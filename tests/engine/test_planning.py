@@ -201,7 +201,7 @@ def on_a_gpu(free_bytes: dict[str, int | None], **budgets: Any) -> Planner:
     access, device = AccessPattern(16), torch.device("cuda")
     layout = CacheLayout(2, 4, 2, 16, torch.float32, device, access, Budgets(**budgets), block=16)
     unbounded: dict[str, int | None] = {"disk": None, "host": None, "device": None}
-    return Planner(layout, "full", unbounded | free_bytes)
+    return Planner(layout, unbounded | free_bytes)
 
 
 @pytest.mark.usefixtures("_small_slabs")

@@ -71,14 +71,6 @@ def test_a_decode_step_of_full_reads_all_keys_and_values(tiny_model: Path) -> No
     assert profile.attention_flops == LAYERS * 4 * HEADS * DIM * 30
 
 
-@pytest.mark.parametrize("block", [1, 64])
-def test_a_prefill_of_full_sees_each_pair_once(tiny_model: Path, block: int) -> None:
-    engine = lce.load(tiny_model, block=block)
-    with lce.profiled(engine) as profile:
-        engine.prefill(tokens(50))
-    assert profile.attention_flops == LAYERS * 4 * HEADS * DIM * 50 * 51 / 2
-
-
 def test_a_chosen_chunk_counts_once_a_kv_head(tiny_model: Path) -> None:
     """With `share=layer` all heads choose the same chunks: two of 8 tokens, beside the own one."""
     engine = lce.load(tiny_model, lce.methods.LongHeads(chunk_size=8, chunks=3, share="layer"))

@@ -22,13 +22,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lce
-from lce.cache.context_file import Draft
 from lce.cache.file_tensors import tensor_entries
 from lce.cache.manifest import FORMAT, KINDS, signed
 from lce.cache.tiers import Disk
 from lce.engine.saving import describe, text_hash
 from lce.errors import CapacityError, DataError, UsageError
-from lce.files import draft_path
 from lce.methods import LongHeads
 from lce.weights.header import read_all
 from tests.checkpoints import save_tiny, tokens
@@ -51,6 +49,7 @@ def manifest_of(path: Path) -> dict[str, Any]:
 
 
 KV_DTYPES = pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]  # of a manifest and small tensors
 SMALL = "least"  # a budget of the least bytes that are legal, and a folder for the rest
 
 
@@ -173,19 +172,6 @@ def test_forks_of_an_opened_context_go_their_own_ways(document: Path, engine: lc
     assert answer(engine, engine.open_context(document)) == first
 
 
-def test_two_processes_open_one_file(document: Path, engine: lce.Engine, tiny_model: Path) -> None:
-    script = (
-        "import sys, lce, torch; torch.set_num_threads(1)\n"
-        f"method = lce.methods.make('longheads', {NEEDS['longheads']!r})\n"
-        f"engine = lce.load({str(tiny_model)!r}, method, block={BLOCK})\n"
-        f"context = engine.open_context({str(document)!r})\n"
-        f"print(engine.generate({tokens(9, 1)!r}, context=context, max_tokens=12).token_ids)"
-    )
-    both = [start(script) for _ in range(2)]
-    expected = answer(engine, engine.open_context(document))
-    assert [process.communicate()[0].strip() for process in both] == [str(expected)] * 2
-
-
 def test_it_is_an_ordinary_safetensors_file(document: Path) -> None:
     tensors = load_file(document)
     assert tensors["tokens"].tolist() == tokens(300)
@@ -194,7 +180,7 @@ def test_it_is_an_ordinary_safetensors_file(document: Path) -> None:
 
 def test_an_empty_context_is_not_saved(engine: lce.Engine, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="empty"):
-        engine._new_context(10).save(tmp_path / "c.lce")
+        engine.new_context(10).save(tmp_path / "c.lce")
 
 
 # What is refused
@@ -217,15 +203,11 @@ def test_what_was_made_otherwise_is_refused(document: Path, tiny_model: Path, tm
             other.open_context(document)
 
 
-def test_a_file_of_8_bits_is_half_as_large_and_for_an_engine_of_8_bits(tiny_model: Path, tmp_path: Path) -> None:
-    sizes = {}
+def test_a_file_of_8_bits_is_for_an_engine_of_8_bits(tiny_model: Path, tmp_path: Path) -> None:
     for kv_dtype in ("auto", "int8"):
-        engine = load(tiny_model, "full", kv_dtype=kv_dtype)
-        engine.prefill(tokens(20 * 256)).save(tmp_path / kv_dtype)
-        sizes[kv_dtype] = engine.layout.file(20 * 256).small_start - engine.layout.file(20 * 256).rows_start
+        load(tiny_model, "full", kv_dtype=kv_dtype).prefill(tokens(20 * 256)).save(tmp_path / kv_dtype)
         assert describe(tmp_path / kv_dtype).kv_dtype == kv_dtype
-        assert ("kv_dtype" in manifest_of(tmp_path / kv_dtype)["identity"]) == (kv_dtype == "int8")
-    assert sizes["int8"] < 0.33 * sizes["auto"], "of 32 bits 8, and scales"
+    assert (tmp_path / "int8").stat().st_size < 0.4 * (tmp_path / "auto").stat().st_size, "of 32 bits 8, and scales"
     with pytest.raises(DataError, match="another kv_dtype, int8; this engine has auto: give --kv-dtype int8, or"):
         load(tiny_model, "full").open_context(tmp_path / "int8")
 
@@ -260,21 +242,6 @@ def test_an_altered_byte_is_an_error_or_not_needed(document: Path, engine: lce.E
         except DataError:
             refused += 1
     assert refused > 20
-
-
-def test_the_manifest_names_the_text(document: Path, engine: lce.Engine, tmp_path: Path) -> None:
-    """The same for the same tokens, however they were read; another one is refused."""
-    engine.prefill_file(tokens(300), tmp_path / "same.lce")
-    engine.prefill(tokens(301)).save(tmp_path / "other.lce")
-    text, same, other = (
-        manifest_of(path)["text"] for path in (document, tmp_path / "same.lce", tmp_path / "other.lce")
-    )
-    assert same == text != other
-    with changed(document, tmp_path) as (path, data):
-        at = data.index(text.encode())
-        data[at : at + 64] = other.encode()
-    with pytest.raises(DataError, match="altered since it was written"):
-        engine.open_context(path)
 
 
 def test_every_byte_of_the_manifest_is_guarded(document: Path, engine: lce.Engine, tmp_path: Path) -> None:
@@ -335,6 +302,8 @@ def test_a_link_is_not_written_through(document: Path, engine: lce.Engine, tmp_p
 
 # Faults
 
+HOWS = pytest.mark.parametrize("how", ["ENOSPC", *(pytest.param(x, marks=pytest.mark.slow) for x in ("EIO", "short"))])
+
 
 @dataclass
 class Fault:
@@ -363,9 +332,7 @@ class Fault:
         return call
 
 
-@pytest.mark.parametrize(
-    "how", ["ENOSPC", pytest.param("EIO", marks=pytest.mark.slow), pytest.param("short", marks=pytest.mark.slow)]
-)
+@HOWS
 def test_the_old_file_or_the_new_one_whatever_write_fails(
     how: str, engine: lce.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,9 +355,7 @@ def test_the_old_file_or_the_new_one_whatever_write_fails(
     assert k > 10
 
 
-@pytest.mark.parametrize(
-    "how", ["ENOSPC", pytest.param("EIO", marks=pytest.mark.slow), pytest.param("short", marks=pytest.mark.slow)]
-)
+@HOWS
 def test_a_prefill_into_a_file_goes_on_whatever_write_fails(
     how: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -468,15 +433,6 @@ def test_killed_at_any_moment_of_a_save(engine: lce.Engine, tiny_model: Path, tm
             assert answer(engine, context) == truth[n]
             assert os.listdir(tmp_path) == ["c.lce"]
     assert leftovers
-
-
-def test_a_living_process_keeps_its_file_under_work(document: Path, engine: lce.Engine, tmp_path: Path) -> None:
-    path = tmp_path / "c.lce"
-    shutil.copy(document, path)
-    draft = Draft.create(draft_path(path), engine.layout.file(10))
-    engine.open_context(path)
-    assert draft.path.exists()
-    draft.discard()
 
 
 def test_a_prefill_that_another_process_has_begun_is_left_to_it(engine: lce.Engine, tmp_path: Path) -> None:
@@ -582,7 +538,7 @@ def test_a_file_is_described_without_an_engine(document: Path, engine: lce.Engin
 # Forged files: whoever changes them makes the digest anew. Another answer can come of another text alone.
 
 
-def forged(document: Path, path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], None]) -> None:
+def forged(document: Path, path: Path, change: Change) -> None:
     """Write `document` to `path` with a changed manifest and changed small tensors, signed anew."""
     raw = document.read_bytes()
     data_start = 8 + int.from_bytes(raw[:8], "little")
@@ -602,20 +558,27 @@ def forged(document: Path, path: Path, change: Callable[[dict[str, Any], dict[st
             file.write(x.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
 
-NUMBERS = [None, -1, 0, 3, 2**40, 10**17, 1.5, 1e300, math.nan, math.inf, True]
-EVIL = [*NUMBERS, "x" * 300, "\0\x1b[2J\n", [], {"a": [[[]]]}]
+EVIL = [
+    None,
+    -1,
+    0,
+    3,
+    2**40,
+    10**17,
+    1.5,
+    1e300,
+    math.nan,
+    math.inf,
+    True,
+    "x" * 300,
+    "\0\x1b[2J\n",
+    [],
+    {"a": [[[]]]},
+]
 
 
-def evil_manifests(manifest: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Where something can be changed in a manifest: its entries and theirs."""
-    for name, value in manifest.items():
-        yield (name,)
-        yield from ((name, inner) for inner in value) if isinstance(value, dict) else ()
-
-
-def evil_tensors(x: torch.Tensor) -> Iterator[torch.Tensor | None]:
-    """Tensors that differ from `x` in their shape, their kind, or by numbers that cannot be; None: there is none."""
-    yield None
+def evil_tensors(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Tensors that differ from `x` in their shape, their kind, or by numbers that cannot be."""
     yield x[None]
     yield x.reshape(-1)[:0]
     for axis in range(x.ndim):
@@ -628,33 +591,34 @@ def evil_tensors(x: torch.Tensor) -> Iterator[torch.Tensor | None]:
     yield from (torch.full_like(x, value) for value in values)
 
 
-def evil_cases(document: Path) -> Iterator[tuple[str, Callable[[dict[str, Any], dict[str, torch.Tensor]], None]]]:
-    manifest = manifest_of(document)
-    for place in evil_manifests({name: value for name, value in manifest.items() if name != "digest"}):
-        for value in EVIL:
+def evil_cases(document: Path) -> Iterator[tuple[str, Change]]:
+    """What may be changed in a file, and the change."""
 
-            def entry(manifest: dict[str, Any], _: object, place: tuple[str, ...] = place, value: Any = value) -> None:
-                (manifest[place[0]] if len(place) > 1 else manifest)[place[-1]] = value
+    def entry(place: tuple[str, ...], value: Any) -> Change:
+        return lambda manifest, _: (manifest[place[0]] if len(place) > 1 else manifest).update({place[-1]: value})
 
-            yield f"{place}: {value!r}", entry
-    kept = load_file(document)
+    def tensors(*names: str, to: torch.Tensor | None = None) -> Change:
+        def change(_: object, small: dict[str, torch.Tensor]) -> None:
+            for name in names:
+                small.pop(name)
+                small.update({} if to is None else {name: to})
+
+        return change
+
+    manifest, kept = manifest_of(document), load_file(document)
+    inner = [(name, key) for name, value in manifest.items() if isinstance(value, dict) for key in value]
+    for place in [*((name,) for name in manifest if name != "digest"), *inner]:
+        yield from ((f"{place}: {value!r}", entry(place, value)) for value in EVIL)
     for state in sorted({name.rpartition("/")[0] for name in kept if name.startswith("layers/")}):
-
-        def gone(_: object, small: dict[str, torch.Tensor], state: str = state) -> None:
-            for part in ("tensor", "number"):
-                small.pop(f"{state}/{part}")
-
-        yield f"{state}: gone", gone
+        yield f"{state}: gone", tensors(f"{state}/tensor", f"{state}/number")
     for name, x in kept.items():
-        for other in evil_tensors(x) if not name.startswith(("layers.", "layers/0/")) else ():
-
-            def tensor(_: object, small: dict[str, torch.Tensor], name: str = name, other: Any = other) -> None:
-                small.update({name: other}) if other is not None else small.pop(name)
-
-            shape = None if other is None else (other.dtype, tuple(other.shape))
-            plausible = other is not None and (other.dtype, other.shape) == (x.dtype, x.shape)
-            if not (plausible and name.startswith("unrounded/") and other.isfinite().all()):  # other keys, as good
-                yield f"{name}: {shape}", tensor
+        if name.startswith(("layers.", "layers/0/")):
+            continue
+        yield f"{name}: gone", tensors(name)
+        for other in evil_tensors(x):
+            plausible = (other.dtype, other.shape) == (x.dtype, x.shape) and bool(other.isfinite().all())
+            if not (plausible and name.startswith("unrounded/")):  # other keys, as good
+                yield f"{name}: {other.dtype} {tuple(other.shape)}", tensors(name, to=other)
 
 
 @pytest.mark.parametrize("name", ["longheads", "esa", "infllm", "quest", "longheads, int8"])
@@ -791,14 +755,6 @@ def test_a_context_with_an_answer_goes_on_into_a_file(document: Path, engine: lc
     assert answer(engine, found) == answer(engine, context)
 
 
-def test_a_prefill_that_was_begun_with_another_length_is_refused(engine: lce.Engine, tmp_path: Path) -> None:
-    """Its keys may be rotated for that length."""
-    begun(engine, tmp_path / "c", 3, length=512)
-    with pytest.raises(DataError, match="was begun with a length of 512; give --length 512, or remove it"):
-        engine.prefill_file(tokens(300), tmp_path / "c", checkpoint_every=BLOCK)
-    engine.prefill_file(tokens(300), tmp_path / "c", length=512, checkpoint_every=BLOCK)
-
-
 # What lies beside a context
 
 
@@ -845,37 +801,35 @@ def test_strange_names_are_refused_in_a_line(name: str, engine: lce.Engine, tmp_
 # Ctrl-C at any bytecode
 
 
-def check_interruptions(engine: lce.Engine, what: str, every: int, folder: Path) -> None:
-    """Interrupt a call that writes or opens a file: no file is left but those that it documents."""
-    context, text = engine.prefill(tokens(45)), tokens(120, seed=1)
-    context.save(folder / "saved.lce")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a file that was opened, and no more
+@pytest.mark.parametrize(("what", "every"), [("save", 67), ("open", 101), ("prefill_file", 503)])
+@KV_DTYPES
+def test_an_interruption_anywhere_leaves_no_file(
+    what: str, every: int, kv_dtype: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    """No file is left but those that the call documents."""
+    engine = lce.load(tiny_model, LongHeads(chunk_size=8, chunks=4), block=32, kv_dtype=kv_dtype)
+    context, text, path = engine.prefill(tokens(45)), tokens(120, seed=1), tmp_path / "new" / "c.lce"
+    context.save(tmp_path / "saved.lce")
     answer = engine.generate([], max_tokens=3, context=context.fork()).token_ids
-    path = folder / "new" / "c.lce"
     path.parent.mkdir()
-
-    def call() -> None:
-        if what == "save":
-            context.save(path)
-        elif what == "open":
-            engine.open_context(folder / "saved.lce")
-        else:
-            engine.prefill_file(text, path, checkpoint_every=64)
-
+    call: Callable[[], object] = {
+        "save": lambda: context.save(path),
+        "open": lambda: engine.open_context(tmp_path / "saved.lce"),
+        "prefill_file": lambda: engine.prefill_file(text, path, checkpoint_every=64),
+    }[what]
+    allowed = [set(), {"c.lce"}, {"c.lce.part", "c.lce.part.state"}, {"c.lce", "c.lce.part.state"}]
     call()
     path.unlink(missing_ok=True)
     before = len(os.listdir("/proc/self/fd"))
     errors = []
-    for place, nth in places(call, every):
+    for place, nth in places(call, every + (kv_dtype == "int8") * every // 2):
         path.unlink(missing_ok=True)
         try:
             interrupted(call, place, nth)
         except BaseException as error:  # a traceback that is kept
             errors.append(error)
-        left = {file.name for file in path.parent.iterdir()}
-        allowed = [set(), {"c.lce"}]
-        if what == "prefill_file":
-            allowed += [{"c.lce.part", "c.lce.part.state"}, {"c.lce", "c.lce.part.state"}]
-        assert left in allowed, place
+        assert {file.name for file in path.parent.iterdir()} in allowed[: 4 if what == "prefill_file" else 2], place
         assert engine.generate([], max_tokens=3, context=context.fork()).token_ids == answer
         if what == "prefill_file":
             call()
@@ -883,16 +837,6 @@ def check_interruptions(engine: lce.Engine, what: str, every: int, folder: Path)
             assert {file.name for file in path.parent.iterdir()} == {"c.lce"}
     errors.clear()
     assert len(os.listdir("/proc/self/fd")) <= before + 2  # an interruption right behind `open` loses its descriptor
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a file that was opened, and no more
-@pytest.mark.parametrize(("what", "every"), [("save", 67), ("open", 101), ("prefill_file", 503)])
-@KV_DTYPES
-def test_an_interruption_anywhere_leaves_no_file(
-    what: str, every: int, kv_dtype: str, tiny_model: Path, tmp_path: Path
-) -> None:
-    engine = lce.load(tiny_model, LongHeads(chunk_size=8, chunks=4), block=32, kv_dtype=kv_dtype)
-    check_interruptions(engine, what, every + (kv_dtype == "int8") * every // 2, tmp_path)
 
 
 # Beside a GPU whose copies are late, without one

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import lce
-from lce.engine.stream import CancelFlag, Cancelled
 from tests.checkpoints import tokens
 
 PROMPT = tokens(150)  # five blocks of 32
@@ -142,14 +141,6 @@ def test_closing_before_the_first_piece_and_after_the_last(engine: lce.Engine) -
     assert stream.result.finish_reason == reason
 
 
-def test_with_closes_a_stream(engine: lce.Engine) -> None:
-    context = engine.prefill(tokens(40))
-    with engine.stream([], max_tokens=50, context=context) as stream:
-        next(stream)
-    assert stream.result.finish_reason == "cancelled"
-    assert_usable(engine, context)
-
-
 def test_a_cancelled_stream_says_all_that_it_drew_or_nothing_of_it(engine: lce.Engine) -> None:
     """Text that is held back for a stop string is not said when the stream is cancelled."""
     whole = engine.generate(PROMPT, max_tokens=12).text
@@ -169,28 +160,6 @@ def test_a_callback_cannot_ask_for_the_next_piece(engine: lce.Engine) -> None:
     assert_usable(engine, context)
 
 
-def test_an_error_of_a_step_is_not_taken_for_one_of_the_stream() -> None:
-    def pieces() -> Generator[lce.Piece, None, None]:
-        yield lce.Piece("a")
-        raise ValueError("generator already executing")
-
-    stream = lce.Stream(pieces(), lce.Generation())
-    assert next(stream).text == "a"
-    with pytest.raises(ValueError, match="already executing"):
-        next(stream)
-
-
-def test_a_flag_ends_progress() -> None:
-    told: list[int] = []
-    flag = CancelFlag()
-    progress = flag.between_blocks(lambda done, total: told.append(done))
-    progress(1, 2)
-    flag.set()
-    with pytest.raises(Cancelled):
-        progress(2, 2)
-    assert told == [1, 2]
-
-
 # async for
 
 
@@ -205,17 +174,6 @@ def test_an_async_stream_is_the_stream(engine: lce.Engine) -> None:
     assert (text, result.token_ids, result.logprobs) == (expected.text, expected.token_ids, expected.logprobs)
     assert result.finish_reason == expected.finish_reason
     assert stream_threads() == []
-
-
-def test_async_streams_run_beside_each_other(engine: lce.Engine) -> None:
-    async def read(seed: int) -> str:
-        return "".join([piece.text async for piece in engine.astream(tokens(80, seed), max_tokens=8)])
-
-    async def all_of_them() -> list[str]:
-        return list(await asyncio.gather(*map(read, range(3))))
-
-    expected = [engine.generate(tokens(80, seed), max_tokens=8).text for seed in range(3)]
-    assert asyncio.run(all_of_them()) == expected
 
 
 def test_cancelling_the_task_cancels_the_stream(engine: lce.Engine) -> None:

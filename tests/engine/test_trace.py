@@ -51,12 +51,6 @@ def test_a_trace_does_not_depend_on_blocks(tiny_model: Path, block: int) -> None
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(chosen, expected, strict=True))
 
 
-@pytest.mark.parametrize("name", ["full", "longheads"])
-def test_a_trace_is_empty_where_nothing_is_chosen(tiny_model: Path, name: str) -> None:
-    trace = lce.load(tiny_model, name).trace(tokens(40 if name == "full" else 2))
-    assert [chosen.shape for chosen in trace.chosen] == [(4, 40 if name == "full" else 2, 0)] * 2
-
-
 def observed(observer: TraceObserver, layer: int, n_tokens: int, chosen: Any, scores: Any = None) -> None:
     """Hand an observer what a layer of one or two heads chose in a block."""
     q = torch.zeros(1 if chosen is None else len(chosen), n_tokens, 2)

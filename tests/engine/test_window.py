@@ -66,14 +66,6 @@ def test_the_longest_text_that_a_method_reads(method: lce.Method, sliding: int |
         assert str(beyond(method, config(sliding), W, RopeConfig(), limit + 1)).startswith(f"{limit + 1:,} tokens")
 
 
-def test_self_extends_limit_is_where_its_distances_leave_the_window() -> None:
-    for local, group in ((16, 8), (7, 3), (1, 2), (33, 5)):
-        limit = SelfExtend(local=local, group=group).limit(W)
-        assert limit is not None
-        farthest = [(n - 1) // group + local - local // group for n in (limit, limit + 1)]
-        assert farthest[0] == W - 1 < farthest[1]
-
-
 def test_the_line_names_the_methods_that_read_on() -> None:
     line = beyond(Full(), config(), 512, RopeConfig(), 32000)
     assert line is not None

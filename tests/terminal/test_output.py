@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lce.engine.answer import Generation, Piece
-from lce.engine.stream import Stream
+from lce.engine.stream import CancelFlag, Stream
 from lce.errors import WindowWarning
 from lce.terminal.output import FIRST_LINE_S, NEXT_LINE_S, Output, ProgressLines
 
@@ -28,7 +28,7 @@ def pieces(n: int, *, broken: bool = False) -> Stream:
         if broken:
             raise KeyboardInterrupt
 
-    return Stream(drawn(), Generation())
+    return Stream(drawn(), Generation(), CancelFlag())
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_an_end_token_ends_no_measurement(tiny_model: Path) -> None:
     context, first = subject.prefill(8, 60)
     plain = engine.generate([], context=context.fork(), max_tokens=20).token_ids
     ends = lce.load(tiny_model, sharing=engine)
-    ends._eos_ids = frozenset(plain[3::2])
+    ends.alone.eos_ids = frozenset(plain[3::2])
     subject, calls = Subject(ends), []
     generate = ends.generate
 
