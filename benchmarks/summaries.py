@@ -18,7 +18,7 @@ from torch import Tensor
 
 import lce
 from lce import sizes
-from lce.lab.eval.suite import Suite, make_tasks
+from lce.lab.eval.suite import MadeSuite, make_tasks
 
 FOUND: list[Tensor] = []  # a block's distances in one layer, layer by layer, block by block
 
@@ -58,12 +58,12 @@ def main() -> None:
     length = sizes.count(args.length, "--length")
     engine = lce.load(args.model, method=Measured())
     (task,) = make_tasks(["passkey"])
-    engine.prefill(Suite(samples=1, seed=args.seed).made(engine, task, args.tokens)[0].prompt)
+    engine.prefill(MadeSuite(samples=1, seed=args.seed).make(engine, task, args.tokens)[0].prompt)
     n_layers = engine.model.config.n_layers
     for layer in range(n_layers):
         print(f"layer {layer}: {torch.cat(FOUND[layer::n_layers]).median():.3f}")
     for name, method in (("summary", lce.methods.LongHeads()), ("mean key", MeanKeys())) if args.samples else ():
-        score = Suite(args.samples, args.seed).evaluate(lce.load(args.model, method=method), task, length)
+        score = MadeSuite(args.samples, args.seed).evaluate(lce.load(args.model, method=method), task, length)
         print(f"{name}: {score.mean:.2f} of {args.samples} pass keys, {score.low:.2f} to {score.high:.2f}")
 
 

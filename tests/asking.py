@@ -6,9 +6,9 @@ from typing import Any
 
 import lce
 from lce.lab.eval.scores import Score
-from lce.lab.eval.suite import Suite, make_tasks
+from lce.lab.eval.suite import MadeSuite, make_tasks
 
 
 def pass_keys(engine: lce.Engine, length: int, n: int, *, seed: int = 0, filler: str = "prose", **how: Any) -> Score:
-    """Return the score of `n` pass keys in texts of `length` tokens; `how` is for `Suite.evaluate`."""
-    return Suite(n, seed, filler).evaluate(engine, make_tasks(["passkey"])[0], length, **how)
+    """Return the score of `n` pass keys in texts of `length` tokens; `how` is for `MadeSuite.evaluate`."""
+    return MadeSuite(n, seed, filler).evaluate(engine, make_tasks(["passkey"])[0], length, **how)

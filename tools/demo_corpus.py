@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from lce.lab.eval.needles import NEEDLES, Needle
 from lce.lab.eval.prose import sentences
-from lce.lab.eval.tasks.base import Puzzle, Task
+from lce.lab.eval.tasks.base import MadeTask, Puzzle
 from lce.lab.eval.tasks.chains import Variables, Walk, Whereabouts
 from lce.lab.eval.tasks.keys import OPENING, CountingStars, SeveralKeys, SeveralQueries, SeveralValues, SplitPassKey
 from lce.lab.eval.tasks.lists import CommonWords, FrequentWords, NthRequest, Pairs
@@ -23,7 +23,7 @@ LEAST_ANSWER = 24  # least tokens of answers that a document of a format counts 
 Piece = tuple[tuple[int, ...], tuple[int, ...], float]  # ids of a text, ids of its answer, the text's weight
 
 # Each format's frequency, and a function that draws its task for a document of some tokens.
-FORMATS: tuple[tuple[float, Callable[[Random, int], Task]], ...] = (
+FORMATS: tuple[tuple[float, Callable[[Random, int], MadeTask]], ...] = (
     (0.7, lambda rng, size: SplitPassKey(rng.randint(2, 3))),
     (0.7, lambda rng, size: SeveralKeys(rng.randint(2, 2 + size // 48))),
     (0.5, lambda rng, size: SeveralQueries(rng.randint(2, 2 + size // 64))),
@@ -176,7 +176,7 @@ class Corpus:
             weights += [weight] * len(text) + [answer_weight] * len(answer)
         return [*ids, self.eos], [*weights, WEIGHT_TEXT]
 
-    def _statements(self, task: Task, puzzle: Puzzle) -> list[Piece]:
+    def _statements(self, task: MadeTask, puzzle: Puzzle) -> list[Piece]:
         texts = [puzzle.opening, *puzzle.statements] if puzzle.opening else puzzle.statements
         return [(self._encode(" " + text), (), WEIGHT_LIST) for text in texts]
 
@@ -210,5 +210,5 @@ class Corpus:
         return whole[: -len(answer)], answer
 
 
-def _drawn_task(rng: Random, size: int) -> Task:
+def _drawn_task(rng: Random, size: int) -> MadeTask:
     return rng.choices([make for _, make in FORMATS], [weight for weight, _ in FORMATS])[0](rng, size)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import lce
+from lce.lab.eval.meter import States
 from lce.lab.eval.record import Record
-from lce.lab.eval.selection import Looks, Samples, Selection, measure, measure_text
-from lce.lab.eval.suite import Suite, make_tasks
-from lce.lab.eval.tasks import Task
-from lce.lab.eval.watching import States
-from lce.lab.eval.why import CAUSES, Causes, check_selects, explain
+from lce.lab.eval.selection import Selection, measure, measure_text
+from lce.lab.eval.suite import MadeSuite
+from lce.lab.eval.tasks import MadeTask
+from lce.lab.eval.why import CAUSES, Causes, Verdict, check_selects, explain
 from lce.methods.mass import Judge
 from lce.sizes import size_text
 from lce.terminal.capacity import check_capacity
@@ -26,49 +26,25 @@ HEADER = (
 WHY_HEADER = f"{'method':<12}{'length':>8}" + "".join(f"{cause:>11}" for cause in CAUSES)
 
 
-@dataclass(frozen=True)
-class TaskSamples:
-    """Samples of one task: the options of both commands."""
-
-    task: Task
-    suite: Suite
-
-    @classmethod
-    def of(cls, task: str, task_knobs: dict[str, str], **how: Any) -> TaskSamples:
-        """Return the samples of the task with this name. Raises `UsageError`."""
-        return cls(make_tasks([task], task_knobs)[0], Suite(**how))
-
-    def made(self, length: int) -> Samples:
-        """Return the samples of a length."""
-        return lambda engine: self.suite.made(engine, self.task, length)
-
-    def setting(self, length: int) -> dict[str, Any]:
-        """Return the fields that identify the samples in a record."""
-        return self.suite.setting(self.task, length)
-
-
 def show_selection(
-    model: str, methods: Sequence[lce.Method], lengths: Sequence[int], asked: TaskSamples, text: str | None,
-    queries: int, judge: Judge, states: States, by_layer: bool, record: str | None,
+    model: str, methods: Sequence[lce.Method], lengths: Sequence[int], asked: tuple[MadeTask, MadeSuite],
+    text: str | None, queries: int, judge: Judge, states: States, by_layer: bool, record: str | None,
     loading: dict[str, Any], output: Output,
 ) -> None:  # fmt: skip
     """Measure each method at each length; print each row when measured."""
     check_capacity(model, methods, max(lengths), loading)
     found: list[Selection] = []
-    looks = None if record is None else Looks(record)
+    task, suite = asked
+    how: dict[str, Any] = {"judge": judge, "states": states, "record": None if record is None else Record(record)}
     for method in methods:
         for length in lengths:
+            how["length"] = length
             with output.noting(), output.bar(f"{method.name} at {length:,}:", " samples") as bar:
                 if text is None:
-                    one = measure(
-                        model, method, asked.made(length), length=length, judge=judge, states=states,
-                        setting=asked.setting(length), record=looks, progress=bar, **loading,
-                    )  # fmt: skip
+                    made, setting = partial(suite.make, task=task, length=length), suite.setting(task, length)
+                    one = measure(model, method, made, setting=setting, progress=bar, **how, **loading)
                 else:
-                    one = measure_text(
-                        model, method, text, length=length, queries=queries, judge=judge, states=states, record=looks,
-                        **loading,
-                    )  # fmt: skip
+                    one = measure_text(model, method, text, queries=queries, **how, **loading)
             output.text(*([] if found else [HEADER]), row(one), *(layer_rows(one) if by_layer else ()))
             found.append(one)
     output.object([dataclasses.asdict(one) for one in found])
@@ -100,11 +76,12 @@ def _number(value: float | None, width: int) -> str:
 
 
 def show_causes(
-    model: str, methods: Sequence[lce.Method], lengths: Sequence[int], asked: TaskSamples, each: bool,
+    model: str, methods: Sequence[lce.Method], lengths: Sequence[int], asked: tuple[MadeTask, MadeSuite], each: bool,
     record: str | None, loading: dict[str, Any], output: Output,
 ) -> None:  # fmt: skip
     """Explain each method's misses at each length; print each row when known."""
     found: list[Causes] = []
+    task, suite = asked
     known = None if record is None else Record(record)
     for method in methods:
         check_selects(method)
@@ -112,11 +89,9 @@ def show_causes(
     for method in methods:
         for length in lengths:
             with output.noting(), output.bars() as bars:
-                tell = _telling(bars, method.name)
-                one = explain(
-                    model, method, asked.made(length), length=length, setting=asked.setting(length), record=known,
-                    progress=tell, **loading,
-                )  # fmt: skip
+                made, setting = partial(suite.make, task=task, length=length), suite.setting(task, length)
+                how: dict[str, Any] = {"length": length, "setting": setting, "record": known, "progress": bars}
+                one = explain(model, method, made, **how, **loading)
             counts = "".join(f"{one.counts[cause]:>11}" for cause in CAUSES)
             output.text(*([] if found else [WHY_HEADER]), f"{one.method:<12}{one.length:>8,}{counts}")
             if each:
@@ -125,11 +100,7 @@ def show_causes(
     output.object([{**dataclasses.asdict(one), "counts": one.counts} for one in found])
 
 
-def _telling(bars: Callable[[str, int, int], None], method: str) -> Callable[[str, int, int], None]:
-    return lambda label, done, total: bars(f"{method}, {label}", done, total)
-
-
-def verdict_lines(verdict: Any) -> list[str]:
+def verdict_lines(verdict: Verdict) -> list[str]:
     """Return the answers to a sample, change by change."""
     depth = "" if verdict.depth is None else f" at depth {verdict.depth:.2f}"
     by = "" if verdict.by is None or verdict.cause == "answered" else f", answered by {verdict.by}"

@@ -153,7 +153,7 @@ def run_suite(
     """
     from lce.terminal.suites import SuiteRun
 
-    SuiteRun(model, methods, lengths, ceiling=ceiling, loading=loading, **suite).measure(record, output)
+    SuiteRun(model, methods, **suite, loading=loading, output=output, lengths=lengths, ceiling=ceiling).measure(record)
 
 
 evaluation.add_command(
@@ -212,18 +212,15 @@ def report(files: tuple[str, ...], plots: str | None, output: Output) -> None:
 @option("--predictions", metavar="DIR", help="Also write the answers here, as the benchmark's own code does.")
 @options.loading_options
 @options.output_options
-def published(
-    model: str, methods: list[lce.Method], benchmark: tuple[Any, list[str]], record: str | None,
-    predictions: str | None, loading: dict[str, Any], output: Output,
-) -> None:  # fmt: skip
+def published(model: str, methods: list[lce.Method], suite: dict[str, Any], record: str | None, **how: Any) -> None:
     """Ask every method the published benchmark SUITE, from your copy of its files, and print its scores.
 
     Prompts, answer lengths, metrics and averages are the benchmark's own; scores are 0 to 100. `lce eval benchmarks`
     lists the names and the files. With --record, an interrupted run resumes when the same command is run again.
     """
-    from lce.terminal.published import PublishedRun
+    from lce.terminal.suites import SuiteRun
 
-    PublishedRun(model, methods, *benchmark, predictions, loading).measure(record, output)
+    SuiteRun(model, methods, **suite, **how).measure(record)
 
 
 @evaluation.command()
@@ -248,8 +245,9 @@ def score(file: str, suite: str, task: str | None, metric: str | None, output: O
 @options.json_options
 def benchmarks(output: Output) -> None:
     """List the published benchmarks: their tasks, and which files of theirs go where."""
-    from lce.terminal import published
+    from lce.lab.eval.published import BENCHMARKS
+    from lce.terminal.published import benchmark_lines, benchmark_object
 
-    output.object([published.suite_object(suite) for suite in published.all_suites()])
-    for suite in published.all_suites():
-        output.text(*published.suite_lines(suite))
+    output.object([benchmark_object(benchmark) for benchmark in BENCHMARKS.values()])
+    for benchmark in BENCHMARKS.values():
+        output.text(*benchmark_lines(benchmark))

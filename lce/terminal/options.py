@@ -103,16 +103,19 @@ def parse_optional_names(ctx: click.Context, param: click.Parameter, values: tup
     return parse_names(ctx, param, values) if values else []
 
 
-def _suite(tasks: list[str], task_knobs: dict[str, str], depths: str | None, shard: str, **how: Any) -> dict[str, Any]:
+def _suite(
+    tasks: list[str], task_knobs: dict[str, str], depths: str | None, mode: str, shard: str, contexts: str | None,
+    **how: Any,
+) -> dict[str, Any]:  # fmt: skip
     """Return the tasks of `lce eval run` and the suite that asks them."""
-    from lce.lab.eval.running import Shard
-    from lce.lab.eval.suite import Suite, make_tasks
+    from lce.lab.eval.running import Asking, Shard
+    from lce.lab.eval.suite import MadeSuite, make_tasks
 
     try:
         places = tuple(float(text) for text in depths.split(",")) if depths else ()
     except ValueError:
         raise UsageError(f"--depths is {depths!r}; expected numbers from 0 to 1 with commas, such as 0,0.5,1") from None
-    suite = Suite(depths=places, shard=Shard.parse(shard), **how)
+    suite = MadeSuite(depths=places, asking=Asking(mode, Shard.parse(shard), contexts), **how)
     return {"tasks": make_tasks(tasks, task_knobs), "suite": suite}
 
 
@@ -162,20 +165,17 @@ def _of_the_model() -> dict[str, Any]:
 
 
 def _benchmark(
-    suite: str, data: str, tasks: list[str], prompts: str | None, template: str, max_length: int | None, shard: str,
-    **values: Any,
-) -> tuple[Any, list[str]]:  # fmt: skip
-    """Return the benchmark that the options name, and the names of its tasks."""
+    suite: str, data: str, tasks: list[str], samples: int | None, prompts: str | None, mode: str, shard: str, **how: Any
+) -> dict[str, Any]:
+    """Return the tasks of a published benchmark and the suite that asks them."""
     from lce.lab.eval.published import find
-    from lce.lab.eval.published.asking import Asking
-    from lce.lab.eval.published.running import Benchmark
-    from lce.lab.eval.running import Shard
+    from lce.lab.eval.published.suite import PublishedSuite
+    from lce.lab.eval.running import Asking, Shard
 
-    found = find(suite)
-    for name in tasks:
-        found.task(name)
-    asking, part = Asking(template, max_length), Shard.parse(shard)
-    return Benchmark(found, Path(data), found.variant(prompts), asking, shard=part, **values), tasks
+    benchmark, asking = find(suite), Asking(mode, Shard.parse(shard))
+    variant = benchmark.variant(prompts)
+    found = PublishedSuite(benchmark, Path(data), variant, most=samples, asking=asking, **how)
+    return {"tasks": found.tasks(tasks), "suite": found}
 
 
 def _sampling(**values: Any) -> lce.Sampling:
@@ -184,10 +184,11 @@ def _sampling(**values: Any) -> lce.Sampling:
     return lce.Sampling(**values)
 
 
-def _asked(**values: Any) -> Any:
-    from lce.terminal.choosing import TaskSamples
+def _asked(task: str, task_knobs: dict[str, str], **how: Any) -> tuple[Any, Any]:
+    """Return a task of `lce eval selection` or `why` and the suite that makes its samples."""
+    from lce.lab.eval.suite import MadeSuite, make_tasks
 
-    return TaskSamples.of(**values)
+    return make_tasks([task], task_knobs)[0], MadeSuite(**how)
 
 
 def _loading(threads: int | None, **values: Any) -> dict[str, Any]:
@@ -323,7 +324,7 @@ method_or_context_options = packed("method", MethodOption, _METHOD_OR_CONTEXT, _
 methods_options = packed("methods", _methods, _METHODS, _KNOBS)
 selecting_options = packed("methods", _selecting, _METHODS, _KNOBS)
 suite_options = packed("suite", _suite, *_SUITE)
-benchmark_options = packed("benchmark", _benchmark, argument("suite"), *_PUBLISHED)
+benchmark_options = packed("suite", _benchmark, argument("suite"), *_PUBLISHED)
 sampling_options = packed("sampling", _sampling, *_SAMPLING)
 loading_options = packed("loading", _loading, *_COMPUTING, *_ATTENTION, *_BUDGETS, _THREADS)
 planning_options = packed("planning", dict, *_COMPUTING, *_BUDGETS)

@@ -8,7 +8,8 @@ from typing import Any
 
 import lce
 from lce.errors import UsageError
-from lce.lab.eval.perplexity import Losses, Perplexity, Text, check, ends, stream, windows
+from lce.lab.eval.perplexity import Perplexity, Text, check, ends, stream, windows
+from lce.lab.eval.record import Record
 from lce.terminal.capacity import check_capacity
 from lce.terminal.output import Output
 from lce.terminal.reading import read_text
@@ -37,7 +38,7 @@ class PerplexityTable:
         check(self.stride, self.scored)
         if min(self.lengths) < 2:
             raise UsageError(f"a length is {min(self.lengths)}; expected 2 or more tokens")
-        losses = None if record is None else Losses(record)
+        losses = None if record is None else Record(record)
         contents = [(name, read_text(name)) for name in self._files()]
         check_capacity(self.model, self.methods, max(self.lengths), self.loading)
         texts: list[Text] = []
@@ -60,7 +61,7 @@ class PerplexityTable:
         if len(self.methods) > 1 and len(self.lengths) > 1:
             output.text("", *table(found))
 
-    def _measured(self, engine: lce.Engine, texts: list[Text], length: int, losses: Losses | None, bar: Any) -> Any:
+    def _measured(self, engine: lce.Engine, texts: list[Text], length: int, losses: Record | None, bar: Any) -> Any:
         about = {"checkpoint": self.model}
         if self.streams:
             return stream(

@@ -1,139 +1,170 @@
-"""`lce eval run` and `lce eval tasks`: tasks by lengths and methods, a line for each measured cell, or JSON."""
+"""`lce eval run`, `tasks` and `published`: tasks by lengths and methods, a line for each measured cell, or JSON."""
 
 from __future__ import annotations
 
-import dataclasses
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import lce
 from lce.errors import UsageError
+from lce.files import check_folder, write_whole
 from lce.lab.eval.naming import knob_values
+from lce.lab.eval.published.base import Answered
+from lce.lab.eval.published.scoring import TaskScore, scored
 from lce.lab.eval.record import Record
 from lce.lab.eval.report import all_reach, fails
+from lce.lab.eval.running import make_folder
 from lce.lab.eval.sample import Sample
 from lce.lab.eval.scores import Score
-from lce.lab.eval.suite import Suite
-from lce.lab.eval.tasks import TASKS, Task
+from lce.lab.eval.suite import MadeSuite, Suite
+from lce.lab.eval.tasks import TASKS
 from lce.sizes import size_text
 from lce.terminal.capacity import check_capacity
 from lce.terminal.output import Output
+from lce.terminal.published import detail_lines
 
 HEADER = (
-    f"{'task':<18}{'method':<18}{'length':>9}{'samples':>9}{'score':>8}  {'95% interval':<16}{'by':<11}read a token"
+    f"{'task':<26}{'method':<18}{'length':>9}{'samples':>9}{'score':>8}  {'95% interval':<18}{'by':<11}"
+    f"{'read a token':<14}metric"
 )
 CEILING = "full, ceiling"
 
 
-@dataclass(frozen=True)
+@dataclass
 class SuiteRun:
-    """A run of `lce eval run`."""
+    """A run of `lce eval run` or `lce eval published`, and its cells so far, as JSON objects.
+
+    `lengths` are those that tasks are made for. `predictions` is a folder for answers in a benchmark's own layout.
+    """
 
     model: str
     methods: Sequence[lce.Method]
-    lengths: Sequence[int]
-    tasks: Sequence[Task]
     suite: Suite
-    ceiling: bool
+    tasks: Sequence[Any]
     loading: Mapping[str, Any]
+    output: Output
+    lengths: Sequence[int] = ()
+    ceiling: bool = False
+    predictions: str | None = None
+    answers: Record | None = None
+    objects: list[dict[str, Any]] = field(default_factory=list)
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)  # in percent, by method and task
 
-    def measure(self, record: str | None, output: Output) -> None:
-        """Measure and print the cells. Refusals come before the first line."""
-        answers = None if record is None else Record(record)
-        if answers:
-            answers.prepare()
-        check_capacity(self.model, self.methods, max(self.lengths), self.loading)
-        engines = self._engines()
-        full = self._full(engines) if self.ceiling else None
-        within: list[int] = []  # lengths of the ceilings
-        for task in self.tasks:
-            self.suite.made(engines[0], task, min(self.lengths))  # raises if the task does not fit
-            within.append(0 if full is None else self._within(full, task))
-        objects: list[dict[str, Any]] = []
-        with output.noting(*(engine.beyond(max(self.lengths)) for engine in engines)):
-            output.text(HEADER)
-            for task, length in zip(self.tasks, within, strict=True):
-                objects += self._task(task, engines, full, length, answers, output)
-        output.object(objects)
+    def measure(self, record: str | None) -> None:
+        """Measure and print the cells. Refusals of the first task come before the first line."""
+        if record is not None:
+            self.answers = Record(record)
+            self.answers.prepare()
+        if self.predictions is not None:
+            _make_folder(Path(self.predictions))
+        check_capacity(self.model, self.methods, max(self.lengths, default=1), self.loading)
+        engines: list[lce.Engine] = []
+        for method in self.methods:
+            engines.append(lce.load(self.model, method, sharing=engines[0] if engines else None, **self.loading))
+        for task in self.tasks if self.lengths else ():
+            self.suite.make(engines[0], task, min(self.lengths))  # raises if the task does not fit
+        ceilings = self._ceilings(engines[0]) if self.ceiling else []
+        told: set[str | None] = {None}
+        for number, task in enumerate(self.tasks):
+            made = {length: self.suite.make(engines[0], task, length) for length in sorted(self.lengths) or [0]}
+            longest = max(self.lengths, default=0) or max(map(_most_tokens, made[0]), default=1)
+            check_capacity(self.model, self.methods, longest, self.loading)
+            beyond = {engine.beyond(longest) for engine in engines} - told
+            told |= beyond
+            if number == 0:
+                self.output.text(HEADER)
+            with self.output.noting(None, *beyond):
+                self._task(task, engines, made, ceilings[number] if ceilings else None)
+        for label, scores in self.scores.items():
+            for name, score in self.suite.averages(scores).items():
+                self.objects.append({"average": name, "method": label, "score": score})
+                self.output.text(f"{name:<26}{label:<18}{'':>18}{score:>8.2f}")
+        self.output.object(self.objects)
 
-    def _within(self, full: lce.Engine, task: Task) -> int:
+    def _ceilings(self, engine: lce.Engine) -> list[tuple[lce.Engine, int]]:
+        """Return `full` with the checkpoint's own RoPE scaling, and a length within its window, for each task."""
+        assert isinstance(self.suite, MadeSuite)
+        full = lce.load(self.model, "full", sharing=engine, **{**self.loading, "rope": None, "rope_factor": None})
         try:
-            return self.suite.ceiling_length(full, task, self.lengths)
+            return [(full, self.suite.ceiling_length(full, task, self.lengths)) for task in self.tasks]
         except UsageError as error:
             error.add_note("this is full attention within the window, which --no-ceiling leaves out")
             raise
 
     def _task(
-        self, task: Task, engines: Sequence[lce.Engine], full: lce.Engine | None, length: int, answers: Record | None,
-        output: Output,
-    ) -> list[dict[str, Any]]:  # fmt: skip
-        """Return the cells of a task. Unless `full` is None, `full` is asked first, at `length`."""
-        objects: list[dict[str, Any]] = []
-        top, reason = None, None
-        if full is not None:
-            top = self._cell(task, full, length, None, answers, output, ceiling=True)
-            output.text(row(task, CEILING, length, top))
-            objects.append(cell_object(task, full, length, top, ceiling=True))
-            if (reason := fails(top)) is not None:
-                output.text(f"{task.name} does not discriminate: {reason} within the window")
-        for length in self.lengths:
-            made = self.suite.made(engines[0], task, length)
-            scores = []
-            for engine in engines:
-                scores.append(self._cell(task, engine, length, made, answers, output))
-                output.text(row(task, engine.method.label, length, scores[-1], hidden=reason is not None))
-            tells = None if top is None else reason is None and not all_reach(scores, top)
-            if tells is False and reason is None:
-                output.text(f"{task.name} does not discriminate at {length:,}: every method reaches the ceiling")
-            cells = [cell_object(task, *cell) for cell in zip(engines, [length] * len(scores), scores, strict=True)]
-            objects += [{**cell, "discriminates": tells} for cell in cells]
-        return objects
+        self, task: Any, engines: Sequence[lce.Engine], made: Mapping[int, list[Sample]],
+        ceiling: tuple[lce.Engine, int] | None,
+    ) -> None:  # fmt: skip
+        """Measure the cells of a task; the ceiling, if any, comes first."""
+        top = self._cell(task, *ceiling, None, ceiling=True) if ceiling else None
+        reason = fails(top) if top else None
+        if reason:
+            self.output.text(f"{task.name} does not discriminate: {reason} within the window")
+        for length, samples in made.items():
+            first = len(self.objects)
+            found = [self._cell(task, engine, length, samples, hidden=bool(reason)) for engine in engines]
+            tells = None if top is None else not reason and not all_reach([score for score in found if score], top)
+            if tells is False and not reason:
+                self.output.text(f"{task.name} does not discriminate at {length:,}: every method reaches the ceiling")
+            for cell in self.objects[first:]:
+                cell["discriminates"] = tells
 
     def _cell(
-        self, task: Task, engine: lce.Engine, length: int, made: Sequence[Sample] | None, answers: Record | None,
-        output: Output, *, ceiling: bool = False,
-    ) -> Score:  # fmt: skip
+        self, task: Any, engine: lce.Engine, length: int, made: Sequence[Sample] | None, *, ceiling: bool = False,
+        hidden: bool = False,
+    ) -> Score | None:  # fmt: skip
+        """Measure and print a cell; return its score, None if the shard has no document of the task."""
         about = {"checkpoint": self.model} | ({"ceiling": True} if ceiling else {})
-        label = f"{task.name}, {engine.method.label} at {length:,}:"
-        with output.bar(label, " samples") as bar:
-            return self.suite.evaluate(engine, task, length, made=made, record=answers, about=about, progress=bar)
+        label, where = engine.method.label, f" at {length:,}" if length else ""
+        with self.output.bar(f"{task.name}, {label}{where}:", " samples") as bar:
+            asked = self.suite.answers(engine, task, length, made=made, record=self.answers, about=about, progress=bar)
+        found = scored(task, (Answered(x.answer or "", sample.answers, sample.group) for sample, x in asked))
+        if found is None:
+            return None
+        score, scale = Score.of(answer for _, answer in asked), self.suite.scale
+        self.output.text(self._row(CEILING if ceiling else label, length, found, score, hidden), *detail_lines(found))
+        cell = {**self.suite.about(task), "method": label, "knobs": knob_values(engine.method), "length": length}
+        cell |= {"ceiling": ceiling, "warning": engine.beyond(length) if length else None, **asdict(score)}
+        cell |= {**asdict(found), **{name: scale * cell[name] for name in ("mean", "low", "high")}}
+        self.objects.append(cell)
+        self.scores.setdefault(label, {})[task.name] = found.score
+        if self.predictions is not None:
+            path = Path(self.predictions) / label / f"{task.name}.jsonl"
+            _make_folder(path.parent)
+            lines = [self.suite.prediction(sample, answer.answer or "") for sample, answer in asked]
+            write_whole(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
+        return score
 
-    def _engines(self) -> list[lce.Engine]:
-        """Return an engine for each method, over the same weights."""
-        engines: list[lce.Engine] = []
-        for method in self.methods:
-            engines.append(lce.load(self.model, method, sharing=engines[0] if engines else None, **self.loading))
-        return engines
-
-    def _full(self, engines: Sequence[lce.Engine]) -> lce.Engine:
-        """Return an engine of `full` with the checkpoint's own RoPE scaling."""
-        plain = {**self.loading, "rope": None, "rope_factor": None}
-        return lce.load(self.model, "full", sharing=engines[0], **plain)
-
-
-def row(task: Task, method: str, length: int, score: Score, *, hidden: bool = False) -> str:
-    """Return one line under `HEADER`; `hidden` replaces the score by a dash."""
-    mean = "-" if hidden else f"{score.mean:.1%}"
-    ends = "-" if hidden else f"{score.low:.1%} to {score.high:.1%}"
-    read = "" if score.read_bytes is None else size_text(round(score.read_bytes))
-    return f"{task.name:<18}{method:<18}{length:>9,}{score.samples:>9,}{mean:>8}  {ends:<16}{score.interval:<11}{read}"
+    def _row(self, method: str, length: int, found: TaskScore, score: Score, hidden: bool) -> str:
+        """Return one line under `HEADER`; a dash replaces a `hidden` score."""
+        mean, low, high = (
+            f"{x:.1%}" if self.suite.scale == 1 else f"{self.suite.scale * x:.2f}"
+            for x in (score.mean, score.low, score.high)
+        )
+        shown = f"{'-':>8}  {'-':<18}" if hidden else f"{mean:>8}  {f'{low} to {high}':<18}"
+        read = "" if score.read_bytes is None else size_text(round(score.read_bytes))
+        asked = f"{f'{length:,}' if length else '':>9}{found.samples:>9,}"
+        return f"{found.task:<26}{method:<18}{asked}{shown}{score.interval:<11}{read:<14}{found.metric}"
 
 
-def cell_object(task: Task, engine: lce.Engine, length: int, score: Score, *, ceiling: bool = False) -> dict[str, Any]:
-    """Return a cell for JSON."""
-    return {
-        "task": task.name, "task_knobs": knob_values(task), "method": engine.method.label,
-        "knobs": knob_values(engine.method), "length": length, "ceiling": ceiling, **dataclasses.asdict(score),
-        "warning": engine.beyond(length),
-    }  # fmt: skip
+def _most_tokens(sample: Sample) -> int:
+    return (sample.n_tokens or 0) + (sample.max_tokens or 0)
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder in which files can be written. Raises `UsageError`."""
+    make_folder(folder, "predictions")
+    check_folder(folder / "predictions.jsonl")
 
 
 def task_object(name: str) -> dict[str, Any]:
     """Return a task's name, its question and source, its metric, and its knobs with defaults."""
     cls = TASKS[name]
-    summary = " ".join((cls.__doc__ or "").split())
-    return {"name": name, "summary": summary, "metric": cls.metric, "fills": cls.fills, "knobs": knob_values(cls())}
+    summary, (metric,) = " ".join((cls.__doc__ or "").split()), cls.metrics
+    return {"name": name, "summary": summary, "metric": metric, "fills": cls.fills, "knobs": knob_values(cls())}
 
 
 def task_lines(task: Mapping[str, Any]) -> list[str]:

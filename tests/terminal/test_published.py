@@ -37,7 +37,7 @@ def test_a_run_resumes_is_shared_out_and_scores_what_it_wrote(tiny_model: Path, 
     before = record.read_bytes()
     again = run(*args, "--record", record)
     assert record.read_bytes() == before
-    assert again.stdout.splitlines()[0].split()[:4] == ["task", "method", "samples", "score"]
+    assert again.stdout.splitlines()[0].split()[:5] == ["task", "method", "length", "samples", "score"]
     assert len(again.stdout.splitlines()) == 5
 
     halves = [tmp_path / f"half{i}.jsonl" for i in (0, 1)]

@@ -134,7 +134,7 @@ def test_eval_report_draws(tmp_path: Path) -> None:
 
 def test_eval_report_refuses_what_is_no_record(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("notes\n")
-    assert_error(run("eval", "report", tmp_path / "text"), 3, "is no record of answers")
+    assert_error(run("eval", "report", tmp_path / "text"), 3, "is no record")
     assert_error(run("eval", "report", tmp_path / "none"), 3, "there is no file")
     assert_error(run("eval", "report", tmp_path), 3, "is a folder")
     assert_error(

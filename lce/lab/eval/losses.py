@@ -1,4 +1,4 @@
-"""Reads records of perplexity and makes tables: a row a method, a column a length or a run of positions.
+"""Makes tables of recorded losses: a row a method, a column a length or a run of positions.
 
 A table has one model and one of three settings: windows with the last S tokens scored, windows with all tokens scored,
 or streams, whose columns end at powers of two. The record does not name its texts. A cell has all windows in the
@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from lce.errors import DataError, shown
-from lce.files import named
 from lce.lab.eval.naming import engine_key, method_names, model_names
-from lce.lab.eval.perplexity import Loss, Perplexity
+from lce.lab.eval.perplexity import Perplexity
+from lce.lab.eval.record import Loss
 
 LossLine = tuple[Mapping[str, Any], Loss]  # what was read, and the loss
-MOST_TOKENS = 1 << 48
 
 
 class Column(NamedTuple):
@@ -56,27 +53,13 @@ class LossTable:
         return {"model": self.model, "setting": self.setting, "notes": self.notes, "cells": cells}
 
 
-def check_line(sample: Mapping[str, Any], _: Loss, file: str | Path) -> None:
-    """Raise `DataError` for a line that describes no window of a text. Lines of a file are not trusted."""
-    setting, length, first = (sample.get(name) for name in ("setting", "length", "first"))
-    stop = sample.get("stop", length)
-    sound = all(type(n) is int for n in (length, first, stop)) and setting in ("windows", "stream")
-    if not sound or not 1 <= first < stop <= length < MOST_TOKENS or not isinstance(sample.get("text"), str):  # type: ignore[operator]
-        found = ", ".join(f"{name}={shown(sample.get(name))}" for name in ("setting", "length", "first", "stop"))
-        raise DataError(
-            f"{named(file)} has a loss with {found}; expected windows or stream, and 1 <= first < stop <= length; "
-            "correct the line"
-        )
-
-
 def loss_tables(lines: Sequence[LossLine]) -> Iterator[LossTable]:
     """Yield the tables of all lines, in the order of the files; lengths ascend."""
     names, models = method_names(lines), model_names(lines)
-    for model in dict.fromkeys(str(sample.get("model")) for sample, _ in lines):
-        mine = [line for line in lines if str(line[0].get("model")) == model]
-        for setting, group in _settings(mine):
-            table = LossTable(models[model], setting)
-            table.windows = tuple(sorted({loss.window for _, loss in group if loss.window}))
+    for model, name in models.items():
+        for setting, group in _settings([line for line in lines if str(line[0].get("model")) == model]):
+            windows = {loss.window for _, loss in group if loss.window}
+            table = LossTable(name, setting, windows=tuple(sorted(windows)))
             columns = _columns(group)
             found: dict[tuple[str, Column], dict[str, Loss]] = {}
             for sample, loss in group:
@@ -98,10 +81,8 @@ def _settings(lines: Sequence[LossLine]) -> Iterator[tuple[str, list[LossLine]]]
     windows = [line for line in lines if line[0]["setting"] == "windows"]
     strides = sorted({sample["length"] - sample["first"] for sample, _ in windows if sample["first"] > 1})
     for stride in strides:
-        yield (
-            f"the last {stride:,} tokens of windows",
-            [line for line in windows if line[0]["first"] == max(1, line[0]["length"] - stride)],
-        )
+        last = [line for line in windows if line[0]["first"] == max(1, line[0]["length"] - stride)]
+        yield f"the last {stride:,} tokens of windows", last
     whole = [line for line in windows if line[0]["first"] == 1]
     if any(sample["length"] - 1 > max(strides, default=0) for sample, _ in whole):
         yield "all tokens of windows", whole
@@ -117,13 +98,13 @@ def _border(sample: Mapping[str, Any]) -> int:
 
 def _columns(lines: Sequence[LossLine]) -> dict[int, Column]:
     """Return the columns of a table by border. Columns of a stream end where reading ended."""
-    runs: dict[int, list[tuple[int, int]]] = {}
+    found: dict[int, Column] = {}
     for sample, _ in lines:
-        runs.setdefault(_border(sample), []).append((sample["first"], sample.get("stop", sample["length"])))
-    if lines[0][0]["setting"] == "windows":
-        return {border: Column(0, border) for border in runs}
-    firsts = {border: min(first for first, _ in found) for border, found in runs.items()}
-    return {
-        border: Column(0 if firsts[border] == 1 else firsts[border], max(stop for _, stop in found))
-        for border, found in runs.items()
-    }
+        border = _border(sample)
+        if sample["setting"] == "windows":
+            found[border] = Column(0, border)
+        else:
+            first = 0 if sample["first"] == 1 else sample["first"]
+            before = found.get(border, Column(first, 0))
+            found[border] = Column(min(first, before.first), max(sample["stop"], before.length))
+    return found

@@ -1,4 +1,4 @@
-"""How records describe an engine, and how tables name model, method and task. Lines of records are not trusted."""
+"""How records describe an engine, and how tables name model, method and task."""
 
 from __future__ import annotations
 
@@ -6,33 +6,20 @@ import dataclasses
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import lce
 
 if TYPE_CHECKING:
     from lce import Engine
+    from lce.lab.eval.record import Line
 
 MOST = 160  # characters of a name
-LONGEST_ENGINE = 4096  # characters of an engine's repr to parse; ours have some 300
 PLAIN = str.maketrans({"|": "/", "`": "'", "<": "‹", ">": "›", "$": "?"})  # no tables, code, HTML or formulas
 OF_SAMPLE = "task task_knobs filler length samples seed depths questions mode index number".split()
 OF_ENGINE = "model engine rope weights kv_dtype".split()
-AS_USUAL = frozenset([*OF_SAMPLE, *OF_ENGINE])
 
-
-class Told(Protocol):
-    """The engine's fields in a record's line, besides the sample; None for a missing field."""
-
-    @property
-    def method(self) -> str | None: ...
-    @property
-    def window(self) -> int | None: ...
-    @property
-    def checkpoint(self) -> str | None: ...
-
-
-Line = tuple[Mapping[str, Any], Told]  # a sample, and its answer or loss
+Measured = tuple[Mapping[str, Any], "Line"]  # a sample, and what was measured
 EngineKey = tuple[str, ...]
 
 
@@ -47,7 +34,7 @@ def described(engine: Engine) -> dict[str, str]:
 
 
 def told(engine: Engine) -> dict[str, Any]:
-    """Return further facts that a record keeps about an engine, for reading and sorting."""
+    """Return further facts that a record keeps about an engine: the fields of `Line`, but for the checkpoint."""
     method = engine.method
     about = {"method": method.label, "knobs": knob_values(method)}
     return {**about, "window": engine.window, "version": lce.__version__}
@@ -68,24 +55,23 @@ def cut(text: str) -> str:
 
 def way_of(sample: Mapping[str, Any]) -> str:
     """Return the fields of a sample that differ from the usual as a short text: knobs, filler, mode and any others."""
-    knobs = sample.get("task_knobs")
-    parts = [f"{k}={v}" for k, v in knobs.items()] if isinstance(knobs, dict) else []
+    parts = [f"{knob}={value}" for knob, value in sample.get("task_knobs", {}).items()]
     if (filler := sample.get("filler")) not in ("prose", "none", None):
         parts.append(str(filler))
     if mode := sample.get("mode"):
         parts.append(f"mode {mode}")
     if "number" in sample:  # only samples that a method missed: not comparable
         parts.append("asked again by lce eval why")
-    parts += [f"{name}={sample[name]}" for name in sorted(sample.keys() - AS_USUAL)]
+    parts += [f"{name}={sample[name]}" for name in sorted(sample.keys() - {*OF_SAMPLE, *OF_ENGINE})]
     return cut(", ".join(parts))
 
 
-def model_names(lines: Iterable[Line]) -> dict[str, str]:
+def model_names(measured: Iterable[Measured]) -> dict[str, str]:
     """Return a name for each model: the user's name and a part of the fingerprint."""
     called: dict[str, str] = {}
-    for sample, answer in lines:
+    for sample, line in measured:
         model = str(sample.get("model"))
-        called[model] = Path(answer.checkpoint).name if answer.checkpoint else called.get(model, "")
+        called[model] = Path(line.checkpoint).name if line.checkpoint else called.get(model, "")
     return {model: cut(f"{name or 'model'} {model[:8]}") for model, name in called.items()}
 
 
@@ -93,24 +79,23 @@ def engine_key(sample: Mapping[str, Any]) -> EngineKey:
     return tuple(str(sample.get(name)) for name in OF_ENGINE)
 
 
-def method_names(lines: Iterable[Line], without: Collection[str] = ()) -> dict[EngineKey, str]:
+def method_names(measured: Iterable[Measured], without: Collection[str] = ()) -> dict[EngineKey, str]:
     """Return a name for each engine: its method, and the knobs that differ among engines of this method and model.
 
     Engines that differ only in knobs of `without` share a name.
     """
+    engines: dict[EngineKey, Measured] = {}
+    for sample, line in measured:
+        engines.setdefault(engine_key(sample), (sample, line))
     groups: dict[tuple[str, str], dict[EngineKey, dict[str, str]]] = {}
-    seen: set[EngineKey] = set()
-    for sample, answer in lines:
-        key = engine_key(sample)
-        if key not in seen:
-            seen.add(key)
-            kind, parts = engine_parts(sample)
-            groups.setdefault((key[0], answer.method or kind), {})[key] = parts
+    for key, (sample, line) in engines.items():
+        kind, parts = engine_parts(sample)
+        kept = {knob: value for knob, value in parts.items() if knob not in without}
+        groups.setdefault((key[0], line.method or kind), {})[key] = kept
     names = {}
-    for (_, name), engines in groups.items():
-        kept = {key: {knob: x for knob, x in parts.items() if knob not in without} for key, parts in engines.items()}
-        knobs = _telling(list(kept.values()))
-        for key, parts in kept.items():
+    for (_, name), alike in groups.items():
+        knobs = _telling(list(alike.values()))
+        for key, parts in alike.items():
             names[key] = cut(" ".join([name, *(f"{knob}={parts[knob]}" for knob in knobs if knob in parts)]))
     return names
 
@@ -135,7 +120,7 @@ def engine_parts(sample: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     Example: `Engine(Streaming(sinks=4, local=508), window=512, block=512, cpu, torch.float32)`.
     """
     text = str(sample.get("engine"))
-    match = re.fullmatch(r"Engine\((\w+)\((.*)\), window=([1-9]\d{0,14}), block=(\d+), (.*)\)", text[:LONGEST_ENGINE])
+    match = re.fullmatch(r"Engine\((\w+)\((.*)\), window=(\d+), block=(\d+), (.*)\)", text)
     if match is None:
         return text, {}
     kind, knobs, window, block, place = match.groups()
@@ -143,16 +128,9 @@ def engine_parts(sample: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
         kind, knobs = watched.groups()
     parts = dict(part.partition("=")[::2] for part in _split(knobs)) if knobs else {}
     parts = {knob: _value(value) for knob, value in parts.items()}
-    parts |= {"window": window, "block": block, "on": place.replace("torch.", "")}
-    parts["rope"] = _rope(str(sample.get("rope")))
+    parts |= {"window": window, "block": block, "on": place.replace("torch.", ""), "rope": _rope(str(sample["rope"]))}
     parts |= {name: str(sample.get(name, "as loaded")) for name in ("weights", "kv_dtype")}
     return kind, parts
-
-
-def window_of(line: Line) -> int:
-    """Return the window that a sample was asked with; 0 if unknown."""
-    sample, answer = line
-    return answer.window or int(engine_parts(sample)[1].get("window", 0))
 
 
 def _value(text: str) -> str:

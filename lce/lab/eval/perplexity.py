@@ -21,11 +21,11 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from lce.errors import UsageError, nearest
 from lce.lab.eval.naming import described, told
-from lce.lab.eval.record import Lines
+from lce.lab.eval.record import Loss, Record
 
 if TYPE_CHECKING:
     from lce import Engine
@@ -48,28 +48,6 @@ class Text:
     def hash(self, start: int, stop: int) -> str:
         """Return a short hash of the tokens `start..stop-1`."""
         return hashlib.sha256(array("q", self.ids[start:stop]).tobytes()).hexdigest()[:16]
-
-
-@dataclass(frozen=True)
-class Loss:
-    """The summed negative log-likelihood of some tokens; the other fields are as in `Answer`."""
-
-    positive: ClassVar = ("tokens", "window")
-    shares: ClassVar = ()
-
-    nll: float
-    tokens: int
-    method: str | None = None
-    knobs: dict[str, Any] | None = None
-    window: int | None = None  # of the engine
-    checkpoint: str | None = None
-    version: str | None = None
-
-
-class Losses(Lines[Loss]):
-    """The losses in one file, by window."""
-
-    kind, holds = Loss, "losses"
 
 
 @dataclass(frozen=True)
@@ -107,17 +85,13 @@ def student(freedom: int) -> float:
     if freedom in exact:
         return exact[freedom]
     z = NormalDist().inv_cdf(0.975)
-    return (
-        z
-        + (z**3 + z) / (4 * freedom)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
-    )
+    second, third = (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + (z**3 + z) / (4 * freedom) + second / freedom**2 + third / freedom**3
 
 
 def windows(
     engine: Engine, texts: Sequence[Text], *, length: int, longest: int = 0, stride: int = STRIDE,
-    scored: str = "last", most: int | None = None, record: Losses | None = None,
+    scored: str = "last", most: int | None = None, record: Record | None = None,
     about: Mapping[str, Any] | None = None, progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:  # fmt: skip
     """Return the perplexity in windows of `length` tokens that end where windows of `longest` tokens end.
@@ -148,7 +122,7 @@ def windows(
 
 def stream(
     engine: Engine, texts: Sequence[Text], *, lengths: Sequence[int], stride: int = STRIDE,
-    record: Losses | None = None, about: Mapping[str, Any] | None = None,
+    record: Record | None = None, about: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Perplexity]:  # fmt: skip
     """Return the perplexity by position, from one pass over the first `max(lengths)` tokens of each text.
@@ -159,44 +133,38 @@ def stream(
     check(stride, "last")
     borders = sorted(set(lengths))
     by_border: dict[int, list[Loss]] = {border: [] for border in borders}
-    total = sum(min(len(text.ids), borders[-1]) for text in texts)
-    before, more = 0, told(engine) | dict(about or {})
+    total, before = sum(min(len(text.ids), borders[-1]) for text in texts), 0
     for text in texts:
+
+        def tell(done: int, _: int, before: int = before) -> None:
+            if progress:
+                progress(before + done, total)
+
         n = min(len(text.ids), borders[-1])
-        if n > 1:
-            for border, loss in _streamed(engine, text, n, borders, stride, record, more, before, total, progress):
-                by_border[border].append(loss)
+        runs = list(_runs(n, borders, stride))
+        whole = {**_asked(engine, "stream"), "length": n, "text": text.hash(0, n)}
+        keys = [{**whole, "first": first, "stop": stop} for first, stop, _ in runs]
+        losses: list[Any] = [record.get(key) if record else None for key in keys]
+        if None in losses:
+            if record:
+                record.prepare()
+            nll = -engine.score(text.ids[:n], progress=tell).logprobs.double()  # of the tokens from 1 on
+            sums = [(float(nll[first - 1 : stop - 1].sum()), stop - first) for first, stop, _ in runs]
+            losses = [Loss(nll=loss, tokens=count, **told(engine), **(about or {})) for loss, count in sums]
+            if record:
+                record.add_all([pair for pair in zip(keys, losses, strict=True) if not record.get(pair[0])])
+        for (_, _, border), loss in zip(runs, losses, strict=True):
+            by_border[border].append(loss)
+        tell(n, total)
         before += n
-    found = []
-    for first, border in zip([0, *borders], borders, strict=False):
-        if by_border[border]:
-            found.append(Perplexity.of(engine.method.name, "stream", first, border, by_border[border]))
+    found = [
+        Perplexity.of(engine.method.name, "stream", first, border, by_border[border])
+        for first, border in zip([0, *borders], borders, strict=False)
+        if by_border[border]
+    ]
     if not found:
         raise UsageError(f"no text has two tokens; expected texts of {borders[-1]} tokens")
     return found
-
-
-def _streamed(
-    engine: Engine, text: Text, n: int, borders: Sequence[int], stride: int, record: Losses | None,
-    about: Mapping[str, Any], before: int, total: int, progress: Callable[[int, int], None] | None,
-) -> Iterator[tuple[int, Loss]]:  # fmt: skip
-    """Yield the losses of runs of at most `stride` tokens, each behind the border that ends its column."""
-    runs = list(_runs(n, borders, stride))
-    whole = {**_asked(engine, "stream"), "length": n, "text": text.hash(0, n)}
-    keys = [{**whole, "first": first, "stop": stop} for first, stop, _ in runs]
-    known = [record.get(key) if record else None for key in keys]
-    losses = [loss for loss in known if loss is not None]
-    if len(losses) < len(runs):
-        if record:
-            record.prepare()
-        tell = (lambda done, _: progress(before + done, total)) if progress else None
-        nll = -engine.score(text.ids[:n], progress=tell).logprobs.double()  # of the tokens from 1 on
-        losses = [Loss(float(nll[first - 1 : stop - 1].sum()), stop - first, **about) for first, stop, _ in runs]
-        if record:
-            record.add_all([pair for pair, old in zip(zip(keys, losses, strict=True), known, strict=True) if not old])
-    if progress:
-        progress(before + n, total)
-    return ((border, loss) for (_, _, border), loss in zip(runs, losses, strict=True))
 
 
 def _runs(n: int, borders: Sequence[int], stride: int) -> Iterator[tuple[int, int, int]]:

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lce.errors import UsageError
 from lce.files import check_folder, write_whole
@@ -69,9 +69,9 @@ def figures(report: Report) -> Iterator[tuple[str, Figure]]:
     for table in report.tables:
         for kind, draw in kinds.items():
             if (figure := draw(table)) is not None:
-                yield name(table.group.model, table.group.title, kind), figure
-    for model in dict.fromkeys(table.group.model for table in report.tables):
-        tables = [table for table in report.tables if table.group.model == model and table.cells]
+                yield name(table.model, table.title, kind), figure
+    for model in dict.fromkeys(table.model for table in report.tables):
+        tables = [table for table in report.tables if table.model == model and table.cells]
         for first in range(0, len(tables), MOST_PANELS):
             yield name(model, "methods"), side_by_side(tables[first : first + MOST_PANELS])
     for losses in report.perplexities:
@@ -86,7 +86,7 @@ def by_length(table: Table) -> Figure | None:
         return None
     figure, axes = _figure(table, 4.6)
     for number, method in enumerate(_methods(table)):
-        cells = [(length, table.cells[place]) for length, place in _row(table, method)]
+        cells = _row(table, method)
         apart = min(APART, MOST_APART / len(table.methods))
         shift = 2 ** (apart * (number - (len(table.methods) - 1) / 2))
         spans = [(cell.score.mean, cell.score.low, cell.score.high) for _, cell in cells]
@@ -152,8 +152,7 @@ def by_bytes(table: Table) -> Figure | None:
     figure, axes = _figure(table, 4.6)
     drawn = False
     for number, method in enumerate(_methods(table)):
-        cells = [(length, table.cells[place].score) for length, place in _row(table, method)]
-        known = [(length, score, score.read_bytes) for length, score in cells if score.read_bytes]
+        known = [(length, cell.score, size) for length, cell in _row(table, method) if (size := cell.score.read_bytes)]
         if known:
             drawn = True
             sizes = [size / 2**20 for _, _, size in known]
@@ -203,8 +202,7 @@ def by_depth(table: Table) -> Figure | None:
 
 def _heat(table: Table, method: str, bands: Sequence[tuple[float, float]]) -> list[list[float | None]]:
     """Return mean scores, a row a band of depths, a column a length."""
-    cells = [table.cells.get(place, Cell()) for place in table.places(method)]
-    scores = [[cell.between(low, high) for cell in cells] for low, high in bands]
+    scores = [[cell.between(low, high) if cell else None for cell in table.row(method)] for low, high in bands]
     return [[None if score is None else score.mean for score in row] for row in scores]
 
 
@@ -217,13 +215,12 @@ def side_by_side(tables: Sequence[Table]) -> Figure:
     heights = [1.2 + 0.28 * max(len(_methods(table)) for table in row) for row in rows]
     figure = Figure(figsize=(WIDTH * columns, 0.6 + sum(heights)), layout="constrained")
     panels = figure.subplots(len(rows), columns, squeeze=False, sharex=True, height_ratios=heights).flatten()
-    figure.suptitle(f"{tables[0].group.model}: score, 95% interval, ceiling", fontsize=LETTERS, wrap=True)
+    figure.suptitle(f"{tables[0].model}: score, 95% interval, ceiling", fontsize=LETTERS, wrap=True)
     for axes in panels[len(tables) :]:
         axes.remove()
     for axes, table in zip(panels[: len(tables)], tables, strict=True):
         length = max(table.lengths, key=lambda length: (sum(place.length == length for place in table.cells), length))
-        places = [Place(method, length) for method in _methods(table)]
-        found = [(place.method, table.cells[place].score) for place in places if place in table.cells]
+        found = [(m, table.cells[Place(m, length)].score) for m in _methods(table) if Place(m, length) in table.cells]
         for y, (_, score) in enumerate(found):
             axes.errorbar(
                 score.mean,
@@ -247,9 +244,9 @@ def _methods(table: Table | LossTable | SelectionTable) -> list[str]:
     return table.methods[:MOST_METHODS]
 
 
-def _row(table: Table, method: str) -> list[tuple[int, Any]]:
-    """Return the lengths at which a method was asked, with the places of the cells."""
-    return [(place.length, place) for place in table.places(method) if place in table.cells]
+def _row(table: Table, method: str) -> list[tuple[int, Cell]]:
+    """Return the lengths at which a method was asked, with the cells."""
+    return [(length, cell) for length, cell in zip(table.lengths, table.row(method), strict=True) if cell]
 
 
 def _figure(table: Table | LossTable, height: float) -> tuple[Figure, Axes]:
@@ -302,7 +299,7 @@ def _styled(axes: Axes, what: str) -> None:
 
 
 def _title(table: Table, *, model: bool = True) -> str:
-    text = f"{table.group.title}: {table.group.model}" if model else table.group.title
+    text = f"{table.title}: {table.model}" if model else table.title
     return f"{text}\n(does not discriminate)" if table.discriminates is False else text
 
 

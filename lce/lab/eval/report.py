@@ -6,49 +6,33 @@ following is about answers.
 A cell has one task, asked in one way of one model with one method at one length. It has the samples' mean score and the
 95% interval of `lce.lab.eval.scores`. Samples in several files count once.
 
-A task's ceiling is the model's score within its window: the score of `full` at the samples that `Suite` asks for the
-ceiling, or else at the largest length within the window. Notes name tasks and lengths that cannot distinguish methods:
-tasks whose ceiling is not clearly above chance or is below 0.5, and lengths at which every method reaches the ceiling.
+A task's ceiling is the model's score within its window: the score of `full` at the samples asked for the ceiling, or
+else at the largest length within the window. Notes name tasks and lengths that cannot distinguish methods: tasks whose
+ceiling is not clearly above chance or is below 0.5, and lengths at which every method reaches the ceiling.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lce.errors import DataError, UsageError, shown
-from lce.files import named, open_regular
-from lce.lab.eval.losses import LossLine, LossTable, check_line, loss_tables
-from lce.lab.eval.naming import cut, engine_key, engine_parts, method_names, model_names, way_of, window_of
-from lce.lab.eval.perplexity import Losses
-from lce.lab.eval.record import Answer, Lines, Record
+from lce.files import named
+from lce.lab.eval.losses import LossTable, loss_tables
+from lce.lab.eval.naming import cut, engine_key, engine_parts, method_names, model_names, way_of
+from lce.lab.eval.record import Answer, Attended, Loss, Record
 from lce.lab.eval.scores import Score
-from lce.lab.eval.selection import Looks
-from lce.lab.eval.selections import LookLine, SelectionTable, check_look, selection_tables
+from lce.lab.eval.selections import SelectionTable, selection_tables
 
 CLEARLY = 0.1  # least distance of the lower end of a ceiling's interval above chance
 FAILS = 0.5  # below it, `full` fails within the window
-LONGEST_LINE = 1 << 24  # bytes of a line of a record
 HOLDS = 0.9  # share of the ceiling's score that a method needs to hold
 
-AnswerLine = tuple[Mapping[str, Any], Answer]  # a sample and its answer
-
-
-@dataclass(frozen=True, order=True)
-class Group:
-    """The subject of one table: a model and a task, asked in one way."""
-
-    model: str
-    task: str
-    way: str = ""  # knobs of the task, filler and mode, if unusual
-
-    @property
-    def title(self) -> str:
-        return f"{self.task}{', ' if self.way else ''}{self.way}"
+Answered = tuple[Mapping[str, Any], Answer]  # a sample and its answer
 
 
 class Place(NamedTuple):
@@ -63,7 +47,7 @@ class Cell:
     """The answers of one method at one length."""
 
     answers: dict[str, Answer] = field(default_factory=dict)
-    depths: set[float] = field(default_factory=set)  # the depths that were asked for
+    depths: set[float] = field(default_factory=set)  # the depths that were asked for; none if depths are even
 
     @cached_property
     def score(self) -> Score:
@@ -77,11 +61,17 @@ class Cell:
 
 @dataclass
 class Table:
-    """The cells of one group, by method and length, in the order in which they were first asked."""
+    """The cells of one model and one task, asked in one way, in the order in which they were first asked."""
 
-    group: Group
+    model: str
+    task: str
+    way: str  # knobs of the task, filler and mode, if unusual
     cells: dict[Place, Cell] = field(default_factory=dict)
     ceilings: dict[Place, Cell] = field(default_factory=dict)  # of `full`, within the window
+
+    @property
+    def title(self) -> str:
+        return f"{self.task}{', ' if self.way else ''}{self.way}"
 
     @property
     def methods(self) -> list[str]:
@@ -91,18 +81,9 @@ class Table:
     def lengths(self) -> list[int]:
         return sorted({length for _, length in self.cells})
 
-    def places(self, method: str) -> list[Place]:
-        """Return a method's row: a place for each length, with or without a cell."""
-        return [Place(method, length) for length in self.lengths]
-
-    def depths(self, place: Place) -> list[float]:
-        """Return the depths that were asked for; none if depths are even."""
-        cell = self.cells.get(place)
-        return [] if cell is None else sorted(cell.depths)
-
-    def at_depth(self, place: Place, depth: float) -> Score | None:
-        cell = self.cells.get(place)
-        return None if cell is None else cell.between(depth, depth)
+    def row(self, method: str) -> list[Cell | None]:
+        """Return a method's cells, one for each length; None where the method was not asked."""
+        return [self.cells.get(Place(method, length)) for length in self.lengths]
 
     @property
     def ceiling(self) -> tuple[int, Score] | None:
@@ -123,7 +104,7 @@ class Table:
         return [
             f"{length:,} tokens do not discriminate: every method has the score of `full` within the window."
             for length in self.lengths
-            if self.all_reach(length, top)
+            if not self.tells(length)
         ]
 
     @property
@@ -135,7 +116,8 @@ class Table:
         """Return whether scores at `length` distinguish methods; None if the ceiling is unknown."""
         if self.ceiling is None:
             return None
-        return bool(self.discriminates) and not self.all_reach(length, self.ceiling[1])
+        scores = [cell.score for (_, own), cell in self.cells.items() if own == length]
+        return bool(self.discriminates) and not all_reach(scores, self.ceiling[1])
 
     def holds_to(self, method: str) -> int | None:
         """Return the longest length such that the method's mean, up to there, is at least `HOLDS` of the ceiling's.
@@ -145,16 +127,12 @@ class Table:
         if self.ceiling is None or not self.discriminates:
             return None
         holds = 0
-        for place in self.places(method):
-            if place in self.cells:
-                if self.cells[place].score.mean < HOLDS * self.ceiling[1].mean:
+        for length, cell in zip(self.lengths, self.row(method), strict=True):
+            if cell is not None:
+                if cell.score.mean < HOLDS * self.ceiling[1].mean:
                     break
-                holds = place.length
+                holds = length
         return holds
-
-    def all_reach(self, length: int, top: Score) -> bool:
-        """Apply `all_reach` to the methods at `length`."""
-        return all_reach([cell.score for (_, own), cell in self.cells.items() if own == length], top)
 
 
 def all_reach(scores: Sequence[Score], ceiling: Score) -> bool:
@@ -185,64 +163,46 @@ class Report:
         """Read records. Raises `DataError` for a file that is no record, or for a line without a length."""
         if not files:
             raise UsageError("no file is given; expected one record or more")
-        found: dict[str, AnswerLine] = {}
-        losses: dict[str, LossLine] = {}
-        looks: dict[str, LookLine] = {}
-        lines: dict[type[Lines[Any]], dict[str, Any]] = {Record: found, Losses: losses, Looks: looks}
-        checks: dict[type[Lines[Any]], Callable[..., None]] = {Record: _check, Losses: check_line, Looks: check_look}
+        found: dict[type, dict[str, Any]] = {Answer: {}, Loss: {}, Attended: {}}  # samples and lines, by key
         conflicts = 0
         for file in files:
             if not Path(file).exists():
                 raise DataError(f"there is no file {named(file)}; name a record that lce eval run --record wrote")
-            kind = _kind(Path(file))
-            for key, sample, value in kind(file).items():
-                checks[kind](sample, value, file)
-                conflicts += kind is Record and key in found and found[key][1].value != value.value
-                lines[kind].setdefault(key, (sample, value))
-        if not found and not losses and not looks:
+            for key, sample, line in Record(file).items():
+                _check(sample, file)
+                before = found[type(line)].setdefault(key, (sample, line))[1]
+                conflicts += isinstance(line, Answer) and line.value != before.value
+        if not any(found.values()):
             raise DataError(f"{named(files[0])} has no answers; name a record that lce eval run --record wrote")
-        perplexities = tuple(loss_tables(list(losses.values())))
-        return cls(tuple(_tables(found)), conflicts, perplexities, tuple(selection_tables(looks)))
+        perplexities = tuple(loss_tables(list(found[Loss].values())))
+        selections = tuple(selection_tables(list(found[Attended].values())))
+        return cls(tuple(_tables(found[Answer])), conflicts, perplexities, selections)
 
 
-def _kind(path: Path) -> type[Lines[Any]]:
-    """Return the kind of record, told by the first line of a file."""
-    with open(open_regular(path), "rb") as file:
-        line = file.readline(LONGEST_LINE)
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError):
-        return Record
-    names = set(fields) if isinstance(fields, dict) else set()
-    return Losses if "nll" in names else Looks if {"queries", "recall"} <= names else Record
-
-
-def _check(sample: Mapping[str, Any], _: Answer, file: str | Path) -> None:
-    length = sample.get("length")
-    if type(length) is not int or not 0 < length < 1 << 48 or not isinstance(sample.get("task"), str):
+def _check(sample: Mapping[str, Any], file: str | Path) -> None:
+    task, length = sample.get("task"), sample.get("length")
+    if type(length) is not int or length < 1 or not isinstance(task, str):
         raise DataError(
-            f"{named(file)} has an answer of length {shown(length)} to task {shown(sample.get('task'))}; expected a "
-            "number of tokens and a name; correct the line"
+            f"{named(file)} has a line of length {shown(length)} and task {shown(task)}; expected a number of tokens "
+            "and a name; correct the line"
         )
 
 
-def _tables(found: Mapping[str, AnswerLine]) -> list[Table]:
+def _tables(found: Mapping[str, Answered]) -> list[Table]:
     """Return the tables of all answers, in the order of the files; lengths and depths ascend."""
     names, models = method_names(found.values()), model_names(found.values())
-    tables: dict[Group, Table] = {}
+    tables: dict[tuple[str, ...], Table] = {}
     documents: dict[str, int] = {}  # documents of several seeds and lengths share numbers in lines
     for key, (sample, answer) in found.items():
         number = answer.document if answer.document is not None else sample.get("index")
         document = json.dumps({**sample, "index": number}, sort_keys=True)
         answer = replace(answer, document=documents.setdefault(document, len(documents)))
-        group = Group(models[str(sample.get("model"))], cut(sample["task"]), way_of(sample))
-        table = tables.setdefault(group, Table(group))
+        subject = models[str(sample.get("model"))], cut(sample["task"]), way_of(sample)
+        table = tables.setdefault(subject, Table(*subject))
         cells = table.ceilings if answer.ceiling else table.cells
-        where = Place(names[engine_key(sample)], sample["length"])
-        cell = cells.setdefault(where, Cell())
+        cell = cells.setdefault(Place(names[engine_key(sample)], sample["length"]), Cell())
         cell.answers[key] = answer
-        asked = sample.get("depths")
-        if isinstance(asked, list) and answer.depth is not None and answer.depth in asked:
+        if answer.depth is not None and answer.depth in sample.get("depths", ()):
             cell.depths.add(answer.depth)  # puzzles with several facts have other depths
     for table in tables.values():
         lengths = table.lengths
@@ -253,17 +213,13 @@ def _tables(found: Mapping[str, AnswerLine]) -> list[Table]:
                 same.depths |= cell.depths
                 cell.answers |= same.answers  # some may have been recorded before, not as a ceiling
         if not table.ceilings:
-            table.ceilings = _within(table.cells, found)
+            table.ceilings = {place: cell for place, cell in table.cells.items() if _is_within(place, cell, found)}
     return [table for table in tables.values() if table.cells or table.ceilings]
 
 
-def _within(cells: Mapping[Place, Cell], found: Mapping[str, AnswerLine]) -> dict[Place, Cell]:
-    """Return the cells of `full` without RoPE scaling within the window, for tasks without ceiling samples."""
-    within = {}
-    for where, cell in cells.items():
-        line = found[next(iter(cell.answers))]
-        kind, parts = engine_parts(line[0])
-        is_full = (line[1].method or kind.lower()) == "full"
-        if is_full and parts.get("rope", "none") == "none" and where.length <= window_of(line):
-            within[where] = cell
-    return within
+def _is_within(place: Place, cell: Cell, found: Mapping[str, Answered]) -> bool:
+    """Return whether a cell is of `full` without RoPE scaling within the window: a ceiling that was not asked for."""
+    sample, answer = found[next(iter(cell.answers))]
+    kind, parts = engine_parts(sample)
+    is_full = (answer.method or kind.lower()) == "full" and parts.get("rope", "none") == "none"
+    return is_full and place.length <= (answer.window or int(parts.get("window", 0)))

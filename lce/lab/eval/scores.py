@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from lce.errors import UsageError
 from lce.lab.eval.record import Answer
 
 DRAWS = 2000
@@ -36,17 +37,20 @@ class Score:
 
     @classmethod
     def of(cls, answers: Iterable[Answer]) -> Score:
-        """Return the score of one or more answers, in any order."""
+        """Return the score of answers, in any order. Raises `UsageError` if there are none."""
         answers = list(answers)
+        if not answers:
+            raise UsageError("there are no answers to score; expected one or more: ask more samples, or fewer shards")
         documents: dict[int | None, list[float]] = {}
         for answer in answers:
             documents.setdefault(answer.document, []).append(answer.value)
         kind, low, high = interval(list(documents.values()))
-        return cls(
-            len(answers), math.fsum(answer.value for answer in answers) / len(answers), low, high, kind,
-            mean_of(answer.read_bytes for answer in answers), mean_of(answer.prompt_tokens for answer in answers),
-            mean_of(answer.chance for answer in answers),
-        )  # fmt: skip
+        averages = {
+            name: mean_of(getattr(answer, name) for answer in answers)
+            for name in ("read_bytes", "prompt_tokens", "chance")
+        }
+        mean = math.fsum(answer.value for answer in answers) / len(answers)
+        return cls(len(answers), mean, low, high, kind, **averages)
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import lce
 from lce.errors import UsageError
@@ -34,8 +34,7 @@ RIGHT = 0.5  # the score from which an answer counts as right
 IN_WINDOW = ("side_by_side", "constant")  # placements with no distance beyond the window
 
 
-@dataclass(frozen=True)
-class Rung:
+class Rung(NamedTuple):
     """One change of a method, and the cause that a right answer shows."""
 
     cause: str
@@ -89,7 +88,7 @@ def explain(
     check_selects(method)
     engine = lce.load(model, method, **loading)
     asked, known, about = samples(engine), dict(setting or {"task": "samples"}), {"checkpoint": str(model)}
-    first = partial(progress, "itself:") if progress else None
+    first = partial(progress, f"{method.name}, itself:") if progress else None
     own = answers(engine, asked, setting=known, record=record, about=about, progress=first)
     verdicts = [Verdict(i, sample.depth, sample.answer) for i, sample in enumerate(asked)]
     for verdict, (_, answer) in zip(verdicts, own, strict=True):
@@ -104,7 +103,7 @@ def explain(
             ((_, answer),) = answers(engine, [sample], setting=key, record=record, about=about)
             verdict.add(rung.cause, rung.label, answer)
             if progress:
-                progress(f"{rung.label}:", done, len(missed))
+                progress(f"{method.name}, {rung.label}:", done, len(missed))
     return Causes(method.name, length, verdicts)
 
 
@@ -116,23 +115,25 @@ def check_selects(method: Method) -> None:
 
 def rungs(method: Method, window: int, length: int) -> Iterator[Rung]:
     """Yield the changes of a resolved method in the order of trial, for a text of `length` tokens."""
-    for judge in JUDGES[::-1]:
-        yield Rung("selection", f"true mass ({judge})", cheating(method, judge))
-    for label, wider in _wider(method, window, length):
+    changes = [("selection", "", method)]
+    changes += [("budget", f"{label}, ", wider) for label, wider in _wider(method, window, length)]
+    changes += [("placement", f"placed {placement}, ", moved) for placement, moved in _moved(method, window)]
+    for cause, label, changed in changes:
         for judge in JUDGES[::-1]:
-            yield Rung("budget", f"{label}, true mass ({judge})", cheating(wider, judge))
-    for placement, moved in _moved(method, window):
-        for judge in JUDGES[::-1]:
-            yield Rung("placement", f"placed {placement}, true mass ({judge})", cheating(moved, judge))
+            yield Rung(cause, f"{label}true mass ({judge})", cheating(changed, judge))
     for name in ("rerope", "dca"):
         yield Rung("both", f"everything ({name})", make(name))
+
+
+def _changed(method: Method, knob: str, value: Any) -> Method:
+    knobs: dict[str, Any] = {knob: value}
+    return replace(method, **knobs)
 
 
 def _wider(method: Method, window: int, length: int) -> Iterator[tuple[str, Method]]:
     """Yield the method without `top_p`, then with 2, 4, ... times its budget, up to the text or the window."""
     if getattr(method, "top_p", None) is not None:
-        uncut: dict[str, Any] = {"top_p": None}
-        method = replace(method, **uncut)
+        method = _changed(method, "top_p", None)
         yield "without top_p", method
     knob, size = _budget(method)
     if knob is None:
@@ -142,8 +143,7 @@ def _wider(method: Method, window: int, length: int) -> Iterator[tuple[str, Meth
         factor *= 2
         if getattr(method, "placement", None) == "side_by_side" and least * factor * size > window:
             return
-        knobs: dict[str, Any] = {knob: least * factor}
-        yield f"{factor} times the budget", replace(method, **knobs)
+        yield f"{factor} times the budget", _changed(method, knob, least * factor)
 
 
 def _budget(method: Method) -> tuple[str | None, int]:
@@ -159,19 +159,14 @@ def _budget(method: Method) -> tuple[str | None, int]:
 
 def _moved(method: Method, window: int) -> Iterator[tuple[str, Method]]:
     """Yield the method with other placements within the window; methods without placements become `oracle`."""
-    names = {each.name for each in fields(method)}
+    is_knob = "placement" in {each.name for each in fields(method)}
     for placement in IN_WINDOW:
-        if "placement" in names:
-            if getattr(method, "placement") != placement:  # noqa: B009
-                knobs: dict[str, Any] = {"placement": placement}
-                yield placement, replace(method, **knobs)
-        else:
+        if not is_knob:
             size = max(1, window // 32) if isinstance(method, ESA) else method.choices[1]
-            budget = min(window, max(3 * size, _attended(method)))
-            yield (
-                placement,
-                make("oracle", {"chunk_size": size, "budget": budget, "placement": placement}).resolve(window),
-            )
+            knobs = {"chunk_size": size, "budget": min(window, max(3 * size, _attended(method)))}
+            yield placement, make("oracle", {**knobs, "placement": placement}).resolve(window)
+        elif vars(method)["placement"] != placement:
+            yield placement, _changed(method, "placement", placement)
 
 
 def _attended(method: Method) -> int:

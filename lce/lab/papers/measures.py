@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import lce
 from lce.lab.eval.perplexity import STRIDE
 from lce.lab.eval.published import find
-from lce.lab.eval.published.running import Benchmark
+from lce.lab.eval.published.suite import PublishedSuite
 from lce.lab.eval.report import fails
 from lce.lab.eval.scores import Score
 from lce.lab.papers.setting import Cell, Row, Setting
@@ -280,10 +280,10 @@ class Published(Measure):
 
     def _longest(self, setting: Setting) -> dict[str, int]:
         """Return the tokens of each task's longest prompt with its answer."""
-        benchmark = Benchmark(find(self.suite), Path(setting.data[0]), samples=setting.limit)
+        suite = PublishedSuite(find(self.suite), Path(setting.data[0]), most=setting.limit)
         engine = lce.load(setting.model, "full", **setting.loading)
-        made = {task: benchmark.prompted(engine, task) for task in benchmark.tasks(self.tasks)}
-        return {task.name: task.max_tokens + max(each.n_tokens for each in found) for task, found in made.items()}
+        made = {task: suite.make(engine, task) for task in suite.tasks(self.tasks)}
+        return {task.name: task.max_tokens + max(each.n_tokens or 0 for each in found) for task, found in made.items()}
 
     def cells(self, row: Row, found: Any, setting: Setting) -> Iterator[Cell]:
         tasks, share = [each for each in found if "task" in each], self.most / 100

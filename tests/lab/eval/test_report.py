@@ -17,24 +17,9 @@ ROPE = "RopeConfig(kind='none', theta=10000.0, factor=1.0)"
 
 
 def line(index: int, score: float = 1, **more: Any) -> dict[str, Any]:
-    sample = {
-        "task": "made",
-        "filler": "prose",
-        "length": 512,
-        "samples": 4,
-        "seed": 0,
-        "model": "abcdef0123",
-        "engine": FULL,
-    }
-    told = {
-        "right": score == 1,
-        "score": score,
-        "method": "full",
-        "window": 512,
-        "document": index,
-        "checkpoint": "m/tiny",
-    }
-    return {**sample, "rope": ROPE, "index": index, **told, **more}  # fmt: skip
+    sample = {"task": "made", "filler": "prose", "length": 512, "samples": 4, "seed": 0, "model": "abcdef0123"}
+    told = {"right": score == 1, "score": score, "method": "full", "window": 512, "document": index}
+    return {**sample, "engine": FULL, "rope": ROPE, "index": index, **told, "checkpoint": "m/tiny", **more}
 
 
 def file(path: Path, *lines: dict[str, Any]) -> Path:
@@ -55,7 +40,7 @@ def test_shards_make_the_report_of_one_file_in_any_order(tmp_path: Path) -> None
     assert {place: cell.score for place, cell in table.cells.items()} == {
         place: cell.score for place, cell in other.cells.items()
     }
-    assert (table.group.model, table.lengths, len(table.cells)) == ("tiny abcdef01", [512, 1024], 4)
+    assert (table.model, table.lengths, len(table.cells)) == ("tiny abcdef01", [512, 1024], 4)
     changed = Report.read([first, file(tmp_path / "changed", {**lines[0], "score": 0.5, "right": False})])
     assert changed.conflicts == 1
     assert changed.tables[0].cells[Place("full", 512)].score.mean == other_mean(lines)
@@ -131,56 +116,35 @@ def test_samples_of_the_ceiling_are_samples_of_full_too(tmp_path: Path) -> None:
     assert table.lengths == [1024]
 
 
-HOSTILE = [
-    {"length": "x"}, {"length": True}, {"length": 0}, {"length": 1 << 60}, {"task": 3}, {"score": 2}, {"knobs": []},
-    {"score": float("nan")}, {"depth": -1}, {"document": 1.5}, {"read_bytes": -1}, {"window": 10**30}, {"method": 5},
-    {"expected": [1]},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("changed", HOSTILE)
-def test_hostile_lines_are_refused(changed: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(LceError) as caught:
-        Report.read([file(tmp_path / "record", line(0), line(1, **changed))])
+@pytest.mark.parametrize("changed", [{"length": "x"}, {"length": 0}, {"task": 3}, {"score": "high"}, {"right": None}])
+def test_damaged_lines_are_refused(changed: dict[str, Any], tmp_path: Path) -> None:
+    wrong = {name: value for name, value in line(1, **changed).items() if value is not None}
+    with pytest.raises(LceError, match="correct the line") as caught:
+        Report.read([file(tmp_path / "record", line(0), wrong)])
     assert str(caught.value).isprintable()
 
 
-def test_hostile_names_stay_on_their_line(tmp_path: Path) -> None:
-    names = {"task": "a|b`\n" * 99, "engine": "Engine(" + "(" * 999, "rope": "x\ny", "model": "\0|", "task_knobs": 3}
-    (table,) = Report.read(
-        [file(tmp_path / "record", {**line(0), **names, "checkpoint": "|\n/..", "other": ["\n"]})]
-    ).tables
-    for name in (table.group.model, table.group.title, *table.methods):
-        assert name.isprintable()
-        assert "|" not in name
-        assert len(name) < 400
-
-
-def test_no_name_is_read_as_markup(tmp_path: Path) -> None:
-    hostile = "<b onclick='x'> ![a](http://b) $\\frac$"
-    names = {"task": hostile, "method": hostile, "checkpoint": hostile.replace("/", ""), "other": hostile}
-    (table,) = Report.read([file(tmp_path / "record", line(0, **names))]).tables
-    for name in (table.group.model, table.group.title, *table.methods):
-        assert not any(sign in name for sign in ("<", ">", "](", "$"))
-
-
-def test_hostile_engines_are_names_alone(tmp_path: Path) -> None:
-    many = ", ".join(f"knob{n}=1" for n in range(20_000))
-    engines = {
-        f"Engine(Full(), window={'9' * 5000}, block=1, cpu)": "full",
-        "Engine(LongHeads(), window=0, block=1, cpu)": "longheads",
-        "Engine(LongHeads(chunk_size=8), window=512, block=1, cpu)": "longheads",
-        f"Engine(Full({many}), window=512, block=1, cpu)": "full",
+def test_names_stay_on_their_line_and_are_no_markup(tmp_path: Path) -> None:
+    odd = "<b onclick='x'> ![a](http://b) $\\frac$ a|b`\n" * 99
+    names = {
+        "task": odd,
+        "method": odd,
+        "checkpoint": odd.replace("/", ""),
+        "other": odd,
+        "engine": "Engine((",
+        "rope": "x",
     }
-    lines = [line(0, engine=engine, method=method, window=None) for engine, method in engines.items()]
-    (table,) = Report.read([file(tmp_path / "record", *lines)]).tables
-    assert table.methods == ["full", "longheads", "longheads chunk_size=8"]
+    (table,) = Report.read([file(tmp_path / "record", line(0, **names))]).tables
+    for name in (table.model, table.title, *table.methods):
+        assert name.isprintable()
+        assert not any(sign in name for sign in ("<", ">", "](", "$", "|"))
+        assert len(name) < 400
 
 
 def test_what_why_asked_again_is_one_table_of_its_own(tmp_path: Path) -> None:
     again = [line(0, document=0, number=number) for number in (3, 5)]
     first, second = Report.read([file(tmp_path / "record", line(0), line(1), *again)]).tables
-    assert [first.group.title, second.group.title] == ["made", "made, asked again by lce eval why"]
+    assert [first.title, second.title] == ["made", "made, asked again by lce eval why"]
     assert second.cells[Place("full", 512)].score.samples == 2
 
 

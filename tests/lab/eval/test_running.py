@@ -12,7 +12,7 @@ from tokenizers import normalizers, processors
 import lce
 from lce.errors import DataError
 from lce.lab.eval.record import Record
-from lce.lab.eval.running import Shard, answers, decode_bytes, evaluate
+from lce.lab.eval.running import Asking, Shard, answers, decode_bytes, evaluate
 from lce.lab.eval.sample import Sample
 from tests.checkpoints import save_tiny
 from tests.vocabularies import byte_level_library
@@ -42,7 +42,7 @@ def test_killed_and_resumed_equals_never_stopped_and_shards_equal_one_run(
     mode: str, engine: lce.Engine, tmp_path: Path
 ) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    score = evaluate(engine, made(), setting=SETTING, mode=mode, record=Record(whole))
+    score = evaluate(engine, made(), setting=SETTING, asking=Asking(mode), record=Record(whole))
     assert (score.samples, score.interval) == (6, "bootstrap")
     assert [line["document"] for line in lines(whole)] == [0, 0, 1, 1, 2, 2]
 
@@ -52,14 +52,14 @@ def test_killed_and_resumed_equals_never_stopped_and_shards_equal_one_run(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        evaluate(engine, made(), setting=SETTING, mode=mode, record=Record(cut), progress=interrupt)
+        evaluate(engine, made(), setting=SETTING, asking=Asking(mode), record=Record(cut), progress=interrupt)
     cut.write_bytes(cut.read_bytes()[:-9])  # the process was killed while it wrote its last line
     assert 2 <= len(cut.read_text().splitlines()) <= 4
-    assert evaluate(engine, made(), setting=SETTING, mode=mode, record=Record(cut)) == score
+    assert evaluate(engine, made(), setting=SETTING, asking=Asking(mode), record=Record(cut)) == score
     assert lines(cut) == lines(whole)
     half = tmp_path / "half"
     for index in (1, 0):
-        evaluate(engine, made(), setting=SETTING, mode=mode, record=Record(half), shard=Shard(index, 2))
+        evaluate(engine, made(), setting=SETTING, asking=Asking(mode, Shard(index, 2)), record=Record(half))
     assert lines(half) == lines(whole)
 
 
@@ -76,12 +76,12 @@ def test_nothing_recorded_is_asked_again(engine: lce.Engine, tmp_path: Path, mon
 
 def test_a_line_tells_what_was_asked_of_whom(engine: lce.Engine, tmp_path: Path) -> None:
     about = {"checkpoint": "tiny"}
-    evaluate(engine, made(1, 1), setting=SETTING, record=Record(tmp_path / "record"), about=about, stop=["x"])
+    evaluate(engine, made(1, 1), setting=SETTING, record=Record(tmp_path / "record"), about=about)
     (line,) = lines(tmp_path / "record")
     knobs = line.pop("knobs")
     assert knobs["chunk_size"] == 8
     expected = {
-        "task": "made", "seed": 0, "stop": ["x"], "index": 0, "method": "longheads", "window": 64, "checkpoint": "tiny",
+        "task": "made", "seed": 0, "index": 0, "method": "longheads", "window": 64, "checkpoint": "tiny",
         "version": lce.__version__,
     }  # fmt: skip
     assert {name: line[name] for name in expected} == expected
@@ -94,7 +94,7 @@ def test_every_mode_gives_full_attention_the_same_answers(tiny_model: Path) -> N
     """But for turns after the first, whose context has the answers before."""
     engine = lce.load(tiny_model)
     asked = [
-        [answer.answer for _, answer in answers(engine, made(), setting=SETTING, mode=mode)]
+        [answer.answer for _, answer in answers(engine, made(), setting=SETTING, asking=Asking(mode))]
         for mode in ("single", "shared", "turns")
     ]
     assert asked[0] == asked[1]
@@ -102,14 +102,9 @@ def test_every_mode_gives_full_attention_the_same_answers(tiny_model: Path) -> N
     assert asked[0][1::2] != asked[2][1::2]
 
 
-def test_saved_contexts_are_opened_again(
-    engine: lce.Engine, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ask = {"setting": SETTING, "mode": "shared", "contexts": tmp_path / "contexts"}
-    first = answers(engine, made(), **ask)
-    assert len(list((tmp_path / "contexts").iterdir())) == 3
-    answers(lce.load(tiny_model), made(), **ask)
-    assert len(list((tmp_path / "contexts").iterdir())) == 6, "another method has its own"
+@pytest.fixture
+def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of the texts that are prefilled."""
     prefill, read = lce.Engine.prefill, []
 
     def noted(self: lce.Engine, document: Any, **options: Any) -> lce.Context:
@@ -117,12 +112,24 @@ def test_saved_contexts_are_opened_again(
         return prefill(self, document, **options)
 
     monkeypatch.setattr(lce.Engine, "prefill", noted)
+    return read
+
+
+def test_saved_contexts_are_opened_again(
+    engine: lce.Engine, tiny_model: Path, tmp_path: Path, prefilled: list[int]
+) -> None:
+    ask: dict[str, Any] = {"setting": SETTING, "asking": Asking("shared", contexts=tmp_path / "contexts")}
+    first = answers(engine, made(), **ask)
+    assert len(list((tmp_path / "contexts").iterdir())) == 3
+    answers(lce.load(tiny_model), made(), **ask)
+    assert len(list((tmp_path / "contexts").iterdir())) == 6, "another method has its own"
+    prefilled.clear()
     assert answers(engine, made(), **ask) == first
-    assert max(read) <= 1, "no document is read again"
+    assert max(prefilled) <= 1, "no document is read again"
 
 
 def test_a_context_of_another_document_is_refused(engine: lce.Engine, tmp_path: Path) -> None:
-    ask = {"setting": SETTING, "mode": "shared", "contexts": tmp_path}
+    ask: dict[str, Any] = {"setting": SETTING, "asking": Asking("shared", contexts=tmp_path)}
     answers(engine, made(), **ask)
     one, other = sorted(tmp_path.iterdir())[:2]
     one.write_bytes(other.read_bytes())
@@ -130,29 +137,24 @@ def test_a_context_of_another_document_is_refused(engine: lce.Engine, tmp_path: 
         answers(engine, made(), **ask)
 
 
-def test_turns_continue_saved_contexts(engine: lce.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turns_continue_saved_contexts(engine: lce.Engine, tmp_path: Path, prefilled: list[int]) -> None:
     folder = tmp_path / "contexts"
-    plain = answers(engine, made(), setting=SETTING, mode="turns")
-    first = answers(engine, made(2), setting=SETTING, mode="turns", contexts=folder)
-    assert first == answers(engine, made(2), setting=SETTING, mode="turns")
-    answers(engine, made(), setting=SETTING, mode="shared", contexts=folder)
+    turns, saved = Asking("turns"), Asking("turns", contexts=folder)
+    plain = answers(engine, made(), setting=SETTING, asking=turns)
+    assert answers(engine, made(2), setting=SETTING, asking=saved) == answers(
+        engine, made(2), setting=SETTING, asking=turns
+    )
+    answers(engine, made(), setting=SETTING, asking=Asking("shared", contexts=folder))
     files = {file.name: file.read_bytes() for file in folder.iterdir()}
     assert len(files) == 3, "both modes have the same documents"
-    prefill, read = lce.Engine.prefill, []
-
-    def noted(self: lce.Engine, document: Any, **options: Any) -> lce.Context:
-        read.append(len(document))
-        return prefill(self, document, **options)
-
-    monkeypatch.setattr(lce.Engine, "prefill", noted)
+    prefilled.clear()
     record = Record(tmp_path / "record")
-    assert answers(engine, made(), setting=SETTING, mode="turns", contexts=folder, record=record) == plain
-    assert max(read) <= 1, "no document is read again"
+    assert answers(engine, made(), setting=SETTING, asking=saved, record=record) == plain
+    assert max(prefilled) <= 1, "no document is read again"
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == files, "no turn changes a file"
     lines = record.path.read_text().splitlines(keepends=True)
     record.path.write_text("".join(lines[:3]))  # stopped after the first question of the second document
-    resumed = Record(record.path)
-    assert answers(engine, made(), setting=SETTING, mode="turns", contexts=folder, record=resumed) == plain
+    assert answers(engine, made(), setting=SETTING, asking=saved, record=Record(record.path)) == plain
     assert record.path.read_text().splitlines(keepends=True) == lines
 
 
@@ -179,15 +181,16 @@ def test_what_cannot_be_asked_is_refused(engine: lce.Engine, tmp_path: Path) -> 
         with pytest.raises(lce.UsageError, match="expected i/n"):
             Shard.parse(text)
     assert Shard.parse("1/3") == Shard(1, 3)
-    ask = {"setting": SETTING, "record": None}
-    for changed, message in (
+    for asking, message in (
         ({"mode": "shard"}, "did you mean 'shared'"),
         ({"contexts": tmp_path}, "contexts are for the modes shared and turns"),
-        ({"setting": {"length": 3}}, "first name is task"),
-        ({"shard": Shard(5, 6)}, "none for shard 5/6"),
     ):
         with pytest.raises(lce.UsageError, match=message):
-            answers(engine, made(), **{**ask, **changed})  # type: ignore[arg-type]
+            Asking(**asking)  # type: ignore[arg-type]
+    with pytest.raises(lce.UsageError, match="first name is task"):
+        answers(engine, made(), setting={"length": 3})
+    with pytest.raises(lce.UsageError, match="no answers to score"):
+        evaluate(engine, made(), setting=SETTING, asking=Asking(shard=Shard(5, 6)))
     with pytest.raises(lce.UsageError, match="unknown metric 'recal'; did you mean 'recall'"):
         answers(engine, [Sample("a", " b", ("c",), "recal")], setting=SETTING)
     with pytest.raises(lce.UsageError, match="there are no samples"):
@@ -204,13 +207,17 @@ def test_every_mode_reads_the_tokens_of_the_prompts(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").unlink()
     engine = lce.load(tmp_path, rope="dynamic", rope_factor=2.0)
     single = [answer for _, answer in answers(engine, made(2), setting=SETTING)]
-    turns = [answer for _, answer in answers(engine, made(2), setting=SETTING, mode="turns")]
+    turns = [answer for _, answer in answers(engine, made(2), setting=SETTING, asking=Asking("turns"))]
     assert [a.prompt_tokens for a in turns[::2]] == [a.prompt_tokens for a in single[::2]]
     folder, file = tmp_path / "contexts", tmp_path / "record"
     for _ in range(2):
-        shared = [a for _, a in answers(engine, made(2), setting=SETTING, mode="shared", contexts=folder)]
+        shared = [a for _, a in answers(engine, made(2), setting=SETTING, asking=Asking("shared", contexts=folder))]
         assert [a.prompt_tokens for a in shared] == [a.prompt_tokens for a in single]
-    assert [a for _, a in answers(engine, made(2), setting=SETTING, mode="shared", record=Record(file))] == shared
+    assert [
+        a for _, a in answers(engine, made(2), setting=SETTING, asking=Asking("shared"), record=Record(file))
+    ] == shared
     kept = [line for line in file.read_text().splitlines(keepends=True) if '"index": 0' not in line]
     file.write_text("".join(kept))  # what is missing is announced as the whole was
-    assert [a for _, a in answers(engine, made(2), setting=SETTING, mode="shared", record=Record(file))] == shared
+    assert [
+        a for _, a in answers(engine, made(2), setting=SETTING, asking=Asking("shared"), record=Record(file))
+    ] == shared

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
 import lce
-from lce.errors import DataError
-from lce.lab.eval import selection
+from lce.lab.eval.record import Attended, Record
 from lce.lab.eval.sample import Sample
-from lce.lab.eval.selection import Looks, Selection, fact_spans, measure, measure_text
-from lce.lab.eval.watching import Look
+from lce.lab.eval.selection import Selection, fact_spans, measure, measure_text
 from lce.methods import make
 from tests.lookup import save_lookup, text
 
@@ -65,55 +62,42 @@ def test_queries_of_a_text_are_spread_over_its_second_half(model: str) -> None:
     assert (found.hit1, found.cover, found.fact) == (None, None, None)
 
 
-def test_a_text_is_not_looked_at_again(model: str, tmp_path: Path) -> None:
+def test_a_text_is_not_measured_again(model: str, tmp_path: Path) -> None:
     """By another process; another number of queries is another matter."""
-    method, path = make("streaming", {"sinks": 2, "local": 10}), tmp_path / "looks"
+    method, path = make("streaming", {"sinks": 2, "local": 10}), tmp_path / "record"
     for queries, n_lines in ((5, 1), (5, 1), (6, 2)):
-        found = measure_text(model, method, DOCUMENT, length=101, queries=queries, record=Looks(path))
+        found = measure_text(model, method, DOCUMENT, length=101, queries=queries, record=Record(path))
         assert found.queries == queries
         assert len(path.read_text().splitlines()) == n_lines
 
 
-def test_what_was_seen_is_not_looked_at_again(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_measured_is_not_measured_again(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After an interruption, and by another process; another judge or another text is another matter."""
-    method, path = make("longheads", {"chunk_size": 8, "chunks": 4}), tmp_path / "looks"
+    method, path = make("longheads", {"chunk_size": 8, "chunks": 4}), tmp_path / "record"
     whole = measure(model, method, samples, length=202)
 
     def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measure(model, method, samples, length=202, record=Looks(path), progress=stop)
+        measure(model, method, samples, length=202, record=Record(path), progress=stop)
     assert path.read_bytes().count(b"\n") == 1
-    assert measure(model, method, samples, length=202, record=Looks(path)) == whole
+    assert measure(model, method, samples, length=202, record=Record(path)) == whole
     assert path.read_bytes().count(b"\n") == 2
-    looked = []
-    monkeypatch.setattr(selection, "look_at", lambda *given: looked.append(given) or look)
-    look = next(found for _, _, found in Looks(path).items())
-    assert measure(model, method, samples, length=202, record=Looks(path)) == whole
-    assert not looked
-    measure(model, method, samples, length=202, judge="true", record=Looks(path))
-    assert len(looked) == 2
-
-
-@pytest.mark.parametrize("change", [b'"queries": "1"', b'"full_bytes": 0', b'"recall": [[NaN]]', b'"cover": [1]'])
-def test_damaged_lines_are_refused(model: str, tmp_path: Path, change: bytes) -> None:
-    method, path = make("longheads", {"chunk_size": 8, "chunks": 4}), tmp_path / "looks"
-    measure(model, method, lambda engine: samples(engine)[:1], length=202, record=Looks(path))
-    name = change.partition(b":")[0]
-    line = re.sub(name + rb": (\[\[.*?\]\]|[^,]+)", change, path.read_bytes())
-    path.write_bytes(line)
-    with pytest.raises(DataError, match="is no record of what was selected: line 1"):
-        Looks(path)
+    monkeypatch.setattr(lce.Engine, "generate", None)
+    assert measure(model, method, samples, length=202, record=Record(path)) == whole
+    for other in ({"judge": "true"}, {"setting": {"task": "other"}}):
+        with pytest.raises(TypeError):
+            measure(model, method, samples, length=202, record=Record(path), **other)  # type: ignore[arg-type]
 
 
 def test_means_are_by_layer_and_head() -> None:
     """Two texts; in the second, layer 0 had no fact to choose."""
     ours = {"queries": 1, "tokens": [[1.0, 2.0], [3.0, 4.0]], "scored_bytes": 0.0, "full_bytes": 8.0}
-    first = Look(
+    first = Attended(
         recall=[[0.5, 1.0], [0.0, 0.0]], read_bytes=2.0, hit1=[[1.0, 0.0], [1.0, 1.0]], found=[0.5, 1.0], **ours
     )
-    other = Look(recall=[[0.5, 0.0], [1.0, 1.0]], read_bytes=4.0, hit1=[[], [0.0, 1.0]], found=[0.7, 0.8], **ours)
+    other = Attended(recall=[[0.5, 0.0], [1.0, 1.0]], read_bytes=4.0, hit1=[[], [0.0, 1.0]], found=[0.7, 0.8], **ours)
     both = Selection.of("esa", 100, [first, other], "true", "own")
     assert both.by_layer["recall"] == [[0.5, 0.5], [0.5, 0.5]]
     assert both.by_layer["hit1"] == [[1.0, 0.0], [0.5, 1.0]]

@@ -1,17 +1,15 @@
-"""Tables of what methods selected: rows by method, budget and length, and lines that are not what they should be."""
+"""Tables of what methods selected: rows by method, budget and length."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import lce
-from lce.errors import DataError
+from lce.lab.eval.record import Record
 from lce.lab.eval.report import Report
-from lce.lab.eval.selection import Looks, measure
-from lce.lab.eval.suite import Suite, make_tasks
+from lce.lab.eval.selection import measure
+from lce.lab.eval.suite import MadeSuite, make_tasks
 from tests.lab.eval.test_report import file, line
 
 
@@ -57,22 +55,12 @@ def test_rows_are_methods_with_their_knobs_and_lengths(tmp_path: Path) -> None:
 
 def test_a_record_says_what_its_measurement_said(tiny_model: Path, tmp_path: Path) -> None:
     (task,) = make_tasks(["passkey"])
-    suite, record = Suite(samples=1), Looks(tmp_path / "record")
+    suite, record = MadeSuite(samples=1), Record(tmp_path / "record")
     method = lce.methods.LongHeads(chunk_size=8, chunks=4)
     found = measure(
-        str(tiny_model), method, lambda engine: suite.made(engine, task, 300), length=300,
+        str(tiny_model), method, lambda engine: suite.make(engine, task, 300), length=300,
         setting=suite.setting(task, 300), record=record,
     )  # fmt: skip
     (table,) = Report.read([record.path]).selections
     assert [(row.method, row.selection) for row in table.rows] == [("longheads", found)]
     assert table.model.startswith(tiny_model.name)
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [{"length": "9"}, {"length": 0}, {"recall": []}, {"recall": [[]]}, {"task": 3}, {"full_bytes": 0}, {"queries": 0},
-     {"recall": [["x"]]}, {"recall": [[10**400]]}, {"recall": [[0.1]]}, {"method": 4}, {"tokens": None}],
-)  # fmt: skip
-def test_lines_that_are_not_what_they_should_be(changed: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"correct the lines?"):
-        Report.read([file(tmp_path / "record", look(0), look(1, **changed))])

@@ -9,8 +9,8 @@ import pytest
 
 import lce
 from lce.lab.eval.record import Record
-from lce.lab.eval.running import Shard
-from lce.lab.eval.suite import Suite, make_tasks
+from lce.lab.eval.running import Asking, Shard
+from lce.lab.eval.suite import MadeSuite, make_tasks
 from lce.lab.eval.tasks import TASKS
 
 
@@ -32,19 +32,19 @@ def test_a_knob_is_for_all_tasks_or_for_one() -> None:
 def test_what_is_as_usual_is_not_in_a_setting() -> None:
     """So a record stays valid when something new can be set."""
     usual = {"task": "passkey", "filler": "prose", "length": 100, "samples": 20, "seed": 0}
-    assert Suite().setting(TASKS["passkey"](), 100) == usual
-    suite = Suite(samples=2, filler="essays:/some/where", depths=(0.0, 1.0), mode="turns")
+    assert MadeSuite().setting(TASKS["passkey"](), 100) == usual
+    suite = MadeSuite(samples=2, filler="essays:/some/where", depths=(0.0, 1.0), asking=Asking("turns"))
     assert suite.setting(make_tasks(["variables"], {"hops": "3"})[0], 100) == {
         **usual, "task": "variables", "filler": "essays", "samples": 2, "task_knobs": {"hops": 3}, "depths": [0.0, 1.0],
         "questions": 4,
     }  # fmt: skip
-    assert Suite(filler="noise").setting(TASKS["pairs"](), 100)["filler"] == "none"
+    assert MadeSuite(filler="noise").setting(TASKS["pairs"](), 100)["filler"] == "none"
 
 
 @pytest.mark.parametrize("mode", ["single", "turns"])
 def test_a_ceiling_stays_within_the_window(mode: str, tmp_path: Path) -> None:
     engine = lce.load("demo", window=300)
-    suite, task = Suite(samples=2, mode=mode, questions=2), TASKS["several_keys"]()
+    suite, task = MadeSuite(samples=2, asking=Asking(mode), questions=2), TASKS["several_keys"]()
     length = suite.ceiling_length(engine, task, [100, 4000])
     assert 230 < length < 300
     record = Record(tmp_path / "record")
@@ -59,15 +59,11 @@ def test_a_ceiling_stays_within_the_window(mode: str, tmp_path: Path) -> None:
 
 def test_what_cannot_be_a_suite_is_refused() -> None:
     for changed, message in (
-        ({"samples": 0}, "samples is 0"),
         ({"depths": (1.5,)}, "from 0 to 1"),
-        ({"mode": "turn"}, "did you mean 'turns'"),
-        ({"contexts": "x"}, "modes shared and turns"),
-        ({"questions": -1}, "questions is -1"),
-        ({"shard": Shard(2, 3), "samples": 2}, "none for shard 2/3"),
+        ({"asking": Asking(shard=Shard(2, 3)), "samples": 2}, "none for shard 2/3"),
     ):
         with pytest.raises(lce.UsageError, match=message):
-            Suite(**changed)  # type: ignore[arg-type]
+            MadeSuite(**changed)  # type: ignore[arg-type]
 
 
 def test_knobs_that_are_too_large_are_refused_and_do_not_hang(tiny_model: Path) -> None:
@@ -77,7 +73,7 @@ def test_knobs_that_are_too_large_are_refused_and_do_not_hang(tiny_model: Path) 
         ("split_passkey", {"parts": "9999"}),
     ):  # fmt: skip
         with pytest.raises(lce.UsageError, match=r"cannot be made: .*; take smaller knobs"):
-            Suite(samples=2).made(engine, make_tasks([name], knobs)[0], 9000)
+            MadeSuite(samples=2).make(engine, make_tasks([name], knobs)[0], 9000)
     for name, knob, value in (
         ("whereabouts", "events", "1000000000"), ("common_words", "ratio", "9" * 400),
         ("frequent_words", "exponent", "nan"), ("frequent_words", "exponent", "inf"),

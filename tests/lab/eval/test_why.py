@@ -110,5 +110,5 @@ def test_samples_are_those_that_are_missed(model: str) -> None:
     method = make("longheads", {"chunk_size": 8, "chunks": 3})
     found = explain(model, method, lambda _: both, length=200, progress=lambda *said: told.append(said))
     assert [verdict.cause for verdict in found.verdicts] == ["answered", "budget"]
-    assert told[:2] == [("itself:", 1, 2), ("itself:", 2, 2)]
+    assert told[:2] == [("longheads, itself:", 1, 2), ("longheads, itself:", 2, 2)]
     assert {total for _, _, total in told[2:]} == {1}

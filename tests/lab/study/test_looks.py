@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lce.lab.eval.watching import Watch as Measured
+from lce.lab.eval.meter import AttentionMeter
 from lce.lab.study.looks import looks_of, rounded
 from lce.methods import Observed, make
 from lce.methods.mass import JUDGES, Judge
@@ -110,7 +110,7 @@ def test_ranks_and_scores_are_those_of_a_trace() -> None:
 
 @pytest.mark.parametrize(("name", "knobs"), [*CASES, ("full", {})], ids=str)
 def test_bytes_are_those_of_lce_eval_selection(name: str, knobs: dict[str, Any]) -> None:
-    measured = Measured()
+    measured = AttentionMeter()
     measured.begin(0, LOOKED)
     run(Observed(make(name, knobs), measured), *tensors(), BLOCKS, window=WINDOW)
     expected = measured.end()

@@ -1,27 +1,24 @@
-"""Published benchmarks, read from the user's own files. `SUITES` has them by name."""
+"""Published benchmarks, read from the user's own files. `BENCHMARKS` has them by name."""
 
 from __future__ import annotations
 
 from lce.errors import UsageError, nearest
-from lce.lab.eval.published.base import Suite
+from lce.lab.eval.published.base import Benchmark
 from lce.lab.eval.published.counting_stars import CountingStars
 from lce.lab.eval.published.infinitebench import InfiniteBench
 from lce.lab.eval.published.leval import LEval
-from lce.lab.eval.published.longbench import LongBench, LongBenchE
-from lce.lab.eval.published.longbench_v2 import LongBenchV2
+from lce.lab.eval.published.longbench import LongBench, LongBenchE, LongBenchV2
 from lce.lab.eval.published.needlebench import NeedleBench
 from lce.lab.eval.published.ruler import Ruler
 
-_CLASSES: tuple[type[Suite], ...] = (
-    LongBench, LongBenchE, LongBenchV2, InfiniteBench, Ruler, LEval, NeedleBench, CountingStars
-)  # fmt: skip
-SUITES: dict[str, Suite] = {suite.name: suite() for suite in _CLASSES}
+_CLASSES = (LongBench, LongBenchE, LongBenchV2, InfiniteBench, Ruler, LEval, NeedleBench, CountingStars)
+BENCHMARKS: dict[str, Benchmark] = {benchmark.name: benchmark() for benchmark in _CLASSES}
 
-__all__ = ["SUITES", "Suite", "find"]
+__all__ = ["BENCHMARKS", "Benchmark", "find"]
 
 
-def find(name: str) -> Suite:
+def find(name: str) -> Benchmark:
     """Return the benchmark called `name`. Raises `UsageError`, with the nearest valid name."""
-    if name not in SUITES:
-        raise UsageError(f"unknown benchmark {name!r}; {nearest(name, SUITES)}")
-    return SUITES[name]
+    if name not in BENCHMARKS:
+        raise UsageError(f"unknown benchmark {name!r}; {nearest(name, BENCHMARKS)}")
+    return BENCHMARKS[name]

@@ -6,7 +6,7 @@ import json
 import re
 import tomllib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,29 +15,12 @@ from typing import Any, ClassVar
 from lce.errors import DataError, UsageError, nearest
 from lce.files import named
 from lce.lab.eval.published.reading import Row, find_file, json_rows
-from lce.lab.eval.sample import Sample
-
-Encode = Callable[[str], list[int]]
-Decode = Callable[[Sequence[int]], str]
+from lce.lab.eval.sample import Sample, Task
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """Functions that count and cut texts. `encode` adds the tokens that begin a text; `encode_alone` adds none."""
-
-    encode: Encode
-    encode_alone: Encode
-    decode: Decode
-
-    @classmethod
-    def of(cls, tokenizer: Any) -> Tokens:
-        """Return the functions of an engine's tokenizer."""
-        return cls(tokenizer.encode, lambda text: tokenizer.encode(text, bos=False), tokenizer.decode)
-
-
-@dataclass(frozen=True)
-class Task:
-    """One task of a benchmark. `metrics` are names of `METRICS`; the first one is the task's score."""
+class PublishedTask(Task):
+    """One task of a published benchmark; answers have at most `max_tokens` tokens."""
 
     name: str
     metrics: tuple[str, ...]
@@ -46,67 +29,34 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Item:
-    """A question as the benchmark asks it: `before`, `context` and `after` make the prompt.
-
-    `template` is what the benchmark's code puts around a prompt: `none`, `chat` (the model's chat template, if any), or
-    a text with `{prompt}` and perhaps `{system}`. `fixed` items get `template` whatever the user asks for. `opening`
-    begins the answer, behind the template. `cut` names the way to shorten a long prompt.
-    """
-
-    index: int
-    before: str
-    context: str
-    after: str
-    answers: tuple[str, ...]
-    metric: str
-    max_tokens: int
-    template: str = "none"
-    fixed: bool = False
-    system: str = ""
-    opening: str = ""
-    cut: str = "middle"
-    group: str = ""  # a length, a difficulty, ...: scores are also given by group
-    depth: float | None = None  # where the fact stands; 0 is the document's beginning, 1 its end
-    source: Mapping[str, Any] | None = None  # fields that a file of predictions repeats
-
-    @property
-    def prompt(self) -> str:
-        return self.before + self.context + self.after
-
-    @property
-    def sample(self) -> Sample:
-        """The sample for a model that gets no template."""
-        document, question = self.before + self.context, self.after + self.opening
-        return Sample(document, question, self.answers, self.metric, max_tokens=self.max_tokens, depth=self.depth)
-
-
-@dataclass(frozen=True)
 class Answered:
     """An answer to score, from a model or a file of predictions."""
 
     prediction: str
     answers: tuple[str, ...]
-    metrics: tuple[str, ...]
     group: str = ""
 
 
-class Suite(ABC):
+class Benchmark(ABC):
     """A published benchmark, described in `suites.toml`. One immutable instance a benchmark."""
 
     name: ClassVar[str]
+    files: ClassVar[tuple[str, ...]] = ()  # paths or patterns of a task's file under the data folder, with {task}
+    answer_field: ClassVar[str] = "pred"  # of an answer in a file of predictions
 
     def __init__(self) -> None:
-        found = _suites()[self.name]
+        found = _described()[self.name]
         self.title: str = found["title"]
         self.source: str = found["source"]  # the repository of the prompts and metrics
         self.data: str = found["data"]  # where the data are published
         self.layout: str = found["layout"]  # the files that are expected under --data
-        rows = found["tasks"]
-        self.tasks = tuple(Task(name, tuple(metrics.split()), most, category) for name, metrics, most, category in rows)
+        self.tasks = tuple(
+            PublishedTask(name, tuple(metrics.split()), most, category)
+            for name, metrics, most, category in found["tasks"]
+        )
         self.variants: tuple[str, ...] = tuple(found.get("variants", [""]))  # sets of prompts; the first is the default
 
-    def task(self, name: str) -> Task:
+    def task(self, name: str) -> PublishedTask:
         """Return the task called `name`. Raises `UsageError`."""
         found = next((task for task in self.tasks if task.name == name), None)
         if found is None:
@@ -122,23 +72,23 @@ class Suite(ABC):
             raise UsageError(f"{self.name} has no prompts {name!r}; {known}")
         return name
 
-    @abstractmethod
-    def paths(self, task: Task) -> tuple[str, ...]:
+    def paths(self, task: PublishedTask) -> tuple[str, ...]:
         """Return paths or patterns of the task's file under the data folder; the first is the published place."""
+        return tuple(place.format(task=task.name) for place in self.files)
 
     @abstractmethod
-    def item(self, row: Row, index: int, task: Task, variant: str) -> Iterable[Item]:
+    def samples(self, row: Row, index: int, task: PublishedTask, variant: str) -> Iterable[Sample]:
         """Return the questions of one line of the task's file."""
 
     @abstractmethod
-    def answered(self, row: Row, index: int, task: Task) -> Iterable[Answered]:
+    def answered(self, row: Row, index: int, task: PublishedTask) -> Iterable[Answered]:
         """Return the answers in one line of a published file of predictions."""
 
-    def prediction(self, item: Item, text: str) -> dict[str, Any]:
+    def prediction(self, sample: Sample, text: str) -> dict[str, Any]:
         """Return the line for a file of predictions in the benchmark's own layout, which `answered` can read."""
-        return {**(item.source or {}), "pred": text}
+        return {**(sample.source or {}), self.answer_field: text}
 
-    def present(self, folder: Path) -> list[Task]:
+    def present(self, folder: Path) -> list[PublishedTask]:
         """Return the tasks whose files exist. If none exist, raises `DataError`, which names the expected files."""
         found = [task for task in self.tasks if find_file(folder, self.paths(task)) is not None]
         if not found:
@@ -150,23 +100,27 @@ class Suite(ABC):
     def remedy(self) -> str:
         return f"put there what is published at {self.data}: {self.layout}"
 
-    def items(self, folder: Path, task: Task, variant: str = "", tokens: Tokens | None = None) -> Iterator[Item]:
+    def file(self, folder: Path, *places: str) -> Path:
+        """Return the first existing file of `places` under `folder`. Raises `DataError`."""
+        path = find_file(folder, places)
+        if path is None:
+            raise DataError(f"{named(folder / places[0])} is missing; {self.remedy}")
+        return path
+
+    def read(self, folder: Path, task: PublishedTask, variant: str, tokenizer: Any) -> Iterator[Sample]:
         """Yield the task's questions, read from the user's file.
 
         Raises `DataError` for a file that is missing or broken.
         """
-        path = find_file(folder, self.paths(task))
-        if path is None:
-            raise DataError(f"{named(folder / self.paths(task)[0])} is missing; {self.remedy}")
-        for index, row in enumerate(json_rows(path)):
-            yield from self.item(row, index, task, variant)
+        for index, row in enumerate(json_rows(self.file(folder, *self.paths(task)))):
+            yield from self.samples(row, index, task, variant)
 
-    def predictions(self, path: Path, task: Task) -> Iterator[Answered]:
+    def predictions(self, path: Path, task: PublishedTask) -> Iterator[Answered]:
         """Yield the answers in a file of predictions in the benchmark's own layout."""
         for index, row in enumerate(json_rows(path)):
             yield from self.answered(row, index, task)
 
-    def task_of(self, path: Path) -> Task | None:
+    def task_of(self, path: Path) -> PublishedTask | None:
         """Return the task that the file name of predictions names; None for no task."""
         stem = path.name.partition(".")[0].removeprefix("preds_")
         return next((task for task in self.tasks if task.name == stem), None)
@@ -192,10 +146,11 @@ def filled(template: str, **values: str) -> tuple[str, str, str]:
 
 
 @cache
-def _suites() -> dict[str, Any]:
+def _described() -> dict[str, Any]:
     return tomllib.loads(Path(__file__).with_name("suites.toml").read_text(encoding="utf-8"))
 
 
+@cache
 def prompts(name: str) -> Any:
     """Return the prompts of a benchmark, from the JSON file beside its module."""
     return json.loads(Path(__file__).with_name(f"{name}.json").read_text(encoding="utf-8"))

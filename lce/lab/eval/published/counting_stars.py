@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lce.errors import DataError
-from lce.lab.eval.published.base import Answered, Item, Suite, Task
+from lce.lab.eval.published.base import Answered, Benchmark, PublishedTask
 from lce.lab.eval.published.reading import Row
+from lce.lab.eval.sample import Sample
 
 # The wrong counts of the published files with 32 counts; other files give the wrong counts in their text.
 WRONG = (
@@ -21,7 +22,7 @@ _CORRECTED = (
 )
 
 
-class CountingStars(Suite):
+class CountingStars(Benchmark):
     """Counting-Stars' four tasks: two kinds of evidence in two languages.
 
     The published code sends the prompt to chat models and sets no limit on the answer; here the limit is 512 tokens.
@@ -29,14 +30,15 @@ class CountingStars(Suite):
     """
 
     name = "counting-stars"
+    answer_field = "answer"
 
-    def paths(self, task: Task) -> tuple[str, ...]:
+    def paths(self, task: PublishedTask) -> tuple[str, ...]:
         kind, _, language = task.name.partition("_")
         older = {"acquisition": "searching", "reasoning": "reasoning"}[kind]
         names = [f"Counting_Stars_{language.upper()}_*{word}_*.jsonl" for word in (kind, older)]
         return (*names, *(f"test_data/{name}" for name in names))
 
-    def item(self, row: Row, index: int, task: Task, variant: str) -> Iterator[Item]:
+    def samples(self, row: Row, index: int, task: PublishedTask, variant: str) -> Iterator[Sample]:
         text, question = row.text("question"), row.text("retrieval_question")
         fields = ("context_size", "reference_counting_results", "retrieval_question")
         source = {name: row.content.get(name) for name in fields}
@@ -44,27 +46,23 @@ class CountingStars(Suite):
         if task.name.startswith("reasoning"):
             source["corrected"] = list(references)
         group = str(row.content.get("context_size", ""))
-        yield Item(
-            index, "", text.removesuffix(question), question if text.endswith(question) else "", references,
-            task.metrics[0], task.max_tokens, template="chat", cut="none", group=group,
-            source=source,
+        yield Sample(
+            text.removesuffix(question), question if text.endswith(question) else "", references, task.metrics[0],
+            max_tokens=task.max_tokens, template="chat", cut="none", group=group, source=source,
         )  # fmt: skip
 
-    def prediction(self, item: Item, text: str) -> dict[str, object]:
-        return {**(item.source or {}), "answer": text}
-
-    def answered(self, row: Row, index: int, task: Task) -> Iterator[Answered]:
+    def answered(self, row: Row, index: int, task: PublishedTask) -> Iterator[Answered]:
         group = str(row.content.get("context_size", ""))
-        yield Answered(row.text("answer"), _references(row, task), task.metrics, group)
+        yield Answered(row.text("answer"), _references(row, task), group)
 
-    def task_of(self, path: Path) -> Task | None:
+    def task_of(self, path: Path) -> PublishedTask | None:
         name = path.name.lower()
         kind = "reasoning" if "reasoning" in name else "acquisition"
         language = next((x for x in ("zh", "en") if f"_{x}" in name), None)
         return None if language is None else self.task(f"{kind}_{language}")
 
 
-def _references(row: Row, task: Task) -> tuple[str, ...]:
+def _references(row: Row, task: PublishedTask) -> tuple[str, ...]:
     """Return the right counts; for reasoning tasks, each with the wrong count that it corrects."""
     right = row.texts("reference_counting_results")
     if task.name.startswith("acquisition"):

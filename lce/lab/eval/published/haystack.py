@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
 from random import Random
+from typing import Any
 
-from lce.lab.eval.published.base import Item, Task, Tokens, filled, prompts
+from lce.lab.eval.published.base import PublishedTask, filled, prompts
 from lce.lab.eval.published.reading import Row
+from lce.lab.eval.sample import Sample
 
 DEPTHS = range(0, 101, 10)  # percent
 BETWEEN = 10  # percent of the text between the needles of a chain
@@ -34,66 +36,77 @@ LANGUAGES = {
 
 
 class Haystack:
-    """Texts that are joined, cut to a length, and get needles; `shuffle` reorders the texts."""
+    """The texts of a task's language, from which its samples are made; `shuffle` reorders the texts."""
 
-    def __init__(self, tokens: Tokens, texts: Sequence[str]) -> None:
-        self.texts = list(texts)
-        self.encode = cache(tokens.encode_alone)
-        self.decode = tokens.decode
+    def __init__(self, task: PublishedTask, tokenizer: Any, texts: Sequence[str]) -> None:
+        self.task, self.language, self.texts = task, LANGUAGES[task.name[-2:]], list(texts)
+        self.encode: Callable[[str], list[int]] = cache(lambda text: tokenizer.encode(text, bos=False))
+        self.decode: Callable[[list[int]], str] = tokenizer.decode
 
     def shuffle(self, seed: int) -> None:
         Random(seed).shuffle(self.texts)
 
-    def ids(self, length: int) -> list[int]:
-        """Return the first `length` tokens of the texts."""
-        found: list[int] = []
+    def hide(self, needles: Sequence[str], depth: int, between: int, length: int, *, chained: bool = False) -> str:
+        """Return the first tokens of the texts, with the first needle at `depth` percent and each other `between`
+        percent behind the needle before.
+
+        As published, the lengths of earlier needles are added twice to each point if the needles are `chained`.
+        """
+        lengths = [len(self.encode(needle)) for needle in needles]
+        n_tokens, ids = max(0, length - self.language.left - sum(lengths)), list[int]()
         for text in self.texts:
-            found.extend(self.encode(text))
-            if len(found) >= length:
-                break
-        return found[: max(0, length)]
+            if len(ids) < n_tokens:
+                ids.extend(self.encode(text))
+        del ids[n_tokens:]
+        total, point = len(ids), 0
+        for number, needle in enumerate(needles):
+            if not chained or not number:
+                point = int(total * ((depth + between * number) / 100))
+            else:
+                point = min(int(point + lengths[number - 1] + total * (between / 100)), total + sum(lengths[:number]))
+            at = point + sum(lengths[:number])
+            ids[at:at] = self.encode(needle)
+        return self.decode(ids)
+
+    def sample(
+        self, values: dict[str, str], answers: tuple[str, ...], gold: str, length: int, depth: int | None
+    ) -> Sample:
+        before, context, after = filled(prompts("needlebench")[self.task.category][self.language.code], **values)
+        return Sample(
+            context, after, answers, self.task.metrics[0], max_tokens=self.task.max_tokens, before=before,
+            template="chat", cut="none", depth=None if depth is None else depth / 100, group=str(length),
+            source={"gold": gold, "length": length},
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Needles:
-    """Items of the tasks single and multi_retrieval."""
+    """Samples of the tasks single and multi_retrieval."""
 
-    task: Task
-    language: Language
     haystack: Haystack
     needles: Sequence[Row]  # in all languages
 
-    def items(self, counter: int, length: int) -> Iterator[Item]:
-        if self.task.category == "single":
-            chosen = [Random(counter).choice(self.own)]
+    def samples(self, counter: int, length: int) -> Iterator[Sample]:
+        if self.haystack.task.category == "single":
+            chosen = Random(counter).choice(self.own)
+            needle, keyword = f"\n{chosen.text('needle')}\n", chosen.text("arg2")
             for depth in DEPTHS:
-                yield self._item(chosen, [depth], length, chosen[0].text("retrieval_question"), depth / 100)
+                text = self.haystack.hide([needle], depth, 0, length)
+                values = {"context": text, "question": chosen.text("retrieval_question")}
+                yield self.haystack.sample(values, (keyword,), f"{needle}*{keyword}", length, depth)
         else:
-            chosen = list(self.distinct)
-            Random(counter).shuffle(chosen)
-            yield self._item(chosen, DEPTHS, length, self._joined(chosen), None)
-
-    def _item(
-        self, chosen: Sequence[Row], depths: Sequence[int], length: int, question: str, depth: float | None
-    ) -> Item:
-        needles = [f"\n{row.text('needle')}\n" for row in chosen]
-        lengths = [len(self.haystack.encode(needle)) for needle in needles]
-        ids = self.haystack.ids(length - self.language.left - sum(lengths))
-        points = [int(len(ids) * (percent / 100)) for percent in depths]
-        for number, (needle, point) in enumerate(zip(needles, points, strict=True)):
-            at = min(point + sum(lengths[:number]), len(ids))
-            ids[at:at] = self.haystack.encode(needle)
-        keywords = tuple(row.text("arg2") for row in chosen)
-        gold = (
-            f"{needles[0]}*{keywords[0]}" if depth is not None else f"{'*'.join(keywords)}#{'*'.join(map(str, depths))}"
-        )
-        values = {"context": self.haystack.decode(ids), "question": question}
-        return _item(self.task, self.language, values, keywords, gold, length, depth)
+            several = list(self.distinct)
+            Random(counter).shuffle(several)
+            text = self.haystack.hide([f"\n{row.text('needle')}\n" for row in several], 0, DEPTHS.step, length)
+            keywords = tuple(row.text("arg2") for row in several)
+            gold = f"{'*'.join(keywords)}#{'*'.join(map(str, DEPTHS))}"
+            values = {"context": text, "question": self._joined(several)}
+            yield self.haystack.sample(values, keywords, gold, length, None)
 
     @cached_property
     def own(self) -> list[Row]:
-        """The needles in `language`."""
-        return [row for row in self.needles if row.text("language") == self.language.name]
+        """The needles in the task's language."""
+        return [row for row in self.needles if row.text("language") == self.haystack.language.name]
 
     @cached_property
     def distinct(self) -> list[Row]:
@@ -106,7 +119,7 @@ class Needles:
         for row in rows:
             subject, keyword = row.text("arg1"), row.text("arg2")
             new = subject not in subjects and keyword not in keywords
-            if new and len(found) < len(DEPTHS) and row.text("language") == self.language.name:
+            if new and len(found) < len(DEPTHS) and row.text("language") == self.haystack.language.name:
                 subjects.add(subject)
                 keywords.add(keyword)
                 found.append(row)
@@ -114,27 +127,25 @@ class Needles:
 
     def _joined(self, chosen: Sequence[Row]) -> str:
         """Return one text with all questions and the form of all answers."""
-        mark, stop = self.language.question_mark, self.language.stop
+        mark, stop = self.haystack.language.question_mark, self.haystack.language.stop
         asked = [row.text("retrieval_question") for row in chosen]
         questions = "、".join(text.split(mark)[0] + mark for text in asked)
         forms = "、".join([*text.split("'"), ""][1].split(stop)[0] for text in asked)
-        if self.language.code == "zh":
+        if self.haystack.language.code == "zh":
             return f"{questions}请按照'{forms}'的格式回答。"
         return f"{questions}Please answer in the format of '{forms}'"
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Items of multi_reasoning: who is the eldest relative that the last person can trace back to."""
+    """Samples of multi_reasoning: who is the eldest relative that the last person can trace back to?"""
 
-    task: Task
-    language: Language
     haystack: Haystack
     names: Sequence[str]
     n_needles: int
 
-    def items(self, counter: int, length: int) -> Iterator[Item]:
-        rng, data, code = Random(counter), prompts("needlebench"), self.language.code
+    def samples(self, counter: int, length: int) -> Iterator[Sample]:
+        rng, data, code = Random(counter), prompts("needlebench"), self.haystack.language.code
         names = rng.sample(self.names, self.n_needles + 1)
         needles = []
         for elder, younger in pairwise(names):
@@ -143,34 +154,7 @@ class Chain:
             needles.append(f"\n{statement.format(**values)}\n")
         rng.shuffle(needles)
         question = data["eldest"][code].replace("{last_person}", names[-1])
-        lengths = [len(self.haystack.encode(needle)) for needle in needles]
         for depth in DEPTHS:
-            ids = self.haystack.ids(length - self.language.left - sum(lengths))
-            self._insert(ids, needles, lengths, depth)
-            values = {"context": self.haystack.decode(ids), "question": question, "last_person": names[-1]}
-            yield _item(self.task, self.language, values, (names[0],), names[0], length, depth / 100)
-
-    def _insert(self, ids: list[int], needles: Sequence[str], lengths: Sequence[int], depth: int) -> None:
-        """Insert the first needle at `depth` percent, each other a tenth of the text behind the needle before.
-
-        As published, the lengths of earlier needles are added twice to each point.
-        """
-        total = len(ids)
-        points: list[int] = []
-        for number in range(len(needles)):
-            point = total * (depth / 100) if not number else points[-1] + lengths[number - 1] + total * (BETWEEN / 100)
-            points.append(min(int(point), total + sum(lengths[:number])))
-        for number, needle in enumerate(needles):
-            at = points[number] + sum(lengths[:number])
-            ids[at:at] = self.haystack.encode(needle)
-
-
-def _item(
-    task: Task, language: Language, values: Mapping[str, str], answers: tuple[str, ...], gold: str, length: int,
-    depth: float | None,
-) -> Item:  # fmt: skip
-    before, context, after = filled(prompts("needlebench")[task.category][language.code], **values)
-    return Item(
-        0, before, context, after, answers, task.metrics[0], task.max_tokens, template="chat", cut="none", depth=depth,
-        group=str(length), source={"gold": gold, "length": length},
-    )  # fmt: skip
+            text = self.haystack.hide(needles, depth, BETWEEN, length, chained=True)
+            values = {"context": text, "question": question, "last_person": names[-1]}
+            yield self.haystack.sample(values, (names[0],), names[0], length, depth)

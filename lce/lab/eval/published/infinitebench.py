@@ -8,47 +8,44 @@ from pathlib import Path
 from typing import Any
 
 from lce.errors import DataError
-from lce.lab.eval.published.base import Answered, Item, Suite, Task, filled, prompts
+from lce.lab.eval.published.base import Answered, Benchmark, PublishedTask, filled, prompts
 from lce.lab.eval.published.reading import Row
+from lce.lab.eval.sample import Sample
 
 WITH_OPTIONS = frozenset({"longbook_choice_eng", "code_debug"})
 
 
-class InfiniteBench(Suite):
+class InfiniteBench(Benchmark):
     """The 12 tasks, with the published code's prompts for open models (`yarn-mistral`) or for others.
 
     The published example conversation before Math.Calc for GPT-4 is not here.
     """
 
     name = "infinitebench"
+    files = ("{task}.jsonl", "data/{task}.jsonl")
+    answer_field = "prediction"
 
-    def paths(self, task: Task) -> tuple[str, ...]:
-        return (f"{task.name}.jsonl", f"data/{task.name}.jsonl")
-
-    def item(self, row: Row, index: int, task: Task, variant: str) -> Iterator[Item]:
+    def samples(self, row: Row, index: int, task: PublishedTask, variant: str) -> Iterator[Sample]:
         variant = variant or self.variants[0]
         template: str = prompts("infinitebench")[variant][task.name]
         before, context, after = filled(template, **_values(row, task))
-        yield Item(
-            index, before, context, after, _references(row, task), task.metrics[0], task.max_tokens,
+        yield Sample(
+            context, after, _references(row, task), task.metrics[0], max_tokens=task.max_tokens, before=before,
             template="none" if variant == "yarn-mistral" else "chat",
             cut="middle" if variant == "yarn-mistral" else "middle_joined",
             source={"id": index, "ground_truth": _ground_truth(row, task)},
         )  # fmt: skip
 
-    def prediction(self, item: Item, text: str) -> dict[str, object]:
-        return {**(item.source or {}), "prediction": text}
+    def answered(self, row: Row, index: int, task: PublishedTask) -> Iterator[Answered]:
+        yield Answered(row.text("prediction", "pred"), row.texts("ground_truth", "label"))
 
-    def answered(self, row: Row, index: int, task: Task) -> Iterator[Answered]:
-        yield Answered(row.text("prediction", "pred"), row.texts("ground_truth", "label"), task.metrics)
-
-    def task_of(self, path: Path) -> Task | None:
+    def task_of(self, path: Path) -> PublishedTask | None:
         name = path.name.partition(".")[0].removeprefix("preds_")
         found = [task for task in self.tasks if re.fullmatch(rf"{task.name}(_\d+-\d+)?", name)]
         return found[0] if found else None
 
 
-def _values(row: Row, task: Task) -> dict[str, str]:
+def _values(row: Row, task: PublishedTask) -> dict[str, str]:
     """Return the template's values by name."""
     asked = row.text("input")
     values = {"context": row.text("context", "content"), "input": asked, "question": asked}
@@ -76,7 +73,7 @@ def _options(row: Row) -> tuple[str, ...]:
     return options
 
 
-def _references(row: Row, task: Task) -> tuple[str, ...]:
+def _references(row: Row, task: PublishedTask) -> tuple[str, ...]:
     answers = row.texts("answer")
     if task.name not in WITH_OPTIONS or (len(answers) == 2 and answers[1] in tuple("ABCD")):
         return answers
@@ -86,5 +83,5 @@ def _references(row: Row, task: Task) -> tuple[str, ...]:
     return answers[0], "ABCD"[options.index(answers[0])]
 
 
-def _ground_truth(row: Row, task: Task) -> Any:
+def _ground_truth(row: Row, task: PublishedTask) -> Any:
     return list(_references(row, task)) if task.name in WITH_OPTIONS else row.content["answer"]

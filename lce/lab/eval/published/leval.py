@@ -7,14 +7,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from lce.lab.eval.published.base import Answered, Item, Suite, Task, prompts
+from lce.lab.eval.published.base import Answered, Benchmark, PublishedTask, prompts
 from lce.lab.eval.published.reading import Row
+from lce.lab.eval.sample import Sample
 
 _SCORED = ("exam", "f1", "rouge")  # people or models judge the other kinds, which are left out
 _TOPICS = ("first", "second", "third")
 
 
-class LEval(Suite):
+class LEval(Benchmark):
     """The 7 closed-ended tasks, and the open-ended ones by F1 and ROUGE.
 
     Prompts and Llama 2's template are those of llama2-chat-test.py; `--template chat` uses the model's own template.
@@ -23,39 +24,37 @@ class LEval(Suite):
     """
 
     name = "l-eval"
+    answer_field = "lce_pred"
 
-    def paths(self, task: Task) -> tuple[str, ...]:
+    def paths(self, task: PublishedTask) -> tuple[str, ...]:
         place = f"{'Closed' if task.category == 'closed-ended' else 'Open'}-ended-tasks/{task.name}.jsonl"
         return (place, f"LEval-data/{place}", f"{task.name}.jsonl")
 
-    def item(self, row: Row, index: int, task: Task, variant: str) -> Iterator[Item]:
+    def samples(self, row: Row, index: int, task: PublishedTask, variant: str) -> Iterator[Sample]:
         if row.text("evaluation") not in _SCORED:
             return
         questions, answers = row.texts("instructions"), row.texts("outputs")
         for number, (question, answer) in enumerate(zip(questions, answers, strict=False)):
             source = {"query": question, "gt": answer, "evaluation": row.text("evaluation")}
-            yield from _asked(row.text("input"), question, answer, task, number, {**source, "index": index})
+            yield from _asked(row.text("input"), question, answer, task, number, source)
 
-    def prediction(self, item: Item, text: str) -> dict[str, Any]:
-        return {**(item.source or {}), "lce_pred": text}
-
-    def answered(self, row: Row, index: int, task: Task) -> Iterator[Answered]:
+    def answered(self, row: Row, index: int, task: PublishedTask) -> Iterator[Answered]:
         if row.text("evaluation") not in _SCORED:
             return
         name = next((name for name in row.content if "_pred" in name), "lce_pred")
         text, right = row.text(name), row.text("gt")
         if task.name != "sci_fi":
             group = _TOPICS[index % 3] if task.name == "topic_retrieval_longchat" else ""
-            yield Answered(text, (right,), task.metrics, group)
+            yield Answered(text, (right,), group)
             return
         judged = row.content.get("judged")
         for group, answer, reference in zip(
             ("loyalty", "fact"), _two_judgements(text), _two_judgements(right), strict=True
         ):
             if judged in (None, group):
-                yield Answered(text if judged else answer, (reference,), task.metrics, group)
+                yield Answered(text if judged else answer, (reference,), group)
 
-    def task_of(self, path: Path) -> Task | None:
+    def task_of(self, path: Path) -> PublishedTask | None:
         found = [task for task in self.tasks if task.name in path.name]
         return found[0] if found else None
 
@@ -69,9 +68,9 @@ class LEval(Suite):
 
 
 def _asked(
-    document: str, question: str, answer: str, task: Task, number: int, source: dict[str, Any]
-) -> Iterator[Item]:
-    """Yield the items of one question, as the published code writes prompts for Llama 2."""
+    document: str, question: str, answer: str, task: PublishedTask, number: int, source: dict[str, Any]
+) -> Iterator[Sample]:
+    """Yield the samples of one question, as the published code writes prompts for Llama 2."""
     data = prompts("leval")
     closed = task.category == "closed-ended"
     style = task.name if task.name in data["prompts"] else "closed" if closed else "open"
@@ -79,18 +78,17 @@ def _asked(
     after = prompt["after"].replace("{inst}", question).replace("{words}", str(len(answer.split())))
     system = data["system"].get(task.name, data["system"]["closed" if closed else "open"])
     common: dict[str, Any] = {"metric": task.metrics[0], "max_tokens": task.max_tokens}
-    index = source.pop("index")
     references = _two_judgements(answer) if task.name == "sci_fi" else (answer, "")
     group = {"sci_fi": "loyalty", "topic_retrieval_longchat": _TOPICS[number % 3]}.get(task.name, "")
     judged = {"judged": "loyalty"} if task.name == "sci_fi" else {}
-    yield Item(
-        index, prompt["before"], document, after, references[:1], template=data["template"] + prompt["close"],
+    yield Sample(
+        document, after, references[:1], before=prompt["before"], template=data["template"] + prompt["close"],
         system=system, opening=prompt["opening"], cut="words_left" if task.name == "codeU" else "words_right",
         group=group, source={**source, **judged}, **common,
     )  # fmt: skip
     if task.name == "sci_fi":
         asked = question.replace(*data["fact"]["replace"]) + data["fact"]["after"]
-        yield Item(index, "", "", asked, references[1:], group="fact", source={**source, "judged": "fact"}, **common)
+        yield Sample("", asked, references[1:], group="fact", source={**source, "judged": "fact"}, **common)
 
 
 def _two_judgements(text: str) -> tuple[str, str]:

@@ -1,20 +1,21 @@
-"""LongBench and LongBench-E (Bai et al., 2024): 21 tasks in English and Chinese, cut in the middle if too long."""
+"""LongBench (Bai et al., 2024) in three editions, cut in the middle if too long."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from statistics import fmean
-from typing import ClassVar
 
-from lce.lab.eval.published.base import Answered, Item, Suite, Task, filled, prompts
+from lce.lab.eval.published.base import Answered, Benchmark, PublishedTask, filled, prompts
 from lce.lab.eval.published.reading import Row
+from lce.lab.eval.sample import Sample
 
 # Chat models get these tasks without their template, as in the published pred.py.
 BARE = frozenset({"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"})
 CHINESE = frozenset({"multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh"})
 
 
-class LongBench(Suite):
+class LongBench(Benchmark):
     """The 21 tasks. Few-shot tasks and code get no chat template; the answer's first line is scored.
 
     For `samsum`, the published code forbids a line break as the first token and stops at the next. Here the answer is
@@ -22,24 +23,20 @@ class LongBench(Suite):
     """
 
     name = "longbench"
-    suffix: ClassVar[str] = ""  # of the files
+    files = ("{task}.jsonl", "data/{task}.jsonl")
 
-    def paths(self, task: Task) -> tuple[str, ...]:
-        file = f"{task.name}{self.suffix}.jsonl"
-        return (file, f"data/{file}")
-
-    def item(self, row: Row, index: int, task: Task, variant: str) -> Iterator[Item]:
+    def samples(self, row: Row, index: int, task: PublishedTask, variant: str) -> Iterator[Sample]:
         context, asked = row.text("context"), row.text("input")
         before, context, after = filled(prompts("longbench")[task.name], context=context, input=asked)
         source = {name: row.content.get(name) for name in ("answers", "all_classes", "length")}
         bare = task.name in BARE
-        yield Item(
-            index, before, context, after, _references(row, task), task.metrics[0], task.max_tokens,
+        yield Sample(
+            context, after, _references(row, task), task.metrics[0], max_tokens=task.max_tokens, before=before,
             template="none" if bare else "chat", fixed=bare, group=self.group(row), source=source,
         )  # fmt: skip
 
-    def answered(self, row: Row, index: int, task: Task) -> Iterator[Answered]:
-        yield Answered(row.text("pred"), _references(row, task), task.metrics, self.group(row))
+    def answered(self, row: Row, index: int, task: PublishedTask) -> Iterator[Answered]:
+        yield Answered(row.text("pred"), _references(row, task), self.group(row))
 
     def group(self, row: Row) -> str:
         return ""
@@ -65,16 +62,52 @@ class LongBenchE(LongBench):
     """The 13 tasks whose samples are spread evenly over lengths; scores are also given by length, in words."""
 
     name = "longbench-e"
-    suffix = "_e"
+    files = ("{task}_e.jsonl", "data/{task}_e.jsonl")
 
     def group(self, row: Row) -> str:
         length = row.number("length")
         return "0-4k" if length < 4000 else "4-8k" if length < 8000 else "8k+"
 
     def averages(self, scores: Mapping[str, float]) -> dict[str, float]:
-        return Suite.averages(self, scores)
+        return Benchmark.averages(self, scores)
 
 
-def _references(row: Row, task: Task) -> tuple[str, ...]:
+class LongBenchV2(Benchmark):
+    """503 questions with four options about texts of up to 2 million words: one task. Scores are also given by
+    difficulty and by length, as in the published table.
+
+    The published code draws answers at temperature 0.1; here answers are greedy. The published chain-of-thought prompts
+    (a second question about the model's own answer) and retrieval are not here.
+    """
+
+    name = "longbench-v2"
+    files = ("data.json", "data.jsonl", "longbench_v2.jsonl")
+    answer_field = "response"
+
+    def samples(self, row: Row, index: int, task: PublishedTask, variant: str) -> Iterator[Sample]:
+        template = prompts("longbench_v2")[variant or "0shot"]
+        for sign, name in (("$Q$", "question"), *((f"$C_{x}$", f"choice_{x}") for x in "ABCD")):
+            template = template.replace(sign, row.text(name).strip())
+        before, holds_text, after = template.partition("$DOC$")
+        context = row.text("context").strip() if holds_text else ""
+        fields = ("_id", "domain", "sub_domain", "difficulty", "length", "question", "answer")
+        yield Sample(
+            context, after, row.texts("answer"), task.metrics[0], max_tokens=task.max_tokens, before=before,
+            template="chat", cut="middle_joined", group=self.group(row),
+            source={name: row.content.get(name) for name in fields},
+        )  # fmt: skip
+
+    def answered(self, row: Row, index: int, task: PublishedTask) -> Iterator[Answered]:
+        response = row.content.get("response", row.content.get("pred"))
+        yield Answered(response if isinstance(response, str) else "", row.texts("answer"), self.group(row))
+
+    def group(self, row: Row) -> str:
+        return f"{row.text('difficulty')}, {row.text('length')}"
+
+    def task_of(self, path: Path) -> PublishedTask:
+        return self.tasks[0]
+
+
+def _references(row: Row, task: PublishedTask) -> tuple[str, ...]:
     answers = row.texts("answers")
     return (*answers, "", *row.texts("all_classes")) if task.metrics == ("longbench.classification",) else answers

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from lce.errors import DataError, UsageError, shown
+from lce.errors import DataError, shown
 from lce.files import named
-from lce.lab.eval.published.base import Answered, Item, Suite, Task, Tokens
-from lce.lab.eval.published.haystack import DEPTHS, LANGUAGES, Chain, Haystack, Language, Needles
-from lce.lab.eval.published.reading import Row, find_file, json_rows, json_value
+from lce.lab.eval.published.base import Answered, Benchmark, PublishedTask
+from lce.lab.eval.published.haystack import DEPTHS, LANGUAGES, Chain, Haystack, Needles
+from lce.lab.eval.published.reading import Row, json_rows, json_value
+from lce.lab.eval.sample import Sample
 
 LENGTHS = {  # tokens, of each size
     "4k": (1000, 2000, 3000, 4000),
@@ -30,7 +30,7 @@ _KINDS = {"origin": "single", "parallel": "multi_retrieval"} | {
 REPEATS = {"single": 10, "multi_retrieval": 25, "multi_reasoning": 10}
 
 
-class NeedleBench(Suite):
+class NeedleBench(Benchmark):
     """One needle, eleven of them, or a chain of 2 to 5 relatives, in English and Chinese.
 
     Prompts and draws of numbers are those of the published code, with two differences: the model's tokenizer counts
@@ -40,63 +40,43 @@ class NeedleBench(Suite):
     """
 
     name = "needlebench"
+    answer_field = "prediction"
 
-    def paths(self, task: Task) -> tuple[str, ...]:
+    def paths(self, task: PublishedTask) -> tuple[str, ...]:
         return (LANGUAGES[task.name[-2:]].texts,)
 
-    def items(self, folder: Path, task: Task, variant: str = "", tokens: Tokens | None = None) -> Iterator[Item]:
-        if tokens is None:
-            raise UsageError("NeedleBench is built for a tokenizer; give the model's")
-        language = LANGUAGES[task.name[-2:]]
-        texts = [row.text("text") for row in self._rows(folder, language.texts)]
-        haystack = Haystack(tokens, texts)
-        made: Callable[..., Iterable[Item]]
+    def read(self, folder: Path, task: PublishedTask, variant: str, tokenizer: Any) -> Iterator[Sample]:
+        texts = [row.text("text") for row in json_rows(self.file(folder, *self.paths(task)))]
+        haystack = Haystack(task, tokenizer, texts)
+        maker: Chain | Needles
         if task.category == "multi_reasoning":
-            n_needles = int(task.name.split("_")[-2])
-            made = Chain(task, language, haystack, self._names(folder, language), n_needles).items
+            maker = Chain(haystack, self._names(folder, haystack.language.name), int(task.name.split("_")[-2]))
         else:
-            needles = Needles(task, language, haystack, list(self._rows(folder, "needles.jsonl")))
-            if len(needles.own) < 1 or len(needles.distinct) < len(DEPTHS):
-                raise DataError(
-                    f"{named(folder / 'needles.jsonl')} has too few needles in {language.name}; {self.remedy}"
-                )
-            made = needles.items
-        index = 0
+            path = self.file(folder, "needles.jsonl")
+            maker = Needles(haystack, list(json_rows(path)))
+            if len(maker.own) < 1 or len(maker.distinct) < len(DEPTHS):
+                raise DataError(f"{named(path)} has too few needles in {haystack.language.name}; {self.remedy}")
         for counter in range(REPEATS[task.category]):
             haystack.shuffle(counter)
             for length in LENGTHS[variant or self.variants[0]]:
-                for item in made(counter, length):
-                    yield replace(item, index=index)
-                    index += 1
+                yield from maker.samples(counter, length)
 
-    def item(self, row: Row, index: int, task: Task, variant: str) -> Iterator[Item]:
-        raise NotImplementedError("the items of NeedleBench are built, not read")
+    def samples(self, row: Row, index: int, task: PublishedTask, variant: str) -> Iterator[Sample]:
+        raise NotImplementedError("the samples of NeedleBench are built, not read")
 
-    def _file(self, folder: Path, name: str) -> Path:
-        path = find_file(folder, (name,))
-        if path is None:
-            raise DataError(f"{named(folder / name)} is missing; {self.remedy}")
-        return path
-
-    def _rows(self, folder: Path, name: str) -> Iterator[Row]:
-        return json_rows(self._file(folder, name))
-
-    def _names(self, folder: Path, language: Language) -> list[str]:
-        path = self._file(folder, "names.json")
+    def _names(self, folder: Path, language: str) -> list[str]:
+        path = self.file(folder, "names.json")
         content = json_value(path)
         if not isinstance(content, dict):
             raise DataError(
                 f"{named(path)} holds a {type(content).__name__}; expected an object with English and Chinese"
             )
-        names = Row(content, named(path)).text(language.name).split(",")
+        names = Row(content, named(path)).text(language).split(",")
         if len(names) < 6:
-            raise DataError(f"{named(path)} has {len(names)} names in {language.name}; expected 6 or more")
+            raise DataError(f"{named(path)} has {len(names)} names in {language}; expected 6 or more")
         return names
 
-    def prediction(self, item: Item, text: str) -> dict[str, Any]:
-        return {**(item.source or {}), "prediction": text}
-
-    def predictions(self, path: Path, task: Task) -> Iterator[Answered]:
+    def predictions(self, path: Path, task: PublishedTask) -> Iterator[Answered]:
         """Yield the answers of a file; OpenCompass's own file is one object with an entry for each answer."""
         if path.suffix != ".json":
             yield from super().predictions(path, task)
@@ -107,7 +87,7 @@ class NeedleBench(Suite):
         for name, entry in content.items():
             yield from self.answered(Row(entry, f"entry {shown(name)} of {named(path)}"), 0, task)
 
-    def answered(self, row: Row, index: int, task: Task) -> Iterator[Answered]:
+    def answered(self, row: Row, index: int, task: PublishedTask) -> Iterator[Answered]:
         gold = row.text("gold")
         if task.category == "single":
             answers = tuple(gold.split("*")[1:2])
@@ -115,9 +95,9 @@ class NeedleBench(Suite):
             answers = tuple(gold.split("#")[0].split("*")) if task.category == "multi_retrieval" else (gold,)
         if not answers:
             raise DataError(f"'gold' of {row.where} has no key word; expected the needle, * and the key word")
-        yield Answered(row.text("prediction"), answers, task.metrics, str(row.content.get("length", "")))
+        yield Answered(row.text("prediction"), answers, str(row.content.get("length", "")))
 
-    def task_of(self, path: Path) -> Task | None:
+    def task_of(self, path: Path) -> PublishedTask | None:
         """Return the task of OpenCompass's file names, such as `Length1000Depth0_origin_en_4k.json`, or of ours."""
         language = next((x for x in LANGUAGES if f"_{x}" in path.name), None)
         kind = next((new for old, new in _KINDS.items() if old in path.name), None)

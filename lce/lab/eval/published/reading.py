@@ -1,4 +1,4 @@
-"""Reads the files of benchmarks and of predictions. Their contents are not trusted."""
+"""Reads the files of benchmarks and of predictions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ from typing import Any
 
 from lce.errors import DataError, shown
 from lce.files import JsonError, named, open_regular, parse_json
-
-LONGEST_LINE = 64 << 20  # bytes; InfiniteBench's longest book has some 10 million
-LARGEST_JSON = 2 << 30  # bytes of a file that is one JSON value; LongBench v2 has 0.5 GB
-MOST_VALUES = 4 << 20  # JSON values of a line or file, or one for 4 bytes if more; commas in texts count too
 
 
 @dataclass(frozen=True)
@@ -34,8 +30,8 @@ class Row:
             raise self._strange(name, value, "a text")
         return value
 
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self.content.get(name, default)
+    def number(self, name: str) -> float:
+        _, value = self._value([name])
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._strange(name, value, "a number")
         return value
@@ -76,60 +72,40 @@ def find_file(folder: Path, places: Sequence[str]) -> Path | None:
 
 def json_rows(path: Path) -> Iterator[Row]:
     """Yield the objects of a JSON-lines file, or of a `.json` file with a list of objects."""
-    if path.suffix == ".json":
-        yield from _listed_rows(path)
-        return
-    with open(open_regular(path), "rb") as file:
-        number = n_rows = 0
-        while line := _line(file, path, number + 1):
-            number += 1
-            if line.strip():
-                n_rows += 1
-                yield _row(line, f"line {number} of {named(path)}")
-    if not n_rows:
-        raise DataError(f"{named(path)} is empty; expected a JSON object a line")
-
-
-def _line(file: Any, path: Path, number: int) -> bytes:
-    try:
-        line: bytes = file.readline(LONGEST_LINE + 1)
-    except OSError as error:
-        raise DataError(f"cannot read {named(path)}: {error.strerror}; check the disk") from error
-    if len(line) > LONGEST_LINE:
-        raise DataError(f"line {number} of {named(path)} is longer than {LONGEST_LINE} bytes; expected JSON lines")
-    return line
+    is_empty = True
+    for content, where in _entries(path) if path.suffix == ".json" else _lines(path):
+        if not isinstance(content, dict):
+            raise DataError(f"{where} is {shown(content, 40)}; expected a JSON object")
+        is_empty = False
+        yield Row(content, where)
+    if is_empty:
+        raise DataError(f"{named(path)} is empty; expected JSON objects")
 
 
 def json_value(path: Path) -> Any:
     """Return the value of a JSON file."""
     with open(open_regular(path), "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > LARGEST_JSON:
-            raise DataError(f"{named(path)} has {size} bytes; expected {LARGEST_JSON} at most")
-        try:
-            raw = file.read()
-        except OSError as error:
-            raise DataError(f"cannot read {named(path)}: {error.strerror}; check the disk") from error
-    return _parsed(raw, named(path))
+        return _parsed(file.read(), named(path))
 
 
-def _listed_rows(path: Path) -> Iterator[Row]:
+def _lines(path: Path) -> Iterator[tuple[Any, str]]:
+    with open(open_regular(path), "rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                where = f"line {number} of {named(path)}"
+                yield _parsed(line, where), where
+
+
+def _entries(path: Path) -> Iterator[tuple[Any, str]]:
     content = json_value(path)
-    if not content or not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
+    if not isinstance(content, list):
         raise DataError(f"{named(path)} holds {shown(content, 40)}; expected a list of objects")
-    for number, row in enumerate(content, 1):
-        yield Row(row, f"entry {number} of {named(path)}")
-
-
-def _row(line: bytes, where: str) -> Row:
-    content = _parsed(line, where)
-    if not isinstance(content, dict):
-        raise DataError(f"{where} is {shown(content, 40)}; expected a JSON object")
-    return Row(content, where)
+    for number, entry in enumerate(content, 1):
+        yield entry, f"entry {number} of {named(path)}"
 
 
 def _parsed(raw: bytes, where: str) -> Any:
     try:
-        return parse_json(raw.removeprefix(b"\xef\xbb\xbf"), max(MOST_VALUES, len(raw) // 4))
+        return parse_json(raw.removeprefix(b"\xef\xbb\xbf"), len(raw))
     except JsonError as error:
         raise DataError(f"{where}: {error}; expected the published layout") from None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lce.lab.eval.published.base import Answered, Item, Suite, Task
+from lce.lab.eval.published.base import Answered, Benchmark, PublishedTask
 from lce.lab.eval.published.reading import Row
+from lce.lab.eval.sample import Sample
 
 
-class Ruler(Suite):
+class Ruler(Benchmark):
     """The 13 tasks of RULER's synthetic.yaml.
 
     A line's `input` is the prompt, `answer_prefix` begins the answer and `outputs` is expected. `input` already has the
@@ -17,18 +18,16 @@ class Ruler(Suite):
     """
 
     name = "ruler"
+    files = ("{task}/validation.jsonl", "data/{task}/validation.jsonl", "{task}/test.jsonl")
 
-    def paths(self, task: Task) -> tuple[str, ...]:
-        return (f"{task.name}/validation.jsonl", f"data/{task.name}/validation.jsonl", f"{task.name}/test.jsonl")
-
-    def item(self, row: Row, index: int, task: Task, variant: str) -> Iterator[Item]:
+    def samples(self, row: Row, index: int, task: PublishedTask, variant: str) -> Iterator[Sample]:
         opening = row.text("answer_prefix") if "answer_prefix" in row else ""
         source = {name: row.content.get(name) for name in ("index", "outputs", "length")}
         source |= {"input": row.text("input") + opening, "others": row.content.get("others", {})}
-        yield Item(
-            index, "", row.text("input"), "", row.texts("outputs"), task.metrics[0], task.max_tokens, opening=opening,
+        yield Sample(
+            row.text("input"), "", row.texts("outputs"), task.metrics[0], max_tokens=task.max_tokens, opening=opening,
             cut="none", source=source,
         )  # fmt: skip
 
-    def answered(self, row: Row, index: int, task: Task) -> Iterator[Answered]:
-        yield Answered(row.text("pred"), row.texts("outputs", "output"), task.metrics)
+    def answered(self, row: Row, index: int, task: PublishedTask) -> Iterator[Answered]:
+        yield Answered(row.text("pred"), row.texts("outputs", "output"))

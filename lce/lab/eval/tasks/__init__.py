@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lce.lab.eval.tasks.base import Puzzle, Question, Task
+from lce.lab.eval.tasks.base import MadeTask, Puzzle, Question
 from lce.lab.eval.tasks.chains import Variables, Walk, Whereabouts
 from lce.lab.eval.tasks.keys import (
     Code,
@@ -19,10 +19,10 @@ from lce.lab.eval.tasks.keys import (
 )
 from lce.lab.eval.tasks.lists import CommonWords, FrequentWords, NthRequest, Pairs
 
-_CLASSES: tuple[type[Task], ...] = (
+_CLASSES: tuple[type[MadeTask], ...] = (
     PassKey, PublishedPassKey, SplitPassKey, Code, Secret, HidingPlace, Favourite, SeveralKeys, SeveralQueries,
     SeveralValues, CountingStars, Pairs, CommonWords, FrequentWords, NthRequest, Variables, Walk, Whereabouts,
 )  # fmt: skip
-TASKS: dict[str, type[Task]] = {task.name: task for task in _CLASSES}
+TASKS: dict[str, type[MadeTask]] = {task.name: task for task in _CLASSES}
 
-__all__ = ["TASKS", "Puzzle", "Question", "Task"]
+__all__ = ["TASKS", "MadeTask", "Puzzle", "Question"]

@@ -9,6 +9,7 @@ from random import Random
 from typing import ClassVar
 
 from lce.lab.eval.prose import ANIMALS, COLOURS, FOODS, THINGS
+from lce.lab.eval.sample import Task
 
 WORDS = tuple(dict.fromkeys([*THINGS, *ANIMALS, *FOODS, *COLOURS]))
 
@@ -37,15 +38,14 @@ class Puzzle:
 
 
 @dataclass(frozen=True)
-class Task(ABC):
-    """A task; its fields are its knobs.
+class MadeTask(Task, ABC):
+    """A task made here; its fields are its knobs.
 
     If `fills` is set, the statements are the whole text, as many as the length allows. Otherwise the knobs say how many
     statements a filler hides.
     """
 
-    name: ClassVar[str]
-    metric: ClassVar[str] = "starts"
+    metrics = ("starts",)
     fills: ClassVar[bool] = False
     least: ClassVar[int] = 1  # statements of the smallest puzzle, where `fills` is set
 

@@ -8,7 +8,7 @@ from random import Random
 
 from lce.lab.eval.needles import digits
 from lce.lab.eval.prose import NAMES, PLACES, THINGS
-from lce.lab.eval.tasks.base import Puzzle, Question, Task, distinct, names
+from lce.lab.eval.tasks.base import MadeTask, Puzzle, Question, distinct, names
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -18,14 +18,14 @@ def _name(rng: Random) -> str:
 
 
 @dataclass(frozen=True)
-class Variables(Task):
+class Variables(MadeTask):
     """Numbers copied between variables; the question asks for all variables with a number (RULER's variable tracking).
 
     The answer repeats the copies, one by one, so that a model need not follow several in one step.
     """
 
     name = "variables"
-    metric = "recall"
+    metrics = ("recall",)
     hops: int = 2
     chains: int = 2
 
@@ -54,11 +54,11 @@ class Variables(Task):
 
 
 @dataclass(frozen=True)
-class Walk(Task):
+class Walk(MadeTask):
     """A walk of some steps along a list of edges; every node has one edge. The answer repeats the edges of the walk."""
 
     name = "walk"
-    metric = "recall"
+    metrics = ("recall",)
     fills = True
     least = 4
     steps: int = 3
@@ -82,11 +82,11 @@ class Walk(Task):
 
 
 @dataclass(frozen=True)
-class Whereabouts(Task):
+class Whereabouts(MadeTask):
     """People move about with things; the question asks who had a thing last, and its place (bAbI, arXiv:1502.05698)."""
 
     name = "whereabouts"
-    metric = "recall"
+    metrics = ("recall",)
     people: int = 3
     things: int = 3
     events: int = 12

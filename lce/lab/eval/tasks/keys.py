@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from lce.lab.eval.needles import NEEDLES, digits
 from lce.lab.eval.prose import COLOURS, NAMES, THINGS
-from lce.lab.eval.tasks.base import WORDS, Puzzle, Question, Task, distinct
+from lce.lab.eval.tasks.base import WORDS, MadeTask, Puzzle, Question, distinct
 
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 
@@ -20,7 +20,7 @@ def check_ordinals(knob: str, value: int) -> None:
 
 
 @dataclass(frozen=True)
-class OneNeedle(Task):
+class OneNeedle(MadeTask):
     """One fact of `lce.lab.eval.needles`, stated once."""
 
     needle: ClassVar[str]
@@ -78,11 +78,11 @@ OPENING = (
 
 
 @dataclass(frozen=True)
-class SplitPassKey(Task):
+class SplitPassKey(MadeTask):
     """A key in parts of three digits at different places; the question asks for the parts in order."""
 
     name = "split_passkey"
-    metric = "recall"
+    metrics = ("recall",)
     parts: int = 2
 
     def puzzle(self, rng: Random, n: int = 0) -> Puzzle:
@@ -101,7 +101,7 @@ def _things(rng: Random, n: int) -> list[str]:
 
 
 @dataclass(frozen=True)
-class SeveralKeys(Task):
+class SeveralKeys(MadeTask):
     """Codes of several things; the question asks for one."""
 
     name = "several_keys"
@@ -119,11 +119,11 @@ class SeveralKeys(Task):
 
 
 @dataclass(frozen=True)
-class SeveralQueries(Task):
+class SeveralQueries(MadeTask):
     """Codes of several things; the question asks for two at once."""
 
     name = "several_queries"
-    metric = "recall"
+    metrics = ("recall",)
     keys: int = 6
 
     def puzzle(self, rng: Random, n: int = 0) -> Puzzle:
@@ -139,11 +139,11 @@ class SeveralQueries(Task):
 
 
 @dataclass(frozen=True)
-class SeveralValues(Task):
+class SeveralValues(MadeTask):
     """Several words of one person; the question asks for all. `others` other people have words too."""
 
     name = "several_values"
-    metric = "recall"
+    metrics = ("recall",)
     values: int = 3
     others: int = 2
 
@@ -163,11 +163,11 @@ class SeveralValues(Task):
 
 
 @dataclass(frozen=True)
-class CountingStars(Task):
+class CountingStars(MadeTask):
     """The numbers of stars that a penguin counted, one a count (Counting-Stars, arXiv:2403.11802)."""
 
     name = "counting_stars"
-    metric = "recall"
+    metrics = ("recall",)
     times: int = 4
 
     def puzzle(self, rng: Random, n: int = 0) -> Puzzle:

@@ -8,14 +8,14 @@ from random import Random
 
 from lce.lab.eval.needles import digits
 from lce.lab.eval.prose import ANIMALS
-from lce.lab.eval.tasks.base import WORDS, Puzzle, Question, Task, names
+from lce.lab.eval.tasks.base import WORDS, MadeTask, Puzzle, Question, names
 from lce.lab.eval.tasks.keys import ORDINALS, check_ordinals
 
 FORMS = "song tale joke poem riddle prayer".split()
 
 
 @dataclass(frozen=True)
-class Pairs(Task):
+class Pairs(MadeTask):
     """Keys and values; the question asks for one value (key-value retrieval, arXiv:2307.03172)."""
 
     name = "pairs"
@@ -32,11 +32,11 @@ class Pairs(Task):
 
 
 @dataclass(frozen=True)
-class CommonWords(Task):
+class CommonWords(MadeTask):
     """A few words that come up `ratio` times as often as all others (RULER's common words)."""
 
     name = "common_words"
-    metric = "recall"
+    metrics = ("recall",)
     fills = True
     least = 12
     common: int = 3
@@ -51,11 +51,11 @@ class CommonWords(Task):
 
 
 @dataclass(frozen=True)
-class FrequentWords(Task):
+class FrequentWords(MadeTask):
     """Words with frequencies by Zipf's law; the question asks for the three most frequent (RULER's frequent words)."""
 
     name = "frequent_words"
-    metric = "recall"
+    metrics = ("recall",)
     fills = True
     least = 12
     asked: int = 3
@@ -91,11 +91,11 @@ def _word_list(drawn: list[str], asked: list[str], question: str) -> Puzzle:
 
 
 @dataclass(frozen=True)
-class NthRequest(Task):
+class NthRequest(MadeTask):
     """Requests and replies; one request recurs, and the question asks for its i-th reply (MRCR, arXiv:2409.12640)."""
 
     name = "nth_request"
-    metric = "similarity"
+    metrics = ("similarity",)
     fills = True
     least = 4
     same: int = 2

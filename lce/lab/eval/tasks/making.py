@@ -12,7 +12,7 @@ from typing import NamedTuple
 from lce.errors import DataError, UsageError, nearest
 from lce.lab.eval.prose import sentences
 from lce.lab.eval.sample import Sample
-from lce.lab.eval.tasks.base import Puzzle, Question, Task
+from lce.lab.eval.tasks.base import MadeTask, Puzzle, Question
 
 # The filler of the published pass key task, repeated.
 NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
@@ -66,7 +66,7 @@ def _from_anywhere(parts: Sequence[str], rng: Random) -> Iterator[str]:
 
 
 def samples(
-    task: Task, *, length: int, n: int, seed: int, count: Callable[[str], int], filler: str = "prose",
+    task: MadeTask, *, length: int, n: int, seed: int, count: Callable[[str], int], filler: str = "prose",
     depths: Sequence[float] = (), questions: int = 1,
 ) -> Iterator[Sample]:  # fmt: skip
     """Make `n` documents of at most `length` tokens, counted by `count`, with questions; yield a sample a question.
@@ -86,7 +86,7 @@ def samples(
 
 
 def _document(
-    task: Task, rng: Random, length: int, depth: float, filler: Filler, tokens: Tokens, questions: int
+    task: MadeTask, rng: Random, length: int, depth: float, filler: Filler, tokens: Tokens, questions: int
 ) -> Iterator[Sample]:
     puzzle = _filling(task, rng, length, tokens) if task.fills else task.puzzle(rng)
     asked = puzzle.questions[:questions]
@@ -114,7 +114,9 @@ def _document(
         first = min(question.facts, default=0)
         where = depth if len(puzzle.statements) == 1 else _depth(puzzle, places, first, len(body))
         facts = tuple(puzzle.statements[i] for i in question.facts)
-        yield Sample(document, " " + question.text, question.answers, task.metric, question.answer, None, where, facts)
+        yield Sample(
+            document, " " + question.text, question.answers, task.metrics[0], question.answer, None, where, facts
+        )
 
 
 def _depth(puzzle: Puzzle, places: Sequence[int], fact: int, n_sentences: int) -> float:
@@ -135,7 +137,7 @@ def _left(puzzle: Puzzle, asked: Sequence[Question], length: int, tokens: Tokens
     return length - used - 1 - tokens.more(texts[0])
 
 
-def _filling(task: Task, rng: Random, length: int, tokens: Tokens) -> Puzzle:
+def _filling(task: MadeTask, rng: Random, length: int, tokens: Tokens) -> Puzzle:
     """Return a puzzle of about as many statements as fit.
 
     Names grow with their number, so a guess may overshoot the length. Guesses stay between the largest number known to

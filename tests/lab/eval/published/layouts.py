@@ -1,4 +1,4 @@
-"""Small files in the layouts of the published benchmarks, and what a perfect model answers."""
+"""A tokenizer, and small files in the layouts of the published benchmarks, and what a perfect model answers."""
 
 from __future__ import annotations
 
@@ -8,16 +8,37 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lce.lab.eval.published.base import Item
+from lce.errors import ModelError
+from lce.lab.eval.sample import Sample
+
+
+class Letters:
+    """A tokenizer with a token a character and one before them, and perhaps a chat template."""
+
+    def __init__(self, chat_template: str | None = None) -> None:
+        self.chat_template = chat_template
+
+    def encode(self, text: str, bos: bool | None = None) -> list[int]:
+        return ([] if bos is False else [0]) + [ord(c) for c in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(i) for i in ids if i)
+
+    def require_chat(self) -> None:
+        if self.chat_template is None:
+            raise ModelError("no chat template")
+
+    def chat(self, messages: list[dict[str, str]]) -> str:
+        return "".join(f"<{m['role']}>{m['content'].strip()}" for m in messages) + "<assistant>"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A file's place and rows; files that go beside it; the right answer to an item."""
+    """A file's place and rows; files that go beside it; the right answer to a sample."""
 
     place: str
     rows: list[dict[str, Any]]
-    perfect: Callable[[Item], str] = lambda item: item.answers[0]
+    perfect: Callable[[Sample], str] = lambda sample: sample.answers[0]
     beside: dict[str, Any] = field(default_factory=dict)
 
 
@@ -81,18 +102,18 @@ LAYOUTS: dict[str, dict[str, Layout]] = {
         "longbench_v2": Layout(
             "data.json",
             [{"_id": "x", "context": "Text", "question": "Which?", "answer": "B", **_V2}],
-            lambda item: f"The correct answer is ({item.answers[0]})",
+            lambda sample: f"The correct answer is ({sample.answers[0]})",
         )
     },
     "infinitebench": {
         "passkey": Layout("passkey.jsonl", _infinite(["71432"])),
         "longbook_choice_eng": Layout("longbook_choice_eng.jsonl", _infinite(["beta"], options=_OPTIONS)),
         "code_debug": Layout(
-            "code_debug.jsonl", _infinite(["beta"], options=_OPTIONS), lambda item: f"{item.answers[1]}. it"
+            "code_debug.jsonl", _infinite(["beta"], options=_OPTIONS), lambda sample: f"{sample.answers[1]}. it"
         ),
         "code_run": Layout("code_run.jsonl", _infinite([-7], context="def f", input="What is func_1(-3)?")),
         "math_find": Layout("math_find.jsonl", _infinite([3.5], input="The smallest number of the list is")),
-        "math_calc": Layout("math_calc.jsonl", _infinite([[3, 5]]), lambda item: " ".join(item.answers)),
+        "math_calc": Layout("math_calc.jsonl", _infinite([[3, 5]]), lambda sample: " ".join(sample.answers)),
         "longbook_sum_eng": Layout("longbook_sum_eng.jsonl", _infinite(["A book about it"])),
     },
     "ruler": {
@@ -111,17 +132,17 @@ LAYOUTS: dict[str, dict[str, Layout]] = {
     "needlebench": {
         "single_en": Layout("PaulGrahamEssays.jsonl", _ESSAYS, beside={"needles.jsonl": _NEEDLES}),
         "multi_retrieval_en": Layout(
-            "PaulGrahamEssays.jsonl", _ESSAYS, lambda item: " ".join(item.answers), {"needles.jsonl": _NEEDLES}
+            "PaulGrahamEssays.jsonl", _ESSAYS, lambda sample: " ".join(sample.answers), {"needles.jsonl": _NEEDLES}
         ),
         "multi_reasoning_3_en": Layout(
-            "PaulGrahamEssays.jsonl", _ESSAYS, lambda item: f"\\boxed{{{item.answers[0]}}}", _NAMES
+            "PaulGrahamEssays.jsonl", _ESSAYS, lambda sample: f"\\boxed{{{sample.answers[0]}}}", _NAMES
         ),
     },
     "counting-stars": {
         "acquisition_zh": Layout(
             "test_data/Counting_Stars_ZH_multi-evidence-retrieval-searching_128000_32_32.jsonl",
             [{"question": "text Q", "retrieval_question": " Q", "reference_counting_results": [5, 9]}],
-            lambda item: json.dumps({"小企鹅": [int(x) for x in item.answers]}),
+            lambda sample: json.dumps({"小企鹅": [int(x) for x in sample.answers]}),
         ),
         "reasoning_en": Layout(
             "Counting_Stars_EN_reasoning_128000_32_32.jsonl",
@@ -131,7 +152,7 @@ LAYOUTS: dict[str, dict[str, Layout]] = {
                     "reference_counting_results": [5, 9],
                 }
             ],
-            lambda item: json.dumps({"little_penguin": [int(x.split("/")[0]) for x in item.answers]}),
+            lambda sample: json.dumps({"little_penguin": [int(x.split("/")[0]) for x in sample.answers]}),
         ),
     },
 }  # fmt: skip

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 import lce
-from lce.lab.eval.tasks import TASKS, Puzzle, Question, Task
+from lce.lab.eval.tasks import TASKS, MadeTask, Puzzle, Question
 from lce.lab.eval.tasks.making import samples
 
 
@@ -73,7 +73,7 @@ def test_names_become_longer_where_the_short_ones_run_out(name):
 
 
 @dataclass(frozen=True)
-class Numbers(Task):
+class Numbers(MadeTask):
     """Statements of two words, and of six where there are more than 100."""
 
     name = "numbers"

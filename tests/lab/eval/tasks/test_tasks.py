@@ -16,8 +16,8 @@ def test_an_answer_is_scored_as_right_and_stands_in_its_facts(name):
         puzzle = task.puzzle(Random(seed), 20)
         assert puzzle == task.puzzle(Random(seed), 20)
         for question in puzzle.questions:
-            assert METRICS[task.metric](" " + question.answer + ". The", question.answers) == 1
-            assert METRICS[task.metric](" zzz.", question.answers) < 0.5
+            assert METRICS[task.metrics[0]](" " + question.answer + ". The", question.answers) == 1
+            assert METRICS[task.metrics[0]](" zzz.", question.answers) < 0.5
             text = " ".join(puzzle.statements[i] for i in question.facts)
             assert all(word in text for word in re.findall(r"\w+", question.answer) if word not in ("and", "in"))
 

@@ -1,62 +1,27 @@
-"""Watches which tokens some queries of a run attend, and how full attention would weigh each token.
+"""Measures which tokens some queries of a run attend, and how full attention would weigh each token.
 
-`Observed` runs any method unchanged. In every layer and head, a `Watch` compares the tokens that watched queries attend
-with the true mass (`lce.methods.mass`). The method is measured in a real run: in its own blocks, on the hidden states
-of its own layers or of the judge's full attention.
+`Observed` runs any method unchanged. In every layer and head, an `AttentionMeter` compares the tokens that watched
+queries attend with the true mass (`lce.methods.mass`). The method is measured in a real run: in its own blocks, on the
+hidden states of its own layers or of the judge's full attention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lce.errors import UsageError
-from lce.methods import ESA, LayerCache, Observation, Step, rotate
+from lce.lab.eval.record import Attended
+from lce.lab.eval.scores import mean_of
+from lce.methods import ESA, Observation, Step, rotate
 from lce.methods.lowdim import first_best
 from lce.methods.mass import Judge
 
 States = Literal["own", "judge"]
-PerHead = list[list[float]]  # layers, and their heads
-
-
-@dataclass(frozen=True)
-class Look:
-    """What the watched queries of one text attended; shares are means over queries, by layer and head.
-
-    `recall` is the attended share of true mass, `tokens` the number of attended tokens, and `fact` the attended share
-    of the facts' tokens. `hit1` and `hit5` say whether a choice with a fact has the best, or one of the five best,
-    scores of the query's choices; layers that choose nothing have no heads. `cover` is the share of choices that some
-    head of some layer makes; `gini` is Gini's coefficient of how often each choice is made. `found` is, by layer, the
-    share of the best tokens by exact scores that low-dim scores find. None: nothing to measure.
-
-    Bytes are a query's reads in all layers: keys and values, each KV head's token once; the data to choose by; and the
-    reads of full attention.
-    """
-
-    positive: ClassVar = ("queries", "window", "full_bytes")
-    shares: ClassVar = ("score",)
-
-    queries: int
-    recall: PerHead
-    tokens: PerHead
-    read_bytes: float
-    scored_bytes: float
-    full_bytes: float
-    fact: PerHead | None = None
-    hit1: PerHead | None = None
-    hit5: PerHead | None = None
-    cover: float | None = None
-    gini: float | None = None
-    found: list[float] | None = None
-    score: float | None = None  # of the answer, if any
-    prompt: str | None = None  # a hash of the text
-    method: str | None = None
-    window: int | None = None
-    checkpoint: str | None = None  # what the user called the model
 
 
 @dataclass
@@ -66,23 +31,19 @@ class _Tally:
     queries: int = 0
     sums: dict[str, Tensor] = field(default_factory=dict)
     facts: int = 0  # facts that a query could have chosen, summed over queries
-    numbers: dict[str, float] = field(default_factory=dict)
-    blocks: int = 0
+    found: list[float] = field(default_factory=list)  # shares of the best tokens that low-dim scores find, by block
 
     def add(self, name: str, values: Tensor) -> None:
         """Add `values [H, …]`, summed over all axes but the heads."""
         total = values.float().flatten(1).sum(1).cpu()
         self.sums[name] = self.sums[name] + total if name in self.sums else total
 
-    def count(self, name: str, value: float) -> None:
-        self.numbers[name] = self.numbers.get(name, 0.0) + value
-
     def mean(self, name: str, n: int | None = None) -> list[float]:
         n = self.queries if n is None else n
         return [float(x) / n for x in self.sums[name]] if name in self.sums and n else []
 
 
-class Watch:
+class AttentionMeter:
     """The watched queries, and what they attended so far. One text at a time: `begin`, a run, `end`."""
 
     def __init__(self, judge: Judge = "constant", states: States = "own") -> None:
@@ -93,6 +54,7 @@ class Watch:
         """Watch the queries from index `first` on, or only at `positions`. `facts` are spans of tokens."""
         self.first, self.positions, self.facts = first, positions, facts
         self.layers: dict[int, _Tally] = {}
+        self.bytes = {"read": 0.0, "scored": 0.0, "full": 0.0}
         self.times: dict[int, Tensor] = {}  # how often each choice of a query was made, by its index
 
     def rows(self, step: Step) -> Tensor:
@@ -101,29 +63,27 @@ class Watch:
             return torch.arange(max(step.start, self.first), max(step.stop, self.first)) - step.start
         return torch.tensor([i - step.start for i in self.positions if step.start <= i < step.stop], dtype=torch.int64)
 
-    def end(self) -> Look:
-        """Return the observation. Raises `UsageError` if no query was watched."""
+    def end(self) -> Attended:
+        """Return what was measured. Raises `UsageError` if no query was watched."""
         if not self.layers:
             raise UsageError("no query was watched: the text is empty, or the context was not read by this engine")
         layers = [self.layers[index] for index in sorted(self.layers)]
-        total = {name: sum(tally.numbers.get(name, 0.0) for tally in layers) for name in ("read", "scored", "full")}
         queries = layers[0].queries
-        spread = [_cover_and_gini(times) for times in self.times.values()]
-        found = [tally.numbers["found"] / tally.blocks if tally.blocks else 0.0 for tally in layers]
+        spread = [cover_and_gini(times) for times in self.times.values()]
         has_choices = any("hit1" in tally.sums for tally in layers)
-        return Look(
+        return Attended(
             queries=queries,
             recall=[tally.mean("recall") for tally in layers],
             tokens=[tally.mean("tokens") for tally in layers],
-            read_bytes=total["read"] / queries,
-            scored_bytes=total["scored"] / queries,
-            full_bytes=total["full"] / queries,
+            read_bytes=self.bytes["read"] / queries,
+            scored_bytes=self.bytes["scored"] / queries,
+            full_bytes=self.bytes["full"] / queries,
             fact=[tally.mean("fact") for tally in layers] if self.facts else None,
             hit1=[tally.mean("hit1", tally.facts) for tally in layers] if has_choices else None,
             hit5=[tally.mean("hit5", tally.facts) for tally in layers] if has_choices else None,
-            cover=sum(cover for cover, _ in spread) / len(spread) if spread else None,
-            gini=sum(gini for _, gini in spread) / len(spread) if spread else None,
-            found=found if any(tally.blocks for tally in layers) else None,
+            cover=mean_of(cover for cover, _ in spread),
+            gini=mean_of(gini for _, gini in spread),
+            found=[mean_of(tally.found) or 0.0 for tally in layers] if any(tally.found for tally in layers) else None,
         )
 
     def observe(self, seen: Observation, out: Tensor) -> Tensor:
@@ -133,19 +93,13 @@ class Watch:
         return out if self.states == "own" else seen.mass(self.judge).attend(seen.q)
 
     def _count(self, seen: Observation) -> None:
-        always, picked = seen.always(), seen.picked
+        always = seen.always()
         if always is None:
             raise UsageError(
                 f"{seen.method.label} does not say which tokens it always attends, so what it selects cannot be "
                 "measured; define parts_of"
             )
-        tally, mass, q, n_kv_heads = (
-            self.layers.setdefault(seen.layer, _Tally()),
-            seen.mass(self.judge),
-            seen.q,
-            seen.step.n_kv_heads,
-        )
-        first, size = seen.method.choices
+        tally, mass, q = self.layers.setdefault(seen.layer, _Tally()), seen.mass(self.judge), seen.q
         vector = 2 * q.shape[-1] * seen.cache.layout.dtype.itemsize
         for some in mass.slices(len(seen.rows), len(q)):
             positions = seen.positions[some]
@@ -156,21 +110,20 @@ class Watch:
             tally.add("tokens", attended)
             for start, stop in self.facts:
                 tally.add("fact", attended[..., start:stop].float().mean(-1) / len(self.facts))
-            read = attended.unflatten(0, (n_kv_heads, -1)).any(1).sum()  # a KV head's token is read once
-            tally.count("read", float(read) * vector)
-            tally.count("full", float((positions + 1).sum()) * n_kv_heads * vector)
+            read = attended.unflatten(0, (seen.step.n_kv_heads, -1)).any(1).sum()  # a KV head's token is read once
+            self.bytes["read"] += float(read) * vector
+            self.bytes["full"] += float((positions + 1).sum()) * seen.step.n_kv_heads * vector
             if seen.scores is not None:
-                chosen = None if picked is None else picked[:, some]
-                self._look_at_choices(tally, seen.scores[:, some], chosen, positions, first, size)
-        tally.count("scored", seen.scored_bytes())
+                self._count_hits(tally, seen, seen.scores[:, some])
+                if seen.picked is not None:
+                    self._count_choices(seen.picked[:, some], seen.scores[0, some] > -torch.inf, positions)
+        self.bytes["scored"] += seen.scored_bytes()
         if isinstance(seen.method, ESA):
-            self._look_at_maps(tally, seen.method, q, seen.cache, seen.step)
+            self._count_found(tally, seen, seen.method)
 
-    def _look_at_choices(
-        self, tally: _Tally, scores: Tensor, chosen: Tensor | None, positions: Tensor, first: int, size: int
-    ) -> None:
-        """Count hits, and how often each choice was made: `scores [C, T, M]`, `chosen [H, T, K]`."""
-        known = scores > -torch.inf
+    def _count_hits(self, tally: _Tally, seen: Observation, scores: Tensor) -> None:
+        """Count how often a choice with a fact has one of the best `scores [C, T, M]`."""
+        (first, size), known = seen.method.choices, scores > -torch.inf
         for start, stop in self.facts:
             a, b = max(0, (start - first) // size), (stop - 1 - first) // size + 1
             if stop <= first or not scores[..., a:b].numel():
@@ -180,31 +133,27 @@ class Watch:
             tally.facts += int(known[0, :, a:b].any(-1).sum())  # facts that a query could choose
             tally.add("hit1", rank < 1)
             tally.add("hit5", rank < 5)
-        if chosen is None:
-            return
+
+    def _count_choices(self, chosen: Tensor, known: Tensor, positions: Tensor) -> None:
+        """Count how often each choice was made: `chosen [H, T, K]`, and those that could be made, `known [T, M]`."""
         for t, position in enumerate(positions.tolist()):
-            times = torch.bincount(chosen[:, t].flatten().clamp(min=-1) + 1, minlength=scores.shape[-1] + 1)[1:]
-            times = times[: int(known[0, t].sum())] if known[0, t].all() else times[: len(known[0, t])][known[0, t]]
-            times = times.cpu()
+            times = torch.bincount(chosen[:, t].flatten().clamp(min=-1) + 1, minlength=known.shape[-1] + 1)[1:]
+            times = times[: known.shape[-1]][known[t]].cpu()
             before = self.times.get(position)
             self.times[position] = times if before is None or len(before) != len(times) else before + times
 
-    def _look_at_maps(self, tally: _Tally, method: ESA, q: Tensor, cache: LayerCache, step: Step) -> None:
+    def _count_found(self, tally: _Tally, seen: Observation, method: ESA) -> None:
         """Count how many of the best tokens by exact scores low-dim scores find (ESA's recall)."""
-        border = step.start - method.n_local
-        if method.compress == "none" or method.far is None or method.top_k is None:
+        step, border, n = seen.step, seen.step.start - method.n_local, method.top_k
+        if method.compress == "none" or method.far is None or n is None or border - method.sinks <= n:
             return
-        n = method.top_k
-        if border - method.sinks <= n:
-            return
-        far = rotate(q, step.far_turn(method.far, q))
+        far = rotate(seen.q, step.far_turn(method.far, seen.q))
         exact = replace(method, compress="none", maps=None)
-        ours, best = (first_best(each.relevance(q, far, cache, step, border), n) for each in (method, exact))
-        tally.count("found", float(torch.isin(ours, best).sum()) / n)
-        tally.blocks += 1
+        ours, best = (first_best(each.relevance(seen.q, far, seen.cache, step, border), n) for each in (method, exact))
+        tally.found.append(float(torch.isin(ours, best).sum()) / n)
 
 
-def _cover_and_gini(times: Tensor) -> tuple[float, float]:
+def cover_and_gini(times: Tensor) -> tuple[float, float]:
     """Return the share of choices made at all, and Gini's coefficient of `times`: 0 is even, near 1 is one choice.
 
     Example: 2, 2, 0, 0 has a share of 0.5 and Gini's coefficient 0.5.

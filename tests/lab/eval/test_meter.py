@@ -1,4 +1,4 @@
-"""What watched queries attended, against tables worked out from the definitions and by hand."""
+"""What watched queries attend, against tables worked out from the definitions and by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lce.errors import UsageError
-from lce.lab.eval.watching import Look, States, Watch, _cover_and_gini
+from lce.lab.eval.meter import AttentionMeter, States, cover_and_gini
+from lce.lab.eval.record import Attended
 from lce.methods import Method, Observed, make
 from lce.methods.mass import JUDGES, Judge
 from tests import oracle
@@ -25,29 +26,29 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 def seen(
     method: Method, judge: Judge, states: States = "own", facts: Any = (), positions: Any = None
-) -> tuple[Look, torch.Tensor]:
-    watch = Watch(judge, states)
-    watch.begin(100, positions, facts)
-    out = run(Observed(method, watch), *vectors(3, 4, 2, N, 8), [80, 39, 1], window=WINDOW)
-    return watch.end(), out
+) -> tuple[Attended, torch.Tensor]:
+    meter = AttentionMeter(judge, states)
+    meter.begin(100, positions, facts)
+    out = run(Observed(method, meter), *vectors(3, 4, 2, N, 8), [80, 39, 1], window=WINDOW)
+    return meter.end(), out
 
 
 @pytest.mark.parametrize("judge", JUDGES)
 @pytest.mark.parametrize(("name", "knobs"), CASES, ids=str)
 def test_equals_the_definitions(name: str, knobs: dict[str, Any], judge: Judge) -> None:
-    look, out = seen(make(name, knobs), judge, facts=[(10, 14), (50, 51)])
+    found, out = seen(make(name, knobs), judge, facts=[(10, 14), (50, 51)])
     q, k, v = vectors(3, 4, 2, N, 8)
     setting = oracle.Setting(WINDOW, [80, 39, 1])
     mask = oracle.DEFINITIONS[name](q, k, v, setting, **knobs).mask[:, 100:]
     truth = oracle.true_mass(q, k, setting, judge)[:, 100:]
-    assert look.queries == 20
-    assert torch.tensor(look.recall[0]).sub((truth * mask).sum(-1).mean(-1)).abs().max() <= 1e-5
-    assert look.tokens[0] == pytest.approx(mask.sum(-1).float().mean(-1).tolist())
+    assert found.queries == 20
+    assert torch.tensor(found.recall[0]).sub((truth * mask).sum(-1).mean(-1)).abs().max() <= 1e-5
+    assert found.tokens[0] == pytest.approx(mask.sum(-1).float().mean(-1).tolist())
     fact = (mask[..., 10:14].float().mean(-1) + mask[..., 50].float()) / 2
-    assert look.fact is not None
-    assert look.fact[0] == pytest.approx(fact.mean(-1).tolist())
-    assert look.read_bytes == pytest.approx(float(mask.unflatten(0, (2, 2)).any(1).sum()) / 20 * KV)
-    assert look.full_bytes == pytest.approx(sum(range(101, N + 1)) / 20 * 2 * KV)
+    assert found.fact is not None
+    assert found.fact[0] == pytest.approx(fact.mean(-1).tolist())
+    assert found.read_bytes == pytest.approx(float(mask.unflatten(0, (2, 2)).any(1).sum()) / 20 * KV)
+    assert found.full_bytes == pytest.approx(sum(range(101, N + 1)) / 20 * 2 * KV)
     assert torch.equal(out, run(make(name, knobs), q, k, v, [80, 39, 1], window=WINDOW)), "watching changes nothing"
 
 
@@ -66,7 +67,7 @@ def test_hits_are_ranks_of_scores() -> None:
     """The oracle's scores are the true mass, so its best chunk is the heaviest one."""
     method = make("oracle", {"chunk_size": 4, "chunks": 5, "judge": "true"})
     fact = (40, 46)  # chunks 10 and 11
-    look, _ = seen(method, "true", facts=[fact])
+    found, _ = seen(method, "true", facts=[fact])
     q, k, _ = vectors(3, 4, 2, N, 8)
     mass = oracle.true_mass(q, k, oracle.Setting(WINDOW), "true")[:, 100:].unflatten(-1, (-1, 4)).sum(-1)
     hit1, hit5 = torch.zeros(4), torch.zeros(4)
@@ -77,11 +78,11 @@ def test_hits_are_ranks_of_scores() -> None:
             rank = min(order.index(chunk) for chunk in (10, 11))
             hit1[h] += (rank < 1) / 20
             hit5[h] += (rank < 5) / 20
-    assert look.hit1 is not None
-    assert look.hit5 is not None
-    assert look.hit1[0] == pytest.approx(hit1.tolist())
-    assert look.hit5[0] == pytest.approx(hit5.tolist())
-    assert 0 < sum(look.hit1[0]) < sum(look.hit5[0])
+    assert found.hit1 is not None
+    assert found.hit5 is not None
+    assert found.hit1[0] == pytest.approx(hit1.tolist())
+    assert found.hit5[0] == pytest.approx(hit5.tolist())
+    assert 0 < sum(found.hit1[0]) < sum(found.hit5[0])
 
 
 @pytest.mark.parametrize(
@@ -89,20 +90,20 @@ def test_hits_are_ranks_of_scores() -> None:
     [([1, 1, 1, 1], 1.0, 0.0), ([2, 2, 0, 0], 0.5, 0.5), ([0, 0, 0, 4], 0.25, 0.75), ([1, 3], 1.0, 0.25), ([], 0, 0)],
     ids=str,
 )
-def test_cover_and_gini(times: list[int], cover: float, gini: float) -> None:
-    assert _cover_and_gini(torch.tensor(times)) == pytest.approx((cover, gini))
+def testcover_and_gini(times: list[int], cover: float, gini: float) -> None:
+    assert cover_and_gini(torch.tensor(times)) == pytest.approx((cover, gini))
 
 
 def test_cover_counts_the_choices_of_all_heads() -> None:
     """One query of four heads; five chunks in all, two of them forced, out of 25 and 29 that it could choose."""
     notes: list[torch.Tensor] = []
     method = make("longheads", {"chunk_size": 4, "chunks": 5})
-    look, _ = seen(method, "true", positions=[103, 119])
+    found, _ = seen(method, "true", positions=[103, 119])
     run(method, *vectors(3, 4, 2, N, 8), [N], window=WINDOW, note=lambda _, chosen: notes.append(chosen))
     spread = [torch.bincount(notes[0][:, i].flatten(), minlength=i // 4) for i in (103, 119)]
-    expected = [sum(x) / 2 for x in zip(*(_cover_and_gini(times) for times in spread), strict=True)]
-    assert look.queries == 2
-    assert (look.cover, look.gini) == pytest.approx(tuple(expected))
+    expected = [sum(x) / 2 for x in zip(*(cover_and_gini(times) for times in spread), strict=True)]
+    assert found.queries == 2
+    assert (found.cover, found.gini) == pytest.approx(tuple(expected))
     assert expected[0] < 0.5
 
 
@@ -118,14 +119,14 @@ def test_states_of_the_judge_are_full_attention() -> None:
 def test_low_dim_scores_find_a_share_of_the_best() -> None:
     """All of them with as many dimensions as keys have; fewer with fewer."""
 
-    def found(low_dim: int) -> float:
+    def share(low_dim: int) -> float:
         knobs = {"compress": "pca", "low_dim": low_dim, "sinks": 4, "top_k": 8}
-        look, _ = seen(make("esa", knobs), "true")
-        assert look.found is not None
-        return look.found[0]
+        found, _ = seen(make("esa", knobs), "true")
+        assert found.found is not None
+        return found.found[0]
 
-    assert found(16) >= 0.9
-    assert found(2) < found(8) < found(16) + 1e-9
+    assert share(16) >= 0.9
+    assert share(2) < share(8) < share(16) + 1e-9
 
 
 def test_a_method_that_does_not_say_is_refused() -> None:
@@ -135,4 +136,4 @@ def test_a_method_that_does_not_say_is_refused() -> None:
 
 def test_nothing_watched_is_an_error() -> None:
     with pytest.raises(UsageError, match="no query was watched"):
-        Watch().end()
+        AttentionMeter().end()

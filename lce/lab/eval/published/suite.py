@@ -1,0 +1,144 @@
+"""Asks a published benchmark: cuts prompts that are too long, and applies the chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lce.errors import UsageError, shown
+from lce.lab.eval.published.base import Benchmark, PublishedTask
+from lce.lab.eval.sample import Sample
+from lce.lab.eval.suite import Suite
+
+if TYPE_CHECKING:
+    from lce import Engine
+
+AUTO, NONE, CHAT = "auto", "none", "chat"
+_FOR_ANSWER = 512  # tokens that L-Eval keeps free for the answer
+_STEP = 250  # further words that L-Eval cuts off while a document is still too long
+
+
+@dataclass(frozen=True)
+class PublishedSuite(Suite):
+    """A benchmark in a folder of the user's files, and how its prompts are made for a model.
+
+    `template` is `auto` (as in the benchmark's own code), `chat` (the model's chat template), `none`, or a text with
+    `{prompt}`, such as `[INST]{prompt}[/INST]`. Prompts of more than `max_length` tokens are cut as the benchmark cuts
+    prompts; None cuts none. `most` limits the questions of a task; None asks all. Raises `UsageError`.
+    """
+
+    scale = 100
+    benchmark: Benchmark
+    folder: Path
+    variant: str = ""
+    template: str = AUTO
+    max_length: int | None = None
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.asking.mode == "turns":
+            raise UsageError("mode is 'turns'; expected single or shared: its questions are independent")
+        if self.template not in (AUTO, NONE, CHAT) and "{prompt}" not in self.template:
+            raise UsageError(
+                f"template is {shown(self.template)}; expected auto, chat, none, or a text with {{prompt}} in it"
+            )
+        if self.max_length is not None and self.max_length < 2:
+            raise UsageError(f"max_length is {self.max_length}; expected 2 or more tokens")
+
+    def tasks(self, names: Sequence[str] | None = None) -> list[PublishedTask]:
+        """Return the tasks called `names`, or all whose files exist. Raises `UsageError` or `DataError`."""
+        return [self.benchmark.task(name) for name in names] if names else self.benchmark.present(self.folder)
+
+    def make(self, engine: Engine, task: PublishedTask, length: int = 0) -> list[Sample]:
+        tokenizer = engine.tokenizer
+        if self.template == CHAT:
+            tokenizer.require_chat()
+        found = self.benchmark.read(self.folder, task, self.variant, tokenizer)
+        made = [self.prompted(sample, tokenizer) for sample in islice(found, self.most)]
+        return [replace(sample, n_tokens=len(tokenizer.encode(sample.prompt))) for sample in made]
+
+    def setting(self, task: PublishedTask, length: int = 0) -> dict[str, Any]:
+        found: dict[str, Any] = {"task": f"{self.benchmark.name}:{task.name}"}
+        if self.variant not in ("", self.benchmark.variants[0]):
+            found["prompts"] = self.variant
+        if self.template != AUTO:
+            found["template"] = self.template
+        if self.max_length is not None:
+            found["max_length"] = self.max_length
+        return found
+
+    def about(self, task: PublishedTask) -> dict[str, Any]:
+        return {"suite": self.benchmark.name, "max_length": self.max_length}
+
+    def averages(self, scores: Mapping[str, float]) -> dict[str, float]:
+        return self.benchmark.averages(scores)
+
+    def prediction(self, sample: Sample, text: str) -> dict[str, Any]:
+        return self.benchmark.prediction(sample, text)
+
+    def prompted(self, sample: Sample, tokenizer: Any) -> Sample:
+        """Cut a sample and put the template around it; the document then ends where the benchmark's context ends."""
+        if self.max_length is not None:
+            sample = CUTS[sample.cut](sample, tokenizer, self.max_length)
+        template = sample.template if sample.fixed or self.template == AUTO else self.template
+        if template == NONE or (template == CHAT and tokenizer.chat_template is None):
+            return sample
+        prompt = sample.beginning + sample.question
+        if template == CHAT:
+            system = [{"role": "system", "content": sample.system}] if sample.system else []
+            text = tokenizer.chat([*system, {"role": "user", "content": prompt}])
+        else:
+            text = template.replace("{system}", sample.system).replace("{prompt}", prompt)
+        context = sample.document.strip()  # templates may strip the prompt
+        before, found, after = text.partition(context) if context else (text, "", "")
+        return replace(sample, before=before, document=found, question=after)
+
+
+def _middle(sample: Sample, tokenizer: Any, most: int, *, joined: bool = False) -> Sample:
+    """Keep the first and the last `most // 2` tokens of the prompt (LongBench, InfiniteBench's open models).
+
+    If `joined`, decode them in one piece, and keep `most` tokens also if odd (LongBench v2, InfiniteBench's GPT-4).
+    """
+    ids, half = tokenizer.encode(sample.beginning + sample.question), most // 2
+    if len(ids) <= most:
+        return sample
+    decode = tokenizer.decode
+    text = decode(ids[:half] + ids[-most // 2 :]) if joined else decode(ids[:half]) + decode(ids[-half:])
+    return replace(sample, before="", document=text, question="")
+
+
+def _words(sample: Sample, tokenizer: Any, most: int, *, keep_first: bool) -> Sample:
+    """Drop words at one end of the document until the answer has room (L-Eval)."""
+    limit, cut, text = most - _FOR_ANSWER, 0, sample.document
+    while text and len(tokenizer.encode(text)) > limit:
+        n_words = limit - cut
+        if n_words <= 0:
+            raise UsageError(
+                f"max_length is {most}; expected more, for the document and {_FOR_ANSWER} tokens of the answer"
+            )
+        words = text.split(" ")
+        text = " ".join(words[:n_words] if keep_first else words[-n_words:])
+        cut += _STEP
+    return replace(sample, document=text)
+
+
+def _uncut(sample: Sample, tokenizer: Any, most: int) -> Sample:
+    n_tokens = len(tokenizer.encode(sample.beginning + sample.question))
+    if n_tokens > most:
+        raise UsageError(
+            f"a prompt has {n_tokens} tokens, max_length is {most}, and this benchmark cuts none; give shorter data"
+        )
+    return sample
+
+
+CUTS: dict[str, Callable[[Sample, Any, int], Sample]] = {
+    "middle": _middle,
+    "middle_joined": partial(_middle, joined=True),
+    "words_right": partial(_words, keep_first=True),
+    "words_left": partial(_words, keep_first=False),
+    "none": _uncut,
+}
