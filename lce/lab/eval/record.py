@@ -122,7 +122,7 @@ class Record:
 
     def _read(self, line: bytes, number: int) -> None:
         try:
-            sample = json.loads(line)
+            sample = json.loads(line) if line.startswith(BEGINNING) else None
             kind = next(kind for sign, kind in KINDS.items() if sign in sample)
             given = {field: sample.pop(field.name) for field in fields(kind) if field.name in sample}
             for field, value in given.items():
@@ -130,7 +130,7 @@ class Record:
                 if not isinstance(value, int | float | None if is_number else object):
                     raise TypeError
             self._lines[_key(sample)] = (sample, kind(**{field.name: value for field, value in given.items()}))
-        except (ValueError, TypeError, AttributeError, StopIteration, RecursionError):
+        except (ValueError, TypeError, StopIteration):
             raise self._strange(line, number) from None
 
     def _strange(self, line: bytes, number: int) -> DataError:

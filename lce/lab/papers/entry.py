@@ -6,29 +6,16 @@ import dataclasses
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import lce
 from lce.errors import UsageError, nearest
-from lce.lab.papers.measures import (
-    WITHIN,
-    Answers,
-    Choices,
-    Distances,
-    Found,
-    Measure,
-    Operations,
-    Perplexity,
-    Published,
-    Speed,
-)  # fmt: skip
+from lce.lab.papers import measures
+from lce.lab.papers.measures import WITHIN, Answers, Measure
 from lce.lab.papers.setting import Cell, Number, Row, Setting
 
-KINDS: dict[str, Callable[..., Measure]] = {
-    "answers": Answers, "perplexity": Perplexity, "choices": Choices, "found": Found, "operations": Operations,
-    "distances": Distances, "speed": Speed, "published": Published,
-}  # fmt: skip
 Run = Callable[[str, int], Any]  # (a command, the tokens of prose for its FILE) to its JSON
 
 
@@ -112,36 +99,24 @@ class Entry:
     def run(self, setting: Setting, run: Run) -> Iterator[Cell]:
         """Yield every cell with the paper's number, row by row; full attention within the window comes first."""
         lengths, measured = self.lengths(setting), set[Measure]()
-        for row in self.rows:
-            for measure in self.chosen(setting):
-                for command in measure.commands(row, lengths, setting):
-                    tokens = measure.text_tokens(lengths, setting)
-                    found = _ceiling_once(measure, command, lambda asked: run(asked, tokens), measured)  # noqa: B023
-                    if isinstance(found, UsageError):
-                        assert isinstance(measure, Answers)
-                        label = measure.label(str(found).partition(":")[0])
-                        note = f"not within the window: {found}"
-                        yield Cell(WITHIN, label, setting.window, None, note=note)
-                        found = run(f"{command} --no-ceiling", tokens)
-                    for cell in measure.cells(row, found, setting):
-                        multiple = cell.length / setting.window
-                        paper = None if cell.row == WITHIN else row.number(cell.label, multiple, self.multiples)
-                        yield replace(cell, paper=paper)
-
-
-def _ceiling_once(measure: Measure, command: str, run: Callable[[str], Any], measured: set[Measure]) -> Any:
-    """Run a command; a measure's first command has the ceiling. Return the error if a ceiling has no text."""
-    if not isinstance(measure, Answers):
-        return run(command)
-    if measure in measured:
-        return run(f"{command} --no-ceiling")
-    measured.add(measure)
-    try:
-        return run(command)
-    except UsageError as error:
-        if not any("--no-ceiling" in note for note in getattr(error, "__notes__", [])):
-            raise
-        return error
+        for row, measure in product(self.rows, self.chosen(setting)):
+            for command in measure.commands(row, lengths, setting):
+                tokens = measure.text_tokens(lengths, setting)
+                try:
+                    found = run(f"{command} --no-ceiling" if measure in measured else command, tokens)
+                except UsageError as error:
+                    if not any("--no-ceiling" in note for note in getattr(error, "__notes__", [])):
+                        raise
+                    assert isinstance(measure, Answers)
+                    label = measure.label(str(error).partition(":")[0])
+                    yield Cell(WITHIN, label, setting.window, None, note=f"not within the window: {error}")
+                    found = run(f"{command} --no-ceiling", tokens)
+                if isinstance(measure, Answers):  # the ceiling is measured once
+                    measured.add(measure)
+                for cell in measure.cells(row, found, setting):
+                    multiple = cell.length / setting.window
+                    paper = None if cell.row == WITHIN else row.number(cell.label, multiple, self.multiples)
+                    yield replace(cell, paper=paper)
 
 
 def read_entries() -> Iterator[Entry]:
@@ -159,5 +134,7 @@ def read_entries() -> Iterator[Entry]:
 
 
 def _measure(given: Mapping[str, Any]) -> Measure:
+    """Make a measure; its `kind` is a class of `lce.lab.papers.measures` in lower case."""
     values = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items() if name != "kind"}
-    return KINDS[given["kind"]](**values)
+    made: Measure = getattr(measures, given["kind"].capitalize())(**values)
+    return made

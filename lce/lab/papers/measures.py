@@ -25,14 +25,11 @@ class Measure(ABC):
 
     suffix: ClassVar[str] = ""  # of this measure's file beside the record
     labels: tuple[str, ...] = ()  # names of the numbers
-
-    @property
-    def data(self) -> str:
-        return ""
+    data: str = ""
 
     @abstractmethod
-    def words(self, lengths: Sequence[int], setting: Setting) -> list[str]:
-        """Return the words of the command, without the row's options."""
+    def words(self, lengths: Sequence[int], setting: Setting) -> str:
+        """Return the command, without the row's options."""
 
     @abstractmethod
     def cells(self, row: Row, found: Any, setting: Setting) -> Iterator[Cell]:
@@ -41,10 +38,11 @@ class Measure(ABC):
     def commands(self, row: Row, lengths: Sequence[int], setting: Setting) -> list[str]:
         """Return the commands that measure a row: one, or one a length if the length scales RoPE."""
         groups = [lengths] if row.rope is None else [[length] for length in lengths]
-        return [
-            " ".join([*self.words(group, setting), *setting.recorded(self.suffix), *setting.options(row, group[0])])
-            for group in groups
-        ]
+        return [self.command(row, self.words(group, setting), group[0], setting) for group in groups]
+
+    def command(self, row: Row, words: str, length: int, setting: Setting) -> str:
+        """Return a command with the row's options for a text of `length` tokens."""
+        return " ".join([words, *setting.recorded(self.suffix), *setting.options(row, length)])
 
     def text_tokens(self, lengths: Sequence[int], setting: Setting) -> int:
         """Return the tokens of prose that replace `--text FILE`; 0 for none."""
@@ -52,13 +50,18 @@ class Measure(ABC):
 
 
 def listed(lengths: Sequence[int]) -> str:
-    """Return lengths as an option's value."""
-    return ",".join(map(str, lengths))
+    """Return lengths as an option."""
+    return f"--lengths {','.join(map(str, lengths))}"
+
+
+def counted(setting: Setting) -> str:
+    """Return the number of samples and the seed as options."""
+    return f"--samples {setting.samples} --seed {setting.seed}"
 
 
 @dataclass(frozen=True)
 class Answers(Measure):
-    """The mean scores of tasks made here. `labels` are the paper's names of the matching tasks."""
+    """The mean scores of tasks made here. `called` are the paper's names of the matching tasks."""
 
     tasks: tuple[str, ...]
     filler: str = "prose"
@@ -68,18 +71,16 @@ class Answers(Measure):
     def labels(self) -> tuple[str, ...]:  # type: ignore[override]
         return self.called or self.tasks
 
-    def words(self, lengths: Sequence[int], setting: Setting) -> list[str]:
-        filler = ["--filler", self.filler] * (self.filler != "prose")
-        words = ["lce eval run --task", ",".join(self.tasks), *filler, "--lengths", listed(lengths)]
-        return [*words, f"--samples {setting.samples} --seed {setting.seed}"]
+    def words(self, lengths: Sequence[int], setting: Setting) -> str:
+        filler = "" if self.filler == "prose" else f" --filler {self.filler}"
+        return f"lce eval run --task {','.join(self.tasks)}{filler} {listed(lengths)} {counted(setting)}"
 
     def cells(self, row: Row, found: Any, setting: Setting) -> Iterator[Cell]:
         for each in found:
             score = Score(**{field.name: each[field.name] for field in fields(Score)})
             reason = fails(score) if each["ceiling"] else None
             note = "" if reason is None else f"tells methods apart nowhere: {reason} within the window"
-            name = WITHIN if each["ceiling"] else row.name
-            span = (score.mean, score.low, score.high, score.samples)
+            name, span = WITHIN if each["ceiling"] else row.name, (score.mean, score.low, score.high, score.samples)
             yield Cell(name, self.label(each["task"]), each["length"], *span, note=note)
 
     def label(self, task: str) -> str:
@@ -93,16 +94,12 @@ class Perplexity(Measure):
 
     scored: str = "all"
     labels = ("perplexity",)
+    data = "texts, such as those of PG19, in the place of prose that is made here"
     suffix = ".perplexity"
 
-    @property
-    def data(self) -> str:
-        return "texts, such as those of PG19, in the place of prose that is made here"
-
-    def words(self, lengths: Sequence[int], setting: Setting) -> list[str]:
-        texts = [f"--text {shlex.quote(path)}" for path in setting.data or ["FILE"]]
-        size = ["--lengths", listed(lengths), "--windows", str(setting.samples), "--scored", self.scored]
-        return ["lce eval perplexity", *texts, *size]
+    def words(self, lengths: Sequence[int], setting: Setting) -> str:
+        texts = " ".join(f"--text {shlex.quote(path)}" for path in setting.data or ["FILE"])
+        return f"lce eval perplexity {texts} {listed(lengths)} --windows {setting.samples} --scored {self.scored}"
 
     def commands(self, row: Row, lengths: Sequence[int], setting: Setting) -> list[str]:
         """Return the commands; all windows end where windows of the longest length end."""
@@ -126,9 +123,8 @@ class Choices(Measure):
     labels = ("hit@1", "hit@5", "cover", "Gini")
     suffix = ".looks"
 
-    def words(self, lengths: Sequence[int], setting: Setting) -> list[str]:
-        size = f"--lengths {listed(lengths)} --samples {setting.samples} --seed {setting.seed}"
-        return ["lce eval selection --task passkey", size]
+    def words(self, lengths: Sequence[int], setting: Setting) -> str:
+        return f"lce eval selection --task passkey {listed(lengths)} {counted(setting)}"
 
     def cells(self, row: Row, found: Any, setting: Setting) -> Iterator[Cell]:
         for one in found:
@@ -145,16 +141,12 @@ class Found(Measure):
 
     queries: int = 32
     labels = ("recall", "layers above 0.9")
+    data = "a text, in the place of prose that is made here"
     suffix = ".looks"
 
-    @property
-    def data(self) -> str:
-        return "a text, in the place of prose that is made here"
-
-    def words(self, lengths: Sequence[int], setting: Setting) -> list[str]:
+    def words(self, lengths: Sequence[int], setting: Setting) -> str:
         text = shlex.quote(setting.data[0]) if setting.data else "FILE"
-        size = f"--lengths {listed(lengths)} --queries {self.queries} --by-layer"
-        return ["lce eval selection --text", text, size]
+        return f"lce eval selection --text {text} {listed(lengths)} --queries {self.queries} --by-layer"
 
     def cells(self, row: Row, found: Any, setting: Setting) -> Iterator[Cell]:
         for one in found:
@@ -175,12 +167,11 @@ class Operations(Measure):
 
     labels: tuple[str, ...] = ()  # of the figures, in the method's order
 
-    def words(self, lengths: Sequence[int], setting: Setting) -> list[str]:
-        return ["lce plan --operations --tokens", str(setting.window)]
+    def words(self, lengths: Sequence[int], setting: Setting) -> str:
+        return f"lce plan --operations --tokens {setting.window}"
 
-    def commands(self, row: Row, lengths: Sequence[int], setting: Setting) -> list[str]:
-        options = setting.options(row, 0, only=("window", "dtype"))
-        return [" ".join([*self.words(lengths, setting), *options])]
+    def command(self, row: Row, words: str, length: int, setting: Setting) -> str:
+        return " ".join([words, *setting.options(row, 0, only=("window", "dtype"))])
 
     def cells(self, row: Row, found: Any, setting: Setting) -> Iterator[Cell]:
         for label, figure in zip(self.labels, found["operations"]["paper_figures"], strict=True):
@@ -200,12 +191,12 @@ class Distances(Measure):
     printed: dict[str, tuple[str, ...]]
     labels = ("equal cells",)
 
-    def words(self, lengths: Sequence[int], setting: Setting) -> list[str]:
-        return [f"--tokens {self.tokens} --window {self.window}"]
+    def words(self, lengths: Sequence[int], setting: Setting) -> str:
+        return f"--tokens {self.tokens} --window {self.window}"
 
-    def commands(self, row: Row, lengths: Sequence[int], setting: Setting) -> list[str]:
+    def command(self, row: Row, words: str, length: int, setting: Setting) -> str:
         knobs = [f"-o {key}={value}" for key, value in row.knobs.items()]
-        return [" ".join(["lce explain", row.method, *self.words(lengths, setting), *knobs])]
+        return " ".join(["lce explain", row.method, words, *knobs])
 
     def cells(self, row: Row, found: Any, setting: Setting) -> Iterator[Cell]:
         ours = ["." if x is None else str(x) for line in found["distances"] for x in line]
@@ -220,19 +211,17 @@ class Speed(Measure):
 
     labels = ("prefill seconds",)
 
-    def words(self, lengths: Sequence[int], setting: Setting) -> list[str]:
-        size = f"--lengths {listed(lengths)} --repeats {setting.samples} --new-tokens 1 --seed {setting.seed}"
-        return ["lce bench", size]
+    def words(self, lengths: Sequence[int], setting: Setting) -> str:
+        return f"lce bench {listed(lengths)} --repeats {setting.samples} --new-tokens 1 --seed {setting.seed}"
 
     def commands(self, row: Row, lengths: Sequence[int], setting: Setting) -> list[str]:
-        return [" ".join([*self.words(lengths, setting), *setting.options(row, 0)])]
+        return [" ".join([self.words(lengths, setting), *setting.options(row, 0)])]
 
     def cells(self, row: Row, found: Any, setting: Setting) -> Iterator[Cell]:
+        note = "the interval is the fastest and the slowest run"
         for each in found["rows"]:
-            length, speed = each["length"], each["prefill"]
-            median, low, high = (length / speed[name] for name in ("median", "high", "low"))
-            note = "the interval is the fastest and the slowest run"
-            yield Cell(row.name, self.labels[0], length, median, low, high, setting.samples, note=note)
+            seconds = [each["length"] / each["prefill"][name] for name in ("median", "high", "low")]
+            yield Cell(row.name, self.labels[0], each["length"], *seconds, setting.samples, note=note)
 
 
 @dataclass(frozen=True)
@@ -248,9 +237,9 @@ class Published(Measure):
     most: float = 100.0
 
     @property
-    def data(self) -> str:
-        suite = find(self.suite)
-        return f"your copy of {suite.title}: {suite.layout}, as published at {suite.data}"
+    def data(self) -> str:  # type: ignore[override]
+        benchmark = find(self.suite)
+        return f"your copy of {benchmark.title}: {benchmark.layout}, as published at {benchmark.data}"
 
     @property
     def labels(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -258,24 +247,20 @@ class Published(Measure):
             return (self.average,)
         return self.tasks or tuple(task.name for task in find(self.suite).tasks)
 
-    def words(self, lengths: Sequence[int], setting: Setting) -> list[str]:
+    def words(self, lengths: Sequence[int], setting: Setting) -> str:
         limits = [f"--max-length {lengths[0]}"] * bool(setting.lengths)
         limits += [f"--samples {setting.limit}"] * (setting.limit is not None)
-        return ["lce eval published", self.suite, "--data", shlex.quote(setting.data[0]), *limits]
+        return " ".join(["lce eval published", self.suite, "--data", shlex.quote(setting.data[0]), *limits])
 
     def commands(self, row: Row, lengths: Sequence[int], setting: Setting) -> list[str]:
         """Return a command a length. If the length scales RoPE and none is given, return one a task, by its longest."""
+        groups = [(self.tasks, length) for length in setting.lengths or [0]]
         if row.rope is not None and not setting.lengths and not self.average:
-            groups: list[tuple[tuple[str, ...], list[int]]] = [
-                ((task,), [length]) for task, length in self._longest(setting).items()
-            ]
-        else:
-            groups = [(self.tasks, [length]) for length in setting.lengths or [0]]
+            groups = [((task,), length) for task, length in self._longest(setting).items()]
         found = []
-        for tasks, group in groups:
-            named = [f"--task {','.join(tasks)}"] * bool(tasks)
-            options = [*setting.recorded(self.suffix), *setting.options(row, group[0])]
-            found.append(" ".join([*self.words(group, setting), *named, *options]))
+        for tasks, length in groups:
+            chosen = f" --task {','.join(tasks)}" if tasks else ""
+            found.append(self.command(row, f"{self.words([length], setting)}{chosen}", length, setting))
         return found
 
     def _longest(self, setting: Setting) -> dict[str, int]:

@@ -69,15 +69,6 @@ SAMPLE = {"task": "t", "index": 1, "engine": "Engine(X(a=1), window=8)"}
 LINE = json.dumps({**SAMPLE, "right": True}) + "\n"
 
 
-def test_the_texts_are_kept(tmp_path: Path) -> None:
-    engine, file = lce.load("demo"), tmp_path / "answers"
-    pass_keys(engine, 100, 2, record=Record(file))
-    for line in map(json.loads, file.read_text().splitlines()):
-        assert line["answer"].strip().startswith(line["expected"]) == line["right"]
-        assert len(line["expected"]) == 5
-        assert len(line["prompt"]) == 16
-
-
 def test_an_answer_to_another_prompt_is_not_given(tmp_path: Path) -> None:
     file = tmp_path / "answers"
     answer = Answer(True, text_hash("the prompt"), "x", "\x00 \ud800 y")
@@ -99,9 +90,9 @@ def test_a_line_cut_anywhere_is_overwritten_and_others_stay(cut: int, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "line", ["", "null", "[]", "3", '"x"', "{}", '{"right": 1}', '{"right": null}', "[" * 10**5, "{", "\x00", "\ud800",
-             '{"right": true, "answer": 3}', '{"right": true, "prompt": []}', "x" * 10**6]
-)  # fmt: skip
+    "line",
+    ["", "{}", "some notes", "\ud800", '{"task": ', '{"task": "t"}', '{"task": "t", "nll": 1, "tokens": "x"}'],
+)
 def test_a_damaged_line_is_named(line: str, tmp_path: Path) -> None:
     file = tmp_path / "answers"
     file.write_bytes((LINE + line + "\n" + LINE).encode("utf-8", "surrogatepass"))
@@ -204,16 +195,6 @@ def test_a_number_that_is_none_is_not_written(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"cannot record .*nan.*: a number is NaN or"):
             record.add(SAMPLE, found)
     assert not record.path.exists()
-
-
-def test_the_command_takes_one(tmp_path: Path) -> None:
-    file = tmp_path / "answers"
-    args = ("eval", "passkey", "--model", "demo", "--lengths", "100", "--samples", "2", "--record", file)
-    first, second = run(*args), run(*args)
-    assert (first.exit_code, first.stdout) == (0, second.stdout)
-    assert len(file.read_text().splitlines()) == 2
-    file.write_text("{}\n")
-    assert_error(run(*args, "--json"), 3, "no record")
 
 
 @pytest.mark.parametrize("text", ["some notes", '{"name": "a config"}', "{}", "x\n", '{"task": 3}\nnotes', "\0" * 9])
