@@ -10,7 +10,7 @@ import os
 from typing import Any, NoReturn
 
 import click
-from click import argument, option
+from click import argument
 
 import lce
 from lce.errors import CapacityError, UsageError
@@ -21,8 +21,9 @@ from lce.terminal.chat import ChatLoop, chat_prompt_options
 from lce.terminal.contexts import MethodOption, ask, ends
 from lce.terminal.evaluation import evaluation
 from lce.terminal.exits import INTERRUPTED, Root, keep_interrupts, leave_interrupted, prepare_streams, report_failure
+from lce.terminal.options import flag
 from lce.terminal.output import Output
-from lce.terminal.reading import Prompt, read_text
+from lce.terminal.reading import read_text
 
 
 def main() -> NoReturn:
@@ -79,8 +80,7 @@ def generate(
 
     With --context, the method, its knobs, the window, RoPE scaling and dtype are those of the file.
     """
-    engine = method.load(model, context_file, loading)
-    context = None if context_file is None else engine.open_context(context_file)
+    engine, context = method.load(model, context_file, loading)
     with output.noting(), output.bar("prefill", " tok") as bar:
         stream, keep = ask(engine, prompt, context, max_tokens=max_tokens, sampling=sampling, progress=bar)
         output.generation(stream)
@@ -92,9 +92,9 @@ def generate(
 
 @cli.command()
 @options.model_option
-@option("--system", metavar="TEXT", help="The system message.")
+@flag("--system TEXT", "The system message.")
 @options.context_option
-@option("--max-tokens", "-n", type=options.COUNT, default=1024, metavar="TOKENS", help="Tokens of one answer at most.")
+@flag("--max-tokens -n TOKENS", "Tokens of one answer at most.", type=options.COUNT, default=1024)
 @options.method_or_context_options
 @options.sampling_options
 @options.loading_options
@@ -108,8 +108,7 @@ def chat(
     A line of stdin is a message; /help lists the commands. Each turn reads only what is new. The answers alone go to
     stdout. Ctrl-C stops an answer, Ctrl-D ends the chat.
     """
-    engine = method.load(model, context_file, loading)
-    context = None if context_file is None else engine.open_context(context_file)
+    engine, context = method.load(model, context_file, loading)
     conversation = engine.conversation(system, context=context)
     saved = set() if context_file is None else {os.path.realpath(context_file)}
     with output.noting():
@@ -121,14 +120,14 @@ def chat(
 @options.prompt_options
 @options.context_option
 @options.target_options("out", "Where the context goes, for example document.lce.")
-@option("--checkpoint-every", type=options.COUNT, metavar="TOKENS", help="Save now and then, to resume from.")
-@option("--length", type=options.COUNT, metavar="TOKENS", help="Final length of the context; for --rope dynamic.")
+@flag("--checkpoint-every TOKENS", "Save now and then, to resume from.", type=options.COUNT)
+@flag("--length TOKENS", "Final length of the context; for --rope dynamic.", type=options.COUNT)
 @options.method_or_context_options
 @options.loading_options
 @options.output_options
 def prefill(
-    model: str, prompt: str, context_file: str | None, out: str, checkpoint_every: int | None, length: int | None,
-    method: MethodOption, loading: dict[str, Any], output: Output,
+    model: str, prompt: str, context_file: str | None, out: str, method: MethodOption, loading: dict[str, Any],
+    output: Output, **how: Any,
 ) -> None:  # fmt: skip
     """Prefill a text once, into a file that can be asked many times: `lce generate --context FILE`.
 
@@ -136,14 +135,11 @@ def prefill(
     prefill resumes when the same command is run again. With --context, the new file is that context and the text behind
     it.
     """
-    if context_file is not None and checkpoint_every is not None:
+    if context_file is not None and how["checkpoint_every"] is not None:
         raise UsageError("--checkpoint-every is for a text that is read from its beginning; leave it or --context out")
-    engine = method.load(model, context_file, loading)
-    context = None if context_file is None else engine.open_context(context_file)
+    engine, context = method.load(model, context_file, loading)
     with output.noting() as notes, output.bar("prefill", " tok") as bar:
-        stats = engine.prefill_file(
-            prompt, out, context=context, length=length, checkpoint_every=checkpoint_every, progress=bar
-        )
+        stats = engine.prefill_file(prompt, out, context=context, progress=bar, **how)
     output.object({"context": out, "stats": figures.stats_object(stats), "warning": next(iter(notes), None)})
     if not output.json:
         output.figures(figures.prefill_line(stats))
@@ -151,7 +147,7 @@ def prefill(
 
 @cli.command()
 @argument("file", metavar="FILE|MODEL")
-@option("--model", "-m", metavar="PATH|demo", help="The model of a context file, to show how its text begins and ends.")
+@flag("--model -m PATH|demo", "The model of a context file, to show how its text begins and ends.")
 @options.json_options
 def info(file: str, model: str | None, output: Output) -> None:
     """Show what a context FILE or the folder of a MODEL holds.
@@ -175,11 +171,11 @@ def info(file: str, model: str | None, output: Output) -> None:
 @cli.command()
 @options.model_option
 @options.methods_options
-@option("--lengths", default="512,2k,8k", type=options.COUNTS, metavar="LIST", help="Tokens of the texts.")
-@option("--repeats", type=options.COUNT, default=3, metavar="N", help="Timed runs of each method and length.")
-@option("--new-tokens", type=options.COUNT, default=32, metavar="N", help="Tokens to decode in a run.")
-@option("--seed", type=int, default=0, help="The same seed makes the same texts.")
-@option("--profile", is_flag=True, help="Also show where a decode step's and a prefill block's time goes.")
+@flag("--lengths LIST", "Tokens of the texts.", default="512,2k,8k", type=options.COUNTS)
+@flag("--repeats N", "Timed runs of each method and length.", type=options.COUNT, default=3)
+@flag("--new-tokens N", "Tokens to decode in a run.", type=options.COUNT, default=32)
+@flag("--seed", "The same seed makes the same texts.", type=int, default=0)
+@flag("--profile", "Also show where a decode step's and a prefill block's time goes.", is_flag=True)
 @options.loading_options
 @report_options
 def bench(model: str, methods: list[lce.Method], loading: dict[str, Any], output: ReportOutput, **what: Any) -> None:
@@ -196,17 +192,15 @@ def bench(model: str, methods: list[lce.Method], loading: dict[str, Any], output
 
 @cli.command()
 @options.model_option
-@option("--text", "-t", "text_file", required=True, metavar="FILE", help="A UTF-8 text to learn from; - is stdin.")
+@flag("--text -t FILE", "A UTF-8 text to learn from; - is stdin.", dest="text_file", required=True)
 @options.target_options("out", "The map file to write.")
-@option("--low-dim", type=options.COUNT, default=128, metavar="N", help="Dimensions of a token's low-dimensional key.")
-@option("--tokens", type=options.COUNT, default=50_000, metavar="N", help="Read at most this much of the text.")
-@option("--epochs", type=options.COUNT, default=10, metavar="N", help="Passes over the text.")
-@option("--batch", type=options.COUNT, default=128, metavar="N", help="Queries and keys of one step.")
-@option("--lr", type=float, default=5e-4, help="Adam's step size; it falls to 0.")
-@option("--seed", type=int, default=0, help="The same seed learns the same maps.")
-@option(
-    "--far", type=options.COUNT, metavar="N", help="Distance at which esa places far keys.  [default: half the window]"
-)
+@flag("--low-dim N", "Dimensions of a token's low-dimensional key.", type=options.COUNT, default=128)
+@flag("--tokens N", "Read at most this much of the text.", type=options.COUNT, default=50_000)
+@flag("--epochs N", "Passes over the text.", type=options.COUNT, default=10)
+@flag("--batch N", "Queries and keys of one step.", type=options.COUNT, default=128)
+@flag("--lr", "Adam's step size; it falls to 0.", type=float, default=5e-4)
+@flag("--seed", "The same seed learns the same maps.", type=int, default=0)
+@flag("--far N", "Distance at which esa places far keys.  [default: half the window]", type=options.COUNT)
 @options.loading_options
 @options.output_options
 def calibrate(model: str, text_file: str, out: str, loading: dict[str, Any], output: Output, **learning: Any) -> None:
@@ -230,14 +224,12 @@ def calibrate(model: str, text_file: str, out: str, loading: dict[str, Any], out
 @options.model_option
 @options.prompt_options
 @options.method_options
-@option("--last", type=options.COUNT, default=1, metavar="N", help="Of so many of the last tokens.")
-@option("--mark", "marks", multiple=True, metavar="TEXT", help="Also say how often this part of the text is chosen.")
-@option("--plot", metavar="FILE", help="Also draw the choices, as .png, .svg or .pdf; needs lce[plot].")
+@flag("--last N", "Of so many of the last tokens.", type=options.COUNT, default=1)
+@flag("--mark TEXT", "Also say how often this part of the text is chosen.", dest="marks", multiple=True)
+@flag("--plot FILE", "Also draw the choices, as .png, .svg or .pdf; needs lce[plot].")
 @options.loading_options
 @options.output_options
-def trace(
-    model: str, prompt: str, method: lce.Method, plot: str | None, loading: dict[str, Any], output: Output, **what: Any
-) -> None:
+def trace(plot: str | None, **what: Any) -> None:
     """Show what each head of each layer chose for the last tokens of a text, with scores and ranks.
 
     A choice is a chunk, a page, a memory block, or a token with esa; tokens that every query attends are not listed.
@@ -248,28 +240,25 @@ def trace(
     from lce.terminal.tracing import show_trace
 
     options.new_file(plot, force=True)
-    show_trace(model, method, prompt, plot=plot, loading=loading, output=output, **what)
+    show_trace(plot=plot, **what)
 
 
 @cli.command()
 @options.model_option
-@options.later_prompt_options
+@options.given_prompt_options
 @options.methods_options
 @options.target_options("out", "The page to write, for example page.html.", required=False)
-@option("--json", "json_file", metavar="FILE|-", help="Write the recording as JSON, - is stdout; see docs/inspect.md.")
-@option("--mark", "marks", multiple=True, metavar="TEXT", help="Mark this part of the text, as the answer; repeatable.")
-@option("--max-tokens", "-n", type=options.INDEX, default=16, metavar="TOKENS", help="Write at most this many tokens.")
-@option("--spread", type=options.INDEX, default=200, metavar="N", help="Tokens, evenly spread, to look at closely.")
-@option("--judge", type=click.Choice(["constant", "true"]), default="constant", help="Whose attention is true.")
-@option("--live", is_flag=True, help="Serve the page on this machine, with the engine behind it.")
-@option("--port", type=options.INDEX, default=0, metavar="N", help="The port of --live; 0 is any.")
-@option("--max-tokens-prompt", type=options.COUNT, default="64k", metavar="TOKENS", help="Longest text of --live.")
+@flag("--json FILE|-", "Write the recording as JSON, - is stdout; see docs/inspect.md.", dest="json_file")
+@flag("--mark TEXT", "Mark this part of the text, as the answer; repeatable.", dest="marks", multiple=True)
+@flag("--max-tokens -n TOKENS", "Write at most this many tokens.", type=options.INDEX, default=16)
+@flag("--spread N", "Tokens, evenly spread, to look at closely.", type=options.INDEX, default=200)
+@flag("--judge", "Whose attention is true.", type=click.Choice(["constant", "true"]), default="constant")
+@flag("--live", "Serve the page on this machine, with the engine behind it.", is_flag=True)
+@flag("--port N", "The port of --live; 0 is any.", type=options.INDEX, default=0)
+@flag("--max-tokens-prompt TOKENS", "Longest text of --live.", type=options.COUNT, default="64k")
 @options.loading_options
 @options.quiet_options
-def inspect(
-    model: str, prompt: Prompt, methods: list[lce.Method], out: str | None, json_file: str | None, live: bool,
-    port: int, max_tokens_prompt: int, loading: dict[str, Any], output: Output, **what: Any,
-) -> None:  # fmt: skip
+def inspect(live: bool, port: int, max_tokens_prompt: int, **what: Any) -> None:
     """Show what a model attends, token by token: one page for a browser, which needs no network.
 
     It runs the prompt with each --method, side by side in the page, and records what every head of every layer chose,
@@ -280,20 +269,19 @@ def inspect(
     address can use it.
     """
     if live:
-        inspecting.note_unused()
-        text = prompt.read() if prompt.is_given else ""
-        return inspecting.serve_live(model, text, port, max_tokens_prompt, loading, output)
-    inspecting.write_recording(model, methods, prompt, out, json_file, what, loading, output)
+        inspecting.serve_live(port=port, most_prompt=max_tokens_prompt, **what)
+    else:
+        inspecting.write_recording(**what)
 
 
 @cli.command()
 @options.named_options
-@option("--tokens", type=options.COUNT, default=24, metavar="N", help="Length of the made-up text.")
-@option("--window", type=options.COUNT, metavar="N", help="Positions of the model, and knobs by default for them.")
-@option("--block", type=options.COUNT, metavar="N", help="Tokens prefilled in one step.")
-@option("--head", type=options.INDEX, default=0, metavar="N", help="Which of 4 query heads, over 2 KV heads.")
-@option("--seed", type=int, default=0, help="Another seed makes another text.")
-@option("--plot", metavar="FILE", help="Also draw the matrix, as .png, .svg or .pdf; needs lce[plot].")
+@flag("--tokens N", "Length of the made-up text.", type=options.COUNT, default=24)
+@flag("--window N", "Positions of the model, and knobs by default for them.", type=options.COUNT)
+@flag("--block N", "Tokens prefilled in one step.", type=options.COUNT)
+@flag("--head N", "Which of 4 query heads, over 2 KV heads.", type=options.INDEX, default=0)
+@flag("--seed", "Another seed makes another text.", type=int, default=0)
+@flag("--plot FILE", "Also draw the matrix, as .png, .svg or .pdf; needs lce[plot].")
 @options.json_options
 def explain(named: tuple[str, dict[str, str]], plot: str | None, output: Output, **setting: Any) -> None:
     """Show which keys a METHOD attends, and the distances at which it sees them.
@@ -311,9 +299,9 @@ def explain(named: tuple[str, dict[str, str]], plot: str | None, output: Output,
     method, knobs = named
     explanation = inspection.explain(method, knobs=knobs, **setting)
     if plot is not None:
-        from lce.lab.study.picture import draw
+        from lce.lab.study.pictures import draw_distances
 
-        draw(explanation, plot)
+        draw_distances(explanation, plot)
     output.object(figures.explanation_object(explanation))
     output.text(*figures.explanation_lines(explanation))
 
@@ -321,8 +309,8 @@ def explain(named: tuple[str, dict[str, str]], plot: str | None, output: Output,
 @cli.command()
 @options.model_option
 @options.method_options
-@option("--tokens", required=True, type=options.COUNT, metavar="N", help="Prompt and answer; 2k is 2048.")
-@option("--operations", "counts_operations", is_flag=True, help="Also count operations and bytes read, by phase.")
+@flag("--tokens N", "Prompt and answer; 2k is 2048.", required=True, type=options.COUNT)
+@flag("--operations", "Also count operations and bytes read, by phase.", dest="counts_operations", is_flag=True)
 @options.planning_options
 @options.json_options
 def plan(
@@ -345,8 +333,8 @@ def plan(
 
 @cli.command()
 @options.model_option
-@option("--weights", default="int4", metavar="int8|int4", help="Bits of a weight.")
-@option("--out", required=True, metavar="DIR", help="A new folder, or an empty one.")
+@flag("--weights int8|int4", "Bits of a weight.", default="int4")
+@flag("--out DIR", "A new folder, or an empty one.", required=True)
 @options.output_options
 def quantize(model: str, weights: str, out: str, output: Output) -> None:
     """Write a checkpoint with its matrices in 8 or 4 bits, to load without rounding them each time.
@@ -384,13 +372,13 @@ def methods(name: str | None, output: Output) -> None:
 
 @cli.command()
 @argument("id", required=False, metavar="[ID]")
-@option("--model", "-m", default="demo", metavar="PATH|demo", help="Folder of a safetensors checkpoint.")
-@option("--data", multiple=True, metavar="PATH", help="The paper's data, or texts of your own; repeatable.")
-@option("--lengths", type=options.COUNTS, metavar="LIST", help="Tokens.  [default: the paper's, by the window]")
-@option("--samples", type=options.COUNT, metavar="N", help="Samples of a row and length.  [default: the entry's]")
-@option("--seed", type=int, default=0, help="The same seed makes the same samples.")
-@option("--record", metavar="FILE", help="Keep the answers in this file; samples that it has are skipped.")
-@option("--dry-run", is_flag=True, help="Print the commands and run none.")
+@flag("--model -m PATH|demo", "Folder of a safetensors checkpoint.", default="demo")
+@flag("--data PATH", "The paper's data, or texts of your own; repeatable.", multiple=True)
+@flag("--lengths LIST", "Tokens.  [default: the paper's, by the window]", type=options.COUNTS)
+@flag("--samples N", "Samples of a row and length.  [default: the entry's]", type=options.COUNT)
+@flag("--seed", "The same seed makes the same samples.", type=int, default=0)
+@flag("--record FILE", "Keep the answers in this file; samples that it has are skipped.")
+@flag("--dry-run", "Print the commands and run none.", is_flag=True)
 @options.knobs_option
 @options.loading_options
 @options.output_options

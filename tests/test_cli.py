@@ -17,12 +17,10 @@ from tests.checkpoints import TINY
 from tests.command import PROMPT, assert_error, output, run, spawn
 
 
-@pytest.mark.parametrize(
-    "args", [["--help"], ["--version"], ["generate", "--help"], ["eval", "passkey", "--help"], ["plan", "--help"]]
-)
-def test_help_does_not_import_torch(args: list[str]) -> None:
-    check = "import atexit; atexit.register(lambda: 'torch' in sys.modules and os._exit(99))"
-    process = spawn(check, *args)
+@pytest.mark.parametrize("args", ["--help", "--version", "generate --help", "eval passkey --help", "explain --help"])
+def test_help_imports_nothing_heavy(args: str) -> None:
+    check = "import atexit; atexit.register(lambda: {'torch', 'matplotlib'} & {*sys.modules} and os._exit(99))"
+    process = spawn(check, *args.split())
     out, err = process.communicate()
     assert (process.returncode, err) == (0, "")
     assert out.startswith(("Usage: lce", f"lce {lce.__version__}"))
@@ -49,28 +47,24 @@ def test_json_is_one_object(tiny_model: Path) -> None:
     assert (result.exit_code, result.stderr) == (0, "")
     got = json.loads(result.stdout)
     assert set(got) == {"text", "token_ids", "finish_reason", "logprobs", "warning", "method", "stats", "context"}
+    method, stats = got["method"], got["stats"]
     assert got["finish_reason"] in ("stop", "length")
-    assert got["method"]["name"] == "longheads"
-    assert got["method"]["repr"].startswith("LongHeads(chunk_size=8, chunks=4")
-    assert got["method"]["knobs"]["chunks"] == 4
-    assert got["stats"]["generated_tokens"] == len(got["token_ids"])
-    assert got["stats"]["memory"]["device"] > 0
-    assert got["stats"]["prefill_tokens_per_s"] > 0
-    assert got["stats"]["peak_memory"]["process"] > got["stats"]["memory"]["device"]
+    assert (method["name"], method["knobs"]["chunks"]) == ("longheads", 4)
+    assert method["repr"].startswith("LongHeads(chunk_size=8, chunks=4")
+    assert stats["generated_tokens"] == len(got["token_ids"])
+    assert min(stats["prefill_tokens_per_s"], stats["decode_tokens_per_s"]) > 0
+    assert stats["peak_memory"]["process"] > stats["memory"]["device"] > 0
 
 
 def test_options_that_cannot_be_used(tiny_model: Path) -> None:
     generate = ("generate", "--model", tiny_model, "--prompt", PROMPT)
     assert_error(run(*generate, "--method", "longhead"), 2, "did you mean 'longheads'?")
-    assert_error(
-        run(*generate, "--method", "longheads", "-o", "chunk=3"), 2, "'chunk'", "chunk_size=none", "share=head"
-    )
-    assert_error(run(*generate, "--method", "longheads", "-o", "chunks=few"), 2, "chunks=few", "whole number")
-    assert_error(run(*generate, "--method", "longheads", "-o", "chunks"), 2, "key=value")
+    longheads = (*generate, "--method", "longheads", "-o")
+    assert_error(run(*longheads, "chunk=3"), 2, "'chunk'", "chunk_size=none", "share=head")
+    assert_error(run(*longheads, "chunks=few"), 2, "chunks=few", "whole number")
+    assert_error(run(*longheads, "chunks"), 2, "key=value")
     assert_error(run(*generate, "--top-p", "2"), 2, "top_p is 2.0")
-    assert_error(run(*generate, "--max-tokens", "0"), 2, "--max-tokens is '0'; expected 1 or more")
     assert_error(run(*generate, "-n", "1k0"), 2, "--max-tokens is '1k0'; expected a whole number, such as 512 or 4k")
-    assert_error(run(*generate, "--threads", "0"), 2, "--threads is '0'")
     assert_error(run(*generate, "another prompt"), 2, "as an argument and with --prompt")
     assert_error(run(*generate, "--dtype", "float"), 2, "float32")
     assert_error(run(*generate, "--max-token"), 2, "--max-tokens", "lce generate --help")
@@ -88,9 +82,8 @@ def test_plan_as_a_table_and_as_json(tmp_path: Path) -> None:
     assert (result.exit_code, result.stderr) == (0, "")
     head, _, names, device, disk, _, verdict = result.stdout.splitlines()
     assert head == "32,768 tokens, read by longheads on cpu, keys and values in float32"
-    assert re.split(" {2,}", names) == [
-        *("tier", "needed", "available", "keys and values", "budget", "kept besides", "weights")
-    ]
+    columns = "tier, needed, available, keys and values, budget, kept besides, weights"
+    assert re.split(" {2,}", names) == columns.split(", ")
     assert re.fullmatch(r"device +3.4 MiB +.* +1.0 MiB +1.0 MiB +2.0 MiB +391.2 KiB", device)
     assert re.fullmatch(r"disk +16.0 MiB +.* +16.0 MiB +none +0 B +0 B", disk)
     assert re.fullmatch(r"It fits. The longest is [0-9,]+ tokens.", verdict)
@@ -113,9 +106,7 @@ def test_plan_says_what_does_not_fit() -> None:
     assert (refused.exit_code, refused.stderr) == (4, result.stderr)
     assert json.loads(refused.stdout)["refusal"] in result.stderr
     assert_error(run("plan", "--model", "demo", "--tokens", "2k,4k"), 2, "'2k,4k'")
-    assert_error(run("plan", "--model", "demo", "--tokens", "many"), 2, "'many'", "4k")
     assert_error(run("plan", "--model", "demo"), 2, "--tokens")
-    assert_error(run("plan", "--model", "demo", "--tokens", "0"), 2, "--tokens is '0'")
 
 
 def test_methods_lists_knobs_and_defaults() -> None:
@@ -130,6 +121,9 @@ def test_methods_lists_knobs_and_defaults() -> None:
         assert f"{method['name']}\n  {method['summary']}\n" in text
     assert re.search(r"^  keep_first=true +bool\b", text, re.MULTILINE)
     assert re.search(r"^  chunk_size=none +int or none\b", text, re.MULTILINE)
+    assert "  preset=released  block_size=128 repr_tokens=4 top_k=16 sinks=128 local=4096\n" in text
+    assert "full\n" in text
+    assert "\n  (no options)\n" in text
 
 
 def test_a_broken_method_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,31 +131,6 @@ def test_a_broken_method_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None
     result = run("methods", "--json")
     assert (result.exit_code, [method["name"] for method in json.loads(result.stdout)]) == (0, ["full"])
     assert result.stderr.startswith("lce: warning: unknown method 'broken'")
-
-
-def test_generate_continues_a_prefilled_file(tiny_model: Path, tmp_path: Path) -> None:
-    method = ("--method", "longheads", "-o", "chunk_size=8", "-o", "chunks=4")
-    out = tmp_path / "text.lce"
-    made = run("prefill", "--model", tiny_model, "--prompt", PROMPT * 5, "--out", out, *method)
-    assert (made.exit_code, made.stdout) == (0, "")
-    assert "prefill" in made.stderr
-    asked = run("generate", "--model", tiny_model, "--context", out, "--prompt", " dog", "--max-tokens", "5", *method)
-    engine = lce.load(tiny_model, lce.methods.LongHeads(chunk_size=8, chunks=4))
-    expected = engine.generate(" dog", context=engine.prefill(PROMPT * 5), max_tokens=5).text
-    assert (asked.exit_code, asked.stdout) == (0, expected + "\n")
-    command = ("prefill", "--model", tiny_model, "--prompt", PROMPT, "--out", out, "--json", *method)
-    assert_error(run(*command), 2, "text.lce exists", "--force")
-    again = run(*command, "--force")
-    assert again.stderr == f"lce: note: {out} exists and will be replaced\n"
-    assert json.loads(again.stdout)["context"] == str(out)
-
-
-def test_a_context_of_another_method_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "text.lce"
-    run("prefill", "--model", tiny_model, "--prompt", PROMPT, "--out", out)
-    ask = ("generate", "--model", tiny_model, "--context", out, "--prompt", "x")
-    assert_error(run(*ask, "--method", "streaming"), 3, "another method, full; this engine has streaming")
-    assert_error(run(*ask[:4], tmp_path / "no.lce", *ask[5:]), 3, "no.lce", "No such file")
 
 
 def test_an_interrupted_prefill_says_how_to_resume(tiny_model: Path, tmp_path: Path) -> None:
@@ -183,8 +152,7 @@ def test_an_interrupted_prefill_says_how_to_resume(tiny_model: Path, tmp_path: P
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
     assert (process.returncode, out) == (130, "")
-    assert "interrupted" in err
-    assert "the same command goes on from 128 tokens" in err
+    assert re.search("interrupted.*the same command goes on from 128 tokens", err)
     done = run(*command, "--json")
     n_tokens = len(lce.load(tiny_model).tokenizer.encode(PROMPT * 40))
     assert json.loads(done.stdout)["stats"]["prompt_tokens"] == n_tokens - 128
@@ -193,13 +161,9 @@ def test_an_interrupted_prefill_says_how_to_resume(tiny_model: Path, tmp_path: P
 def test_threads_wait_passively_from_the_beginning(tiny_model: Path) -> None:
     """The settings are there when torch is loaded, unless the user has made one of them."""
     script = (
-        "import builtins\nreal = builtins.__import__\n"
-        "def spy(name, *rest):\n"
-        "    if name == 'torch' and 'torch' not in sys.modules:\n"
-        "        print(*map(os.environ.get, ('OMP_WAIT_POLICY', 'GOMP_SPINCOUNT')), file=sys.stderr, flush=True)\n"
-        "        os._exit(0)\n"
-        "    return real(name, *rest)\n"
-        "builtins.__import__ = spy\n"
+        "class Hook:\n    def find_spec(self, name, *_):\n        if name == 'torch':\n"
+        "            print(*map(os.environ.get, ('OMP_WAIT_POLICY', 'GOMP_SPINCOUNT')), file=sys.stderr, flush=True)\n"
+        "            os._exit(0)\nsys.meta_path.insert(0, Hook())\n"
     )
     command = ("generate", "-m", tiny_model, PROMPT, "-n", "1", "--quiet")
     plain = {name: value for name, value in os.environ.items() if name not in PASSIVE}
@@ -222,14 +186,15 @@ def test_full_beyond_the_window_is_said_in_one_line(tiny_model: Path, tmp_path: 
 def test_methods_shows_one() -> None:
     one = json.loads(run("methods", "dca", "--json").stdout)
     assert one in json.loads(run("methods", "--json").stdout)
-    assert run("methods", "dca").stdout.startswith("dca\n")
-    assert "longheads" not in run("methods", "dca").stdout
+    shown = run("methods", "dca").stdout
+    assert shown.startswith("dca\n")
+    assert "longheads" not in shown
     assert_error(run("methods", "dcaa"), 2, "did you mean 'dca'?")
 
 
-@pytest.mark.parametrize("name", lce.methods.available())
-def test_every_knob_has_a_meaning(name: str) -> None:
-    options = json.loads(run("methods", name, "--json").stdout)["options"]
-    assert [option["name"] for option in options if not option["meaning"]] == []
-    assert all(len(option["meaning"]) <= 90 for option in options)
-    assert knob_meanings(lce.methods.find(name)).keys() <= {option["name"] for option in options}
+def test_every_knob_has_a_meaning() -> None:
+    for method in json.loads(run("methods", "--json").stdout):
+        options = method["options"]
+        assert [option["name"] for option in options if not option["meaning"]] == []
+        assert all(len(option["meaning"]) <= 90 for option in options)
+        assert knob_meanings(lce.methods.find(method["name"])).keys() <= {option["name"] for option in options}

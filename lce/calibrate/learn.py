@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from lce import Engine, load
+from lce import load
 from lce.calibrate.work_folder import WorkFolder
 from lce.errors import DataError, UsageError
 from lce.files import check_target, named
@@ -53,13 +53,12 @@ class Calibration:
     far: int | None = None
 
     def __post_init__(self) -> None:
-        for knob in ("low_dim", "tokens", "epochs", "batch"):
-            if getattr(self, knob) < 1:
-                raise UsageError(f"{knob} is {getattr(self, knob)}; expected 1 or more")
+        least = {"low_dim": 1, "tokens": 1, "epochs": 1, "batch": 1} | ({} if self.far is None else {"far": 0})
+        for knob, number in least.items():
+            if getattr(self, knob) < number:
+                raise UsageError(f"{knob} is {getattr(self, knob)}; expected {number} or more")
         if not 0 < self.lr < math.inf:
             raise UsageError(f"lr is {self.lr}; expected more than 0")
-        if self.far is not None and self.far < 0:
-            raise UsageError(f"far is {self.far}; expected 0 or more")
 
 
 @dataclass(frozen=True)
@@ -92,13 +91,9 @@ class CollectingFull(Full):
         return super().attend(q, cache, step)
 
 
-def _note(text: str) -> None:
-    warnings.warn(text, stacklevel=3)
-
-
 def calibrate(
     model: str | Path, text: str, out: str | Path, options: Calibration | None = None, *,
-    progress: StageProgress | bool | None = None, note: Callable[[str], None] = _note, **loading: Any,
+    progress: StageProgress | bool | None = None, note: Callable[[str], None] = warnings.warn, **loading: Any,
 ) -> list[Recall]:  # fmt: skip
     """Learn a model's maps from `text`, write them to `out`, and return each layer's recall on held-out pieces.
 
@@ -107,56 +102,47 @@ def calibrate(
     function of the stage, units done and units in all. Raises `DataError` for too little text, `CapacityError` for too
     little disk, `UsageError` where `out` was begun with other options.
     """
-    out, options = Path(out), options or Calibration()
+    out = Path(out)
     check_target(out)
     if not out.parent.is_dir():
         raise DataError(f"cannot write {named(out)}: expected a file in a folder that exists")
-    seen: dict[str, list[Tensor]] = defaultdict(list)
-    method = CollectingFull(far=options.far, sink=lambda name, x: seen[name].append(concat_heads(x).cpu()))
-    engine = load(model, method, **loading)
-    if engine.rope.kind == "dynamic":
-        raise UsageError(
-            "under dynamic RoPE scaling queries rotate by the length of each text, and maps are learned for one "
-            "rotation; give --rope ntk --rope-factor F"
-        )
-    return Calibrator(engine, seen, _pieces(engine, text, options), out, options, stages(progress), note).run()
-
-
-def _pieces(engine: Engine, text: str, options: Calibration) -> list[list[int]]:
-    """Return the first `options.tokens` tokens of the text in pieces of one window; an incomplete one is dropped."""
-    ids = engine.tokenizer.encode(text, bos=False)[: options.tokens]
-    size = min(engine.window, 4096)
-    pieces = [ids[start : start + size] for start in range(0, len(ids) - size + 1, size)]
-    if len(pieces) < HELD_OUT:
-        raise DataError(f"the text has {len(ids)} tokens; expected {HELD_OUT * size} or more: give a longer one")
-    return pieces
+    return Calibrator(model, text, out, options or Calibration(), stages(progress), note, loading).run()
 
 
 class Calibrator:
     """One calibration: the engine that reads, `seen` to which it passes queries and keys, and the work folder."""
 
     def __init__(
-        self, engine: Engine, seen: dict[str, list[Tensor]], pieces: Sequence[Sequence[int]], out: Path,
-        options: Calibration, progress: StageProgress, note: Callable[[str], None],
+        self, model: str | Path, text: str, out: Path, options: Calibration, progress: StageProgress,
+        note: Callable[[str], None], loading: dict[str, Any],
     ) -> None:  # fmt: skip
+        self.out, self.options, self.progress = out, options, progress
+        self.seen: dict[str, list[Tensor]] = defaultdict(list)
+        method = CollectingFull(options.far, lambda name, x: self.seen[name].append(concat_heads(x).cpu()))
+        engine = self.engine = load(model, method, **loading)
+        if engine.rope.kind == "dynamic":
+            raise UsageError(
+                "under dynamic RoPE scaling queries rotate by the length of each text, and maps are learned for one "
+                "rotation; give --rope ntk --rope-factor F"
+            )
+        ids, size = engine.tokenizer.encode(text, bos=False)[: options.tokens], min(engine.window, 4096)
+        pieces = self.pieces = [ids[start : start + size] for start in range(0, len(ids) - size + 1, size)]
+        if len(pieces) < HELD_OUT:
+            raise DataError(f"the text has {len(ids)} tokens; expected {HELD_OUT * size} or more: give a longer one")
         assert isinstance(engine.method, CollectingFull)
         assert engine.method.far is not None, "resolved"
-        self.engine, self.seen, self.pieces, self.out = engine, seen, pieces, out
-        self.options, self.progress = options, progress
-        config, far = engine.model.config, engine.method.far
+        config = engine.model.config
         self.n_layers, self.n_heads, self.n_kv_heads = config.n_layers, config.n_heads, config.n_kv_heads
         widths = (self.n_heads + self.n_kv_heads) * config.head_dim
-        n_learned = sum(len(pieces[index]) for index in self.split()[0])
+        n_learned = size * len(self.split()[0])
         self.low_dim = min(options.low_dim, self.n_kv_heads * config.head_dim, n_learned - 1)  # as many as `principal`
-        self.learned_for = LearnedFor(engine.fingerprint, self.low_dim, far, engine.window, engine.rope)
-        plan = {
-            **asdict(options), **asdict(self.learned_for), "dtype": str(engine.dtype),
-            "text": hashlib.sha256(json.dumps(pieces).encode()).hexdigest(),
-        }  # fmt: skip
-        rows = sum(map(len, pieces)) * widths * engine.dtype.itemsize
-        largest = max(len(pieces[0]) * widths * engine.dtype.itemsize, 4 * (widths + 2) * self.low_dim)
-        self.work = WorkFolder(out.with_name(out.name + ".work"), plan, largest, note)
-        self.work.begin(rows * self.n_layers)
+        learned_for = LearnedFor(engine.fingerprint, self.low_dim, engine.method.far, engine.window, engine.rope)
+        digest = hashlib.sha256(json.dumps(pieces).encode()).hexdigest()
+        plan = {**asdict(options), **asdict(learned_for), "dtype": str(engine.dtype), "text": digest}
+        a_piece = size * widths * engine.dtype.itemsize
+        largest = max(a_piece, 4 * (widths + 2) * self.low_dim)
+        self.learned_for, self.work = learned_for, WorkFolder(out.with_name(out.name + ".work"), plan, largest, note)
+        self.work.begin(len(pieces) * a_piece * self.n_layers)
 
     def run(self) -> list[Recall]:
         """Read all pieces, learn all layers, and write the maps."""
@@ -188,18 +174,14 @@ class Calibrator:
         """Return the queries and keys of some pieces, concatenated."""
         found = []
         for index in pieces:
-            held = self.work.read(_piece(index, layer))
-            if held is None:
+            if (held := self.work.read(_piece(index, layer))) is None:
                 self.read_piece(index, [layer])
                 held = self.work.read(_piece(index, layer))
             if held is None:
                 raise DataError(f"{named(self.work.folder)} does not keep what is written to it; check the disk")
             found.append(held[0])
         q, k = (torch.cat([tensors[name] for tensors in found]).to(self.engine.device, torch.float32) for name in "qk")
-        if not bool(q.isfinite().all() & k.isfinite().all()):
-            raise DataError(
-                f"queries or keys of layer {layer} are not finite; check the model's weights, or give --dtype"
-            )
+        _check_finite(f"queries or keys of layer {layer}", "check the model's weights, or give --dtype", q, k)
         return q, k
 
     def layer(self, layer: int) -> tuple[LowDimMap, Recall]:
@@ -209,22 +191,17 @@ class Calibrator:
         if held is not None:
             return LowDimMap(**held[0]), Recall(**json.loads(held[1]))
         (q, k), (q_test, k_test) = (self.rows(layer, pieces) for pieces in self.split())
-        pca = self.shared(principal(k.unflatten(1, (self.n_kv_heads, -1)).transpose(0, 1), self.low_dim))
+        basis = principal(k.unflatten(1, (self.n_kv_heads, -1)).transpose(0, 1), self.low_dim)  # [G·D, R]
+        query = basis.unflatten(0, (self.n_kv_heads, -1)).repeat_interleave(self.n_heads // self.n_kv_heads, 0)
+        pca = LowDimMap.unbiased(query.flatten(0, 1), basis)  # query heads take the basis of their KV head
         maps = self.learn(q, k, pca, layer)
-        if not all(bool(x.isfinite().all()) for x in maps.tensors().values()):
-            raise DataError(
-                f"the maps of layer {layer} are not finite; give a smaller --lr, or check the model's weights"
-            )
+        remedy = "give a smaller --lr, or check the model's weights"
+        _check_finite(f"the maps of layer {layer}", remedy, *maps.tensors().values())
         top_k = max(1, min(self.engine.window // 4, len(k_test) // 4))
         recall = Recall(layer, top_k, *(self.recall(q_test, k_test, made, top_k) for made in (maps, pca)))
         tensors = {name: x.cpu().contiguous() for name, x in maps.tensors().items()}
         self.work.write(place, tensors, json.dumps(asdict(recall)))
         return LowDimMap(**tensors), recall
-
-    def shared(self, basis: Tensor) -> LowDimMap:
-        """Return the maps of a basis `[G·D, R]` of the keys; query heads take the basis of their KV head."""
-        query = basis.unflatten(0, (self.n_kv_heads, -1)).repeat_interleave(self.n_heads // self.n_kv_heads, 0)
-        return LowDimMap.unbiased(query.flatten(0, 1), basis)
 
     def exact(self, q: Tensor) -> Tensor:
         """Return queries `[N, H·D]` summed over the heads of each KV head, `[N, G·D]`: times the keys, the scores."""
@@ -273,6 +250,12 @@ class Calibrator:
         low_k = maps.low_keys(k)
         shares = [len(best(exact, k) & best(low, low_k)) / top_k for exact, low in blocks]
         return sum(shares) / len(shares)
+
+
+def _check_finite(what: str, remedy: str, *tensors: Tensor) -> None:
+    """Raise `DataError` for numbers that are not finite."""
+    if not all(bool(x.isfinite().all()) for x in tensors):
+        raise DataError(f"{what} are not finite; {remedy}")
 
 
 def _piece(index: int, layer: int) -> str:

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,66 +34,48 @@ class WorkFolder:
     """
 
     def __init__(self, folder: Path, plan: dict[str, Any], largest: int, note: Callable[[str], None]) -> None:
-        self.folder = folder
-        self.plan = plan
+        self.folder, self.plan, self.note = folder, plan, note
         self.most = largest + _HEADER_BYTES
-        self.note = note
-        self._plan_digest = _digest(plan)
+        self._plan_digest = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
     def begin(self, needed: int) -> None:
         """Make the folder, for `needed` bytes, or go on with that of an earlier call with the same plan."""
-        self._check_kind()
-        earlier = self._earlier_plan()
-        if earlier is not None and earlier != self.plan:
+        name, path = named(self.folder), self.folder / _PLAN
+        if os.path.lexists(self.folder) and (self.folder.is_symlink() or not self.folder.is_dir()):
+            raise DataError(f"{name} is no folder; remove it, or give another name for the maps")
+        if os.path.lexists(path):
+            if self._is_same(path):
+                return
+        elif needed > (free := shutil.disk_usage(self.folder.parent).free):
+            raise CapacityError(
+                f"calibrating needs {needed:,} bytes for queries and keys in {name}, {free:,} are free; give fewer "
+                "--tokens"
+            )
+        try:
+            self.folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise DataError(f"cannot write {name}: {error.strerror}") from error
+        write_whole(path, json.dumps(self.plan).encode())
+
+    def _is_same(self, path: Path) -> bool:
+        """Return whether the plan of an earlier call can be read. Raises `UsageError` if it is another one."""
+        with open(open_regular(path, follow=False), "rb") as file:
+            raw = file.read(_PLAN_BYTES)
+        try:
+            earlier = dict(json.loads(raw))
+        except (ValueError, TypeError, RecursionError):
+            self.note(f"{named(path)} is damaged; work that belongs to the present options is kept")
+            return False
+        if earlier != self.plan:
             differ = ", ".join(key for key in self.plan if earlier.get(key) != self.plan[key])
             raise UsageError(
                 f"{named(self.folder)} was begun with other options, text or model ({differ}); finish it with those, "
                 "or delete it"
             )
-        free = shutil.disk_usage(self.folder.parent).free
-        if earlier is None and needed > free:
-            raise CapacityError(
-                f"calibrating needs {needed:,} bytes for queries and keys in {named(self.folder)}, {free:,} are free; "
-                "give fewer --tokens"
-            )
-        if earlier is None:
-            try:
-                self.folder.mkdir(exist_ok=True)
-            except OSError as error:
-                raise DataError(f"cannot write {named(self.folder)}: {error.strerror}") from error
-            content = {"plan": self.plan, "digest": self._plan_digest}
-            write_whole(self.folder / _PLAN, json.dumps(content).encode())
-
-    def _check_kind(self) -> None:
-        """Raise `DataError` if the folder's name belongs to something that is no folder."""
-        try:
-            mode = os.lstat(self.folder).st_mode
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise DataError(f"cannot write {named(self.folder)}: {error.strerror}; name another file") from None
-        if not stat.S_ISDIR(mode):
-            raise DataError(f"{named(self.folder)} is no folder; remove it, or give another name for the maps")
-
-    def _earlier_plan(self) -> dict[str, Any] | None:
-        """Return the plan of an earlier call; None if there was none, or if its file is damaged."""
-        path = self.folder / _PLAN
-        if not os.path.lexists(path):
-            return None
-        with open(open_regular(path, follow=False), "rb") as file:
-            raw = file.read(_PLAN_BYTES)
-        try:
-            content = json.loads(raw)
-            plan: dict[str, Any] = content["plan"]
-            if content["digest"] == _digest(plan):
-                return plan
-        except (ValueError, LookupError, TypeError, RecursionError):
-            pass
-        self.note(f"{named(path)} is damaged; work that belongs to the present options is kept")
-        return None
+        return True
 
     def has(self, place: str) -> bool:
-        """Whether there is a file of this place, whole or not."""
+        """Return whether there is a file of this place, damaged or not."""
         return os.path.lexists(self.folder / place)
 
     def write(self, place: str, tensors: dict[str, Tensor], facts: str = "") -> None:
@@ -124,7 +105,3 @@ class WorkFolder:
         (self.folder / _PLAN).unlink(missing_ok=True)
         if not any(self.folder.iterdir()):
             self.folder.rmdir()
-
-
-def _digest(plan: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from click import option
 
 from lce.files import named, write_whole
 from lce.progress import silence
 from lce.sizes import size_text
 from lce.terminal import options
 from lce.terminal.output import Output
+from lce.terminal.tables import markdown
 
 if TYPE_CHECKING:
     from lce.lab.bench import Bench, Report, Row, Spread, StepTimes
@@ -52,19 +52,17 @@ class ReportOutput:
                     output.figures(f"lce: wrote {named(self.json_file)}")
 
 
-report_options = options.packed(
-    "output", ReportOutput,
-    option("--json", "json_file", metavar="FILE|-", help="Write JSON to this file, or - to stdout and no table."),
-    options.quiet_option, options.debug_option,
-)  # fmt: skip
+_JSON = options.flag("--json FILE|-", "Write JSON to this file, or - to stdout and no table.", dest="json_file")
+report_options = options.packed("output", ReportOutput, _JSON, options.quiet_option, options.debug_option)
 
 
 def report_lines(report: Report) -> list[str]:
     """Return a report as Markdown: setting, ceilings, a row for each method and length, and step times."""
     best, runs = report.ceilings, f"{report.repeats} run{'s' if report.repeats > 1 else ''}"
     setting = f"{report.model}, {report.dtype} on {report.device}, window {report.window:,}; lce {report.version}"
-    return [
-        f"{report.machine}",
+    names = "method, length, prefill tok/s, of products, decode tok/s, of reading, read a token, first token s"
+    lines = [
+        report.machine,
         "",
         f"{setting}. Medians of {runs} (lowest to highest); decode over {report.new_tokens} tokens.",
         "",
@@ -74,19 +72,19 @@ def report_lines(report: Report) -> list[str]:
         f"| copying memory, read and written | {best.copying / 1e9:.1f} GB/s |",
         f"| products of {best.rows} rows, {report.dtype} | {best.product / 1e9:,.0f} GFLOP/s |",
         "",
-        "| method | length | prefill tok/s | of products | decode tok/s | of reading | read a token | first token s |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
-        *map(_row, report.rows),
-        *_profile(report),
+        *markdown(names.split(", "), map(_row, report.rows)),
     ]
+    if report.profile:
+        head = ["method", "length", "step", "ms", *report.profile[0].seconds]
+        lines += ["", *markdown(head, map(_step, report.profile))]
+    return lines
 
 
-def _row(row: Row) -> str:
-    cells = (
+def _row(row: Row) -> list[str]:
+    return [
         f"`{row.method}`", f"{row.length:,}", _spread(row.prefill), f"{row.prefill_share:.2f}", _spread(row.decode),
         f"{row.decode_share:.2f}", size_text(row.weight_bytes + row.cache_bytes), _spread(row.first_token),
-    )  # fmt: skip
-    return f"| {' | '.join(cells)} |"
+    ]  # fmt: skip
 
 
 def _spread(spread: Spread) -> str:
@@ -101,20 +99,8 @@ def _number(x: float) -> str:
     return f"{x:,.0f}" if x >= 1000 else f"{x:#.3g}".rstrip(".")
 
 
-def _profile(report: Report) -> list[str]:
-    """Return a table of the parts of a step's time, in milliseconds and shares."""
-    if not report.profile:
-        return []
-    names = list(report.profile[0].seconds)
-    return [
-        "",
-        f"| method | length | step | ms | {' | '.join(names)} |",
-        "|---|---:|---|---:|" + "---:|" * len(names),
-        *map(_step, report.profile),
-    ]
-
-
-def _step(times: StepTimes) -> str:
-    shares = " | ".join(f"{s / times.total_s:.0%}" for s in times.seconds.values())
+def _step(times: StepTimes) -> list[str]:
+    """Return the cells of a step: its time in milliseconds, and the shares of its parts."""
     what = f"{times.step}, {times.tokens:,} token{'s' if times.tokens > 1 else ''}"
-    return f"| `{times.method}` | {times.length:,} | {what} | {_number(1000 * times.total_s)} | {shares} |"
+    shares = [f"{s / times.total_s:.0%}" for s in times.seconds.values()]
+    return [f"`{times.method}`", f"{times.length:,}", what, _number(1000 * times.total_s), *shares]

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
-from click import option
 
 import lce
-from lce.errors import DataError, LceError, UsageError, nearest
+from lce.errors import LceError, UsageError, nearest
 from lce.files import named
 from lce.terminal import figures, options
 from lce.terminal.output import Output
-from lce.terminal.reading import read_chat, read_text
+from lce.terminal.reading import decoded, read_chat, read_text
 
 HELP = """\
 /file PATH  put a file's text before the next message
@@ -27,6 +26,7 @@ HELP = """\
 /help       show these commands
 /exit       end; so does Ctrl-D. Ctrl-C stops an answer.
 A line that begins with // is a message that begins with /."""
+PATHS = {"file": "document.txt", "save": "chat.lce"}  # the commands that take a path, with an example
 
 
 @dataclass
@@ -60,74 +60,51 @@ class ChatLoop:
                 self._note(f"error: {error}")
 
     def _lines(self) -> Iterator[str]:
-        read = self._read_typed if self.terminal else self._read_piped
-        if self.terminal:
-            with suppress(ImportError):
-                import readline  # noqa: F401  makes `input` edit lines and remember them
+        if not self.terminal:
+            for raw in [] if sys.stdin is None else iter(sys.stdin.buffer.readline, b""):
+                yield decoded(raw, "stdin").rstrip("\r\n")
+            return
+        with suppress(ImportError):
+            import readline  # noqa: F401  makes `input` edit lines and remember them
         while True:
             try:
-                line = read()
+                if not sys.stdout.isatty():
+                    click.echo("> ", err=True, nl=False)
+                line = input("> " if sys.stdout.isatty() else "")  # readline must know the mark
             except EOFError:
                 return
             except KeyboardInterrupt:
-                if not self.terminal:
-                    raise
                 self._note("\nCtrl-D ends the chat.")
             else:
                 yield line
 
-    def _read_typed(self) -> str:
-        if sys.stdout.isatty():
-            return input("> ")  # readline must know the mark
-        click.echo("> ", err=True, nl=False)
-        return input()
-
-    def _read_piped(self) -> str:
-        raw = b"" if sys.stdin is None else sys.stdin.buffer.readline()
-        if not raw:
-            raise EOFError
-        try:
-            return raw.decode("utf-8-sig").rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"stdin is not UTF-8 text: a byte is 0x{raw[error.start]:02x}; convert it to UTF-8"
-            ) from None
-
     def _command(self, name: str = "", argument: str = "") -> bool:
         """Run a command; return False if the chat ends."""
-        commands: dict[str, Callable[[str], None] | None] = {
-            "file": self._file, "save": self._save, "reset": self._reset, "help": lambda _: self._note(HELP),
-            "exit": None,
-        }  # fmt: skip
-        if name not in commands:
-            hint = nearest(f"/{name}", [f"/{known}" for known in commands])
-            raise UsageError(f"/{name} is no command; {hint}; begin with // to send it as a message")
-        if name in ("file", "save") and not argument:
-            raise UsageError(
-                f"/{name} takes a path, such as /{name} {'document.txt' if name == 'file' else 'chat.lce'}"
-            )
-        command = commands[name]
-        if command is not None:
-            command(argument.strip())
-        return command is not None
-
-    def _file(self, name: str) -> None:
-        text = read_text(os.path.expanduser(name))
-        self.files.append(text)
-        self._note(f"{named(name)}: {len(text):,} characters go before the next message")
-
-    def _save(self, name: str) -> None:
-        path = os.path.expanduser(name)
-        if Path(path).exists() and os.path.realpath(path) not in self.saved:
-            raise UsageError(f"{named(path)} exists; name another file")
-        self.conversation.save(path)
-        self.saved.add(os.path.realpath(path))
-        self._note(f"saved {named(path)}")
-
-    def _reset(self, _: str) -> None:
-        self.files.clear()
-        self.conversation.reset()
-        self._note("the conversation begins again")
+        if name in PATHS and not argument:
+            raise UsageError(f"/{name} takes a path, such as /{name} {PATHS[name]}")
+        path = os.path.expanduser(argument.strip())
+        match name:
+            case "file":
+                self.files.append(text := read_text(path))
+                self._note(f"{named(path)}: {len(text):,} characters go before the next message")
+            case "save":
+                if Path(path).exists() and os.path.realpath(path) not in self.saved:
+                    raise UsageError(f"{named(path)} exists; name another file")
+                self.conversation.save(path)
+                self.saved.add(os.path.realpath(path))
+                self._note(f"saved {named(path)}")
+            case "reset":
+                self.files.clear()
+                self.conversation.reset()
+                self._note("the conversation begins again")
+            case "help":
+                self._note(HELP)
+            case "exit":
+                return False
+            case _:
+                hint = nearest(f"/{name}", ["/file", "/save", "/reset", "/help", "/exit"])
+                raise UsageError(f"/{name} is no command; {hint}; begin with // to send it as a message")
+        return True
 
     def _answer(self, line: str) -> None:
         before = len(self.conversation.messages)
@@ -153,7 +130,7 @@ class ChatLoop:
 
 chat_prompt_options = options.packed(
     "prompt", read_chat, *options.PROMPT,
-    option("--chat", is_flag=True, help="Ask in the model's chat format; the prompt is a user's message."),
-    option("--system", metavar="TEXT", help="The system message of a chat."),
-    option("--messages", metavar="FILE", help="Messages of a chat: a JSON list of role and content; - is stdin."),
+    options.flag("--chat", "Ask in the model's chat format; the prompt is a user's message.", is_flag=True),
+    options.flag("--system TEXT", "The system message of a chat."),
+    options.flag("--messages FILE", "Messages of a chat: a JSON list of role and content; - is stdin."),
 )  # fmt: skip

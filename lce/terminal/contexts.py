@@ -18,27 +18,24 @@ class MethodOption:
     method: str | None
     knobs: Mapping[str, str]
 
-    def load(self, model: str, context_file: str | None, loading: Mapping[str, Any]) -> lce.Engine:
+    def load(
+        self, model: str, context_file: str | None, loading: Mapping[str, Any]
+    ) -> tuple[lce.Engine, lce.Context | None]:
         """Return the engine for a new text, by default `full`, or for a context file, with the file's options.
 
-        Options of the command line override the file's. `Engine.open_context` refuses an engine that contradicts the
-        file.
+        Options of the command line override the file's. The second is the file's context. Raises an error for options
+        that contradict the file.
         """
         if context_file is None:
-            return lce.load(
-                model, lce.methods.make("full" if self.method is None else self.method, self.knobs), **loading
-            )
+            name = "full" if self.method is None else self.method
+            return lce.load(model, lce.methods.make(name, self.knobs), **loading), None
         from lce.engine.saving import describe
 
-        return self.load_for(model, describe(context_file), loading)
-
-    def load_for(self, model: str, context: lce.ContextInfo, loading: Mapping[str, Any]) -> lce.Engine:
-        """Return the engine for a described context."""
-        same = self.method in (None, context.method)
-        method = lce.methods.make(
-            context.method if self.method is None else self.method, {**(context.knobs if same else {}), **self.knobs}
-        )
-        return lce.load(model, method, **continued(context, loading))
+        context = describe(context_file)
+        name = context.method if self.method is None else self.method
+        knobs = {**(context.knobs if name == context.method else {}), **self.knobs}
+        engine = lce.load(model, lce.methods.make(name, knobs), **continued(context, loading))
+        return engine, engine.open_context(context_file)
 
 
 def continued(context: lce.ContextInfo, loading: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,6 +69,6 @@ def ask(
 
 def ends(model: str, context: lce.ContextInfo, n_tokens: int = 24) -> tuple[str, str]:
     """Return the first and last words of a context's text, by the model that read the text."""
-    engine = MethodOption(None, {}).load_for(model, context, {})
-    ids = engine.open_context(context.path).token_ids
+    engine, opened = MethodOption(None, {}).load(model, str(context.path), {})
+    ids = opened.token_ids if opened is not None else []
     return engine.tokenizer.decode(ids[:n_tokens]), engine.tokenizer.decode(ids[-n_tokens:])

@@ -85,37 +85,36 @@ def leave_interrupted() -> NoReturn:
 
 def report_failure(error: BaseException) -> int:
     """Print a failure's line to stderr; return the exit code."""
-    _settle_stdout()
+    try:
+        sys.stdout.flush()
+    except OSError:  # drop pending output, so that Python's exit does not fail too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     notes: list[str] = getattr(error, "__notes__", [])  # how to resume; embedders can read the notes too
-    if _was_interrupted(error):
-        click.echo("; ".join(["\nlce: interrupted", *notes]), err=True)
-        code = INTERRUPTED
-    elif isinstance(error, BrokenPipeError):  # the reader of stdout closed it, as `head` does
-        code = 0
-    else:
-        code, message = classify(error)
-        click.echo("; ".join([f"lce: error: {message}", *notes]), err=True)
+    cause: BaseException | None = error  # interrupted compiled modules raise an ImportError
+    while cause is not None and not isinstance(cause, KeyboardInterrupt):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None and isinstance(error, BrokenPipeError):  # the reader of stdout closed it, as `head` does
+        return 0
+    code, line = (INTERRUPTED, "\nlce: interrupted") if cause else classify(error)
+    click.echo("; ".join([line, *notes]), err=True)
     return code
 
 
-def _was_interrupted(error: BaseException | None) -> bool:
-    """Return whether Ctrl-C is the error or its cause: interrupted compiled modules raise an ImportError."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__ or error.__context__
-    return error is not None
-
-
 def classify(error: BaseException) -> tuple[int, str]:
-    """Return a failure's exit code and message."""
-    text = str(error).strip().partition("\n")[0]
+    """Return a failure's exit code and line."""
+    text, code = str(error).strip().partition("\n")[0], LceError.exit_code
     if isinstance(error, LceError):
-        return error.exit_code, " ".join(str(error).split())
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(sign in text for sign in _NO_MEMORY)):
-        return CapacityError.exit_code, f"not enough memory: {text or 'an allocation failed'}"
-    if isinstance(error, OSError):
-        code = CapacityError.exit_code if error.errno in _NO_SPACE else LceError.exit_code
-        return code, f"{error.strerror or text}{f': {error.filename}' if error.filename else ''}"
-    return LceError.exit_code, f"internal error: {type(error).__name__}: {text}; run with --debug for the traceback"
+        code, text = error.exit_code, " ".join(str(error).split())
+    elif isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(sign in text for sign in _NO_MEMORY)
+    ):
+        code, text = CapacityError.exit_code, f"not enough memory: {text or 'an allocation failed'}"
+    elif isinstance(error, OSError):
+        code = CapacityError.exit_code if error.errno in _NO_SPACE else code
+        text = f"{error.strerror or text}{f': {error.filename}' if error.filename else ''}"
+    else:
+        text = f"internal error: {type(error).__name__}: {text}; run with --debug for the traceback"
+    return code, f"lce: error: {text}"
 
 
 def _show(error: click.ClickException) -> None:
@@ -123,15 +122,7 @@ def _show(error: click.ClickException) -> None:
     message = error.format_message()
     if "\n" in message:
         error.show()
-        return
-    context = error.ctx if isinstance(error, click.UsageError) else None
-    hint = f" (see {context.command_path} --help)" if context else ""
-    click.echo(f"lce: error: {message}{hint}", err=True)
-
-
-def _settle_stdout() -> None:
-    """Flush stdout; on failure drop pending output, so that Python's exit does not fail too."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    else:
+        context = error.ctx if isinstance(error, click.UsageError) else None
+        hint = f" (see {context.command_path} --help)" if context else ""
+        click.echo(f"lce: error: {message}{hint}", err=True)

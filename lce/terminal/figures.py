@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 from lce.files import named
@@ -55,7 +56,8 @@ def _traffic_text(traffic: Traffic) -> str:
 
 def generation_object(generation: Generation, method: Method) -> dict[str, Any]:
     """Return a generation, with the method and the figures that produced it."""
-    return {**dataclasses.asdict(generation), "stats": stats_object(generation.stats), "method": _method_used(method)}
+    used = {"name": method.name, "repr": repr(method), "knobs": knob_values(method)}
+    return {**dataclasses.asdict(generation), "stats": stats_object(generation.stats), "method": used}
 
 
 def stats_object(stats: Stats) -> dict[str, Any]:
@@ -64,15 +66,10 @@ def stats_object(stats: Stats) -> dict[str, Any]:
     return {**dataclasses.asdict(stats), **speeds, "peak_memory": peak_memory()}
 
 
-def _method_used(method: Method) -> dict[str, Any]:
-    return {"name": method.name, "repr": repr(method), "knobs": knob_values(method)}
-
-
 def recall_lines(recalls: Sequence[Recall]) -> list[str]:
     """Return top-k recall of the low-dim keys: a line a layer, then the mean."""
-    n = len(recalls)
     rows = [(str(recall.layer), recall.calibrated, recall.pca) for recall in recalls]
-    rows.append(("mean", sum(recall.calibrated for recall in recalls) / n, sum(recall.pca for recall in recalls) / n))
+    rows.append(("mean", fmean(recall.calibrated for recall in recalls), fmean(recall.pca for recall in recalls)))
     head = f"{'layer':<8}{'calibrated':>12}{'pca':>10}  recall of the best {recalls[0].top_k} tokens"
     return [head, *(f"{layer:<8}{calibrated:>12.1%}{pca:>10.1%}" for layer, calibrated, pca in rows)]
 
@@ -84,13 +81,8 @@ def method_object(name: str, cls: type[Method]) -> dict[str, Any]:
         "name": name,
         "summary": next(iter((cls.__doc__ or "").strip().splitlines()), ""),
         "options": [
-            {
-                "name": field.name,
-                "type": type_text(hints[field.name]),
-                "default": _default(field),
-                "meaning": meanings.get(field.name),
-            }
-            for field in dataclasses.fields(cls)
+            {"name": x.name, "type": type_text(hints[x.name]), "default": _default(x), "meaning": meanings.get(x.name)}
+            for x in dataclasses.fields(cls)
         ],
         "presets": {name: dict(knobs) for name, knobs in cls.presets.items()},
     }
@@ -105,10 +97,7 @@ def method_lines(method: dict[str, Any]) -> list[str]:
     """Return the object of `method_object` as text."""
     from lce.methods.registry import spelled
 
-    rows = [
-        (f"{option['name']}={spelled(option['default'])}", option["type"], option["meaning"] or "")
-        for option in method["options"]
-    ]
+    rows = [(f"{x['name']}={spelled(x['default'])}", x["type"], x["meaning"] or "") for x in method["options"]]
     widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
     lines = [f"  {knob:<{widths[0]}}  {kind:<{widths[1]}}  {meaning}".rstrip() for knob, kind, meaning in rows]
     for name, values in method.get("presets", {}).items():
@@ -124,14 +113,12 @@ def plan_object(plan: Plan) -> dict[str, Any]:
 
 def plan_lines(plan: Plan) -> list[str]:
     """Return a plan as text: a row a tier."""
-    columns = ["needed", "available", "keys and values", "budget", "kept besides", "weights"]
-    rows = [["tier", *columns]]
+    rows = [["tier", "needed", "available", "keys and values", "budget", "kept besides", "weights"]]
     for tier, n in plan.tiers.items():
         available = "unknown" if n.available is None else size_text(n.available)
         budget = "none" if n.budget is None else size_text(n.budget)
         besides, weights = size_text(n.besides), size_text(n.weights)
-        layers = plan.layers.get(tier)
-        name = tier if layers is None else f"{tier}, layers {layers[0]} to {layers[1]}"
+        name = f"{tier}, layers {plan.layers[tier][0]} to {plan.layers[tier][1]}" if tier in plan.layers else tier
         rows.append([name, size_text(n.needed), available, size_text(n.keys_and_values), budget, besides, weights])
     longest = "Nothing bounds the length." if plan.longest is None else f"The longest is {plan.longest:,} tokens."
     asked = f"{plan.tokens:,} tokens, read by {plan.method} on {plan.device}, keys and values in {plan.dtype}"
@@ -142,8 +129,8 @@ def plan_lines(plan: Plan) -> list[str]:
 
 def explanation_object(explanation: Explanation) -> dict[str, Any]:
     """Return the distances at which a method attends keys (null: not attended), and the settings of the run."""
-    method = {"method": explanation.method.name, "knobs": knob_values(explanation.method)}
     setting = {name: getattr(explanation, name) for name in ("window", "tokens", "block", "head", "seed")}
+    method = {"method": explanation.method.name, "knobs": knob_values(explanation.method)}
     return {**method, **setting, "distances": explanation.rows()}
 
 
@@ -166,13 +153,10 @@ def type_text(hint: Any) -> str:
     """Return a knob's type in words: `int`, `int or none`, `head, group or layer`."""
     if hint is type(None):
         return "none"
-    if typing.get_origin(hint) is Literal:
-        *others, last = map(str, typing.get_args(hint))
-        return f"{', '.join(others)} or {last}" if others else last
     arms = typing.get_args(hint)
-    if arms:
-        return " or ".join(map(type_text, arms))
-    return getattr(hint, "__name__", str(hint))
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(x for x in (", ".join(map(str, arms[:-1])), str(arms[-1])) if x)
+    return " or ".join(map(type_text, arms)) if arms else getattr(hint, "__name__", str(hint))
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

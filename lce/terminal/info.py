@@ -13,9 +13,6 @@ from lce.sizes import size_text
 
 if TYPE_CHECKING:
     from lce import ContextInfo, ModelInfo
-    from lce.methods.base import Method
-
-SHOWN_CHARS = 60  # of a context's text, at each end
 
 
 def model_object(model: ModelInfo) -> dict[str, Any]:
@@ -30,28 +27,26 @@ def model_object(model: ModelInfo) -> dict[str, Any]:
 
 def model_lines(model: ModelInfo) -> list[str]:
     """Return a model as text: its properties, then each method's knobs for its window."""
+    sliding = f", sliding window {model.sliding_window:,}" if model.sliding_window else ""
+    size = model.weight_bytes
     rows = {
         "model": named(model.folder),
         "family": f"{model.family} ({model.architecture})",
         "layers": f"{model.n_layers}, hidden size {model.hidden_size:,}",
         "heads": f"{model.n_heads} over {model.n_kv_heads} of keys and values, dimension {model.head_dim}",
-        "window": f"{model.window:,} tokens{_sliding(model)}",
+        "window": f"{model.window:,} tokens{sliding}",
         "rope": _rope(model.rope.kind, model.rope.factor, f", theta {model.rope.theta:,.0f}"),
         "parameters": f"{model.parameters:,}",
-        "weights": _weights(model),
+        "weights": "none" if size is None else f"{size_text(size)} in {model.weights or model.dtype}",
         "fingerprint": model.fingerprint or "none",
         "in contexts": model.identity or "none",
         "tokenizer": f"{model.tokenizer}, {model.vocab_size:,} tokens" if model.tokenizer else "none",
         "chat template": "yes" if model.chat_template else "no: it continues text",
     }
-    methods = {f"  {name}": _knobs(method) for name, method in model.methods.items()}
+    methods = {f"  {name}": _pairs(knob_values(method)) or "(no options)" for name, method in model.methods.items()}
     refused = {f"  {name}": reason for name, reason in model.refused.items()}
-    return [
-        *_table(rows),
-        "",
-        f"methods, with their knobs for a window of {model.window:,}",
-        *_table(methods | refused),
-    ]
+    title = f"methods, with their knobs for a window of {model.window:,}"
+    return [*_table(rows), "", title, *_table(methods | refused)]
 
 
 def context_object(context: ContextInfo, ends: Sequence[str] | None) -> dict[str, Any]:
@@ -62,58 +57,41 @@ def context_object(context: ContextInfo, ends: Sequence[str] | None) -> dict[str
 
 def context_lines(context: ContextInfo, ends: Sequence[str] | None) -> list[str]:
     """Return a context file as text."""
-    state = (
-        "complete" if context.complete else f"under work: {context.cached:,} tokens are read; prefill again to go on"
-    )
+    working = f"under work: {context.cached:,} tokens are read; prefill again to go on"
     rows = {
         "context": named(context.path),
-        "state": state,
+        "state": "complete" if context.complete else working,
         "tokens": f"{context.tokens:,}",
-        "method": f"{shown(context.method)[1:-1]} {_pairs(context.knobs)}".strip(),
+        "method": f"{_word(context.method)} {_pairs(context.knobs)}".strip(),
         "window": f"{context.window:,} tokens",
-        "rope": _rope(shown(context.rope)[1:-1], context.rope_factor),
-        "dtype": shown(context.dtype)[1:-1],
-        "kv dtype": shown(context.kv_dtype)[1:-1],
-        "model": shown(context.model)[1:-1],
+        "rope": _rope(_word(context.rope), context.rope_factor),
+        "dtype": _word(context.dtype),
+        "kv dtype": _word(context.kv_dtype),
+        "model": _word(context.model),
         "size": f"{size_text(context.file_bytes)}, {context.file_bytes // max(1, context.cached):,} bytes a token",
-        "written by": f"lce {shown(context.lce)[1:-1]}, format {shown(context.format)}",
+        "written by": f"lce {_word(context.lce)}, format {shown(context.format)}",
     }
     if context.announced > context.tokens:
         rows["announced"] = f"{context.announced:,} tokens in the end"
     if ends is not None:
-        rows |= {"begins": ascii_line(ends[0]), "ends": ascii_line(ends[1])}
+        rows |= {"begins": shown(ends[0]), "ends": shown(ends[1])}
     return _table(rows)
 
 
-def ascii_line(text: str) -> str:
-    """Return text on one line with control characters escaped."""
-    return shown(text, 2 * SHOWN_CHARS)
-
-
-def _sliding(model: ModelInfo) -> str:
-    return f", sliding window {model.sliding_window:,}" if model.sliding_window else ""
-
-
-def _weights(model: ModelInfo) -> str:
-    return (
-        "none" if model.weight_bytes is None else f"{size_text(model.weight_bytes)} in {model.weights or model.dtype}"
-    )
+def _word(text: str) -> str:
+    """Return a word of a file, which is not trusted, escaped."""
+    return shown(text)[1:-1]
 
 
 def _rope(kind: str, factor: float, more: str = "") -> str:
     return f"{kind}{'' if kind == 'none' else f', factor {factor:g}'}{more}"
 
 
-def _knobs(method: Method) -> str:
-    return _pairs(knob_values(method)) or "(no options)"
-
-
 def _pairs(knobs: Mapping[str, Any]) -> str:
     from lce.methods.registry import spelled
 
-    texts = {name: shown(value) if isinstance(value, str) else spelled(value) for name, value in knobs.items()}
-    plain = {name: text[1:-1] if text[:1] == "'" else text for name, text in texts.items()}
-    return " ".join(f"{name}={text}" for name, text in plain.items())
+    texts = {name: _word(value) if isinstance(value, str) else spelled(value) for name, value in knobs.items()}
+    return " ".join(f"{name}={text}" for name, text in texts.items())
 
 
 def _table(rows: Mapping[str, str]) -> list[str]:

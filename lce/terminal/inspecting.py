@@ -18,14 +18,14 @@ from lce.files import named, write_whole
 from lce.sizes import size_text
 from lce.terminal.options import new_file
 from lce.terminal.output import Output, note
-from lce.terminal.reading import Prompt
+from lce.terminal.reading import read_prompt
 
 NOT_LIVE = ("path", "force", "json_file", "marks", "max_tokens", "spread", "judge", "names", "knobs")
 
 
 def write_recording(
-    model: str, methods: Sequence[lce.Method], prompt: Prompt, out: str | None, json_file: str | None,
-    what: dict[str, Any], loading: dict[str, Any], output: Output,
+    model: str, methods: Sequence[lce.Method], prompt: dict[str, str | None], out: str | None, json_file: str | None,
+    loading: dict[str, Any], output: Output, **what: Any,
 ) -> None:  # fmt: skip
     """Record a prompt under some methods; write a page, JSON, or both. `-` as `json_file` is stdout."""
     from lce.lab.study.recording import Recorder, RecordingRequest
@@ -33,16 +33,18 @@ def write_recording(
 
     if out is None and json_file is None:
         raise UsageError("nothing to write; give --out page.html, --json FILE, or --live")
-    _check_different({"--prompt-file": prompt.prompt_file, "--out": out, "--json": json_file})
+    _check_different({"--prompt-file": prompt["prompt_file"], "--out": out, "--json": json_file})
     if out is not None:
         store_of(out)
     if json_file != "-":
         new_file(json_file, force=True)
-    request = RecordingRequest(prompt.read(), **what)
+    request = RecordingRequest(read_prompt(**prompt), **what)
     with output.noting(), output.bars() as bars:
         recording = Recorder(model, **loading).record(request, methods, progress=bars)
     for run in recording["runs"]:
-        output.figures(figures_line(run))
+        stats, text = run["stats"], "".join(each["text"] for each in run["generated"])
+        times = f"prefill {stats['prefill_s']:.2f} s, recorded in {stats['recorded_s']:.2f} s"
+        output.figures(f"{run['label']}: {stats['prompt_tokens']:,} prompt tokens | {times} | {text!r}")
     if json_file is not None:
         text = json.dumps(recording, separators=(",", ":"), allow_nan=False)
         if json_file == "-":
@@ -50,9 +52,7 @@ def write_recording(
         else:
             write_whole(Path(json_file), text.encode())
     if out is not None:
-        n_bytes = write_page(recording, out)
-        path = Path(out)
-        beside = path.with_name(f"{path.stem}.data")
+        n_bytes, beside = write_page(recording, out), store_of(out)
         more = f", with {named(beside)} beside it" if beside.is_dir() else ""
         output.figures(f"{named(out)}: {size_text(n_bytes)}{more}")
 
@@ -67,21 +67,18 @@ def _check_different(files: dict[str, str | None]) -> None:
                 raise UsageError(f"{same} and {option} are both {named(file)}; name another file")
 
 
-def figures_line(run: dict[str, Any]) -> str:
-    """Return a recorded run's line: `longheads: 1,386 prompt tokens | prefill 0.52 s, recorded in 1.40 s | …`."""
-    stats, text = run["stats"], "".join(each["text"] for each in run["generated"])
-    times = f"prefill {stats['prefill_s']:.2f} s, recorded in {stats['recorded_s']:.2f} s"
-    return f"{run['label']}: {stats['prompt_tokens']:,} prompt tokens | {times} | {text!r}"
-
-
-def serve_live(model: str, prompt: str, port: int, most_prompt: int, loading: dict[str, Any], output: Output) -> None:
+def serve_live(
+    model: str, prompt: dict[str, str | None], port: int, most_prompt: int, loading: dict[str, Any], output: Output,
+    **unused: Any,
+) -> None:  # fmt: skip
     """Serve the page until Ctrl-C. Only the address goes to stdout."""
     from lce.lab.study.live import Limits, Live
     from lce.lab.study.live_server import LiveServer
 
+    _note_unused()
+    text = "" if set(prompt.values()) == {None} else read_prompt(**prompt)
     with output.noting():
-        live = Live(model, Limits(prompt_tokens=most_prompt), **loading)
-        server = LiveServer(live, port, prompt)
+        server = LiveServer(Live(model, Limits(prompt_tokens=most_prompt), **loading), port, text)
         try:
             click.echo(server.address)
             sys.stdout.flush()
@@ -93,7 +90,7 @@ def serve_live(model: str, prompt: str, port: int, most_prompt: int, loading: di
             server.close()
 
 
-def note_unused() -> None:
+def _note_unused() -> None:
     """Note which options of the command line have no effect on a served page."""
     ctx = click.get_current_context()
     given = {name for name in NOT_LIVE if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}

@@ -29,8 +29,9 @@ def methods_of(
     if ALL not in names:
         return [lce.methods.make(name, knobs_for(name, knobs, names)) for name in names]
     named = [name for name in names if name != ALL]
-    others = [name for name in ["full", *lce.methods.available()] if name not in named and not _is_for_analysis(name)]
-    listed = list(dict.fromkeys([*others, *named]))
+    classes = _classes(lce.methods.available())
+    others = [name for name in lce.methods.available() if name not in classes or not classes[name].analysis]
+    listed = list(dict.fromkeys([*(name for name in ["full", *others] if name not in named), *named]))
     check_owned(knobs, listed)
     resolved(method="full", **loading)  # the model itself can be read
     serving = [_serving(name, knobs, listed, loading) for name in listed if name not in named]
@@ -38,11 +39,13 @@ def methods_of(
     return found + [lce.methods.make(name, owned(name, knobs, listed)) for name in named]
 
 
-def _is_for_analysis(name: str) -> bool:
-    try:
-        return lce.methods.find(name).analysis
-    except UsageError:  # one package's broken method; making it reports the error
-        return False
+def _classes(names: Sequence[str]) -> dict[str, type[lce.Method]]:
+    """Return the methods' classes by name, without those that a package has broken: making one reports the error."""
+    found = {}
+    for name in names:
+        with contextlib.suppress(UsageError):
+            found[name] = lce.methods.find(name)
+    return found
 
 
 def knobs_for(name: str, knobs: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
@@ -67,12 +70,9 @@ def owned(name: str, knobs: Mapping[str, str], names: Sequence[str]) -> dict[str
 
 def check_owned(knobs: Mapping[str, str], names: Sequence[str]) -> None:
     """Raise `UsageError` for a KEY=VALUE that no method has, or a METHOD.KEY=VALUE of a method not in `names`."""
-    valid, presets = set(), set()
-    for name in names:
-        with contextlib.suppress(UsageError):  # one package's broken method
-            cls = lce.methods.find(name)
-            valid |= {field.name for field in dataclasses.fields(cls)} | ({"preset"} if cls.presets else set())
-            presets |= set(cls.presets)
+    classes = _classes(names).values()
+    presets = {preset for cls in classes for preset in cls.presets}
+    valid = {field.name for cls in classes for field in dataclasses.fields(cls)} | ({"preset"} if presets else set())
     for key, value in knobs.items():
         if "." in key:
             knobs_for("", {key: value}, names)
@@ -84,7 +84,7 @@ def check_owned(knobs: Mapping[str, str], names: Sequence[str]) -> None:
 
 def _serving(
     name: str, knobs: Mapping[str, str], names: Sequence[str], loading: Mapping[str, Any]
-) -> lce.Method | None:  # fmt: skip
+) -> lce.Method | None:
     """Return a method of `all` with its knobs; None, with a note, if not even its defaults can serve the model."""
     from lce.engine.loading import resolved
 
@@ -93,18 +93,11 @@ def _serving(
         resolved(method=method, **loading)
         return method
     except LceError as error:
-        if any(key.startswith(f"{name}.") for key in knobs) or _serves(name, loading):
+        serves = False
+        with contextlib.suppress(LceError):
+            resolved(method=name, **loading)
+            serves = True  # the knobs are at fault
+        if serves or any(key.startswith(f"{name}.") for key in knobs):
             raise
         note(f"--method all leaves {name} out: {error}")
         return None
-
-
-def _serves(name: str, loading: Mapping[str, Any]) -> bool:
-    """Return whether a method with its defaults can serve the model, so that only the knobs are at fault."""
-    from lce.engine.loading import resolved
-
-    try:
-        resolved(method=name, **loading)
-    except LceError:
-        return False
-    return True

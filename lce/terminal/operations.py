@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lce.sizes import size_text
@@ -38,24 +39,31 @@ def operations_object(counted: Operations) -> dict[str, Any]:
 
 def operations_lines(counted: Operations) -> list[str]:
     """Return counted operations a token as a table: a row a kind, a column a phase."""
-    phases = (counted.prefill, counted.decode)
-    rows = [["a token", "prefill", "decode"]]
-    rows += [[text, *(count_text(_a_token(work, name)) for work in phases)] for name, text in COUNTED.items()]
-    rows.append(["multiply-adds", *(count_text(_a_token(work, "operations")) for work in phases)])
-    rows.append(["FLOPs, 2 a multiply-add", *(count_text(_a_token(work, "flops")) for work in phases)])
-    rows.append(["share of causal attention", *(_share_text(work.share) for work in phases)])
-    rows += [[f"read: {text}", *(_size_text(_a_token(work, name)) for work in phases)] for name, text in READ.items()]
-    rows.append(["bytes read", *(_size_text(_a_token(work, "bytes_read")) for work in phases)])
+
+    def row(text: str, name: str, shown: Callable[[float], str], *, whole: bool = False) -> list[str]:
+        found = [(getattr(work, name), 1 if whole else work.tokens) for work in (counted.prefill, counted.decode)]
+        return [text, *("not counted" if n is None else shown(n / tokens) for n, tokens in found)]
+
+    def size(n_bytes: float) -> str:
+        return size_text(round(n_bytes))
+
+    rows = [
+        ["a token", "prefill", "decode"],
+        *(row(text, name, count_text) for name, text in COUNTED.items()),
+        row("multiply-adds", "operations", count_text),
+        row("FLOPs, 2 a multiply-add", "flops", count_text),
+        row("share of causal attention", "share", "{:.2%}".format, whole=True),
+        *(row(f"read: {text}", name, size) for name, text in READ.items()),
+        row("bytes read", "bytes_read", size),
+    ]
     steps = counted.decode.tokens
     last = "the last token's decode" if steps == 1 else f"the decode of the last {steps:,}"
     asked = f"Counted for {counted.tokens:,} tokens: the prefill in blocks of {counted.block:,}, and {last}."
     return [asked, "", *aligned(rows), *map(_paper_line, counted.paper_figures)]
 
 
-def count_text(n: float | None) -> str:
+def count_text(n: float) -> str:
     """Format a count to three digits, such as `13.3 G`."""
-    if n is None:
-        return "not counted"
     n = float(f"{n:.3g}")
     size, prefix = next(((size, prefix) for size, prefix in PREFIXES if n >= size), (1, ""))
     return f"{n / size:g} {prefix}".strip()
@@ -64,16 +72,3 @@ def count_text(n: float | None) -> str:
 def _paper_line(figure: PaperFigure) -> str:
     value = f"{figure.value:.2%}" if figure.is_share else f"{figure.value:,.0f}"
     return f"In the paper{f', {figure.where}' if figure.where else ''}: {figure.text}: {value}"
-
-
-def _a_token(work: OperationCount, name: str) -> float | None:
-    n = getattr(work, name)
-    return None if n is None else n / work.tokens
-
-
-def _size_text(n: float | None) -> str:
-    return "not counted" if n is None else size_text(round(n))
-
-
-def _share_text(share: float | None) -> str:
-    return "not counted" if share is None else f"{share:.2%}"

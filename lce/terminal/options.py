@@ -7,9 +7,9 @@ happens when the command runs, so that `--help` imports nothing heavy.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -25,37 +25,30 @@ from lce.terminal.contexts import MethodOption
 from lce.terminal.exits import DEBUG
 from lce.terminal.methods import methods_of
 from lce.terminal.output import Output, note
-from lce.terminal.reading import Prompt, read_prompt
+from lce.terminal.reading import read_prompt
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
 
 
 class Count(click.ParamType):  # type: ignore[type-arg]  # generic in new versions of click
-    """A number of things: `4096` or `4k`."""
+    """A number of things, `4096` or `4k`. With `several`, a list with commas: `512,2k` is [512, 2048]."""
 
     name = "count"
 
-    def __init__(self, least: int = 1) -> None:
-        self.least = least
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            return count(value, max(param.opts, key=len) if param else "the number", self.least)
-        except LceError as error:
-            raise click.UsageError(str(error), ctx) from None
-
-
-class Counts(Count):
-    """Several numbers with commas: `512,2k` is [512, 2048]."""
-
-    name = "counts"
+    def __init__(self, least: int = 1, *, several: bool = False) -> None:
+        self.least, self.several = least, several
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return [super(Counts, self).convert(text, param, ctx) for text in str(value).split(",")]
+        what = max(param.opts, key=len) if param else "the number"
+        try:
+            found = [count(text, what, self.least) for text in (str(value).split(",") if self.several else [value])]
+        except LceError as error:
+            raise click.UsageError(str(error), ctx) from None
+        return found if self.several else found[0]
 
 
-COUNT, INDEX, COUNTS = Count(), Count(least=0), Counts()
+COUNT, INDEX, COUNTS = Count(), Count(least=0), Count(several=True)
 
 
 def packed(name: str, make: Callable[..., Any], *options: Decorator) -> Decorator:
@@ -65,7 +58,7 @@ def packed(name: str, make: Callable[..., Any], *options: Decorator) -> Decorato
     """
 
     def decorate(command: Command) -> Command:
-        @functools.wraps(command)
+        @wraps(command)
         def run(**values: Any) -> Any:
             group = {key: values.pop(key) for key in names if key in values}
             return command(**values, **{name: make(**group)})
@@ -92,15 +85,10 @@ def parse_knobs(_ctx: click.Context, _param: click.Parameter, values: tuple[str,
 def parse_names(_ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> list[str]:
     """Return each name once: the callback of a repeatable option that also takes lists with commas."""
     names = list(dict.fromkeys(name.strip() for value in values for name in value.split(",") if name.strip()))
-    if not names:
+    if values and not names:
         known = "lce eval tasks" if param.name == "tasks" else "lce methods"
         raise click.BadParameter(f"no name is given; expected one of `{known}`")
     return names
-
-
-def parse_optional_names(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> list[str]:
-    """Parse names as `parse_names`; return no names if the option is not given."""
-    return parse_names(ctx, param, values) if values else []
 
 
 def _suite(
@@ -142,26 +130,12 @@ def _note_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> Non
         ctx.meta[DEBUG] = True
 
 
-def _method(method: str, knobs: dict[str, str]) -> lce.Method:
-    return lce.methods.make(method, knobs)
-
-
-def _named(method: str, knobs: dict[str, str]) -> tuple[str, dict[str, str]]:
-    return method, knobs
-
-
-def _methods(names: list[str], knobs: dict[str, str]) -> list[lce.Method]:
-    return methods_of(names, knobs, _of_the_model())
-
-
-def _selecting(names: list[str], knobs: dict[str, str]) -> list[lce.Method]:
-    return methods_of(names, knobs, _of_the_model(), suits=lce.methods.selects)
-
-
-def _of_the_model() -> dict[str, Any]:
-    """Return the running command's model and the options that decide which methods serve the model."""
+def _methods(names: list[str], knobs: dict[str, str], *, selecting: bool = False) -> list[lce.Method]:
+    """Return the named methods; `all` stands for those that serve the running command's model."""
     given = click.get_current_context().params
-    return {name: given[name] for name in ("model", "window", "rope", "rope_factor") if name in given}
+    decisive = ("model", "window", "rope", "rope_factor")
+    loading: dict[str, Any] = {name: given[name] for name in decisive if name in given}
+    return methods_of(names, knobs, loading, suits=lce.methods.selects if selecting else lambda method: True)
 
 
 def _benchmark(
@@ -184,6 +158,10 @@ def _sampling(**values: Any) -> lce.Sampling:
     return lce.Sampling(**values)
 
 
+def _loading(threads: int | None, **values: Any) -> dict[str, Any]:
+    return {**values, "threads": threads or default_threads()}
+
+
 def _asked(task: str, task_knobs: dict[str, str], **how: Any) -> tuple[Any, Any]:
     """Return a task of `lce eval selection` or `why` and the suite that makes its samples."""
     from lce.lab.eval.suite import MadeSuite, make_tasks
@@ -191,142 +169,120 @@ def _asked(task: str, task_knobs: dict[str, str], **how: Any) -> tuple[Any, Any]
     return make_tasks([task], task_knobs)[0], MadeSuite(**how)
 
 
-def _loading(threads: int | None, **values: Any) -> dict[str, Any]:
-    return {**values, "threads": threads or default_threads()}
+def flag(usage: str, help: str, **how: Any) -> Decorator:
+    """Declare an option as its help shows it: `flag("--max-tokens -n TOKENS", "Write at most this many tokens.")`.
+
+    `dest` is the name of the argument that it becomes, if not the flag's; `how` is for `click.option`.
+    """
+    words, dest = usage.split(), how.pop("dest", None)
+    flags = [word for word in words if word.startswith("-")]
+    metavar = " ".join(words[len(flags) :]) or None
+    return option(*flags, *([dest] if dest else []), metavar=metavar, help=help, **how)
 
 
-model_option = option("--model", "-m", required=True, metavar="PATH|demo", help="Folder of a safetensors checkpoint.")
-max_tokens_option = option(
-    "--max-tokens", "-n", type=COUNT, default=256, metavar="TOKENS", help="Write at most this many tokens."
+model_option = flag("--model -m PATH|demo", "Folder of a safetensors checkpoint.", required=True)
+max_tokens_option = flag("--max-tokens -n TOKENS", "Write at most this many tokens.", type=COUNT, default=256)
+context_option = flag(
+    "--context -c FILE", "Continue this file of `lce prefill`; it does not change.", dest="context_file"
 )
-context_option = option(
-    "--context", "-c", "context_file", metavar="FILE", help="Continue this file of `lce prefill`; it does not change."
-)
-_METHOD = option("--method", default="full", metavar="NAME", help="One of `lce methods`.")
-_METHOD_OR_CONTEXT = option(
-    "--method", metavar="NAME", help="One of `lce methods`.  [default: that of --context, without one full]"
-)
-_METHODS = option(
-    "--method", "names", multiple=True, default=["full"], callback=parse_names, metavar="NAME",
-    help="One of `lce methods`, or all that serve the model; repeatable, or a list with commas.",
+_METHOD = flag("--method NAME", "One of `lce methods`.", default="full")
+_METHOD_OR_CONTEXT = flag("--method NAME", "One of `lce methods`.  [default: that of --context, without one full]")
+_METHODS = flag(
+    "--method NAME", "One of `lce methods`, or all that serve the model; repeatable, or a list with commas.",
+    dest="names", multiple=True, default=["full"], callback=parse_names,
 )  # fmt: skip
-_KNOBS = option(
-    "-o", "knobs", multiple=True, callback=parse_knobs, metavar="KEY=VALUE", help="A knob of the method; repeatable."
-)
-knobs_option = _KNOBS
+_KNOBS: dict[str, Any] = {"multiple": True, "callback": parse_knobs}
+knobs_option = flag("-o KEY=VALUE", "A knob of the method; repeatable.", dest="knobs", **_KNOBS)
 _COMPUTING = (
-    option(
-        "--device", default="auto", metavar="auto|cpu|cuda|cuda:0,cuda:1",
-        help="Where to compute; several GPUs share the model's layers.",
-    ),
-    option(
-        "--dtype", default="auto", metavar="auto|float32|bfloat16|float16", help="Precision; auto is the checkpoint's."
-    ),
-    option(
-        "--weights", default="auto", metavar="auto|int8|int4",
-        help="Round matrices to 8 or 4 bits; auto is as stored.",
-    ),
-    option(
-        "--block", type=COUNT, metavar="TOKENS",
-        help="Tokens prefilled in one step.  [default: what suits the method]",
-    ),
-    option(
-        "--window", type=COUNT, metavar="TOKENS",
-        help="Positions the model can be trusted on.  [default: the checkpoint's]",
-    ),
-)  # fmt: skip
-_THREADS = option(
-    "--threads",
-    type=COUNT,
-    help="Threads to compute with.  [default: OMP_NUM_THREADS, or the cores that are free to use]",
-)
-_ATTENTION = (
-    option(
-        "--attention",
+    flag(
+        "--device auto|cpu|cuda|cuda:0,cuda:1",
+        "Where to compute; several GPUs share the model's layers.",
         default="auto",
-        metavar="NAME",
-        help="What computes attention: compiled, triton, flash, torch or reference.",
     ),
-    option("--rope", metavar="none|linear|ntk|dynamic|yarn|llama3", help="RoPE scaling.  [default: the checkpoint's]"),
-    option("--rope-factor", type=float, help="How far RoPE scaling stretches the window."),
+    flag("--dtype auto|float32|bfloat16|float16", "Precision; auto is the checkpoint's.", default="auto"),
+    flag("--weights auto|int8|int4", "Round matrices to 8 or 4 bits; auto is as stored.", default="auto"),
+    flag("--block TOKENS", "Tokens prefilled in one step.  [default: what suits the method]", type=COUNT),
+    flag("--window TOKENS", "Positions the model can be trusted on.  [default: the checkpoint's]", type=COUNT),
+)
+_CORES = "Threads to compute with.  [default: OMP_NUM_THREADS, or the cores that are free to use]"
+_ATTENTION = (
+    flag("--attention NAME", "What computes attention: compiled, triton, flash, torch or reference.", default="auto"),
+    flag("--rope none|linear|ntk|dynamic|yarn|llama3", "RoPE scaling.  [default: the checkpoint's]"),
+    flag("--rope-factor", "How far RoPE scaling stretches the window.", type=float),
 )
 _BUDGETS = (
-    option("--kv-device-budget", metavar="SIZE", help="Limit of keys and values on a device, for example 8GiB."),
-    option("--kv-host-budget", metavar="SIZE", help="Limit of keys and values in host memory."),
-    option("--spill-dir", metavar="DIR", help="Folder for keys and values beyond the limits."),
-    option(
-        "--kv-dtype",
-        default="auto",
-        metavar="auto|int8",
-        help="Old keys and values in host memory beside a GPU, in that folder and in context files: as computed, or "
-        "rounded to 8 bits.",
+    flag("--kv-device-budget SIZE", "Limit of keys and values on a device, for example 8GiB."),
+    flag("--kv-host-budget SIZE", "Limit of keys and values in host memory."),
+    flag("--spill-dir DIR", "Folder for keys and values beyond the limits."),
+    flag(
+        "--kv-dtype auto|int8", "Old keys and values in host memory beside a GPU, in that folder and in context files: "
+        "as computed, or rounded to 8 bits.", default="auto",
     ),
-)
+)  # fmt: skip
 _SAMPLING = (
-    option("--temperature", type=float, default=0.0, help="0 takes the likeliest token."),
-    option("--top-p", type=float, default=1.0, help="Keep the likeliest tokens of this probability in all; 1 is off."),
-    option("--top-k", type=INDEX, default=0, metavar="N", help="Keep this many likeliest tokens; 0 is off."),
-    option("--min-p", type=float, default=0.0, help="Keep tokens this likely relative to the likeliest; 0 is off."),
-    option("--seed", type=int, help="The same seed draws the same tokens."),
-    option("--stop", multiple=True, metavar="TEXT", help="End the text before this; repeatable."),
+    flag("--temperature", "0 takes the likeliest token.", type=float, default=0.0),
+    flag("--top-p", "Keep the likeliest tokens of this probability in all; 1 is off.", type=float, default=1.0),
+    flag("--top-k N", "Keep this many likeliest tokens; 0 is off.", type=INDEX, default=0),
+    flag("--min-p", "Keep tokens this likely relative to the likeliest; 0 is off.", type=float, default=0.0),
+    flag("--seed", "The same seed draws the same tokens.", type=int),
+    flag("--stop TEXT", "End the text before this; repeatable.", multiple=True),
 )
 PROMPT = (
     argument("text", required=False),
-    option("--prompt", "-p", metavar="TEXT|-", help="The text to read, as TEXT is; - is stdin."),
-    option("--prompt-file", "-f", metavar="FILE", help="A UTF-8 file with the text; - is stdin."),
+    flag("--prompt -p TEXT|-", "The text to read, as TEXT is; - is stdin."),
+    flag("--prompt-file -f FILE", "A UTF-8 file with the text; - is stdin."),
 )
+_TASKS: dict[str, Any] = {"dest": "tasks", "multiple": True, "callback": parse_names}
+_SHARD = flag("--shard I/N", "Ask the I-th of N parts, counted from 0.", default="0/1")
 _SUITE = (
-    option(
-        "--task", "tasks", multiple=True, default=["passkey"], callback=parse_names, metavar="NAME",
-        help="One of `lce eval tasks`, or all; repeatable, or a list with commas.",
+    flag(
+        "--task NAME",
+        "One of `lce eval tasks`, or all; repeatable, or a list with commas.",
+        default=["passkey"],
+        **_TASKS,
     ),
-    option(
-        "-t", "task_knobs", multiple=True, callback=parse_knobs, metavar="KEY=VALUE",
-        help="A knob of all tasks, or TASK.KEY=VALUE of one; repeatable.",
-    ),
-    option("--samples", type=COUNT, default=20, metavar="N", help="Documents for each task and length."),
-    option("--seed", type=int, default=0, help="The same seed makes the same samples."),
-    option("--filler", default="prose", metavar="prose|noise|essays:DIR", help="The text that facts are hidden in."),
-    option("--depths", metavar="LIST", help="Where one fact stands, in turn: 0,0.5,1.  [default: even depths]"),
-    option("--mode", default="single", metavar="single|shared|turns", help="How questions of a document are asked."),
-    option("--questions", type=COUNT, metavar="N", help="Questions of a document.  [default: 1; 4 if not single]"),
-    option("--contexts", metavar="DIR", help="With --mode shared or turns: save documents here, and open them again."),
-    option("--shard", default="0/1", metavar="I/N", help="Ask the I-th of N parts, counted from 0."),
-)  # fmt: skip
-_PUBLISHED = (
-    option("--data", required=True, metavar="DIR", help="Your copy of the benchmark's files."),
-    option(
-        "--task", "tasks", multiple=True, callback=parse_optional_names, metavar="NAME",
-        help="Repeatable, or a list with commas.  [default: those whose files are there]",
-    ),
-    option("--samples", type=COUNT, metavar="N", help="Ask the first N questions of each task.  [default: all]"),
-    option("--prompts", metavar="NAME", help="One of the benchmark's sets of prompts.  [default: the first]"),
-    option(
-        "--template", default="auto", metavar="auto|chat|none|TEXT",
-        help="What is around a prompt: the benchmark's own, the model's chat template, nothing, or TEXT with {prompt}.",
-    ),
-    option("--max-length", type=COUNT, metavar="TOKENS", help="Cut longer prompts as the benchmark cuts them."),
-    option("--mode", default="single", metavar="single|shared", help="Read a document for each question, or once."),
-    option("--shard", default="0/1", metavar="I/N", help="Ask the I-th of N parts, counted from 0."),
-)  # fmt: skip
-_JSON = option("--json", is_flag=True, help="Print JSON on stdout, and nothing else there.")
-quiet_option = option("--quiet", is_flag=True, help="No progress and no figures on stderr; notes and errors remain.")
-_FORCE = option("--force", is_flag=True, help="Replace a file that exists.")
-debug_option = option(
-    "--debug", is_flag=True, expose_value=False, callback=_note_debug, help="Show an error's traceback."
+    flag("-t KEY=VALUE", "A knob of all tasks, or TASK.KEY=VALUE of one; repeatable.", dest="task_knobs", **_KNOBS),
+    flag("--samples N", "Documents for each task and length.", type=COUNT, default=20),
+    flag("--seed", "The same seed makes the same samples.", type=int, default=0),
+    flag("--filler prose|noise|essays:DIR", "The text that facts are hidden in.", default="prose"),
+    flag("--depths LIST", "Where one fact stands, in turn: 0,0.5,1.  [default: even depths]"),
+    flag("--mode single|shared|turns", "How questions of a document are asked.", default="single"),
+    flag("--questions N", "Questions of a document.  [default: 1; 4 if not single]", type=COUNT),
+    flag("--contexts DIR", "With --mode shared or turns: save documents here, and open them again."),
+    _SHARD,
 )
+_PUBLISHED = (
+    flag("--data DIR", "Your copy of the benchmark's files.", required=True),
+    flag("--task NAME", "Repeatable, or a list with commas.  [default: those whose files are there]", **_TASKS),
+    flag("--samples N", "Ask the first N questions of each task.  [default: all]", type=COUNT),
+    flag("--prompts NAME", "One of the benchmark's sets of prompts.  [default: the first]"),
+    flag(
+        "--template auto|chat|none|TEXT",
+        "What is around a prompt: the benchmark's own, the model's chat template, nothing, or TEXT with {prompt}.",
+        default="auto",
+    ),
+    flag("--max-length TOKENS", "Cut longer prompts as the benchmark cuts them.", type=COUNT),
+    flag("--mode single|shared", "Read a document for each question, or once.", default="single"),
+    _SHARD,
+)
+_JSON = flag("--json", "Print JSON on stdout, and nothing else there.", is_flag=True)
+quiet_option = flag("--quiet", "No progress and no figures on stderr; notes and errors remain.", is_flag=True)
+_FORCE = flag("--force", "Replace a file that exists.", is_flag=True)
+debug_option = flag("--debug", "Show an error's traceback.", is_flag=True, expose_value=False, callback=_note_debug)
 
 prompt_options = packed("prompt", read_prompt, *PROMPT)
-later_prompt_options = packed("prompt", Prompt, *PROMPT)
-named_options = packed("named", _named, argument("method"), _KNOBS)
-method_options = packed("method", _method, _METHOD, _KNOBS)
-method_or_context_options = packed("method", MethodOption, _METHOD_OR_CONTEXT, _KNOBS)
-methods_options = packed("methods", _methods, _METHODS, _KNOBS)
-selecting_options = packed("methods", _selecting, _METHODS, _KNOBS)
+given_prompt_options = packed("prompt", dict, *PROMPT)
+named_options = packed("named", lambda method, knobs: (method, knobs), argument("method"), knobs_option)
+method_options = packed("method", lambda method, knobs: lce.methods.make(method, knobs), _METHOD, knobs_option)
+method_or_context_options = packed("method", MethodOption, _METHOD_OR_CONTEXT, knobs_option)
+methods_options = packed("methods", _methods, _METHODS, knobs_option)
+selecting_options = packed("methods", partial(_methods, selecting=True), _METHODS, knobs_option)
 suite_options = packed("suite", _suite, *_SUITE)
 benchmark_options = packed("suite", _benchmark, argument("suite"), *_PUBLISHED)
 sampling_options = packed("sampling", _sampling, *_SAMPLING)
-loading_options = packed("loading", _loading, *_COMPUTING, *_ATTENTION, *_BUDGETS, _THREADS)
+loading_options = packed(
+    "loading", _loading, *_COMPUTING, *_ATTENTION, *_BUDGETS, flag("--threads", _CORES, type=COUNT)
+)
 planning_options = packed("planning", dict, *_COMPUTING, *_BUDGETS)
 output_options = packed("output", Output, _JSON, quiet_option, debug_option)
 quiet_options = packed("output", Output, quiet_option, debug_option)
@@ -336,16 +292,16 @@ json_options = packed("output", Output, _JSON, debug_option)
 def asked_options(n: int) -> Decorator:
     """Declare the samples of one task, `n` for each length by default; they reach the command as `asked`."""
     return packed(
-        "asked", _asked,
-        option("--task", default="passkey", metavar="NAME", help="One of `lce eval tasks`."),
-        option("-t", "task_knobs", multiple=True, callback=parse_knobs, metavar="KEY=VALUE", help="Its knobs."),
-        option("--samples", type=COUNT, default=n, metavar="N", help="Texts for each method and length."),
-        option("--seed", type=int, default=0, help="The same seed makes the same texts."),
-        option("--filler", default="prose", metavar="prose|noise|essays:DIR", help="What facts are hidden in."),
-    )  # fmt: skip
+        "asked",
+        _asked,
+        flag("--task NAME", "One of `lce eval tasks`.", default="passkey"),
+        flag("-t KEY=VALUE", "Its knobs.", dest="task_knobs", **_KNOBS),
+        flag("--samples N", "Texts for each method and length.", type=COUNT, default=n),
+        flag("--seed", "The same seed makes the same texts.", type=int, default=0),
+        flag("--filler prose|noise|essays:DIR", "What facts are hidden in.", default="prose"),
+    )
 
 
 def target_options(name: str, help: str, *, required: bool = True) -> Decorator:
     """Declare `--NAME FILE`, a file to write, and `--force`; they reach the command as one checked path."""
-    target = option(f"--{name}", "path", required=required, metavar="FILE", help=help)
-    return packed(name, new_file, target, _FORCE)
+    return packed(name, new_file, flag(f"--{name} FILE", help, dest="path", required=required), _FORCE)

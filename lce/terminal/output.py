@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lce.errors import WindowWarning
-from lce.progress import reported, silence
+from lce.progress import nothing, reported, silence
 
 if TYPE_CHECKING:
     from lce.engine.stream import Stream
@@ -36,28 +36,22 @@ class ProgressLines:
     """
 
     def __init__(self, label: str, unit: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self.label = label
-        self.unit = unit
-        self.clock = clock
+        self.label, self.unit, self.clock = label, unit, clock
         self.due = clock() + FIRST_LINE_S
         self.begin: tuple[float, int] | None = None  # the time and the units of the first call
 
     def __call__(self, done: int, total: int) -> None:
         now = self.clock()
-        self.begin = self.begin or (now, done)
-        if now >= self.due and done < total:
-            self.due = now + NEXT_LINE_S
-            click.echo(self.line(now, done, total), err=True)
-
-    def line(self, now: float, done: int, total: int) -> str:
-        """Return the line for time `now`, with the speed since the first call, since a job may begin in the middle."""
-        began, before = self.begin or (now, done)
-        text = f"{self.label} {done:,} of {total:,}"
-        if now <= began or done <= before:
-            return text
-        speed = (done - before) / (now - began)
-        rate = f", {speed:,.0f}{self.unit}/s" if speed >= 10 else f", {speed:.2g}{self.unit}/s"
-        return f"{text}{rate if self.unit else ''}, {(total - done) / speed:,.0f} s left"
+        began, before = self.begin = self.begin or (now, done)  # a job may begin in the middle
+        if now < self.due or done >= total:
+            return
+        self.due = now + NEXT_LINE_S
+        line = f"{self.label} {done:,} of {total:,}"
+        if now > began and done > before:
+            speed = (done - before) / (now - began)
+            rate = f", {speed:{',.0f' if speed >= 10 else '.2g'}}{self.unit}/s" if self.unit else ""
+            line += f"{rate}, {(total - done) / speed:,.0f} s left"
+        click.echo(line, err=True)
 
 
 @dataclass(frozen=True)
@@ -76,14 +70,11 @@ class Output:
 
         On a terminal progress is a bar, elsewhere occasional lines.
         """
-        if self.quiet:
-            yield lambda done, total: None
-            return
-        if not sys.stderr.isatty():
-            yield ProgressLines(label, unit)
-            return
-        with reported(True, label, unit) as advance:
-            yield advance
+        if not self.quiet and sys.stderr.isatty():
+            with reported(True, label, unit) as advance:
+                yield advance
+        else:
+            yield nothing if self.quiet else ProgressLines(label, unit)
 
     @contextmanager
     def bars(self) -> Iterator[Callable[[str, int, int], None]]:
@@ -145,18 +136,16 @@ class Output:
 
         A line break follows the text, even if the generation is interrupted.
         """
-        if self.json:
-            for _ in stream:
-                pass
-            return
         written = False
         try:
             for piece in stream:
-                sys.stdout.write(piece.text)
-                sys.stdout.flush()
-                written = True
+                if not self.json:
+                    sys.stdout.write(piece.text)
+                    sys.stdout.flush()
+                    written = True
         except BaseException:
             if written:
                 sys.stdout.write("\n")
             raise
-        click.echo()
+        if not self.json:
+            click.echo()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +16,6 @@ from lce.system import free_host_memory
 BYTES_OF_TEXT = 16  # most memory that a byte of text takes until encoded
 MAX_MESSAGES_BYTES = 256 << 20
 MAX_MESSAGES_VALUES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """The options of an optional prompt."""
-
-    text: str | None
-    prompt: str | None
-    prompt_file: str | None
-
-    @property
-    def is_given(self) -> bool:
-        return any(value is not None for value in (self.text, self.prompt, self.prompt_file))
-
-    def read(self) -> str:
-        """Read the prompt by `read_prompt`."""
-        return read_prompt(self.text, self.prompt, self.prompt_file)
 
 
 def read_prompt(text: str | None, prompt: str | None, prompt_file: str | None) -> str:
@@ -48,9 +31,7 @@ def read_prompt(text: str | None, prompt: str | None, prompt_file: str | None) -
         if sys.stdin is None or sys.stdin.isatty():
             raise UsageError("no prompt; give --prompt TEXT, --prompt-file FILE, or text on stdin")
         prompt = "-"
-    parts = []
-    if prompt_file is not None:
-        parts.append(read_text(prompt_file))
+    parts = [] if prompt_file is None else [read_text(prompt_file)]
     if prompt is not None:
         parts.append(read_text("-") if prompt == "-" else prompt)
     return "\n".join(parts)
@@ -74,16 +55,20 @@ def read_text(name: str) -> str:
     Raises `DataError` for anything but a text file, and `CapacityError` for a text too long for this machine.
     """
     source, data = read_bytes(name)
+    text = decoded(data, source).removesuffix("\n").removesuffix("\r")
+    if not text:
+        raise DataError(f"{source} is empty; expected some text")
+    return text
+
+
+def decoded(data: bytes, source: str) -> str:
+    """Return UTF-8 bytes of `source` as text, without a byte order mark. Raises `DataError`."""
     try:
-        text = data.decode("utf-8-sig")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(
             f"{source} is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}; convert it to UTF-8"
         ) from None
-    text = text.removesuffix("\n").removesuffix("\r")
-    if not text:
-        raise DataError(f"{source} is empty; expected some text")
-    return text
 
 
 def read_messages(name: str) -> list[Any]:
@@ -102,34 +87,23 @@ def read_messages(name: str) -> list[Any]:
 
 
 def read_bytes(name: str) -> tuple[str, bytes]:
-    """Return the name for messages and the bytes of a file, or of stdin for "-"."""
-    return ("stdin", _stdin_bytes()) if name == "-" else (named(name), _file_bytes(name))
-
-
-def _file_bytes(name: str) -> bytes:
-    """Return the bytes of a regular file."""
-    try:
-        if Path(name).is_fifo():
-            raise DataError(f"{named(name)} is a pipe; expected a file, or - and the text on stdin: command | lce ...")
-        with open(open_regular(name), "rb") as file:
-            _check_length(os.fstat(file.fileno()).st_size, named(name))
-            return file.read()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"cannot read {named(name)}: {reason}; check the path and its permissions") from error
-
-
-def _stdin_bytes() -> bytes:
-    if sys.stdin is None:
+    """Return the name for messages and the bytes of a regular file, or of stdin for "-"."""
+    stdin = name == "-"
+    source, remedy = ("stdin", "give a file") if stdin else (named(name), "check the path and its permissions")
+    if stdin and sys.stdin is None:
         raise DataError("stdin is closed; give a file")
+    if not stdin and Path(name).is_fifo():
+        raise DataError(f"{source} is a pipe; expected a file, or - and the text on stdin: command | lce ...")
     data = bytearray()
     try:
-        while piece := sys.stdin.buffer.read(1 << 20):
-            data += piece
-            _check_length(len(data), "stdin")
+        with nullcontext(sys.stdin.buffer) if stdin else open(open_regular(name), "rb") as file:
+            _check_length(0 if stdin else os.fstat(file.fileno()).st_size, source)
+            while piece := file.read(1 << 20):
+                data += piece
+                _check_length(len(data), source)
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot read stdin: {getattr(error, 'strerror', None) or error}; give a file") from error
-    return bytes(data)
+        raise DataError(f"cannot read {source}: {getattr(error, 'strerror', None) or error}; {remedy}") from error
+    return source, bytes(data)
 
 
 def _check_length(n_bytes: int, source: str) -> None:

@@ -10,31 +10,27 @@ from lce.terminal.output import Output
 
 
 def show_trace(
-    model: str, method: lce.Method, prompt: str, last: int, marks: tuple[str, ...], plot: str | None,
-    loading: dict[str, Any], output: Output,
-) -> None:  # fmt: skip
+    model: str, method: lce.Method, prompt: str, plot: str | None, loading: dict[str, Any], output: Output, **what: Any
+) -> None:
     """Trace a text and print the choices of its last tokens, a line a layer and head."""
+    from lce.lab.study.pictures import draw_choices, drawable
     from lce.lab.study.recording import Recorder, RecordingRequest
 
     if plot is not None:
-        from lce.lab.study.picture import checked
-
-        checked(plot)
-    request = RecordingRequest(prompt, max_tokens=0, marks=marks, spread=0, last=last)
+        drawable(plot)
+    request = RecordingRequest(prompt, max_tokens=0, spread=0, **what)
     with output.noting(), output.bars() as bars:
         recording = Recorder(model, **loading).record(request, [method], progress=bars)
     run = recording["runs"][0]
     if plot is not None:
-        from lce.lab.study.heatmap import draw
-
-        draw(recording, plot)
+        draw_choices(recording, plot)
     found = list(rows(recording))
     output.object({
         "chunk_size": run["chunk_size"], "first": run["first"], "marks": recording["marks"], "rows": found,
         "hits": hits(recording, found),
     })  # fmt: skip
     output.text(f"choice c: tokens {run['first']} + {run['chunk_size']} c and on; choice (rank, score)")
-    output.text(*map(_row, found), *_hit_lines(recording, found))
+    output.text(*map(_row, found), *(_hit_line(recording["marks"], hit) for hit in hits(recording, found)))
 
 
 def rows(recording: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -85,13 +81,8 @@ def _row(row: dict[str, Any]) -> str:
     return f"token {row['token']:,}, layer {row['layer']}, head {row['head']}: {', '.join(known) or 'no choice'}"
 
 
-def _hit_lines(recording: dict[str, Any], found: list[dict[str, Any]]) -> list[str]:
-    """Return a line a mark and layer."""
-    lines = []
-    for hit in hits(recording, found):
-        mark = recording["marks"][hit["mark"]]
-        rates = "".join(f", {name} {hit[name]:.0%}" for name in ("hit1", "hit5") if hit[name] is not None)
-        where = f"{hit['label']!r} at tokens {mark['start']:,} to {mark['stop'] - 1:,}"
-        text = f"{where}, layer {hit['layer']}: attended by {hit['attended']:.0%} of heads"
-        lines.append(f"{text}, true attention {hit['mass']:.4f}{rates}")
-    return lines
+def _hit_line(marks: list[dict[str, Any]], hit: dict[str, Any]) -> str:
+    mark = marks[hit["mark"]]
+    rates = "".join(f", {name} {hit[name]:.0%}" for name in ("hit1", "hit5") if hit[name] is not None)
+    where = f"{hit['label']!r} at tokens {mark['start']:,} to {mark['stop'] - 1:,}, layer {hit['layer']}"
+    return f"{where}: attended by {hit['attended']:.0%} of heads, true attention {hit['mass']:.4f}{rates}"

@@ -79,26 +79,16 @@ def test_a_saved_chat_goes_on(chatty: Path, engine: lce.Engine, tmp_path: Path) 
     assert len(engine.open_context(saved)) < len(expected.context or [])
 
 
-@pytest.mark.parametrize(
-    ("line", "code", "words"),
-    [
-        ("/nothing", 2, ["/nothing is no command", "/save", "begin with //"]),
-        ("/fil a.txt", 2, ["did you mean '/file'?"]),
-        ("/", 2, ["is no command"]),
-        ("/file", 2, ["/file takes a path"]),
-        ("/file no such file", 3, ["no such file"]),
-        ("/save", 2, ["/save takes a path"]),
-        ("/save chat.lce", 2, ["the conversation is empty"]),
-        ("/save taken", 2, ["taken exists; name another file"]),
-        (b"\xff\n", 3, ["not UTF-8"]),
-    ],
-)
-def test_a_bad_line_of_a_pipe_ends_it(
-    chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str | bytes, code: int, words: list[str]
-) -> None:
+def test_a_bad_line_of_a_pipe_ends_it(chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("taken").write_text("text")
-    assert_error(run("chat", "--model", chatty, stdin=line), code, *words)
+    for line, code, words in (
+        ("/nothing", 2, "/nothing is no command"), ("/fil a.txt", 2, "did you mean '/file'?"),
+        ("/file no such file", 3, "no such file"), ("/save", 2, "/save takes a path"),
+        ("/save chat.lce", 2, "the conversation is empty"), ("/save taken", 2, "taken exists; name another file"),
+        (b"\xff\n", 3, "not UTF-8"),
+    ):  # fmt: skip
+        assert_error(run("chat", "--model", chatty, stdin=line), code, words)
     assert Path("taken").read_text() == "text"
 
 
@@ -126,9 +116,9 @@ def test_generate_chats(chatty: Path, engine: lce.Engine, tmp_path: Path) -> Non
     assert run(*args, "--prompt", "Why?").stdout == engine.generate("Why?", max_tokens=5).text + "\n"
 
 
-@pytest.mark.parametrize("content", ["[]", '[{"role": "user"}]', '["a"]'])
-def test_messages_that_are_none(chatty: Path, content: str) -> None:
-    assert_error(run("generate", "--model", chatty, "--messages", "-", stdin=content), 3, "expected a list of")
+def test_messages_that_are_none(chatty: Path) -> None:
+    for content in ("[]", '[{"role": "user"}]', '["a"]'):
+        assert_error(run("generate", "--model", chatty, "--messages", "-", stdin=content), 3, "expected a list of")
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(chatty: Path) -> None:
@@ -165,8 +155,7 @@ def test_at_a_terminal(chatty: Path, tmp_path: Path) -> None:
                 again()
         seen = seen.partition(words)[2]
 
-    def press_ctrl_c() -> None:
-        """As a user does: once more if nothing happens. One that comes just before a read begins does not end it."""
+    def press_ctrl_c() -> None:  # once more if nothing happens: a signal just before a read begins does not end it
         process.send_signal(signal.SIGINT)
 
     expect("Ctrl-D ends.")

@@ -40,20 +40,15 @@ def test_settings_come_from_the_file(setting: tuple[str, ...], tiny_model: Path,
     assert describe(second).tokens == describe(first).tokens + appended["stats"]["prompt_tokens"]
     asked = last_json("generate", "-m", tiny_model, "-c", second, " dog", "-n", "5", "--save", third)
     again = last_json("generate", "-m", tiny_model, "-c", third, " and", "-n", "5")
+    info = describe(first)
     for name in ("method", "window", "rope", "rope_factor", "dtype", "model", "knobs", "announced"):
-        assert getattr(describe(third), name) == getattr(describe(first), name)
-    whole = lce.load(tiny_model, **_of(first)).open_context(first)
-    engine = lce.load(tiny_model, **_of(first))
+        assert getattr(describe(third), name) == getattr(info, name)
+    engine = lce.load(tiny_model, lce.methods.make(info.method, info.knobs), **continued(info, {}))
     context = engine.open_context(first)
+    assert len(context) == info.tokens, "the files of before did not change"
     engine.prefill(PROMPT, context=context)
     assert engine.generate(" dog", context=context, max_tokens=5).token_ids == asked["token_ids"]
     assert engine.generate(" and", context=context, max_tokens=5).token_ids == again["token_ids"]
-    assert len(whole) == describe(first).tokens, "the files of before did not change"
-
-
-def _of(path: Path) -> dict[str, Any]:
-    info = describe(path)
-    return {"method": lce.methods.make(info.method, info.knobs), **continued(info, {})}
 
 
 def test_what_is_given_contradicts_the_file_or_agrees(tiny_model: Path, tmp_path: Path) -> None:
@@ -96,5 +91,6 @@ def test_a_context_may_be_replaced_by_its_continuation(tiny_model: Path, tmp_pat
     assert_error(run(*command[:-1], other, "--checkpoint-every", "1k"), 2, "--checkpoint-every", "--context")
     result = run(*command, "--force")
     assert result.exit_code == 0
+    assert result.stderr.startswith(f"lce: note: {out} exists and will be replaced\n")
     assert f"({before} read before)" in result.stderr
     assert describe(out).tokens > before

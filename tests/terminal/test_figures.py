@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 import pytest
 
 from lce.cache.tiers import Traffic
 from lce.calibrate import Recall
-from lce.engine.answer import Generation, Stats
+from lce.engine.answer import Stats
 from lce.engine.planning import Need, Plan
-from lce.methods import InfLLM, LongHeads
-from lce.methods.base import Method
 from lce.terminal import figures
 
-STATS = Stats(
-    prompt_tokens=2000, generated_tokens=11, prefill_s=2.0, first_token_s=2.25, decode_s=0.5, memory={"device": 3 << 20}
-)
+STATS = Stats(2000, generated_tokens=11, prefill_s=2.0, first_token_s=2.25, decode_s=0.5, memory={"device": 3 << 20})
 
 
 def test_closing_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,29 +25,16 @@ def test_closing_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert figures.prefill_line(STATS) == f"2,000 prompt tokens | prefill 1,000.0 tok/s | {memory}"
     resumed = dataclasses.replace(STATS, prompt_tokens=4360, read_before=8192, prefill_s=4.36)
-    assert (
-        figures.prefill_line(resumed) == f"12,552 prompt tokens (8,192 read before) | prefill 1,000.0 tok/s | {memory}"
-    )
-
-
-def test_the_memory_and_traffic_of_each_tier() -> None:
+    line = f"12,552 prompt tokens (8,192 read before) | prefill 1,000.0 tok/s | {memory}"
+    assert figures.prefill_line(resumed) == line
     traffic = Traffic(hits=930, misses=70, early=5, bytes_in=12 << 20, bytes_out=3 << 29)
     stats = Stats(memory={"device": 1 << 20, "host": 0, "disk": 4096}, traffic={"device": traffic})
     assert figures.memory_text(stats, {"process": 9 << 20}) == (
         "cache: device 1.0 MiB, disk 4.0 KiB | peak memory: process 9.0 MiB | "
         "device 93% of 1,000 pages found, 12.0 MiB in, 1.5 GiB out (5 ahead of need)"
     )
-    assert figures.memory_text(Stats(memory={"device": 0}), {"process": 1}) == (
-        "cache: device 0 B | peak memory: process 1 B"
-    )
-
-
-def test_a_generation_as_json() -> None:
-    method = LongHeads(chunk_size=4)
-    content = json.loads(json.dumps(figures.generation_object(Generation("x", [7], "stop", STATS), method)))
-    assert (content["text"], content["token_ids"], content["finish_reason"]) == ("x", [7], "stop")
-    assert content["method"]["knobs"]["chunk_size"] == 4
-    assert content["stats"]["decode_tokens_per_s"] == 20.0
+    nothing = "cache: device 0 B | peak memory: process 1 B"
+    assert figures.memory_text(Stats(memory={"device": 0}), {"process": 1}) == nothing
 
 
 def test_recalls_and_their_mean() -> None:
@@ -78,48 +59,9 @@ def test_a_plan_of_unknown_sizes() -> None:
     assert verdict == "It does not fit. Nothing bounds the length."
 
 
-@pytest.mark.parametrize(
-    ("hint", "text"),
-    [
-        (int, "int"),
-        (int | None, "int or none"),
-        (Literal["all"], "all"),
-        (Literal["a", "b", "c"], "a, b or c"),
+def test_types_as_a_user_writes_them() -> None:
+    for hint, text in (
+        (int, "int"), (int | None, "int or none"), (Literal["all"], "all"), (Literal["a", "b", "c"], "a, b or c"),
         (Literal["a", "b"] | None, "a or b or none"),
-    ],
-)
-def test_types_as_a_user_writes_them(hint: Any, text: str) -> None:
-    assert figures.type_text(hint) == text
-
-
-@dataclass(frozen=True)
-class Knobs(Method):
-    """Nothing but knobs.
-
-    And more that is not shown.
-    """
-
-    knob_help: ClassVar[dict[str, str]] = {"size": "how large", "ratio": "how many of them"}
-
-    size: int
-    ratio: float | None = None
-    names: tuple[str, ...] = field(default_factory=tuple)
-
-    def attend(self, *_: Any) -> Any:
-        raise NotImplementedError
-
-
-def test_a_method_and_its_knobs() -> None:
-    method = figures.method_object("knobs", Knobs)
-    assert method["summary"] == "Nothing but knobs."
-    assert [option["default"] for option in method["options"]] == [None, None, ()]
-    name, summary, *knobs = figures.method_lines(method)
-    assert (name, summary) == ("knobs", "  Nothing but knobs.")
-    assert [re.split(" {2,}", line)[1:] for line in knobs[:2]] == [
-        ["size=none", "int", "how large"],
-        ["ratio=none", "float or none", "how many of them"],
-    ]
-    infllm = figures.method_lines(figures.method_object("infllm", InfLLM))
-    assert infllm[-1] == "  preset=released  block_size=128 repr_tokens=4 top_k=16 sinks=128 local=4096"
-    assert figures.knob_values(Knobs(3, names=("a",))) == {"size": 3, "ratio": None, "names": "('a',)"}
-    assert figures.method_lines({"name": "x", "summary": "y", "options": []}) == ["x", "  y", "  (no options)"]
+    ):  # fmt: skip
+        assert figures.type_text(hint) == text

@@ -9,28 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from lce.lab.study import web_page as pages
 from tests.command import assert_error, run, spawn
 
 TEXT = "the old dogs " * 9
 KNOBS = ("--method", "longheads,dca", "-o", "longheads.chunk_size=4", "-o", "longheads.chunks=4")
 
 
-@pytest.fixture
-def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A page of a line in the place of the real one."""
-    folder = tmp_path / "web"
-    folder.mkdir()
-    (folder / "page.html").write_text("<!doctype html><!--lce:style--><!--lce:data--><!--lce:script page.js-->")
-    (folder / "page.css").write_text("p {}")
-    (folder / "page.js").write_text("run();")
-    monkeypatch.setattr(pages, "WEB", folder)
-    pages._part.cache_clear()
-    yield folder
-    pages._part.cache_clear()
-
-
-def test_a_page_and_its_recording(tiny_model: Path, tmp_path: Path, web: Path) -> None:
+def test_a_page_and_its_recording(tiny_model: Path, tmp_path: Path) -> None:
     page, recording = tmp_path / "page.html", tmp_path / "recording.json"
     args = ("inspect", "-m", tiny_model, *KNOBS, TEXT, "--mark", "old dogs", "-n", "2", "--spread", "3")
     result = run(*args, "--out", page, "--json", recording)
@@ -39,10 +24,8 @@ def test_a_page_and_its_recording(tiny_model: Path, tmp_path: Path, web: Path) -
     found = json.loads(recording.read_text())
     inside = page.read_text().partition('id="lce-recording">')[2].partition("</script>")[0]
     assert json.loads(inside) == found
-    assert [run["label"] for run in found["runs"]] == [
-        "longheads(chunk_size=4, chunks=4)",
-        "dca(chunk_size=48, far=63)",
-    ]
+    labels = [run["label"] for run in found["runs"]]
+    assert labels == ["longheads(chunk_size=4, chunks=4)", "dca(chunk_size=48, far=63)"]
     assert len(found["marks"]) == 9
     lines = result.stderr.splitlines()
     assert lines[0].startswith("longheads(chunk_size=4, chunks=4): ")

@@ -5,18 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from lce.terminal.operations import COUNTED, count_text
 from tests.command import run
 
 
-@pytest.mark.parametrize(
-    ("n", "text"),
-    [(None, "not counted"), (0, "0"), (999, "999"), (1234, "1.23 k"), (999_600, "1 M"), (13_000_000_000, "13 G")],
-)
-def test_counts_as_people_read_them(n: float | None, text: str) -> None:
-    assert count_text(n) == text
+def test_counts_as_people_read_them() -> None:
+    for n, text in ((0, "0"), (999, "999"), (1234, "1.23 k"), (999_600, "1 M"), (13_000_000_000, "13 G")):
+        assert count_text(n) == text
 
 
 def test_plan_prints_what_it_counted(tiny_model: Path) -> None:

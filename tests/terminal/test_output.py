@@ -9,7 +9,6 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import redirect_stderr, suppress
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -65,15 +64,8 @@ class Screen(io.StringIO):
         return True
 
 
-def on_screen(patch: pytest.MonkeyPatch) -> Screen:
-    """Called in a test and not as a fixture: pytest sets stderr again after its fixtures."""
-    screen = Screen()
-    patch.setattr(sys, "stderr", screen)
-    return screen
-
-
 def test_a_bar_shows_what_is_done_and_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = on_screen(monkeypatch)
+    monkeypatch.setattr(sys, "stderr", screen := Screen())  # not in a fixture: pytest sets stderr after those
     with suppress(KeyboardInterrupt), Output().bars() as advance:
         advance("prefill", 0, 100)
         time.sleep(0.15)  # a bar is drawn ten times a second at most
@@ -97,54 +89,40 @@ def test_short_work_writes_nothing_where_stderr_is_no_terminal(capsys: pytest.Ca
     assert capsys.readouterr().err == ""
 
 
-def told(label: str, unit: str, calls: list[tuple[float, int]], total: int, capsys: Any) -> list[str]:
-    """The lines of work that calls at these seconds, with these units done."""
-    now = [0.0]
+def told(label: str, unit: str, calls: list[tuple[float, int]], total: int) -> list[tuple[float, str]]:
+    """The lines of work that calls at these seconds, with these units done, and when each was written."""
+    now, said = [0.0], []
     lines = ProgressLines(label, unit, lambda: now[0])
     for second, done in calls:
         now[0] = second
-        lines(done, total)
-    text: str = capsys.readouterr().err
-    return text.splitlines()
+        with redirect_stderr(io.StringIO()) as stderr:
+            lines(done, total)
+        said += [(second, line) for line in stderr.getvalue().splitlines()]
+    return said
 
 
-def test_long_work_writes_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
-    steady = [(second, second * 1500) for second in range(1, 22)]
-    assert told("prefill", " tok", [*steady], 32_000, capsys) == [
-        "prefill 7,500 of 32,000, 1,500 tok/s, 16 s left",
-        "prefill 22,500 of 32,000, 1,500 tok/s, 6 s left",
+def test_long_work_writes_a_line_now_and_then() -> None:
+    assert told("prefill", " tok", [(second, second * 1500) for second in range(1, 22)], 32_000) == [
+        (5, "prefill 7,500 of 32,000, 1,500 tok/s, 16 s left"),
+        (15, "prefill 22,500 of 32,000, 1,500 tok/s, 6 s left"),
     ]
-
-
-def test_progress_that_has_no_speed_yet_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert told("prefill", " tok", [(1, 10_000), (6, 10_100)], 20_000, capsys) == [
-        "prefill 10,100 of 20,000, 20 tok/s, 495 s left"
-    ]
-    calls = [(7.0, 1), (18.0, 1), (28.0, 2)]
-    assert told("longheads at 8,192:", " samples", calls, 50, capsys) == [
-        "longheads at 8,192: 1 of 50",
-        "longheads at 8,192: 1 of 50",
-        "longheads at 8,192: 2 of 50, 0.048 samples/s, 1,008 s left",
-    ]
-    assert told("reading", "", [(1.0, 1), (6.0, 2), (7.0, 3)], 3, capsys) == ["reading 2 of 3, 5 s left"]
+    line = "prefill 10,100 of 20,000, 20 tok/s, 495 s left"
+    assert told("prefill", " tok", [(1, 10_000), (6, 10_100)], 20_000) == [(6, line)], "from the first call on"
+    assert told("samples", " a", [(7.0, 1), (18.0, 1), (28.0, 2)], 50) == [
+        (7.0, "samples 1 of 50"), (18.0, "samples 1 of 50"), (28.0, "samples 2 of 50, 0.048 a/s, 1,008 s left"),
+    ]  # fmt: skip
+    assert told("reading", "", [(1.0, 1), (6.0, 2), (7.0, 3)], 3) == [(6.0, "reading 2 of 3, 5 s left")]
 
 
 @given(st.lists(st.tuples(st.floats(0, 60), st.integers(0, 10**9)), max_size=200), st.integers(1, 10**9))
 def test_lines_keep_their_distance(steps: list[tuple[float, int]], total: int) -> None:
     """Whatever is reported whenever: nothing in the first seconds, then a line in ten, and none at the end."""
-    now, said = [0.0], []
-    lines = ProgressLines("x", " y", lambda: now[0])
-    for wait, done in steps:
-        now[0] += wait
-        stderr = io.StringIO()
-        with redirect_stderr(stderr):
-            lines(done, total)
-        if stderr.getvalue():
-            assert done < total
-            assert stderr.getvalue().count("\n") == 1
-            said.append(now[0])
-    assert all(second >= FIRST_LINE_S for second in said)
-    assert all(b - a >= NEXT_LINE_S for a, b in itertools.pairwise(said))
+    seconds = itertools.accumulate(wait for wait, _ in steps)
+    calls = [(second, done) for second, (_, done) in zip(seconds, steps, strict=True)]
+    said = told("x", " y", calls, total)
+    ends = {second for second, done in calls if done < total}
+    assert all(second >= FIRST_LINE_S and second in ends for second, _ in said)
+    assert all(b - a >= NEXT_LINE_S for (a, _), (b, _) in itertools.pairwise(said))
 
 
 def test_warnings_of_lce_are_notes_and_one_of_a_kind_is_enough(

@@ -6,11 +6,12 @@ import os
 import sys
 from pathlib import Path
 
+import click
 import pytest
+from click.testing import CliRunner
 
-import lce
-from lce.errors import DataError, LceError, UsageError
-from lce.terminal import reading
+from lce.errors import DataError, UsageError
+from lce.terminal import options, reading
 from tests.command import assert_error, run
 
 
@@ -20,35 +21,18 @@ from tests.command import assert_error, run
         (["--prompt", "-"], "from stdin\n", "from stdin"),
         (["as an argument"], None, "as an argument"),
         (["-", "-f", "{file}"], "from stdin", "a file’s text\n\nfrom stdin"),
-        (["-p", "by a short flag"], None, "by a short flag"),
         ([], "from stdin", "from stdin"),
         (["-f", "-"], "from stdin\r\n", "from stdin"),
-        (["-f", "{file}"], None, "a file’s text\n"),
-        (["-f", "{file}", "--prompt", "and a question"], None, "a file’s text\n\nand a question"),
-        (["-f", "{file}", "--prompt", "-"], "from stdin", "a file’s text\n\nfrom stdin"),
+        (["-f", "{file}", "-p", "and a question"], None, "a file’s text\n\nand a question"),
     ],
 )
-def test_where_the_prompt_comes_from(
-    args: list[str], stdin: str | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_the_prompt_comes_from(args: list[str], stdin: str | None, expected: str, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_bytes("\ufeffa file’s text\n\n".encode())  # as some editors write it; one line break ends the file
-    prompts = []
-
-    class Engine:
-        """Notes the prompt and ends the command there; it is its own tokenizer."""
-
-        @property
-        def tokenizer(self) -> Engine:
-            return self
-
-        def encode(self, prompt: str, **_: object) -> None:
-            prompts.append(prompt)
-            raise LceError
-
-    monkeypatch.setattr(lce, "load", lambda *_, **__: Engine())
-    assert run("generate", "--model", "none", *(arg.format(file=file) for arg in args), stdin=stdin).exit_code == 1
-    assert prompts == [expected]
+    prompts: list[str] = []
+    command = options.prompt_options(lambda prompt: prompts.append(prompt))
+    result = CliRunner().invoke(click.command()(command), [arg.format(file=file) for arg in args], input=stdin)
+    assert (result.exit_code, prompts) == (0, [expected])
 
 
 def test_prompts_that_cannot_be_read(tmp_path: Path) -> None:
@@ -69,9 +53,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name in (tmp_path / "pipe", "/dev/zero"):
         assert_error(run("generate", "-m", "none", "-f", name), 3, str(name), "expected a")
-    assert_error(
-        run("calibrate", "-m", "none", "-t", tmp_path / "pipe", "--out", tmp_path / "maps"), 3, "- and the text"
-    )
+    assert_error(run("generate", "-m", "none", "-f", tmp_path / "pipe"), 3, "- and the text")
 
 
 def test_a_text_larger_than_memory_is_refused_before_it_is_read(

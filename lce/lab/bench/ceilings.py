@@ -34,10 +34,9 @@ class Ceilings:
 
     def best(self, other: Ceilings) -> Ceilings:
         """Return the higher of each rate of two measurements."""
-        return Ceilings(
-            max(self.reading, other.reading), max(self.copying, other.copying), max(self.product, other.product),
-            self.rows,
-        )  # fmt: skip
+        pairs = ((getattr(self, rate), getattr(other, rate)) for rate in ("reading", "copying", "product"))
+        reading, copying, product = map(max, pairs)
+        return Ceilings(reading, copying, product, self.rows)
 
 
 def machine() -> str:
@@ -56,24 +55,17 @@ def machine() -> str:
 
 def ceilings(shapes: Iterable[Shape], rows: int, dtype: torch.dtype, device: torch.device) -> Ceilings:
     """Measure the machine with torch's current threads. Time: 1 to 2 s. Bytes: 2 GiB, or a quarter of free memory."""
-    best = Stopwatch(device)
     free = free_memory(device) or 8 * MOST_BYTES
     n = max(LEAST_BYTES, min(MOST_BYTES, free // 8)) // torch.float32.itemsize
-    reading, copying = _memory(n, device, best)
+    numbers, other = (torch.ones(n, dtype=torch.float32, device=device) for _ in range(2))
+    reading = min(shortest(x.sum, device) for x in (numbers, numbers.view(torch.int64)))
+    copying = shortest(lambda: other.copy_(numbers), device)
     flops = seconds = 0.0
     for n_in, n_out in shapes:
         x, weight = (torch.randn(size, n_in, device=device).to(dtype) for size in (rows, n_out))
         flops += 2.0 * rows * n_in * n_out
-        seconds += min(best(partial(product, x, weight)) for product in products(dtype, device))
-    return Ceilings(reading, copying, flops / seconds, rows)
-
-
-def _memory(n: int, device: torch.device, best: Stopwatch) -> tuple[float, float]:
-    """Return the bytes a second of reading and of copying `n` numbers; a copied byte counts twice."""
-    numbers, other = (torch.ones(n, dtype=torch.float32, device=device) for _ in range(2))
-    whole = numbers.view(torch.int64)
-    reading = min(best(lambda: numbers.sum()), best(lambda: whole.sum()))
-    return numbers.nbytes / reading, 2 * numbers.nbytes / best(lambda: other.copy_(numbers))
+        seconds += min(shortest(partial(product, x, weight), device) for product in products(dtype, device))
+    return Ceilings(numbers.nbytes / reading, 2 * numbers.nbytes / copying, flops / seconds, rows)
 
 
 def products(dtype: torch.dtype, device: torch.device) -> list[Callable[[Tensor, Tensor], Tensor]]:
@@ -93,22 +85,17 @@ def products(dtype: torch.dtype, device: torch.device) -> list[Callable[[Tensor,
     return found
 
 
-@dataclass(frozen=True)
-class Stopwatch:
-    """A timer that returns the shortest of several runs in seconds, after an untimed run."""
+def shortest(work: Callable[[], object], device: torch.device, runs: int = 5) -> float:
+    """Return the seconds of the shortest of several runs, after an untimed run."""
 
-    device: torch.device
-    runs: int = 5
-
-    def __call__(self, work: Callable[[], object]) -> float:
-        seconds = []
-        for _ in range(self.runs + 1):
-            started = self.now()
-            work()
-            seconds.append(self.now() - started)
-        return min(seconds[1:])
-
-    def now(self) -> float:
-        if self.device.type == "cuda":
+    def now() -> float:
+        if device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
+
+    seconds = []
+    for _ in range(runs + 1):
+        started = now()
+        work()
+        seconds.append(now() - started)
+    return min(seconds[1:])

@@ -13,13 +13,11 @@ dimension for each attended pair of query and key. Scores of a selection do not 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from torch import Tensor
 
 import lce
 from lce.errors import CapacityError, UsageError
@@ -29,26 +27,27 @@ from lce.progress import Progress, reported
 from lce.sizes import count
 
 OTHER = "Python and other"  # time outside a profile's timers
+OF_PLANS = ("device", "dtype", "weights", "block", "window")  # options of `lce.load` that decide what is counted
 MOST_ROWS = 1024  # of the products that set the ceiling
 
 
 @dataclass
 class Measured:
-    """The measurements of one method at one length."""
+    """The measurements of one method at one length; the first three fields are counted."""
 
+    weight_bytes: int
+    cache_bytes: int
+    prefill_flops: float
     prefill: list[float] = field(default_factory=list)
     decode: list[float] = field(default_factory=list)
     first_token: list[float] = field(default_factory=list)
-    cache_bytes: int = 0
-    attention_flops: float = 0.0
 
 
 class Subject:
     """One measured engine. `ids` makes a text of a length; by default random tokens."""
 
     def __init__(self, engine: lce.Engine, ids: Callable[[int], list[int]] | None = None) -> None:
-        self.engine = engine
-        self.ids = ids or random_text(engine)
+        self.engine, self.ids = engine, ids or random_text(engine)
 
     def prefill(self, length: int, more: int) -> tuple[lce.Context, lce.Generation]:
         """Prefill `length` tokens into a new context with space for `more`, and draw the first token."""
@@ -69,62 +68,23 @@ class Subject:
             seconds += last.stats.decode_s
         return n_tokens / seconds if seconds else 0.0
 
-    def shapes(self) -> list[Shape]:
-        """Return the inputs and outputs of each matrix of a layer."""
-        c = self.engine.model.config
-        query, key, inner = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.intermediate_size
-        hidden = c.hidden_size
-        attention = [(hidden, query), (hidden, key), (hidden, key), (query, hidden)]
-        return [*attention, (hidden, inner), (hidden, inner), (inner, hidden)]
-
-    def product_flops(self, length: int) -> float:
-        """Return the operations of a prefill's products: every layer for every token, the head once a block."""
-        c = self.engine.model.config
-        a_layer = sum(n_in * n_out for n_in, n_out in self.shapes())
-        n_blocks = -(-length // self.engine.block)
-        return 2.0 * (length * c.n_layers * a_layer + n_blocks * c.hidden_size * c.vocab_size)
-
-    def weight_bytes(self) -> int:
-        """Return the bytes of weights that a decode step reads: all, except an embedding that is not the head."""
-        model = self.engine.model
-        return memory_of([*(vars(layer) for layer in model.layers), model.head, model.final_norm])
-
 
 def random_text(engine: lce.Engine, seed: int = 0) -> Callable[[int], list[int]]:
     """Return a function that makes random texts from the engine's vocabulary; longer texts begin with shorter."""
-    vocab_size = engine.model.config.vocab_size
 
     def ids(length: int) -> list[int]:
         rng = random.Random(seed)
-        return [rng.randrange(vocab_size) for _ in range(length)]
+        return [rng.randrange(engine.model.config.vocab_size) for _ in range(length)]
 
     return ids
 
 
-def memory_of(*things: Any) -> int:
-    """Return the bytes of all tensors and arrays in objects; shared memory counts once."""
-    spans = sorted({(start, start + n_bytes) for start, n_bytes in _arrays(things, set())})
-    total = end = 0
-    for start, stop in spans:
-        total += max(0, stop - max(start, end))
-        end = max(end, stop)
-    return total
-
-
-def _arrays(thing: Any, seen: set[int]) -> Iterator[tuple[int, int]]:
-    """Yield the address and bytes of each tensor and array in an object of lce and its parts."""
-    if id(thing) in seen:
-        return
-    seen.add(id(thing))
-    if isinstance(thing, Tensor):
-        yield thing.data_ptr(), thing.nbytes
-    elif isinstance(thing, np.ndarray):
-        yield thing.ctypes.data, thing.nbytes
-    elif isinstance(thing, dict | list | tuple):
-        for part in thing.values() if isinstance(thing, dict) else thing:
-            yield from _arrays(part, seen)
-    elif hasattr(thing, "__dict__") and type(thing).__module__.startswith("lce."):
-        yield from _arrays(vars(thing), seen)
+def layer_shapes(engine: lce.Engine) -> list[Shape]:
+    """Return the inputs and outputs of each matrix of a layer."""
+    c = engine.model.config
+    query, key, hidden, inner = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.hidden_size, c.intermediate_size
+    attention = [(hidden, query), (hidden, key), (hidden, key), (query, hidden)]
+    return [*attention, (hidden, inner), (hidden, inner), (inner, hidden)]
 
 
 class Bench:
@@ -149,47 +109,36 @@ class Bench:
         first: lce.Engine | None = None
         for method in wanted:
             engine = lce.load(model, method, sharing=first, **loading)
-            first = first or engine
-            self.subjects[_name(engine.method, self.subjects)] = Subject(engine, random_text(engine, seed))
+            first, used = first or engine, engine.method
+            name = repr(used) if used.label in self.subjects else used.label
+            self.subjects[name] = Subject(engine, random_text(engine, seed))
         assert first is not None
         self.engine = first
-        for length in self.lengths:
-            self._check(length)
-        self.ceilings: Ceilings | None = None
-        self._runs: dict[tuple[int, str], Measured] = {}
-        self._profile: list[StepTimes] = []
-
-    def _check(self, length: int) -> None:
-        """Raise `CapacityError` for a length that cannot fit under one of the methods."""
-        for name, subject in self.subjects.items():
+        for length, (name, subject) in product(self.lengths, self.subjects.items()):
             try:
                 subject.engine.new_context(self._most(length)).close()
             except CapacityError as error:
                 error.add_note(f"this is what {name} is measured with at a length of {length:,}")
                 raise
+        self.ceilings: Ceilings | None = None
+        self._planning = {name: loading[name] for name in OF_PLANS if name in loading}
+        self._runs: dict[tuple[int, str], Measured] = {}
+        self._profile: list[StepTimes] = []
 
     def run(self, progress: Progress | bool | None = None) -> Report:
         """Measure everything. `progress` is True for a bar, or is called with the runs done and the total."""
+        turns = list(product(self.lengths, range(-1, self.repeats), self.subjects.items()))
         with reported(progress, "bench", " runs") as tell:
-            self._run(tell)
+            tell(0, len(turns))
+            self._measure_machine()
+            for done, (length, repeat, (name, subject)) in enumerate(turns, 1):
+                if repeat < 0:
+                    self._runs[length, name] = self._counted(subject, length)
+                else:
+                    self._time(name, subject, length, profile=self.profile and repeat == self.repeats - 1)
+                tell(done, len(turns))
+            self._measure_machine()
         return self.report
-
-    def _run(self, tell: Progress) -> None:
-        done, total = 0, len(self.lengths) * len(self.subjects) * (self.repeats + 1)
-        tell(done, total)
-        self._measure_machine()
-        for length in self.lengths:
-            for repeat in range(-1, self.repeats):
-                for name, subject in self.subjects.items():
-                    runs = self._runs.get((length, name)) or Measured()
-                    if repeat < 0:
-                        self._count(subject, length, runs)
-                    else:
-                        self._time(name, subject, length, runs, profile=self.profile and repeat == self.repeats - 1)
-                    self._runs[length, name] = runs
-                    done += 1
-                    tell(done, total)
-        self._measure_machine()
 
     def _most(self, length: int) -> int:
         """Return the tokens of the longest context at a length."""
@@ -198,26 +147,27 @@ class Bench:
 
     def _measure_machine(self) -> None:
         """Measure the ceilings, keeping the best; called at the beginning and at the end."""
-        subject, engine = next(iter(self.subjects.values())), self.engine
         rows = min(MOST_ROWS, max(self.lengths))
-        found = ceilings(subject.shapes(), rows, engine.dtype, engine.device)
+        found = ceilings(layer_shapes(self.engine), rows, self.engine.dtype, self.engine.device)
         self.ceilings = found if self.ceilings is None else self.ceilings.best(found)
 
-    def _count(self, subject: Subject, length: int, runs: Measured) -> None:
-        """Make the untimed run, which counts what a prefill computes and a decode step reads."""
+    def _counted(self, subject: Subject, length: int) -> Measured:
+        """Make the untimed run, and count what a prefill computes and a decode step reads."""
         with lce.profiled(subject.engine) as prefill:
             context, first = subject.prefill(length, self._most(length) - length)
-        runs.attention_flops = prefill.attention_flops
         with context:
             subject.decode(context, 1, first)
             with context.fork() as fork, lce.profiled(subject.engine) as step:
                 subject.engine.prefill(subject.ids(1), context=fork)
-            runs.cache_bytes = step.read_bytes
+        work = lce.operations(self.model, subject.engine.method, tokens=length, **self._planning)
+        products = 2.0 * (work.prefill.projections + work.prefill.mlp + work.prefill.head)
+        weights = work.decode.weight_bytes // work.decode.tokens  # of one step
+        return Measured(weights, step.read_bytes, products + prefill.attention_flops)
 
-    def _time(self, name: str, subject: Subject, length: int, runs: Measured, *, profile: bool) -> None:
+    def _time(self, name: str, subject: Subject, length: int, *, profile: bool) -> None:
         context, first = subject.prefill(length, self._most(length) - length)
         with context:
-            decode = subject.decode(context, self.new_tokens, first)
+            decode, runs = subject.decode(context, self.new_tokens, first), self._runs[length, name]
             runs.prefill.append(first.stats.prefill_tokens_per_s)
             runs.first_token.append(first.stats.first_token_s)
             runs.decode.append(decode)
@@ -247,22 +197,19 @@ class Bench:
         rows = [self._row(length, name, runs, best) for (length, name), runs in self._runs.items() if runs.decode]
         return Report(
             self.model, machine(), lce.__version__, str(engine.dtype).removeprefix("torch."),
-            engine.layout.devices_text,
-            engine.window, self.repeats, self.new_tokens, self.seed,
+            engine.layout.devices_text, engine.window, self.repeats, self.new_tokens, self.seed,
             {name: repr(subject.engine.method) for name, subject in self.subjects.items()},
             best, rows, list(self._profile),
         )  # fmt: skip
 
     def _row(self, length: int, name: str, runs: Measured, best: Ceilings) -> Row:
-        subject = self.subjects[name]
         prefill, decode, first = (Spread.of(x) for x in (runs.prefill, runs.decode, runs.first_token))
-        weights = subject.weight_bytes()
-        flops = subject.product_flops(length) + runs.attention_flops
+        weights, cache, flops = runs.weight_bytes, runs.cache_bytes, runs.prefill_flops
         return Row(
-            name, length, prefill, decode, first, weights, runs.cache_bytes, flops,
+            name, length, prefill, decode, first, weights, cache, flops,
             prefill_share=flops / length * prefill.median / best.product if best.product else 0.0,
-            decode_share=(weights + runs.cache_bytes) * decode.median / best.reading if best.reading else 0.0,
-            warning=subject.engine.beyond(length),
+            decode_share=(weights + cache) * decode.median / best.reading if best.reading else 0.0,
+            warning=self.subjects[name].engine.beyond(length),
         )  # fmt: skip
 
 
@@ -277,8 +224,3 @@ def bench(
 def _several(things: Any) -> list[Any]:
     """Return one thing or several as a list."""
     return list(things) if isinstance(things, list | tuple) else [things]
-
-
-def _name(method: lce.Method, taken: Iterable[str]) -> str:
-    """Return a method's name in the rows: its label, or with knobs if another method has this label."""
-    return repr(method) if method.label in taken else method.label

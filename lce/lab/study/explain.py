@@ -127,25 +127,15 @@ def vectors(tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return random `q [H, N, D]` and `k [G, N, D]` with zeros in the rotating pair, and one-hot `v [G, N, D]`."""
     random = torch.Generator().manual_seed(seed)
     dim = max(32, tokens + tokens % 2)
-    q = torch.randn(HEADS, tokens, dim, generator=random)
-    k = torch.randn(KV_HEADS, tokens, dim, generator=random)
-    for x in (q, k):
-        _pair(x).zero_()
+    q, k = (torch.randn(heads, tokens, dim, generator=random) for heads in (HEADS, KV_HEADS))
+    _pair(q).zero_()
+    _pair(k).zero_()
     return q, k, torch.eye(tokens, dim).repeat(KV_HEADS, 1, 1)
 
 
 def _pair(x: Tensor) -> Tensor:
     """Return the first pair of dimensions that RoPE rotates, a view `[..., 2]` of `x [..., D]`."""
     return x[..., :: x.shape[-1] // 2]
-
-
-class _OnePair(Rope):
-    """RoPE that rotates only the first pair of dimensions."""
-
-    def __init__(self, head_dim: int, frequency: float) -> None:
-        super().__init__(RopeConfig(), head_dim, window=1)
-        self.inv_freq = torch.zeros_like(self.inv_freq)
-        self.inv_freq[0] = frequency
 
 
 class _Bench:
@@ -159,7 +149,9 @@ class _Bench:
 
     def log_weights(self, q: Tensor, k: Tensor, frequency: float) -> Tensor:
         """Return the logarithm of each key's weight for each query, `[N, N]`; -inf where a key is not attended."""
-        rope = _OnePair(q.shape[-1], frequency)
+        rope = Rope(RopeConfig(), q.shape[-1], window=1)
+        rope.inv_freq = torch.zeros_like(rope.inv_freq)  # only the first pair rotates
+        rope.inv_freq[0] = frequency
         out = run(self.method, q, k, self.v, window=self.window, blocks=self.block, rope=rope, attention="reference")
         weights = out[self.head].double()
         total = weights.sum(dim=-1)

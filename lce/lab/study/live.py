@@ -9,23 +9,18 @@ import dataclasses
 import secrets
 import threading
 import typing
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from lce.errors import LceError, UsageError, nearest, shown
+from lce.errors import LceError, UsageError, shown
 from lce.lab.study.recording import Recorder, Recording, RecordingRequest, check_heads, facts, prompt_ids
 from lce.lab.study.web_page import script, split
 from lce.methods import Method, available, find, make
 
-MOST_METHODS = 2
-MOST_MARKED = 32  # texts whose places are marked
+MOST_MARKED, MOST_OFF = 32, 1 << 16  # texts whose places are marked, and heads that are switched off
 MOST_KNOB = 100  # letters of a knob's value
 LIVE_BYTES = 512 << 20  # of the choices of a run
 STOP_S = 5.0
-
-Fields = Mapping[str, Any]
-_NAMES = ("prompt", "method", "knobs", "methods", "max_tokens", "off", "window", "marks")
 
 
 class Busy(LceError):
@@ -44,76 +39,43 @@ class Limits:
     max_tokens: int = 256
 
 
-@dataclasses.dataclass(frozen=True)
-class RunRequest:
-    """A page's request, checked as far as possible without the model's tokenizer."""
+def requested(body: Any, limits: Limits) -> tuple[RecordingRequest, Method]:
+    """Return what a page's JSON asks for: the prompt with what is recorded, and the method.
 
-    prompt: str
-    methods: tuple[Method, ...]
-    max_tokens: int
-    off: tuple[tuple[int, int], ...]
-    window: int | None
-    marks: tuple[str, ...]
-
-    @classmethod
-    def of(cls, body: Any, limits: Limits) -> RunRequest:
-        """Return the request in a JSON value. Raises `UsageError` for an invalid one."""
-        if not isinstance(body, dict):
-            raise UsageError(f"the request is {shown(body)}; expected an object")
-        for name in body:
-            if name not in _NAMES:
-                raise UsageError(f"the request has {shown(name)}; {nearest(name, _NAMES)}")
-        prompt = body.get("prompt")
-        if not isinstance(prompt, str) or not prompt:
-            raise UsageError("the prompt is missing or empty; expected some text")
-        named = body.get("methods")
-        if named is None:
-            named = [{key: body[key] for key in ("method", "knobs") if key in body}]
-        if not isinstance(named, list) or not 0 < len(named) <= MOST_METHODS:
-            raise UsageError(f"methods is {shown(named)}; expected a list of one or {MOST_METHODS}")
-        marks = body.get("marks") or []
-        if not (isinstance(marks, list) and len(marks) <= MOST_MARKED and all(isinstance(x, str) for x in marks)):
-            raise UsageError(f"marks is {shown(marks)}; expected up to {MOST_MARKED} texts")
-        window = body.get("window")
-        return cls(
-            prompt=prompt,
-            methods=tuple(_method(each) for each in named),
-            max_tokens=_between("max_tokens", body.get("max_tokens", 16), 0, limits.max_tokens),
-            off=_heads(body.get("off") or []),
-            window=None if window is None else _between("window", window, 2, 1 << 24),
-            marks=tuple(x for x in marks if x),
-        )
+    Raises `UsageError` for an invalid request. What needs the model's tokenizer is not checked.
+    """
+    if not isinstance(body, dict):
+        raise UsageError(f"the request is {shown(body)}; expected an object")
+    prompt, marks, off = body.get("prompt"), body.get("marks") or [], body.get("off") or []
+    n, most = body.get("max_tokens", 16), limits.max_tokens
+    if not isinstance(prompt, str) or not prompt:
+        raise UsageError("the prompt is missing or empty; expected some text")
+    if type(n) is not int or not 0 <= n <= most:
+        raise UsageError(f"max_tokens is {shown(n)}; expected a whole number from 0 to {most:,}")
+    if not (isinstance(marks, list) and len(marks) <= MOST_MARKED and all(isinstance(x, str) for x in marks)):
+        raise UsageError(f"marks is {shown(marks)}; expected up to {MOST_MARKED} texts")
+    if not (isinstance(off, list) and len(off) <= MOST_OFF and all(map(_is_pair, off))):
+        raise UsageError(f"off is {shown(off)}; expected pairs of a layer and a head")
+    heads = sorted({(layer, head) for layer, head in off})
+    return RecordingRequest(prompt, n, list(filter(None, marks)), heads), _method(body.get("method"), body.get("knobs"))
 
 
-def _between(what: str, value: Any, least: int, most: int) -> int:
-    if type(value) is not int or not least <= value <= most:
-        raise UsageError(f"{what} is {shown(value)}; expected a whole number from {least} to {most:,}")
-    return value
+def _is_pair(pair: Any) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and all(type(x) is int and x >= 0 for x in pair)
 
 
-def _method(given: Any) -> Method:
+def _method(name: Any, knobs: Any) -> Method:
     """Return a method of a request. A page cannot set knobs of free text, such as file names."""
-    if not isinstance(given, dict) or not given.keys() <= {"method", "knobs"}:
-        raise UsageError(f"a method is {shown(given)}; expected an object with method and knobs")
-    name, knobs = given.get("method"), given.get("knobs") or {}
+    knobs = {} if knobs is None else knobs
     if not isinstance(name, str) or not isinstance(knobs, dict):
-        raise UsageError(f"a method is {shown(given)}; expected the name of a method and an object of knobs")
-    kinds = {knob["name"]: knob for knob in knobs_of(find(name))}
+        raise UsageError(f"a method is {shown((name, knobs))}; expected the name of a method and an object of knobs")
+    texts = {knob["name"] for knob in knobs_of(find(name)) if knob["type"] == "text"}
     for key, value in knobs.items():
         if not isinstance(value, bool | int | float | str | None) or len(str(value)) > MOST_KNOB:
             raise UsageError(f"{shown(key)} is {shown(value)}; expected a number, a word, true, false or null")
-        if key in kinds and kinds[key]["type"] == "text":
+        if key in texts:
             raise UsageError(f"{key} of {name} cannot be set from a page; leave it out")
     return make(name, {key: value for key, value in knobs.items() if key != "preset"})
-
-
-def _heads(given: Any) -> tuple[tuple[int, int], ...]:
-    def is_pair(pair: Any) -> bool:
-        return isinstance(pair, list) and len(pair) == 2 and all(type(x) is int and x >= 0 for x in pair)
-
-    if not isinstance(given, list) or len(given) > 1 << 16 or not all(map(is_pair, given)):
-        raise UsageError(f"off is {shown(given)}; expected pairs of a layer and a head")
-    return tuple(sorted({(layer, head) for layer, head in given}))
 
 
 def knobs_of(cls: type[Method]) -> list[dict[str, Any]]:
@@ -125,12 +87,9 @@ def knobs_of(cls: type[Method]) -> list[dict[str, Any]]:
         is_choice = typing.get_origin(hints[field.name]) is Literal
         kinds = {int: "int", float: "float", bool: "bool"}
         kind = "choice" if is_choice else next((kinds[arm] for arm in arms if arm in kinds), "text")
-        default = field.default
-        knob = {
-            "name": field.name, "type": kind, "help": helps.get(field.name, ""), "none": type(None) in arms,
-            "default": default if isinstance(default, bool | int | float | str) else None,
-        }  # fmt: skip
-        found.append(knob | ({"choices": list(arms)} if is_choice else {}))
+        default = field.default if isinstance(field.default, bool | int | float | str) else None
+        knob = {"name": field.name, "type": kind, "help": helps.get(field.name, ""), "none": type(None) in arms}
+        found.append(knob | {"default": default} | ({"choices": list(arms)} if is_choice else {}))
     return found
 
 
@@ -140,8 +99,6 @@ class Live:
     def __init__(self, model: str | Path, limits: Limits | None = None, **loading: Any) -> None:
         self.limits = limits or Limits()
         self._recorder = Recorder(model, most_bytes=LIVE_BYTES, **loading)
-        self._engine = self._recorder.first()
-        self._name = str(model)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -158,33 +115,27 @@ class Live:
                 continue  # one package's broken method
             about = next(iter((cls.__doc__ or "").strip().splitlines()), "")
             methods.append({"name": name, "about": about, "knobs": [x for x in knobs_of(cls) if x["type"] != "text"]})
-        return {
-            "model": facts(self._engine, self._name), "methods": methods, "limits": dataclasses.asdict(self.limits),
-        }  # fmt: skip
+        model = facts(self._recorder.engine, str(self._recorder.model))
+        return {"model": model, "methods": methods, "limits": dataclasses.asdict(self.limits)}
 
     def start(self, body: Any) -> int:
         """Start the run of a request and return its number. Raises `Busy`, or `UsageError` for an invalid request."""
-        asked = RunRequest.of(body, self.limits)
+        request, method = requested(body, self.limits)
+        n_tokens, most = len(prompt_ids(self._recorder.engine, request.prompt)), self.limits.prompt_tokens
+        if n_tokens > most:
+            raise UsageError(f"the prompt has {n_tokens:,} tokens; expected {most:,} or fewer")
+        check_heads(request.off, self._recorder.engine)
         with self._lock:
             if self._state["state"] == "running":
                 raise Busy("a run is under way; wait for it, or cancel it")
-            before, number = self._state, int(self._state["id"]) + 1
+            number = int(self._state["id"]) + 1
             self._state = {"state": "running", "id": number, "stage": "start", "done": 0, "total": 0}
             self._stop.clear()
-        try:
-            n_tokens = len(prompt_ids(self._engine, asked.prompt))
-            if n_tokens > self.limits.prompt_tokens:
-                most = self.limits.prompt_tokens
-                raise UsageError(f"the prompt has {n_tokens:,} tokens; expected {most:,} or fewer")
-            check_heads(asked.off, self._engine)
-            self._thread = threading.Thread(target=self._run, args=(asked, number), daemon=True)
+            self._thread = threading.Thread(target=self._run, args=(request, method, number), daemon=True)
             self._thread.start()
-        except BaseException:
-            self._state = before
-            raise
         return number
 
-    def _run(self, asked: RunRequest, number: int) -> None:
+    def _run(self, request: RecordingRequest, method: Method, number: int) -> None:
         """Make the recording of a request; success, failure or cancellation becomes the state."""
 
         def tell(stage: str, done: int, total: int) -> None:
@@ -196,8 +147,7 @@ class Live:
 
         end: dict[str, Any] = {"state": "failed", "id": number}
         try:
-            what = RecordingRequest(asked.prompt, max_tokens=asked.max_tokens, marks=asked.marks, off=asked.off)
-            recording = self._recorder.record(what, asked.methods, window=asked.window, progress=tell, check=check)
+            recording = self._recorder.record(request, [method], progress=tell, check=check)
             check()
             self._done = number, secrets.token_hex(8), recording
             end["state"] = "done"
@@ -215,8 +165,7 @@ class Live:
     def cancel(self) -> int:
         """End the current run, if any, and return its number."""
         self._stop.set()
-        number: int = self._state["id"]
-        return number
+        return int(self._state["id"])
 
     def state(self, known: int | None = None) -> dict[str, Any]:
         """Return the state, with the recording of a finished run, unless `known` is that run."""
@@ -228,10 +177,8 @@ class Live:
     def script(self, key: str, run: int, segment: int) -> str | None:
         """Return the script of a segment of the last recording; None for an unknown segment."""
         _, right, recording = self._done
-        if not recording or not secrets.compare_digest(key.encode(), right.encode()):
-            return None
-        runs = recording["runs"]
-        if run >= len(runs) or segment >= len(runs[run]["segments"]):
+        runs = recording.get("runs", [])
+        if key != right or run >= len(runs) or segment >= len(runs[run]["segments"]):
             return None
         return script(run, segment, runs[run]["segments"][segment])
 

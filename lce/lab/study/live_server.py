@@ -2,8 +2,8 @@
 
 Only this machine can reach the server, and only with the address, which contains a random token. Other web pages have
 no access: the Host header is checked (DNS rebinding), POST needs our own Origin, and no header lets another origin read
-an answer. Requests are bounded in size and time, connections in number. An invalid request is answered by 4xx and one
-line of JSON, `{"error": "…"}`.
+an answer. Requests are bounded in size, and a silent connection is closed. An invalid request is answered by 4xx and
+one line of JSON, `{"error": "…"}`.
 
     GET  /TOKEN/                    the page
     GET  /TOKEN/about               the model, the methods and their knobs, the limits
@@ -19,13 +19,10 @@ import json
 import re
 import secrets
 import socket
-import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
-from urllib.parse import urlsplit
 
 from lce.errors import LceError, UsageError
 from lce.files import JsonError, parse_json
@@ -36,8 +33,7 @@ HOST = "127.0.0.1"
 TOKEN_BYTES = 24
 MOST_BODY = 4 << 20
 MOST_VALUES = 1 << 20
-MOST_CONNECTIONS = 32
-HEAD_S, BODY_S, ANSWER_S = 10.0, 15.0, 60.0  # to receive a request's head and body, and to send an answer
+SILENT_S, ANSWER_S = 10.0, 60.0  # of a connection that sends nothing, and to send an answer
 DRAIN_S = 1.0  # to read what is sent after an answer
 
 _SEGMENT = re.compile(r"data/([0-9a-f]{1,64})/(\d{1,4})-(\d{1,7})\.js")
@@ -49,47 +45,22 @@ class LiveServer(ThreadingHTTPServer):
 
     daemon_threads = True
     block_on_close = False
-    request_queue_size = MOST_CONNECTIONS
 
-    def __init__(self, live: Live, port: int = 0, prompt: str = "", *, head_s: float = HEAD_S, body_s: float = BODY_S):
-        self.live, self.prompt, self.head_s, self.body_s = live, prompt, head_s, body_s
-        self.token = secrets.token_urlsafe(TOKEN_BYTES)
-        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+    def __init__(self, live: Live, port: int = 0, prompt: str = "") -> None:
+        self.live, self.prompt, self.token = live, prompt, secrets.token_urlsafe(TOKEN_BYTES)
         try:
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
             raise UsageError(f"port {port} cannot be used: {reason}; give another --port, or 0 for any") from None
-
-    @property
-    def port(self) -> int:
-        return int(self.server_address[1])
-
-    @property
-    def address(self) -> str:
-        return f"http://{HOST}:{self.port}/{self.token}/"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The valid Host headers."""
-        return f"{HOST}:{self.port}", f"localhost:{self.port}"
+        self.port = int(self.server_address[1])
+        self.names = f"{HOST}:{self.port}", f"localhost:{self.port}"  # the valid Host headers
+        self.address = f"http://{HOST}:{self.port}/{self.token}/"
 
     def server_bind(self) -> None:
         """Bind without a DNS query for our own name."""
         super(ThreadingHTTPServer, self).server_bind()
-        self.server_name, self.server_port = HOST, self.port
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._free.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
+        self.server_name, self.server_port = HOST, self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore broken connections."""
@@ -101,81 +72,54 @@ class LiveServer(ThreadingHTTPServer):
 
 
 class _Refused(Exception):
-    """Ends a request with a status and one line of text."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
+    """Ends a request with a status and one line of text: its two arguments."""
 
 
 class _Handler(BaseHTTPRequestHandler):
     """One request; the connection closes behind it."""
 
     server: LiveServer
-    timeout = HEAD_S
-    server_version, sys_version = "lce", ""
+    timeout = SILENT_S
     nonce = ""
 
-    def setup(self) -> None:
-        super().setup()
-        self.watchdog = threading.Timer(self.server.head_s, self._hang_up)  # a head that comes byte by byte
-        self.watchdog.daemon = True
-        self.watchdog.start()
-
     def finish(self) -> None:
-        self.watchdog.cancel()
+        """Read for a moment what the client still sends; closing earlier would discard our answer (RST)."""
         with suppress(OSError):
             super().finish()
-            self._drain()
-
-    def _drain(self) -> None:
-        """Read for a moment what the client still sends; closing earlier would discard our answer (RST)."""
-        self.connection.shutdown(socket.SHUT_WR)
-        deadline = time.monotonic() + DRAIN_S
-        while (left := deadline - time.monotonic()) > 0:
-            self.connection.settimeout(left)
-            if not self.connection.recv(1 << 16):
-                break
-
-    def _hang_up(self) -> None:
-        with suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RD)
+            self.connection.shutdown(socket.SHUT_WR)
+            deadline = time.monotonic() + DRAIN_S
+            while (left := deadline - time.monotonic()) > 0:
+                self.connection.settimeout(left)
+                if not self.connection.recv(1 << 16):
+                    break
 
     def do_GET(self) -> None:
-        self._answer(self._get)
-
-    def do_POST(self) -> None:
-        self._answer(self._post)
-
-    def _answer(self, act: Callable[[str, str], None]) -> None:
-        """Check the request, then call `act` with the rest of the path and the query."""
-        self.watchdog.cancel()
-        self.connection.settimeout(ANSWER_S)
+        """Check the request, GET or POST, then answer it."""
         try:
-            act(*self._checked_path())
+            path, query = self._checked_path()
+            if self.command == "GET":
+                self._get(path, query)
+            else:
+                self._post(path)
         except _Refused as refused:
-            self._send_json(refused.status, {"error": str(refused)})
-        except Busy as error:
-            self._send_json(409, {"error": str(error)})
+            self._send_error(*refused.args)
         except LceError as error:
-            self._send_json(400, {"error": " ".join(str(error).split())})
+            self._send_error(409 if isinstance(error, Busy) else 400, " ".join(str(error).split()))
         except (ConnectionError, TimeoutError):
             self.close_connection = True
 
+    do_POST = do_GET
+
     def _checked_path(self) -> tuple[str, str]:
+        """Return the path behind the token, and the query. Refuses other addresses and hosts."""
         hosts = self.headers.get_all("Host") or []
         if len(hosts) != 1 or hosts[0].strip().lower() not in self.server.names:
             raise _Refused(403, f"the Host header must be {self.server.names[0]}")
-        try:
-            parts = urlsplit(self.path)
-        except ValueError:
-            raise _Refused(400, "the address cannot be read") from None
-        empty, _, rest = parts.path.partition("/")
-        token, slash, rest = rest.partition("/")
-        right = hmac.compare_digest(token.encode("utf-8", "replace"), self.server.token.encode())
-        if empty or parts.scheme or parts.netloc or not slash or not right:
+        path, _, query = self.path.partition("?")
+        own = f"/{self.server.token}/"
+        if not hmac.compare_digest(path[: len(own)].encode("utf-8", "replace"), own.encode()):
             raise _Refused(403, "wrong address; open the one that lce inspect --live printed")
-        return rest, parts.query
+        return path.removeprefix(own), query
 
     def _get(self, path: str, query: str) -> None:
         live = self.server.live
@@ -198,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             raise _Refused(404, "there is nothing here")
 
-    def _post(self, path: str, query: str) -> None:
+    def _post(self, path: str) -> None:
         if path not in ("run", "cancel"):
             raise _Refused(405 if path in ("", "state", "about") else 404, "nothing is posted here")
         origins = self.headers.get_all("Origin") or []
@@ -215,26 +159,23 @@ class _Handler(BaseHTTPRequestHandler):
         self._send_json(202, {"id": number})
 
     def _body(self) -> bytes:
-        """Read the body within some seconds; its length must be announced and bounded."""
+        """Read the body, whose length must be announced and bounded."""
         lengths = self.headers.get_all("Content-Length") or []
         if "Transfer-Encoding" in self.headers or len(lengths) != 1 or not re.fullmatch(r"[0-9]{1,18}", lengths[0]):
             raise _Refused(411, "expected one Content-Length and no Transfer-Encoding")
-        left = int(lengths[0])
-        if left > MOST_BODY:
-            raise _Refused(413, f"the body has {left:,} bytes; expected {MOST_BODY:,} or fewer")
-        deadline, parts = time.monotonic() + self.server.body_s, []
-        while left:
-            try:
-                self.connection.settimeout(max(0.01, deadline - time.monotonic()))
-                part = self.rfile.read1(min(left, 1 << 16))
-            except TimeoutError:
-                raise _Refused(408, f"the body did not come within {self.server.body_s:g} seconds") from None
-            if not part:
-                raise _Refused(400, "the body is shorter than its Content-Length")
-            parts.append(part)
-            left -= len(part)
-        self.connection.settimeout(ANSWER_S)
-        return b"".join(parts)
+        length = int(lengths[0])
+        if length > MOST_BODY:
+            raise _Refused(413, f"the body has {length:,} bytes; expected {MOST_BODY:,} or fewer")
+        try:
+            body = self.rfile.read(length)
+        except TimeoutError:
+            raise _Refused(408, f"nothing of the body came within {SILENT_S:g} seconds") from None
+        if len(body) < length:
+            raise _Refused(400, "the body is shorter than its Content-Length")
+        return body
+
+    def _send_error(self, status: int, text: str) -> None:
+        self._send_json(status, {"error": text})
 
     def _send_json(self, status: int, value: Any) -> None:
         self._send(status, "application/json", json.dumps(value, separators=(",", ":")).encode("ascii") + b"\n")
@@ -263,11 +204,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer requests that http.server refuses: a broken or too long request line or header, another method."""
-        status = {501: 405, 505: 400}.get(int(code), int(code))
-        try:
-            self._send_json(status, {"error": message or "the request cannot be read"})
-        except (ConnectionError, TimeoutError):
-            self.close_connection = True
+        with suppress(ConnectionError, TimeoutError):
+            self._send_error({501: 405, 505: 400}.get(int(code), int(code)), message or "the request cannot be read")
 
     def version_string(self) -> str:
         return "lce"

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lce.lab.study.own_attention import own_attention
 from lce.lab.study.run_observer import RunObserver, SeenLayer, SeenQuery
-from lce.lab.study.segments import Numbers
-from lce.methods.mass import Judge, TrueMass, scored_bytes
+from lce.methods.mass import Judge, TrueMass, attended_tokens, scored_bytes
 
 BEST = 8  # listed choices, by most true attention
 ENOUGH = 0.9  # share of true attention with which a head misses nothing
@@ -37,20 +37,16 @@ def looks_of(
 ) -> dict[int, Look]:  # fmt: skip
     """Return the looks at the observer's kept queries, by index. `choices` is `Method.choices`."""
     looks: dict[int, Look] = {}
-    first, size = choices
     choosers = run.choices.choosers if run.choices is not None else 1
     for layer, seen in sorted(run.layers.items()):
         for queries in _slices(seen):
             run.check()
             weights = _true_weights(seen, queries, judge)
-            masses = _chunk_masses(weights, first, size)
-            numbers = weights.numpy()
             for n, query in enumerate(queries):
-                stop = query.query + 1
-                n_chunks = max(0, -(-(stop - first) // size))
-                row = _Row(seen, query, numbers[:, n, :stop], masses[:, n, :n_chunks], first, size, marks)
-                compares = query.query >= run.n_prompt - COMPARED
-                row.add_to(looks.setdefault(query.query, _empty_look()), choosers, compares=compares)
+                row = _Row(seen, query, weights[:, n, : query.query + 1], choices, marks)
+                empty = {"bytes": {"read": 0, "scored": 0, "full": 0}, "always": [], "distances": [], "layers": []}
+                look = looks.setdefault(query.query, empty)
+                row.add_to(look, choosers, compares=query.query >= run.n_prompt - COMPARED)
         progress(layer + 1, len(run.layers))
     return looks
 
@@ -76,62 +72,40 @@ def _true_weights(seen: SeenLayer, queries: Sequence[SeenQuery], judge: Judge) -
     return TrueMass(seen.method, seen.cache, step, judge).weights(q, positions).cpu()
 
 
-def _chunk_masses(weights: Tensor, first: int, size: int) -> Numbers:
-    """Return the sums of weights `[H, T, N]` over each choice, `[H, T, M]`."""
-    n = weights.shape[-1] - first
-    if n <= 0:
-        return np.zeros((*weights.shape[:2], 0))
-    size = min(size, n)  # a choice may be far longer than the text
-    padded = torch.nn.functional.pad(weights[..., first:], (0, -n % size))
-    masses: Numbers = padded.unflatten(-1, (-1, size)).sum(-1).numpy()
-    return masses
-
-
-def _empty_look() -> Look:
-    return {"bytes": {"read": 0, "scored": 0, "full": 0}, "always": [], "distances": [], "layers": []}
-
-
-@dataclass
 class _Row:
-    """One query in one layer.
+    """One query in one layer: the true attention `weights [H, n]` to the n tokens up to the query, and its choices.
 
-    `weights [H, n]` is the true attention to the n tokens up to the query, `masses [H, M]` to the choices. Choice c
-    begins at token `first + c size`.
+    `masses [H, M]` is the true attention to each choice; choice c begins at token `first + c size`.
     """
 
-    layer: SeenLayer
-    seen: SeenQuery
-    weights: Numbers
-    masses: Numbers
-    first: int
-    size: int
-    marks: Sequence[Mark]
-
-    def __post_init__(self) -> None:
-        self.n_heads, self.n_chunks = self.masses.shape
-        self.chosen: Numbers = self.seen.chosen.numpy()  # [H, K]
-        self.taken = self.chosen >= 0
-        self.safe = np.where(self.taken, self.chosen, 0)
-        taken_masses = np.take_along_axis(self.masses, self.safe, 1) if self.n_chunks else self.safe * 0.0
-        self.mass = np.where(self.taken, taken_masses, 0.0)  # [H, K]
+    def __init__(
+        self, layer: SeenLayer, seen: SeenQuery, weights: Tensor, choices: tuple[int, int], marks: Sequence[Mark]
+    ) -> None:
+        self.layer, self.seen, self.weights, self.marks = layer, seen, weights, marks
+        self.first, self.size = choices
+        (self.n_heads, n), n_chosen_from = weights.shape, max(0, weights.shape[1] - self.first)
+        size = min(self.size, max(1, n_chosen_from))  # a choice may be far longer than the text
+        self.masses = pad(weights[:, self.first :], (0, -n_chosen_from % size)).unflatten(1, (-1, size)).sum(-1)
+        self.chosen, self.taken = seen.chosen, seen.chosen >= 0  # [H, K]
+        slots = torch.where(self.taken, self.chosen, self.masses.shape[1])
+        self.mass = pad(self.masses, (0, 1)).gather(1, slots)
         self.scores, self.ranks = self._by_head()
+        self.always = torch.zeros(n, dtype=torch.bool)
+        for a, b in seen.spans or ():
+            self.always[a:b] = True
+        self.attended = attended_tokens(self.always[None], self.chosen[:, None], *choices, self.n_heads)[:, 0]
 
-    def _by_head(self) -> tuple[Numbers | None, Numbers | None]:
+    def _by_head(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the scores and ranks of all choices, `[H, M]`; NaN and -1 for choices that the query does not have."""
-        scores = self.seen.scores
+        scores, m = self.seen.scores, self.masses.shape[1]
         if scores is None or not scores.shape[-1]:
             return None, None
-        own = scores.numpy()
-        order = np.argsort(-own, axis=-1, kind="stable")
-        ranks = np.empty_like(order)
-        np.put_along_axis(ranks, order, np.arange(own.shape[1])[None], axis=-1)
-        ranks[own == -np.inf] = -1
-        shape = self.n_heads, self.n_chunks
-        all_scores, all_ranks = np.full(shape, np.nan), np.full(shape, -1)
-        n, repeat = min(own.shape[1], shape[1]), self.n_heads // len(own)
-        all_scores[:, :n] = np.where(own == -np.inf, np.nan, own)[:, :n].repeat(repeat, 0)
-        all_ranks[:, :n] = ranks[:, :n].repeat(repeat, 0)
-        return all_scores, all_ranks
+        known, ranks = scores > -math.inf, scores.argsort(descending=True, stable=True).argsort()
+        found = []
+        for x, fill in ((scores, math.nan), (ranks, -1)):
+            fitted = pad(x.where(known, fill)[:, :m], (0, max(0, m - x.shape[1])), value=fill)
+            found.append(fitted.repeat_interleave(self.n_heads // len(x), 0))
+        return found[0], found[1]
 
     def add_to(self, look: Look, choosers: int, *, compares: bool) -> None:
         """Add this layer's facts to a look. `choosers` of the run's heads choose on their own.
@@ -141,84 +115,70 @@ class _Row:
         seen, layer = self.seen, Look()
         layer["always"] = None if seen.spans is None else _number_of(look["always"], [list(x) for x in seen.pieces])
         layer |= {"chosen": [], "scores": [], "ranks": []}
-        if self.taken.any():
-            for head in range(0, self.n_heads, self.n_heads // choosers):
-                picked = self.chosen[head][self.taken[head]]
-                none = [None] * len(picked)
-                layer["chosen"].append(picked.tolist())
-                layer["scores"].append(none if self.scores is None else rounded(self.scores[head, picked], digits=4))
-                layer["ranks"].append(none if self.ranks is None else self.ranks[head, picked].tolist())
+        for head in range(0, self.n_heads, self.n_heads // choosers) if self.taken.any() else ():
+            picked = self.chosen[head][self.taken[head]]
+            none = [None] * len(picked)
+            layer["chosen"].append(picked.tolist())
+            layer["scores"].append(none if self.scores is None else rounded(self.scores[head, picked], digits=4))
+            layer["ranks"].append(none if self.ranks is None else self.ranks[head, picked].tolist())
         layer["heads"] = self._heads(look, compares=compares)
         look["layers"].append(layer)
         self._count_bytes(look["bytes"])
 
     def _heads(self, look: Look, *, compares: bool) -> list[Look]:
         """Return each head's attended tokens beside its true attention."""
-        recalls, bests, shares = self._recalls(), self._bests(), rounded(self.mass)
-        own_shares, moved = self._own_attention() if compares and self.taken.any() else (None, None)
+        recalls, bests, mass = self._recalls(), self._bests(), rounded(self.mass)
+        given, moved = self._own() if compares and self.taken.any() else (None, None)
         marks = [self._mark(n, *mark) for n, mark in enumerate(self.marks) if mark[0] < self.weights.shape[1]]
-        patterns: dict[bytes, int] = {}
-        heads = []
-        for head in range(self.n_heads):
-            taken = self.taken[head]
-            found: Look = {} if own_shares is None else {"given": _those(own_shares[head], taken)}
+        heads, patterns = [], dict[bytes, int]()
+        for head, taken in enumerate(self.taken):
+            found: Look = {} if given is None else {"given": _those(given[head], taken)}
             found["distances"] = None
             if self.seen.distances is not None and taken.any():
-                pairs = self.seen.distances.numpy()[head][taken]
-                if (key := pairs.tobytes()) not in patterns:
+                pairs = self.seen.distances[head][taken]
+                if (key := pairs.numpy().tobytes()) not in patterns:  # most heads are alike
                     patterns[key] = _number_of(look["distances"], pairs.tolist())
                 found["distances"] = patterns[key]
-            found |= {
-                "mass": _those(shares[head], taken),
-                "best": bests[head],
-                "marked": [mark[head] for mark in marks],
-            }
+            found |= {"mass": _those(mass[head], taken), "best": bests[head], "marked": [mark[head] for mark in marks]}
             found |= recalls[head]
             if found["why"] is None and moved is not None and moved[head] > MOVED:
                 found["why"] = "placement"
             heads.append(found)
         return heads
 
-    def _own_attention(self) -> tuple[Any, Any]:
-        """Return the method's own attention to each choice, `[H][K]`, and its distance from true attention, by head.
+    def _own(self) -> tuple[Any, Tensor | None]:
+        """Return the method's own attention to each choice, `[H][K]`, and its distance from true attention, `[H]`.
 
         The distance is the total variation, half the sum of differences, over attended tokens. Unknown: None, None.
         """
-        own = own_attention(self.layer, self.seen, self.first, self.size)
-        if own is None:
+        found = own_attention(self.layer, self.seen, self.first, self.size)
+        if found is None:
             return None, None
-        pieces = [self.weights[:, a:b].sum(-1) for a, b, *_ in self.seen.pieces]
-        true = np.concatenate([self.mass, np.stack(pieces, axis=1)], axis=1)
-        true = true / np.maximum(true.sum(-1, keepdims=True), 1e-9)
-        return rounded(own[:, : self.mass.shape[1]]), np.abs(own - true).sum(-1) / 2
+        n, pieces = self.mass.shape[1], [slice(a, b) for a, b, *_ in self.seen.pieces]
+        parts = found[1].split([self.size] * n + [piece.stop - piece.start for piece in pieces], dim=1)
+        own = torch.stack([part.sum(-1) for part in parts], dim=1)
+        true = torch.cat([self.mass, *(self.weights[:, piece].sum(-1, keepdim=True) for piece in pieces)], dim=1)
+        distance = (own - true / true.sum(-1, keepdim=True).clamp(min=1e-9)).abs().sum(-1) / 2
+        return rounded(own[:, :n]), distance
 
     def _bests(self) -> list[list[list[Any]]]:
         """Return each head's choices of most true attention, in order: `[choice, mass, rank or -1, 1 if chosen]`."""
-        n = min(BEST, self.n_chunks)
-        some = np.argpartition(-self.masses, n - 1, axis=-1)[:, :n] if n else np.zeros((self.n_heads, 0), np.int64)
-        order = np.argsort(-np.take_along_axis(self.masses, some, 1), axis=-1, kind="stable")
-        best = np.take_along_axis(some, order, 1)
-        shares = rounded(np.take_along_axis(self.masses, best, 1))
-        ranks = np.full_like(best, -1) if self.ranks is None else np.take_along_axis(self.ranks, best, 1)
-        chosen = (best[:, :, None] == self.chosen[:, None]).any(-1).astype(int)
-        rows = zip(best.tolist(), shares, ranks.tolist(), chosen.tolist(), strict=True)
+        masses, best = self.masses.topk(min(BEST, self.masses.shape[1]))
+        ranks = torch.full_like(best, -1) if self.ranks is None else self.ranks.gather(1, best)
+        chosen = (best[:, :, None] == self.chosen[:, None]).any(-1).int()
+        rows = zip(best.tolist(), rounded(masses), ranks.tolist(), chosen.tolist(), strict=True)
         return [[list(one) for one in zip(*row, strict=True)] for row in rows]
 
     def _recalls(self) -> list[Look]:
         """Return each head's attended share of true attention, and the share of the best choice of the same size."""
-        spans = self.seen.spans
-        if spans is None:
-            return [{"recall": None, "always_mass": None, "reachable": None, "why": None} for _ in range(self.n_heads)]
-        always = sum((self.weights[:, a:b].sum(-1) for a, b in spans), np.zeros(self.n_heads))
-        recall = always + self.mass.sum(-1) - self._twice(spans)
+        if self.seen.spans is None:
+            return [{"recall": None, "always_mass": None, "reachable": None, "why": None}] * self.n_heads
+        always, recall = (self.weights * self.always).sum(-1), (self.weights * self.attended).sum(-1)
         reachable, counts = recall, self.taken.sum(-1)
         if self.scores is not None and counts.any():
-            could = np.where(np.isnan(self.scores), 0.0, self.masses)
-            most = min(int(counts.max()), could.shape[1])
-            best = -np.sort(np.partition(-could, most - 1, axis=-1)[:, :most], axis=-1)
-            sums = np.concatenate([np.zeros((self.n_heads, 1)), best.cumsum(-1)], axis=1)
-            within = np.take_along_axis(sums, counts[:, None].clip(max=most), 1)[:, 0]
-            reachable = np.maximum(recall, always + within)
+            could = self.masses.masked_fill(self.scores.isnan(), 0.0)
+            sums = pad(could.topk(int(counts.max())).values.cumsum(-1), (1, 0))
+            reachable = torch.maximum(recall, always + sums.gather(1, counts[:, None])[:, 0])
         missed, lost = 1 - recall, reachable - recall
         found = []
         for head in range(self.n_heads):
@@ -229,51 +189,32 @@ class _Row:
             found.append({**dict(zip(("recall", "always_mass", "reachable"), numbers, strict=True)), "why": why})
         return found
 
-    def _twice(self, spans: Sequence[Sequence[int]]) -> Numbers:
-        """Return the true attention, by head, to tokens that are both chosen and always attended."""
-        twice, starts = np.zeros(self.n_heads), self.first + self.safe * self.size
-        for a, b in spans:
-            for head, slot in zip(*(self.taken & (starts < b) & (starts + self.size > a)).nonzero(), strict=True):
-                start = int(starts[head, slot])
-                twice[head] += self.weights[head, max(a, start) : min(b, start + self.size)].sum()
-        return twice
-
     def _mark(self, number: int, start: int, stop: int) -> list[list[Any]]:
         """Return by head: the mark, true attention to its tokens, the best rank of its choices, the share attended."""
-        stop, first, size = min(stop, self.weights.shape[1]), self.first, self.size
-        mass, ranks = rounded(self.weights[:, start:stop].sum(-1)), [-1] * self.n_heads
-        a, b = max(0, (start - first) // size), max(0, (stop - 1 - first) // size + 1)
+        stop, best = min(stop, self.weights.shape[1]), torch.full((self.n_heads,), -1)
+        a, b = max(0, (start - self.first) // self.size), max(0, (stop - 1 - self.first) // self.size + 1)
         if self.ranks is not None and b > a:
-            most = self.n_chunks
-            best = np.where(self.ranks[:, a:b] < 0, most, self.ranks[:, a:b]).min(-1)
-            ranks = np.where(best == most, -1, best).tolist()
-        token = np.arange(start, stop)
-        always = np.zeros(len(token), bool)
-        for x, y in self.seen.spans or ():
-            always |= (token >= x) & (token < y)
-        chunk = np.where(token >= first, (token - first) // size, -2)
-        attended = ((chunk[None, :, None] == self.chosen[:, None]).any(-1) | always).mean(-1)
-        return [[number, *rest] for rest in zip(mass, ranks, rounded(attended), strict=True)]
+            most = self.masses.shape[1]
+            ranks = self.ranks[:, a:b]
+            best = ranks.masked_fill(ranks < 0, most).amin(-1)
+            best = best.masked_fill(best == most, -1)
+        mass, attended = self.weights[:, start:stop].sum(-1), self.attended[:, start:stop].float().mean(-1)
+        return [[number, *rest] for rest in zip(rounded(mass), best.tolist(), rounded(attended), strict=True)]
 
     def _count_bytes(self, counts: dict[str, float]) -> None:
         """Add the bytes of keys and values that this query reads in this layer, each KV head's token once."""
-        seen, layer, n, first, size = self.seen, self.layer, self.weights.shape[1], self.first, self.size
-        n_kv_heads, vector = layer.step.n_kv_heads, 2 * seen.q.shape[-1] * layer.cache.layout.dtype.itemsize
-        spans = [[0, n]] if seen.spans is None else seen.spans
-        for group in self.chosen.reshape(n_kv_heads, -1):
-            ids = np.unique(group[group >= 0])
-            starts, stops = first + ids * size, np.minimum(first + (ids + 1) * size, n)
-            read = int((stops - starts).sum()) + sum(b - a for a, b in spans)
-            for a, b in spans:
-                read -= int(np.clip(np.minimum(stops, b) - np.maximum(starts, a), 0, None).sum())
-            counts["read"] += read * vector
-        counts["full"] += n * n_kv_heads * vector
+        seen, layer, n = self.seen, self.layer, self.weights.shape[1]
+        full = n * layer.step.n_kv_heads
+        attended = int(self.attended.unflatten(0, (layer.step.n_kv_heads, -1)).any(1).sum())
+        vector = 2 * seen.q.shape[-1] * layer.cache.layout.dtype.itemsize
+        counts["read"] += (full if seen.spans is None else attended) * vector
+        counts["full"] += full * vector
         counts["scored"] += int(scored_bytes(layer.method, n - 1, seen.q[:, None], layer.cache, layer.step))
 
 
-def _those(values: list[Any], taken: Numbers) -> list[Any]:
+def _those(values: list[Any], taken: Tensor) -> list[Any]:
     """Return the values of slots with a choice."""
-    return [x for x, there in zip(values, taken, strict=True) if there]
+    return [x for x, there in zip(values, taken.tolist(), strict=True) if there]
 
 
 def _number_of(patterns: list[Any], pattern: Any) -> int:
@@ -283,17 +224,12 @@ def _number_of(patterns: list[Any], pattern: Any) -> int:
     return patterns.index(pattern)
 
 
-def rounded(values: Numbers, *, digits: int | None = None) -> Any:
+def rounded(values: Tensor, *, digits: int | None = None) -> Any:
     """Return numbers for JSON with 4 decimals, or `digits` digits of the largest; None for NaN."""
     x = np.asarray(values, dtype=np.float64)
     finite = np.isfinite(x)
     most = float(np.abs(x[finite]).max()) if digits and finite.any() else 0.0
     decimals = 4 if not digits or not most else digits - 1 - math.floor(math.log10(most))
-    kept = np.round(x, decimals)
-    return kept.tolist() if finite.all() else _without_nan(np.where(finite, kept, np.nan).tolist())
-
-
-def _without_nan(x: Any) -> Any:
-    if isinstance(x, list):
-        return [_without_nan(each) for each in x]
-    return x if x == x else None
+    kept = np.round(x, decimals).astype(object)
+    kept[~finite] = None
+    return kept.tolist()

@@ -12,59 +12,39 @@ import torch
 from torch import Tensor
 
 from lce.lab.study.run_observer import SeenLayer, SeenQuery
-from lce.lab.study.segments import Numbers
 from lce.methods import rotate
 
 MOST_TOKENS = 1 << 14  # attended by a head; more are not computed
 
 
-def own_attention(layer: SeenLayer, seen: SeenQuery, first: int, size: int) -> Numbers | None:
-    """Return the shares of a query's attention to each choice, then to each piece, `[H, K + P]`.
-
-    Choice c begins at token `first + c size`. Returns None if a distance is unknown or too many tokens are attended.
-    """
-    found = own_weights(layer, seen, first, size)
-    if found is None:
-        return None
-    sizes = [size] * seen.chosen.shape[1] + [b - a for a, b, *_ in seen.pieces]
-    return torch.stack([part.sum(-1) for part in found[1].split(sizes, dim=1)], dim=1).numpy()
-
-
-def own_weights(layer: SeenLayer, seen: SeenQuery, first: int, size: int) -> tuple[Tensor, Tensor] | None:
+def own_attention(layer: SeenLayer, seen: SeenQuery, first: int, size: int) -> tuple[Tensor, Tensor] | None:
     """Return the tokens `[H, n]` of a query's choices, then of its pieces, and the attention weights `[H, n]`.
 
-    A missing choice has weights 0. Methods' factors on logits are left out, since no method that chooses has one.
+    Choice c begins at token `first + c size`; a missing one has weights 0. Methods' factors on logits are left out,
+    since no method that chooses has one. Returns None if a distance is unknown or too many tokens are attended.
     """
-    known = all(near is not None and far - near in (0, b - a - 1) for a, b, near, far in seen.pieces)  # type: ignore[operator]
-    if seen.spans is None or not known or (seen.chosen.shape[1] and seen.distances is None):
+    chosen = seen.chosen
+    pieces = [(a, b, near, far) for a, b, near, far in seen.pieces if near is not None and far is not None]
+    known = len(pieces) == len(seen.pieces) and all(far - near in (0, b - a - 1) for a, b, near, far in pieces)
+    if seen.spans is None or not known:
         return None
-    tokens, distance, there = _chosen_tokens(seen, first, size)
-    for a, b, near, far in seen.pieces:
-        assert near is not None
-        assert far is not None
-        index = torch.arange(a, b)
-        distances = far - (index - a) if far > near else torch.full_like(index, far)
-        tokens, distance = (
-            torch.cat((x, y.expand(len(x), -1)), dim=1) for x, y in ((tokens, index), (distance, distances))
-        )
-        there = torch.cat((there, torch.ones(len(there), b - a, dtype=torch.bool)), dim=1)
+    if chosen.shape[1] and seen.distances is None:
+        return None
+    offset = torch.arange(size)
+    tokens = (first + chosen.clamp(min=0)[..., None] * size + offset).flatten(1)  # [H, K size]
+    near, far = (torch.zeros_like(chosen),) * 2 if seen.distances is None else seen.distances.unbind(-1)
+    distance = (far[..., None] - offset * (far > near)[..., None]).flatten(1)
+    there = (chosen >= 0).repeat_interleave(size, 1) & (tokens <= seen.query)
+    for a, b, nearest, farthest in pieces:
+        fall = torch.arange(b - a) if farthest != nearest else torch.zeros(b - a, dtype=torch.int64)
+        more = torch.stack((torch.arange(a, b), farthest - fall)).expand(len(chosen), 2, -1)
+        tokens, distance = torch.cat((tokens, more[:, 0]), dim=1), torch.cat((distance, more[:, 1]), dim=1)
+        there = torch.nn.functional.pad(there, (0, b - a), value=True)
     if not tokens.shape[1] or tokens.shape[1] > MOST_TOKENS:
         return None
+    tokens = tokens.clamp(max=seen.query)
     logits = _logits(layer, seen, tokens, distance).masked_fill_(~there, -torch.inf)
     return tokens, logits.softmax(-1)
-
-
-def _chosen_tokens(seen: SeenQuery, first: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tokens of the choices, the distances, and whether each exists: `[H, K * size]` each."""
-    chosen, offset = seen.chosen, torch.arange(size)
-    tokens = first + chosen.clamp(min=0)[..., None] * size + offset
-    there = (chosen >= 0)[..., None] & (tokens <= seen.query)
-    if seen.distances is None:
-        distance = torch.zeros_like(tokens)
-    else:
-        near, far = seen.distances.unbind(-1)
-        distance = far[..., None] - offset * (far > near)[..., None]
-    return tuple(x.flatten(1) for x in (tokens.clamp(max=seen.query), distance, there))  # type: ignore[return-value]
 
 
 def _logits(layer: SeenLayer, seen: SeenQuery, tokens: Tensor, distance: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ except that heads can be switched off.
 
 from __future__ import annotations
 
+import base64
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
@@ -61,35 +62,22 @@ class RecordingRequest:
     def looked(self, n_tokens: int) -> list[int]:
         """Return the prompt's queries to look at."""
         tail = max(0, n_tokens - self.last)
-        spread = {tail * i // max(1, self.spread) for i in range(self.spread)} if tail else set()
-        return sorted(spread | set(range(tail, n_tokens)))
+        return sorted({tail * i // self.spread for i in range(self.spread)} | set(range(tail, n_tokens)))
 
 
 class Recorder:
     """A recorder of one model's runs; weights are read once. `loading` are options of `lce.load`.
 
-    A run whose choices and scores take more than `most_bytes` ends with a `CapacityError`.
+    `engine` has the tokenizer and the config, which all runs share. A run whose choices and scores take more than
+    `most_bytes` ends with a `CapacityError`.
     """
 
     def __init__(self, model: str | Path, *, most_bytes: int = MOST_BYTES, **loading: Any) -> None:
         self.model, self.most_bytes, self.loading = model, most_bytes, loading
-        self._first: Engine | None = None
-
-    def first(self) -> Engine:
-        """Return the engine whose weights, tokenizer and config later engines share."""
-        if self._first is None:
-            self._first = lce.load(self.model, **self.loading)
-        return self._first
-
-    def engine(self, method: Method, observer: RunObserver, window: int | None = None) -> Engine:
-        """Return an engine with an observed method and the shared weights."""
-        loading = self.loading if window is None else {**self.loading, "window": window}
-        engine = lce.load(self.model, Observed(method, observer), sharing=self._first, **loading)
-        self._first = self._first or engine
-        return engine
+        self.engine = lce.load(model, **loading)
 
     def record(
-        self, request: RecordingRequest, methods: Sequence[Method | str], *, window: int | None = None,
+        self, request: RecordingRequest, methods: Sequence[Method | str], *,
         progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
         check: Callable[[], None] = lambda: None,
     ) -> Recording:  # fmt: skip
@@ -99,35 +87,33 @@ class Recorder:
         """
         if not methods:
             raise UsageError("no method is given; expected one of `lce methods`, or several")
-        found: Recording = {"format": FORMAT, "lce": lce.__version__}
-        runs: list[dict[str, Any]] = []
+        ids = prompt_ids(self.engine, request.prompt)
+        check_heads(request.off, self.engine)
+        texts = token_texts(self.engine, ids)
+        marks = spans_of_marks(texts, request.marks)
+        runs = []
         for method in methods:
-            observer = RunObserver(self.most_bytes)
-            engine = self.engine(make(method) if isinstance(method, str) else method, observer, window)
-            ids = prompt_ids(engine, request.prompt)
-            check_heads(request.off, engine)
-            texts = token_texts(engine, ids)
-            marks = spans_of_marks(texts, request.marks)
-            if not runs:
-                found |= {
-                    "model": facts(engine, str(self.model)), "judge": request.judge, "tokens": texts,
-                    "marks": [{"start": a, "stop": b, "label": label} for a, b, label in marks],
-                }  # fmt: skip
-            observer.begin(len(ids), request.looked(len(ids)), request.off, check)
+            observer = RunObserver(len(ids), request.looked(len(ids)), request.off, check, self.most_bytes)
+            observed = Observed(make(method) if isinstance(method, str) else method, observer)
+            engine = lce.load(self.model, observed, sharing=self.engine, **self.loading)
             runs.append(_run(engine, observer, request, ids, [(a, b) for a, b, _ in marks], progress))
-        return found | {"runs": runs}
+        return {
+            "format": FORMAT, "lce": lce.__version__, "model": facts(self.engine, str(self.model)),
+            "judge": request.judge, "tokens": texts,
+            "marks": [{"start": a, "stop": b, "label": label} for a, b, label in marks], "runs": runs,
+        }  # fmt: skip
 
 
 def record(
     model: str | Path, methods: Sequence[Method | str], prompt: str | Sequence[int], **options: Any
 ) -> Recording:
-    """Record one prompt. `options` are those of `RecordingRequest`, `window`, `progress`, `check`, and of `lce.load`.
+    """Record one prompt. `options` are those of `RecordingRequest`, `Recorder.record`, and `lce.load`.
 
     Example: `record("demo", ["longheads", "dca"], text, max_tokens=8, marks=["10932"])`.
     """
     asking = {each.name for each in fields(RecordingRequest)}
     request = RecordingRequest(prompt, **{name: options.pop(name) for name in asking & options.keys()})
-    how = {name: options.pop(name) for name in ("window", "progress", "check") if name in options}
+    how = {name: options.pop(name) for name in ("progress", "check") if name in options}
     return Recorder(model, **options).record(request, methods, **how)
 
 
@@ -160,10 +146,11 @@ def _run(
         "off": [list(pair) for pair in request.off], "looked": sorted(looks), "always": choices.always(),
         "segments": [
             {
-                "start": each.start, "stop": each.stop, "rows": len(each.choices), "data": each.data,
-                "looks": {str(query): looks[query] for query in range(each.start, each.stop) if query in looks},
+                "start": start, "stop": stop, "rows": len(rows),
+                "data": base64.b64encode(rows.tobytes()).decode("ascii"),
+                "looks": {str(query): looks[query] for query in range(start, stop) if query in looks},
             }
-            for each in choices.segments()
+            for start, stop, rows in choices.segments()
         ],
         "stats": {
             "prompt_tokens": len(ids), "prefill_s": round(result.stats.prefill_s if result else run_s, 4),
@@ -175,39 +162,34 @@ def _run(
 
 def _generated(engine: Engine, ids: list[int], result: Generation) -> list[dict[str, Any]]:
     """Return the generated tokens as text, with log-probabilities and the likeliest tokens."""
+
+    def text_of(token_id: int) -> str:
+        stream = engine.tokenizer.stream(skip_special=False)
+        return stream.push(token_id) + stream.finish() or str(token_id)
+
     texts = token_texts(engine, [*ids, *result.token_ids])[len(ids) :]
-    return [
-        {
-            "text": text, "logprob": round(each.logprob, 4),
-            "top": [[_token_text(engine, token_id), round(logprob, 4)] for token_id, logprob in each.top],
-        }
-        for text, each in zip(texts, result.logprobs or [], strict=False)
-    ]  # fmt: skip
+    tops = [[[text_of(x), round(p, 4)] for x, p in each.top] for each in result.logprobs or []]
+    probabilities = [round(each.logprob, 4) for each in result.logprobs or []]
+    return [{"text": x, "logprob": p, "top": top} for x, p, top in zip(texts, probabilities, tops, strict=False)]
 
 
 def facts(engine: Engine, name: str) -> dict[str, Any]:
     """Return a recording's facts about a model."""
-    config = engine.model.config
-    return {
-        "name": name, "layers": config.n_layers, "heads": config.n_heads, "kv_heads": config.n_kv_heads,
-        "window": config.window,
-    }  # fmt: skip
+    c = engine.model.config
+    return {"name": name, "layers": c.n_layers, "heads": c.n_heads, "kv_heads": c.n_kv_heads, "window": c.window}
 
 
 def label_of(method: Method) -> str:
     """Return the method and its knobs other than defaults, such as `longheads(chunk_size=16)`."""
-    defaults = {each.name: _plain(each.default) for each in fields(method)}
+    defaults = _plain_knobs(method, defaults=True)
     knobs = [f"{name}={value}" for name, value in _plain_knobs(method).items() if value != defaults[name]]
     return f"{method.label}({', '.join(knobs)})" if knobs else method.label
 
 
-def _plain_knobs(method: Method) -> dict[str, Any]:
-    return {each.name: _plain(getattr(method, each.name)) for each in fields(method)}
-
-
-def _plain(value: Any) -> Any:
-    """Return a knob's value for JSON; None for anything but a number or text."""
-    return value if isinstance(value, bool | int | float | str) else None
+def _plain_knobs(method: Method, *, defaults: bool = False) -> dict[str, Any]:
+    """Return a method's knobs, or their defaults, for JSON; None for anything but a number or text."""
+    values = {each.name: each.default if defaults else getattr(method, each.name) for each in fields(method)}
+    return {name: value if isinstance(value, bool | int | float | str) else None for name, value in values.items()}
 
 
 def prompt_ids(engine: Engine, prompt: str | Sequence[int]) -> list[int]:
@@ -220,13 +202,11 @@ def prompt_ids(engine: Engine, prompt: str | Sequence[int]) -> list[int]:
 
 def check_heads(off: Sequence[tuple[int, int]], engine: Engine) -> None:
     """Raise `UsageError` for heads that the model does not have."""
-    config = engine.model.config
+    layers, heads = engine.model.config.n_layers, engine.model.config.n_heads
     for layer, head in off:
-        if not (0 <= layer < config.n_layers and 0 <= head < config.n_heads):
-            raise UsageError(
-                f"layer {layer} has no head {head}; expected layers 0 to {config.n_layers - 1} and heads 0 to "
-                f"{config.n_heads - 1}"
-            )
+        if not (0 <= layer < layers and 0 <= head < heads):
+            expected = f"expected layers 0 to {layers - 1} and heads 0 to {heads - 1}"
+            raise UsageError(f"layer {layer} has no head {head}; {expected}")
 
 
 def token_texts(engine: Engine, ids: Sequence[int]) -> list[str]:
@@ -235,12 +215,6 @@ def token_texts(engine: Engine, ids: Sequence[int]) -> list[str]:
     texts = [stream.push(token_id) for token_id in ids]
     texts[-1] += stream.finish()
     return texts if any(texts) else [f"{token_id} " for token_id in ids]
-
-
-def _token_text(engine: Engine, token_id: int) -> str:
-    stream = engine.tokenizer.stream(skip_special=False)
-    text: str = stream.push(token_id) + stream.finish()
-    return text or str(token_id)
 
 
 def spans_of_marks(texts: Sequence[str], marks: Sequence[str]) -> list[tuple[int, int, str]]:
@@ -259,7 +233,5 @@ def spans_of_marks(texts: Sequence[str], marks: Sequence[str]) -> list[tuple[int
             found.append((bisect_right(starts, begin) - 1, bisect_left(starts, end), mark))
             begin = whole.find(mark, end)
             if len(found) > MOST_MARKS:
-                raise UsageError(
-                    f"the mark {shown(mark)} is in the prompt more than {MOST_MARKS} times; give more of it"
-                )
+                raise UsageError(f"the mark {shown(mark)} is there more than {MOST_MARKS} times; give more of it")
     return sorted(found)

@@ -44,22 +44,18 @@ class SeenLayer:
 
 
 class RunObserver:
-    """A record of a run's choices. Call `begin`, run the observed engine, then read the fields."""
+    """A record of one run's choices: observe a prompt of `n_prompt` tokens, then read the fields.
 
-    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        self.most_bytes = most_bytes
-        self.begin()
+    Queries in `looked` and of generated tokens are looked at. The heads `off`, pairs of a layer and a head, are
+    switched off. `check` is called often; an error that it raises ends the run.
+    """
 
-    def begin(
-        self, n_prompt: int = 0, looked: Iterable[int] = (), off: Sequence[tuple[int, int]] = (),
-        check: Callable[[], None] = lambda: None,
+    def __init__(
+        self, n_prompt: int, looked: Iterable[int] = (), off: Sequence[tuple[int, int]] = (),
+        check: Callable[[], None] = lambda: None, most_bytes: int = MOST_BYTES,
     ) -> None:  # fmt: skip
-        """Begin a prompt of `n_prompt` tokens. Queries in `looked` and of generated tokens are looked at.
-
-        The heads `off`, pairs of a layer and a head, are switched off. `check` is called often; an error that it raises
-        ends the run.
-        """
         self.n_prompt, self.looked, self.off, self.check = n_prompt, sorted(looked), tuple(off), check
+        self.most_bytes = most_bytes
         self.layers: dict[int, SeenLayer] = {}
         self.choices: RunChoices | None = None
         self._pieces: dict[Any, list[Piece]] = {}  # by query and spans, for all layers
@@ -67,9 +63,9 @@ class RunObserver:
     def rows(self, step: Step) -> Tensor:
         """Return the indices of the looked-at queries within the block."""
         self.check()
-        if step.start >= self.n_prompt:
-            return torch.arange(step.stop - step.start)
-        return torch.tensor([i - step.start for i in self.looked if step.start <= i < step.stop], dtype=torch.int64)
+        block = range(step.start, step.stop)
+        some = block if step.start >= self.n_prompt else [i for i in self.looked if i in block]
+        return torch.tensor([i - step.start for i in some], dtype=torch.int64)
 
     def observe(self, seen: Observation, out: Tensor) -> Tensor:
         """Keep a layer's choices; return `out` with zeros for heads that are off."""
@@ -100,42 +96,30 @@ class RunObserver:
         found = {}
         for n, row in enumerate(rows.tolist()):
             query, own = seen.step.start + row, None if spans is None else spans[row]
+            key = query, tuple(map(tuple, own or ()))
+            if key not in self._pieces:
+                self._pieces[key] = [piece for span in own or () for piece in _pieces(seen, query, *span)]
             found[query] = SeenQuery(
                 query, queries[:, n], picked[:, n], None if scores is None else scores[:, 0 if seen.together else n],
-                own, [] if own is None else self._pieces_of(seen, query, own),
-                None if distances is None else distances[:, n],
+                own, self._pieces[key], None if distances is None else distances[:, n],
             )  # fmt: skip
         return found
 
-    def _pieces_of(self, seen: Observation, query: int, spans: Spans) -> list[Piece]:
-        key = query, tuple(map(tuple, spans))
-        if key not in self._pieces:
-            self._pieces[key] = pieces_of(seen.method, seen.layer, seen.step, query, spans)
-        return self._pieces[key]
 
+def _pieces(seen: Observation, query: int, start: int, stop: int) -> list[Piece]:
+    """Cut a span into pieces in which the distance falls by 1 from token to token, or is constant.
 
-def pieces_of(method: Method, layer: int, step: Step, query: int, spans: Spans) -> list[Piece]:
-    """Cut a query's spans into pieces by distance.
-
-    In a piece the distance falls by 1 from token to token, or is constant. If this makes too many pieces, each piece is
-    a part of a span with its least and largest distance.
+    If this makes too many pieces, each piece is a part of the span with its least and largest distance.
     """
-    index, found = torch.tensor([query]), list[Piece]()
-    for start, stop in spans:
-        distance = distances.distance(method, layer, index, torch.arange(start, stop), step)
-        if distance is None:
-            found.append((start, stop, None, None))
-            continue
-        row = distance[0]
-        found += [(start + a, start + b, int(row[a:b].min()), int(row[a:b].max())) for a, b in _cuts(row)]
-    return found
+    distance = distances.distance(seen.method, seen.layer, torch.tensor([query]), torch.arange(start, stop), seen.step)
+    if distance is None:
+        return [(start, stop, None, None)]
+    row = distance[0]
+    return [(start + a, start + b, int(row[a:b].min()), int(row[a:b].max())) for a, b in _cuts(row)]
 
 
 def _cuts(distance: Tensor) -> list[tuple[int, int]]:
-    """Cut distances into pieces in which they are constant or fall by 1 from token to token.
-
-    Example: 5, 4, 3, 9, 8, 8, 8 is cut into 5, 4, 3; 9, 8; 8, 8.
-    """
+    """Cut the distances of a span: 5, 4, 3, 9, 8, 8, 8 is cut into 5, 4, 3; 9, 8; 8, 8."""
     n, (steps, counts) = len(distance), distance.diff().unique_consecutive(return_counts=True)
     edges, end = [0], 0
     if len(steps) <= 4 * MOST_PIECES:

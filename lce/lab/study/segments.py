@@ -6,9 +6,9 @@ Always attended tokens are stored as runs of queries whose spans move by 0 or 1 
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -36,19 +36,6 @@ class Block:
     stop: int
     choices: dict[int, Numbers] = field(default_factory=dict)
     spans: dict[int, list[Spans] | None] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Choices of queries `start..stop-1`, `[rows, layers, choosers, K]`; one row if all chose alike."""
-
-    start: int
-    stop: int
-    choices: Numbers
-
-    @property
-    def data(self) -> str:
-        return base64.b64encode(self.choices.tobytes()).decode("ascii")
 
 
 class RunChoices:
@@ -94,9 +81,6 @@ class RunChoices:
         most = int(numbers.max()) if numbers.size else 0
         return numbers.astype(np.uint16 if most < 0xFFFF else np.uint32)  # -1 becomes the largest number
 
-    def _all(self) -> Iterator[Numbers]:
-        return (choices for block in self.blocks for choices in block.choices.values())
-
     @property
     def layers(self) -> list[int]:
         """The layers that choose."""
@@ -105,47 +89,43 @@ class RunChoices:
     @property
     def choosers(self) -> int:
         """The number of independent choosers: 1, the KV heads, or the heads."""
-        return max((x.shape[1] for x in self._all()), default=1)
+        return max((x.shape[1] for block in self.blocks for x in block.choices.values()), default=1)
 
     @property
     def most(self) -> int:
         """The most choices of a query."""
-        return max((x.shape[2] for x in self._all()), default=0)
+        return max((x.shape[2] for block in self.blocks for x in block.choices.values()), default=0)
 
     @property
     def bits(self) -> int:
-        return max((8 * x.itemsize for x in self._all()), default=16)
+        """The bits of a stored number."""
+        return max((8 * x.itemsize for block in self.blocks for x in block.choices.values()), default=16)
 
-    def segments(self) -> Iterator[Segment]:
-        """Yield all choices in order, in segments of bounded size. Blocks of one query are joined."""
+    def segments(self) -> Iterator[tuple[int, int, Numbers]]:
+        """Yield the choices of queries `start..stop-1`, in order: start, stop, and `[rows, layers, choosers, K]`.
+
+        There is one row if all chose alike. Segments are of bounded size; blocks of one query are joined.
+        """
         kind, shape = np.dtype(f"<u{self.bits // 8}"), (self.choosers, self.most)
         layers = self.layers
         most = max(1, SEGMENT_BYTES // max(1, len(layers) * shape[0] * shape[1] * kind.itemsize))
-        singles: list[tuple[int, Numbers]] = []
-        for block in [*self.blocks, None]:
-            if block is None or block.stop - block.start > 1 or len(singles) == most:
-                if singles:
-                    first, last = singles[0][0], singles[-1][0]
-                    yield Segment(first, last + 1, np.concatenate([row for _, row in singles]))
-                singles = []
-            if block is None:
-                return
-            choices = _spread(block, layers, shape, kind)
-            if block.stop - block.start == 1:
-                singles.append((block.start, choices))
-            elif len(choices) == 1:
-                yield Segment(block.start, block.stop, choices)
-            else:
-                for at in range(0, len(choices), most):
-                    part = choices[at : at + most]
-                    yield Segment(block.start + at, block.start + at + len(part), part)
+        for alone, group in groupby(self.blocks, lambda block: block.stop - block.start == 1):
+            blocks, n = list(group), most if alone else 1
+            for some in (blocks[first : first + n] for first in range(0, len(blocks), n)):
+                choices = np.concatenate([_spread(block, layers, shape, kind) for block in some])
+                start, stop = some[0].start, some[-1].stop
+                if len(choices) == 1:
+                    yield start, stop, choices
+                else:
+                    for row in range(0, len(choices), most):
+                        yield start + row, min(start + row + most, stop), choices[row : row + most]
 
     def always(self) -> list[dict[str, Any]]:
         """Return the always attended spans of all queries as runs, one entry for layers that are alike.
 
         Layers whose spans the method does not tell are left out.
         """
-        alike: dict[tuple[int, ...], list[int]] = {}
+        alike: dict[tuple[int, ...], list[int]] = {}  # by identity: `add` keeps equal spans of a block once
         for layer in self.blocks[0].spans if self.blocks else ():
             if all(block.spans[layer] is not None for block in self.blocks):
                 alike.setdefault(tuple(id(block.spans[layer]) for block in self.blocks), []).append(layer)
@@ -171,10 +151,8 @@ def _spread(block: Block, layers: list[int], shape: tuple[int, int], kind: np.dt
 def span_runs(blocks: Iterable[tuple[int, list[Spans]]]) -> list[list[Any]]:
     """Return the spans of consecutive queries as runs `[q0, q1, [[a, da, b, db], …]]`.
 
-    Query q of a run attends `a + da (q - q0)` to `b + db (q - q0) - 1` for each span. `blocks` has the index of each
-    block's first query and the spans of its queries.
-
-    Example: queries 4 to 7 that attend their own chunk of 4 tokens are `[4, 8, [[4, 0, 5, 1]]]`.
+    Query q of a run attends `a + da (q - q0)` to `b + db (q - q0) - 1` for each span: queries 4 to 7 that attend their
+    own chunk of 4 tokens are `[4, 8, [[4, 0, 5, 1]]]`. `blocks` has each block's first query and its queries' spans.
     """
     runs: list[list[Any]] = []
     for start, block in blocks:

@@ -84,33 +84,34 @@ def write_page(recording: Recording, path: str | Path) -> int:
     """
     path, n_bytes = Path(path), 0
     store = store_of(path)
+    folder = store / secrets.token_hex(16)
     try:
-        data = "" if segment_bytes(recording) > INLINE else json_text(recording)
+        choices = sum(len(segment["data"]) for run in recording["runs"] for segment in run["segments"])
+        data = "" if choices > INLINE else json_text(recording)
         if not data or len(data) > INLINE:
-            folder = store / secrets.token_hex(16)
-            n_bytes = _write_scripts(recording, folder)
+            folder.mkdir(parents=True)
+            for number, run in enumerate(recording["runs"]):
+                for at, segment in enumerate(run["segments"]):
+                    text = script(number, at, segment)
+                    n_bytes += (folder / f"{number}-{at}.js").write_bytes(text.encode("ascii"))
             data = json_text(split(recording, f"{quote(store.name)}/{folder.name}"))
         html = page(data).encode()
         write_whole(path, html)
+    except OSError as error:
+        raise unwritable(folder, error) from error
     finally:
         _sweep(store, path)
     return n_bytes + len(html)
 
 
-def segment_bytes(recording: Recording) -> int:
-    """Return the bytes of a recording's choices as base64."""
-    return sum(len(segment["data"]) for run in recording["runs"] for segment in run["segments"])
-
-
 def split(recording: Recording, folder: str) -> Recording:
     """Return a recording whose segments are scripts in a folder, `RUN-SEGMENT.js`."""
+
     runs = []
     for number, run in enumerate(recording["runs"]):
-        segments = []
-        for at, segment in enumerate(run["segments"]):
-            rest = {key: value for key, value in segment.items() if key not in ("data", "looks")}
-            segments.append({**rest, "src": f"{folder}/{number}-{at}.js"})
-        runs.append({**run, "segments": segments})
+        bare = [{key: segment[key] for key in ("start", "stop", "rows")} for segment in run["segments"]]
+        scripts = [{**segment, "src": f"{folder}/{number}-{at}.js"} for at, segment in enumerate(bare)]
+        runs.append({**run, "segments": scripts})
     return {**recording, "runs": runs}
 
 
@@ -119,29 +120,13 @@ def script(run: int, number: int, segment: dict[str, Any]) -> str:
     return f'lceSegment({run},{number},"{segment["data"]}",{json_text(segment["looks"])});\n'
 
 
-def _write_scripts(recording: Recording, folder: Path) -> int:
-    """Write a recording's scripts into a new folder; return the bytes written."""
-    n_bytes = 0
-    try:
-        folder.mkdir(parents=True)
-        for number, run in enumerate(recording["runs"]):
-            for at, segment in enumerate(run["segments"]):
-                n_bytes += (folder / f"{number}-{at}.js").write_bytes(script(number, at, segment).encode("ascii"))
-    except OSError as error:
-        raise unwritable(folder, error) from error
-    return n_bytes
-
-
 def _sweep(store: Path, path: Path) -> None:
     """Remove folders that the page does not use; only folders with names and files like ours."""
     with suppress(OSError):
-        if not store.is_dir():
-            return
         used = path.read_bytes() if path.exists() else b""
         for folder in store.iterdir():
             ours = _FOLDER.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink()
-            if not ours or folder.name.encode() in used:
-                continue
-            if all(_SCRIPT.fullmatch(file.name) for file in folder.iterdir()):
+            ours = ours and all(_SCRIPT.fullmatch(file.name) for file in folder.iterdir())
+            if ours and folder.name.encode() not in used:
                 shutil.rmtree(folder, ignore_errors=True)
         store.rmdir()  # only succeeds if empty

@@ -22,8 +22,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("longheads", {"chunk_size": 4, "chunks": 6, "share": "group", "top_p": 0.6}),
     ("longheads", {"chunk_size": 4, "chunks": 5, "placement": "constant"}),
     ("quest", {"dense_layers": 0, "page": 4, "budget": 20}),
-    ("infllm", {"block_size": 4, "sinks": 4, "top_k": 3}), ("esa", {"compress": "none", "sinks": 4, "top_k": 8}),
-]  # fmt: skip
+    ("infllm", {"block_size": 4, "sinks": 4, "top_k": 3}),
+    ("esa", {"compress": "none", "sinks": 4, "top_k": 8}),
+]
 PLAIN: list[tuple[str, dict[str, Any]]] = [("full", {}), ("streaming", {}), ("dca", {})]
 
 
@@ -34,20 +35,16 @@ def tensors() -> tuple[Tensor, Tensor, Tensor]:
 
 def watched(name: str, knobs: dict[str, Any], looked: Iterable[int] = ()) -> tuple[RunObserver, Tensor]:
     """What was kept of a run, and the run's output `[H, N, D]`."""
-    watch = RunObserver()
-    watch.begin(N, looked)
+    watch = RunObserver(N, looked)
     return watch, run(Observed(make(name, knobs), watch), *tensors(), BLOCKS, window=WINDOW)
 
 
 def looks_at(
-    watch: RunObserver,
-    name: str,
-    knobs: dict[str, Any],
-    judge: Judge = "constant",
+    name: str, knobs: dict[str, Any], looked: Iterable[int], judge: Judge = "constant",
     marks: Sequence[tuple[int, int]] = (),
 ) -> dict[int, dict[str, Any]]:  # fmt: skip
-    """The looks at what a `RunObserver` kept."""
-    return looks_of(watch, make(name, knobs).resolve(WINDOW).choices, marks, judge)
+    """The looks at some queries of a watched run."""
+    return looks_of(watched(name, knobs, looked)[0], make(name, knobs).resolve(WINDOW).choices, marks, judge)
 
 
 def choices_of(run: dict[str, Any]) -> np.ndarray[Any, Any]:

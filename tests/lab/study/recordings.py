@@ -18,17 +18,14 @@ def recording(
     words = ["the ", "grey ", "ring ", "was ", "not ", "there. ", "A ", "key ", "<b>", "&amp;", "\n", "“so” "]
     text = [words[i] for i in np.random.default_rng(seed).integers(0, len(words), tokens)]
     text[40:44] = ["4", "8", "2", "9"]
+    runs = [
+        _choosing(tokens, layers, heads, size, k, looked, segment, seed),
+        _full(tokens, layers, heads, size, looked),
+    ]
     return {
-        "format": 1,
-        "lce": "0",
+        "format": 1, "lce": "0", "judge": "constant", "tokens": text, "runs": runs,
         "model": {"name": "made up", "layers": layers, "heads": heads, "kv_heads": heads, "window": window},
-        "judge": "constant",
-        "tokens": text,
         "marks": [{"start": 40, "stop": 44, "label": "4829"}],
-        "runs": [
-            _choosing(tokens, layers, heads, size, k, looked, segment, seed),
-            _full(tokens, layers, heads, size, looked),
-        ],
     }  # fmt: skip
 
 
@@ -52,24 +49,20 @@ def _choosing(
     chosen = np.floor(parts * complete).astype("<u2")
     chosen[..., 1:][chosen[..., 1:] == chosen[..., :-1]] = 0xFFFF
     chosen.sort(axis=-1)
-    looks = {
-        query: _look(query, chosen[query], size, heads) for query in _looked(tokens, queries, looked)
-    }  # fmt: skip
-    segments = []
-    for start in range(0, queries, segment):
-        stop = min(queries, start + segment)
-        segments.append({
-            "start": start, "stop": stop, "rows": stop - start,
-            "data": base64.b64encode(chosen[start:stop].tobytes()).decode(),
-            "looks": {str(query): look for query, look in looks.items() if start <= query < stop},
-        })  # fmt: skip
+    looks = {query: _look(query, chosen[query], size, heads) for query in _looked(tokens, queries, looked)}
+    segments = [
+        {
+            "start": start, "stop": min(queries, start + segment), "rows": len(chosen[start : start + segment]),
+            "data": base64.b64encode(chosen[start : start + segment].tobytes()).decode(),
+            "looks": {str(query): look for query, look in looks.items() if start <= query < start + segment},
+        }
+        for start in range(0, queries, segment)
+    ]  # fmt: skip
     return _run("choosing", tokens, queries, size) | {
         "layers": [{"chooses": True}] * layers, "choosing": list(range(layers)), "choosers": heads, "k": k,
         "looked": sorted(looks), "segments": segments,
-        "always": [{
-            "layers": list(range(layers)),
-            "runs": [[0, ALWAYS, [[0, 0, 1, 1]]], [ALWAYS, queries, [[1, 1, ALWAYS + 1, 1]]]],
-        }],
+        "always": [{"layers": list(range(layers)),
+                    "runs": [[0, ALWAYS, [[0, 0, 1, 1]]], [ALWAYS, queries, [[1, 1, ALWAYS + 1, 1]]]]}],
     }  # fmt: skip
 
 
@@ -120,13 +113,9 @@ def _look(query: int, chosen: np.ndarray[Any, Any], size: int, heads: int) -> di
         ]  # fmt: skip
         ranks = [list(range(len(row))) for row in lists]
         scores = [[9.5 - i for i in range(len(row))] for row in lists]
-        layers.append(
-            {"always": 0, "chosen": lists if any(lists) else [[]], "scores": scores, "ranks": ranks, "heads": own}
-        )
+        facts = {"always": 0, "scores": scores, "ranks": ranks, "heads": own}
+        layers.append({"chosen": lists if any(lists) else [[]], **facts})
     patterns = [[[20 + 8 * i, 27 + 8 * i] for i in range(len(row))] for row in layers[0]["chosen"]]
-    return {
-        "bytes": {"read": 1000, "scored": 24, "full": 4096},
-        "always": [[[max(0, query + 1 - ALWAYS), query + 1, 0, min(query, ALWAYS - 1)]]],
-        "distances": patterns,
-        "layers": layers,
-    }
+    always = [[[max(0, query + 1 - ALWAYS), query + 1, 0, min(query, ALWAYS - 1)]]]
+    counts = {"read": 1000, "scored": 24, "full": 4096}
+    return {"bytes": counts, "always": always, "distances": patterns, "layers": layers}

@@ -28,8 +28,7 @@ def test_choices_far_longer_than_the_text_take_no_more_memory() -> None:
 @pytest.mark.parametrize(("name", "knobs"), [*CASES, *PLAIN], ids=str)
 def test_equals_the_definitions(name: str, knobs: dict[str, Any]) -> None:
     for judge in JUDGES:
-        watch, _ = watched(name, knobs, LOOKED)
-        looks = looks_at(watch, name, knobs, judge, marks=[(30, 34), (119, 130)])
+        looks = looks_at(name, knobs, LOOKED, judge, marks=[(30, 34), (119, 130)])
         q, k, v = tensors()
         setting = oracle.Setting(WINDOW, BLOCKS)
         tables = oracle.DEFINITIONS[name](q, k, v, setting, **knobs)
@@ -75,33 +74,25 @@ def test_why_a_head_misses(judge: Judge) -> None:
     """Scores that are the true attention leave nothing to a better selection; the worst choice leaves much."""
     size, n = 4, 5
     best: dict[str, Any] = {"chunk_size": size, "chunks": n, "judge": judge, "keep_first": False, "keep_last": False}
-    watch, _ = watched("oracle", best, LOOKED)
-    for look in looks_at(watch, "oracle", best, judge).values():
+    for look in looks_at("oracle", best, LOOKED, judge).values():
         for found in look["layers"][0]["heads"]:
             assert found["why"] in (None, "budget")
             assert found["reachable"] == pytest.approx(found["recall"], **CLOSE)
             assert (found["why"] is None) == (found["recall"] >= 0.9)
     worst = {"chunk_size": size, "chunks": n, "rank": "last", "keep_first": False, "keep_last": False}
-    watch, _ = watched("longheads", worst, LOOKED)
-    whys = [
-        found["why"]
-        for look in looks_at(watch, "longheads", worst, judge).values()
-        for found in look["layers"][0]["heads"]
-    ]
-    assert "selection" in whys
+    looks = looks_at("longheads", worst, LOOKED, judge).values()
+    assert "selection" in [found["why"] for look in looks for found in look["layers"][0]["heads"]]
 
 
 def test_ranks_and_scores_are_those_of_a_trace() -> None:
     name, knobs = CASES[0]
-    watch, _ = watched(name, knobs, LOOKED)
-    looks = looks_at(watch, name, knobs)
+    looks = looks_at(name, knobs, LOOKED)
     mass = oracle.longheads_scores(*tensors(), 4, oracle.Setting(WINDOW, BLOCKS))
     for query in (85, 118, 119):
         (layer,) = looks[query]["layers"]
         own = query // 4
-        for head, (chosen, found, ranks) in enumerate(
-            zip(layer["chosen"], layer["scores"], layer["ranks"], strict=True)
-        ):
+        rows = zip(layer["chosen"], layer["scores"], layer["ranks"], strict=True)
+        for head, (chosen, found, ranks) in enumerate(rows):
             row = mass[head, query, :own]
             assert found == pytest.approx(row[chosen].tolist(), rel=1e-2, abs=1e-2)
             order = row.argsort(descending=True).tolist()
@@ -114,14 +105,12 @@ def test_bytes_are_those_of_lce_eval_selection(name: str, knobs: dict[str, Any])
     measured.begin(0, LOOKED)
     run(Observed(make(name, knobs), measured), *tensors(), BLOCKS, window=WINDOW)
     expected = measured.end()
-    watch, _ = watched(name, knobs, LOOKED)
-    counts = [look["bytes"] for look in looks_at(watch, name, knobs).values()]
+    counts = [look["bytes"] for look in looks_at(name, knobs, LOOKED).values()]
     sums = {key: sum(each[key] for each in counts) / len(counts) for key in ("read", "scored", "full")}
-    assert sums == pytest.approx(
-        {"read": expected.read_bytes, "scored": expected.scored_bytes, "full": expected.full_bytes}
-    )
+    full = {"read": expected.read_bytes, "scored": expected.scored_bytes, "full": expected.full_bytes}
+    assert sums == pytest.approx(full)
 
 
 def test_rounded() -> None:
-    assert rounded(torch.tensor([0.123456, 0.0]).numpy()) == [0.1235, 0.0]
-    assert rounded(torch.tensor([123.456, -0.04, float("nan")]).numpy(), digits=4) == [123.5, -0.0, None]
+    assert rounded(torch.tensor([0.123456, 0.0])) == [0.1235, 0.0]
+    assert rounded(torch.tensor([123.456, -0.04, float("nan")]), digits=4) == [123.5, -0.0, None]

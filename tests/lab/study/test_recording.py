@@ -16,20 +16,17 @@ from lce.methods import LongHeads, make
 from tests.lab.study.recorded import always_of, choices_of
 
 METHOD = LongHeads(chunk_size=4, chunks=6)
+METHODS = [METHOD, make("esa", {"compress": "none", "sinks": 4, "top_k": 8}), "dca"]
 TEXT = "The old miller took the bread out of the oven and the children ate it. " * 4
 
 
 @pytest.fixture(scope="module")
 def recorded(tiny_model: Path) -> dict[str, Any]:
-    return record(
-        tiny_model, [METHOD, make("esa", {"compress": "none", "sinks": 4, "top_k": 8}), "dca"], TEXT, max_tokens=3,
-        marks=["the bread out"], spread=5, last=4, block=32,
-    )  # fmt: skip
+    return record(tiny_model, METHODS, TEXT, max_tokens=3, marks=["the bread out"], spread=5, last=4, block=32)
 
 
 def test_choices_are_those_of_the_engine(recorded: dict[str, Any], tiny_model: Path) -> None:
-    for run, method in zip(recorded["runs"], (METHOD, make("esa", {"compress": "none", "sinks": 4, "top_k": 8}), "dca"),
-                           strict=True):  # fmt: skip
+    for run, method in zip(recorded["runs"], METHODS, strict=True):
         engine = lce.load(tiny_model, method, block=32)
         ids = engine.tokenizer.encode(TEXT)
         trace = engine.trace(ids)
@@ -41,16 +38,14 @@ def test_choices_are_those_of_the_engine(recorded: dict[str, Any], tiny_model: P
         for layer, chosen in enumerate(trace.chosen):
             own = found[:, layer].transpose(0, 1).repeat_interleave(repeat, 0)
             assert torch.equal(own, chosen)
-        for segment in run["segments"]:
-            for query, look in segment["looks"].items():
-                for layer, each in enumerate(look["layers"]):
-                    for head, chosen in enumerate(each["chosen"]):
-                        at = head * len(trace.chosen[0]) // len(each["chosen"])
-                        if int(query) < len(ids):
-                            row = trace.chosen[layer][at, int(query)]
-                            assert chosen == row[row >= 0].tolist()
-                            ranks = trace.ranks[layer][at, int(query)]
-                            assert each["ranks"][head] == ranks[row >= 0].tolist()
+        looks = {int(query): look for segment in run["segments"] for query, look in segment["looks"].items()}
+        for query in (query for query in looks if query < len(ids)):
+            for layer, each in enumerate(looks[query]["layers"]):
+                for head, chosen in enumerate(each["chosen"]):
+                    at = head * len(trace.chosen[0]) // len(each["chosen"])
+                    row, ranks = trace.chosen[layer][at, query], trace.ranks[layer][at, query]
+                    assert chosen == row[row >= 0].tolist()
+                    assert each["ranks"][head] == ranks[row >= 0].tolist()
 
 
 def test_a_recording_is_what_was_run(recorded: dict[str, Any], tiny_model: Path) -> None:

@@ -14,10 +14,9 @@ from lce.lab.study.segments import RunChoices, span_runs
 def unpacked(choices: RunChoices) -> torch.Tensor:
     """`[queries, layers, choosers, K]`, -1 for none."""
     parts = []
-    for each in choices.segments():
-        x = each.choices.astype(np.int64)
-        x = np.where(x == np.iinfo(each.choices.dtype).max, -1, x)
-        parts.append(np.broadcast_to(x, (each.stop - each.start, *x.shape[1:])))
+    for start, stop, packed in choices.segments():
+        x = np.where(packed == np.iinfo(packed.dtype).max, -1, packed.astype(np.int64))
+        parts.append(np.broadcast_to(x, (stop - start, *x.shape[1:])))
     return torch.from_numpy(np.concatenate(parts))
 
 
@@ -33,11 +32,11 @@ def test_choices_come_out_as_they_went_in(monkeypatch: pytest.MonkeyPatch) -> No
         found.append(torch.stack([wide + (wide >= 0) * layer for layer in (1, 3)]).permute(2, 0, 1, 3))
     assert (choices.layers, choices.choosers, choices.most, choices.bits) == ([1, 3], 4, 5, 16)
     assert torch.equal(unpacked(choices), torch.cat(found))
-    stops = [(each.start, each.stop) for each in choices.segments()]
+    stops = [(start, stop) for start, stop, _ in choices.segments()]
     assert stops[0][0] == 0
     assert stops[-1][1] == 42
     assert [a for a, _ in stops[1:]] == [b for _, b in stops[:-1]], "every query once, in order"
-    assert max(each.choices.nbytes for each in choices.segments()) <= 100
+    assert max(packed.nbytes for _, _, packed in choices.segments()) <= 100
     assert stops[-1] == (41, 42)
 
 

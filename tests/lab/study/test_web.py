@@ -6,12 +6,13 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lce.lab.study.live import Busy
+from lce.lab.study.live_server import LiveServer
 from lce.lab.study.web_page import json_text, page, write_page
 from tests.lab.study.recordings import choices, recording
 from tools.chromium import SHIFT, Browser, Page, chromium
@@ -59,11 +60,10 @@ def shown(browser: Browser, address: str) -> Iterator[Page]:
     assert all(url.startswith("file:") for url in found.requests)
 
 
-def choose(on: Page, element: str, value: str) -> None:
-    """Choose an option as a reader does: the select is changed and says so."""
-    on.value(
-        f"(e => {{ e.value = '{value}'; e.dispatchEvent(new Event('change')) }})(document.getElementById('{element}'))"
-    )
+def choose(on: Page, element: str, value: object, event: str = "change") -> None:
+    """Choose an option, or move a slider, as a reader does: the element is changed and says so."""
+    change = f"e => {{ e.value = '{value}'; e.dispatchEvent(new Event('{event}')) }}"
+    on.value(f"({change})(document.getElementById('{element}'))")
     on.settle()
 
 
@@ -78,8 +78,7 @@ def picked_head(on: Page) -> tuple[int, int]:
 
 def go(on: Page, query: int) -> None:
     """Move the slider to a query."""
-    on.value(f"(e => {{ e.value = {query}; e.dispatchEvent(new Event('input')) }})(document.getElementById('slider'))")
-    on.settle()
+    choose(on, "slider", query, "input")
 
 
 def outlined(query: int, layer: int, head: int, visible: list[int]) -> list[int]:
@@ -150,9 +149,8 @@ def test_a_click_or_the_arrows_in_the_heat_map_pick_a_head(shown: Page) -> None:
 
 
 def test_a_miss_says_whether_it_is_of_selection_budget_or_placement(shown: Page) -> None:
-    for head, words in enumerate(
-        ("Nothing that matters", "A miss of selection.", "A miss of budget.", "A miss of placement.")
-    ):
+    verdicts = ("Nothing that matters", "A miss of selection.", "A miss of budget.", "A miss of placement.")
+    for head, words in enumerate(verdicts):
         choose(shown, "head", str(head))
         assert words in text(shown, "#why .verdict")
         assert words in text(shown, "#summary")
@@ -186,13 +184,9 @@ def test_two_runs_are_side_by_side_on_the_same_token_or_one_alone(shown: Page) -
 
 
 def test_every_control_has_a_name_and_a_reader_of_the_screen_is_told(shown: Page) -> None:
-    nodes = shown.call("Accessibility.getFullAXTree")["nodes"]
+    nodes = [node for node in shown.call("Accessibility.getFullAXTree")["nodes"] if not node["ignored"]]
     roles = {"button", "combobox", "slider", "textbox", "checkbox", "spinbutton", "image", "region", "group"}
-    named = [
-        (node["role"]["value"], node["name"]["value"])
-        for node in nodes
-        if not node["ignored"] and node["role"]["value"] in roles
-    ]
+    named = [(node["role"]["value"], node["name"]["value"]) for node in nodes if node["role"]["value"] in roles]
     assert {"button", "combobox", "slider", "image"} <= {role for role, _ in named}
     assert [role for role, name in named if not name and role != "group"] == []
     assert shown.value("document.getElementById('summary').ariaLive") == "polite"
@@ -273,103 +267,59 @@ def test_32000_tokens_open_in_2_s_and_a_hover_is_answered_in_50_ms(browser: Brow
 
 def busy(on: Page) -> float:
     """Seconds that the page's thread worked so far."""
-    return float(
-        next(each["value"] for each in on.call("Performance.getMetrics")["metrics"] if each["name"] == "TaskDuration")
-    )
+    metrics = {each["name"]: each["value"] for each in on.call("Performance.getMetrics")["metrics"]}
+    return float(metrics["TaskDuration"])
 
 
 # Live ---------------------------------------------------------------------------------------------------------------
 
 
-class Engine:
-    """What a live page asks: about, run, state, cancel. `asked` are the bodies of the runs."""
+class MadeUp:
+    """What a live page asks of a `Live`. `asked` are the bodies of the runs."""
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
-        self.state: dict[str, Any] = {"state": "idle", "id": 0, "done": 0, "total": 0}
+        self.now: dict[str, Any] = {"state": "idle", "id": 0, "done": 0, "total": 0}
         self.refusal: str | None = None
 
-    def get(self, path: str) -> tuple[int, Any]:
+    def about(self) -> dict[str, Any]:
         knobs = [{"name": "chunk_size", "default": 8, "help": "tokens of a chunk", "type": "int", "none": False}]
-        if path == "about":
-            limits = {"prompt_tokens": 4096, "max_tokens": 16}
-            method = {"name": "choosing", "about": "chooses", "knobs": knobs}
-            return 200, {
-                "model": MADE["model"],
-                "methods": [method, {"name": "full", "about": "", "knobs": []}],
-                "limits": limits,
-            }
-        known = path.partition("?known=")[2]
-        said = dict(self.state)
-        if said["state"] != "done" or known == str(said["id"]):
-            said.pop("recording", None)
-        return 200, said
+        methods = [{"name": "choosing", "about": "chooses", "knobs": knobs}, {"name": "full", "about": "", "knobs": []}]
+        return {"model": MADE["model"], "methods": methods, "limits": {"prompt_tokens": 4096, "max_tokens": 16}}
 
-    def post(self, path: str, body: Any) -> tuple[int, Any]:
-        if path == "cancel":
-            self.state = {"state": "cancelled", "id": self.state["id"], "done": 0, "total": 0}
-            return 202, {"id": self.state["id"]}
+    def state(self, known: int | None = None) -> dict[str, Any]:
+        is_new = self.now["state"] == "done" and known != self.now["id"]
+        return self.now if is_new else {key: x for key, x in self.now.items() if key != "recording"}
+
+    def start(self, body: Any) -> int:
         if self.refusal:
-            return 409, {"error": self.refusal}
+            raise Busy(self.refusal)
         self.asked.append(body)
-        self.state = {
-            "state": "running",
-            "id": self.state["id"] + 1,
-            "stage": "prefill",
-            "done": 3,
-            "total": 9,
-            "error": None,
-        }
-        return 202, {"id": self.state["id"]}
+        return self.turn("running", id=self.now["id"] + 1, stage="prefill", done=3, total=9, error=None)
 
-    def finish(self, made: dict[str, Any]) -> None:
-        self.state = {"state": "done", "id": self.state["id"], "done": 9, "total": 9, "recording": made}
+    def cancel(self) -> int:
+        return self.turn("cancelled")
+
+    def turn(self, state: str, **facts: Any) -> int:
+        self.now = {"state": state, "id": self.now["id"], "done": 0, "total": 0, **facts}
+        return int(self.now["id"])
+
+    def close(self) -> None:
+        pass
 
 
 @contextmanager
-def served(engine: Engine) -> Iterator[str]:
-    """The live page at an address, under a policy that allows only what carries the nonce."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            path = self.path.removeprefix("/token/")
-            if path:
-                self.answer(*engine.get(path)) if path.startswith(("about", "state")) else self.answer(
-                    404, {"error": "no such page"}
-                )
-            else:
-                self.send(200, page("null", nonce="once", live={"base": "/token/"}), "text/html; charset=utf-8")
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self.answer(*engine.post(self.path.removeprefix("/token/"), body))
-
-        def answer(self, status: int, value: Any) -> None:
-            self.send(status, json.dumps(value), "application/json")
-
-        def send(self, status: int, content: str, kind: str) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header(
-                "Content-Security-Policy",
-                "default-src 'none'; script-src 'nonce-once'; style-src 'nonce-once'; img-src data:; "
-                "connect-src 'self'",
-            )
-            self.end_headers()
-            self.wfile.write(content.encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+def served(engine: MadeUp) -> Iterator[str]:
+    """The address of a live page."""
+    server = LiveServer(engine)  # type: ignore[arg-type]
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/token/"
+        yield server.address
     finally:
         server.shutdown()
         thread.join(60)
-        server.server_close()
+        server.close()
 
 
 def fill(on: Page, element: str, value: str) -> None:
@@ -377,18 +327,15 @@ def fill(on: Page, element: str, value: str) -> None:
 
 
 def test_live_runs_a_prompt_shows_progress_and_puts_the_run_before_beside_the_new_one(browser: Browser) -> None:
-    engine = Engine()
+    engine = MadeUp()
     with served(engine) as address:
         found = browser.open(address)
         found.wait("document.querySelector('[data-knob=chunk_size]')")
         assert found.value("document.getElementById('shown').hidden")
         for element, value in (
-            ("#ask-text", "The key is 4829."),
-            ("#ask-question", "The key is"),
-            ("#ask-mark", "4829"),
-            ("#ask-tokens", "4"),
-            ("[data-knob=chunk_size]", "8"),
-        ):
+            ("#ask-text", "The key is 4829."), ("#ask-question", "The key is"), ("#ask-mark", "4829"),
+            ("#ask-tokens", "4"), ("[data-knob=chunk_size]", "8"),
+        ):  # fmt: skip
             fill(found, element, value)
         found.click(*found.middle("document.getElementById('ask-run')"))
         found.wait("document.getElementById('ask-state').textContent.includes('prefill 3 of 9')")
@@ -397,7 +344,7 @@ def test_live_runs_a_prompt_shows_progress_and_puts_the_run_before_beside_the_ne
             "max_tokens": 4, "off": [], "marks": ["4829"],
         }]  # fmt: skip
         assert found.value("document.getElementById('ask-run').disabled")
-        engine.finish(MADE | {"runs": MADE["runs"][:1]})
+        engine.turn("done", recording=MADE | {"runs": MADE["runs"][:1]})
         found.wait("!document.getElementById('shown').hidden")
         found.settle()
         choose(found, "layer", "1")
@@ -407,7 +354,8 @@ def test_live_runs_a_prompt_shows_progress_and_puts_the_run_before_beside_the_ne
         found.click(*found.middle("document.getElementById('ask-run')"))
         found.wait("document.getElementById('ask-state').textContent.includes('prefill 3 of 9')")
         assert engine.asked[-1]["off"] == [[1, 2]]
-        engine.finish(MADE | {"runs": [MADE["runs"][0] | {"off": [[1, 2]], "label": "again"}]})
+        again = MADE["runs"][0] | {"off": [[1, 2]], "label": "again"}
+        engine.turn("done", recording=MADE | {"runs": [again]})
         found.wait("document.querySelectorAll('#heads .cell').length === 2")
         found.settle()
         assert "again, 1 head off" in text(found, "#heads .who")
@@ -418,7 +366,7 @@ def test_live_runs_a_prompt_shows_progress_and_puts_the_run_before_beside_the_ne
 
 
 def test_live_cancels_and_says_refusals_and_failures_in_words(browser: Browser) -> None:
-    engine = Engine()
+    engine = MadeUp()
     with served(engine) as address:
         found = browser.open(address)
         found.wait("document.querySelector('[data-knob=chunk_size]')")
@@ -436,13 +384,7 @@ def test_live_cancels_and_says_refusals_and_failures_in_words(browser: Browser) 
         engine.refusal = None
         found.click(*found.middle(run))
         found.wait(f"{run}.disabled")
-        engine.state = {
-            "state": "failed",
-            "id": engine.state["id"],
-            "done": 0,
-            "total": 0,
-            "error": "the text is too long",
-        }
+        engine.turn("failed", error="the text is too long")
         found.wait(f"{error}.includes('too long')")
         found.close()
     assert [each for each in found.complaints if "409" not in each] == []
