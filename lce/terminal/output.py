@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lce.errors import WindowWarning
-from lce.progress import nothing, reported, silence
+from lce.progress import reported, silence
 
 if TYPE_CHECKING:
     from lce.engine.stream import Stream
@@ -74,7 +74,7 @@ class Output:
             with reported(True, label, unit) as advance:
                 yield advance
         else:
-            yield nothing if self.quiet else ProgressLines(label, unit)
+            yield (lambda done, total: None) if self.quiet else ProgressLines(label, unit)
 
     @contextmanager
     def bars(self) -> Iterator[Callable[[str, int, int], None]]:
