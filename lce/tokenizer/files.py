@@ -1,8 +1,7 @@
 """The small files beside a vocabulary, read into one `TokenizerConfig`.
 
 tokenizer_config.json takes precedence over special_tokens_map.json. added_tokens.json is the older place for added
-tokens. The chat template may have a file of its own. Every file is optional; a broken one raises a ModelError that
-names it. generation_config.json is read with the model's config.
+tokens. The chat template may have a file of its own. Every file is optional; a broken one raises a ModelError.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import Any, Self
 
 from lce.errors import ModelError, shown
 from lce.files import named, read_file, read_object
-from lce.tokenizer.chat import choose_template
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _LISTED = ("additional_special_tokens", "extra_special_tokens")
@@ -57,14 +55,14 @@ def _content(value: object, key: str) -> str | None:
     content = value.get("content") if isinstance(value, dict) else value
     if value is None:
         return None
-    if isinstance(content, str) and content and _is_text(content):
+    if isinstance(content, str) and _is_text(content):
         return content
     raise _unusable(key, value, 'a string or {"content": a string}')
 
 
 def _is_text(value: str) -> bool:
-    """Return whether it has no half of a surrogate pair, which JSON can write and Unicode text cannot have."""
-    return not any("\ud800" <= char <= "\udfff" for char in value)
+    """Return whether a token has characters, and no half of a surrogate pair, which JSON can write."""
+    return value != "" and not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def _flag(config: dict[str, Any], key: str) -> bool | None:
@@ -96,21 +94,24 @@ def _added_tokens(config: dict[str, Any], older: dict[str, Any]) -> tuple[dict[s
         if isinstance(entry, dict) and entry.get("special") is True:
             special_names.append(token)
     for token, token_id in added.items():
-        if type(token_id) is not int or not 0 <= token_id < 2**32 or not token or not _is_text(token):
+        if type(token_id) is not int or not 0 <= token_id < 2**32 or not _is_text(token):
             raise _unusable("added_tokens.json", {token: token_id}, "a token and its id")
     return added, special_names
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     """Return the default chat template: of chat_template.jinja, else chat_template.json, else tokenizer_config.json."""
-    raw = read_file(path := folder / "chat_template.jinja")
-    if raw is None:
-        own = read_object(folder / "chat_template.json")
-        return choose_template(own.get("chat_template", config.get("chat_template")))
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise ModelError(f"{named(path)} is not UTF-8 text: {error}; download the file again") from error
+    if (raw := read_file(path := folder / "chat_template.jinja")) is not None:
+        try:
+            return raw.decode()
+        except UnicodeDecodeError as error:
+            raise ModelError(f"{named(path)} is not UTF-8 text: {error}; download the file again") from error
+    value = read_object(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
+    if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
+        value = next((entry.get("template") for entry in value if entry.get("name") == "default"), None)
+    if value is None or isinstance(value, str):
+        return value
+    raise _unusable("chat_template", value, 'a string, or a list of {"name": a string, "template": a string}')
 
 
 def _unusable(key: str, value: object, expected: str) -> ModelError:

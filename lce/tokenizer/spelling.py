@@ -1,9 +1,7 @@
 """How tokens are written as bytes, one token at a time.
 
-A tokenizer describes its decoder as a chain of steps over a whole list of tokens. Every chain of Llama, Mistral and
-Qwen models comes down to four facts: the bytes of each token, what is removed from the first token, what is stripped
-from the front of the text, and how bytes that are not UTF-8 are shown. A `Spelling` holds these four, so that a text
-can grow token by token without being decoded again.
+A tokenizer describes its decoder as a chain of steps over a whole list of tokens. For Llama, Mistral and Qwen models
+every chain comes down to a `Spelling`, by which a text grows token by token without being decoded again.
 
     Replace("▁" -> " "), ByteFallback, Fuse, Strip(" ", 1)        Llama 2, Mistral
     ByteLevel                                                     Llama 3, Mistral Nemo, Qwen
@@ -19,26 +17,19 @@ from typing import Any, Literal
 
 from lce.errors import ModelError, shown
 
-MOST_GROWTH, MOST_INSERTED = 64, 64  # published chains replace one character by one
 MOST_STEPS = 64  # of a chain; published ones have up to six
+MOST_GROWTH, MOST_INSERTED = 64, 64  # published chains replace one character by one
+MOST_PATTERN = 4096  # characters of a regular expression; published ones have some 400
+_ESCAPES, _RECALLS = re.compile(r"\\.|\(\?\(", re.DOTALL), {*(rf"\{c}" for c in "123456789kg"), "(?("}
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte behind each character of a byte-level vocabulary: GPT-2's table, in which `Ġ` is a space.
-
-    Bytes that print stand for themselves; the others take the characters from U+0100 on, in order.
-    """
-    printing = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(256) if byte not in printing]
-    return {chr(byte): byte for byte in printing} | {chr(0x100 + n): byte for n, byte in enumerate(hidden)}
-
-
-_BYTE_LEVEL = _byte_level_alphabet()
+# GPT-2's table, in which `Ġ` is a space: bytes that print stand for themselves, the others are U+0100 and on.
+_PRINTING = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_BYTE_LEVEL = {chr(byte): byte for byte in _PRINTING}
+_BYTE_LEVEL |= {chr(0x100 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*_PRINTING}))}
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
-    """Return a codec error handler: U+FFFD for each byte that is not UTF-8 (Python's own `replace` joins some)."""
+    """Return U+FFFD for each byte that is not UTF-8. (Python's own `replace` joins some.) A codec error handler."""
     if not isinstance(error, UnicodeDecodeError):
         raise error
     return "\ufffd" * (error.end - error.start), error.end
@@ -51,10 +42,9 @@ codecs.register_error("lce.replace_each_byte", _replace_each_byte)
 class Spelling:
     """The rules by which a decoder turns each token of a list into bytes.
 
-    Bytes that are not UTF-8 become U+FFFD. Byte-level decoders show one for each longest broken character, as the
-    tokenizers library does. Byte-fallback decoders show one for each broken byte, as sentencepiece does. (There the
-    tokenizers library replaces a whole run of byte tokens if one of them is broken, valid characters included. Such a
-    run could not be streamed before its end.) On valid UTF-8 all of them agree.
+    Bytes that are not UTF-8 become U+FFFD: with byte-level decoders one for each longest broken character, as in the
+    tokenizers library; with byte-fallback decoders one for each broken byte, as in sentencepiece. (There the tokenizers
+    library replaces a whole run of byte tokens, valid characters included, which could not be streamed.)
     """
 
     replacements: tuple[tuple[str, str], ...] = ()
@@ -70,8 +60,8 @@ class Spelling:
         """Return the spelling of tokenizer.json's decoder. Raises ModelError if it does not work token by token."""
         if decoder is None:
             return cls(separator=" ")
+        check_steps(decoder, "decoder")
         spelling = cls()
-        growth(decoder, "decoder")
         for step in _steps(decoder, "decoders"):
             spelling = spelling._then(step)
         return spelling
@@ -116,40 +106,40 @@ class Spelling:
         return token.encode()
 
 
-def growth(chain: object, what: str) -> float:
-    """Return how many times longer the steps of a decoder, normalizer or pre-tokenizer make a text, at most.
+def check_steps(chain: object, what: str) -> None:
+    """Refuse steps of a "decoder", "normalizer" or "pretokenizer" that could write gigabytes, or match for hours.
 
-    Raises ModelError for more than `MOST_GROWTH`, and for more than `MOST_STEPS` steps: a few steps could make a text
-    of any length of one letter. `chain` is not trusted; a step that is malformed is left to the library.
+    The chain is not trusted; a malformed step is left to the library. The library bounds how often a match is tried
+    anew, not what one try compares: with a reference to an earlier match, 20,000 letters may take hours.
     """
     times = 1.0
     for number, step in enumerate(_steps(chain, f"{what}s")):
         pattern, new = step.get("pattern"), step.get("content", step.get("prepend"))
-        old, new = pattern.get("String") if isinstance(pattern, dict) else "", new if isinstance(new, str) else ""
+        pattern, new = pattern if isinstance(pattern, dict) else {}, new if isinstance(new, str) else ""
+        old, regex = pattern.get("String"), pattern.get("Regex")
         if step.get("type") == "Replace":
             times *= max(1.0, len(new) / len(old) if isinstance(old, str) and old else len(new) + 1.0)
         if step.get("type") == "ByteLevel":  # a letter that is not ASCII becomes two or more
             times *= 2
+        fault = ""
         if number == MOST_STEPS:
-            raise ModelError(
-                f"the tokenizer's {what} has more than {MOST_STEPS} steps; use the tokenizer files of a published "
-                "checkpoint"
-            )
-        if times > MOST_GROWTH or len(new) > MOST_INSERTED:
-            raise ModelError(
-                f"the tokenizer's {what} makes a text more than {MOST_GROWTH} times longer, or adds more than "
-                f"{MOST_INSERTED} characters at once; use the tokenizer files of a published checkpoint"
-            )
-    return times
+            fault = f"has more than {MOST_STEPS} steps"
+        elif times > MOST_GROWTH:
+            fault = f"makes a text more than {MOST_GROWTH} times longer"
+        elif len(new) > MOST_INSERTED:
+            fault = f"adds more than {MOST_INSERTED} characters at once"
+        elif isinstance(regex, str) and (len(regex) > MOST_PATTERN or not _RECALLS.isdisjoint(_ESCAPES.findall(regex))):
+            long = f"has more than {MOST_PATTERN} characters"
+            fault = f"has the regular expression {shown(regex)}, which refers to an earlier match, or {long}"
+        if fault:
+            raise ModelError(f"the tokenizer's {what} {fault}; use the tokenizer files of a published checkpoint")
 
 
 def _steps(chain: object, inner: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the steps of a chain, a Sequence's in its place."""
-    left = [chain]
-    while left:
-        step = left.pop()
-        if isinstance(step, dict) and step.get("type") == "Sequence":
-            parts = step.get(inner)
-            left += reversed(parts) if isinstance(parts, list) else []
-        elif isinstance(step, dict):
-            yield step
+    """Yield the steps of a chain. A Sequence has its steps in a list under `inner`."""
+    if isinstance(chain, dict) and chain.get("type") == "Sequence":
+        parts = chain.get(inner)
+        for part in parts if isinstance(parts, list) else []:
+            yield from _steps(part, inner)
+    elif isinstance(chain, dict):
+        yield chain

@@ -1,10 +1,9 @@
 """Text to token ids and back, in one piece or as a stream.
 
 A `Tokenizer` reads a checkpoint's tokenizer.json, or its tokenizer.model where there is no JSON, and the small files
-beside it that name the special tokens. Decoding has one definition, the `Detokenizer`: `decode` runs one over all ids,
-so a stream's joined pieces are `decode` of the same ids by construction. The cost of a push does not depend on the
-tokens before it: a token is a run of bytes (see spelling.py), and the only state is the unfinished character, at most
-three bytes. Bytes that can no longer become a character are shown as U+FFFD at once.
+beside it that name the special tokens. A `Detokenizer` is a stream; `decode` runs one over all ids. A token is a run of
+bytes (see spelling.py), and the only state of a stream is the unfinished character, at most three bytes. Bytes that can
+no longer become a character are shown as U+FFFD at once.
 
     ids         <0xF0>  <0x9F>  <0x98>  <0x80>  ▁Hi             the JSON or sentencepiece vocabulary of Llama 2
     push        ''      ''      ''      '😀'    ' Hi'
@@ -17,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from operator import index
 from pathlib import Path
+from typing import NoReturn
 
 from lce.errors import DataError, ModelError, UsageError, shown
 from lce.files import named, read_file
@@ -27,6 +27,7 @@ from lce.tokenizer.vocabulary import JsonVocabulary, SentencePieceVocabulary, Vo
 
 LARGEST_FILE = 64 << 20  # bytes of a tokenizer.json or tokenizer.model; Gemma 3's has 33 MB
 BYTES_A_TOKEN = 1024  # of such a file; published ones have about 130
+_REMEDY = "use the tokenizer files that came with this checkpoint"
 
 
 class Detokenizer:
@@ -68,16 +69,12 @@ class Tokenizer:
     """
 
     def __init__(self, vocabulary: Vocabulary, config: TokenizerConfig, path: Path, vocab_size: int | None) -> None:
-        self.vocab_size = vocabulary.size
-        where = named(path)
-        if vocab_size is not None and vocabulary.size > vocab_size:
-            raise ModelError(
-                f"{where} has {vocabulary.size} tokens (ids up to {vocabulary.size - 1}) but the model's embedding has "
-                f"{vocab_size} rows; use the tokenizer files that came with this checkpoint"
-            )
-        self._vocabulary = vocabulary
-        self._path = path
-        self._id_limit = max(vocabulary.size, vocab_size or 0)
+        self.vocab_size = size = vocabulary.size
+        if vocab_size is not None and size > vocab_size:
+            tokens = f"{size} tokens (ids up to {size - 1})"
+            raise ModelError(f"{named(path)} has {tokens} but the model's embedding has {vocab_size} rows; {_REMEDY}")
+        self._vocabulary, self._path = vocabulary, path
+        self._id_limit = max(size, vocab_size or 0)
         self._bytes_of = cache(self._spelled)
         self.bos_token, self.bos_id = self._find("bos_token", config.bos_token, vocabulary.bos_id)
         self.eos_token, eos_id = self._find("eos_token", config.eos_token, vocabulary.eos_id)
@@ -86,17 +83,14 @@ class Tokenizer:
         self._prefix = _with_or_without(vocabulary.prefix, self.bos_id, config.add_bos, at_end=False)
         self._suffix = _with_or_without(vocabulary.suffix, eos_id, config.add_eos, at_end=True)
         self.chat_template = config.chat_template
-        if (wrong := self._beyond(self._prefix + self._suffix)) is not None:
-            raise ModelError(
-                f"{where} puts the id {wrong} around every text, but there are only ids 0 to {self._id_limit - 1}; "
-                "use the tokenizer files that came with this checkpoint"
-            )
+        self._check(self._prefix + self._suffix, "puts the id {} around every text")
         self._controls = tuple(name for i in sorted(self._special) if (name := vocabulary.token(i)))
 
-    def _beyond(self, ids: Sequence[int]) -> int | None:
-        """Return the highest of these ids if neither the tokenizer nor the model has it."""
-        highest = max(ids, default=0)
-        return highest if highest >= self._id_limit else None
+    def _check(self, ids: Sequence[int], what: str) -> None:
+        """Raise ModelError for an id that neither the tokenizer nor the model has."""
+        if (wrong := max(ids, default=0)) >= self._id_limit:
+            only = f"there are only ids 0 to {self._id_limit - 1}"
+            raise ModelError(f"{named(self._path)} {what.format(wrong)}, but {only}; {_REMEDY}")
 
     @classmethod
     def from_folder(cls, folder: Path, vocab_size: int | None = None) -> Tokenizer:
@@ -123,15 +117,12 @@ class Tokenizer:
             return (None if default is None else self._vocabulary.token(default)), default
         token_id = self._vocabulary.id_of(name)
         if token_id is None:
-            raise ModelError(
-                f"the {key} {shown(name)} of tokenizer_config.json or special_tokens_map.json is not in "
-                f"{named(self._path)}; "
-                "use the tokenizer files of one checkpoint"
-            )
+            files = "tokenizer_config.json or special_tokens_map.json"
+            raise ModelError(f"the {key} {shown(name)} of {files} is not in {named(self._path)}; {_REMEDY}")
         return name, token_id
 
     def encode(self, text: str, *, bos: bool | None = None) -> list[int]:
-        """Return the ids of `text`; special tokens written out in it are recognised.
+        """Return the ids of `text`; special tokens that are written out in the text are recognised.
 
         `bos` says whether a BOS comes first; None follows the tokenizer's own rule. A text that already begins with the
         BOS token, as a rendered chat does, never gets a second one.
@@ -155,11 +146,7 @@ class Tokenizer:
                 "expected Unicode text, as decoding with errors='replace' gives"
             ) from error
         ids = self._vocabulary.encode(text)
-        if (wrong := self._beyond(ids)) is not None:
-            raise ModelError(
-                f"{named(self._path)} encodes this text with the id {wrong}, but there are only ids 0 to "
-                f"{self._id_limit - 1}; use the tokenizer files that came with this checkpoint"
-            )
+        self._check(ids, "encodes this text with the id {}")
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
@@ -171,24 +158,19 @@ class Tokenizer:
         """Return a fresh stream; its pieces joined are exactly `decode` of the same ids."""
 
         def spell(token_id: int, first: bool) -> bytes | None:
-            token_id = self._checked_id(token_id)
+            try:
+                token_id = index(token_id)
+            except TypeError:
+                kind = type(token_id).__name__
+                raise UsageError(f"a token id is an int, not {kind}; decode takes a list of ids") from None
+            if not 0 <= token_id < self._id_limit:
+                raise UsageError(
+                    f"token id {token_id} is out of range: {named(self._path)} and its model have ids 0 to "
+                    f"{self._id_limit - 1}; decode ids with the tokenizer that made them"
+                )
             return None if skip_special and token_id in self._special else self._bytes_of(token_id, first)
 
         return Detokenizer(spell, self._vocabulary.spelling)
-
-    def _checked_id(self, token_id: int) -> int:
-        try:
-            token_id = index(token_id)
-        except TypeError:
-            raise UsageError(
-                f"a token id is an int, not {type(token_id).__name__}; decode takes a list of ids"
-            ) from None
-        if not 0 <= token_id < self._id_limit:
-            raise UsageError(
-                f"token id {token_id} is out of range: {named(self._path)} and its model have ids 0 to "
-                f"{self._id_limit - 1}; decode ids with the tokenizer that made them"
-            )
-        return token_id
 
     def _spelled(self, token_id: int, first: bool) -> bytes | None:
         """Return the bytes that a token adds to the text; None for an id without a token."""
@@ -196,10 +178,10 @@ class Tokenizer:
         return None if token is None else self._vocabulary.spelling.bytes_of(token, first)
 
     def chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return the text of a conversation in this model's chat format. For its ids use `encode_chat`.
+        """Return the text of a conversation in this model's chat format. For the ids use `encode_chat`.
 
         Raises ModelError if the model has no chat format, or one that cannot be rendered, and DataError for messages
-        that it does not take.
+        that the format does not take.
         """
         return self.render_chat(messages, add_generation_prompt).text
 
@@ -220,10 +202,8 @@ class Tokenizer:
     def require_chat(self) -> str:
         """Return the chat template. Raises ModelError if the model has none."""
         if self.chat_template is None:
-            raise ModelError(
-                f"the model in {named(self._path.parent)} has no chat template: it continues text; "
-                "use generate, or load a model that was trained to chat"
-            )
+            where, remedy = named(self._path.parent), "use generate, or load a model that was trained to chat"
+            raise ModelError(f"the model in {where} has no chat template: it continues text; {remedy}")
         return self.chat_template
 
     def encode_parts(self, chat: ChatText, start: int = 0) -> list[int]:
@@ -252,24 +232,17 @@ class NoTokenizer(Tokenizer):
         self.eos_ids = ()
         self._folder = folder
 
-    def _refusal(self) -> ModelError:
-        return ModelError(
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise ModelError(
             f"no tokenizer in {named(self._folder)}: expected tokenizer.json or tokenizer.model; give token ids, or "
             "copy the checkpoint's tokenizer files there"
         )
 
-    def encode(self, text: str, *, bos: bool | None = None) -> list[int]:
-        raise self._refusal()
-
-    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        raise self._refusal()
+    encode = decode = require_chat = _refuse
 
     def stream(self, *, skip_special: bool = True) -> Detokenizer:
         """Return a stream of empty text."""
         return Detokenizer(lambda token_id, first: None, Spelling())
-
-    def require_chat(self) -> str:
-        raise self._refusal()
 
 
 def _with_or_without(ids: Sequence[int], token_id: int | None, wanted: bool | None, *, at_end: bool) -> list[int]:

@@ -45,9 +45,9 @@ QUESTIONS = ["What is a llama?", "And an alpaca, is it smaller?", " Why?\n", "Th
 def _render_here() -> Iterator[None]:
     """Renders in this process: the templates are ours, and tests/tokenizer tests the other process."""
 
-    def answer(request: str, most: int) -> bytes:
+    def answer(request: str) -> bytes:
         asked = json.loads(request)
-        found = template.render(asked["template"], asked["variables"], asked["steps"], asked["chars"])
+        found = template.render(asked["template"], asked["variables"], asked["chars"])
         return json.dumps(found).encode()
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,8 +1,6 @@
 """Chat templates: parity with transformers on three formats, and hostile templates."""
 
 import json
-import os
-import resource
 import signal
 import sys
 import threading
@@ -10,6 +8,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import jinja2.filters
 import psutil
 import pytest
 import tokenizers
@@ -20,7 +19,7 @@ from tokenizers import models, pre_tokenizers
 
 from lce.errors import DataError, LceError, ModelError
 from lce.tokenizer import chat
-from lce.tokenizer.chat import MAX_BYTES, choose_template, render_chat
+from lce.tokenizer.chat import MAX_BYTES, render_chat
 from lce.tokenizer.tokenizer import Tokenizer
 from tests.command import output
 from tests.vocabularies import KINDS
@@ -41,35 +40,17 @@ LLAMA2 = """{% if messages[0]['role'] == 'system' %}
     {%- endif %}
 {% endfor %}"""
 
-LLAMA3 = """{{- bos_token }}
-{%- if not date_string is defined %}{%- set date_string = '26 Jul 2024' %}{%- endif %}
-{%- if tools is not none %}{{- 'Tools: ' + tools | tojson(indent=4) }}{%- endif %}
-{%- for message in messages %}
-    {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}
-"""
-
-MISTRAL = """{%- set ns = namespace(index=0, user=none) %}
-{%- for message in messages if message.role != 'system' %}
-    {%- if loop.last %}{% set ns.user = message.content %}{% break %}{% endif %}
-    {%- set ns.index = ns.index + 1 %}
-{%- endfor %}
-{{- bos_token }}
-{%- for message in messages | rejectattr('role', 'equalto', 'system') %}
-    {%- if message['role'] == 'user' %}
-        {{- '[INST] ' + message['content'] + '[/INST]' }}
-    {%- elif message['role'] == 'assistant' %}
-        {%- generation %}{{- ' ' + message['content'] + eos_token }}{%- endgeneration %}
-    {%- else %}
-        {{- raise_exception('Only user and assistant roles are supported!') }}
-    {%- endif %}
-{%- endfor %}
-{{- '|' ~ ns.index ~ '|' ~ {'a': '<é>'} | tojson }}
-"""
-
+# What published templates use beside plain Jinja.
+SNIPPETS = [
+    "{{- bos_token }}{%- if not date is defined %}{%- set date = '26 Jul' %}{%- endif %}{{ date }}",
+    "{%- set ns = namespace(n=0, user=none) %}{%- for m in messages if m.role != 'system' %}\n"
+    "    {%- if loop.last %}{% set ns.user = m.content %}{% break %}{% endif %}\n"
+    "    {%- set ns.n = ns.n + 1 %}\n{%- endfor %}\n{{ ns.n ~ ns.user }}",
+    "{%- for m in messages | rejectattr('role', 'equalto', 'system') %}{{ m['content'] | trim + '|' }}{% endfor %}",
+    "{%- generation %}{{- ' ' + messages[0]['content'] + eos_token }}{%- endgeneration %}",
+    "{{ {'a': '<é&>', 'b': [1]} | tojson }}{{ [1] | tojson(indent=2) }}{{ nothing }}",
+    "{%- if add_generation_prompt %}\n    {{- 'assistant\\n' }}\n{%- endif %}\n",
+]
 CONVERSATIONS = [
     [("user", "Hi")],
     [("system", "Be brief."), ("user", " Hi <b>\n"), ("assistant", "Hello."), ("user", "日本語 😀?")],
@@ -94,7 +75,7 @@ def one_line(error: pytest.ExceptionInfo[LceError]) -> str:
 
 @pytest.mark.parametrize("prompt", [True, False])
 @pytest.mark.parametrize("turns", CONVERSATIONS)
-@pytest.mark.parametrize("template", [LLAMA2, LLAMA3, MISTRAL], ids=["llama2", "llama3", "mistral"])
+@pytest.mark.parametrize("template", [LLAMA2, *SNIPPETS])
 def test_as_transformers_renders(template: str, turns: list[tuple[str, str]], prompt: bool) -> None:
     from transformers import PreTrainedTokenizerFast
 
@@ -108,16 +89,7 @@ def test_as_transformers_renders(template: str, turns: list[tuple[str, str]], pr
     assert rendered(template, turns, prompt) == expected
 
 
-def test_llama2_by_hand() -> None:
-    turns = [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello."), ("user", "Bye")]
-    assert rendered(LLAMA2, turns) == (
-        "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Hello. </s><s>[INST] Bye [/INST]"
-    )
-
-
-def test_names_and_filters_of_transformers() -> None:
-    assert rendered("{{ {'a': '<é&>', 'b': [1]} | tojson }}{{ nothing }}") == '{"a": "<é&>", "b": [1]}'
-    assert rendered("{{ [1] | tojson(indent=2) }}") == "[\n  1\n]"
+def test_the_time_is_known() -> None:
     assert rendered("{{ strftime_now('%Y') }}").isdecimal()
 
 
@@ -130,25 +102,15 @@ def test_a_template_refuses_messages_in_one_line() -> None:
         assert one_line(error).isprintable()
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        [],
-        None,
-        "Hi",
-        {"role": "user", "content": "Hi"},
-        ["Hi"],
-        [{"role": "user"}],
-        [{"content": "Hi"}],
-        [{"role": "user", "content": None}],
-        [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}],
-        [{"role": 1, "content": "Hi"}],
-        [{"role": "user", "content": "Hi", "name": 3}],
-    ],
-)
+WRONG = [[], None, "Hi", {"role": "user", "content": "Hi"}, ["Hi"], [{"role": "user"}], [{"content": "Hi"}]]
+WRONG += [[{"role": "user", "content": content}] for content in (None, [{"type": "text", "text": "Hi"}])]
+WRONG += [[{"role": 1, "content": "Hi"}], [{"role": "user", "content": "Hi", "name": 3}]]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_messages_are_refused(wrong: object) -> None:
     with pytest.raises(DataError) as error:
-        render_chat(LLAMA3, wrong, bos_token="", eos_token="")  # type: ignore[arg-type]
+        render_chat(LLAMA2, wrong, bos_token="", eos_token="")  # type: ignore[arg-type]
     assert "expected a list" in one_line(error)
 
 
@@ -192,11 +154,8 @@ ESCAPES = [
 BOMBS = [
     "{{ range(10 ** 9) | list }}",
     "{% for a in range(999999999) %}{% endfor %}",
-    "{% for a in range(100000) %}{% for b in range(100000) if false %}{% endfor %}{% endfor %}",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "{{ [0] * 10 ** 9 }}",
-    "{{ 10 ** (10 ** 9) }}",
-    "{% set ns = namespace(x=3) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
     "{% set ns = namespace(x='ab') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
     "{% set ns = namespace(x=[1]) %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
     "{{ 'a'.ljust(10 ** 9) }}",
@@ -212,38 +171,30 @@ TREE = "{% set ns = namespace(x=['a']) %}{% for i in range(60) %}{% set ns.x = [
 LOOP = "{% for i in range(99999) %}"
 MEMORY_BOMBS = [  # of one step: what Jinja and Python take before anything can look at it
     "{{ '%1000000000d' % 1 }}",
-    "{{ '%*d' % (1000000000, 1) }}",
     "{{ '%(a)1000000000d' | format(a=1) }}",
     "{{ '{0[0]:>{0[1]}}'.format([1, 1000000000]) }}",
-    "{{ '{x:>1000000000}'.format_map({'x': 1}) }}",
     TEXT + "{{ t | replace('a', t) }}",
-    TEXT + "{{ t.join(t) }}",
     TEXT + "{{ t.translate({97: t}) }}",
     TEXT + "{{ t | wordwrap(79, true, t) }}",
     TEXT + LIST + "{{ l | join(t) }}",
-    TEXT + LIST + "{{ l | map('replace', '1', t) | join }}",
-    LIST + "{{ l | map('center', 99999) | join }}",
     LIST + "{{ l | tojson(indent=99999) }}",
     "{{ ('a\\n' * 500000) | indent(99999) }}",
     "{% filter indent(99999) %}" + "a\n" * 100000 + "{% endfilter %}",
-    "{{ ('\\t' * 1000000).expandtabs(99999) }}",
-    "{{ [1] | batch(99999, 'x' * 1000000) | list | tojson }}",
     "{{ range(100000) | slice(99999, 'x' * 1000000) | list | tojson }}",
     "{{ ([['a' * 1000] * 10000] * 10000) | map('join') | join }}",
 ]
 TIME_BOMBS = [
     TREE + "{{ ns.x | tojson }}",
+    "{% set ns = namespace(x=3) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    "{{ 10 ** (10 ** 9) }}",
+    "{% for a in range(100000) %}{% for b in range(100000) if false %}{% endfor %}{% endfor %}",
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    TREE + "{{ ns.x | pprint }}",
     TREE + "{{ ns.x }}",
     TREE + "{% set a = ns.x %}" + TREE + "{{ ns.x == a }}",
     TEXT + "{{ t | wordwrap(1, true, t) }}",
     LIST + "{{ l | select('in', l) | list | length }}",
     LOOP + "{% set x = ('a' * 1000000) | upper %}{% endfor %}",
-    LOOP + "{{ range(99999) | list | sort | length }}{% endfor %}",
-    LOOP + "{% if range(99999) | sum %}{% endif %}{% endfor %}",
     LOOP + "{% set a = ('a' * 900000) in ('a' * 999999 ~ 'b') %}{% endfor %}",
-    LOOP + "{{ ('a' * 1000000).splitlines() | length }}{% endfor %}",
     "{% set ns = namespace(x=[]) %}" + LOOP + "{% set ns.x = ns.x + [i] %}{% endfor %}",
     "{% set ns = namespace(x='') %}" + LOOP + "{% set ns.x = ns.x ~ 'aaaaaaaaaa' %}{% endfor %}",
     "{{ 1" + "+1" * 300000 + " }}",
@@ -266,30 +217,12 @@ def test_a_hostile_template_ends_in_an_error(template: str) -> None:
     assert time.monotonic() - started < 7
 
 
-SUBJECTS = [
-    "'ab' * 500000",
-    "'a ' * 9999",
-    "range(99999) | list",
-    "{'k': 'v' * 99999}",
-    "7 ** 1400",
-    "'%9999999d {:9999999}'",
-]
-ARGUMENTS = [
-    "99999",
-    "'x' * 1000000",
-    "true",
-    "range(99999)",
-    "'upper'",
-    "[0] * 1000000",
-    "{97: 'x' * 1000000}",
-    "-99999",
-]
-FILTERS = """abs attr batch capitalize center count d default dictsort e escape filesizeformat first float forceescape
-    format groupby indent int items join last length list lower map max min pprint random reject rejectattr replace
-    reverse round safe select selectattr slice sort string striptags sum title tojson trim truncate unique upper
-    urlencode urlize wordcount wordwrap xmlattr""".split()
+SUBJECTS = ["'ab' * 500000", "'a ' * 9999", "range(99999) | list", "{'k': 'v' * 99999}", "7 ** 1400"]
+SUBJECTS += ["'%9999999d {:9999999}'"]
+ARGUMENTS = ["99999", "-99999", "true", "'upper'", "'x' * 1000000", "range(99999)", "[0] * 1000000"]
+ARGUMENTS += ["{97: 'x' * 1000000}"]
 METHODS = sorted({name for kind in (str, list, dict, int) for name in dir(kind) if not name.startswith("_")})
-USES = [f" | {name}({{}})" for name in FILTERS] + [f".{name}({{}})" for name in METHODS]
+USES = [f" | {name}({{}})" for name in sorted(jinja2.filters.FILTERS)] + [f".{name}({{}})" for name in METHODS]
 
 
 def use_any(data: st.DataObject) -> None:
@@ -307,12 +240,6 @@ def use_any(data: st.DataObject) -> None:
 @pytest.mark.parametrize("n", [8, pytest.param(1000, marks=pytest.mark.slow)])
 def test_any_filter_or_method_ends(n: int) -> None:
     settings(max_examples=n, deadline=None)(given(data=st.data())(use_any))()
-
-
-def test_every_filter_of_jinja_is_tried() -> None:
-    from jinja2.filters import FILTERS as jinjas
-
-    assert set(FILTERS) == set(jinjas)
 
 
 def test_memory_is_bounded() -> None:
@@ -337,7 +264,6 @@ def test_ctrl_c_ends_the_rendering_and_leaves_nothing() -> None:
     main = threading.get_ident()
     timer = threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT))
     started, children = time.monotonic(), {child.pid for child in psutil.Process().children()}
-    threads = {*threading.enumerate()}
     timer.start()
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -346,9 +272,6 @@ def test_ctrl_c_ends_the_rendering_and_leaves_nothing() -> None:
         signal.signal(signal.SIGINT, before)
     assert time.monotonic() - started < 2
     assert {child.pid for child in psutil.Process().children()} <= children
-    for thread in {*threading.enumerate()} - threads:  # the timer of the rendering is gone, or going
-        thread.join(timeout=2)
-        assert not thread.is_alive()
 
 
 def test_the_environment_and_the_folder_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,41 +283,32 @@ def test_the_environment_and_the_folder_do_not_matter(tmp_path: Path, monkeypatc
     assert rendered("{{ messages[0].content }}") == "Hi"
 
 
-def test_open_files_and_limits_of_this_process_stay(tmp_path: Path) -> None:
-    limits = [resource.getrlimit(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_FSIZE)]
-    opened = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
-    for template in ("{{ messages[0].content }}", "{{ nothing() }}"):
-        with suppress(ModelError):
-            rendered(template)
-    assert limits == [
-        resource.getrlimit(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_FSIZE)
-    ]
-    assert opened == (len(os.listdir("/proc/self/fd")) if opened else 0)
+def other_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    other = tmp_path / "python"
+    other.write_text(script)
+    other.chmod(0o755 if script else 0o644)
+    monkeypatch.setattr(sys, "executable", str(other))
 
 
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        (None, "cannot start"),  # no interpreter, or a frozen program
         ("", "cannot start"),  # a file that cannot be executed
         ("#!/bin/sh\nexit 1\n", "cannot start"),
         ("#!/bin/sh\nexit 0\n", "the chat template failed"),
-        ("#!/bin/sh\necho '[1]'\n", "the chat template failed"),
-        ("#!/bin/sh\nexec yes '{'\n", "the chat template failed"),
         ("#!/bin/sh\nkill -SEGV $$\n", "the chat template failed"),
     ],
 )
-def test_whatever_the_process_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, words: str
-) -> None:
-    other = tmp_path / "python"
-    other.write_text(script or "")
-    other.chmod(0o755 if script else 0o644)
-    monkeypatch.setattr(sys, "executable", "" if script is None else str(other))
-    with pytest.raises(ModelError) as error:
+def test_whatever_the_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, words: str) -> None:
+    other_python(tmp_path, monkeypatch, script)
+    with pytest.raises(ModelError, match=words) as error:
         rendered("{{ messages[0].content }}")
-    assert words in one_line(error)
-    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    one_line(error)
+
+
+@pytest.mark.parametrize(("name", "value"), [("executable", ""), ("frozen", True)])
+def test_a_program_without_an_interpreter(monkeypatch: pytest.MonkeyPatch, name: str, value: object) -> None:
+    monkeypatch.setattr(sys, name, value, raising=False)
     with pytest.raises(ModelError, match="cannot start"):
         rendered("{{ messages[0].content }}")
 
@@ -402,10 +316,7 @@ def test_whatever_the_process_does(
 def test_a_process_that_gets_no_processor_is_no_fault_of_the_template(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = tmp_path / "python"
-    other.write_text("#!/bin/sh\nexec sleep 60\n")
-    other.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(other))
+    other_python(tmp_path, monkeypatch, "#!/bin/sh\nexec sleep 60\n")
     monkeypatch.setattr(chat, "MOST_WAITED", 0.2)
     with pytest.raises(LceError, match="the machine is too busy; try again"):
         rendered("{{ messages[0].content }}")
@@ -417,18 +328,6 @@ def test_long_messages_are_within_the_bounds() -> None:
     assert len(rendered(template, [("user", document)])) == len(document) + 1
     over_characters = "{% for part in messages[0].content %}{% if part.type == 'image' %}!{% endif %}{% endfor %}"
     assert rendered(over_characters, [("user", document[:1_000_000])]) == ""
-
-
-def test_choosing_a_template() -> None:
-    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
-    assert choose_template(None) is None
-    assert choose_template("plain") == "plain"
-    assert choose_template(named) == "D"
-    assert choose_template(named[:1]) is None
-    for wrong in (3, {"default": "D"}, [3], [{"name": "default", "template": 3}]):
-        with pytest.raises(ModelError) as error:
-            choose_template(wrong)
-        assert "expected a string" in one_line(error)
 
 
 @pytest.fixture
@@ -449,15 +348,6 @@ def test_a_tokenizer_chats_and_adds_no_second_bos(folder: Path) -> None:
     assert tokenizer.encode("hi") == [0, 3]
 
 
-def test_where_a_template_is_found(folder: Path) -> None:
-    turns = messages([("user", "hi")])
-    (folder / "chat_template.json").write_text('{"chat_template": "json"}')
-    assert Tokenizer.from_folder(folder).chat(turns) == "json"
-    (folder / "chat_template.jinja").write_text("jinja{{ '!' if add_generation_prompt }}")
-    assert Tokenizer.from_folder(folder).chat(turns) == "jinja!"
-    assert Tokenizer.from_folder(folder).chat(turns, add_generation_prompt=False) == "jinja"
-
-
 def test_a_tokenizer_without_a_template(folder: Path) -> None:
     (folder / "tokenizer_config.json").unlink()
     tokenizer = Tokenizer.from_folder(folder)
@@ -468,12 +358,7 @@ def test_a_tokenizer_without_a_template(folder: Path) -> None:
         assert "has no chat template: it continues text; use generate" in one_line(error)
 
 
-# Control tokens that are written out in a message
-
-
 ECHO = "{% for message in messages %}{{ bos_token ~ message.content ~ eos_token }}{% endfor %}"
-
-
 WRITTEN = ["<s>", "</s>", "<|begin|>", "<|end|>", "<|eot|>", "<unk>", "<", "s>", "|end|>", " ", "a", "é", "\n"]
 
 

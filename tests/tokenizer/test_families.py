@@ -177,14 +177,8 @@ def library_of(kind: str) -> tokenizers.Tokenizer:
 
 def config_of(kind: str) -> dict[str, Any]:
     if kind == "ministral3":
-        return {
-            "bos_token": "<s>",
-            "eos_token": "</s>",
-            "unk_token": "<unk>",
-            "pad_token": "<pad>",
-            "extra_special_tokens": ["[INST]", "[/INST]"],
-            "tokenizer_class": "TokenizersBackend",
-        }
+        names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+        return names | {"extra_special_tokens": ["[INST]", "[/INST]"]}
     library = library_of(kind)
     added = {
         str(token_id): {"content": token.content, "normalized": False, "special": token.special}
@@ -199,14 +193,7 @@ def config_of(kind: str) -> dict[str, Any]:
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
         "unk_token": None,
-        "tokenizer_class": "Qwen2Tokenizer",
     }
-
-
-@pytest.fixture(scope="module", params=TEMPLATES)
-def kind(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
 
 
 @pytest.fixture(scope="module")
@@ -237,6 +224,7 @@ def oracle_of(folder: Path, kind: str) -> Any:
     )
 
 
+@pytest.mark.parametrize("kind", TEMPLATES)
 @pytest.mark.parametrize("text", TEXTS)
 def test_ids_and_text_as_transformers(folders: dict[str, Path], kind: str, text: str) -> None:
     tokenizer, oracle = Tokenizer.from_folder(folders[kind]), oracle_of(folders[kind], kind)
@@ -271,19 +259,6 @@ def test_chats_as_transformers(folders: dict[str, Path], kind: str, name: str, p
     assert ids.count(1 if kind == "ministral3" else -1) == (kind == "ministral3")  # one BOS, or none
 
 
-def test_qwen_by_hand(folders: dict[str, Path]) -> None:
-    hi = [{"role": "user", "content": "Hi"}]
-    asked = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    system = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
-    assert Tokenizer.from_folder(folders["qwen2.5"]).chat(hi) == system + asked
-    assert Tokenizer.from_folder(folders["qwen3"]).chat(hi) == asked
-    thoughts = CONVERSATIONS["thoughts"]
-    assert Tokenizer.from_folder(folders["qwen3"]).chat(thoughts, add_generation_prompt=False) == (
-        "<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
-        "<|im_start|>user\nAnd 2 + 2?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n4<|im_end|>\n"
-    )
-
-
 @pytest.mark.parametrize("kind", ["qwen2.5", "qwen3"])
 def test_qwen_has_no_bos_and_composes_characters(folders: dict[str, Path], kind: str) -> None:
     tokenizer = Tokenizer.from_folder(folders[kind])
@@ -292,12 +267,6 @@ def test_qwen_has_no_bos_and_composes_characters(folders: dict[str, Path], kind:
     assert tokenizer.decode(tokenizer.encode("cafe\u0301")) == "caf\u00e9"
     with pytest.raises(UsageError, match="no BOS token"):
         tokenizer.encode("Hi", bos=True)
-
-
-def test_thoughts_are_shown_and_turns_are_not(folders: dict[str, Path]) -> None:
-    tokenizer = Tokenizer.from_folder(folders["qwen3"])
-    ids = tokenizer.encode("<think>\nHm.\n</think>\n\nYes.<|im_end|>")
-    assert tokenizer.decode(ids) == "<think>\nHm.\n</think>\n\nYes."
 
 
 @pytest.mark.parametrize(("kind", "model_type"), [("qwen2.5", "qwen2"), ("qwen3", "qwen3")])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lce.errors import ModelError
-from lce.files import MAX_FILE_BYTES, read_file
+from lce.files import MAX_FILE_BYTES
 from lce.tokenizer.files import TokenizerConfig
 from lce.tokenizer.tokenizer import BYTES_A_TOKEN, Tokenizer
 from tests.vocabularies import one_line, write_json
@@ -49,18 +49,11 @@ def test_the_place_of_the_chat_template(tmp_path: Path) -> None:
     assert TokenizerConfig.read(tmp_path).chat_template == "jinja é"
 
 
-def test_a_file_is_its_bytes_or_none(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"\x00bytes")
-    assert read_file(tmp_path / "file") == b"\x00bytes"
-    assert read_file(tmp_path / "none") is None
-    (tmp_path / "folder").mkdir()
-    for name in ("folder", "fifo", "broken"):
-        if name == "fifo":
-            os.mkfifo(tmp_path / name)
-        elif name == "broken":
-            (tmp_path / name).symlink_to("nowhere")
-        with pytest.raises(ModelError, match=r"expected a regular file|No such file"):
-            read_file(tmp_path / name)
+def test_a_list_of_chat_templates(tmp_path: Path) -> None:
+    listed = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    for value, chosen in ((listed, "D"), (listed[:1], None)):
+        write_json(tmp_path, "tokenizer_config.json", {"chat_template": value})
+        assert TokenizerConfig.read(tmp_path).chat_template == chosen
 
 
 WRONG_FILES: list[tuple[str, bytes]] = [
@@ -84,6 +77,9 @@ WRONG_FILES: list[tuple[str, bytes]] = [
     ("tokenizer_config.json", b'{"added_tokens_decoder": {"x": {"content": "a"}}}'),
     ("tokenizer_config.json", b'{"added_tokens_decoder": {"3": {}}}'),
     ("tokenizer_config.json", b'{"chat_template": 3}'),
+    ("tokenizer_config.json", b'{"chat_template": {"default": "D"}}'),
+    ("tokenizer_config.json", b'{"chat_template": [3]}'),
+    ("tokenizer_config.json", b'{"chat_template": [{"name": "default", "template": 3}]}'),
     ("special_tokens_map.json", b"\x00"),
     ("added_tokens.json", b'{"a": "b"}'),
     ("added_tokens.json", b'{"a": -1}'),

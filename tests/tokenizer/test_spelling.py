@@ -12,46 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from lce.errors import ModelError
-from lce.tokenizer.spelling import Spelling
 from lce.tokenizer.tokenizer import Tokenizer
 from tests.vocabularies import KINDS, byte_ids, byte_level_library, one_line
-
-
-@pytest.mark.parametrize(
-    ("spelling", "token", "first", "expected"),
-    [
-        (Spelling(form="byte_level"), "Ġé", True, b" \xe9"),
-        (Spelling(form="byte_level"), "日", True, "日".encode()),
-        (Spelling((("▁", " "),), form="byte_fallback"), "▁the", False, b" the"),
-        (Spelling((("▁", " "),), form="byte_fallback"), "<0xE2>", False, b"\xe2"),
-        (Spelling((("▁", " "),), first_drops="▁"), "▁the", True, b"the"),
-        (Spelling((("▁", " "),), first_drops="▁"), "▁the", False, b" the"),
-        (Spelling(separator=" "), "fox", True, b"fox"),
-        (Spelling(separator=" "), "fox", False, b" fox"),
-    ],
-)
-def test_the_bytes_of_a_token(spelling: Spelling, token: str, first: bool, expected: bytes) -> None:
-    assert spelling.bytes_of(token, first) == expected
-
-
-def test_llama_2s_decoder() -> None:
-    steps = [
-        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-        {"type": "ByteFallback"},
-        {"type": "Fuse"},
-        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
-    ]
-    spelling = Spelling.of_decoder({"type": "Sequence", "decoders": steps})
-    assert spelling == Spelling((("▁", " "),), form="byte_fallback", strip=" ", strip_count=1, fused=True)
-    assert spelling.errors == "lce.replace_each_byte"
-
-
-@pytest.mark.parametrize("raw", [b"\xe2\x82", b"a\xffb", b"\xf0\x9f\x98"])
-def test_one_replacement_a_byte(raw: bytes) -> None:
-    broken = sum(byte >= 0x80 for byte in raw)
-    assert raw.decode("utf-8", Spelling(form="byte_fallback").errors).count("\ufffd") == broken
-    assert raw.decode("utf-8", Spelling(form="byte_level").errors).count("\ufffd") == 1
-
 
 fixtures_are_shared = settings(
     max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]

@@ -14,7 +14,7 @@ from tokenizers import processors
 from lce.errors import DataError, ModelError, UsageError
 from lce.tokenizer.tokenizer import Tokenizer, checked_ids
 from tests.command import output
-from tests.vocabularies import KINDS, TEXTS, byte_ids, one_line, write_json
+from tests.vocabularies import KINDS, TEXTS, one_line, write_json
 
 
 def streamed(tokenizer: Tokenizer, ids: list[int], skip_special: bool = True) -> list[str]:
@@ -29,24 +29,13 @@ def test_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_llama2_known_ids(llama2: Tokenizer) -> None:
-    assert llama2.encode("Hello this is a test") == [1, 15043, 445, 338, 263, 1243]
-    assert (llama2.vocab_size, llama2.bos_id, llama2.eos_ids) == (32000, 1, (2,))
-    assert (llama2.bos_token, llama2.eos_token, llama2.chat_template) == ("<s>", "</s>", None)
-
-
 def test_bos_by_the_tokenizers_own_rule_or_forced(made: dict[str, Tokenizer]) -> None:
     for kind in ("byte_level", "llama", "sentencepiece"):
         tokenizer = made[kind]
         plain = tokenizer.encode("a fox", bos=False)
         assert tokenizer.bos_id not in plain
         assert tokenizer.encode("a fox") == tokenizer.encode("a fox", bos=True) == [tokenizer.bos_id, *plain]
-
-
-def test_bos_is_never_doubled(made: dict[str, Tokenizer]) -> None:
-    for kind in ("byte_level", "llama", "sentencepiece"):
-        tokenizer = made[kind]
-        for bos in (None, True, False):
+        for bos in (None, True, False):  # never doubled
             ids = tokenizer.encode(f"{tokenizer.bos_token}a fox", bos=bos)
             assert [index for index, token_id in enumerate(ids) if token_id == tokenizer.bos_id] == [0]
 
@@ -120,13 +109,6 @@ fixtures_are_shared = settings(
 
 @fixtures_are_shared
 @given(data=st.data(), skip=st.booleans())
-def test_the_stream_is_decode(tokenizer: Tokenizer, data: st.DataObject, skip: bool) -> None:
-    ids = data.draw(ids_of(tokenizer))
-    assert "".join(streamed(tokenizer, ids, skip)) == tokenizer.decode(ids, skip_special=skip)
-
-
-@fixtures_are_shared
-@given(data=st.data(), skip=st.booleans())
 def test_decode_is_the_librarys(
     made: dict[str, Tokenizer], folders: dict[str, Path], data: st.DataObject, skip: bool
 ) -> None:
@@ -146,21 +128,6 @@ def test_no_piece_holds_half_a_character(tokenizer: Tokenizer, text: str) -> Non
     assert not any("\ufffd" in piece for piece in pieces)
     for before, after in pairwise(range(len(ids) + 1)):
         assert tokenizer.decode(ids[:after]).startswith("".join(pieces[:before]))
-
-
-def test_finish_completes_what_is_left(made: dict[str, Tokenizer]) -> None:
-    stream = made["sentencepiece"].stream()
-    assert [stream.push(token_id) for token_id in byte_ids(b"a\xf0\x9f\x98")] == ["a", "", "", ""]
-    assert stream.finish() == "\ufffd" * 3
-    assert stream.finish() == ""
-
-
-def test_streams_do_not_share_anything(made: dict[str, Tokenizer]) -> None:
-    tokenizer = made["sentencepiece"]
-    one, two = tokenizer.stream(), tokenizer.stream()
-    smile = byte_ids("😀".encode())
-    assert [one.push(smile[0]), two.push(smile[0]), one.push(smile[1]), two.push(smile[1])] == [""] * 4
-    assert [one.push(smile[2]), one.push(smile[3]), two.push(smile[2]), two.push(smile[3])] == ["", "😀", "", "😀"]
 
 
 def test_larger_than_the_embedding(folders: dict[str, Path]) -> None:

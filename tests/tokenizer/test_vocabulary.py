@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +18,21 @@ from tokenizers import models
 
 from lce.errors import DataError, ModelError
 from lce.tokenizer.tokenizer import Tokenizer
-from lce.tokenizer.vocabulary import JsonVocabulary, SentencePieceVocabulary, Vocabulary
-from tests.vocabularies import LLAMA2, TEXTS, byte_level_library, merges_of, one_line, write_json
+from tests.vocabularies import LLAMA2, TEXTS, merges_of, one_line, write_json
+
+Changed = Callable[[Mapping[str, Any]], Path]
 
 
-def test_a_json_vocabulary() -> None:
-    raw = byte_level_library().to_str().encode()
-    vocabulary: Vocabulary = JsonVocabulary(raw, Path("tokenizer.json"), ["<|tool|>", "<|not in it|>"])
-    assert (vocabulary.prefix, vocabulary.suffix, vocabulary.bos_id, vocabulary.eos_id) == ([0], [], 0, None)
-    assert (vocabulary.id_of("<|end|>"), vocabulary.token(1)) == (1, "<|end|>")
-    assert vocabulary.special == {0, 1, 2, vocabulary.id_of("<|tool|>")}
-    assert vocabulary.id_of("<|not in it|>") is None
-    assert vocabulary.token(vocabulary.size) is None
+@pytest.fixture
+def changed(folders: dict[str, Path], tmp_path: Path) -> Changed:
+    """Makes a folder of the byte-level tokenizer with changes in its file."""
+    content = json.loads((folders["byte_level"] / "tokenizer.json").read_bytes())
 
+    def change(changes: Mapping[str, Any]) -> Path:
+        write_json(tmp_path, "tokenizer.json", content | changes)
+        return tmp_path
 
-def test_a_sentencepiece_vocabulary(tiny_sentencepiece: bytes) -> None:
-    path = Path("tokenizer.model")
-    vocabulary: Vocabulary = SentencePieceVocabulary(tiny_sentencepiece, path, ["<tool>"], {"<tool>": 402}, True)
-    assert (vocabulary.prefix, vocabulary.suffix, vocabulary.bos_id, vocabulary.eos_id) == ([1], [], 1, 2)
-    assert (vocabulary.size, vocabulary.token(402), vocabulary.token(401)) == (403, "<tool>", None)
-    assert vocabulary.special == {0, 1, 2, 402}
-    assert vocabulary.encode("<tool></s>") == [402, 2]
+    return change
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -112,22 +107,15 @@ def test_space_only_before_the_text_itself(tiny_sentencepiece: bytes, tmp_path: 
     assert before_text.decode(before_text.encode("<s>a</s>b")) == "ab"
 
 
-def test_merges_are_not_dropped_at_random(folders: dict[str, Path], tmp_path: Path) -> None:
-    content = json.loads((folders["byte_level"] / "tokenizer.json").read_bytes())
-    write_json(tmp_path, "tokenizer.json", content | {"model": content["model"] | {"dropout": 0.9}})
-    text = "The quick brown fox jumps over the lazy dog. " * 9
-    expected = Tokenizer.from_folder(folders["byte_level"]).encode(text)
-    assert Tokenizer.from_folder(tmp_path).encode(text) == expected
-
-
-def test_truncation_and_padding_of_the_file_are_ignored(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_dropout_truncation_and_padding_of_the_file_are_ignored(folders: dict[str, Path], tmp_path: Path) -> None:
     library = tokenizers.Tokenizer.from_file(str(folders["byte_level"] / "tokenizer.json"))
     library.enable_truncation(8)
     library.enable_padding(length=64)
+    library.model.dropout = 0.9
     library.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer.from_folder(tmp_path)
-    assert tokenizer.decode(tokenizer.encode("brown fox " * 50)) == "brown fox " * 50
-    assert len(tokenizer.encode("fox")) < 8
+    plain, tokenizer = (Tokenizer.from_folder(folder) for folder in (folders["byte_level"], tmp_path))
+    for text in ("fox", "The quick brown fox jumps over the lazy dog. " * 9):
+        assert tokenizer.encode(text) == plain.encode(text)
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
@@ -177,6 +165,8 @@ def split(pattern: str) -> dict[str, Any]:
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 
 
+WORDPIECE = {"type": "WordPiece", "vocab": {"a": 0}, "unk_token": "a", "max_input_chars_per_word": 1001}
+WORDPIECE |= {"continuing_subword_prefix": "##"}
 BEYOND = r"puts the id {} around every text, but there are only ids 0 to 388"
 HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"post_processor": template([389], "SA")}, BEYOND.format(389)),
@@ -186,24 +176,13 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"post_processor": template([0], "AA")}, "its post-processor changes the text itself"),
     ({"post_processor": template([0], "ASA")}, "its post-processor changes the text itself"),
     ({"post_processor": template([0] * 65, "SA")}, "its post-processor adds 65 tokens to every text"),
-    (
-        {
-            "model": {"type": "WordPiece", "vocab": {"a": 0}, "unk_token": "a", "max_input_chars_per_word": 1001}
-            | {"continuing_subword_prefix": "##"}
-        },
-        "max_input_chars_per_word is 1001; expected at most 1000",
-    ),
+    ({"model": WORDPIECE}, "max_input_chars_per_word is 1001; expected at most 1000"),
     ({"post_processor": template([0] * 9999, "S" * 9999 + "A")}, "its post-processor adds 99980001 tokens to every"),
     (sequence("normalizer", replacing("a", "a" * 10, 9)), "the tokenizer's normalizer makes a text more than 64 times"),
     (sequence("normalizer", replacing("", "x" * 64)), "the tokenizer's normalizer makes a text more than 64 times"),
     ({"normalizer": {"type": "Prepend", "prepend": "x" * 65}}, "adds more than 64 characters at once"),
     (
-        {
-            "normalizer": {
-                "type": "Sequence",
-                "normalizers": [sequence("normalizer", replacing("a", "a" * 10, 9))["normalizer"]],
-            }
-        },
+        sequence("normalizer", [sequence("normalizer", replacing("a", "a" * 10, 9))["normalizer"]]),
         "the tokenizer's normalizer makes a text more than 64 times",
     ),
     (sequence("decoder", replacing("a", "a" * 10, 9)), "the tokenizer's decoder makes a text more than 64 times"),
@@ -228,46 +207,37 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("change", "message"), HOSTILE)
 def test_files_that_would_fail_later_are_refused_when_they_are_read(
-    folders: dict[str, Path], tmp_path: Path, change: dict[str, Any], message: str
+    changed: Changed, change: dict[str, Any], message: str
 ) -> None:
-    content = json.loads((folders["byte_level"] / "tokenizer.json").read_bytes())
-    write_json(tmp_path, "tokenizer.json", content | change)
     with pytest.raises(ModelError, match=message) as error:
-        Tokenizer.from_folder(tmp_path)
+        Tokenizer.from_folder(changed(change))
     assert len(one_line(error)) < 600
 
 
 @pytest.mark.parametrize("pattern", [r"\\\\1a", r"(?i:'s|'t)|\s+(?!\S)|\p{N}{1,3}", r"(?:a)(b)"])
-def test_patterns_that_only_look_alike_are_read(folders: dict[str, Path], tmp_path: Path, pattern: str) -> None:
-    content = json.loads((folders["byte_level"] / "tokenizer.json").read_bytes())
-    steps = sequence("pre_tokenizer", [split(pattern), BYTE_LEVEL])
-    write_json(tmp_path, "tokenizer.json", content | steps)
-    assert Tokenizer.from_folder(tmp_path).encode("fox")
+def test_patterns_that_only_look_alike_are_read(changed: Changed, pattern: str) -> None:
+    folder = changed(sequence("pre_tokenizer", [split(pattern), BYTE_LEVEL]))
+    assert Tokenizer.from_folder(folder).encode("fox")
 
 
-def test_a_step_that_is_written_with_escapes_is_found_too(folders: dict[str, Path], tmp_path: Path) -> None:
-    content = json.loads((folders["byte_level"] / "tokenizer.json").read_bytes())
-    text = json.dumps(content | sequence("normalizer", replacing("a", "a" * 10, 9)))
-    (tmp_path / "tokenizer.json").write_text(text.replace("Replace", "Repl\\u0061ce"))
+def test_a_step_that_is_written_with_escapes_is_found_too(changed: Changed) -> None:
+    file = changed(sequence("normalizer", replacing("a", "a" * 10, 9))) / "tokenizer.json"
+    file.write_text(file.read_text().replace("Replace", "Repl\\u0061ce"))
     with pytest.raises(ModelError, match="the tokenizer's normalizer makes a text more than 64 times"):
-        Tokenizer.from_folder(tmp_path)
+        Tokenizer.from_folder(file.parent)
 
 
 @pytest.mark.parametrize("single", ["A", "SA", "AS", "SAS"])
-def test_a_post_processor_gives_what_the_library_gives(folders: dict[str, Path], tmp_path: Path, single: str) -> None:
-    content = json.loads((folders["byte_level"] / "tokenizer.json").read_bytes())
-    write_json(tmp_path, "tokenizer.json", content | {"post_processor": template([1, 2], single)})
-    library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+def test_a_post_processor_gives_what_the_library_gives(changed: Changed, single: str) -> None:
+    folder = changed({"post_processor": template([1, 2], single)})
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     for text in ("", "a fox", "日本語"):
-        assert Tokenizer.from_folder(tmp_path).encode(text) == library.encode(text).ids
+        assert Tokenizer.from_folder(folder).encode(text) == library.encode(text).ids
 
 
-def test_a_panic_at_a_text_is_an_error_of_that_text(folders: dict[str, Path], tmp_path: Path) -> None:
-    """A regular expression that gives up, and a panic that no probe met."""
-    content = json.loads((folders["byte_level"] / "tokenizer.json").read_bytes())
+def test_a_regular_expression_that_gives_up_is_an_error_of_the_text(changed: Changed) -> None:
     runaway = {"type": "Replace", "pattern": {"Regex": "(q+)+$"}, "content": ""}
-    write_json(tmp_path, "tokenizer.json", content | {"normalizer": runaway})
-    tokenizer = Tokenizer.from_folder(tmp_path)
+    tokenizer = Tokenizer.from_folder(changed({"normalizer": runaway}))
     assert tokenizer.encode("fox")
     with pytest.raises(DataError, match=r"cannot encode this text: .*retry-limit") as error:
         tokenizer.encode("q" * 60 + "!")
