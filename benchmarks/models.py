@@ -41,7 +41,7 @@ def make_checkpoint(folder: Path, shape: dict[str, int], dtype: str, window: int
     from safetensors.torch import save_file
 
     from lce.models.registry import model_class, read_config
-    from lce.weights.source import DEMO, Folder
+    from lce.weights.source import DEMO, Source
 
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -61,7 +61,7 @@ def make_checkpoint(folder: Path, shape: dict[str, int], dtype: str, window: int
         shutil.copy(DEMO / name, folder / name)
     torch.manual_seed(0)
     kind = getattr(torch, dtype)
-    model = read_config(Folder(folder))
+    model = read_config(Source(folder))
     tensors = {
         name: torch.ones(size, dtype=kind) if len(size) == 1 else torch.empty(size, dtype=kind).normal_(std=0.02)
         for name, size in model_class(model).weights(model).values()

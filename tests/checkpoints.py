@@ -16,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
 from lce.models.registry import model_class, read_config
-from lce.weights.source import Folder
+from lce.weights.source import Source
 
 VOCAB = 300
 TINY: dict[str, Any] = {
@@ -49,7 +49,7 @@ def save_tiny(folder: Path, seed: int = 0, **changes: Any) -> Path:
     config = TINY | changes
     _write(folder, "config.json", config)
     random = torch.Generator().manual_seed(seed)
-    read = read_config(Folder(folder))
+    read = read_config(Source(folder))
     weights = {name: _random(shape, random) for name, shape in model_class(read).weights(read).values()}
     dtype = getattr(torch, config["torch_dtype"])
     save_file({name: x.to(dtype) for name, x in weights.items()}, folder / "model.safetensors", {"format": "pt"})

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -89,22 +90,6 @@ def difference(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max())
 
 
-def assert_same_logits(saved: Saved) -> None:
-    """As transformers, in one block and in several."""
-    truth = saved.logits
-    for block in (None, 1, 7, 64):
-        logits = lce.load(saved.folder, block=block).logits(saved.ids)
-        assert logits.shape == (N, VOCAB)
-        assert logits.dtype == torch.float32
-        assert difference(logits, truth) <= 1e-4, block
-
-
-def assert_kind_matters(saved: Saved, to: Path) -> None:
-    """Without what makes the kind, the logits are others: equality above proves that it is there."""
-    folder = edited(saved.folder, to, saved.kind.matters)
-    assert difference(lce.load(folder).logits(saved.ids), saved.logits) > 0.05
-
-
 def assert_every_bias_matters(folder: Path, kind: Kind, n_biases: int) -> None:
     """Every bias that is declared is added: each one, changed alone, changes the logits."""
     model = save_by_transformers(folder, kind.build())
@@ -124,42 +109,65 @@ def assert_every_bias_matters(folder: Path, kind: Kind, n_biases: int) -> None:
     assert difference(before, logits_of(model, ids)) <= 1e-4
 
 
-def assert_bfloat16_as_close(folder: Path, saved: Saved) -> None:
-    """Logits have a spread of 1.7; bfloat16 puts them 0.03 to 0.05 off on average, in transformers as here.
-
-    A mean is compared, because a single logit may be ten times as far off in either. The bound is 1.25 of theirs.
-    """
-    model = save_by_transformers(folder, saved.kind.build()).to(torch.bfloat16)
-    model.save_pretrained(folder)
-    truth = lce.load(folder, dtype="float32").logits(saved.ids)
-    ours, theirs = lce.load(folder).logits(saved.ids), logits_of(model, saved.ids)
-    assert (ours - truth).abs().mean() <= 1.25 * (theirs - truth).abs().mean()
-    assert (ours - truth).abs().mean() <= 0.1
-    assert (ours != truth).any(), "bfloat16 was asked for by the checkpoint"
-
-
 def generated(model: Any, prompt: list[int], n: int, ends: list[int]) -> list[int]:
     """What transformers' own loop writes."""
     ids = torch.tensor([prompt])
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=n,
-        do_sample=False,
-        eos_token_id=ends,
-        pad_token_id=0,
-    )
+    options = {"max_new_tokens": n, "do_sample": False, "eos_token_id": ends, "pad_token_id": 0}
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     tokens: list[int] = out[0, len(prompt) :].tolist()
     return tokens
 
 
-def assert_same_greedy_tokens(folder: Path, kind: Kind) -> None:
-    model = save_by_transformers(folder, kind.build(), seed=3)
-    prompt = list(range(5, 85))
-    theirs = generated(model, prompt, 60, [1])
-    ours = lce.load(folder, block=32).generate(prompt, max_tokens=60)
-    assert ours.token_ids == [token for token in theirs if token != 1]
-    assert len(set(theirs)) > 10
+class FamilyTests:
+    """The tests of a family: a class that derives from this one names `kinds`, and those whose text is compared."""
+
+    kinds: Mapping[str, Kind]
+    greedy: Sequence[str]
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        for name, values in {"saved": list(self.kinds), "writer": self.greedy}.items():
+            if name in metafunc.fixturenames:
+                metafunc.parametrize(name, values, indirect=name == "saved")
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def saved(cls, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+        return save_kind(tmp_path_factory.mktemp(request.param), cls.kinds[request.param])
+
+    def test_same_logits_as_transformers(self, saved: Saved) -> None:
+        """In one block and in several."""
+        truth = saved.logits
+        for block in (None, 1, 7, 64):
+            logits = lce.load(saved.folder, block=block).logits(saved.ids)
+            assert logits.shape == (N, VOCAB)
+            assert logits.dtype == torch.float32
+            assert difference(logits, truth) <= 1e-4, block
+
+    def test_what_makes_the_kind_makes_a_difference(self, saved: Saved, tmp_path: Path) -> None:
+        """Without what makes the kind, the logits are others: equality above proves that it is there."""
+        folder = edited(saved.folder, tmp_path / "edited", saved.kind.matters)
+        assert difference(lce.load(folder).logits(saved.ids), saved.logits) > 0.05
+
+    def test_bfloat16_stays_as_close_as_transformers(self, saved: Saved, tmp_path: Path) -> None:
+        """Logits have a spread of 1.7; bfloat16 puts them 0.03 to 0.05 off on average, in transformers as here.
+
+        A mean is compared, because a single logit may be ten times as far off in either. The bound is 1.25 of theirs.
+        """
+        model = save_by_transformers(tmp_path, saved.kind.build()).to(torch.bfloat16)
+        model.save_pretrained(tmp_path)
+        truth = lce.load(tmp_path, dtype="float32").logits(saved.ids)
+        ours, theirs = lce.load(tmp_path).logits(saved.ids), logits_of(model, saved.ids)
+        assert (ours - truth).abs().mean() <= 1.25 * (theirs - truth).abs().mean()
+        assert (ours - truth).abs().mean() <= 0.1
+        assert (ours != truth).any(), "bfloat16 was asked for by the checkpoint"
+
+    def test_greedy_tokens_as_transformers_generates(self, writer: str, tmp_path: Path) -> None:
+        model = save_by_transformers(tmp_path, self.kinds[writer].build(), seed=3)
+        prompt = list(range(5, 85))
+        theirs = generated(model, prompt, 60, [1])
+        ours = lce.load(tmp_path, block=32).generate(prompt, max_tokens=60)
+        assert ours.token_ids == [token for token in theirs if token != 1]
+        assert len(set(theirs)) > 10
 
 
 def assert_equals_the_oracle(engine: lce.Engine, ids: list[int], **knobs: object) -> None:

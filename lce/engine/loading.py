@@ -29,7 +29,7 @@ from lce.sizes import count
 from lce.system import keep_freed_memory, uses_threads
 from lce.weights.checkpoint import Checkpoint
 from lce.weights.packed import Scheme, all_schemes, scheme_of
-from lce.weights.reading import allocate
+from lce.weights.safetensors_file import allocate
 from lce.weights.source import source_of
 
 MOST_THREADS = 1024  # more than any machine has cores

@@ -14,7 +14,7 @@ from lce.methods import registry
 from lce.methods.base import Method
 from lce.methods.step import ModelFacts
 from lce.models.config import ModelConfig, RopeConfig
-from lce.weights.source import Folder
+from lce.weights.source import Source
 
 INSIDE = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))  # lce, and torch's decorators around it
 FIRST = ("longheads", "dca", "esa")  # methods that the warning names first
@@ -48,7 +48,7 @@ def beyond(method: Method, config: ModelConfig, window: int, rope: RopeConfig, n
 @functools.cache
 def _unlimited(config: ModelConfig, window: int, rope: RopeConfig) -> tuple[str, ...]:
     """Return the names of the methods that by default read texts of any length with a model."""
-    found, facts = [], ModelFacts(Folder(Path()), config, window, rope, plan_only=True)
+    found, facts = [], ModelFacts(Source(Path()), config, window, rope, plan_only=True)
     for name in registry.available():
         try:
             method = registry.make(name)

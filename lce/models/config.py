@@ -1,46 +1,153 @@
 """The fields of config.json that all model families share, checked in full; registry.py finds the family.
 
 Both published layouts are read: `rope_theta` beside `rope_scaling` with `torch_dtype` (transformers 4), and
-`rope_parameters` with `dtype` (transformers 5). An optional key that is missing takes transformers' default for that
-family; the family declares those defaults. A missing size is refused, and so is every value that lce cannot run. The
-error is a ModelError of one line: the file, the key, its value, what was expected, what to do. No torch here.
+`rope_parameters` with `dtype` (transformers 5). An optional key that is missing takes transformers' default for the
+family. A missing size is a ModelError, and so is every value that lce cannot run. No torch here.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lce.errors import shown
-from lce.models.fields import Fields
+from lce.errors import ModelError, shown
 
 ROPE_KINDS = ("none", "linear", "ntk", "dynamic", "yarn", "llama3")
 DTYPES = ("float32", "bfloat16", "float16")
 LAYER_TYPES = ("full_attention", "sliding_attention")
+_OF_SCALING = {
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+}
 
 # Keys of other families' configs that change what a model computes, and the values at which they change nothing. A
 # model that has one is not the architecture that its name says.
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), (0,)),
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "query_pre_attn_scalar", "clip_qkv"), ()),
-    **dict.fromkeys(
-        ("logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier", "scale_emb"), (1,)
-    ),
+    **dict.fromkeys(("logit_scale", "logits_scaling", "embedding_multiplier"), (1,)),
+    **dict.fromkeys(("residual_multiplier", "scale_emb"), (1,)),
     **dict.fromkeys(("attention_multiplier", "scale_depth", "attention_chunk_size", "sliding_window_pattern"), ()),
     **dict.fromkeys(("no_rope_layers", "cross_attention_layers"), ([],)),
     **dict.fromkeys(("no_rope_layer_interval", "attn_temperature_tuning", "use_qk_norm", "qk_norm"), (0,)),
     **dict.fromkeys(("alibi", "parallel_attn", "use_parallel_residual", "attn_output_gate", "use_mrope"), (0,)),
 }
+# Limits that no published model comes near: a value beyond them means that the file is damaged or hostile.
+_RANGES: dict[str, tuple[float, float]] = {
+    "vocab_size": (1, 2**24),
+    "hidden_size": (1, 2**20),
+    "intermediate_size": (1, 2**22),
+    "num_hidden_layers": (1, 1024),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), (1, 4096)),
+    "head_dim": (1, 2**14),
+    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings", "sliding_window"), (1, 2**30)),
+    "rms_norm_eps": (1e-20, 1),
+    "rope_theta": (2, 10**15),
+    "factor": (1, 10**6),
+    **dict.fromkeys(("attention_factor", "beta_fast", "beta_slow"), (1e-6, 10**6)),
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), (1e-6, 10**6)),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), (0, 10**6)),
+    "partial_rotary_factor": (0, 1),
+}
+_REMEDY = "correct the file or download the checkpoint again"
+
+
+class Fields:
+    """A JSON object of a file, read by key. A wrong value is a ModelError.
+
+    A key that the file leaves out has its value in `defaults`, and so has a null; an `optional_` reader returns None
+    for a null. `within` are the limits of a key that only one family reads.
+    """
+
+    def __init__(self, where: str, values: Mapping[str, object], defaults: Mapping[str, object] | None = None) -> None:
+        self.where = where
+        self.values = values
+        self.defaults = defaults or {}
+
+    def refusal(self, key: str, expected: str, remedy: str = _REMEDY) -> ModelError:
+        got = "is missing"
+        if key in self.values:
+            got = f"is {shown(self.values[key])}"
+        elif key in self.defaults:
+            got += f", which means {shown(self.defaults[key])}"
+        return ModelError(f"{self.where}: {key} {got}; expected {expected}; {remedy}")
+
+    def optional_integer(self, key: str) -> int | None:
+        value = self.values.get(key, self.defaults.get(key))
+        return None if value is None else self._in_range(key, value, int)
+
+    def integer(self, key: str, within: tuple[int, int] | None = None) -> int:
+        value: int = self._in_range(key, self._filled(key), int, within)
+        return value
+
+    def optional_number(self, key: str) -> float | None:
+        value = self.values.get(key, self.defaults.get(key))
+        return None if value is None else float(self._in_range(key, value, float))
+
+    def number(self, key: str, default: float | None = None, within: tuple[float, float] | None = None) -> float:
+        return float(self._in_range(key, self._filled(key, default), float, within))
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self._filled(key, default)
+        if not isinstance(value, bool):
+            raise self.refusal(key, "true or false")
+        return value
+
+    def _filled(self, key: str, default: object = None) -> object:
+        """Return the value under `key`; for a key that is left out or null, its default."""
+        value = self.values.get(key)
+        return self.defaults.get(key, default) if value is None else value
+
+    def _in_range(self, key: str, value: Any, kind: type, within: tuple[float, float] | None = None) -> Any:
+        low, high = within or _RANGES[key]
+        if type(value) not in (int, kind) or not low <= value <= high:  # exact types: a bool is an int too
+            raise self.refusal(key, f"a {'whole ' if kind is int else ''}number from {low} to {high}")
+        return value
+
+    def text(self, key: str) -> str | None:
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, str):
+            raise self.refusal(key, "a string")
+        return value
+
+    def names(self, key: str) -> list[str]:
+        """Return the list of strings under `key`, empty where there is none."""
+        listed = [] if self.values.get(key) is None else self.values[key]
+        if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+            raise self.refusal(key, "a list of names")
+        return listed
+
+    def section(self, key: str) -> Fields:
+        """Return the object under `key`, empty where there is none. It must be flat: one for all layers."""
+        value = self._filled(key, {})
+        if not isinstance(value, dict) or any(isinstance(inner, dict) for inner in value.values()):
+            raise self.refusal(key, "null or one flat object for all layers")
+        return Fields(f"{self.where}: {key}", value)
+
+    def inner(self, key: str, inherited: Sequence[str]) -> Fields:
+        """Return the object under `key`, with those `inherited` keys that this object has itself."""
+        value = self.values.get(key)
+        if not isinstance(value, dict):
+            raise self.refusal(key, "an object")
+        shared = {name: self.values[name] for name in inherited if self.values.get(name) is not None}
+        return Fields(f"{self.where}: {key}", value | shared)
+
+    def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
+        """Return the ids under `key`, one or a list of them; empty where there are none."""
+        value = self.values.get(key)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+            raise self.refusal(key, f"token ids below the vocab_size of {vocab_size}")
+        return tuple(ids)
 
 
 @dataclass(frozen=True)
 class RopeConfig:
     """The base `theta` of the rotation, and the scaling that stretches it.
 
-    `original_window` is the window before scaling; None means the model's window. The next six fields belong to
-    YaRN and the last two to Llama 3.1; other kinds ignore them.
+    `original_window` is the window before scaling; None means the model's. Six fields are YaRN's, two Llama 3.1's.
     """
 
     kind: str = "none"
@@ -63,10 +170,8 @@ class ModelConfig:
 
     `biases` names the matrix products that have a bias, by our names of their weights ("q", "down"). `sliding_window`
     is None where every query attends every earlier key. `extra` holds numbers that only the model's own family reads.
-    `dtype` is the one that the file announces, if it does; `Checkpoint.dtype` reads the stored one. `eos_ids` are all
-    the tokens that end a text, those of generation_config.json first.
-
-    Weights are published under `weight_prefix`; `unused` are patterns of published names that the model does not use.
+    `dtype` is the announced one, which may be missing. `eos_ids` are all the tokens that end a text. Weights are
+    published under `weight_prefix`; `unused` are patterns of published names that the model does not use.
     """
 
     architecture: str
@@ -99,7 +204,7 @@ class ModelConfig:
         vocab_size = fields.integer("vocab_size")
         announced = fields.integer("max_position_embeddings")
         dual_chunk = fields.section("dual_chunk_attention_config")  # Qwen's: announces more than was trained
-        bos_id, eos_ids = _special_tokens(fields, generation, vocab_size)
+        bos_ids = _special_tokens("bos_token_id", (fields, generation), fields, vocab_size)
         return cls(
             architecture=architecture,
             vocab_size=vocab_size,
@@ -114,8 +219,8 @@ class ModelConfig:
             tied=fields.flag("tie_word_embeddings"),
             rope=_rope(fields, announced, head_dim),
             dtype=_dtype(fields),
-            bos_id=bos_id,
-            eos_ids=eos_ids,
+            bos_id=bos_ids[0] if bos_ids else None,
+            eos_ids=_special_tokens("eos_token_id", (generation, fields), fields, vocab_size),
             published=fields.values,
         )
 
@@ -129,38 +234,29 @@ class ModelConfig:
 
 
 def rope_section(fields: Fields) -> Fields:
-    """Return the RoPE scaling, in either layout: `rope_scaling` or `rope_parameters`. If a file has both, they must
-    agree.
-    """
+    """Return the RoPE scaling, in either layout: `rope_scaling` or `rope_parameters`. Refuse two that differ."""
     older, newer = fields.section("rope_scaling"), fields.section("rope_parameters")
     if not older.values or not fields.values.get("rope_parameters"):
         return older if older.values else newer
-    kinds = [{_kind(section.values)} - {None} for section in (older, newer)]
-    differing = ["rope_type"] if kinds[0] and kinds[1] and kinds[0] != kinds[1] else []
+    kinds = {_kind(older), _kind(newer)} - {None, ""}
     shared = (older.values.keys() & newer.values.keys()) - {"rope_type", "type"}
+    differing = ["rope_type"] if len(kinds) > 1 else []
     differing += sorted(key for key in shared if older.values[key] != newer.values[key])
     if differing:
         raise fields.refusal("rope_parameters", f"the same {differing[0]} as in rope_scaling, {shown(older.values)}")
     return Fields(older.where, {**newer.values, **older.values})
 
 
-def _kind(values: Mapping[str, object]) -> str | None:
-    kind = values.get("rope_type") or values.get("type")
-    return None if kind is None else shown(kind)
-
-
 def check_layer_types(fields: Fields, config: ModelConfig) -> None:
     """Raise ModelError for `layer_types` that contradict the config."""
     kinds = fields.names("layer_types")
-    if not kinds:
-        return
-    if len(kinds) != config.n_layers:
+    if kinds and len(kinds) != config.n_layers:
         raise fields.refusal("layer_types", f"one for each of the {config.n_layers} layers")
-    if len(set(kinds)) > 1 or kinds[0] not in LAYER_TYPES:
+    if len(set(kinds)) > 1 or not {*kinds} <= {*LAYER_TYPES}:
         expected = f"one kind of attention in all layers, {' or '.join(LAYER_TYPES)}"
         raise fields.refusal("layer_types", expected, "use another checkpoint")
     own = LAYER_TYPES[config.sliding_window is not None]
-    if kinds[0] != own:
+    if kinds and kinds[0] != own:
         raise fields.refusal("layer_types", f"{own} in all layers, as the sliding window says")
 
 
@@ -180,18 +276,14 @@ def _refuse_unsupported(fields: Fields) -> None:
 
 def _heads(fields: Fields) -> tuple[int, int, int]:
     """Read the number of query heads, of key/value heads, and the head dimension."""
-    n_heads = fields.integer("num_attention_heads")
+    n_heads, hidden_size = fields.integer("num_attention_heads"), fields.integer("hidden_size")
     n_kv_heads = fields.optional_integer("num_key_value_heads") or n_heads
     if n_heads % n_kv_heads:
         raise fields.refusal("num_key_value_heads", f"a divisor of num_attention_heads, which is {n_heads}")
-    hidden_size = fields.integer("hidden_size")
     head_dim = fields.optional_integer("head_dim")
-    if head_dim is None:
-        if hidden_size % n_heads:
-            raise fields.refusal(
-                "hidden_size", f"a multiple of num_attention_heads, {n_heads}, or an explicit head_dim"
-            )
-        head_dim = hidden_size // n_heads
+    if head_dim is None and hidden_size % n_heads:
+        raise fields.refusal("hidden_size", f"a multiple of num_attention_heads, {n_heads}, or an explicit head_dim")
+    head_dim = head_dim or hidden_size // n_heads
     if head_dim % 2:
         raise fields.refusal("head_dim", f"an even number, because RoPE rotates pairs (it would be {head_dim})")
     return n_heads, n_kv_heads, head_dim
@@ -199,36 +291,31 @@ def _heads(fields: Fields) -> tuple[int, int, int]:
 
 def _dtype(fields: Fields) -> str | None:
     key = "dtype" if fields.values.get("dtype") is not None else "torch_dtype"
-    name = fields.text(key)
-    if name is None:
-        return None
-    if name.removeprefix("torch.") not in DTYPES:
+    name = (fields.text(key) or "").removeprefix("torch.")
+    if name not in ("", *DTYPES):
         raise fields.refusal(key, f"one of {', '.join(DTYPES)}", "use a checkpoint in one of these")
-    return name.removeprefix("torch.")
+    return name or None
 
 
-def _special_tokens(fields: Fields, generation: Fields, vocab_size: int) -> tuple[int | None, tuple[int, ...]]:
-    """Return the token that begins a text, and all that end one: those of generation_config.json, then those of the
-    config.
-    """
-    bos = fields.token_ids("bos_token_id", vocab_size) + generation.token_ids("bos_token_id", vocab_size)
-    eos = generation.token_ids("eos_token_id", vocab_size) + fields.token_ids("eos_token_id", vocab_size)
-    bos = bos or _default_token(fields, "bos_token_id", vocab_size)
-    eos = eos or _default_token(fields, "eos_token_id", vocab_size)
-    return bos[0] if bos else None, tuple(dict.fromkeys(eos))
-
-
-def _default_token(fields: Fields, key: str, vocab_size: int) -> tuple[int, ...]:
-    """Return the family's own token where the config leaves `key` out, unless the vocabulary is too small."""
-    token = fields.defaults.get(key)
-    if isinstance(token, int) and token < vocab_size and key not in fields.values:
-        return (token,)
-    return ()
+def _special_tokens(key: str, files: Sequence[Fields], fields: Fields, vocab_size: int) -> tuple[int, ...]:
+    """Return the ids under `key` in both files; if there are none, the family's own, where the config has no `key`."""
+    found = tuple(dict.fromkeys(token for file in files for token in file.token_ids(key, vocab_size)))
+    default = fields.defaults.get(key)
+    if not found and key not in fields.values and isinstance(default, int) and default < vocab_size:
+        return (default,)
+    return found
 
 
 def _rope(fields: Fields, window: int, head_dim: int) -> RopeConfig:
     scaling = rope_section(fields)
-    kind = _rope_kind(scaling)
+    kind = _kind(scaling)
+    if kind is None and scaling.values.get("factor") is not None:
+        raise scaling.refusal("rope_type", f"the kind of scaling that factor belongs to: {', '.join(ROPE_KINDS)}")
+    kind = "none" if kind in (None, "default") else kind
+    if kind not in ROPE_KINDS:
+        key = "rope_type" if "rope_type" in scaling.values else "type"
+        expected = f"a supported scaling: {', '.join(ROPE_KINDS)}"
+        raise scaling.refusal(key, expected, "use a checkpoint with one of these")
     for section in (fields, scaling):
         if section.number("partial_rotary_factor", default=1.0) != 1.0:
             raise section.refusal("partial_rotary_factor", "1.0: lce rotates whole heads")
@@ -239,41 +326,24 @@ def _rope(fields: Fields, window: int, head_dim: int) -> RopeConfig:
         raise fields.refusal("head_dim", f"4 or more for rope scaling {kind!r} (it would be {head_dim})")
     original = fields.optional_integer("original_max_position_embeddings")
     original = original or scaling.optional_integer("original_max_position_embeddings")
-    if kind == "yarn" and original and scaling.values.get("factor") is None:
-        factor = max(1.0, window / original)
-    else:
-        factor = scaling.number("factor")
+    implied = max(1.0, window / original) if kind == "yarn" and original else None
+    factor = scaling.number("factor", default=implied)
     if kind in ("linear", "dynamic"):  # transformers gives `dynamic` no other window than max_position_embeddings
         original = None
-    own = _yarn(scaling) if kind == "yarn" else _llama3(scaling) if kind == "llama3" else {}
-    return RopeConfig(kind, theta, factor, original, **own)
+    own: dict[str, Any] = {key: scaling.optional_number(key) for key in _OF_SCALING.get(kind, ())}
+    if kind == "yarn":
+        own["truncate"] = scaling.flag("truncate", default=True)
+    rope = RopeConfig(kind, theta, factor, original, **{key: x for key, x in own.items() if x is not None})
+    if rope.beta_fast < rope.beta_slow:
+        raise scaling.refusal("beta_fast", f"at least beta_slow, which is {rope.beta_slow:g}")
+    if rope.high_freq_factor <= rope.low_freq_factor:
+        raise scaling.refusal("high_freq_factor", f"more than low_freq_factor, which is {rope.low_freq_factor:g}")
+    return rope
 
 
-def _rope_kind(scaling: Fields) -> str:
+def _kind(scaling: Fields) -> str | None:
+    """Return the kind of scaling under `rope_type`, or under `type` as in older files."""
     kind, older = scaling.text("rope_type"), scaling.text("type")
     if kind is not None and older is not None and kind != older:
         raise scaling.refusal("rope_type", f"the same as type, which is {shown(older)}")
-    kind = kind or older
-    if kind is None and scaling.values.get("factor") is not None:
-        raise scaling.refusal("rope_type", f"the kind of scaling that factor belongs to: {', '.join(ROPE_KINDS)}")
-    kind = "none" if kind in (None, "default") else kind
-    if kind not in ROPE_KINDS:
-        key = "rope_type" if "rope_type" in scaling.values else "type"
-        expected = f"a supported scaling: {', '.join(ROPE_KINDS)}"
-        raise scaling.refusal(key, expected, "use a checkpoint with one of these")
-    return kind
-
-
-def _yarn(scaling: Fields) -> dict[str, Any]:
-    fast, slow = scaling.number("beta_fast", default=32.0), scaling.number("beta_slow", default=1.0)
-    if fast < slow:
-        raise scaling.refusal("beta_fast", f"at least beta_slow, which is {slow:g}")
-    factors = {key: scaling.optional_number(key) for key in ("attention_factor", "mscale", "mscale_all_dim")}
-    return {**factors, "beta_fast": fast, "beta_slow": slow, "truncate": scaling.flag("truncate", default=True)}
-
-
-def _llama3(scaling: Fields) -> dict[str, Any]:
-    low, high = scaling.number("low_freq_factor", default=1.0), scaling.number("high_freq_factor", default=4.0)
-    if high <= low:
-        raise scaling.refusal("high_freq_factor", f"more than low_freq_factor, which is {low:g}")
-    return {"low_freq_factor": low, "high_freq_factor": high}
+    return kind or older

@@ -1,7 +1,7 @@
 """The base of all families: the model around its layers, and a layer's weights with operations.
 
 A family declares its weights in two tables, one for the model and one for each layer. An entry maps our name to the
-published one and to the shape, written in the words of `_sizes`:
+published one and to the shape, written in the words of `Model.weights`:
 
     "q": ("self_attn.q_proj.weight", "query hidden")        the query heads' rows, [H * D, hidden]
 """
@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lce.models.config import ModelConfig, check_layer_types
-from lce.models.fields import Fields
+from lce.models.config import Fields, ModelConfig, check_layer_types
 from lce.models.products import linear, rows_of
 from lce.weights.packed import Scheme, all_schemes
 
@@ -43,9 +42,7 @@ class Layer:
     def project(
         self, name: str, x: Tensor, *, norm: str | None = None, gated: bool = False, onto: Tensor | None = None
     ) -> Tensor:
-        """Multiply `x [T, in]` with a matrix, plus its bias, if there is one; `norm` names what normalises x: see
-        `linear`.
-        """
+        """Multiply `x [T, in]` with a matrix, plus its bias if it has one, as `linear` does; `norm` names a weight."""
         w = self.w
         scale = None if norm is None else w[norm]
         return linear(x, w[name], self.biases[name], norm=scale, eps=self.eps, gated=gated, onto=onto)
@@ -63,10 +60,10 @@ class Layer:
 
 
 class Model:
-    """Embedding, layers, norm, head. A family derives from it and declares the attributes below.
+    """Embedding, layers, norm, head. A family derives from this class and declares the attributes below.
 
-    `defaults` holds transformers' values for keys that a config.json of this family may leave out. Weights are
-    never written. Layers may be on several devices: hidden states are copied where the next layer is on another one.
+    `defaults` holds transformers' values for keys that a config.json of this family may leave out. Layers may be on
+    several devices: hidden states are copied where the next layer is on another one.
     """
 
     model_type: ClassVar[str]
@@ -119,13 +116,20 @@ class Model:
 
     @classmethod
     def weights(cls, config: ModelConfig, stored: Collection[str] = ()) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Return every weight of the model: our name to the published name and the shape.
+        """Return the published name and the shape of every weight, by our names.
 
         A product in `config.biases` has a bias beside its weight: `q_bias`, published as `self_attn.q_proj.bias`.
-        `stored` are the names in the checkpoint. If the config ties the head to the embedding, but the checkpoint
-        stores a head all the same, the stored one is used, as in transformers.
+        `stored` are the names in the checkpoint. A stored head is used even if the config ties the head to the
+        embedding, as in transformers.
         """
-        sizes = _sizes(config)
+        sizes = {
+            "vocab": config.vocab_size,
+            "hidden": config.hidden_size,
+            "inner": config.intermediate_size,
+            "query": config.n_heads * config.head_dim,
+            "key": config.n_kv_heads * config.head_dim,
+            "head_dim": config.head_dim,
+        }
         table: dict[str, tuple[str, str]] = {"embed": cls.model_weights["embed"]}
         for i in range(config.n_layers):
             for name, (published, shape) in cls.layer_weights.items():
@@ -151,9 +155,7 @@ class Model:
 
     @classmethod
     def joined(cls, config: ModelConfig) -> dict[str, tuple[str, ...]]:
-        """Name the matrices that lie in one, for every layer and for biases: the name of each whole to the names of its
-        parts.
-        """
+        """Name the joined matrices and biases of every layer: the name of the whole, and the names of its parts."""
         found = {}
         for whole, parts in cls.joins.items():
             kinds = ("", "_bias") if parts[0] in config.biases else ("",)
@@ -167,21 +169,9 @@ class Model:
     def schemes(cls, config: ModelConfig, scheme: Scheme, stored: Collection[str] = ()) -> dict[str, Scheme]:
         """Return the published names of the matrices that are rounded, with their schemes.
 
-        Embeddings and the head have the scheme's `for_tokens`: few bytes of a model, and much of the error.
+        Embeddings and the head have 8 bits: few bytes of a model, and much of the error.
         """
         table = cls.weights(config, stored)
         matrices = {name: published for name, (published, shape) in table.items() if len(shape) == 2}
-        for_tokens = all_schemes()[scheme.for_tokens]
+        for_tokens = all_schemes()["int8"]
         return {published: for_tokens if name in ("embed", "head") else scheme for name, published in matrices.items()}
-
-
-def _sizes(config: ModelConfig) -> dict[str, int]:
-    """Return the words in which a weight table writes shapes."""
-    return {
-        "vocab": config.vocab_size,
-        "hidden": config.hidden_size,
-        "inner": config.intermediate_size,
-        "query": config.n_heads * config.head_dim,
-        "key": config.n_kv_heads * config.head_dim,
-        "head_dim": config.head_dim,
-    }

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from lce.models.config import ModelConfig
-from lce.models.fields import Fields
+from lce.models.config import Fields, ModelConfig
 from lce.models.layers import Attend, Layer, Model
 from lce.models.products import merge_heads
 from lce.models.registry import family

@@ -7,8 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lce.models.config import ModelConfig, rope_section
-from lce.models.fields import Fields
+from lce.models.config import Fields, ModelConfig, rope_section
 from lce.models.layers import Attend
 from lce.models.mistral import Mistral
 from lce.models.registry import family

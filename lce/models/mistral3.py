@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
 
-from lce.models.config import ModelConfig
-from lce.models.fields import Fields
+from lce.models.config import Fields, ModelConfig
+from lce.models.layers import Model
 from lce.models.registry import family, family_of
 
 # Keys beside `text_config` that describe the weights of both models.
@@ -14,11 +13,11 @@ _OF_THE_WHOLE = ("dtype", "torch_dtype", "quantization_config", "compression_con
 
 
 @family("mistral3", "Mistral3ForConditionalGeneration")
-class Mistral3:
-    """Reads the text model, whose family `text_config` names, and leaves the image encoder's weights unused."""
+class Mistral3(Model):
+    """Reads the config of the text model, whose family `text_config` names; that family builds the model.
 
-    model_type: ClassVar[str]
-    architecture: ClassVar[str]
+    The image encoder's weights are unused.
+    """
 
     @classmethod
     def read(cls, fields: Fields, generation: Fields) -> ModelConfig:

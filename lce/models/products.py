@@ -6,6 +6,8 @@ this room asks which kernel or device will run.
 
 from __future__ import annotations
 
+import threading
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,9 +19,13 @@ from lce.kernels.cpu.numbers import STORED
 from lce.kernels.cpu.products import product
 from lce.kernels.cuda import launching
 from lce.profiling import timed
-from lce.weights.packed import ROW_BLOCK, SCRATCH, Matrix, PackedMatrix, Stacked, scratch_of
+from lce.weights.packed import ROW_BLOCK, Matrix, PackedMatrix, Stacked
 
 SHARED_ROWS = MOST_ROWS  # rows of several texts that share a product and keep the bits that each has alone
+SCRATCH = 64 << 20  # bytes of unpacked rows that a product of many rows takes at a time
+_thread = threading.local()
+# An operator that is not part of PyTorch's public interface.
+_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 @timed("products")
@@ -61,7 +67,7 @@ def _plain(x: Tensor, weight: Tensor, onto: Tensor | None) -> bool:
     return x.is_contiguous() and weight.is_contiguous() and (onto is None or onto.is_contiguous())
 
 
-def rows_of(weight: Matrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
+def rows_of(weight: Tensor | PackedMatrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the rows `ids [T]` of a matrix, `[T, in]`; `dtype` is that of rows which lie packed."""
     return F.embedding(ids, weight) if isinstance(weight, Tensor) else weight.rows(ids, dtype)
 
@@ -83,11 +89,14 @@ def _product_of_many(x: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
 
 
 def _product_of_unpacked(x: Tensor, weight: PackedMatrix, bias: Tensor | None) -> Tensor:
-    """Unpack `SCRATCH` bytes of rows at a time."""
+    """Unpack up to `SCRATCH` bytes of rows at a time, into memory of this thread that grows and stays mapped."""
     n_rows, size = weight.shape
-    block = max(ROW_BLOCK, SCRATCH // (size * x.element_size()) // ROW_BLOCK * ROW_BLOCK)
-    scratch = scratch_of(min(block, n_rows), size, x.dtype)
-    if block >= n_rows:
+    block = min(n_rows, max(ROW_BLOCK, SCRATCH // (size * x.element_size()) // ROW_BLOCK * ROW_BLOCK))
+    needed, memory = block * size * x.element_size(), getattr(_thread, "memory", None)
+    if memory is None or len(memory) < needed:
+        memory = _thread.memory = torch.empty(needed, dtype=torch.uint8)
+    scratch = memory[:needed].view(x.dtype).view(block, size)
+    if block == n_rows:
         return _product_of_many(x, weight.unpacked(0, scratch), bias)
     whole = x.new_empty(len(x), n_rows)
     for first in range(0, n_rows, block):
@@ -151,15 +160,3 @@ def turns(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dty
     if scale != 1:
         cos, sin = cos.mul_(scale), sin.mul_(scale)
     return cos.to(dtype), sin.to(dtype)
-
-
-def _onednn_works() -> bool:
-    """Return whether this PyTorch has the operator; it is not part of its public interface."""
-    try:
-        torch.ops.mkldnn._linear_pointwise(torch.zeros(1, 8), torch.zeros(8, 8), None, "none", [], "")
-    except (AttributeError, RuntimeError, TypeError):
-        return False
-    return True
-
-
-_ONEDNN = _onednn_works()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lce.models.config import ModelConfig
-from lce.models.fields import Fields
+from lce.models.config import Fields, ModelConfig
 from lce.models.llama import Llama
 from lce.models.registry import family
 

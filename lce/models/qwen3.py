@@ -6,12 +6,11 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from lce.models.config import ModelConfig
-from lce.models.fields import Fields
+from lce.models.config import Fields, ModelConfig
 from lce.models.layers import Attend
 from lce.models.llama import Llama, LlamaLayer
 from lce.models.products import norm_heads
-from lce.models.qwen2 import sliding_window
+from lce.models.qwen2 import Qwen2, sliding_window
 from lce.models.registry import family
 
 
@@ -26,13 +25,7 @@ class Qwen3Layer(LlamaLayer):
 class Qwen3(Llama):
     """The norm of queries and keys is over the D channels of a head, before RoPE; all heads share its weight."""
 
-    defaults = {
-        "max_position_embeddings": 32768,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-    }
+    defaults = Qwen2.defaults | {"head_dim": 128}
     layer = Qwen3Layer
     layer_weights = Llama.layer_weights | {
         "q_norm": ("self_attn.q_norm.weight", "head_dim"),

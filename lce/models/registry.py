@@ -10,30 +10,18 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import lce.models
-from lce.models.config import ModelConfig
-from lce.models.fields import Fields
+from lce.files import named
+from lce.models.config import Fields, ModelConfig
 
 if TYPE_CHECKING:
     from lce.models.layers import Model
     from lce.weights.source import Source
 
-
-class Family(Protocol):
-    """What the registry asks of a family's class."""
-
-    model_type: ClassVar[str]
-    architecture: ClassVar[str]
-
-    @classmethod
-    def read(cls, fields: Fields, generation: Fields) -> ModelConfig:
-        """Read the checked config of a checkpoint of this family, with the `architecture` of the model to build."""
-
-
-_FAMILIES: dict[str, type[Family]] = {}
-F = TypeVar("F", bound=type[Family])
+_FAMILIES: dict[str, type[Model]] = {}
+F = TypeVar("F", bound="type[Model]")
 
 
 def family(model_type: str, architecture: str) -> Callable[[F], F]:
@@ -48,7 +36,7 @@ def family(model_type: str, architecture: str) -> Callable[[F], F]:
     return enter
 
 
-def families() -> Mapping[str, type[Family]]:
+def families() -> Mapping[str, type[Model]]:
     """Return all families by `model_type`, in alphabetical order."""
     _import_all()
     return dict(sorted(_FAMILIES.items()))
@@ -56,18 +44,17 @@ def families() -> Mapping[str, type[Family]]:
 
 def read_config(source: Source) -> ModelConfig:
     """Return the config of a model. Raises `ModelError` if lce cannot run the model or cannot trust its files."""
-    fields = Fields(source.where("config.json"), source.config)
-    generation = Fields(source.where("generation_config.json"), source.generation_config)
+    fields = Fields(named(source.file("config.json")), source.config)
+    generation = Fields(named(source.file("generation_config.json")), source.generation_config)
     return family_of(fields).read(fields, generation)
 
 
 def model_class(config: ModelConfig) -> type[Model]:
     """Return the class that builds the model of `config`."""
-    found = next(cls for cls in families().values() if cls.architecture == config.architecture)
-    return cast("type[Model]", found)
+    return next(cls for cls in families().values() if cls.architecture == config.architecture)
 
 
-def family_of(fields: Fields) -> type[Family]:
+def family_of(fields: Fields) -> type[Model]:
     """Return the family that a config names in `architectures`, in `model_type`, or in both, if they agree.
 
     An unknown name gets the list of the supported ones and no nearest match: weights of a family whose name is similar

@@ -1,8 +1,7 @@
 """Rotary position embedding (Su et al., 2021) and the scalings that stretch it.
 
-A `Rope` is a fixed set of frequencies; `Rope.turn` gives the rotation of a position as cosines and sines. Angles are
-computed in float64, and only the cosines and sines are cast: at position 1,000,000 a float32 angle is already off by
-several hundredths.
+Angles are computed in float64, and only their cosines and sines are cast: at position 1,000,000 a float32 angle is
+already off by several hundredths.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from lce.models.products import turns
 class Rope:
     """The frequencies of one context, and the factor that YaRN puts on the rotated vectors.
 
-    `length` is the length announced when the context starts. Only `dynamic` uses it, and only here, so that its base
-    never changes under cached keys.
+    Only `dynamic` uses `length`, announced when the context starts, so that the base never changes under cached keys.
     """
 
     def __init__(self, config: RopeConfig, head_dim: int, window: int, length: int = 0) -> None:
@@ -29,26 +27,14 @@ class Rope:
         self.head_dim = head_dim
         self.inv_freq = _frequencies(config, head_dim, config.original_window or window, length)
         self.scale = _yarn_scale(config)
-        self._uploaded: dict[torch.device, Tensor] = {}
+        self._on = {self.inv_freq.device: self.inv_freq}  # once a device: an upload waits for what the device has to do
 
     def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
-        """Return cosines and sines `[*positions.shape, D/2]` in `dtype`, on the positions' device. Time: O(positions ·
-        D).
-        """
-        return Turn(*turns(positions, self._on(positions.device), self.scale, dtype))
-
-    def _on(self, device: torch.device) -> Tensor:
-        """Return the frequencies on a device. Each device gets them once: an upload waits for what the device has to
-        do.
-
-        Two threads may both upload them; either copy will do.
-        """
-        if device == self.inv_freq.device:
-            return self.inv_freq
-        found = self._uploaded.get(device)
-        if found is None:
-            found = self._uploaded[device] = self.inv_freq.to(device)
-        return found
+        """Return cosines and sines `[*positions.shape, D/2]` in `dtype`, on the positions' device."""
+        frequencies = self._on.get(positions.device)
+        if frequencies is None:
+            frequencies = self._on[positions.device] = self.inv_freq.to(positions.device)
+        return Turn(*turns(positions, frequencies, self.scale, dtype))
 
 
 def _frequencies(config: RopeConfig, head_dim: int, trained: int, length: int) -> Tensor:

@@ -1,8 +1,8 @@
 """A checkpoint's weights: safetensors files whose headers are checked in full before any data is read.
 
-Weights are read into memory of our own, converted on the way: peak memory is the model in its final dtype and 64 MiB at
-most. Changes to a file after loading have no effect; a file that changes between the check of its header and the end of
-loading is refused.
+Weights are read into memory of our own and converted on the way: peak memory is the model in its final dtype and 64 MiB
+at most. Changes to a file after loading have no effect; a file that changes between the check of its header and the end
+of loading is refused.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import json
 import math
 import os
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -27,50 +26,89 @@ from torch import Tensor
 
 from lce import system
 from lce.errors import CapacityError, ModelError, shown
-from lce.files import named, open_regular
+from lce.files import named, open_regular, read_file
 from lce.sizes import size_text
-from lce.weights.header import (
+from lce.weights.manifest import METADATA, Manifest
+from lce.weights.packed import ROW_BLOCK, PackedMatrix, Scheme, Stacked
+from lce.weights.safetensors_file import (
+    DTYPES,
     LARGEST_HEADER,
     MOST_TENSORS,
     Damaged,
     TensorInfo,
+    allocate,
+    fill,
     parse_object,
     pread,
-    read_bytes,
-    read_open,
+    read_header,
+    stamp_of,
 )
-from lce.weights.manifest import METADATA, Manifest
-from lce.weights.packed import Scheme, Stacked
-from lce.weights.reading import DTYPES, Job, Stamp, allocate, fill
 
-__all__ = ["DTYPES", "Checkpoint", "TensorInfo"]
-
-Size = tuple[Sequence[int], torch.dtype]  # of a tensor
+_CPU = torch.device("cpu")
 _MOST_SHARDS = 4096
 _SAMPLE = 4096  # bytes of each tensor's beginning, middle and end in the fingerprint
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".npz", ".h5", ".msgpack")
 
 
+@dataclass
+class _Target:
+    """A tensor or a packed matrix in memory: the matrices `names`, of these shapes, one beneath the other.
+
+    `parts` are the tensors of a packed matrix; a plain tensor has one part, "". `dtype` is the one of the plain tensor,
+    or of a matrix before rounding; None for a matrix that is stored packed.
+    """
+
+    names: tuple[str, ...]
+    shapes: Sequence[tuple[int, ...]]
+    scheme: Scheme | None
+    dtype: torch.dtype | None
+    device: torch.device
+    parts: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        assert len({shape[1:] for shape in self.shapes}) == 1, f"{self.shapes} do not lie beneath each other"
+        return (sum(shape[0] for shape in self.shapes), *self.shapes[0][1:])
+
+    @property
+    def sizes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return the shape and dtype of each part."""
+        return self.scheme.parts(self.shape) if self.scheme else {"": (self.shape, self.dtype or torch.float32)}
+
+    @property
+    def staged(self) -> int:
+        """Return the bytes of a matrix that is read first and then rounded."""
+        return math.prod(self.shape) * self.dtype.itemsize if self.scheme and self.dtype else 0
+
+    def split(self, whole: Tensor, part: str = "") -> dict[str, Tensor]:
+        """Split a part into stored tensors, by name. A row of a packed part is `ROW_BLOCK` rows of the matrix."""
+        block = ROW_BLOCK if part else 1
+        rows = whole.split([-(-shape[0] // block) for shape in self.shapes])
+        return {f"{name}.{part}" if part else name: stored for name, stored in zip(self.names, rows, strict=True)}
+
+    def value(self) -> Tensor | PackedMatrix:
+        """Return the tensor or matrix once its parts are filled."""
+        return self.scheme.matrix(self.shape, self.parts) if self.scheme else self.parts[""]
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of a checkpoint folder. `unindexed` are those in a shard that the index does not list.
+    """The tensors of a checkpoint folder, and the `stamps` of the files when their headers were read.
 
-    `stamps` are the files' stamps when their headers were read. `manifest` describes quantised weights.
+    `manifest` describes quantised weights.
     """
 
     folder: Path
     tensors: Mapping[str, TensorInfo]
-    unindexed: frozenset[str] = frozenset()
-    stamps: Mapping[Path, Stamp] = field(default_factory=dict, repr=False)
+    stamps: Mapping[Path, tuple[int, ...]] = field(default_factory=dict, repr=False)
     manifest: Manifest | None = field(default=None, repr=False)
 
     @classmethod
     def open(cls, folder: Path) -> Self:
         """Find the weights and check every header. Raises ModelError if they are missing, damaged or not safetensors.
 
-        As transformers does, `model.safetensors` comes first, then `model.safetensors.index.json` with its shards.
-        Without either, a single other `*.safetensors` is taken; `model*` takes precedence over Mistral's own
-        `consolidated*`, whose tensors have other names.
+        As in transformers, `model.safetensors` comes first, then `model.safetensors.index.json` with its shards, then a
+        single other `*.safetensors`; `model*` comes before Mistral's own `consolidated*`, which has other names.
         """
         folder = Path(folder)
         if not os.path.isdir(folder):
@@ -79,9 +117,9 @@ class Checkpoint:
         if not os.path.lexists(whole) and os.path.lexists(index):
             return cls(folder, *_sharded(folder, index))
         file = whole if os.path.lexists(whole) else _only_file(folder)
-        tensors, metadata, stamp = _header(file)
+        tensors, metadata, stamp = read_header(file)
         manifest = Manifest.read(metadata[METADATA], file, tensors) if METADATA in metadata else None
-        return cls(folder, tensors, stamps={file: stamp}, manifest=manifest)
+        return cls(folder, tensors, {file: stamp}, manifest)
 
     def load(
         self, wanted: Mapping[str, tuple[str, tuple[int, ...]]], *, dtype: torch.dtype | None,
@@ -89,168 +127,141 @@ class Checkpoint:
         ignore: Sequence[str] = (), joined: Mapping[str, Sequence[str]] | None = None,
         schemes: Mapping[str, Scheme] | None = None,
     ) -> dict[str, Any]:  # fmt: skip
-        """Load the tensors of `wanted`, under its keys, in `dtype` (None: as stored) on `device`, or on that of each
-        key.
+        """Load the tensors of `wanted`, in `dtype` (None: as stored) on `device`, or on the device of each key.
 
-        An entry of `wanted` maps the caller's name to the name in the checkpoint and the shape it must have. Names,
-        shapes and stored dtypes are all checked first. Every other tensor of the checkpoint must match one of the
-        patterns in `ignore` (`"*.rotary_emb.inv_freq"`). Two entries with one published name share one tensor. `joined`
-        maps a new name to names of `wanted` whose tensors are read into one tensor, one beneath the other.
+        An entry of `wanted` maps the caller's name to the name in the checkpoint and the expected shape. Every other
+        tensor of the checkpoint must match one of the patterns in `ignore` (`"*.rotary_emb.inv_freq"`). Two entries
+        with one published name share one tensor. `joined` maps a new name to names of `wanted` whose tensors are read
+        into one tensor, one beneath the other.
 
         `schemes` maps names in the checkpoint to schemes by which their matrices are packed; these matrices, and
         matrices stored packed, come as `PackedMatrix`. Joined matrices of different schemes, or without whole blocks of
         rows, come as one `Stacked`.
 
-        Raises `CapacityError`, before anything is read, for weights larger than the free memory, and ModelError for
-        NaN and infinity, naming the tensor, and for a file that changed since its header was read.
+        Raises, before anything is read, `CapacityError` for weights larger than the free memory, and ModelError for
+        wrong names, shapes and dtypes; and ModelError for NaN, infinity, and a file that changed since it was opened.
         """
         shapes = dict(wanted.values())
         self.check(shapes, ignore)
         schemes = self.manifest.schemes if self.manifest else schemes or {}
-        published = {name: [wanted[part][0] for part in parts] for name, parts in (joined or {}).items()}
-        wholes = {key: names for key, names in published.items() if _in_one(names, shapes, schemes)}
-        stacked = {key: parts for key, parts in (joined or {}).items() if key not in wholes}
-        inside = {part for key, parts in (joined or {}).items() if key in wholes for part in parts}
-        apart = {key: [name] for key, (name, _) in wanted.items() if key not in inside}
-        together = {tuple(names): key for key, names in (apart | wholes).items()}  # one entry a tensor
-        plain = sorted((names for names in together if names[0] not in schemes), key=self._place)
-        rounded = sorted((names for names in together if names[0] in schemes), key=self._place)
-        whole_shapes = {names: _beneath([shapes[name] for name in names]) for names in together}
-        where = {names: device if isinstance(device, torch.device) else device(key) for names, key in together.items()}
-        sizes: dict[torch.device, list[Size]] = {each: [] for each in where.values()}
-        for names in plain:
-            sizes[where[names]].append((whole_shapes[names], dtype or self._dtype_of(names)))
-        for names in rounded:
-            sizes[where[names]] += schemes[names[0]].parts(whole_shapes[names]).values()
-        staged = 0 if self.manifest else max((self._staged(names, shapes) for names in rounded), default=0)
-        for each, own in sizes.items():
-            self._check_memory(sum(math.prod(shape) * kind.itemsize for shape, kind in own) + staged, each)
-        memory = {each: iter(allocate(own, each)) for each, own in sizes.items()}
-        loaded: dict[tuple[str, ...], Any] = {names: next(memory[where[names]]) for names in plain}
-        packed = {
-            names: {part: next(memory[where[names]]) for part in schemes[names[0]].parts(whole_shapes[names])}
-            for names in rounded
-        }
-        outs = {name: out for names in plain for name, out in _split(names, loaded[names], shapes, 1).items()}
-        if self.manifest:
-            for names in rounded:
-                for part, whole in packed[names].items():
-                    rows = _split(names, whole, shapes, schemes[names[0]].row_block)
-                    outs.update({f"{name}.{part}": out for name, out in rows.items()})
-        with self.opened() as files:
-            self.read(files, outs)
-            if not self.manifest:
-                self._round(files, packed, shapes, schemes, staged)
-            self._check_samples()  # of what was just read
-        for names, parts in packed.items():
-            n_out, n_in = whole_shapes[names]
-            loaded[names] = schemes[names[0]].matrix((n_out, n_in), parts)
-        found = {key: loaded[tuple(names)] for key, names in (apart | wholes).items()}
+        groups: dict[str, tuple[str, ...]] = {key: (name,) for key, (name, _) in wanted.items()}
+        stacked: dict[str, Sequence[str]] = {}
+        for key, parts in (joined or {}).items():
+            names = tuple(wanted[part][0] for part in parts)
+            whole_blocks = names[0] not in schemes or all(shapes[name][0] % ROW_BLOCK == 0 for name in names)
+            if whole_blocks and len({schemes.get(name) for name in names}) == 1:
+                groups = {own: of for own, of in groups.items() if own not in parts} | {key: names}
+            else:
+                stacked[key] = parts
+        targets: dict[tuple[str, ...], _Target] = {}
+        for key, names in groups.items():
+            place, scheme = device if isinstance(device, torch.device) else device(key), schemes.get(names[0])
+            kind = None if scheme else dtype
+            if kind is None and not (scheme and self.manifest):  # the widest dtype in which one of them is stored
+                stored = (DTYPES[self.tensors[name].dtype] for name in names)
+                kind = functools.reduce(torch.promote_types, stored)
+            targets[names] = _Target(names, [shapes[name] for name in names], scheme, kind, place)
+        self._allocate(targets.values())
+        with self._opened() as files:
+            self._read(files, targets.values())
+            self.fingerprint()  # takes the samples of what was just read
+        values = {names: target.value() for names, target in targets.items()}
+        found: dict[str, Any] = {key: values[names] for key, names in groups.items()}
         return found | {key: Stacked([found.pop(part) for part in parts]) for key, parts in stacked.items()}
 
-    def _place(self, names: Sequence[str]) -> tuple[Path, int]:
-        """Return where a tensor, or the first of several, lies: tensors are read in the order in which they lie on the
-        disk.
-        """
-        info = self.tensors.get(names[0])
-        if info is None and self.manifest:
-            shape = self.manifest.shapes[names[0]]
-            info = self.tensors[f"{names[0]}.{next(iter(self.manifest.schemes[names[0]].parts(shape)))}"]
-        assert info is not None, names
-        return info.file, info.start
+    def _allocate(self, targets: Collection[_Target]) -> None:
+        """Allocate the parts of all targets. Raises `CapacityError` unless there is memory to read them."""
+        staged = max((target.staged for target in targets), default=0)
+        for device in {target.device for target in targets}:
+            own = [target for target in targets if target.device == device]
+            sizes = [size for target in own for size in target.sizes.values()]
+            needed = staged + sum(math.prod(shape) * dtype.itemsize for shape, dtype in sizes)
+            free = system.free_memory(device)
+            if free is not None and needed > free:
+                raise CapacityError(
+                    f"the weights of {named(self.folder)} take {size_text(needed)} of memory on {device}, and "
+                    f"{size_text(free)} is available; free some, or use a smaller dtype or model"
+                )
+            memory = iter(allocate(sizes, device))
+            for target in own:
+                target.parts = {part: next(memory) for part in target.sizes}
 
-    def read(self, files: Mapping[Path, int], outs: Mapping[str, Tensor]) -> None:
-        """Read stored tensors by name."""
-        order = sorted(outs, key=lambda name: self._place([name]))
-        infos = self.tensors
-        fill([Job(name, infos[name], files[infos[name].file], outs[name]) for name in order])
-
-    def _staged(self, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> int:
-        """Return the bytes that one tensor's matrices take before rounding."""
-        return math.prod(_beneath([shapes[name] for name in names])) * self._dtype_of(names).itemsize
-
-    def _round(
-        self, files: Mapping[Path, int], packed: Mapping[tuple[str, ...], Mapping[str, Tensor]],
-        shapes: Mapping[str, tuple[int, ...]], schemes: Mapping[str, Scheme], staged: int,
-    ) -> None:  # fmt: skip
-        """Read matrices, one after the other into the same memory, and round them."""
-        (stage,) = allocate([((staged,), torch.uint8)], torch.device("cpu"))
-        for names, parts in packed.items():
-            stored = stage[: self._staged(names, shapes)].view(self._dtype_of(names))
-            weight = stored.view(_beneath([shapes[name] for name in names]))
-            self.read(files, _split(names, weight, shapes, 1))
-            schemes[names[0]].pack(weight, parts)
-
-    def _dtype_of(self, names: Sequence[str]) -> torch.dtype:
-        """Return the widest dtype in which one of these is stored."""
-        return functools.reduce(torch.promote_types, (DTYPES[self.tensors[name].dtype] for name in names))
-
-    def _check_memory(self, needed: int, device: torch.device) -> None:
-        free = system.free_memory(device)
-        if free is not None and needed > free:
-            raise CapacityError(
-                f"the weights of {named(self.folder)} take {size_text(needed)} of memory on {device}, and "
-                f"{size_text(free)} is available; free some, or use a smaller dtype or model"
-            )
+    def _read(self, files: Mapping[Path, int], targets: Collection[_Target]) -> None:
+        """Read what is loaded as stored; then the matrices to be rounded, one after the other into the same memory."""
+        outs: dict[str, Tensor] = {}
+        for target in targets:
+            for part, whole in {} if target.staged else target.parts.items():
+                outs |= target.split(whole, part)
+        fill(outs, self.tensors, files)
+        rounded = [target for target in targets if target.staged]
+        (stage,) = allocate([((max((target.staged for target in rounded), default=0),), torch.uint8)], _CPU)
+        for target in rounded:
+            assert target.scheme is not None
+            assert target.dtype is not None
+            weight = stage[: target.staged].view(target.dtype).view(target.shape)
+            fill(target.split(weight), self.tensors, files)
+            target.scheme.pack(weight, target.parts)
 
     @contextmanager
-    def opened(self) -> Iterator[dict[Path, int]]:
+    def _opened(self) -> Iterator[dict[Path, int]]:
         """Open all files. Raises ModelError if one is not what it was when its header was read.
 
         Files are checked again at the end, so that all data read belongs to the checked headers.
         """
         files: dict[Path, int] = {}
-        try:
+        with ExitStack() as at_end:
             for file in self.stamps:
                 files[file] = open_regular(file, ModelError)
+                at_end.callback(os.close, files[file])
             self._check_stamps(files)
-            try:
-                yield files
-            finally:  # after an error too: another process that writes to a file explains it
-                self._check_stamps(files)
-        finally:
-            for descriptor in files.values():
-                os.close(descriptor)
+            at_end.callback(self._check_stamps, files)  # after an error too, which a change of a file explains
+            yield files
 
     def _check_stamps(self, files: Mapping[Path, int]) -> None:
         for file, descriptor in files.items():
-            if Stamp.of(descriptor) != self.stamps[file]:
+            if stamp_of(descriptor) != self.stamps[file]:
                 raise ModelError(f"{named(file)} changed while it was loaded; load it again when nothing writes to it")
 
     def dtype(self) -> torch.dtype:
         """Return the dtype of most stored bytes; for quantised weights, the dtype before rounding."""
         if self.manifest:
             return getattr(torch, self.manifest.dtype)  # type: ignore[no-any-return]
-        sizes: Counter[str] = Counter()
+        sizes = dict.fromkeys(DTYPES, 0)
         for info in self.tensors.values():
-            sizes[info.dtype] += info.stop - info.start
-        for name, _ in sizes.most_common():
-            if name in DTYPES:
-                return DTYPES[name]
-        where = named(self.folder)
-        raise ModelError(f"{where} has no weights in {', '.join(DTYPES)}; use a checkpoint in one of these")
+            if info.dtype in DTYPES:
+                sizes[info.dtype] += info.stop - info.start
+        if not any(sizes.values()):
+            known = ", ".join(DTYPES)
+            raise ModelError(f"{named(self.folder)} has no weights in {known}; use a checkpoint in one of these")
+        return DTYPES[max(sizes, key=sizes.__getitem__)]
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 that ties a context or a map file to these weights, however they are sharded or named on
-        disk.
+        """Return a SHA-256 that ties a context or a map file to these weights, however they are sharded.
 
-        It covers every name, dtype and shape, and three samples of every tensor's bytes; a change elsewhere in a large
-        tensor is not seen. `load` takes the samples, 12 KiB a tensor at most, with the weights. Without `load` the
-        samples are read here, and a file that changed since its header was read is refused. Quantised weights have the
+        The hash covers every name, dtype and shape, and three samples of every tensor's bytes, 12 KiB at most; a change
+        elsewhere in a large tensor is not seen. `load` takes the samples with the weights. Quantised weights have the
         fingerprint of their source checkpoint; their file is checked by its own samples.
         """
-        self._check_samples()
-        return self._fingerprint if self.manifest is None else self.manifest.source
-
-    def _check_samples(self) -> None:
-        """Take the samples; for quantised weights, check them against the manifest."""
-        if self._fingerprint != (self.manifest.samples if self.manifest else self._fingerprint):
+        if self.manifest is None:
+            return self._samples
+        if self._samples != self.manifest.samples:
             where = ", ".join(named(file) for file in self.stamps)
             raise ModelError(f"{where}: its tensors are not those of its manifest; quantize the checkpoint again")
+        return self.manifest.source
 
-    def samples(self) -> str:
-        """Return the fingerprint of these files' own tensors."""
-        return self._fingerprint
+    @cached_property
+    def _samples(self) -> str:
+        """The fingerprint of these files' own tensors."""
+        digest = hashlib.sha256()
+        with self._opened() as files:
+            for name, info in sorted(self.tensors.items()):
+                digest.update(json.dumps([name, info.dtype, info.shape]).encode() + b"\n")
+                spans, middle = [(info.start, info.stop)], (info.start + info.stop - _SAMPLE) // 2
+                if info.stop - info.start > 3 * _SAMPLE:
+                    spans = [(start, start + _SAMPLE) for start in (info.start, middle, info.stop - _SAMPLE)]
+                for start, stop in spans:
+                    digest.update(pread(files[info.file], stop - start, start, info.file))
+        return digest.hexdigest()
 
     @property
     def names(self) -> frozenset[str]:
@@ -259,7 +270,7 @@ class Checkpoint:
 
     @cached_property
     def _published(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor; a matrix that is stored rounded counts as one."""
+        """The shape of every tensor; a matrix that is stored rounded counts as one."""
         shapes = {name: info.shape for name, info in self.tensors.items()}
         if self.manifest:
             for name, shape in self.manifest.shapes.items():
@@ -268,81 +279,34 @@ class Checkpoint:
                 shapes[name] = shape
         return shapes
 
-    @cached_property
-    def _fingerprint(self) -> str:
-        digest = hashlib.sha256()
-        with self.opened() as files:
-            for name, info in sorted(self.tensors.items()):
-                digest.update(json.dumps([name, info.dtype, info.shape]).encode() + b"\n")
-                for start, stop in _samples(info.start, info.stop):
-                    digest.update(pread(files[info.file], stop - start, start, info.file))
-        return digest.hexdigest()
-
     def check(self, wanted: Mapping[str, tuple[int, ...]], ignore: Sequence[str]) -> None:
-        unexpected = [
-            name
-            for name in self._published
-            if (name not in wanted or name in self.unindexed)
-            and not any(fnmatchcase(name, pattern) for pattern in ignore)
-        ]
-        published = self._published
-        missing = [name for name in wanted if name not in published]
-        faults = [f"{len(missing)} missing ({_few(sorted(missing))})"] if missing else []
-        faults += [f"{len(unexpected)} unexpected ({_few(unexpected)})"] if unexpected else []
-        if faults:
+        """Raise ModelError unless the tensors are those of `wanted`, in a dtype that can be read, and those ignored."""
+        published, where = self._published, named(self.folder)
+        faults = {"missing": sorted(wanted.keys() - published.keys())}
+        extra = [name for name in published if name not in wanted]
+        faults["unexpected"] = [name for name in extra if not any(fnmatchcase(name, pattern) for pattern in ignore)]
+        if any(faults.values()):
+            text = " and ".join(f"{len(names)} {fault} ({_few(names)})" for fault, names in faults.items() if names)
             remedy = "check that config.json belongs to these weights, or download the checkpoint again"
-            raise ModelError(f"{named(self.folder)}: tensors {' and '.join(faults)}; {remedy}")
+            raise ModelError(f"{where}: tensors {text}; {remedy}")
         shapes = [
             f"{shown(name)} is {list(published[name])}, expected {list(shape)}"
             for name, shape in wanted.items()
             if published[name] != tuple(shape)
         ]
         if shapes:
-            remedy = "check that config.json belongs to these weights"
-            raise ModelError(f"{named(self.folder)}: wrong shapes: {_few(shapes, quoted=False)}; {remedy}")
-        unread = [
-            f"{name} ({self.tensors[name].dtype})"
-            for name in sorted(wanted)
-            if name in self.tensors and self.tensors[name].dtype not in DTYPES
-        ]
+            few = _few(shapes, quoted=False)
+            raise ModelError(f"{where}: wrong shapes: {few}; check that config.json belongs to these weights")
+        infos = {name: self.tensors[name] for name in sorted(wanted) if name in self.tensors}
+        unread = [f"{name} ({info.dtype})" for name, info in infos.items() if info.dtype not in DTYPES]
         if unread:
             expected = f"expected weights in {', '.join(DTYPES)}"
-            raise ModelError(f"{named(self.folder)}: {expected}, got {_few(unread)}; use an unquantized checkpoint")
-
-
-def _in_one(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], schemes: Mapping[str, Scheme]) -> bool:
-    """Return whether these matrices can be stacked in one tensor."""
-    scheme = schemes.get(names[0])
-    alike = all(schemes.get(name) == scheme for name in names)
-    return alike and (scheme is None or all(shapes[name][0] % scheme.row_block == 0 for name in names))
-
-
-def _beneath(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the shape of tensors one beneath the other."""
-    assert len({shape[1:] for shape in shapes}) == 1, f"{shapes} do not lie beneath each other"
-    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
-
-
-def _split(names: Sequence[str], whole: Tensor, shapes: Mapping[str, tuple[int, ...]], rows: int) -> dict[str, Tensor]:
-    """Split a tensor by rows into its named parts. One row of the tensor stands for `rows` rows of a matrix."""
-    if len(names) == 1:
-        return {names[0]: whole}
-    return dict(zip(names, whole.split([shapes[name][0] // rows for name in names]), strict=True))
+            raise ModelError(f"{where}: {expected}, got {_few(unread)}; use an unquantized checkpoint")
 
 
 def _few(names: Sequence[str], quoted: bool = True) -> str:
     first = ", ".join(shown(name) if quoted else name for name in names[:3])
     return first + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _header(file: Path) -> tuple[dict[str, TensorInfo], dict[str, str], Stamp]:
-    """Return the tensors of a file, its metadata, and its stamp from before its header was read."""
-    descriptor = open_regular(file, ModelError)
-    try:
-        stamp = Stamp.of(descriptor)
-        return *read_open(descriptor, file), stamp
-    finally:
-        os.close(descriptor)
 
 
 def _only_file(folder: Path) -> Path:
@@ -367,24 +331,25 @@ def _only_file(folder: Path) -> Path:
     raise ModelError(f"{where} has no weights; expected model.safetensors or shards with an index; check the path")
 
 
-def _sharded(folder: Path, index: Path) -> tuple[dict[str, TensorInfo], frozenset[str], dict[Path, Stamp]]:
-    """Return all tensors of the index's shards, the names of those that the index does not list, and the shards'
-    stamps.
-    """
-    raw = read_bytes(index, LARGEST_HEADER + 1)
-    if len(raw) > LARGEST_HEADER:
-        raise Damaged(index, f"more than {LARGEST_HEADER} bytes")
-    weight_map = parse_object(raw, index).get("weight_map")
+def _sharded(folder: Path, index: Path) -> tuple[dict[str, TensorInfo], dict[Path, tuple[int, ...]]]:
+    """Return the tensors of the index's shards, and the shards' stamps."""
+    weight_map = parse_object(read_file(index, LARGEST_HEADER) or b"", index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
         raise Damaged(index, "weight_map is not an object of tensor names and file names")
     shards = sorted(set(weight_map.values()))
     if len(shards) > _MOST_SHARDS:
         raise Damaged(index, f"{len(shards)} shards; expected at most {_MOST_SHARDS}")
-    _check_shard_names(folder, index, shards)
+    for shard in shards:  # a name without a path; the file may be a link, as in the cache of Hugging Face
+        if PureWindowsPath(shard).name != shard or not shard.endswith(".safetensors") or "\0" in shard:
+            remedy = "use a checkpoint from a source you trust"
+            raise ModelError(f"{named(index)}: the shard {shown(shard)} is not a plain *.safetensors name; {remedy}")
+    missing = [shard for shard in shards if not os.path.lexists(folder / shard)]
+    if missing:
+        raise ModelError(f"{named(folder)} lacks {len(missing)} of the index's shards ({_few(missing)}); download them")
     tensors: dict[str, TensorInfo] = {}
-    stamps: dict[Path, Stamp] = {}
+    stamps: dict[Path, tuple[int, ...]] = {}
     for shard in shards:
-        found, _, stamps[folder / shard] = _header(folder / shard)
+        found, _, stamps[folder / shard] = read_header(folder / shard)
         for name, info in found.items():
             if name in tensors or weight_map.get(name, shard) != shard:
                 raise Damaged(index, f"tensor {shown(name)} is in {shown(shard)} and in another shard")
@@ -394,22 +359,4 @@ def _sharded(folder: Path, index: Path) -> tuple[dict[str, TensorInfo], frozense
     absent = [name for name in weight_map if name not in tensors]
     if absent:
         raise Damaged(index, f"its shards lack {len(absent)} of the tensors that it lists ({_few(absent)})")
-    return tensors, frozenset(tensors.keys() - weight_map.keys()), stamps
-
-
-def _check_shard_names(folder: Path, index: Path, shards: Iterable[str]) -> None:
-    """Refuse a shard's name that has a path. The file may be a link, as in the cache of Hugging Face."""
-    for shard in shards:
-        if PureWindowsPath(shard).name != shard or not shard.endswith(".safetensors") or "\0" in shard:
-            remedy = "use a checkpoint from a source you trust"
-            raise ModelError(f"{named(index)}: the shard {shown(shard)} is not a plain *.safetensors name; {remedy}")
-    missing = [shard for shard in shards if not os.path.lexists(folder / shard)]
-    if missing:
-        raise ModelError(f"{named(folder)} lacks {len(missing)} of the index's shards ({_few(missing)}); download them")
-
-
-def _samples(start: int, stop: int) -> list[tuple[int, int]]:
-    if stop - start <= 3 * _SAMPLE:
-        return [(start, stop)]
-    middle = (start + stop - _SAMPLE) // 2
-    return [(start, start + _SAMPLE), (middle, middle + _SAMPLE), (stop - _SAMPLE, stop)]
+    return tensors, stamps

@@ -20,9 +20,9 @@ from lce.weights.packed import PackedMatrix, Scheme, register
 class RoundedMatrix:
     """A matrix `[out, in]` of codes, scales and, in 4 bits, zeros."""
 
-    def __init__(self, shape: tuple[int, int], parts: Mapping[str, Tensor]) -> None:
-        self.shape = shape
-        self.nbytes = sum(part.nbytes for part in parts.values())
+    def __init__(self, shape: tuple[int, ...], parts: Mapping[str, Tensor]) -> None:
+        self.shape = shape[0], shape[1]
+        self.parts = parts
         self._parts = parts["codes"], parts["scales"], parts.get("zeros")
 
     def product(self, x: Tensor, bias: Tensor | None = None, **around: Any) -> Tensor:
@@ -48,7 +48,7 @@ class Rounded(Scheme):
     def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return dict(quantised.parts(self.bits, *shape))
 
-    def matrix(self, shape: tuple[int, int], parts: Mapping[str, Tensor]) -> PackedMatrix:
+    def matrix(self, shape: tuple[int, ...], parts: Mapping[str, Tensor]) -> PackedMatrix:
         return RoundedMatrix(shape, parts)
 
     def pack(self, weight: Tensor, parts: Mapping[str, Tensor]) -> None:

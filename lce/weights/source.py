@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lce.errors import ModelError
 from lce.files import named, path_of, read_object
@@ -18,61 +18,34 @@ DEMO = Path(__file__).parent.parent / "models" / "demo"
 LARGEST_CONFIG = 4 << 20  # bytes; published files have a few thousand
 
 
-class Source(Protocol):
-    """The source of a model. Each part raises `ModelError` if missing or damaged.
-
-    `path` is the folder or the file that a user names. `config` and `generation_config` hold the fields of the files
-    of these names; a source without `generation_config` has an empty one.
-    """
-
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def config(self) -> Mapping[str, Any]: ...
-
-    @property
-    def generation_config(self) -> Mapping[str, Any]: ...
-
-    @property
-    def checkpoint(self) -> Checkpoint: ...
-
-    def tokenizer(self, vocab_size: int) -> Tokenizer:
-        """Read the tokenizer of a model whose embedding has `vocab_size` rows."""
-
-    def file(self, name: str) -> Path:
-        """Return the path of a file of the model by name. The file need not exist."""
-
-    def where(self, name: str) -> str:
-        """Return the name for messages of a part, such as config.json."""
-
-
 @dataclass(frozen=True)
-class Folder:
-    """A folder with config.json, safetensors files and the files of a tokenizer."""
+class Source:
+    """A folder with config.json, safetensors files and the files of a tokenizer. Other sources derive from this class.
+
+    Each part raises `ModelError` if missing or damaged. `path` is what a user names.
+    """
 
     path: Path
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """Return the fields of config.json."""
+        """The fields of config.json."""
         if not os.path.isdir(self.path):
             kind = "is not a folder" if os.path.exists(self.path) else "does not exist"
-            raise ModelError(
-                f"{named(self.path)} {kind}; expected a checkpoint's folder with a config.json; check the path"
-            )
+            expected = "expected a checkpoint's folder with a config.json; check the path"
+            raise ModelError(f"{named(self.path)} {kind}; {expected}")
         if not os.path.lexists(self.file("config.json")):
             raise ModelError(f"{named(self.path)} has no config.json; expected a checkpoint's folder; check the path")
         return read_object(self.file("config.json"), LARGEST_CONFIG)
 
     @cached_property
     def generation_config(self) -> Mapping[str, Any]:
-        """Return the fields of generation_config.json."""
+        """The fields of generation_config.json; none if there is no such file."""
         return read_object(self.file("generation_config.json"), LARGEST_CONFIG)
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        """Return the weights, whose headers are checked."""
+        """The weights, whose headers are checked."""
         return Checkpoint.open(self.path)
 
     def tokenizer(self, vocab_size: int) -> Tokenizer:
@@ -80,14 +53,10 @@ class Folder:
         return Tokenizer.from_folder(self.path, vocab_size)
 
     def file(self, name: str) -> Path:
-        """Return the path of a file by name. The file need not exist."""
+        """Return the path of a file of the model by name. The file need not exist."""
         return self.path / name
-
-    def where(self, name: str) -> str:
-        """Return a file's name for messages."""
-        return named(self.file(name))
 
 
 def source_of(model: object) -> Source:
     """Return the source that a user names: a folder, or the embedded "demo". Raises `UsageError` for a non-path."""
-    return Folder(DEMO if isinstance(model, str) and model == "demo" else path_of(model, "model"))
+    return Source(DEMO if isinstance(model, str) and model == "demo" else path_of(model, "model"))

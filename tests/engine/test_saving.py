@@ -28,7 +28,7 @@ from lce.cache.tiers import Disk
 from lce.engine.saving import describe, text_hash
 from lce.errors import CapacityError, DataError, UsageError
 from lce.methods import LongHeads
-from lce.weights.header import read_all
+from lce.weights.safetensors_file import read_header
 from tests.checkpoints import save_tiny, tokens
 from tests.command import start
 from tests.interrupts import interrupted, places
@@ -44,7 +44,7 @@ NEEDS: dict[str, dict[str, object]] = {
 
 
 def manifest_of(path: Path) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads(read_all(path)[1]["lce"])
+    manifest: dict[str, Any] = json.loads(read_header(path)[1]["lce"])
     return manifest
 
 

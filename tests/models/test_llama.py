@@ -11,19 +11,7 @@ from transformers import LlamaConfig
 
 import lce
 from tests.checkpoints import save_by_transformers, save_tiny
-from tests.parity import (
-    PLAIN,
-    Kind,
-    Saved,
-    assert_bfloat16_as_close,
-    assert_every_bias_matters,
-    assert_kind_matters,
-    assert_same_greedy_tokens,
-    assert_same_logits,
-    generated,
-    rope,
-    save_kind,
-)
+from tests.parity import PLAIN, FamilyTests, Kind, assert_every_bias_matters, generated, rope
 
 LLAMA_3_1 = rope(
     "llama3", 500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
@@ -44,31 +32,14 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return save_kind(tmp_path_factory.mktemp(request.param), KINDS[request.param])
-
-
-def test_same_logits_as_transformers(saved: Saved) -> None:
-    assert_same_logits(saved)
-
-
-def test_what_makes_the_kind_makes_a_difference(saved: Saved, tmp_path: Path) -> None:
-    assert_kind_matters(saved, tmp_path / "edited")
+class TestLlama(FamilyTests):
+    kinds = KINDS
+    greedy = ("llama-2", "llama-3.1", "llama-3.2")
 
 
 def test_biases_make_a_difference(tmp_path: Path) -> None:
     both = Kind(LlamaConfig, {**KINDS["llama-2"].values, "attention_bias": True, "mlp_bias": True}, {})
     assert_every_bias_matters(tmp_path, both, 2 * 7)
-
-
-def test_bfloat16_stays_as_close_as_transformers(saved: Saved, tmp_path: Path) -> None:
-    assert_bfloat16_as_close(tmp_path, saved)
-
-
-@pytest.mark.parametrize("name", ["llama-2", "llama-3.1", "llama-3.2"])
-def test_greedy_tokens_as_transformers_generates(name: str, tmp_path: Path) -> None:
-    assert_same_greedy_tokens(tmp_path, KINDS[name])
 
 
 def test_stops_at_any_of_several_end_tokens(tmp_path: Path) -> None:
@@ -84,18 +55,6 @@ def test_stops_at_any_of_several_end_tokens(tmp_path: Path) -> None:
     ours = lce.load(tmp_path).generate(prompt, max_tokens=40)
     assert ours.token_ids == free[:last]
     assert ours.finish_reason == "stop"
-
-
-def test_a_model_that_is_overwritten_or_cut_short_answers_as_before(tmp_path: Path) -> None:
-    folder, ids = save_tiny(tmp_path), list(range(2, 60))
-    engine, file = lce.load(folder), folder / "model.safetensors"
-    logits, fingerprint, size = engine.logits(ids), engine.fingerprint, file.stat().st_size
-    for raw in (bytes(size), b""):
-        with file.open("r+b") as opened:
-            opened.truncate(len(raw))
-            opened.write(raw)
-        assert torch.equal(engine.logits(ids), logits)
-    assert engine.fingerprint == fingerprint
 
 
 DTYPES = ("float32", "bfloat16", "float16")

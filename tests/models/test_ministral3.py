@@ -13,17 +13,7 @@ from transformers import Ministral3Config
 
 import lce
 from lce.errors import ModelError
-from tests.parity import (
-    Kind,
-    Saved,
-    assert_bfloat16_as_close,
-    assert_kind_matters,
-    assert_same_greedy_tokens,
-    assert_same_logits,
-    edited,
-    rope,
-    save_kind,
-)
+from tests.parity import FamilyTests, Kind, edited, rope, save_kind
 
 
 def ministral(beta: float = 0.1, factor: float = 16.0, original: int = 16, **values: float) -> dict[str, Any]:
@@ -43,26 +33,9 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return save_kind(tmp_path_factory.mktemp(request.param), KINDS[request.param])
-
-
-def test_same_logits_as_transformers(saved: Saved) -> None:
-    assert_same_logits(saved)
-
-
-def test_what_makes_the_kind_makes_a_difference(saved: Saved, tmp_path: Path) -> None:
-    assert_kind_matters(saved, tmp_path / "edited")
-
-
-def test_bfloat16_stays_as_close_as_transformers(saved: Saved, tmp_path: Path) -> None:
-    assert_bfloat16_as_close(tmp_path, saved)
-
-
-@pytest.mark.parametrize("name", ["ministral-3", "strong"])
-def test_greedy_tokens_as_transformers_generates(name: str, tmp_path: Path) -> None:
-    assert_same_greedy_tokens(tmp_path, KINDS[name])
+class TestMinistral3(FamilyTests):
+    kinds = KINDS
+    greedy = ("ministral-3", "strong")
 
 
 def test_queries_grow_with_their_index_in_the_text(tmp_path: Path) -> None:

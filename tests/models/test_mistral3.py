@@ -17,15 +17,8 @@ from lce.errors import ModelError
 from tests.checkpoints import VOCAB, randomise, save_tokenizer
 from tests.parity import SIZES, N, difference, edited, logits_of, rope
 
-VISION = {
-    "model_type": "pixtral",
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 32,
-    "patch_size": 16,
-}
+VISION = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+VISION |= {"num_attention_heads": 2, "image_size": 32, "patch_size": 16}
 YARN = rope(
     "yarn", 1e6, factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0,
     llama_4_scaling_beta=0.1,
@@ -87,17 +80,13 @@ def test_what_it_cannot_be(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     save(folder, TEXTS["ministral-3"], tied=True)
     text = json.loads((folder / "config.json").read_text())["text_config"]
-    for number, (change, message) in enumerate(
-        (
-            ({"text_config": None}, "text_config is None; expected an object"),
-            (
-                {"text_config": text | {"model_type": "mixtral"}},
-                "text_config: model_type is 'mixtral'; expected",
-            ),
-            ({"text_config": {"model_type": "mistral3", "text_config": text}}, "text_config: model_type is 'mistral3'"),
-            ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is .*; expected plain weights"),
-        )
-    ):
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"text_config": None}, "text_config is None; expected an object"),
+        ({"text_config": text | {"model_type": "mixtral"}}, "text_config: model_type is 'mixtral'; expected"),
+        ({"text_config": {"model_type": "mistral3", "text_config": text}}, "text_config: model_type is 'mistral3'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is .*; expected plain weights"),
+    ]
+    for number, (change, message) in enumerate(changes):
         with pytest.raises(ModelError, match=message):
             lce.load(edited(folder, tmp_path / str(number), change))
     weights: dict[str, Tensor] = load_file(folder / "model.safetensors")

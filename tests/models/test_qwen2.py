@@ -13,14 +13,10 @@ from lce.errors import ModelError
 from lce.methods import DualChunk
 from tests.parity import (
     PLAIN,
+    FamilyTests,
     Kind,
-    Saved,
-    assert_bfloat16_as_close,
     assert_equals_the_oracle,
     assert_every_bias_matters,
-    assert_kind_matters,
-    assert_same_greedy_tokens,
-    assert_same_logits,
     edited,
     rope,
     save_kind,
@@ -43,45 +39,27 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return save_kind(tmp_path_factory.mktemp(request.param), KINDS[request.param])
-
-
-def test_same_logits_as_transformers(saved: Saved) -> None:
-    assert_same_logits(saved)
-
-
-def test_what_makes_the_kind_makes_a_difference(saved: Saved, tmp_path: Path) -> None:
-    assert_kind_matters(saved, tmp_path / "edited")
-
-
-def test_bfloat16_stays_as_close_as_transformers(saved: Saved, tmp_path: Path) -> None:
-    assert_bfloat16_as_close(tmp_path, saved)
-
-
-@pytest.mark.parametrize("name", ["qwen2.5", "yarn", "sliding-window"])
-def test_greedy_tokens_as_transformers_generates(name: str, tmp_path: Path) -> None:
-    assert_same_greedy_tokens(tmp_path, KINDS[name])
+class TestQwen2(FamilyTests):
+    kinds = KINDS
+    greedy = ("qwen2.5", "yarn", "sliding-window")
 
 
 def test_biases_make_a_difference(tmp_path: Path) -> None:
     assert_every_bias_matters(tmp_path, KINDS["qwen2.5"], 2 * 3)
 
 
-@pytest.mark.parametrize(("n_full", "expected"), [(0, 24), (2, None), (28, None)])
-def test_a_window_of_all_layers_or_of_none(saved: Saved, tmp_path: Path, n_full: int, expected: int | None) -> None:
-    changes = {**SLIDING, "layer_types": None, "max_window_layers": n_full}
-    assert lce.load(edited(saved.folder, tmp_path / "model", changes)).model.config.sliding_window == expected
-
-
-def test_a_window_of_some_layers_is_refused(saved: Saved, tmp_path: Path) -> None:
+def test_a_window_is_of_all_layers_or_of_none(tmp_path: Path) -> None:
+    folder = save_kind(tmp_path / "saved", KINDS["qwen2.5"]).folder
+    windowed = {**SLIDING, "layer_types": None}
+    for n_full, expected in ((0, 24), (2, None), (28, None)):
+        changed = edited(folder, tmp_path / f"{n_full}", windowed | {"max_window_layers": n_full})
+        assert lce.load(changed).model.config.sliding_window == expected
     message = "max_window_layers is 1; expected 0 or at least num_hidden_layers, 2: one kind .*; set use_sliding_window"
     with pytest.raises(ModelError, match=message):
-        lce.load(edited(saved.folder, tmp_path / "a", {**SLIDING, "layer_types": None, "max_window_layers": 1}))
-    kinds = ["full_attention", "sliding_attention"]
+        lce.load(edited(folder, tmp_path / "a", windowed | {"max_window_layers": 1}))
+    kinds = {"layer_types": ["full_attention", "sliding_attention"]}
     with pytest.raises(ModelError, match="expected one kind of attention in all layers"):
-        lce.load(edited(saved.folder, tmp_path / "b", {**SLIDING, "layer_types": kinds}))
+        lce.load(edited(folder, tmp_path / "b", SLIDING | kinds))
 
 
 DUAL_CHUNK = {"chunk_size": 40, "local_size": 8, "original_max_position_embeddings": 48}

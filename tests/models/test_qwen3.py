@@ -4,24 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from transformers import Qwen3Config
 
 import lce
-from tests.parity import (
-    PLAIN,
-    Kind,
-    Saved,
-    assert_bfloat16_as_close,
-    assert_every_bias_matters,
-    assert_kind_matters,
-    assert_same_greedy_tokens,
-    assert_same_logits,
-    difference,
-    rope,
-    save_kind,
-)
+from tests.parity import PLAIN, FamilyTests, Kind, assert_every_bias_matters, difference, rope, save_kind
 
 QWEN_3 = {"head_dim": 24, **rope("default", 1e6)}
 YARN = rope("yarn", 1e6, factor=4.0, original_max_position_embeddings=64)
@@ -36,26 +23,9 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return save_kind(tmp_path_factory.mktemp(request.param), KINDS[request.param])
-
-
-def test_same_logits_as_transformers(saved: Saved) -> None:
-    assert_same_logits(saved)
-
-
-def test_what_makes_the_kind_makes_a_difference(saved: Saved, tmp_path: Path) -> None:
-    assert_kind_matters(saved, tmp_path / "edited")
-
-
-def test_bfloat16_stays_as_close_as_transformers(saved: Saved, tmp_path: Path) -> None:
-    assert_bfloat16_as_close(tmp_path, saved)
-
-
-@pytest.mark.parametrize("name", ["qwen3", "yarn"])
-def test_greedy_tokens_as_transformers_generates(name: str, tmp_path: Path) -> None:
-    assert_same_greedy_tokens(tmp_path, KINDS[name])
+class TestQwen3(FamilyTests):
+    kinds = KINDS
+    greedy = ("qwen3", "yarn")
 
 
 def test_biases_make_a_difference(tmp_path: Path) -> None:

@@ -62,12 +62,6 @@ def test_frequencies_are_those_of_transformers(
         assert ours.scale == pytest.approx(scale, rel=1e-6)
 
 
-def test_without_scaling_every_pair_turns_slower_by_the_same_ratio() -> None:
-    frequencies = Rope(RopeConfig(theta=10000.0), HEAD_DIM, WINDOW).inv_freq
-    ratio = 10000.0 ** (-2 / HEAD_DIM)
-    torch.testing.assert_close(frequencies, torch.tensor([ratio**i for i in range(32)], dtype=torch.float64))
-
-
 @pytest.mark.parametrize("factor", [1.0, 2.0, 16.0])
 def test_ntk_keeps_the_fastest_pair_and_interpolates_the_slowest(factor: float) -> None:
     plain = Rope(RopeConfig(), HEAD_DIM, WINDOW).inv_freq
@@ -141,23 +135,6 @@ def test_pairs_are_the_two_halves() -> None:
     assert turned.count_nonzero() == 2
 
 
-def test_turns_broadcast() -> None:
-    """One placed copy a choice: queries `[H, T, 1, D]` and turns `[T, K, D/2]` make `[H, T, K, D]`."""
-    rope = Rope(RopeConfig(), 16, WINDOW)
-    x, positions = torch.randn(4, 5, 16), torch.arange(15).view(5, 3)
-    many = rotate(x[:, :, None], rope.turn(positions, torch.float32))
-    assert many.shape == (4, 5, 3, 16)
-    for choice in range(3):
-        one = rotate(x, rope.turn(positions[:, choice], torch.float32))
-        torch.testing.assert_close(many[:, :, choice], one)
-
-
-def test_yarn_scales_the_rotated_vectors() -> None:
-    turn = Rope(RopeConfig("yarn", factor=8.0, original_window=512), 16, WINDOW).turn(torch.arange(4), torch.float32)
-    x = torch.randn(4, 16)
-    torch.testing.assert_close(rotate(x, turn).norm(dim=-1), x.norm(dim=-1) * 1.2079442)  # 0.1 ln 8 + 1
-
-
 def test_dynamic_is_fixed_by_the_announced_length(tiny_model: Path) -> None:
     """The base that a context starts with is the one it keeps, however long it becomes."""
     engine = lce.load(tiny_model, rope="dynamic", rope_factor=2.0)
@@ -177,11 +154,3 @@ def test_dynamic_is_fixed_by_the_announced_length(tiny_model: Path) -> None:
     assert torch.equal(fork.rope.inv_freq, frequencies)
     assert unannounced.logits is not None
     assert (unannounced.logits - whole).abs().max() > 1e-2
-
-
-def test_a_device_gets_the_frequencies_once() -> None:
-    rope, elsewhere = Rope(RopeConfig(), HEAD_DIM, WINDOW), torch.arange(3, device="meta")
-    assert rope.turn(elsewhere, torch.float16).cos.device == elsewhere.device
-    uploaded = rope._on(elsewhere.device)
-    assert rope._on(elsewhere.device) is uploaded
-    assert rope._on(torch.device("cpu")) is rope.inv_freq

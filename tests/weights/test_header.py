@@ -14,51 +14,22 @@ from safetensors.torch import save_file
 
 from lce.errors import ModelError
 from lce.weights.checkpoint import Checkpoint
-from lce.weights.header import (
-    LARGEST_HEADER,
-    Damaged,
-    TensorInfo,
-    parse_object,
-    read_all,
-    read_bytes,
-    read_header,
-    shown,
-)
+from lce.weights.safetensors_file import LARGEST_HEADER, TensorInfo, pread, read_header
 from tests.checkpoints import raw_safetensors, tensor_entry
 
 
 def test_every_tensor_and_where_it_lies(tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
+    path = tmp_path / "model.safetensors"
     tensors = {"norm": torch.tensor([1.5, -2.0]), "embed": torch.arange(6.0).view(2, 3).to(torch.bfloat16)}
-    save_file(tensors, file, metadata={"format": "pt", "note": "é"})
-    infos, metadata = read_all(file)
+    save_file(tensors, path, metadata={"format": "pt", "note": "é"})
+    infos, metadata, _ = read_header(path)
     assert metadata == {"format": "pt", "note": "é"}
-    assert read_header(file) == infos
-    assert infos["norm"] == TensorInfo(file, "F32", (2,), infos["norm"].start, infos["norm"].start + 8)
+    assert infos["norm"] == TensorInfo(path, "F32", (2,), infos["norm"].start, infos["norm"].start + 8)
     assert (infos["embed"].dtype, infos["embed"].shape) == ("BF16", (2, 3))
-    for name, info in infos.items():
-        raw = read_bytes(file, info.stop - info.start, info.start)
-        assert raw == bytes(tensors[name].contiguous().view(torch.uint8).flatten().tolist())
-
-
-def test_a_damaged_file_says_what_is_wrong(tmp_path: Path) -> None:
-    with pytest.raises(Damaged) as caught:
-        parse_object(b"[1]", tmp_path / "x.json")
-    assert caught.value.what == "a JSON list where an object is expected"
-    assert str(caught.value).endswith("the file is damaged or incomplete: download it again")
-    assert isinstance(caught.value, ModelError)
-
-
-def test_a_missing_file(tmp_path: Path) -> None:
-    for read in (read_header, lambda path: read_bytes(path, 1)):
-        with pytest.raises(ModelError, match=r"^cannot read .*/none: No such file or directory; check the path"):
-            read(tmp_path / "none")
-
-
-def test_values_are_shown_on_one_short_line() -> None:
-    assert shown("a\nb") == r"'a\nb'"
-    assert len(shown("x" * 10_000)) < 130
-    assert len(shown(list(range(10_000)))) < 130
+    with path.open("rb") as file:
+        for name, info in infos.items():
+            raw = pread(file.fileno(), info.stop - info.start, info.start, path)
+            assert raw == bytes(tensors[name].contiguous().view(torch.uint8).flatten().tolist())
 
 
 PAIR = {"a": tensor_entry("F32", [2], 0, 8), "b": tensor_entry("F32", [2], 8, 16)}
@@ -90,25 +61,16 @@ DAMAGED: list[tuple[bytes, str]] = [
     (raw_safetensors({"a": tensor_entry("F32", [2.0], 0, 8)}, bytes(8)), r"impossible shape \[2.0\]"),
     (raw_safetensors({"a": tensor_entry("F32", [True, 2], 0, 8)}, bytes(8)), r"impossible shape \[True, 2\]"),
     (raw_safetensors({"a": tensor_entry("F32", [2**62, 4], 0, 0)}), r"impossible shape \[4611686018427387904, 4\]"),
-    (
-        raw_safetensors({"a": tensor_entry("F32", [2**47, 2**17], 0, 0)}),
-        "has 0 bytes; its shape and dtype take 73786976294838206464",
-    ),
+    (raw_safetensors({"a": tensor_entry("F32", [2**47, 2**17], 0, 0)}), "shape and dtype take 73786976294838206464"),
     (raw_safetensors({"a": tensor_entry("F32", [1] * 100, 0, 4)}, bytes(4)), "impossible shape"),
     (raw_safetensors({"a": tensor_entry("F32", [2], 8, 0)}, bytes(8)), "impossible data_offsets"),
     (raw_safetensors({"a": tensor_entry("F32", [2], -8, 0)}, bytes(8)), "impossible data_offsets"),
     (raw_safetensors({"a": tensor_entry("F32", [2], 0.0, 8)}, bytes(8)), "impossible data_offsets"),
     (raw_safetensors({"a": tensor_entry("F32", [2], False, 8)}, bytes(8)), "impossible data_offsets"),
-    (
-        raw_safetensors({"a": tensor_entry("F32", [2], 0, 8) | {"data_offsets": [0, 8, 8]}}, bytes(8)),
-        "impossible data_offsets",
-    ),
+    (raw_safetensors({"a": tensor_entry("F32", [2], 0, 8) | {"data_offsets": [8]}}, bytes(8)), "impossible data_off"),
     (raw_safetensors({"a": tensor_entry("F32", [3], 0, 8)}, bytes(8)), "has 8 bytes; its shape and dtype take 12"),
     (raw_safetensors({"a": tensor_entry("BF16", [2], 0, 8)}, bytes(8)), "has 8 bytes; its shape and dtype take 4"),
-    (
-        raw_safetensors(PAIR | {"b": tensor_entry("F32", [2], 4, 12)}, bytes(12)),
-        "tensor 'b' overlaps the one before it",
-    ),
+    (raw_safetensors(PAIR | {"b": tensor_entry("F32", [2], 4, 12)}, bytes(12)), "'b' overlaps the one before it"),
     (raw_safetensors(PAIR | {"b": tensor_entry("F32", [2], 0, 8)}, bytes(8)), "tensor 'b' overlaps the one before it"),
     (raw_safetensors(PAIR | {"b": tensor_entry("F32", [2], 12, 20)}, bytes(20)), "tensor 'b' leaves a hole before it"),
     (raw_safetensors({"a": tensor_entry("F32", [2], 4, 12)}, bytes(12)), "tensor 'a' leaves a hole before it"),

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from lce.errors import ModelError
-from lce.weights.header import TensorInfo
 from lce.weights.manifest import Manifest
+from lce.weights.safetensors_file import TensorInfo
 
 FILE = Path("model.safetensors")
 

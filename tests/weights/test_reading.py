@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lce.errors import CapacityError, ModelError
-from lce.weights import reading
-from lce.weights.header import TensorInfo
-from lce.weights.reading import DTYPES, Job, Stamp, allocate, fill
+from lce.weights import safetensors_file as reading
+from lce.weights.safetensors_file import DTYPES, TensorInfo, allocate, fill
 
 CPU = torch.device("cpu")
 KINDS = sorted(DTYPES)
@@ -65,23 +64,15 @@ def test_every_number_comes_to_its_place(
     outs = allocate([(info.shape, dtype) for info, dtype in zip(infos, wanted, strict=True)], CPU)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reading, "PIECE", piece)
-        fill([Job(str(i), info, descriptor, out) for i, (info, out) in enumerate(zip(infos, outs, strict=True))])
+        fill(
+            {f"{i}": out for i, out in enumerate(outs)},
+            {f"{i}": info for i, info in enumerate(infos)},
+            {path: descriptor},
+        )
     os.close(descriptor)
     for (_, tensor), out, dtype in zip(tensors, outs, wanted, strict=True):
         assert (out.dtype, out.shape) == (dtype, tensor.shape)
         assert torch.equal(out, tensor.to(dtype))
-
-
-@pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("out_kind", ["F32", "BF16"])
-def test_tensors_can_be_read_into_parts_of_a_larger_one(tmp_path: Path, out_kind: str) -> None:
-    parts = [torch.randn(rows, 6) for rows in (4, 2, 2)]
-    descriptor, infos = stored(tmp_path / "stored", [("F32", part) for part in parts])
-    joined = torch.empty(8, 6, dtype=DTYPES[out_kind])
-    outs = joined.split([4, 2, 2])
-    fill([Job("", info, descriptor, out) for info, out in zip(infos, outs, strict=True)])
-    os.close(descriptor)
-    assert torch.equal(joined, torch.cat(parts).to(joined.dtype))
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -99,14 +90,13 @@ def test_numbers_are_refused_where_they_are_not_finite_as_loaded(tmp_path: Path,
         row[13] = number
         descriptor, (info,) = stored(tmp_path / "stored", [(kind, row)])
         out = torch.empty(20, dtype=DTYPES[out_kind])
-        job = Job("w", info, descriptor, out)
         if torch.isfinite(number.to(out.dtype)).all():
-            fill([job])
+            fill({"w": out}, {"w": info}, {info.file: descriptor})
             assert torch.equal(out, row.to(out.dtype))
         else:
             message = "numbers" if torch.isfinite(number).all() else "NaN"
             with pytest.raises(ModelError, match=f"stored: tensor 'w' has .*{message}"):
-                fill([job])
+                fill({"w": out}, {"w": info}, {info.file: descriptor})
         os.close(descriptor)
 
 
@@ -116,7 +106,7 @@ def test_a_file_that_is_too_short(tmp_path: Path, length: int) -> None:
     descriptor, (info,) = stored(tmp_path / "stored", [("F32", torch.ones(40))])
     os.truncate(tmp_path / "stored", length)
     with pytest.raises(ModelError, match="stored: the file was cut short while it was read"):
-        fill([Job("w", info, descriptor, torch.empty(40))])
+        fill({"w": torch.empty(40)}, {"w": info}, {info.file: descriptor})
     os.close(descriptor)
 
 
@@ -124,30 +114,9 @@ def test_a_disk_that_fails(tmp_path: Path) -> None:
     descriptor, (info,) = stored(tmp_path / "stored", [("F32", torch.ones(40))])
     os.close(descriptor)
     with pytest.raises(ModelError, match=r"stored cannot be read \(Bad file descriptor\)"):
-        fill([Job("w", info, descriptor, torch.empty(40))])
+        fill({"w": torch.empty(40)}, {"w": info}, {info.file: descriptor})
 
 
 def test_memory_that_is_not_there() -> None:
     with pytest.raises(CapacityError, match=r"no memory for 1048576\.0 TiB of weights"):
         allocate([((1 << 58,), torch.float32)], CPU)
-
-
-def test_tensors_of_one_block_are_aligned_and_apart() -> None:
-    shapes = [(3,), (0, 5), (2, 7), (), (64,)]
-    outs = allocate([(shape, torch.bfloat16) for shape in shapes], CPU)
-    assert [tuple(out.shape) for out in outs] == shapes
-    assert all(out.data_ptr() % 64 == 0 for out in outs if out.numel())
-    for i, out in enumerate(outs):
-        out.fill_(i)
-    assert all((out == i).all() for i, out in enumerate(outs))
-    assert allocate([], CPU) == []
-
-
-def test_a_stamp_follows_what_is_written(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"data")
-    with path.open("rb") as file:
-        stamp = Stamp.of(file.fileno())
-        assert stamp == Stamp.of(file.fileno())
-        os.utime(path, ns=(0, 0))
-        assert stamp != Stamp.of(file.fileno())

@@ -1,0 +1,288 @@
+"""A safetensors file: its header, parsed and checked in full, and its tensors, read into memory of our own.
+
+A file is eight bytes of header length, the header (a JSON object: name -> dtype, shape, data_offsets), and the data,
+which the tensors must tile exactly: no overlap, no hole, nothing left over. A file that passes can be read without
+further checks. The header is bounded before it is parsed, far above any published one, so that a hostile file takes
+neither time nor memory.
+
+No file is mapped: a file that is cut short or overwritten later has no effect, and one that is cut short while it is
+read is an error, never a signal.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lce.errors import CapacityError, ModelError, shown
+from lce.files import JsonError, named, open_regular, parse_json
+from lce.sizes import size_text
+
+LARGEST_HEADER = 8 << 20  # bytes; the largest published headers are below 1 MiB
+MOST_TENSORS = 50_000  # of a checkpoint; the largest models of our families have about 1,200
+MOST_VALUES = 12 * MOST_TENSORS  # JSON values and names in a header: the entry of a matrix has 12
+
+ITEM_SIZES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
+    **dict.fromkeys(("I32", "U32", "F32"), 4),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 8),
+}
+_LARGEST_SIZE = 2**48  # of one dimension
+_MOST_DIMENSIONS = 64
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+STORED = {**DTYPES, "I8": torch.int8, "U8": torch.uint8}  # with dtypes of quantised weights
+NAMES = {dtype: name for name, dtype in STORED.items()}
+
+PIECE = 8 << 20  # bytes of one read: long enough for disks, and still in the processor's cache when it is checked
+READERS = 4  # threads: a disk answers several requests faster than one
+_ALIGNED = 64  # bytes: where tensors begin in an arena
+
+# The bits of the least positive number that is no finite number in the dtype that it is loaded in.
+_TOO_LARGE = {
+    ("F32", torch.float32): 0x7F80_0000,
+    ("F32", torch.bfloat16): 0x7F7F_8000,  # rounds to infinity
+    ("F32", torch.float16): 0x477F_F000,  # 65520
+    ("BF16", torch.float16): 0x4780,  # 65536
+    **{("BF16", dtype): 0x7F80 for dtype in (torch.float32, torch.bfloat16)},
+    **{("F16", dtype): 0x7C00 for dtype in (torch.float32, torch.bfloat16, torch.float16)},
+}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor's place: bytes `start` to `stop` of `file`, counted from the beginning of the file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class Damaged(ModelError):
+    """The error for a damaged file."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        super().__init__(f"{named(path)}: {what}; the file is damaged or incomplete: download it again")
+
+
+def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str], tuple[int, ...]]:
+    """Read the entries of a file's tensors, in the header's order, and the metadata; return also the file's stamp.
+
+    Reads the header alone. Raises ModelError if the header is wrong or does not fit the file.
+    """
+    descriptor = open_regular(path, ModelError)
+    try:
+        stamp = stamp_of(descriptor)  # before anything is read
+        return *_header(descriptor, path), stamp
+    finally:
+        os.close(descriptor)
+
+
+def _header(descriptor: int, path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    file_size, prefix = os.fstat(descriptor).st_size, pread(descriptor, 8, 0, path)
+    length = int.from_bytes(prefix, "little")
+    if prefix == b"version ":
+        raise ModelError(f"{named(path)} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`")
+    if len(prefix) < 8 or length + 8 > file_size:
+        raise Damaged(path, f"a header of {length} bytes does not fit in a file of {file_size}")
+    if length > LARGEST_HEADER:
+        raise Damaged(path, f"a header of {length} bytes; expected at most {LARGEST_HEADER}")
+    raw = pread(descriptor, length, 8, path)
+    if raw[:1] != b"{":
+        raise Damaged(path, "the header does not begin with '{'")
+    entries = parse_object(raw, path)
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise Damaged(path, "__metadata__ is not an object of strings")
+    if len(entries) > MOST_TENSORS:
+        raise Damaged(path, f"{len(entries)} tensors; expected at most {MOST_TENSORS}")
+    end = data_start = 8 + length
+    tensors = {name: _tensor(path, name, entry, data_start) for name, entry in entries.items()}
+    for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if info.start != end:
+            fault = "overlaps the one before it" if info.start < end else "leaves a hole before it"
+            raise Damaged(path, f"tensor {shown(name)} {fault}")
+        end = info.stop
+    if end != file_size:
+        fault = "is cut short" if end > file_size else "has bytes that belong to no tensor"
+        raise Damaged(path, f"the file {fault}: {file_size} bytes, expected {end}")
+    return tensors, metadata
+
+
+def parse_object(raw: bytes, path: Path) -> dict[str, object]:
+    """Parse the JSON object in `raw`. Raises ModelError for anything else, and for a name that appears twice."""
+    try:
+        value = parse_json(raw, most=MOST_VALUES, unique=True)
+    except JsonError as error:
+        raise Damaged(path, str(error)) from None
+    if not isinstance(value, dict):
+        raise Damaged(path, f"a JSON {type(value).__name__} where an object is expected")
+    return value
+
+
+def pread(descriptor: int, count: int, offset: int, path: Path) -> bytes:
+    """Read up to `count` bytes of an open file: fewer only at its end. Raises ModelError if it cannot be read."""
+    parts, left = [], count
+    try:
+        while left and (part := os.pread(descriptor, left, offset + count - left)):
+            parts.append(part)
+            left -= len(part)
+    except OSError as error:
+        raise ModelError(f"{named(path)} cannot be read ({error.strerror}); check the disk") from None
+    return b"".join(parts)
+
+
+def _tensor(path: Path, name: str, entry: object, data_start: int) -> TensorInfo:
+    label = f"tensor {shown(name)}"
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise Damaged(path, f"{label} is not described by dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
+        raise Damaged(path, f"{label} has the unknown dtype {shown(dtype)}")
+    if not _are_sizes(shape) or len(shape) > _MOST_DIMENSIONS:
+        raise Damaged(path, f"{label} has the impossible shape {shown(shape)}")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise Damaged(path, f"{label} has the impossible data_offsets {shown(offsets)}")
+    start, stop = offsets
+    expected = math.prod(shape) * ITEM_SIZES[dtype]
+    if stop - start != expected:
+        raise Damaged(path, f"{label} has {stop - start} bytes; its shape and dtype take {expected}")
+    return TensorInfo(path, dtype, tuple(shape), data_start + start, data_start + stop)
+
+
+def _are_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(type(size) is int and 0 <= size < _LARGEST_SIZE for size in value)
+
+
+def stamp_of(descriptor: int) -> tuple[int, ...]:
+    """Return an open file's identity, which changes when the file is written, truncated or replaced."""
+    found = os.fstat(descriptor)
+    return found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A piece of a stored tensor: bytes from `offset` of the file on go to `raw`, then from a `stage` to `out`."""
+
+    name: str
+    info: TensorInfo
+    descriptor: int
+    offset: int
+    raw: Tensor
+    out: Tensor
+    stage: Tensor | None
+
+
+def allocate(sizes: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device) -> list[Tensor]:
+    """Allocate tensors of these shapes and dtypes. On the CPU they lie one behind the other in one block of huge pages.
+
+    The block is returned to the system when its last tensor is gone. Raises `CapacityError` where memory runs out.
+    """
+    lengths = [dtype.itemsize * math.prod(shape) for shape, dtype in sizes]
+    try:
+        if device.type != "cpu":
+            return [torch.empty(tuple(shape), dtype=dtype, device=device) for shape, dtype in sizes]
+        starts = [0, *accumulate(-(-n // _ALIGNED) * _ALIGNED for n in lengths)]
+        memory = mmap.mmap(-1, starts[-1] or 1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without huge pages
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        block, places = torch.frombuffer(memory, dtype=torch.uint8), zip(sizes, starts, lengths, strict=False)
+        return [block[start : start + n].view(dtype).view(tuple(shape)) for (shape, dtype), start, n in places]
+    except (OSError, MemoryError, RuntimeError) as error:
+        what = f"{size_text(sum(lengths))} of weights ({' '.join(str(error).split())[:120]})"
+        raise CapacityError(f"no memory for {what}; free some, or use a smaller model") from None
+
+
+def fill(outs: Mapping[str, Tensor], infos: Mapping[str, TensorInfo], files: Mapping[Path, int]) -> None:
+    """Read stored tensors by name from open files, in the order in which they lie on the disk.
+
+    A contiguous tensor of `outs` may be a part of a larger one, have another dtype, and be on another device. Peak
+    memory beside `outs`: `2 * READERS` pieces, if numbers are converted. Time: that of the disk; from the page cache
+    some 0.2 s for 1.5 GiB. Raises ModelError for a file that ends too early or cannot be read, and for a number that is
+    NaN or infinite, or becomes infinite in the dtype of its tensor in `outs`.
+    """
+    waiting: deque[tuple[Future[None], _Piece]] = deque()
+    stages: list[Tensor] = []
+    pool = ThreadPoolExecutor(READERS, "lce-weights")
+    try:
+        for piece in _pieces(outs, infos, files, stages):
+            waiting.append((pool.submit(_read, piece), piece))
+            if len(waiting) == 2 * READERS:
+                _deliver(*waiting.popleft(), stages)
+        while waiting:
+            _deliver(*waiting.popleft(), stages)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _pieces(
+    outs: Mapping[str, Tensor], infos: Mapping[str, TensorInfo], files: Mapping[Path, int], stages: list[Tensor]
+) -> Iterator[_Piece]:
+    """Yield all pieces of the tensors. A piece that is converted takes one of the free `stages`."""
+    for name in sorted(outs, key=lambda name: (infos[name].file, infos[name].start)):
+        info, out = infos[name], outs[name].view(-1)
+        stored, offset = STORED[info.dtype], info.start
+        for part in out.split(PIECE // stored.itemsize) if len(out) else ():
+            raw, stage = part, None
+            if out.dtype != stored or out.device.type != "cpu":
+                pinned = out.device.type == "cuda"
+                stage = stages.pop() if stages else torch.empty(PIECE, dtype=torch.uint8, pin_memory=pinned)
+                raw = stage[: len(part) * stored.itemsize]
+            yield _Piece(name, info, files[info.file], offset, raw.view(torch.uint8), part, stage)
+            offset += len(part) * stored.itemsize
+
+
+def _deliver(read: Future[None], piece: _Piece, stages: list[Tensor]) -> None:
+    """Wait for a piece, and convert it if needed."""
+    read.result()
+    if piece.stage is not None:
+        piece.out.copy_(piece.raw.view(DTYPES[piece.info.dtype]))
+        stages.append(piece.stage)
+
+
+def _read(piece: _Piece) -> None:
+    array, file = piece.raw.numpy(), piece.info.file
+    left, offset = memoryview(array), piece.offset  # type: ignore[arg-type]
+    try:
+        while left:
+            n = os.preadv(piece.descriptor, [left], offset)
+            if n == 0:
+                raise Damaged(file, "the file was cut short while it was read")
+            left, offset = left[n:], offset + n
+    except OSError as error:
+        raise ModelError(f"{named(file)} cannot be read ({error.strerror}); check the disk") from None
+    if piece.info.dtype in DTYPES:
+        _check_finite(array, piece)
+
+
+def _check_finite(raw: np.ndarray[Any, Any], piece: _Piece) -> None:
+    """Raise ModelError for a number that is not finite in the dtype of `out`.
+
+    As whole numbers, positive floats are in order, and so are the negative ones from the first bit on.
+    """
+    stored, dtype = piece.info.dtype, piece.out.dtype
+    bits, limit = 8 * DTYPES[stored].itemsize, _TOO_LARGE[stored, dtype]
+    if raw.view(f"i{bits // 8}").max() < limit and raw.view(f"u{bits // 8}").max() < limit + (1 << bits - 1):
+        return
+    fault, remedy = "has NaN or infinite numbers", "the checkpoint is damaged: download it again"
+    if limit != _TOO_LARGE[stored, torch.float32]:
+        wanted = str(dtype).removeprefix("torch.")
+        fault, remedy = f"has NaN, or numbers too large for {wanted}", "use another dtype, such as float32"
+    raise ModelError(f"{named(piece.info.file)}: tensor {shown(piece.name)} {fault}; {remedy}")
