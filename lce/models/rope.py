@@ -27,14 +27,14 @@ class Rope:
         self.head_dim = head_dim
         self.inv_freq = _frequencies(config, head_dim, config.original_window or window, length)
         self.scale = _yarn_scale(config)
-        self._on = {self.inv_freq.device: self.inv_freq}  # once a device: an upload waits for what the device has to do
+        self._uploaded: dict[torch.device, Tensor] = {}  # once: an upload waits for what the device has to do
 
     def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
         """Return cosines and sines `[*positions.shape, D/2]` in `dtype`, on the positions' device."""
-        frequencies = self._on.get(positions.device)
-        if frequencies is None:
-            frequencies = self._on[positions.device] = self.inv_freq.to(positions.device)
-        return Turn(*turns(positions, frequencies, self.scale, dtype))
+        device = positions.device
+        if device != self.inv_freq.device and device not in self._uploaded:
+            self._uploaded[device] = self.inv_freq.to(device)
+        return Turn(*turns(positions, self._uploaded.get(device, self.inv_freq), self.scale, dtype))
 
 
 def _frequencies(config: RopeConfig, head_dim: int, trained: int, length: int) -> Tensor:
