@@ -21,7 +21,7 @@ from models import SHAPES, make_checkpoint
 from workers import peak_memory
 
 import lce
-from lce.cache.tiers import Disk
+from lce.cache.disk import Disk
 from lce.lab.bench import machine
 from lce.sizes import size_text
 from lce.terminal.figures import memory_text

@@ -61,9 +61,6 @@ def main() -> None:
     print(
         f"process: {(forked - before) / mib:+.1f} MiB, and {added / mib:+.1f} MiB when each read {args.appended} tokens"
     )
-    if hasattr(cache, "own_bytes"):
-        own = [each.own_bytes / mib for each in (cache, *forks)]
-        print(f"counted: {sum(own):.1f} MiB in all, {own[1]:.1f} MiB a fork")
 
 
 if __name__ == "__main__":

@@ -11,10 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lce.cache.disk import Disk
 from lce.cache.formats import Parts
 from lce.cache.layout import CacheLayout
 from lce.cache.movers import Mover, Slabs, Unpack, located
-from lce.cache.tiers import Disk, TierStack
+from lce.cache.tiers import TierStack
 
 GARBAGE = 113
 ORDERS = ("only what is waited for", "last first", "random")
@@ -79,9 +80,9 @@ class LateDevice(CacheLayout):
 
 def no_gpu(patch: pytest.MonkeyPatch, order: str = ORDERS[0], slab: int = 1) -> None:
     """Have the movers of a GPU be `Late` from now on, and slabs of `slab` bytes or a page: by default of one page."""
-    patch.setattr("lce.cache.tiers.Cuda", lambda device: Late(order))
-    patch.setattr("lce.cache.tiers.Pinned", lambda device: Late(order, asynchronous=False))
-    patch.setattr("lce.cache.layout.SLAB", slab)
+    patch.setattr("lce.cache.pool.Cuda", lambda device: Late(order))
+    patch.setattr("lce.cache.pool.Pinned", lambda device: Late(order, asynchronous=False))
+    patch.setattr("lce.cache.pool.SLAB", slab)
 
 
 def disks_of(tiers: TierStack) -> list[Disk]:

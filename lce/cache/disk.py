@@ -2,85 +2,82 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from pathlib import Path
+
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lce.cache.formats import Parts
-from lce.cache.layout import DISK, CacheLayout
-from lce.cache.movers import Mover
-from lce.cache.pages import Numbers, PageIndex, Pages
+from lce.cache.layout import CacheLayout
+from lce.cache.movers import Numbers
 from lce.cache.row_file import RowFile, SpillFile
-from lce.cache.tier import Tier, Traffic, joined
-
-MOVER = Mover()  # rows are read to plain memory
+from lce.cache.tier import DISK, UNBOUNDED, Pages, Tier
 
 
 class Disk(Tier):
-    """A file of rows: a spill file, or a context file."""
+    """A file of rows: a spill file, or a context file. Files above each other are one tier to users."""
 
     name = DISK
+    rank = 2
 
-    def __init__(self, layout: CacheLayout, file: RowFile, below: Tier) -> None:
-        self.layout = layout
+    def __init__(self, layout: CacheLayout, below: Tier, file: RowFile) -> None:
+        super().__init__(layout, below)
         self.file = file
-        self.below = below
-        self.format = layout.format
-        self.traffic = below.traffic if isinstance(below, Disk) else Traffic()  # files are one tier to users
-        self.row = PageIndex(layout)  # the first row of each page in the file
+        if isinstance(below, Disk):
+            self.traffic = below.traffic
+
+    @classmethod
+    def limit(cls, layout: CacheLayout) -> int | None:
+        return None if layout.budgets.spill_dir is None else UNBOUNDED
+
+    @classmethod
+    def place(cls, layout: CacheLayout) -> Path:
+        assert layout.budgets.spill_dir is not None
+        return layout.budgets.spill_dir
+
+    @classmethod
+    def build(cls, layout: CacheLayout, below: Tier, n_tokens: int = 0) -> Disk:
+        """Return a tier over a spill file, with disk space for `n_tokens` tokens reserved."""
+        file = SpillFile(cls.place(layout), layout.format)
+        file.reserve(layout.needs(n_tokens)[DISK] // file.row_bytes)
+        return cls(layout, below, file)
 
     @property
-    def n_bytes(self) -> int:  # type: ignore[override]
+    def writable(self) -> bool:  # type: ignore[override]
+        return self.file.writable
+
+    @property
+    def n_bytes(self) -> int:
         return self.file.n_bytes
 
-    def holds(self, pages: Pages) -> NDArray[np.bool_]:
-        return (self.row[pages] >= 0) | self.below.holds(pages)
+    def take(self, place: Numbers) -> Parts:
+        self.traffic.hits += len(place)
+        self.traffic.bytes_out += len(place) * self.format.page_bytes
+        return self.format.from_rows(self.file.read_pages(place, self.format.page_rows), self.file.name)
 
-    def read(self, pages: Pages) -> Parts:
-        first = self.row[pages]
-        here, missing = np.flatnonzero(first >= 0), np.flatnonzero(first < 0)
-        self.traffic.hits += len(here)
-        self.traffic.bytes_out += len(here) * self.format.page_bytes
-        parts = self.format.from_rows(self.file.read_pages(first[here], self.format.page_rows), self.file.name)
-        if not len(missing):
-            return parts
-        return joined((here, missing), (parts, self.below.read(pages.at(missing))), MOVER)
-
-    def read_rows(self, pages: Pages, offsets: Numbers) -> Tensor:
-        first = self.row[pages]
-        here, missing = np.flatnonzero(first >= 0), np.flatnonzero(first < 0)
-        self.traffic.bytes_out += len(here) * self.file.row_bytes
-        rows = self.file.read(torch.from_numpy(first[here] + offsets[here]))
+    def take_rows(self, place: Numbers, offsets: Numbers) -> Tensor:
+        self.traffic.bytes_out += len(place) * self.file.row_bytes
+        rows = self.file.read(place + offsets)
         if self.format.extra_rows:
-            page, of_page = np.unique(first[here], return_inverse=True)
+            page, of_page = np.unique(place, return_inverse=True)
             extra = self.file.read_pages(page + self.layout.chunk_size, self.format.extra_rows)
             self.traffic.bytes_out += extra.nbytes
             rows = self.format.tokens_of_rows(rows, extra.index_select(0, torch.from_numpy(of_page)), self.file.name)
-        if not len(missing):
-            return rows
-        rest = self.below.read_rows(pages.at(missing), offsets[missing])
-        return joined((here, missing), ((rows,), (rest,)), MOVER)[0]
+        return rows
 
     def write(self, pages: Pages, *parts: Tensor) -> None:
         rows = self.format.to_rows(parts)
-        first = self.file.allocate_pages(pages.group + self.layout.first_group, pages.chunk, self.format.page_rows)
+        groups = pages.group + self.layout.first_layer * self.layout.n_groups
+        first = self.file.allocate_pages(groups, pages.chunk, self.format.page_rows)
         self.file.write_pages(first, rows)
-        self.row[pages] = first
+        self.index[pages] = first
         self.traffic.bytes_in += len(first) * self.format.page_bytes
 
-    def forget(self, pages: Pages) -> None:
-        self.row[pages] = -1
-        self.below.forget(pages)
-
-    def fork(self) -> Disk:
-        """Return a fork's tier with the same pages, over the same file.
-
-        If the file has one place for each page, the fork only reads the file, and writes to a spill file, if any.
-        """
-        file, folder = self.file.for_fork(), self.layout.budgets.spill_dir
-        other = Disk(self.layout, file, self.below.fork() if isinstance(self.below, Disk) else self.below)
-        other.row = self.row.copy()
-        if file is self.file or folder is None:
-            return other
-        return Disk(self.layout, SpillFile(folder, self.format), other)
+    def fork(self) -> Tier:
+        """Return a tier over the same file; if the file has one place for each page, below a spill file, if any."""
+        file = self.file.for_fork()
+        other = Disk(self.layout, self.below.fork(), file)
+        other.index = deepcopy(self.index)
+        return other if file is self.file or not self.limit(self.layout) else Disk.build(self.layout, other)

@@ -6,7 +6,6 @@ file, and counts their bytes. No other code knows the parts of a stored page.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -22,10 +21,12 @@ FLOAT = torch.float32.itemsize
 
 
 @dataclass(frozen=True)
-class KVFormat(ABC):
+class KVFormat:
     """How a page of `heads` KV heads P, `size` tokens L and head dimension D is stored. The model computes in `dtype`.
 
     A page is a tuple of parts in memory, and `page_rows` rows in a file: one row a token, and `extra_rows` behind them.
+    This format stores pages as the model computes them, `k v [n, P, L, D]`; a row has the keys and values of a token,
+    `[2, P, D]`. Other formats derive from it.
     """
 
     heads: int
@@ -37,24 +38,24 @@ class KVFormat(ABC):
     extra_rows: ClassVar[int] = 0
 
     @property
-    @abstractmethod
     def name(self) -> str:
         """The name of the dtype of stored numbers."""
+        return str(self.dtype).removeprefix("torch.")
 
     @property
-    @abstractmethod
     def shapes(self) -> Shapes:
         """The shape and dtype of each part of a page."""
+        return [((self.heads, self.size, self.head_dim), self.dtype)] * 2
 
     @property
-    @abstractmethod
     def row_shape(self) -> tuple[int, ...]:
         """The shape of a row in a file."""
+        return (2, self.heads, self.head_dim)
 
     @property
-    @abstractmethod
     def row_dtype(self) -> torch.dtype:
         """The dtype of a row in a file."""
+        return self.dtype
 
     @property
     def row_bytes(self) -> int:
@@ -71,98 +72,39 @@ class KVFormat(ABC):
         """Bytes of a page, in memory (at most) and in a file."""
         return self.page_rows * self.row_bytes
 
-    @abstractmethod
     def round(self, k: Tensor, v: Tensor) -> None:
         """Round whole chunks `k v [G, m · L, D]` in place to numbers that the format stores exactly.
 
         May be repeated: after an interruption some chunks are rounded, and the next call gives the same result.
         """
 
-    @abstractmethod
     def pack(self, k: Tensor, v: Tensor) -> Parts:
         """Pack pages `k v [n, P, L, D]` for storage. Time: O(n · P · L · D)."""
-
-    @abstractmethod
-    def unpack(self, parts: Parts) -> Parts:
-        """Return stored pages as `k v [n, P, L, D]` in the model's dtype."""
-
-    @abstractmethod
-    def tokens(self, parts: Parts, page: Tensor, offset: Tensor) -> Tensor:
-        """Return single tokens of stored pages, `[n, 2, P, D]`: at `offset [n]` of `page [n]`."""
-
-    @abstractmethod
-    def to_rows(self, parts: Parts) -> Tensor:
-        """Return stored pages as rows of a file, `[n, page_rows, *row_shape]`."""
-
-    def span_to_rows(self, k: Tensor, v: Tensor) -> Tensor:
-        """Return tokens `k v [G, n, D]` as rows of a file, `[G / P, rows, *row_shape]`: whole chunks."""
-        # [G, m·L, D] -> [groups, P, m, L, D] -> [groups·m, P, L, D]
-        k, v = (x.unflatten(1, (-1, self.size)).unflatten(0, (-1, self.heads)).transpose(1, 2) for x in (k, v))
-        rows: Tensor = self.to_rows(self.pack(k.flatten(0, 1), v.flatten(0, 1)))
-        found: Tensor = rows.unflatten(0, k.shape[:2]).flatten(1, 2)
-        return found
-
-    @abstractmethod
-    def from_rows(self, rows: Tensor, name: str) -> Parts:
-        """Return the pages that were written as rows `[n, page_rows, *row_shape]`; views where that is possible.
-
-        Raises `DataError` for rows of the file `name` that no page has.
-        """
-
-    @abstractmethod
-    def tokens_of_rows(self, rows: Tensor, extra: Tensor, name: str) -> Tensor:
-        """Return single tokens, `[n, 2, P, D]`, of their rows `[n, *row_shape]` and their pages' extra rows.
-
-        Raises `DataError` for rows of the file `name` that no page has.
-        """
-
-
-@dataclass(frozen=True)
-class Plain(KVFormat):
-    """Pages as the model computes them: `k v [n, P, L, D]`. A row has the keys and values of a token, `[2, P, D]`."""
-
-    @property
-    def name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
-
-    @property
-    def shapes(self) -> Shapes:
-        return [((self.heads, self.size, self.head_dim), self.dtype)] * 2
-
-    @property
-    def row_shape(self) -> tuple[int, ...]:
-        return (2, self.heads, self.head_dim)
-
-    @property
-    def row_dtype(self) -> torch.dtype:
-        return self.dtype
-
-    def round(self, k: Tensor, v: Tensor) -> None:
-        pass
-
-    def pack(self, k: Tensor, v: Tensor) -> Parts:
         return k, v
 
     def unpack(self, parts: Parts) -> Parts:
+        """Return stored pages as `k v [n, P, L, D]` in the model's dtype."""
         return parts
 
     def tokens(self, parts: Parts, page: Tensor, offset: Tensor) -> Tensor:
+        """Return single tokens of stored pages, `[n, 2, P, D]`: at `offset [n]` of `page [n]`."""
         return torch.stack([x[page, :, offset] for x in parts], dim=1)
 
     def to_rows(self, parts: Parts) -> Tensor:
+        """Return stored pages as rows of a file, `[n, page_rows, *row_shape]`."""
         return torch.stack(parts, dim=1).permute(0, 3, 1, 2, 4)  # [n, 2, P, L, D] -> [n, L, 2, P, D]
 
     def span_to_rows(self, k: Tensor, v: Tensor) -> Tensor:
-        """Return any tokens `k v [G, n, D]` as rows, `[G / P, n, *row_shape]`."""
-        pages = torch.stack([x.unflatten(0, (-1, self.heads)) for x in (k, v)], dim=1)
-        rows: Tensor = pages.permute(0, 3, 1, 2, 4)  # [groups, 2, P, n, D] -> [groups, n, 2, P, D]
-        return rows
+        """Return tokens `k v [G, n, D]` as rows of a file, `[G / P, rows, *row_shape]`; if rounded, whole chunks."""
+        return self.to_rows(tuple(x.unflatten(0, (-1, self.heads)) for x in (k, v)))
 
     def from_rows(self, rows: Tensor, name: str) -> Parts:
+        """Return the pages of rows `[n, page_rows, *row_shape]`. Raises `DataError` for impossible rows of `name`."""
         k, v = (x.transpose(1, 2) for x in rows.unbind(dim=2))
         return k, v
 
     def tokens_of_rows(self, rows: Tensor, extra: Tensor, name: str) -> Tensor:
+        """Return single tokens, `[n, 2, P, D]`, of their rows and their pages' extra rows; otherwise as `from_rows`."""
         return rows
 
 
@@ -252,6 +194,13 @@ class Int8(KVFormat):
         rows.view(n, -1)[:, size * self.row_bytes :][:, : key_scales.shape[1]].copy_(key_scales)
         return rows
 
+    def span_to_rows(self, k: Tensor, v: Tensor) -> Tensor:
+        # [G, m·L, D] -> [groups, P, m, L, D] -> [groups, m, P, L, D]
+        k, v = (x.unflatten(1, (-1, self.size)).unflatten(0, (-1, self.heads)).transpose(1, 2) for x in (k, v))
+        rows = self.to_rows(self.pack(k.flatten(0, 1), v.flatten(0, 1)))
+        found: Tensor = rows.unflatten(0, k.shape[:2]).flatten(1, 2)
+        return found
+
     def from_rows(self, rows: Tensor, name: str) -> Parts:
         k, v, v_scale = self._of_tokens(rows[:, : self.size], name)
         k_scale = self._of_keys(rows[:, self.size :], name)
@@ -279,14 +228,11 @@ class Int8(KVFormat):
         return scales
 
 
-FORMATS: dict[str, type[KVFormat]] = {"auto": Plain, "int8": Int8}  # by the user's `kv_dtype`
+FORMATS: dict[str, type[KVFormat]] = {"auto": KVFormat, "int8": Int8}  # by the user's `kv_dtype`
 
 
 def kv_dtype_of(option: object) -> str:
-    """Return the name of a format that a user gives: a name of `FORMATS`, a dtype, or None for the plain one.
-
-    Raises `UsageError` for any other.
-    """
+    """Return the name of the format that a user gives by name or dtype; None: "auto". Raises `UsageError`."""
     name = "auto" if option is None else str(option).removeprefix("torch.")
     if name not in FORMATS or not isinstance(option, str | torch.dtype | None):
         raise UsageError(f"unknown kv_dtype {shown(option)}; expected {' or '.join(FORMATS)}")

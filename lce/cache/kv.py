@@ -7,20 +7,23 @@ or can be repeated: `KVCache.settle` completes or drops an interrupted commit.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
-from enum import Enum
+from dataclasses import astuple, dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lce.cache.layer import KVBuffer, LayerCache, Opened, Residency, Tiered, Unrounded, Whole
-from lce.cache.layout import DEVICE, DISK, HOST, CacheLayout
+from lce.cache.disk import Disk
+from lce.cache.layer import KVBuffer, LayerCache, Unrounded
+from lce.cache.layout import CacheLayout
 from lce.cache.method_state import Held
 from lce.cache.row_file import RowFile
-from lce.cache.shared import Holder, MemoryFile, share
-from lce.cache.tiers import Disk, Tier, TierStack, Traffic
+from lce.cache.shared import Holder, share
+from lce.cache.tier import Tier, Traffic, kinds
+from lce.cache.tiers import TierStack
 from lce.errors import UsageError
 from lce.profiling import timed
 
@@ -39,42 +42,32 @@ class Mark:
     unrounded: Sequence[Unrounded | None]
 
 
-class Pass(Enum):
-    """The stage of a cache's current pass."""
-
-    NONE = 0
-    WRITING = 1
-    COMMITTING = 2
-
-
+@dataclass(eq=False)
 class KVCache:
     """The keys and values of one context. While all of them fit their budget there are no tiers.
 
     A pass begins with `begin` and ends with `commit`. After an interruption, `settle` drops the block, or completes its
     commit: all layers have it, or none.
 
-    Each device has tiers for its own layers. `residencies` are by device, all of one class.
+    Each device has a stack of tiers for its own layers: `stacks` are by device, empty while everything is in buffers.
+    `file` takes tokens beyond the budgets; None: a spill file, if the layout has a folder.
     """
 
-    def __init__(
-        self, layout: CacheLayout, layers: Sequence[LayerCache], residencies: Sequence[Residency],
-        file: RowFile | None = None,
-    ) -> None:  # fmt: skip
-        self.layout = layout
-        self.layers = list(layers)
-        self.residencies = list(residencies)
-        self.file = file  # for tokens beyond the budgets; None: a spill file, if the layout has a folder
-        self._pass = Pass.NONE
+    layout: CacheLayout
+    layers: list[LayerCache]
+    stacks: list[TierStack] = field(default_factory=list)
+    file: RowFile | None = None
+    _pass: Literal["none", "writing", "committing"] = "none"
 
     @classmethod
     def empty(cls, layout: CacheLayout, capacity: int = 0, file: RowFile | None = None) -> KVCache:
         """Return a cache without tokens, with space for `capacity`."""
         layers = [
-            LayerCache(part.first_layer + number, part, KVBuffer(part, 0), Whole(), part.make_state(part))
+            LayerCache(part.first_layer + number, part, KVBuffer(part, 0), None, part.make_state(part))
             for part in layout.by_device
             for number in range(part.n_layers)
         ]
-        cache = cls(layout, layers, [Whole() for _ in layout.by_device], file)
+        cache = cls(layout, layers, file=file)
         cache.reserve(capacity)
         return cache
 
@@ -84,30 +77,19 @@ class KVCache:
         return self.layers[0].length
 
     @property
-    def residency(self) -> Residency:
-        """The residency of the first device's layers; the others are of the same class."""
-        return self.residencies[0]
-
-    @property
     def tiers(self) -> list[Tier]:
         """The tiers, fastest first, device by device; empty while everything is in the buffers."""
         return [tier for stack in self.stacks for tier in stack]
 
     @property
-    def stacks(self) -> list[TierStack]:
-        """The tiers of each device; empty while everything is in the buffers."""
-        return [residency.tiers for residency in self.residencies if not isinstance(residency, Whole)]
-
-    @property
-    def by_device(self) -> Iterator[tuple[CacheLayout, Residency, list[LayerCache]]]:
-        """The layout, the residency and the layers of each device."""
-        for part, residency in zip(self.layout.by_device, self.residencies, strict=True):
-            yield part, residency, self.layers[part.first_layer : part.first_layer + part.n_layers]
+    def growing(self) -> bool:
+        """Whether tokens that are no longer recent go to tiers."""
+        return bool(self.stacks) and self.stacks[0].growing
 
     @property
     def in_file(self) -> int:
         """The number of first tokens that stay in the file from which the context was opened."""
-        return self.layers[0].buffer.first if isinstance(self.residency, Opened) else 0
+        return self.layers[0].buffer.first if self.stacks and not self.growing else 0
 
     @timed("cache")
     def reserve(self, n_tokens: int) -> None:
@@ -116,34 +98,38 @@ class KVCache:
         Beyond the budget, old chunks go to the tiers from now on. Raises `CapacityError` if that is impossible.
         """
         layout = self.layout
-        if isinstance(self.residency, Whole) and layout.whole_chunks(n_tokens) > layout.resident_tokens:
-            self.residencies = [Tiered(TierStack.empty(part, n_tokens, self.file)) for part in layout.by_device]
-        for _, residency, layers in self.by_device:
-            if isinstance(residency, Opened):
-                recent = layout.whole_chunks(n_tokens) - layers[0].buffer.first
-                if layout.budget is not None and recent > layers[0].buffer.capacity:
-                    residency.tiers.shrink(recent)
-            for layer in layers:
-                if not isinstance(residency, Tiered):
-                    layer.reserve(n_tokens)
-                elif isinstance(layer.residency, Whole):
-                    layer.move_to(residency)
+        if not self.stacks and layout.whole_chunks(n_tokens) > layout.resident_tokens:
+            self.stacks = [TierStack.empty(part, n_tokens, self.file) for part in layout.by_device]
+        growing, buffer = self.growing, self.layers[0].buffer
+        recent = layout.whole_chunks(n_tokens) - buffer.first
+        if self.stacks and not growing and layout.budget is not None and recent > buffer.capacity:
+            for stack in self.stacks:
+                stack.shrink(recent)
+        for layer in self.layers:
+            if not growing:
+                layer.reserve(n_tokens)
+            elif layer.stack is None:
+                layer.stack = self.stacks[self._device_of(layer)]
+                layer.retire()
+
+    def _device_of(self, layer: LayerCache) -> int:
+        """Return the number of the layer's device."""
+        return self.layout.by_device.index(layer.layout)
 
     @timed("cache")
     def prefetch(self, layer: int) -> None:
         """Begin to fetch the pages that a layer is likely to need. Does nothing beyond the last layer."""
-        if not isinstance(self.residency, Whole) and layer < len(self.layers):
+        if self.stacks and layer < len(self.layers):
             self.layers[layer].tiers.prefetch(self.layers[layer].number)
 
     def begin(self) -> None:
         """Begin a pass, after settling an interrupted one."""
         self.settle()
-        self._pass = Pass.WRITING
+        self._pass = "writing"
 
     def has_space(self, n_tokens: int) -> bool:
         """Return whether a step recorded on the device has memory for the last of `n_tokens` tokens."""
-        layout = self.layout
-        if not isinstance(self.residency, Whole) or layout.format.rounds or n_tokens > self.layers[0].buffer.capacity:
+        if self.stacks or self.layout.format.rounds or n_tokens > self.layers[0].buffer.capacity:
             return False
         return all(state.has_space(n_tokens - 1) for layer in self.layers for state in layer.state.values())
 
@@ -171,22 +157,22 @@ class KVCache:
     @timed("cache")
     def commit(self) -> None:
         """Commit the tokens of the pass that just ended, in every layer."""
-        self._pass = Pass.COMMITTING
+        self._pass = "committing"
         for layer in self.layers:
             layer.commit()
-        self._pass = Pass.NONE
+        self._pass = "none"
 
     def discard(self) -> None:
         """Drop the tokens written since the last commit, in every layer."""
         for layer in self.layers:
             layer.discard()
-        self._pass = Pass.NONE
+        self._pass = "none"
 
     def settle(self) -> None:
         """Complete an interrupted commit; drop a pass that was interrupted before its commit."""
-        if self._pass is Pass.COMMITTING:
+        if self._pass == "committing":
             self.commit()
-        elif self._pass is Pass.WRITING:
+        elif self._pass == "writing":
             self.discard()
 
     def nearest(self, n_tokens: int) -> int:
@@ -224,10 +210,7 @@ class KVCache:
         self.layers = [layer.as_of(mark.length, marks, unrounded) for layer, marks, unrounded in held]
 
     def truncate(self, n_tokens: int) -> None:
-        """Keep only the first `n_tokens` tokens, as if no more had been read, but rounded tokens stay rounded.
-
-        Raises `UsageError` if the method's state cannot go back to `n_tokens`: see `nearest`.
-        """
+        """Keep only the first `n_tokens` tokens, rounded ones as they are. Raises `UsageError`: see `nearest`."""
         if not 0 <= n_tokens <= self.length:
             raise UsageError(f"cannot go back to {n_tokens:,} tokens; expected 0 to {self.length:,}")
         if (nearest := self.nearest(n_tokens)) < n_tokens:
@@ -238,31 +221,13 @@ class KVCache:
         self.go_back(self.mark(n_tokens))
 
     def fork(self) -> KVCache:
-        """Return a cache of another context with the same committed tokens.
-
-        On a CPU the two share the buffers' memory, which the first fork moves to a shared file: one copy, a layer at a
-        time. Otherwise the buffers are copied: see `lce.cache.shared`.
-        """
+        """Return another context's cache with the same committed tokens, shared if possible: see `lce.cache.shared`."""
         self.settle()
         share([each for layer in self.layers for each in layer.shareable()])
-        holders: dict[MemoryFile, Holder] = {}
-
-        def holder_of(file: MemoryFile) -> Holder:
-            if file not in holders:
-                holders[file] = Holder(file)
-            return holders[file]
-
-        forked: list[LayerCache] = []
-        residencies: list[Residency] = []
-        for _, residency, layers in self.by_device:
-            other: Residency = Whole()
-            if isinstance(residency, Tiered):
-                other = Tiered(residency.tiers.fork())
-            elif isinstance(residency, Opened):
-                other = Opened(residency.tiers.fork(layers[0].buffer.capacity))
-            forked += [layer.fork(other, holder_of) for layer in layers]
-            residencies.append(other)
-        return KVCache(self.layout, forked, residencies)
+        holder_of, buffer_tokens = functools.cache(Holder), 0 if self.growing else self.layers[0].buffer.capacity
+        stacks = [stack.fork(buffer_tokens) for stack in self.stacks]
+        layers = [layer.fork(stacks[self._device_of(layer)] if stacks else None, holder_of) for layer in self.layers]
+        return KVCache(self.layout, layers, stacks)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the method's committed state in every layer, by name.
@@ -285,50 +250,30 @@ class KVCache:
     @property
     def bytes_by_tier(self) -> dict[str, int]:
         """Bytes held now, shared or not: keys, values and the method's state."""
-        held = {part.device_tier: 0 for part in self.layout.by_device} | {HOST: 0, DISK: 0}
+        held = {part.device_tier: 0 for part in self.layout.by_device} | {kind.name: 0 for kind in kinds()}
         for layer in self.layers:
             own = layer.buffer.n_bytes + sum(state.n_bytes for state in layer.state.values())
             held[layer.layout.device_tier] += own
-        files = set()  # devices may share a file
-        for name, tier in self._named_tiers():
-            if not (isinstance(tier, Disk) and tier.file in files):
-                held[name] += tier.n_bytes
-            if isinstance(tier, Disk):
-                files.add(tier.file)
-        return held
-
-    @property
-    def own_bytes(self) -> int:
-        """Bytes of memory that this context adds to the process.
-
-        Memory that contexts share is divided equally among them, so that the sum over all contexts is the process's
-        total.
-        """
-        held = self.bytes_by_tier
-        buffers = [x for layer in self.layers for x in layer.row_buffers]
-        files = {x.file for x in buffers if x.file is not None}
-        shared = sum(file.n_bytes // len(file.holders) for file in files)
-        return sum(held.values()) - held[DISK] - sum(x.n_bytes - x.own_bytes for x in buffers) + shared
+        for tier in self.tiers:
+            if not isinstance(tier, Disk):
+                held[tier.name] += tier.n_bytes
+        return held | {Disk.name: sum(file.n_bytes for file in self._files)}
 
     @property
     def bytes_reserved(self) -> int:
         """Bytes of disk taken, including bytes reserved for later rows."""
-        return sum(file.bytes_taken for file in {tier.file for tier in self.tiers if isinstance(tier, Disk)})
+        return sum(file.bytes_taken for file in self._files)
+
+    @property
+    def _files(self) -> set[RowFile]:
+        """The files below the pools; devices may share a file."""
+        return {tier.file for tier in self.tiers if isinstance(tier, Disk)}
 
     @property
     def traffic(self) -> dict[str, Traffic]:
         """The traffic of each tier; empty while there are no tiers."""
         found: dict[str, Traffic] = {}
-        for name, tier in self._named_tiers():
-            found[name] = _together(found[name], tier.traffic) if name in found else tier.traffic
+        for tier in {id(tier.traffic): tier for tier in self.tiers}.values():  # files above each other count together
+            before = found.get(tier.name, Traffic())
+            found[tier.name] = Traffic(*map(operator.add, astuple(before), astuple(tier.traffic)))
         return found
-
-    def _named_tiers(self) -> Iterator[tuple[str, Tier]]:
-        """Yield the tiers as users read them."""
-        for part, stack in zip(self.layout.by_device, self.stacks, strict=False):  # no stacks: all in the buffers
-            for tier in stack:
-                yield (part.device_tier if tier.name == DEVICE else tier.name), tier
-
-
-def _together(one: Traffic, other: Traffic) -> Traffic:
-    return Traffic(*map(operator.add, astuple(one), astuple(other)))

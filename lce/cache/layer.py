@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from lce.attention import Tiles, Turn, append
-from lce.cache.layout import UNBOUNDED, CacheLayout
+from lce.cache.layout import CacheLayout
 from lce.cache.method_state import Held, MethodState
 from lce.cache.shared import SPARE, Holder, MemoryFile, RowBuffer
+from lce.cache.tier import UNBOUNDED
 from lce.cache.tiers import TierStack
 from lce.errors import CapacityError, UsageError
 from lce.kernels.cpu.gathering import take_rows
@@ -29,33 +30,8 @@ S = TypeVar("S", bound=MethodState)
 Unrounded = tuple[int, Tensor]  # the index of the first of n tokens, and keys and values `[2, G, n, D]`
 
 
-@dataclass(frozen=True)
-class Whole:
-    """Residency: everything is in the buffer."""
-
-
-@dataclass(frozen=True)
-class Tiered:
-    """Residency: recent tokens are in the buffer, complete chunks before them in the tiers."""
-
-    tiers: TierStack
-
-
-@dataclass(frozen=True)
-class Opened:
-    """Residency: complete chunks of a file are in the tiers, recent tokens and all later ones in the buffer."""
-
-    tiers: TierStack
-
-
-Residency = Whole | Tiered | Opened
-
-
 class KVBuffer:
-    """Keys and values `k v [G, capacity, D]` of the tokens from `first` on; whole chunks, and contiguous.
-
-    `replaced` makes a larger one.
-    """
+    """Keys and values `k v [G, capacity, D]` of the tokens from `first` on; whole chunks, and contiguous."""
 
     def __init__(self, layout: CacheLayout, capacity: int, first: int = 0) -> None:
         self.layout = layout
@@ -90,12 +66,13 @@ class KVBuffer:
     def index(self) -> Tensor:
         """The tile number of each chunk that fits, `[G, chunks]`."""
         if self._index is None or self._index.numel() * self.layout.chunk_size != len(self.k) * self.capacity:
-            n_chunks = self.capacity // self.layout.chunk_size
-            self._index = torch.arange(len(self.k) * n_chunks, device=self.k.device).view(len(self.k), n_chunks)
+            n_tiles = len(self.k) * self.capacity // self.layout.chunk_size
+            self._index = torch.arange(n_tiles, device=self.k.device).view(len(self.k), -1)
         return self._index
 
     @property
     def n_bytes(self) -> int:
+        """Bytes held."""
         return sum(rows.n_bytes for rows in self.rows)
 
     def prepare(self, start: int, stop: int) -> None:
@@ -123,10 +100,7 @@ class KVBuffer:
         return self.k[:, here], self.v[:, here]
 
     def tiles(self, n_chunks: int) -> Tiles:
-        """Return the buffer as tiles.
-
-        The text has `n_chunks` complete chunks; chunks before the buffer have no tile here.
-        """
+        """Return the buffer as tiles of a text of `n_chunks` complete chunks; those before the buffer have none."""
         size, before = self.layout.chunk_size, self.first // self.layout.chunk_size
         index = self.index
         if before:
@@ -135,41 +109,46 @@ class KVBuffer:
         return Tiles(self.k.view(shape), self.v.view(shape), index)
 
     def replaced(self, first: int, capacity: int, stop: int) -> KVBuffer:
-        """Return another buffer of `capacity` tokens, with tokens `first..stop-1` of this one.
-
-        Bytes: one copy of these tokens.
-        """
+        """Return another buffer of `capacity` tokens, with copies of tokens `first..stop-1`."""
         other = KVBuffer(self.layout, capacity, first)
-        for mine, its in zip(self.span(first, stop), other.span(first, stop), strict=True):
-            its.copy_(mine)
+        other.fill(first, *self.span(first, stop))
         return other
 
+    @torch.inference_mode()  # the tensors may have been made in inference mode
+    def fill(self, start: int, k: Tensor, v: Tensor) -> None:
+        """Overwrite the tokens from `start` on with `k v [G, n, D]`."""
+        stop = start + k.shape[1]
+        self.prepare(start, stop)
+        for x, new in zip(self.span(start, stop), (k, v), strict=True):
+            x.copy_(new)
 
+
+@dataclass(eq=False)
 class LayerCache:
     """The keys and values of one layer, and the method's state.
 
-    Methods ask for a span, for tokens or for chunks, and never learn which tier had them. `state` maps the names of
-    `Method.state` to the states.
+    Methods ask for a span, for tokens or for chunks, and never learn which tier had them. While everything is in the
+    buffer there is no `stack` of tiers. `state` maps the names of `Method.state` to the states. Of `length` committed
+    tokens the first `rounded` are rounded, if the format rounds; `stop` counts the current pass, too.
     """
 
-    def __init__(
-        self, index: int, layout: CacheLayout, buffer: KVBuffer, residency: Residency,
-        state: Mapping[str, MethodState], length: int = 0, rounded: int = 0,
-    ) -> None:  # fmt: skip
-        self.index = index
-        self.layout = layout
-        self.buffer = buffer
-        self.residency = residency
-        self.state = dict(state)
-        self.length = length  # committed tokens
-        self.rounded = max(rounded, buffer.first)  # number of rounded tokens, if the format rounds
-        self.stop = length  # tokens written, including the current pass
+    index: int
+    layout: CacheLayout
+    buffer: KVBuffer
+    stack: TierStack | None
+    state: Mapping[str, MethodState]
+    length: int = 0
+    rounded: int = 0
+
+    def __post_init__(self) -> None:
+        self.rounded = max(self.rounded, self.buffer.first)
+        self.stop = self.length
 
     @property
     def tiers(self) -> TierStack:
         """The tiers with the tokens before the buffer."""
-        assert not isinstance(self.residency, Whole), "everything is in the buffer"
-        return self.residency.tiers
+        assert self.stack is not None, "everything is in the buffer"
+        return self.stack
 
     @property
     def number(self) -> int:
@@ -179,7 +158,7 @@ class LayerCache:
     @property
     def whole(self) -> tuple[Tensor, Tensor]:
         """All rows of a buffer that holds all tokens, keys and values `[G, capacity, D]`: row i is token i."""
-        assert isinstance(self.residency, Whole), "some tokens are in the tiers"
+        assert self.stack is None, "some tokens are in the tiers"
         return self.buffer.k, self.buffer.v
 
     def kept(self, kind: type[S], name: str) -> S:
@@ -192,7 +171,7 @@ class LayerCache:
     def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of tokens `start..stop-1`, `[G, stop - start, D]` each, placed as the method declared.
 
-        Views if the tokens are in the buffer, else copies; so ask only for spans that fit in memory: see `segments`.
+        Views if the tokens are in the buffer, else copies, which must fit in memory: see `segments`.
         """
         first, size = self.buffer.first, self.layout.chunk_size
         if start >= first:
@@ -218,10 +197,7 @@ class LayerCache:
 
     @timed("cache")
     def tokens(self, index: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the tokens `index [n]`, ascending: `[G, n, D]` each, copied.
-
-        `into` is flat memory that the copies may use.
-        """
+        """Return copies, perhaps in memory `into`, of keys and values of tokens `index [n]`, ascending: `[G, n, D]`."""
         first = self.buffer.first
         if not first:
             return take_rows((self.buffer.k, self.buffer.v), index, into)
@@ -229,17 +205,11 @@ class LayerCache:
         n_old = int(np.searchsorted(numbers, first))
         old = self.tiers.tokens(self.number, numbers[:n_old])
         recent = index[n_old:] - first
-        k, v = (
-            torch.cat((a, b.index_select(1, recent)), dim=1)
-            for a, b in zip(old, (self.buffer.k, self.buffer.v), strict=True)
-        )
-        return k, v
+        k, v = (x.index_select(1, recent) for x in (self.buffer.k, self.buffer.v))
+        return torch.cat((old[0], k), dim=1), torch.cat((old[1], v), dim=1)
 
     def values(self, index: Tensor) -> Tensor:
-        """Return copies of the values of tokens `index [G, n]`, in any order, for each KV head: `[G, n, D]`.
-
-        Waits for the device only if some of the tokens may be in the tiers.
-        """
+        """Return copies of the values of tokens `index [G, n]`, in any order, for each KV head: `[G, n, D]`."""
         v = self.buffer.v
         if self.buffer.first:
             tokens, index = index.unique(return_inverse=True)
@@ -303,39 +273,31 @@ class LayerCache:
             state.discard()
 
     def reserve(self, n_tokens: int) -> None:
-        """Make the buffer large enough for `n_tokens` in all.
-
-        `Whole` buffers grow by half, within the budget; `Tiered` ones move old chunks to the tiers first.
-        """
-        layout, wanted = self.layout, n_tokens
+        """Make the buffer large enough for `n_tokens` in all. To growing tiers old chunks move first."""
+        wanted = n_tokens
         if n_tokens - self.buffer.first <= self.buffer.capacity:
             return
-        if isinstance(self.residency, Tiered):
+        if self.stack is None:
+            wanted = max(n_tokens, min(self.buffer.capacity * 3 // 2, self.layout.resident_tokens))
+        elif self.stack.growing:
             self.retire()
             if n_tokens - self.buffer.first <= self.buffer.capacity:
                 return
-        elif isinstance(self.residency, Whole):
-            wanted = max(n_tokens, min(self.buffer.capacity * 3 // 2, layout.resident_tokens))
         self.buffer = self.buffer.replaced(self.buffer.first, wanted - self.buffer.first, self.length)
 
-    def move_to(self, residency: Tiered) -> None:
-        """Keep only recent tokens in the buffer; move the others to the tiers."""
-        self.residency = residency
-        self.retire()
-        capacity = max(self.layout.recent_tokens, self.length - self.buffer.first)
-        self.buffer = self.buffer.replaced(self.buffer.first, capacity, self.length)
-
     def retire(self) -> None:
-        """Move complete chunks that local attention no longer sees to the tiers."""
+        """Move complete chunks that local attention no longer sees to the tiers; keep a buffer of recent tokens."""
         size, first = self.layout.chunk_size, self.buffer.first
         border = min(self.layout.old(self.length), self.rounded if self.layout.format.rounds else self.length)
         if border > first:
             self.tiers.add(self.number, first // size, *self.buffer.span(first, border))
-            capacity = max(self.layout.recent_tokens, self.length - border)  # smaller after a refused `move_to`
+        border = max(border, first)
+        capacity = max(self.layout.recent_tokens, self.layout.whole_chunks(self.length - border))
+        if border > first or capacity < self.buffer.capacity:
             self.buffer = self.buffer.replaced(border, capacity, self.length)
 
     def round_old(self) -> None:
-        """If the format rounds, round tokens that the next tokens do not see as local. Time: O(newly rounded tokens).
+        """If the format rounds, round tokens that the next tokens do not see as local.
 
         Only a pass calls this, whatever the budget, so a call that fails earlier leaves tokens unrounded.
         """
@@ -346,10 +308,7 @@ class LayerCache:
             self.rounded = border
 
     def unrounded(self) -> Unrounded | None:
-        """Return a copy of the tokens that are not rounded yet; None if the format does not round.
-
-        Bytes: local tokens and a block.
-        """
+        """Return a copy of the tokens that are not rounded yet; None if the format does not round."""
         if not self.layout.format.rounds:
             return None
         return self.rounded, torch.stack(self.buffer.span(self.rounded, self.length))
@@ -358,61 +317,38 @@ class LayerCache:
         """Return the cache as it was at `n_tokens` tokens, when `marks` were taken. Replaces this cache.
 
         Tokens that local attention sees come back from the tiers to the buffer. Pages of chunks that are no longer
-        complete stay in the tiers, unread: the buffer is in front of them, and `TierStack.add` replaces them.
-
-        Tokens rounded since then are restored from `unrounded`, taken with the marks; without `unrounded` they stay
-        rounded.
+        complete stay in the tiers, unread: the buffer is in front of them, and `TierStack.add` replaces them. Tokens
+        rounded since then are restored from `unrounded`, taken with the marks; without it they stay rounded.
         """
         layout, buffer = self.layout, self.buffer
         border = layout.old(n_tokens)
         if border < buffer.first:
             buffer = KVBuffer(layout, max(layout.recent_tokens, n_tokens - border), border)
-            for x, kept in zip(buffer.span(border, n_tokens), self.span(border, n_tokens), strict=True):
-                x.copy_(kept)
+            buffer.fill(border, *self.span(border, n_tokens))
         rounded = min(self.rounded, border)
         if unrounded is not None:
             rounded = min(rounded, unrounded[0])
             if buffer is self.buffer:
                 self.rounded = max(rounded, buffer.first)  # after an interruption this cache rounds again
             first = max(unrounded[0], buffer.first)
-            buffer.prepare(first, n_tokens)
-            _overwrite(buffer.span(first, n_tokens), unrounded[1][:, :, first - unrounded[0] :])
+            buffer.fill(first, *unrounded[1][:, :, first - unrounded[0] :])
         state = {name: state.as_of(marks[name]) for name, state in self.state.items()}
-        return LayerCache(self.index, layout, buffer, self.residency, state, n_tokens, rounded)
-
-    @property
-    def row_buffers(self) -> Iterator[RowBuffer]:
-        """The buffers of this layer that forks can share."""
-        yield from self.buffer.rows
-        for state in self.state.values():
-            yield from state.row_buffers
+        return LayerCache(self.index, layout, buffer, self.stack, state, n_tokens, rounded)
 
     def shareable(self) -> list[tuple[RowBuffer, int, int]]:
-        """Return the buffers for a fork to share, as arguments of `share`.
-
-        Buffers beside tiers are small and soon replaced, so they are copied.
-        """
+        """Return the arguments of `share`. Buffers beside growing tiers are soon replaced, so they are copied."""
         found, most = [], self.layout.resident_tokens
-        if isinstance(self.residency, Opened) and most < UNBOUNDED:
+        if self.stack is not None and most < UNBOUNDED:
             most = self.buffer.capacity  # the rest of the budget is the pool's
-        if not isinstance(self.residency, Tiered):
+        if self.stack is None or not self.stack.growing:
             found = self.buffer.shareable(self.length, most)
         return found + [each for state in self.state.values() for each in state.shareable(self.length)]
 
-    def fork(self, residency: Residency, holder_of: Callable[[MemoryFile], Holder]) -> LayerCache:
-        """Return a layer for another context with the committed tokens, shared if possible.
-
-        `residency` has the other context's tiers.
-        """
-        if isinstance(residency, Tiered):
+    def fork(self, stack: TierStack | None, holder_of: Callable[[MemoryFile], Holder]) -> LayerCache:
+        """Return a layer for another context, with tiers `stack` and the committed tokens, shared if possible."""
+        if stack is not None and stack.growing:
             buffer = self.buffer.replaced(self.buffer.first, self.buffer.capacity, self.length)
         else:
             buffer = self.buffer.fork(self.length, holder_of)
         state = {name: state.fork(self.length, holder_of) for name, state in self.state.items()}
-        return LayerCache(self.index, self.layout, buffer, residency, state, self.length, self.rounded)
-
-
-@torch.inference_mode()  # the tensors may have been made in inference mode
-def _overwrite(held: tuple[Tensor, Tensor], kept: Tensor) -> None:
-    for x, new in zip(held, kept, strict=True):
-        x.copy_(new)
+        return LayerCache(self.index, self.layout, buffer, stack, state, self.length, self.rounded)

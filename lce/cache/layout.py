@@ -16,16 +16,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lce.cache.checks import CHECK_BLOCK, CHECK_BYTES
-from lce.cache.formats import FORMATS, KVFormat, Plain
+from lce.cache.formats import FORMATS, KVFormat
 from lce.cache.method_state import MethodState
+from lce.cache.row_file import CHECK_BLOCK, CHECK_BYTES
+from lce.cache.tier import DEVICE, DISK, UNBOUNDED, Tier, kinds
 from lce.errors import CapacityError
 from lce.sizes import enough_text, size_text
 
-DEVICE, HOST, DISK = "device", "host", "disk"  # the tiers, as users read them
 READ_SIZE = 8192  # tokens read at a time when everything is read
-SLAB = 256 << 20  # bytes of the host's memory that a pool takes at a time: a power of two, as pinned memory comes
-UNBOUNDED = 1 << 62  # tokens, bytes or slots
 
 
 @dataclass(frozen=True)
@@ -35,12 +33,6 @@ class Budgets:
     device: int | None = None
     host: int | None = None
     spill_dir: Path | None = None
-
-    def part(self, n_layers: int, most: int, n_all: int) -> Budgets:
-        """Return the budgets of a device with `n_layers` of `n_all` layers; `most` is the most layers on a device."""
-        device = None if self.device is None else self.device * n_layers // most
-        host = None if self.host is None else self.host * n_layers // n_all
-        return Budgets(device, host, self.spill_dir)
 
 
 @dataclass(frozen=True)
@@ -107,22 +99,19 @@ class CacheLayout:
         whole = replace(self)  # without cached parts
         firsts = [0, *(layer for layer, _ in self.borders)]
         counts = [stop - first for first, stop in zip(firsts, [*firsts[1:], self.n_layers], strict=True)]
-        return tuple(
-            replace(
-                self, n_layers=count, device=device, first_layer=first, device_tier=str(device), borders=(),
-                budgets=self.budgets.part(count, max(counts), self.n_layers),
-                make_state=lambda _: whole.make_state(whole),  # a method's maps count all layers
-            )
-            for first, count, device in zip(firsts, counts, self.devices, strict=True)
-        )  # fmt: skip
+        parts, budgets = [], self.budgets
+        for first, count, device in zip(firsts, counts, self.devices, strict=True):
+            own = None if budgets.device is None else budgets.device * count // max(counts)
+            host = None if budgets.host is None else budgets.host * count // self.n_layers
+            part = replace(self, n_layers=count, device=device, first_layer=first, device_tier=str(device), borders=())
+            kept = Budgets(own, host, budgets.spill_dir)
+            # a method's maps count all layers
+            parts.append(replace(part, budgets=kept, make_state=lambda _: whole.make_state(whole)))
+        return tuple(parts)
 
     def part_of(self, layer: int) -> CacheLayout:
         """Return the layout of a layer's device."""
         return next(part for part in self.by_device if layer < part.first_layer + part.n_layers)
-
-    def device_of(self, layer: int) -> torch.device:
-        """Return the device that has a layer."""
-        return self.part_of(layer).device
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -133,11 +122,6 @@ class CacheLayout:
     def devices_text(self) -> str:
         """The devices as users write them: `cuda:0,cuda:1`."""
         return ",".join(map(str, self.devices))
-
-    @property
-    def first_group(self) -> int:
-        """The number of head groups in the model's layers before these."""
-        return self.first_layer * self.n_groups
 
     @property
     def chunk_size(self) -> int:
@@ -192,7 +176,7 @@ class CacheLayout:
     @cached_property
     def plain(self) -> KVFormat:
         """The format of pages on the device."""
-        return Plain(self.page_heads, self.chunk_size, self.head_dim, self.dtype)
+        return KVFormat(self.page_heads, self.chunk_size, self.head_dim, self.dtype)
 
     @cached_property
     def format(self) -> KVFormat:
@@ -204,9 +188,9 @@ class CacheLayout:
         """Bytes of a page on the device."""
         return self.plain.page_bytes
 
-    def stored_bytes(self, n_tokens: int) -> int:
-        """Return the bytes of `n_tokens` tokens, whole chunks of all layers, below the device."""
-        return n_tokens // self.chunk_size * self.n_layers * self.n_groups * self.format.page_bytes
+    def n_pages(self, n_tokens: int) -> int:
+        """Return how many pages the complete chunks of `n_tokens` tokens are, over all layers."""
+        return n_tokens // self.chunk_size * self.n_layers * self.n_groups
 
     def file_rows(self, n_tokens: int | NDArray[np.int64]) -> Any:
         """Return how many rows of a file the first `n_tokens` tokens of a head group take."""
@@ -234,14 +218,18 @@ class CacheLayout:
     @property
     def budget_option(self) -> str:
         """The option that sets `budget`."""
-        host, device = self.budgets.host, self.budgets.device
-        by_host = self.on_cpu and host is not None and (device is None or host <= device)
+        by_host = self.on_cpu and self.budgets.host is not None and self.budget == self.budgets.host
         return "--kv-host-budget" if by_host else "--kv-device-budget"
+
+    @cached_property
+    def lower(self) -> dict[type[Tier], int]:
+        """The tiers below the device, fastest first, and the most pages that each may hold, or `UNBOUNDED`."""
+        return {kind: limit for kind in kinds() if (limit := kind.limit(self)) is not None}
 
     @property
     def overflows(self) -> bool:
-        """Whether there is a lower tier for chunks beyond the budget."""
-        return self.budgets.spill_dir is not None or (not self.on_cpu and self.budgets.host is None)
+        """Whether chunks beyond the budgets of memory have somewhere to go."""
+        return UNBOUNDED in self.lower.values()
 
     @property
     def resident_tokens(self) -> int:
@@ -251,6 +239,13 @@ class CacheLayout:
         if self.borders:
             return self.by_device[0].resident_tokens
         return self.budget // (self.token_bytes * self.chunk_size) * self.chunk_size
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens in complete chunks that the tiers hold, if none of them is unbounded."""
+        if not self.lower:
+            return self.resident_tokens
+        return [*self.lower.values()][-1] // self.n_pages(self.chunk_size) * self.chunk_size
 
     @property
     def recent_tokens(self) -> int:
@@ -269,10 +264,7 @@ class CacheLayout:
         return self.recent_tokens * self.token_bytes + self.least_pool_bytes
 
     def device_slots(self, buffer_tokens: int = 0) -> int:
-        """Return how many pages the device's pool may hold beside buffers of `buffer_tokens`, or of more recent tokens.
-
-        Raises `CapacityError` for a budget that is too small.
-        """
+        """Return how many pages fit beside buffers of at least `buffer_tokens`. Raises `CapacityError` if too few."""
         if self.budget is None:
             return UNBOUNDED
         in_buffers = max(buffer_tokens, self.recent_tokens) * self.token_bytes
@@ -284,76 +276,27 @@ class CacheLayout:
             )
         return (self.budget - in_buffers) // self.page_bytes
 
-    # Page-locked memory is allocated in powers of two, so the host's pool takes it in slabs: of `SLAB` bytes, or more
-    # for large pages. A budget's last slab is the largest power of two that is left.
-
-    @property
-    def slab_bytes(self) -> int:
-        """Bytes of host memory that the host's pool takes at a time."""
-        return max(SLAB, power_of_two(self.format.page_bytes))
-
-    @property
-    def slab_slots(self) -> int:
-        """Whole pages in a slab."""
-        return self.slab_bytes // self.format.page_bytes
-
-    def slab_bytes_for(self, n_pages: int) -> int:
-        """Return the bytes of the slabs that hold `n_pages` pages."""
-        full, rest = divmod(n_pages, self.slab_slots)
-        if rest and self.budgets.host is not None:
-            return full * self.slab_bytes + power_of_two(rest * self.format.page_bytes)
-        return (full + (rest > 0)) * self.slab_bytes
-
-    @property
-    def host_slots(self) -> int:
-        """The most pages in the host's pool; 0 without such a tier."""
-        if self.on_cpu:
-            return 0
-        if self.budgets.host is None:
-            return UNBOUNDED
-        full, rest = divmod(self.budgets.host, self.slab_bytes)
-        last = power_of_two(rest + 1) // 2
-        return full * self.slab_slots + last // self.format.page_bytes
-
-    @property
-    def most_in_memory(self) -> int:
-        """The most tokens in complete chunks that the tiers hold without a file."""
-        if self.on_cpu:
-            return self.resident_tokens
-        return self.host_slots // (self.n_layers * self.n_groups) * self.chunk_size
-
     def needs(self, n_tokens: int) -> dict[str, int]:
         """Return the most bytes of keys and values that a context of `n_tokens` holds in each tier.
 
         Bytes beyond all budgets count for the last tier in memory, which then needs more than its budget.
         """
-        budgets, whole = self.budgets, self.whole_chunks(n_tokens) * self.token_bytes
-        needs = {DEVICE: whole}
-        if not self.on_cpu:
-            needs[HOST] = 0
-        if budgets.spill_dir is not None:
-            needs[DISK] = 0
-        if self.whole_chunks(n_tokens) <= self.resident_tokens or (self.on_cpu and budgets.spill_dir is None):
+        whole = self.whole_chunks(n_tokens)
+        needs = {DEVICE: whole * self.token_bytes} | {kind.name: 0 for kind in self.lower}
+        if whole <= self.resident_tokens or not self.lower:
             return needs
         recent, page = self.recent_tokens * self.token_bytes, self.page_bytes
-        stored, complete = self.format.page_bytes, self.stored_bytes(self.old(n_tokens))
         needs[DEVICE] = max(self.least_budget, recent + ((self.budget or 0) - recent) // page * page)
-        if not self.on_cpu and budgets.host is None:  # no page ever leaves the host
-            needs[HOST] = self.slab_bytes_for(complete // stored)
-        elif budgets.spill_dir is not None:
-            needs[DISK] = complete
-            if not self.on_cpu:
-                needs[HOST] = self.slab_bytes_for(self.host_slots)
-        else:
-            most = self.stored_bytes(self.whole_chunks(n_tokens)) // stored
-            needs[HOST] = self.slab_bytes_for(max(self.host_slots, most))
+        last = [*self.lower][-1]
+        for kind, limit in self.lower.items():
+            if limit == UNBOUNDED:  # no page ever leaves this tier
+                needs[kind.name] = kind.bytes_for(self, self.n_pages(self.old(n_tokens)))
+                break
+            needs[kind.name] = kind.bytes_for(self, max(limit, self.n_pages(whole)) if kind is last else limit)
         return needs
 
     def check_bytes(self, n_tokens: int, n_filed: int = 0) -> int:
-        """Return the most bytes of memory for the checks of rows: of `n_tokens`, `n_filed` of them in a context file.
-
-        A spill file's checks are made in blocks.
-        """
+        """Return the most bytes of memory for checks: of `n_tokens` tokens, and of `n_filed` in a context file."""
         spilled = self.needs(n_tokens).get(DISK, 0) // self.format.row_bytes
         filed: int = self.n_layers * self.n_groups * self.file_rows(n_filed)
         return (-(-spilled // CHECK_BLOCK) * CHECK_BLOCK + filed) * CHECK_BYTES
@@ -363,48 +306,20 @@ class CacheLayout:
         return FileLayout(self, n_tokens)
 
 
-def power_of_two(n: int) -> int:
-    """Return the smallest power of two that is at least `n`, 1 or more."""
-    return 1 << (n - 1).bit_length()
-
-
-@dataclass(frozen=True)
 class FileLayout:
     """Byte offsets in a context file with the rows of `n_tokens` tokens: header, rows, checks, small tensors.
 
-    If the format rounds, only old chunks have rows. Later tokens, not rounded yet, are among the file's tensors.
+    `row_tokens` tokens have a row in each head group, `group_rows` rows with those behind pages, `n_rows` in all. If
+    the format rounds, only old chunks have rows; later tokens, not rounded yet, are among the small tensors. Rows begin
+    at `rows_start`, after the header's ample space, their checks at `checks_start`, small tensors at `small_start`.
     """
 
-    cache: CacheLayout
-    n_tokens: int
-
-    @property
-    def row_tokens(self) -> int:
-        """The number of tokens that have a row."""
-        return self.cache.old(self.n_tokens) if self.cache.format.rounds else self.n_tokens
-
-    @property
-    def group_rows(self) -> int:
-        """Rows of one head group of one layer."""
-        rows: int = self.cache.file_rows(self.row_tokens)
-        return rows
-
-    @property
-    def n_rows(self) -> int:
-        """Rows of keys and values over all layers, head groups, and tokens or packed pages."""
-        return self.cache.n_layers * self.cache.n_groups * self.group_rows
-
-    @property
-    def rows_start(self) -> int:
-        """The first byte after the header's space, which is ample."""
-        return (16 + 8 * self.cache.n_layers) * 4096
-
-    @property
-    def checks_start(self) -> int:
-        """The first byte of the rows' checks, four bytes each."""
-        return self.rows_start + self.n_rows * self.cache.format.row_bytes
-
-    @property
-    def small_start(self) -> int:
-        """The first byte of the small tensors, which are read when a context is opened."""
-        return self.checks_start + self.n_rows * CHECK_BYTES
+    def __init__(self, cache: CacheLayout, n_tokens: int) -> None:
+        self.cache = cache
+        self.n_tokens = n_tokens
+        self.row_tokens = cache.old(n_tokens) if cache.format.rounds else n_tokens
+        self.group_rows: int = cache.file_rows(self.row_tokens)
+        self.n_rows = cache.n_layers * cache.n_groups * self.group_rows
+        self.rows_start = (16 + 8 * cache.n_layers) * 4096
+        self.checks_start = self.rows_start + self.n_rows * cache.format.row_bytes
+        self.small_start = self.checks_start + self.n_rows * CHECK_BYTES

@@ -1,36 +1,43 @@
-"""A context file's safetensors header and, in the header's metadata, the manifest: both JSON.
+"""The header of a context file: the manifest, and the entries of the small tensors, which are all but keys and values.
 
-Nothing in a file is trusted. A header is read whole only if its length and number of parts can be a context's, so that
-a hostile header costs little memory. The digest covers the manifest and the small tensors.
+A header is that of a safetensors file, JSON with the manifest in its metadata. Nothing in a file is trusted: a header
+is read whole only if its length and number of parts can be a context's, and each entry is compared with the tensors
+that a context of this layout can have before any data is read. So a hostile file costs no more memory than an honest
+one. The digest covers the manifest and the small tensors, which follow one another in the order of their names.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lce.cache.kv import UNROUNDED
 from lce.cache.layout import CacheLayout
-from lce.errors import DataError, shown
+from lce.cache.row_file import raw_bytes, read_all
+from lce.errors import CapacityError, DataError, shown
 from lce.files import JsonError, named, parse_json
+from lce.sizes import size_text
+from lce.system import free_memory
 
 FORMAT = "lce context 4"
 REMEDY = "prefill the text again"
-KINDS = {
-    "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "I64": torch.int64,
-    "I32": torch.int32, "BOOL": torch.bool, "U8": torch.uint8,
-}  # fmt: skip
+FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+KINDS = FLOATS | {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool, "U8": torch.uint8}
 NAMES = {kind: name for name, kind in KINDS.items()}
 MOST_TOKENS = 1 << 40  # in a text
 _LARGEST_HEADER = 16 << 20  # bytes: enough for 500 layers
 _MOST_PARTS = 200_000  # values and names in a header
+_MOST_DIMENSIONS = 8
 
 
 @dataclass(frozen=True)
@@ -53,11 +60,10 @@ class Manifest:
         numbers = (raw.get(name) for name in ("capacity", "read", "announced"))
         capacity, read, announced = (x if type(x) is int else -1 for x in numbers)
         possible = 0 < read <= capacity <= MOST_TOKENS and 0 <= announced <= MOST_TOKENS
-        if isinstance(identity, dict) and isinstance(pages, dict) and isinstance(text, str) and possible:
-            return cls(
-                raw, identity, pages, text, version if isinstance(version, str) else "", capacity, read, announced
-            )
-        raise contradiction(path)
+        if not (isinstance(identity, dict) and isinstance(pages, dict) and isinstance(text, str) and possible):
+            raise contradiction(path)
+        version = version if isinstance(version, str) else ""
+        return cls(raw, identity, pages, text, version, capacity, read, announced)
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,23 @@ class Header:
     file_bytes: int
 
 
+@dataclass(frozen=True)
+class FileTensor:
+    """A small tensor in a file: its kind, its shape, and its bytes `start` to `stop`."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def n_bytes(self) -> int:
+        return self.stop - self.start
+
+
+Check = Callable[[Manifest, dict[str, FileTensor]], None]
+
+
 def contradiction(path: Path) -> DataError:
     """Return the error for a file whose header contradicts its contents."""
     return DataError(f"{named(path)}: its header contradicts its contents; {REMEDY}")
@@ -79,16 +102,15 @@ def read_header(descriptor: int, path: Path) -> Header:
     """Read the header of an open file. Raises `DataError` if no context of this format has such a header."""
     strange = DataError(f"{named(path)} is not a context; expected a file that `lce prefill` or Context.save wrote")
     file_bytes = os.fstat(descriptor).st_size
-    length = int.from_bytes(pread(descriptor, 8, 0, path), "little") if file_bytes > 8 else 0
+    length = int.from_bytes(_read(descriptor, 8, 0, path), "little") if file_bytes > 8 else 0
     if file_bytes <= 8 or length > file_bytes - 8:
         raise DataError(
             f"{named(path)} has no header of a context; if it was one, it is damaged or incomplete: {REMEDY}"
         )
     if length > _LARGEST_HEADER:
         raise strange
-    raw = pread(descriptor, length, 8, path)
     try:
-        entries = strict_object(bytes(raw))
+        entries = strict_object(bytes(_read(descriptor, length, 8, path)))
     except JsonError:
         raise DataError(f"{named(path)}: the header is not JSON; it is damaged or incomplete: {REMEDY}") from None
     metadata = entries.pop("__metadata__", None)
@@ -112,31 +134,24 @@ def strict_object(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def pread(descriptor: int, n_bytes: int, offset: int, path: Path) -> bytearray:
-    """Read `n_bytes` bytes from an offset on.
-
-    Raises `DataError` if the file is too short, or cannot be read.
-    """
+def _read(descriptor: int, n_bytes: int, offset: int, path: Path) -> bytearray:
     data = bytearray(n_bytes)
-    left = memoryview(data)
-    while left:  # one call reads 2 GiB at most
-        try:
-            n = os.preadv(descriptor, [left], offset)
-        except OSError as error:
-            raise DataError(f"cannot read {named(path)}: {error.strerror}; {REMEDY}") from error
-        if n == 0:
-            raise DataError(f"{named(path)} was cut short while it was read; {REMEDY}")
-        left, offset = left[n:], offset + n
+    read_all(descriptor, memoryview(data), offset, named(path))
     return data
+
+
+def header_bytes(entries: Mapping[str, Any], manifest: str, size: int = 0) -> bytes:
+    """Return a file's header, with its length before it: `size` bytes, or a multiple of 8 if that is 0."""
+    raw = json.dumps({"__metadata__": {"lce": manifest}, **entries}).encode()
+    size = size or 8 + -(-len(raw) // 8) * 8
+    assert 8 + len(raw) <= size, "the header is larger than its space"
+    return (size - 8).to_bytes(8, "little") + raw.ljust(size - 8)
 
 
 def page_facts(layout: CacheLayout) -> dict[str, Any]:
     """Return a page's shape and format as a manifest holds them."""
-    return {
-        "n_layers": layout.n_layers, "n_groups": layout.n_groups, "heads": layout.page_heads,
-        "chunk_size": layout.chunk_size, "head_dim": layout.head_dim, "dtype": NAMES[layout.dtype],
-        "kv_dtype": layout.kv_dtype,
-    }  # fmt: skip
+    facts = {name: getattr(layout, name) for name in ("n_layers", "n_groups", "chunk_size", "head_dim", "kv_dtype")}
+    return facts | {"heads": layout.page_heads, "dtype": NAMES[layout.dtype]}
 
 
 def signed(manifest: Mapping[str, Any], small: Mapping[str, Tensor]) -> str:
@@ -144,16 +159,151 @@ def signed(manifest: Mapping[str, Any], small: Mapping[str, Tensor]) -> str:
     return json.dumps({**manifest, "digest": digest(small, manifest)})
 
 
-def is_signed(manifest: Mapping[str, Any], small: Mapping[str, Tensor]) -> bool:
-    """Return whether the manifest's digest is right: manifest and small tensors are as they were written."""
-    rest = {key: value for key, value in manifest.items() if key != "digest"}
-    return bool(manifest.get("digest") == digest(small, rest))
-
-
 def digest(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any] | None = None) -> str:
     """Return a SHA-256 of named tensors, and of a manifest."""
     found = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         found.update(json.dumps([name, NAMES[tensor.dtype], list(tensor.shape)]).encode())
-        found.update(memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+        found.update(raw_bytes(tensor))
     return found.hexdigest()
+
+
+def tensor_entries(tensors: Mapping[str, Tensor], start: int = 0) -> dict[str, dict[str, Any]]:
+    """Return the header's entries for small tensors, which follow one another from `start` on, ordered by name."""
+    entries: dict[str, dict[str, Any]] = {}
+    for name, x in sorted(tensors.items()):
+        span = [start, start := start + x.nbytes]
+        entries[name] = {"dtype": NAMES[x.dtype], "shape": list(x.shape), "data_offsets": span}
+    return entries
+
+
+def read_small(
+    descriptor: int,
+    path: Path,
+    layout: CacheLayout,
+    header: Header,
+    manifest: Manifest,
+    check: Check,
+    rows: Mapping[str, Any] = {},
+    start: int | None = None,
+) -> dict[str, Tensor]:
+    """Check, then read, all tensors of a file but `rows`, which end at byte `start`; None: where the data begin.
+
+    `check` raises `DataError` for wrong tensors that are not the method's state, and removes those from the mapping.
+
+    Raises `DataError` for a file that is no context of this layout, and for an altered one; and `CapacityError`, before
+    reading, if memory cannot hold the tensors.
+    """
+    if manifest.pages != page_facts(layout):
+        raise contradiction(path)
+    tensors = tensors_of(header, header.start if start is None else start, rows, path)
+    state = dict(tensors)
+    check(manifest, state)
+    check_state(layout, manifest.read, state, path)
+    found = read_tensors(descriptor, path, tensors, manifest.raw)
+    check_numbers(layout, manifest.read, found, path)
+    return found
+
+
+def read_tensors(
+    descriptor: int, path: Path, tensors: Mapping[str, FileTensor], manifest: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Read the small tensors, and check the manifest's digest. Raises `CapacityError` before reading too many bytes."""
+    needed, free = sum(x.n_bytes for x in tensors.values()), free_memory(torch.device("cpu"))
+    if free is not None and needed > free:
+        raise CapacityError(
+            f"{named(path)} needs {size_text(needed)} of memory to be opened, and {size_text(free)} is available; "
+            "free some memory"
+        )
+    found = {}
+    for name, x in tensors.items():
+        data = _read(descriptor, x.n_bytes, x.start, path)
+        found[name] = (
+            torch.frombuffer(data, dtype=x.dtype).view(x.shape) if data else torch.empty(x.shape, dtype=x.dtype)
+        )
+    if manifest.get("digest") != digest(found, {key: value for key, value in manifest.items() if key != "digest"}):
+        raise DataError(f"{named(path)} was altered since it was written; {REMEDY}")
+    return found
+
+
+def tensors_of(header: Header, start: int, rows: Mapping[str, Any], path: Path) -> dict[str, FileTensor]:
+    """Return a header's tensors but `rows`. Raises `DataError` unless they fill the file from byte `start` on."""
+    found, at = {}, start
+    for name, entry in sorted(header.entries.items()):
+        if name in rows:
+            continue
+        small = _small(entry, header.start)
+        if small is None or small.start != at:
+            raise contradiction(path)
+        found[name], at = small, small.stop
+    if at != header.file_bytes:
+        fault = "is cut short" if at > header.file_bytes else "has bytes that belong to nothing"
+        raise DataError(f"{named(path)}: the file {fault}; it is damaged or incomplete: {REMEDY}")
+    return found
+
+
+def _small(entry: object, data_start: int) -> FileTensor | None:
+    """Return the tensor that a header's entry describes, or None if the entry is invalid."""
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        return None
+    kind, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
+    sizes = [*shape, *span] if isinstance(shape, list) and isinstance(span, list) else [-1]
+    if not isinstance(kind, str) or kind not in KINDS or not all(type(x) is int and x >= 0 for x in sizes):
+        return None
+    if len(span) != 2 or len(shape) > _MOST_DIMENSIONS:
+        return None
+    if span[1] - span[0] != math.prod(shape) * KINDS[kind].itemsize:
+        return None
+    return FileTensor(KINDS[kind], tuple(shape), data_start + span[0], data_start + span[1])
+
+
+def check_state(layout: CacheLayout, n_tokens: int, tensors: dict[str, FileTensor], path: Path) -> None:
+    """Raise `DataError` for tensors that cannot be what a cache keeps of `n_tokens` tokens besides rows.
+
+    That is the method's state, in blocks of any size, and tokens that have no row because they are not rounded.
+    """
+    n_unrounded = n_tokens - layout.file(n_tokens).row_tokens
+    for layer in range(layout.n_layers if n_unrounded else 0):
+        found = tensors.pop(f"{UNROUNDED}/{layer}", None)
+        shape = (2, layout.n_kv_heads, n_unrounded, layout.head_dim)
+        if found is None or (found.dtype, found.shape) != (layout.dtype, shape):
+            raise contradiction(path)
+    kept = layout.make_state(layout).items()
+    states = {f"layers/{layer}/{name}": state for layer in range(layout.n_layers) for name, state in kept}
+    for prefix, names in groupby(sorted(tensors), key=lambda name: name.rpartition("/")[0]):
+        parts, state = {name[len(prefix) + 1 :]: tensors[name] for name in names}, states.get(prefix)
+        if state is None or parts.keys() != {"tensor", "number"}:
+            raise contradiction(path)
+        tensor, number = parts["tensor"], parts["number"]
+        possible = (tensor.dtype.is_floating_point or not state.floats) and number.shape == ()
+        if not possible or number.dtype != torch.int64 or tensor.n_bytes > state.most_bytes(n_tokens, n_tokens):
+            raise contradiction(path)
+
+
+def check_numbers(layout: CacheLayout, n_tokens: int, tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Raise `DataError` if the values cannot be the method's state after `n_tokens` tokens.
+
+    Refused are tensors that are not finite (unrounded keys and values too), numbers that do not fit their tensor, and
+    tensors that the method itself refuses.
+    """
+    states = layout.make_state(layout)
+    for layer in range(layout.n_layers):
+        unrounded = tensors.get(f"{UNROUNDED}/{layer}")
+        if unrounded is not None and not _is_finite(unrounded):
+            raise contradiction(path)
+        kept = {}
+        for name, state in states.items():
+            at = f"layers/{layer}/{name}/"
+            number, tensor = tensors.get(f"{at}number"), tensors.get(f"{at}tensor")
+            if number is None or tensor is None:
+                continue
+            if not _is_finite(tensor) or not state.agrees(tensor, int(number), n_tokens):
+                raise contradiction(path)
+            kept[name] = tensor
+        if not layout.could_keep(layer, kept, layout, n_tokens):
+            raise contradiction(path)
+
+
+def _is_finite(x: Tensor) -> bool:
+    """Return whether all numbers are finite; checks their sum first."""
+    return not x.is_floating_point() or bool(x.sum().isfinite()) or bool(x.isfinite().all())

@@ -8,9 +8,9 @@ changes committed numbers, and a `mark` to go back to is a reference or a number
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import copy
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -19,30 +19,42 @@ from lce.cache.shared import SPARE, Holder, MemoryFile, RowBuffer
 from lce.profiling import count_compared, timed
 
 Held = tuple[Tensor | None, int]  # a tensor, None before the first write, and a number that says which rows it holds
+NOTHING: Held = (None, 0)
 
 
 class MethodState(ABC):
     """A part of a method's state in a layer: a tensor and a number, replaced in one assignment.
 
-    Methods name these parts in `Method.state`. Each subclass says what the number means.
+    Methods name these parts in `Method.state`. Each subclass says what the number means. What a pass cannot write by
+    index is the next state, which takes the place of this one at the commit.
     """
 
+    floats: ClassVar[bool] = True  # whether the tensor has floating-point numbers only
+
     def __init__(self) -> None:
-        self._held: Held = (None, 0)
+        self._held: Held = NOTHING
+        self._next: Held = NOTHING
 
     @abstractmethod
     def most_bytes(self, n_tokens: int, block: int) -> int:
         """Return the most bytes held once `n_tokens` were read in blocks of at most `block`, spare rows included."""
 
+    @abstractmethod
+    def agrees(self, tensor: Tensor, number: int, n_tokens: int) -> bool:
+        """Return whether a tensor and a number of a file can be the state after `n_tokens`."""
+
     def committed(self, n_tokens: int) -> Held:
         """Return the tensor (a view) and the number for the first `n_tokens`."""
         return self._held
 
-    def commit(self, n_tokens: int = 0) -> None:  # noqa: B027  # most subclasses do nothing here
+    def commit(self, n_tokens: int = 0) -> None:
         """Commit the pass that just ended; the text has `n_tokens` tokens now. May be repeated."""
+        if self._next[0] is not None:
+            self._held, self._next = self._next, NOTHING  # in this order: an interruption may come between
 
-    def discard(self) -> None:  # noqa: B027
+    def discard(self) -> None:
         """Drop what an interrupted pass wrote. May be repeated."""
+        self._next = NOTHING
 
     @property
     def memory(self) -> Tensor | None:
@@ -55,6 +67,11 @@ class MethodState(ABC):
         assert self.memory is not None, "nothing was written yet"
         return self.memory
 
+    @property
+    def n_bytes(self) -> int:
+        """Bytes held now."""
+        return sum(tensor.nbytes for tensor, _ in (self._held, self._next) if tensor is not None)
+
     def has_space(self, start: int) -> bool:
         """Return whether a step for token `start` needs no new memory in this state."""
         return True
@@ -63,18 +80,12 @@ class MethodState(ABC):
         """Make `has_space` true for the next token, if only space is missing."""
 
     def nearest(self, n_tokens: int, length: int) -> int:
-        """Return the most tokens, at most `n_tokens` of the committed `length`, that this state can go back to.
-
-        0 at least.
-        """
+        """Return the most tokens, at most `n_tokens` of the committed `length`, that this state can go back to."""
         return n_tokens if n_tokens == length else 0
 
     def mark(self, n_tokens: int) -> Held:
-        """Return a mark of the state of the first `n_tokens`, which `nearest` allows, for `as_of`.
-
-        Copies no rows.
-        """
-        return self._held if n_tokens else (None, 0)
+        """Return a mark of the state of the first `n_tokens`, which `nearest` allows, for `as_of`. Copies no rows."""
+        return self._held if n_tokens else NOTHING
 
     def as_of(self, mark: Held) -> Self:
         """Return the state of the tokens that `mark` was taken for. Replaces this state: the two share rows."""
@@ -85,11 +96,6 @@ class MethodState(ABC):
 
     def _go_back(self, mark: Held) -> None:
         self._held = mark
-
-    @property
-    def row_buffers(self) -> Sequence[RowBuffer]:
-        """The buffers that forks can share."""
-        return ()
 
     def shareable(self, n_tokens: int) -> list[tuple[RowBuffer, int, int]]:
         """Return the buffers for a fork of the first `n_tokens` to share, as arguments of `lce.cache.shared.share`."""
@@ -103,28 +109,20 @@ class MethodState(ABC):
         return other
 
     def tensors(self, n_tokens: int) -> dict[str, Tensor]:
-        """Return the tensors from which `restore` makes the state of the first `n_tokens` again.
-
-        Empty before the first write.
-        """
+        """Return the tensors from which `restore` makes the state of the first `n_tokens` again, if there is any."""
         tensor, number = self.committed(n_tokens)
         return {} if tensor is None else {"tensor": tensor, "number": torch.tensor(number)}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the state from `tensors`."""
-        self._held = (tensors["tensor"], int(tensors["number"])) if tensors else (None, 0)
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes held now."""
-        return 0 if self._held[0] is None else self._held[0].nbytes
+        self._held = (tensors["tensor"], int(tensors["number"])) if tensors else NOTHING
 
 
 class GrowingRows(MethodState):
-    """Rows from index 0 on along `axis` of one buffer, which grows by half and which forks share. In a file, the number
-    is how many were written.
+    """Rows from index 0 on along `axis` of one buffer, which grows by half and which forks share.
 
-    A row stands for `tokens_per_row` tokens and takes `row_bytes`; plans use these before any token is read.
+    A row stands for `tokens_per_row` tokens and takes `row_bytes`; plans use these before any token is read. In a file,
+    the number is how many rows were written.
     """
 
     axis = 0
@@ -159,50 +157,50 @@ class GrowingRows(MethodState):
         return self.buffer.narrow(self.axis, start, stop - start)
 
     def allocated(self, n_rows: int) -> Tensor:
-        """Return rows `0..n_rows-1`, or fewer if the buffer has fewer.
-
-        Rows not written yet may hold anything.
-        """
+        """Return rows `0..n_rows-1`, or fewer if the buffer has fewer. Rows not written yet may hold anything."""
         return self.buffer.narrow(self.axis, 0, min(n_rows, self.buffer.shape[self.axis]))
 
     @property
     def memory(self) -> Tensor | None:
         return None if self._rows is None else self._rows.tensor
 
+    @property
+    def n_bytes(self) -> int:
+        return 0 if self._rows is None else self._rows.n_bytes
+
+    def _rows_of(self, n_tokens: int) -> int:
+        """Return how many of the written rows are of the first `n_tokens`."""
+        return min(self._n_rows, n_tokens // self.tokens_per_row)
+
     def committed(self, n_tokens: int) -> Held:
-        n_rows = min(self._n_rows, n_tokens // self.tokens_per_row)
+        n_rows = self._rows_of(n_tokens)
         return None if self._rows is None else self.buffer.narrow(self.axis, 0, n_rows), n_rows
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         self._rows = RowBuffer(tensors["tensor"], self.axis) if tensors else None
         self._n_rows = int(tensors["number"]) if tensors else 0
 
+    def agrees(self, tensor: Tensor, number: int, n_tokens: int) -> bool:
+        return tensor.ndim > self.axis and tensor.shape[self.axis] == number <= n_tokens // self.tokens_per_row
+
     def nearest(self, n_tokens: int, length: int) -> int:
         return n_tokens
 
     def mark(self, n_tokens: int) -> Held:
-        return None, min(self._n_rows, n_tokens // self.tokens_per_row)
+        return None, self._rows_of(n_tokens)
 
     def _go_back(self, mark: Held) -> None:
         self._n_rows = mark[1]  # rows written before the mark are still there
 
-    @property
-    def row_buffers(self) -> Sequence[RowBuffer]:
-        return () if self._rows is None else (self._rows,)
-
     def shareable(self, n_tokens: int) -> list[tuple[RowBuffer, int, int]]:
-        n_rows = min(self._n_rows, n_tokens // self.tokens_per_row)
-        return [(rows, n_rows, 2 * n_rows + SPARE // self.tokens_per_row) for rows in self.row_buffers]
+        n_rows = self._rows_of(n_tokens)
+        return [] if self._rows is None else [(self._rows, n_rows, 2 * n_rows + SPARE // self.tokens_per_row)]
 
     def fork(self, n_tokens: int, holder_of: Callable[[MemoryFile], Holder]) -> Self:
         other = copy(self)
-        other._n_rows = min(self._n_rows, n_tokens // self.tokens_per_row)
+        other._n_rows = self._rows_of(n_tokens)
         other._rows = None if self._rows is None else self._rows.fork(other._n_rows, holder_of)
         return other
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(rows.n_bytes for rows in self.row_buffers)
 
     def most_bytes(self, n_tokens: int, block: int) -> int:
         n_rows = n_tokens // self.tokens_per_row
@@ -261,9 +259,8 @@ class RecentRows(MethodState):
         return buffer is not None and start - first < buffer.shape[1]
 
     def make_space(self, start: int) -> None:
-        buffer, first = self._held
-        if buffer is not None and start - first >= buffer.shape[1]:
-            self._held = self._grown(buffer, start, 1)
+        if self._held[0] is not None and not self.has_space(start):
+            self._held = self._grown(self._held[0], start, 1)
 
     def write_on_device(self, rows: Tensor, at: Tensor) -> None:
         """Write the row `[heads, 1, D]` of token `at [1]`, read on the device; the buffer must have space."""
@@ -280,16 +277,17 @@ class RecentRows(MethodState):
         return self.buffer[:, start - self.first : stop - self.first]
 
     def missing(self, start: int) -> range:
-        """Return the tokens before `start` whose rows should be kept but are missing.
-
-        Empty unless the text was truncated.
-        """
-        return range(max(0, start - self.n_kept), start) if self._held[0] is None else range(start, start)
+        """Return the tokens before `start` whose rows are missing since the text was truncated."""
+        return range(max(0, start - self.n_kept) if self._held[0] is None else start, start)
 
     def committed(self, n_tokens: int) -> Held:
         buffer, first = self._held
         start = max(first, n_tokens - self.n_kept)
         return None if buffer is None else buffer[:, start - first : n_tokens - first], start
+
+    def agrees(self, tensor: Tensor, number: int, n_tokens: int) -> bool:
+        first = max(0, n_tokens - self.n_kept)
+        return _row_bytes(tensor) == self.row_bytes and (number, tensor.shape[1]) == (first, n_tokens - first)
 
     def nearest(self, n_tokens: int, length: int) -> int:
         return n_tokens if n_tokens == length or self.remade or self._has(n_tokens) else 0
@@ -306,9 +304,8 @@ class RecentRows(MethodState):
         return self._held[0] is not None and self._held[1] <= max(0, n_tokens - self.n_kept)
 
     def most_bytes(self, n_tokens: int, block: int) -> int:
-        if n_tokens <= self.n_kept:
-            return self.n_kept * self.row_bytes
-        return (self.n_kept + max(self.n_kept, min(block, n_tokens - self.n_kept))) * self.row_bytes
+        n_more = max(self.n_kept, min(block, n_tokens - self.n_kept)) if n_tokens > self.n_kept else 0
+        return (self.n_kept + n_more) * self.row_bytes
 
 
 class OpenChunk(MethodState):
@@ -321,21 +318,20 @@ class OpenChunk(MethodState):
         super().__init__()
         self.size = size
         self.row_bytes = row_bytes
-        self._entered: Held = (None, 0)
         self._marked: Tensor | None = None  # a buffer that a mark refers to: its rows must stay
 
     def write(self, rows: Tensor, start: int) -> None:
         """Write the rows `[heads, T, D]` of tokens `start..start+T-1`, all of one chunk. Time and bytes: O(T)."""
         chunk_id, offset = divmod(start, self.size)
         in_open = chunk_id == self._held[1]
-        buffer, number = self._held if in_open else self._entered
+        buffer, number = self._held if in_open else self._next
         if buffer is None or number != chunk_id:
             buffer = rows.new_zeros(rows.shape[0], self.size, rows.shape[2])
         buffer[:, offset : offset + rows.shape[1]] = rows
         if in_open:
             self._held = (buffer, chunk_id)
         else:
-            self._entered = (buffer, chunk_id)
+            self._next = (buffer, chunk_id)
 
     def has_space(self, start: int) -> bool:
         return self._held[0] is not None and self._held[1] == start // self.size
@@ -363,10 +359,6 @@ class OpenChunk(MethodState):
         assert chunk_id == start // self.size, "rows of a chunk that is not open"
         return self.buffer[:, start - chunk_id * self.size : stop - chunk_id * self.size]
 
-    @property
-    def n_bytes(self) -> int:
-        return super().n_bytes + (0 if self._entered[0] is None else self._entered[0].nbytes)
-
     def committed(self, n_tokens: int) -> Held:
         rows, chunk_id = self._held
         if rows is not None:  # a discarded pass may have left rows after the committed ones
@@ -374,19 +366,22 @@ class OpenChunk(MethodState):
             rows[:, max(0, n_tokens - chunk_id * self.size) :] = 0
         return rows, chunk_id
 
-    def commit(self, n_tokens: int = 0) -> None:
-        if self._entered[0] is not None:
-            self._held, self._entered = self._entered, (None, 0)  # in this order: an interruption may come between
-
-    def discard(self) -> None:
-        self._entered = (None, 0)
+    def agrees(self, tensor: Tensor, number: int, n_tokens: int) -> bool:
+        current, rest = divmod(n_tokens, self.size)
+        in_order = number == current if rest else 0 <= number <= current
+        return _row_bytes(tensor) == self.row_bytes and tensor.shape[1] == self.size and in_order
 
     def nearest(self, n_tokens: int, length: int) -> int:
-        in_open = n_tokens // self.size == length // self.size
-        return n_tokens if in_open else n_tokens // self.size * self.size
+        chunk_id = n_tokens // self.size
+        return n_tokens if chunk_id == length // self.size else chunk_id * self.size
 
     def most_bytes(self, n_tokens: int, block: int) -> int:
         return self.size * self.row_bytes * (2 if n_tokens > self.size else 1)
+
+
+def _row_bytes(rows: Tensor) -> int | None:
+    """Return the bytes of a row of `rows [heads, n, D]`; None for tensors of other shapes."""
+    return rows.element_size() * rows.shape[0] * rows.shape[2] if rows.ndim == 3 else None
 
 
 class Staged(MethodState):
@@ -395,10 +390,11 @@ class Staged(MethodState):
     The number is how many tokens the text had when the tensor was committed; 0: unknown.
     """
 
+    floats = False
+
     def __init__(self, bound: Callable[[int, int], int]) -> None:
         super().__init__()
         self.bound = bound
-        self._next: Tensor | None = None
 
     @property
     def value(self) -> Tensor | None:
@@ -408,11 +404,11 @@ class Staged(MethodState):
     @property
     def latest(self) -> Tensor | None:
         """The tensor that this pass staged, else the committed one."""
-        return self.value if self._next is None else self._next
+        return self.value if self._next[0] is None else self._next[0]
 
     def stage(self, value: Tensor) -> None:
         """Stage `value` as the tensor to commit with this pass."""
-        self._next = value
+        self._next = (value, 0)
 
     def fork(self, n_tokens: int, holder_of: Callable[[MemoryFile], Holder]) -> Self:
         other = copy(self)  # shares the tensor, which is never written in place
@@ -420,11 +416,11 @@ class Staged(MethodState):
         return other
 
     def commit(self, n_tokens: int = 0) -> None:
-        if self._next is not None:
-            self._held, self._next = (self._next, n_tokens), None  # in this order: an interruption may come between
+        self._next = (self._next[0], n_tokens)
+        super().commit(n_tokens)
 
-    def discard(self) -> None:
-        self._next = None
+    def agrees(self, tensor: Tensor, number: int, n_tokens: int) -> bool:
+        return 0 <= number <= n_tokens
 
     def nearest(self, n_tokens: int, length: int) -> int:
         value, since = self._held

@@ -7,7 +7,6 @@ number of slots. Stored pages are unpacked on the device, so that fewer bytes mo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -19,6 +18,11 @@ from lce.cache.formats import Parts, Shapes
 Numbers = NDArray[np.int64]
 Slabs = Sequence[Parts]
 Unpack = Callable[[Parts], Parts]  # turns arriving pages into the slots' parts
+
+
+def same(pages: Parts) -> Parts:
+    """Return pages that need not be unpacked."""
+    return pages
 
 
 class Mover:
@@ -33,10 +37,7 @@ class Mover:
 
     @torch.inference_mode(mode=False)
     def slab(self, shapes: Shapes, n_slots: int) -> Parts:
-        """Return uninitialised parts `[n_slots, *shape]` in one allocation.
-
-        Parts with larger numbers come first, for alignment.
-        """
+        """Return uninitialised parts `[n_slots, *shape]` in one allocation, larger numbers first, for alignment."""
         sizes = [n_slots * torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes]
         memory, start = self.empty((sum(sizes),), torch.uint8), 0
         parts: dict[int, Tensor] = {}
@@ -50,9 +51,7 @@ class Mover:
         """Return a mark of the work queued for the device so far; a `put` in another thread takes it as `after`."""
         return None
 
-    def put(
-        self, slabs: Slabs, slots: Numbers, pages: Parts, after: object = None, unpack: Unpack = lambda pages: pages
-    ) -> None:
+    def put(self, slabs: Slabs, slots: Numbers, pages: Parts, after: object = None, unpack: Unpack = same) -> None:
         """Begin to copy pages `[n, …]` into slots, after the work marked by `after`, else after all queued work."""
         pages = unpack(pages)
         for held, rows, part in located(slabs, slots):
@@ -85,16 +84,22 @@ class Streamed(Mover):
         self.stream = torch.cuda.Stream(device)
         self._arrivals: dict[int, torch.cuda.Event] = {}
 
-    def _to_wait_for(self, slots: Numbers) -> list[torch.cuda.Event]:
-        """Return the events that these slots wait for, each once."""
-        arrivals = self._arrivals
-        found = (event for slot in slots.tolist() if (event := arrivals.get(slot))) if arrivals else ()
-        return list({id(event): event for event in found}.values())
+    def _await(self, event: torch.cuda.Event) -> None:
+        """Make later reads wait for an event."""
+        raise NotImplementedError
 
-    def _waited_for(self, slots: Numbers) -> None:
-        """Forget the events of these slots. Call this after all were waited for, because of interruptions."""
-        for slot in slots.tolist() if self._arrivals else ():
-            self._arrivals.pop(slot, None)
+    def wait(self, slots: Numbers) -> None:
+        waited, arrivals = slots.tolist() if self._arrivals else [], self._arrivals
+        for event in {id(event): event for slot in waited if (event := arrivals.get(slot))}.values():
+            self._await(event)
+        for slot in waited:  # once all were waited for: an interruption may come between
+            arrivals.pop(slot, None)
+
+    def _note(self, slots: Numbers) -> None:
+        """Note that pages are in these slots once the stream has done its work."""
+        arrival = torch.cuda.Event()
+        arrival.record(self.stream)
+        self._arrivals.update(dict.fromkeys(slots.tolist(), arrival))
 
 
 class Cuda(Streamed):
@@ -111,9 +116,7 @@ class Cuda(Streamed):
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def put(
-        self, slabs: Slabs, slots: Numbers, pages: Parts, after: object = None, unpack: Unpack = lambda pages: pages
-    ) -> None:
+    def put(self, slabs: Slabs, slots: Numbers, pages: Parts, after: object = None, unpack: Unpack = same) -> None:
         """Begin to copy pages, after what still reads the slots; call `wait` before reading them. Bytes: one copy.
 
         The slots' memory is recorded on the stream: if freed during a copy, the memory is not reused before the copy
@@ -129,15 +132,10 @@ class Cuda(Streamed):
             moved = tuple(page if page.is_cuda else self.upload(page) for page in pages)
             for x, new in zip(held, unpack(moved), strict=True):
                 x.index_copy_(0, index, new)
-            arrival = torch.cuda.Event()
-            arrival.record(self.stream)
-        self._arrivals.update(dict.fromkeys(slots.tolist(), arrival))
+            self._note(slots)
 
-    def wait(self, slots: Numbers) -> None:
-        current = torch.cuda.current_stream(self.device)
-        for event in self._to_wait_for(slots):
-            current.wait_event(event)
-        self._waited_for(slots)
+    def _await(self, event: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self.device).wait_event(event)
 
     def upload(self, x: Tensor) -> Tensor:
         return pinned(x).to(self.device, non_blocking=True)
@@ -154,13 +152,8 @@ class Pinned(Streamed):
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
-    def put(
-        self, slabs: Slabs, slots: Numbers, pages: Parts, after: object = None, unpack: Unpack = lambda pages: pages
-    ) -> None:
-        """Put pages into slots. Pages from the CPU are there at once.
-
-        Pages from the GPU come in one copy for each run of adjacent slots.
-        """
+    def put(self, slabs: Slabs, slots: Numbers, pages: Parts, after: object = None, unpack: Unpack = same) -> None:
+        """Put pages into slots: from the CPU at once, from the GPU in one copy for each run of adjacent slots."""
         if not pages[0].is_cuda:
             self.wait(slots)  # copies still running would overwrite the pages
             super().put(slabs, slots, pages, unpack=unpack)
@@ -174,14 +167,10 @@ class Pinned(Streamed):
             for held, rows, part in neighbours(slabs, slots):
                 for x, new in zip(held, pages, strict=True):
                     x[rows].copy_(new[part], non_blocking=True)
-            arrival = torch.cuda.Event()
-            arrival.record(self.stream)
-        self._arrivals.update(dict.fromkeys(slots.tolist(), arrival))
+            self._note(slots)
 
-    def wait(self, slots: Numbers) -> None:
-        for event in self._to_wait_for(slots):
-            event.synchronize()
-        self._waited_for(slots)
+    def _await(self, event: torch.cuda.Event) -> None:
+        event.synchronize()
 
 
 def pinned(x: Tensor) -> Tensor:
@@ -196,22 +185,20 @@ def located(slabs: Slabs, slots: Numbers) -> Iterator[tuple[Parts, Numbers, slic
 
     Example: slabs of 4 slots, slots 1, 3, 5, 2: slab 0 with 1, 3; slab 1 with 1; slab 0 with 2.
     """
-    size = len(slabs[0][0]) if slabs else 1
-    slab, rows = np.divmod(slots, max(size, 1))
-    for run in _runs(np.flatnonzero(np.diff(slab)) + 1, len(slots)):
+    slab, rows = np.divmod(slots, max(len(slabs[0][0]) if slabs else 1, 1))
+    for run in runs(np.diff(slab) != 0, len(slots)):
         yield slabs[slab[run.start]], rows[run], run
 
 
 def neighbours(slabs: Slabs, slots: Numbers) -> Iterator[tuple[Parts, slice, slice]]:
     """Yield runs of adjacent slots in one slab: the slab, a slice of the slab's slots, and a slice of `slots`."""
     for held, rows, part in located(slabs, slots):
-        for run in _runs(np.flatnonzero(np.diff(rows) != 1) + 1, len(rows)):
+        for run in runs(np.diff(rows) != 1, len(rows)):
             first, n = int(rows[run.start]), run.stop - run.start
             yield held, slice(first, first + n), slice(part.start + run.start, part.start + run.stop)
 
 
-def _runs(cuts: Numbers, n: int) -> Iterator[slice]:
-    """Yield `0..n-1`, cut before each of `cuts`."""
-    bounds = [0, *cuts.tolist(), n] if n else []
-    for start, stop in pairwise(bounds):
-        yield slice(start, stop)
+def runs(cuts: NDArray[np.bool_], n: int) -> Iterator[slice]:
+    """Yield `0..n-1`, cut behind each True of `cuts [n - 1]`."""
+    bounds = [0, *(np.flatnonzero(cuts) + 1).tolist(), n] if n else []
+    yield from map(slice, bounds, bounds[1:])

@@ -2,119 +2,100 @@
 
 The device's pool is one tensor for keys and one for values, which kernels read in place. The host's pool grows by slabs
 of page-locked memory and never moves pages.
+
+Another thread gathers pages for the device from host memory, or reads them from a file, while the model computes. There
+is one for the whole process, which starts with the first `Fetch`, so never on a machine without a GPU.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cache
+from typing import NamedTuple
+
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from lce.cache.fetching import Fetch
 from lce.cache.formats import KVFormat, Parts, converted
-from lce.cache.layout import UNBOUNDED, CacheLayout
-from lce.cache.movers import Mover, Unpack
-from lce.cache.pages import Numbers, Pages, PageTable, slices
-from lce.cache.slots import SlotQueue, Slots
-from lce.cache.tier import Nowhere, Tier, Traffic, joined
+from lce.cache.layout import CacheLayout
+from lce.cache.movers import Cuda, Mover, Numbers, Pinned, Unpack, same
+from lce.cache.tier import HOST, UNBOUNDED, Nowhere, Pages, Tier, slices
 from lce.errors import CapacityError
 from lce.profiling import timed
 
 AT_ONCE = 64 << 20  # bytes of pages read from a lower tier, or written to it, at a time
+SLAB = 256 << 20  # bytes of the host's memory that its pool takes at a time: a power of two, as pinned memory comes
+NEVER = np.iinfo(np.int64).max
+QUEUED = 1024  # the fewest slots in a queue, if there are enough
+
+
+class Slots(NamedTuple):
+    """A pool's slots: slabs with the parts of stored pages, and which page each slot holds.
+
+    A slot holds a page if its `group` and `chunk` name the page and the pool's index leads to the slot. After an
+    interruption the index may not lead to a slot: the slot counts as free.
+    """
+
+    slabs: tuple[Parts, ...]
+    group: Numbers  # the head group of each slot's page; -1: free
+    chunk: Numbers
+    used: Numbers  # the last request that used each slot
+
+    def of_slabs(self, slabs: tuple[Parts, ...]) -> Slots:
+        """Return the slots of larger or more slabs, the first of which hold the pages of these slots."""
+        more = (0, sum(len(slab[0]) for slab in slabs) - len(self.group))
+        group = np.pad(self.group, more, constant_values=-1)
+        return Slots(slabs, group, np.pad(self.chunk, more), np.pad(self.used, more))
 
 
 class Pool(Tier):
-    """A tier of at most `limit` slots in one kind of memory, for pages as `format` stores them.
+    """A tier of slots in one kind of memory; at most `max_slots`.
 
-    Pages of the first `pinned_chunks` chunks never leave. Without `slab_slots` all slots are one slab: allocated at the
-    start, or growing by half if there is no limit. Otherwise slabs of `slab_slots` slots are added as needed.
-    Bookkeeping takes 24 bytes a slot and 8 a page of the context. Time to free slots: O(n_slots / 16), and now and then
-    O(n_slots).
-
-    A slot holds a page if its `group` and `chunk` name the page and the index leads to the slot. After an interruption
-    the index may not lead to a slot: the slot counts as free.
+    Pages of the first `pinned_chunks` chunks never leave. Bookkeeping takes 24 bytes a slot and 8 a page of the
+    context. Time to free slots: O(n_slots / 16), and now and then O(n_slots).
     """
 
-    def __init__(
-        self, name: str, format: KVFormat, layout: CacheLayout, mover: Mover, below: Tier, limit: int = UNBOUNDED,
-        pinned_chunks: int = 0, *, slab_slots: int | None = None,
-    ) -> None:  # fmt: skip
-        self.name = name
-        self.layout = layout
+    def __init__(self, layout: CacheLayout, below: Tier, mover: Mover, max_slots: int, pinned_chunks: int = 0) -> None:
         self.mover = mover
-        self.below = below
-        self.limit = limit
+        super().__init__(layout, below)
+        self.max_slots = max_slots
         self.pinned_chunks = pinned_chunks
-        self.format = format
-        self.page_bytes = format.page_bytes
-        self.traffic = Traffic()
         self.clock = 0  # requests so far
-        self.slab_slots = slab_slots
-        self.slot = PageTable(layout, mover)  # slot of each page
-        self._queue = SlotQueue()
-        self._slots = Slots.none()
-        if slab_slots is None:
-            self._grow(16 if limit == UNBOUNDED else limit)
-
-    @property
-    def k(self) -> Tensor:
-        """Keys of the only slab, `[n_slots, P, L, D]`."""
-        return self._slots.slabs[0][0]
-
-    @property
-    def v(self) -> Tensor:
-        """Values of the only slab, `[n_slots, P, L, D]`."""
-        return self._slots.slabs[0][1]
-
-    @property
-    def group(self) -> Numbers:
-        return self._slots.group
-
-    @property
-    def chunk(self) -> Numbers:
-        return self._slots.chunk
-
-    @property
-    def used(self) -> Numbers:
-        return self._slots.used
+        self._queue = np.zeros((2, 0), np.int64)  # slots to fill next, and the request that last used each; -1: free
+        self.slots = Slots((), *np.zeros((3, 0), np.int64))  # replaced in one assignment when it grows
 
     @property
     def n_slots(self) -> int:
-        return len(self.group)
+        return len(self.slots.group)
 
     @property
     def n_free(self) -> int:
         """How many pages can come without another leaving."""
-        return UNBOUNDED if self.limit == UNBOUNDED else int((self.group < 0).sum()) + self.limit - self.n_slots
+        if self.max_slots == UNBOUNDED:
+            return UNBOUNDED
+        return int((self.slots.group < 0).sum()) + self.max_slots - self.n_slots
 
     @property
     def capacity(self) -> int:
         """The most pages at once, besides pinned ones."""
-        return self.limit - self.pinned_chunks * self.layout.n_layers * self.layout.n_groups
+        return self.max_slots - self.pinned_chunks * self.layout.n_layers * self.layout.n_groups
 
     @property
-    def n_bytes(self) -> int:  # type: ignore[override]
-        if self.slab_slots is not None:
-            return self.layout.slab_bytes_for(self.n_slots)
-        return self.n_slots * self.page_bytes
-
-    def find(self, pages: Pages) -> Numbers:
-        """Return the slot of each page, -1 for missing pages."""
-        return self.slot[pages]
-
-    def holds(self, pages: Pages) -> NDArray[np.bool_]:
-        return (self.find(pages) >= 0) | self.below.holds(pages)
+    def n_bytes(self) -> int:
+        return self.n_slots * self.format.page_bytes
 
     def order(self, pages: Pages) -> Numbers:
-        return np.argsort(self.find(pages), kind="stable")
+        return np.argsort(self.index[pages], kind="stable")
 
     @timed("cache")
     def bring(self, pages: Pages) -> Numbers:
         """Bring at most `capacity` pages into slots; return the slots. The pages stay until the next request."""
         slots, missing = self._request(pages)
         missing = missing[self.below.order(pages.at(missing))]
-        for some in slices(len(missing), AT_ONCE // self.page_bytes):
+        for some in slices(len(missing), AT_ONCE // self.format.page_bytes):
             part = missing[some]
             found = self.below.read(pages.at(part))
             slots[part] = self._fill(pages.at(part), found, self._unpacked)
@@ -126,28 +107,28 @@ class Pool(Tier):
         Until the work has ended, nothing else may use this pool or the tiers below. Then call `arrived`.
         """
         self.clock += 1
-        slots = self.find(pages)
-        self.used[slots[slots >= 0]] = self.clock
-        missing = pages.at(np.flatnonzero(slots < 0))
-        if not len(missing.group):
+        slots, here, absent = self.find(pages)
+        self.slots.used[slots[here]] = self.clock
+        if not len(absent):
             return None
+        missing = pages.at(absent)
         missing = missing.at(self.below.order(missing))
-        slots = self._vacate(len(missing.group))
-        slabs, after = self._slots.slabs, self.mover.now()
+        slots = self._vacate(len(absent))
+        slabs, after = self.slots.slabs, self.mover.now()
 
         def work() -> None:
             with torch.inference_mode():  # the mode is per thread
-                for some in slices(len(slots), AT_ONCE // self.page_bytes):
+                for some in slices(len(slots), AT_ONCE // self.format.page_bytes):
                     self.mover.put(slabs, slots[some], self.below.read(missing.at(some)), after, self._unpacked)
 
         return Fetch(work), missing, slots
 
     def arrived(self, pages: Pages, slots: Numbers) -> None:
         """Enter pages that were put into slots in the index."""
-        self.used[slots], self.chunk[slots] = self.clock, pages.chunk
-        self.group[slots] = pages.group
-        self.slot[pages] = slots
-        self.traffic.bytes_in += len(slots) * self.page_bytes
+        self.slots.used[slots], self.slots.chunk[slots] = self.clock, pages.chunk
+        self.slots.group[slots] = pages.group
+        self.index[pages] = slots
+        self.traffic.bytes_in += len(slots) * self.format.page_bytes
 
     def read(self, pages: Pages) -> Parts:
         """Return copies of pages. Missing pages get slots only if slots are free."""
@@ -159,58 +140,40 @@ class Pool(Tier):
         found = self._unpacked(tuple(self.mover.upload(x) for x in found))
         if self.n_free >= len(missing):
             self._fill(pages.at(missing), found)
-        return joined((here, missing), (held, found), self.mover) if len(here) else found
+        return self.joined((here, missing), held, found) if len(here) else found
 
-    def read_rows(self, pages: Pages, offsets: Numbers) -> Tensor:
-        slots = self.find(pages)
-        here, missing = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
-        self.used[slots[here]] = self.clock
-        self.mover.wait(np.unique(slots[here]))
-        held = self._rows(slots[here], offsets[here])
-        if not len(missing):
-            return held
-        rest = self.mover.upload(self.below.read_rows(pages.at(missing), offsets[missing]))
-        return joined((here, missing), ((held,), (rest,)), self.mover)[0]
+    def take(self, place: Numbers) -> Parts:
+        if not len(place):
+            return tuple(self.mover.empty((0, *shape), x) for shape, x in self.format.shapes)
+        self.mover.wait(place)
+        self.traffic.bytes_out += len(place) * self.format.page_bytes
+        return self.mover.pick(self.slots.slabs, place)
 
-    def _rows(self, slots: Numbers, offsets: Numbers) -> Tensor:
-        """Return single tokens of slots, `[n, 2, P, D]`."""
-        if self.slab_slots is None:
-            slot, offset = self.mover.upload(torch.from_numpy(np.stack((slots, offsets))))
-            return self.format.tokens(self._slots.slabs[0], slot, offset)
-        rows = torch.empty(len(slots), 2, self.layout.page_heads, self.layout.head_dim, dtype=self.layout.dtype)
-        slab, slots = np.divmod(slots, self.slab_slots)
+    def take_rows(self, place: Numbers, offsets: Numbers) -> Tensor:
+        self.slots.used[place] = self.clock
+        self.mover.wait(np.unique(place))
+        slabs = self.slots.slabs
+        if len(slabs) == 1:
+            slot, offset = self.mover.upload(torch.from_numpy(np.stack((place, offsets))))
+            return self.format.tokens(slabs[0], slot, offset)
+        rows = torch.empty(len(place), 2, self.layout.page_heads, self.layout.head_dim, dtype=self.layout.dtype)
+        slab, slots = np.divmod(place, len(slabs[0][0]) if slabs else 1)
         for number in np.unique(slab).tolist():
             here = np.flatnonzero(slab == number)
             slot, offset = (torch.from_numpy(x[here]) for x in (slots, offsets))
-            rows[torch.from_numpy(here)] = self.format.tokens(self._slots.slabs[number], slot, offset)
+            rows[torch.from_numpy(here)] = self.format.tokens(slabs[number], slot, offset)
         return rows
 
     def write(self, pages: Pages, *parts: Tensor) -> None:
         for some in slices(len(pages.group), self.capacity):
             self.clock += 1
             part = pages.at(some)
-            self._free(part)  # left by a failed call
+            self._drop(self.index[part])  # left by a failed call
             self._fill(part, tuple(x[some] for x in parts))
 
     def forget(self, pages: Pages) -> None:
-        self._free(pages)
+        self._drop(self.index[pages])
         self.below.forget(pages)
-
-    def take(self, slots: Numbers) -> Parts:
-        """Return copies of the pages in these slots."""
-        if not len(slots):
-            return tuple(self.mover.empty((0, *shape), x) for shape, x in self.format.shapes)
-        self.mover.wait(slots)
-        self.traffic.bytes_out += len(slots) * self.page_bytes
-        return self.mover.pick(self._slots.slabs, slots)
-
-    def _hand_down(self, slots: Numbers, target: Tier) -> None:
-        """Write the pages in these slots to another tier."""
-        target.write(self._pages(slots), *converted(self.take(slots), self.format, target.format))
-
-    def _unpacked(self, parts: Parts) -> Parts:
-        """Convert pages of the tier below to this pool's format."""
-        return converted(parts, self.below.format, self.format)
 
     def write_through(self, pages: Pages, *parts: Tensor) -> None:
         """Begin to copy pages, which are about to be written here, to the pool below, so that they can leave at once.
@@ -225,32 +188,44 @@ class Pool(Tier):
         some = slice(n if isinstance(below.below, Nowhere) else min(n, below.n_free))
         if some.stop:
             below.write(pages.at(some), *converted(tuple(x[some] for x in parts), self.format, below.format))
-            self.traffic.bytes_out += some.stop * self.page_bytes
+            self.traffic.bytes_out += some.stop * self.format.page_bytes
 
     def copy_down(self, target: Tier, held_by: Tier) -> None:
         """Write to `target` the pages here that `held_by` does not have."""
         held = self._holding(np.arange(self.n_slots))
         held = held[~held_by.holds(self._pages(held))]
-        for some in slices(len(held), AT_ONCE // self.page_bytes):
+        for some in slices(len(held), AT_ONCE // self.format.page_bytes):
             self._hand_down(held[some], target)
+
+    def release(self, slots: Numbers) -> None:
+        """Mark the pages in these slots as the next to leave."""
+        self.slots.used[slots] = 0
+        self._queue = self._queue[:, :0]  # these slots are not in it, and older
+
+    def _hand_down(self, slots: Numbers, target: Tier) -> None:
+        """Write the pages in these slots to another tier."""
+        target.write(self._pages(slots), *converted(self.take(slots), self.format, target.format))
+
+    def _unpacked(self, parts: Parts) -> Parts:
+        """Convert pages of the tier below to this pool's format."""
+        return converted(parts, self.below.format, self.format)
 
     def _request(self, pages: Pages) -> tuple[Numbers, Numbers]:
         """Return the slots of pages, -1 for missing ones, and which pages are missing; record their use."""
         self.clock += 1
-        slots = self.find(pages)
-        missing = np.flatnonzero(slots < 0)
-        self.used[slots[slots >= 0]] = self.clock
+        slots, here, missing = self.find(pages)
+        self.slots.used[slots[here]] = self.clock
         self.traffic.misses += len(missing)
-        self.traffic.hits += len(slots) - len(missing)
+        self.traffic.hits += len(here)
         return slots, missing
 
     def _pages(self, slots: Numbers) -> Pages:
-        return Pages(self.group[slots], self.chunk[slots])
+        return Pages(self.slots.group[slots], self.slots.chunk[slots])
 
-    def _fill(self, pages: Pages, parts: Parts, unpack: Unpack = lambda pages: pages) -> Numbers:
+    def _fill(self, pages: Pages, parts: Parts, unpack: Unpack = same) -> Numbers:
         """Put pages into vacated slots; return the slots. Pages are in the pool once the index has them, at the end."""
         slots = self._vacate(len(pages.group))
-        self.mover.put(self._slots.slabs, slots, parts, unpack=unpack)
+        self.mover.put(self.slots.slabs, slots, parts, unpack=unpack)
         self.arrived(pages, slots)
         return slots
 
@@ -265,51 +240,192 @@ class Pool(Tier):
         return slots
 
     def _victims(self, n: int) -> Numbers:
-        """Return `n` slots to fill: free ones, then the least recently used; none pinned, or in use by this request."""
-        n_free = int((self.group < 0).sum())
-        if self.n_slots < self.limit and n_free < n:
-            self._grow(n - n_free)
-            n_free = int((self.group < 0).sum())
-        slots = self._queue.take(n, self._slots, self.clock)
-        if len(slots) < n or (self.group[slots] < 0).sum() < min(n, n_free):  # slots became free since it was made
-            free = np.ones(self.n_slots, bool)
-            free[self._holding(np.arange(self.n_slots))] = False
-            self.group[free] = -1  # left by an interruption
-            self._queue.renew(n, self._slots, free, (self.chunk < self.pinned_chunks) | (self.used >= self.clock))
-            slots = self._queue.take(n, self._slots, self.clock)
-        if len(slots) < n:
-            raise CapacityError(f"the {self.name} cache has no space for {n} more pages; give it a larger budget")
-        return np.sort(slots)
+        """Return `n` slots to fill: free ones, then the least recently used; none pinned, or in use by this request.
 
-    def release(self, slots: Numbers) -> None:
-        """Mark the pages in these slots as the next to leave."""
-        self.used[slots] = 0
-        self._queue.clear()
+        They come from a queue of a sixteenth of all slots, so that few requests scan all slots. Slots used since the
+        queue was made are skipped; slots outside the queue were used later.
+        """
+        n_free = int((self.slots.group < 0).sum())
+        if self.n_slots < self.max_slots and n_free < n:
+            self.slots = self._grown(min(self.n_slots + n - n_free, self.max_slots))
+            n_free = int((self.slots.group < 0).sum())
+        found = self._take_queued(n)
+        if len(found) < n or (self.slots.group[found] < 0).sum() < min(n, n_free):  # slots became free since then
+            self._renew_queue(n)
+            found = self._take_queued(n)
+        if len(found) < n:
+            raise CapacityError(f"the {self.name} cache has no space for {n} more pages; give it a larger budget")
+        return np.sort(found)
+
+    def _take_queued(self, n: int) -> Numbers:
+        """Take the first `n` slots of the queue that may still be filled, or fewer."""
+        queued, age = self._queue
+        free, used = self.slots.group[queued] < 0, self.slots.used[queued]
+        good = np.flatnonzero(np.where(age < 0, free, ~free & (used == age) & (used < self.clock)))[:n]
+        self._queue = self._queue[:, good[-1] + 1 if len(good) else 0 :]
+        taken: Numbers = queued[good]
+        return taken
+
+    def _renew_queue(self, n: int) -> None:
+        """Queue at least `n` slots, or all that may be filled. Time: O(n_slots)."""
+        slots, n_queued = self.slots, min(max(n, self.n_slots // 16, QUEUED), self.n_slots)
+        free = np.ones(self.n_slots, bool)
+        free[self._holding(np.arange(self.n_slots))] = False
+        slots.group[free] = -1  # left by an interruption
+        busy = (slots.chunk < self.pinned_chunks) | (slots.used >= self.clock)
+        age = np.where(free, -1, np.where(busy, NEVER, slots.used))
+        oldest = np.sort(np.argpartition(age, n_queued - 1)[:n_queued]) if n_queued else np.arange(0)
+        oldest = oldest[age[oldest] < NEVER]
+        oldest = oldest[np.argsort(age[oldest], kind="stable")]
+        self._queue = np.stack((oldest, age[oldest]))
+
+    def _grown(self, n_slots: int) -> Slots:
+        """Return at least `n_slots` slots, which hold the same pages."""
+        raise NotImplementedError
 
     def _holding(self, slots: Numbers) -> Numbers:
         """Return those of these slots that hold a page."""
-        slots = slots[self.group[slots] >= 0]
-        held: Numbers = slots[self.slot[self._pages(slots)] == slots]
+        slots = slots[self.slots.group[slots] >= 0]
+        held: Numbers = slots[self.index[self._pages(slots)] == slots]
         return held
 
-    def _free(self, pages: Pages) -> None:
-        """Remove pages from this pool."""
-        slots = self.find(pages)
-        self._drop(slots[slots >= 0])
-
     def _drop(self, slots: Numbers) -> None:
-        """Free slots."""
-        self.slot[self._pages(self._holding(slots))] = -1
-        self.group[slots] = -1
+        """Free slots; -1 is none."""
+        slots = slots[slots >= 0]
+        self.index[self._pages(self._holding(slots))] = -1
+        self.slots.group[slots] = -1
 
-    def _grow(self, n: int) -> None:
-        """Add at least `n` slots, or as many as the limit allows."""
-        shapes, wanted = self.format.shapes, min(self.n_slots + n, self.limit)
-        if self.slab_slots is None:
-            n_slots = min(max(wanted, self.n_slots * 3 // 2), self.limit)
-            slab = tuple(self.mover.empty((n_slots, *shape), dtype) for shape, dtype in shapes)
-            self._slots = self._slots.moved_to(slab, self.mover)
+
+class Device(Pool):
+    """The pool that kernels read, with plain pages: one slab, beside buffers of `buffer_tokens` or of more tokens.
+
+    All slots are allocated at once; without a budget they grow by half.
+    """
+
+    def __init__(self, layout: CacheLayout, below: Tier, buffer_tokens: int = 0) -> None:
+        mover = Mover() if layout.on_cpu else Cuda(layout.device)
+        super().__init__(layout, below, mover, layout.device_slots(buffer_tokens), layout.pinned_chunks)
+        self.name = layout.device_tier
+        self.format: KVFormat = layout.plain
+        self.slots = self._grown(16 if self.max_slots == UNBOUNDED else self.max_slots)
+
+    @property
+    def k(self) -> Tensor:
+        """Keys, `[n_slots, P, L, D]`."""
+        return self.slots.slabs[0][0]
+
+    @property
+    def v(self) -> Tensor:
+        """Values, `[n_slots, P, L, D]`."""
+        return self.slots.slabs[0][1]
+
+    def _grown(self, n_slots: int) -> Slots:
+        """Return the slots of a larger slab. Bytes: one copy."""
+        n, n_slots = self.n_slots, min(max(n_slots, self.n_slots * 3 // 2), self.max_slots)
+        slab = tuple(self.mover.empty((n_slots, *shape), dtype) for shape, dtype in self.format.shapes)
+        if n:
+            self.mover.wait(np.arange(n))
+            for x, old in zip(slab, self.slots.slabs[0], strict=True):
+                x[:n] = old
+        return self.slots.of_slabs((slab,))
+
+
+class Host(Pool):
+    """The pool in the host's memory beside a GPU, with pages as the layout's format stores them.
+
+    Page-locked memory is allocated in powers of two, so the pool takes it in slabs: of `SLAB` bytes, or more for large
+    pages. A budget's last slab is the largest power of two that is left.
+    """
+
+    name = HOST
+    rank = 1
+
+    @classmethod
+    def limit(cls, layout: CacheLayout) -> int | None:
+        if layout.on_cpu:
+            return None
+        if layout.budgets.host is None:
+            return UNBOUNDED
+        full, rest = divmod(layout.budgets.host, slab_bytes(layout))
+        return full * slab_slots(layout) + power_of_two(rest + 1) // 2 // layout.format.page_bytes
+
+    @classmethod
+    def bytes_for(cls, layout: CacheLayout, n_pages: int) -> int:
+        full, rest = divmod(n_pages, slab_slots(layout))
+        if rest and layout.budgets.host is not None:
+            return full * slab_bytes(layout) + power_of_two(rest * layout.format.page_bytes)
+        return (full + (rest > 0)) * slab_bytes(layout)
+
+    @classmethod
+    def build(cls, layout: CacheLayout, below: Tier, n_tokens: int) -> Host:
+        return cls(layout, below, Pinned(layout.device), cls.limit(layout) or 0)
+
+    @property
+    def n_bytes(self) -> int:
+        return self.bytes_for(self.layout, self.n_slots)
+
+    def _grown(self, n_slots: int) -> Slots:
+        slots = self.slots
+        while len(slots.group) < n_slots:
+            size = min(slab_slots(self.layout), self.max_slots - len(slots.group))
+            slots = slots.of_slabs((*slots.slabs, self.mover.slab(self.format.shapes, size)))
+        return slots
+
+
+def slab_bytes(layout: CacheLayout) -> int:
+    """Return the bytes of host memory that the host's pool takes at a time."""
+    return max(SLAB, power_of_two(layout.format.page_bytes))
+
+
+def slab_slots(layout: CacheLayout) -> int:
+    """Return how many whole pages are in a slab."""
+    return slab_bytes(layout) // layout.format.page_bytes
+
+
+def power_of_two(n: int) -> int:
+    """Return the smallest power of two that is at least `n`, 1 or more."""
+    return 1 << (n - 1).bit_length()
+
+
+class Fetch:
+    """Work for the thread, or for the caller if it needs the result before the thread has begun.
+
+    Ctrl-C does not interrupt the thread. A caller that was interrupted calls `finish` again.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._future: Future[None] = Future()
+        self.error: BaseException | None = None  # the error, once the work has ended
+
+    def begin(self) -> None:
+        """Hand the work to the thread."""
+        _thread().submit(self._by_the_thread)
+
+    def _by_the_thread(self) -> None:
+        if self._future.set_running_or_notify_cancel():
+            try:
+                self._work()
+                self._future.set_result(None)
+            except BaseException as error:
+                self._future.set_exception(error)
+
+    def finish(self) -> None:
+        """Wait until the work has ended. May be repeated."""
+        if not self._future.cancel():  # the thread has begun
+            wait([self._future])
+            self.error = self._future.exception()
             return
-        while self.n_slots < wanted:
-            size = min(self.slab_slots, self.limit - self.n_slots)
-            self._slots = self._slots.with_slab(self.mover.slab(shapes, size))
+        try:
+            self._work()
+            self.error = None
+        except Exception as error:
+            self.error = error
+
+
+@cache
+def _thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "lce-fetch")
+
+
+os.register_at_fork(after_in_child=_thread.cache_clear)  # threads stay behind in the parent

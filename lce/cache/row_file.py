@@ -1,8 +1,11 @@
-"""Files of rows: keys and values that memory does not hold.
+"""Files of rows: keys and values that memory does not hold, and a check of each row, which reveals damage.
 
 A row is what one token has in one page's heads, `[2, P, D]`: its keys and its values. Rows are read and written through
 the file descriptor, so that a full disk, a failing disk or a truncated file is an error and not a signal. Rows in the
 system's page cache are read first, then the others by several threads.
+
+The checks of a spill file are in memory. The checks of a context file come after its rows: they are read in blocks of
+some thousands as rows are read, and kept. A writer adds new checks to the file too.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
@@ -19,13 +22,16 @@ from threading import Lock
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from lce.cache.checks import Checks, Numbers, fingerprints, read_all, runs, write_all
 from lce.cache.formats import KVFormat
+from lce.cache.movers import Numbers, runs
 from lce.errors import CapacityError, DataError
 from lce.files import named, unwritable
 
+CHECK_BYTES = 4  # of a row in a file
+CHECK_BLOCK = 1 << 12  # checks in a block
 READERS = 8  # threads that wait for the disk at once
 NO_WAIT = getattr(os, "RWF_NOWAIT", 0)  # read only from the system's page cache
 PER_CALL = 1 << 20  # bytes that one system call reads
@@ -49,27 +55,89 @@ class Descriptor(int):
     __del__ = close
 
 
+class Checks:
+    """Checks of rows in memory, in blocks that are made as rows come.
+
+    Several contexts may share a file, in several threads. No lock guards the blocks, because Ctrl-C could leave the
+    lock held: a block is made once, and never replaced.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, NDArray[np.int32]] = {}
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of memory."""
+        return sum(block.nbytes for block in list(self._blocks.values()))
+
+    def reserve(self, n: int) -> None:
+        """Make space for the checks of `n` rows."""
+        for block in range(-(-n // CHECK_BLOCK)):
+            self._block(block)
+
+    def put(self, rows: Numbers, checks: Tensor) -> None:
+        """Set the checks `[n]` int32 of these rows."""
+        for block, some, places in _by_block(rows):
+            self._block(block)[places] = checks[some].numpy()
+
+    def of(self, rows: Numbers) -> NDArray[np.int32]:
+        """Return the checks of rows that were written."""
+        found = np.empty(len(rows), np.int32)
+        for block, some, places in _by_block(rows):
+            found[some] = self._block(block)[places]
+        return found
+
+    def _block(self, block: int) -> NDArray[np.int32]:
+        if block not in self._blocks:
+            self._blocks.setdefault(block, self._new(block))
+        return self._blocks[block]
+
+    def _new(self, block: int) -> NDArray[np.int32]:
+        return np.zeros(CHECK_BLOCK, np.int32)
+
+
+class FiledChecks(Checks):
+    """The checks of `n` rows in an open file, from byte `start` on. Memory: the blocks read so far."""
+
+    def __init__(self, descriptor: int, name: str, start: int, n: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self._name = name
+        self._start = start
+        self._n = n
+
+    def put(self, rows: Numbers, checks: Tensor) -> None:
+        for run in runs(np.diff(rows) != 1, len(rows)):
+            start = self._start + int(rows[run.start]) * CHECK_BYTES
+            write_all(self._descriptor, raw_bytes(checks[run]), start, self._name)
+        super().put(rows, checks)
+
+    def _new(self, block: int) -> NDArray[np.int32]:
+        first = block * CHECK_BLOCK
+        found = torch.empty(min(CHECK_BLOCK, self._n - first), dtype=torch.int32)
+        read_all(self._descriptor, raw_bytes(found), self._start + first * CHECK_BYTES, self._name)
+        return found.numpy()
+
+
 class RowFile:
     """Rows as a format has them in an open file, from byte `start` on; the first `n_rows` exist.
 
-    Rows and pages can only be written if the file is `writable`. `checks` has a number for each row, which reveals on
-    reading that the row was altered.
+    New pages can only be written if the file is `writable`.
     """
 
+    writable = True
+
     def __init__(
-        self, descriptor: int, name: str, format: KVFormat, checks: Checks, *, start: int = 0, n_rows: int = 0,
-        writable: bool = True,
-    ) -> None:  # fmt: skip
+        self, descriptor: int, name: str, format: KVFormat, checks: Checks, start: int = 0, n_rows: int = 0
+    ) -> None:
         self.name = name
-        self.row_shape = format.row_shape
-        self.dtype = format.row_dtype
+        self.format = format
         self.row_bytes = format.row_bytes
         self.n_rows = n_rows  # that exist
         self.bytes_read = self.bytes_written = 0
         self.checks = checks
         self._descriptor = descriptor if isinstance(descriptor, Descriptor) else Descriptor(descriptor)
         self._start = start
-        self.writable = writable
         self._no_wait = NO_WAIT
 
     @property
@@ -83,12 +151,7 @@ class RowFile:
         return self.n_rows * self.row_bytes
 
     def allocate_pages(self, groups: Numbers, chunks: Numbers, size: int) -> Numbers:
-        """Allocate pages of `size` rows; return the first row of each.
-
-        Raises `CapacityError` if there is no space.
-
-        `groups` and `chunks` name the pages, as `lce.cache.tiers.Pages` does.
-        """
+        """Allocate pages of `size` rows, named as in `Pages`; return their first rows. Raises `CapacityError`."""
         raise CapacityError(FULL)
 
     def for_fork(self) -> RowFile:
@@ -105,29 +168,21 @@ class RowFile:
         assert not len(first) or int(first.max()) + size <= self.n_rows, "a row that does not exist"
         if not pages.numel():
             return
-        data, rows = pages.contiguous().cpu(), _rows_of(first, size)
-        raw = memoryview(data.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-        page = size * self.row_bytes
-        for a, b in runs(first, size):
-            write_all(
-                self._descriptor, raw[a * page : b * page], self._start + int(first[a]) * self.row_bytes, self.name
-            )
+        data, rows, page = pages.contiguous().cpu(), _rows_of(first, size), size * self.row_bytes
+        raw = raw_bytes(data)
+        for run in runs(np.diff(first) != size, len(first)):
+            start = self._start + int(first[run.start]) * self.row_bytes
+            write_all(self._descriptor, raw[run.start * page : run.stop * page], start, self.name)
         self.checks.put(rows, fingerprints(data.flatten(0, 1), torch.from_numpy(rows)))
         self.bytes_written += len(raw)
 
-    def read(self, rows: Tensor) -> Tensor:
-        """Read rows by number, `[*rows.shape, *row_shape]`.
-
-        Time and bytes: O(rows), for a file of any size.
-
-        Raises `DataError` for a row that is not what was written, and for a disk that does not read.
-        """
-        flat = rows.reshape(-1).numpy()
-        found = torch.empty(len(flat), *self.row_shape, dtype=self.dtype)
-        for start in range(0, len(flat), AT_ONCE):
-            self._gather(flat[start : start + AT_ONCE], found[start : start + AT_ONCE])
-        self._check(found, flat)
-        return found.view(*rows.shape, *self.row_shape)
+    def read(self, rows: Numbers) -> Tensor:
+        """Read rows by number, `[n]` to `[n, *row_shape]`. Time: O(n). Raises `DataError` for a damaged row."""
+        found = torch.empty(len(rows), *self.format.row_shape, dtype=self.format.row_dtype)
+        for start in range(0, len(rows), AT_ONCE):
+            self._gather(rows[start : start + AT_ONCE], found[start : start + AT_ONCE])
+        self._check(found, rows)
+        return found
 
     def _gather(self, rows: Numbers, found: Tensor) -> None:
         """Read rows into `found`; rows close together are read in one call, with the gaps between them."""
@@ -138,15 +193,10 @@ class RowFile:
         first, lengths = ascending[begins], ascending[ends - 1] + 1 - ascending[begins]
         stops = np.cumsum(lengths)
         whole = order is None and int(stops[-1]) == len(rows)
-        scratch = found if whole else found.new_empty(int(stops[-1]), *self.row_shape)
-        raw = self._raw(scratch)
-        bounds = np.concatenate(([0], stops * self.row_bytes)).tolist()
-        self._fetch(
-            (raw[start:stop], offset)
-            for (start, stop), offset in zip(
-                pairwise(bounds), (self._start + first * self.row_bytes).tolist(), strict=True
-            )
-        )
+        scratch = found if whole else found.new_empty(int(stops[-1]), *self.format.row_shape)
+        raw, bounds = raw_bytes(scratch), np.concatenate(([0], stops * self.row_bytes)).tolist()
+        offsets = (self._start + first * self.row_bytes).tolist()
+        self._fetch((raw[a:b], offset) for (a, b), offset in zip(pairwise(bounds), offsets, strict=True))
         if whole:
             return
         at = ascending - np.repeat(first - stops + lengths, ends - begins)  # index in the scratch buffer
@@ -155,25 +205,19 @@ class RowFile:
         torch.index_select(scratch, 0, torch.from_numpy(at), out=found)
 
     def read_pages(self, first: Numbers, size: int) -> Tensor:
-        """Read rows `first[i]..first[i]+size-1` of each page: `[n, size, *row_shape]`. Time and bytes: O(n · size).
-
-        Raises `DataError` for a row that is not what was written, and for a disk that does not read.
-        """
-        found = torch.empty(len(first), size, *self.row_shape, dtype=self.dtype)
+        """Read rows `first[i]..first[i]+size-1`: `[n, size, *row_shape]`. Raises `DataError` for a damaged row."""
+        found = torch.empty(len(first), size, *self.format.row_shape, dtype=self.format.row_dtype)
         if not found.numel():
             return found
-        data, page = self._raw(found), size * self.row_bytes
+        data, page = raw_bytes(found), size * self.row_bytes
         most = max(1, PER_CALL // page)
         self._fetch(
-            (data[at * page : min(at + most, b) * page], self._start + int(first[at]) * self.row_bytes)
-            for a, b in runs(first, size)
-            for at in range(a, b, most)
+            (data[at * page : min(at + most, run.stop) * page], self._start + int(first[at]) * self.row_bytes)
+            for run in runs(np.diff(first) != size, len(first))
+            for at in range(run.start, run.stop, most)
         )
         self._check(found.flatten(0, 1), _rows_of(first, size))
         return found
-
-    def _raw(self, rows: Tensor) -> memoryview:
-        return memoryview(rows.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
     def _fetch(self, parts: Iterable[tuple[memoryview, int]]) -> None:
         """Fill each part from its byte offset on: first from the system's page cache, then from the disk."""
@@ -182,18 +226,13 @@ class RowFile:
             try:
                 n = preadv(descriptor, [data], offset, self._no_wait)
             except OSError as error:
-                if error.errno == errno.EOPNOTSUPP and self._no_wait:
+                if error.errno == errno.EOPNOTSUPP:
                     self._no_wait = 0  # this file system lacks RWF_NOWAIT; parts are read one after the other
-                elif error.errno != errno.EAGAIN:
-                    raise DataError(f"cannot read {self.name}: {error.strerror}") from error
                 n = 0
             if n < len(data):
                 waiting.append((data[n:], offset + n))
-        if len(waiting) < 2:
-            self._wait_for(waiting)
-        else:
-            shares = [waiting[i::READERS] for i in range(min(READERS, len(waiting)))]
-            list(_readers().map(self._wait_for, shares))
+        shares = [waiting[i::READERS] for i in range(min(READERS, len(waiting)))]
+        list((_readers().map if len(shares) > 1 else map)(self._wait_for, shares))
 
     def _wait_for(self, parts: Sequence[tuple[memoryview, int]]) -> None:
         for data, offset in parts:
@@ -264,6 +303,11 @@ class SpillFile(RowFile):
         raise unwritable(self.name, failure) from failure
 
 
+def raw_bytes(x: Tensor) -> memoryview:
+    """Return the bytes of a tensor, a view if the tensor is contiguous and on the CPU."""
+    return memoryview(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
 def _rows_of(first: Numbers, size: int) -> Numbers:
     """Return the rows of pages, in order."""
     rows: Numbers = (first[:, None] + np.arange(size)).reshape(-1)
@@ -276,3 +320,61 @@ def _readers() -> ThreadPoolExecutor:
 
 
 os.register_at_fork(after_in_child=_readers.cache_clear)  # threads stay behind in the parent
+
+
+def _by_block(rows: Numbers) -> Iterator[tuple[int, slice, Numbers]]:
+    """Yield runs of rows in one block: the block, a slice of `rows`, and the rows' indices in the block."""
+    blocks = rows // CHECK_BLOCK
+    for run in runs(np.diff(blocks) != 0, len(rows)):
+        block = int(blocks[run.start])
+        yield block, run, rows[run] - block * CHECK_BLOCK
+
+
+def read_all(descriptor: int, data: memoryview, offset: int, name: str) -> None:
+    """Fill `data` from a byte offset on. Raises `DataError` if the disk fails or the file is too short."""
+    while data:
+        try:
+            n = os.preadv(descriptor, [data], offset)
+        except OSError as error:
+            raise DataError(f"cannot read {name}: {error.strerror}; prefill the text again") from error
+        if n == 0:
+            raise DataError(f"{name} was cut short since it was opened; prefill the text again")
+        data, offset = data[n:], offset + n
+
+
+def write_all(descriptor: int, data: memoryview, offset: int, name: str) -> None:
+    """Write all bytes at an offset. Raises `CapacityError` where the disk refuses."""
+    try:
+        while data:
+            n = os.pwrite(descriptor, data, offset)
+            if n == 0:
+                raise OSError(5, "the disk accepted no bytes")
+            data, offset = data[n:], offset + n
+    except OSError as error:
+        raise unwritable(name, error) from error
+
+
+def fingerprints(rows: Tensor, index: Tensor) -> Tensor:
+    """Return a check of each row `[n, …]`, `[n]` int32: a hash of the inner product of its words with odd weights.
+
+    The words' high halves, shifted down, are added, because products modulo 2^64 lose most of a word's highest bits,
+    and two flips there could cancel. `index [n]` are the rows' numbers. One damaged or exchanged row in 2^32 goes
+    unseen. The check guards against faulty disks and mistakes, not against forgery. Time: about that of copying the
+    rows.
+    """
+    words = rows.flatten(1).view(torch.int64)
+    low, high = _weights(2 * words.shape[1]).chunk(2)
+    sums = words @ low + (words >> 32) @ high
+    return _mixed(sums + index).view(torch.int32)[::2].clone(memory_format=torch.contiguous_format)
+
+
+@cache
+def _weights(n: int) -> Tensor:
+    return _mixed(torch.arange(1, n + 1)) | 1
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """Return a hash of each number: SplitMix64 with signed shifts."""
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        x = (x ^ (x >> shift)) * factor
+    return x ^ (x >> 31)

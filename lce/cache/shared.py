@@ -29,19 +29,13 @@ ALL = 1 << 62  # rows
 
 
 class MemoryFile:
-    """A file in memory, of a fixed size; holes take no memory. `holders` are the contexts that map the file."""
+    """A file in memory, of a fixed size; holes take no memory."""
 
     def __init__(self, n_bytes: int) -> None:
         self._descriptor = Descriptor(os.memfd_create("lce", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         os.ftruncate(self._descriptor, n_bytes)
         fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-        self.holders: WeakSet[Holder] = WeakSet()
         self._size = n_bytes
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of memory that the file takes."""
-        return os.fstat(self._descriptor).st_blocks * 512
 
     def map(self, *, private: bool) -> mmap.mmap:
         """Map the whole file. Writes to a private mapping are seen only there."""
@@ -55,42 +49,13 @@ class Holder:
     def __init__(self, file: MemoryFile) -> None:
         self.file = file
         self._made: dict[bool, mmap.mmap] = {}
-        file.holders.add(self)
 
-    def mapped(self, *, private: bool) -> mmap.mmap:
-        """Return the private mapping, or the shared one that writes to the file."""
+    def tensor(self, start: int, shape: Sequence[int], dtype: torch.dtype, *, private: bool) -> Tensor:
+        """Return the tensor from byte `start` on: in the private mapping, or in the one that writes to the file."""
         if private not in self._made:
             self._made[private] = self.file.map(private=private)
-        return self._made[private]
-
-
-class SharedRows:
-    """A tensor `[*shape]` from byte `start` on of a file. Its first `frozen` rows never change."""
-
-    def __init__(self, start: int, shape: Sequence[int], dtype: torch.dtype) -> None:
-        self.start = start
-        self.shape = tuple(shape)
-        self.dtype = dtype
-        self.frozen = 0
-        _living.add(self)
-
-    def tensor(self, holder: Holder, *, private: bool) -> Tensor:
-        """Return the tensor in a mapping of a holder."""
-        count = torch.Size(self.shape).numel()
-        data = torch.frombuffer(holder.mapped(private=private), dtype=self.dtype, count=count, offset=self.start)
-        return data.view(self.shape)
-
-
-_living: WeakSet[SharedRows] = WeakSet()
-
-
-def _freeze_all() -> None:
-    """Before a fork of the process, stop all contexts from writing to files that the child will map too."""
-    for rows in list(_living):
-        rows.frozen = ALL
-
-
-os.register_at_fork(before=_freeze_all)
+        count = torch.Size(shape).numel()
+        return torch.frombuffer(self._made[private], dtype=dtype, count=count, offset=start).view(*shape)
 
 
 class RowBuffer:
@@ -102,9 +67,9 @@ class RowBuffer:
     def __init__(self, tensor: Tensor, axis: int) -> None:
         self.tensor = tensor
         self.axis = axis
-        self._shared: SharedRows | None = None
-        self._holder: Holder | None = None
-        self._private = False
+        self._place: tuple[Holder, int] | None = None  # the file with the rows, and their first byte; None: own memory
+        self._private = False  # whether writes go to a private mapping
+        self._frozen = 0  # rows before this one, in the file, are seen by forks
         self._clean = 0  # rows before this one are as in the file
         self._stop = 0  # rows from this one on were never written
 
@@ -113,61 +78,56 @@ class RowBuffer:
         """Rows that there is space for."""
         return self.tensor.shape[self.axis]
 
+    @property
+    def n_bytes(self) -> int:
+        """Bytes held; only written rows count in a file."""
+        n_rows = self.capacity if self._place is None else self._stop
+        return self.tensor.nbytes // max(self.capacity, 1) * n_rows
+
     def prepare(self, start: int, stop: int) -> None:
         """Prepare to write rows `start..stop-1`: no other context may see the new values."""
-        if self._shared is None or self._holder is None:
+        if self._place is None:
             return
-        if not self._private and start < self._shared.frozen:
-            tensor = self._shared.tensor(self._holder, private=True)
+        if not self._private and start < self._frozen:
+            holder, first = self._place
+            tensor = holder.tensor(first, self.tensor.shape, self.tensor.dtype, private=True)
             self.tensor, self._private, self._clean = tensor, True, start
         self._clean, self._stop = min(self._clean, start), max(self._stop, stop)
 
     def can_share(self, n_rows: int) -> bool:
         """Return whether a fork can map the first `n_rows` rows without a move."""
-        return self._shared is not None and (not self._private or n_rows <= self._clean)
+        return self._place is not None and (not self._private or n_rows <= self._clean)
 
     def move(self, holder: Holder, start: int, n_rows: int, shape: Sequence[int]) -> None:
         """Move the first `n_rows` rows to byte `start` of a file; later writes go there. Bytes: one copy."""
-        shared = SharedRows(start, shape, self.tensor.dtype)
-        tensor = shared.tensor(holder, private=False)
+        tensor = holder.tensor(start, shape, self.tensor.dtype, private=False)
         tensor.narrow(self.axis, 0, n_rows).copy_(self.tensor.narrow(self.axis, 0, n_rows))
-        self.tensor, self._shared, self._holder, self._private = tensor, shared, holder, False
+        _living.add(self)
+        self.tensor, self._place, self._private, self._frozen = tensor, (holder, start), False, 0
         self._clean, self._stop = ALL, n_rows
 
     def fork(self, n_rows: int, holder_of: Callable[[MemoryFile], Holder]) -> RowBuffer:
         """Return a buffer for another context with the first `n_rows` rows: shared if possible, else copied."""
-        if not self.can_share(n_rows) or self._shared is None or self._holder is None:
+        if not self.can_share(n_rows) or self._place is None:
             return RowBuffer(self.tensor.narrow(self.axis, 0, n_rows).clone(), self.axis)
-        holder = holder_of(self._holder.file)
-        other = RowBuffer(self._shared.tensor(holder, private=True), self.axis)
-        other._shared, other._holder, other._private = self._shared, holder, True
+        holder, start = holder_of(self._place[0].file), self._place[1]
+        other = RowBuffer(holder.tensor(start, self.tensor.shape, self.tensor.dtype, private=True), self.axis)
+        other._place, other._private = (holder, start), True
         other._clean = other._stop = n_rows
-        if not self._private:
-            self._shared.frozen = max(self._shared.frozen, n_rows)
+        self._frozen = max(self._frozen, n_rows)
         return other
 
-    @property
-    def file(self) -> MemoryFile | None:
-        """The file in memory with the rows; None: own memory."""
-        return None if self._holder is None else self._holder.file
 
-    @property
-    def n_bytes(self) -> int:
-        """Bytes held; only written rows count in a file."""
-        return self.tensor.nbytes if self._shared is None else self._bytes_of(self._stop)
+_living: WeakSet[RowBuffer] = WeakSet()
 
-    @property
-    def own_bytes(self) -> int:
-        """Bytes held outside a file: all, or the written pages of a private mapping."""
-        if self._shared is None:
-            return self.tensor.nbytes
-        if not self._private or self._clean >= self._stop:
-            return 0
-        runs = self.tensor[..., 0, 0].numel() if self.axis else 1  # the pieces of a row
-        return self._bytes_of(self._stop - self._clean) + runs * PAGE
 
-    def _bytes_of(self, n_rows: int) -> int:
-        return self.tensor.nbytes // max(self.capacity, 1) * n_rows
+def _freeze_all() -> None:
+    """Before a fork of the process, stop all contexts from writing to files that the child will map too."""
+    for rows in list(_living):
+        rows._frozen = ALL
+
+
+os.register_at_fork(before=_freeze_all)
 
 
 def share(buffers: Sequence[tuple[RowBuffer, int, int]]) -> None:
@@ -185,8 +145,8 @@ def share(buffers: Sequence[tuple[RowBuffer, int, int]]) -> None:
         end += -(-torch.Size(shape).numel() * x.tensor.dtype.itemsize // PAGE) * PAGE
     try:
         holder = Holder(MemoryFile(end))
-        holder.mapped(private=False)
         holder.file.map(private=True).close()  # fails here rather than in a fork
+        holder.tensor(0, (end,), torch.uint8, private=False)
     except OSError:
         return
     for (x, n, _), start, shape in zip(moving, starts, shapes, strict=True):

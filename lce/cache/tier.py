@@ -1,20 +1,101 @@
-"""The interface of tiers: pages are written to a tier and read from it, and another tier is below."""
+"""Pages, the units that move between tiers, and tiers: places for pages, each above the next.
+
+A tier is one file, found by its class: see `kinds`.
+"""
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lce.cache.formats import KVFormat, Parts, Plain
-from lce.cache.movers import Mover
-from lce.cache.pages import Numbers, Pages
+from lce.cache.formats import KVFormat, Parts
+from lce.cache.movers import Mover, Numbers
 from lce.cache.row_file import FULL
 from lce.errors import CapacityError
+
+if TYPE_CHECKING:
+    from lce.cache.layout import CacheLayout
+
+DEVICE, HOST, DISK = "device", "host", "disk"  # the tiers, as users read them
+UNBOUNDED = 1 << 62  # tokens, bytes or pages
+MOST_CHANGES = 64  # assignments after which the whole table is copied to the device again
+
+
+class Pages(NamedTuple):
+    """Names of n pages: `group [n]`, a head group counted over all layers, and `chunk [n]`."""
+
+    group: Numbers
+    chunk: Numbers
+
+    @classmethod
+    def grid(cls, groups: Numbers, chunks: Numbers) -> Pages:
+        """Return every group with every chunk."""
+        return cls(np.repeat(groups, len(chunks)), np.tile(chunks, len(groups)))
+
+    def at(self, index: Numbers | slice) -> Pages:
+        """Return the pages at `index`."""
+        return Pages(self.group[index], self.chunk[index])
+
+
+class PageIndex:
+    """A map from each page to a number, -1 until set; grows with the chunks.
+
+    Beside a GPU there is a copy on the device; changes are copied all at once, when the device's copy is requested.
+    """
+
+    def __init__(self, layout: CacheLayout, mover: Mover) -> None:
+        self._numbers = np.full((layout.n_layers * layout.n_groups, 16), -1, np.int64)
+        self._mover = mover
+        self._copy: Tensor | None = None  # on the device; None: none, or outdated
+        self._changed: list[Pages] = []
+
+    def __getitem__(self, pages: Pages) -> Numbers:
+        self._cover(pages.chunk)
+        found: Numbers = self._numbers[pages.group, pages.chunk]
+        return found
+
+    def __setitem__(self, pages: Pages, value: Numbers | int) -> None:
+        self._cover(pages.chunk)
+        if self._mover.asynchronous and pages.chunk.size:
+            self._changed.append(pages)  # first: an interruption may come between
+            if len(self._changed) > MOST_CHANGES:
+                self._copy, self._changed = None, [pages]
+        self._numbers[pages.group, pages.chunk] = value
+
+    def _cover(self, chunks: Numbers) -> None:
+        had = self._numbers.shape[1]
+        if chunks.size and (most := int(chunks.max())) >= had:
+            n_more = max(most + 1, had * 3 // 2) - had
+            self._numbers = np.pad(self._numbers, ((0, 0), (0, n_more)), constant_values=-1)
+
+    def on_device(self, groups: slice, n_chunks: int) -> Tensor:
+        """Return the numbers `[groups, n_chunks]` of some groups' first chunks, valid until the next change.
+
+        Does not wait for the device. Bytes: 16 a changed page, or the whole table after many changes.
+        """
+        self._cover(np.array([n_chunks - 1]))
+        if not self._mover.asynchronous:
+            return torch.from_numpy(self._numbers[groups, :n_chunks])
+        if self._copy is None or self._copy.shape != self._numbers.shape:
+            with torch.inference_mode(mode=False):  # later changes may come inside or outside inference mode
+                self._copy = self._mover.upload(torch.from_numpy(self._numbers.copy()))
+        elif self._changed:
+            flat = np.unique(np.concatenate([x.group * self._numbers.shape[1] + x.chunk for x in self._changed]))
+            where, what = self._mover.upload(torch.from_numpy(np.stack((flat, self._numbers.reshape(-1)[flat]))))
+            self._copy.view(-1).index_copy_(0, where, what)
+        self._changed = []
+        return self._copy[groups, :n_chunks]
 
 
 @dataclass
@@ -32,45 +113,114 @@ class Traffic:
 
 
 class Tier(ABC):
-    """A place for pages, above another tier."""
+    """A place for the pages of a context, above another tier.
 
-    name: str
-    traffic: Traffic
-    below: Tier
-    n_bytes: int  # bytes held now
+    The class methods say what layouts and plans must know of a tier before there is one. Defaults are those of a tier
+    in the host's memory without a budget of its own.
+    """
+
+    rank: ClassVar[int] = 0  # the place in the chain below the device, fastest first; 0: not found by `kinds`
+    name: str  # as users read it
     format: KVFormat  # of the pages here
+    mover: Mover = Mover()  # to the memory in which pages are read
+    writable = True  # whether all pages can be written here, so that forks share them
 
+    def __init__(self, layout: CacheLayout, below: Tier) -> None:
+        self.layout = layout
+        self.below = below
+        self.format = layout.format
+        self.traffic = Traffic()
+        self.index = PageIndex(layout, self.mover)  # where each page is
+
+    @classmethod
+    def limit(cls, layout: CacheLayout) -> int | None:
+        """Return the most pages of a context, or `UNBOUNDED`; None if a layout has no such tier."""
+        return None
+
+    @classmethod
+    def bytes_for(cls, layout: CacheLayout, n_pages: int) -> int:
+        """Return the bytes that `n_pages` pages take."""
+        return n_pages * layout.format.page_bytes
+
+    @classmethod
+    def place(cls, layout: CacheLayout) -> torch.device | Path:
+        """Return the device or the folder that has the pages."""
+        return torch.device("cpu")
+
+    @classmethod
+    def build(cls, layout: CacheLayout, below: Tier, n_tokens: int) -> Self:
+        """Return an empty tier for a context of `n_tokens` tokens."""
+        return cls(layout, below)
+
+    @property
     @abstractmethod
+    def n_bytes(self) -> int:
+        """Bytes held now."""
+
     def holds(self, pages: Pages) -> NDArray[np.bool_]:
         """Return which pages are in this tier or below."""
+        return (self.index[pages] >= 0) | self.below.holds(pages)
 
-    @abstractmethod
+    def find(self, pages: Pages) -> tuple[Numbers, Numbers, Numbers]:
+        """Return the place of each page in this tier, or -1; which pages are here; and which are missing."""
+        place = self.index[pages]
+        return place, np.flatnonzero(place >= 0), np.flatnonzero(place < 0)
+
     def read(self, pages: Pages) -> Parts:
         """Return copies of pages, as this tier stores them, from here or from below."""
+        place, here, missing = self.find(pages)
+        found = self.take(place[here])
+        return found if not len(missing) else self.joined((here, missing), found, self.below.read(pages.at(missing)))
+
+    def read_rows(self, pages: Pages, offsets: Numbers) -> Tensor:
+        """Return copies of single tokens of pages, rows `[n, 2, P, D]`, from here or from below."""
+        place, here, missing = self.find(pages)
+        found = self.take_rows(place[here], offsets[here])
+        if not len(missing):
+            return found
+        rest = self.mover.upload(self.below.read_rows(pages.at(missing), offsets[missing]))
+        return self.joined((here, missing), (found,), (rest,))[0]
+
+    def joined(self, where: tuple[Numbers, Numbers], found: Parts, rest: Parts) -> Parts:
+        """Join two runs of pages, which are the entries `where` of the result."""
+        order = self.mover.upload(torch.from_numpy(np.argsort(np.concatenate(where))))
+        return tuple(torch.cat(both).index_select(0, order) for both in zip(found, rest, strict=True))
 
     def order(self, pages: Pages) -> Numbers:
         """Return the order of pages in which `read` is fastest."""
         return np.arange(len(pages.group))
 
-    @abstractmethod
-    def read_rows(self, pages: Pages, offsets: Numbers) -> Tensor:
-        """Return copies of single tokens of pages, rows `[n, 2, P, D]`, from here or from below."""
+    def take(self, place: Numbers) -> Parts:
+        """Return copies of the pages at these places."""
+        raise NotImplementedError
+
+    def take_rows(self, place: Numbers, offsets: Numbers) -> Tensor:
+        """Return copies of single tokens, `[n, 2, P, D]`, of the pages at these places."""
+        raise NotImplementedError
 
     @abstractmethod
     def write(self, pages: Pages, *parts: Tensor) -> None:
         """Write pages, in this tier's format, that no tier below has. Not atomic: call again after an error."""
 
-    @abstractmethod
     def forget(self, pages: Pages) -> None:
         """Remove pages here and below, because new contents are about to be written."""
+        self.index[pages] = -1
+        self.below.forget(pages)
+
+    def fork(self) -> Tier:
+        """Return a tier for another context, with the same pages where contexts share them."""
+        return self
 
 
 class Nowhere(Tier):
     """The end of the chain, without pages."""
 
     name = ""
+    writable = False
     n_bytes = 0
-    format = Plain(0, 0, 0, torch.float32)
+
+    def __init__(self) -> None:
+        pass
 
     def holds(self, pages: Pages) -> NDArray[np.bool_]:
         return np.zeros(np.broadcast(*pages).shape, bool)
@@ -88,10 +238,26 @@ class Nowhere(Tier):
         pass
 
 
-def joined(where: tuple[Numbers, Numbers], parts: tuple[Parts, Parts], mover: Mover) -> Parts:
-    """Join two runs of pages, in the memory of the mover's slots.
+@cache
+def kinds() -> tuple[type[Tier], ...]:
+    """Return the tiers that may be below a device's, fastest first: the classes with a `rank`, in any file here."""
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        importlib.import_module(f"{__package__}.{module.name}")
+    found, left = [], [Tier]
+    while left:
+        left += (kind := left.pop()).__subclasses__()
+        found += [kind] if kind.rank else []
+    return tuple(sorted(found, key=lambda kind: kind.rank))
 
-    `parts[i]` are the entries `where[i]` of the result.
-    """
-    order = mover.upload(torch.from_numpy(np.argsort(np.concatenate(where))))
-    return tuple(torch.cat(both).index_select(0, order) for both in zip(*parts, strict=True))
+
+def pages_of(x: Tensor, layout: CacheLayout) -> Tensor:
+    """Return whole chunks of a buffer `[G, m·L, D]` as pages `[groups·m, P, L, D]`."""
+    heads = x.unflatten(1, (-1, layout.chunk_size)).unflatten(0, (-1, layout.page_heads))
+    pages: Tensor = heads.transpose(1, 2).flatten(0, 1)
+    return pages
+
+
+def slices(n: int, size: int) -> Iterator[slice]:
+    """Yield `0..n-1` in runs of at most `size`; a `size` below 1 counts as 1."""
+    for start in range(0, n, max(size, 1)):
+        yield slice(start, min(start + max(size, 1), n))

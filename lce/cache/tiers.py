@@ -7,7 +7,7 @@ Tiers move pages (see `CacheLayout`). Complete chunks never change, so a page ma
 dirty while no tier below has it. A full pool gives up its least recently used pages: dirty ones move down first.
 
 Beside a GPU, pages are moved while the model computes. New pages are copied to the host's pool at once, while it has
-free slots, so that most pages are clean when they leave. Another thread (`lce.cache.fetching`) fetches pages that a
+free slots, so that most pages are clean when they leave. Another thread (`lce.cache.pool.Fetch`) fetches pages that a
 layer is likely to need; every other use of the tiers waits for that thread first.
 
 The device's pool has plain pages; tiers below store them in the layout's format. A page is packed on its way down and
@@ -25,68 +25,52 @@ from torch import Tensor
 
 from lce.attention import Tiles
 from lce.cache.disk import Disk
-from lce.cache.fetching import Fetch
-from lce.cache.layout import DEVICE, DISK, HOST, CacheLayout
-from lce.cache.movers import Cuda, Mover, Pinned
-from lce.cache.pages import Numbers, PageIndex, Pages, pages_of, slices
-from lce.cache.pool import Pool
-from lce.cache.row_file import RowFile, SpillFile
-from lce.cache.tier import Nowhere, Tier, Traffic
+from lce.cache.layout import CacheLayout
+from lce.cache.movers import Numbers
+from lce.cache.pool import Device, Fetch, Pool
+from lce.cache.row_file import RowFile
+from lce.cache.tier import Nowhere, Pages, Tier, pages_of, slices
 from lce.errors import CapacityError, LceError
 from lce.sizes import size_text
-
-__all__ = [
-    "Disk", "Nowhere", "Numbers", "PageIndex", "Pages", "Pool", "Tier", "TierStack", "Traffic", "pages_of", "slices",
-]  # fmt: skip
 
 
 class TierStack:
     """The tiers of one context, from the device's pool down: all complete chunks that have left the recent buffers.
 
-    Tiers never change what is attended: the same numbers come back from any of them.
+    Tiers never change what is attended: the same numbers come back from any of them. If the stack is `growing`, chunks
+    that are no longer recent come to the tiers; else later tokens stay in the buffers.
     """
 
-    def __init__(self, layout: CacheLayout, bottom: Tier, buffer_tokens: int = 0) -> None:
-        """Make empty pools above `bottom`, beside buffers of `buffer_tokens` tokens or of more recent tokens."""
+    def __init__(
+        self, layout: CacheLayout, bottom: Tier, buffer_tokens: int = 0, n_tokens: int = 0, *, growing: bool = True
+    ) -> None:
+        """Make empty tiers above `bottom`, beside buffers of `buffer_tokens` tokens or of more recent tokens."""
         self.layout = layout
-        self.bottom = bottom  # below all pools: a file, or nowhere
-        slots, mover = layout.device_slots(buffer_tokens), Mover() if layout.on_cpu else Cuda(layout.device)
-        host = []
-        if layout.host_slots:
-            slots_below, size = layout.host_slots, layout.slab_slots
-            pinned = Pinned(layout.device)
-            host.append(Pool(HOST, layout.format, layout, pinned, bottom, slots_below, slab_slots=size))
-        top = Pool(DEVICE, layout.plain, layout, mover, host[0] if host else bottom, slots, layout.pinned_chunks)
-        self.pools = [top, *host]
+        self.growing = growing
+        tier = bottom
+        for kind, limit in reversed(layout.lower.items()):
+            if limit and not isinstance(bottom, kind):
+                tier = kind.build(layout, tier, n_tokens)
+        self.top = Device(layout, tier, buffer_tokens)
+        self.pools = [tier for tier in self if isinstance(tier, Pool)]
+        self.bottom = self.pools[-1].below  # a file, or nowhere
         self._asked: dict[int, Pages] = {}  # by layer: the last request to the first pool
         self._coming: tuple[Fetch, Pages, Numbers] | None = None  # a prefetch: the work, its pages and their slots
 
     @classmethod
     def empty(cls, layout: CacheLayout, n_tokens: int, file: RowFile | None) -> TierStack:
-        """Return tiers of a context of `n_tokens` tokens, over `file`.
-
-        `file` None: a spill file, if the layout has a folder.
-
-        Raises `CapacityError` if the budgets cannot hold them.
-        """
+        """Return empty tiers for `n_tokens` tokens, over `file` if any. Raises `CapacityError` for too many."""
         if file is None and not layout.overflows:
             held = (layout.budget if layout.on_cpu else layout.budgets.host) or 0
-            whole, most = layout.whole_chunks(n_tokens), layout.most_in_memory
+            whole, most = layout.whole_chunks(n_tokens), layout.most_tokens
+            page = layout.plain if layout.on_cpu else layout.format
             if whole > most:
-                needed = whole * layout.token_bytes if layout.on_cpu else layout.stored_bytes(whole)
+                needed = layout.n_pages(whole) * page.page_bytes
                 raise CapacityError(
                     f"{n_tokens:,} tokens need {size_text(needed)} for keys and values, and the budget is "
                     f"{size_text(held)}: {most:,} tokens; give --spill-dir, or a larger budget"
                 )
-        if file is None and layout.budgets.spill_dir is not None:
-            file = spill = SpillFile(layout.budgets.spill_dir, layout.format)
-            spill.reserve(layout.needs(n_tokens)[DISK] // spill.row_bytes)
-        return cls(layout, Nowhere() if file is None else Disk(layout, file, Nowhere()))
-
-    @property
-    def top(self) -> Pool:
-        """The first pool: the device's."""
-        return self.pools[0]
+        return cls(layout, Nowhere() if file is None else Disk(layout, Nowhere(), file), n_tokens=n_tokens)
 
     def __iter__(self) -> Iterator[Tier]:
         """Yield the tiers, fastest first."""
@@ -100,10 +84,7 @@ class TierStack:
         return np.arange(layer * self.layout.n_groups, (layer + 1) * self.layout.n_groups)
 
     def add(self, layer: int, first: int, k: Tensor, v: Tensor) -> None:
-        """Add chunks of a layer from `first` on, `k v [G, m·L, D]`. Not atomic: call again after an error.
-
-        Replaces pages of the same names, which a truncation may have left.
-        """
+        """Add or replace a layer's chunks from `first` on, `k v [G, m·L, D]`. Not atomic: call again after an error."""
         self.settle()
         layout, m = self.layout, k.shape[1] // self.layout.chunk_size
         for some in slices(m, max(1, self.top.capacity // layout.n_groups)):
@@ -126,10 +107,7 @@ class TierStack:
         return k, v
 
     def tokens(self, layer: int, index: Numbers) -> tuple[Tensor, Tensor]:
-        """Return keys and values `[G, n, D]` of single tokens, ascending.
-
-        If half of a chunk is requested, the whole chunk is read.
-        """
+        """Return keys and values `[G, n, D]` of tokens, ascending. A chunk that is half requested is read whole."""
         self.settle()
         size, groups = self.layout.chunk_size, self.groups(layer)
         present, counts = np.unique(index // size, return_counts=True)
@@ -151,7 +129,7 @@ class TierStack:
         groups, chunks = np.nonzero(wanted)
         pages, top = Pages(groups + layer * self.layout.n_groups, chunks), self.top
         self._asked[layer] = pages
-        resident = top.find(pages) >= 0
+        resident = top.index[pages] >= 0
         if len(resident) <= top.capacity:
             rounds = [np.arange(len(resident))] if len(resident) else []
         else:
@@ -163,7 +141,7 @@ class TierStack:
             top.mover.wait(slots)
             if len(rounds) == 1:
                 first = layer * self.layout.n_groups
-                index = top.slot.on_device(slice(first, first + self.layout.n_groups), wanted.shape[1])
+                index = top.index.on_device(slice(first, first + self.layout.n_groups), wanted.shape[1])
             else:
                 found = np.full(wanted.shape, -1, np.int64)
                 found[groups[some], chunks[some]] = slots
@@ -173,10 +151,7 @@ class TierStack:
                 top.release(slots)
 
     def _slot_tiles(self, slot: Tensor) -> Tiles:
-        """Return the first pool's slots as tiles: page head p of slot s is tile `s·P + p`.
-
-        `slot [groups, chunks]`, or -1.
-        """
+        """Return the first pool as tiles: page head p of `slot [groups, chunks]` s is tile `s·P + p`; -1 is none."""
         k, v, heads = self.top.k, self.top.v, self.layout.page_heads
         if heads > 1:
             slot = slot[:, None]
@@ -225,7 +200,7 @@ class TierStack:
         smaller = TierStack(self.layout, self.bottom, buffer_tokens)
         for pool, old in zip(smaller.pools, self.pools, strict=True):
             pool.traffic = old.traffic
-        self.pools = smaller.pools
+        self.top, self.pools = smaller.top, smaller.pools
 
     def fork(self, buffer_tokens: int = 0) -> TierStack:
         """Return tiers of another context with the same pages, over the same file; dirty pages are written down first.
@@ -233,14 +208,9 @@ class TierStack:
         Without a file for pages, the other context's last pool gets copies.
         """
         self.settle()
-        bottom = self.bottom
-        if isinstance(bottom, Disk):
-            if bottom.file.writable:
-                self.write_down()
-            bottom = bottom.fork()
-        other = TierStack(self.layout, bottom, buffer_tokens)
-        if isinstance(self.bottom, Disk) and self.bottom.file.writable:
-            return other
-        for pool in self.pools:
+        if self.bottom.writable:
+            self.write_down()
+        other = TierStack(self.layout, self.bottom.fork(), buffer_tokens, growing=self.growing)
+        for pool in self.pools if not self.bottom.writable else ():
             pool.copy_down(other.pools[-1], pool.below)
         return other

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from lce.cache.tiers import Traffic
+from lce.cache.tier import Traffic
 from lce.engine.arguments import Options
 from lce.engine.sampling import Sampler
 from lce.tokenizer.tokenizer import Tokenizer

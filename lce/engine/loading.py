@@ -91,7 +91,7 @@ def load(
     family = model_class(config)
     wanted = family.weights(config, checkpoint.names)
     loaded = checkpoint.load(
-        wanted, dtype=layout.dtype, device=lambda name: layout.device_of(family.layer_of(name, config)),
+        wanted, dtype=layout.dtype, device=lambda name: layout.part_of(family.layer_of(name, config)).device,
         ignore=(*family.unused, *config.unused),
         joined=family.joined(config), schemes=family.schemes(config, scheme, checkpoint.names) if scheme else None,
     )  # fmt: skip

@@ -23,8 +23,8 @@ import torch
 
 from lce import system
 from lce.cache.kv import KVCache
-from lce.cache.layer import Opened
-from lce.cache.layout import DEVICE, DISK, HOST, CacheLayout
+from lce.cache.layout import CacheLayout
+from lce.cache.tier import DEVICE, DISK, HOST
 from lce.errors import CapacityError
 from lce.sizes import enough_text, size_text
 
@@ -222,11 +222,7 @@ def available(layout: CacheLayout, taken: Mapping[str, int]) -> dict[str, int | 
 def _places(layout: CacheLayout) -> dict[str, torch.device | Path]:
     """Return the device or the folder of each tier."""
     places: dict[str, torch.device | Path] = {part.device_tier: part.device for part in layout.by_device}
-    if not layout.on_cpu:
-        places[HOST] = torch.device("cpu")
-    if layout.budgets.spill_dir is not None:
-        places[DISK] = layout.budgets.spill_dir
-    return places
+    return places | {tier.name: tier.place(layout) for tier in layout.lower}
 
 
 class Allowance:
@@ -270,9 +266,9 @@ class Allowance:
         promised = {} if held is None else held[0].bytes_needed(held[1])
         planner = self.planner(cache.layout, into_file=cache.file is not None, own=cache)
         pool_bytes = {
-            part.device_tier: residency.tiers.top.n_bytes if part.budget is None else part.least_pool_bytes
-            for part, residency, _ in cache.by_device
-            if isinstance(residency, Opened)
+            part.device_tier: stack.top.n_bytes if part.budget is None else part.least_pool_bytes
+            for part, stack in zip(cache.layout.by_device, cache.stacks, strict=False)
+            if not stack.growing
         }
         planner = replace(planner, n_filed=cache.in_file, pool_bytes=pool_bytes)
         kinds, used = kinds_of(planner.layout), planner.bytes_used(cache)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,18 +13,23 @@ import torch
 from torch import Tensor
 
 from lce.cache.context_file import Draft, Snapshot, open_snapshot, restored, write_rows
-from lce.cache.file_tensors import (
-    FileTensor,
-    check_numbers,
-    check_state,
-    check_unrounded,
-    read_tensors,
-    tensor_entries,
-    tensors_of,
-)
 from lce.cache.kv import KVCache
 from lce.cache.layout import CacheLayout, FileLayout
-from lce.cache.manifest import FORMAT, REMEDY, Manifest, contradiction, digest, page_facts, read_header, signed
+from lce.cache.manifest import (
+    FORMAT,
+    REMEDY,
+    FileTensor,
+    Manifest,
+    contradiction,
+    digest,
+    header_bytes,
+    page_facts,
+    read_header,
+    read_small,
+    signed,
+    tensor_entries,
+)
+from lce.cache.row_file import raw_bytes
 from lce.engine.identity import Identity, knobs_of
 from lce.errors import DataError, UsageError, shown
 from lce.files import check_target, draft_path, named, open_regular, path_of, remove_leftover, sweep, write_whole
@@ -296,10 +300,8 @@ class PrefillJob:
         self._draft.rows.flush()
         tensors = data.tensors()
         manifest = signed(data.manifest(self.facts, self.layout), tensors)
-        header = json.dumps({"__metadata__": {"lce": manifest}, **tensor_entries(tensors)}).encode()
-        header += b" " * (-len(header) % 8)
-        raw = (x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() for _, x in sorted(tensors.items()))
-        write_whole(self.state, b"".join((len(header).to_bytes(8, "little"), header, *(x.tobytes() for x in raw))))
+        raw = (raw_bytes(x) for _, x in sorted(tensors.items()))
+        write_whole(self.state, b"".join((header_bytes(tensor_entries(tensors), manifest), *raw)))
         self.n_written = data.cache.length
 
     def finish(self, data: ContextData) -> None:
@@ -331,16 +333,8 @@ def _read_state(path: Path, layout: FileLayout, identity: Identity, remedy: str)
         header = read_header(descriptor, path)
         manifest = Manifest.of(header.manifest, path)
         identity.check(path, manifest.identity, remedy)
-        small = tensors_of(header, header.start, {}, path)
-        state = dict(small)
-        check_texts(path, identity.vocab_size, manifest, state, own=True)
-        if manifest.pages != page_facts(layout.cache):
-            raise contradiction(path)
-        check_unrounded(layout.cache, manifest.read, state, path)
-        check_state(layout.cache, manifest.read, state, path)
-        tensors = read_tensors(descriptor, path, small, manifest.raw)
-        check_numbers(layout.cache, manifest.read, tensors, path)
-        return manifest, tensors
+        check = partial(check_texts, path, identity.vocab_size, own=True)
+        return manifest, read_small(descriptor, path, layout.cache, header, manifest, check)
     except DataError as error:
         text = str(error)
         raise DataError(text if remedy in text else f"{text.removesuffix(REMEDY)}{remedy}") from None

@@ -15,7 +15,7 @@ from lce.system import peak_memory
 from lce.terminal.tables import aligned
 
 if TYPE_CHECKING:
-    from lce.cache.tiers import Traffic
+    from lce.cache.tier import Traffic
     from lce.calibrate import Recall
     from lce.engine.answer import Generation, Stats
     from lce.engine.info import ModelInfo

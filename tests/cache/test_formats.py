@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lce.cache.formats import FORMATS, Int8, KVFormat, Plain, converted, kv_dtype_of
+from lce.cache.formats import FORMATS, Int8, KVFormat, kv_dtype_of
 from lce.errors import DataError, UsageError
 
 SIZE = 6
@@ -101,15 +101,6 @@ def test_pages_are_found_again_in_their_rows(kind: type[KVFormat], heads: int, d
     assert torch.equal(format.tokens(parts, page, offset), whole[page, :, :, offset])
     k, v = (x.unflatten(0, (2, 2)).transpose(1, 2).flatten(0, 1).flatten(1, 2) for x in (k, v))  # [G, 2·L, D]
     assert torch.equal(format.span_to_rows(k, v), rows.reshape(2, -1, *format.row_shape))
-
-
-def test_a_format_is_converted_to_another() -> None:
-    plain = Plain(2, SIZE, 10, torch.float32)
-    k, v = pages(2)
-    packed = converted((k, v), plain, INT8)
-    assert [x.dtype for x in packed] == [torch.int8, torch.float32] * 2
-    assert converted(packed, INT8, INT8) is packed
-    assert torch.equal(converted(packed, INT8, plain)[0], INT8.unpack(packed)[0])
 
 
 @pytest.mark.parametrize("value", [-1.0, torch.nan, torch.inf, 3e38])

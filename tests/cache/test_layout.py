@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lce.attention import Attention
+from lce.cache.disk import Disk
 from lce.cache.kv import KVCache
-from lce.cache.layer import Whole
-from lce.cache.layout import UNBOUNDED, AccessPattern, Budgets, CacheLayout, power_of_two
+from lce.cache.layout import AccessPattern, Budgets, CacheLayout
 from lce.cache.movers import Mover
-from lce.cache.tiers import Disk, TierStack
+from lce.cache.pool import Host, power_of_two, slab_bytes, slab_slots
+from lce.cache.tier import UNBOUNDED
+from lce.cache.tiers import TierStack
 from lce.errors import CapacityError
 from lce.methods import Driver, Rope, RopeConfig, make
 from lce.sizes import enough_text
@@ -62,21 +64,10 @@ def read(cache: KVCache, keys: Tensor, start: int, stop: int) -> None:
 def in_memory(cache: KVCache) -> int:
     """Bytes of keys and values in the first memory, whether or not in use."""
     buffers = sum(layer.buffer.k.nbytes + layer.buffer.v.nbytes for layer in cache.layers)
-    return buffers + (0 if isinstance(cache.residency, Whole) else cache.residency.tiers.top.n_bytes)
+    return buffers + sum(stack.top.n_bytes for stack in cache.stacks)
 
 
 # Sizes
-
-
-def test_sizes_of_tokens_and_pages() -> None:
-    layout = replace(LAYOUT, dtype=torch.bfloat16)
-    assert (layout.key_bytes, layout.query_bytes, layout.token_bytes) == (2 * 4 * 2, 4 * 4 * 2, 2 * 3 * 2 * 4 * 2)
-    assert (layout.page_heads, layout.n_groups, layout.format.row_shape) == (2, 1, (2, 2, 4))
-    assert (layout.format.row_bytes, layout.page_bytes) == (2 * 2 * 4 * 2, 8 * 2 * 2 * 4 * 2)
-    apart = replace(layout, access=AccessPattern(8, per_head=True))
-    assert (apart.page_heads, apart.n_groups, apart.format.row_shape) == (1, 2, (2, 1, 4))
-    assert (apart.format.row_bytes, apart.page_bytes) == (2 * 4 * 2, 8 * 2 * 4 * 2)
-    assert [layout.whole_chunks(n) for n in (0, 1, 8, 9)] == [0, 8, 8, 16]
 
 
 def test_sizes_of_packed_pages() -> None:
@@ -88,7 +79,7 @@ def test_sizes_of_packed_pages() -> None:
         24 * 10,
     )
     assert layout.page_bytes == LAYOUT.page_bytes == LAYOUT.format.page_bytes
-    assert layout.stored_bytes(16) == 2 * 3 * 240
+    assert layout.n_pages(16) * layout.format.page_bytes == 2 * 3 * 240
     apart = replace(layout, access=AccessPattern(8, per_head=True))
     assert (apart.format.row_bytes, apart.format.page_bytes) == (4 + 4 + 4 + 4, 160), "rows are whole words of 8 bytes"
     large = replace(layout, n_kv_heads=8, head_dim=128, dtype=torch.bfloat16, access=AccessPattern(256))
@@ -105,15 +96,6 @@ def test_spans_are_cut_at_whole_chunks() -> None:
     assert list(layer.segments(5, 60)) == [(5, 24), (24, 48), (48, 60)]
     assert list(layer.segments(24, 48)) == [(24, 48)]
     assert list(layer.segments(7, 7)) == []
-
-
-def test_what_a_method_reaches_is_kept_near() -> None:
-    layout = replace(LAYOUT, access=AccessPattern(8, sinks=3, local=40, per_head=True), block=16)
-    assert (layout.pinned_chunks, layout.recent_tokens) == (1, 64)
-    assert (layout.n_groups, layout.page_heads) == (2, 1)
-    assert (LAYOUT.pinned_chunks, LAYOUT.n_groups, LAYOUT.page_heads) == (0, 1, 2)
-    longheads = make("longheads", {"chunk_size": 8}).resolve(64)
-    assert longheads.access == AccessPattern(8, sinks=8, local=8, per_head=True)
 
 
 # Budgets
@@ -138,7 +120,7 @@ def test_the_least_budget_works_and_one_byte_less_is_refused(
         for start in range(0, n, block):
             read(cache, keys, start, min(start + block, n))
             assert in_memory(cache) <= least
-        assert not isinstance(cache.residency, Whole)
+        assert cache.stacks
         for layer, k in zip(cache.layers, keys, strict=True):
             assert torch.equal(layer.span(0, n)[0], k)
         with pytest.raises(
@@ -147,28 +129,13 @@ def test_the_least_budget_works_and_one_byte_less_is_refused(
             KVCache.empty(with_host(plain, least - 1, Path(folder))).reserve(n)
 
 
-@pytest.mark.parametrize("chunks", [0, 1, 5, 40])
-def test_a_budget_is_kept_to(tmp_path: Path, chunks: int) -> None:
-    """However long the text, and whether it is known from the start or not."""
-    layout = replace(LAYOUT, access=AccessPattern(8, 3, 9), block=10)
-    budget = layout.least_budget + chunks * CHUNK + 5
-    layout = with_host(layout, budget, tmp_path)
-    keys = text(240, layout)
-    for known in (0, 240):
-        cache = KVCache.empty(layout, known)
-        for start in range(0, 240, 10):
-            read(cache, keys, start, start + 10)
-            assert in_memory(cache) <= budget
-    assert isinstance(cache.residency, Whole) == (chunks == 40)
-
-
 def test_what_fits_is_not_tiered(tmp_path: Path) -> None:
     for n_chunks in range(7, 12):
         layout = with_host(LAYOUT, n_chunks * CHUNK, tmp_path)
         assert layout.resident_tokens == n_chunks * 8
         for n, fits in ((n_chunks * 8, True), (n_chunks * 8 + 1, False)):
             cache = KVCache.empty(layout, n)
-            assert isinstance(cache.residency, Whole) is fits
+            assert (not cache.stacks) is fits
             assert cache.bytes_by_tier["host"] == 0
             assert bool(cache.traffic) is not fits
     assert with_host(LAYOUT, 10 * CHUNK - 1).resident_tokens == 72
@@ -184,15 +151,6 @@ def test_where_there_is_one_memory_the_smaller_budget_counts() -> None:
     assert budget(LAYOUT) is None
     assert budget(GPU, device=9, host=5) == 9
     assert budget(GPU, host=5) is None
-
-
-def test_whether_there_is_somewhere_to_go() -> None:
-    folder = Path("x")
-    assert not with_host(LAYOUT, 5).overflows
-    assert with_host(LAYOUT, 5, folder).overflows
-    assert GPU.overflows
-    assert not with_host(GPU, 5).overflows
-    assert with_host(GPU, 5, folder).overflows
 
 
 def test_without_a_folder_a_text_that_does_not_fit_is_refused() -> None:
@@ -222,7 +180,7 @@ def test_a_folder_without_the_space_is_refused_and_nothing_is_begun(
         patch.setattr(os, "posix_fallocate", full)
         with pytest.raises(CapacityError, match="No space left on device"):
             cache.reserve(200)
-    assert cache.residency == Whole()
+    assert cache.stacks == []
     read(cache, keys, 16, 20)
     for start in range(20, 200, 4):
         read(cache, keys, start, start + 4)
@@ -252,9 +210,9 @@ def test_the_space_that_was_reserved_is_enough(
 
 @pytest.fixture
 def _no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lce.cache.tiers.Cuda", lambda device: Mover())
-    monkeypatch.setattr("lce.cache.tiers.Pinned", lambda device: Mover())
-    monkeypatch.setattr("lce.cache.layout.SLAB", 1)
+    monkeypatch.setattr("lce.cache.pool.Cuda", lambda device: Mover())
+    monkeypatch.setattr("lce.cache.pool.Pinned", lambda device: Mover())
+    monkeypatch.setattr("lce.cache.pool.SLAB", 1)
 
 
 @pytest.mark.usefixtures("_no_gpu_needed")
@@ -267,7 +225,7 @@ def test_tiers_beside_a_gpu(host: int | None, expected: list[tuple[str, int]], t
     layout = replace(GPU, block=8)
     layout = replace(layout, budgets=Budgets(layout.least_budget + CHUNK // 3, host, tmp_path))
     tiers = TierStack.empty(layout, 1000, None)
-    assert [(pool.name, pool.limit) for pool in tiers.pools] == expected
+    assert [(pool.name, pool.max_slots) for pool in tiers.pools] == expected
     assert isinstance(tiers.bottom, Disk)
     assert [tier.name for tier in tiers] == [*(name for name, _ in expected), "disk"]
 
@@ -275,7 +233,7 @@ def test_tiers_beside_a_gpu(host: int | None, expected: list[tuple[str, int]], t
 @pytest.mark.usefixtures("_no_gpu_needed")
 def test_a_host_that_cannot_hold_what_a_gpu_does_not() -> None:
     layout = replace(GPU, budgets=Budgets(20 * CHUNK, 30 * CHUNK))
-    assert [pool.limit for pool in TierStack.empty(layout, 240, None).pools] == [20 * 3 - 6, 90]
+    assert [pool.max_slots for pool in TierStack.empty(layout, 240, None).pools] == [20 * 3 - 6, 90]
     with pytest.raises(CapacityError, match=r"^241 tokens need .*, and the budget is 45\.0 KiB: 240 tokens; give"):
         TierStack.empty(layout, 241, None)
     assert disks_of(TierStack.empty(replace(layout, budgets=Budgets(20 * CHUNK)), 100_000, None)) == []
@@ -290,17 +248,17 @@ def test_slabs_of_the_host_are_powers_of_two_within_the_budget(
     plain = replace(GPU, head_dim=dim, kv_dtype=kv_dtype)
     page = plain.format.page_bytes
     for slab in (1, 16 * page, 100 * page):
-        monkeypatch.setattr("lce.cache.layout.SLAB", power_of_two(slab))
+        monkeypatch.setattr("lce.cache.pool.SLAB", power_of_two(slab))
         for budget in (0, 1, page - 1, page, 5 * page, 100 * page, 1000 * page + 7):
             layout = replace(plain, budgets=Budgets(host=budget))
-            slots, size = layout.host_slots, layout.slab_bytes
+            slots, size = Host.limit(layout), slab_bytes(layout)
             assert size == power_of_two(size) >= page
-            assert layout.slab_bytes_for(slots) <= budget < layout.slab_bytes_for(slots + 1)
-            used = slots // layout.slab_slots * size + slots % layout.slab_slots * page
+            assert Host.bytes_for(layout, slots) <= budget < Host.bytes_for(layout, slots + 1)
+            used = slots // slab_slots(layout) * size + slots % slab_slots(layout) * page
             assert used >= budget // size * size + max(0, budget % size // 2 - page)
-            assert layout.slab_bytes_for(0) == 0
+            assert Host.bytes_for(layout, 0) == 0
         unbounded = replace(plain, budgets=Budgets())
-        assert unbounded.slab_bytes_for(layout.slab_slots + 1) == 2 * size
+        assert Host.bytes_for(unbounded, slab_slots(layout) + 1) == 2 * size
 
 
 # Plans: what is needed is what is held
@@ -355,7 +313,7 @@ def test_what_is_needed_beside_a_gpu_is_at_least_what_is_held(
     assert in_memory(cache) == needs["device"]
     assert held["host"] <= needs["host"]
     assert held["disk"] <= cache.bytes_reserved == needs.get("disk", 0)
-    if host is None and not isinstance(cache.residency, Whole):
+    if host is None and cache.stacks:
         assert needs["host"] <= 3 * (held["host"] + 16 * layout.page_bytes)
 
 

@@ -1,20 +1,38 @@
-"""What a context file says of itself: read whole and exactly, or refused in a line, whatever somebody wrote there."""
+"""The header of a context file: read whole and exactly, or refused in a line, whatever somebody wrote there."""
 
 from __future__ import annotations
 
 import json
 import os
 import tracemalloc
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from lce.cache.manifest import FORMAT, Header, Manifest, is_signed, read_header, signed, strict_object
-from lce.errors import DataError
+from lce.cache import manifest as module
+from lce.cache.layout import AccessPattern, CacheLayout
+from lce.cache.manifest import (
+    FORMAT,
+    FileTensor,
+    Header,
+    Manifest,
+    check_numbers,
+    check_state,
+    digest,
+    read_header,
+    read_tensors,
+    tensor_entries,
+    tensors_of,
+)
+from lce.cache.method_state import MethodState, OpenChunk, RecentRows, Staged, Summaries, TokenRows
+from lce.errors import CapacityError, DataError
 
 GOOD: dict[str, Any] = {
     "format": FORMAT, "lce": "1", "identity": {}, "pages": {}, "text": "", "capacity": 9, "read": 5, "announced": 7,
@@ -121,28 +139,157 @@ def test_every_entry_is_of_its_kind(name: str, value: object) -> None:
         Manifest.of({key: x for key, x in GOOD.items() if key != name}, PATH)
 
 
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(10**17), 10**17)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(),
-    lambda x: st.lists(x, max_size=4) | st.dictionaries(st.text(), x, max_size=4),
-    max_leaves=12,
-)
+# The small tensors: each is what a context may have there, before a byte of it is read.
+
+N = 21  # tokens; a chunk has 8
 
 
-@given(value=st.dictionaries(st.text(), JSON, max_size=5))
-@settings(max_examples=50, deadline=None)
-def test_honest_json_is_read_as_it_is(value: dict[str, Any]) -> None:
-    assert strict_object(json.dumps(value).encode()) == value
+def states(layout: CacheLayout) -> Mapping[str, MethodState]:
+    return {
+        "rows": TokenRows(4 * 4), "summaries": Summaries(2 * 4 * 4, 8), "recent": RecentRows(6, 2 * 4 * 4),
+        "open": OpenChunk(8, 2 * 4 * 4), "staged": Staged(lambda n_tokens, block: 12),
+    }  # fmt: skip
 
 
-@given(value=st.dictionaries(st.sampled_from("abc"), st.integers(0, 3), min_size=1))
-def test_a_signature_is_of_everything(value: dict[str, Any]) -> None:
-    small = {"x": torch.arange(3)}
-    made = json.loads(signed(value, small))
-    assert is_signed(made, small)
-    assert not is_signed(made, {"x": torch.arange(3) + 1})
-    assert not is_signed(made | {"a": 9}, small)
-    assert not is_signed(value, small)
+LAYOUT = CacheLayout(2, 2, 2, 4, torch.float32, torch.device("cpu"), AccessPattern(8), make_state=states)
+KEPT = {
+    f"layers/{layer}/{name}/{part}": x
+    for layer in range(2)
+    for name, tensor, number in (
+        ("rows", torch.rand(N, 4), N), ("summaries", torch.rand(2, 2, 4), 2), ("recent", torch.rand(2, 6, 4), N - 6),
+        ("open", torch.rand(2, 8, 4), 2), ("staged", torch.rand(3), 0),
+    )
+    for part, x in (("tensor", tensor), ("number", torch.tensor(number)))
+}  # fmt: skip
+
+
+def described(tensors: Mapping[str, Tensor]) -> dict[str, FileTensor]:
+    return {name: FileTensor(x.dtype, tuple(x.shape), 0, x.nbytes) for name, x in tensors.items()}
+
+
+def check(tensors: Mapping[str, Tensor], layout: CacheLayout = LAYOUT, n: int = N) -> None:
+    check_state(layout, n, described(tensors), PATH)
+    check_numbers(layout, n, tensors, PATH)
+
+
+def test_what_a_method_keeps_is_accepted() -> None:
+    check(KEPT)
+    check({})
+    check({name: x for name, x in KEPT.items() if "/open/" not in name})
+
+
+SCALAR, PARTS = torch.tensor(3), ("tensor", "number")
+
+
+def of(name: str, tensor: Tensor | None = None, number: Tensor | int | None = None) -> dict[str, Tensor]:
+    """The parts of a state that are given."""
+    parts = {"tensor": tensor, "number": torch.tensor(number) if isinstance(number, int) else number}
+    return {f"layers/{name}/{part}": x for part, x in parts.items() if x is not None}
+
+
+ROWS = torch.rand(N, 4)
+WRONG: dict[str, Mapping[str, Tensor]] = {
+    "a layer that is not there": of("2/rows", ROWS, N),
+    "no name of a state": of("0/other", torch.rand(3), 3),
+    "no name of a layer": of("00/rows", ROWS, N),
+    "no name at all": {"x": torch.rand(3)},
+    "another part": {"layers/0/rows/more": torch.tensor(3)},
+    "too many bytes": of("0/staged", torch.rand(4)),
+    "a number of another kind": of("0/rows", number=torch.tensor(21.0)),
+    "a number that is several": of("0/rows", number=torch.tensor([21])),
+    "rows that are no numbers": of("1/rows", torch.full((N, 4), torch.nan)),
+    "whole numbers": of("1/rows", torch.ones(N, 4, dtype=torch.int32)),
+    "a row too few": of("1/rows", torch.rand(N - 1, 4)),
+    "more rows than tokens": of("1/rows", torch.rand(N + 1, 4), N + 1),
+    "recent rows from elsewhere": of("0/recent", number=N - 7),
+    "recent rows of other heads": of("0/recent", torch.rand(1, 6, 4)),
+    "too few recent rows": of("0/recent", torch.rand(2, 5, 4), N - 5),
+    "a chunk that is not open": of("0/open", number=1),
+    "an open chunk of another size": of("0/open", torch.rand(2, 4, 4)),
+    "made after more tokens than there are": of("0/staged", number=10**6),
+    "a number below all": of("0/rows", number=-1),
+}
+
+
+@pytest.mark.parametrize("changes", WRONG.values(), ids=WRONG)
+def test_what_cannot_be_is_refused(changes: Mapping[str, Tensor]) -> None:
+    with pytest.raises(DataError, match="its header contradicts its contents"):
+        check(KEPT | dict(changes))
+
+
+def test_half_a_state_is_refused() -> None:
+    for name in KEPT:
+        with pytest.raises(DataError):
+            check({other: x for other, x in KEPT.items() if other != name})
+
+
+def header_with(entries: Mapping[str, Any], file_bytes: int, start: int = 16) -> Header:
+    return Header(entries, {}, start, file_bytes)
+
+
+@given(sizes=st.lists(st.integers(0, 5), max_size=5), before=st.integers(0, 40))
+def test_entries_are_read_as_they_were_written(sizes: list[int], before: int) -> None:
+    tensors = {
+        f"t{i}": torch.zeros(size, 2, dtype=(torch.int32, torch.bfloat16)[i % 2]) for i, size in enumerate(sizes)
+    }
+    n_bytes = sum(x.nbytes for x in tensors.values())
+    entries, start = tensor_entries(tensors, before), 16 + before
+    found = tensors_of(header_with(entries, start + n_bytes), start, {}, PATH)
+    assert {name: (x.dtype, x.shape, x.n_bytes) for name, x in found.items()} == {
+        name: (x.dtype, tuple(x.shape), x.nbytes) for name, x in tensors.items()
+    }
+    for wrong in (-1, 1):
+        with pytest.raises(DataError, match="it is damaged or incomplete: prefill the text again"):
+            tensors_of(header_with(entries, start + n_bytes + wrong), start, {}, PATH)
+
+
+ODD = [None, 3, -1, "", "F33", [], {}, [1], [-1], [2**62], [2**17] * 3, [1.0], [True], [[1]], [1] * 99, {"a": 1}]
+
+
+@pytest.mark.parametrize("value", ODD, ids=str)
+def test_an_entry_that_is_none_is_refused(value: object) -> None:
+    entry = tensor_entries({"x": torch.zeros(4)})["x"]
+    others = [value, *({**entry, key: value} for key in entry), {**entry, "more": value}]
+    for other in others:
+        with pytest.raises(DataError, match="contradicts its contents"):
+            tensors_of(header_with({"x": other}, 32), 16, {}, PATH)
+
+
+def test_what_is_read_is_what_was_signed(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(torch.arange(4.0).numpy().tobytes())
+    tensors, manifest = {"x": FileTensor(torch.float32, (2, 2), 0, 16)}, {"a": 1}
+    signed = manifest | {"digest": digest({"x": torch.arange(4.0).view(2, 2)}, manifest)}
+    descriptor = os.open(tmp_path / "file", os.O_RDONLY)
+    assert torch.equal(read_tensors(descriptor, PATH, tensors, signed)["x"], torch.arange(4.0).view(2, 2))
+    for other in (signed | {"a": 2}, manifest, signed | {"digest": None}):
+        with pytest.raises(DataError, match="was altered since it was written"):
+            read_tensors(descriptor, PATH, tensors, other)
+    with pytest.raises(DataError, match="was cut short since it was opened"):
+        read_tensors(descriptor, PATH, {"x": FileTensor(torch.float32, (5,), 0, 20)}, signed)
+    os.close(descriptor)
+
+
+def test_what_memory_cannot_hold_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "free_memory", lambda device: 1 << 20)
+    with (tmp_path / "file").open("wb") as file:
+        file.truncate(1 << 33)
+    with (tmp_path / "file").open("rb") as file, pytest.raises(CapacityError, match=r"needs 8\.0 GiB of memory"):
+        read_tensors(file.fileno(), PATH, {"x": FileTensor(torch.float32, (1 << 31,), 0, 1 << 33)}, {})
+
+
+@pytest.mark.parametrize("n", [1, 6, 7, 8, 16])
+def test_states_of_short_texts(n: int) -> None:
+    """What the kinds themselves save of them."""
+    layout, tensors = replace(LAYOUT, n_layers=1), {}
+    for name, state in states(LAYOUT).items():
+        if isinstance(state, TokenRows):
+            state.write(torch.rand(n, 4), 0)
+        elif isinstance(state, RecentRows):
+            state.write(torch.rand(2, n, 4), 0)
+        elif isinstance(state, Summaries) and n >= 8:
+            state.write(torch.rand(2, n // 8, 4), 0)
+        elif isinstance(state, OpenChunk) and n % 8:
+            state.write(torch.rand(2, n % 8, 4), n // 8 * 8)
+        state.commit()
+        tensors |= {f"layers/0/{name}/{part}": x for part, x in state.tensors(n).items()}
+    check(tensors, layout, n)

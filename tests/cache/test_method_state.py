@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -23,54 +22,6 @@ def counted(n: int, start: int = 0) -> Tensor:
 def same(ours: MethodState, theirs: MethodState, n_tokens: int) -> bool:
     mine, its = ours.tensors(n_tokens), theirs.tensors(n_tokens)
     return mine.keys() == its.keys() and all(torch.equal(x, its[name]) for name, x in mine.items())
-
-
-# Summaries
-
-
-def test_summaries_are_those_of_complete_chunks() -> None:
-    kept = Summaries(24, 4)
-    kept.write(counted(6), 0)
-    for n_tokens, n in ((0, 0), (3, 0), (4, 1), (23, 5), (24, 6), (27, 6)):
-        assert torch.equal(kept.tensors(n_tokens)["tensor"], counted(n))
-        copy = kept.fork(n_tokens, Holder)
-        assert copy.n_bytes == n * 2 * 3 * 4
-        with pytest.raises(AssertionError, match="rows that were not written"):
-            copy.span(0, n + 1)
-
-
-# Token rows
-
-
-@given(blocks=st.lists(st.integers(1, 90), min_size=1, max_size=12))
-@settings(max_examples=40, deadline=None)
-def test_token_rows_hold_every_token(blocks: list[int]) -> None:
-    everything = torch.arange(sum(blocks) * 3).float().view(-1, 3)
-    rows, start = TokenRows(12), 0
-    for size in blocks:
-        rows.write(torch.full((size + 1, 3), -1.0), start)
-        rows.discard()
-        rows.write(everything[start : start + size], start)
-        start += size
-    assert torch.equal(rows.span(0, start), everything)
-    copy = rows.fork(start, Holder)
-    rows.write(torch.zeros(1, 3), 0)
-    assert torch.equal(copy.span(0, start), everything)
-    assert copy.n_bytes == everything.numel() * 4
-
-
-@pytest.mark.parametrize(("kind", "fewest"), [(TokenRows, 64), (Summaries, 16)])
-@pytest.mark.parametrize("n", [1, 100, 3000])
-def test_growing_a_row_at_a_time_moves_seldom(n: int, kind: type[TokenRows | Summaries], fewest: int) -> None:
-    kept, everything = kind(24), counted(n)
-    moves, before = 0, 0
-    for i in range(n):
-        row = everything[:, i : i + 1] if kind is Summaries else everything[0, i : i + 1]
-        kept.write(row, i)
-        moves += kept.span(0, i + 1).data_ptr() != before
-        before = kept.span(0, i + 1).data_ptr()
-    assert moves <= 2 + 2 * math.log2(max(1, n / fewest))
-    assert torch.equal(kept.span(0, n), everything if kind is Summaries else everything[0])
 
 
 # Recent rows
@@ -98,17 +49,6 @@ def test_recent_rows_are_the_last_ones(keep: int, blocks: list[int], data: st.Da
             recent.restore(saved.tensors(start))
             assert same(recent, saved, start)
     assert recent.n_bytes <= (3 * keep + max(blocks) + 40) * 2 * 4 * 4
-
-
-def test_rows_that_are_no_longer_kept_are_not_given() -> None:
-    recent = RecentRows(3, 24)
-    with pytest.raises(AssertionError, match="nothing was written yet"):
-        recent.span(0, 0)
-    recent.write(counted(10), 0)
-    recent = recent.fork(10, Holder)
-    assert torch.equal(recent.span(7, 10), counted(3, 7))
-    with pytest.raises(AssertionError, match="rows that are no longer kept"):
-        recent.span(6, 10)
 
 
 # The open chunk
@@ -182,32 +122,6 @@ def test_the_row_of_a_token_whose_index_the_device_knows() -> None:
     summaries.write(counted(5), 0)
     assert summaries.allocated(9).shape == (2, 9, 3)
     assert summaries.allocated(999).shape == (2, 16, 3)
-
-
-# Staged
-
-
-def test_what_is_staged_takes_effect_with_the_commit() -> None:
-    kept = Staged(lambda n_tokens, block: 40)
-    assert (kept.value, kept.latest, kept.n_bytes, kept.tensors(3)) == (None, None, 0, {})
-    kept.stage(torch.tensor([1.0]))
-    assert kept.value is None
-    assert kept.latest is not None
-    assert kept.latest.tolist() == [1]
-    assert kept.tensors(3) == {}
-    assert kept.fork(3, Holder).latest is None
-    kept.commit()
-    assert kept.value is not None
-    assert kept.value.tolist() == [1]
-    kept.stage(torch.tensor([2.0, 3.0]))
-    kept.discard()
-    assert kept.latest is kept.value
-    kept.commit()
-    assert (kept.value.tolist(), kept.n_bytes) == ([1], 4)
-    kept.stage(torch.tensor([2.0, 3.0]))
-    kept.commit()
-    kept.commit()
-    assert (kept.value.tolist(), kept.n_bytes) == ([2, 3], 8)
 
 
 # All of them

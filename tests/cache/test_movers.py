@@ -13,10 +13,10 @@ from torch import Tensor
 from lce.attention import Attention
 from lce.cache.formats import Parts
 from lce.cache.kv import KVCache
-from lce.cache.layer import Whole
 from lce.cache.layout import AccessPattern, Budgets, CacheLayout
 from lce.cache.movers import Cuda, Mover, Pinned, Slabs, located, neighbours
-from lce.cache.tiers import Nowhere, TierStack
+from lce.cache.tier import Nowhere
+from lce.cache.tiers import TierStack
 from lce.methods import Driver, Method, Rope, RopeConfig, make
 from tests.late import ORDERS, Late, LateDevice, no_gpu
 from tests.running import cut, rounded, vectors
@@ -61,18 +61,6 @@ def test_slots_lie_in_slabs(sizes: tuple[int, ...]) -> None:
         check_mover(late := Late(order), slabs_of(late, *sizes), CPU)
 
 
-def test_a_slab_is_one_allocation() -> None:
-    """Its parts are aligned for their numbers."""
-    shapes = [((3, 2), torch.int8), ((1, 2), torch.float32), ((3, 2), torch.bfloat16)]
-    parts = Mover().slab(shapes, 5)
-    assert [(tuple(x.shape[1:]), x.dtype) for x in parts] == shapes
-    assert len({x.untyped_storage().data_ptr() for x in parts}) == 1
-    assert parts[0].untyped_storage().nbytes() == 5 * (6 + 8 + 12)
-    for i, x in enumerate(parts):
-        x.fill_(i)
-    assert all(bool((x == i).all()) and x.is_contiguous() for i, x in enumerate(parts))
-
-
 def test_runs_of_slots() -> None:
     slabs, slots = slabs_of(Mover(), 4, 4, 2), np.array([1, 2, 3, 4, 9, 8, 5, 7])
     runs = [(rows.tolist(), (part.start, part.stop)) for _, rows, part in located(slabs, slots)]
@@ -82,28 +70,12 @@ def test_runs_of_slots() -> None:
     assert list(located(slabs, slots[:0])) == list(neighbours([], slots[:0])) == []
 
 
-def test_plain_memory() -> None:
-    check_mover(Mover(), [tuple(Mover().empty((5, *shape), dtype) for shape, dtype in SHAPES)], CPU)
-    assert not Mover.asynchronous
-
-
 def test_memory_of_inference_mode_can_be_written_outside_it() -> None:
     with torch.inference_mode():
         slabs = slabs_of(Mover(), 2)
         Mover().put(slabs, np.array([1]), (torch.ones(1, 2, 4, 3), torch.ones(1, 2, 4, 3)))
     Mover().put(slabs, np.array([0]), (torch.zeros(1, 2, 4, 3), torch.ones(1, 2, 4, 3)))
     assert slabs[0][0].mean() == 0.5
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_device_whose_copies_are_late(order: str) -> None:
-    """The stand-in for a GPU is late indeed, and has everything that was waited for."""
-    mover = Late(order)
-    k, v = (mover.empty((2, 1, 1, 1), torch.float32) for _ in range(2))
-    mover.put([(k, v)], np.array([1]), (torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1)))
-    assert k.isnan().all()
-    mover.wait(np.array([1]))
-    assert k.flatten().tolist()[1] == v.flatten().tolist()[1] == 1
 
 
 @pytest.mark.cuda
@@ -203,8 +175,8 @@ def test_no_method_sees_what_has_not_arrived(
         no_gpu(monkeypatch, order)
         out, cache = read_text(method, text, BLOCKS, beside_a_gpu(layout, tmp_path, below, spare))
         assert torch.equal(out, calm), f"{spare} pages to spare"
-        assert not isinstance(cache.residency, Whole)
-        assert isinstance(cache.residency.tiers.top.mover, Late)
+        assert cache.stacks
+        assert isinstance(cache.stacks[0].top.mover, Late)
         assert cache.traffic["device"].bytes_in > 0
         assert (cache.traffic["disk"].bytes_in > 0) == (below is not None)
 
@@ -229,13 +201,13 @@ def test_a_method_finds_more_of_what_was_prefetched(
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_pages_leave_a_gpu_without_a_copy(monkeypatch: pytest.MonkeyPatch, kv_dtype: str) -> None:
     """Copied to the host while the GPU was busy, they come back with their numbers; evictions copy nothing."""
-    monkeypatch.setattr("lce.cache.layout.SLAB", 1 << 18)
+    monkeypatch.setattr("lce.cache.pool.SLAB", 1 << 18)
     tiers, text = tiers_on_a_gpu(kv_dtype)
     monkeypatch.delattr("lce.cache.pool.Pool._hand_down")
     device, host = tiers.pools
-    assert (host.group >= 0).sum() == 32 * 4 * 2
-    assert len(host._slots.slabs) > 1
-    assert all(x.is_pinned() for slab in host._slots.slabs for x in slab)
+    assert (host.slots.group >= 0).sum() == 32 * 4 * 2
+    assert len(host.slots.slabs) > 1
+    assert all(x.is_pinned() for slab in host.slots.slabs for x in slab)
     for _ in range(3):
         for layer in range(4):
             wanted = np.random.default_rng(layer).random((2, 32)) < 0.2

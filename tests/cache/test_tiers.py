@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,12 +19,14 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lce.cache.disk import Disk
 from lce.cache.kv import KVCache
-from lce.cache.layout import UNBOUNDED, AccessPattern, Budgets, CacheLayout, power_of_two
-from lce.cache.movers import Mover
-from lce.cache.pages import PageTable
+from lce.cache.layout import AccessPattern, Budgets, CacheLayout
+from lce.cache.movers import Numbers
+from lce.cache.pool import Fetch, Pool, power_of_two
 from lce.cache.row_file import RowFile, SpillFile
-from lce.cache.tiers import Disk, Nowhere, Numbers, PageIndex, Pages, Pool, Tier, TierStack, Traffic
+from lce.cache.tier import UNBOUNDED, Nowhere, PageIndex, Pages, Tier, Traffic
+from lce.cache.tiers import TierStack
 from lce.errors import CapacityError, DataError
 from tests.interrupts import interrupted, places
 from tests.late import ORDERS, Late, LateDevice, disks_of, no_gpu
@@ -61,230 +64,12 @@ def file_for(tiers: str, layout: CacheLayout, folder: Path) -> RowFile | None:
 
 
 def stack(layout: CacheLayout, file: RowFile | None) -> TierStack:
-    return TierStack(layout, Nowhere() if file is None else Disk(layout, file, Nowhere()))
+    return TierStack(layout, Nowhere() if file is None else Disk(layout, Nowhere(), file))
 
 
 def disk_of(tiers: TierStack) -> Traffic:
     """What went through the files of a stack."""
     return disks_of(tiers)[0].traffic if disks_of(tiers) else Traffic()
-
-
-def at(*pages: tuple[int, int]) -> Pages:
-    """Pages by group and chunk."""
-    return Pages(*np.array(pages, np.int64).reshape(-1, 2).T)
-
-
-# Pages and their index
-
-
-def test_a_grid_is_every_group_with_every_chunk() -> None:
-    grid = Pages.grid(np.array([3, 5]), np.array([7, 8, 9]))
-    assert list(zip(*grid, strict=True)) == [(3, 7), (3, 8), (3, 9), (5, 7), (5, 8), (5, 9)]
-    assert list(zip(*grid.at(np.array([5, 0])), strict=True)) == [(5, 9), (3, 7)]
-    assert list(zip(*grid.at(slice(2, 4)), strict=True)) == [(3, 9), (5, 7)]
-
-
-@given(
-    sets=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 400), st.integers(0, 99)), max_size=40),
-    asked=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 500)), max_size=40),
-)
-@settings(max_examples=60, deadline=None)
-def test_an_index_is_a_dictionary(sets: list[tuple[int, int, int]], asked: list[tuple[int, int]]) -> None:
-    index, model = PageIndex(layout_of()), dict[tuple[int, int], int]()
-    for group, chunk, value in sets:
-        index[at((group, chunk))] = value
-        model[group, chunk] = value
-    assert index[at(*asked)].tolist() == [model.get(page, -1) for page in asked]
-
-
-# A pool above a tier that has and takes anything
-
-
-def content(pages: Pages) -> Tensor:
-    """Keys of pages `[m, P, L, D]` such as no other page has."""
-    base = torch.from_numpy(pages.group * 1000 + pages.chunk).float()
-    return (base[:, None] + torch.arange(8) / 8).view(-1, 1, 4, 2)
-
-
-@dataclass
-class Everything(Tier):
-    """Has every page that is in `have`, and takes any; `None` has all."""
-
-    name = "everything"
-    format = layout_of().plain
-    have: set[tuple[int, int]] | None = None
-    written: list[tuple[int, int]] = field(default_factory=list)
-    n_bytes = 0
-
-    def holds(self, pages: Pages) -> NDArray[np.bool_]:
-        return np.array([self.have is None or page in self.have for page in zip(*pages, strict=True)], bool)
-
-    def read(self, pages: Pages) -> tuple[Tensor, Tensor]:
-        assert self.holds(pages).all()
-        return content(pages), -content(pages)
-
-    def read_rows(self, pages: Pages, offsets: Numbers) -> Tensor:
-        rows = torch.arange(len(offsets)), slice(None), torch.from_numpy(offsets)
-        return torch.stack((content(pages)[rows], -content(pages)[rows]), dim=1)
-
-    def write(self, pages: Pages, k: Tensor, v: Tensor) -> None:
-        assert self.have is not None
-        assert torch.equal(k, content(pages))
-        assert torch.equal(v, -k)
-        new = [(int(group), int(chunk)) for group, chunk in zip(*pages, strict=True)]
-        assert not self.have & set(new), "written twice"
-        self.have.update(new)
-        self.written += new
-
-    def forget(self, pages: Pages) -> None:
-        assert self.have is not None
-        self.have.difference_update((int(group), int(chunk)) for group, chunk in zip(*pages, strict=True))
-
-
-def pool(limit: int, below: Tier | None = None, pinned: int = 0) -> Pool:
-    return Pool("host", layout_of().plain, layout_of(), Mover(), below or Everything(), limit, pinned)
-
-
-def put(to: Pool, *pages: tuple[int, int]) -> Numbers:
-    """Write pages that the pool has not; their slots."""
-    to.write(at(*pages), content(at(*pages)), -content(at(*pages)))
-    return to.find(at(*pages))
-
-
-def chunks_in(of: Pool, group: int = 0) -> list[int]:
-    """Chunks of a group that the pool holds."""
-    return np.flatnonzero(of.find(Pages.grid(np.array([group]), np.arange(60))) >= 0).tolist()
-
-
-def test_the_least_recently_used_leaves_first() -> None:
-    ours = pool(3)
-    for chunk in range(3):
-        put(ours, (0, chunk))
-    ours.bring(at((0, 0)))
-    put(ours, (0, 3))
-    assert chunks_in(ours) == [0, 2, 3]
-    put(ours, (0, 4))
-    assert chunks_in(ours) == [0, 3, 4]
-    ours.read(at((0, 3)))
-    put(ours, (0, 5))
-    assert chunks_in(ours) == [3, 4, 5]
-    ours.read_rows(at((0, 3)), np.zeros(1, np.int64))
-    ours.bring(at((0, 6), (0, 7)))
-    assert chunks_in(ours) == [3, 6, 7]
-
-
-def test_pages_that_no_tier_below_has_move_down_first() -> None:
-    below = Everything({(0, 1)})
-    ours = pool(3, below)
-    for chunk in range(3):
-        put(ours, (0, chunk))
-    put(ours, (0, 3), (0, 4))
-    assert below.written == [(0, 0)], "the other one is there"
-    assert chunks_in(ours) == [2, 3, 4]
-    assert ours.holds(at((0, 0), (0, 1), (0, 2), (0, 5))).tolist() == [True, True, True, False]
-    ours.bring(at((0, 0), (0, 1)))
-    assert sorted(below.written) == [(0, 0), (0, 2), (0, 3)]
-
-
-def test_pinned_pages_never_leave() -> None:
-    ours = pool(2 + 4, pinned=1)  # one chunk of two layers with two groups each
-    put(ours, (0, 0))
-    for chunk in range(1, 40):
-        put(ours, (0, chunk))
-        assert 0 in chunks_in(ours)
-    assert chunks_in(ours) == [0, 35, 36, 37, 38, 39]
-    assert ours.capacity == 2
-    with pytest.raises(CapacityError):
-        ours.bring(at(*((1, chunk) for chunk in range(6))))
-    put(ours, (0, 0), (0, 40))  # written again by a call that follows a failed one
-    assert 0 in chunks_in(ours)
-    assert ours.find(at((0, 0)))[0] >= 0
-
-
-def test_pages_in_use_do_not_leave() -> None:
-    ours = pool(3)
-    put(ours, (0, 2))
-    put(ours, (0, 0), (0, 1))
-    ours.bring(at((0, 0), (0, 1), (0, 3)))
-    assert chunks_in(ours) == [0, 1, 3]
-    with pytest.raises(
-        CapacityError, match=r"^the host cache has no space for 2 more pages; give it a larger budget\Z"
-    ):
-        ours.bring(at((0, 0), (0, 1), (0, 4), (0, 5)))
-    assert chunks_in(ours) == [0, 1, 3]
-    ours.bring(at((0, 4), (0, 5), (0, 6)))
-    assert chunks_in(ours) == [4, 5, 6]
-
-
-@given(
-    limit=st.one_of(st.just(UNBOUNDED), st.integers(3, 9)),
-    steps=st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 25)), max_size=3, unique=True), max_size=30),
-)
-@settings(max_examples=80, deadline=None)
-def test_it_holds_what_was_used_last(limit: int, steps: list[list[tuple[int, int]]]) -> None:
-    """Against a dictionary of when each page was used."""
-    ours, used = pool(limit), dict[tuple[int, int], int]()
-    for tick, pages in enumerate(steps, 1):
-        assert (ours.find(at(*pages)) >= 0).tolist() == [page in used for page in pages]
-        slots = ours.bring(at(*pages))
-        assert ours.find(at(*pages)).tolist() == slots.tolist()
-        used |= dict.fromkeys(pages, tick)
-        held = [page for page in used if ours.find(at(page))[0] >= 0]
-        left = [used.pop(page) for page in set(used) - set(held)]
-        assert len(held) == min(limit, len(held) + len(left)) == (ours.group >= 0).sum()
-        assert set(pages) <= set(held)
-        assert max(left, default=0) <= min(used.values(), default=0)
-        k, v = ours.take(ours.find(at(*held)))
-        assert torch.equal(k, content(at(*held)))
-        assert torch.equal(v, -content(at(*held)))
-
-
-# A chain of two files
-
-
-def test_a_spill_file_above_a_saved_one(tmp_path: Path) -> None:
-    """What the lower one has is not written again; both count as one tier; a fork has pages of its own above it."""
-    layout = layout_of()
-    lower, upper = (SpillFile(tmp_path, layout.format) for _ in range(2))
-    base = Disk(layout, lower, Nowhere())
-    old, new = at((0, 0), (3, 0), (1, 2)), at((2, 0), (0, 1))
-    base.write(old, content(old), -content(old))
-    disk = Disk(layout, upper, base)
-    assert disk.holds(at((0, 0), (2, 0))).tolist() == [True, False]
-    disk.write(new, content(new), -content(new))
-    assert (lower.n_rows, upper.n_rows) == (3 * SIZE, 2 * SIZE)
-    assert (disk.n_bytes, base.n_bytes) == (upper.n_bytes, lower.n_bytes)
-    pages = at((2, 0), (3, 0), (0, 1), (0, 0), (1, 2))
-    k, v = disk.read(pages)
-    assert torch.equal(k, content(pages))
-    assert torch.equal(v, -content(pages))
-    offsets = np.array([3, 0, 1, 2, 2])
-    rows = disk.read_rows(pages, offsets)
-    assert torch.equal(rows[:, 0], content(pages)[torch.arange(5), :, torch.from_numpy(offsets)])
-    assert torch.equal(rows[:, 1], -rows[:, 0])
-    only_old = at((0, 0))
-    assert torch.equal(disk.read(only_old)[0], content(only_old))
-    assert disk.traffic is base.traffic
-    assert disk.traffic.hits == 6
-    assert disk.traffic.bytes_in == lower.bytes_written + upper.bytes_written
-    assert disk.traffic.bytes_out == lower.bytes_read + upper.bytes_read
-    fork = disk.fork()
-    more = at((2, 9))
-    fork.write(more, content(more), -content(more))
-    assert fork.holds(at((2, 9), (2, 0), (0, 0))).all()
-    assert not disk.holds(more).any()
-    assert fork.traffic is not disk.traffic
-    assert torch.equal(disk.read(pages)[0], fork.read(pages)[0])
-
-
-def test_nowhere_has_nothing_and_takes_nothing() -> None:
-    nowhere, pages = Nowhere(), at((0, 0), (1, 5))
-    assert nowhere.holds(pages).tolist() == [False, False]
-    with pytest.raises(CapacityError, match=r"^the cache of keys and values is full; give --spill-dir, or a larger b"):
-        nowhere.write(pages, content(pages), content(pages))
-    for read in (lambda: nowhere.read(pages), lambda: nowhere.read_rows(pages, np.zeros(2, np.int64))):
-        with pytest.raises(AssertionError, match="a page that is in no tier"):
-            read()
 
 
 # Stacks
@@ -311,7 +96,7 @@ class Branch:
         """Which pages of a layer are in the first pool, `[groups, chunks]`."""
         self.tiers.settle()
         pages = Pages.grid(self.tiers.groups(layer), np.arange(self.n_chunks(layer)))
-        return self.top.find(pages).reshape(self.layout.n_groups, -1) >= 0
+        return self.top.index[pages].reshape(self.layout.n_groups, -1) >= 0
 
     def add(self, layer: int, k: Tensor) -> None:
         flat = k.flatten(1, 2)  # [G, m·L, D]
@@ -484,7 +269,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.attempt(branch.tiers.write_down)
         assert isinstance(branch.tiers.bottom, Disk)
         self.files.append(SpillFile(Path(self.folder.name), self.layout.format))
-        bottom = Disk(self.layout, self.files[-1], branch.tiers.bottom.fork())
+        bottom = Disk(self.layout, branch.tiers.bottom.fork(), self.files[-1])
         self.all.append(Branch(TierStack(self.layout, bottom), list(branch.k)))
         return self.all[-1]
 
@@ -567,21 +352,6 @@ def file_of(branch: Branch) -> RowFile:
     return branch.tiers.bottom.file
 
 
-def test_a_stack_is_a_chain(tmp_path: Path) -> None:
-    expected = {
-        "memory": ["device"], "memory, file": ["device", "disk"], "device, host": ["device", "host"],
-        "device, host, file": ["device", "host", "disk"], "device, file": ["device", "disk"],
-    }  # fmt: skip
-    for tiers, names in expected.items():
-        branch = branch_of(tmp_path, tiers, 2, limit=UNBOUNDED if tiers == "memory" else 4, below=5)
-        assert [tier.name for tier in branch.tiers] == names
-        assert [pool.limit for pool in branch.tiers.pools] == [4 if tiers != "memory" else UNBOUNDED, 5][
-            : len(branch.tiers.pools)
-        ]
-        assert len(disks_of(branch.tiers)) == ("file" in tiers)
-        assert branch.tiers.groups(1).tolist() == [1]
-
-
 def test_a_round_is_no_larger_than_the_capacity_even_of_pages_in_slots_kept_for_pinned_ones(tmp_path: Path) -> None:
     layout = tiers_of("memory, file", heads=N_HEADS, limit=1 + N_LAYERS, pinned=1)
     branch = Branch(stack(layout, file_for("memory, file", layout, tmp_path)))
@@ -590,19 +360,35 @@ def test_a_round_is_no_larger_than_the_capacity_even_of_pages_in_slots_kept_for_
     branch.rounds(1, np.array([[False, False, False, True, True]]))
 
 
-def test_counters_of_a_device_over_memory_over_a_file(tmp_path: Path) -> None:
-    branch = branch_of(tmp_path, "device, host, file", 3, limit=2, below=3)
-    # Layer 0's chunks were copied as they came. Layer 1's first went down when its last came, in place of one of them.
-    assert traffic(branch) == [(0, 0, 6, 4), (0, 0, 4, 1), (0, 0, 1, 0)]
-    branch.rounds(0, wanted(branch, 0, 2))
-    # Read from memory; on the device it took the place of layer 1's chunk 1, that in memory of layer 0's chunk 1.
-    assert traffic(branch) == [(0, 1, 7, 5), (1, 0, 5, 3), (0, 0, 2, 0)]
-    branch.rounds(0, wanted(branch, 0, 2))
-    assert traffic(branch) == [(1, 1, 7, 5), (1, 0, 5, 3), (0, 0, 2, 0)]
-    branch.rounds(0, wanted(branch, 0, 0))
-    assert traffic(branch)[0][:3] == (1, 2, 8)
-    assert traffic(branch)[1][:2] == (1, 1)
-    assert traffic(branch)[2][0] == 1
+@given(
+    limit=st.integers(3, 9),
+    steps=st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=3, unique=True), max_size=30),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_pool_holds_what_was_used_last(limit: int, steps: list[list[tuple[int, int]]]) -> None:
+    """Against a dictionary of when each page was used."""
+    with TemporaryDirectory() as folder:
+        layout = tiers_of("memory, file", limit=limit)
+        tiers, used = stack(layout, file_for("memory, file", layout, Path(folder))), dict[tuple[int, int], int]()
+        for layer in range(N_LAYERS):
+            tiers.add(layer, 0, *[chunks_of(10, layer).flatten(1, 2)] * 2)
+        tiers.write_down()
+        tiers.shrink(0)
+        for tick, names in enumerate(steps, 1):
+            pages = Pages(*np.array(names, np.int64).reshape(-1, 2).T)
+            assert (tiers.top.index[pages] >= 0).tolist() == [page in used for page in names]
+            assert tiers.top.index[pages].tolist() == tiers.top.bring(pages).tolist()
+            used |= dict.fromkeys(names, tick)
+            every = Pages.grid(np.arange(4), np.arange(10))
+            held = {
+                (int(group), int(chunk)) for group, chunk in zip(*every.at(tiers.top.index[every] >= 0), strict=True)
+            }
+            left = [used.pop(page) for page in set(used) - held]
+            assert len(held) == min(limit, len(held) + len(left))
+            assert set(names) <= held
+            assert max(left, default=0) <= min(used.values(), default=0)
+        with pytest.raises(CapacityError, match=rf"^the device cache has no space for {limit + 1} more pages; "):
+            tiers.top.bring(Pages.grid(np.array([0]), np.arange(10, 11 + limit)))
 
 
 def test_a_request_beyond_the_pool_evicts_little(tmp_path: Path) -> None:
@@ -614,51 +400,6 @@ def test_a_request_beyond_the_pool_evicts_little(tmp_path: Path) -> None:
     misses = branch.top.traffic.misses
     branch.rounds(0, wanted(branch, 0, *range(40)))
     assert branch.top.traffic.misses == misses + 24
-
-
-def test_shrinking_starts_over_over_the_same_file(tmp_path: Path) -> None:
-    """With fewer slots, beside larger buffers; what was counted stays counted."""
-    branch = branch_of(tmp_path, "device, host, file", 9, limit=12, below=4)
-    branch.tiers.write_down()
-    branch.rounds(1, wanted(branch, 1, 3, 4))
-    before, layout = traffic(branch), branch.layout
-    fewer = 2 * layout.chunk_size
-    branch.tiers.shrink(layout.recent_tokens + fewer)
-    assert branch.top.limit == 12 - fewer * layout.token_bytes // layout.page_bytes
-    assert traffic(branch) == before
-    assert not branch.held(1).any()
-    branch.everything()
-    branch.rounds(0, wanted(branch, 0, *range(9)))
-    with pytest.raises(CapacityError, match="too small for blocks"):
-        branch.tiers.shrink(layout.recent_tokens + 100 * layout.chunk_size)
-    branch.everything()
-
-
-def test_pinned_chunks_stay(tmp_path: Path) -> None:
-    """In a stack from the start, in a fork once they were asked for."""
-    branch = branch_of(tmp_path, "memory, file", 9, limit=4, pinned=1)  # two for sinks, two for others
-    fork = branch.fork()
-    for layer in range(N_LAYERS):
-        fork.rounds(layer, wanted(fork, layer, 0))
-    for each in (branch, fork):
-        for chunk in range(9):
-            each.rounds(1, wanted(each, 1, chunk))
-            assert each.held(0)[:, 0].all()
-            assert each.held(1)[:, 0].all()
-        each.rounds(0, wanted(each, 0, *range(9)))
-
-
-def test_single_tokens_come_without_their_chunk(tmp_path: Path) -> None:
-    branch = branch_of(tmp_path, "memory, file", 9, limit=4)
-    before = branch.held(0)
-    disk, row = disk_of(branch.tiers), branch.layout.format.row_bytes
-    out = disk.bytes_out
-    branch.tokens(0, np.array([0, 4, 8, 12]))
-    assert np.array_equal(branch.held(0), before)
-    assert disk.bytes_out == out + 4 * row
-    branch.tokens(0, np.array([0, 5, 7, 8, 10]))  # chunks 1 and 2 come whole
-    assert np.flatnonzero(branch.held(0)).tolist() == [1, 2]
-    assert disk.bytes_out == out + 5 * row + 2 * branch.layout.page_bytes
 
 
 def test_without_a_file_what_does_not_fit_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
@@ -708,9 +449,9 @@ def test_pages_leave_a_device_without_a_copy(kv_dtype: str, monkeypatch: pytest.
             branch.add(layer, chunks_of(3, seed + 10 * layer))
             branch.rounds(layer, wanted(branch, layer, 0, seed))
     device, host = branch.tiers.pools
-    assert (host.group >= 0).sum() == 6 * 3 * N_LAYERS * N_HEADS
-    assert host.traffic.bytes_in == (host.group >= 0).sum() * host.page_bytes
-    assert device.below.holds(Pages(device.group, device.chunk)).all()
+    assert (host.slots.group >= 0).sum() == 6 * 3 * N_LAYERS * N_HEADS
+    assert host.traffic.bytes_in == (host.slots.group >= 0).sum() * host.format.page_bytes
+    assert device.below.holds(Pages(device.slots.group, device.slots.chunk)).all()
     branch.everything()
 
 
@@ -722,32 +463,12 @@ def test_the_host_takes_slabs_and_copies_nothing_when_it_grows(monkeypatch: pyte
     firsts = []
     for seed in range(9):
         branch.add(seed % N_LAYERS, chunks_of(2, seed))
-        held = host._slots.slabs
+        held = host.slots.slabs
         firsts = [*firsts, *held[len(firsts) :]]
         assert all(x is y for x, y in zip(held, firsts, strict=True))
-        assert host.n_bytes == len(held) * 512 == branch.layout.slab_bytes_for((seed + 1) * 2 * N_HEADS)
+        assert host.n_bytes == len(held) * 512 == host.bytes_for(branch.layout, (seed + 1) * 2 * N_HEADS)
     assert host.n_slots == len(firsts) * 8
     branch.everything()
-
-
-@pytest.mark.parametrize("tiers", TIERS)
-def test_pools_that_grew_in_inference_mode_are_used_outside_it(tmp_path: Path, tiers: str) -> None:
-    """A context is opened outside it, generates in it, and is forked, saved and taken back outside it."""
-    limit = UNBOUNDED if tiers == "memory" else 5
-    branch = branch_of(tmp_path, tiers, 2, limit=limit, below=4 if "file" in tiers else UNBOUNDED)
-    with torch.inference_mode():
-        for seed in range(9):
-            branch.add(seed % N_LAYERS, chunks_of(3, seed))
-        branch.rounds(0, wanted(branch, 0, 1, 3, 7))
-        branch.prefetch(0)
-    branch.rounds(0, wanted(branch, 0, 2, 4, 8))
-    branch.prefetch(0)
-    branch.add(1, chunks_of(2, 20))
-    fork = branch.fork()
-    for each in (branch, fork):
-        each.everything()
-        each.add(0, chunks_of(2, 21))
-        each.rounds(0, wanted(each, 0, 0, 5, 9))
 
 
 def test_a_fork_above_a_file_that_takes_no_pages_gets_copies_of_what_is_new(tmp_path: Path) -> None:
@@ -769,7 +490,7 @@ def test_a_fork_above_a_file_that_takes_no_pages_gets_copies_of_what_is_new(tmp_
 
 def test_a_page_table_on_the_device_is_that_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     layout, mover, random = layout_of(), Late(), np.random.default_rng(0)
-    table, uploads = PageTable(layout, mover), []
+    table, uploads = PageIndex(layout, mover), []
     monkeypatch.setattr(Late, "upload", lambda self, x: uploads.append(x.numel()) or x)
     for step in range(60):
         for _ in range(int(random.integers(0, 4)) if step % 20 else 100):
@@ -781,16 +502,9 @@ def test_a_page_table_on_the_device_is_that_on_the_host(monkeypatch: pytest.Monk
     n_uploads = len(uploads)
     table.on_device(slice(0, 2), 100)
     assert len(uploads) == n_uploads, "nothing has changed"
-    table[at((1, 5), (1, 6))] = 7
+    table[Pages(np.array([1, 1]), np.array([5, 6]))] = 7
     table.on_device(slice(0, 2), 100)
     assert uploads[n_uploads:] == [4]
-
-
-def test_without_a_device_a_page_table_is_not_copied() -> None:
-    table = PageTable(layout_of(), Mover())
-    table[at((1, 5))] = 7
-    assert table.on_device(slice(1, 2), 6).tolist() == [[-1, -1, -1, -1, -1, 7]]
-    assert np.shares_memory(table.on_device(slice(0, 4), 6).numpy(), table._numbers)
 
 
 # A disk that refuses the k-th request and those after it until it works again, for every k.
@@ -871,7 +585,7 @@ def test_a_cache_survives_any_refusal(tmp_path: Path, monkeypatch: pytest.Monkey
 # Ctrl-C
 
 
-FILES = ("tiers.py", "pool.py", "disk.py", "tier.py", "movers.py", "pages.py", "slots.py", "fetching.py")
+FILES = ("tiers.py", "pool.py", "disk.py", "tier.py", "movers.py")
 
 
 def check_interruptions(
@@ -933,15 +647,66 @@ def test_an_interruption_at_any_bytecode_leaves_tiers_that_can_be_used(
     check_interruptions(tiers, 1, tmp_path, monkeypatch)
 
 
-def test_pages_that_are_added_again_replace_the_old_ones(tmp_path: Path) -> None:
-    """As after a truncation: in the pool, in the file, and when they leave the pool."""
-    layout = tiers_of("memory, file", limit=6)
-    tiers = stack(layout, file_for("memory, file", layout, tmp_path))
-    old, new = torch.randn(2, N_HEADS, 9 * SIZE, DIM)
-    tiers.add(0, 0, old, -old)
-    tiers.write_down()
-    tiers.add(0, 4, new[:, 4 * SIZE :], -new[:, 4 * SIZE :])
-    for _ in range(2):
-        assert torch.equal(tiers.chunks(0, 0, 9)[0], torch.cat((old[:, : 4 * SIZE], new[:, 4 * SIZE :]), dim=1))
-        for chunk in range(4):
-            tiers.top.bring(Pages.grid(tiers.groups(0), np.array([chunk])))
+class Shelf(Tier):
+    """A tier of one class: pages in a list."""
+
+    name = "shelf"
+
+    def __init__(self, layout: CacheLayout, below: Tier) -> None:
+        super().__init__(layout, below)
+        self.pages: list[tuple[Tensor, ...]] = []
+
+    @classmethod
+    def limit(cls, layout: CacheLayout) -> int:
+        return UNBOUNDED
+
+    @property
+    def n_bytes(self) -> int:
+        return len(self.pages) * self.format.page_bytes
+
+    def take(self, place: Numbers) -> tuple[Tensor, ...]:
+        return tuple(torch.stack(parts) for parts in zip(*(self.pages[i] for i in place), strict=True))
+
+    def take_rows(self, place: Numbers, offsets: Numbers) -> Tensor:
+        return self.format.tokens(self.take(place), torch.arange(len(place)), torch.from_numpy(offsets))
+
+    def write(self, pages: Pages, *parts: Tensor) -> None:
+        self.index[pages] = len(self.pages) + np.arange(len(pages.group))
+        self.pages += [tuple(x.clone() for x in page) for page in zip(*parts, strict=True)]
+
+
+def test_a_tier_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layout, chain and counts read what they need of it."""
+    for module in ("layout", "kv"):
+        monkeypatch.setattr(f"lce.cache.{module}.kinds", lambda: (Shelf,))
+    plain = layout_of(pinned=1)
+    layout = replace(plain, budgets=Budgets(host=plain.least_budget + 3 * plain.page_bytes))
+    cache, k = KVCache.empty(layout, 80), torch.randn(N_LAYERS, N_HEADS, 80, DIM)
+    for layer in cache.layers:
+        layer.write(k[layer.index], -k[layer.index])
+    cache.commit()
+    cache.reserve(81)
+    for layer in cache.layers:
+        layer.retire()
+        assert torch.equal(layer.span(0, 80)[0], k[layer.index])
+        assert torch.equal(layer.tokens(torch.arange(0, 80, 3))[1], -k[layer.index][:, ::3])
+    assert [tier.name for tier in cache.tiers] == ["device", "shelf"]
+    assert 0 < cache.bytes_by_tier["shelf"] <= layout.needs(80)["shelf"] == 80 * layout.token_bytes
+    assert cache.traffic.keys() == {"device", "shelf"}
+
+
+def test_an_interruption_at_any_bytecode_loses_no_work_of_a_fetch() -> None:
+    """The thread does it or the caller, who comes back for it."""
+
+    def use(fetch: Fetch) -> None:
+        fetch.begin()
+        fetch.finish()
+
+    for place, nth in places(lambda: use(Fetch(lambda: None)), 1, "Fetch."):
+        done: list[str] = []
+        fetch = Fetch(lambda done=done: done.append(threading.current_thread().name))  # type: ignore[misc]
+        interrupted(lambda fetch=fetch: use(fetch), place, nth)  # type: ignore[misc]
+        fetch.finish()
+        assert done
+        assert len({name for name in done if name.startswith("lce-fetch")}) <= 1
+        assert fetch.error is None

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import lce
-from lce.cache.layer import Opened, Tiered, Whole
 from lce.engine.devices import counts_of, devices_of
 from lce.errors import CapacityError, UsageError
 from lce.terminal.figures import plan_lines
@@ -106,7 +105,7 @@ def test_contexts_move_between_one_device_and_two(two: Gpus, models: dict[str, P
         path = tmp_path / f"{writes}{reads}.lce"
         engines[writes].prefill(ids).save(path)
         context = engines[reads].open_context(path)
-        assert isinstance(context.cache.residency, Opened)
+        assert context.cache.in_file
         fork = context.fork()
         assert engines[reads].generate(more, context=context, max_tokens=3).token_ids == wanted
         assert engines[reads].generate(more, context=fork, max_tokens=3).token_ids == wanted
@@ -135,11 +134,11 @@ def test_each_device_has_tiers_of_its_own(
         budgets = budgets | {"spill_dir": tmp_path / "spill"}
     engine = lce.load(models["llama"], **options, device=BOTH, **budgets)
     context = engine.prefill(ids)
-    assert all(isinstance(residency, Tiered) for residency in context.cache.residencies)
+    assert context.cache.growing
     assert context.logits is not None
     assert whole.logits is not None
     assert torch.equal(context.logits.cpu(), whole.logits.cpu())
-    for (part, _, _), stack in zip(context.cache.by_device, context.cache.stacks, strict=True):
+    for part, stack in zip(context.cache.layout.by_device, context.cache.stacks, strict=True):
         assert stack.top.k.device == part.device
     assert {"cuda:0", "cuda:1"} < {*context.cache.traffic}
     path = tmp_path / "context.lce"
@@ -194,7 +193,7 @@ def test_engines_share_weights_where_they_are(two: Gpus, models: dict[str, Path]
     assert filled.is_cuda
     assert other.layout.borders == engine.layout.borders
     assert other.model is engine.model
-    assert isinstance(other.prefill(tokens(30)).cache.residency, Whole)
+    assert not other.prefill(tokens(30)).cache.stacks
     with pytest.raises(UsageError, match=r"on cuda:0,cuda:1; expected torch.float32 on cuda:0, as asked"):
         lce.load(models["llama"], device="cuda:0", sharing=engine)
 

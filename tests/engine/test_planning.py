@@ -11,9 +11,10 @@ import torch
 
 import lce
 from lce import system
+from lce.cache.disk import Disk
 from lce.cache.kv import KVCache
 from lce.cache.layout import AccessPattern, Budgets, CacheLayout
-from lce.cache.tiers import Disk, Pool
+from lce.cache.pool import Device
 from lce.engine.planning import Planner
 from lce.errors import CapacityError
 from lce.methods import Driver, LongHeads
@@ -78,14 +79,14 @@ def test_a_plan_promises_what_is_held_below(
     options["kv_host_budget"] = layout.least_budget + 5000
     cache = lce.load(tiny_model, method, **options).prefill(tokens(n)).cache
     tiers = lce.plan(tiny_model, method, tokens=n, **options).tiers
-    pool = sum(tier.n_bytes for tier in cache.tiers if isinstance(tier, Pool))
+    pool = sum(tier.n_bytes for tier in cache.tiers if isinstance(tier, Device))
     held, device = cache.bytes_by_tier, tiers["device"]
     assert device.keys_and_values == buffers(cache) + pool <= options["kv_host_budget"]
     taken = held["device"] + sum(tier.file.checks.n_bytes for tier in cache.tiers if isinstance(tier, Disk))
     assert taken <= device.keys_and_values + device.besides <= taken * 1.6 + 20_000
     assert held["disk"] <= tiers["disk"].needed <= held["disk"] + held["device"]
     if n == 900:
-        assert [type(tier) for tier in cache.tiers] == [Pool, Disk]
+        assert [type(tier) for tier in cache.tiers] == [Device, Disk]
         assert cache.bytes_reserved == tiers["disk"].needed, "it is reserved"
 
 
@@ -193,7 +194,7 @@ def test_a_token_costs_no_look(
 
 @pytest.fixture
 def _small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lce.cache.layout.SLAB", 16 * 1024)
+    monkeypatch.setattr("lce.cache.pool.SLAB", 16 * 1024)
 
 
 def on_a_gpu(free_bytes: dict[str, int | None], **budgets: Any) -> Planner:

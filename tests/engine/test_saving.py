@@ -22,9 +22,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lce
-from lce.cache.file_tensors import tensor_entries
-from lce.cache.manifest import FORMAT, KINDS, signed
-from lce.cache.tiers import Disk
+from lce.cache.disk import Disk
+from lce.cache.manifest import FORMAT, KINDS, signed, tensor_entries
 from lce.engine.saving import describe, text_hash
 from lce.errors import CapacityError, DataError, UsageError
 from lce.methods import LongHeads

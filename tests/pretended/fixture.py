@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from lce.cache import fetching
+from lce.cache import pool
 from lce.kernels.cuda import launching
 from tests.pretended.device import Gpus
 from tests.pretended.fakes import patch_everything
@@ -30,12 +30,12 @@ def pretended_gpus(
         patch.setattr(launching, "installed", lambda: triton)
         patch.setattr(launching, "missing", lambda: None if triton else "Triton")
         torch._C._set_only_lift_cpu_tensors(True)
-        fetching._thread.cache_clear()  # a thread keeps the GPUs with which it began
+        pool._thread.cache_clear()  # a thread keeps the GPUs with which it began
         try:
             with Mode(gpus):
                 yield gpus
         finally:
-            fetching._thread().shutdown()
-            fetching._thread.cache_clear()
+            pool._thread().shutdown()
+            pool._thread.cache_clear()
             torch._C._set_only_lift_cpu_tensors(before)
     assert not gpus.faults, gpus.faults

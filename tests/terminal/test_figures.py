@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from lce.cache.tiers import Traffic
+from lce.cache.tier import Traffic
 from lce.calibrate import Recall
 from lce.engine.answer import Stats
 from lce.engine.planning import Need, Plan
