@@ -33,14 +33,14 @@ class Disk(Tier):
         return None if layout.budgets.spill_dir is None else UNBOUNDED
 
     @classmethod
-    def place(cls, layout: CacheLayout) -> Path:
+    def location(cls, layout: CacheLayout) -> Path:
         assert layout.budgets.spill_dir is not None
         return layout.budgets.spill_dir
 
     @classmethod
     def build(cls, layout: CacheLayout, below: Tier, n_tokens: int = 0) -> Disk:
         """Return a tier over a spill file, with disk space for `n_tokens` tokens reserved."""
-        file = SpillFile(cls.place(layout), layout.format)
+        file = SpillFile(cls.location(layout), layout.format)
         file.reserve(layout.needs(n_tokens)[DISK] // file.row_bytes)
         return cls(layout, below, file)
 

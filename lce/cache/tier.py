@@ -143,7 +143,7 @@ class Tier(ABC):
         return n_pages * layout.format.page_bytes
 
     @classmethod
-    def place(cls, layout: CacheLayout) -> torch.device | Path:
+    def location(cls, layout: CacheLayout) -> torch.device | Path:
         """Return the device or the folder that has the pages."""
         return torch.device("cpu")
 

@@ -222,7 +222,7 @@ def available(layout: CacheLayout, taken: Mapping[str, int]) -> dict[str, int | 
 def _places(layout: CacheLayout) -> dict[str, torch.device | Path]:
     """Return the device or the folder of each tier."""
     places: dict[str, torch.device | Path] = {part.device_tier: part.device for part in layout.by_device}
-    return places | {tier.name: tier.place(layout) for tier in layout.lower}
+    return places | {tier.name: tier.location(layout) for tier in layout.lower}
 
 
 class Allowance:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from lce.cache.context_file import Draft, Snapshot, open_snapshot, restored, row_entries, write_rows
@@ -182,15 +182,6 @@ def test_a_restored_cache_goes_on_like_the_original(
     check(again(path, layout, n), n)
 
 
-def test_opening_reads_no_more_than_the_recent_tokens(tmp_path: Path) -> None:
-    """Those since the last complete chunk that local attention does not reach."""
-    snapshot = opened(saved(cache_of(N), tmp_path / "c.lce"))
-    assert snapshot.rows.bytes_read == 0
-    cache = restored(LAYOUT, snapshot.rows, N, snapshot.small, own=False)
-    assert snapshot.rows.bytes_read == 3 * (N - 64) * LAYOUT.format.row_bytes
-    assert [layer.buffer.first for layer in cache.layers] == [64, 64, 64]
-
-
 # A file that is the cache's own bottom tier
 
 
@@ -277,38 +268,6 @@ def test_a_disk_without_the_space_leaves_no_file(tmp_path: Path, monkeypatch: py
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_the_old_file_or_the_new_one_whatever_call_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The k-th call of any function of the system's that writes, for all k."""
-    old, new, path = cache_of(30), cache_of(N), tmp_path / "c.lce"
-    k, done = 0, False
-    while not done:
-        k, calls = k + 1, 0
-        saved(old, path)
-
-        def failing(real: Callable[..., object], k: int = k) -> Callable[..., object]:
-            def call(*args: object) -> object:
-                nonlocal calls
-                calls += 1
-                if calls == k:
-                    raise OSError(errno.EIO, "no")
-                return real(*args)
-
-            return call
-
-        with monkeypatch.context() as patch:
-            for name in ("pwrite", "fsync", "posix_fallocate", "ftruncate", "replace"):
-                patch.setattr(os, name, failing(getattr(os, name)))
-            try:
-                saved(new, path)
-                done = calls < k
-            except CapacityError:
-                path.with_name("c.lce.tmp").unlink(missing_ok=True)
-        n = opened(path).manifest.capacity
-        assert n in ({N} if done else {30, N})
-        check(again(path, n=n), n)
-    assert k > 10
-
-
 # What is refused
 
 
@@ -325,50 +284,6 @@ def test_rows_of_another_shape_are_refused(file: Path) -> None:
     for layout in others:
         with pytest.raises(DataError, match="its header contradicts its contents; prefill the text again"):
             opened(file, layout)
-
-
-def test_other_files_are_refused(file: Path, tmp_path: Path) -> None:
-    link, folder = tmp_path / "link.lce", tmp_path / "folder"
-    link.symlink_to(file)
-    folder.mkdir()
-    for path, words in (
-        (link, "is a symbolic link; expected a regular file"), (folder, "is a folder; expected a regular file"),
-        (tmp_path / "nowhere", "cannot read .*nowhere: No such file"),
-    ):  # fmt: skip
-        with pytest.raises(DataError, match=words):
-            opened(path)
-    tensors = {"x": torch.zeros(3)}
-    for metadata, words in (
-        (None, "is not a context; expected a file that"), ({"lce": "{"}, "is not a context"),
-        ({"lce": '["format"]'}, "is not a context"), ({"lce": '{"format": "lce context 9"}'}, "'lce context 9'; this"),
-        ({"lce": json.dumps(facts(LAYOUT, N))}, "contradicts its contents"),
-    ):  # fmt: skip
-        save_file(tensors, tmp_path / "other", metadata)
-        with pytest.raises(DataError, match=words):
-            opened(tmp_path / "other")
-
-
-def test_a_file_that_is_cut_short_is_refused(file: Path) -> None:
-    whole = file.read_bytes()
-    for n in (0, 7, 8, 100, LAYOUT.file(N).rows_start, len(whole) // 2, len(whole) - 1):
-        file.write_bytes(whole[:n])
-        with pytest.raises(DataError, match="it is damaged or incomplete: prefill the text again"):
-            opened(file)
-
-
-def test_an_altered_byte_is_found(file: Path) -> None:
-    """Behind the rows when the file is opened, in the rows and their checks when they are read."""
-    layout, whole = LAYOUT.file(N), file.read_bytes()
-    for place in range(layout.rows_start, len(whole), 97):
-        data = bytearray(whole)
-        data[place] ^= 1 << (place % 8)
-        file.write_bytes(data)
-        if place >= layout.small_start:
-            with pytest.raises(DataError, match="was altered since it was written; prefill the text again"):
-                opened(file)
-            continue
-        with pytest.raises(DataError, match="was altered since it was written"):
-            _ = [layer.span(0, N) for layer in again(file).layers]
 
 
 def test_a_digest_is_of_names_kinds_shapes_and_numbers() -> None:
