@@ -165,25 +165,23 @@ def open_snapshot(path: Path, layout: CacheLayout, identify: Callable[[Manifest]
     descriptor = Descriptor(open_regular(path, follow=False))
     try:
         header = headers.read_header(descriptor, path)
-        manifest = Manifest.of(header.manifest, path)
-        identify(manifest)
-        found = _rows_layout(path, layout, header, manifest)
-        entries = row_entries(found)
-        small = headers.read_small(descriptor, path, layout, header, manifest, check, entries, found.small_start)
-        return Snapshot(manifest, small, ContextRows(descriptor, named(path), found, writable=False))
+        identify(header.manifest)
+        found = _rows_layout(header, layout)
+        small = headers.read_small(header, layout, check, row_entries(found), found.small_start)
+        return Snapshot(header.manifest, small, ContextRows(descriptor, named(path), found, writable=False))
     except BaseException:
         descriptor.close()
         raise
 
 
-def _rows_layout(path: Path, layout: CacheLayout, header: Header, manifest: Manifest) -> FileLayout:
+def _rows_layout(header: Header, layout: CacheLayout) -> FileLayout:
     """Return the rows' offsets. Raises `DataError` unless header and file size agree with `layout`."""
-    found = layout.file(manifest.capacity)
-    same_pages = manifest.pages == headers.page_facts(layout) and header.start == found.rows_start
+    found = layout.file(header.manifest.capacity)
+    same_pages = header.manifest.pages == headers.page_facts(layout) and header.start == found.rows_start
     if not same_pages or any(header.entries.get(name) != entry for name, entry in row_entries(found).items()):
-        raise contradiction(path)
+        raise contradiction(header.path)
     if found.small_start > header.file_bytes:
-        raise DataError(f"{named(path)}: the file is cut short; it is damaged or incomplete: {REMEDY}")
+        raise DataError(f"{named(header.path)}: the file is cut short; it is damaged or incomplete: {REMEDY}")
     return found
 
 

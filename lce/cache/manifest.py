@@ -68,10 +68,12 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Header:
-    """A file's header: unchecked `entries` of tensors by name; the data begin at byte `start` of `file_bytes`."""
+    """The header of an open file: unchecked `entries` of tensors; the data begin at byte `start` of `file_bytes`."""
 
+    descriptor: int
+    path: Path
     entries: Mapping[str, Any]
-    manifest: Mapping[str, Any]
+    manifest: Manifest
     start: int
     file_bytes: int
 
@@ -123,7 +125,7 @@ def read_header(descriptor: int, path: Path) -> Header:
     if manifest["format"] != FORMAT:
         found = shown(manifest["format"], 40)
         raise DataError(f"{named(path)} has the format {found}; this lce reads {FORMAT!r}; {REMEDY}")
-    return Header(entries, manifest, 8 + length, file_bytes)
+    return Header(descriptor, path, entries, Manifest.of(manifest, path), 8 + length, file_bytes)
 
 
 def strict_object(raw: bytes) -> dict[str, Any]:
@@ -178,55 +180,45 @@ def tensor_entries(tensors: Mapping[str, Tensor], start: int = 0) -> dict[str, d
 
 
 def read_small(
-    descriptor: int,
-    path: Path,
-    layout: CacheLayout,
-    header: Header,
-    manifest: Manifest,
-    check: Check,
-    rows: Mapping[str, Any] = {},
-    start: int | None = None,
+    header: Header, layout: CacheLayout, check: Check, rows: Mapping[str, Any] = {}, start: int | None = None
 ) -> dict[str, Tensor]:
     """Check, then read, all tensors of a file but `rows`, which end at byte `start`; None: where the data begin.
 
     `check` raises `DataError` for wrong tensors that are not the method's state, and removes those from the mapping.
-
-    Raises `DataError` for a file that is no context of this layout, and for an altered one; and `CapacityError`, before
-    reading, if memory cannot hold the tensors.
+    Raises `DataError` for a file that is no context of this layout, and for an altered one.
     """
+    manifest, path = header.manifest, header.path
     if manifest.pages != page_facts(layout):
         raise contradiction(path)
-    tensors = tensors_of(header, header.start if start is None else start, rows, path)
+    tensors = tensors_of(header, header.start if start is None else start, rows)
     state = dict(tensors)
     check(manifest, state)
     check_state(layout, manifest.read, state, path)
-    found = read_tensors(descriptor, path, tensors, manifest.raw)
+    found = read_tensors(header, tensors)
     check_numbers(layout, manifest.read, found, path)
     return found
 
 
-def read_tensors(
-    descriptor: int, path: Path, tensors: Mapping[str, FileTensor], manifest: Mapping[str, Any]
-) -> dict[str, Tensor]:
+def read_tensors(header: Header, tensors: Mapping[str, FileTensor]) -> dict[str, Tensor]:
     """Read the small tensors, and check the manifest's digest. Raises `CapacityError` before reading too many bytes."""
     needed, free = sum(x.n_bytes for x in tensors.values()), free_memory(torch.device("cpu"))
     if free is not None and needed > free:
         raise CapacityError(
-            f"{named(path)} needs {size_text(needed)} of memory to be opened, and {size_text(free)} is available; "
-            "free some memory"
+            f"{named(header.path)} needs {size_text(needed)} of memory to be opened, and {size_text(free)} is "
+            "available; free some memory"
         )
     found = {}
     for name, x in tensors.items():
-        data = _read(descriptor, x.n_bytes, x.start, path)
-        found[name] = (
-            torch.frombuffer(data, dtype=x.dtype).view(x.shape) if data else torch.empty(x.shape, dtype=x.dtype)
-        )
-    if manifest.get("digest") != digest(found, {key: value for key, value in manifest.items() if key != "digest"}):
-        raise DataError(f"{named(path)} was altered since it was written; {REMEDY}")
+        data = _read(header.descriptor, x.n_bytes, x.start, header.path)
+        read = torch.frombuffer(data, dtype=x.dtype) if data else torch.empty(0, dtype=x.dtype)
+        found[name] = read.view(x.shape)
+    signed = dict(header.manifest.raw)
+    if signed.pop("digest", None) != digest(found, signed):
+        raise DataError(f"{named(header.path)} was altered since it was written; {REMEDY}")
     return found
 
 
-def tensors_of(header: Header, start: int, rows: Mapping[str, Any], path: Path) -> dict[str, FileTensor]:
+def tensors_of(header: Header, start: int, rows: Mapping[str, Any]) -> dict[str, FileTensor]:
     """Return a header's tensors but `rows`. Raises `DataError` unless they fill the file from byte `start` on."""
     found, at = {}, start
     for name, entry in sorted(header.entries.items()):
@@ -234,11 +226,11 @@ def tensors_of(header: Header, start: int, rows: Mapping[str, Any], path: Path) 
             continue
         small = _small(entry, header.start)
         if small is None or small.start != at:
-            raise contradiction(path)
+            raise contradiction(header.path)
         found[name], at = small, small.stop
     if at != header.file_bytes:
         fault = "is cut short" if at > header.file_bytes else "has bytes that belong to nothing"
-        raise DataError(f"{named(path)}: the file {fault}; it is damaged or incomplete: {REMEDY}")
+        raise DataError(f"{named(header.path)}: the file {fault}; it is damaged or incomplete: {REMEDY}")
     return found
 
 

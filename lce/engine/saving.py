@@ -144,7 +144,7 @@ def describe(path: str | Path) -> ContextInfo:
         header = read_header(descriptor, file)
     finally:
         os.close(descriptor)
-    manifest = Manifest.of(header.manifest, file)
+    manifest = header.manifest
     facts: Any = manifest.identity
     rope, tokens = facts.get("rope"), header.entries.get("tokens")
     scaling: Any = rope if isinstance(rope, dict) else {}
@@ -331,10 +331,9 @@ def _read_state(path: Path, layout: FileLayout, identity: Identity, remedy: str)
     descriptor = open_regular(path, follow=False)
     try:
         header = read_header(descriptor, path)
-        manifest = Manifest.of(header.manifest, path)
-        identity.check(path, manifest.identity, remedy)
+        identity.check(path, header.manifest.identity, remedy)
         check = partial(check_texts, path, identity.vocab_size, own=True)
-        return manifest, read_small(descriptor, path, layout.cache, header, manifest, check)
+        return header.manifest, read_small(header, layout.cache, check)
     except DataError as error:
         text = str(error)
         raise DataError(text if remedy in text else f"{text.removesuffix(REMEDY)}{remedy}") from None

@@ -25,9 +25,9 @@ from lce.cache.manifest import (
     Manifest,
     check_numbers,
     check_state,
-    digest,
     read_header,
     read_tensors,
+    signed,
     tensor_entries,
     tensors_of,
 )
@@ -56,7 +56,7 @@ def with_manifest(text: str) -> str:
 
 def test_a_header_is_read(tmp_path: Path) -> None:
     header = header_of(tmp_path / "file", with_manifest(json.dumps(GOOD)), padding=5)
-    assert (header.manifest, header.entries) == (GOOD, {"tokens": 3})
+    assert (header.manifest.raw, header.entries) == (GOOD, {"tokens": 3})
     assert header.start + 5 == header.file_bytes == (tmp_path / "file").stat().st_size
 
 
@@ -224,7 +224,7 @@ def test_half_a_state_is_refused() -> None:
 
 
 def header_with(entries: Mapping[str, Any], file_bytes: int, start: int = 16) -> Header:
-    return Header(entries, {}, start, file_bytes)
+    return Header(0, PATH, entries, Manifest.of(GOOD, PATH), start, file_bytes)
 
 
 @given(sizes=st.lists(st.integers(0, 5), max_size=5), before=st.integers(0, 40))
@@ -234,13 +234,13 @@ def test_entries_are_read_as_they_were_written(sizes: list[int], before: int) ->
     }
     n_bytes = sum(x.nbytes for x in tensors.values())
     entries, start = tensor_entries(tensors, before), 16 + before
-    found = tensors_of(header_with(entries, start + n_bytes), start, {}, PATH)
+    found = tensors_of(header_with(entries, start + n_bytes), start, {})
     assert {name: (x.dtype, x.shape, x.n_bytes) for name, x in found.items()} == {
         name: (x.dtype, tuple(x.shape), x.nbytes) for name, x in tensors.items()
     }
     for wrong in (-1, 1):
         with pytest.raises(DataError, match="it is damaged or incomplete: prefill the text again"):
-            tensors_of(header_with(entries, start + n_bytes + wrong), start, {}, PATH)
+            tensors_of(header_with(entries, start + n_bytes + wrong), start, {})
 
 
 ODD = [None, 3, -1, "", "F33", [], {}, [1], [-1], [2**62], [2**17] * 3, [1.0], [True], [[1]], [1] * 99, {"a": 1}]
@@ -252,29 +252,27 @@ def test_an_entry_that_is_none_is_refused(value: object) -> None:
     others = [value, *({**entry, key: value} for key in entry), {**entry, "more": value}]
     for other in others:
         with pytest.raises(DataError, match="contradicts its contents"):
-            tensors_of(header_with({"x": other}, 32), 16, {}, PATH)
+            tensors_of(header_with({"x": other}, 32), 16, {})
 
 
 def test_what_is_read_is_what_was_signed(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(torch.arange(4.0).numpy().tobytes())
-    tensors, manifest = {"x": FileTensor(torch.float32, (2, 2), 0, 16)}, {"a": 1}
-    signed = manifest | {"digest": digest({"x": torch.arange(4.0).view(2, 2)}, manifest)}
-    descriptor = os.open(tmp_path / "file", os.O_RDONLY)
-    assert torch.equal(read_tensors(descriptor, PATH, tensors, signed)["x"], torch.arange(4.0).view(2, 2))
-    for other in (signed | {"a": 2}, manifest, signed | {"digest": None}):
-        with pytest.raises(DataError, match="was altered since it was written"):
-            read_tensors(descriptor, PATH, tensors, other)
-    with pytest.raises(DataError, match="was cut short since it was opened"):
-        read_tensors(descriptor, PATH, {"x": FileTensor(torch.float32, (5,), 0, 20)}, signed)
-    os.close(descriptor)
+    tensors, truth = {"x": FileTensor(torch.float32, (2, 2), 0, 16)}, torch.arange(4.0).view(2, 2)
+    made = json.loads(signed(GOOD, {"x": truth}))
+    with (tmp_path / "file").open("rb") as file:
+        header = replace(header_with({}, 16), descriptor=file.fileno(), manifest=Manifest.of(made, PATH))
+        assert torch.equal(read_tensors(header, tensors)["x"], truth)
+        for other in (made | {"text": "a"}, GOOD, made | {"digest": None}):
+            with pytest.raises(DataError, match="was altered since it was written"):
+                read_tensors(replace(header, manifest=Manifest.of(other, PATH)), tensors)
+        with pytest.raises(DataError, match="was cut short since it was opened"):
+            read_tensors(header, {"x": FileTensor(torch.float32, (5,), 0, 20)})
 
 
 def test_what_memory_cannot_hold_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "free_memory", lambda device: 1 << 20)
-    with (tmp_path / "file").open("wb") as file:
-        file.truncate(1 << 33)
-    with (tmp_path / "file").open("rb") as file, pytest.raises(CapacityError, match=r"needs 8\.0 GiB of memory"):
-        read_tensors(file.fileno(), PATH, {"x": FileTensor(torch.float32, (1 << 31,), 0, 1 << 33)}, {})
+    with pytest.raises(CapacityError, match=r"needs 8\.0 GiB of memory"):
+        read_tensors(header_with({}, 1 << 33), {"x": FileTensor(torch.float32, (1 << 31,), 0, 1 << 33)})
 
 
 @pytest.mark.parametrize("n", [1, 6, 7, 8, 16])
