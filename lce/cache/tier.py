@@ -216,6 +216,7 @@ class Nowhere(Tier):
     """The end of the chain, without pages."""
 
     name = ""
+    format = KVFormat(0, 0, 0, torch.float32)
     writable = False
     n_bytes = 0
 
