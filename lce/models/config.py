@@ -227,7 +227,7 @@ class ModelConfig:
     def identity(self, fingerprint: str) -> str:
         """Return a SHA-256 of the weights' fingerprint and of every number here that changes what the model computes.
 
-        It ties contexts to the model. The same weights under another `norm_eps` or RoPE base give other keys.
+        The hash ties contexts to the model. The same weights under another `norm_eps` or RoPE base give other keys.
         """
         same = replace(self, dtype=None, bos_id=None, eos_ids=(), weight_prefix="", unused=(), published={})
         return hashlib.sha256(f"{fingerprint} {same!r}".encode()).hexdigest()

@@ -51,13 +51,16 @@ class ChatText:
 
 
 def render_chat(
-    template: str, messages: Sequence[Mapping[str, str]], *, bos_token: str, eos_token: str,
-    add_generation_prompt: bool = True, controls: Iterable[str] = (),
-) -> ChatText:  # fmt: skip
+    template: str,
+    messages: Sequence[Mapping[str, str]],
+    special: Mapping[str, str | bool],
+    controls: Iterable[str] = (),
+) -> ChatText:
     """Render `messages` by `template`, BOS included; the text is cut wherever a message has one of `controls`.
 
-    Raises DataError for messages that are not a list of {"role": str, "content": str} or that the template refuses with
-    `raise_exception`, and ModelError for a template that is broken or exceeds its bounds.
+    `special` has `bos_token`, `eos_token`, `add_generation_prompt`. Raises DataError for messages that are not a list
+    of {"role": str, "content": str} or that the template refuses with `raise_exception`, and ModelError for a template
+    that is broken or exceeds its bounds.
     """
     conversation = _checked(messages)
     texts = [text for message in conversation for text in message.values()]
@@ -65,9 +68,8 @@ def render_chat(
     if cut is None:
         raise DataError("the messages hold all of U+FDD0 to U+FDEF, which are no characters; expected Unicode text")
     conversation = [{key: _split(text, controls, cut) for key, text in message.items()} for message in conversation]
-    special = {"bos_token": bos_token, "eos_token": eos_token, "add_generation_prompt": add_generation_prompt}
-    variables = {"messages": conversation, **special, "tools": None, "documents": None}
-    parts = _rendered(template, variables, sum(map(len, texts))).split(cut)
+    given = {"messages": conversation, **special, "tools": None, "documents": None}
+    parts = _rendered(template, given, sum(map(len, texts))).split(cut)
     return ChatText("".join(parts), tuple(accumulate(map(len, parts[:-1]))))
 
 

@@ -194,10 +194,9 @@ class Tokenizer:
 
     def render_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> ChatText:
         """Return the text of `chat`, cut where a message has the text of a control token."""
-        return render_chat(
-            self.require_chat(), messages, bos_token=self.bos_token or "", eos_token=self.eos_token or "",
-            add_generation_prompt=add_generation_prompt, controls=self._controls,
-        )  # fmt: skip
+        special = {"bos_token": self.bos_token or "", "eos_token": self.eos_token or ""}
+        given: dict[str, str | bool] = {**special, "add_generation_prompt": add_generation_prompt}
+        return render_chat(self.require_chat(), messages, given, self._controls)
 
     def require_chat(self) -> str:
         """Return the chat template. Raises ModelError if the model has none."""

@@ -12,13 +12,12 @@ import hashlib
 import json
 import math
 import os
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -26,28 +25,14 @@ from torch import Tensor
 
 from lce import system
 from lce.errors import CapacityError, ModelError, shown
-from lce.files import named, open_regular, read_file
+from lce.files import named, open_regular
 from lce.sizes import size_text
 from lce.weights.manifest import METADATA, Manifest
 from lce.weights.packed import ROW_BLOCK, PackedMatrix, Scheme, Stacked
-from lce.weights.safetensors_file import (
-    DTYPES,
-    LARGEST_HEADER,
-    MOST_TENSORS,
-    Damaged,
-    TensorInfo,
-    allocate,
-    fill,
-    parse_object,
-    pread,
-    read_header,
-    stamp_of,
-)
+from lce.weights.safetensors_file import DTYPES, TensorInfo, allocate, few, fill, pread, read_folder, stamp_of
 
 _CPU = torch.device("cpu")
-_MOST_SHARDS = 4096
 _SAMPLE = 4096  # bytes of each tensor's beginning, middle and end in the fingerprint
-_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".npz", ".h5", ".msgpack")
 
 
 @dataclass
@@ -105,21 +90,10 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """Find the weights and check every header. Raises ModelError if they are missing, damaged or not safetensors.
-
-        As in transformers, `model.safetensors` comes first, then `model.safetensors.index.json` with its shards, then a
-        single other `*.safetensors`; `model*` comes before Mistral's own `consolidated*`, which has other names.
-        """
-        folder = Path(folder)
-        if not os.path.isdir(folder):
-            raise ModelError(f"{named(folder)} is not a folder; expected a checkpoint's folder; check the path")
-        whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-        if not os.path.lexists(whole) and os.path.lexists(index):
-            return cls(folder, *_sharded(folder, index))
-        file = whole if os.path.lexists(whole) else _only_file(folder)
-        tensors, metadata, stamp = read_header(file)
-        manifest = Manifest.read(metadata[METADATA], file, tensors) if METADATA in metadata else None
-        return cls(folder, tensors, {file: stamp}, manifest)
+        """Find the weights and check every header. Raises ModelError for weights that are missing or damaged."""
+        tensors, stamps, metadata = read_folder(Path(folder))
+        manifest = Manifest.read(metadata[METADATA], next(iter(stamps)), tensors) if METADATA in metadata else None
+        return cls(Path(folder), tensors, stamps, manifest)
 
     def load(
         self, wanted: Mapping[str, tuple[str, tuple[int, ...]]], *, dtype: torch.dtype | None,
@@ -286,7 +260,7 @@ class Checkpoint:
         extra = [name for name in published if name not in wanted]
         faults["unexpected"] = [name for name in extra if not any(fnmatchcase(name, pattern) for pattern in ignore)]
         if any(faults.values()):
-            text = " and ".join(f"{len(names)} {fault} ({_few(names)})" for fault, names in faults.items() if names)
+            text = " and ".join(f"{len(names)} {fault} ({few(names)})" for fault, names in faults.items() if names)
             remedy = "check that config.json belongs to these weights, or download the checkpoint again"
             raise ModelError(f"{where}: tensors {text}; {remedy}")
         shapes = [
@@ -295,68 +269,10 @@ class Checkpoint:
             if published[name] != tuple(shape)
         ]
         if shapes:
-            few = _few(shapes, quoted=False)
-            raise ModelError(f"{where}: wrong shapes: {few}; check that config.json belongs to these weights")
+            wrong = few(shapes, quoted=False)
+            raise ModelError(f"{where}: wrong shapes: {wrong}; check that config.json belongs to these weights")
         infos = {name: self.tensors[name] for name in sorted(wanted) if name in self.tensors}
         unread = [f"{name} ({info.dtype})" for name, info in infos.items() if info.dtype not in DTYPES]
         if unread:
             expected = f"expected weights in {', '.join(DTYPES)}"
-            raise ModelError(f"{where}: {expected}, got {_few(unread)}; use an unquantized checkpoint")
-
-
-def _few(names: Sequence[str], quoted: bool = True) -> str:
-    first = ", ".join(shown(name) if quoted else name for name in names[:3])
-    return first + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _only_file(folder: Path) -> Path:
-    """Return the one safetensors file of a folder that has neither of the usual names."""
-    where = named(folder)
-    try:
-        names = sorted(os.listdir(folder))
-    except OSError as error:
-        raise ModelError(f"{where} cannot be read ({error.strerror}); check its permissions") from None
-    found = [name for name in names if name.endswith(".safetensors")]
-    own = [name for name in found if not name.startswith(("consolidated", "adapter"))]
-    best = [name for name in own if name.startswith("model")] or own or found
-    if len(best) == 1 and not re.search(r"-\d+-of-\d+\.", best[0]):
-        return folder / best[0]
-    if best:
-        remedy = "download model.safetensors.index.json, or leave one whole file"
-        raise ModelError(f"{where} has {_few(best)} but no index; expected one file or shards with an index; {remedy}")
-    others = [name for name in names if name.endswith(_OTHER_WEIGHTS)]
-    if others:
-        remedy = "convert them, e.g. with transformers' save_pretrained(folder, safe_serialization=True)"
-        raise ModelError(f"{where} has weights only as {_few(others)}; lce reads safetensors alone; {remedy}")
-    raise ModelError(f"{where} has no weights; expected model.safetensors or shards with an index; check the path")
-
-
-def _sharded(folder: Path, index: Path) -> tuple[dict[str, TensorInfo], dict[Path, tuple[int, ...]]]:
-    """Return the tensors of the index's shards, and the shards' stamps."""
-    weight_map = parse_object(read_file(index, LARGEST_HEADER) or b"", index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
-        raise Damaged(index, "weight_map is not an object of tensor names and file names")
-    shards = sorted(set(weight_map.values()))
-    if len(shards) > _MOST_SHARDS:
-        raise Damaged(index, f"{len(shards)} shards; expected at most {_MOST_SHARDS}")
-    for shard in shards:  # a name without a path; the file may be a link, as in the cache of Hugging Face
-        if PureWindowsPath(shard).name != shard or not shard.endswith(".safetensors") or "\0" in shard:
-            remedy = "use a checkpoint from a source you trust"
-            raise ModelError(f"{named(index)}: the shard {shown(shard)} is not a plain *.safetensors name; {remedy}")
-    missing = [shard for shard in shards if not os.path.lexists(folder / shard)]
-    if missing:
-        raise ModelError(f"{named(folder)} lacks {len(missing)} of the index's shards ({_few(missing)}); download them")
-    tensors: dict[str, TensorInfo] = {}
-    stamps: dict[Path, tuple[int, ...]] = {}
-    for shard in shards:
-        found, _, stamps[folder / shard] = read_header(folder / shard)
-        for name, info in found.items():
-            if name in tensors or weight_map.get(name, shard) != shard:
-                raise Damaged(index, f"tensor {shown(name)} is in {shown(shard)} and in another shard")
-            tensors[name] = info
-        if len(tensors) > MOST_TENSORS:
-            raise Damaged(index, f"its shards have more than {MOST_TENSORS} tensors")
-    absent = [name for name in weight_map if name not in tensors]
-    if absent:
-        raise Damaged(index, f"its shards lack {len(absent)} of the tensors that it lists ({_few(absent)})")
-    return tensors, stamps
+            raise ModelError(f"{where}: {expected}, got {few(unread)}; use an unquantized checkpoint")

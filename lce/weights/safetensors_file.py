@@ -1,4 +1,4 @@
-"""A safetensors file: its header, parsed and checked in full, and its tensors, read into memory of our own.
+"""Safetensors files: those of a folder, their headers, checked in full, and tensors, read into memory of our own.
 
 A file is eight bytes of header length, the header (a JSON object: name -> dtype, shape, data_offsets), and the data,
 which the tensors must tile exactly: no overlap, no hole, nothing left over. A file that passes can be read without
@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 
 from lce.errors import CapacityError, ModelError, shown
-from lce.files import JsonError, named, open_regular, parse_json
+from lce.files import JsonError, named, open_regular, parse_json, read_file
 from lce.sizes import size_text
 
 LARGEST_HEADER = 8 << 20  # bytes; the largest published headers are below 1 MiB
@@ -41,6 +42,8 @@ ITEM_SIZES = {
     **dict.fromkeys(("I32", "U32", "F32"), 4),
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 8),
 }
+_MOST_SHARDS = 4096
+_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".npz", ".h5", ".msgpack")
 _LARGEST_SIZE = 2**48  # of one dimension
 _MOST_DIMENSIONS = 64
 
@@ -79,6 +82,82 @@ class Damaged(ModelError):
 
     def __init__(self, path: Path, what: str) -> None:
         super().__init__(f"{named(path)}: {what}; the file is damaged or incomplete: download it again")
+
+
+def read_folder(folder: Path) -> tuple[dict[str, TensorInfo], dict[Path, tuple[int, ...]], dict[str, str]]:
+    """Find the weights of a checkpoint: return the tensors, the files' stamps, and the metadata of a single file.
+
+    As in transformers, `model.safetensors` comes first, then `model.safetensors.index.json` with its shards, then a
+    single other `*.safetensors`; `model*` comes before Mistral's own `consolidated*`, which has other names. Raises
+    ModelError if weights are missing, damaged or not safetensors.
+    """
+    if not os.path.isdir(folder):
+        raise ModelError(f"{named(folder)} is not a folder; expected a checkpoint's folder; check the path")
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if not os.path.lexists(whole) and os.path.lexists(index):
+        return *_sharded(folder, index), {}
+    file = whole if os.path.lexists(whole) else _only_file(folder)
+    tensors, metadata, stamp = read_header(file)
+    return tensors, {file: stamp}, metadata
+
+
+def _only_file(folder: Path) -> Path:
+    """Return the one safetensors file of a folder that has neither of the usual names."""
+    where = named(folder)
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise ModelError(f"{where} cannot be read ({error.strerror}); check its permissions") from None
+    found = [name for name in names if name.endswith(".safetensors")]
+    own = [name for name in found if not name.startswith(("consolidated", "adapter"))]
+    best = [name for name in own if name.startswith("model")] or own or found
+    if len(best) == 1 and not re.search(r"-\d+-of-\d+\.", best[0]):
+        return folder / best[0]
+    if best:
+        remedy = "download model.safetensors.index.json, or leave one whole file"
+        raise ModelError(f"{where} has {few(best)} but no index; expected one file or shards with an index; {remedy}")
+    others = [name for name in names if name.endswith(_OTHER_WEIGHTS)]
+    if others:
+        remedy = "convert them, e.g. with transformers' save_pretrained(folder, safe_serialization=True)"
+        raise ModelError(f"{where} has weights only as {few(others)}; lce reads safetensors alone; {remedy}")
+    raise ModelError(f"{where} has no weights; expected model.safetensors or shards with an index; check the path")
+
+
+def _sharded(folder: Path, index: Path) -> tuple[dict[str, TensorInfo], dict[Path, tuple[int, ...]]]:
+    """Return the tensors of the index's shards, and the shards' stamps."""
+    weight_map = parse_object(read_file(index, LARGEST_HEADER) or b"", index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+        raise Damaged(index, "weight_map is not an object of tensor names and file names")
+    shards = sorted(set(weight_map.values()))
+    if len(shards) > _MOST_SHARDS:
+        raise Damaged(index, f"{len(shards)} shards; expected at most {_MOST_SHARDS}")
+    for shard in shards:  # a name without a path; the file may be a link, as in the cache of Hugging Face
+        if PureWindowsPath(shard).name != shard or not shard.endswith(".safetensors") or "\0" in shard:
+            remedy = "use a checkpoint from a source you trust"
+            raise ModelError(f"{named(index)}: the shard {shown(shard)} is not a plain *.safetensors name; {remedy}")
+    missing = [shard for shard in shards if not os.path.lexists(folder / shard)]
+    if missing:
+        raise ModelError(f"{named(folder)} lacks {len(missing)} of the index's shards ({few(missing)}); download them")
+    tensors: dict[str, TensorInfo] = {}
+    stamps: dict[Path, tuple[int, ...]] = {}
+    for shard in shards:
+        found, _, stamps[folder / shard] = read_header(folder / shard)
+        for name, info in found.items():
+            if name in tensors or weight_map.get(name, shard) != shard:
+                raise Damaged(index, f"tensor {shown(name)} is in {shown(shard)} and in another shard")
+            tensors[name] = info
+        if len(tensors) > MOST_TENSORS:
+            raise Damaged(index, f"its shards have more than {MOST_TENSORS} tensors")
+    absent = [name for name in weight_map if name not in tensors]
+    if absent:
+        raise Damaged(index, f"its shards lack {len(absent)} of the tensors that it lists ({few(absent)})")
+    return tensors, stamps
+
+
+def few(names: Sequence[str], quoted: bool = True) -> str:
+    """Return the first of some names for messages, and how many more there are."""
+    first = ", ".join(shown(name) if quoted else name for name in names[:3])
+    return first + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str], tuple[int, ...]]:

@@ -63,7 +63,8 @@ def messages(turns: list[tuple[str, str]]) -> list[dict[str, str]]:
 
 
 def rendered(template: str, turns: list[tuple[str, str]] = CONVERSATIONS[0], prompt: bool = True) -> str:
-    return render_chat(template, messages(turns), bos_token="<s>", eos_token="</s>", add_generation_prompt=prompt).text
+    special: dict[str, str | bool] = {"bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": prompt}
+    return render_chat(template, messages(turns), special).text
 
 
 def one_line(error: pytest.ExceptionInfo[LceError]) -> str:
@@ -110,7 +111,7 @@ WRONG += [[{"role": 1, "content": "Hi"}], [{"role": "user", "content": "Hi", "na
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_messages_are_refused(wrong: object) -> None:
     with pytest.raises(DataError) as error:
-        render_chat(LLAMA2, wrong, bos_token="", eos_token="")  # type: ignore[arg-type]
+        render_chat(LLAMA2, wrong, {})  # type: ignore[arg-type]
     assert "expected a list" in one_line(error)
 
 
@@ -118,7 +119,7 @@ def test_the_messages_stay_as_they_are() -> None:
     given = messages(CONVERSATIONS[1])
     for template in ("{{ messages.append(1) }}", "{{ messages[0].update({'role': 'x'}) }}"):
         with pytest.raises(ModelError):
-            render_chat(template, given, bos_token="", eos_token="")
+            render_chat(template, given, {})
     assert given == messages(CONVERSATIONS[1])
 
 
@@ -250,7 +251,7 @@ def test_memory_is_bounded() -> None:
         from lce.tokenizer.chat import render_chat
         for template in sys.argv[1:]:
             try:
-                render_chat(template, [{"role": "user", "content": "Hi"}], bos_token="", eos_token="")
+                render_chat(template, [{"role": "user", "content": "Hi"}], {})
             except ModelError:
                 pass
         print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
@@ -396,9 +397,7 @@ def test_a_control_token_in_a_message_by_hand(folders: dict[str, Path]) -> None:
 
 def test_a_message_may_hold_what_marks_the_cuts() -> None:
     wanted = "".join(map(chr, range(0xFDD0, 0xFDEF)))
-    chat = render_chat(
-        "{{ messages[0].content }}", messages([("user", wanted + "<s>")]), bos_token="", eos_token="", controls=["<s>"]
-    )
+    chat = render_chat("{{ messages[0].content }}", messages([("user", wanted + "<s>")]), {}, ["<s>"])
     assert chat.parts() == [wanted + "<", "s>"]
     with pytest.raises(DataError, match="U\\+FDD0"):
-        render_chat("", messages([("user", wanted + "\ufdef")]), bos_token="", eos_token="")
+        render_chat("", messages([("user", wanted + "\ufdef")]), {})
