@@ -63,11 +63,9 @@ QWEN_3 = """{%- if messages[0].role == 'system' %}
 {%- endif %}
 {%- set ns = namespace(searching=true, last_query=messages|length - 1) %}
 {%- for message in messages[::-1] %}
-    {%- set index = (messages|length - 1) - loop.index0 %}
-    {%- if ns.searching and message.role == 'user' and message.content is string
-        and not (message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>')) %}
+    {%- if ns.searching and message.role == 'user' and message.content is string %}
         {%- set ns.searching = false %}
-        {%- set ns.last_query = index %}
+        {%- set ns.last_query = messages|length - 1 - loop.index0 %}
     {%- endif %}
 {%- endfor %}
 {%- for message in messages %}
@@ -76,9 +74,7 @@ QWEN_3 = """{%- if messages[0].role == 'system' %}
         {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
     {%- elif message.role == 'assistant' %}
         {%- set thought = '' %}
-        {%- if message.reasoning_content is string %}
-            {%- set thought = message.reasoning_content %}
-        {%- elif '</think>' in content %}
+        {%- if '</think>' in content %}
             {%- set thought = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
             {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
         {%- endif %}
@@ -123,16 +119,6 @@ CONVERSATIONS: dict[str, list[dict[str, str]]] = {
         {"role": "user", "content": "And 2 + 2?"},
         {"role": "assistant", "content": "<think>\n\n</think>\n\n4"},
     ],
-    "reasoning": [
-        {"role": "user", "content": "1 + 1?"},
-        {"role": "assistant", "content": "2", "reasoning_content": "\nOne and one.\n"},
-    ],
-    "response": [
-        {"role": "user", "content": "Look it up."},
-        {"role": "assistant", "content": "<think>\nA tool.\n</think>\n\ncalling"},
-        {"role": "user", "content": "<tool_response>\n3\n</tool_response>"},
-        {"role": "assistant", "content": "3"},
-    ],
 }
 SPECIAL = {
     "qwen2.5": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
@@ -140,12 +126,6 @@ SPECIAL = {
     "ministral3": ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "<pad>"],
 }
 TEMPLATES = {"qwen2.5": QWEN_2_5, "qwen3": QWEN_3, "ministral3": MINISTRAL}
-CHATS = [
-    (kind, name)
-    for kind in TEMPLATES
-    for name in CONVERSATIONS
-    if kind != "qwen2.5" or name != "reasoning"  # its template knows no such key
-]
 
 
 def library_of(kind: str) -> tokenizers.Tokenizer:
@@ -248,7 +228,8 @@ def test_any_text_as_transformers(folders: dict[str, Path], kind: str, text: str
 
 
 @pytest.mark.parametrize("prompt", [True, False])
-@pytest.mark.parametrize(("kind", "name"), CHATS)
+@pytest.mark.parametrize("kind", TEMPLATES)
+@pytest.mark.parametrize("name", CONVERSATIONS)
 def test_chats_as_transformers(folders: dict[str, Path], kind: str, name: str, prompt: bool) -> None:
     tokenizer, oracle = Tokenizer.from_folder(folders[kind]), oracle_of(folders[kind], kind)
     conversation = CONVERSATIONS[name]
