@@ -120,7 +120,7 @@ class Fields:
         return listed
 
     def section(self, key: str) -> Fields:
-        """Return the object under `key`, empty where there is none. It must be flat: one for all layers."""
+        """Return the object under `key`, empty where there is none: one flat object for all layers."""
         value = self._filled(key, {})
         if not isinstance(value, dict) or any(isinstance(inner, dict) for inner in value.values()):
             raise self.refusal(key, "null or one flat object for all layers")
@@ -298,7 +298,7 @@ def _dtype(fields: Fields) -> str | None:
 
 
 def _special_tokens(key: str, files: Sequence[Fields], fields: Fields, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids under `key` in both files; if there are none, the family's own, where the config has no `key`."""
+    """Return the ids under `key` in both files; the family's own if there are none and the config has no `key`."""
     found = tuple(dict.fromkeys(token for file in files for token in file.token_ids(key, vocab_size)))
     default = fields.defaults.get(key)
     if not found and key not in fields.values and isinstance(default, int) and default < vocab_size:

@@ -155,7 +155,7 @@ class Model:
 
     @classmethod
     def joined(cls, config: ModelConfig) -> dict[str, tuple[str, ...]]:
-        """Name the joined matrices and biases of every layer: the name of the whole, and the names of its parts."""
+        """Return, for every layer, the names of the joined matrices and biases by the name of the whole."""
         found = {}
         for whole, parts in cls.joins.items():
             kinds = ("", "_bias") if parts[0] in config.biases else ("",)

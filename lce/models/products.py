@@ -68,7 +68,7 @@ def _plain(x: Tensor, weight: Tensor, onto: Tensor | None) -> bool:
 
 
 def rows_of(weight: Tensor | PackedMatrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the rows `ids [T]` of a matrix, `[T, in]`; `dtype` is that of rows which lie packed."""
+    """Return the rows `ids [T]` of a matrix, `[T, in]`; packed rows are unpacked to `dtype`."""
     return F.embedding(ids, weight) if isinstance(weight, Tensor) else weight.rows(ids, dtype)
 
 
@@ -89,7 +89,7 @@ def _product_of_many(x: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
 
 
 def _product_of_unpacked(x: Tensor, weight: PackedMatrix, bias: Tensor | None) -> Tensor:
-    """Unpack up to `SCRATCH` bytes of rows at a time, into memory of this thread that grows and stays mapped."""
+    """Unpack up to `SCRATCH` bytes of rows at a time. The thread keeps the memory, so that its pages stay mapped."""
     n_rows, size = weight.shape
     block = min(n_rows, max(ROW_BLOCK, SCRATCH // (size * x.element_size()) // ROW_BLOCK * ROW_BLOCK))
     needed, memory = block * size * x.element_size(), getattr(_thread, "memory", None)

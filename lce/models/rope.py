@@ -27,7 +27,7 @@ class Rope:
         self.head_dim = head_dim
         self.inv_freq = _frequencies(config, head_dim, config.original_window or window, length)
         self.scale = _yarn_scale(config)
-        self._uploaded: dict[torch.device, Tensor] = {}  # once: an upload waits for what the device has to do
+        self._uploaded: dict[torch.device, Tensor] = {}  # once a device: uploads wait for the device
 
     def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
         """Return cosines and sines `[*positions.shape, D/2]` in `dtype`, on the positions' device."""

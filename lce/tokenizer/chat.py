@@ -30,9 +30,13 @@ from lce.sizes import size_text
 MAX_CHARS = 1 << 20  # of the text, on top of eight times the length of the messages
 MAX_SECONDS = 2  # of a processor, on top of one for 500,000 characters of messages
 MAX_BYTES = 384 << 20  # of the process, on top of 96 times the length of the messages
-MOST_WAITED = 60  # seconds for the process, which gets them only where others keep the processor from it
-_KEPT_VARIABLES = ("TZ", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # the time of day, and what Python may need to start
-_CUTS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # never characters of any text, by the Unicode standard
+MOST_WAITED = 60  # seconds, after which a process that got no processor is given up
+_KEPT_VARIABLES = (
+    "TZ",
+    "LD_LIBRARY_PATH",
+    "DYLD_LIBRARY_PATH",
+)  # of the environment: for the time of day, and for Python to start
+_CUTS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # in no text, by the Unicode standard
 _REMEDY = "use the template that came with this checkpoint"
 _START = "import sys; sys.path += sys.argv[2:]; exec(compile(open(sys.argv[1], 'rb').read(), sys.argv[1], 'exec'))"
 
@@ -74,7 +78,7 @@ def render_chat(
 
 
 def _checked(messages: object) -> list[dict[str, str]]:
-    """Return plain copies of the messages."""
+    """Return plain copies of the messages. Raises DataError if they are no messages."""
     expected = 'expected a list of {"role": a string, "content": a string}'
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise DataError(f"the messages are {shown(messages)}; {expected}")
@@ -95,7 +99,7 @@ def _split(text: str, controls: Iterable[str], cut: str) -> str:
     if not found:
         return text
     split = re.sub("|".join(map(re.escape, found)), lambda match: match[0][0] + cut + match[0][1:], text)
-    return _split(split, found, cut)  # another one may overlap the first
+    return _split(split, found, cut)  # another token may overlap the first
 
 
 def _rendered(template: str, variables: Mapping[str, Any], length: int) -> str:

@@ -22,14 +22,14 @@ MOST_GROWTH, MOST_INSERTED = 64, 64  # published chains replace one character by
 MOST_PATTERN = 4096  # characters of a regular expression; published ones have some 400
 _ESCAPES, _RECALLS = re.compile(r"\\.|\(\?\(", re.DOTALL), {*(rf"\{c}" for c in "123456789kg"), "(?("}
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# GPT-2's table, in which `Ġ` is a space: bytes that print stand for themselves, the others are U+0100 and on.
+# GPT-2's table, in which `Ġ` is a space: printable bytes stand for themselves, the others are U+0100 and on.
 _PRINTING = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _BYTE_LEVEL = {chr(byte): byte for byte in _PRINTING}
 _BYTE_LEVEL |= {chr(0x100 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*_PRINTING}))}
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
-    """Return U+FFFD for each byte that is not UTF-8. (Python's own `replace` joins some.) A codec error handler."""
+    """Handle a codec error: U+FFFD for each byte that is not UTF-8. (Python's own `replace` joins some.)"""
     if not isinstance(error, UnicodeDecodeError):
         raise error
     return "\ufffd" * (error.end - error.start), error.end

@@ -32,7 +32,7 @@ def main() -> None:
     """Answer one request: `{"text": ...}`, `{"refused": message}` or `{"failed": message}`."""
     request = json.loads(sys.stdin.buffer.read().decode("utf-8", "surrogatepass"))
     limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CPU: request["seconds"]}
-    if sys.platform != "darwin":  # which refuses this limit
+    if sys.platform != "darwin":  # macOS refuses this limit
         limits[resource.RLIMIT_AS] = request["bytes"]
     for kind, most in limits.items():
         hard = resource.getrlimit(kind)[1]

@@ -23,9 +23,9 @@ from lce.tokenizer.spelling import MOST_STEPS, Spelling, check_steps
 
 # A field written after a protobuf message overrides the one in it. This one sets normalizer_spec.add_dummy_prefix = 0.
 _NO_SPACE_BEFORE = b"\x1a\x02\x18\x00"
-# The type of a step that can make a text longer, as the value of a key; or a value that is escaped.
+# Finds the type of a step that can make a text longer; or a value with an escape, which may be such a type.
 _LENGTHENS = re.compile(rb':\s*"(?:Replace"|Prepend"|[^"\\]*\\u)')
-MOST_BYTE_LEVEL = 6  # steps that make two letters of one; published files have three, in three chains
+MOST_BYTE_LEVEL = 6  # ByteLevel steps, which make two letters of one; published files have three, in three chains
 MOST_WORD = 1000  # characters of a word under WordPiece, whose time is quadratic in them; published files say 100
 MOST_VALUES = 8_000_000  # in a tokenizer.json; a vocabulary of 256,000 tokens has 2 million
 MOST_AROUND = 64  # ids that a post-processor may add; published ones add three at most
@@ -61,7 +61,7 @@ class JsonVocabulary:
                     raise ModelError(f"max_input_chars_per_word is {most}; expected at most {MOST_WORD}")
             if isinstance(library.model, tokenizers.models.BPE):
                 library.model.dropout = None  # drops merges at random: for training alone
-            library.no_truncation()  # a file may turn on either; encoding must not cut or pad
+            library.no_truncation()  # a file may ask for truncation or padding; encoding must do neither
             library.no_padding()
             library.add_special_tokens([name for name in special_names if self.id_of(name) is not None])
             self.size = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1

@@ -131,7 +131,9 @@ class Checkpoint:
         for key, names in groups.items():
             place, scheme = device if isinstance(device, torch.device) else device(key), schemes.get(names[0])
             kind = None if scheme else dtype
-            if kind is None and not (scheme and self.manifest):  # the widest dtype in which one of them is stored
+            if kind is None and not (
+                scheme and self.manifest
+            ):  # the widest dtype in which one of the tensors is stored
                 stored = (DTYPES[self.tensors[name].dtype] for name in names)
                 kind = functools.reduce(torch.promote_types, stored)
             targets[names] = _Target(names, [shapes[name] for name in names], scheme, kind, place)
@@ -161,7 +163,7 @@ class Checkpoint:
                 target.parts = {part: next(memory) for part in target.sizes}
 
     def _read(self, files: Mapping[Path, int], targets: Collection[_Target]) -> None:
-        """Read what is loaded as stored; then the matrices to be rounded, one after the other into the same memory."""
+        """Read what needs no rounding; then each matrix to be rounded, all of them into the same memory."""
         outs: dict[str, Tensor] = {}
         for target in targets:
             for part, whole in {} if target.staged else target.parts.items():
@@ -188,7 +190,7 @@ class Checkpoint:
                 files[file] = open_regular(file, ModelError)
                 at_end.callback(os.close, files[file])
             self._check_stamps(files)
-            at_end.callback(self._check_stamps, files)  # after an error too, which a change of a file explains
+            at_end.callback(self._check_stamps, files)  # after an error, too: a changed file may be the cause
             yield files
 
     def _check_stamps(self, files: Mapping[Path, int]) -> None:
@@ -225,7 +227,7 @@ class Checkpoint:
 
     @cached_property
     def _samples(self) -> str:
-        """The fingerprint of these files' own tensors."""
+        """Return the fingerprint of these files' own tensors."""
         digest = hashlib.sha256()
         with self._opened() as files:
             for name, info in sorted(self.tensors.items()):
@@ -239,12 +241,12 @@ class Checkpoint:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of all tensors; a packed matrix counts as one."""
+        """Return the names of all tensors; a packed matrix counts as one."""
         return frozenset(self._published)
 
     @cached_property
     def _published(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor; a matrix that is stored rounded counts as one."""
+        """Return the shape of every tensor; a matrix that is stored rounded counts as one."""
         shapes = {name: info.shape for name, info in self.tensors.items()}
         if self.manifest:
             for name, shape in self.manifest.shapes.items():
@@ -254,7 +256,7 @@ class Checkpoint:
         return shapes
 
     def check(self, wanted: Mapping[str, tuple[int, ...]], ignore: Sequence[str]) -> None:
-        """Raise ModelError unless the tensors are those of `wanted`, in a dtype that can be read, and those ignored."""
+        """Raise ModelError unless the tensors are those of `wanted`, and others that match a pattern in `ignore`."""
         published, where = self._published, named(self.folder)
         faults = {"missing": sorted(wanted.keys() - published.keys())}
         extra = [name for name in published if name not in wanted]

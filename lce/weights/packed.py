@@ -21,12 +21,12 @@ from lce.errors import UsageError, nearest, shown
 from lce.kernels.cpu import elementwise
 from lce.kernels.cpu.products import product
 
-ROW_BLOCK = 16  # rows that lie together
+ROW_BLOCK = 16  # rows of a packed matrix that lie together
 _SCHEMES: dict[str, Scheme] = {}
 
 
 class PackedMatrix(Protocol):
-    """A matrix `shape`, `[out, in]`, of packed weights on the CPU. Never written after it was loaded."""
+    """A matrix `[out, in]` of packed weights on the CPU. A loaded matrix is never written."""
 
     shape: tuple[int, int]
     parts: Mapping[str, Tensor]  # the stored tensors
@@ -63,7 +63,7 @@ class Scheme(ABC):
         """Round `weight [out, in]`, contiguous, into these tensors."""
 
     def n_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return bytes of a matrix in memory and on disk."""
+        """Return the bytes of a matrix in memory and on disk."""
         return sum(math.prod(part) * dtype.itemsize for part, dtype in self.parts(shape).values())
 
 

@@ -53,9 +53,9 @@ NAMES = {dtype: name for name, dtype in STORED.items()}
 
 PIECE = 8 << 20  # bytes of one read: long enough for disks, and still in the processor's cache when it is checked
 READERS = 4  # threads: a disk answers several requests faster than one
-_ALIGNED = 64  # bytes: where tensors begin in an arena
+_ALIGNED = 64  # bytes: tensors in memory begin at multiples of this
 
-# The bits of the least positive number that is no finite number in the dtype that it is loaded in.
+# By the stored and the loaded dtype: the bits of the least positive number that is infinite once it is loaded.
 _TOO_LARGE = {
     ("F32", torch.float32): 0x7F80_0000,
     ("F32", torch.bfloat16): 0x7F7F_8000,  # rounds to infinity
@@ -167,7 +167,7 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str], tupl
     """
     descriptor = open_regular(path, ModelError)
     try:
-        stamp = stamp_of(descriptor)  # before anything is read
+        stamp = stamp_of(descriptor)  # before the header is read
         return *_header(descriptor, path), stamp
     finally:
         os.close(descriptor)

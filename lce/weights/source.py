@@ -29,7 +29,7 @@ class Source:
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """The fields of config.json."""
+        """Return the fields of config.json."""
         if not os.path.isdir(self.path):
             kind = "is not a folder" if os.path.exists(self.path) else "does not exist"
             expected = "expected a checkpoint's folder with a config.json; check the path"
@@ -40,12 +40,12 @@ class Source:
 
     @cached_property
     def generation_config(self) -> Mapping[str, Any]:
-        """The fields of generation_config.json; none if there is no such file."""
+        """Return the fields of generation_config.json, empty if there is no such file."""
         return read_object(self.file("generation_config.json"), LARGEST_CONFIG)
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        """The weights, whose headers are checked."""
+        """Return the weights, whose headers are checked."""
         return Checkpoint.open(self.path)
 
     def tokenizer(self, vocab_size: int) -> Tokenizer:
