@@ -23,6 +23,7 @@ SHARED = {
     "decoding",
     "distances",
     "hooks",
+    "joint",
     "lowdim",
     "map_file",
     "mass",

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from lce.attention.backend import Backend, backends
 from lce.attention.merging import Attended
-from lce.attention.runs import Runs
-from lce.attention.tiles import SlotQueries, Tiles
+from lce.attention.tiles import Runs, SlotQueries, Tiles
 from lce.attention.turn import Turn
 from lce.errors import UsageError, nearest, shown
 from lce.profiling import count_dense, count_routed, timed

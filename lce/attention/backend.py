@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from lce.attention.merging import Attended, merge_slots
-from lce.attention.runs import Runs
-from lce.attention.tiles import AT_ONCE, SlotQueries
+from lce.attention.tiles import AT_ONCE, Runs, SlotQueries
 from lce.attention.turn import Turn, rotate
 
 
@@ -65,7 +64,7 @@ class Backend(ABC):
         offset = torch.arange(runs.most, device=q.device)
         rows = (runs.first[..., None] + offset).clamp(min=0, max=k.shape[1] - 1)  # [C, S, most]
         seen = offset < runs.count[..., None]
-        rows, seen = (_for_heads(x, n_heads) for x in (rows, seen))
+        rows, seen = (x.repeat_interleave(n_heads // len(x), 0) for x in (rows, seen))
         heads = torch.arange(n_heads, device=q.device) // (n_heads // n_kv_heads)
         keys, values = (x[heads[:, None, None], rows].float() for x in (k, v))  # [H, S, most, D]
         turned = rotate(q, Turn(*(x.index_select(0, runs.turn) for x in runs.turns))).float()  # [H, S, D]
@@ -79,9 +78,8 @@ class Backend(ABC):
     def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
         """Attend E tiles `k v [E, L, D]` by T queries each, `q [E, 1, T, D]`.
 
-        The bits of a tile's result must not depend on the other tiles or the number of threads, because the memory
-        budget decides which tiles come together. PyTorch may compute a single problem by another routine, so no tile is
-        alone on the CPU.
+        The bits of a tile's result must not depend on the other tiles or the number of threads: memory budgets decide
+        which tiles come together. PyTorch may take another routine for one problem, so no tile is alone on the CPU.
         """
         if len(q) > 1 or q.is_cuda:
             return self.attend(q, k, v, causal=False)
@@ -101,10 +99,9 @@ class Backend(ABC):
 
         Writes results to the same rows of `into`, `out [A, D]`, `lse [A]`; rows without a tile stay unchanged.
         """
-        n_tiles = len(k)
         # Stable, so that a tile's rows stand in the same order wherever its keys are.
-        sorted_tiles, order = tile.masked_fill(tile < 0, n_tiles).sort(stable=True)
-        counts = torch.zeros(n_tiles + 1, dtype=torch.int64, device=k.device)
+        sorted_tiles, order = tile.masked_fill(tile < 0, len(k)).sort(stable=True)
+        counts = torch.zeros(len(k) + 1, dtype=torch.int64, device=k.device)
         counts = counts.scatter_add_(0, sorted_tiles, torch.ones_like(sorted_tiles))[:-1]
         self.grouped(queries, counts, order, k, v, into)
 
@@ -141,15 +138,9 @@ def backends() -> dict[str, type[Backend]]:
     while open_classes:
         for cls in open_classes.pop().__subclasses__():
             open_classes.append(cls)
-            if "name" in vars(cls) and cls.__module__.startswith("lce.attention."):
-                assert cls.name not in found, f"two backends are called {cls.name}"
+            if cls.__module__.startswith("lce.attention."):
                 found[cls.name] = cls
     return dict(sorted(found.items()))
-
-
-def _for_heads(x: Tensor, n_heads: int) -> Tensor:
-    """Repeat the entries of C groups of heads for each head: `[C, …]` to `[H, …]`."""
-    return x.repeat_interleave(n_heads // len(x), 0) if len(x) < n_heads else x
 
 
 def _padded(counts: Tensor) -> Tensor:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 from torch import Tensor
 
 from lce.attention.merging import Attended
 from lce.attention.tiles import SlotQueries
 from lce.attention.torch import Torch
 from lce.attention.turn import Turn
-from lce.kernels.cpu import attention as kernels
+from lce.kernels.cpu import attention
 from lce.kernels.cpu.numbers import STORED
 
 
@@ -18,45 +20,44 @@ class Compiled(Torch):
     name = "compiled"
     speed = 2
 
+    def kernels(self, q: Tensor, *others: Tensor) -> ModuleType | None:
+        """Return the module whose kernels take these tensors, or None.
+
+        On a CPU, of one known dtype, with contiguous vectors.
+        """
+        if q.dtype not in STORED:
+            return None
+        fits = all(x.dtype is q.dtype and x.is_cpu and x.stride(-1) == 1 for x in (q, *others))
+        return attention if fits else None
+
     def dense(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, turn: Turn | None = None
     ) -> Attended:
         """Attend with a kernel that turns the queries as it reads them."""
-        if not _fits(q, k, v, *(turn or ())):
+        if (kernels := self.kernels(q, k, v, *(turn or ()))) is None:
             return super().dense(q, k, v, causal=causal, window=window, turn=turn)
-        return kernels.attend(q, k, v, causal, window, *(turn or ()))
+        found: Attended = kernels.attend(q, k, v, causal, window, *(turn or ()))
+        return found
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Attended:
-        if not _fits(q, k, v):
+        if (kernels := self.kernels(q, k, v)) is None:
             return super().attend(q, k, v, causal=causal, window=window)
         out, lse = kernels.attend(q.flatten(0, 1), k, v, causal, window)
         return out.view(q.shape), lse.view(q.shape[:-1])
 
     def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
         """Attend tiles as separate problems: no result depends on other tiles."""
-        return self.attend(q, k, v, causal=False) if _fits(q, k, v) else super().attend_tiles(q, k, v)
+        return super().attend_tiles(q, k, v) if self.kernels(q, k, v) is None else self.attend(q, k, v, causal=False)
 
     def dispatch(self, queries: SlotQueries, tile: Tensor, k: Tensor, v: Tensor, into: Attended) -> None:
         """Attend tiles with a kernel that sorts the rows, and turns the queries as it reads them."""
-        if not _fits(queries.q, k, v):
+        if (kernels := self.kernels(queries.q, k, v)) is None:
             super().dispatch(queries, tile, k, v, into)
-            return
-        if not tile.numel():
-            return
-        kernels.attend_tiles(queries.q, *queries.turns, tile, k, v, *into)
+        elif tile.numel():
+            kernels.attend_tiles(queries.q, *queries.turns, tile, k, v, *into)
 
     def skips_unseen(self, out: Tensor) -> bool:
-        return out.is_cpu and out.dtype in STORED
+        return self.kernels(out) is not None
 
     def merge_slots(self, out: Tensor, lse: Tensor) -> Attended:
-        if not self.skips_unseen(out):
-            return super().merge_slots(out, lse)
-        return kernels.merge_slots(out, lse)
-
-
-def _fits(q: Tensor, *others: Tensor) -> bool:
-    """Return whether the kernels take these tensors: on a CPU, of a known dtype, with contiguous vectors."""
-    dtype = q.dtype
-    if dtype not in STORED or not q.is_cpu or q.stride(-1) != 1:
-        return False
-    return all(x.dtype is dtype and x.is_cpu and x.stride(-1) == 1 for x in others)
+        return attention.merge_slots(out, lse) if out.is_cpu and out.dtype in STORED else super().merge_slots(out, lse)

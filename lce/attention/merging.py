@@ -46,6 +46,13 @@ def combine(parts: Sequence[Attended]) -> Attended:
     return out.to(parts[0][0].dtype), total
 
 
+def join(parts: Sequence[Attended], dim: int) -> Attended:
+    """Join partial attentions of different queries, or heads, along a dimension."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([out for out, _ in parts], dim=dim), torch.cat([lse for _, lse in parts], dim=dim)
+
+
 def merge_slots(out: Tensor, lse: Tensor) -> Attended:
     """Merge `out [H, T, K, D]`, `lse [H, T, K]` over K, by one small matrix product a query."""
     total = lse.logsumexp(-1)

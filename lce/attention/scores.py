@@ -16,7 +16,7 @@ from lce.kernels.cuda import launching
 
 SCORES_AT_ONCE = 1 << 24  # bounds the scores of a slice of queries: 64 MiB in float32
 IN_CACHES = 1 << 22  # scores that CPU kernels compute at a time, in memory that stays in the caches
-TOKENS_AT_ONCE = 4096  # of a product of queries and low-dim keys
+TOKENS_AT_ONCE = 4096  # of a product with low-dim keys: on CPUs a longer one runs at a quarter of the speed
 FEW_OF_MANY = 8  # dimensions a wanted one, from which on a GPU finds principal directions by iteration
 
 
@@ -69,8 +69,7 @@ def bound_scores(q: Tensor, bounds: Tensor) -> Tensor:
 def token_scores(q: Tensor, k: Tensor, into: Tensor | None = None) -> Tensor:
     """Multiply `q [t, R]` with `k [M, R]`: a view `[t, M]` of scores stored token by token.
 
-    Multiplies some thousand tokens at a time: on CPUs a longer product runs at a quarter of the speed. For one query
-    scores are float32. `into [t·M]`, or longer, may be overwritten with the product: new memory is slow.
+    For one query scores are float32. `into [t·M]`, or longer, may be overwritten with the product: new memory is slow.
     """
     if len(q) == 1 or not compiled_for(k):
         return dot_products(q[None], k[None])[0]
@@ -98,8 +97,7 @@ def attention_sums(q: Tensor, k: Tensor, lse: Tensor, window: int) -> Tensor:
     """Sum the causal attention weights of each key over all queries: `[H, N]`, float32.
 
     `q [H, T, D]`, `k [G, N, D]`, both placed, the last query at the last key; no query sees a key `window` or more
-    tokens before it. Weights are computed again from the logits and `lse [H, T]`, for some queries at a time. Time: O(H
-    · T · N · D).
+    tokens before it. Weights are computed again from the logits and `lse [H, T]`. Time: O(H · T · N · D).
     """
     (n_heads, n_queries, dim), n_keys, compiled = q.shape, k.shape[1], compiled_for(k)
     total = q.new_zeros(n_heads, n_keys, dtype=torch.float32)
@@ -130,10 +128,9 @@ def principal_directions(scatter: Tensor, n: int) -> Tensor:
 
 
 def leading(x: Tensor, n: int) -> Tensor:
-    """Return the eigenvectors `[F, n]` of the n largest eigenvalues of `x [F, F]`, symmetric and float64, ascending.
+    """Return eigenvectors as `principal_directions` does, of `x` in float64, by subspace iteration (Rutishauser, 1970).
 
-    By subspace iteration (Rutishauser, 1970) with twice as many vectors. Those of eigenvalues that are nearly equal
-    may be mixed. Time: O(F² · n).
+    Vectors of nearly equal eigenvalues may be mixed.
     """
     vectors = torch.randn(len(x), 2 * n, dtype=x.dtype, generator=torch.Generator().manual_seed(0)).to(x.device)
     x = x / x.diagonal().sum().clamp(min=torch.finfo(x.dtype).tiny)

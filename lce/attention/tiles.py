@@ -1,4 +1,4 @@
-"""The inputs of `routed`: tiles of keys and values, and queries turned for each slot."""
+"""The inputs of `routed` and `decode`: tiles of keys and values, queries turned for each slot, and runs of tokens."""
 
 from __future__ import annotations
 
@@ -42,6 +42,25 @@ class Tiles:
         return tile.masked_fill_(chunk_ids < 0, -1).view(-1)
 
 
+@dataclass(frozen=True)
+class Runs:
+    """S runs of tokens for the query of a decode step, as numbers on the device, each with a turn.
+
+    Run s of head c is the tokens `first[c, s] .. first[c, s] + count[c, s] - 1`, seen by the query turned by
+    `turns[turn[s]]`: `turn [S]`, int64, `turns [n, D/2]`. `first count [C, S]` are int64; C is 1 (all heads alike), G
+    (one for each KV head) or H. A run with count 0 is empty. No count exceeds `most`, which the host knows. Shapes do
+    not depend on the text's length, so a step can be recorded once and replayed.
+
+    Example: chunk 3 of 256 tokens, and 17 tokens of chunk 5: `first [[768, 1280]]`, `count [[256, 17]]`, `most 256`.
+    """
+
+    first: Tensor
+    count: Tensor
+    turn: Tensor
+    turns: Turn
+    most: int
+
+
 class SlotQueries:
     """Queries `q [H, T, D]` turned for each of K slots: row `(h·T + t)·K + s` is `q[h, t]` turned by `turns[t, s]`.
 
@@ -53,9 +72,7 @@ class SlotQueries:
     """
 
     def __init__(self, q: Tensor, turns: Turn, n_slots: int, n_sharing: int | None = None) -> None:
-        self.q = q
-        self.turns = turns
-        self.n_slots = n_slots
+        self.q, self.turns, self.n_slots = q, turns, n_slots
         self.most_rows = q.shape[1] * (n_sharing or q.shape[0])
         self.n_turned = turns.cos.shape[1]
 

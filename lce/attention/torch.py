@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from lce.attention.backend import Backend
-from lce.attention.merging import Attended, causal_mask, combine
+from lce.attention.merging import Attended, causal_mask, combine, join
 from lce.attention.reference import Reference
+from lce.attention.scores import SCORES_AT_ONCE
 from lce.attention.tiles import SlotQueries
 
 FEW_ROWS = 4  # up to this many rows a tile takes plain batched products
 MOST_BLOCKS = 65_535  # CUDA's limit along the second and third axis of a grid
-SCORES_AT_ONCE = 1 << 24  # of plain arithmetic on CUDA: 64 MiB
 
 
 class Torch(Backend):
@@ -65,8 +65,7 @@ class Torch(Backend):
         at_once = MOST_BLOCKS // n_sharing
         if n_kv_heads > at_once:
             cuts = [slice(first, first + at_once) for first in range(0, n_kv_heads, at_once)]
-            parts = [self._attend_flash(q[some], k[some], v[some], causal, window) for some in cuts]
-            return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+            return join([self._attend_flash(q[some], k[some], v[some], causal, window) for some in cuts], 0)
         if causal and window is not None and (unseen := k.shape[1] - n_queries - window + 1) > 0:
             k, v = k[:, unseen:], v[:, unseen:]
         causal = causal and n_queries > 1  # one query sees all keys
@@ -92,8 +91,7 @@ class Torch(Backend):
         """Attend tiles; few rows take plain batched products on the CPU.
 
         The bits of the flash kernel's products of one to three rows depend on the thread, whose scratch space has its
-        own alignment. In half precision plain products are faster, too: one row and 256 keys take a quarter of the
-        time.
+        own alignment. In half precision plain products are faster, too.
         """
         if q.is_cuda or len(q) == 1 or q.shape[2] > FEW_ROWS:
             return super().attend_tiles(q, k, v)
@@ -107,8 +105,7 @@ class Torch(Backend):
     ) -> None:
         """On CUDA, call the variable-length kernel once, without copying keys or waiting for the device.
 
-        At most A tiles have rows. The kernel gets these tiles, and starts `most_rows` rows of blocks for each. Bytes:
-        three copies of the queries.
+        Bytes: three copies of the queries.
         """
         if not flash_takes(k):
             super().grouped(queries, counts, order, k, v, into)
@@ -150,7 +147,7 @@ def flash_ragged(
 
     Its keys are the `n_keys[p]` rows from `first_keys[p]` on of `k v [E, L, D]`, flat; L at most. The numbers are int32
     on the device: `q_bounds` and `first_keys` one more than there are problems. No problem has more than `most_queries`
-    queries. `out [A, D]`, `lse [A]`; undefined for queries of no problem.
+    queries. Results of queries of no problem are undefined.
     """
     flat = (_dense_last(x).flatten(0, 1)[:, None] for x in (k, v))
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -166,15 +163,13 @@ def attend_slices(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | N
     """
     k, v, past = k.float(), v.float(), k.shape[1] - q.shape[2]
     at_once = max(1, SCORES_AT_ONCE // (q.shape[0] * q.shape[1] * k.shape[1]))
-    outs, lses, start = [], [], 0
+    parts, start = [], 0
     for some in q.split(at_once, dim=2):
         stop = start + some.shape[2]
         seen = slice(0 if window is None else max(0, past + start - window + 1), past + stop) if causal else slice(None)
-        out, lse = Reference().attend(some, k[:, seen], v[:, seen], causal=causal, window=window)
-        outs.append(out)
-        lses.append(lse)
+        parts.append(Reference().attend(some, k[:, seen], v[:, seen], causal=causal, window=window))
         start = stop
-    return (outs[0], lses[0]) if len(outs) == 1 else (torch.cat(outs, dim=2), torch.cat(lses, dim=2))
+    return join(parts, 2)
 
 
 def _dense_last(x: Tensor) -> Tensor:

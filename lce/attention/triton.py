@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
 from lce.attention.compiled import Compiled
 from lce.attention.merging import Attended
-from lce.attention.runs import Runs
-from lce.attention.tiles import SlotQueries
-from lce.attention.turn import Turn
+from lce.attention.tiles import Runs
 from lce.kernels.cuda import launching
 
 
@@ -27,23 +27,12 @@ class Triton(Compiled):
     def suits_machine(cls) -> bool:
         return torch.cuda.is_available()
 
-    def dense(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, turn: Turn | None = None
-    ) -> Attended:
-        """Attend with a kernel that turns the queries as it reads them."""
-        if not _fits(q, k, v):
-            return super().dense(q, k, v, causal=causal, window=window, turn=turn)
-        from lce.kernels.cuda import attention as kernels
+    def kernels(self, q: Tensor, *others: Tensor) -> ModuleType | None:
+        if not _fits(q, *others):
+            return super().kernels(q, *others)
+        from lce.kernels.cuda import attention
 
-        return kernels.attend(q, k, v, causal, window, *(turn or ()))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Attended:
-        if not _fits(q, k, v):
-            return super().attend(q, k, v, causal=causal, window=window)
-        from lce.kernels.cuda import attention as kernels
-
-        out, lse = kernels.attend(q.flatten(0, 1), k, v, causal, window)
-        return out.view(q.shape), lse.view(q.shape[:-1])
+        return attention
 
     def decodes(self, dtype: torch.dtype, head_dim: int) -> bool:
         if not launching.installed():
@@ -56,26 +45,10 @@ class Triton(Compiled):
         """Attend runs with a kernel that turns the query and reads the runs' bounds on the device."""
         if not _fits(q, k, v):
             return super().decode(q, k, v, runs)
-        from lce.kernels.cuda import decoding as kernels
+        from lce.kernels.cuda import decoding
 
-        out, lse = kernels.attend_runs(q[:, 0], k, v, runs.first, runs.count, runs.turn, *runs.turns, runs.most)
+        out, lse = decoding.attend_runs(q[:, 0], k, v, runs.first, runs.count, runs.turn, *runs.turns, runs.most)
         return out[:, None], lse[:, None]
-
-    def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
-        """Attend tiles as separate problems: no result depends on other tiles."""
-        return self.attend(q, k, v, causal=False) if _fits(q, k, v) else super().attend_tiles(q, k, v)
-
-    def dispatch(self, queries: SlotQueries, tile: Tensor, k: Tensor, v: Tensor, into: Attended) -> None:
-        """Attend tiles; rows are sorted on the device, and turned as the kernel reads them."""
-        if not _fits(queries.q, k, v):
-            super().dispatch(queries, tile, k, v, into)
-            return
-        from lce.kernels.cuda import attention as kernels
-
-        kernels.attend_tiles(queries.q, *queries.turns, tile, k, v, *into)
-
-    def skips_unseen(self, out: Tensor) -> bool:
-        return _fits(out) or super().skips_unseen(out)
 
     def merge_slots(self, out: Tensor, lse: Tensor) -> Attended:
         if not _fits(out):

@@ -6,82 +6,46 @@ A line below is for type checkers.
 
 import importlib
 import pkgutil
-from typing import TYPE_CHECKING, Any
 
-from lce.attention import rotate
-from lce.cache.layer import LayerCache
+from lce.attention import rotate as rotate
+from lce.cache.layer import LayerCache as LayerCache
 from lce.methods import registry
-from lce.methods.base import Example, Method
-from lce.methods.costs import Cost, PaperFigure, QueryBlock
-from lce.methods.dca import DualChunk
-from lce.methods.esa import ESA
-from lce.methods.full import Full
-from lce.methods.infllm import InfLLM
-from lce.methods.lm_infinite import LMInfinite
-from lce.methods.longheads import LongHeads
-from lce.methods.observed import Observation, Observed
-from lce.methods.oracle import Oracle, cheating, selects
-from lce.methods.parts import CHOSEN, LayerFacts, Part
-from lce.methods.quest import Quest
-from lce.methods.random import RandomChunks
-from lce.methods.registry import available, find, make, register
-from lce.methods.rerope import ReRope
-from lce.methods.run import Driver, run
-from lce.methods.selective import SelectiveMethod
-from lce.methods.self_extend import SelfExtend
-from lce.methods.step import Step
-from lce.methods.streaming import Streaming
-from lce.methods.wrapped import Wrapped
-from lce.models.config import RopeConfig
-from lce.models.rope import Rope
-
-__all__ = [
-    "CHOSEN",
-    "ESA",
-    "Cost",
-    "Driver",
-    "DualChunk",
-    "Example",
-    "Full",
-    "InfLLM",
-    "LMInfinite",
-    "LayerCache",
-    "LayerFacts",
-    "LongHeads",
-    "Method",
-    "Observation",
-    "Observed",
-    "Oracle",
-    "PaperFigure",
-    "Part",
-    "QueryBlock",
-    "Quest",
-    "RandomChunks",
-    "ReRope",
-    "Rope",
-    "RopeConfig",
-    "SelectiveMethod",
-    "SelfExtend",
-    "Step",
-    "Streaming",
-    "Wrapped",
-    "available",
-    "cheating",
-    "find",
-    "make",
-    "register",
-    "rotate",
-    "run",
-    "selects",
-]  # fmt: skip
+from lce.methods.base import Example as Example
+from lce.methods.base import Method as Method
+from lce.methods.costs import Cost as Cost
+from lce.methods.costs import PaperFigure as PaperFigure
+from lce.methods.costs import QueryBlock as QueryBlock
+from lce.methods.dca import DualChunk as DualChunk
+from lce.methods.esa import ESA as ESA
+from lce.methods.full import Full as Full
+from lce.methods.infllm import InfLLM as InfLLM
+from lce.methods.lm_infinite import LMInfinite as LMInfinite
+from lce.methods.longheads import LongHeads as LongHeads
+from lce.methods.observed import Observation as Observation
+from lce.methods.observed import Observed as Observed
+from lce.methods.oracle import Oracle as Oracle
+from lce.methods.oracle import cheating as cheating
+from lce.methods.oracle import selects as selects
+from lce.methods.parts import CHOSEN as CHOSEN
+from lce.methods.parts import LayerFacts as LayerFacts
+from lce.methods.parts import Part as Part
+from lce.methods.quest import Quest as Quest
+from lce.methods.random import RandomChunks as RandomChunks
+from lce.methods.registry import available as available
+from lce.methods.registry import find as find
+from lce.methods.registry import make as make
+from lce.methods.registry import register as register
+from lce.methods.rerope import ReRope as ReRope
+from lce.methods.run import Driver as Driver
+from lce.methods.run import run as run
+from lce.methods.selective import SelectiveMethod as SelectiveMethod
+from lce.methods.self_extend import SelfExtend as SelfExtend
+from lce.methods.step import Step as Step
+from lce.methods.streaming import Streaming as Streaming
+from lce.methods.wrapped import Wrapped as Wrapped
+from lce.models.config import RopeConfig as RopeConfig
+from lce.models.rope import Rope as Rope
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        for method in registry._REGISTRY.values():
-            if method.__name__ == name:
-                return method
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+globals().update({method.__name__: method for method in registry._REGISTRY.values()})

@@ -6,14 +6,14 @@ from one to the next share a call: same bounds (dense), a growing end (causal), 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lce.attention import Attended, Turn, combine, merge, rotate
+from lce.attention import Attended, Turn, combine, join, merge, rotate
 from lce.cache.layer import LayerCache
 from lce.cache.method_state import RecentRows
 from lce.errors import UsageError
@@ -41,6 +41,17 @@ class DenseCall:
     causal: bool = False
     window: int | None = None
     n_chunks: int = 1
+
+    @property
+    def is_chunks(self) -> bool:
+        """Whether the queries are those of the span's own tokens."""
+        return self.causal and self.window is None and self.last - self.first == self.stop - self.start
+
+    def takes(self, call: DenseCall) -> bool:
+        """Return whether the next call can become one more chunk of this call."""
+        follows = (self.last, self.stop) == (call.first, call.start)
+        same_size = self.stop - self.start == self.n_chunks * (call.stop - call.start)
+        return follows and same_size and self.is_chunks and call.is_chunks
 
 
 @dataclass(frozen=True)
@@ -77,23 +88,21 @@ def scaled(method: Method, q: Tensor, step: Step) -> Tensor:
     return q if factor is None else q * factor
 
 
-def facts_of(method: Method, layer: int, step: Step, longest: int) -> LayerFacts:
-    """Return what the parts of a layer may depend on."""
-    return LayerFacts(method.layer_kind(layer), longest, step.sliding_window)
+def declared(method: Method, i: Tensor, layer: int, longest: int, sliding_window: int | None) -> list[Part]:
+    """Return a method's parts for queries `i [T]` in a layer, of a text of up to `longest` tokens.
 
-
-def declared(method: Method, i: Tensor, facts: LayerFacts) -> list[Part]:
-    """Return a method's parts for queries `i [T]`. Raises `UsageError` if `parts_of` yields anything else."""
-    parts = list(method.parts_of(i, facts))
+    Raises `UsageError` if `parts_of` yields anything else.
+    """
+    parts = list(method.parts_of(i, LayerFacts(method.layer_kind(layer), longest, sliding_window)))
     if wrong := [part for part in parts if not isinstance(part, Part)]:
         raise UsageError(f"{method.label}.parts_of yielded a {type(wrong[0]).__name__}; expected a Part")
     return parts
 
 
-def block_parts(method: Method, layer: int, step: Step) -> tuple[Tensor, list[Part]]:
-    """Return the indices `[T]` of the block's queries and the method's parts for them, on the host."""
-    i = torch.arange(step.start, step.stop)
-    return i, declared(method, i, facts_of(method, layer, step, step.stop))
+def block_parts(method: Method, layer: int, step: Step, i: Tensor | None = None) -> tuple[Tensor, list[Part]]:
+    """Return the indices `[T]` of the block's queries, on the host unless given, and the method's parts for them."""
+    i = torch.arange(step.start, step.stop) if i is None else i
+    return i, declared(method, i, layer, step.stop, step.sliding_window)
 
 
 def bounds(part: Part, i: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,8 +120,7 @@ def placed_parts(method: Method, q: Tensor, cache: LayerCache, step: Step) -> li
         i, parts = block_parts(method, cache.index, step)
         at, here, found = i, parts, list[PlacedPart]()
         if i.device != q.device and any(isinstance(x.query_at, Tensor) and x.query_at is not i for x in parts):
-            at = step.positions(q.device)  # evaluated again on the device: an upload would wait
-            here = declared(method, at, facts_of(method, cache.index, step, step.stop))
+            at, here = block_parts(method, cache.index, step, step.positions(q.device))  # an upload would wait
         for part, same in zip(parts, here, strict=True):
             calls = [] if part.keys == CHOSEN else dense_calls(*bounds(part, i))
             if calls or part.keys == CHOSEN:
@@ -122,8 +130,7 @@ def placed_parts(method: Method, q: Tensor, cache: LayerCache, step: Step) -> li
                 found.append(PlacedPart(part, turn, calls))
         return found
 
-    placed: list[PlacedPart] = step.once(f"parts {method.layer_kind(cache.index)}", make)
-    return placed
+    return step.once(f"parts {method.layer_kind(cache.index)}", make)
 
 
 def turn_of(method: Method, part: Part, i: Tensor, like: Tensor, step: Step) -> Turn:
@@ -140,10 +147,7 @@ def turn_of(method: Method, part: Part, i: Tensor, like: Tensor, step: Step) -> 
 
 
 def attend_spans(q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended:
-    """Attend the spans of a part by unrotated queries `[H, T, D]`; a query that sees no key has lse -inf.
-
-    Time: O(H · T · N · D).
-    """
+    """Attend the spans of a part by unrotated queries `[H, T, D]`; a query that sees no key has lse -inf."""
     found, done, n = list[Attended](), 0, q.shape[1]
     for call in (*placed.calls, DenseCall(n, n, 0, 0)):
         if call.first > done:
@@ -152,9 +156,7 @@ def attend_spans(q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -
         if call.last > call.first:
             found.append(_attend_call(q, placed, call, cache, step))
         done = call.last
-    if len(found) == 1:
-        return found[0]
-    return torch.cat([out for out, _ in found], dim=1), torch.cat([lse for _, lse in found], dim=1)
+    return join(found, 1)
 
 
 def _attend_call(q: Tensor, placed: PlacedPart, call: DenseCall, cache: LayerCache, step: Step) -> Attended:
@@ -185,66 +187,36 @@ def dense_calls(start: Tensor, stop: Tensor) -> list[DenseCall]:
 
     Example: starts 0, 0, 0, 1, 2 and stops 1, 2, 3, 4, 5 are one call of five queries, causal, with a window of 3.
     """
-    first, n, found = 0, len(start), list[DenseCall]()
-    if n == 1:
-        here = int(start), int(stop)
-        return [DenseCall(0, 1, *here)] if here[0] < here[1] else []
+    if len(start) == 1:
+        return [DenseCall(0, 1, int(start), int(stop))] if start < stop else []
     edges = torch.stack((start, stop)).masked_fill(start >= stop, NONE_SEEN)
-    moves = _moves(edges)
-    begin, end = edges.tolist() if len(moves) > 2 else ([], [])
-
-    def edge(which: int, t: int) -> int:
-        return int(edges[which, t]) if not begin else (begin, end)[which][t]
-
-    while first < n:
+    (begin, end), moves, first, found = edges.tolist(), _moves(edges), 0, list[DenseCall]()
+    while first < len(begin):
         while moves and moves[0][0] <= first:
             moves.pop(0)
-        last, causal, window = first, False, None
-        if moves:
-            until, move = moves[0]
-            last = until if move in ((0, 0), (0, 1), (1, 1)) else first
-            causal = move in ((0, 1), (1, 1))
-            if move == (0, 1) and len(moves) > 1 and moves[1][1] == (1, 1):
-                last, move = moves[1]
-            if move == (1, 1):
-                window = edge(1, last) - edge(0, last)
-        if edge(0, first) != NONE_SEEN:
-            found.append(DenseCall(first, last + 1, edge(0, first), edge(1, last), causal, window))
+        last, move = moves[0] if moves else (first, (0, 0))
+        if move == (0, 1) and len(moves) > 1 and moves[1][1] == (1, 1):  # a span grows, and then slides
+            last, move = moves[1]
+        if move not in ((0, 0), (0, 1), (1, 1)):
+            last, move = first, (0, 0)
+        if begin[first] != NONE_SEEN:
+            window = end[last] - begin[last] if move == (1, 1) else None
+            call = DenseCall(first, last + 1, begin[first], end[last], move != (0, 0), window)
+            if found and found[-1].takes(call):
+                found[-1] = replace(found[-1], last=call.last, stop=call.stop, n_chunks=found[-1].n_chunks + 1)
+            else:
+                found.append(call)
         first = last + 1
-    return list(_folded(found))
+    return found
 
 
 def _moves(edges: Tensor) -> list[tuple[int, tuple[int, int]]]:
     """Return the moves of bounds `[2, T]`: `(until, (start, stop))` of each run of equal moves, up to query `until`."""
     moves = edges.diff()
-    if not moves.shape[1]:
-        return []
     borders = (moves[:, 1:] != moves[:, :-1]).any(0).nonzero().squeeze(1)
     ends = torch.cat((borders, borders.new_tensor([moves.shape[1] - 1])))
     a, b = moves[:, ends].tolist()
     return [(end + 1, move) for end, move in zip(ends.tolist(), zip(a, b, strict=True), strict=True)]
-
-
-def _folded(calls: Sequence[DenseCall]) -> Iterator[DenseCall]:
-    """Yield the calls; merge adjacent calls of whole chunks into one."""
-    held: DenseCall | None = None
-    for call in calls:
-        size = call.stop - call.start
-        whole = call.causal and call.window is None and call.last - call.first == size
-        if (
-            whole
-            and held
-            and (held.last, held.stop, held.start + held.n_chunks * size) == (call.first, call.start, call.start)
-        ):
-            held = replace(held, last=call.last, stop=call.stop, n_chunks=held.n_chunks + 1)
-            continue
-        if held:
-            yield held
-        held = call if whole else None
-        if not whole:
-            yield call
-    if held:
-        yield held
 
 
 def slot_shift(part: Part, chosen: Tensor) -> Tensor | int:
@@ -252,16 +224,6 @@ def slot_shift(part: Part, chosen: Tensor) -> Tensor | int:
     if part.n_slots is None:
         return 0
     return part.n_slots.to(chosen.device)[:, None] - (chosen >= 0).sum(-1, keepdim=True)
-
-
-def attend_tokens(q: Tensor, cache: LayerCache, step: Step, index: Tensor) -> Attended:
-    """Attend the cached keys of tokens `index [n]`, ascending, by placed queries `[H, T, D]`.
-
-    Keys and values are copied, for every layer to the same memory. Time: O(H · T · n · D).
-    """
-    n = 2 * cache.layout.n_kv_heads * len(index) * cache.layout.head_dim
-    buffer: Tensor = step.once(f"{len(index)} tokens", lambda: q.new_empty(n))
-    return step.attention.dense(q, *cache.tokens(index, buffer), causal=False)
 
 
 def keep_recent(k: Tensor, cache: LayerCache, step: Step) -> None:

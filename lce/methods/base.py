@@ -7,8 +7,8 @@ positions that the method declares, and `attend` attends the method's parts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,13 +26,20 @@ from lce.methods.parts import RECENT, LayerFacts, Part
 from lce.methods.step import DeviceStep, ModelFacts, OnDevice, Step
 
 NO_TOKENS = torch.zeros(0, dtype=torch.int64)
+T = TypeVar("T")
 
 
-def says_for(cls: type, hook: str, *others: str) -> bool:
+def resolved(knob: T | None) -> T:
+    """Return the value of a knob that `Method.resolve` fills in."""
+    assert knob is not None, "resolved before use"
+    return knob
+
+
+def says_for(method: object, hook: str, *others: str) -> bool:
     """Return whether `hook` still agrees with `others`: no subclass of its class overrides one of them."""
 
     def depth(name: str) -> int:
-        return next(i for i, parent in enumerate(cls.__mro__) if name in vars(parent))
+        return next(i for i, parent in enumerate(type(method).__mro__) if name in vars(parent))
 
     return all(depth(hook) <= depth(other) for other in others)
 
@@ -63,9 +70,8 @@ class Method:
 
     A method declares its parts in `parts_of`: which keys a query sees, and at which positions. Attending, costs and
     pictures follow from the parts. A method overrides `key_positions` if keys are not cached at their absolute
-    positions, and `keep_queries` if it keeps more of a block than keys and values. `access` describes the method's
-    access to the cache, and `state` its own state. A method whose attention is not made of parts overrides `attend`
-    instead.
+    positions, and `keep_queries` if it keeps more of a block than keys and values. A method whose attention is not made
+    of parts overrides `attend` instead.
     """
 
     name: ClassVar[str] = ""
@@ -97,11 +103,16 @@ class Method:
         """
         return self
 
-    def expect(self, **least: int) -> None:
-        """Raise `UsageError` for a knob below its least value."""
+    def filled(self, **defaults: Any) -> Self:
+        """Return this method with these values for knobs that are None."""
+        return replace(self, **{knob: value for knob, value in defaults.items() if getattr(self, knob) is None})
+
+    def expect(self, **least: int) -> Self:
+        """Return this method. Raises `UsageError` for a knob below its least value."""
         for knob, value in least.items():
             if getattr(self, knob) < value:
                 raise UsageError(f"{self.label}: {knob} is {getattr(self, knob)}; expected {value} or more")
+        return self
 
     @property
     def block(self) -> int:
@@ -119,10 +130,9 @@ class Method:
         return 0, self.access.chunk_size
 
     def limit(self, window: int, sliding_window: int | None = None) -> int | None:
-        """Return the longest text that the resolved method can read; None: unlimited, all distances are in the window.
+        """Return the longest text that the resolved method reads without a warning; None: any length.
 
-        `window` counts the positions that the model can be trusted on, RoPE scaling included. Longer texts get a
-        warning.
+        `window` counts the positions that the model can be trusted on, RoPE scaling included.
         """
         return None
 
@@ -133,17 +143,11 @@ class Method:
 
     @property
     def n_recent(self) -> int:
-        """How many tokens before a block also have their keys kept at absolute positions.
-
-        `exact` parts need these keys, unless all keys are cached at their absolute positions.
-        """
+        """How many tokens before a block have their keys kept at absolute positions too, for `exact` parts."""
         return 0
 
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
-        """Return the method's empty state for a layer, by names of the method's own.
-
-        `layout` has the sizes. Plans use the same objects.
-        """
+        """Return the method's empty state for a layer, by names of the method's own; `layout` has the sizes."""
         if not self.n_recent:
             return {}
         return {RECENT: RecentRows(self.n_recent, layout.key_bytes, remade=self.unrotated)}
@@ -170,7 +174,7 @@ class Method:
         raise NotImplementedError(f"{self.label} declares no parts; define parts_of, or attend")
 
     def layer_kind(self, layer: int) -> str:
-        """Return a word that is equal for layers with equal parts; `parts_of` is called once a pass for each word."""
+        """Return a word that is equal for layers with equal parts."""
         return ""
 
     def query_scale(self, i: Tensor, window: int) -> Tensor | None:
@@ -205,8 +209,8 @@ class Method:
     def decode(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
         """Attend as `attend` does, for one token whose index only the device knows: `[H, 1, D]` to `[H, 1, D]`.
 
-        The step is recorded once and replayed for later tokens. So everything that depends on the index is on the
-        device, shapes depend on `step.bound` alone, and all tokens are in the cache's buffer (`LayerCache.whole`).
+        The step is recorded once and replayed for later tokens: shapes depend on `step.bound` alone. All tokens are in
+        the cache's buffer (`LayerCache.whole`).
         """
         self.keep_queries(q, cache, step)
         return decode_parts(self, scaled(self, q, step), cache, step)
@@ -230,9 +234,8 @@ class Method:
     @property
     def decodes(self) -> bool:
         """Whether decode steps can be recorded: no subclass overrides a hook that `decode` replaces."""
-        cls = type(self)
-        return says_for(cls, "decode", "attend", "attend_spans", "keep") and says_for(
-            cls, "decode_chosen", "attend_chosen"
+        return says_for(self, "decode", "attend", "attend_spans", "keep") and says_for(
+            self, "decode_chosen", "attend_chosen"
         )
 
     @property
@@ -251,12 +254,8 @@ class Method:
     @property
     def counted(self) -> bool:
         """Whether `cost` is accurate: no subclass of the class that declares the parts overrides a hook."""
-        cls = type(self)
-        return (
-            self.declares
-            and says_for(cls, "parts_of", "attend", "keep")
-            and says_for(cls, "choice_cost", "attend_chosen")
-        )
+        agrees = says_for(self, "parts_of", "attend", "keep") and says_for(self, "choice_cost", "attend_chosen")
+        return self.declares and agrees
 
     def paper_figures(self, block: QueryBlock) -> Sequence[PaperFigure]:
         """Return the paper's figures of cost for a model of these sizes."""
@@ -275,8 +274,7 @@ class LocalMethod(Method):
     @property
     def n_local(self) -> int:
         """`local`, once resolved."""
-        assert self.local is not None, "resolved before use"
-        return self.local
+        return resolved(self.local)
 
     @property
     def n_recent(self) -> int:

@@ -1,14 +1,56 @@
-"""Chunks within a budget of tokens: the base of the selectors for analysis."""
+"""Selectors for analysis: chunks within a budget of tokens, chosen without summaries."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from torch import Tensor
 
+from lce.attention import SCORES_AT_ONCE
+from lce.cache.layer import LayerCache
+from lce.cache.layout import CacheLayout
+from lce.cache.method_state import MethodState
 from lce.errors import UsageError
-from lce.methods.selective import SelectiveMethod, WithoutSummaries
+from lce.methods.costs import Cost, QueryBlock
+from lce.methods.parts import RECENT
+from lce.methods.selective import ChunkSelection, Scorer, SelectiveMethod
+from lce.methods.step import Step
+
+
+class WithoutSummaries(ChunkSelection):
+    """A mixin for selectors of chunks without summaries; `chunk_scores` gives the scores."""
+
+    @abstractmethod
+    def chunk_scores(self, q: Tensor, n_chunks: int, cache: LayerCache, step: Step) -> Tensor:
+        """Score the first `n_chunks` chunks for some of the block's queries, unrotated `[H, T, D]`: `[C, T, M]`."""
+
+    def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
+        return {name: kept for name, kept in super().state(layout).items() if name == RECENT}
+
+    def could_keep(self, layer: int, kept: Mapping[str, Tensor], layout: CacheLayout, n_tokens: int) -> bool:
+        return True
+
+    def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        raise AssertionError("no chunk is summarised")
+
+    def keep_queries(self, q: Tensor, cache: LayerCache, step: Step) -> None:
+        pass
+
+    def scorer(self, q: Tensor, cache: LayerCache, step: Step) -> tuple[Scorer, int]:
+        n_chunks = step.stop // self.size
+        rows = max(1, SCORES_AT_ONCE // (len(q) * step.stop))
+        return lambda here, some: self.chunk_scores(q[:, here], n_chunks, cache, some), rows
+
+    def choice_cost(self, block: QueryBlock) -> Cost:
+        """Count the attended chunks, as if the heads of a KV head chose differently; choosing reads nothing."""
+        return self.selection_cost(block, vectors_read=0, summaries=0, products=0)
+
+    @property
+    def decodes(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True)
@@ -28,20 +70,13 @@ class BudgetedChunks(WithoutSummaries, SelectiveMethod):
     }
 
     def resolve(self, window: int) -> Self:
-        return super(BudgetedChunks, self._with_chunks(window)).resolve(window)
-
-    def forced(self, chunk_ids: Tensor, own: Tensor) -> Tensor:
-        first, last = chunk_ids == 0, chunk_ids == own - 1
-        return (first & self.keep_first) | (last & self.keep_last)
-
-    def _with_chunks(self, window: int) -> Self:
-        """Return this method with its budget, if any, as a number of `chunks` of the resolved size."""
+        """Return this method resolved, with its budget, if any, as a number of `chunks`."""
         if self.budget is None:
-            return self
+            return super().resolve(window)
         if self.chunks is not None:
             raise UsageError(f"{self.label}: budget and chunks both say how much a query attends; drop one of them")
-        size = SelectiveMethod.resolve(replace(self, chunks=3), window).size
-        if self.budget < 3 * size:
-            raise UsageError(f"{self.label}: budget is {self.budget}; expected three chunks of {size} tokens or more")
-        knobs: dict[str, Any] = {"chunks": self.budget // size, "budget": None}
-        return replace(self, **knobs)
+        made = super(BudgetedChunks, replace(self, chunks=3)).resolve(window)
+        if self.budget < 3 * made.size:
+            expected = f"expected three chunks of {made.size} tokens or more"
+            raise UsageError(f"{self.label}: budget is {self.budget}; {expected}")
+        return replace(made, chunks=self.budget // made.size, budget=None)

@@ -1,11 +1,10 @@
 """Counts the cost of methods in multiply-adds, for a block of queries.
 
-The cost of spans follows from a method's parts (`cost_of_spans`). A method states the cost of choosing, and of
-attending the chosen keys, in `Method.choice_cost`, with the functions of `QueryBlock`. Costs can be added.
+The cost of spans follows from a method's parts. A method states the cost of choosing, and of attending the chosen keys,
+in `Method.choice_cost`, with the functions of `QueryBlock`.
 
-Only products count: of queries with keys, of softmax weights with values, and for choosing. A multiply-add is two
-floating-point operations. Rotations, norms, softmaxes and the search for the largest scores are left out: they grow
-with the queries or the scores, without the factor D.
+Only products count: of queries with keys, of softmax weights with values, and for choosing. Rotations, norms, softmaxes
+and the search for the largest scores are left out: they grow with the queries or the scores, without the factor D.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lce.methods.attending import bounds, declared
-from lce.methods.parts import CHOSEN, LayerFacts
+from lce.methods.parts import CHOSEN
 
 if TYPE_CHECKING:
     from lce.methods.base import Method
@@ -50,12 +49,8 @@ UNCOUNTED = Cost(None, None, None, None, None, None)
 
 def total(*counts: int | None) -> int | None:
     """Return the sum of counts; None if any is None."""
-    found = 0
-    for count in counts:
-        if count is None:
-            return None
-        found += count
-    return found
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
 
 
 @dataclass(frozen=True)
@@ -114,14 +109,12 @@ def _sum_to(n: int, most: int | None = None) -> int:
 def cost_of_spans(method: Method, block: QueryBlock) -> Cost:
     """Return the cost of the spans of a method's parts; each part's keys are read once."""
     i, cost = torch.arange(block.start, block.stop), Cost(0)
-    facts = LayerFacts(method.layer_kind(block.layer), block.stop, block.sliding_window)
-    for part in declared(method, i, facts):
-        if part.keys == CHOSEN:
-            continue
-        start, stop = bounds(part, i)
-        seen = start < stop
-        if seen.any():
-            cost += block.seen(int((stop - start).sum()), int(stop.max() - start[seen].min()))
+    for part in declared(method, i, block.layer, block.stop, block.sliding_window):
+        if part.keys != CHOSEN:
+            start, stop = bounds(part, i)
+            seen = start < stop
+            if seen.any():
+                cost += block.seen(int((stop - start).sum()), int(stop.max() - start[seen].min()))
     return cost
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
-import torch
 from torch import Tensor
 
 from lce.cache.layout import AccessPattern
-from lce.errors import ModelError, UsageError, shown
-from lce.methods.base import Example, Method
+from lce.errors import UsageError
+from lce.methods.base import Example, Method, resolved
 from lce.methods.parts import LayerFacts, Part
 from lce.methods.registry import register
 from lce.methods.step import ModelFacts
@@ -29,11 +28,9 @@ class DualChunk(Method):
 
     Example: `s=6, W=10`; query 11 is at 5 for keys 6..11 (at 0..5), and at 9 for keys 0..5.
 
-    `parts` is the paper's ablation (Figure 4). `intra`: a query attends its own chunk alone. `intra+inter`: it attends
-    every earlier chunk as well, the previous one too, from `far`. `all`: the previous chunk is successive.
-
-    `temperature` multiplies the logits of query i by the square of `max(1, 1 + 0.05 ln((i + 1) / W))`, as the released
-    code does and the paper's results do not.
+    `parts` is the paper's ablation (Figure 4): `intra` alone, or with it all earlier chunks from `far`
+    (`intra+inter`). `temperature` multiplies the logits of query i by the square of `max(1, 1 + 0.05 ln((i + 1) / W))`,
+    as the released code does and the paper's results do not.
 
     Keys are cached at `j mod s` and are not rotated again. Time: O(N · D) a token and head, that of full attention.
     """
@@ -52,62 +49,41 @@ class DualChunk(Method):
     example: ClassVar = Example({"chunk_size": 8})
 
     def for_model(self, model: ModelFacts) -> Self:
-        """Read Qwen's `dual_chunk_attention_config`: its chunk holds `local_size` positions for the previous chunk.
-
-        The query of older chunks is at Qwen's `chunk_size`, as where these models are served: one beyond the paper's
-        `c - 1`. The successive positions may end before it, at `2s - 1`; then it is there.
-        """
-        config = model.config.published.get("dual_chunk_attention_config")
-        if config is None or self.chunk_size is not None:
-            return self
-        size, kept = (config.get(key) for key in ("chunk_size", "local_size"))
-        if not isinstance(size, int) or not isinstance(kept, int) or not 0 <= kept < size:
-            raise ModelError(
-                f"{model.source.path}: dual_chunk_attention_config is {shown(config)}; expected a chunk_size and a "
-                "smaller local_size; give -o chunk_size=N"
-            )
-        far = min(size, 2 * (size - kept) - 1) if self.far is None else self.far
-        return replace(self, chunk_size=size - kept, far=far)
+        """Take both sizes from Qwen's `dual_chunk_attention_config`, if there is one."""
+        found = model.config.dual_chunk(model.source.path) if self.chunk_size is None else None
+        return self if found is None else self.filled(chunk_size=found[0], far=found[1])
 
     def resolve(self, window: int) -> Self:
-        size = max(1, 3 * window // 4) if self.chunk_size is None else self.chunk_size
-        made = replace(self, chunk_size=size, far=window - 1 if self.far is None else self.far)
-        made.expect(chunk_size=1)
+        made = self.filled(chunk_size=max(1, 3 * window // 4), far=window - 1).expect(chunk_size=1)
+        size = resolved(made.chunk_size)
         if size > window:
             raise UsageError(f"{self.label}: chunk_size is {size}; expected at most the window, {window}")
-        made.expect(far=size - 1)  # a nearer query would stand before keys of its past
-        return made
+        return made.expect(far=size - 1)  # a nearer query would stand before keys of its past
 
     @property
     def block(self) -> int:
         return 2048
 
     @property
-    def size(self) -> int:
-        """`chunk_size`, once it is resolved."""
-        assert self.chunk_size is not None, "resolved before use"
-        return self.chunk_size
-
-    @property
     def access(self) -> AccessPattern:
-        return AccessPattern(self.size, local=2 * self.size)
+        size = resolved(self.chunk_size)
+        return AccessPattern(size, local=2 * size)
 
     def key_positions(self, indices: Tensor) -> Tensor | None:
-        return indices % self.size
+        return indices % resolved(self.chunk_size)
 
     def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterator[Part]:
-        assert self.far is not None, "resolved before use"
-        own, offset = i // self.size * self.size, i % self.size
+        s, far = resolved(self.chunk_size), resolved(self.far)
+        own, offset = i // s * s, i % s
         yield Part(keys=(own, i + 1), query_at=offset)
         if self.parts == "all":
-            previous = own - self.size
-            yield Part(keys=(previous, own), query_at=(self.size + offset).clamp(max=self.far))
-            yield Part(keys=(0, previous), query_at=self.far)
+            previous = own - s
+            yield Part(keys=(previous, own), query_at=(s + offset).clamp(max=far))
+            yield Part(keys=(0, previous), query_at=far)
         elif self.parts == "intra+inter":
-            yield Part(keys=(0, own), query_at=self.far)
+            yield Part(keys=(0, own), query_at=far)
 
     def query_scale(self, i: Tensor, window: int) -> Tensor | None:
         if not self.temperature:
             return None
-        factor: Tensor = 1 + 0.05 * ((i.to(torch.float64) + 1) / window).log()
-        return factor.clamp(min=1.0).square()
+        return (1 + 0.05 * ((i.double() + 1) / window).log()).clamp(min=1.0).square()

@@ -16,7 +16,7 @@ from torch import Tensor
 from lce.attention import Attended, Runs, Turn, merge
 from lce.cache.layer import LayerCache
 from lce.cache.method_state import RecentRows
-from lce.methods.attending import declared, facts_of, turn_of
+from lce.methods.attending import declared, turn_of
 from lce.methods.parts import CHOSEN, RECENT, Part
 from lce.methods.step import DeviceStep
 
@@ -30,10 +30,7 @@ EVALUATED_AT_ONCE = 1 << 16  # queries for which parts are evaluated together
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens `first..stop-1`, at most `most` of them, seen under `turn [1, D/2]`; none if `stop <= first`.
-
-    `first` and `stop` are `[1]`, int64, on the device.
-    """
+    """Tokens `first..stop-1`, `[1]` int64 on the device, at most `most` of them, seen under `turn [1, D/2]`."""
 
     first: Tensor
     stop: Tensor
@@ -64,13 +61,12 @@ def bound_for(n_tokens: int) -> int:
 def decode_parts(method: Method, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
     """Attend all parts of a method by a token's unrotated query `[H, 1, D]`, as one softmax: `[H, 1, D]`."""
     kind = method.layer_kind(cache.index)
-    parts: DeviceParts = step.once(f"parts {kind}", lambda: device_parts(method, q, cache, step))
+    parts = step.once(f"parts {kind}", lambda: device_parts(method, q, cache, step))
     found = []
     if parts.chosen is not None:
         found.append(method.decode_chosen(q, parts.chosen, parts.cached, cache, step))
     elif parts.cached:
-        runs: Runs = step.once(f"runs {kind}", lambda: runs_of(parts.cached))
-        found.append(step.attention.decode(q, *cache.whole, runs))
+        found.append(step.attention.decode(q, *cache.whole, step.once(f"runs {kind}", lambda: runs_of(parts.cached))))
     if parts.recent:
         found.append(_decode_recent(q, parts.recent, cache, step))
     return merge(found)
@@ -79,9 +75,8 @@ def decode_parts(method: Method, q: Tensor, cache: LayerCache, step: DeviceStep)
 def device_parts(method: Method, q: Tensor, cache: LayerCache, step: DeviceStep) -> DeviceParts:
     """Return the parts of the step's token, except parts that are empty for all tokens up to the bound."""
     cached, recent, chosen = list[Span](), list[Span](), None
-    facts = facts_of(method, cache.index, step, step.bound)
-    found, limits = declared(method, step.at, facts), _limits(method, cache.index, step)
-    for part, (most, least, beyond) in zip(found, limits, strict=True):
+    parts = declared(method, step.at, cache.index, step.bound, step.sliding_window)
+    for part, (most, least, beyond) in zip(parts, _limits(method, cache.index, step), strict=True):
         if part.keys != CHOSEN and not most:
             continue
         turn = turn_of(method, part, step.at, q, step)
@@ -98,18 +93,15 @@ def device_parts(method: Method, q: Tensor, cache: LayerCache, step: DeviceStep)
 
 
 def _limits(method: Method, layer: int, step: DeviceStep) -> list[tuple[int, int, int]]:
-    """Return `_limit` of each part, over all tokens up to the bound."""
-    found: list[tuple[int, int, int]] = []
-    for start in range(0, step.bound, EVALUATED_AT_ONCE):
-        i = torch.arange(start, min(start + EVALUATED_AT_ONCE, step.bound))
-        here = [_limit(part, i) for part in declared(method, i, facts_of(method, layer, step, step.bound))]
-        pairs = zip(found or here, here, strict=True)
-        found = [(max(a[0], b[0]), min(a[1], b[1]), max(a[2], b[2])) for a, b in pairs]
-    return found
+    """Return each part's most tokens, least start, and largest `stop - i - 1`, over all tokens i up to the bound."""
+    found = []
+    for i in torch.arange(step.bound).split(EVALUATED_AT_ONCE):
+        found.append([_limit(part, i) for part in declared(method, i, layer, step.bound, step.sliding_window)])
+    by_part = (zip(*limits, strict=True) for limits in zip(*found, strict=True))
+    return [(max(most), min(least), max(beyond)) for most, least, beyond in by_part]
 
 
 def _limit(part: Part, i: Tensor) -> tuple[int, int, int]:
-    """Return the most tokens of a span, the least start, and the largest `stop - i - 1`."""
     if part.keys == CHOSEN:
         return 0, 0, 0
     first, stop = (torch.as_tensor(edge) for edge in part.keys)
@@ -131,10 +123,7 @@ def runs_of(spans: Sequence[Span]) -> Runs:
 
 
 def _decode_recent(q: Tensor, spans: Sequence[Span], cache: LayerCache, step: DeviceStep) -> Attended:
-    """Attend spans of tokens by the recent keys, which are kept at absolute positions.
-
-    The recent keys begin at some token; the values from that token on are in the buffer.
-    """
+    """Attend spans of tokens by the recent keys, whose values are in the buffer."""
     recent, values = cache.kept(RecentRows, RECENT), cache.whole[1]
     keys, before = recent.buffer, recent.first
     n = min(keys.shape[1], values.shape[1] - before)
@@ -142,5 +131,5 @@ def _decode_recent(q: Tensor, spans: Sequence[Span], cache: LayerCache, step: De
     def make() -> Runs:
         return runs_of([replace(span, first=span.first - before, stop=span.stop - before) for span in spans])
 
-    runs: Runs = step.once(f"runs from {before} {id(spans)}", make)
+    runs = step.once(f"runs from {before} {id(spans)}", make)
     return step.attention.decode(q, keys[:, :n], values[:, before : before + n], runs)

@@ -22,17 +22,13 @@ def spans(method: Method, layer: int, step: Step) -> Tensor | None:
     i, parts = block_parts(method, layer, step)
     if any(part.keys == CHOSEN for part in parts) and not method.notes_choices:
         return None
-    found = [torch.stack(bounds(part, i), dim=-1) for part in parts if part.keys != CHOSEN]
-    return torch.stack(found, dim=1)
+    return torch.stack([torch.stack(bounds(part, i), dim=-1) for part in parts if part.keys != CHOSEN], dim=1)
 
 
 def always(method: Method, layer: int, step: Step) -> Tensor | None:
     """Return `spans` as a mask, `[T, N]` bool."""
-    found = spans(method, layer, step)
-    if found is None:
-        return None
-    index = torch.arange(step.stop)
-    return ((index >= found[..., :1]) & (index < found[..., 1:])).any(dim=1)
+    found, index = spans(method, layer, step), torch.arange(step.stop)
+    return None if found is None else ((index >= found[..., :1]) & (index < found[..., 1:])).any(dim=1)
 
 
 def spans_by_query(method: Method, layer: int, step: Step) -> list[list[list[int]]] | None:
@@ -40,10 +36,9 @@ def spans_by_query(method: Method, layer: int, step: Step) -> list[list[list[int
 
     Adjacent spans are joined. None: see `spans`.
     """
-    found = spans(method, layer, step)
+    found, joined = spans(method, layer, step), []
     if found is None:
         return None
-    joined = []
     for row in found.tolist():
         mine: list[list[int]] = []
         for start, stop in sorted(span for span in row if span[0] < span[1]):
@@ -82,22 +77,18 @@ def choice_distance(method: Method, layer: int, chosen: Tensor, step: Step) -> T
     part = next((part for part in parts if part.keys == CHOSEN), None)
     if part is None:
         return None
-    chosen, (first, size) = chosen.cpu(), method.choices
-    at = torch.as_tensor(part.query_at)
+    chosen, (first, size), at = chosen.cpu(), method.choices, torch.as_tensor(part.query_at)
     if at.ndim == 2:
         slots = torch.arange(chosen.shape[-1]) + slot_shift(part, chosen)
         at = at.expand(len(chosen), -1, -1).gather(-1, slots.clamp(min=0, max=at.shape[-1] - 1))
     elif at.ndim == 1:
         at = at[:, None]
     tokens = first + chosen.clamp(min=0) * size
-    farthest = (at - _key_at(method, part, tokens)).expand(chosen.shape)
-    nearest = at - _key_at(method, part, tokens + size - 1)
-    return torch.stack((nearest.expand(chosen.shape), farthest), dim=-1)
+    ends = [at - _key_at(method, part, token) for token in (tokens + size - 1, tokens)]
+    return torch.stack([end.expand(chosen.shape) for end in ends], dim=-1)
 
 
 def _key_at(method: Method, part: Part, token: Tensor) -> Tensor:
     """Return the positions at which a part sees tokens `[…]`."""
-    if part.exact:
-        return token
-    found = method.key_positions(token.flatten())
+    found = token if part.exact else method.key_positions(token.flatten())
     return torch.zeros_like(token) if found is None else found.view(token.shape)

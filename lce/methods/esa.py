@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
-from lce.attention import Attended, first_best, products, rotate, spread, token_scores
+from lce.attention import Attended, products, token_scores
 from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout
 from lce.cache.method_state import MethodState, Staged, TokenRows
 from lce.errors import UsageError
-from lce.methods.attending import PlacedPart, attend_tokens
-from lce.methods.base import Example, LocalMethod, is_like
+from lce.methods.attending import PlacedPart
+from lce.methods.base import Example, is_like, resolved
 from lce.methods.costs import Cost, PaperFigure, QueryBlock
+from lce.methods.joint import JointSelection
 from lce.methods.lowdim import (
     LearnedFor,
     LowDimMap,
@@ -34,7 +35,7 @@ from lce.methods.map_file import open_maps
 from lce.methods.parts import CHOSEN, LayerFacts, Part
 from lce.methods.registry import register
 from lce.methods.step import ModelFacts, Step
-from lce.methods.top_p import TOP_P_HELP, check_top_p, enough
+from lce.methods.top_p import TOP_P_HELP
 
 LOW_DIM_KEYS, BASIS = "low-dim keys", "principal components"
 MAPS_FILE = "esa_maps.safetensors"  # beside a model
@@ -42,7 +43,7 @@ MAPS_FILE = "esa_maps.safetensors"  # beside a model
 
 @register("esa")
 @dataclass(frozen=True)
-class ESA(LocalMethod):
+class ESA(JointSelection):
     """ESA (Wang et al., 2025, "Unshackling Context Length: An Efficient Selective Attention Approach through Query-Key
     Compression").
 
@@ -104,13 +105,12 @@ class ESA(LocalMethod):
                 f"{self.name}: under dynamic RoPE scaling queries rotate by the length of each text, and maps are "
                 "learned for one rotation; give --rope ntk --rope-factor F, -o compress=pca or -o compress=none"
             )
-        sized = self.sized(model.window)
-        assert sized.far is not None, "sized"
-        wanted = LearnedFor(model.source.checkpoint.fingerprint(), self.low_dim, sized.far, model.window, model.rope)
+        fingerprint, far = model.source.checkpoint.fingerprint(), resolved(self.sized(model.window).far)
+        wanted = LearnedFor(fingerprint, self.low_dim, far, model.window, model.rope)
         sizes = (model.config.n_heads, model.config.n_kv_heads, model.config.head_dim)
         if isinstance(self.maps, LowDimMaps):
             if self.maps.learned_for is not None:
-                wanted.check(asdict(self.maps.learned_for), self.maps.source, model.source.path)
+                wanted.check(self.maps.learned_for, self.maps.source, model.source.path)
             self.maps.check_shapes(model.config.n_layers, *sizes)
             return self
         path = model.source.file(MAPS_FILE) if self.maps is None else Path(self.maps)
@@ -120,12 +120,7 @@ class ESA(LocalMethod):
         return replace(self, maps=open_maps(path, wanted, shapes, model.config.n_layers, model.source.path))
 
     def sized(self, window: int) -> Self:
-        """Return this method with every size filled in."""
-        local = max(1, window // 2) if self.local is None else self.local
-        far = local if self.far is None else self.far
-        made = replace(self, local=local, far=far, top_k=max(1, window // 4) if self.top_k is None else self.top_k)
-        made.expect(sinks=0, local=1, top_k=1, eps=0, low_dim=1, far=0)
-        check_top_p(made)
+        made = super().sized(window).expect(eps=0, low_dim=1)
         if made.heads == "max" and made.compress != "none":
             raise UsageError(
                 f"esa: heads=max needs each head's score, and compress={made.compress} has their sum alone; "
@@ -137,8 +132,7 @@ class ESA(LocalMethod):
         made = self.sized(window)
         if made.compress != "calibrated":
             return made
-        assert made.far is not None, "sized"
-        return replace(made, maps=usable(made.maps, made.low_dim, made.far, window, self.name))
+        return replace(made, maps=usable(made.maps, made.low_dim, resolved(made.far), window, self.name))
 
     @property
     def block(self) -> int:
@@ -186,13 +180,12 @@ class ESA(LocalMethod):
         return None if basis is None else LowDimMap.unbiased(basis, basis)
 
     def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterator[Part]:
-        assert self.far is not None, "resolved before use"
-        border = int(i[0]) - self.n_local
+        border, far = int(i[0]) - self.n_local, resolved(self.far)
         if border <= self.sinks:
             yield Part(keys=(0, i + 1), query_at=i, exact=True)
         else:
-            yield Part(keys=(0, self.sinks), query_at=self.far)
-            yield Part(keys=CHOSEN, query_at=self.far)
+            yield Part(keys=(0, self.sinks), query_at=far)
+            yield Part(keys=CHOSEN, query_at=far)
             yield Part(keys=(border, i + 1), query_at=i, exact=True)
 
     def attend_spans(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
@@ -201,21 +194,22 @@ class ESA(LocalMethod):
 
     def attend_chosen(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
         self.find_basis(cache, step)
-        far = rotate(q, placed.turn)
-        chosen = self.select(q, far, cache, step, step.start - self.n_local)
-        return attend_tokens(far, cache, step, torch.cat((torch.arange(self.sinks, device=q.device), chosen)))
+        return super().attend_chosen(q, placed, cache, step)
+
+    def tokens_of(self, chosen: Tensor) -> Tensor:
+        return torch.cat((torch.arange(self.sinks, device=chosen.device), super().tokens_of(chosen)))
+
+    def n_candidates(self, start: int) -> int:
+        return start - self.n_local - self.sinks
 
     def choice_cost(self, block: QueryBlock) -> Cost:
         """Count the cost without finding principal components; a low-dim key of `pca` counts with its token's block."""
-        assert self.top_k is not None, "resolved before use"
         query_size, key_size = block.n_heads * block.head_dim, block.n_kv_heads * block.head_dim
         size = {"calibrated": self.low_dim, "pca": min(self.low_dim, key_size), "none": 0}[self.compress]
         low_keys = Cost(0, low_dim=len(block) * key_size * size)
-        n_middle = block.start - self.n_local - self.sinks
-        if n_middle <= 0:
-            return low_keys
-        seen = block.tokens(min(self.top_k, n_middle))
-        if n_middle <= self.top_k:
+        n_middle, top_k = max(0, self.n_candidates(block.start)), resolved(self.top_k)
+        seen = block.tokens(min(top_k, n_middle))
+        if n_middle <= top_k:
             return low_keys + seen
         compared = size or key_size  # exact scores: by queries summed to the KV heads
         low_queries = len(block) * size * (query_size if self.compress == "calibrated" else key_size)
@@ -241,63 +235,38 @@ class ESA(LocalMethod):
             cache.kept(Staged, BASIS).stage(basis)
             cache.kept(TokenRows, LOW_DIM_KEYS).write(concat_heads(cache.span(0, step.stop)[0]) @ basis, 0)
 
-    def select(self, q: Tensor, far: Tensor, cache: LayerCache, step: Step, border: int) -> Tensor:
-        """Choose the `top_k` best of tokens `sinks..border-1` for queries `[H, T, D]`, fewer with `top_p`, ascending.
-
-        `far` are the same queries, at the far position.
-        """
-        assert self.top_k is not None, "resolved before use"
-        n = min(self.top_k, border - self.sinks)
-        if n < border - self.sinks or self.top_p is not None or step.note_scores:
-            best = self.relevance(q, far, cache, step, border)
-            if self.top_p is not None:
-                order = spread(best.float(), self.eps).argsort(descending=True, stable=True)[:n]
-                n = enough(self.log_mass(best, len(q), q.shape[-1]), order, self.top_p)
-            chosen = first_best(best, n, self.eps) + self.sinks
-            if step.note_scores:
-                none = best.new_full((self.sinks,), -torch.inf, dtype=torch.float32)
-                step.note_scores(cache.index, torch.cat((none, best.float())).expand(1, step.n_noted, -1))
-        else:
-            chosen = torch.arange(self.sinks, border, device=q.device)
-        if step.note:
-            step.note(cache.index, chosen.expand(*q.shape[:2], -1))
-        return chosen
-
-    def relevance(self, q: Tensor, far: Tensor, cache: LayerCache, step: Step, border: int) -> Tensor:
-        """Score the tokens `sinks..border-1` for the queries together: F, `[border - sinks]`."""
-        scores = self.scorer(far, cache, step, border)
+    def relevance(self, q: Tensor, far: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        """Score the middle tokens for the queries together: F, `[M]` (Eq. 4)."""
+        score, row_size = self.scorer(far, cache, step)
         if q.shape[1] == 1:  # one query's scores need not be compared with another's
-            return scores(slice(None))[0]
-        return block_scores(scores, q.shape[1], self.row_size(far, border - self.sinks, step.n_kv_heads))
+            return score(slice(None))[0]
+        return block_scores(score, q.shape[1], row_size)
 
     def log_mass(self, relevance: Tensor, n_heads: int, head_dim: int) -> Tensor:
-        """Turn the relevance into logarithms of attention mass, up to a constant."""
         return relevance.float() / ((1 if self.heads == "max" else n_heads) * math.sqrt(head_dim))
 
-    def scorer(self, q: Tensor, cache: LayerCache, step: Step, border: int) -> Callable[[slice], Tensor]:
-        """Return the function from a slice of placed queries `[H, T, D]` to their `f(m; c)`, `[t, border - sinks]`."""
+    def scorer(self, q: Tensor, cache: LayerCache, step: Step) -> tuple[Callable[[slice], Tensor], int]:
+        """Return `f(m; c)` (Eq. 3), and how many numbers `f` holds at once for a query.
+
+        `f` maps a slice of the placed queries `[H, T, D]` to scores `[t, M]`.
+        """
+        first, stop = self.sinks, step.start - self.n_local
         groups = q.unflatten(0, (step.n_kv_heads, -1))  # [G, R, T, D]
         shared = groups.sum(dim=1)  # [G, T, D]
         if self.compress == "none":
 
             def exact(rows: slice) -> Tensor:
-                keys = (cache.span(*some)[0] for some in cache.segments(self.sinks, border))
+                keys = (cache.span(*some)[0] for some in cache.segments(first, stop))
                 if self.heads == "max":
                     by_head = (products(groups[:, :, rows].flatten(1, 2), k.mT) for k in keys)  # [G, R * t, n]
                     return torch.cat([x.unflatten(1, (groups.shape[1], -1)).amax(dim=(0, 1)) for x in by_head], dim=1)
                 return torch.cat([products(shared[:, rows], k.mT).sum(dim=0) for k in keys], dim=1)
 
-            return exact
+            return exact, (stop - first) * (len(q) if self.heads == "max" else len(groups))
         maps = self.layer_maps(cache, q)
         assert maps is not None, "found before it is used"
         low_q = maps.low_queries(concat_heads(shared if self.compress == "pca" else q))
-        low_k = cache.kept(TokenRows, LOW_DIM_KEYS).span(self.sinks, border)
-        most = slice_rows(len(low_q), self.row_size(q, border - self.sinks, step.n_kv_heads)) * len(low_k)
-        buffer: Tensor = step.once(f"scores {most}", lambda: low_q.new_empty(most if len(low_q) > 1 else 0))
-        return lambda rows: token_scores(low_q[rows], low_k, buffer)
-
-    def row_size(self, q: Tensor, n_middle: int, n_kv_heads: int) -> int:
-        """Return how many numbers `block_scores` holds at once for one query's scores."""
-        if self.compress != "none":
-            return n_middle
-        return n_middle * (len(q) if self.heads == "max" else n_kv_heads)
+        low_k = cache.kept(TokenRows, LOW_DIM_KEYS).span(first, stop)
+        most = slice_rows(len(low_q), len(low_k)) * len(low_k)
+        buffer = step.once(f"scores {most}", lambda: low_q.new_empty(most if len(low_q) > 1 else 0))
+        return lambda rows: token_scores(low_q[rows], low_k, buffer), len(low_k)

@@ -58,7 +58,7 @@ def described(value: Any) -> str:
         return f"the class {value.__name__}"
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is None:
-        is_plain = value is None or isinstance(value, (bool, int, float, str))
+        is_plain = value is None or isinstance(value, (bool, int, float, str, AccessPattern))
         return shown(value) if is_plain else f"a {type(value).__name__}"
     kind = "" if isinstance(value, Tensor) else f"{type(value).__name__} "
     return f"{kind}{list(shape)} {str(dtype).removeprefix('torch.')}"
@@ -72,20 +72,18 @@ def expect_tensor(
 
     A word in `shape` stands for any size of 1 or more; the last one may stand for several dimensions: `...`.
     """
-    if isinstance(got, Tensor) and _fits(got.shape, shape) and dtype in (None, got.dtype):
-        if got.device != like.device:
-            raise refuse(method, hook, got, f"it on {like.device}, not on {got.device}")
-        return
     kind = "" if dtype is None else f" {str(dtype).removeprefix('torch.')}"
-    raise refuse(method, hook, got, f"[{', '.join(map(str, shape))}]{kind}{words}")
+    if not isinstance(got, Tensor) or not _fits(got.shape, shape) or dtype not in (None, got.dtype):
+        raise refuse(method, hook, got, f"[{', '.join(map(str, shape))}]{kind}{words}")
+    if got.device != like.device:
+        raise refuse(method, hook, got, f"it on {like.device}, not on {got.device}")
 
 
 def _fits(got: Sequence[int], shape: Sequence[int | str]) -> bool:
     if shape[-1] == "...":
         shape = [*shape[:-1], *got[len(shape) - 1 :]]
-    return len(got) == len(shape) and all(
-        n == most if isinstance(most, int) else n > 0 for n, most in zip(got, shape, strict=True)
-    )
+    pairs = zip(got, shape, strict=False)
+    return len(got) == len(shape) and all(n == most if isinstance(most, int) else n > 0 for n, most in pairs)
 
 
 def _is_count(value: Any, least: int) -> bool:
@@ -102,82 +100,62 @@ def _must(fits: Callable[..., bool], expected: str) -> Check:
     return check
 
 
-# The hooks of every method
+def _alike(method: Any, hook: str, got: Any, like: Tensor, *_: Any) -> None:
+    expect_tensor(method, hook, got, like.shape, like, like.dtype)
 
 
-def check_attend(method: Any, hook: str, got: Any, q: Tensor, *_: Any) -> None:
-    expect_tensor(method, hook, got, q.shape, q, q.dtype)
-
-
-def check_keep(method: Any, hook: str, got: Any, k: Tensor, v: Tensor, cache: Any, step: Any) -> None:
+def _keep(method: Any, hook: str, got: Any, k: Tensor, v: Tensor, cache: Any, step: Any) -> None:
     if got is not None:
         raise refuse(method, hook, got, "None: it puts the block into the cache")
     if cache.stop != step.stop:
-        cached = max(0, cache.stop - step.start)
         raise UsageError(
-            f"{method.label}.{hook} cached {cached} of the block's {step.stop - step.start} tokens; expected all of "
-            "them: call super().keep(k, v, cache, step)"
+            f"{method.label}.{hook} cached {max(0, cache.stop - step.start)} of the block's {step.stop - step.start} "
+            "tokens; expected all of them: call super().keep(k, v, cache, step)"
         )
 
 
-def check_key_positions(method: Any, hook: str, got: Any, indices: Tensor) -> None:
-    if got is None:
-        return
-    expect_tensor(method, hook, got, indices.shape, indices, words=" numbers, or None")
-    if got.dtype == torch.bool or got.is_complex():
-        raise refuse(method, hook, got, f"{list(indices.shape)} whole or real numbers, or None")
+def _key_positions(method: Any, hook: str, got: Any, indices: Tensor) -> None:
+    if got is not None:
+        expect_tensor(method, hook, got, indices.shape, indices, words=" numbers, or None")
+        if got.dtype == torch.bool or got.is_complex():
+            raise refuse(method, hook, got, f"{list(indices.shape)} whole or real numbers, or None")
 
 
-def check_state(method: Any, hook: str, got: Any, layout: Any) -> None:
-    if not isinstance(got, Mapping):
-        raise refuse(method, hook, got, "a mapping of names to what is kept under them")
-    for name, kept in got.items():
-        if not isinstance(name, str) or not isinstance(kept, MethodState):
-            raise UsageError(
-                f"{method.label}.{hook} returned {described(kept)} under {shown(name)}; expected a name and an "
-                "instance of MethodState, such as Summaries or TokenRows"
-            )
+def _is_state(got: Any, *_: Any) -> bool:
+    return isinstance(got, Mapping) and all(isinstance(k, str) and isinstance(v, MethodState) for k, v in got.items())
 
 
-def check_access(method: Any, hook: str, got: Any) -> None:
-    if not isinstance(got, AccessPattern):
-        raise refuse(method, hook, got, "a AccessPattern")
-    for what, value, least in (("chunk_size", got.chunk_size, 1), ("sinks", got.sinks, 0), ("local", got.local, 0)):
-        if not _is_count(value, least):
-            raise UsageError(
-                f"{method.label}.{hook} returned {what}={shown(value)}; expected a whole number, {least} or more"
-            )
+def _is_access(got: Any) -> bool:
+    return isinstance(got, AccessPattern) and all(map(_is_count, (got.chunk_size, got.sinks, got.local), (1, 0, 0)))
 
 
 def _is_choices(got: Any) -> bool:
     return isinstance(got, tuple) and len(got) == 2 and _is_count(got[0], 0) and _is_count(got[1], 1)
 
 
-is_method = _must(
-    lambda got, *_: hasattr(got, "attend"), "a method: self, or dataclasses.replace(self, ...)"
-)  # fmt: skip
+_is_method = _must(lambda got, *_: hasattr(got, "attend"), "a method: self, or dataclasses.replace(self, ...)")
 METHOD_CHECKS: Mapping[str, Check] = {
-    "attend": check_attend,
-    "decode": check_attend,
-    "bound": _must(
-        lambda got, stop: got is None or _is_count(got, stop), "None, or a whole number of tokens, {0} or more"
+    "attend": _alike,
+    "decode": _alike,
+    "bound": _must(lambda got, n: got is None or _is_count(got, n), "None, or a whole number of tokens, {0} or more"),
+    "keep": _keep,
+    "key_positions": _key_positions,
+    "state": _must(_is_state, "names, and for each an instance of MethodState, such as Summaries or TokenRows"),
+    "access": _must(
+        _is_access, "an AccessPattern of whole numbers: a chunk_size of 1 or more, sinks and local of 0 or more"
     ),
-    "keep": check_keep,
-    "key_positions": check_key_positions,
-    "state": check_state,
-    "access": check_access,
     "block": _must(lambda got: _is_count(got, 1), "a whole number of tokens, 1 or more"),
     "choices": _must(_is_choices, "the first token of choice 0 and the tokens of a choice, two whole numbers"),
     "choice_cost": _must(lambda got, _: isinstance(got, Cost), "a Cost, as block.tokens(n) gives one"),
-    "for_model": is_method,
-    "resolve": is_method,
+    "for_model": _is_method,
+    "resolve": _is_method,
 }
 
 
 # The hooks of methods that select chunks
 
 
-def check_summarise(method: Any, hook: str, got: Any, q: Tensor, k: Tensor, v: Tensor, step: Any) -> None:
+def _summarise(method: Any, hook: str, got: Any, q: Tensor, k: Tensor, v: Tensor, step: Any) -> None:
     if method.keeps_vectors:
         words = " for score as it stands" if not isinstance(got, Tensor) or got.dtype == q.dtype else ""
         expect_tensor(method, hook, got, (len(q), k.shape[1], k.shape[3]), q, q.dtype, words)
@@ -185,25 +163,25 @@ def check_summarise(method: Any, hook: str, got: Any, q: Tensor, k: Tensor, v: T
         expect_tensor(method, hook, got, ("S", k.shape[1], "..."), q)
 
 
-def check_score(method: Any, hook: str, got: Any, q: Tensor, summary: Tensor, step: Any, layer: int) -> None:
+def _score(method: Any, hook: str, got: Any, q: Tensor, summary: Tensor, step: Any, layer: int) -> None:
     expect_tensor(method, hook, got, ("C", q.shape[1], summary.shape[1]), q)
     if len(q) % len(got) or got.is_complex():
         expected = f"[C, {q.shape[1]}, {summary.shape[1]}] real numbers, where C divides {len(q)}"
         raise refuse(method, hook, got, expected)
 
 
-def check_log_mass(method: Any, hook: str, got: Any, scores: Tensor, *_: Any) -> None:
+def _log_mass(method: Any, hook: str, got: Any, scores: Tensor, *_: Any) -> None:
     expect_tensor(method, hook, got, scores.shape, scores)
 
 
-def check_forced(method: Any, hook: str, got: Any, chunk_ids: Tensor, own: Tensor) -> None:
+def _forced(method: Any, hook: str, got: Any, chunk_ids: Tensor, own: Tensor) -> None:
     shape = len(own), len(chunk_ids)
     is_mask = isinstance(got, Tensor) and got.ndim <= 2 and got.dtype == torch.bool and got.device == own.device
     if not is_mask or any(n not in (1, most) for n, most in zip(got.shape[::-1], shape[::-1], strict=False)):
         raise refuse(method, hook, got, f"{list(shape)} bool on {own.device}")
 
 
-def check_select(method: Any, hook: str, got: Any, scores: Tensor, step: Any) -> None:
+def _select(method: Any, hook: str, got: Any, scores: Tensor, step: Any) -> None:
     _check_chosen(method, hook, got, len(scores), scores)
     if got.device.type == "cpu" and got.numel():  # looking at values does not wait there
         own = (step.positions(got.device) // method.size)[:, None]
@@ -216,7 +194,7 @@ def check_select(method: Any, hook: str, got: Any, scores: Tensor, step: Any) ->
             )
 
 
-def check_choose(method: Any, hook: str, got: Any, q: Tensor, cache: Any, step: Any) -> None:
+def _choose(method: Any, hook: str, got: Any, q: Tensor, cache: Any, step: Any) -> None:
     if got is not None:  # in a recorded step heads may share a choice
         _check_chosen(method, hook, got, len(q) if step.at is None else len(got), q)
 
@@ -230,10 +208,10 @@ def _check_chosen(method: Any, hook: str, got: Any, n_heads: int, like: Tensor) 
 
 SELECTION_CHECKS: Mapping[str, Check] = {
     **METHOD_CHECKS,
-    "summarise": check_summarise,
-    "score": check_score,
-    "log_mass": check_log_mass,
-    "forced": check_forced,
-    "select": check_select,
-    "choose": check_choose,
+    "summarise": _summarise,
+    "score": _score,
+    "log_mass": _log_mass,
+    "forced": _forced,
+    "select": _select,
+    "choose": _choose,
 }

@@ -11,24 +11,25 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lce.attention import Attended, attention_sums, dot_products, first_best, rotate
+from lce.attention import Attended, attention_sums, dot_products, rotate
 from lce.cache.layer import LayerCache
 from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import MethodState, RecentRows, Staged, Summaries
-from lce.methods.attending import PlacedPart, attend_tokens
-from lce.methods.base import Example, LocalMethod, is_like
+from lce.methods.attending import PlacedPart
+from lce.methods.base import Example, is_like, resolved
 from lce.methods.costs import Cost, QueryBlock
+from lce.methods.joint import JointSelection
 from lce.methods.parts import CHOSEN, RECENT, LayerFacts, Part
 from lce.methods.registry import register
 from lce.methods.step import Step
-from lce.methods.top_p import TOP_P_HELP, check_top_p, enough
+from lce.methods.top_p import TOP_P_HELP
 
 BLOCKS, VOTES = "memory blocks", "votes"
 
 
 @register("infllm")
 @dataclass(frozen=True)
-class InfLLM(LocalMethod):
+class InfLLM(JointSelection):
     """InfLLM (Xiao et al., 2024, "Training-Free Long-Context Extrapolation with an Efficient Context Memory").
 
     A query attends the last `local` tokens at their true distance. At the constant distance `far` it attends the first
@@ -71,11 +72,7 @@ class InfLLM(LocalMethod):
     }
 
     def resolve(self, window: int) -> Self:
-        local = max(1, window // 2) if self.local is None else self.local
-        made = replace(self, local=local, far=local if self.far is None else self.far)
-        made.expect(block_size=1, repr_tokens=1, top_k=1, sinks=0, local=1, far=0)
-        check_top_p(made)
-        return made
+        return self.sized(window).expect(block_size=1, repr_tokens=1)
 
     @property
     def block(self) -> int:
@@ -107,25 +104,18 @@ class InfLLM(LocalMethod):
             and (votes is None or is_like(votes, (layout.n_heads, n_votes), torch.float32))
         )
 
-    def n_blocks(self, start: int) -> int:
-        """Return how many memory blocks the queries of a block from token `start` on can choose."""
+    def n_candidates(self, start: int) -> int:
         return max(0, start + 1 - self.n_local - self.sinks) // self.block_size
 
-    def chooses(self, start: int) -> bool:
-        """Return whether a block of queries from token `start` on has memory blocks to choose from."""
-        n_blocks = self.n_blocks(start)
-        return n_blocks > self.top_k or (self.top_p is not None and n_blocks > 0)
-
     def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterator[Part]:
-        assert self.far is not None, "resolved before use"
-        first, start = i + 1 - self.n_local, int(i[0])
+        first, far, n_blocks = i + 1 - self.n_local, resolved(self.far), self.n_candidates(int(i[0]))
         yield Part(keys=(first, i + 1), query_at=i, exact=True)
-        if not self.chooses(start):
-            yield Part(keys=(0, first), query_at=self.far)
+        if n_blocks > (self.top_k if self.top_p is None else 0):
+            yield Part(keys=(0, first.clamp(max=self.sinks)), query_at=far)
+            yield Part(keys=CHOSEN, query_at=far)
+            yield Part(keys=(self.sinks + n_blocks * self.block_size, first), query_at=far)
         else:
-            yield Part(keys=(0, first.clamp(max=self.sinks)), query_at=self.far)
-            yield Part(keys=CHOSEN, query_at=self.far)
-            yield Part(keys=(self.sinks + self.n_blocks(start) * self.block_size, first), query_at=self.far)
+            yield Part(keys=(0, first), query_at=far)
 
     def attend_spans(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
         """Attend spans; the local span also updates the memory, before the choice."""
@@ -134,43 +124,22 @@ class InfLLM(LocalMethod):
             self.memorise(q, found[1], cache, step)
         return found
 
-    def attend_chosen(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
-        far = rotate(q, placed.turn)
-        chosen = self.select(self.relevance(q, far, self.n_blocks(step.start), cache, step), q, cache, step)
-        tokens = self.sinks + chosen[:, None] * self.block_size + torch.arange(self.block_size, device=q.device)
-        return attend_tokens(far, cache, step, tokens.flatten())
-
     def choice_cost(self, block: QueryBlock) -> Cost:
         heads, dim, first = block.n_heads, block.head_dim, max(0, block.start - self.n_local + 1)
         votes = heads * len(block) * (block.stop - first) * dim if block.stop > self.sinks else 0
-        n_blocks = self.n_blocks(block.start)
+        n_blocks = self.n_candidates(block.start)
         if n_blocks <= self.top_k:
             return Cost(0, summaries=votes)
         scores = heads * n_blocks * dim  # for the mean of the block's queries
         return block.tokens(self.top_k * self.block_size) + Cost(0, scores, votes, state_read=scores)
 
-    def relevance(self, q: Tensor, far: Tensor, n_blocks: int, cache: LayerCache, step: Step) -> Tensor:
-        """Score the memory blocks for all queries together, `[n_blocks]`; `far [H, T, D]` are the placed queries."""
-        summary = cache.kept(Summaries, BLOCKS).span(0, n_blocks)
+    def relevance(self, q: Tensor, far: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        summary = cache.kept(Summaries, BLOCKS).span(0, self.n_candidates(step.start))
         return dot_products(far.mean(dim=1, keepdim=True), summary).sum(dim=0)[0]
 
     def log_mass(self, relevance: Tensor, n_heads: int, head_dim: int) -> Tensor:
-        """Turn the relevance into logarithms of attention mass, up to a constant."""
         n_products = n_heads * min(self.repr_tokens, self.block_size)
         return relevance.float() / (n_products * math.sqrt(head_dim))
-
-    def select(self, relevance: Tensor, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        """Return the `top_k` most relevant memory blocks, or fewer with `top_p`, ascending."""
-        n = min(self.top_k, len(relevance))
-        if self.top_p is not None:
-            best = relevance.float().argsort(descending=True, stable=True)[:n]
-            n = enough(self.log_mass(relevance, len(q), q.shape[-1]), best, self.top_p)
-        chosen = first_best(relevance, n)
-        if step.note_scores:
-            step.note_scores(cache.index, relevance.float().expand(1, step.n_noted, -1))
-        if step.note:
-            step.note(cache.index, chosen.expand(*q.shape[:2], -1))
-        return chosen
 
     def memorise(self, q: Tensor, lse: Tensor, cache: LayerCache, step: Step) -> None:
         """Add this block's local attention to the votes; summarise the memory blocks that are complete now.
@@ -187,7 +156,7 @@ class InfLLM(LocalMethod):
         votes = pad(votes, (0, step.stop - done - votes.shape[1]))
         new = self.votes(q, lse, first, cache, step)
         votes[:, max(0, first - done) :] += new[:, max(0, done - first) :]
-        complete = self.n_blocks(step.start) - max(0, done - self.sinks) // self.block_size
+        complete = self.n_candidates(step.start) - max(0, done - self.sinks) // self.block_size
         if complete:
             n = complete * self.block_size
             best = votes[:, :n].unflatten(1, (complete, -1)).topk(min(self.repr_tokens, self.block_size)).indices

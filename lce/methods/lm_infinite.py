@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from torch import Tensor
@@ -49,9 +49,7 @@ class LMInfinite(LocalMethod):
     notes_choices: ClassVar = False
 
     def resolve(self, window: int) -> Self:
-        made = replace(self, local=window if self.local is None else self.local)
-        made.expect(sinks=0, local=1, top_k=0, from_layer=0)
-        return made
+        return self.filled(local=window).expect(sinks=0, local=1, top_k=0, from_layer=0)
 
     @property
     def block(self) -> int:

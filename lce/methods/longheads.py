@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self
 
 import torch
@@ -11,13 +11,12 @@ from torch import Tensor
 
 from lce.attention import PlainChoice, dot_products
 from lce.cache.layer import LayerCache
-from lce.cache.layout import AccessPattern, CacheLayout
+from lce.cache.layout import AccessPattern
 from lce.errors import UsageError
 from lce.methods.attending import fold_chunks, unfold_chunks
-from lce.methods.base import is_like
 from lce.methods.costs import Cost, PaperFigure, QueryBlock
 from lce.methods.registry import register
-from lce.methods.selective import SUMMARIES, SelectiveMethod
+from lce.methods.selective import SelectiveMethod
 from lce.methods.step import Step
 
 
@@ -74,9 +73,12 @@ class LongHeads(SelectiveMethod):
         per_head = self.share != "layer" and not self.fix_head
         return AccessPattern(self.size, sinks=self.size if self.keep_first else 0, local=self.size, per_head=per_head)
 
-    def could_keep(self, layer: int, kept: Mapping[str, Tensor], layout: CacheLayout, n_tokens: int) -> bool:
-        summaries, shape = kept.get(SUMMARIES), (layout.n_heads, n_tokens // self.size, layout.head_dim)
-        return summaries is None or is_like(summaries, shape, layout.dtype)
+    @property
+    def keeps_vectors(self) -> bool:
+        return True
+
+    def n_choosers(self, n_heads: int, n_kv_heads: int) -> int:
+        return 1 if self.fix_head else {"head": n_heads, "group": n_kv_heads, "layer": 1}[self.share]
 
     def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         n_kv_heads, n_chunks = k.shape[:2]
@@ -87,8 +89,7 @@ class LongHeads(SelectiveMethod):
         return unfold_chunks(representation.squeeze(1), n_kv_heads, n_chunks)
 
     def score(self, q: Tensor, summary: Tensor, step: Step, layer: int) -> Tensor:
-        choosers = slice(0, 1) if self.fix_head else slice(None)
-        scores = dot_products(q[choosers], summary[choosers])  # [H, T, M]
+        scores = dot_products(q[:1], summary[:1]) if self.fix_head else dot_products(q, summary)  # [H, T, M]
         if self.rank == "top" and self.share == "head":
             return scores
         scores = scores.float()
@@ -105,10 +106,6 @@ class LongHeads(SelectiveMethod):
     def log_mass(self, scores: Tensor, n_heads: int, head_dim: int) -> Tensor:
         return super().log_mass(scores, len(scores) if self.fix_head else n_heads, head_dim)
 
-    def forced(self, chunk_ids: Tensor, own: Tensor) -> Tensor:
-        first, last = chunk_ids == 0, chunk_ids == own - 1
-        return (first & self.keep_first) | (last & self.keep_last)
-
     def choice_cost(self, block: QueryBlock) -> Cost:
         size = self.size
         n_complete = block.stop // size - block.start // size
@@ -121,19 +118,17 @@ class LongHeads(SelectiveMethod):
 
     def paper_figures(self, block: QueryBlock) -> Sequence[PaperFigure]:
         heads, layers = block.n_heads, block.n_layers
-        reach = (self.n_choices + 1) * heads * layers
+        reach, seen = (self.n_choices + 1) * heads * layers, f"{heads} heads of {layers} layers can see in all"
         return (
-            PaperFigure(
-                f"chunks that {heads} heads of {layers} layers can see in all, |P| · heads · layers", "", reach
-            ),
+            PaperFigure(f"chunks that {seen}, |P| · heads · layers", "", reach),
             PaperFigure("the same in tokens", "", reach * self.size),
         )
 
     def plain_choice(self, n_heads: int, n_kv_heads: int) -> PlainChoice | None:
         if self.rank == "random" or self.fix_head or self.fix_layer:
             return None
-        choosers = {"head": n_heads, "group": n_kv_heads, "layer": 1}[self.share]
-        return PlainChoice(choosers, self.keep_first, self.keep_last, self.rank == "last")
+        plain = super().plain_choice(n_heads, n_kv_heads)
+        return plain and replace(plain, least=self.rank == "last")
 
     def choose(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
         if not self.fix_layer:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ class LowDimMap:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the four tensors by name."""
-        return {"query": self.query, "key": self.key, "query_bias": self.query_bias, "key_bias": self.key_bias}
+        return dict(vars(self))
 
     @staticmethod
     def shapes(n_heads: int, n_kv_heads: int, head_dim: int, low_dim: int) -> dict[str, tuple[int, ...]]:
@@ -82,35 +82,28 @@ class LearnedFor:
             f"--low-dim {self.low_dim} --far {self.far} --window {self.window} {scaling}"
         )
 
-    def check(self, found: Mapping[str, Any], source: str, model: object = "M") -> None:
-        """Raise an error unless maps that were learned for `found`, an `asdict` of this class, can be used here.
+    def check(self, found: LearnedFor, source: str, model: object = "M") -> None:
+        """Raise an error unless maps that were learned for `found` can be used here.
 
         Raises `DataError` for another model's maps, `UsageError` for those of other options.
         """
-        if found.get("fingerprint") != self.fingerprint:
+        if found.fingerprint != self.fingerprint:
             raise DataError(
                 f"{named(source)} was calibrated on another model's weights; learn its own by `{self.command(model)}`"
             )
-        here, there = _flat(asdict(self)), _flat(found)
-        differ = [name for name in here if there.get(name) != here[name]]
-        if differ:
-            wrong = ", ".join(f"{name}={_text(there.get(name))}" for name in differ)
-            asked = ", ".join(f"{name}={_text(here[name])}" for name in differ)
+        here, there = self._options(), found._options()
+        if differ := [name for name in here if there[name] != here[name]]:
+            wrong, asked = (", ".join(f"{name}={facts[name]}" for name in differ) for facts in (there, here))
             raise UsageError(
                 f"{named(source)} was learned for {wrong}, and here {asked}; "
                 f"ask for what it was learned for, learn others by `{self.command(model)}`, or give -o compress=pca"
             )
 
-
-def _flat(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return facts with RoPE's fields beside the others, `rope.kind` and so on."""
-    rope = facts.get("rope")
-    plain = {name: value for name, value in facts.items() if name != "rope"}
-    return plain | {f"rope.{name}": value for name, value in (rope if isinstance(rope, dict) else {}).items()}
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) and value.isalnum() and len(value) < 20 else shown(value)
+    def _options(self) -> dict[str, str]:
+        """Return every fact but the fingerprint as text, RoPE's as `rope.kind` and so on."""
+        facts = {"low_dim": self.low_dim, "far": self.far, "window": self.window}
+        facts |= {f"rope.{name}": value for name, value in vars(self.rope).items()}
+        return {name: shown(value).strip("'") for name, value in facts.items()}
 
 
 class LowDimMaps:
@@ -122,11 +115,9 @@ class LowDimMaps:
     def __init__(
         self, layers: Sequence[LowDimMap], source: str = "memory", learned_for: LearnedFor | None = None
     ) -> None:
-        self.layers = tuple(layers)
+        self.layers, self.source, self.learned_for = tuple(layers), source, learned_for
         if not self.layers:
             raise UsageError("low-dim maps of no layer; expected a LowDimMap for each layer of the model")
-        self.source = source
-        self.learned_for = learned_for
         self._cast: dict[tuple[int, torch.dtype, torch.device], LowDimMap] = {}
 
     def __repr__(self) -> str:
@@ -176,7 +167,7 @@ def usable(maps: object, low_dim: int, far: int, window: int, method: str) -> Lo
             f"{method}: low_dim is {low_dim}, but {maps!r} has {maps.low_dim}; give -o low_dim={maps.low_dim}"
         )
     if maps.learned_for is not None:
-        replace(maps.learned_for, far=far, window=window).check(asdict(maps.learned_for), maps.source)
+        replace(maps.learned_for, far=far, window=window).check(maps.learned_for, maps.source)
     return maps
 
 

@@ -13,7 +13,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -22,6 +21,7 @@ from torch import Tensor, float32
 from lce.errors import DataError, shown
 from lce.files import named, open_regular, write_whole
 from lce.methods.lowdim import LearnedFor, LowDimMap, LowDimMaps
+from lce.models.config import RopeConfig
 
 FORMAT = "lce low-dim maps 2"
 _SEAL = re.compile(rb'"digest":"([0-9a-f]{64})"')
@@ -82,47 +82,34 @@ def open_maps(
     The header is checked before the data is read. Raises `UsageError` for maps that are learned for other options,
     `DataError` for another model's and for a file that cannot be trusted.
     """
-    remedy = f"make it anew by `{learned_for.command(model)}`"
-    wanted = {f"layers.{index}.{name}": shape for index in range(n_layers) for name, shape in shapes.items()}
+    wanted = {f"layers.{index}.{name}": (float32, shape) for index in range(n_layers) for name, shape in shapes.items()}
     with open(open_regular(path), "rb") as file:
         try:
-            raw, entries, metadata = _header(file, _HEADER_BYTES + _ENTRY_BYTES * len(wanted))
-            if metadata.get("format") != FORMAT:
-                raise ValueError(f"its format is {shown(metadata.get('format'))}, expected {FORMAT!r}")
-            learned_for.check(_object(str(metadata.get("learned_for"))), str(path), model)
-            if {name: ("F32", list(shape)) for name, shape in wanted.items()} != entries:
-                raise ValueError(f"its tensors are not those of {n_layers} layers of this model")
-            rest = 4 * sum(map(math.prod, wanted.values()))
+            raw = file.read(8)
+            raw += file.read(min(int.from_bytes(raw, "little"), _HEADER_BYTES + _ENTRY_BYTES * len(wanted)))
+            learned_for.check(_learned_for(raw[8:]), str(path), model)
+            rest = 4 * sum(math.prod(shape) for _, shape in wanted.values())
             if os.fstat(file.fileno()).st_size != len(raw) + rest:
                 raise ValueError("it is cut short, or too long")
-            raw += file.read(rest)
-            tensors, _ = unsealed(raw)
+            tensors, _ = unsealed(raw + file.read(rest))
+            if {name: (x.dtype, tuple(x.shape)) for name, x in tensors.items()} != wanted:
+                raise ValueError(f"its tensors are not those of {n_layers} layers of this model")
             if not all(bool(x.isfinite().all()) for x in tensors.values()):
                 raise ValueError("some numbers are not finite")
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
+            remedy = f"make it anew by `{learned_for.command(model)}`"
             raise DataError(f"{named(path)} holds no maps that can be used: {error}; {remedy}") from None
     layers = [LowDimMap(**{name: tensors[f"layers.{index}.{name}"] for name in shapes}) for index in range(n_layers)]
     return LowDimMaps(layers, str(path), learned_for)
 
 
-def _header(file: BinaryIO, most: int) -> tuple[bytes, dict[str, Any], dict[str, Any]]:
-    """Read a safetensors file's bytes up to its data, its tensors' dtypes and shapes, and its metadata: all unchecked.
-
-    Raises `ValueError` for an invalid header, or one of more than `most` bytes.
-    """
-    prefix = file.read(8)
-    length = int.from_bytes(prefix, "little")
-    if length > most:
-        raise ValueError(f"it begins with a header of {length:,} bytes, expected {most:,} at most")
-    raw = file.read(length)
-    header = _object(raw)
-    metadata = header.pop("__metadata__", None)
-    entries = {name: (x.get("dtype"), x.get("shape")) if isinstance(x, dict) else None for name, x in header.items()}
-    return prefix + raw, entries, metadata if isinstance(metadata, dict) else {}
-
-
-def _object(text: str | bytes) -> dict[str, Any]:
-    found = json.loads(text)
-    if not isinstance(found, dict):
-        raise ValueError(f"{shown(found)} is no JSON object")
-    return found
+def _learned_for(header: bytes) -> LearnedFor:
+    """Read the setting in a header of map files, unchecked. Raises `ValueError` for another header."""
+    try:
+        metadata = json.loads(header)["__metadata__"]
+        if metadata["format"] != FORMAT:
+            raise ValueError(f"its format is {shown(metadata['format'])}, expected {FORMAT!r}")
+        facts = json.loads(metadata["learned_for"])
+        return LearnedFor(**{**facts, "rope": RopeConfig(**facts["rope"])})
+    except (LookupError, TypeError, RecursionError) as error:
+        raise ValueError(f"its header is no header of maps: {shown(str(error))}") from None

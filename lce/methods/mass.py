@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lce.attention import SCORES_AT_ONCE, Turn, rotate
 from lce.cache.layer import LayerCache
-from lce.methods.base import Method
+from lce.methods.base import Method, resolved
 from lce.methods.costs import QueryBlock
 from lce.methods.step import Step
 
@@ -35,9 +35,6 @@ class TrueMass:
 
     def __init__(self, method: Method, cache: LayerCache, step: Step, judge: Judge) -> None:
         self.method, self.cache, self.step = method, cache, step
-        some = torch.arange(step.stop)
-        placed = method.key_positions(some)
-        self.in_place = placed is not None and torch.equal(placed, some)  # keys are cached at their index
         self.cap = None if judge == "true" else max(1, step.window // 2)
 
     def slices(self, n_queries: int, n_heads: int) -> Iterator[slice]:
@@ -60,14 +57,10 @@ class TrueMass:
         Masses are shares of a query's attention over all keys up to its own; -inf for chunks the query does not see.
         """
         border = n_chunks * size
-        chunks = [
-            self._scores(q, positions, a, b).unflatten(-1, (-1, size)).logsumexp(-1)
-            for a, b in self._pieces(0, border, size)
-        ]
-        rest = [
-            self._scores(q, positions, a, b).logsumexp(-1, keepdim=True)
-            for a, b in self._pieces(border, self.step.stop, 1)
-        ]
+        scores = (self._scores(q, positions, *piece) for piece in self._pieces(0, border, size))
+        chunks = [some.unflatten(-1, (-1, size)).logsumexp(-1) for some in scores]
+        pieces = self._pieces(border, self.step.stop, 1)
+        rest = [self._scores(q, positions, *piece).logsumexp(-1, keepdim=True) for piece in pieces]
         total = torch.cat([*chunks, *rest], dim=-1).logsumexp(-1, keepdim=True)
         return torch.cat(chunks, dim=-1) - total
 
@@ -96,42 +89,33 @@ class TrueMass:
 
     def _scores(self, q: Tensor, positions: Tensor, start: int, stop: int) -> Tensor:
         """Return the logits of queries `[H, T, D]` with tokens `start..stop-1`: `[H, T, n]`, -inf for later tokens."""
-        q, k = q.float(), self.cache.span(start, stop)[0].float()
+        q, k = q.float(), self._unrotated(start, stop)
         index = torch.arange(start, stop, device=q.device)
         least, most = self.step.start - stop + 1, self.step.stop - 1 - start  # the possible distances
-        if self.cap is None or most < self.cap:
-            scores = self._near(q, k, positions, index)
-        elif least >= self.cap:
-            return self._far(q, k, index, self.cap)
-        else:
-            distance = positions[:, None] - index
-            near, far = self._near(q, k, positions, index), self._far(q, k, index, self.cap)
-            scores = torch.where(distance < self.cap, near, far)
+        near = self.cap is None or least < self.cap
+        scores = self._near(q, k, positions, index) if near else self._far(q, k)
+        if near and self.cap is not None and most >= self.cap:
+            scores = torch.where(positions[:, None] - index < self.cap, scores, self._far(q, k))
         return scores.masked_fill_(positions[:, None] < index, -torch.inf) if least < 0 else scores
 
+    def _unrotated(self, start: int, stop: int) -> Tensor:
+        """Return the keys of tokens `start..stop-1` in float32, rotated back from where they are cached."""
+        k, rope = self.cache.span(start, stop)[0].float(), self.step.rope
+        placed = self.method.key_positions(torch.arange(start, stop, device=k.device))
+        if placed is None:
+            return k
+        cos, sin = rope.turn(-placed, torch.float64)  # YaRN's factor is in this turn, and in the cached keys
+        return rotate(k, Turn((cos / rope.scale**2).float(), (sin / rope.scale**2).float()))
+
     def _near(self, q: Tensor, k: Tensor, positions: Tensor, index: Tensor) -> Tensor:
-        """Return logits at true distances."""
-        placed, rope = self.method.key_positions(index), self.step.rope
-        if placed is None:
-            k = rotate(k, rope.turn(index, torch.float32))
-        elif not self.in_place:
-            k = rotate(k, self._plain_turn(index - placed))
-        return _products(rotate(q, rope.turn(positions, torch.float32)), k)
+        """Return logits at true distances, of unrotated queries and keys."""
+        turn = self.step.rope.turn
+        return _products(rotate(q, turn(positions, torch.float32)), rotate(k, turn(index, torch.float32)))
 
-    def _far(self, q: Tensor, k: Tensor, index: Tensor, distance: int) -> Tensor:
-        """Return logits of all keys at one distance. YaRN's factor is on both sides once."""
-        placed, rope = self.method.key_positions(index), self.step.rope
-        far = torch.full((1,), distance, device=q.device)
-        if placed is None:
-            cos, sin = rope.turn(far, torch.float64)
-            return _products(rotate(q, Turn((cos * rope.scale).float(), (sin * rope.scale).float())), k)
-        return _products(rotate(q, rope.turn(far, torch.float32)), rotate(k, self._plain_turn(-placed)))
-
-    def _plain_turn(self, positions: Tensor) -> Turn:
-        """Return the rotation without YaRN's factor, which cached keys already have."""
-        cos, sin = self.step.rope.turn(positions, torch.float64)
-        scale = self.step.rope.scale
-        return Turn((cos / scale).float(), (sin / scale).float())
+    def _far(self, q: Tensor, k: Tensor) -> Tensor:
+        """Return logits at the distance `cap`, of unrotated queries and keys."""
+        distance = torch.full((1,), resolved(self.cap), device=q.device)
+        return _products(rotate(q, self.step.far_turn(distance, q)), k)
 
 
 def _products(q: Tensor, k: Tensor) -> Tensor:

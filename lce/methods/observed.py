@@ -108,16 +108,19 @@ class Observed(Wrapped):
     observer: Observer = field(repr=False, compare=False)
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        n = step.stop - step.start
         some = self.observer.rows(step)
-        rows = torch.arange(n, device=q.device) if some is None else some.to(q.device)
+        rows = torch.arange(q.shape[1], device=q.device) if some is None else some.to(q.device)
         chosen: dict[int, Tensor] = {}
-        scores: dict[int, Tensor] = {}
-        noted = replace(step, note=chosen.__setitem__)
-        if len(rows):
-            noted = replace(noted, note_scores=scores.__setitem__, noted=None if some is None else rows)
+        scores: list[Tensor] = []
+
+        def note_scores(part: Step, layer: int, found: Tensor) -> None:
+            first, stop = part.start - step.start, part.stop - step.start
+            here = rows[(rows >= first) & (rows < stop)] - first
+            together = found.stride(1) == 0  # one row of scores
+            scores.append(found[:, :1].expand(-1, len(here), -1) if together else found[:, here])
+
+        noted = replace(step, note=chosen.__setitem__, note_scores=note_scores if len(rows) else None)
         out = self.inner.attend(q, cache, noted)
-        by = scores.get(cache.index)
-        if by is not None and by.shape[1] == n != len(rows):  # the method noted scores of all queries
-            by = by[:, rows.to(by.device)]
-        return self.observer.observe(Observation(self.inner, q, cache, step, rows, chosen.get(cache.index), by), out)
+        found = torch.cat(scores, dim=1) if len(scores) > 1 else scores[0] if scores else None
+        seen = Observation(self.inner, q, cache, step, rows, chosen.get(cache.index), found)
+        return self.observer.observe(seen, out)

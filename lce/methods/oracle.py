@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import cache as cached
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from lce.cache.layer import LayerCache
 from lce.errors import UsageError
 from lce.methods.base import Method
-from lce.methods.budgeted import BudgetedChunks
+from lce.methods.budgeted import BudgetedChunks, WithoutSummaries
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.esa import ESA
-from lce.methods.infllm import InfLLM
+from lce.methods.joint import JointSelection
 from lce.methods.longheads import LongHeads
 from lce.methods.mass import Judge, TrueMass
 from lce.methods.registry import register
-from lce.methods.selective import ChunkSelection, WithoutSummaries
+from lce.methods.selective import ChunkSelection
 from lce.methods.step import Step
 
 
@@ -33,7 +33,7 @@ class ByMass(WithoutSummaries):
 
     def chunk_scores(self, q: Tensor, n_chunks: int, cache: LayerCache, step: Step) -> Tensor:
         mass = TrueMass(self, cache, step, self.judge).of_chunks(q, step.positions(q.device), self.size, n_chunks)
-        n_choosers = self.choosers(len(q), step.n_kv_heads)
+        n_choosers = self.n_choosers(len(q), step.n_kv_heads)
         return mass if n_choosers == len(q) else mass.unflatten(0, (n_choosers, -1)).logsumexp(1)
 
     def log_mass(self, scores: Tensor, n_heads: int, head_dim: int) -> Tensor:
@@ -43,11 +43,23 @@ class ByMass(WithoutSummaries):
         """Count all keys as read for choosing; scores are not counted."""
         return super().choice_cost(block) + Cost(0, None, state_read=block.stop * block.n_kv_heads * block.head_dim)
 
-    def choosers(self, n_heads: int, n_kv_heads: int) -> int:
-        """Return how many groups of heads choose independently."""
-        if not isinstance(self, LongHeads):
-            return n_heads
-        return 1 if self.fix_head else {"head": n_heads, "group": n_kv_heads, "layer": 1}[self.share]
+
+class JointByMass(JointSelection):
+    """A mixin for joint selections: choices are made by true mass, summed over heads and the queries of the block."""
+
+    judge: Judge
+
+    def relevance(self, q: Tensor, far: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        mass = TrueMass(self, cache, step, self.judge).of_tokens(q, step.positions(q.device))
+        n, size = self.n_candidates(step.start), self.choices[1]
+        return mass[self.sinks : self.sinks + n * size].view(n, size).sum(1)
+
+    def log_mass(self, relevance: Tensor, n_heads: int, head_dim: int) -> Tensor:
+        return relevance.log()
+
+    def choice_cost(self, block: QueryBlock) -> Cost:
+        read = block.stop * block.n_kv_heads * block.head_dim
+        return replace(super().choice_cost(block), scores=None, state_read=read)
 
 
 @register("oracle")
@@ -74,77 +86,33 @@ class Oracle(ByMass, BudgetedChunks):
     }
 
 
-# Other methods by true mass
-
-
-@dataclass(frozen=True)
-class OracleInfLLM(InfLLM):
-    """InfLLM with memory blocks by true mass, summed over heads and the queries of the block."""
-
-    judge: Judge = field(default="constant", kw_only=True)
-
-    def relevance(self, q: Tensor, far: Tensor, n_blocks: int, cache: LayerCache, step: Step) -> Tensor:
-        mass = TrueMass(self, cache, step, self.judge).of_tokens(q, step.positions(q.device))
-        return mass[self.sinks : self.sinks + n_blocks * self.block_size].view(n_blocks, -1).sum(1)
-
-    def log_mass(self, relevance: Tensor, n_heads: int, head_dim: int) -> Tensor:
-        return relevance.log()
-
-    def choice_cost(self, block: QueryBlock) -> Cost:
-        return replace(
-            super().choice_cost(block), scores=None, state_read=block.stop * block.n_kv_heads * block.head_dim
-        )
-
-
-@dataclass(frozen=True)
-class OracleESA(ESA):
-    """ESA with tokens by true mass, summed over heads and the queries of the block; neighbours count for nothing."""
-
-    judge: Judge = field(default="constant", kw_only=True)
-
-    def relevance(self, q: Tensor, far: Tensor, cache: LayerCache, step: Step, border: int) -> Tensor:
-        return TrueMass(self, cache, step, self.judge).of_tokens(q, step.positions(q.device))[self.sinks : border]
-
-    def log_mass(self, relevance: Tensor, n_heads: int, head_dim: int) -> Tensor:
-        return relevance.log()
-
-    def choice_cost(self, block: QueryBlock) -> Cost:
-        return replace(
-            super().choice_cost(block), scores=None, state_read=block.stop * block.n_kv_heads * block.head_dim
-        )
-
-
 def cheating(method: Method, judge: Judge = "constant") -> Method:
     """Return the method with its selection replaced by the true mass under `judge`: same budget, same placement.
 
     Raises `UsageError` for a method that selects nothing.
     """
-    if isinstance(method, InfLLM):
-        return OracleInfLLM(**_knobs(method), judge=judge)
+    if not selects(method):
+        raise UsageError(
+            f"{method.label} selects nothing, so no selection can be replaced; expected a selecting method"
+        )
+    knobs: dict[str, Any] = {each.name: getattr(method, each.name) for each in fields(method) if each.init}
+    if isinstance(method, LongHeads):
+        knobs |= {"rank": "top", "fix_layer": False}
     if isinstance(method, ESA):
-        return OracleESA(**{**_knobs(method), "eps": 0, "compress": "none", "maps": None}, judge=judge)
-    if isinstance(method, ByMass):
-        return cast(Method, type(method)(**{**_knobs(method), "judge": judge}))
-    if isinstance(method, ChunkSelection):
-        knobs = _knobs(method)
-        if isinstance(method, LongHeads):
-            knobs |= {"rank": "top", "fix_layer": False}
-        return cast(Method, _by_mass(type(method))(**knobs, judge=judge))
-    raise UsageError(f"{method.label} selects nothing, so no selection can be replaced; expected a selecting method")
-
-
-def _knobs(method: Method) -> dict[str, Any]:
-    return {each.name: getattr(method, each.name) for each in fields(method) if each.init}
+        knobs |= {"eps": 0, "compress": "none", "maps": None}
+    cls: Any = type(method)
+    found: Method = (cls if issubclass(cls, ByMass | JointByMass) else _by_mass(cls))(**knobs | {"judge": judge})
+    return found
 
 
 @cached
-def _by_mass(cls: type[ChunkSelection]) -> type:
-    """Return the class of a selector that chooses by true mass."""
+def _by_mass(cls: Any) -> type:
+    """Return the class of a selecting method that chooses by true mass."""
     knob = ("judge", Judge, field(default="constant", kw_only=True))
-    own = {"__module__": __name__}
-    return make_dataclass(f"Oracle{cls.__name__}", [knob], bases=(ByMass, cls), namespace=own, frozen=True)
+    bases = (ByMass if issubclass(cls, ChunkSelection) else JointByMass, cls)
+    return make_dataclass(f"Oracle{cls.__name__}", [knob], bases=bases, namespace={"__module__": __name__}, frozen=True)
 
 
 def selects(method: Method) -> bool:
     """Tell whether a method selects what a query attends, so that `cheating` takes it."""
-    return isinstance(method, ChunkSelection | InfLLM | ESA)
+    return isinstance(method, ChunkSelection | JointSelection)

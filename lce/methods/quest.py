@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
 from torch import Tensor, stack
@@ -13,7 +13,7 @@ from lce.cache.layer import LayerCache
 from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import MethodState, Summaries
 from lce.errors import UsageError
-from lce.methods.base import Example, is_like
+from lce.methods.base import Example, is_like, resolved
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.parts import LayerFacts, Part
 from lce.methods.registry import register
@@ -43,6 +43,7 @@ class Quest(ChunkSelection):
     """
 
     placement = "true"
+    keep_first = keep_last = False
     uses_queries: ClassVar[bool] = False
 
     page: int = 16
@@ -59,9 +60,8 @@ class Quest(ChunkSelection):
     example: ClassVar = Example({"page": 2, "budget": 8, "dense_layers": 0}, window=24)
 
     def resolve(self, window: int) -> Self:
-        made = replace(self, budget=max(window // 4, 2 * self.page) if self.budget is None else self.budget)
-        made.expect(page=1, dense_layers=0)
-        check_top_p(made)
+        made = self.filled(budget=max(window // 4, 2 * self.page)).expect(page=1, dense_layers=0)
+        check_top_p(self.label, self.top_p)
         if made.n_choices < 1:
             raise UsageError(f"{self.name}: budget is {made.budget}; expected two pages of {self.page} tokens or more")
         return made
@@ -72,8 +72,7 @@ class Quest(ChunkSelection):
 
     @property
     def n_choices(self) -> int:
-        assert self.budget is not None, "resolved before use"
-        return self.budget // self.page - 1
+        return resolved(self.budget) // self.page - 1
 
     @property
     def access(self) -> AccessPattern:
@@ -95,11 +94,8 @@ class Quest(ChunkSelection):
     def score(self, q: Tensor, summary: Tensor, step: Step, layer: int) -> Tensor:
         return bound_scores(q, summary)
 
-    def forced(self, chunk_ids: Tensor, own: Tensor) -> Tensor:
-        return (chunk_ids < own) & False
-
-    def plain_choice(self, n_heads: int, n_kv_heads: int) -> PlainChoice:
-        return PlainChoice(n_heads, keep_first=False, keep_last=False)
+    def plain_choice(self, n_heads: int, n_kv_heads: int) -> PlainChoice | None:
+        return super().plain_choice(n_heads, n_kv_heads)  # it stands for the bounds' scores too
 
     def layer_kind(self, layer: int) -> str:
         return "dense" if layer < self.dense_layers else ""

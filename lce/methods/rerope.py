@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
@@ -39,9 +39,7 @@ class ReRope(LocalMethod):
     example: ClassVar = Example({"local": 6})
 
     def resolve(self, window: int) -> Self:
-        made = replace(self, local=max(1, window // 2) if self.local is None else self.local)
-        made.expect(local=1)
-        return made
+        return self.filled(local=max(1, window // 2)).expect(local=1)
 
     def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterator[Part]:
         yield Part(keys=(i + 1 - self.n_local, i + 1), query_at=i, exact=True)

@@ -49,11 +49,11 @@ class Driver:
     def recorded(self, layers: Sequence[LayerCache], rope: Rope, at: Tensor, bound: int) -> Attend:
         """Return the attention hook for one token of index `at [1]` on the device; begins and commits nothing.
 
-
         The method must have `decodes`, and the cache space for the token. The hook's work can be recorded, and replayed
         for each token of a text of at most `bound` tokens.
         """
-        step = DeviceStep(at, bound, rope, self.attention, self.window, self.n_kv_heads, self.sliding_window)
+        facts = rope, self.attention, self.window, self.n_kv_heads, self.sliding_window
+        step = DeviceStep(*facts, at=at, bound=bound)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.method.keep(k, v, layers[layer], step)

@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
 from lce.attention import (
-    SCORES_AT_ONCE,
     Attended,
     PlainChoice,
     Runs,
@@ -33,22 +32,17 @@ from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import MethodState, OpenChunk, Summaries
 from lce.errors import UsageError
 from lce.methods.attending import PlacedPart, slot_shift
-from lce.methods.base import Example, Method, is_like, says_for
+from lce.methods.base import Example, Method, is_like, resolved, says_for
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.decoding import Span
 from lce.methods.hooks import SELECTION_CHECKS
-from lce.methods.parts import RECENT, LayerFacts, Part
+from lce.methods.parts import LayerFacts, Part
 from lce.methods.placement import PLACEMENTS, Placement
 from lce.methods.step import DeviceStep, Step
 from lce.methods.top_p import TOP_P_HELP, check_top_p, prune
 
 SUMMARIES, OPEN_QUERIES = "summaries", "open queries"
-
-
-def _inside(rows: Tensor, step: Step, some: Step) -> Tensor:
-    """Return the queries of `rows` that are in the part `some` of the block, counted from the part's first."""
-    rows = rows - (some.start - step.start)
-    return rows[(rows >= 0) & (rows < some.stop - some.start)]
+Scorer = Callable[[slice, Step], Tensor]  # some of a block's queries, and their step, to scores `[C, t, M]`
 
 
 class ChunkSelection(Method, ABC):
@@ -60,7 +54,9 @@ class ChunkSelection(Method, ABC):
 
     hook_checks = SELECTION_CHECKS
     placement: str  # a knob, or fixed
-    top_p: float | None = None  # likewise
+    top_p: float | None = None  # likewise, as the next two
+    keep_first = True  # whether chunk 0 is always taken
+    keep_last = True  # whether the last complete chunk before a query's own is always taken
     uses_queries: ClassVar[bool] = True  # whether `summarise` looks at queries: they are kept while a chunk is open
     summary_vectors: ClassVar[int] = 1  # vectors `[D]` a query head in a chunk's summary
 
@@ -98,10 +94,9 @@ class ChunkSelection(Method, ABC):
         summaries, n_chunks = kept.get(SUMMARIES), n_tokens // self.size
         if summaries is None:
             return True  # not every layer needs summaries; one that does notices
-        vectors = not self.keeps_vectors or is_like(
-            summaries, (layout.n_heads, n_chunks, layout.head_dim), layout.dtype
-        )
-        return vectors and summaries.shape[1] == n_chunks
+        if not self.keeps_vectors:
+            return summaries.shape[1] == n_chunks
+        return is_like(summaries, (layout.n_heads, n_chunks, layout.head_dim), layout.dtype)
 
     def limit(self, window: int, sliding_window: int | None = None) -> int | None:
         return window if self.placement == "true" else None
@@ -116,10 +111,10 @@ class ChunkSelection(Method, ABC):
 
     def keep_queries(self, q: Tensor, cache: LayerCache, step: Step) -> None:
         """Summarise the chunks that this block completes; keep the queries of the open chunk."""
-        size = self.size
-        if (at := step.at) is not None:
+        size, at = self.size, step.at
+        if at is not None:
             if self.uses_queries:
-                offset: Tensor = step.once("offset in chunk", lambda: at % size)
+                offset = step.once("offset in chunk", lambda: at % size)
                 cache.kept(OpenChunk, OPEN_QUERIES).write_on_device(q, offset)
             return
         first, stop = step.start // size, step.stop // size
@@ -173,7 +168,7 @@ class ChunkSelection(Method, ABC):
     def log_mass(self, scores: Tensor, n_heads: int, head_dim: int) -> Tensor:
         """Turn scores `[C, T, M]` into logarithms of chunks' attention mass, up to a constant a query, for `top_p`.
 
-        By default, a score is taken as the logit of every token of the chunk; sums over heads become means.
+        By default, a score counts as the logit of every token of the chunk; sums over heads become means.
         """
         return scores.float() * (len(scores) / n_heads / math.sqrt(head_dim))
 
@@ -184,7 +179,7 @@ class ChunkSelection(Method, ABC):
 
     def forced(self, chunk_ids: Tensor, own: Tensor) -> Tensor:
         """Return which chunks are always taken, `[T, M]` bool; `own [T, 1]` is the query's chunk."""
-        return (chunk_ids == 0) | (chunk_ids == own - 1)
+        return ((chunk_ids == 0) & self.keep_first) | ((chunk_ids == own - 1) & self.keep_last)
 
     def select(self, scores: Tensor, step: Step) -> Tensor:
         """Choose chunks `[C, T, K]` by scores `[C, T, M]`, ascending, -1 behind the last. Time: O(C · T · M).
@@ -195,12 +190,19 @@ class ChunkSelection(Method, ABC):
         n_chunks = scores.shape[-1]
 
         def make() -> Tensor:
-            chunk_ids = torch.arange(n_chunks, device=scores.device)
             own = (step.positions(scores.device) // self.size)[:, None]
-            return self.forced(chunk_ids, own).expand(len(own), n_chunks).contiguous()
+            found = self.forced(torch.arange(n_chunks, device=scores.device), own)
+            return found.expand(len(own), n_chunks).contiguous()
 
-        forced: Tensor = step.once(f"forced {n_chunks}", make)
+        forced = step.once(f"forced {n_chunks}", make)
         return best_chunks(scores, forced, self.n_choices, step.start if step.at is None else step.at, self.size)
+
+    def scorer(self, q: Tensor, cache: LayerCache, step: Step) -> tuple[Scorer, int]:
+        """Return the function that scores some of the block's queries `[H, T, D]`, and how many it scores at a time."""
+        summary = cache.kept(Summaries, SUMMARIES).span(0, step.stop // self.size)
+        scored = self.placed.scored(q, step, self.size)
+        rows = max(1, scores_at_once(summary) // (len(q) * summary.shape[1]))
+        return lambda here, some: self.score(scored[:, here], summary, some, cache.index), rows
 
     def choose(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
         """Choose the chunks that each query of each head attends, `[H, T, K]`; None while there is no choice.
@@ -211,43 +213,24 @@ class ChunkSelection(Method, ABC):
             return self._choose_on_device(q, cache, step)
         if step.stop <= self.size:
             return None
-        summary = cache.kept(Summaries, SUMMARIES).span(0, step.stop // self.size)
-        scored = self.placed.scored(q, step, self.size)
-        rows = max(1, scores_at_once(summary) // (len(q) * summary.shape[1]))
-
-        def score(here: slice, some: Step) -> Tensor:
-            return self.score(scored[:, here], summary, some, cache.index)
-
-        return self._choose_by(score, rows, q, cache, step)
-
-    def _choose_by(
-        self, score: Callable[[slice, Step], Tensor], rows: int, q: Tensor, cache: LayerCache, step: Step
-    ) -> Tensor:
-        """Return the choice `[H, T, K]` by scores `[C, t, M]` of `rows` of the block's queries at a time."""
-        parts, all_scores = [], []
-        for start in range(0, q.shape[1], rows):
-            some = step.part(start, min(start + rows, q.shape[1])) if rows < q.shape[1] else step
-            scores = score(slice(some.start - step.start, some.stop - step.start), some)
+        n_queries, (score, rows), parts = q.shape[1], self.scorer(q, cache, step), list[Tensor]()
+        for start in range(0, n_queries, rows):
+            here = slice(start, min(start + rows, n_queries))
+            some = step if rows >= n_queries else step.part(here.start, here.stop)
+            scores = score(here, some)
             chosen = self.select(scores, some)
-            parts.append(chosen if self.top_p is None else self._pruned(chosen, scores, q, some))
-            if step.note_scores:
-                all_scores.append(scores if step.noted is None else scores[:, _inside(step.noted, step, some)])
+            if self.top_p is not None or step.note_scores:
+                chunk_ids = torch.arange(scores.shape[-1], device=q.device)
+                own = (some.positions(q.device) // self.size)[:, None]
+                later = chunk_ids >= own
+                if self.top_p is not None:
+                    mass = self.log_mass(scores, len(q), q.shape[-1]).masked_fill(later, -torch.inf)
+                    chosen = prune(chosen, scores, mass, self.forced(chunk_ids, own).expand_as(later), self.top_p)
+                if step.note_scores:
+                    step.note_scores(some, cache.index, scores.float().masked_fill(later, -torch.inf))
+            parts.append(chosen)
         chosen = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
-        if step.note_scores:
-            index = step.positions(q.device)
-            own = ((index if step.noted is None else index[step.noted]) // self.size)[:, None]
-            scores = torch.cat(all_scores, dim=1).float()
-            later = torch.arange(scores.shape[-1], device=q.device) >= own
-            step.note_scores(cache.index, scores.masked_fill(later, -torch.inf))
-        return chosen.repeat_interleave(q.shape[0] // chosen.shape[0], 0) if len(chosen) < len(q) else chosen
-
-    def _pruned(self, chosen: Tensor, scores: Tensor, q: Tensor, step: Step) -> Tensor:
-        """Cut the choice `[C, T, K]` to what reaches `top_p` of the mass of the complete chunks before the query's."""
-        assert self.top_p is not None, "asked for"
-        chunk_ids = torch.arange(scores.shape[-1], device=scores.device)
-        own = (step.positions(scores.device) // self.size)[:, None]
-        mass = self.log_mass(scores, len(q), q.shape[-1]).masked_fill(chunk_ids >= own, -torch.inf)
-        return prune(chosen, scores, mass, self.forced(chunk_ids, own).expand(mass.shape[1:]), self.top_p)
+        return chosen.repeat_interleave(len(q) // len(chosen), 0) if len(chosen) < len(q) else chosen
 
     def attend_chosen(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
         chosen = self.choose(q, cache, step)
@@ -263,7 +246,7 @@ class ChunkSelection(Method, ABC):
             turn = Turn(*(x.expand(q.shape[1], -1)[:, None] for x in turn))
         else:
             turn = turn.at(slice(None), slice(n_slots))
-        memory: Tensor = step.once(f"parts {n_slots}", lambda: q.new_empty(chosen.numel() * q.shape[-1]))
+        memory = step.once(f"parts {n_slots}", lambda: q.new_empty(chosen.numel() * q.shape[-1]))
         return step.attention.routed(q, turn, chosen, cache.tiles(chosen), memory)
 
     def choice_cost(self, block: QueryBlock) -> Cost:
@@ -292,11 +275,15 @@ class ChunkSelection(Method, ABC):
     def counted(self) -> bool:
         cls = type(self)
         own = cls.choice_cost is not ChunkSelection.choice_cost  # overridden scores and summaries are not counted
-        return super().counted and says_for(cls, "choice_cost", "choose", *(("score", "summarise") if own else ()))
+        return super().counted and says_for(self, "choice_cost", "choose", *(("score", "summarise") if own else ()))
+
+    def n_choosers(self, n_heads: int, n_kv_heads: int) -> int:
+        """Return how many groups of neighbouring heads choose on their own."""
+        return n_heads
 
     def plain_choice(self, n_heads: int, n_kv_heads: int) -> PlainChoice | None:
         """Return the choice as a GPU's kernels can make it, valid for the `score` of the same class."""
-        return PlainChoice(n_heads)
+        return PlainChoice(self.n_choosers(n_heads, n_kv_heads), self.keep_first, self.keep_last)
 
     @property
     def decodes(self) -> bool:
@@ -307,51 +294,41 @@ class ChunkSelection(Method, ABC):
         self, q: Tensor, turn: Turn, others: Sequence[Span], cache: LayerCache, step: DeviceStep
     ) -> Attended:
         """Attend chosen chunks as runs. The own chunk is the last run, unless its keys are elsewhere."""
-        own, size = others[0].turn if others else None, self.size
-        at, runs = None if own is None else step.at, self._plain_runs(q, cache, step, own is not None)
+        own = others[0].turn if others else None
+        runs = self._plain_runs(q, cache, step, own is not None)
         if runs is None:
             chosen = self.choose(q, cache, step)
             assert chosen is not None, "there are complete chunks"
-            runs = runs_of_chunks(chosen.squeeze(1), size, at, q)
+            runs = runs_of_chunks(chosen.squeeze(1), self.size, None if own is None else step.at, q)
         first, count = runs
         turns, number = self._slot_turns(first.shape[1] - (own is not None), turn, own, step)
-        return step.attention.decode(q, *cache.whole, Runs(first, count, number, turns, size))
+        return step.attention.decode(q, *cache.whole, Runs(first, count, number, turns, self.size))
 
     def bound(self, stop: int) -> int | None:
         """Return the bound; None for steps that complete a chunk: these make a summary, and are not recorded.
 
         Overridden `score`, `select` and `forced` get complete chunks alone.
         """
-        size = self.size
-        if stop <= size or not stop % size:
+        if stop <= self.size or not stop % self.size:
             return None
-        hooks = (type(self).score, type(self).select, type(self).forced)
-        if all(hook.__module__.partition(".")[0] == "lce" for hook in hooks):
-            return super().bound(stop)
-        return (stop // size + 1) * size - 1
+        ours = (hook.__module__.startswith("lce.") for hook in (type(self).score, type(self).select, type(self).forced))
+        return super().bound(stop) if all(ours) else (stop // self.size + 1) * self.size - 1
 
     def _choose_on_device(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
         """Choose among all chunks within the bound; chunks that are not complete yet are never taken."""
         summary = cache.kept(Summaries, SUMMARIES).allocated(step.bound // self.size)
         scores = self.score(self.placed.scored(q, step, self.size), summary, step, cache.index)
-        n_chunks = scores.shape[-1]
-
-        def make() -> Tensor:
-            return torch.arange(n_chunks, device=q.device) >= step.at // self.size
-
         if type(self).select is not ChunkSelection.select:  # it may take chunks that are not complete
-            scores = scores.masked_fill(step.once(f"barred {n_chunks}", make), -torch.inf)
+            scores = scores.masked_fill(
+                torch.arange(scores.shape[-1], device=q.device) >= step.at // self.size, -torch.inf
+            )
         chosen = self.select(scores, step)
-        if len(chosen) in (1, step.n_kv_heads, len(q)):
-            return chosen
-        return chosen.repeat_interleave(len(q) // len(chosen), 0)
+        return chosen if len(chosen) in (1, step.n_kv_heads) else chosen.repeat_interleave(len(q) // len(chosen), 0)
 
-    def _plain_runs(
-        self, q: Tensor, cache: LayerCache, step: DeviceStep, own: bool
-    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    def _plain_runs(self, q: Tensor, cache: LayerCache, step: DeviceStep, own: bool) -> tuple[Tensor, Tensor] | None:
         """Choose as `choose` and `runs_of_chunks` do, if the choice is plain and kernels take these tensors."""
         plain = self.plain_choice(len(q), step.n_kv_heads)
-        if plain is None or not says_for(type(self), "plain_choice", "score", "select", "forced", "choose"):
+        if plain is None or not says_for(self, "plain_choice", "score", "select", "forced", "choose"):
             return None
         summary = cache.kept(Summaries, SUMMARIES).allocated(step.bound // self.size)
         scored = self.placed.scored(q, step, self.size)
@@ -366,45 +343,7 @@ class ChunkSelection(Method, ABC):
             number = number if turn.cos.ndim == 3 else number // max(1, n_slots)
             return slots if own is None else Turn(*(torch.cat(pair) for pair in zip(slots, own, strict=True))), number
 
-        found: tuple[Turn, Tensor] = step.once(f"turns of {n_slots}", make)
-        return found
-
-
-class WithoutSummaries(ChunkSelection):
-    """A mixin for selectors of chunks without summaries; `chunk_scores` gives the scores."""
-
-    @abstractmethod
-    def chunk_scores(self, q: Tensor, n_chunks: int, cache: LayerCache, step: Step) -> Tensor:
-        """Score the first `n_chunks` chunks for some of the block's queries, unrotated `[H, T, D]`: `[C, T, M]`."""
-
-    def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
-        return {name: kept for name, kept in super().state(layout).items() if name == RECENT}
-
-    def could_keep(self, layer: int, kept: Mapping[str, Tensor], layout: CacheLayout, n_tokens: int) -> bool:
-        return True
-
-    def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        raise AssertionError("no chunk is summarised")
-
-    def keep_queries(self, q: Tensor, cache: LayerCache, step: Step) -> None:
-        pass
-
-    def choose(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
-        n_chunks = step.stop // self.size
-        if step.stop <= self.size:
-            return None
-        rows = max(1, SCORES_AT_ONCE // (len(q) * step.stop))
-        return self._choose_by(
-            lambda here, some: self.chunk_scores(q[:, here], n_chunks, cache, some), rows, q, cache, step
-        )
-
-    def choice_cost(self, block: QueryBlock) -> Cost:
-        """Count the attended chunks, as if the heads of a KV head chose differently; choosing reads nothing."""
-        return self.selection_cost(block, vectors_read=0, summaries=0, products=0)
-
-    @property
-    def decodes(self) -> bool:
-        return False
+        return step.once(f"turns of {n_slots}", make)
 
 
 @dataclass(frozen=True)
@@ -437,30 +376,25 @@ class SelectiveMethod(ChunkSelection):
     example: ClassVar = Example({"chunk_size": 2})
 
     def resolve(self, window: int) -> Self:
-        size = self.chunk_size if self.chunk_size is not None else 256 if window >= 4096 else max(1, window // 32)
-        if size < 1:
-            raise UsageError(f"{self.label}: chunk_size is {size}; expected 1 or more tokens")
-        chunks = self.chunks if self.chunks is not None else window // size
-        if chunks < 3:
+        made = self.filled(chunk_size=256 if window >= 4096 else max(1, window // 32)).expect(chunk_size=1)
+        made = made.filled(chunks=window // made.size)
+        if resolved(made.chunks) < 3:
             raise UsageError(
-                f"{self.label}: {chunks} chunks of {size} tokens; expected 3 or more: lower chunk_size "
+                f"{self.label}: {made.chunks} chunks of {made.size} tokens; expected 3 or more: lower chunk_size "
                 f"(window {window})"
             )
-        check_top_p(self)
-        return replace(self, chunk_size=size, chunks=chunks)
+        check_top_p(self.label, self.top_p)
+        return made
 
     @property
     def block(self) -> int:
         """Half of what a query attends, 512 to 2,048: the more queries, the more of them choose the same chunk."""
-        assert self.chunks is not None, "resolved before use"
-        return max(512, min(2048, self.chunks * self.size // 2))
+        return max(512, min(2048, resolved(self.chunks) * self.size // 2))
 
     @property
     def size(self) -> int:
-        assert self.chunk_size is not None, "resolved before use"
-        return self.chunk_size
+        return resolved(self.chunk_size)
 
     @property
     def n_choices(self) -> int:
-        assert self.chunks is not None, "resolved before use"
-        return self.chunks - 1
+        return resolved(self.chunks) - 1

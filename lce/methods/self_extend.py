@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from torch import Tensor
@@ -38,9 +38,7 @@ class SelfExtend(LocalMethod):
     example: ClassVar = Example({"local": 4, "group": 3})
 
     def resolve(self, window: int) -> Self:
-        made = replace(self, local=max(1, window // 4) if self.local is None else self.local)
-        made.expect(local=1, group=1)
-        return made
+        return self.filled(local=max(1, window // 4)).expect(local=1, group=1)
 
     def limit(self, window: int, sliding_window: int | None = None) -> int | None:
         """Return the text whose farthest distance, `i // group + local - local // group`, is the last in the window."""

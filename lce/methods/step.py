@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,8 +14,9 @@ from lce.models.config import ModelConfig, RopeConfig
 from lce.models.rope import Rope
 from lce.weights.source import Source
 
-Note = Callable[[int, Tensor], None]  # a layer, and the chunks that it chose `[H, T, K]`
-NoteScores = Callable[[int, Tensor], None]  # a layer, and its scores of all choices `[C, T, M]`, -inf for none
+Note = Callable[[int, Tensor], None]  # a layer, and its choices `[H, T, K]`
+T = TypeVar("T")
+NoteScores = Callable[["Step", int, Tensor], None]  # T queries, a layer, and all scores `[C, T, M]`, -inf for none
 
 
 @dataclass(frozen=True)
@@ -23,10 +24,11 @@ class Step:
     """A pass of a block through the model: the facts that are the same in every layer.
 
     Example: the second block of a prefill by 512 has `start=512, stop=1024`; the decode step after 1,500 tokens has
-    `start=1500, stop=1501`. `memo` lasts for the pass: `once` computes in the first layer what the other layers use
-    again. Each device has its own memo, so that its values are on that device; `all_devices` is one memo for all
-    devices. A method calls `note`, if given, with each layer's choice, and before that `note_scores` with the scores;
-    `noted`, if given, are the queries to note, counted from the block's first, ascending.
+    `start=1500, stop=1501`. `at` is the token's index, if only the device knows the index: see `DeviceStep`.
+
+    `memo` lasts for the pass: `once` computes in the first layer what the other layers use again. Each device has its
+    own memo; `all_devices` is one memo for all devices. A method calls `note`, if given, with each layer's choices, and
+    before that `note_scores` with the scores, for all queries of the block or for one `part` after another.
     """
 
     start: int
@@ -40,44 +42,29 @@ class Step:
     memo: dict[str, Any] = field(default_factory=dict)
     all_devices: dict[str, Tensor | None] = field(default_factory=dict)
     note_scores: NoteScores | None = None
-    noted: Tensor | None = None
-
-    @property
-    def at(self) -> Tensor | None:
-        """The token's index, if only the device knows it: see `DeviceStep`."""
-        return None
-
-    @property
-    def n_noted(self) -> int:
-        """The number of queries whose scores go to `note_scores`."""
-        return self.stop - self.start if self.noted is None else len(self.noted)
+    at: Tensor | None = field(default=None, kw_only=True)
 
     def part(self, start: int, stop: int) -> Step:
         """Return the step of some of the block's queries, `start..stop-1` counted from its first."""
         return replace(self, start=self.start + start, stop=self.start + stop, memo={}, all_devices={})
 
-    def once(self, name: str, make: Callable[[], Any]) -> Any:
+    def once(self, name: str, make: Callable[[], T]) -> T:
         """Return `make()`, called once a pass, device and `name`; later calls return the first result."""
-        memo = self.memo
+        memo: dict[str, T] = self.memo
         if name not in memo:
             memo[name] = make()
         return memo[name]
 
     def once_on_all(self, name: str, make: Callable[[], Tensor | None], device: torch.device) -> Tensor | None:
         """Return `make()`, called once a pass and `name` for all devices; other devices get a copy."""
-
-        def found() -> Tensor | None:
-            if name not in self.all_devices:
-                self.all_devices[name] = make()
-            made = self.all_devices[name]
-            return None if made is None else made.to(device)
-
-        result: Tensor | None = self.once(name, found)
-        return result
+        if name not in self.all_devices:
+            self.all_devices[name] = make()
+        made = self.all_devices[name]
+        return self.once(name, lambda: None if made is None else made.to(device))
 
     def positions(self, device: torch.device) -> Tensor:
         """Return the indices of the block's tokens, `[T]`."""
-        return torch.arange(self.start, self.stop, device=device)
+        return torch.arange(self.start, self.stop, device=device) if self.at is None else self.at
 
     def key_turn(self, key_positions: Callable[[Tensor], Tensor | None], like: Tensor) -> Turn | None:
         """Return the turn to the positions at which a method caches the block's keys; None: keys stay unrotated."""
@@ -89,19 +76,16 @@ class Step:
                 return self.true_turn(like)
             return None if positions is None else self.rope.turn(positions, like.dtype)
 
-        turn: Turn | None = self.once("key turn", make)
-        return turn
+        return self.once("key turn", make)
 
     def true_turn(self, like: Tensor) -> Turn:
         """Return the turn of the block's vectors to their absolute positions, `[T, D/2]`."""
-        turn: Turn = self.once("true turn", lambda: self.rope.turn(self.positions(like.device), like.dtype))
-        return turn
+        return self.once("true turn", lambda: self.rope.turn(self.positions(like.device), like.dtype))
 
     def far_turn(self, distance: int | Tensor, like: Tensor) -> Turn:
-        """Return the turn of queries that see all unrotated keys at one distance.
+        """Return the turn of queries that see all unrotated keys at one distance: `[1, D/2]`, or one each, `[T, D/2]`.
 
-        `[1, D/2]`, or `[T, D/2]` for a distance a query. The turn carries YaRN's factor twice: for the query, and for
-        the key, which was cached without it.
+        The turn carries YaRN's factor twice: for the query, and for the key, which was cached without it.
         """
 
         def make() -> Turn:
@@ -109,53 +93,28 @@ class Step:
             cos, sin = self.rope.turn(at, torch.float64)
             return Turn((cos * self.rope.scale).to(like.dtype), (sin * self.rope.scale).to(like.dtype))
 
-        turn: Turn = make() if isinstance(distance, Tensor) else self.once(f"far turn {distance}", make)
-        return turn
+        return make() if isinstance(distance, Tensor) else self.once(f"far turn {distance}", make)
 
 
 class OnDevice(LookupError):
     """A hook asked a `DeviceStep` for a number that only the device knows. The step then runs without recording."""
 
 
+@dataclass(frozen=True)
 class DeviceStep(Step):
     """The decode step of a token whose index is read on the device, `at [1]` int64: it can be recorded and run again.
 
     No number and no shape of a `DeviceStep` depends on the index; the host knows only that the text has at most `bound`
-    tokens. So `start` and `stop` raise `OnDevice`. `positions` and the turns are computed from `at`.
+    tokens. So `start` and `stop` raise `OnDevice`.
     """
 
-    bound: int
+    start: int = field(init=False, repr=False)
+    stop: int = field(init=False, repr=False)
+    at: Tensor = field(kw_only=True)
+    bound: int = field(kw_only=True)
 
-    def __init__(
-        self, at: Tensor, bound: int, rope: Rope, attention: Attention, window: int, n_kv_heads: int,
-        sliding_window: int | None = None,
-    ) -> None:  # fmt: skip
-        values = {
-            "_at": at, "bound": bound, "rope": rope, "attention": attention, "window": window, "n_kv_heads": n_kv_heads,
-            "sliding_window": sliding_window, "note": None, "memo": {}, "all_devices": {}, "note_scores": None,
-            "noted": None,
-        }  # fmt: skip
-        for name, value in values.items():  # as a frozen dataclass sets its own
-            object.__setattr__(self, name, value)
-
-    @property
-    def at(self) -> Tensor:
-        at: Tensor = vars(self)["_at"]
-        return at
-
-    @property
-    def start(self) -> int:
-        raise OnDevice("start")
-
-    @property
-    def stop(self) -> int:
-        raise OnDevice("stop")
-
-    def part(self, start: int, stop: int) -> Step:
-        raise OnDevice("part")
-
-    def positions(self, device: torch.device) -> Tensor:
-        return self.at
+    def __getattr__(self, name: str) -> Any:  # of an attribute that was never set
+        raise (OnDevice if name in ("start", "stop") else AttributeError)(name)
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from torch import Tensor
 
 from lce.cache.layout import AccessPattern
-from lce.methods.base import Example, Method
+from lce.methods.base import Example, Method, resolved
 from lce.methods.parts import LayerFacts, Part
 from lce.methods.registry import register
 
@@ -39,9 +39,7 @@ class Streaming(Method):
     example: ClassVar = Example({"sinks": 2, "local": 6})
 
     def resolve(self, window: int) -> Self:
-        made = replace(self, local=max(1, window - self.sinks) if self.local is None else self.local)
-        made.expect(sinks=0, local=1)
-        return made
+        return self.filled(local=max(1, window - self.sinks)).expect(sinks=0, local=1)
 
     @property
     def block(self) -> int:
@@ -50,8 +48,7 @@ class Streaming(Method):
 
     @property
     def access(self) -> AccessPattern:
-        assert self.local is not None, "resolved before use"
-        return AccessPattern(sinks=self.sinks, local=self.local)
+        return AccessPattern(sinks=self.sinks, local=resolved(self.local))
 
     def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterator[Part]:
         first, n_kept = i + 1 - self.access.local, self.sinks + self.access.local

@@ -8,8 +8,6 @@ estimates them from its own scores, so nothing else is read.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -18,20 +16,10 @@ from lce.errors import UsageError, shown
 TOP_P_HELP = "choose no more than reaches this share of the estimated attention; none is off"
 
 
-class Knob(Protocol):
-    """A method with the knob `top_p`."""
-
-    @property
-    def top_p(self) -> float | None: ...
-
-    @property
-    def label(self) -> str: ...
-
-
-def check_top_p(method: Knob) -> None:
+def check_top_p(label: str, p: float | None) -> None:
     """Raise `UsageError` for a `top_p` that is no share."""
-    if method.top_p is not None and not 0 < method.top_p <= 1:
-        raise UsageError(f"{method.label}: top_p is {shown(method.top_p)}; expected a share above 0, at most 1")
+    if p is not None and not 0 < p <= 1:
+        raise UsageError(f"{label}: top_p is {shown(p)}; expected a share above 0, at most 1")
 
 
 def enough(log_mass: Tensor, order: Tensor, p: float) -> int:

@@ -224,6 +224,23 @@ class ModelConfig:
             published=fields.values,
         )
 
+    def dual_chunk(self, path: object) -> tuple[int, int] | None:
+        """Return Qwen's chunk of Dual Chunk Attention and the position of queries of older chunks; None without them.
+
+        As where these models are served: a chunk leaves `local_size` positions for the previous chunk, and the query is
+        at `chunk_size`, one beyond the paper's, or where the successive positions end. Raises `ModelError`.
+        """
+        found = self.published.get("dual_chunk_attention_config")
+        if found is None:
+            return None
+        size, kept = found.get("chunk_size"), found.get("local_size")
+        if not isinstance(size, int) or not isinstance(kept, int) or not 0 <= kept < size:
+            raise ModelError(
+                f"{path}: dual_chunk_attention_config is {shown(found)}; expected a chunk_size and a "
+                "smaller local_size; give -o chunk_size=N"
+            )
+        return size - kept, min(size, 2 * (size - kept) - 1)
+
     def identity(self, fingerprint: str) -> str:
         """Return a SHA-256 of the weights' fingerprint and of every number here that changes what the model computes.
 

@@ -24,17 +24,26 @@ from tests.attention.truth import (
     vectors,
 )
 
+HALF = {torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of outputs up to 6, so about one unit in the last place
+ON_CUDA = ("torch", "reference", "triton", *(["flash"] if importlib.util.find_spec("flash_attn") else []))
+CUDA = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+EVERYWHERE = [(name, "cpu", torch.float32) for name in BACKENDS] + [
+    pytest.param(name, "cuda", dtype, marks=CUDA) for name in ON_CUDA for dtype in (torch.float32, *HALF)
+]
 
-@pytest.mark.parametrize("name", BACKENDS)
+
+@pytest.mark.parametrize(("name", "device", "dtype"), EVERYWHERE, ids=str)
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize(("n_queries", "n_keys"), [(1, 1), (1, 70), (5, 70), (33, 70), (70, 70)])
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 1), (True, 7), (True, 69)])
 @pytest.mark.covering
 def test_dense(
-    name: str, heads: tuple[int, int], n_queries: int, n_keys: int, causal: bool, window: int | None
-) -> None:
-    q, k, v = vectors(*heads, n_queries, n_keys)
-    assert_same(Attention.choose(name).dense(q, k, v, causal, window), dense_truth(q, k, v, causal, window))
+    name: str, device: str, dtype: torch.dtype, heads: tuple[int, int], n_queries: int, n_keys: int, causal: bool,
+    window: int | None,
+) -> None:  # fmt: skip
+    q, k, v = (x.to(dtype) for x in vectors(*heads, n_queries, n_keys, 16 if device == "cpu" else 64))
+    part = Attention.choose(name).dense(*(x.to(device) for x in (q, k, v)), causal, window)
+    assert_same(part, dense_truth(q, k, v, causal, window), HALF.get(dtype, 3e-5 if device == "cpu" else 1e-4))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -112,17 +121,21 @@ def choices(kind: str, n_heads: int, n_queries: int, n_choices: int, n_chunks: i
 CHOICES = ("all different", "some none", "all none", "all the first", "nearly all the last")
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(("name", "device", "dtype"), EVERYWHERE, ids=str)
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("kind", CHOICES)
 @pytest.mark.parametrize("per_slot", [False, True], ids=["one turn", "one turn a slot"])
 @pytest.mark.parametrize("n_queries", [3, 37])
 @pytest.mark.covering
-def test_routed(name: str, heads: tuple[int, int], kind: str, per_slot: bool, n_queries: int) -> None:
-    q, k, v = routed_vectors(*heads, n_queries, 6, 5)
-    turns, chosen = turns_of(n_queries, 3 if per_slot else 1), choices(kind, heads[0], n_queries, 3, 6)
-    part = Attention.choose(name).routed(q, turns, chosen, [Tiles.of_chunks(k, v)])
-    assert_same(part, routed_truth(q, turns, chosen, (k, v)))
+def test_routed(
+    name: str, device: str, dtype: torch.dtype, heads: tuple[int, int], kind: str, per_slot: bool, n_queries: int
+) -> None:
+    q, k, v = (x.to(dtype) for x in routed_vectors(*heads, n_queries, 6, 5))
+    turns, chosen = turns_of(n_queries, 3 if per_slot else 1, dtype), choices(kind, heads[0], n_queries, 3, 6)
+    there = Turn(turns.cos.to(device), turns.sin.to(device))
+    tiles = [Tiles.of_chunks(k.to(device), v.to(device))]
+    part = Attention.choose(name).routed(q.to(device), there, chosen.to(device), tiles)
+    assert_same(part, routed_truth(q, turns, chosen, (k, v)), 2 * HALF.get(dtype, 1.5e-5 if device == "cpu" else 1e-4))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -191,9 +204,6 @@ def test_unchosen_chunks_are_not_even_looked_at(name: str) -> None:
     assert_same(again, (part[0].double(), part[1].double()))
 
 
-HALF = {torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of outputs up to 6, so about one unit in the last place
-
-
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
 def test_half_precision(name: str, dtype: torch.dtype) -> None:
@@ -211,51 +221,6 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
     rotated = rotate(q[:, :, None], turns)
     assert torch.equal(placed, rotated)
     assert_same((out, lse), routed_truth(q, turns, chosen, (k, v)), 2 * HALF[dtype])
-
-
-NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-ON_CUDA = ("torch", "reference", "triton", *(["flash"] if importlib.util.find_spec("flash_attn") else []))
-
-
-@pytest.mark.cuda
-@NEEDS_CUDA
-@pytest.mark.parametrize("name", ON_CUDA)
-@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
-@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-@pytest.mark.parametrize(("n_queries", "n_keys"), [(1, 1), (1, 70), (4, 70), (33, 70), (70, 70)])
-@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 1), (True, 7)])
-def test_dense_on_cuda(
-    name: str,
-    dtype: torch.dtype,
-    heads: tuple[int, int],
-    n_queries: int,
-    n_keys: int,
-    causal: bool,
-    window: int | None,
-) -> None:
-    q, k, v = (x.to(dtype) for x in vectors(*heads, n_queries, n_keys, 64))
-    truth = dense_truth(q, k, v, causal, window)
-    part = Attention.choose(name).dense(q.cuda(), k.cuda(), v.cuda(), causal, window)
-    assert_same(part, truth, HALF.get(dtype, 1e-4))
-
-
-@pytest.mark.cuda
-@NEEDS_CUDA
-@pytest.mark.parametrize("name", ON_CUDA)
-@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
-@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-@pytest.mark.parametrize("kind", CHOICES)
-@pytest.mark.parametrize("per_slot", [False, True], ids=["one turn", "one turn a slot"])
-@pytest.mark.parametrize("n_queries", [3, 37])
-def test_routed_on_cuda(
-    name: str, dtype: torch.dtype, heads: tuple[int, int], kind: str, per_slot: bool, n_queries: int
-) -> None:
-    q, k, v = (x.to(dtype) for x in routed_vectors(*heads, n_queries, 6, 5))
-    turns, chosen = turns_of(n_queries, 3 if per_slot else 1, dtype), choices(kind, heads[0], n_queries, 3, 6)
-    truth = routed_truth(q, turns, chosen, (k, v))
-    on_gpu = Turn(turns.cos.cuda(), turns.sin.cuda())
-    part = Attention.choose(name).routed(q.cuda(), on_gpu, chosen.cuda(), [Tiles.of_chunks(k.cuda(), v.cuda())])
-    assert_same(part, truth, 2 * HALF.get(dtype, 1e-4))
 
 
 def test_float64_works_and_its_log_sum_exp_is_float32() -> None:

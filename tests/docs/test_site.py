@@ -43,10 +43,8 @@ def referenced() -> dict[str, Path]:
 
 def test_the_whole_face_is_in_the_reference() -> None:
     face = {f"lce.{name}" for name in lce.__all__} - {"lce.methods", "lce.__version__"}
-    face |= {f"lce.methods.{name}" for name in lce.methods.__all__} - {
-        "lce.methods.Method",
-        "lce.methods.SelectiveMethod",
-    }
+    exported = re.findall(r" as (\w+)$", (ROOT / "lce/methods/__init__.py").read_text(encoding="utf-8"), re.MULTILINE)
+    face |= {f"lce.methods.{name}" for name in exported} - {"lce.methods.Method", "lce.methods.SelectiveMethod"}
     names = referenced()
     assert face <= set(names)
     for name, page in names.items():

@@ -11,18 +11,9 @@ import pytest
 import torch
 
 import lce
-from lce.errors import ModelError, UsageError
+from lce.errors import ModelError
 from lce.lab.study.explain import explain
 from lce.methods import DualChunk
-
-
-def test_the_default_chunk_is_three_quarters_of_the_window() -> None:
-    assert DualChunk().resolve(4096).chunk_size == 3072
-
-
-def test_a_chunk_beyond_the_window_is_refused() -> None:
-    with pytest.raises(UsageError, match="dca: chunk_size is 65; expected at most the window, 64"):
-        DualChunk(chunk_size=65).resolve(64)
 
 
 def with_config(model: Path, folder: Path, **values: object) -> Path:
@@ -73,12 +64,6 @@ def test_each_part_is_what_the_others_lack(parts: Any) -> None:
     from_far = (9 - j % 6).expand(20, 20)
     assert torch.equal(found.distance[previous], from_far[previous]) == (parts != "all")
     assert torch.equal(found.distance[behind == 0], (i - j).clamp(min=-1)[behind == 0])
-
-
-def test_a_query_never_stands_before_a_key_of_its_past() -> None:
-    with pytest.raises(UsageError, match="dca: far is 8; expected 9 or more"):
-        DualChunk(chunk_size=10, far=8).resolve(64)
-    assert DualChunk(chunk_size=10, far=9).resolve(64).far == 9
 
 
 def test_a_config_that_makes_no_sense_is_refused(tiny_model: Path, tmp_path: Path) -> None:

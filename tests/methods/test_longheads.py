@@ -26,12 +26,6 @@ def choices(method: LongHeads, n: int, blocks: list[int]) -> tuple[Tensor, list[
     return run(method, q, k, v, blocks, window=WINDOW, note=note), seen
 
 
-def test_defaults_follow_the_window() -> None:
-    small, large = make("longheads").resolve(512), make("longheads").resolve(4096)
-    assert (small.chunk_size, small.chunks) == (16, 32)
-    assert (large.chunk_size, large.chunks) == (256, 16)
-
-
 def test_the_released_setting_is_a_preset() -> None:
     assert make("longheads", {"preset": "released"}) == LongHeads(chunk_size=256, chunks=16)
     assert make("longheads", {"preset": "released", "chunks": 8}) == LongHeads(chunk_size=256, chunks=8)
@@ -68,53 +62,3 @@ def test_random_choices_are_spread_evenly() -> None:
     expected = 400 * 5 / 172  # five free places among the chunks that every one of these queries may choose
     assert (middle[1:170] > 0).all()
     assert (middle[1:170] < expected * 3).all()
-
-
-@pytest.mark.parametrize("knobs", [{"share": "layer"}, {"fix_head": True}])
-def test_heads_that_share_choose_alike(knobs: dict[str, object]) -> None:
-    _, chosen = choices(make("longheads", {"chunk_size": 4, **knobs}), 200, [200])
-    assert chosen[0] == chosen[1] == chosen[2] == chosen[3]
-
-
-def test_groups_choose_apart() -> None:
-    _, chosen = choices(LongHeads(chunk_size=4, share="group"), 200, [200])
-    assert chosen[0] == chosen[1] != chosen[2] == chosen[3]
-
-
-def test_the_first_chunk_may_have_to_compete() -> None:
-    _, kept = choices(LongHeads(chunk_size=4, chunks=5), 400, [400])
-    _, free = choices(LongHeads(chunk_size=4, chunks=5, keep_first=False), 400, [400])
-    assert all(0 in row for row in kept[0][-300:])
-    assert not all(0 in row for row in free[0][-300:])
-    assert {len(row) for row in free[0][-300:]} == {4}
-
-
-def test_the_last_complete_chunk_may_have_to_compete() -> None:
-    _, kept = choices(LongHeads(chunk_size=4, chunks=5), 400, [400])
-    _, free = choices(LongHeads(chunk_size=4, chunks=5, keep_last=False), 400, [400])
-    _, both = choices(LongHeads(chunk_size=4, chunks=5, keep_first=False, keep_last=False), 400, [400])
-    last = [i // 4 - 1 for i in range(100, 400)]
-    assert all(chunk in row for chunk, row in zip(last, kept[0][100:], strict=True))
-    assert not all(chunk in row for chunk, row in zip(last, free[0][100:], strict=True))
-    assert all(0 in row for row in free[0][100:])
-    assert not all(0 in row for row in both[0][100:])
-    assert {len(row) for row in (*free[0][100:], *both[0][100:])} == {4}
-
-
-def test_nothing_is_seen_beyond_the_window() -> None:
-    q, k, v = vectors(11, 4, 2, 300, 8)
-    distance = oracle.longheads(q, k, v, oracle.Setting(WINDOW), chunk_size=4).distance
-    assert distance.max() == WINDOW - 1
-
-
-@pytest.mark.parametrize(
-    ("knobs", "message"),
-    [
-        ({"chunk_size": 0}, "chunk_size is 0"),
-        ({"chunk_size": 16}, "expected 3 or more"),
-        ({"fix_head": True, "share": "layer"}, "drop one"),
-    ],
-)
-def test_impossible_knobs_are_refused(knobs: dict[str, object], message: str) -> None:
-    with pytest.raises(lce.UsageError, match=message):
-        make("longheads", knobs).resolve(WINDOW)

@@ -84,14 +84,3 @@ def test_what_selects_nothing_is_refused() -> None:
 
 def test_an_oracle_takes_another_judge() -> None:
     assert cheating(make("oracle", {"chunk_size": 8}), "true") == make("oracle", {"chunk_size": 8, "judge": "true"})
-
-
-@pytest.mark.parametrize("name", ["oracle", "random"])
-def test_a_budget_is_in_tokens(name: str) -> None:
-    assert make(name, {"budget": 100}).resolve(512).chunks == 100 // 16  # type: ignore[attr-defined]
-    for knobs, said in (
-        ({"budget": 47}, r"budget is 47; expected three chunks of 16 tokens or more"),
-        ({"budget": 100, "chunks": 4}, "budget and chunks both say"),
-    ):
-        with pytest.raises(UsageError, match=f"{name}: {said}"):
-            make(name, knobs).resolve(512)

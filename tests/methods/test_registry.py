@@ -99,20 +99,14 @@ def test_an_unknown_preset_gets_the_nearest() -> None:
         make("full", {"preset": "paper"})
 
 
-def test_an_unknown_name_gets_the_nearest() -> None:
-    with pytest.raises(lce.UsageError, match="did you mean 'longheads'"):
-        find("longhead")
-
-
-def test_what_is_not_a_method_is_refused(offered: Any) -> None:
+def test_names_that_are_wrong_or_taken_are_refused(offered: Any) -> None:
     offered(wrong="pytest", gone="Nothing")
-    with pytest.raises(lce.UsageError, match=r"expected a subclass of lce\.Method"):
-        find("wrong")
-    with pytest.raises(lce.UsageError, match="cannot be imported"):
-        find("gone")
-
-
-def test_two_methods_of_one_name_are_refused() -> None:
+    for name, message in (
+        ("longhead", "did you mean 'longheads'"), ("wrong", r"expected a subclass of lce\.Method"),
+        ("gone", "cannot be imported"),
+    ):  # fmt: skip
+        with pytest.raises(lce.UsageError, match=message):
+            find(name)
     with pytest.raises(lce.UsageError, match="two methods are called 'full'"):
         register("full")(Knobbed)
     assert find("full") is Full
@@ -154,12 +148,9 @@ def test_instances_that_are_right_pass() -> None:
     for method in (LongHeads(chunk_size=8), ESA(maps="maps.safetensors"), ESA(maps=None), Knobbed(count=3, share=1)):
         assert as_method(method) is method
     assert as_method("full") == Full()
-
-
-def test_a_knob_that_is_true_or_false_may_be_0_or_1() -> None:
-    method: Any = LongHeads(keep_first=0, keep_last=1)  # type: ignore[arg-type]
-    assert (as_method(method).keep_first, as_method(method).keep_last) == (False, True)  # type: ignore[attr-defined]
-    assert type(as_method(method).keep_first) is bool  # type: ignore[attr-defined]
+    checked: Any = as_method(LongHeads(keep_first=0, keep_last=1))  # type: ignore[arg-type]
+    assert (checked.keep_first, checked.keep_last) == (False, True)
+    assert type(checked.keep_first) is bool
 
 
 class NoText:

@@ -256,7 +256,7 @@ def test_an_interruption_at_any_bytecode_loses_nothing(name: str, start: int, tm
 
 def test_every_kind_of_step_keeps_what_is_made_once() -> None:
     rope, backend, cpu = Rope(RopeConfig(), 4, 8), Attention.choose("torch"), torch.device("cpu")
-    for step in (Step(3, 4, rope, backend, 8, 1), DeviceStep(torch.tensor([3]), 8, rope, backend, 8, 1)):
+    for step in (Step(3, 4, rope, backend, 8, 1), DeviceStep(rope, backend, 8, 1, at=torch.tensor([3]), bound=8)):
         made = [step.once_on_all("x", lambda: torch.zeros(1), cpu) for _ in range(2)]
         assert made[0] is made[1]
         assert step.once_on_all("nothing", lambda: None, cpu) is None

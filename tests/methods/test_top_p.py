@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from lce.errors import UsageError
 from lce.methods import make
 from lce.methods.top_p import enough, prune
 from tests.running import run, vectors
@@ -76,19 +75,6 @@ def test_less_mass_is_fewer_choices(name: str, knobs: dict[str, object]) -> None
         return sum(int((some >= 0).sum()) for some in found)
 
     assert 0 < chosen(0.1) < chosen(0.5) < chosen(1.0)
-
-
-@pytest.mark.parametrize("name", SELECTORS)
-@pytest.mark.parametrize("p", [0.0, 1.5, -1.0])
-def test_a_share_that_is_none_is_refused(name: str, p: float) -> None:
-    knobs = {"compress": "none"} if name == "esa" else {}
-    with pytest.raises(UsageError, match=rf"{name}: top_p is {p}; expected a share above 0, at most 1"):
-        make(name, {**knobs, "top_p": p}).resolve(32)
-
-
-def test_ranks_without_an_estimate_take_no_share() -> None:
-    with pytest.raises(UsageError, match="rank='random' does not: drop one"):
-        make("longheads", {"rank": "random", "top_p": 0.5}).resolve(256)
 
 
 def test_steps_of_a_share_are_not_recorded() -> None:

@@ -144,12 +144,12 @@ class AttentionMeter:
 
     def _count_found(self, tally: _Tally, seen: Observation, method: ESA) -> None:
         """Count how many of the best tokens by exact scores low-dim scores find (ESA's recall)."""
-        step, border, n = seen.step, seen.step.start - method.n_local, method.top_k
-        if method.compress == "none" or method.far is None or n is None or border - method.sinks <= n:
+        step, n = seen.step, method.top_k
+        if method.compress == "none" or method.far is None or n is None or method.n_candidates(step.start) <= n:
             return
         far = rotate(seen.q, step.far_turn(method.far, seen.q))
         exact = replace(method, compress="none", maps=None)
-        ours, best = (first_best(each.relevance(seen.q, far, seen.cache, step, border), n) for each in (method, exact))
+        ours, best = (first_best(each.relevance(seen.q, far, seen.cache, step), n) for each in (method, exact))
         tally.found.append(float(torch.isin(ours, best).sum()) / n)
 
 
