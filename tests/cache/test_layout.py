@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -163,27 +162,6 @@ def test_without_a_folder_a_text_that_does_not_fit_is_refused() -> None:
     ):
         cache.reserve(97)
     read(cache, text(96, LAYOUT), 0, 96)
-
-
-def test_a_folder_without_the_space_is_refused_and_nothing_is_begun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layout = replace(LAYOUT, block=4)
-    cache = KVCache.empty(with_host(layout, layout.least_budget, tmp_path))
-    keys = text(200, LAYOUT)
-    read(cache, keys, 0, 16)
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(CapacityError, match="No space left on device"):
-            cache.reserve(200)
-    assert cache.stacks == []
-    read(cache, keys, 16, 20)
-    for start in range(20, 200, 4):
-        read(cache, keys, start, start + 4)
 
 
 @KV_DTYPES

@@ -178,9 +178,6 @@ def test_what_a_method_keeps_is_accepted() -> None:
     check({name: x for name, x in KEPT.items() if "/open/" not in name})
 
 
-SCALAR, PARTS = torch.tensor(3), ("tensor", "number")
-
-
 def of(name: str, tensor: Tensor | None = None, number: Tensor | int | None = None) -> dict[str, Tensor]:
     """The parts of a state that are given."""
     parts = {"tensor": tensor, "number": torch.tensor(number) if isinstance(number, int) else number}
@@ -273,21 +270,3 @@ def test_what_memory_cannot_hold_is_not_read(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(module, "free_memory", lambda device: 1 << 20)
     with pytest.raises(CapacityError, match=r"needs 8\.0 GiB of memory"):
         read_tensors(header_with({}, 1 << 33), {"x": FileTensor(torch.float32, (1 << 31,), 0, 1 << 33)})
-
-
-@pytest.mark.parametrize("n", [1, 6, 7, 8, 16])
-def test_states_of_short_texts(n: int) -> None:
-    """What the kinds themselves save of them."""
-    layout, tensors = replace(LAYOUT, n_layers=1), {}
-    for name, state in states(LAYOUT).items():
-        if isinstance(state, TokenRows):
-            state.write(torch.rand(n, 4), 0)
-        elif isinstance(state, RecentRows):
-            state.write(torch.rand(2, n, 4), 0)
-        elif isinstance(state, Summaries) and n >= 8:
-            state.write(torch.rand(2, n // 8, 4), 0)
-        elif isinstance(state, OpenChunk) and n % 8:
-            state.write(torch.rand(2, n % 8, 4), n // 8 * 8)
-        state.commit()
-        tensors |= {f"layers/0/{name}/{part}": x for part, x in state.tensors(n).items()}
-    check(tensors, layout, n)

@@ -24,33 +24,6 @@ def same(ours: MethodState, theirs: MethodState, n_tokens: int) -> bool:
     return mine.keys() == its.keys() and all(torch.equal(x, its[name]) for name, x in mine.items())
 
 
-# Recent rows
-
-
-@given(keep=st.integers(1, 20), blocks=st.lists(st.integers(1, 30), min_size=1, max_size=30), data=st.data())
-@settings(max_examples=60, deadline=None)
-def test_recent_rows_are_the_last_ones(keep: int, blocks: list[int], data: st.DataObject) -> None:
-    everything = torch.arange(sum(blocks)).float().view(1, -1, 1).expand(2, -1, 4)
-    recent, start = RecentRows(keep, 32), 0
-    for size in blocks:
-        stop = start + size
-        if data.draw(st.booleans()):  # a pass that was discarded
-            recent.write(torch.full((2, data.draw(st.integers(1, 40)), 4), -1.0), start)
-            recent.discard()
-        recent.write(everything[:, start:stop], start)
-        first = max(0, start - keep)
-        assert torch.equal(recent.span(first, stop), everything[:, first:stop])
-        start = stop
-        if data.draw(st.booleans()):
-            copied, recent = recent, recent.fork(start, Holder)
-            copied.write(torch.zeros(2, 50, 4), start)  # the one no longer reaches the other
-        if data.draw(st.booleans()):
-            recent, saved = RecentRows(keep, 32), recent
-            recent.restore(saved.tensors(start))
-            assert same(recent, saved, start)
-    assert recent.n_bytes <= (3 * keep + max(blocks) + 40) * 2 * 4 * 4
-
-
 # The open chunk
 
 
@@ -160,35 +133,6 @@ def test_what_is_restored_goes_on_like_the_original(state: str) -> None:
         assert torch.equal(each.span(first, 25), rows(25 - first, first))
     if state != "open chunk":  # it has all rows of its chunk
         assert same(kept, other, 25)
-
-
-@given(blocks=st.lists(st.integers(1, 200), min_size=1, max_size=20), size=st.integers(1, 30))
-@settings(max_examples=60, deadline=None)
-def test_bytes_are_at_most_what_was_planned(blocks: list[int], size: int) -> None:
-    """Whatever blocks come, and the plan exceeds what is needed by the growth of buffers alone."""
-    token_rows, summaries, recent, opened = (
-        TokenRows(12),
-        Summaries(24, size),
-        RecentRows(size, 24),
-        OpenChunk(size, 24),
-    )
-    start, block = 0, max(blocks)
-    for n in blocks:
-        stop, complete = start + n, start // size
-        token_rows.write(counted(n, start)[0], start)
-        recent.write(counted(n, start), start)
-        if stop // size > complete:
-            summaries.write(counted(stop // size - complete), complete)
-        if (first := max(start, stop // size * size)) < stop:
-            opened.write(counted(stop - first, first), first)
-        start = stop
-        for state in (token_rows, summaries, recent, opened):
-            state.commit()
-            assert state.n_bytes <= state.most_bytes(start, block)
-    assert token_rows.most_bytes(start, block) <= max(64 * 12, start * 3 // 2 * 12)
-    assert summaries.most_bytes(start, block) <= max(16 * 24, start // size * 3 // 2 * 24)
-    assert recent.most_bytes(start, block) <= (2 * size + block) * 24
-    assert opened.most_bytes(start, block) <= 2 * size * 24
 
 
 # Going back

@@ -14,7 +14,7 @@ from lce.attention import Attention
 from lce.cache.formats import Parts
 from lce.cache.kv import KVCache
 from lce.cache.layout import AccessPattern, Budgets, CacheLayout
-from lce.cache.movers import Cuda, Mover, Pinned, Slabs, located, neighbours
+from lce.cache.movers import Cuda, Mover, Pinned, Slabs
 from lce.cache.tier import Nowhere
 from lce.cache.tiers import TierStack
 from lce.methods import Driver, Method, Rope, RopeConfig, make
@@ -59,15 +59,6 @@ def test_slots_lie_in_slabs(sizes: tuple[int, ...]) -> None:
     check_mover(Mover(), slabs_of(Mover(), *sizes), CPU)
     for order in ORDERS:
         check_mover(late := Late(order), slabs_of(late, *sizes), CPU)
-
-
-def test_runs_of_slots() -> None:
-    slabs, slots = slabs_of(Mover(), 4, 4, 2), np.array([1, 2, 3, 4, 9, 8, 5, 7])
-    runs = [(rows.tolist(), (part.start, part.stop)) for _, rows, part in located(slabs, slots)]
-    assert runs == [([1, 2, 3], (0, 3)), ([0], (3, 4)), ([1, 0], (4, 6)), ([1, 3], (6, 8))]
-    near = [(rows.start, rows.stop, part.start, part.stop) for _, rows, part in neighbours(slabs, slots)]
-    assert near == [(1, 4, 0, 3), (0, 1, 3, 4), (1, 2, 4, 5), (0, 1, 5, 6), (1, 2, 6, 7), (3, 4, 7, 8)]
-    assert list(located(slabs, slots[:0])) == list(neighbours([], slots[:0])) == []
 
 
 def test_memory_of_inference_mode_can_be_written_outside_it() -> None:

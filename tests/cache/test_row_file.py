@@ -248,22 +248,6 @@ def test_pages_are_read_in_a_process_that_was_forked(tmp_path: Path) -> None:
         assert process.wait() == 0
 
 
-@pytest.mark.parametrize("reserve", [False, True], ids=["allocate", "reserve"])
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG], ids=errno.errorcode.get)
-def test_space_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, reserve: bool) -> None:
-    file = spill(tmp_path, 10)
-    take = file.reserve if reserve else file.allocate
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", failing(number))
-        with pytest.raises(CapacityError, match=r"^cannot write the spill file .*\Z"):
-            take(1000)
-        assert file.n_rows == 10
-        assert torch.equal(everything(file), some(10))
-    take(1000)
-    file.write(file.allocate(3), some(3, 1))
-    assert torch.equal(file.read(np.arange(10)), some(10))
-
-
 def test_where_there_is_no_space_to_spare_what_is_needed_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

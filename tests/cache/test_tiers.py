@@ -352,14 +352,6 @@ def file_of(branch: Branch) -> RowFile:
     return branch.tiers.bottom.file
 
 
-def test_a_round_is_no_larger_than_the_capacity_even_of_pages_in_slots_kept_for_pinned_ones(tmp_path: Path) -> None:
-    layout = tiers_of("memory, file", heads=N_HEADS, limit=1 + N_LAYERS, pinned=1)
-    branch = Branch(stack(layout, file_for("memory, file", layout, tmp_path)))
-    branch.add(1, chunks_of(5))
-    assert branch.held(1).sum() > branch.top.capacity + 1
-    branch.rounds(1, np.array([[False, False, False, True, True]]))
-
-
 @given(
     limit=st.integers(3, 9),
     steps=st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=3, unique=True), max_size=30),
