@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from lce.engine.planning import Plan
     from lce.engine.profile import profiled
     from lce.engine.quantising import quantize
-    from lce.engine.sampling import Sampling
+    from lce.engine.sampling import Sampling, TokenScores
     from lce.engine.saving import ContextInfo
-    from lce.engine.scoring import TokenScores
     from lce.engine.stream import AsyncStream, Stream
     from lce.engine.trace import Trace
     from lce.errors import CapacityError, DataError, LceError, ModelError, UsageError, WindowWarning
@@ -50,9 +49,8 @@ _HOMES = {
     "lce.engine.planning": ("Plan",),
     "lce.engine.profile": ("profiled",),
     "lce.engine.quantising": ("quantize",),
-    "lce.engine.sampling": ("Sampling",),
+    "lce.engine.sampling": ("Sampling", "TokenScores"),
     "lce.engine.saving": ("ContextInfo",),
-    "lce.engine.scoring": ("TokenScores",),
     "lce.engine.stream": ("AsyncStream", "Stream"),
     "lce.engine.trace": ("Trace",),
     "lce.errors": ("CapacityError", "DataError", "LceError", "ModelError", "UsageError", "WindowWarning"),

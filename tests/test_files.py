@@ -53,14 +53,6 @@ def test_what_a_crash_left_is_removed_and_what_is_locked_stays(tmp_path: Path) -
     files.sweep(tmp_path / "none" / "file")
 
 
-def test_a_link_is_not_followed(tmp_path: Path) -> None:
-    precious, draft = tmp_path / "precious", files.draft_path(tmp_path / "file")
-    precious.write_bytes(b"data")
-    draft.symlink_to(precious)
-    files.sweep(tmp_path / "file")
-    assert precious.read_bytes() == b"data"
-
-
 def special(folder: Path, kind: str) -> Path:
     """Something that is no regular file."""
     path = folder / kind
@@ -114,9 +106,3 @@ def test_what_cannot_be_written_is_one_printable_line(name: str, tmp_path: Path)
             files.lock(second.fileno(), path)
     assert said[0] == said[1] == said[2]
     assert all(text.isprintable() and len(text) < 600 for text in (*said, str(caught.value)))
-
-
-def test_a_fifo_among_leftovers_blocks_nothing(tmp_path: Path) -> None:
-    os.mkfifo(files.draft_path(tmp_path / "file"))
-    files.write_whole(tmp_path / "file", b"data")
-    assert (tmp_path / "file").read_bytes() == b"data"

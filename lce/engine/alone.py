@@ -13,12 +13,16 @@ from lce.engine.arguments import Options
 from lce.engine.context import Context
 from lce.engine.graph import CudaTape, DecodeGraph
 from lce.engine.lanes import Lane, forward
-from lce.engine.stream import CancelFlag, Cancelled
+from lce.engine.stream import CancelFlag
 from lce.methods.run import Driver
 from lce.models.layers import Model
 from lce.progress import Progress, reported
 from lce.system import uses_threads
 from lce.tokenizer.tokenizer import Tokenizer
+
+
+class _Cancelled(Exception):
+    """Ends a prefill whose stream was cancelled; no caller of lce sees it."""
 
 
 @dataclass(eq=False)
@@ -60,10 +64,7 @@ class Alone:
         return lane
 
     def read(self, context: Context, progress: Progress | None = None) -> None:
-        """Read the context's tokens that are not in its cache yet; the context keeps the logits after the last one.
-
-        If these logits are not known, as after a truncation, the last token is read again.
-        """
+        """Read the context's uncached tokens, and its last token again if the logits after it are not known."""
         if context.logits is None and len(context) == context.cache.length > 0:
             context.cache.truncate(context.cache.nearest(context.cache.length - 1))
         for ids in blocks(context.uncached, self.block, progress):
@@ -74,8 +75,8 @@ class Alone:
     ) -> Iterator[Piece]:
         """Read the prompt behind a context's tokens, and yield the answer as it comes; ends once `flag` is set.
 
-        If prefill does not complete, the context is as before; with `undo`, also if the answer does not complete.
-        Otherwise the answer so far stays: the new tokens of the context and of `result` are those of `result.text`.
+        If prefill does not complete, or with `undo` the answer, the context is as before. Else the answer so far stays:
+        the new tokens of the context and of `result` are those of `result.text`.
         """
         stats, started, mark = result.stats, time.perf_counter(), context.mark()
         said: int | None = None  # tokens before the answer
@@ -83,8 +84,14 @@ class Alone:
         try:
             stats.prompt_tokens, stats.read_before = len(ids), len(context)
             context.token_ids.extend(ids)
-            with reported(options.progress, "prefill") as tell:
-                self.read(context, flag.between_blocks(tell))
+            with reported(options.progress, "prefill") as report:
+
+                def tell(done: int, total: int) -> None:
+                    report(done, total)
+                    if flag.is_set:
+                        raise _Cancelled
+
+                self.read(context, tell)
             stats.prefill_s = time.perf_counter() - started
             said, answer = len(context), Answer(options, self.eos_ids, self.tokenizer, result)
             logits, likeliest = context.logits, None
@@ -104,7 +111,7 @@ class Alone:
                 context.go_back(mark)
             else:
                 context.token_ids[said:] = result.token_ids
-            if not isinstance(error, Cancelled):
+            if not isinstance(error, _Cancelled):
                 raise
         finally:
             context.keep(before)

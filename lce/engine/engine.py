@@ -25,9 +25,8 @@ from lce.engine.devices import layers_text
 from lce.engine.graph import CudaTape
 from lce.engine.identity import Identity
 from lce.engine.planning import ALLOWANCE
-from lce.engine.sampling import check_logits
+from lce.engine.sampling import Scorer, TokenScores, check_logits
 from lce.engine.saving import ContextData, PrefillJob, open_saved
-from lce.engine.scoring import Scorer, TokenScores
 from lce.engine.stream import AsyncStream, CancelFlag, Stream
 from lce.engine.trace import Trace, TraceObserver
 from lce.engine.window import beyond, warn

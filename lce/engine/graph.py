@@ -134,20 +134,16 @@ class DecodeGraph:
         self._recording: Recording | None = None
         self._early: tuple[Launched, int] | None = None  # the step launched early, and the token it is for
 
-    def forget(self) -> None:
-        """Drop the step that was launched early: the context goes on in another way."""
-        self._early = None
-
     def append(self, lane: Lane) -> bool:
         """Append the lane's token; the lane gets its logits and the likeliest next token.
 
-        Returns False, and does nothing, if this step must run kernel by kernel. If `lane.ahead`, the step of the
+        Returns False, and does nothing, if this pass must run kernel by kernel. If `lane.ahead`, the step of the
         likeliest next token is launched too. After an error or an interruption the cache is as before.
         """
-        (early, self._early), cache, token_id = (self._early, None), lane.cache, lane.token_ids[0]
-        if self.refused or _pauses:
+        early, self._early = self._early, None  # in any other pass the context goes on in another way
+        if self.refused or _pauses or len(lane.token_ids) > 1:
             return False
-        start = lane.start
+        start, cache, token_id = lane.start, lane.cache, lane.token_ids[0]
         cache.make_space(start + 1)
         bound = self._bound_of(cache, start)
         if bound is None:

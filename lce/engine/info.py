@@ -66,14 +66,9 @@ def info(path: str | Path) -> ModelInfo | ContextInfo:
     a file that is no context.
     """
     path = path_of(path, "path")
-    if str(path) == "demo" or path.is_dir():
-        return describe_model(path)
-    return describe(path)
-
-
-def describe_model(model: str | Path) -> ModelInfo:
-    """Describe the folder `model`, or the embedded "demo". Raises `ModelError` if there is no valid model."""
-    source = source_of(str(model))
+    if str(path) != "demo" and not path.is_dir():
+        return describe(path)
+    source = source_of(str(path))
     config = read_config(source)
     shapes = dict(model_class(config).weights(config).values())  # tied weights have one name
     checkpoint = source.checkpoint if any(source.path.glob("*.safetensors")) else None

@@ -6,8 +6,9 @@ rows, whose kernel multiplies each row in the same order; a longer lane is multi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from lce.cache.kv import KVCache
 from lce.engine.sampling import check_logits
 from lce.methods.run import Block, Driver
-from lce.models.layers import Attend, Model
+from lce.models.layers import Model
 from lce.models.products import SHARED_ROWS
 from lce.models.rope import Rope
 
@@ -65,13 +66,8 @@ class Lane:
 
     def replayed(self) -> bool:
         """Replay a recorded step if possible; return whether it was."""
-        if self.recorder is None:
-            return False
-        if len(self.token_ids) > 1:
-            self.recorder.forget()
-            return False
         try:
-            return self.recorder.append(self)
+            return self.recorder is not None and self.recorder.append(self)
         except Exception as error:
             self.fail(error)
             return True
@@ -124,7 +120,8 @@ def forward(model: Model, lanes: Sequence[Lane]) -> Tensor:
                     device = model.layers[0].device
                     ids = torch.tensor([i for lane in begun for i in lane.token_ids], device=device)
                     indices = torch.cat([torch.arange(lane.start, lane.stop, device=device) for lane in begun])
-                    hidden = model(ids, indices, hook(begun))
+                    attend = begun[0]._block.attend if len(begun) == 1 else partial(_attend, begun)
+                    hidden = model(ids, indices, attend)
                     last = model.logits(hidden[-1:] if len(begun) == 1 else hidden)
                     parts = hidden.split([len(lane.token_ids) for lane in begun])
                     for lane, part, logits in zip(begun, parts, last, strict=True):
@@ -141,24 +138,15 @@ def forward(model: Model, lanes: Sequence[Lane]) -> Tensor:
         return rows[0][None] if len(rows) == 1 else torch.stack([row.to(rows[0].device) for row in rows])
 
 
-def groups(lanes: Sequence[Lane]) -> Iterator[list[Lane]]:
-    """Yield groups of lanes that share products: up to `SHARED_ROWS` lanes of one token, or one longer lane."""
+def groups(lanes: Sequence[Lane]) -> list[Sequence[Lane]]:
+    """Return groups of lanes that share products: up to `SHARED_ROWS` lanes of one token, or one longer lane."""
     single = [lane for lane in lanes if len(lane.token_ids) == 1]
-    for first in range(0, len(single), SHARED_ROWS):
-        yield single[first : first + SHARED_ROWS]
-    for lane in lanes:
-        if len(lane.token_ids) > 1:
-            yield [lane]
+    shared = [single[first : first + SHARED_ROWS] for first in range(0, len(single), SHARED_ROWS)]
+    return [*shared, *([lane] for lane in lanes if len(lane.token_ids) > 1)]
 
 
-def hook(lanes: Sequence[Lane]) -> Attend:
-    """Return the attention hook of lanes that share products: each attends a slice of `q k v` on its own."""
-    if len(lanes) == 1:
-        return lanes[0]._block.attend
+def _attend(lanes: Sequence[Lane], layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Have each of the lanes that share products attend a slice of `q k v` on its own."""
     sizes = [len(lane.token_ids) for lane in lanes]
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        parts = zip(lanes, *(x.split(sizes, dim=1) for x in (q, k, v)), strict=True)
-        return torch.cat([lane.attend(layer, *part) for lane, *part in parts], dim=1)
-
-    return attend
+    parts = zip(lanes, *(x.split(sizes, dim=1) for x in (q, k, v)), strict=True)
+    return torch.cat([lane.attend(layer, *part) for lane, *part in parts], dim=1)

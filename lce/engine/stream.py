@@ -13,11 +13,6 @@ from typing import Self
 from lce.engine.answer import Generation, Piece
 from lce.engine.context import Unique
 from lce.errors import UsageError
-from lce.progress import Progress
-
-
-class Cancelled(Exception):
-    """Ends a prefill whose stream was cancelled; no caller of lce sees it."""
 
 
 @dataclass
@@ -25,16 +20,6 @@ class CancelFlag:
     """A flag set from any thread; the loops of prefill and decode check it between steps."""
 
     is_set: bool = False
-
-    def between_blocks(self, progress: Progress) -> Progress:
-        """Return a progress function that calls `progress`, and raises `Cancelled` once the flag is set."""
-
-        def advance(done: int, total: int) -> None:
-            progress(done, total)
-            if self.is_set:
-                raise Cancelled
-
-        return advance
 
 
 class Stream(Unique):

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lce.errors import UsageError
 from lce.methods.observed import Observation
 from lce.methods.step import Step
 
@@ -32,38 +31,6 @@ class Trace:
     scores: list[Tensor] = field(default_factory=list)
     ranks: list[Tensor] = field(default_factory=list)
     all_scores: list[Tensor] | None = None
-
-    def hits(self, start: int, stop: int) -> list[Tensor]:
-        """Return whether a query chose any of the tokens `start..stop-1`, for each layer `[H, T]` bool.
-
-        Example: `trace.hits(*fact)[layer][:, -1].float().mean()` is the share of heads that chose a fact for the last
-        token.
-        """
-        a, b = self._choices_of(start, stop)
-        return [((chosen >= a) & (chosen < b) & (chosen >= 0)).any(-1) for chosen in self.chosen]
-
-    def best_ranks(self, start: int, stop: int) -> list[Tensor]:
-        """Return the best rank among the choices that contain tokens `start..stop-1`, for each layer `[C, T]`.
-
-        0 is the best; -1 where a query had no such candidate. Needs `engine.trace(..., scores=True)`.
-        """
-        if self.all_scores is None:
-            raise UsageError(
-                "this trace has no scores but those of the choices; expected engine.trace(..., scores=True)"
-            )
-        a, b = self._choices_of(start, stop)
-        found = []
-        for scores in self.all_scores:
-            known, most = scores[..., a:b] > -torch.inf, scores.shape[-1] + 1
-            places = ranks_of(scores)[..., a:b].masked_fill(~known, most)
-            best = places.amin(-1) if places.shape[-1] else torch.full(scores.shape[:2], most)
-            found.append(best.masked_fill(best == most, -1))
-        return found
-
-    def _choices_of(self, start: int, stop: int) -> tuple[int, int]:
-        """Return a and b: choices `a..b-1` overlap the tokens `start..stop-1`."""
-        a = max(0, (start - self.first) // self.chunk_size)
-        return a, max(a, -(-(stop - self.first) // self.chunk_size))
 
 
 class TraceObserver:

@@ -23,13 +23,11 @@ FIRST = ("longheads", "dca", "esa")  # methods that the warning names first
 def reach(window: int, rope: RopeConfig) -> int:
     """Return how many positions a model can be trusted on with its RoPE scaling.
 
-    `window` is what config.json announces, or the user's own number. A scaling stretches the window before scaling by
-    its factor: `original_window` if the config has one (YaRN, Llama 3), else `window`, as in vLLM. If `window` is
-    larger than the product, `window` counts: Llama 3.1 announces 131,072, more than 8 times 8,192.
+    A scaling stretches the window before scaling by its factor: `original_window` if the config has one (YaRN, Llama
+    3), else `window`, as in vLLM. A larger `window` counts: Llama 3.1 announces 131,072, more than 8 times 8,192.
     """
-    if rope.kind == "none":
-        return window
-    return max(window, int((rope.original_window or window) * rope.factor))
+    scaled = 0 if rope.kind == "none" else int((rope.original_window or window) * rope.factor)
+    return max(window, scaled)
 
 
 def beyond(method: Method, config: ModelConfig, window: int, rope: RopeConfig, n_tokens: int) -> str | None:

@@ -110,17 +110,6 @@ def test_a_stop_string_that_never_ends_is_said_after_all(tokenizer: Tokenizer) -
         assert result.finish_reason == reason
 
 
-def test_an_unfinished_character_is_shown_at_the_end_only(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("x", bos=False)
-    smile = tokenizer.encode("😊", bos=False)
-    assert len(smile) > 1
-    _, result = Script([*ids, *smile[:-1], EOS]).run(tokenizer)
-    assert result.text.startswith("x")
-    assert result.text.endswith("\ufffd")
-    _, result = Script([*ids, *smile, EOS]).run(tokenizer)
-    assert result.text == "x😊"
-
-
 def test_the_figures_add_up(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(TEXT, bos=False)
     _, result = Script(ids).run(tokenizer, max_tokens=10)

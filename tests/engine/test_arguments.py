@@ -123,10 +123,6 @@ def test_any_value_works_or_is_refused_in_one_line(
     face: Face, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where some of the values are files' names
-    check_values(face, name)
-
-
-def check_values(face: Face, name: str) -> None:
     raw = []
     for parameter in parameters(name):
         for value in WRONG:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import lce
 from lce.engine.chat import Conversation
 from lce.tokenizer import template
-from tests.checkpoints import save_chat, save_tiny
+from tests.checkpoints import save_chat
 from tests.interrupts import interrupted, places
 
 TURN = "{{ '<|turn|>' ~ message.role ~ '\n' ~ %s ~ '<|end|>\n' }}"
@@ -74,7 +74,6 @@ def engine(load: Callable[..., lce.Engine]) -> lce.Engine:
 
 def read_and_said(conversation: Conversation, reply: lce.Generation) -> tuple[list[int], list[int]]:
     """The context's tokens before and of the last answer."""
-    assert conversation.context is not None
     ids = conversation.context.token_ids
     n = len(reply.token_ids)
     return ids[: len(ids) - n], ids[len(ids) - n :]
@@ -121,13 +120,10 @@ def test_a_template_that_rewrites_the_history(load: Callable[..., lce.Engine], n
 
 def test_an_end_of_turn_ends_the_answer_and_is_not_read_twice(load: Callable[..., lce.Engine]) -> None:
     engine = load("plain")
-    end = engine.tokenizer.encode("<|end|>", bos=False)
-    assert set(end) <= engine.alone.eos_ids
     assert engine.alone.eos_ids == {1, 301}
     conversation = engine.conversation()
     conversation.ask(QUESTIONS[0], max_tokens=5)
     conversation.ask(QUESTIONS[1], max_tokens=5)
-    assert conversation.context is not None
     assert conversation.context.token_ids.count(301) == 3  # two questions and the first answer
 
 
@@ -141,12 +137,8 @@ def test_a_stream_that_is_left_keeps_what_was_said(engine: lce.Engine, take: int
     said = conversation.messages
     assert len(said) == (4 if take else 2)
     reply = conversation.ask(QUESTIONS[2], max_tokens=4)
-    read, _ = read_and_said(conversation, reply)
     assert conversation.messages[: len(said)] == said
-    assert engine.tokenizer.decode(read) == engine.tokenizer.decode(
-        engine.tokenizer.encode_chat(conversation.messages[:-1])
-    )
-    assert engine.generate(read, max_tokens=4).token_ids == reply.token_ids
+    assert engine.generate(read_and_said(conversation, reply)[0], max_tokens=4).token_ids == reply.token_ids
 
 
 @pytest.mark.parametrize("at", [1, 2, 3])
@@ -262,53 +254,28 @@ def test_one_question_alone(engine: lce.Engine) -> None:
     assert engine.chat("Hi", max_tokens=3).token_ids == engine.conversation().ask("Hi", max_tokens=3).token_ids
 
 
-def test_reset_forgets_all_but_the_beginning(engine: lce.Engine) -> None:
-    conversation = engine.conversation("Be brief.")
-    first = conversation.ask(QUESTIONS[0], max_tokens=8)
-    conversation.ask(QUESTIONS[1], max_tokens=8)
-    conversation.reset()
-    assert conversation.messages == [{"role": "system", "content": "Be brief."}]
-    assert conversation.ask(QUESTIONS[0], max_tokens=8).token_ids == first.token_ids
-    document = engine.prefill("The llama is larger than the alpaca. " * 9)
-    n = len(document)
-    conversation = engine.conversation(context=document)
-    first = conversation.ask(QUESTIONS[0], max_tokens=8)
-    conversation.reset()
-    assert conversation.ask(QUESTIONS[0], max_tokens=8).token_ids == first.token_ids
-    assert conversation.context is not None
-    assert len(conversation.context) == n + first.stats.prompt_tokens + len(first.token_ids)
-
-
-def test_what_is_refused(engine: lce.Engine, tiny_model: Path, tmp_path: Path) -> None:
+def test_what_is_refused(engine: lce.Engine, tiny_model: Path) -> None:
     base = lce.load(tiny_model)
     for ask in (base.conversation, lambda: base.chat("Hi"), lambda: base.chat_stream("Hi")):
         with pytest.raises(lce.ModelError, match="no chat template: it continues text; use generate"):
             ask()
-    with pytest.raises(lce.ModelError, match="no chat template"):
-        lce.load("demo").conversation()
-    bare = save_tiny(tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (bare / name).unlink()
-    with pytest.raises(lce.ModelError, match="no tokenizer in"):
-        lce.load(bare).chat("Hi")
-    with pytest.raises(lce.UsageError, match="a system message begins a conversation"):
-        engine.conversation("Be brief.", context=engine.prefill("Hi"))
-    with pytest.raises(lce.UsageError, match="the conversation is empty"):
-        engine.conversation().save("chat.lce")
     conversation = engine.conversation()
     for wrong in (3, None, [3], [{"role": "user"}], {"role": "user", "content": "Hi"}, [], b"Hi"):
         with pytest.raises(lce.DataError, match="expected a list"):
             conversation.ask(wrong)  # type: ignore[arg-type]
-    with pytest.raises(lce.UsageError, match="max_tokens"):
-        conversation.ask("Hi", max_tokens=0)
-    with pytest.raises(lce.UsageError, match="a context of its own"):
-        conversation.ask("Hi", context=engine.prefill("Hi"))
-    with pytest.raises(lce.UsageError, match="another engine"):
-        engine.conversation(context=base.prefill("Hi"))
-    with pytest.raises(lce.UsageError, match="length"):
-        engine.conversation(length="x")
-    with pytest.raises(lce.UsageError, match="cannot be pickled"):
-        copy.copy(conversation)
+    other = engine.prefill("Hi")
+    refused: list[tuple[str, Callable[[], object]]] = [
+        ("a system message begins a conversation", lambda: engine.conversation("Be brief.", context=other)),
+        ("the conversation is empty", lambda: engine.conversation().save("chat.lce")),
+        ("max_tokens", lambda: conversation.ask("Hi", max_tokens=0)),
+        ("a context of its own", lambda: conversation.ask("Hi", context=other)),
+        ("another engine", lambda: engine.conversation(context=base.prefill("Hi"))),
+        ("length", lambda: engine.conversation(length="x")),
+        ("cannot be pickled", lambda: copy.copy(conversation)),
+    ]
+    for message, call in refused:
+        with pytest.raises(lce.UsageError, match=message):
+            call()
     assert conversation.messages == []
     conversation.ask("Hi", max_tokens=2)
 
@@ -316,21 +283,19 @@ def test_what_is_refused(engine: lce.Engine, tiny_model: Path, tmp_path: Path) -
 # Ctrl-C
 
 
+def begun(engine: lce.Engine) -> Conversation:
+    conversation = engine.conversation("Be brief.")
+    conversation.ask(QUESTIONS[0], max_tokens=4)
+    return conversation
+
+
 @pytest.mark.parametrize("name", ["plain", "trim"])
 def test_an_interruption_loses_no_turn(name: str, load: Callable[..., lce.Engine]) -> None:
     engine = load(name)
-
-    def begun() -> Conversation:
-        conversation = engine.conversation("Be brief.")
-        conversation.ask(QUESTIONS[0], max_tokens=4)
-        return conversation
-
-    whole = begun()
-    first = whole.messages
-    answer = whole.ask(QUESTIONS[1], max_tokens=4).text
-    probe = begun()
+    whole, probe = begun(engine), begun(engine)
+    first, answer = whole.messages, whole.ask(QUESTIONS[1], max_tokens=4).text
     for place, nth in places(lambda: probe.ask(QUESTIONS[1], max_tokens=4), 37, "engine/chat.py"):
-        conversation = begun()
+        conversation = begun(engine)
         interrupted(lambda conversation=conversation: conversation.ask(QUESTIONS[1], max_tokens=4), place, nth)
         assert conversation.messages[:3] == first, place
         if len(conversation.messages) == 3:
@@ -339,14 +304,9 @@ def test_an_interruption_loses_no_turn(name: str, load: Callable[..., lce.Engine
 
 
 def test_a_reset_that_is_interrupted_happens_or_does_not(engine: lce.Engine) -> None:
-    def begun() -> Conversation:
-        conversation = engine.conversation("Be brief.")
-        conversation.ask(QUESTIONS[0], max_tokens=4)
-        return conversation
-
-    first, probe = begun().messages, begun()
+    first, probe = begun(engine).messages, begun(engine)
     for place, nth in places(probe.reset, 17, "engine/chat.py"):
-        conversation = begun()
+        conversation = begun(engine)
         interrupted(conversation.reset, place, nth)
         assert conversation.messages in (first, first[:1]), place
         conversation.reset()

@@ -1,4 +1,4 @@
-"""`lce.load` and `lce.plan`: what they take from a folder and from options, and what they refuse."""
+"""`lce.load`, `plan`, `info` and `quantize`: what they take from a folder and from options, and what they refuse."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import lce
+from lce.errors import DataError, ModelError, UsageError
 from lce.methods import LongHeads
 from tests.checkpoints import TINY, save_tiny, tokens
 
@@ -116,3 +117,72 @@ def test_esa_is_planned_as_if_it_had_its_maps() -> None:
 def test_options_of_plan_that_cannot_be_are_refused(values: dict[str, Any], message: str, tiny_model: Path) -> None:
     with pytest.raises(lce.UsageError, match=message):
         lce.plan(tiny_model, **{"tokens": 1, **values})
+
+
+def test_methods_are_those_that_load_makes(tiny_model: Path) -> None:
+    info = lce.info(tiny_model)
+    assert set(info.methods) | set(info.refused) == set(lce.methods.available())
+    for name, method in info.methods.items():
+        assert method == lce.load(tiny_model, name).method
+
+
+def test_info_tells_models_from_contexts(tiny_model: Path, tmp_path: Path) -> None:
+    engine = lce.load(tiny_model)
+    engine.prefill([2, 3, 4]).save(tmp_path / "c.lce")
+    context = lce.info(tmp_path / "c.lce")
+    assert isinstance(context, lce.ContextInfo)
+    assert (context.tokens, context.model) == (3, lce.info(tiny_model).identity)
+    assert lce.info(tiny_model) == lce.info(str(tiny_model))
+    assert isinstance(lce.info("demo"), lce.ModelInfo)
+
+
+IDS = list(range(5, 45))
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_saved_weights_are_those_rounded_at_load(tmp_path: Path, weights: str) -> None:
+    out = lce.quantize("demo", tmp_path / "out", weights)
+    saved, rounded = lce.load(out), lce.load("demo", weights=weights)
+    assert torch.equal(saved.logits(IDS), rounded.logits(IDS))
+    rounded.prefill(IDS).save(tmp_path / "c.lce")
+    assert saved.open_context(tmp_path / "c.lce").token_ids == IDS
+    with pytest.raises(DataError, match=f"other weights, {weights}"):
+        lce.load("demo").open_context(tmp_path / "c.lce")
+    with pytest.raises(UsageError, match=f"stored as {weights}"):
+        lce.load(out, weights="int8" if weights == "int4" else "int4")
+    found = lce.info(out)
+    assert isinstance(found, lce.ModelInfo)
+    assert found.weights == weights
+    planned = [lce.plan(model, tokens=10, **more) for model, more in ((out, {}), ("demo", {"weights": weights}))]  # type: ignore[arg-type]
+    assert {plan.tiers["device"].weights for plan in planned} == {found.weight_bytes}
+
+
+def test_logits_stay_close() -> None:
+    """On text: the divergence of the predictions, in nats a token."""
+    engine = lce.load("demo")
+    text = (Path(__file__).parents[2] / "examples" / "haystack.txt").read_text(encoding="utf-8")[:2000]
+    ids = engine.tokenizer.encode(text)[:300]
+    exact = engine.logits(ids).log_softmax(-1)
+    for weights, most in (("int8", 2e-4), ("int4", 1e-2)):
+        rounded = lce.load("demo", weights=weights).logits(ids).log_softmax(-1)
+        assert (exact.exp() * (exact - rounded)).sum(-1).mean() < most
+
+
+def test_other_tensors_than_those_of_the_manifest_are_refused(tmp_path: Path) -> None:
+    out = lce.quantize("demo", tmp_path / "out")
+    file = out / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ModelError, match="not those of its manifest"):
+        lce.load(out)
+
+
+def test_what_cannot_be_quantised(tmp_path: Path) -> None:
+    out = lce.quantize("demo", tmp_path / "out")
+    with pytest.raises(UsageError, match="no empty folder"):
+        lce.quantize("demo", out)
+    with pytest.raises(ModelError, match="quantised already"):
+        lce.quantize(out, tmp_path / "again")
+    with pytest.raises(UsageError, match="expected int8 or int4"):
+        lce.quantize("demo", tmp_path / "x", "auto")

@@ -67,19 +67,16 @@ class Calls:
 
     def call(self, what: str, context: lce.Context) -> object:
         engine = self.engine
-        if what == "generate":
-            return engine.generate(QUESTION, max_tokens=5, context=context)
-        if what == "stream":
-            return [str(piece) for piece in engine.stream(QUESTION, max_tokens=5, context=context)]
-        if what == "prefill":
-            return engine.prefill(QUESTION, context=context)
-        if what == "fork":
-            return context.fork()
-        if what == "truncate":
-            return context.truncate(50)
-        if what == "save":
-            return context.save(self.path)
-        return engine.open_context(self.opened_from)
+        calls: dict[str, Callable[[], object]] = {
+            "generate": lambda: engine.generate(QUESTION, max_tokens=5, context=context),
+            "stream": lambda: [*engine.stream(QUESTION, max_tokens=5, context=context)],
+            "prefill": lambda: engine.prefill(QUESTION, context=context),
+            "fork": context.fork,
+            "truncate": lambda: context.truncate(50),
+            "save": lambda: context.save(self.path),
+            "open": lambda: engine.open_context(self.opened_from),
+        }
+        return calls[what]()
 
     def answer(self, context: lce.Context) -> list[int]:
         return self.engine.generate([7, 8, 9], max_tokens=4, context=context).token_ids

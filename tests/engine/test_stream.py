@@ -60,7 +60,6 @@ class Ender:
     def __call__(self, done: int, total: int) -> None:
         self.told += 1
         if self.told == self.block:
-            assert self.stream is not None
             self.end(self.stream)
 
 
@@ -84,30 +83,6 @@ def test_a_stream_ends_within_a_block_of_its_prefill(engine: lce.Engine, end: st
         assert_usable(engine, context)
 
 
-def test_close_waits_for_a_step_that_runs_in_another_thread(engine: lce.Engine) -> None:
-    context = engine.prefill(tokens(40))
-    running, go_on = threading.Event(), threading.Event()
-
-    def progress(done: int, total: int) -> None:
-        running.set()
-        assert go_on.wait(10)
-
-    stream = engine.stream(PROMPT, max_tokens=5, context=context, progress=progress)
-    reader = threading.Thread(target=lambda: list(stream), daemon=True)
-    closer = threading.Thread(target=stream.close, daemon=True)
-    reader.start()
-    assert running.wait(10)
-    closer.start()
-    closer.join(0.05)
-    assert closer.is_alive(), "the step runs on"
-    go_on.set()
-    closer.join(10)
-    reader.join(10)
-    assert not closer.is_alive()
-    assert_usable(engine, context)
-    assert stream.result.finish_reason == "cancelled"
-
-
 def test_any_thread_may_close_at_any_time(engine: lce.Engine) -> None:
     """Readers and closers race; whatever wins, the stream ends and the context goes on."""
     for wait_ms in range(0, 24, 2):
@@ -125,20 +100,16 @@ def test_any_thread_may_close_at_any_time(engine: lce.Engine) -> None:
 
 def test_closing_before_the_first_piece_and_after_the_last(engine: lce.Engine) -> None:
     context = engine.prefill(tokens(40))
-    stream = engine.stream(PROMPT, max_tokens=5, context=context)
-    stream.close()
-    assert list(stream) == []
-    assert stream.result.finish_reason == "cancelled"
-    assert len(context) == 40
-    stream = engine.stream(PROMPT, max_tokens=5, context=context)
-    stream.cancel()
-    assert list(stream) == []
-    assert len(context) == 40
+    for end in (lce.Stream.close, lce.Stream.cancel):
+        stream = engine.stream(PROMPT, max_tokens=5, context=context)
+        end(stream)
+        assert list(stream) == []
+        assert stream.result.finish_reason == "cancelled"
+        assert len(context) == 40
     stream = engine.stream(PROMPT, max_tokens=5, context=context)
     reason = stream.finish().finish_reason
-    assert reason in ("stop", "length")
     stream.close()
-    assert stream.result.finish_reason == reason
+    assert stream.result.finish_reason == reason != "cancelled"
 
 
 def test_a_cancelled_stream_says_all_that_it_drew_or_nothing_of_it(engine: lce.Engine) -> None:

@@ -11,7 +11,6 @@ import torch
 
 import lce
 from lce.engine.trace import TraceObserver
-from lce.errors import UsageError
 from lce.methods import LongHeads, Observation
 from tests.checkpoints import tokens
 
@@ -81,7 +80,6 @@ def test_choices_have_their_scores_and_ranks() -> None:
     none = float("nan")
     expected = torch.tensor([[[0.5, 2.0], [3.0, none]], [[2.0, 1.0], [3.0, none]]])
     assert torch.equal(trace.scores[0].nan_to_num(7), expected.nan_to_num(7))
-    assert trace.all_scores is not None
     assert trace.all_scores[0].tolist() == [[[0.5, 2.0, 1.0], [3.0, 3.0, float("-inf")]]]
 
 
@@ -109,25 +107,5 @@ def test_the_best_are_chosen(tiny_model: Path, name: str, knobs: dict[str, objec
             assert ranks[0, -1].sort().values.tolist() == list(range(int(taken[0])))
         order = ranks[:, -1].argsort(-1)
         assert (scores[:, -1].gather(-1, order).diff(dim=-1) <= 0).all()
-    assert trace.all_scores is not None
     assert trace.all_scores[-1].shape[1] == 150
     assert engine.trace(tokens(150)).all_scores is None
-
-
-def test_hits_and_ranks_of_some_tokens(tiny_model: Path) -> None:
-    """Worked out one query at a time from the choices and the scores."""
-    trace = lce.load(tiny_model, LongHeads(chunk_size=4, chunks=6)).trace(tokens(150), scores=True)
-    start, stop = 42, 49  # of chunks 10, 11 and 12
-    hits, ranks = trace.hits(start, stop), trace.best_ranks(start, stop)
-    assert trace.all_scores is not None
-    for layer, chosen in enumerate(trace.chosen):
-        for head, query in ((0, 30), (1, 45), (2, 90), (3, 149)):
-            scores = trace.all_scores[layer][head, query].tolist()
-            known = [c for c in range(len(scores)) if scores[c] > float("-inf")]
-            order = sorted(known, key=lambda c: -scores[c])
-            places = [order.index(c) for c in (10, 11, 12) if c in order]
-            assert int(ranks[layer][head, query]) == min(places, default=-1)
-            assert bool(hits[layer][head, query]) == bool({10, 11, 12} & {*chosen[head, query].tolist()})
-    assert any(x.any() for x in hits)
-    with pytest.raises(UsageError, match="has no scores but those of the choices"):
-        lce.load(tiny_model, "longheads").trace(tokens(80)).best_ranks(start, stop)

@@ -68,7 +68,6 @@ def test_the_longest_text_that_a_method_reads(method: lce.Method, sliding: int |
 
 def test_the_line_names_the_methods_that_read_on() -> None:
     line = beyond(Full(), config(), 512, RopeConfig(), 32000)
-    assert line is not None
     assert line.startswith(
         "32,000 tokens are more than the 512 that the method full can read of this model (window 512)"
     )
@@ -112,11 +111,6 @@ def test_an_answer_that_leaves_the_window_is_said_too(tiny_model: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert engine.generate(tokens(W - 3), max_tokens=2).warning is None
-
-
-def test_a_file_is_warned_of_as_well(tiny_model: Path, tmp_path: Path) -> None:
-    with pytest.warns(lce.WindowWarning, match="95 tokens"):
-        lce.load(tiny_model).prefill_file(tokens(95), tmp_path / "c.lce")
 
 
 def test_a_sliding_window_keeps_full_in_its_window(tmp_path: Path) -> None:
