@@ -10,7 +10,6 @@ from typing import Any
 import click
 from click import argument, option
 
-import lce
 from lce.files import named
 from lce.terminal import options
 from lce.terminal.output import Output
@@ -52,10 +51,7 @@ def evaluation() -> None:
 @option("--by-layer", is_flag=True, help="A line for each layer, too.")
 @options.loading_options
 @options.output_options
-def selection(
-    model: str, methods: list[lce.Method], lengths: list[int], asked: Any, text: str | None, loading: dict[str, Any],
-    output: Output, **how: Any,
-) -> None:  # fmt: skip
+def selection(text: str | None, **how: Any) -> None:
     """Measure what methods select: the share of true attention that they read, and what that costs.
 
     Looks at the queries that write the answers of samples, or at queries spread over a text. A row has the tokens that
@@ -66,8 +62,7 @@ def selection(
     """
     from lce.terminal.choosing import show_selection
 
-    found = None if text is None else read_text(text)
-    show_selection(model, methods, lengths, asked, found, loading=loading, output=output, **how)
+    show_selection(text=None if text is None else read_text(text), **how)
 
 
 @evaluation.command()
@@ -79,10 +74,7 @@ def selection(
 @option("--each", is_flag=True, help="Every sample with its answers, too.")
 @options.loading_options
 @options.output_options
-def why(
-    model: str, methods: list[lce.Method], lengths: list[int], asked: Any, each: bool, record: str | None,
-    loading: dict[str, Any], output: Output,
-) -> None:  # fmt: skip
+def why(**how: Any) -> None:
     """Tell why methods miss answers: selection, budget, placement, or the model.
 
     What a method misses is asked again with a selection that cheats at the same budget and placement, with a larger
@@ -90,7 +82,7 @@ def why(
     """
     from lce.terminal.choosing import show_causes
 
-    show_causes(model, methods, lengths, asked, each, record, loading, output)
+    show_causes(**how)
 
 
 @evaluation.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -119,7 +111,7 @@ def harness(arguments: tuple[str, ...]) -> None:
 @option("--record", metavar="FILE", help="Keep the losses in this file; windows that it has are skipped.")
 @options.loading_options
 @options.output_options
-def perplexity(model: str, record: str | None, output: Output, **what: Any) -> None:
+def perplexity(**how: Any) -> None:
     """Measure the perplexity of texts by length.
 
     A window of each length slides over the texts, and its last --stride tokens are scored, the papers' setting on PG19.
@@ -127,9 +119,9 @@ def perplexity(model: str, record: str | None, output: Output, **what: Any) -> N
     scored behind all before it. --text is repeatable. With --record, an interrupted evaluation resumes when the same
     command is run again.
     """
-    from lce.terminal.perplexity import PerplexityTable
+    from lce.terminal.perplexity import show_perplexities
 
-    PerplexityTable(model, **what).measure(record, output)
+    show_perplexities(**how)
 
 
 @evaluation.command("run")
@@ -141,10 +133,7 @@ def perplexity(model: str, record: str | None, output: Output, **what: Any) -> N
 @option("--ceiling/--no-ceiling", default=True, help="First measure `full` within the window, for each task.")
 @options.loading_options
 @options.output_options
-def run_suite(
-    model: str, methods: list[lce.Method], lengths: list[int], suite: dict[str, Any], ceiling: bool,
-    record: str | None, loading: dict[str, Any], output: Output,
-) -> None:  # fmt: skip
+def run_suite(suite: dict[str, Any], record: str | None, **how: Any) -> None:
     """Ask every method samples of some tasks and lengths, and print the mean scores with 95% intervals.
 
     Every method gets the same samples. For each task, full attention is asked first within the window: a task at which
@@ -153,7 +142,7 @@ def run_suite(
     """
     from lce.terminal.suites import SuiteRun
 
-    SuiteRun(model, methods, **suite, loading=loading, output=output, lengths=lengths, ceiling=ceiling).measure(record)
+    SuiteRun(**suite, **how).measure(record)
 
 
 evaluation.add_command(
@@ -212,7 +201,7 @@ def report(files: tuple[str, ...], plots: str | None, output: Output) -> None:
 @option("--predictions", metavar="DIR", help="Also write the answers here, as the benchmark's own code does.")
 @options.loading_options
 @options.output_options
-def published(model: str, methods: list[lce.Method], suite: dict[str, Any], record: str | None, **how: Any) -> None:
+def published(suite: dict[str, Any], record: str | None, **how: Any) -> None:
     """Ask every method the published benchmark SUITE, from your copy of its files, and print its scores.
 
     Prompts, answer lengths, metrics and averages are the benchmark's own; scores are 0 to 100. `lce eval benchmarks`
@@ -220,7 +209,7 @@ def published(model: str, methods: list[lce.Method], suite: dict[str, Any], reco
     """
     from lce.terminal.suites import SuiteRun
 
-    SuiteRun(model, methods, **suite, **how).measure(record)
+    SuiteRun(**suite, **how).measure(record)
 
 
 @evaluation.command()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import lce
@@ -18,71 +18,46 @@ from lce.terminal.tables import markdown
 HEADER = f"{'method':<14}{'tokens':>16}{'samples':>9}{'scored':>10}{'perplexity':>12}  95% interval"
 
 
-@dataclass(frozen=True)
-class PerplexityTable:
-    """A measurement: a model with some methods at some lengths, over the texts of some files."""
+def show_perplexities(
+    model: str, methods: Sequence[lce.Method], lengths: Sequence[int], files: Sequence[str], streams: bool, stride: int,
+    scored: str, most: int | None, longest: int | None, record: str | None, loading: Mapping[str, Any], output: Output,
+) -> None:  # fmt: skip
+    """Measure each method at each length over the texts of some files. Refusals come before the first line.
 
-    model: str
-    methods: Sequence[lce.Method]
-    lengths: Sequence[int]
-    files: Sequence[str]
-    streams: bool
-    stride: int
-    scored: str
-    most: int | None
-    longest: int | None
-    loading: Mapping[str, Any]
-
-    def measure(self, record: str | None, output: Output) -> None:
-        """Measure and print the table. Refusals come before the first line."""
-        check(self.stride, self.scored)
-        if min(self.lengths) < 2:
-            raise UsageError(f"a length is {min(self.lengths)}; expected 2 or more tokens")
-        losses = None if record is None else Record(record)
-        contents = [(name, read_text(name)) for name in self._files()]
-        check_capacity(self.model, self.methods, max(self.lengths), self.loading)
-        texts: list[Text] = []
-        found: list[Perplexity] = []
-        objects = []
-        for method in self.methods:
-            engine = lce.load(self.model, method, **self.loading)
-            if not texts:
-                texts = [Text.of(engine, *content) for content in contents]
-                ends(texts, 2 if self.streams else self._longest, self.stride)
-            for length in [max(self.lengths)] if self.streams else self.lengths:
-                noting = output.noting(engine.beyond(length))
-                unit = " tok" if self.streams else " windows"
-                with noting as notes, output.bar(f"{method.name} at {length:,}:", unit) as bar:
-                    got = self._measured(engine, texts, length, losses, bar)
-                output.text(*([] if found else [HEADER]), *map(row, got))
-                found += got
-                objects += [{**asdict(each), "warning": next(iter(notes), None)} for each in got]
-        output.object(objects)
-        if len(self.methods) > 1 and len(self.lengths) > 1:
-            output.text("", *table(found))
-
-    def _measured(self, engine: lce.Engine, texts: list[Text], length: int, losses: Record | None, bar: Any) -> Any:
-        about = {"checkpoint": self.model}
-        if self.streams:
-            return stream(
-                engine, texts, lengths=self.lengths, stride=self.stride, record=losses, about=about, progress=bar
-            )
-        return [
-            windows(
-                engine, texts, length=length, longest=self._longest, stride=self.stride, scored=self.scored,
-                most=self.most, record=losses, about=about, progress=bar,
-            )
-        ]  # fmt: skip
-
-    @property
-    def _longest(self) -> int:
-        """The length of the windows whose ends all other windows share."""
-        return max(*self.lengths, self.longest or 0)
-
-    def _files(self) -> list[str]:
-        if list(self.files).count("-") > 1:
-            raise UsageError("--text is stdin twice; give it once")
-        return list(self.files)
+    Windows of all lengths end where windows of the largest length, or of `longest` tokens, end.
+    """
+    check(stride, scored)
+    if min(lengths) < 2:
+        raise UsageError(f"a length is {min(lengths)}; expected 2 or more tokens")
+    if list(files).count("-") > 1:
+        raise UsageError("--text is stdin twice; give it once")
+    losses = None if record is None else Record(record)
+    contents = [(name, read_text(name)) for name in files]
+    check_capacity(model, methods, max(lengths), loading)
+    longest = max(*lengths, longest or 0)
+    texts: list[Text] = []
+    found: list[Perplexity] = []
+    objects = []
+    for method in methods:
+        engine = lce.load(model, method, **loading)
+        if not texts:
+            texts = [Text.of(engine, *content) for content in contents]
+            ends(texts, 2 if streams else longest, stride)
+        for length in [max(lengths)] if streams else lengths:
+            unit, noting = " tok" if streams else " windows", output.noting(engine.beyond(length))
+            with noting as notes, output.bar(f"{method.name} at {length:,}:", unit) as bar:
+                how: dict[str, Any] = {"stride": stride, "record": losses, "about": {"checkpoint": model}}
+                if streams:
+                    got = stream(engine, texts, lengths=lengths, progress=bar, **how)
+                else:
+                    how |= {"longest": longest, "scored": scored, "most": most}
+                    got = [windows(engine, texts, length=length, progress=bar, **how)]
+            output.text(*([] if found else [HEADER]), *map(row, got))
+            found += got
+            objects += [{**asdict(each), "warning": next(iter(notes), None)} for each in got]
+    output.object(objects)
+    if len(methods) > 1 and len(lengths) > 1:
+        output.text("", *table(found))
 
 
 def row(found: Perplexity) -> str:

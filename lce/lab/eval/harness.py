@@ -27,7 +27,6 @@ from lce.lab.eval.requests import (
     likelihoods,
     longest,
     model_arguments,
-    own_arguments,
     text_likelihood,
 )
 
@@ -48,23 +47,16 @@ class LceLM(TemplateLM):
     """An engine behind the harness's interface.
 
     `pretrained` is the folder of a checkpoint, "demo", or an `lce.Engine`. The other arguments are those of
-    `lce.lab.eval.requests.model_arguments`. Requests are answered one after the other, so `batch_size` changes nothing.
+    `lce.lab.eval.model_arguments`. Requests are answered one after the other, so `batch_size` changes nothing.
     Raises `UsageError` for arguments that cannot be used, and whatever `lce.load` raises.
     """
 
     def __init__(
-        self,
-        pretrained: str | lce.Engine | None = None,
-        batch_size: object = 1,
-        max_batch_size: object = None,
-        **arguments: Any,
+        self, pretrained: Any = None, batch_size: object = 1, max_batch_size: object = None, **arguments: Any
     ) -> None:
         super().__init__()
-        if isinstance(pretrained, lce.Engine):
-            self.engine, self.arguments = pretrained, own_arguments(arguments)
-        else:
-            loading, self.arguments = model_arguments({"pretrained": pretrained, **arguments})
-            self.engine = lce.load(**loading)
+        loading, self.arguments = model_arguments({"pretrained": pretrained, **arguments})
+        self.engine = lce.load(**loading) if loading else pretrained
         self.tokenizer = self.engine.tokenizer
         limit = longest(self.engine)
         self.max_length = self.arguments.max_length or limit

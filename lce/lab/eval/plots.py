@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lce.errors import UsageError
 from lce.files import check_folder, write_whole
@@ -25,12 +25,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH, DPI, LETTERS = 5.0, 200, 11  # inches, pixels an inch, points
+STYLE: dict[str, Any] = {
+    "font.size": LETTERS - 1, "axes.titlesize": LETTERS, "axes.labelsize": LETTERS, "figure.titlesize": LETTERS,
+    "xtick.labelsize": LETTERS - 1, "ytick.labelsize": LETTERS - 1, "legend.fontsize": LETTERS - 1,
+    "legend.frameon": False, "axes.grid": True, "grid.color": "0.9", "axes.xmargin": 0.12,
+    "figure.constrained_layout.use": True,
+}  # fmt: skip
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito, without yellow
 MARKERS, LINES = "osD^vPX*<>", ("-", "--", ":", "-.")
+MARK: dict[str, Any] = {"color": "0.4", "linestyle": (0, (6, 3)), "linewidth": 1.2, "zorder": 0}  # ceiling, window
 APART, MOST_APART = 0.06, 0.5  # factors of two between methods, so that equal scores stay visible
 BINS = 5  # of depths, if none were asked for
+MOST_PANELS, MOST_COLUMNS, MOST_DEPTHS = 12, 3, 20  # in one picture
 Span = tuple[float, float, float]  # a value and the ends of its interval
-MOST_METHODS, MOST_PANELS, MOST_COLUMNS, MOST_DEPTHS = 40, 12, 3, 20  # in one picture
 
 
 def draw_all(report: Report, folder: str | Path) -> list[Path]:
@@ -47,70 +54,84 @@ def draw_all(report: Report, folder: str | Path) -> list[Path]:
     check_folder(folder / "picture.png")
     written: list[Path] = []
     for name, figure in figures(report):
-        path = folder / f"{name}.png"
         picture = BytesIO()
         figure.savefig(picture, format="png", dpi=DPI)
-        write_whole(path, picture.getvalue())
-        written.append(path)
+        written.append(folder / f"{name}.png")
+        write_whole(written[-1], picture.getvalue())
     return written
 
 
 def figures(report: Report) -> Iterator[tuple[str, Figure]]:
     """Yield the pictures of a report with unique names."""
+    from matplotlib import rc_context
+
     used: set[str] = set()
+    for draw, table, *parts in _drawings(report):
+        with rc_context(STYLE):
+            figure = draw(table)
+        if figure is not None:
+            text = re.sub(r"[^a-z0-9]+", "-", " ".join(parts).lower()).strip("-")[:80]
+            name = next(each for each in (text, *(f"{text}-{n}" for n in range(2, 1 << 20))) if each not in used)
+            used.add(name)
+            yield name, figure
 
-    def name(*parts: str) -> str:
-        text = re.sub(r"[^a-z0-9]+", "-", " ".join(parts).lower()).strip("-")[:80]
-        found = next(each for each in (text, *(f"{text}-{n}" for n in range(2, 1 << 20))) if each not in used)
-        used.add(found)
-        return found
 
-    kinds: dict[str, Callable[[Table], Figure | None]] = {"length": by_length, "bytes": by_bytes, "depth": by_depth}
+def _drawings(report: Report) -> Iterator[tuple[Any, ...]]:
+    """Yield what to draw: a function, a table or several, and the parts of the picture's name."""
     for table in report.tables:
-        for kind, draw in kinds.items():
-            if (figure := draw(table)) is not None:
-                yield name(table.model, table.title, kind), figure
+        for kind, draw in (("length", by_length), ("bytes", by_bytes), ("depth", by_depth)):
+            yield draw, table, table.model, table.title, kind
     for model in dict.fromkeys(table.model for table in report.tables):
         tables = [table for table in report.tables if table.model == model and table.cells]
         for first in range(0, len(tables), MOST_PANELS):
-            yield name(model, "methods"), side_by_side(tables[first : first + MOST_PANELS])
+            yield side_by_side, tables[first : first + MOST_PANELS], model, "methods"
     for losses in report.perplexities:
-        yield name(losses.model, losses.title), perplexities(losses)
+        yield perplexities, losses, losses.model, losses.title
     for selection in report.selections:
-        yield name(selection.model, selection.title), recall_by_bytes(selection)
+        yield recall_by_bytes, selection, selection.model, selection.title
 
 
 def by_length(table: Table) -> Figure | None:
     """Draw scores by length, with intervals, and the ceiling as a horizontal line."""
     if not table.cells:
         return None
-    figure, axes = _figure(table, 4.6)
-    for number, method in enumerate(_methods(table)):
-        cells = _row(table, method)
-        apart = min(APART, MOST_APART / len(table.methods))
+    figure, axes = _figure(table)
+    apart = min(APART, MOST_APART / len(table.methods))
+    for number, method in enumerate(table.methods):
         shift = 2 ** (apart * (number - (len(table.methods) - 1) / 2))
-        spans = [(cell.score.mean, cell.score.low, cell.score.high) for _, cell in cells]
-        _line(axes, method, number, [length * shift for length, _ in cells], spans)
+        cells = _row(table, method)
+        _line(axes, method, number, [length * shift for length, _ in cells], [_span(cell) for _, cell in cells])
     _by_tokens(axes, table.lengths)
-    return _finished(figure, axes, table)
+    return _with_scores(figure, axes, table)
+
+
+def by_bytes(table: Table) -> Figure | None:
+    """Draw scores by the bytes a decode step reads; a line joins a method's lengths; the longest has a label."""
+    figure, axes = _figure(table)
+    for number, method in enumerate(table.methods):
+        known = [(length, cell, size) for length, cell in _row(table, method) if (size := cell.score.read_bytes)]
+        if known:
+            sizes = [size / 2**20 for _, _, size in known]
+            _line(axes, method, number, sizes, [_span(cell) for _, cell, _ in known])
+            length, cell, _ = known[-1]
+            axes.annotate(_short(length), (sizes[-1], cell.score.mean), (6, 4), textcoords="offset points")
+    _by_size(axes, "MiB of keys and values that a decode step reads")
+    return _with_scores(figure, axes, table) if axes.containers else None
 
 
 def perplexities(table: LossTable) -> Figure:
     """Draw perplexities by length or position, with intervals; a vertical line marks the end of the window."""
-    figure, axes = _figure(table, 4.6)
-    for number, method in enumerate(_methods(table)):
-        cells = [
-            (column.length, table.cells[method, column]) for column in table.columns if (method, column) in table.cells
-        ]
-        spans = [(x.perplexity, x.low or x.perplexity, x.high or x.perplexity) for _, x in cells]
-        _line(axes, method, number, [length for length, _ in cells], spans)
+    figure, axes = _figure(table)
+    for number, method in enumerate(table.methods):
+        found = {column: table.cells[method, column] for column in table.columns if (method, column) in table.cells}
+        spans = [(x.perplexity, x.low or x.perplexity, x.high or x.perplexity) for x in found.values()]
+        _line(axes, method, number, [column.length for column in found], spans)
     for window in table.windows:
-        axes.axvline(window, color="0.4", linestyle=(0, (6, 3)), linewidth=1.2, zorder=0, label="window")
+        axes.axvline(window, label="window", **MARK)
     _by_tokens(axes, [column.length for column in table.columns])
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda y, _: f"{y:,.3g}")
     axes.yaxis.set_minor_formatter(lambda y, _: f"{y:,.3g}")
-    axes.tick_params(which="both", labelsize=LETTERS - 1)
     return _labelled(figure, axes, "perplexity", f"{table.title}: {table.model}")
 
 
@@ -118,92 +139,55 @@ def recall_by_bytes(table: SelectionTable) -> Figure:
     """Draw recall of true attention by the bytes a query reads, a panel a length; a line joins a method's budgets."""
     from matplotlib.figure import Figure
 
-    lengths, shown = table.lengths[:MOST_PANELS], _methods(table)
-    figure = Figure(figsize=(WIDTH, 0.9 + 2.6 * len(lengths) + 0.25 * len(shown)), layout="constrained")
-    figure.suptitle(f"{table.title}: {table.model}", fontsize=LETTERS, wrap=True)
+    lengths = table.lengths[:MOST_PANELS]
+    figure = Figure(figsize=(WIDTH, 0.9 + 2.6 * len(lengths) + 0.25 * len(table.methods)))
+    figure.suptitle(f"{table.title}: {table.model}", wrap=True)
     for axes, length in zip(figure.subplots(len(lengths), 1, squeeze=False)[:, 0], lengths, strict=True):
-        for number, method in enumerate(shown):
+        for number, method in enumerate(table.methods):
             rows = [row for row in table.rows if (row.line, row.length) == (method, length)]
             points = sorted((row.read_bytes / 2**20, row.selection.recall) for row in rows)
             if points:
                 _line(axes, method, number, [x for x, _ in points], [(recall,) * 3 for _, recall in points])
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x:.3g}")
-        axes.set_title(f"{_short(length)} tokens", fontsize=LETTERS)
-        axes.set_ylim(-0.05, 1.09)
-        _styled(axes, "recall")
-    axes.set_xlabel("MiB that a query reads in all layers", fontsize=LETTERS)
+        _by_size(axes, "")
+        axes.set(title=f"{_short(length)} tokens", ylim=(-0.05, 1.09), ylabel="recall")
+    axes.set_xlabel("MiB that a query reads in all layers")
     handles = {label: h for each in figure.axes for h, label in zip(*each.get_legend_handles_labels(), strict=True)}
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside lower center", ncols=2, fontsize=LETTERS - 1, frameon=False
-    )
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2)
     return figure
-
-
-def _by_tokens(axes: Axes, lengths: Sequence[int]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [_short(length) for length in lengths])
-    axes.xaxis.minorticks_off()
-    axes.set_xlabel("tokens")
-
-
-def by_bytes(table: Table) -> Figure | None:
-    """Draw scores by the bytes a decode step reads; a line joins a method's lengths; the longest has a label."""
-    figure, axes = _figure(table, 4.6)
-    drawn = False
-    for number, method in enumerate(_methods(table)):
-        known = [(length, cell.score, size) for length, cell in _row(table, method) if (size := cell.score.read_bytes)]
-        if known:
-            drawn = True
-            sizes = [size / 2**20 for _, _, size in known]
-            _line(axes, method, number, sizes, [(score.mean, score.low, score.high) for _, score, _ in known])
-            length, score, _ = known[-1]
-            axes.annotate(
-                _short(length), (sizes[-1], score.mean), (6, 4), textcoords="offset points", fontsize=LETTERS - 2
-            )
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-    axes.set_xlabel("MiB of keys and values that a decode step reads")
-    return _finished(figure, axes, table) if drawn else None
 
 
 def by_depth(table: Table) -> Figure | None:
     """Draw scores by depth and length, a heat map a method, one below the other."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
     asked = sorted({depth for cell in table.cells.values() for depth in cell.depths})
     edges = [(n / BINS, (n + 1) / BINS) for n in range(BINS)]
     bands = [(depth, depth) for depth in asked] if 0 < len(asked) <= MOST_DEPTHS else edges
     names = [f"{low:.0%}" if low == high else f"{low:.0%}–{high:.0%}" for low, high in bands]
-    maps = {method: _heat(table, method, bands) for method in _methods(table)}
-    maps = {method: rows for method, rows in maps.items() if any(value is not None for row in rows for value in row)}
+    maps = {}
+    for method in table.methods:
+        scores = [[cell.between(low, high) if cell else None for cell in table.row(method)] for low, high in bands]
+        if any(score for row in scores for score in row):
+            maps[method] = [[score.mean if score else float("nan") for score in row] for row in scores]
     if not maps:
         return None
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-
-    n = len(maps)
-    figure = Figure(figsize=(WIDTH, 1 + n * (1.0 + 0.3 * len(bands))), layout="constrained")
-    figure.suptitle(_title(table), fontsize=LETTERS, wrap=True)
+    figure = Figure(figsize=(WIDTH, 1 + len(maps) * (1.0 + 0.3 * len(bands))))
+    figure.suptitle(_title(table), wrap=True)
     colours = colormaps["cividis"].with_extremes(bad="0.85")
-    for axes, (method, rows) in zip(figure.subplots(n, 1, squeeze=False)[:, 0], maps.items(), strict=True):
-        values = [[float("nan") if value is None else value for value in row] for row in rows]
-        axes.imshow(values, cmap=colours, vmin=0, vmax=1, aspect="auto")
-        for i, row in enumerate(rows):
-            for j, value in enumerate(row):
-                if value is not None:
-                    colour = "white" if value < 0.5 else "black"
-                    axes.text(j, i, f"{value:.2f}", ha="center", va="center", color=colour, fontsize=LETTERS - 1)
-        axes.set_title(method, fontsize=LETTERS, wrap=True)
-        axes.set_xticks(range(len(table.lengths)), [_short(length) for length in table.lengths], fontsize=LETTERS - 1)
-        axes.set_yticks(range(len(names)), names, fontsize=LETTERS - 1)
-        axes.set_ylabel("depth", fontsize=LETTERS)
-    axes.set_xlabel("tokens", fontsize=LETTERS)
+    for axes, (method, means) in zip(figure.subplots(len(maps), 1, squeeze=False)[:, 0], maps.items(), strict=True):
+        axes.imshow(means, cmap=colours, vmin=0, vmax=1, aspect="auto")
+        for i, row in enumerate(means):
+            for j, mean in enumerate(row):
+                if mean == mean:  # no NaN
+                    axes.text(j, i, f"{mean:.2f}", ha="center", va="center", color="white" if mean < 0.5 else "black")
+        axes.set_title(method, wrap=True)
+        axes.set_xticks(range(len(table.lengths)), [_short(length) for length in table.lengths])
+        axes.set_yticks(range(len(names)), names)
+        axes.set_ylabel("depth")
+        axes.grid(visible=False)
+    axes.set_xlabel("tokens")
     return figure
-
-
-def _heat(table: Table, method: str, bands: Sequence[tuple[float, float]]) -> list[list[float | None]]:
-    """Return mean scores, a row a band of depths, a column a length."""
-    scores = [[cell.between(low, high) if cell else None for cell in table.row(method)] for low, high in bands]
-    return [[None if score is None else score.mean for score in row] for row in scores]
 
 
 def side_by_side(tables: Sequence[Table]) -> Figure:
@@ -212,36 +196,26 @@ def side_by_side(tables: Sequence[Table]) -> Figure:
 
     columns = min(MOST_COLUMNS, len(tables))
     rows = [tables[first : first + columns] for first in range(0, len(tables), columns)]
-    heights = [1.2 + 0.28 * max(len(_methods(table)) for table in row) for row in rows]
-    figure = Figure(figsize=(WIDTH * columns, 0.6 + sum(heights)), layout="constrained")
+    heights = [1.2 + 0.28 * max(len(table.methods) for table in row) for row in rows]
+    figure = Figure(figsize=(WIDTH * columns, 0.6 + sum(heights)))
     panels = figure.subplots(len(rows), columns, squeeze=False, sharex=True, height_ratios=heights).flatten()
-    figure.suptitle(f"{tables[0].model}: score, 95% interval, ceiling", fontsize=LETTERS, wrap=True)
+    figure.suptitle(f"{tables[0].model}: score, 95% interval, ceiling", wrap=True)
     for axes in panels[len(tables) :]:
         axes.remove()
     for axes, table in zip(panels[: len(tables)], tables, strict=True):
         length = max(table.lengths, key=lambda length: (sum(place.length == length for place in table.cells), length))
-        found = [(m, table.cells[Place(m, length)].score) for m in _methods(table) if Place(m, length) in table.cells]
-        for y, (_, score) in enumerate(found):
-            axes.errorbar(
-                score.mean,
-                y,
-                xerr=_errors([(score.mean, score.low, score.high)]),
-                color=COLOURS[1],
-                marker="o",
-                capsize=3,
-            )
-        _ceiling(axes, table, vertical=True)
-        axes.set_yticks(range(len(found)), [_wrapped(method) for method, _ in found], fontsize=LETTERS - 1)
-        axes.set_ylim(len(found) - 0.5, -0.5)
-        axes.set_title(f"{_title(table, model=False)}, {_short(length)} tokens", fontsize=LETTERS, wrap=True)
-        axes.set_xlim(-0.03, 1.03)
-        axes.grid(axis="x", color="0.9")
-        axes.tick_params(labelbottom=True, labelsize=LETTERS - 1)
+        found = [(m, table.cells[Place(m, length)]) for m in table.methods if Place(m, length) in table.cells]
+        for y, (_, cell) in enumerate(found):
+            errors = _errors([_span(cell)])
+            axes.errorbar(cell.score.mean, y, xerr=errors, color=COLOURS[1], marker="o", capsize=3)
+        if table.ceiling is not None:
+            axes.axvline(table.ceiling[1].mean, label="ceiling", **MARK)
+        axes.set_yticks(range(len(found)), [_wrapped(method) for method, _ in found])
+        axes.set_title(f"{_title(table, model=False)}, {_short(length)} tokens", wrap=True)
+        axes.set(xlim=(-0.03, 1.03), ylim=(len(found) - 0.5, -0.5))
+        axes.grid(visible=False, axis="y")
+        axes.tick_params(labelbottom=True)
     return figure
-
-
-def _methods(table: Table | LossTable | SelectionTable) -> list[str]:
-    return table.methods[:MOST_METHODS]
 
 
 def _row(table: Table, method: str) -> list[tuple[int, Cell]]:
@@ -249,11 +223,15 @@ def _row(table: Table, method: str) -> list[tuple[int, Cell]]:
     return [(length, cell) for length, cell in zip(table.lengths, table.row(method), strict=True) if cell]
 
 
-def _figure(table: Table | LossTable, height: float) -> tuple[Figure, Axes]:
+def _span(cell: Cell) -> Span:
+    return cell.score.mean, cell.score.low, cell.score.high
+
+
+def _figure(table: Table | LossTable) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure
 
-    lines = sum(_wrapped(method).count("\n") + 1 for method in _methods(table)) + 1
-    figure = Figure(figsize=(WIDTH, height + 0.12 * lines), layout="constrained")
+    lines = sum(_wrapped(method).count("\n") + 1 for method in table.methods) + 1
+    figure = Figure(figsize=(WIDTH, 4.6 + 0.12 * lines))
     return figure, figure.add_subplot()
 
 
@@ -271,31 +249,31 @@ def _errors(spans: Sequence[Span]) -> list[list[float]]:
     return [[max(0.0, value - low) for value, low, _ in spans], [max(0.0, high - value) for value, _, high in spans]]
 
 
-def _ceiling(axes: Axes, table: Table, *, vertical: bool = False) -> None:
+def _by_tokens(axes: Axes, lengths: Sequence[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [_short(length) for length in lengths])
+    axes.xaxis.minorticks_off()
+    axes.set_xlabel("tokens")
+
+
+def _by_size(axes: Axes, label: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:.3g}")
+    axes.set_xlabel(label)
+
+
+def _with_scores(figure: Figure, axes: Axes, table: Table) -> Figure:
     if table.ceiling is not None:
-        draw = axes.axvline if vertical else axes.axhline
-        draw(table.ceiling[1].mean, color="0.4", linestyle=(0, (6, 3)), linewidth=1.2, zorder=0, label="ceiling")
-
-
-def _finished(figure: Figure, axes: Axes, table: Table) -> Figure:
-    _ceiling(axes, table)
+        axes.axhline(table.ceiling[1].mean, label="ceiling", **MARK)
     axes.set_ylim(-0.05, 1.09)
     return _labelled(figure, axes, "score", _title(table))
 
 
 def _labelled(figure: Figure, axes: Axes, what: str, title: str) -> Figure:
-    _styled(axes, what)
-    axes.set_title(title, fontsize=LETTERS, wrap=True)
-    figure.legend(loc="outside lower center", ncols=2, fontsize=LETTERS - 1, frameon=False)
+    axes.set_ylabel(what)
+    axes.set_title(title, wrap=True)
+    figure.legend(loc="outside lower center", ncols=2)
     return figure
-
-
-def _styled(axes: Axes, what: str) -> None:
-    axes.margins(x=0.12)
-    axes.set_ylabel(what, fontsize=LETTERS)
-    axes.xaxis.label.set_fontsize(LETTERS)
-    axes.tick_params(labelsize=LETTERS - 1)
-    axes.grid(color="0.9")
 
 
 def _title(table: Table, *, model: bool = True) -> str:

@@ -79,21 +79,11 @@ def scene(rng: Random) -> list[str]:
     for template in rng.sample(_TEMPLATES, rng.randint(4, 9)):
         first, second = rng.sample(people, 2)
         adjectives, foods = rng.sample(ADJECTIVES, 2), rng.sample(FOODS, 2)
-        sentences.append(
-            template.format(
-                time=rng.choice(TIMES),
-                name=first,
-                name2=second,
-                place=place if rng.random() < 0.6 else rng.choice(places),
-                thing=rng.choice(things),
-                animal=animal,
-                adj=adjectives[0],
-                adj2=adjectives[1],
-                colour=rng.choice(COLOURS),
-                food=foods[0],
-                food2=foods[1],
-            )
-        )
+        words = {"time": rng.choice(TIMES), "name": first, "name2": second}
+        words["place"] = place if rng.random() < 0.6 else rng.choice(places)
+        words |= {"thing": rng.choice(things), "animal": animal, "adj": adjectives[0], "adj2": adjectives[1]}
+        words |= {"colour": rng.choice(COLOURS), "food": foods[0], "food2": foods[1]}
+        sentences.append(template.format(**words))
     if rng.random() < 0.4:
         sentences.insert(rng.randrange(len(sentences)), rng.choice(WEATHER))
     return sentences

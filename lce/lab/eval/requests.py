@@ -33,44 +33,44 @@ class ModelArguments:
 
     Requests of more than `max_length` tokens lose their beginning; None is the method's limit. `max_gen_toks` is for
     tasks that set no limit. `prefix_token_id` precedes texts without a context; None is BOS, or EOS. `add_bos_token`
-    overrides the tokenizer's own rule.
+    overrides the tokenizer's own rule. Numbers may be texts, such as "4k". Raises `UsageError`.
     """
 
-    max_length: int | None = None
-    max_gen_toks: int = 256
-    prefix_token_id: int | None = None
+    max_length: Any = None
+    max_gen_toks: Any = 256
+    prefix_token_id: Any = None
     add_bos_token: bool | None = None
 
-
-OWN = tuple(each.name for each in dataclasses.fields(ModelArguments))
-
-
-def own_arguments(given: Mapping[str, Any]) -> ModelArguments:
-    """Return the `ModelArguments` of arguments by name.
-
-    Raises `UsageError` for an unknown name or a value of another type.
-    """
-    _check_names(given, OWN, "beside an engine")
-    own = {name: value for name, value in given.items() if value is not None}
-    for name, least in (("max_length", 2), ("max_gen_toks", 1), ("prefix_token_id", 0)):
-        if name in own:
-            own[name] = count(own[name], name, least)
-    if not isinstance(own.get("add_bos_token", True), bool):
-        raise UsageError(f"add_bos_token is {shown(own['add_bos_token'])}; expected True or False")
-    return ModelArguments(**own)
+    def __post_init__(self) -> None:
+        for name, least in (("max_length", 2), ("max_gen_toks", 1), ("prefix_token_id", 0)):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, count(value, name, least))
+        if not isinstance(self.add_bos_token, bool | None):
+            raise UsageError(f"add_bos_token is {shown(self.add_bos_token)}; expected True or False")
 
 
 def model_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], ModelArguments]:
     """Split arguments by name into options of `lce.load` and `ModelArguments`.
 
     A harness converts texts that look like numbers, truth values or None. None for a knob or for `rope` was the text
-    "none"; other arguments of None are left out. Raises `UsageError` for unknown names and unusable values.
+    "none"; other arguments of None are left out. With an engine as `pretrained` there are no options of `lce.load`.
+    Raises `UsageError` for unknown names and unusable values.
     """
+    own, loaded = (
+        [each.name for each in dataclasses.fields(ModelArguments)],
+        isinstance(given["pretrained"], lce.Engine),
+    )
     method = given.get("method", "full")
     cls = lce.methods.find(method)
-    knobs = [each.name for each in dataclasses.fields(cls)] + (["preset"] if cls.presets else [])
-    _check_names(given, ("pretrained", "method", *LOADING, *OWN, *knobs), f"with method {method!r}")
-    if given.get("pretrained") is None:
+    knobs = [] if loaded else [each.name for each in dataclasses.fields(cls)] + ["preset"] * bool(cls.presets)
+    valid = ["pretrained", *own, *([] if loaded else ["method", *LOADING, *knobs])]
+    if unknown := next((name for name in given if name not in valid), None):
+        where = "beside an engine" if loaded else f"with method {method!r}"
+        raise UsageError(f"unknown model argument {shown(unknown)} {where}; {nearest(unknown, valid)}")
+    arguments = ModelArguments(**{name: given[name] for name in own if given.get(name) is not None})
+    if loaded:
+        return {}, arguments
+    if given["pretrained"] is None:
         raise UsageError("the model arguments have no pretrained=PATH; expected the folder of a checkpoint, or demo")
     text = {name: "none" if value is None else value for name, value in given.items()}
     loading = {name: given[name] for name in LOADING if given.get(name) is not None}
@@ -78,13 +78,7 @@ def model_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], ModelArgu
         loading["rope"] = text["rope"]
     loading["model"] = str(given["pretrained"])
     loading["method"] = lce.methods.make(method, {name: text[name] for name in knobs if name in text})
-    return loading, own_arguments({name: given[name] for name in OWN if name in given})
-
-
-def _check_names(given: Mapping[str, Any], valid: Sequence[str], where: str) -> None:
-    unknown = next((name for name in given if name not in valid), None)
-    if unknown is not None:
-        raise UsageError(f"unknown model argument {shown(unknown)} {where}; {nearest(unknown, valid)}")
+    return loading, arguments
 
 
 def longest(engine: Engine) -> int | None:

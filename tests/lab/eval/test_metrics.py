@@ -32,7 +32,7 @@ def check(metric: str, prediction: str, references: tuple[str, ...], score: floa
         ("longbench.count", "3 or 4, I say 3", ("3",), 2 / 3),
         ("longbench.count", "none", ("3",), 0),
         ("longbench.retrieval", "Paragraph 13 and 3", ("Paragraph 3",), 1 / 2),
-        ("longbench.retrieval_zh", "段落7", ("段落7",), 1),
+        ("longbench.retrieval", "段落7", ("段落7",), 1),
         ("longbench.classification", "A City, or a Person", ("City", "", "City", "Person", "Food"), 1 / 2),
         ("longbench.classification", "City\nPerson", ("City", "", "City", "Person"), 1),
         ("longbench.classification", "animal dog", ("animal dog", "", "animal", "food", "animal dog"), 1),

@@ -35,7 +35,7 @@ def test_model_arguments_are_options_knobs_and_our_own() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "no pretrained=PATH"),
+        ({"pretrained": None}, "no pretrained=PATH"),
         ({"pretrained": "demo", "method": "longhead"}, "unknown method 'longhead'; did you mean 'longheads'"),
         (
             {"pretrained": "demo", "method": "longheads", "chunk_siz": 1},

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import ModuleType
 
-from lce.lab.eval.metrics import infinitebench, leval, longbench, needles, overlap, plain
+from lce.lab.eval.metrics import infinitebench, leval, longbench, needles, overlap
 
 Metric = Callable[[str, tuple[str, ...]], float]  # (a model's answer, the expected texts) to a score from 0 to 1
 
 _NAMES: tuple[tuple[ModuleType, str, str], ...] = (  # a module, the prefix of the names, and the functions
-    (plain, "", "starts recall similarity"),
-    (overlap, "", "qa_f1 qa_f1_zh qa_f1_characters rouge_l rouge_l_zh"),
-    (overlap, "", "rouge_lsum rouge_score_1 rouge_score_2 rouge_score_l"),
-    (longbench, "longbench.", "classification trivia_f1 dialogue_rouge count retrieval retrieval_zh stated_letter"),
+    (overlap, "", "starts recall similarity qa_f1 qa_f1_zh qa_f1_characters"),
+    (overlap, "", "rouge_l rouge_l_zh rouge_lsum rouge_score_1 rouge_score_2 rouge_score_l"),
+    (longbench, "longbench.", "classification trivia_f1 dialogue_rouge count retrieval stated_letter"),
     (longbench, "longbench.", "code_similarity code_similarity_indel"),
     (infinitebench, "infinitebench.", "first_integer word speaker last_integer first_number option buggy_function"),
     (infinitebench, "infinitebench.", "running_values running_values_after_first"),

@@ -31,27 +31,17 @@ def dialogue_rouge(prediction: str, references: tuple[str, ...]) -> float:
 
 def count(prediction: str, references: tuple[str, ...]) -> float:
     """Return the share of the answer's numbers that equal the right one (PassageCount)."""
-    return max(_share_of_numbers(prediction, reference) for reference in references)
+    numbers = re.findall(r"\d+", prediction)
+    return max(numbers.count(reference) / len(numbers) if numbers else 0.0 for reference in references)
 
 
 def retrieval(prediction: str, references: tuple[str, ...]) -> float:
-    """Return the share of the answer's numbers that equal the paragraph's number; the reference is `Paragraph 7`."""
-    return max(_share_of_numbers(prediction, _number(r"Paragraph (\d+)", reference)) for reference in references)
+    """Return the share of the answer's numbers that equal the paragraph's number.
 
-
-def retrieval_zh(prediction: str, references: tuple[str, ...]) -> float:
-    """Return the share of the answer's numbers that equal the paragraph's number; the reference is `段落7`."""
-    return max(_share_of_numbers(prediction, _number(r"段落(\d+)", reference)) for reference in references)
-
-
-def _number(pattern: str, reference: str) -> str:
-    found = re.search(pattern, reference)
-    return found[1] if found else ""
-
-
-def _share_of_numbers(prediction: str, right: str) -> float:
-    numbers = re.findall(r"\d+", prediction)
-    return numbers.count(right) / len(numbers) if numbers else 0.0
+    The reference is `Paragraph 7`, or `段落7` (PassageRetrieval in English and in Chinese).
+    """
+    found = [re.search(r"(?:Paragraph |段落)(\d+)", reference) for reference in references]
+    return count(prediction, tuple(number[1] if number else "" for number in found))
 
 
 def code_similarity(prediction: str, references: tuple[str, ...]) -> float:
@@ -73,13 +63,13 @@ def code_similarity_indel(prediction: str, references: tuple[str, ...]) -> float
 def _best_ratio(prediction: str, references: tuple[str, ...], ratio: Callable[[str, str], float]) -> float:
     lines = prediction.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(sign in line for sign in _COMMENT_SIGNS)), "")
-    return max(_in_percent(line, reference, ratio) for reference in references)
 
+    def in_percent(reference: str) -> float:
+        if line == reference:
+            return 1.0
+        return round(100 * ratio(line, reference)) / 100 if line and reference else 0.0
 
-def _in_percent(one: str, other: str, ratio: Callable[[str, str], float]) -> float:
-    if one == other:
-        return 1.0
-    return round(100 * ratio(one, other)) / 100 if one and other else 0.0
+    return max(map(in_percent, references))
 
 
 def classification(prediction: str, references: tuple[str, ...]) -> float:

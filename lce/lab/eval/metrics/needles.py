@@ -9,6 +9,7 @@ from typing import Any
 from lce.lab.eval.metrics import libraries
 
 _NAMES = ("little_penguin", "小企鹅")  # JSON names of the list of counts in Counting-Stars
+_POINTS = {(True, False): 1.0, (True, True): 0.5, (False, True): 0.25, (False, False): 0.0}  # right and wrong listed
 
 
 def match_all(prediction: str, references: tuple[str, ...]) -> float:
@@ -32,11 +33,15 @@ def keywords(prediction: str, references: tuple[str, ...]) -> float:
 
 def boxed(prediction: str, references: tuple[str, ...]) -> float:
     r"""Return 1 where the last `\boxed{...}` of the answer holds the right name (NeedleBench V2's reasoning)."""
-    return float(_clean(_last_box(prediction)) in [reference.strip() for reference in references])
+    text = _last_box(prediction) or "None"
+    text = re.sub(r"\\boxed\{([^}]+)\}", r"\1", re.sub(r"\\text\{([^}]+)\}", r"\1", text))
+    text = re.sub(r"\s+", " ", re.sub(r"\\[\[\]]", "", text).replace("\\", "")).strip()
+    text = re.sub("[\"']", "", text).replace("~", " ").strip()
+    return float(text in [reference.strip() for reference in references])
 
 
 def _last_box(text: str) -> str:
-    """Return the content of the last `\\boxed{...}`, without a second pair of braces; an empty text if none closes."""
+    r"""Return the content of the last `\boxed{...}`, without a second pair of braces; an empty text if none closes."""
     start = text.rfind("\\boxed")
     if start < 0 or not text.startswith("{", start + len("\\boxed")):
         return ""
@@ -44,17 +49,8 @@ def _last_box(text: str) -> str:
     for at in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[at], 0)
         if text[at] == "}" and depth == 0:
-            inner = text[start + len("\\boxed{") : at]
-            return re.sub(r"^\{(.*)\}$", r"\1", inner)
+            return re.sub(r"^\{(.*)\}$", r"\1", text[start + len("\\boxed{") : at])
     return ""
-
-
-def _clean(text: str) -> str:
-    if not text or text == "None":
-        return "None"
-    text = re.sub(r"\\boxed\{([^}]+)\}", r"\1", re.sub(r"\\text\{([^}]+)\}", r"\1", text))
-    text = re.sub(r"\s+", " ", re.sub(r"\\[\[\]]", "", text).replace("\\", "")).strip()
-    return re.sub("[\"']", "", text).replace("~", " ").strip()
 
 
 def stars(prediction: str, references: tuple[str, ...]) -> float:
@@ -70,9 +66,8 @@ def corrected_stars(prediction: str, references: tuple[str, ...]) -> float:
     the wrong count is.
     """
     listed = _listed(prediction, len(references))
-    points = {(True, False): 1.0, (True, True): 0.5, (False, True): 0.25, (False, False): 0.0}
     pairs = [reference.split("/") for reference in references]
-    return sum(points[int(right) in listed, int(wrong) in listed] for right, wrong in pairs) / len(pairs)
+    return sum(_POINTS[int(right) in listed, int(wrong) in listed] for right, wrong in pairs) / len(pairs)
 
 
 def _listed(answer: str, most: int) -> list[Any]:

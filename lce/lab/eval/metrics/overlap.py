@@ -1,4 +1,7 @@
-"""Scores by common words: F1 as in SQuAD, and ROUGE. Each returns the best score over the references."""
+"""The metrics of our own tasks, and scores by common words: F1 as in SQuAD, and ROUGE.
+
+Scores by common words are the best over the references.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
+from difflib import SequenceMatcher
 
 from lce.lab.eval.metrics import libraries
 
@@ -15,6 +19,23 @@ _CHINESE_SIGNS = _ASCII_SIGNS | frozenset(  # the signs that LongBench and Infin
 )
 
 Tokens = Callable[[str], Sequence[str]]
+
+
+def starts(answer: str, expected: tuple[str, ...]) -> float:
+    """Return 1 where the answer, white space aside, begins with one of the expected texts."""
+    return float(answer.strip().startswith(expected))
+
+
+def recall(answer: str, expected: tuple[str, ...]) -> float:
+    """Return the share of expected texts in the answer's first sentence, in any order (RULER's string match)."""
+    first = answer.partition(".")[0]
+    return sum(text in first for text in expected) / len(expected)
+
+
+def similarity(answer: str, expected: tuple[str, ...]) -> float:
+    """Return difflib's ratio between the answer's first sentence and the best expected text (MRCR)."""
+    first = answer.strip().partition(".")[0]
+    return max(SequenceMatcher(None, first, text).ratio() for text in expected)
 
 
 def normalised(text: str, *, lower: bool = True) -> str:
@@ -69,21 +90,9 @@ def rouge_l_zh(prediction: str, references: tuple[str, ...]) -> float:
     return rouge_l(" ".join(cut(prediction)), tuple(" ".join(cut(reference)) for reference in references))
 
 
-def rouge_lsum(prediction: str, references: tuple[str, ...]) -> float:
-    """Return ROUGE-Lsum by rouge-score, sentences on lines (InfiniteBench's En.Sum)."""
-    return libraries.rouge_scorer("rougeLsum")(references, prediction)
+def _by_rouge_score(kind: str) -> Callable[[str, tuple[str, ...]], float]:
+    return lambda prediction, references: libraries.rouge_scorer(kind)(references, prediction)
 
 
-def rouge_score_1(prediction: str, references: tuple[str, ...]) -> float:
-    """Return ROUGE-1 by rouge-score (L-Eval)."""
-    return libraries.rouge_scorer("rouge1")(references, prediction)
-
-
-def rouge_score_2(prediction: str, references: tuple[str, ...]) -> float:
-    """Return ROUGE-2 by rouge-score (L-Eval)."""
-    return libraries.rouge_scorer("rouge2")(references, prediction)
-
-
-def rouge_score_l(prediction: str, references: tuple[str, ...]) -> float:
-    """Return ROUGE-L by rouge-score (L-Eval)."""
-    return libraries.rouge_scorer("rougeL")(references, prediction)
+rouge_lsum = _by_rouge_score("rougeLsum")  # sentences on lines (InfiniteBench's En.Sum)
+rouge_score_1, rouge_score_2, rouge_score_l = map(_by_rouge_score, ("rouge1", "rouge2", "rougeL"))  # L-Eval

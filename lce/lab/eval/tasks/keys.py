@@ -90,10 +90,8 @@ class SplitPassKey(MadeTask):
         parts = distinct(rng, self.parts, lambda rng: digits(rng, 3))
         order = rng.sample(range(self.parts), self.parts)
         statements = tuple(f"The {ORDINALS[i]} part of the split key is {parts[i]}." for i in order)
-        question = Question(
-            "What is the split key? The split key is", " ".join(parts), tuple(parts), tuple(range(self.parts))
-        )
-        return Puzzle(statements, (question,))
+        text, facts = "What is the split key? The split key is", tuple(range(self.parts))
+        return Puzzle(statements, (Question(text, " ".join(parts), tuple(parts), facts),))
 
 
 def _things(rng: Random, n: int) -> list[str]:
@@ -173,8 +171,5 @@ class CountingStars(MadeTask):
     def puzzle(self, rng: Random, n: int = 0) -> Puzzle:
         counts = distinct(rng, self.times, lambda rng: str(rng.randint(10, 99)))
         statements = tuple(f"The little penguin counted {count} stars." for count in counts)
-        question = Question(
-            "How many stars did the little penguin count? The little penguin counted",
-            ", ".join(counts), tuple(counts), tuple(range(self.times)),
-        )  # fmt: skip
-        return Puzzle(statements, (question,))
+        text = "How many stars did the little penguin count? The little penguin counted"
+        return Puzzle(statements, (Question(text, ", ".join(counts), tuple(counts), tuple(range(self.times))),))

@@ -37,16 +37,13 @@ def filler_named(name: str) -> Filler:
     """
     kind, _, folder = name.partition(":")
     if kind == "essays" and folder:
-        texts = _essays(Path(folder))
-        return lambda rng: _from_anywhere(texts, rng)
-    if name == "prose":
-        return sentences
-    if name == "noise":
-        return lambda rng: cycle(NOISE)
-    raise UsageError(f"unknown filler {name!r}; {nearest(kind, ('prose', 'noise', 'essays:FOLDER'))}")
+        return _essays(Path(folder))
+    if name not in ("prose", "noise"):
+        raise UsageError(f"unknown filler {name!r}; {nearest(kind, ('prose', 'noise', 'essays:FOLDER'))}")
+    return sentences if name == "prose" else lambda rng: cycle(NOISE)
 
 
-def _essays(folder: Path) -> list[str]:
+def _essays(folder: Path) -> Filler:
     try:
         files = sorted(folder.glob("*.txt"))
         text = " ".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
@@ -55,14 +52,12 @@ def _essays(folder: Path) -> list[str]:
     parts = [part for part in " ".join(text.split()).replace("? ", "?\n").replace(". ", ".\n").split("\n") if part]
     if not parts:
         raise DataError(f"{folder} has no text; expected a folder of .txt files")
-    return parts
 
+    def from_anywhere(rng: Random) -> Iterator[str]:
+        start = rng.randrange(len(parts))
+        return cycle(parts[start:] + parts[:start])
 
-def _from_anywhere(parts: Sequence[str], rng: Random) -> Iterator[str]:
-    start = rng.randrange(len(parts))
-    while True:
-        yield from parts[start:]
-        start = 0
+    return from_anywhere
 
 
 def samples(
@@ -101,7 +96,10 @@ def _document(
                 break
             left -= tokens.later(sentence)
             body.append(sentence)
-    places = _places(puzzle, depth, len(body), rng)
+    if len(puzzle.statements) == 1:
+        places = [round(depth * len(body))]  # of the filler's sentence that follows each statement
+    else:
+        places = sorted(rng.randint(0, len(body)) for _ in puzzle.statements)
     if body and places[0] and not puzzle.opening:  # the filler begins the text
         left -= tokens.more(body[0]) - tokens.more(puzzle.statements[0])
     if left < 0:
@@ -112,22 +110,11 @@ def _document(
     document = " ".join([puzzle.opening, *body] if puzzle.opening else body)
     for question in asked:
         first = min(question.facts, default=0)
-        where = depth if len(puzzle.statements) == 1 else _depth(puzzle, places, first, len(body))
+        where = depth if len(puzzle.statements) == 1 else (places[first] + first) / max(1, len(body))
         facts = tuple(puzzle.statements[i] for i in question.facts)
         yield Sample(
-            document, " " + question.text, question.answers, task.metrics[0], question.answer, None, where, facts
+            document, " " + question.text, question.answers, task.metrics[0], question.answer, depth=where, facts=facts
         )
-
-
-def _depth(puzzle: Puzzle, places: Sequence[int], fact: int, n_sentences: int) -> float:
-    return (places[fact] + fact) / max(1, n_sentences)
-
-
-def _places(puzzle: Puzzle, depth: float, n_sentences: int, rng: Random) -> list[int]:
-    """Return the index of the filler's sentence that follows each statement, ascending."""
-    if len(puzzle.statements) == 1:
-        return [round(depth * n_sentences)]
-    return sorted(rng.randint(0, n_sentences) for _ in puzzle.statements)
 
 
 def _left(puzzle: Puzzle, asked: Sequence[Question], length: int, tokens: Tokens) -> int:
