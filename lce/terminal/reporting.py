@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lce.lab.eval.losses import LossTable
+from lce.lab.eval.perplexity import LossTable
 from lce.lab.eval.report import HOLDS, Cell, Place, Report, Table
 from lce.lab.eval.scores import Score
-from lce.lab.eval.selections import SelectionTable
+from lce.lab.eval.selection import SelectionTable
 from lce.sizes import size_text
 from lce.terminal.perplexity import number
 from lce.terminal.tables import markdown

@@ -10,7 +10,7 @@ import pytest
 from lce.terminal.perplexity import number
 from tests.command import assert_error, run
 from tests.lab.eval.test_report import QUEST, file, line
-from tests.lab.eval.test_selections import engine, look
+from tests.lab.eval.test_selection import engine, look
 
 
 def test_eval_report_as_markdown_and_as_json(tmp_path: Path) -> None:

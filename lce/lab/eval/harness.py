@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from traceback import walk_tb
 from typing import Any
 
@@ -107,38 +106,39 @@ class LceLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        found: dict[int, tuple[float, bool]] = {}
         pairs = [(context, continuation) for _, context, continuation in requests]
         self._note_cut([len(context) + len(continuation) - 1 for context, continuation in pairs])
-        with self._working("likelihoods", len(requests), disable_tqdm) as tick:
-            for number, logprob, greedy in likelihoods(self.engine, pairs, self.max_length):
-                found[number] = (logprob, greedy)
-                self.cache_hook.add_partial("loglikelihood", requests[number][0], found[number])
-                tick()
-        return [found[number] for number in range(len(requests))]
+        found = likelihoods(self.engine, pairs, self.max_length)
+        return self._answers("loglikelihood", [texts for texts, _, _ in requests], found, disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each text, read in windows of `max_length` tokens that do not overlap."""
-        found = []
-        with self._working("texts", len(requests), disable_tqdm) as tick:
-            for (text,) in (request.args for request in requests):
-                ids, prefix = self.tok_encode(text), self.prefix_token_id
-                windows = utils.get_rolling_token_windows(ids, prefix, self.max_length or max(1, len(ids)), 1)
-                found.append(text_likelihood(self.engine, [utils.make_disjoint_window(each) for each in windows]))
-                self.cache_hook.add_partial("loglikelihood_rolling", (text,), found[-1])
-                tick()
-        return found
+
+        def windows(text: str) -> list[tuple[list[int], list[int]]]:
+            ids, prefix = self.tok_encode(text), self.prefix_token_id
+            found = utils.get_rolling_token_windows(ids, prefix, self.max_length or max(1, len(ids)), 1)
+            return [utils.make_disjoint_window(each) for each in found]
+
+        texts = [request.args for request in requests]
+        found = ((number, text_likelihood(self.engine, windows(text))) for number, (text,) in enumerate(texts))
+        return self._answers("loglikelihood_rolling", texts, found, disable_tqdm)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        found: dict[int, str] = {}
         asked = [(self._prompt(prompt), self._generating(how)) for prompt, how in (each.args for each in requests)]
         self._note_cut([len(prompt) + how.max_tokens for prompt, how in asked])
-        with self._working("generations", len(requests), disable_tqdm) as tick:
-            for number, text in generations(self.engine, asked, self.max_length):
-                found[number] = text
-                self.cache_hook.add_partial("generate_until", requests[number].args, text)
-                tick()
-        return [found[number] for number in range(len(requests))]
+        found = generations(self.engine, asked, self.max_length)
+        return self._answers("generate_until", [request.args for request in requests], found, disable_tqdm)
+
+    def _answers(self, kind: str, asked: Sequence[Any], found: Iterator[tuple[int, Any]], quiet: bool) -> list[Any]:
+        """Return answers by number in the order asked, each cached as it comes; show a progress bar."""
+        answers: dict[int, Any] = {}
+        with tqdm(total=len(asked), desc=f"lce: {kind}", disable=quiet) as bar, warnings.catch_warnings():
+            warnings.simplefilter("ignore", lce.WindowWarning)  # loading already warned of the window
+            for number, answer in found:
+                answers[number] = answer
+                self.cache_hook.add_partial(kind, asked[number], answer)
+                bar.update()
+        return [answers[number] for number in range(len(asked))]
 
     def _prompt(self, text: str) -> list[int]:
         return self.tok_encode(text) or [self.prefix_token_id]
@@ -156,14 +156,6 @@ class LceLM(TemplateLM):
                 f"{len(longer)} of {len(lengths)} requests lose their beginning; the longest has {max(longer):,} tokens"
                 f", and max_length is {self.max_length:,}; give max_length=, or a method that reads on"
             )
-
-    @contextmanager
-    def _working(self, what: str, total: int, quiet: bool) -> Iterator[Callable[[], Any]]:
-        """Show a progress bar and yield the function that advances the bar. Loading already warned of the window."""
-        bar = tqdm(total=total, desc=f"lce: {what}", disable=quiet)
-        with bar, warnings.catch_warnings():
-            warnings.simplefilter("ignore", lce.WindowWarning)
-            yield bar.update
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Return the text of a chat; without a generation prompt, the last message stays open for continuation."""

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from lce.errors import UsageError
 from lce.files import check_folder, write_whole
-from lce.lab.eval.losses import LossTable
+from lce.lab.eval.perplexity import LossTable
 from lce.lab.eval.report import Cell, Place, Report, Table
 from lce.lab.eval.running import make_folder
-from lce.lab.eval.selections import SelectionTable
+from lce.lab.eval.selection import SelectionTable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 WIDTH, DPI, LETTERS = 5.0, 200, 11  # inches, pixels an inch, points
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "font.size": LETTERS - 1, "axes.titlesize": LETTERS, "axes.labelsize": LETTERS, "figure.titlesize": LETTERS,
     "xtick.labelsize": LETTERS - 1, "ytick.labelsize": LETTERS - 1, "legend.fontsize": LETTERS - 1,
     "legend.frameon": False, "axes.grid": True, "grid.color": "0.9", "axes.xmargin": 0.12,

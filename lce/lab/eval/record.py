@@ -122,7 +122,7 @@ class Record:
 
     def _read(self, line: bytes, number: int) -> None:
         try:
-            sample = json.loads(line) if line.startswith(BEGINNING) else None
+            sample: Any = json.loads(line) if line.startswith(BEGINNING) else None
             kind = next(kind for sign, kind in KINDS.items() if sign in sample)
             given = {field: sample.pop(field.name) for field in fields(kind) if field.name in sample}
             for field, value in given.items():

@@ -1,6 +1,6 @@
 """Reads records, of one file or of several shards, and makes tables: a row a method.
 
-Records of perplexity and of selection have tables of their own (`lce.lab.eval.losses`, `lce.lab.eval.selections`). The
+Records of losses and of selections have tables of their own (`lce.lab.eval.perplexity`, `lce.lab.eval.selection`). The
 following is about answers.
 
 A cell has one task, asked in one way of one model with one method at one length. It has the samples' mean score and the
@@ -22,17 +22,17 @@ from typing import Any, NamedTuple
 
 from lce.errors import DataError, UsageError, shown
 from lce.files import named
-from lce.lab.eval.losses import LossTable, loss_tables
 from lce.lab.eval.naming import cut, engine_key, engine_parts, method_names, model_names, way_of
+from lce.lab.eval.perplexity import LossTable, loss_tables
 from lce.lab.eval.record import Answer, Attended, Loss, Record
 from lce.lab.eval.scores import Score
-from lce.lab.eval.selections import SelectionTable, selection_tables
+from lce.lab.eval.selection import SelectionTable, selection_tables
 
 CLEARLY = 0.1  # least distance of the lower end of a ceiling's interval above chance
 FAILS = 0.5  # below it, `full` fails within the window
 HOLDS = 0.9  # share of the ceiling's score that a method needs to hold
 
-Answered = tuple[Mapping[str, Any], Answer]  # a sample and its answer
+AnswerLine = tuple[Mapping[str, Any], Answer]  # a sample and its answer
 
 
 class Place(NamedTuple):
@@ -188,7 +188,7 @@ def _check(sample: Mapping[str, Any], file: str | Path) -> None:
         )
 
 
-def _tables(found: Mapping[str, Answered]) -> list[Table]:
+def _tables(found: Mapping[str, AnswerLine]) -> list[Table]:
     """Return the tables of all answers, in the order of the files; lengths and depths ascend."""
     names, models = method_names(found.values()), model_names(found.values())
     tables: dict[tuple[str, ...], Table] = {}
@@ -217,7 +217,7 @@ def _tables(found: Mapping[str, Answered]) -> list[Table]:
     return [table for table in tables.values() if table.cells or table.ceilings]
 
 
-def _is_within(place: Place, cell: Cell, found: Mapping[str, Answered]) -> bool:
+def _is_within(place: Place, cell: Cell, found: Mapping[str, AnswerLine]) -> bool:
     """Return whether a cell is of `full` without RoPE scaling within the window: a ceiling that was not asked for."""
     sample, answer = found[next(iter(cell.answers))]
     kind, parts = engine_parts(sample)

@@ -56,10 +56,8 @@ def model_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], ModelArgu
     "none"; other arguments of None are left out. With an engine as `pretrained` there are no options of `lce.load`.
     Raises `UsageError` for unknown names and unusable values.
     """
-    own, loaded = (
-        [each.name for each in dataclasses.fields(ModelArguments)],
-        isinstance(given["pretrained"], lce.Engine),
-    )
+    own = [each.name for each in dataclasses.fields(ModelArguments)]
+    loaded = isinstance(given["pretrained"], lce.Engine)
     method = given.get("method", "full")
     cls = lce.methods.find(method)
     knobs = [] if loaded else [each.name for each in dataclasses.fields(cls)] + ["preset"] * bool(cls.presets)
@@ -89,10 +87,10 @@ def longest(engine: Engine) -> int | None:
 
 def likelihoods(
     engine: Engine, requests: Sequence[tuple[list[int], list[int]]], max_length: int | None = None
-) -> Iterator[tuple[int, float, bool]]:
+) -> Iterator[tuple[int, tuple[float, bool]]]:
     """Score continuations behind their contexts; requests are pairs of token ids, neither empty.
 
-    Yields a request's number, the continuation's log-probability, and whether greedy decoding writes the continuation.
+    Yields a request's number, and the continuation's log-probability with whether greedy decoding writes it.
     The last token of a continuation is not read. If the model would read more than `max_length` tokens, the context
     loses its beginning. Raises `UsageError` if no context is left.
     """
@@ -107,7 +105,7 @@ def likelihoods(
         contexts.append(context[-most:])
     lengths = [len(context) + len(request[1]) for context, request in zip(contexts, requests, strict=True)]
     for number, held in read_all(engine, contexts, lengths):
-        yield number, *_likelihood(engine, held, requests[number][1])
+        yield number, _likelihood(engine, held, requests[number][1])
 
 
 def _likelihood(engine: Engine, context: Context, continuation: list[int]) -> tuple[float, bool]:

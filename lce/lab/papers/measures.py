@@ -220,8 +220,8 @@ class Speed(Measure):
     def cells(self, row: Row, found: Any, setting: Setting) -> Iterator[Cell]:
         note = "the interval is the fastest and the slowest run"
         for each in found["rows"]:
-            seconds = [each["length"] / each["prefill"][name] for name in ("median", "high", "low")]
-            yield Cell(row.name, self.labels[0], each["length"], *seconds, setting.samples, note=note)
+            median, low, high = (each["length"] / each["prefill"][name] for name in ("median", "high", "low"))
+            yield Cell(row.name, self.labels[0], each["length"], median, low, high, setting.samples, note=note)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from lce.errors import LceError
 from lce.lab.eval.plots import COLOURS, draw_all, figures
 from lce.lab.eval.report import Report
 from tests.lab.eval.test_report import QUEST, file, line
-from tests.lab.eval.test_selections import engine, look
+from tests.lab.eval.test_selection import engine, look
 
 
 @pytest.fixture

@@ -173,3 +173,9 @@ class CountingStars(MadeTask):
         statements = tuple(f"The little penguin counted {count} stars." for count in counts)
         text = "How many stars did the little penguin count? The little penguin counted"
         return Puzzle(statements, (Question(text, ", ".join(counts), tuple(counts), tuple(range(self.times))),))
+
+
+TASKS: tuple[type[MadeTask], ...] = (
+    PassKey, PublishedPassKey, SplitPassKey, Code, Secret, HidingPlace, Favourite, SeveralKeys, SeveralQueries,
+    SeveralValues, CountingStars,
+)  # fmt: skip
