@@ -30,9 +30,11 @@ def test_a_run_resumes_is_shared_out_and_scores_what_it_wrote(tiny_model: Path, 
     assert whole.exit_code == 0, whole.stderr
     found = json.loads(whole.stdout)
     assert [(x["method"], x["task"], x["samples"]) for x in found] == [
-        ("full", "passage_retrieval_zh", 1), ("streaming", "passage_retrieval_zh", 1),
-        ("full", "lcc", 3), ("streaming", "lcc", 3),
-    ]  # fmt: skip
+        ("full", "passage_retrieval_zh", 1),
+        ("streaming", "passage_retrieval_zh", 1),
+        ("full", "lcc", 3),
+        ("streaming", "lcc", 3),
+    ]
     assert all(0 <= x["low"] <= x["score"] <= x["high"] <= 100 for x in found)
     before = record.read_bytes()
     again = run(*args, "--record", record)
@@ -92,12 +94,3 @@ def test_benchmarks_lists_files_and_tasks() -> None:
     for suite in listed:
         assert f"{suite['name']}: {suite['title']}" in text
         assert suite["files"] in text
-
-
-def test_names_of_groups_in_a_file_stay_on_their_line(tmp_path: Path) -> None:
-    line = {"answer": "1", "reference_counting_results": [1], "context_size": "8k\n\x1b[2J<b>"}
-    path = tmp_path / "Counting_Stars_EN_acquisition.jsonl"
-    path.write_text(json.dumps(line) + "\n", encoding="utf-8")
-    result = run("eval", "score", path, "--suite", "counting-stars")
-    assert result.exit_code == 0, result.stderr
-    assert "  8k??[2J‹b›: " in result.stdout

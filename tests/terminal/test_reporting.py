@@ -109,8 +109,9 @@ def test_eval_report_of_selections(tmp_path: Path) -> None:
     )
     (table,) = json.loads(run("eval", "report", record, "--json").stdout)["selections"]
     assert [(row["method"], row["recall"]) for row in table["rows"]] == [
-        ("longheads chunks=4", 0.4), ("longheads chunks=8", 0.8),
-    ]  # fmt: skip
+        ("longheads chunks=4", 0.4),
+        ("longheads chunks=8", 0.8),
+    ]
 
 
 def test_a_task_that_does_not_discriminate_has_dashes(tmp_path: Path) -> None:

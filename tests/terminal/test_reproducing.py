@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from lce.lab.papers import ENTRIES
-from lce.terminal.reproducing import number
 from tests.command import assert_error, run
 
 
@@ -59,14 +56,6 @@ def test_what_cannot_run_is_refused_before_any_output(tiny_model: Path, tmp_path
         (tmp_path / f"{entry}{kind}").mkdir()
         args = ("reproduce", entry, "--model", tiny_model, "--lengths", "256", "--record", tmp_path / entry)
         assert_error(run(*args), 3, f"{entry}{kind} is a folder")
-
-
-NUMBERS = [(None, "-"), (">100", ">100"), (7.871, "7.87"), (0.0156, "0.0156"), (0.0, "0.00"), (15360, "15,360")]
-
-
-@pytest.mark.parametrize(("x", "text"), NUMBERS)
-def test_numbers(x: float | str | None, text: str) -> None:
-    assert number(x) == text
 
 
 def test_what_does_not_fit_is_refused_before_texts_are_made(tiny_model: Path) -> None:

@@ -58,7 +58,7 @@ def test_what_choices_are_made_by_costs_bytes() -> None:
         "quest": 2 * 2 * 8 * ITEM * sum(n // 4 for n in range(101, 121)) / 20,
         "esa": 2 * 8 * ITEM * sum(n - 16 - 4 for n in range(100, 120)) / 20,  # the keys between, all heads
         "full": 0,
-    }  # fmt: skip
+    }
     found = {name: seen(make(name, knobs), "true")[0].scored_bytes for name, knobs in CASES if name in scored}
     assert found == pytest.approx(scored)
 

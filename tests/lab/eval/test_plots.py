@@ -34,8 +34,9 @@ def test_pictures_are_files_of_their_own(report: Report, tmp_path: Path) -> None
     names = [path.name for path in paths]
     assert names == [
         *(f"tiny-abcdef01-made-{kind}.png" for kind in ("length", "bytes", "depth")),
-        "tiny-abcdef01-other-length.png", "tiny-abcdef01-methods.png",
-    ]  # fmt: skip
+        "tiny-abcdef01-other-length.png",
+        "tiny-abcdef01-methods.png",
+    ]
     assert all(path.read_bytes().startswith(b"\x89PNG\r\n") for path in paths)
     assert sorted(path.name for path in paths[0].parent.iterdir()) == sorted(names)
 
@@ -60,8 +61,10 @@ def test_recall_by_bytes_has_a_panel_a_length_and_a_line_a_method(tmp_path: Path
     pytest.importorskip("matplotlib")
     lines = [
         look(0, n / 10, length=length, engine=engine(n, placement), read_bytes=n << 20)
-        for length in (512, 1024) for placement in ("side_by_side", "constant") for n in (8, 4)
-    ]  # fmt: skip
+        for length in (512, 1024)
+        for placement in ("side_by_side", "constant")
+        for n in (8, 4)
+    ]
     ((name, figure),) = figures(Report.read([file(tmp_path / "record", *lines)]))
     assert name == "tiny-abcdef01-selection-made"
     assert [axes.get_title() for axes in figure.axes] == ["512 tokens", "1k tokens"]

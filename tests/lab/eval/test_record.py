@@ -13,50 +13,13 @@ from pathlib import Path
 
 import pytest
 
-import lce
-from lce.errors import CapacityError, DataError, LceError
+from lce.errors import CapacityError, DataError
 from lce.lab.eval.record import Answer, Loss, Record, text_hash
-from tests.asking import pass_keys
 from tests.command import assert_error, run, start
 from tests.interrupts import interrupted, places
 
 
-def test_an_interrupted_evaluation_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, file = lce.load("demo"), tmp_path / "answers"
-    whole = pass_keys(engine, 200, 6)
-
-    def interrupt(done: int, n: int) -> None:
-        if done == 4:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        pass_keys(engine, 200, 6, record=Record(file), progress=interrupt)
-    file.write_bytes(file.read_bytes()[:-9])  # the fourth answer was cut short
-    asked = []
-    generate = type(engine).generate
-    monkeypatch.setattr(
-        type(engine), "generate", lambda self, prompt, **kw: asked.append(prompt) or generate(self, prompt, **kw)
-    )
-    assert pass_keys(engine, 200, 6, record=Record(file)) == whole
-    assert len(asked) == 3
-    assert pass_keys(engine, 200, 6, record=Record(file)) == whole
-    assert len(asked) == 3
-    assert len(file.read_text().splitlines()) == 6
-    for other in ({"seed": 1}, {"n": 5}, {"length": 201}, {"filler": "noise"}):
-        pass_keys(engine, **{"length": 200, "n": 6, "record": Record(file)} | other)
-    assert len(asked) == 3 + 6 + 5 + 6 + 6
-    pass_keys(lce.load("demo", method="streaming"), 200, 6, record=Record(file))
-    assert len(asked) == 3 + 6 + 5 + 6 + 6 + 6
-
-
-def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "answers"
-    file.write_text("some text\n")
-    with pytest.raises(DataError, match="no record: line 1 is 'some text'; correct the line, or name another"):
-        Record(file)
-    file.write_text(json.dumps({"right": "yes"}) + "\n")
-    with pytest.raises(DataError, match="no record"):
-        Record(file)
+def test_what_cannot_be_a_record_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is a folder"):
         Record(tmp_path)
     record = Record(tmp_path / "none" / "answers")
@@ -152,16 +115,6 @@ def test_what_is_no_regular_file_is_refused_before_any_work(tmp_path: Path) -> N
     for name in (tmp_path / "pipe", tmp_path / "link", tmp_path, Path("/dev/full"), Path("/dev/zero")):
         args = ("eval", "passkey", "--model", "none", "--lengths", "100", "--record", name)
         assert_error(run(*args), 3, str(name), "expected a regular file")
-
-
-def test_a_file_that_cannot_be_written_is_refused_before_the_model_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, asked = lce.load("demo"), []
-    monkeypatch.setattr(type(engine), "generate", lambda *_, **__: asked.append(1))
-    with pytest.raises(LceError, match="cannot write"):
-        pass_keys(engine, 100, 1, record=Record(tmp_path / "none" / "answers"))
-    assert asked == []
 
 
 def test_two_processes_add_to_one_file(tmp_path: Path) -> None:

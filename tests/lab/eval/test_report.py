@@ -30,8 +30,10 @@ def file(path: Path, *lines: dict[str, Any]) -> Path:
 def test_shards_make_the_report_of_one_file_in_any_order(tmp_path: Path) -> None:
     lines = [
         line(i, i / 7, length=length, engine=engine, method=method)
-        for i in range(8) for length in (512, 1024) for engine, method in ((FULL, "full"), (QUEST, "quest"))
-    ]  # fmt: skip
+        for i in range(8)
+        for length in (512, 1024)
+        for engine, method in ((FULL, "full"), (QUEST, "quest"))
+    ]
     whole = Report.read([file(tmp_path / "whole", *lines)])
     first, second = (file(tmp_path / str(n), *(each for each in lines if each["index"] % 2 == n)) for n in (0, 1))
     parts = Report.read([second, first, second])
@@ -82,8 +84,9 @@ def test_a_method_holds_to_the_last_length_before_it_first_fails(tmp_path: Path)
     scores = {256: 1.0, 512: 0.95, 1024: 0.5, 2048: 1.0}  # of a ceiling of 1
     asked = [
         line(i, float(i < 20 * score), length=length, engine=QUEST, method="quest")
-        for length, score in scores.items() for i in range(20)
-    ]  # fmt: skip
+        for length, score in scores.items()
+        for i in range(20)
+    ]
     ceiling = [line(i, 1, length=500, ceiling=True) for i in range(20)]
     (table,) = Report.read([file(tmp_path / "record", *ceiling, *asked)]).tables
     assert table.holds_to("quest") == 512

@@ -155,9 +155,9 @@ def test_rows_are_methods_with_their_knobs_and_lengths(tmp_path: Path) -> None:
     table, judged, text = report.selections
     assert (table.model, table.title) == ("tiny abcdef01", "selection, made")
     assert (judged.title, text.title) == ("selection, made, judge=true", "selection, text")
-    plain, wide, constant = (f"longheads chunks={n} placement={p}" for n, p in (
-        (4, "side_by_side"), (8, "side_by_side"), (4, "constant")
-    ))  # fmt: skip
+    plain, wide, constant = (
+        f"longheads chunks={n} placement={p}" for n, p in ((4, "side_by_side"), (8, "side_by_side"), (4, "constant"))
+    )
     assert [(row.method, row.length, row.selection.recall) for row in table.rows] == [
         (plain, 512, 0.25), (wide, 512, 0.9), (constant, 512, 0.3), (plain, 1024, 0.25),
     ]  # fmt: skip

@@ -69,15 +69,19 @@ def test_what_cannot_be_a_suite_is_refused() -> None:
 def test_knobs_that_are_too_large_are_refused_and_do_not_hang(tiny_model: Path) -> None:
     engine = lce.load(tiny_model)
     for name, knobs in (
-        ("several_keys", {"keys": "9999"}), ("nth_request", {"same": "9"}), ("several_values", {"values": "9999"}),
+        ("several_keys", {"keys": "9999"}),
+        ("nth_request", {"same": "9"}),
+        ("several_values", {"values": "9999"}),
         ("split_passkey", {"parts": "9999"}),
-    ):  # fmt: skip
+    ):
         with pytest.raises(lce.UsageError, match=r"cannot be made: .*; take smaller knobs"):
             MadeSuite(samples=2).make(engine, make_tasks([name], knobs)[0], 9000)
     for name, knob, value in (
-        ("whereabouts", "events", "1000000000"), ("common_words", "ratio", "9" * 400),
-        ("frequent_words", "exponent", "nan"), ("frequent_words", "exponent", "inf"),
-    ):  # fmt: skip
+        ("whereabouts", "events", "1000000000"),
+        ("common_words", "ratio", "9" * 400),
+        ("frequent_words", "exponent", "nan"),
+        ("frequent_words", "exponent", "inf"),
+    ):
         with pytest.raises(lce.UsageError, match="above 0, and at most 10,000"):
             make_tasks([name], {knob: value})
     with pytest.raises(lce.UsageError, match="passkey take none"):

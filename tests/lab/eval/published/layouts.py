@@ -148,11 +148,13 @@ LAYOUTS: dict[str, dict[str, Layout]] = {
             "Counting_Stars_EN_reasoning_128000_32_32.jsonl",
             [
                 {
-                    "question": f"{_CORRECTED} Q", "retrieval_question": " Q", "context_size": 9,
+                    "question": f"{_CORRECTED} Q",
+                    "retrieval_question": " Q",
+                    "context_size": 9,
                     "reference_counting_results": [5, 9],
                 }
             ],
             lambda sample: json.dumps({"little_penguin": [int(x.split("/")[0]) for x in sample.answers]}),
         ),
     },
-}  # fmt: skip
+}

@@ -86,9 +86,3 @@ def test_common_and_frequent_words_are_the_most_counted_ones():
             words = [statement.rstrip(",") for statement in puzzle.statements]
             counts = sorted((words.count(word) for word in set(words)), reverse=True)
             assert sorted((words.count(word) for word in puzzle.questions[0].answers), reverse=True) == counts[:3]
-
-
-def test_long_texts_have_more_keys_and_nodes_than_short_names_can_tell_apart():
-    for name, n in (("pairs", 12_000), ("walk", 8_000)):
-        statements = TASKS[name]().puzzle(Random(0), n).statements
-        assert len({re.sub(" (has|leads to) .*", "", statement) for statement in statements}) == n
