@@ -27,6 +27,10 @@ class PublishedTask(Task):
     max_tokens: int
     category: str = ""  # some benchmarks average the tasks of a category first
 
+    def sample(self, document: str, question: str, answers: tuple[str, ...], **more: Any) -> Sample:
+        """Return a sample of this task; `more` are further fields."""
+        return Sample(document, question, answers, self.metrics[0], max_tokens=self.max_tokens, **more)
+
 
 @dataclass(frozen=True)
 class Answered:

@@ -12,10 +12,7 @@ from lce.lab.eval.published.reading import Row
 from lce.lab.eval.sample import Sample
 
 # The wrong counts of the published files with 32 counts; other files give the wrong counts in their text.
-WRONG = (
-    16, 116, 43, 70, 59, 106, 8, 48, 112, 67, 25, 101, 82, 93, 76, 62, 6, 18, 108, 4, 34, 53, 85, 90, 126, 22, 45, 121,
-    39, 96, 75, 30,
-)  # fmt: skip
+WRONG = ("16 116 43 70 59 106 8 48 112 67 25 101 82 93 76 62 6 18 108 4 34 53 85 90 126 22 45 121 39 96 75 30").split()
 _CORRECTED = (
     r"counted (\d+) ★, but found that a mistake had been made, so the counting was done again, and this time (\d+) ★",
     r"小企鹅数了(\d+)颗★，但发现数错了，于是又数了一遍，这次数对了，是(\d+)颗★",
@@ -45,11 +42,8 @@ class CountingStars(Benchmark):
         references = _references(row, task)
         if task.name.startswith("reasoning"):
             source["corrected"] = list(references)
-        group = str(row.content.get("context_size", ""))
-        yield Sample(
-            text.removesuffix(question), question if text.endswith(question) else "", references, task.metrics[0],
-            max_tokens=task.max_tokens, template="chat", cut="none", group=group, source=source,
-        )  # fmt: skip
+        how = {"template": "chat", "cut": "none", "group": str(row.content.get("context_size", "")), "source": source}
+        yield task.sample(text.removesuffix(question), question if text.endswith(question) else "", references, **how)
 
     def answered(self, row: Row, index: int, task: PublishedTask) -> Iterator[Answered]:
         group = str(row.content.get("context_size", ""))

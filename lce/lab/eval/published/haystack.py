@@ -72,11 +72,9 @@ class Haystack:
         self, values: dict[str, str], answers: tuple[str, ...], gold: str, length: int, depth: int | None
     ) -> Sample:
         before, context, after = filled(prompts("needlebench")[self.task.category][self.language.code], **values)
-        return Sample(
-            context, after, answers, self.task.metrics[0], max_tokens=self.task.max_tokens, before=before,
-            template="chat", cut="none", depth=None if depth is None else depth / 100, group=str(length),
-            source={"gold": gold, "length": length},
-        )  # fmt: skip
+        how = {"before": before, "template": "chat", "cut": "none", "group": str(length)}
+        source, place = {"gold": gold, "length": length}, None if depth is None else depth / 100
+        return self.task.sample(context, after, answers, depth=place, source=source, **how)
 
 
 @dataclass(frozen=True)

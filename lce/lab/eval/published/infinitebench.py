@@ -29,12 +29,10 @@ class InfiniteBench(Benchmark):
         variant = variant or self.variants[0]
         template: str = prompts("infinitebench")[variant][task.name]
         before, context, after = filled(template, **_values(row, task))
-        yield Sample(
-            context, after, _references(row, task), task.metrics[0], max_tokens=task.max_tokens, before=before,
-            template="none" if variant == "yarn-mistral" else "chat",
-            cut="middle" if variant == "yarn-mistral" else "middle_joined",
-            source={"id": index, "ground_truth": _ground_truth(row, task)},
-        )  # fmt: skip
+        is_open = variant == "yarn-mistral"
+        how = {"template": "none", "cut": "middle"} if is_open else {"template": "chat", "cut": "middle_joined"}
+        source = {"id": index, "ground_truth": _ground_truth(row, task)}
+        yield task.sample(context, after, _references(row, task), before=before, source=source, **how)
 
     def answered(self, row: Row, index: int, task: PublishedTask) -> Iterator[Answered]:
         yield Answered(row.text("prediction", "pred"), row.texts("ground_truth", "label"))

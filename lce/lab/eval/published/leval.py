@@ -77,18 +77,16 @@ def _asked(
     prompt = data["prompts"][style]
     after = prompt["after"].replace("{inst}", question).replace("{words}", str(len(answer.split())))
     system = data["system"].get(task.name, data["system"]["closed" if closed else "open"])
-    common: dict[str, Any] = {"metric": task.metrics[0], "max_tokens": task.max_tokens}
     references = _two_judgements(answer) if task.name == "sci_fi" else (answer, "")
     group = {"sci_fi": "loyalty", "topic_retrieval_longchat": _TOPICS[number % 3]}.get(task.name, "")
     judged = {"judged": "loyalty"} if task.name == "sci_fi" else {}
-    yield Sample(
-        document, after, references[:1], before=prompt["before"], template=data["template"] + prompt["close"],
-        system=system, opening=prompt["opening"], cut="words_left" if task.name == "codeU" else "words_right",
-        group=group, source={**source, **judged}, **common,
-    )  # fmt: skip
+    cut = "words_left" if task.name == "codeU" else "words_right"
+    how = {"before": prompt["before"], "opening": prompt["opening"], "template": data["template"] + prompt["close"]}
+    how |= {"system": system, "cut": cut, "group": group, "source": {**source, **judged}}
+    yield task.sample(document, after, references[:1], **how)
     if task.name == "sci_fi":
         asked = question.replace(*data["fact"]["replace"]) + data["fact"]["after"]
-        yield Sample("", asked, references[1:], group="fact", source={**source, "judged": "fact"}, **common)
+        yield task.sample("", asked, references[1:], group="fact", source={**source, "judged": "fact"})
 
 
 def _two_judgements(text: str) -> tuple[str, str]:

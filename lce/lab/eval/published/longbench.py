@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from lce.lab.eval.published.base import Answered, Benchmark, PublishedTask, filled, prompts
 from lce.lab.eval.published.reading import Row
@@ -29,11 +30,9 @@ class LongBench(Benchmark):
         context, asked = row.text("context"), row.text("input")
         before, context, after = filled(prompts("longbench")[task.name], context=context, input=asked)
         source = {name: row.content.get(name) for name in ("answers", "all_classes", "length")}
-        bare = task.name in BARE
-        yield Sample(
-            context, after, _references(row, task), task.metrics[0], max_tokens=task.max_tokens, before=before,
-            template="none" if bare else "chat", fixed=bare, group=self.group(row), source=source,
-        )  # fmt: skip
+        how: dict[str, Any] = {"template": "none" if task.name in BARE else "chat", "fixed": task.name in BARE}
+        how |= {"before": before, "group": self.group(row), "source": source}
+        yield task.sample(context, after, _references(row, task), **how)
 
     def answered(self, row: Row, index: int, task: PublishedTask) -> Iterator[Answered]:
         yield Answered(row.text("pred"), _references(row, task), self.group(row))
@@ -91,11 +90,9 @@ class LongBenchV2(Benchmark):
         before, holds_text, after = template.partition("$DOC$")
         context = row.text("context").strip() if holds_text else ""
         fields = ("_id", "domain", "sub_domain", "difficulty", "length", "question", "answer")
-        yield Sample(
-            context, after, row.texts("answer"), task.metrics[0], max_tokens=task.max_tokens, before=before,
-            template="chat", cut="middle_joined", group=self.group(row),
-            source={name: row.content.get(name) for name in fields},
-        )  # fmt: skip
+        source = {name: row.content.get(name) for name in fields}
+        how = {"before": before, "template": "chat", "cut": "middle_joined", "group": self.group(row)}
+        yield task.sample(context, after, row.texts("answer"), **how, source=source)
 
     def answered(self, row: Row, index: int, task: PublishedTask) -> Iterator[Answered]:
         response = row.content.get("response", row.content.get("pred"))

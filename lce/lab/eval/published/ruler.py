@@ -24,10 +24,7 @@ class Ruler(Benchmark):
         opening = row.text("answer_prefix") if "answer_prefix" in row else ""
         source = {name: row.content.get(name) for name in ("index", "outputs", "length")}
         source |= {"input": row.text("input") + opening, "others": row.content.get("others", {})}
-        yield Sample(
-            row.text("input"), "", row.texts("outputs"), task.metrics[0], max_tokens=task.max_tokens, opening=opening,
-            cut="none", source=source,
-        )  # fmt: skip
+        yield task.sample(row.text("input"), "", row.texts("outputs"), opening=opening, cut="none", source=source)
 
     def answered(self, row: Row, index: int, task: PublishedTask) -> Iterator[Answered]:
         yield Answered(row.text("pred"), row.texts("outputs", "output"))
