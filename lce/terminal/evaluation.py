@@ -225,7 +225,7 @@ def score(file: str, suite: str, task: str | None, metric: str | None, output: O
     each task.
     """
     from lce.lab.eval.published import find
-    from lce.terminal.published import score_predictions
+    from lce.terminal.suites import score_predictions
 
     score_predictions(find(suite), file, task, metric, output)
 
@@ -235,7 +235,7 @@ def score(file: str, suite: str, task: str | None, metric: str | None, output: O
 def benchmarks(output: Output) -> None:
     """List the published benchmarks: their tasks, and which files of theirs go where."""
     from lce.lab.eval.published import BENCHMARKS
-    from lce.terminal.published import benchmark_lines, benchmark_object
+    from lce.terminal.suites import benchmark_lines, benchmark_object
 
     output.object([benchmark_object(benchmark) for benchmark in BENCHMARKS.values()])
     for benchmark in BENCHMARKS.values():

@@ -1,4 +1,4 @@
-"""`lce eval run`, `tasks` and `published`: tasks by lengths and methods, a line for each measured cell, or JSON."""
+"""`lce eval run`, `published` and `score`: a line for each measured cell, or JSON; and the lists of tasks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 import lce
 from lce.errors import UsageError
 from lce.files import check_folder, write_whole
-from lce.lab.eval.naming import knob_values
+from lce.lab.eval.naming import cut, knob_values
+from lce.lab.eval.published import Benchmark
 from lce.lab.eval.published.base import Answered
-from lce.lab.eval.published.scoring import TaskScore, scored
+from lce.lab.eval.published.scoring import TaskScore, prediction_files, score_file, scored
 from lce.lab.eval.record import Record
 from lce.lab.eval.report import all_reach, fails
 from lce.lab.eval.running import make_folder
@@ -24,7 +25,6 @@ from lce.lab.eval.tasks import TASKS
 from lce.sizes import size_text
 from lce.terminal.capacity import check_capacity
 from lce.terminal.output import Output
-from lce.terminal.published import detail_lines
 
 HEADER = (
     f"{'task':<26}{'method':<18}{'length':>9}{'samples':>9}{'score':>8}  {'95% interval':<18}{'by':<11}"
@@ -172,3 +172,45 @@ def task_lines(task: Mapping[str, Any]) -> list[str]:
     knobs = " ".join(f"{name}={value}" for name, value in task["knobs"].items())
     text = "its own text" if task["fills"] else "hidden in a filler"
     return [task["name"], f"  {task['summary']}", f"  metric {task['metric']}; {text}{'; ' if knobs else ''}{knobs}"]
+
+
+def score_predictions(benchmark: Benchmark, path: str, task: str | None, metric: str | None, output: Output) -> None:
+    """Score a file of predictions, or the files of a folder, and print a line a task."""
+    found = [score_file(benchmark, each, task, metric) for each in prediction_files(benchmark, Path(path))]
+    averages = {} if metric else benchmark.averages({each.task: each.score for each in found})
+    output.object(
+        [{"suite": benchmark.name, **asdict(each)} for each in found]
+        + [{"suite": benchmark.name, "average": name, "score": score} for name, score in averages.items()]
+    )
+    output.text(f"{'task':<26}{'samples':>8}{'score':>8}  metric")
+    for each in found:
+        output.text(f"{each.task:<26}{each.samples:>8,}{each.score:>8.2f}  {each.metric}", *detail_lines(each))
+    output.text(*(f"{name:<26}{'':>8}{score:>8.2f}" for name, score in averages.items()))
+
+
+def detail_lines(found: TaskScore) -> list[str]:
+    """Return lines with the scores by group and by the task's other metrics."""
+    lines = [f"  {cut(name)}: {score:.2f}" for name, score in found.groups.items()]  # names are of the user's files
+    return lines + [f"  by {name}: {score:.2f}" for name, score in found.others.items()]
+
+
+def benchmark_object(benchmark: Benchmark) -> dict[str, Any]:
+    """Return a benchmark's description, the source of its files, and its tasks."""
+    return {
+        "name": benchmark.name, "title": benchmark.title, "summary": " ".join((type(benchmark).__doc__ or "").split()),
+        "files": benchmark.layout, "published": benchmark.data, "prompts_and_metrics": benchmark.source,
+        "prompts": [name for name in benchmark.variants if name],
+        "tasks": [asdict(task) for task in benchmark.tasks],
+    }  # fmt: skip
+
+
+def benchmark_lines(benchmark: Benchmark) -> list[str]:
+    """Return the object of `benchmark_object` as text."""
+    names = ", ".join(task.name for task in benchmark.tasks)
+    lines = [
+        f"{benchmark.name}: {benchmark.title}",
+        f"  files: {benchmark.layout}",
+        f"  published at: {benchmark.data}",
+    ]
+    prompts = [f"  prompts: {', '.join(benchmark.variants)}"] if benchmark.variants != ("",) else []
+    return [*lines, f"  prompts and metrics of: {benchmark.source}", *prompts, f"  tasks: {names}"]

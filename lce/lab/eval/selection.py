@@ -104,7 +104,14 @@ def measure(
     for index, sample in enumerate(made):
         found = record.get({**key, "index": index}, sample.prompt) if record else None
         if found is None:
-            found = replace(answered(engine, meter, sample), **_about(engine, model, method))
+            ids = engine.tokenizer.encode(sample.prompt)
+            meter.begin(len(ids) - 1, facts=fact_spans(engine, sample))
+            answer = engine.generate(ids, max_tokens=answer_tokens(engine, sample)).text
+            told: dict[str, Any] = {
+                "score": METRICS[sample.metric](answer, sample.answers),
+                "prompt": text_hash(sample.prompt),
+            }
+            found = replace(meter.end(), **told, **_about(engine, model, method))
             if record:
                 record.add({**key, "index": index}, found)
         texts.append(found)
@@ -116,15 +123,6 @@ def measure(
 def _about(engine: Engine, model: str, method: Method) -> dict[str, Any]:
     """Return further fields of a line, for reading and sorting."""
     return {"method": method.label, "window": engine.window, "checkpoint": str(model)}
-
-
-def answered(engine: Engine, meter: AttentionMeter, sample: Sample) -> Attended:
-    """Answer a sample; return what the answer's queries attended, with the answer's score."""
-    ids = engine.tokenizer.encode(sample.prompt)
-    meter.begin(len(ids) - 1, facts=fact_spans(engine, sample))
-    answer = engine.generate(ids, max_tokens=answer_tokens(engine, sample)).text
-    score = METRICS[sample.metric](answer, sample.answers)
-    return replace(meter.end(), score=score, prompt=text_hash(sample.prompt))
 
 
 def fact_spans(engine: Engine, sample: Sample) -> list[tuple[int, int]]:
