@@ -127,16 +127,12 @@ def engine_parts(sample: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     if watched := re.fullmatch(r"inner=(\w+)\((.*)\)", knobs):  # by `lce eval selection`
         kind, knobs = watched.groups()
     parts = dict(part.partition("=")[::2] for part in _split(knobs)) if knobs else {}
-    parts = {knob: _value(value) for knob, value in parts.items()}
+    for knob, value in parts.items():
+        read = re.fullmatch(r"\w+\('[^']*', (\w+)\)", value)  # from a file: `Maps('name', digest)`
+        parts[knob] = read[1] if read else value.strip("'")
     parts |= {"window": window, "block": block, "on": place.replace("torch.", ""), "rope": _rope(str(sample["rope"]))}
     parts |= {name: str(sample.get(name, "as loaded")) for name in ("weights", "kv_dtype")}
     return kind, parts
-
-
-def _value(text: str) -> str:
-    """Return a knob's value without quotes; for a value read from a file, `Maps('name', digest)`, return the digest."""
-    read = re.fullmatch(r"\w+\('[^']*', (\w+)\)", text)
-    return read[1] if read else text.strip("'")
 
 
 def _rope(text: str) -> str:

@@ -58,18 +58,14 @@ class _Reader:
         """Make the context hold `text`; mark the whole blocks of its first `n_kept` tokens for a later text."""
         context, block = self.context, self.engine.block
         n_known = n_common(context.token_ids, text)
-        while not self._is_usable(self.marks[-1].n_tokens, n_known, len(text)):
-            self.marks.pop()
+        while (n := self.marks[-1].n_tokens) > n_known or (n % block and n != len(text)):
+            self.marks.pop()  # no beginning of the text that ends at the border of a block, nor the whole text
         context.go_back(self.marks[-1])
         for stop in (n_kept // block * block, len(text)):
             if len(context) < stop:
                 self.engine.prefill(text[len(context) : stop], context=context)
                 self.marks.append(context.mark())
         return context
-
-    def _is_usable(self, n_marked: int, n_known: int, n_wanted: int) -> bool:
-        """Return whether a mark is a text's beginning that ends at the border of a block, or the whole text."""
-        return n_marked <= n_known and (n_marked % self.engine.block == 0 or n_marked == n_wanted)
 
 
 def n_common(one: Sequence[int], other: Sequence[int]) -> int:

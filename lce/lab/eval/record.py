@@ -161,10 +161,11 @@ class Record:
         try:
             with self._opened() as file:
                 _lock(file.fileno(), self.path)
-                end = _end_of_lines(file.fileno())
+                end, written = _end_of_lines(file.fileno()), 0
                 try:
                     file.truncate(end)
-                    _write(file.fileno(), data, end)
+                    while written < len(data):
+                        written += os.pwrite(file.fileno(), data[written:], end + written)
                     os.fsync(file.fileno())
                 except BaseException:
                     file.truncate(end)
@@ -196,12 +197,6 @@ def _lock(descriptor: int, path: Path) -> None:
         except DataError:
             time.sleep(LOCK_PAUSE_S)
     lock(descriptor, path)
-
-
-def _write(descriptor: int, data: bytes, offset: int) -> None:
-    while data:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
 
 
 def _end_of_lines(descriptor: int, piece: int = 1 << 16) -> int:

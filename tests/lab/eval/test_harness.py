@@ -22,8 +22,10 @@ from lce.errors import UsageError
 from tests.checkpoints import save_chat, save_tiny
 from tests.command import run, spawn
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the harness and of what it imports
-installed = pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs lm_eval: pip install 'lce[harness]'")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # of the harness and of what it imports
+    pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs lm_eval: pip install 'lce[harness]'"),
+]
 WORDS = "the quick brown fox jumps over a lazy dog, naïve façades and the morning; 日本語 don't".split()
 CHAT = (
     "{% for m in messages %}<|turn|>{{ m.role }}: {{ m.content|trim }}<|end|>{% endfor %}"
@@ -87,7 +89,6 @@ def evaluated(model: str, folder: Path, tasks: Path) -> dict[str, Any]:
     return found
 
 
-@installed
 def test_same_numbers_as_transformers(folder: Path, tasks: Path) -> None:
     importlib.import_module("lce.lab.eval.harness")
     ours, theirs = evaluated("lce", folder, tasks), evaluated("hf", folder, tasks)
@@ -107,7 +108,6 @@ def flat(answers: Any) -> list[Any]:
     return [float(x) for x in map(ord, answers)] if isinstance(answers, str) else [float(answers)]
 
 
-@installed
 def test_the_model_says_what_it_is(folder: Path) -> None:
     from lce.lab.eval.harness import LceLM
 
@@ -121,7 +121,6 @@ def test_the_model_says_what_it_is(folder: Path) -> None:
     assert "linear" in about["lce_rope"]
 
 
-@installed
 def test_the_command_hands_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
     import lm_eval.__main__
 
@@ -134,14 +133,12 @@ def test_the_command_hands_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> 
     assert sys.argv == before
 
 
-@installed
 def test_what_the_harness_refuses_is_one_line() -> None:
     result = run("eval", "harness", "run", "--model", "lce", "--model_args", "{bad", "--tasks", "any")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.splitlines()[-1].startswith("lce: error: lm-evaluation-harness: Invalid JSON")
 
 
-@installed
 @pytest.mark.slow
 def test_the_command_runs_a_method(folder: Path, tasks: Path) -> None:
     arguments = f"pretrained={folder},method=longheads,chunk_size=4,chunks=8,block=16"
@@ -168,7 +165,6 @@ def request(*arguments: Any) -> Any:
     return SimpleNamespace(args=arguments)
 
 
-@installed
 def test_tokens_are_those_of_transformers(lm: Any, folder: Path) -> None:
     from lm_eval.models.huggingface import HFLM
 
@@ -182,7 +178,6 @@ def test_tokens_are_those_of_transformers(lm: Any, folder: Path) -> None:
     assert lm._encode_pair("the quick ", "fox") == hf._encode_pair("the quick ", "fox")
 
 
-@installed
 def test_the_prefix_and_bos_may_be_chosen(folder: Path) -> None:
     from lce.lab.eval.harness import LceLM
 
@@ -197,7 +192,6 @@ def test_the_prefix_and_bos_may_be_chosen(folder: Path) -> None:
         LceLM(method="longheads")
 
 
-@installed
 def test_requests_that_are_cut_are_told(lm: Any, caplog: pytest.LogCaptureFixture) -> None:
     short, longer = request("the quick", " fox"), request("the quick " * 40, " fox")
     lm.loglikelihood([short], disable_tqdm=True)
@@ -208,7 +202,6 @@ def test_requests_that_are_cut_are_told(lm: Any, caplog: pytest.LogCaptureFixtur
     assert "1 of 1 requests" in caplog.messages[1]
 
 
-@installed
 def test_sampling_follows_the_seed_of_torch(lm: Any) -> None:
     asked = [request("the quick", {"do_sample": True, "temperature": 2.0, "max_gen_toks": 20})]
     found = []
@@ -218,7 +211,6 @@ def test_sampling_follows_the_seed_of_torch(lm: Any) -> None:
     assert found[0] == found[1] != found[2]
 
 
-@installed
 def test_what_was_answered_is_kept_after_an_interruption(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = []
     lm.cache_hook = SimpleNamespace(add_partial=lambda kind, asked, answer: kept.append((kind, asked, answer)))
@@ -236,7 +228,6 @@ def test_what_was_answered_is_kept_after_an_interruption(lm: Any, monkeypatch: p
     assert [(kind, asked[1]) for kind, asked, _ in kept] == [("loglikelihood", " lazy dog")] * 2
 
 
-@installed
 @pytest.mark.parametrize("template", [CHAT, CHAT.replace("|trim", "")], ids=["trimmed", "plain"])
 def test_chats_are_those_of_transformers(template: str, tmp_path: Path) -> None:
     from lm_eval.models.huggingface import HFLM
@@ -252,7 +243,6 @@ def test_chats_are_those_of_transformers(template: str, tmp_path: Path) -> None:
     assert ours.tok_encode(text) == theirs.tok_encode(text)
 
 
-@installed
 def test_a_template_may_refuse_the_system(tmp_path: Path) -> None:
     from lce.lab.eval.harness import LceLM
 
@@ -263,7 +253,6 @@ def test_a_template_may_refuse_the_system(tmp_path: Path) -> None:
         lm.apply_chat_template([system])
 
 
-@installed
 def test_the_entry_point_names_the_class() -> None:
     from lm_eval.api.registry import Registry, get_model
 
@@ -276,10 +265,3 @@ def test_the_entry_point_names_the_class() -> None:
     registry.register(name, target=EntryPoint(name, value, "lm_eval.models"))  # what releases that read them do
     assert registry.get("lce") is get_model("lce") is LceLM
     assert get_model("hf").__name__ == "HFLM"
-
-
-def test_without_the_harness_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.delitem(sys.modules, "lce.lab.eval.harness", raising=False)
-    with pytest.raises(UsageError, match=r"pip install 'lce\[harness\]'"):
-        importlib.import_module("lce.lab.eval.harness")

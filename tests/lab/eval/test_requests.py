@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +145,10 @@ def test_a_stop_may_be_a_special_token(folder: Path) -> None:
 def test_the_cut_is_before_the_first_stop() -> None:
     assert cut("abcabd", ["d", "bc", "c"]) == "a"
     assert cut("abc", ["x", "y"]) == cut("abc", []) == "abc"
+
+
+def test_without_the_harness_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "lce.lab.eval.harness", raising=False)
+    with pytest.raises(UsageError, match=r"pip install 'lce\[harness\]'"):
+        importlib.import_module("lce.lab.eval.harness")
