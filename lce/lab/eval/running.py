@@ -58,7 +58,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Asking:
-    """How samples are asked: the mode, a shard of them, and where documents are kept.
+    """A way to ask samples: the mode, a shard of the samples, and the folder in which documents are kept.
 
     `contexts` is a folder: the modes `shared` and `turns` save each document there as a context file. Later calls of
     either mode open the file; questions do not change the file. Raises `UsageError`.

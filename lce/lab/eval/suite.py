@@ -32,7 +32,7 @@ QUESTIONS = 4  # of a document, if several are asked and no number is given
 
 @dataclass(frozen=True, kw_only=True)
 class Suite(ABC):
-    """How samples of tasks are made and asked."""
+    """A way to make samples of tasks and to ask them."""
 
     scale: ClassVar[int] = 1  # scores are shown from 0 to this
     asking: Asking = ALONE
@@ -71,7 +71,7 @@ class Suite(ABC):
 
 @dataclass(frozen=True)
 class MadeSuite(Suite):
-    """Tasks made here: `samples` documents for each task and length, `questions` about each.
+    """A suite of tasks made here: `samples` documents for each task and length, `questions` about each.
 
     A single fact stands at each of `depths` in turn, or else at even depths. The fillers are those of
     `lce.lab.eval.tasks.making.samples`. Raises `UsageError`.
