@@ -5,6 +5,7 @@ Heavy modules are imported inside the functions, so that `--help` answers at onc
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import click
@@ -145,15 +146,9 @@ def run_suite(suite: dict[str, Any], record: str | None, **how: Any) -> None:
     SuiteRun(**suite, **how).measure(record)
 
 
-evaluation.add_command(
-    click.Command(
-        "passkey",
-        run_suite.context_settings,
-        run_suite.callback,
-        run_suite.params,
-        help="The short name of `lce eval run --task passkey`.",
-    )
-)
+passkey = copy(run_suite)
+passkey.help = "The short name of `lce eval run --task passkey`."
+evaluation.add_command(passkey, "passkey")
 
 
 @evaluation.command()

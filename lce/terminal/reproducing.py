@@ -70,16 +70,11 @@ class Commands(contextlib.ExitStack):
     def run(self, command: str, tokens: int) -> Any:
         """Run a command and return its JSON output. The word FILE becomes a file of `tokens` tokens of prose."""
         words = [self._prose(tokens) if word == "FILE" else word for word in shlex.split(command)[1:]]
-        words += ["--json", *(["-"] if words[0] == "bench" else []), *(["--quiet"] if self.output.quiet else [])]
-        if words[0] in ("plan", "explain"):
-            words = [word for word in words if word != "--quiet"]
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            root = self.context.command
-            assert isinstance(root, click.Group)
-            name, found, rest = root.resolve_command(self.context, words)
-            assert found is not None
-            with found.make_context(name, rest, parent=self.context) as context:
-                found.invoke(context)
+        words += ["--json", *(["-"] if words[0] == "bench" else [])]
+        words += ["--quiet"] * (self.output.quiet and words[0] not in ("plan", "explain"))
+        root = self.context.command
+        with contextlib.redirect_stdout(io.StringIO()) as printed, root.make_context("lce", words) as context:
+            root.invoke(context)
         return json.loads(printed.getvalue())
 
     def _prose(self, tokens: int) -> str:
