@@ -69,7 +69,7 @@ class Commands(contextlib.ExitStack):
 
     def run(self, command: str, tokens: int) -> Any:
         """Run a command and return its JSON output. The word FILE becomes a file of `tokens` tokens of prose."""
-        words = [self._prose(tokens) if word == "FILE" else word for word in shlex.split(command)[1:]]
+        words = [self._file(tokens) if word == "FILE" else word for word in shlex.split(command)[1:]]
         words += ["--json", *(["-"] if words[0] == "bench" else [])]
         words += ["--quiet"] * (self.output.quiet and words[0] not in ("plan", "explain"))
         root = self.context.command
@@ -77,7 +77,7 @@ class Commands(contextlib.ExitStack):
             root.invoke(context)
         return json.loads(printed.getvalue())
 
-    def _prose(self, tokens: int) -> str:
+    def _file(self, tokens: int) -> str:
         if tokens not in self.texts:
             folder = self.enter_context(tempfile.TemporaryDirectory())
             path = Path(folder) / "prose.txt"

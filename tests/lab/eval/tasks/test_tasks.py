@@ -41,6 +41,14 @@ def test_needles_state_their_answers_and_prose_states_none_of_them():
     assert (key.question, len(key.answer)) == ("What is the pass key? The pass key is", 5)
 
 
+def test_prose_goes_on_from_a_seed_and_states_no_fact():
+    made = list(islice(sentences(Random(3)), 3000))
+    assert len(set(made)) > 2000
+    assert made[:50] == list(islice(sentences(Random(3)), 50)) != list(islice(sentences(Random(4)), 50))
+    for word in ("pass key", "secret", "code of", " hid ", "Most of all", *"0123456789"):
+        assert word not in " ".join(made)
+
+
 def test_whereabouts_agrees_with_a_replay_of_its_story():
     for seed in range(200):
         puzzle = TASKS["whereabouts"]().puzzle(Random(seed))
