@@ -69,7 +69,7 @@ class SuiteRun:
         ceilings = self._ceilings(engines[0]) if self.ceiling else []
         told: set[str | None] = {None}
         for number, task in enumerate(self.tasks):
-            made = {length: self.suite.make(engines[0], task, length) for length in sorted(self.lengths) or [0]}
+            made = {length: self.suite.make(engines[0], task, length) for length in self.lengths or [0]}
             longest = max(self.lengths, default=0) or max(map(_most_tokens, made[0]), default=1)
             check_capacity(self.model, self.methods, longest, self.loading)
             beyond = {engine.beyond(longest) for engine in engines} - told
