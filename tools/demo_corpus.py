@@ -9,11 +9,20 @@ from random import Random
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from lce.lab.eval.needles import NEEDLES, Needle
 from lce.lab.eval.prose import sentences
 from lce.lab.eval.tasks.base import MadeTask, Puzzle
 from lce.lab.eval.tasks.chains import Variables, Walk, Whereabouts
-from lce.lab.eval.tasks.keys import OPENING, CountingStars, SeveralKeys, SeveralQueries, SeveralValues, SplitPassKey
+from lce.lab.eval.tasks.keys import (
+    NEEDLES,
+    OPENING,
+    CountingStars,
+    Needle,
+    PassKey,
+    SeveralKeys,
+    SeveralQueries,
+    SeveralValues,
+    SplitPassKey,
+)
 from lce.lab.eval.tasks.lists import CommonWords, FrequentWords, NthRequest, Pairs
 from lce.lab.eval.tasks.making import NOISE
 
@@ -50,7 +59,7 @@ def train_tokenizer(vocab_size: int, seed: int) -> Tokenizer:
 
     def texts() -> Iterator[str]:
         for _ in range(20_000):
-            needle = rng.choice(list(NEEDLES.values()))(rng)
+            needle = rng.choice(NEEDLES).draw(rng)
             yield " ".join([next(prose), next(prose), needle.statement, needle.question, needle.answer + "."])
             puzzle = _drawn_task(rng, 256).puzzle(rng, 6)
             yield " " + " ".join([*puzzle.statements[:6], puzzle.questions[0].text, puzzle.questions[0].answer + "."])
@@ -127,7 +136,8 @@ class Corpus:
             parts.append((position, statement, ()))
             parts.append((1 + rng.random() if rng.random() < 0.65 else rng.uniform(position, 1), *question))
             used += cost
-        if needles[0].topic == "pass key" and rng.random() < 0.15 and used + len(self._encode(" " + OPENING)) <= size:
+        is_published = needles[0].question == PassKey.question and rng.random() < 0.15
+        if is_published and used + len(self._encode(" " + OPENING)) <= size:
             parts.append((-1, self._encode(" " + OPENING), ()))
             used += len(parts[-1][1])
         noise = [self._encode(" " + text) for text in NOISE] if rng.random() < 0.15 else None
@@ -196,11 +206,11 @@ class Corpus:
         return filler
 
     def _needles(self, n: int) -> list[Needle]:
-        kinds, found = list(NEEDLES.values()), {}
+        found: dict[str, Needle] = {}
         while len(found) < n:
-            kind = NEEDLES["passkey"] if not found and self.rng.random() < 0.6 else self.rng.choice(kinds)
-            needle = kind(self.rng)
-            found.setdefault(needle.topic, needle)
+            kind = PassKey if not found and self.rng.random() < 0.6 else self.rng.choice(NEEDLES)
+            needle = kind.draw(self.rng)
+            found.setdefault(needle.question, needle)
         return self.rng.sample(list(found.values()), len(found))
 
     def _question(self, needle: Needle) -> tuple[tuple[int, ...], tuple[int, ...]]:

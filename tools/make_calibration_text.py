@@ -11,8 +11,8 @@ from pathlib import Path
 from random import Random
 
 import lce
-from lce.lab.eval.needles import NEEDLES
 from lce.lab.eval.prose import sentences
+from lce.lab.eval.tasks.keys import NEEDLES
 from tools.make_haystack import hidden
 
 
@@ -24,9 +24,9 @@ def main() -> None:
     args = parser.parse_args()
     tokenizer = lce.load("demo").tokenizer
     rng = Random(args.seed)
-    prose, kinds, texts, written = sentences(rng), list(NEEDLES.values()), [], 0
+    prose, texts, written = sentences(rng), [], 0
     while written < args.tokens:
-        needle = rng.choice(kinds)(rng)
+        needle = rng.choice(NEEDLES).draw(rng)
         text = hidden(needle, 500, rng.random(), prose, lambda text: len(tokenizer.encode(text)))
         texts.append(f"{text} {needle.answer}.")
         written += len(tokenizer.encode(texts[-1]))

@@ -12,8 +12,8 @@ from pathlib import Path
 from random import Random
 
 import lce
-from lce.lab.eval.needles import Needle, passkey
 from lce.lab.eval.prose import sentences
+from lce.lab.eval.tasks.keys import Needle, PassKey
 
 
 def hidden(needle: Needle, length: int, depth: float, filler: Iterator[str], count: Callable[[str], int]) -> str:
@@ -32,7 +32,7 @@ def hidden(needle: Needle, length: int, depth: float, filler: Iterator[str], cou
 def main() -> None:
     tokenizer = lce.load("demo").tokenizer
     rng = Random(2025)
-    needle = passkey(rng)
+    needle = PassKey.draw(rng)
     text = hidden(needle, 32_000, 0.4, sentences(rng), lambda text: len(tokenizer.encode(" " + text, bos=False)))
     Path("examples/haystack.txt").write_text(text)
     print(f"{len(tokenizer.encode(text))} tokens; the pass key is {needle.answer}")

@@ -2,7 +2,7 @@
 
 The prose comes in small scenes. A scene picks a place, a few people and a few things, and tells four to nine
 sentences about them, so names and nouns recur nearby as in real text. No sentence states a fact that
-`lce.lab.eval.needles` could ask about.
+`lce.lab.eval.tasks` could ask about.
 """
 
 from __future__ import annotations

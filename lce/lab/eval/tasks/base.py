@@ -54,6 +54,11 @@ class MadeTask(Task, ABC):
         """Return a puzzle, with `n` statements if `fills` is set."""
 
 
+def digits(rng: Random, n: int) -> str:
+    """Return `n` random digits."""
+    return "".join(rng.choice("0123456789") for _ in range(n))
+
+
 def distinct(rng: Random, n: int, make: Callable[[Random], str]) -> list[str]:
     """Return `n` different texts of `make(rng)`. Raises `ValueError` if `make` has too few."""
     found: dict[str, None] = {}

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
 
-from lce.lab.eval.needles import digits
 from lce.lab.eval.prose import NAMES, PLACES, THINGS
-from lce.lab.eval.tasks.base import MadeTask, Puzzle, Question, distinct, names
+from lce.lab.eval.tasks.base import MadeTask, Puzzle, Question, digits, distinct, names
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 

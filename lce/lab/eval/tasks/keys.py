@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
-from lce.lab.eval.needles import NEEDLES, digits
-from lce.lab.eval.prose import COLOURS, NAMES, THINGS
-from lce.lab.eval.tasks.base import WORDS, MadeTask, Puzzle, Question, distinct
+from lce.lab.eval.prose import ANIMALS, COLOURS, FOODS, NAMES, PLACES, THINGS
+from lce.lab.eval.tasks.base import WORDS, MadeTask, Puzzle, Question, digits, distinct
 
+KINDS = {"name": NAMES, "colour": COLOURS, "thing": THINGS, "animal": ANIMALS, "place": PLACES, "food": FOODS}
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 
 
@@ -19,52 +19,85 @@ def check_ordinals(knob: str, value: int) -> None:
         raise ValueError(f"{knob} is {value}; expected {len(ORDINALS)} or fewer")
 
 
+class Needle(NamedTuple):
+    """One hidden fact: `statement` goes into a text, `question` ends a prompt, and `answer` continues the question."""
+
+    statement: str
+    question: str
+    answer: str
+
+
 @dataclass(frozen=True)
 class OneNeedle(MadeTask):
-    """One fact of `lce.lab.eval.needles`, stated once."""
+    """One fact, stated once. `drawn` has the kinds of words in its texts, and numbers of digits, in the order drawn."""
 
-    needle: ClassVar[str]
+    drawn: ClassVar[str]
+    statement: ClassVar[str]
+    question: ClassVar[str]  # its last words begin the answer
+    answer: ClassVar[str]
+
+    @classmethod
+    def draw(cls, rng: Random) -> Needle:
+        """Return a fact. Facts with one question contradict each other."""
+        words = {}
+        for kind in cls.drawn.split():
+            words[kind] = rng.choice(KINDS[kind]) if kind in KINDS else digits(rng, int(kind[1:]))
+        return Needle(*(text.format(**words) for text in (cls.statement, cls.question, cls.answer)))
 
     def puzzle(self, rng: Random, n: int = 0) -> Puzzle:
-        needle = NEEDLES[self.needle](rng)
+        needle = self.draw(rng)
         question = Question(needle.question, needle.answer, (needle.answer,), (0,))
         return Puzzle((needle.statement,), (question,))
 
 
 class PassKey(OneNeedle):
-    """A pass key of five digits, stated twice in one place."""
+    """A pass key of five digits, stated twice in one place, worded as by Mohtashami and Jaggi (2023)."""
 
-    name, needle = "passkey", "passkey"
+    name, drawn = "passkey", "n5"
+    statement = "The pass key is {n5}. Remember it. {n5} is the pass key."
+    question, answer = "What is the pass key? The pass key is", "{n5}"
 
 
 class Code(OneNeedle):
     """The four-digit code of a coloured thing."""
 
-    name, needle = "code", "code"
+    name, drawn = "code", "colour thing n4"
+    statement = "The code of the {colour} {thing} is {n4}."
+    question = "What is the code of the {colour} {thing}? The code of the {colour} {thing} is"
+    answer = "{n4}"
 
 
 class Secret(OneNeedle):
     """The secret of a named person: two words."""
 
-    name, needle = "secret", "secret"
+    name, drawn = "secret", "name colour animal"
+    statement = "The secret of {name} is the {colour} {animal}."
+    question, answer = "What is the secret of {name}? The secret of {name} is the", "{colour} {animal}"
 
 
 class HidingPlace(OneNeedle):
     """Where a person hid a thing."""
 
-    name, needle = "place", "place"
+    name, drawn = "place", "name thing place"
+    statement = "{name} hid the {thing} in the {place}."
+    question, answer = "Where did {name} hide the {thing}? {name} hid the {thing} in the", "{place}"
 
 
 class Favourite(OneNeedle):
     """What a person likes best to eat."""
 
-    name, needle = "favourite", "favourite"
+    name, drawn = "favourite", "name food"
+    statement = "Most of all {name} likes {food}."
+    question, answer = "What does {name} like? Most of all {name} likes", "{food}"
 
 
-class PublishedPassKey(OneNeedle):
+NEEDLES = (PassKey, Code, Secret, HidingPlace, Favourite)
+
+
+class PublishedPassKey(PassKey):
     """The pass key with the published opening (Mohtashami and Jaggi, 2023); the published filler is `noise`."""
 
-    name, needle = "passkey_published", "passkey"
+    name = "passkey_published"
 
     def puzzle(self, rng: Random, n: int = 0) -> Puzzle:
         plain = super().puzzle(rng)

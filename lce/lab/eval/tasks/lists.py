@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
 
-from lce.lab.eval.needles import digits
 from lce.lab.eval.prose import ANIMALS
-from lce.lab.eval.tasks.base import WORDS, MadeTask, Puzzle, Question, names
+from lce.lab.eval.tasks.base import WORDS, MadeTask, Puzzle, Question, digits, names
 from lce.lab.eval.tasks.keys import ORDINALS, check_ordinals
 
 FORMS = "song tale joke poem riddle prayer".split()

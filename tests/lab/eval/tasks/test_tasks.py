@@ -7,9 +7,9 @@ from random import Random
 import pytest
 
 from lce.lab.eval.metrics import METRICS
-from lce.lab.eval.needles import NEEDLES, passkey
 from lce.lab.eval.prose import sentences
 from lce.lab.eval.tasks import TASKS
+from lce.lab.eval.tasks.keys import NEEDLES, PassKey
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -27,16 +27,14 @@ def test_an_answer_is_scored_as_right_and_stands_in_its_facts(name):
 
 def test_needles_state_their_answers_and_prose_states_none_of_them():
     text = " ".join(islice(sentences(Random(2)), 2000))
-    for kind in NEEDLES.values():
-        questions = {}
+    for kind in NEEDLES:
         for seed in range(100):
-            needle = kind(Random(seed))
+            needle = kind.draw(Random(seed))
             assert needle.answer in needle.statement
             assert needle.answer not in needle.question
             assert needle.question.split()[-1] in needle.statement.split()
-            assert questions.setdefault(needle.topic, needle.question) == needle.question
             assert needle.statement not in text
-    key = passkey(Random(0))
+    key = PassKey.draw(Random(0))
     assert key.statement == f"The pass key is {key.answer}. Remember it. {key.answer} is the pass key."
     assert (key.question, len(key.answer)) == ("What is the pass key? The pass key is", 5)
 
