@@ -73,8 +73,12 @@ class Commands(contextlib.ExitStack):
         words += ["--json", *(["-"] if words[0] == "bench" else [])]
         words += ["--quiet"] * (self.output.quiet and words[0] not in ("plan", "explain"))
         root = self.context.command
-        with contextlib.redirect_stdout(io.StringIO()) as printed, root.make_context("lce", words) as context:
-            root.invoke(context)
+        assert isinstance(root, click.Group)
+        name, found, rest = root.resolve_command(self.context, words)
+        assert found is not None
+        context = found.make_context(name, rest, parent=self.context)
+        with contextlib.redirect_stdout(io.StringIO()) as printed, context:
+            found.invoke(context)
         return json.loads(printed.getvalue())
 
     def _file(self, tokens: int) -> str:

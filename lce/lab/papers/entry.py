@@ -102,8 +102,9 @@ class Entry:
         for row, measure in product(self.rows, self.chosen(setting)):
             for command in measure.commands(row, lengths, setting):
                 tokens = measure.text_tokens(lengths, setting)
+                is_known = isinstance(measure, Answers) and measure in measured  # the ceiling is measured once
                 try:
-                    found = run(f"{command} --no-ceiling" if measure in measured else command, tokens)
+                    found = run(f"{command} --no-ceiling" if is_known else command, tokens)
                 except UsageError as error:
                     if not any("--no-ceiling" in note for note in getattr(error, "__notes__", [])):
                         raise
@@ -111,7 +112,7 @@ class Entry:
                     label = measure.label(str(error).partition(":")[0])
                     yield Cell(WITHIN, label, setting.window, None, note=f"not within the window: {error}")
                     found = run(f"{command} --no-ceiling", tokens)
-                if isinstance(measure, Answers):  # the ceiling is measured once
+                if isinstance(measure, Answers):
                     measured.add(measure)
                 for cell in measure.cells(row, found, setting):
                     multiple = cell.length / setting.window
