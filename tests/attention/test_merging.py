@@ -26,18 +26,6 @@ def test_merged_parts_are_one_softmax(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_routed_and_a_causal_part_merge_to_full_attention(name: str) -> None:
-    """Three whole chunks chosen by all, and the block's own keys: causal attention over 24 tokens."""
-    attention = Attention.choose(name)
-    q, k, v = vectors(4, 2, 6, 24)
-    chunks = (k[:, :18].unflatten(1, (3, 6)), v[:, :18].unflatten(1, (3, 6)))
-    chosen = torch.arange(3).expand(4, 6, 3)
-    tiles = [Tiles.of_chunks(*chunks)]
-    parts = [attention.routed(q, AS_IT_IS, chosen, tiles), attention.dense(q, k[:, 18:], v[:, 18:], causal=True)]
-    torch.testing.assert_close(merge(parts).double(), dense_truth(q, k, v, causal=True)[0], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", BACKENDS)
 def test_a_part_that_saw_nothing_adds_nothing(name: str) -> None:
     attention = Attention.choose(name)
     q, k, v = vectors(4, 2, 6, 24)

@@ -121,11 +121,13 @@ def methods(n_heads: int, n_kv_heads: int) -> dict[str, Method]:
     }
 
 
-def declared(method: Method, blocks: list[int], n_heads: int, n_kv_heads: int) -> Cost:
-    """What a method says of these blocks."""
+def declared(counter: Counter, method: Method, blocks: list[int], heads: tuple[int, int]) -> Cost:
+    """What a method says of these blocks, which are run and counted."""
+    with counter:
+        lce.methods.run(method, *vectors(1, *heads, LENGTH, D), window=WINDOW, blocks=blocks, attention="reference")
     cost, start = Cost(0), 0
     for size in blocks:
-        more = method.cost(QueryBlock(start, start + size, n_heads, n_kv_heads, D))
+        more = method.cost(QueryBlock(start, start + size, *heads, D))
         assert more is not None
         cost, start = cost + more, start + size
     return cost
@@ -136,12 +138,7 @@ def declared(method: Method, blocks: list[int], n_heads: int, n_kv_heads: int) -
 def test_the_declared_cost_is_that_of_a_run(counter: Counter, name: str, heads: tuple[int, int]) -> None:
     """Prefill in blocks of several sizes, and decode."""
     method = methods(*heads)[name].resolve(WINDOW)
-    blocks = [7, 33, 24, 16, 1, 1, 46, 1, 1, 1]
-    assert sum(blocks) == LENGTH
-    q, k, v = vectors(1, *heads, LENGTH, D)
-    with counter:
-        lce.methods.run(method, q, k, v, window=WINDOW, blocks=blocks, attention="reference")
-    cost = declared(method, blocks, *heads)
+    cost = declared(counter, method, [7, 33, 24, 16, 1, 1, 46, 1, 1, 1], heads)
     assert counter.names == [SCORES]
     found = {kind: counter.counts[kind] for kind in (ATTENTION, SCORES, SUMMARIES, LOW_DIM)}
     assert {kind: getattr(cost, kind) for kind in found} == found
@@ -151,10 +148,7 @@ def test_the_declared_cost_is_that_of_a_run(counter: Counter, name: str, heads: 
 def test_tokens_that_each_head_chooses(counter: Counter) -> None:
     """Their scores serve as logits: the products of both are counted together."""
     method = lce.methods.LMInfinite(sinks=3, local=17, top_k=5).resolve(WINDOW)
-    blocks = [30, 60, 40, 1]
-    with counter:
-        lce.methods.run(method, *vectors(1, 4, 2, LENGTH, D), window=WINDOW, blocks=blocks, attention="reference")
-    cost = declared(method, blocks, 4, 2)
+    cost = declared(counter, method, [30, 60, 40, 1], (4, 2))
     assert cost.attention is not None
     assert cost.scores is not None
     assert cost.attention + cost.scores == counter.counts[ATTENTION] + counter.counts[SCORES]
@@ -162,10 +156,7 @@ def test_tokens_that_each_head_chooses(counter: Counter) -> None:
 
 def test_principal_components_are_not_counted(counter: Counter) -> None:
     method = lce.methods.ESA(sinks=3, local=20, top_k=9, low_dim=3, compress="pca").resolve(WINDOW)
-    blocks = [50, 50, 30, 1]
-    with counter:
-        lce.methods.run(method, *vectors(1, 4, 2, LENGTH, D), window=WINDOW, blocks=blocks, attention="reference")
-    cost = declared(method, blocks, 4, 2)
+    cost = declared(counter, method, [50, 50, 30, 1], (4, 2))
     assert (cost.attention, cost.scores) == (counter.counts[ATTENTION], counter.counts[SCORES])
     late = 100 * 2 * D * 3  # the low-dim keys of the tokens up to the first block that chooses
     assert cost.low_dim == counter.counts[LOW_DIM] + late

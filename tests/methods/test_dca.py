@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 import lce
 from lce.errors import ModelError
@@ -51,19 +49,6 @@ def test_qwens_models_are_read_as_they_are_served(size: int, kept: int, tiny_mod
             behind = i // length - j // length
             query = {0: i % length, 1: successive[i % length]}.get(behind, inter)
             assert distance[i, j] == query - j % length, (i, j)
-
-
-@pytest.mark.parametrize("parts", ["all", "intra", "intra+inter"])
-def test_each_part_is_what_the_others_lack(parts: Any) -> None:
-    """Figure 4: which keys are attended, and where positions are those of full attention."""
-    found = explain(DualChunk(chunk_size=6, parts=parts), tokens=20, window=10)
-    i, j = torch.arange(20)[:, None], torch.arange(20)
-    behind = i // 6 - j // 6
-    assert torch.equal(found.attended, (j <= i) & ((behind == 0) | (parts != "intra")))
-    previous = found.attended & (behind == 1)
-    from_far = (9 - j % 6).expand(20, 20)
-    assert torch.equal(found.distance[previous], from_far[previous]) == (parts != "all")
-    assert torch.equal(found.distance[behind == 0], (i - j).clamp(min=-1)[behind == 0])
 
 
 def test_a_config_that_makes_no_sense_is_refused(tiny_model: Path, tmp_path: Path) -> None:

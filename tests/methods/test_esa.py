@@ -10,7 +10,7 @@ import torch
 
 import lce
 from lce.errors import UsageError
-from lce.methods import ESA, make
+from lce.methods import ESA
 from lce.methods.lowdim import LowDimMap, LowDimMaps
 from lce.weights.source import DEMO
 from tests import oracle
@@ -18,12 +18,6 @@ from tests.running import cut, run, vectors
 
 WINDOW = 32
 KNOBS = {"sinks": 4, "local": 10, "top_k": 7}
-
-
-def test_the_preset_is_the_papers() -> None:
-    method = make("esa", {"preset": "paper", "compress": "none", "top_k": "1024"})
-    assert method == ESA(sinks=128, local=4096, top_k=1024, eps=3, low_dim=128, compress="none")
-    assert ESA(compress="none", **ESA.presets["paper"]).resolve(8192).far == 4096
 
 
 def learned(n_heads: int, n_kv_heads: int, dim: int, low_dim: int) -> LowDimMap:

@@ -23,7 +23,7 @@ from lce.errors import UsageError
 from lce.methods import Full, LongHeads, Method, SelectiveMethod, Step
 from lce.methods.base import METHOD_CHECKS
 from lce.methods.costs import Cost, QueryBlock
-from lce.methods.hooks import SELECTION_CHECKS, described
+from lce.methods.hooks import SELECTION_CHECKS
 from lce.methods.parts import LayerFacts
 from lce.methods.step import DeviceStep
 from tests.running import vectors
@@ -288,21 +288,3 @@ def test_ours_are_not_wrapped() -> None:
     assert hasattr(Own.attend, "__wrapped__")
     assert Own.attend.__name__ == "attend"
     assert dataclasses.fields(Own)[-1].name == "bent"
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        (None, "None"),
-        (3, "3"),
-        ("x\n", r"'x\n'"),
-        ([1, 2], "a list"),
-        (torch.zeros(2, 3, dtype=torch.bfloat16), "[2, 3] bfloat16"),
-        (np.zeros(4, dtype=np.int32), "ndarray [4] int32"),
-        (TokenRows, "the class TokenRows"),
-        (TokenRows(4), "a TokenRows"),
-    ],
-    ids=range(8),
-)
-def test_values_in_a_few_words(value: Any, words: str) -> None:
-    assert described(value) == words

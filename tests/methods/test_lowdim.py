@@ -10,26 +10,12 @@ import torch
 
 from lce.attention.scores import leading
 from lce.errors import UsageError
-from lce.methods import lowdim
-from lce.methods.lowdim import LowDimMap, LowDimMaps, block_scores, first_best, principal, spread
+from lce.methods.lowdim import LowDimMap, LowDimMaps, first_best, principal, spread
 
 
 def layer(n_heads: int = 4, n_kv_heads: int = 2, low_dim: int = 3) -> LowDimMap:
     shapes = LowDimMap.shapes(n_heads, n_kv_heads, 4, low_dim)
     return LowDimMap(**{name: torch.randn(shape) for name, shape in shapes.items()})
-
-
-def test_a_map_is_a_product_and_a_bias() -> None:
-    maps, q, k = layer(), torch.randn(5, 16), torch.randn(7, 8)
-    for ours, x, weight, bias in (
-        (maps.low_queries(q), q, maps.query, maps.query_bias),
-        (maps.low_keys(k), k, maps.key, maps.key_bias),
-    ):
-        rows = [[float(row @ column) + float(b) for column, b in zip(weight.T, bias, strict=True)] for row in x]
-        assert (ours - torch.tensor(rows)).abs().max() < 1e-5
-    plain = LowDimMap.unbiased(maps.query, maps.key)
-    assert torch.equal(plain.low_keys(k), k @ maps.key)
-    assert torch.equal(plain.low_queries(q), q @ maps.query)
 
 
 def test_the_digest_covers_every_number() -> None:
@@ -84,18 +70,3 @@ def test_neighbours_come_along() -> None:
     assert spread(torch.tensor([0.0, 1.0, 9.0, 2.0, 0.0]), 1).tolist() == [1.0, 9.0, 9.0, 9.0, 2.0]
     assert spread(torch.tensor([7.0, 1.0]), 3).tolist() == [7.0, 7.0]
     assert spread(torch.tensor([7.0, 1.0]), 0).tolist() == [7.0, 1.0]
-
-
-def test_queries_are_looked_at_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    f = torch.randn(11, 20)
-    whole = block_scores(lambda rows: f[rows], 11, 20)
-    assert torch.equal(whole, (f - f.amax(1, keepdim=True)).amax(0))
-    monkeypatch.setattr(lowdim, "SCORES_AT_ONCE", 60)
-    sliced: list[int] = []
-
-    def some(rows: slice) -> torch.Tensor:
-        sliced.append(len(f[rows]))
-        return f[rows]
-
-    assert torch.equal(block_scores(some, 11, 20), whole)
-    assert sliced == [3, 3, 3, 2]

@@ -319,16 +319,21 @@ def test_equals_full_attention_while_everything_fits(
         assert (run(method, q, k, v, blocks, window=WINDOW) - truth).abs().max() <= 1e-5
 
 
+def drawn(data: st.DataObject, n: int, most: int) -> list[int]:
+    """Blocks of up to `most` tokens that add up to `n`."""
+    blocks = list[int]()
+    while left := n - sum(blocks):
+        blocks.append(data.draw(st.integers(1, min(left, most))))
+    return blocks
+
+
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_any_blocks_give_the_same(data: st.DataObject) -> None:
     name, knobs = data.draw(st.sampled_from([case for case in CASES if case[0] not in BY_BLOCK]))
     n = data.draw(st.integers(1, 5 * WINDOW))
     q, k, v = vectors(data.draw(st.integers(0, 3)), 4, 2, n, 8)
-    blocks, left = [], n
-    while left:
-        blocks.append(data.draw(st.integers(1, left)))
-        left -= blocks[-1]
+    blocks = drawn(data, n, n)
     whole = run(make(name, knobs), q, k, v, [n], window=WINDOW)
     assert (run(make(name, knobs), q, k, v, blocks, window=WINDOW) - whole).abs().max() <= 1e-4
 
@@ -391,11 +396,7 @@ def check_the_smallest_budget(method: Method, heads: tuple[int, int], tmp_path: 
 
 
 def in_small_pieces(
-    method: Method,
-    heads: tuple[int, int],
-    kv_dtype: str = "auto",
-    budgets: Budgets | None = None,
-    disturb: int = 0,
+    method: Method, heads: tuple[int, int], kv_dtype: str = "auto", budgets: Budgets | None = None, disturb: int = 0
 ) -> Tensor:
     """Chunks of 4 tokens where the method has no size of its own, and reads of 24.
 
@@ -435,10 +436,7 @@ def test_no_budget_changes_anything(data: st.DataObject) -> None:
     heads = data.draw(st.sampled_from(sorted(HEADS.values())))
     n = data.draw(st.integers(1, 8 * WINDOW))
     q, k, v = vectors(data.draw(st.integers(0, 3)), *heads, n, 16)
-    blocks, left = [], n
-    while left:
-        blocks.append(data.draw(st.integers(1, min(left, 2 * WINDOW))))
-        left -= blocks[-1]
+    blocks = drawn(data, n, 2 * WINDOW)
     pieces = (data.draw(st.integers(1, 40)), data.draw(st.integers(1, 3 * WINDOW)))
     with TemporaryDirectory() as folder, threads(data.draw(st.integers(1, 3))):
         kind = data.draw(st.sampled_from(["auto", "int8"]))
