@@ -220,13 +220,13 @@ class ESA(JointSelection):
     def paper_figures(self, block: QueryBlock) -> Sequence[PaperFigure]:
         if self.compress == "none":
             return ()
-        query_size, key_size = block.n_heads * block.head_dim, block.n_kv_heads * block.head_dim
-        scores = "operations to score a token, beside those to attend it, R / 2HD"
-        keys = "numbers of a low-dim key, beside its keys and values, R / 2GD"
-        return (
-            PaperFigure(scores, "Eq. 9-18", self.low_dim / (2 * query_size), is_share=True),
-            PaperFigure(keys, "Eq. 9-18", self.low_dim / (2 * key_size), is_share=True),
+        figures = (
+            ("operations to score a token, beside those to attend it, R / 2HD", block.n_heads),
+            ("numbers of a low-dim key, beside its keys and values, R / 2GD", block.n_kv_heads),
         )
+        return [
+            PaperFigure(text, "Eq. 9-18", self.low_dim / (2 * n * block.head_dim), is_share=True) for text, n in figures
+        ]
 
     def find_basis(self, cache: LayerCache, step: Step) -> None:
         """Find, with `compress=pca` and once, the principal components of the keys so far; make all low-dim keys."""

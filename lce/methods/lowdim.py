@@ -7,11 +7,11 @@ are written.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Self
 
@@ -123,7 +123,7 @@ class LowDimMaps:
     def __repr__(self) -> str:
         return f"LowDimMaps({Path(self.source).name!r}, {self.digest})"
 
-    @cached_property
+    @functools.cached_property
     def digest(self) -> str:
         """Eight letters that identify the maps' contents."""
         numbers = (x.float().numpy(force=True).tobytes() for maps in self.layers for x in maps.tensors().values())
@@ -200,9 +200,5 @@ def block_scores(f: Callable[[slice], Tensor], n_queries: int, row_size: int) ->
     are small enough to bound memory. Time: O(n_queries · M), and that of `f`.
     """
     at_once = slice_rows(n_queries, row_size)
-    best: Tensor | None = None
-    for start in range(0, n_queries, at_once):
-        here = best_below_top(f(slice(start, start + at_once)))
-        best = here if best is None else torch.maximum(best, here)
-    assert best is not None, "a block has queries"
-    return best
+    slices = (slice(start, start + at_once) for start in range(0, n_queries, at_once))
+    return functools.reduce(torch.maximum, (best_below_top(f(some)) for some in slices))

@@ -120,10 +120,9 @@ def make(name: str, options: Mapping[str, Any] | None = None) -> Method:
         try:
             values[key] = convert(value, kinds[key])
         except ValueError as error:
-            raise UsageError(
-                f"method {name!r}: {key}={_as_given(value)} is not {error}; "
-                f"default {key}={spelled(fields[key].default)}"
-            ) from None
+            given = value if isinstance(value, str) and value.isprintable() and len(value) <= 80 else shown(value)
+            default = spelled(fields[key].default)
+            raise UsageError(f"method {name!r}: {key}={given} is not {error}; default {key}={default}") from None
     for key, field in fields.items():
         if key not in values and field.default is field.default_factory is dataclasses.MISSING:
             raise UsageError(f"method {name!r} needs {key}: give -o {key}=VALUE")
@@ -139,11 +138,6 @@ def _with_preset(cls: type[Method], options: Mapping[str, Any]) -> dict[str, Any
     if not isinstance(preset, str) or preset not in cls.presets:
         raise UsageError(f"method {cls.name!r} has no preset {shown(preset)}; {nearest(str(preset), cls.presets)}")
     return {**cls.presets[preset], **given}
-
-
-def _as_given(value: Any) -> str:
-    """Return an option's value as typed, if one line of text can show it."""
-    return value if isinstance(value, str) and value.isprintable() and len(value) <= 80 else shown(value)
 
 
 def spelled(value: Any) -> str:
@@ -167,8 +161,6 @@ def convert(value: Any, kind: Any) -> Any:
         return choices[_text(value)]
     if kind is bool:
         words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-        if isinstance(value, bool):
-            return value
         if _text(value).lower() not in words:
             raise ValueError("true or false")
         return words[_text(value).lower()]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lce.attention import Attention, dot_products, runs_of_chunks
+from lce.attention import Attention, runs_of_chunks
 from lce.cache.kv import KVCache
 from lce.cache.layout import Budgets
 from lce.errors import UsageError
@@ -20,7 +18,6 @@ from lce.methods import Driver, LongHeads, Quest, Rope, RopeConfig, SelectiveMet
 from lce.methods.selective import ChunkSelection
 from lce.methods.step import DeviceStep
 from tests.pretended import Gpus
-from tests.pretended.launches import launched
 from tests.running import cut, layout_for, run, vectors
 
 WINDOW, SIZE = 32, 4
@@ -74,14 +71,6 @@ def test_no_score_lets_a_query_see_ahead(value: float) -> None:
 
 
 @dataclass(frozen=True)
-class TakesTooMany(ByMeanKey):
-    """Chooses every complete chunk."""
-
-    def select(self, scores: Tensor, step: Step) -> Tensor:
-        return torch.arange(scores.shape[-1]).expand(*scores.shape[:2], -1)
-
-
-@dataclass(frozen=True)
 class KeepsTwice(ByMeanKey):
     """Keeps two vectors and declares one."""
 
@@ -92,40 +81,10 @@ class KeepsTwice(ByMeanKey):
         return q @ summary[..., : q.shape[-1]].mT
 
 
-def test_more_chunks_than_have_a_position_are_refused() -> None:
-    q, k, v = vectors(1, 4, 2, 100, 8)
-    with pytest.raises(UsageError, match=r"TakesTooMany\.select returned \[4, 100, 25\] int64; .* with K 7 or fewer"):
-        run(TakesTooMany(chunk_size=SIZE), q, k, v, [100], window=WINDOW)
-
-
 def test_more_than_was_declared_is_not_kept() -> None:
     q, k, v = vectors(1, 4, 2, 100, 8)
     with pytest.raises(UsageError, match="KeepsTwice: summarise keeps 256 bytes of a chunk; expected at most 128"):
         run(KeepsTwice(chunk_size=SIZE), q, k, v, [100], window=WINDOW)
-
-
-def test_on_a_gpu_a_choice_is_two_launches_and_no_sync(triton_gpus: Gpus) -> None:
-    class Decode:
-        """What `select` asks of a step: the query at index 100."""
-
-        start, at = 100, None
-
-        def positions(self, device: torch.device) -> Tensor:
-            return torch.arange(100, 101, device=device)
-
-        def once(self, name: str, make: Callable[[], object]) -> object:
-            return make()
-
-    step: Any = Decode()
-    method = ByMeanKey(chunk_size=8, chunks=5)
-    q, summaries = torch.randn(4, 1, 16), torch.randn(4, 12, 16)
-    expected = method.select(dot_products(q, summaries), step)
-    q, summaries = q.cuda(), summaries.cuda()
-    with triton_gpus.counting() as counts:
-        chosen = method.select(dot_products(q, summaries), step)
-    in_a_layer = [name for name in launched(counts) if name.startswith("_")]  # the others are once for all layers
-    assert in_a_layer == ["_choose", "_score"]
-    assert torch.equal(chosen.cpu(), expected)
 
 
 PLAIN: dict[str, ChunkSelection] = {
