@@ -44,7 +44,7 @@ class WorkFolder:
         if os.path.lexists(self.folder) and (self.folder.is_symlink() or not self.folder.is_dir()):
             raise DataError(f"{name} is no folder; remove it, or give another name for the maps")
         if os.path.lexists(path):
-            if self._is_same(path):
+            if self._can_resume(path):
                 return
         elif needed > (free := shutil.disk_usage(self.folder.parent).free):
             raise CapacityError(
@@ -57,8 +57,8 @@ class WorkFolder:
             raise DataError(f"cannot write {name}: {error.strerror}") from error
         write_whole(path, json.dumps(self.plan).encode())
 
-    def _is_same(self, path: Path) -> bool:
-        """Return whether the plan of an earlier call can be read. Raises `UsageError` if it is another one."""
+    def _can_resume(self, path: Path) -> bool:
+        """Return whether an earlier call left its plan undamaged. Raises `UsageError` if that is another plan."""
         with open(open_regular(path, follow=False), "rb") as file:
             raw = file.read(_PLAN_BYTES)
         try:

@@ -87,7 +87,7 @@ def read_messages(name: str) -> list[Any]:
 
 
 def read_bytes(name: str) -> tuple[str, bytes]:
-    """Return the name for messages and the bytes of a regular file, or of stdin for "-"."""
+    """Return a regular file's name for messages and its bytes; "-" is stdin."""
     stdin = name == "-"
     source, remedy = ("stdin", "give a file") if stdin else (named(name), "check the path and its permissions")
     if stdin and sys.stdin is None:

@@ -72,7 +72,7 @@ class LiveServer(ThreadingHTTPServer):
 
 
 class _Refused(Exception):
-    """Ends a request with a status and one line of text: its two arguments."""
+    """Ends a request: its two arguments are the status and the line of the answer."""
 
 
 class _Handler(BaseHTTPRequestHandler):

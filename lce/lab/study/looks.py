@@ -24,7 +24,6 @@ BEST = 8  # listed choices, by most true attention
 ENOUGH = 0.9  # share of true attention with which a head misses nothing
 MOVED = 0.5  # share of attention on wrong tokens from which distances mislead a head
 COMPARED = 16  # own attention is computed for this many last prompt tokens and all generated ones
-NUMBERS_AT_ONCE = 1 << 23  # weights of a slice of queries
 
 Mark = tuple[int, int]  # tokens start..stop-1
 Look = dict[str, Any]  # described in docs/inspect.md
@@ -39,9 +38,8 @@ def looks_of(
     looks: dict[int, Look] = {}
     choosers = run.choices.choosers if run.choices is not None else 1
     for layer, seen in sorted(run.layers.items()):
-        for queries in _slices(seen):
+        for queries, weights in _slices(seen, judge):
             run.check()
-            weights = _true_weights(seen, queries, judge)
             for n, query in enumerate(queries):
                 row = _Row(seen, query, weights[:, n, : query.query + 1], choices, marks)
                 empty = {"bytes": {"read": 0, "scored": 0, "full": 0}, "always": [], "distances": [], "layers": []}
@@ -51,25 +49,16 @@ def looks_of(
     return looks
 
 
-def _slices(seen: SeenLayer) -> Iterator[list[SeenQuery]]:
-    """Yield the layer's queries in order, in slices of bounded size."""
-    some: list[SeenQuery] = []
-    for index, query in sorted(seen.queries.items()):
-        if some and (len(some) + 1) * (index + 1) * len(query.q) > NUMBERS_AT_ONCE:
-            yield some
-            some = []
-        some.append(query)
-    if some:
-        yield some
-
-
-def _true_weights(seen: SeenLayer, queries: Sequence[SeenQuery], judge: Judge) -> Tensor:
-    """Return the true attention of some queries, `[H, T, N]`, on the CPU."""
-    first, stop = queries[0].query, queries[-1].query + 1
-    step = replace(seen.step, start=first, stop=stop, memo={}, all_devices={}, note=None, note_scores=None)
-    q = torch.stack([query.q for query in queries], dim=1)
-    positions = torch.tensor([query.query for query in queries], device=q.device)
-    return TrueMass(seen.method, seen.cache, step, judge).weights(q, positions).cpu()
+def _slices(seen: SeenLayer, judge: Judge) -> Iterator[tuple[list[SeenQuery], Tensor]]:
+    """Yield the layer's queries in order, in slices of bounded size, with the true attention `[H, T, N]` on the CPU."""
+    queries = [query for _, query in sorted(seen.queries.items())]
+    n_heads = max((len(query.q) for query in queries[:1]), default=1)
+    for some in TrueMass(seen.method, seen.cache, seen.step, judge).slices(len(queries), n_heads):
+        part = queries[some]
+        q = torch.stack([query.q for query in part], dim=1)
+        positions = torch.tensor([query.query for query in part], device=q.device)
+        step = replace(seen.step, start=part[0].query, stop=part[-1].query + 1, memo={}, all_devices={})
+        yield part, TrueMass(seen.method, seen.cache, step, judge).weights(q, positions).cpu()
 
 
 class _Row:
