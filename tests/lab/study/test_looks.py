@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from lce.lab.eval.meter import AttentionMeter
-from lce.lab.study.looks import looks_of, rounded
+from lce.lab.study.looks import looks_of, own_attention, rounded
 from lce.methods import Observed, make
 from lce.methods.mass import JUDGES, Judge
 from tests import oracle
-from tests.lab.study.recorded import BLOCKS, CASES, HEADS, PLAIN, WINDOW, N, looks_at, tensors, watched
+from tests.lab.study.recorded import BLOCKS, CASES, HEADS, KV_HEADS, PLAIN, WINDOW, N, looks_at, tensors, watched
 from tests.running import run
 
 LOOKED = (3, 40, 85, 118, 119)
@@ -114,3 +114,16 @@ def test_bytes_are_those_of_lce_eval_selection(name: str, knobs: dict[str, Any])
 def test_rounded() -> None:
     assert rounded(torch.tensor([0.123456, 0.0])) == [0.1235, 0.0]
     assert rounded(torch.tensor([123.456, -0.04, float("nan")]), digits=4) == [123.5, -0.0, None]
+
+
+@pytest.mark.parametrize(("name", "knobs"), [*CASES, *PLAIN], ids=str)
+def test_own_attention_gives_the_output_of_the_method(name: str, knobs: dict[str, Any]) -> None:
+    watch, out = watched(name, knobs, (2, 37, 79, 100, 119))
+    first, size = make(name, knobs).resolve(WINDOW).choices
+    values = tensors()[2]
+    heads = torch.arange(HEADS)[:, None]
+    for query in (2, 37, 79, 100, 119):
+        seen = watch.layers[0].queries[query]
+        tokens, weights = own_attention(watch.layers[0], seen, first, size) or pytest.fail("a distance is unknown")
+        rows = values[heads * KV_HEADS // HEADS, tokens]  # [H, n, D]
+        assert ((weights[..., None] * rows).sum(1) - out[:, query]).abs().max() <= 1e-5
