@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import lce
-from lce.errors import LceError, UsageError
+from lce.errors import LceError
 from tests.command import PROMPT, assert_error, run, spawn
 
 
@@ -27,7 +27,6 @@ def test_debug_shows_the_traceback(position: str, tmp_path: Path) -> None:
     ("error", "code", "words"),
     [
         (LceError("so\nand so"), 1, "so and so"),
-        (UsageError("x"), 2, "x"),
         (MemoryError(), 4, "not enough memory"),
         (RuntimeError("[..] DefaultCPUAllocator: can't allocate memory\nframe #0"), 4, "can't allocate memory"),
         (OSError(errno.ENOSPC, "No space left on device"), 4, "No space left"),
@@ -60,25 +59,37 @@ def test_ctrl_c_in_prefill(tiny_model: Path) -> None:
     assert (process.returncode, out, err) == (130, "", "\nlce: interrupted\n")
 
 
-def test_ctrl_c_while_writing_ends_the_line(tiny_model: Path) -> None:
-    script = (
-        "from lce.engine import answer\npush, pushed = answer.StopWatch.push, []\n"
-        "def push_or_stop(self, text):\n    if len(pushed) == 2: os.kill(os.getpid(), signal.SIGINT)\n"
-        "    pushed.append(text)\n    return push(self, 'ab')\nanswer.StopWatch.push = push_or_stop\n"
-    )
+WRITING = """
+from lce.engine import answer
+push, pushed = answer.StopWatch.push, []
+def push_or_stop(self, text):
+    if len(pushed) == 2: os.kill(os.getpid(), signal.SIGINT)
+    pushed.append(text)
+    return push(self, 'ab')
+answer.StopWatch.push = push_or_stop
+"""
+IMPORTING = """
+class Hook:
+    def find_spec(self, name, *_):
+        if name == 'torch': os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Hook())
+"""
+FINALISER = """
+import lce, time
+class Last:  # Python can only print an exception in __del__
+    def __del__(self): os.kill(os.getpid(), signal.SIGINT); time.sleep(0.01)
+def load(*_, **__): Last(); time.sleep(60)
+lce.load = load
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "written"), [(WRITING, "abab\n"), (IMPORTING, ""), (FINALISER, "")], ids=["writing", "importing", "del"]
+)
+def test_ctrl_c_at_any_time_is_one_line(script: str, written: str, tiny_model: Path) -> None:
     process = spawn(script, "generate", "--model", tiny_model, "--prompt", PROMPT)
     out, err = process.communicate()
-    assert (process.returncode, out, err) == (130, "abab\n", "\nlce: interrupted\n")
-
-
-def test_ctrl_c_while_torch_is_imported() -> None:
-    script = (
-        "class Hook:\n    def find_spec(self, name, *_):\n        if name == 'torch':\n"
-        "            os.kill(os.getpid(), signal.SIGINT)\nsys.meta_path.insert(0, Hook())\n"
-    )
-    process = spawn(script, "generate", "--model", "demo", "--prompt", PROMPT)
-    out, err = process.communicate()
-    assert (process.returncode, out, err) == (130, "", "\nlce: interrupted\n")
+    assert (process.returncode, out, err) == (130, written, "\nlce: interrupted\n")
 
 
 def test_a_closed_pipe_is_no_error(tiny_model: Path) -> None:
@@ -88,15 +99,3 @@ def test_a_closed_pipe_is_no_error(tiny_model: Path) -> None:
     os.close(read_end)
     _, err = process.communicate()
     assert (process.returncode, err) == (0, "")
-
-
-def test_ctrl_c_in_a_finaliser_is_not_lost() -> None:
-    """Python can only print an exception there. The command must end all the same, without a traceback."""
-    script = (
-        "import time\n"
-        "class Last:\n    def __del__(self):\n        os.kill(os.getpid(), signal.SIGINT)\n        time.sleep(0.01)\n"
-        "import lce\ndef load(*_, **__):\n    Last()\n    time.sleep(60)\nlce.load = load\n"
-    )
-    process = spawn(script, "generate", "--model", "demo", "--prompt", PROMPT)
-    out, err = process.communicate()
-    assert (process.returncode, out, err) == (130, "", "\nlce: interrupted\n")

@@ -205,8 +205,8 @@ class _Row:
 def own_attention(layer: SeenLayer, seen: SeenQuery, first: int, size: int) -> tuple[Tensor, Tensor] | None:
     """Return a query's own attention, a softmax over the attended tokens at the method's distances.
 
-    Returns the tokens `[H, n]` of the choices, then of the pieces, and the weights `[H, n]`; a missing choice has weights
-    0. Choice c begins at token `first + c size`. Factors on logits are left out, since no method that chooses has one.
+    Returns the tokens `[H, n]` of the choices, then of the pieces, and the weights `[H, n]`, 0 for a missing choice.
+    Choice c begins at token `first + c size`. Factors on logits are left out, since no method that chooses has one.
     Returns None if a distance is unknown or too many tokens are attended.
     """
     chosen = seen.chosen
