@@ -1,4 +1,4 @@
-"""The methods that a command line names, and what `all` stands for."""
+"""The methods that a command line names, what `all` stands for, and whether a text fits."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import lce
 from lce.errors import UsageError
 from lce.methods import registry
+from lce.terminal.capacity import PLANNED, check_capacity
 from lce.terminal.methods import knobs_for, methods_of
 from tests.command import assert_error, run
 
@@ -80,3 +81,11 @@ def test_commands_take_all(tiny_model: Path, tmp_path: Path) -> None:
     assert "lce: note: --method all leaves esa out" in result.stderr
     assert_error(run("eval", "passkey", "-m", tmp_path / "none", *args), 3, "does not exist")
     assert_error(run("eval", "why", "-m", "demo", *args, "-o", "chunks=2"), 2, "longheads: 2 chunks")
+
+
+def test_the_first_method_that_does_not_fit_is_refused(tiny_model: Path) -> None:
+    loading = dict.fromkeys(PLANNED) | {"device": "cpu", "dtype": "auto", "weights": "auto", "kv_dtype": "auto"}
+    methods = [lce.methods.make("full"), lce.methods.make("streaming")]
+    check_capacity(str(tiny_model), methods, 100, loading)
+    with pytest.raises(lce.CapacityError, match="tokens"):
+        check_capacity(str(tiny_model), methods, 1 << 40, loading)

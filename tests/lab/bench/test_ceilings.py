@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lce.lab.bench.ceilings as measured
-from lce.lab.bench.ceilings import Ceilings, ceilings, machine, products, shortest
+from lce.lab.bench.ceilings import ceilings, machine, products, shortest
 
 
 def test_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,10 +19,6 @@ def test_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found.rows == 8
         assert min(found.reading, found.copying) > 1e8
         assert found.product > 1e5
-
-
-def test_the_best_of_two() -> None:
-    assert Ceilings(1.0, 5.0, 3.0, 8).best(Ceilings(2.0, 4.0, 3.0, 8)) == Ceilings(2.0, 5.0, 3.0, 8)
 
 
 def test_products_are_products() -> None:
