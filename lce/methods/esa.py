@@ -197,7 +197,7 @@ class ESA(JointSelection):
         return super().attend_chosen(q, placed, cache, step)
 
     def tokens_of(self, chosen: Tensor) -> Tensor:
-        return torch.cat((torch.arange(self.sinks, device=chosen.device), super().tokens_of(chosen)))
+        return torch.cat((torch.arange(self.sinks, device=chosen.device), chosen + self.sinks))
 
     def n_candidates(self, start: int) -> int:
         return start - self.n_local - self.sinks
