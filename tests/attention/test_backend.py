@@ -19,23 +19,15 @@ from tests.attention.truth import routed_vectors, turns_of
 from tests.running import threads
 
 
-def test_auto_needs_nothing() -> None:
-    assert Attention.choose().backend.name in ("compiled", "triton")
+def test_backends_have_names_and_unknown_ones_are_refused_with_the_nearest() -> None:
+    assert Attention.choose().backend.name in ("compiled", "triton"), "needs nothing"
     assert Attention.choose("reference").backend.name == "reference"
-
-
-def test_an_unknown_backend_is_refused_with_the_nearest() -> None:
-    with pytest.raises(
-        UsageError,
-        match=r"'refrence'; did you mean 'reference'\? valid: auto, compiled, .*, torch, triton",
-    ):
+    nearest = r"'refrence'; did you mean 'reference'\? valid: auto, compiled, .*, torch, triton"
+    with pytest.raises(UsageError, match=nearest):
         Attention.choose("refrence")
-
-
-@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
-def test_flash_says_how_to_install_it() -> None:
-    with pytest.raises(UsageError, match=r"flash-attn package: pip install 'lce\[flash\]'"):
-        Attention.choose("flash")
+    if importlib.util.find_spec("flash_attn") is None:
+        with pytest.raises(UsageError, match=r"flash-attn package: pip install 'lce\[flash\]'"):
+            Attention.choose("flash")
 
 
 def test_one_file_a_backend() -> None:
