@@ -120,7 +120,7 @@ class KVCache:
     def prefetch(self, layer: int) -> None:
         """Begin to fetch the pages that a layer is likely to need. Does nothing beyond the last layer."""
         if self.stacks and layer < len(self.layers):
-            self.layers[layer].tiers.prefetch(self.layers[layer].number)
+            self.layers[layer].tiers.prefetch(layer)
 
     def begin(self) -> None:
         """Begin a pass, after settling an interrupted one."""

@@ -151,11 +151,6 @@ class LayerCache:
         return self.stack
 
     @property
-    def number(self) -> int:
-        """The layer's number on its device, as tiers count."""
-        return self.index - self.layout.first_layer
-
-    @property
     def whole(self) -> tuple[Tensor, Tensor]:
         """All rows of a buffer that holds all tokens, keys and values `[G, capacity, D]`: row i is token i."""
         assert self.stack is None, "some tokens are in the tiers"
@@ -177,7 +172,7 @@ class LayerCache:
         if start >= first:
             return self.buffer.span(start, stop)
         begin, border = start // size, min(stop, first)
-        old = self.tiers.chunks(self.number, begin, -(-border // size))
+        old = self.tiers.chunks(self.index, begin, -(-border // size))
         k, v = (x[:, start - begin * size : border - begin * size] for x in old)
         if stop <= first:
             return k, v
@@ -203,7 +198,7 @@ class LayerCache:
             return take_rows((self.buffer.k, self.buffer.v), index, into)
         numbers = index.cpu().numpy()
         n_old = int(np.searchsorted(numbers, first))
-        old = self.tiers.tokens(self.number, numbers[:n_old])
+        old = self.tiers.tokens(self.index, numbers[:n_old])
         recent = index[n_old:] - first
         k, v = (x.index_select(1, recent) for x in (self.buffer.k, self.buffer.v))
         return torch.cat((old[0], k), dim=1), torch.cat((old[1], v), dim=1)
@@ -236,7 +231,7 @@ class LayerCache:
         pages = wanted[:, :n_old].unflatten(0, (-1, self.layout.page_heads)).any(dim=1)  # [groups, old chunks]
         if wanted[:, n_old:].any() or not pages.any():
             yield self.buffer.tiles(n_chunks)
-        for tiles in self.tiers.rounds(self.number, pages.numpy()):
+        for tiles in self.tiers.rounds(self.index, pages.numpy()):
             index = torch.nn.functional.pad(tiles.index, (0, n_chunks - n_old), value=-1)
             yield Tiles(tiles.k, tiles.v, index)
 
@@ -290,7 +285,7 @@ class LayerCache:
         size, first = self.layout.chunk_size, self.buffer.first
         border = min(self.layout.old(self.length), self.rounded if self.layout.format.rounds else self.length)
         if border > first:
-            self.tiers.add(self.number, first // size, *self.buffer.span(first, border))
+            self.tiers.add(self.index, first // size, *self.buffer.span(first, border))
         border = max(border, first)
         capacity = max(self.layout.recent_tokens, self.layout.whole_chunks(self.length - border))
         if border > first or capacity < self.buffer.capacity:

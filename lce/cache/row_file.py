@@ -139,11 +139,12 @@ class RowFile:
         self._descriptor = descriptor if isinstance(descriptor, Descriptor) else Descriptor(descriptor)
         self._start = start
         self._no_wait = NO_WAIT
+        self._reserved = 0  # bytes of the disk
 
     @property
     def bytes_taken(self) -> int:
         """Bytes on the disk, including space reserved for later rows."""
-        return self.n_bytes
+        return max(self.n_bytes, self._reserved)
 
     @property
     def n_bytes(self) -> int:
@@ -267,7 +268,6 @@ class SpillFile(RowFile):
         except OSError as error:
             raise unwritable(folder, error) from error
         super().__init__(descriptor, f"the spill file in {named(folder)}", format, Checks())
-        self._reserved = 0
         self._lock = Lock()  # several contexts may share the file
 
     def allocate_pages(self, groups: Numbers, chunks: Numbers, size: int) -> Numbers:
@@ -287,10 +287,6 @@ class SpillFile(RowFile):
         self.checks.reserve(n)
         if n * self.row_bytes > self._reserved:
             self._take(n * self.row_bytes, n * self.row_bytes)
-
-    @property
-    def bytes_taken(self) -> int:
-        return max(self.n_bytes, self._reserved)
 
     def _take(self, least: int, best: int) -> None:
         for size in (best, least):

@@ -80,8 +80,9 @@ class TierStack:
             tier = tier.below
 
     def groups(self, layer: int) -> Numbers:
-        """Return a layer's head groups, counted over all layers."""
-        return np.arange(layer * self.layout.n_groups, (layer + 1) * self.layout.n_groups)
+        """Return a layer's head groups, counted over all layers of the device."""
+        first = (layer - self.layout.first_layer) * self.layout.n_groups
+        return np.arange(first, first + self.layout.n_groups)
 
     def add(self, layer: int, first: int, k: Tensor, v: Tensor) -> None:
         """Add or replace a layer's chunks from `first` on, `k v [G, m·L, D]`. Not atomic: call again after an error."""
@@ -127,7 +128,8 @@ class TierStack:
         """
         self.settle()
         groups, chunks = np.nonzero(wanted)
-        pages, top = Pages(groups + layer * self.layout.n_groups, chunks), self.top
+        own, top = self.groups(layer), self.top
+        pages = Pages(own[groups], chunks)
         self._asked[layer] = pages
         resident = top.index[pages] >= 0
         if len(resident) <= top.capacity:
@@ -140,8 +142,7 @@ class TierStack:
             slots = top.bring(pages.at(some))
             top.mover.wait(slots)
             if len(rounds) == 1:
-                first = layer * self.layout.n_groups
-                index = top.index.on_device(slice(first, first + self.layout.n_groups), wanted.shape[1])
+                index = top.index.on_device(slice(int(own[0]), int(own[-1]) + 1), wanted.shape[1])
             else:
                 found = np.full(wanted.shape, -1, np.int64)
                 found[groups[some], chunks[some]] = slots
