@@ -6,7 +6,6 @@ While one worker compiles it, the others wait, and find it in the cache.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,15 +29,14 @@ def another_limit() -> Iterator[None]:
 
 def take_turns() -> None:
     """Have a kernel compiled by one process at a time, outside the limits of tests."""
-    compiled = compiling.Kernel._compiled
+    compiled = compiling.compiled
 
-    def in_turn(self: compiling.Kernel, *, parallel: bool) -> Callable[..., Any]:
+    def in_turn(body: Callable[..., Any], signature: Any, **options: Any) -> Callable[..., Any]:
         folder = compiling.usable_cache()
         if folder is None:
-            return compiled(self, parallel=parallel)
-        label = repr((parallel, self._signature, compiling._label(self._body)))
-        with another_limit(), (folder / f"{hashlib.sha256(label.encode()).hexdigest()[:16]}.turn").open("w") as file:
+            return compiled(body, signature, **options)
+        with another_limit(), (folder / f"{body.__name__}.turn").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            return compiled(self, parallel=parallel)
+            return compiled(body, signature, **options)
 
-    compiling.Kernel._compiled = in_turn  # type: ignore[method-assign]
+    compiling.compiled = in_turn

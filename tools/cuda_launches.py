@@ -42,7 +42,7 @@ def _dense(
     from lce.kernels.cuda.attention import attend
 
     k, cos = torch.empty(4, n_keys, dim, dtype=dtype), torch.empty(n_queries, dim // 2, dtype=dtype)
-    turn = (cos, cos) if turned else (None, None)
+    turn = (cos, cos) if turned else ()
     attend(torch.empty(4 * rep, n_queries, dim, dtype=dtype), k, k, causal, window, *turn)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.pretended.device import Gpus
 from tests.pretended.graphs import Capture, CUDAGraph
-from tests.pretended.tensor import Mode, PretendedTensor, unwrapped
+from tests.pretended.tensor import Mode, PretendedTensor, flat, unwrapped
 
 
 def patch_everything(patch: pytest.MonkeyPatch, gpus: Gpus) -> None:
@@ -130,7 +130,7 @@ def _patch_kernels(patch: pytest.MonkeyPatch, gpus: Gpus) -> None:
     plain = interpreter.GridExecutor.__call__
 
     def call(self: Any, *args: Any, **kwargs: Any) -> None:
-        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        tensors = [x for x in flat((args, kwargs)) if isinstance(x, Tensor)]
         on_gpu = [x for x in tensors if isinstance(x, PretendedTensor)]
         if not on_gpu:
             plain(self, *args, **kwargs)

@@ -172,7 +172,8 @@ def mapped(change: Any, tree: Any) -> Any:
     if isinstance(tree, list):
         return [mapped(change, x) for x in tree]
     if isinstance(tree, tuple):
-        return tuple(mapped(change, x) for x in tree)
+        changed = (mapped(change, x) for x in tree)
+        return type(tree)(*changed) if hasattr(tree, "_fields") else tuple(changed)
     if isinstance(tree, dict):
         return {key: mapped(change, x) for key, x in tree.items()}
     return change(tree)

@@ -9,20 +9,20 @@ from __future__ import annotations
 import math
 from functools import cache
 
-import numba
 import numpy as np
 import torch
 from numba import carray, float32, int64
 from torch import Tensor
 
-from lce.kernels.cpu.compiling import Kernel, inner, kernel, n_threads
-from lce.kernels.cpu.numbers import READ, STORED, WRITE, exp2, pointer
-from lce.kernels.cpu.rows import LOWEST, core, scratch, scratch_size
+from lce.kernels.cpu.compiling import Kernel, call, inner, kernel
+from lce.kernels.cpu.numbers import READ, STORED, WRITE, argument_of, arguments, exp2, pointer
+from lce.kernels.cpu.rows import LOWEST, attend_rows, ends, per_word, scratch, scratch_size
 from lce.kernels.cpu.vectors import take
 
 ROWS = 96  # queries of a task: packing keys costs little beside their products
 FEW = 32  # up to here a problem's keys are divided among tasks
 PIECE = 512  # keys of such a task, and of others 8 times as many
+_SLOT_ROWS = 64  # whose slots are worth a thread to merge
 
 
 def attend(
@@ -38,8 +38,8 @@ def attend(
     thread.
     """
     (n_heads, n_queries, dim), (groups, n_keys, _) = q.shape, k.shape
-    rep, (q_head, q_row, q_one), (k_group, k_row, k_one) = n_heads // groups, q.stride(), k.stride()
-    v_group, v_row, v_one = v.stride()
+    rep, (q_head, q_row, q_one) = n_heads // groups, q.stride()
+    (k_group, k_row, k_one), (v_group, v_row, v_one) = k.stride(), v.stride()
     assert k.shape == v.shape == (groups, n_keys, dim), (k.shape, v.shape)
     assert q_one == k_one == v_one == 1, (q_one, k_one, v_one)
     assert n_heads == rep * groups, (n_heads, groups)
@@ -51,11 +51,19 @@ def attend(
         cos, sin = cos.contiguous(), sin.contiguous()
         cos_at, sin_at = cos.data_ptr(), sin.data_ptr()
     out, lse = torch.empty(n_heads, n_queries, dim, dtype=q.dtype), torch.empty(n_heads, n_queries)
-    _attend(q.dtype)(
-        q.data_ptr(), rep * q_head, q_head, q_row, cos_at, sin_at, k.data_ptr(), k_group, k_row, v.data_ptr(), v_group,
-        v_row, out.data_ptr(), lse.data_ptr(), groups, rep, n_queries, n_keys, dim, causal,
-        n_keys if window is None else window, 1 / math.sqrt(dim), n_threads(),
-    )  # fmt: skip
+    n_rows, per_block, piece, n_pieces = rep * n_queries, n_queries, n_keys, 1  # of a KV head; of a task
+    if n_rows > ROWS:
+        per_block = max(1, ROWS // rep)
+    else:
+        piece = PIECE if n_rows <= FEW else 8 * PIECE
+        n_pieces = -(-n_keys // piece)
+    n_tasks = groups * -(-n_queries // per_block) * n_pieces
+    partial = torch.empty(n_tasks * n_rows * (dim + 17) if n_pieces > 1 else 0)
+    addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), cos_at, sin_at, out.data_ptr(), lse.data_ptr()
+    sizes = groups, rep, n_queries, n_keys, dim, causal, n_keys if window is None else window, per_block, piece
+    strides = q_head, q_row, k_group, k_row, v_group, v_row
+    kernels, queues = (_steepness(dim), attend_rows(q.dtype).address), [0] * (1 + groups)
+    _attend(q.dtype)(n_tasks, *addresses, *sizes, *strides, *kernels, partial.data_ptr(), *queues)
     return out, lse
 
 
@@ -81,11 +89,10 @@ def attend_tiles(
     assert out.shape == (tile.numel(), dim)
     assert all(x.is_contiguous() for x in (tile, out, lse))
     assert cos.dtype == sin.dtype == q.dtype == out.dtype
-    _attend_tiles(q.dtype)(
-        q.data_ptr(), q.stride(0), q.stride(1), cos.data_ptr(), sin.data_ptr(), cos.shape[1], tile.data_ptr(),
-        k.data_ptr(), k.stride(0), k.stride(1), v.data_ptr(), v.stride(0), v.stride(1), out.data_ptr(), lse.data_ptr(),
-        n_heads, n_queries, n_slots, n_tiles, size, dim, 1 / math.sqrt(dim), n_threads(),
-    )  # fmt: skip
+    addresses = (x.data_ptr() for x in (q, cos, sin, tile, k, v, out, lse))
+    sizes = n_heads, n_queries, n_slots, cos.shape[1], n_tiles, size, dim
+    strides = (stride for x in (q, k, v) for stride in x.stride()[:2])
+    _attend_tiles(q.dtype)(tile.numel(), *addresses, *sizes, *strides, _steepness(dim), attend_rows(q.dtype).address, 0)
 
 
 def merge_slots(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,121 +105,114 @@ def merge_slots(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     assert lse.dtype == torch.float32
     assert lse.shape == out.shape[:-1]
     merged, total = torch.empty(*shape, dim, dtype=out.dtype), torch.empty(*shape)
-    _merge_slots(out.dtype)(
-        out.data_ptr(), lse.data_ptr(), merged.data_ptr(), total.data_ptr(), total.numel(), n_slots, dim
-    )
+    addresses = out.data_ptr(), lse.data_ptr(), merged.data_ptr(), total.data_ptr()
+    _merge_slots(out.dtype)(total.numel(), *addresses, n_slots, dim, least=_SLOT_ROWS)
     return merged, total
+
+
+def _steepness(dim: int) -> int:
+    """Return the argument that turns products of vectors into scores, of which kernels take powers of two."""
+    return argument_of(1 / math.sqrt(dim) * 1.4426950408889634)
 
 
 @cache
 def _attend(dtype: torch.dtype) -> Kernel:
     stored, itemsize = STORED[dtype], dtype.itemsize
-    put_query, attend_rows, finish, per_word = core(dtype)
+    (put_query, finish), in_word = ends(dtype), per_word(dtype)
 
-    @kernel(f"void({'intp, ' * 21}float64, intp)")
-    def compiled(
-        q_at, q_group, q_head, q_row, cos_at, sin_at, k_at, k_group, k_row, v_at, v_group, v_row, out_at, lse_at,
-        groups, rep, n_queries, n_keys, dim, causal, window, scale, n_workers,
-    ):  # fmt: skip
+    @inner
+    def merge_pieces(states, partial, dim):
+        """Merge pieces of a row, `states [P, 2]`, `partial [P, D]`, into the first."""
+        top = LOWEST
+        for part in range(len(states)):
+            top = max(top, states[part, 0])
+        for part in range(1, len(states)):
+            shrink = exp2(states[part, 0] - top)
+            if part == 1:
+                own = exp2(states[0, 0] - top)
+                states[0, 1] *= own
+                for d in range(dim):
+                    partial[0, d] *= own
+            states[0, 1] += states[part, 1] * shrink
+            for d in range(dim):
+                partial[0, d] += partial[part, d] * shrink
+        states[0, 0] = top
+
+    @kernel
+    def attend(_first, _stop, args):
+        q_at, k_at, v_at, cos_at, sin_at, out_at, lse_at = arguments(args, 7)
+        groups, rep, n_queries, n_keys, dim, causal, window, per_block, piece = arguments(args + 56, 9)
+        q_head, q_row, k_group, k_row, v_group, v_row, steepness, rows_at, partial_at = arguments(args + 128, 9)
+        queue, done = args + 200, args + 208  # the next task, and how many pieces of each group are done
         out = carray(pointer(out_at, stored), (groups * rep * n_queries, dim))
         lse = carray(pointer(lse_at, float32), (groups * rep * n_queries,))
-        steepness = np.float32(scale * 1.4426950408889634)
-        per_block = max(1, ROWS // rep) if rep * n_queries > ROWS else n_queries  # queries of a task, of all R heads
-        n_blocks, n_rows = (n_queries + per_block - 1) // per_block, rep * per_block
-        piece = PIECE if rep * n_queries <= FEW else 8 * PIECE
-        n_pieces = (n_keys + piece - 1) // piece
-        if rep * n_queries > ROWS:
-            n_pieces, piece = 1, n_keys
-        n_tasks = groups * n_blocks * n_pieces
+        n_blocks, n_pieces = (n_queries + per_block - 1) // per_block, (n_keys + piece - 1) // piece
+        n_tasks, n_rows = groups * n_blocks * n_pieces, rep * per_block
         wide = (dim + 15) // 16 * 16
-        states = np.empty((n_tasks if n_pieces > 1 else 0, n_rows, 2), np.float32)
-        partial = np.empty((n_tasks if n_pieces > 1 else 0, n_rows, wide), np.float32)
-        queue, room = np.zeros(2, np.int64), scratch_size(n_rows, dim, per_word)
-        memory = np.empty(n_workers * room, np.float32)
-        for _ in numba.prange(n_workers):
-            worker = take(queue[1:].ctypes.data)
-            queries, spans, state, sums, keys, values, scores, weights = scratch(
-                memory.ctypes.data + 4 * worker * room, n_rows, dim, per_word
-            )
-            while True:
-                task = take(queue.ctypes.data)
-                if task >= n_tasks:
-                    break
-                group, block, part = task // (n_blocks * n_pieces), task // n_pieces % n_blocks, task % n_pieces
-                if causal:  # the last queries have the most keys: they come first
-                    block = n_blocks - 1 - block
-                first_query = block * per_block
-                n = min(per_block, n_queries - first_query)
-                first, stop = part * piece, min(n_keys, part * piece + piece)
-                if causal:
-                    behind = n_keys - n_queries + first_query
-                    first, stop = max(first, behind - window + 1), min(stop, behind + n)
-                for row in range(rep * n):
-                    head, query = row // n, first_query + row % n
-                    at = q_at + (group * q_group + head * q_head + query * q_row) * itemsize
-                    turn, turned = query * (dim // 2) * itemsize, cos_at != 0
-                    put_query(
-                        at, cos_at + turn if turned else at, sin_at + turn if turned else at, dim, turned,
-                        queries[row].ctypes.data,
-                    )  # fmt: skip
-                    seen = n_keys - n_queries + query + 1 if causal else n_keys
-                    spans[row, 0], spans[row, 1] = max(seen - window, 0) if causal else 0, seen
-                    state[row, 0], state[row, 1] = LOWEST, 0
-                    sums[row] = 0
-                attend_rows(
-                    queries, rep * n, spans, k_at + group * k_group * itemsize, k_row,
-                    v_at + group * v_group * itemsize, v_row, first, stop, dim, steepness, state, sums, keys, values,
-                    scores, weights,
-                )  # fmt: skip
-                for row in range(rep * n):
-                    if n_pieces > 1:
-                        slot = (group * n_blocks + block) * n_pieces + part
-                        states[slot, row] = state[row]
-                        partial[slot, row] = sums[row]
-                    else:
-                        at = (group * rep + row // n) * n_queries + first_query + row % n
-                        finish(state[row], sums[row], out, lse, at, dim)
-        if n_pieces > 1:
-            for at in numba.prange(groups * rep * n_queries):
-                group, head, query = at // (rep * n_queries), at // n_queries % rep, at % n_queries
-                block = query // per_block
-                n = min(per_block, n_queries - block * per_block)
-                row, slot = head * n + query % per_block, (group * n_blocks + block) * n_pieces
-                top = LOWEST
-                for part in range(n_pieces):
-                    top = max(top, states[slot + part, row, 0])
-                for part in range(1, n_pieces):
-                    shrink = exp2(states[slot + part, row, 0] - top)
-                    if part == 1:
-                        own = exp2(states[slot, row, 0] - top)
-                        states[slot, row, 1] *= own
-                        for d in range(dim):
-                            partial[slot, row, d] *= own
-                    states[slot, row, 1] += states[slot + part, row, 1] * shrink
-                    for d in range(dim):
-                        partial[slot, row, d] += partial[slot + part, row, d] * shrink
-                states[slot, row, 0] = top
-                finish(states[slot, row], partial[slot, row], out, lse, at, dim)
+        partial = carray(pointer(partial_at, float32), (groups, n_rows, n_pieces, wide))  # of pieces
+        states_at = partial_at + 4 * n_tasks * n_rows * wide
+        states = carray(pointer(states_at, float32), (groups, n_rows, n_pieces, 2))
+        memory, given = np.empty(scratch_size(n_rows, dim, in_word), np.float32), np.empty(9, np.int64)
+        queries, spans, state, sums, _, _, _, _ = scratch(memory.ctypes.data, n_rows, dim, in_word)
+        given[0], given[1], given[2], given[8] = memory.ctypes.data, n_rows, dim, steepness
+        given[5], given[7] = k_row * itemsize, v_row * itemsize
+        while True:
+            task = take(queue)
+            if task >= n_tasks:
+                break
+            group, block, part = task // (n_blocks * n_pieces), task // n_pieces % n_blocks, task % n_pieces
+            if causal:  # the last queries have the most keys: they come first
+                block = n_blocks - 1 - block
+            first_query = block * per_block
+            n = min(per_block, n_queries - first_query)
+            first, stop = part * piece, min(n_keys, part * piece + piece)
+            if causal:
+                behind = n_keys - n_queries + first_query
+                first, stop = max(first, behind - window + 1), min(stop, behind + n)
+            for row in range(rep * n):
+                head, query = row // n, first_query + row % n
+                at = q_at + ((group * rep + head) * q_head + query * q_row) * itemsize
+                turn, turned, to = query * (dim // 2) * itemsize, cos_at != 0, queries[row].ctypes.data
+                put_query(at, cos_at + turn if turned else at, sin_at + turn if turned else at, dim, turned, to)
+                seen = n_keys - n_queries + query + 1 if causal else n_keys
+                spans[row, 0], spans[row, 1] = max(seen - window, 0) if causal else 0, seen
+                state[row, 0], state[row, 1] = LOWEST, 0
+                sums[row] = 0
+            given[3], given[4] = rep * n, k_at + group * k_group * itemsize
+            given[6] = v_at + group * v_group * itemsize
+            call(rows_at, first, stop, given.ctypes.data)
+            for row in range(rep * n):
+                if n_pieces > 1:
+                    states[group, row, part, 0], states[group, row, part, 1] = state[row, 0], state[row, 1]
+                    for d in range(wide):
+                        partial[group, row, part, d] = sums[row, d]
+                else:
+                    at = (group * rep + row // n) * n_queries + first_query + row % n
+                    finish(state[row], sums[row], out, lse, at, dim)
+            if n_pieces > 1 and take(done + 8 * group) == n_pieces - 1:  # the last piece of its group
+                for row in range(n_rows):
+                    merge_pieces(states[group, row], partial[group, row], dim)
+                    finish(states[group, row, 0], partial[group, row, 0], out, lse, group * n_rows + row, dim)
+        memory[0] = 0  # it lives until here
 
-    return compiled
+    return attend
 
 
 @cache
 def _attend_tiles(dtype: torch.dtype) -> Kernel:
     stored, itemsize = STORED[dtype], dtype.itemsize
-    put_query, attend_rows, finish, per_word = core(dtype)
+    (put_query, finish), in_word = ends(dtype), per_word(dtype)
 
-    @kernel(f"void({'intp, ' * 21}float64, intp)")
-    def compiled(
-        q_at, q_head, q_row, cos_at, sin_at, n_turns, tile_at, k_at, k_tile, k_row, v_at, v_tile, v_row, out_at, lse_at,
-        n_heads, n_queries, n_slots, n_tiles, size, dim, scale, n_workers,
-    ):  # fmt: skip
-        n_rows = n_heads * n_queries * n_slots
+    @kernel
+    def attend_tiles(_first, _stop, args):
+        q_at, cos_at, sin_at, tile_at, k_at, v_at, out_at, lse_at = arguments(args, 8)
+        n_heads, n_queries, n_slots, n_turns, n_tiles, size, dim = arguments(args + 64, 7)
+        q_head, q_row, k_tile, k_row, v_tile, v_row, steepness, rows_at = arguments(args + 120, 8)
+        queue, n_rows = args + 184, n_heads * n_queries * n_slots
         tile = carray(pointer(tile_at, int64), (n_rows,))
         out = carray(pointer(out_at, stored), (n_rows, dim))
         lse = carray(pointer(lse_at, float32), (n_rows,))
-        steepness = np.float32(scale * 1.4426950408889634)
-        order = _sorted_rows(tile, n_tiles)
+        order = _sorted_rows(tile, n_tiles)  # every thread has its own
         tasks = np.empty(len(order) + 1, np.int64)  # where in `order` each task begins: rows of one tile
         n_tasks, begin = 0, 0
         for i in range(len(order)):
@@ -220,66 +220,60 @@ def _attend_tiles(dtype: torch.dtype) -> Kernel:
                 tasks[n_tasks] = begin = i
                 n_tasks += 1
         tasks[n_tasks] = len(order)
-        queue, room = np.zeros(2, np.int64), scratch_size(ROWS, dim, per_word)
-        memory = np.empty(n_workers * room, np.float32)
-        for _ in numba.prange(n_workers):
-            worker = take(queue[1:].ctypes.data)
-            queries, spans, state, sums, keys, values, scores, weights = scratch(
-                memory.ctypes.data + 4 * worker * room, ROWS, dim, per_word
-            )
-            while True:
-                task = take(queue.ctypes.data)
-                if task >= n_tasks:
-                    break
-                first, n = tasks[task], tasks[task + 1] - tasks[task]
-                for i in range(n):
-                    row = order[first + i]
-                    query, slot = row // n_slots, row % n_slots
-                    head, query = query // n_queries, query % n_queries
-                    at = q_at + (head * q_head + query * q_row) * itemsize
-                    turn = (query * n_turns + slot % n_turns) * (dim // 2) * itemsize
-                    put_query(at, cos_at + turn, sin_at + turn, dim, True, queries[i].ctypes.data)
-                    spans[i, 0], spans[i, 1] = 0, size
-                    state[i, 0], state[i, 1] = LOWEST, 0
-                    sums[i] = 0
-                which = tile[order[first]]
-                attend_rows(
-                    queries, n, spans, k_at + which * k_tile * itemsize, k_row, v_at + which * v_tile * itemsize, v_row,
-                    0, size, dim, steepness, state, sums, keys, values, scores, weights,
-                )  # fmt: skip
-                for i in range(n):
-                    finish(state[i], sums[i], out, lse, order[first + i], dim)
+        memory, given = np.empty(scratch_size(ROWS, dim, in_word), np.float32), np.empty(9, np.int64)
+        queries, spans, state, sums, _, _, _, _ = scratch(memory.ctypes.data, ROWS, dim, in_word)
+        given[0], given[1], given[2], given[8] = memory.ctypes.data, ROWS, dim, steepness
+        given[5], given[7] = k_row * itemsize, v_row * itemsize
+        while True:
+            task = take(queue)
+            if task >= n_tasks:
+                break
+            first, n = tasks[task], tasks[task + 1] - tasks[task]
+            for i in range(n):
+                row = order[first + i]
+                query, slot = row // n_slots, row % n_slots
+                head, query = query // n_queries, query % n_queries
+                at = q_at + (head * q_head + query * q_row) * itemsize
+                turn = (query * n_turns + slot % n_turns) * (dim // 2) * itemsize
+                put_query(at, cos_at + turn, sin_at + turn, dim, True, queries[i].ctypes.data)
+                spans[i, 0], spans[i, 1] = 0, size
+                state[i, 0], state[i, 1] = LOWEST, 0
+                sums[i] = 0
+            which = tile[order[first]]
+            given[3], given[4], given[6] = n, k_at + which * k_tile * itemsize, v_at + which * v_tile * itemsize
+            call(rows_at, 0, size, given.ctypes.data)
+            for i in range(n):
+                finish(state[i], sums[i], out, lse, order[first + i], dim)
+        memory[0] = 0  # it lives until here
 
-    return compiled
+    return attend_tiles
 
 
 @inner
 def _sorted_rows(tile, n_tiles):
-    """Sort the rows that have a tile by tile; rows of one tile stay in order. Many are counted, a few are sorted."""
+    """Sort the rows that have a tile by tile, by digits of 11 bits; rows of one tile stay in order."""
     n = 0
     for row in range(len(tile)):
         n += tile[row] >= 0
-    order = np.empty(n, np.int64)
-    if len(tile) < n_tiles:
-        keys, i = np.empty(n, np.int64), 0
-        for row in range(len(tile)):
-            if tile[row] >= 0:
-                keys[i] = tile[row] * len(tile) + row
-                i += 1
-        keys.sort()
+    order, spare, starts = np.empty(n, np.int64), np.empty(n, np.int64), np.empty(2049, np.int64)
+    n = 0
+    for row in range(len(tile)):
+        if tile[row] >= 0:
+            order[n] = row
+            n += 1
+    shift = 0
+    while (n_tiles - 1) >> shift:
+        starts[:] = 0
         for i in range(n):
-            order[i] = keys[i] % len(tile)
-        return order
-    starts = np.zeros(n_tiles + 1, np.int64)
-    for row in range(len(tile)):
-        if tile[row] >= 0:
-            starts[tile[row] + 1] += 1
-    for i in range(n_tiles):
-        starts[i + 1] += starts[i]
-    for row in range(len(tile)):
-        if tile[row] >= 0:
-            order[starts[tile[row]]] = row
-            starts[tile[row]] += 1
+            starts[(tile[order[i]] >> shift & 2047) + 1] += 1
+        for digit in range(2048):
+            starts[digit + 1] += starts[digit]
+        for i in range(n):
+            digit = tile[order[i]] >> shift & 2047
+            spare[starts[digit]] = order[i]
+            starts[digit] += 1
+        order, spare = spare, order
+        shift += 11
     return order
 
 
@@ -287,31 +281,30 @@ def _sorted_rows(tile, n_tiles):
 def _merge_slots(dtype: torch.dtype) -> Kernel:
     stored, read, write = STORED[dtype], READ[dtype], WRITE[dtype]
 
-    @kernel("void(intp, intp, intp, intp, intp, intp, intp)")
-    def compiled(out_at, lse_at, merged_at, total_at, n, n_slots, dim):
-        out = carray(pointer(out_at, stored), (n, n_slots, dim))
-        lse = carray(pointer(lse_at, float32), (n, n_slots))
-        merged = carray(pointer(merged_at, stored), (n, dim))
-        total = carray(pointer(total_at, float32), (n,))
-        per_log2 = np.float32(1.4426950408889634)
-        for task in numba.prange((n + 63) // 64):
-            sums = np.empty(dim, np.float32)
-            for row in range(task * 64, min(n, task * 64 + 64)):
-                top = np.float32(-np.inf)
-                for slot in range(n_slots):
-                    top = max(top, lse[row, slot])
-                sums[:] = 0
-                weights = np.float32(0)
-                for slot in range(n_slots):
-                    if lse[row, slot] == -np.inf:
-                        continue
-                    weight, part = exp2((lse[row, slot] - top) * per_log2), out[row, slot]
-                    weights += weight
-                    for d in range(dim):
-                        sums[d] += weight * read(part[d])
-                share = np.float32(1) / weights if weights != 0 else np.float32(0)
+    @kernel
+    def merge_slots(first, stop, args):
+        out_at, lse_at, merged_at, total_at, n_slots, dim = arguments(args, 6)
+        out = carray(pointer(out_at, stored), (stop, n_slots, dim))
+        lse = carray(pointer(lse_at, float32), (stop, n_slots))
+        merged = carray(pointer(merged_at, stored), (stop, dim))
+        total = carray(pointer(total_at, float32), (stop,))
+        per_log2, sums = np.float32(1.4426950408889634), np.empty(dim, np.float32)
+        for row in range(first, stop):
+            top = np.float32(-np.inf)
+            for slot in range(n_slots):
+                top = max(top, lse[row, slot])
+            sums[:] = 0
+            weights = np.float32(0)
+            for slot in range(n_slots):
+                if lse[row, slot] == -np.inf:
+                    continue
+                weight, part = exp2((lse[row, slot] - top) * per_log2), out[row, slot]
+                weights += weight
                 for d in range(dim):
-                    merged[row, d] = write(sums[d] * share)
-                total[row] = top + np.log(weights) if weights != 0 else np.float32(-np.inf)
+                    sums[d] += weight * read(part[d])
+            share = np.float32(1) / weights if weights != 0 else np.float32(0)
+            for d in range(dim):
+                merged[row, d] = write(sums[d] * share)
+            total[row] = top + np.log(weights) if weights != 0 else np.float32(-np.inf)
 
-    return compiled
+    return merge_slots

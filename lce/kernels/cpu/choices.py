@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from functools import cache
 
-import numba
 import numpy as np
 import torch
 from numba import carray, float32, int32, int64, uint8
 from torch import Tensor
 
 from lce.kernels.cpu.compiling import Kernel, inner, kernel
-from lce.kernels.cpu.numbers import READ, STORED, bits_of_float, float_of_bits, pointer
+from lce.kernels.cpu.numbers import READ, STORED, arguments, bits_of_float, float_of_bits, pointer
 
-_ROWS = 8  # rows of scores that a thread takes at a time
+_ROWS = 8  # rows of scores that are worth a thread
 _PIECE = 4096  # scores that a thread takes at a time
 _GROUP = 16  # scores that are compared at once
 
@@ -35,9 +34,8 @@ def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int, size: int) -
     assert all(x.is_contiguous() for x in (scores, forced)), (scores.stride(), forced.stride())
     n = min(n, n_chunks)
     chosen = torch.empty(n_choosers, n_queries, n, dtype=torch.int64)
-    _best_chunks(scores.dtype)(
-        scores.data_ptr(), forced.data_ptr(), chosen.data_ptr(), n_choosers, n_queries, n_chunks, n, start, size
-    )
+    addresses = scores.data_ptr(), forced.data_ptr(), chosen.data_ptr()
+    _best_chunks(scores.dtype)(n_choosers * n_queries, *addresses, n_queries, n_chunks, n, start, size, least=_ROWS)
     return chosen
 
 
@@ -52,8 +50,8 @@ def best_tokens(scores: Tensor, n: int, eps: int = 0) -> Tensor:
     assert 0 < n <= n_tokens, (n, n_tokens)
     keys = torch.empty(n_tokens + -(-n_tokens // _GROUP), dtype=torch.int32)  # of scores, and of groups of scores
     chosen = torch.empty(n, dtype=torch.int64)
-    _spread_keys()(scores.data_ptr(), keys.data_ptr(), n_tokens, eps)
-    _best_keys()(keys.data_ptr(), chosen.data_ptr(), n_tokens, n)
+    _spread_keys(-(-n_tokens // _PIECE), scores.data_ptr(), keys.data_ptr(), n_tokens, eps)
+    _best_keys(1, keys.data_ptr(), chosen.data_ptr(), n_tokens, n)
     return chosen
 
 
@@ -78,79 +76,72 @@ _LEAST = np.int32(-0x7F80_0001)  # the key of -inf
 
 @cache
 def _best_chunks(dtype: torch.dtype) -> Kernel:
-    stored, read, item, key, least = STORED[dtype], READ[dtype], dtype.itemsize, key_of_score, _LEAST
+    stored, read, item = STORED[dtype], READ[dtype], dtype.itemsize
 
-    @kernel("void(intp, intp, intp, intp, intp, intp, intp, intp, intp)")
-    def compiled(scores_at, forced_at, chosen_at, n_choosers, n_queries, n_chunks, n, start, size):
-        chosen = carray(pointer(chosen_at, int64), (n_choosers * n_queries, n))
-        n_rows = n_choosers * n_queries
-        for task in numba.prange((n_rows + _ROWS - 1) // _ROWS):
-            keys = np.empty(n_chunks, np.int32)
-            for row in range(task * _ROWS, min(n_rows, task * _ROWS + _ROWS)):
-                query = row % n_queries
-                seen = min(n_chunks, (start + query) // size)
-                scores = carray(pointer(scores_at + row * n_chunks * item, stored), (n_chunks,))
-                forced = carray(pointer(forced_at + query * n_chunks, uint8), (n_chunks,))
+    @kernel
+    def best_chunks(first, stop, args):
+        scores_at, forced_at, chosen_at, n_queries, n_chunks, n, start, size = arguments(args, 8)
+        chosen, keys = carray(pointer(chosen_at, int64), (stop, n)), np.empty(n_chunks, np.int32)
+        for row in range(first, stop):
+            query = row % n_queries
+            seen = min(n_chunks, (start + query) // size)
+            scores = carray(pointer(scores_at + row * n_chunks * item, stored), (n_chunks,))
+            forced = carray(pointer(forced_at + query * n_chunks, uint8), (n_chunks,))
+            for i in range(seen):
+                keys[i] = key_of_score(read(scores[i]))
+            for i in range(seen):  # the largest key where it is forced, else the smallest
+                keys[i] = max(keys[i], np.int32(np.int32(-np.int32(forced[i])) ^ np.int32(-0x8000_0000)))
+            # n or more keys are at least `low`, fewer than n at least `high`: halve the range between.
+            low, high = np.int64(_LEAST), np.int64(0x8000_0000)
+            n_low, n_high = np.int64(seen), np.int64(0)
+            while n_low > n and high - low > 1:
+                middle = np.int32((low + high) >> 1)
+                count = np.int32(0)
                 for i in range(seen):
-                    keys[i] = key(read(scores[i]))
-                for i in range(seen):  # the largest key where it is forced, else the smallest
-                    keys[i] = max(keys[i], np.int32(np.int32(-np.int32(forced[i])) ^ np.int32(-0x8000_0000)))
-                # n or more keys are at least `low`, fewer than n at least `high`: halve the range between.
-                low, high = np.int64(least), np.int64(0x8000_0000)
-                n_low, n_high = np.int64(seen), np.int64(0)
-                while n_low > n and high - low > 1:
-                    middle = np.int32((low + high) >> 1)
-                    count = np.int32(0)
-                    for i in range(seen):
-                        count = np.int32(count + np.int32(keys[i] >= middle))
-                    if count >= n:
-                        low, n_low = np.int64(middle), np.int64(count)
-                    else:
-                        high, n_high = np.int64(middle), np.int64(count)
-                worst, equal, taken = np.int32(low), n_low if n_low <= n else n - n_high, 0
-                for i in range(seen):
-                    if keys[i] > least and (keys[i] > worst or (keys[i] == worst and equal > 0)):
-                        equal -= np.int64(keys[i] == worst)
-                        chosen[row, taken] = i
-                        taken += 1
-                for i in range(taken, n):
-                    chosen[row, i] = -1
+                    count = np.int32(count + np.int32(keys[i] >= middle))
+                if count >= n:
+                    low, n_low = np.int64(middle), np.int64(count)
+                else:
+                    high, n_high = np.int64(middle), np.int64(count)
+            worst, equal, taken = np.int32(low), n_low if n_low <= n else n - n_high, 0
+            for i in range(seen):
+                if keys[i] > _LEAST and (keys[i] > worst or (keys[i] == worst and equal > 0)):
+                    equal -= np.int64(keys[i] == worst)
+                    chosen[row, taken] = i
+                    taken += 1
+            for i in range(taken, n):
+                chosen[row, i] = -1
 
-    return compiled
+    return best_chunks
 
 
-@cache
-def _spread_keys() -> Kernel:
-    key, piece, group = key_of_score, _PIECE, _GROUP
-
-    @kernel("void(intp, intp, intp, intp)")
-    def compiled(scores_at, keys_at, n, eps):
-        for task in numba.prange((n + piece - 1) // piece):
-            first = task * piece
-            stop = min(n, first + piece)
-            own = carray(pointer(scores_at + 4 * first, float32), (piece,))
-            keys = carray(pointer(keys_at + 4 * first, int32), (piece,))
-            for i in range(stop - first):
-                keys[i] = key(own[i])
-            for away in range(1, eps + 1):
-                before = max(0, away - first)  # tokens of the piece without one so far before them
-                if before < stop - first:
-                    left = carray(pointer(scores_at + 4 * (first + before - away), float32), (piece,))
-                    some = carray(pointer(keys_at + 4 * (first + before), int32), (piece,))
-                    for i in range(stop - first - before):
-                        some[i] = max(some[i], key(left[i]))
-                right = carray(pointer(scores_at + 4 * (first + away), float32), (piece,))
-                for i in range(min(stop, n - away) - first):
-                    keys[i] = max(keys[i], key(right[i]))
-            tops = carray(pointer(keys_at + 4 * (n + first // group), int32), (piece // group,))
-            for number in range((stop - first + group - 1) // group):
-                some = carray(pointer(keys_at + 4 * (first + number * group), int32), (group,))
-                best = some[0]
-                for i in range(min(group, stop - first - number * group)):
-                    best = max(best, some[i])
-                tops[number] = best
-
-    return compiled
+@kernel
+def _spread_keys(begin, end, args):
+    scores_at, keys_at, n, eps = arguments(args, 4)
+    for task in range(begin, end):
+        first = task * _PIECE
+        stop = min(n, first + _PIECE)
+        own = carray(pointer(scores_at + 4 * first, float32), (_PIECE,))
+        keys = carray(pointer(keys_at + 4 * first, int32), (_PIECE,))
+        for i in range(stop - first):
+            keys[i] = key_of_score(own[i])
+        for away in range(1, eps + 1):
+            before = max(0, away - first)  # tokens of the piece without one so far before them
+            if before < stop - first:
+                left = carray(pointer(scores_at + 4 * (first + before - away), float32), (_PIECE,))
+                some = carray(pointer(keys_at + 4 * (first + before), int32), (_PIECE,))
+                for i in range(stop - first - before):
+                    some[i] = max(some[i], key_of_score(left[i]))
+            right = carray(pointer(scores_at + 4 * (first + away), float32), (_PIECE,))
+            for i in range(min(stop, n - away) - first):
+                keys[i] = max(keys[i], key_of_score(right[i]))
+        tops = carray(pointer(keys_at + 4 * (n + first // _GROUP), int32), (_PIECE // _GROUP,))
+        for number in range((stop - first + _GROUP - 1) // _GROUP):
+            some = carray(pointer(keys_at + 4 * (first + number * _GROUP), int32), (_GROUP,))
+            best = some[0]
+            for i in range(min(_GROUP, stop - first - number * _GROUP)):
+                best = max(best, some[i])
+            tops[number] = best
 
 
 @inner
@@ -174,33 +165,28 @@ def _nth_largest(keys, n):
     return np.int32(found ^ np.uint32(0x8000_0000))
 
 
-@cache
-def _best_keys() -> Kernel:
-    nth_largest, group = _nth_largest, _GROUP
-
-    @kernel("void(intp, intp, intp, intp)", parallel=False)
-    def compiled(keys_at, chosen_at, n_keys, n):
-        """n groups have a key of `least` or more each, so the n best keys are no less."""
-        n_groups = (n_keys + group - 1) // group
-        keys = carray(pointer(keys_at, int32), (n_keys + n_groups,))
-        chosen = carray(pointer(chosen_at, int64), (n,))
-        least = nth_largest(keys[n_keys:], n) if n <= n_groups else np.int32(-0x8000_0000)
-        some, index, found = np.empty(n_keys, np.int32), np.empty(n_keys, np.int32), 0
-        for number in range(n_groups):
-            if keys[n_keys + number] >= least:
-                for i in range(number * group, min(n_keys, number * group + group)):
-                    some[found] = keys[i]
-                    index[found] = i
-                    found += np.int64(keys[i] >= least)
-        worst = nth_largest(some[:found], n)
-        equal = n
-        for i in range(found):
-            equal -= np.int64(some[i] > worst)
-        taken = 0
-        for i in range(found):
-            if some[i] > worst or (some[i] == worst and equal > 0):
-                equal -= np.int64(some[i] == worst)
-                chosen[taken] = index[i]
-                taken += 1
-
-    return compiled
+@kernel
+def _best_keys(first, stop, args):
+    """n groups have a key of `least` or more each, so the n best keys are no less."""
+    keys_at, chosen_at, n_keys, n = arguments(args, 4)
+    n_groups = (n_keys + _GROUP - 1) // _GROUP
+    keys = carray(pointer(keys_at, int32), (n_keys + n_groups,))
+    chosen = carray(pointer(chosen_at, int64), (n,))
+    least = _nth_largest(keys[n_keys:], n) if n <= n_groups else np.int32(-0x8000_0000)
+    some, index, found = np.empty(n_keys, np.int32), np.empty(n_keys, np.int32), 0
+    for number in range(n_groups):
+        if keys[n_keys + number] >= least:
+            for i in range(number * _GROUP, min(n_keys, number * _GROUP + _GROUP)):
+                some[found] = keys[i]
+                index[found] = i
+                found += np.int64(keys[i] >= least)
+    worst = _nth_largest(some[:found], n)
+    equal = n
+    for i in range(found):
+        equal -= np.int64(some[i] > worst)
+    taken = 0
+    for i in range(found):
+        if some[i] > worst or (some[i] == worst and equal > 0):
+            equal -= np.int64(some[i] == worst)
+            chosen[taken] = index[i]
+            taken += 1

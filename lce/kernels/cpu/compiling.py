@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from functools import cache, cached_property
 from pathlib import Path
@@ -13,16 +14,18 @@ from typing import Any, cast
 
 import numba
 import torch
+from llvmlite import ir
+from numba import types
 from numba.core import event
+from numba.extending import intrinsic
 
 from lce.errors import UsageError
 from lce.progress import notice
 
 MOST_ROWS = 8  # rows of a product that are a few: decode, and drafts of some tokens
 
-_OPTIONS: dict[str, Any] = {
-    "fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy", "boundscheck": False,
-}  # fmt: skip
+_OPTIONS: dict[str, Any] = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
+_RANGE = types.void(types.intp, types.intp, types.intp)
 
 _lock = threading.RLock()
 _turn = threading.Lock()
@@ -77,62 +80,101 @@ def usable_cache() -> Path | None:
 
 
 class Kernel:
-    """A function compiled for one signature, twice: for several threads, and for one. Each when it is first called.
+    """A function `body(first, stop, args)` of a range, compiled when it is first called: threads share the range.
 
-    One thread never starts Numba's threads, with which a forked process could not go on. Both give the same bits: a
-    kernel's sums do not depend on how its work is divided.
+    One thread calls the function itself, and never starts Numba's threads, with which a forked process could not go on.
+    Several run it by `_spread`, which is compiled once for all kernels. Each gives the same bits: a kernel's sums do
+    not depend on how its range is divided.
     """
 
-    def __init__(self, body: Callable[..., Any], signature: str, parallel: bool) -> None:
-        self._body = body
-        self._signature = signature
-        self._parallel = parallel
+    def __init__(self, body: Callable[..., Any]) -> None:
+        self._body = _named(body)
 
-    def __call__(self, *args: Any) -> Any:
-        return self.shared(*args) if self._parallel and n_threads() > 1 else self.alone(*args)
+    def __call__(self, n: int, *args: int, least: int = 1) -> None:
+        """Run the range `0..n-1`; a thread takes `least` of it or more. The body finds `args` by `arguments`."""
+        given = array("q", args)
+        at, n_parts = given.buffer_info()[0], 1 if n < 2 * least else min(n // least, n_threads())
+        if n_parts == 1:
+            self._alone(0, n, at)
+        elif _spread()(n, n_parts, self.address, at):
+            raise MemoryError("a kernel's own memory")
 
     @cached_property
-    def shared(self) -> Callable[..., Any]:
-        """Return the variant for several threads, which must have been started by `n_threads`."""
-        return self._compiled(parallel=True)
+    def _alone(self) -> Callable[..., Any]:
+        return compiled(self._body, _RANGE)
 
     @cached_property
-    def alone(self) -> Callable[..., Any]:
-        """Return the variant for one thread: small work is not worth waking the others."""
-        return self._compiled(parallel=False)
-
-    def _compiled(self, *, parallel: bool) -> Callable[..., Any]:
-        with _lock, event.install_listener("numba:compile", _Announcement()):
-            folder = usable_cache()
-            if folder is not None:
-                # Whatever lies in the cache, damaged, half written on a full disk, or of another Numba: kernels are
-                # compiled again, first to be kept in its place, then without it.
-                for fresh in (False, True):
-                    with contextlib.suppress(Exception):
-                        return self._made(parallel, folder, fresh)
-            return self._made(parallel, None, False)
-
-    def _made(self, parallel: bool, folder: Path | None, fresh: bool) -> Callable[..., Any]:
-        """Compile the function, or load it from a folder of compiled kernels; `fresh` overwrites what is there."""
-        _use_torch_threads()
-        with _configured(CACHE_DIR=str(folder or ""), DISABLE_JIT=0):
-            compiled: Any = numba.njit(parallel=parallel, cache=folder is not None, nogil=True, **_OPTIONS)(self._body)
-            if folder is not None:
-                _name_in_cache(compiled._cache, (parallel, self._signature, _label(self._body)))
-                if fresh:
-                    compiled._cache.flush()
-            compiled.compile(self._signature)
-        compiled.disable_compile()
-        return _in_turn(compiled) if parallel and _layer() == "workqueue" else cast("Callable[..., Any]", compiled)
+    def address(self) -> int:
+        """Return where the machine code is: kernels can `call` each other."""
+        made = cast("Any", self._alone).overloads[_RANGE.args]
+        return int(made.library.get_pointer_to_function(made.fndesc.llvm_func_name))
 
 
-def kernel(signature: str, *, parallel: bool = True) -> Callable[[Callable[..., Any]], Kernel]:
-    """Make a `Kernel` of a function of numbers and addresses (`intp`), no arrays.
+def kernel(body: Callable[..., Any]) -> Kernel:
+    """Make a `Kernel` of a function of a range and the address of numbers. The GIL is released.
 
     Sums may be reassociated, so that they are vectorised; the order does not depend on the number of threads.
-    `numba.prange` divides its range among the threads, unless `parallel` is False. The GIL is released.
     """
-    return lambda body: Kernel(body, signature, parallel)
+    return Kernel(body)
+
+
+@cache
+def _spread() -> Callable[..., Any]:
+    """Return the function `(n, n_parts, address, args)` that divides a kernel's range among threads.
+
+    The threads must have been started by `n_threads`. Returns how many parts failed: for want of memory.
+    """
+
+    def spread(n, n_parts, address, args):  # type: ignore[no-untyped-def]
+        failed = 0
+        for part in numba.prange(n_parts):
+            failed += call(address, n * part // n_parts, n * (part + 1) // n_parts, args)
+        return failed
+
+    made = compiled(spread, types.intp(*[types.intp] * 4), parallel=True)
+    return _in_turn(made) if _layer() == "workqueue" else made
+
+
+@intrinsic
+def call(typing: Any, address: Any, first: Any, stop: Any, args: Any) -> Any:
+    """Call the machine code of a kernel; return 1 if it failed, for want of memory, else 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        kind = context.call_conv.get_function_type(types.none, _RANGE.args)
+        function = builder.inttoptr(values[0], ir.PointerType(kind))
+        status, _ = context.call_conv.call_function(builder, function, types.none, _RANGE.args, values[1:])
+        return builder.zext(status.is_error, ir.IntType(64))
+
+    return types.intp(types.intp, types.intp, types.intp, types.intp), generate
+
+
+def compiled(body: Callable[..., Any], signature: Any, *, parallel: bool = False) -> Callable[..., Any]:
+    """Compile a function, or load it from the cache."""
+    with _lock, event.install_listener("numba:compile", _Announcement()):
+        folder = usable_cache()
+        if folder is not None:
+            # Whatever lies in the cache, damaged, half written on a full disk, or of another Numba: functions are
+            # compiled again, first to be kept in its place, then without it.
+            for fresh in (False, True):
+                with contextlib.suppress(Exception):
+                    return _made(body, signature, parallel, folder, fresh)
+        return _made(body, signature, parallel, None, False)
+
+
+def _made(
+    body: Callable[..., Any], signature: Any, parallel: bool, folder: Path | None, fresh: bool
+) -> Callable[..., Any]:
+    """Compile the function, or load it from a folder of compiled functions; `fresh` overwrites what is there."""
+    _use_torch_threads()
+    with _configured(CACHE_DIR=str(folder or ""), DISABLE_JIT=0):
+        made: Any = numba.njit(parallel=parallel, cache=folder is not None, nogil=True, **_OPTIONS)(body)
+        if folder is not None:
+            _name_in_cache(made._cache, body.__name__)
+            if fresh:
+                made._cache.flush()
+        made.compile(signature)
+    made.disable_compile()
+    return cast("Callable[..., Any]", made)
 
 
 def inner(body: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,7 +184,7 @@ def inner(body: Callable[..., Any]) -> Callable[..., Any]:
     was compiled before, and whose sums may be added up in another order.
     """
     with _configured(DISABLE_JIT=0):
-        return cast("Callable[..., Any]", numba.njit(forceinline=True, **_OPTIONS)(body))
+        return cast("Callable[..., Any]", numba.njit(forceinline=True, **_OPTIONS)(_named(body)))
 
 
 def separate(body: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,7 +193,7 @@ def separate(body: Callable[..., Any]) -> Callable[..., Any]:
     Kernels compile faster than with `inner`.
     """
     with _configured(DISABLE_JIT=0):
-        return cast("Callable[..., Any]", numba.njit(**_OPTIONS)(body))
+        return cast("Callable[..., Any]", numba.njit(**_OPTIONS)(_named(body)))
 
 
 def features() -> frozenset[str]:
@@ -211,13 +253,21 @@ def _layer() -> str:
         return ""
 
 
+def _named(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a function a name of its own: of two with one name in a process the linker would take the first."""
+    digest = hashlib.sha256(repr(_label(body)).encode()).hexdigest()[:16]
+    body.__name__ = body.__qualname__ = f"{body.__name__}_{digest}"
+    return body
+
+
 def _label(x: Any) -> Any:
     """Return a label that tells a function, closure included, from others of this room's source."""
     function = getattr(x, "py_func", x)
     name = getattr(function, "__qualname__", None)
     if name is None:
         return repr(x)
-    return name, tuple(_label(cell.cell_contents) for cell in getattr(function, "__closure__", None) or ())
+    cells = getattr(function, "__closure__", None) or ()
+    return function.__module__, name, tuple(_label(cell.cell_contents) for cell in cells)
 
 
 def n_threads() -> int:

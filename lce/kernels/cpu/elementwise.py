@@ -6,17 +6,15 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from numba import carray
 from torch import Tensor
 
 from lce.kernels.cpu.compiling import Kernel, inner, kernel
-from lce.kernels.cpu.numbers import READ, STORED, WRITE, exp, pointer
+from lce.kernels.cpu.numbers import READ, STORED, WRITE, argument_of, arguments, exp, number_of, pointer
 
 ALONE = 1 << 15  # numbers that one thread computes before others wake up
-_ROWS = 64  # rows that a thread takes at a time, if there are several threads
 
 
 def runs_on(x: Tensor) -> bool:
@@ -35,10 +33,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     assert fits, (x.shape, weight.shape)
     if x.stride(-1) != 1:
         x = x.contiguous()
-    _suited(_norm(x.dtype), out)(
-        x.data_ptr(), x.stride(0) if x.ndim == 3 else 0, x.stride(-2), weight.data_ptr(), eps, out.data_ptr(),
-        heads, n, dim,
-    )  # fmt: skip
+    head = x.stride(0) if x.ndim == 3 else 0
+    _norm(x.dtype)(
+        heads * n,
+        x.data_ptr(),
+        head,
+        x.stride(-2),
+        weight.data_ptr(),
+        out.data_ptr(),
+        n,
+        dim,
+        argument_of(eps),
+        least=_share(dim),
+    )
     return out
 
 
@@ -51,7 +58,7 @@ def silu_mul(x: Tensor) -> Tensor:
     fits = x.is_contiguous() and x.shape[1] == 2 * dim
     assert fits, (x.shape, x.stride())
     out = torch.empty(n, dim, dtype=x.dtype)
-    _suited(_silu_mul(x.dtype), out)(x.data_ptr(), out.data_ptr(), n, dim)
+    _silu_mul(x.dtype)(n, x.data_ptr(), out.data_ptr(), dim, least=_share(dim))
     return out
 
 
@@ -79,10 +86,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         lead = (1,) * (3 - len(common)) + tuple(common)
         x_strides, turn_strides = _strides(x, common), _strides(cos, common)
         out = torch.empty(*common, shape[-1], dtype=dtype)
-    _suited(_rotate(dtype), out)(
-        x.data_ptr(), *x_strides, cos.data_ptr(), sin.data_ptr(), *turn_strides,
-        out.data_ptr(), lead[1] * lead[2] * 2 * half, lead[2] * 2 * half, 2 * half, *lead, half,
-    )  # fmt: skip
+    n, at = lead[0] * lead[1] * lead[2], (x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr())
+    _rotate(dtype)(n, *at, *x_strides, *turn_strides, lead[1], lead[2], half, least=_share(2 * half))
     return out
 
 
@@ -111,11 +116,8 @@ def append(
         assert fits, (cos.shape, sin.shape)
         cos, sin = cos.contiguous(), sin.contiguous()
         cos_at, sin_at = cos.data_ptr(), sin.data_ptr()
-    offset = at * dim * dtype.itemsize
-    _suited(_append(dtype), k)(
-        k.data_ptr(), k_stride[0], k_stride[1], v.data_ptr(), v_stride[0], v_stride[1], cos_at, sin_at,
-        into_k.data_ptr() + offset, into_v.data_ptr() + offset, into[1] * dim, heads, n, dim,
-    )  # fmt: skip
+    addresses = k.data_ptr(), v.data_ptr(), cos_at, sin_at, into_k.data_ptr(), into_v.data_ptr()
+    _append(dtype)(heads * n, *addresses, *k_stride[:2], *v_stride[:2], at, into[1], n, dim, least=_share(dim))
 
 
 def _strides(x: Tensor, common: Sequence[int]) -> tuple[int, int, int]:
@@ -125,14 +127,14 @@ def _strides(x: Tensor, common: Sequence[int]) -> tuple[int, int, int]:
     return first, second, third
 
 
-def _suited(kernel: Kernel, out: Tensor) -> Callable[..., Any]:
-    """Return the kernel, or its variant for one thread where the work is small."""
-    return kernel.alone if out.numel() < ALONE else kernel
+def _share(dim: int) -> int:
+    """Return the least number of rows that are worth a thread."""
+    return ALONE // (2 * dim) or 1
 
 
 @cache
 def _norm(dtype: torch.dtype) -> Kernel:
-    stored, read, write = STORED[dtype], READ[dtype], WRITE[dtype]
+    stored, read, write, size = STORED[dtype], READ[dtype], WRITE[dtype], dtype.itemsize
 
     @inner
     def squares(x):
@@ -143,37 +145,36 @@ def _norm(dtype: torch.dtype) -> Kernel:
             total += number * number
         return total
 
-    @kernel("void(intp, intp, intp, intp, float32, intp, intp, intp, intp)")
-    def compiled(x_at, head_stride, row_stride, weight_at, eps, out_at, n_heads, n, dim):
+    @kernel
+    def norm(first, stop, args):
+        x_at, head_stride, row_stride, weight_at, out_at, n, dim, eps = arguments(args, 8)
         weight = carray(pointer(weight_at, stored), (dim,))
-        out = carray(pointer(out_at, stored), (n_heads * n, dim))
-        n_rows = n_heads * n
-        for task in numba.prange((n_rows + _ROWS - 1) // _ROWS):
-            for row in range(task * _ROWS, min(n_rows, task * _ROWS + _ROWS)):
-                offset = (row // n) * head_stride + (row % n) * row_stride
-                x = carray(pointer(x_at + offset * out.itemsize, stored), (dim,))
-                scale = np.float32(1) / np.sqrt(squares(x) / np.float32(dim) + eps)
-                for j in range(dim):
-                    out[row, j] = write(read(x[j]) * scale * read(weight[j]))
+        out = carray(pointer(out_at, stored), (stop, dim))
+        for row in range(first, stop):
+            x = carray(pointer(x_at + (row // n * head_stride + row % n * row_stride) * size, stored), (dim,))
+            scale = np.float32(1) / np.sqrt(squares(x) / np.float32(dim) + number_of(eps))
+            for j in range(dim):
+                out[row, j] = write(read(x[j]) * scale * read(weight[j]))
 
-    return compiled
+    return norm
 
 
 @cache
 def _silu_mul(dtype: torch.dtype) -> Kernel:
     stored, read, write = STORED[dtype], READ[dtype], WRITE[dtype]
 
-    @kernel("void(intp, intp, intp, intp)")
-    def compiled(x_at, out_at, n, dim):
-        x = carray(pointer(x_at, stored), (n, 2, dim))
-        out = carray(pointer(out_at, stored), (n, dim))
-        for row in numba.prange(n):
+    @kernel
+    def silu_mul(first, stop, args):
+        x_at, out_at, dim = arguments(args, 3)
+        x = carray(pointer(x_at, stored), (stop, 2, dim))
+        out = carray(pointer(out_at, stored), (stop, dim))
+        for row in range(first, stop):
             for j in range(dim):
                 gate = read(x[row, 0, j])
                 sigmoid = np.float32(1) / (np.float32(1) + exp(min(-gate, np.float32(88))))
                 out[row, j] = write(gate * sigmoid * read(x[row, 1, j]))
 
-    return compiled
+    return silu_mul
 
 
 @cache
@@ -181,49 +182,48 @@ def _rotate(dtype: torch.dtype) -> Kernel:
     """Rotate rows of three leading dimensions."""
     stored, size, turn = STORED[dtype], dtype.itemsize, _turn(dtype)
 
-    @kernel(f"void({', '.join(['intp'] * 17)})")
-    def compiled(x_at, x0, x1, x2, cos_at, sin_at, turn0, turn1, turn2, out_at, out0, out1, out2, n0, n1, n2, half):
-        n_rows = n0 * n1 * n2
-        for task in numba.prange((n_rows + _ROWS - 1) // _ROWS):
-            for row in range(task * _ROWS, min(n_rows, task * _ROWS + _ROWS)):
-                a, b, c = row // (n1 * n2), row // n2 % n1, row % n2
-                x = carray(pointer(x_at + (a * x0 + b * x1 + c * x2) * size, stored), (2, half))
-                out = carray(pointer(out_at + (a * out0 + b * out1 + c * out2) * size, stored), (2, half))
-                angle = (a * turn0 + b * turn1 + c * turn2) * size
-                cos = carray(pointer(cos_at + angle, stored), (half,))
-                sin = carray(pointer(sin_at + angle, stored), (half,))
-                turn(x, cos, sin, out, half)
+    @kernel
+    def rotate(first, stop, args):
+        x_at, cos_at, sin_at, out_at, x0, x1, x2, turn0, turn1, turn2, n1, n2, half = arguments(args, 13)
+        for row in range(first, stop):
+            a, b, c = row // (n1 * n2), row // n2 % n1, row % n2
+            x = carray(pointer(x_at + (a * x0 + b * x1 + c * x2) * size, stored), (2, half))
+            out = carray(pointer(out_at + row * 2 * half * size, stored), (2, half))
+            angle = (a * turn0 + b * turn1 + c * turn2) * size
+            cos = carray(pointer(cos_at + angle, stored), (half,))
+            sin = carray(pointer(sin_at + angle, stored), (half,))
+            turn(x, cos, sin, out, half)
 
-    return compiled
+    return rotate
 
 
 @cache
 def _append(dtype: torch.dtype) -> Kernel:
     stored, size, turn = STORED[dtype], dtype.itemsize, _turn(dtype)
 
-    @kernel(f"void({', '.join(['intp'] * 14)})")
-    def compiled(k_at, k0, k1, v_at, v0, v1, cos_at, sin_at, into_k_at, into_v_at, into0, heads, n, dim):
+    @kernel
+    def append(first, stop, args):
+        k_at, v_at, cos_at, sin_at, into_k_at, into_v_at, k0, k1, v0, v1, at, capacity, n, dim = arguments(args, 14)
         half = dim // 2
-        for task in numba.prange((heads * n + _ROWS - 1) // _ROWS):
-            for row in range(task * _ROWS, min(heads * n, task * _ROWS + _ROWS)):
-                head, i = row // n, row % n
-                to = (head * into0 + i * dim) * size
-                k = carray(pointer(k_at + (head * k0 + i * k1) * size, stored), (2, half))
-                v = carray(pointer(v_at + (head * v0 + i * v1) * size, stored), (dim,))
-                into_k = carray(pointer(into_k_at + to, stored), (2, half))
-                into_v = carray(pointer(into_v_at + to, stored), (dim,))
-                if cos_at:
-                    cos = carray(pointer(cos_at + i * half * size, stored), (half,))
-                    sin = carray(pointer(sin_at + i * half * size, stored), (half,))
-                    turn(k, cos, sin, into_k, half)
-                else:
-                    for j in range(half):
-                        into_k[0, j] = k[0, j]
-                        into_k[1, j] = k[1, j]
-                for j in range(dim):
-                    into_v[j] = v[j]
+        for row in range(first, stop):
+            head, i = row // n, row % n
+            to = (head * capacity + at + i) * dim * size
+            k = carray(pointer(k_at + (head * k0 + i * k1) * size, stored), (2, half))
+            v = carray(pointer(v_at + (head * v0 + i * v1) * size, stored), (dim,))
+            into_k = carray(pointer(into_k_at + to, stored), (2, half))
+            into_v = carray(pointer(into_v_at + to, stored), (dim,))
+            if cos_at:
+                cos = carray(pointer(cos_at + i * half * size, stored), (half,))
+                sin = carray(pointer(sin_at + i * half * size, stored), (half,))
+                turn(k, cos, sin, into_k, half)
+            else:
+                for j in range(half):
+                    into_k[0, j] = k[0, j]
+                    into_k[1, j] = k[1, j]
+            for j in range(dim):
+                into_v[j] = v[j]
 
-    return compiled
+    return append
 
 
 def _turn(dtype: torch.dtype) -> Callable[..., Any]:

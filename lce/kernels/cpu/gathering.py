@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache
-
-import numba
 import torch
 from numba import carray, int64, uint64
 from torch import Tensor
 
-from lce.kernels.cpu.compiling import Kernel, kernel
-from lce.kernels.cpu.numbers import pointer
+from lce.kernels.cpu.compiling import kernel
+from lce.kernels.cpu.numbers import arguments, pointer
 from lce.kernels.cuda import launching
 
-_ROWS = 64  # rows that a thread takes at a time
 _WORD = 8  # bytes that are copied at once
+_ROWS = 16  # that are worth a thread
 
 
 def take_rows(tensors: tuple[Tensor, Tensor], index: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -25,7 +22,7 @@ def take_rows(tensors: tuple[Tensor, Tensor], index: Tensor, into: Tensor | None
     in the processor's caches.
     """
     one, two = tensors
-    n_groups, n_rows, dim = one.shape
+    n_groups, _, dim = one.shape
     if launching.runs_on(one) and one.stride(2) == 1 and two.stride() == one.stride():
         from lce.kernels.cuda import elementwise
 
@@ -44,26 +41,20 @@ def take_rows(tensors: tuple[Tensor, Tensor], index: Tensor, into: Tensor | None
         assert into.dtype == one.dtype, into.dtype
         assert into.is_contiguous(), into.stride()
         taken = into[: 2 * n_groups * len(index) * dim].view(shape)
-    _take_rows()(
-        one.data_ptr(), two.data_ptr(), index.data_ptr(), taken.data_ptr(), n_groups, n_rows, len(index), words,
-        strides[0] * one.element_size(),
-    )  # fmt: skip
+    addresses = one.data_ptr(), two.data_ptr(), index.data_ptr(), taken.data_ptr()
+    stride, n = strides[0] * one.element_size(), len(index)
+    _take_rows(2 * n_groups * n, *addresses, n_groups, n, words, stride, least=_ROWS)
     return taken[0], taken[1]
 
 
-@cache
-def _take_rows() -> Kernel:
-    @kernel("void(intp, intp, intp, intp, intp, intp, intp, intp, intp)")
-    def compiled(one_at, two_at, index_at, taken_at, n_groups, n_rows, n, words, stride):
-        index = carray(pointer(index_at, int64), (n,))
-        n_pieces = (n + _ROWS - 1) // _ROWS
-        for task in numba.prange(2 * n_groups * n_pieces):
-            which, piece = task // n_pieces, task % n_pieces
-            source = (one_at if which < n_groups else two_at) + which % n_groups * stride
-            for i in range(piece * _ROWS, min(n, piece * _ROWS + _ROWS)):
-                row = carray(pointer(source + index[i] * words * _WORD, uint64), (words,))
-                out = carray(pointer(taken_at + (which * n + i) * words * _WORD, uint64), (words,))
-                for w in range(words):
-                    out[w] = row[w]
-
-    return compiled
+@kernel
+def _take_rows(first, stop, args):
+    one_at, two_at, index_at, taken_at, n_groups, n, words, stride = arguments(args, 8)
+    index = carray(pointer(index_at, int64), (n,))
+    for to in range(first, stop):
+        which = to // n
+        source = (one_at if which < n_groups else two_at) + which % n_groups * stride
+        row = carray(pointer(source + index[to % n] * words * _WORD, uint64), (words,))
+        out = carray(pointer(taken_at + to * words * _WORD, uint64), (words,))
+        for w in range(words):
+            out[w] = row[w]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,35 @@ def pointer(typing: Any, address: Any, kind: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(result))
 
     return result(types.intp, kind), generate
+
+
+@intrinsic(prefer_literal=True)
+def arguments(typing: Any, address: Any, n: Any) -> Any:
+    """Return the n arguments at the address that a kernel is given, as a tuple."""
+    number, result = n.literal_value, types.UniTuple(types.intp, n.literal_value)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        first = builder.inttoptr(args[0], ir.PointerType(ir.IntType(64)))
+        places = [builder.gep(first, [ir.Constant(ir.IntType(64), i)]) for i in range(number)]
+        return context.make_tuple(builder, result, [builder.load(place) for place in places])
+
+    return result(types.intp, n), generate
+
+
+@cache
+def argument_of(number: float) -> int:
+    """Return the argument that stands for a number that is not whole: its bits."""
+    return int.from_bytes(struct.pack("<d", number), "little", signed=True)
+
+
+@intrinsic
+def number_of(typing: Any, argument: Any) -> Any:
+    """Return the number, as float32, that `argument_of` made an argument of."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fptrunc(builder.bitcast(args[0], ir.DoubleType()), ir.FloatType())
+
+    return types.float32(types.intp), generate
 
 
 @intrinsic

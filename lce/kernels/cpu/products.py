@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from numba import carray
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from lce.kernels.cpu import vectors
 from lce.kernels.cpu.compiling import MOST_ROWS, Kernel, features, inner, kernel
-from lce.kernels.cpu.numbers import READ, STORED, WRITE, exp, pointer
+from lce.kernels.cpu.numbers import READ, STORED, WRITE, argument_of, arguments, exp, number_of, pointer
 from lce.kernels.cpu.vectors import LANES
 
 _ROWS = 64  # weight rows that a thread takes at a time
@@ -53,11 +52,14 @@ def product(
     assert onto is None or (onto.shape == (n, n_out) and onto.dtype is dtype), (onto.shape, onto.dtype)
     assert norm is None or norm.dtype is dtype, norm.dtype
     assert bias is None or bias.dtype is dtype, bias.dtype
-    _product(dtype)(
-        x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), 0 if norm is None else norm.data_ptr(),
-        eps, out.data_ptr(), n, n_out, size, gated, onto is not None,
-    )  # fmt: skip
+    addresses = x.data_ptr(), weight.data_ptr(), _address(bias), _address(norm), out.data_ptr()
+    sizes = n, n_out, size, gated, onto is not None
+    _product(dtype)(-(-n_out // _ROWS), *addresses, *sizes, argument_of(eps))
     return out
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 @cache
@@ -65,34 +67,35 @@ def _product(dtype: torch.dtype) -> Kernel:
     stored, read, write = STORED[dtype], READ[dtype], WRITE[dtype]
     dots = _dots(dtype)
 
-    @kernel("void(intp, intp, intp, intp, float32, intp, intp, intp, intp, boolean, boolean)")
-    def compiled(x_at, weight_at, bias_at, norm_at, eps, out_at, n, n_out, size, gated, adds):
+    @kernel
+    def product(begin, end, args):
+        x_at, weight_at, bias_at, norm_at, out_at, n, n_out, size, gated, adds, eps = arguments(args, 11)
         n_parts = 2 if gated else 1
         weight = carray(pointer(weight_at, stored), (n_parts * n_out, size))
         bias = carray(pointer(bias_at, stored), (n_parts * n_out,))
         norm = carray(pointer(norm_at, stored), (size,))
         given = carray(pointer(x_at, stored), (n, size))
         out = carray(pointer(out_at, stored), (n, n_out))
-        x = np.empty((n if n <= 2 else (n + 3) // 4 * 4, size + _APART), np.float32)
+        x = np.empty((n if n <= 2 else (n + 3) // 4 * 4, size + _APART), np.float32)  # every thread has its own
         x[n:] = np.float32(0)
         for i in range(n):
             for j in range(size):
                 x[i, j] = read(given[i, j])
             if norm_at:
-                scale = np.float32(1) / np.sqrt(_squares(x[i, :size]) / np.float32(size) + eps)
+                scale = np.float32(1) / np.sqrt(_squares(x[i, :size]) / np.float32(size) + number_of(eps))
                 for j in range(size):
                     x[i, j] = x[i, j] * scale * read(norm[j])
-        for task in numba.prange((n_out + _ROWS - 1) // _ROWS):
+        sums = np.empty((2, MOST_ROWS, _ROWS + _COLUMNS), np.float32)
+        for task in range(begin, end):
             first = task * _ROWS
             n_here = min(n_out, first + _ROWS) - first
-            sums = np.empty((2, MOST_ROWS, _ROWS + _COLUMNS), np.float32)
             for part in range(n_parts):
-                begin = part * n_out + first
-                dots(x, n, weight, begin, n_here, sums[part])
+                begin_row = part * n_out + first
+                dots(x, n, weight, begin_row, n_here, sums[part])
                 if bias_at:
                     for i in range(n):
                         for row in range(n_here):
-                            sums[part, i, row] += read(bias[begin + row])
+                            sums[part, i, row] += read(bias[begin_row + row])
             for i in range(n):
                 if gated:
                     for row in range(n_here):
@@ -104,7 +107,7 @@ def _product(dtype: torch.dtype) -> Kernel:
                 for row in range(n_here):
                     out[i, first + row] = write(sums[0, i, row])
 
-    return compiled
+    return product
 
 
 @inner
@@ -124,9 +127,11 @@ def _dots(dtype: torch.dtype) -> Callable[..., Any]:
     time: then `_COLUMNS` weight rows share each read of x. Each sum has the same order in all of them. `x` and `sums`
     have rows up to the next multiple of four, and `sums` `_COLUMNS` columns to spare.
     """
-    by_1, by_2 = (vectors.dots(rows, False, dtype, 1, _CHAINS) for rows in (1, 2))
-    by_4 = vectors.dots(4, False, dtype, _COLUMNS, _CHAINS)
-    read, itemsize = READ[dtype], dtype.itemsize
+    dots_of, read, itemsize = (
+        vectors.dots(False, dtype, {1: 1, 2: 1, 4: _COLUMNS}, _CHAINS),
+        READ[dtype],
+        dtype.itemsize,
+    )
 
     @inner
     def dots(x, n, weight, begin, n_here, sums):
@@ -136,14 +141,11 @@ def _dots(dtype: torch.dtype) -> Callable[..., Any]:
         while row < n_here and n_steps:
             at, to = weight[begin + row :].ctypes.data, sums[0, row:].ctypes.data
             step = 1 if n <= 2 or n_here - row < _COLUMNS else _COLUMNS
-            if n == 1:
-                by_1(x.ctypes.data, x_row, at, 0, to, sums_row, n_steps)
-            elif n == 2:
-                by_2(x.ctypes.data, x_row, at, 0, to, sums_row, n_steps)
-            else:
-                weight_row = size * itemsize if step == _COLUMNS else 0  # 0: one row in all columns
-                for i in range(0, n, 4):
-                    by_4(x[i].ctypes.data, x_row, at, weight_row, to + i * sums_row, sums_row, n_steps)
+            weight_row = size * itemsize if step == _COLUMNS else 0  # 0: one row in all columns
+            for i in range(0, n, 4):
+                dots_of(
+                    n if n <= 2 else 4, x[i].ctypes.data, x_row, at, weight_row, to + i * sums_row, sums_row, n_steps
+                )
             row += step
         for row in range(n_here if whole < size else 0):
             for i in range(n):

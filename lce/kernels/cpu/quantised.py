@@ -16,21 +16,30 @@ of neighbouring inputs are multiplied in pairs and added up without error. A flo
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, float32, int8, int16, types, uint8, uint16, uint32
+from numba import carray, int8, int16, types, uint8, uint16, uint32
 from numba.core import cgutils
 from torch import Tensor
 
-from lce.kernels.cpu.compiling import MOST_ROWS, features, inner, kernel
-from lce.kernels.cpu.numbers import READ, STORED, WRITE, bits_of_float, exp, float_of_bits, pointer
+from lce.kernels.cpu.compiling import MOST_ROWS, Kernel, features, inner, kernel
+from lce.kernels.cpu.numbers import (
+    READ,
+    STORED,
+    WRITE,
+    argument_of,
+    arguments,
+    bits_of_float,
+    exp,
+    float_of_bits,
+    number_of,
+    pointer,
+)
 from lce.kernels.cpu.vectors import LANES, intrinsic_of, multiply_add_of, transposed
 
 GROUPS = {8: 128, 4: 32}  # bits: inputs that share a scale
@@ -49,7 +58,6 @@ _FITS = 2  # least-squares corrections of each scale and zero
 _F32, _I8, _I16, _I32, _I64 = ir.FloatType(), *(ir.IntType(n) for n in (8, 16, 32, 64))
 _FLOATS, _BYTES, _HALVES, _WORDS = (ir.VectorType(kind, LANES) for kind in (_F32, _I8, _I16, _I32))
 _PAIRED = ir.VectorType(_I16, 2 * LANES)
-_scratch = threading.local()
 
 
 def parts(bits: int, n_out: int, n_in: int) -> dict[str, tuple[tuple[int, int, int], torch.dtype]]:
@@ -65,9 +73,7 @@ def pack(weight: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) ->
     8 bits, 4 ns for 4 bits, where scale and zero of each group are fitted to it by least squares."""
     bits = _check(weight.shape, codes, scales, zeros)
     assert weight.is_contiguous()
-    _pack(bits, weight.dtype)(
-        weight.data_ptr(), codes.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(), *weight.shape
-    )
+    _pack(bits, weight.dtype)(len(codes), weight.data_ptr(), *_addresses(codes, scales, zeros), *weight.shape)
 
 
 def product(
@@ -93,13 +99,9 @@ def product(
     assert out.dtype is dtype, out.dtype
     assert norm is None or (norm.dtype is dtype and norm.shape == (n_in,)), norm
     assert bias is None or (bias.dtype is dtype and bias.shape == (n_rows,)), bias
-    padded = 1 if n == 1 else -(-n // _ROWS) * _ROWS
-    _product(bits, dtype)(
-        x.data_ptr(), codes.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(),
-        0 if bias is None else bias.data_ptr(), 0 if norm is None else norm.data_ptr(), eps, out.data_ptr(),
-        _working(padded, codes.shape[0] * LANES, scales.shape[1] * (2 * GROUPS[bits] + 2)), n, n_out, n_in,
-        gated, onto is not None,
-    )  # fmt: skip
+    addresses = x.data_ptr(), *_addresses(codes, scales, zeros, bias, norm), out.data_ptr()
+    n_tasks = -(-n_out // (_TASK * LANES))
+    _product(bits, dtype)(n_tasks, *addresses, n, n_out, n_in, gated, onto is not None, argument_of(eps))
     return out
 
 
@@ -111,7 +113,7 @@ def unpack(first: int, out: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor
     assert out.is_contiguous()
     _check((codes.shape[0] * LANES, out.shape[1]), codes, scales, zeros)
     _unpack(bits, out.dtype)(
-        codes.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(), out.data_ptr(), first, *out.shape
+        -(-len(out) // LANES), *_addresses(codes, scales, zeros), out.data_ptr(), first, *out.shape
     )
 
 
@@ -124,10 +126,12 @@ def rows_of(ids: Tensor, out: Tensor, codes: Tensor, scales: Tensor, zeros: Tens
     assert ids.is_contiguous()
     assert out.is_contiguous()
     assert not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < codes.shape[0] * LANES)
-    _rows_of(bits, out.dtype)(
-        ids.data_ptr(), codes.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(), out.data_ptr(),
-        *out.shape,
-    )  # fmt: skip
+    addresses = ids.data_ptr(), *_addresses(codes, scales, zeros), out.data_ptr()
+    _rows_of(bits, out.dtype)(len(ids), *addresses, out.shape[1], least=LANES)
+
+
+def _addresses(*tensors: Tensor | None) -> list[int]:
+    return [0 if x is None else x.data_ptr() for x in tensors]
 
 
 def _check(shape: Any, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> int:
@@ -141,16 +145,6 @@ def _check(shape: Any, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> i
     assert scales.dtype == torch.bfloat16
     assert zeros is None or (zeros.shape == scales.shape and zeros.is_contiguous())
     return bits
-
-
-def _working(rows: int, n_out: int, n_in: int) -> int:
-    """Return the address of this thread's working memory, for `rows · (n_out + n_in)` floats; it grows and stays."""
-    needed = rows * (n_out + n_in)
-    memory = getattr(_scratch, "memory", None)
-    if memory is None or len(memory) < needed:
-        memory = _scratch.memory = torch.empty(needed)
-        _scratch.address = memory.data_ptr()
-    return int(_scratch.address)
 
 
 def _const(kind: Any, value: Any) -> Any:
@@ -342,78 +336,74 @@ def _rounded(builder: Any, low: Any, high: Any, dtype: torch.dtype) -> Any:
 
 
 @cache
-def _product(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
+def _product(bits: int, dtype: torch.dtype) -> Kernel:
     stored, read, write, size = STORED[dtype], READ[dtype], WRITE[dtype], GROUPS[bits]
     planes = _PLANES[dtype]
     dot_1, dot_4, as_integers = _dot(bits, 1, planes), _dot(bits, _ROWS, planes), _as_integers(bits, dtype)
 
-    @kernel("void(intp, intp, intp, intp, intp, intp, float32, intp, intp, intp, intp, intp, boolean, boolean)")
-    def quantised_product(
-        x_at, codes, scales, zeros, bias_at, norm_at, eps, out_at, working, n, n_out, n_in, gated, adds
-    ):
+    @kernel
+    def quantised_product(begin, end, args):
+        x_at, codes, scales, zeros, bias_at, norm_at, out_at = arguments(args, 7)
+        n, n_out, n_in, gated, adds, eps = arguments(args + 56, 6)
         n_parts = 2 if gated else 1
         n_groups, n_blocks = (n_in + size - 1) // size, (n_out + LANES - 1) // LANES
         bias = carray(pointer(bias_at, stored), (n_parts * n_out,))
         out = carray(pointer(out_at, stored), (n, n_out))
         rows = 1 if n == 1 else _ROWS
         n_tiles = (n + rows - 1) // rows
-        tile_size = rows * n_groups  # groups of a tile, which is the rows of x that meet a block together
-        factors_at = working + 2 * planes * n_tiles * tile_size * size
-        dots_at = factors_at + 8 * n_tiles * tile_size
-        dots = carray(pointer(dots_at, float32), (n_parts * n_blocks, n_tiles * rows, LANES))
-        as_integers(x_at, norm_at, eps, working, factors_at, dots_at, rows, n_tiles, n, n_in)
-        for task in numba.prange((n_blocks + _TASK - 1) // _TASK):
-            for first in range(task * _TASK, min(n_blocks, task * _TASK + _TASK)):
-                for block in range(first, n_parts * n_blocks, n_blocks):
-                    group = block * n_groups * LANES
-                    codes_at, scales_at = codes + group * size * bits // 8, scales + 2 * group
-                    for tile in range(n_tiles):
-                        numbers_at = working + 2 * planes * tile * tile_size * size
-                        of_tile, to = factors_at + 8 * tile * tile_size, dots[block, tile * rows].ctypes.data
-                        if rows == 1:
-                            dot_1(numbers_at, of_tile, codes_at, scales_at, zeros + group, n_groups, to)
-                        else:
-                            dot_4(numbers_at, of_tile, codes_at, scales_at, zeros + group, n_groups, to)
-                for i in range(n):
-                    for lane in range(min(LANES, n_out - first * LANES)):
-                        row = first * LANES + lane
-                        total = dots[first, i, lane]
+        # Every thread rounds x for itself. The rows of a tile meet a block together.
+        integers = np.empty((n_tiles, planes, rows, n_groups * size), np.int16)
+        factors = np.empty((n_tiles, 2, rows, n_groups), np.float32)
+        dots = np.empty((2, n_tiles * rows, LANES), np.float32)
+        as_integers(x_at, norm_at, number_of(eps), integers, factors, n, n_in)
+        for first in range(begin * _TASK, min(n_blocks, end * _TASK)):
+            for part in range(n_parts):
+                group = (part * n_blocks + first) * n_groups * LANES
+                codes_at, scales_at = codes + group * size * bits // 8, scales + 2 * group
+                for tile in range(n_tiles):
+                    numbers_at, of_tile = integers[tile].ctypes.data, factors[tile].ctypes.data
+                    to = dots[part, tile * rows].ctypes.data
+                    if rows == 1:
+                        dot_1(numbers_at, of_tile, codes_at, scales_at, zeros + group, n_groups, to)
+                    else:
+                        dot_4(numbers_at, of_tile, codes_at, scales_at, zeros + group, n_groups, to)
+            for i in range(n):
+                for lane in range(min(LANES, n_out - first * LANES)):
+                    row = first * LANES + lane
+                    total = dots[0, i, lane]
+                    if bias_at:
+                        total += read(bias[row])
+                    if gated:
+                        other = dots[1, i, lane]
                         if bias_at:
-                            total += read(bias[row])
-                        if gated:
-                            other = dots[first + n_blocks, i, lane]
-                            if bias_at:
-                                other += read(bias[row + n_out])
-                            total = total / (np.float32(1) + exp(min(-total, np.float32(88)))) * other
-                        if adds:
-                            total += read(out[i, row])
-                        out[i, row] = write(total)
+                            other += read(bias[row + n_out])
+                        total = total / (np.float32(1) + exp(min(-total, np.float32(88)))) * other
+                    if adds:
+                        total += read(out[i, row])
+                    out[i, row] = write(total)
 
     return quantised_product
 
 
 @cache
 def _as_integers(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
-    """Make the function that rounds x, normalised and padded, as `_dot` takes it. One row is at `wide_at` as float32 on
-    the way.
+    """Make the function that rounds x, normalised and padded, as `_dot` takes it.
 
     What one stands for is a power of two, so that a bfloat16 number is exact down to 1/128 of its group's largest.
     """
     stored, read, size, planes = STORED[dtype], READ[dtype], GROUPS[bits], _PLANES[dtype]
 
     @inner
-    def as_integers(x_at, norm_at, eps, integers_at, factors_at, wide_at, rows, n_tiles, n, n_in):
-        n_groups = (n_in + size - 1) // size
+    def as_integers(x_at, norm_at, eps, integers, factors, n, n_in):
+        n_tiles, _, rows, padded = integers.shape
         x, norm = carray(pointer(x_at, stored), (n, n_in)), carray(pointer(norm_at, stored), (n_in,))
-        integers = carray(pointer(integers_at, int16), (n_tiles, planes, rows, n_groups * size))
-        factors = carray(pointer(factors_at, float32), (n_tiles, 2, rows, n_groups))
-        wide = carray(pointer(wide_at, float32), (n_groups * size,))
+        wide = np.empty(padded, np.float32)
         for i in range(n_tiles * rows):
             tile, row = i // rows, i % rows
             used = n_in if i < n else 0
             for j in range(used):
                 wide[j] = read(x[i, j])
-            for j in range(used, n_groups * size):
+            for j in range(used, padded):
                 wide[j] = np.float32(0)
             if norm_at and i < n:
                 total = np.float32(0)
@@ -422,7 +412,7 @@ def _as_integers(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
                 scale = np.float32(1) / np.sqrt(total / np.float32(n_in) + eps)
                 for j in range(n_in):
                     wide[j] *= scale * read(norm[j])
-            for g in range(n_groups):
+            for g in range(padded // size):
                 largest = uint32(0)
                 for j in range(g * size, g * size + size):
                     largest = max(largest, bits_of_float(wide[j]) & uint32(0x7FFF_FFFF))
@@ -448,16 +438,17 @@ def _as_integers(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
 
 
 @cache
-def _unpack(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
+def _unpack(bits: int, dtype: torch.dtype) -> Kernel:
     stored, rows, size = STORED[dtype], _rows(bits, dtype), GROUPS[bits]
     stored_as = np.float32 if dtype == torch.float32 else np.uint16
     width, item = 32, dtype.itemsize
 
-    @kernel("void(intp, intp, intp, intp, intp, intp, intp)")
-    def quantised_unpack(codes, scales, zeros, out_at, first, n_rows, n_in):
+    @kernel
+    def quantised_unpack(begin, end, args):
+        codes, scales, zeros, out_at, first, n_rows, n_in = arguments(args, 7)
         n_groups = (n_in + size - 1) // size
-        out = carray(pointer(out_at, stored), (n_rows, n_in))
-        for task in numba.prange((n_rows + LANES - 1) // LANES):
+        out, edge = carray(pointer(out_at, stored), (n_rows, n_in)), np.empty((LANES, width), stored_as)
+        for task in range(begin, end):
             group = (first // LANES + task) * n_groups * LANES
             codes_at, scales_at, zeros_at = codes + group * size * bits // 8, scales + 2 * group, zeros + group
             height = min(LANES, n_rows - task * LANES)
@@ -465,7 +456,6 @@ def _unpack(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
             for n in range(n_whole):
                 at = out_at + (task * LANES * n_in + n * width) * item
                 rows(codes_at, scales_at, zeros_at, n, at, n_in * item)
-            edge = np.empty((LANES, width), stored_as)
             for n in range(n_whole, (n_in + width - 1) // width):
                 rows(codes_at, scales_at, zeros_at, n, edge.ctypes.data, width * item)
                 for i in range(height):
@@ -476,16 +466,17 @@ def _unpack(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
 
 
 @cache
-def _rows_of(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
+def _rows_of(bits: int, dtype: torch.dtype) -> Kernel:
     stored, read, write, size = STORED[dtype], READ[torch.bfloat16], WRITE[dtype], GROUPS[bits]
     code_type = int8 if bits == 8 else uint8
 
-    @kernel("void(intp, intp, intp, intp, intp, intp, intp)", parallel=False)
-    def quantised_rows(ids_at, codes_at, scales_at, zeros_at, out_at, n, n_in):
+    @kernel
+    def quantised_rows(begin, end, args):
+        ids_at, codes_at, scales_at, zeros_at, out_at, n_in = arguments(args, 6)
         n_groups = (n_in + size - 1) // size
-        ids = carray(pointer(ids_at, types.int64), (n,))
-        out = carray(pointer(out_at, stored), (n, n_in))
-        for i in range(n):
+        ids = carray(pointer(ids_at, types.int64), (end,))
+        out = carray(pointer(out_at, stored), (end, n_in))
+        for i in range(begin, end):
             block, lane = ids[i] // LANES, ids[i] % LANES
             group = block * n_groups * LANES
             n_vectors = n_groups * size * bits // 32
@@ -506,19 +497,20 @@ def _rows_of(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
 
 
 @cache
-def _pack(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
+def _pack(bits: int, dtype: torch.dtype) -> Kernel:
     stored, read, size = STORED[dtype], READ[dtype], GROUPS[bits]
     read_scale, write_scale = READ[torch.bfloat16], WRITE[torch.bfloat16]
 
-    @kernel("void(intp, intp, intp, intp, intp, intp)")
-    def quantised_pack(weight_at, codes_at, scales_at, zeros_at, n_out, n_in):
+    @kernel
+    def quantised_pack(begin, end, args):
+        weight_at, codes_at, scales_at, zeros_at, n_out, n_in = arguments(args, 6)
         n_groups, n_blocks = (n_in + size - 1) // size, (n_out + LANES - 1) // LANES
         weight = carray(pointer(weight_at, stored), (n_out, n_in))
         codes = carray(pointer(codes_at, uint8), (n_blocks, n_groups * size * bits // 32, LANES, 4))
         scales = carray(pointer(scales_at, uint16), (n_blocks, n_groups, LANES))
         zeros = carray(pointer(zeros_at, uint8), (n_blocks, n_groups, LANES))
-        for block in numba.prange(n_blocks):
-            w, code = np.empty(size, np.float32), np.empty(size, np.float32)
+        w, code = np.empty(size, np.float32), np.empty(size, np.float32)
+        for block in range(begin, end):
             for lane in range(LANES):
                 row = block * LANES + lane
                 for g in range(n_groups):

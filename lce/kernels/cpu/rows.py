@@ -17,8 +17,18 @@ import torch
 from numba import carray, float32, int64, uint32
 
 from lce.kernels.cpu import vectors
-from lce.kernels.cpu.compiling import inner, separate
-from lce.kernels.cpu.numbers import READ, STORED, WRITE, bits_of_float, exp2, float_of_bits, pointer
+from lce.kernels.cpu.compiling import Kernel, inner, kernel, separate
+from lce.kernels.cpu.numbers import (
+    READ,
+    STORED,
+    WRITE,
+    arguments,
+    bits_of_float,
+    exp2,
+    float_of_bits,
+    number_of,
+    pointer,
+)
 from lce.kernels.cpu.vectors import largest
 
 KEYS = 256  # that are packed together: with 64 to 128 dimensions, keys and values stay in a core's second cache
@@ -33,66 +43,42 @@ def _pairs(dtype: torch.dtype) -> bool:
 @cache
 def _panels(pairs: bool, dtype: torch.dtype) -> Callable[..., Any]:
     """Make `C [rows, width] += A · B` of `vectors.multiply`; rows are 6, 4, 2 or 1, the width whole vectors."""
-    by_6_4, by_6_2, by_6_1 = (vectors.multiply(6, n, pairs, dtype) for n in (4, 2, 1))
-    by_4_4, by_4_2, by_4_1 = (vectors.multiply(4, n, pairs, dtype) for n in (4, 2, 1))
-    by_2_4, by_2_2, by_2_1 = (vectors.multiply(2, n, pairs, dtype) for n in (4, 2, 1))
-    by_1_4, by_1_2, by_1_1 = (vectors.multiply(1, n, pairs, dtype) for n in (4, 2, 1))
-    itemsize = dtype.itemsize
+    multiply, itemsize = vectors.multiply(pairs, dtype), dtype.itemsize
 
     @separate
     def product(rows, a, a_stride, b, b_stride, c, c_stride, n, width):
         column = 0
         while column < width:
             left = width - column
-            columns = 64 if left >= 64 else 32 if left >= 32 else 16
-            right, to = b + itemsize * column, c + 4 * column
-            if columns == 64:
-                if rows == 6:
-                    by_6_4(a, a_stride, right, b_stride, to, c_stride, n)
-                elif rows == 4:
-                    by_4_4(a, a_stride, right, b_stride, to, c_stride, n)
-                elif rows == 2:
-                    by_2_4(a, a_stride, right, b_stride, to, c_stride, n)
-                else:
-                    by_1_4(a, a_stride, right, b_stride, to, c_stride, n)
-            elif columns == 32:
-                if rows == 6:
-                    by_6_2(a, a_stride, right, b_stride, to, c_stride, n)
-                elif rows == 4:
-                    by_4_2(a, a_stride, right, b_stride, to, c_stride, n)
-                elif rows == 2:
-                    by_2_2(a, a_stride, right, b_stride, to, c_stride, n)
-                else:
-                    by_1_2(a, a_stride, right, b_stride, to, c_stride, n)
-            elif rows == 6:
-                by_6_1(a, a_stride, right, b_stride, to, c_stride, n)
-            elif rows == 4:
-                by_4_1(a, a_stride, right, b_stride, to, c_stride, n)
-            elif rows == 2:
-                by_2_1(a, a_stride, right, b_stride, to, c_stride, n)
-            else:
-                by_1_1(a, a_stride, right, b_stride, to, c_stride, n)
-            column += columns
+            vectors = 4 if left >= 64 else 2 if left >= 32 else 1
+            multiply(rows, vectors, a, a_stride, b + itemsize * column, b_stride, c + 4 * column, c_stride, n)
+            column += 16 * vectors
 
     return product
 
 
+def per_word(dtype: torch.dtype) -> int:
+    """Return how many numbers of a query, of a key, or of keys are in a word of four bytes."""
+    return 2 if _pairs(dtype) else 1
+
+
 @cache
-def core(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], int]:
-    """Make the functions of a task: put a query, attend, finish a row; and how many numbers are in a word of four
-    bytes.
+def attend_rows(dtype: torch.dtype) -> Kernel:
+    """Make the kernel that attends keys `first..stop-1` with a task's rows; row i sees those of its span alone.
+
+    Its arguments are the memory that `scratch` divides, for how many rows, the dimensions, how many rows there are,
+    keys and values, at addresses, each with the bytes between rows, and what turns products into scores.
     """
-    pairs, stored, read, write = _pairs(dtype), STORED[dtype], READ[dtype], WRITE[dtype]
-    itemsize = dtype.itemsize
-    per_word = 2 if pairs else 1  # numbers of a dimension, or of keys, in a word of four bytes
+    pairs, stored, read = _pairs(dtype), STORED[dtype], READ[dtype]
+    itemsize, per_word = dtype.itemsize, 2 if pairs else 1
     transpose = vectors.transpose(dtype, pairs)
     product = _panels(pairs, torch.float32)
     direct = _panels(False, dtype)
-    dots_1, dots_2, dots_4, dots_8 = (vectors.dots(n, pairs, dtype) for n in (1, 2, 4, 8))
+    dots = vectors.dots(pairs, dtype, {1: 16, 2: 8, 4: 4, 8: 2})
     chunk = 16 * per_word  # numbers of a vector that `dots` takes at a time
 
     @separate
-    def pack_keys(k_at, k_stride, n, dim, packed):
+    def pack_keys(k_at, k_row, n, dim, packed):
         """Pack `n` keys `[n, D]` at an address into `packed [KEYS/64, words of D, 64]`: a vector holds a word of 16
         keys.
         """
@@ -100,12 +86,11 @@ def core(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], Ca
         whole_keys, whole_words = n // 16 * 16, words // 16 * 16
         for key in range(0, whole_keys, 16):
             for word in range(0, whole_words, 16):
-                source = k_at + (key * k_stride + word * per_word) * itemsize
                 target = packed_at + 4 * ((key // 64 * words + word) * 64 + key % 64)
-                transpose(source, k_stride * itemsize, target, 256)
+                transpose(k_at + key * k_row + word * per_word * itemsize, k_row, target, 256)
         for key in range(n):
             first = whole_words if key < whole_keys else 0
-            source = carray(pointer(k_at + (key * k_stride + first * per_word) * itemsize, stored), (dim,))
+            source = carray(pointer(k_at + key * k_row + first * per_word * itemsize, stored), (dim,))
             for i in range(words - first):
                 if pairs:
                     bits = uint32(source[2 * i]) | (uint32(source[2 * i + 1]) << uint32(16))
@@ -114,9 +99,8 @@ def core(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], Ca
                     packed[key // 64, first + i, key % 64] = read(source[i])
 
     @separate
-    def pack_values(v_at, v_stride, n, dim, packed):
+    def pack_values(v_at, row, n, dim, packed):
         """Pack `n` values `[n, D]` into `packed [words of keys, D]`; with pairs, a word has keys i and i + 16 of 32."""
-        row = v_stride * itemsize
         for key in range((n + 31) // 32 * 32):
             source = carray(pointer(v_at + key * row, stored), (dim,))
             if pairs:
@@ -164,59 +148,29 @@ def core(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], Ca
                 sums[d] *= shrink
         state[0] = top
 
-    @inner
-    def put_query(q_at, cos_at, sin_at, dim, turned, to):
-        """Put a query `[D]` at the address `to`, turned if it is to be: bfloat16 with pairs, else float32."""
-        half = dim // 2
-        left, right = carray(pointer(q_at, stored), (half,)), carray(pointer(q_at + half * itemsize, stored), (half,))
-        cos, sin = carray(pointer(cos_at, stored), (half,)), carray(pointer(sin_at, stored), (half,))
-        if pairs:
-            bits_left, bits_right = carray(pointer(to, stored), (half,)), carray(pointer(to + dim, stored), (half,))
-            for i in range(half):
-                a, b = read(left[i]), read(right[i])
-                bits_left[i] = write(a * read(cos[i]) - b * read(sin[i])) if turned else left[i]
-                bits_right[i] = write(b * read(cos[i]) + a * read(sin[i])) if turned else right[i]
-        else:
-            out_left, out_right = (
-                carray(pointer(to, float32), (half,)),
-                carray(pointer(to + 4 * half, float32), (half,)),
-            )
-            for i in range(half):
-                a, b = read(left[i]), read(right[i])
-                out_left[i] = a * read(cos[i]) - b * read(sin[i]) if turned else a
-                out_right[i] = b * read(cos[i]) + a * read(sin[i]) if turned else b
-
     @separate
-    def score_keys(rows, q_at, q_stride, k_at, k_stride, n, out, dim):
+    def score_keys(rows, q_at, q_row, k_at, k_row, n, out, dim):
         """Score `n` keys in place, `n` at least 16, with 8, 4, 2 or 1 queries: `out [rows, n]`."""
         n_chunks, at_once, key = dim // chunk, 16 // rows, 0
         while key < n:
             key = min(key, n - at_once)  # the last keys overlap with earlier ones
-            k, to = k_at + key * k_stride, out[0, key:].ctypes.data
-            if rows == 1:
-                dots_1(q_at, q_stride, k, k_stride, to, 4 * KEYS, n_chunks)
-            elif rows == 2:
-                dots_2(q_at, q_stride, k, k_stride, to, 4 * KEYS, n_chunks)
-            elif rows == 4:
-                dots_4(q_at, q_stride, k, k_stride, to, 4 * KEYS, n_chunks)
-            else:
-                dots_8(q_at, q_stride, k, k_stride, to, 4 * KEYS, n_chunks)
+            dots(rows, q_at, q_row, k_at + key * k_row, k_row, out[0, key:].ctypes.data, 4 * KEYS, n_chunks)
             key += at_once
 
     @inner
-    def attend_few(queries, n, spans, k_at, k_stride, v_at, v_stride, first, stop, dim, scale, state, sums, scores):
+    def attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale):
         """Attend as `attend_rows`, for few rows: reads keys and values in place, which is cheaper than packing."""
-        start = first
+        queries, spans, state, sums, _, _, scores, _ = memory
+        q_row, sums_row, start = 4 * queries.shape[1], 4 * sums.shape[1], first
         while start < stop:
             left = stop - start
             size = left if left <= KEYS else KEYS if left >= KEYS + 16 else KEYS - 16  # never fewer than 16
-            k, v = k_at + start * k_stride * itemsize, v_at + start * v_stride * itemsize
             row = 0
             while row < n:
                 left = n - row
                 rows = 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
-                at = queries[row:].ctypes.data
-                score_keys(rows, at, 4 * queries.shape[1], k, k_stride * itemsize, size, scores[row : row + rows], dim)
+                q_at, out = queries[row:].ctypes.data, scores[row : row + rows]
+                score_keys(rows, q_at, q_row, k_at + start * k_row, k_row, size, out, dim)
                 row += rows
             for row in range(n):
                 low, high = max(spans[row, 0] - start, 0), min(spans[row, 1] - start, size)
@@ -230,27 +184,24 @@ def core(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], Ca
             while row < n:
                 left = n - row
                 rows = 6 if left >= 6 else 4 if left >= 4 else 2 if left >= 2 else 1
-                direct(
-                    rows, scores[row:].ctypes.data, 4 * KEYS, v, v_stride * itemsize, sums[row].ctypes.data,
-                    4 * sums.shape[1], size, dim,
-                )  # fmt: skip
+                weights_at, to = scores[row:].ctypes.data, sums[row].ctypes.data
+                direct(rows, weights_at, scores.strides[0], v_at + start * v_row, v_row, to, sums_row, size, dim)
                 row += rows
             start += size
 
-    @inner
-    def attend_rows(
-        queries, n, spans, k_at, k_stride, v_at, v_stride, first, stop, dim, scale, state, sums, keys, values, scores,
-        weights,
-    ):  # fmt: skip
-        """Attend keys `first..stop-1` with `n` rows of `queries`; row i sees `spans[i, 0]..spans[i, 1]-1` of them."""
+    @kernel
+    def attend_rows(first, stop, args):
+        memory_at, n_rows, dim, n, k_at, k_row, v_at, v_row, steepness = arguments(args, 9)
+        memory, scale = scratch(memory_at, n_rows, dim, per_word), number_of(steepness)
         if n <= FEW_ROWS and dim % chunk == 0 and stop - first >= 16:
-            attend_few(queries, n, spans, k_at, k_stride, v_at, v_stride, first, stop, dim, scale, state, sums, scores)
+            attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale)
             return
-        words = dim // per_word
+        queries, spans, state, sums, keys, values, scores, weights = memory
+        words, sums_row, wide = dim // per_word, 4 * sums.shape[1], sums.shape[1]
         for start in range(first, stop, KEYS):
             size = min(KEYS, stop - start)
-            pack_keys(k_at + start * k_stride * itemsize, k_stride, size, dim, keys)
-            pack_values(v_at + start * v_stride * itemsize, v_stride, size, dim, values)
+            pack_keys(k_at + start * k_row, k_row, size, dim, keys)
+            pack_values(v_at + start * v_row, v_row, size, dim, values)
             row = 0
             while row < n:
                 left = n - row
@@ -263,14 +214,11 @@ def core(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], Ca
                 if begin < end:
                     for i in range(rows):
                         scores[i, begin:end] = np.float32(0)
-                    column = begin
+                    column, q_at = begin, queries[row:].ctypes.data
                     while column < end:
                         width = min(end, column // 64 * 64 + 64) - column
-                        at_keys = keys[column // 64, 0, column % 64 :].ctypes.data
-                        product(
-                            rows, queries[row:].ctypes.data, 4 * words, at_keys, 256,
-                            scores[0, column:].ctypes.data, 4 * KEYS, words, width,
-                        )  # fmt: skip
+                        at_keys, to = keys[column // 64, 0, column % 64 :].ctypes.data, scores[0, column:].ctypes.data
+                        product(rows, q_at, 4 * words, at_keys, keys.strides[1], to, scores.strides[0], words, width)
                         column += width
                     for i in range(rows):
                         low, high = max(spans[row + i, 0] - start, 0), min(spans[row + i, 1] - start, size)
@@ -290,14 +238,40 @@ def core(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], Ca
                                     low_bits = (bits_of_float(lower[e]) + uint32(0x8000)) >> uint32(16)
                                     high_bits = (bits_of_float(upper[e]) + uint32(0x8000)) & uint32(0xFFFF0000)
                                     packed[e] = float_of_bits(low_bits | high_bits)
-                        left_at, left_stride = weights[0, begin // 2 :].ctypes.data, 2 * KEYS
+                        left_at, left_row = weights[0, begin // 2 :].ctypes.data, weights.strides[0]
                     else:
-                        left_at, left_stride = scores[0, begin:].ctypes.data, 4 * KEYS
-                    product(
-                        rows, left_at, left_stride, values[begin // per_word].ctypes.data, 4 * sums.shape[1],
-                        sums[row].ctypes.data, 4 * sums.shape[1], (end - begin) // per_word, sums.shape[1],
-                    )  # fmt: skip
+                        left_at, left_row = scores[0, begin:].ctypes.data, scores.strides[0]
+                    right_at, to = values[begin // per_word].ctypes.data, sums[row].ctypes.data
+                    product(rows, left_at, left_row, right_at, sums_row, to, sums_row, (end - begin) // per_word, wide)
                 row += rows
+
+    return attend_rows
+
+
+@cache
+def ends(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Make the functions that put a query in its row, and that write a row's result."""
+    pairs, stored, read, write, itemsize = _pairs(dtype), STORED[dtype], READ[dtype], WRITE[dtype], dtype.itemsize
+
+    @inner
+    def put_query(q_at, cos_at, sin_at, dim, turned, to):
+        """Put a query `[D]` at the address `to`, turned if it is to be: bfloat16 with pairs, else float32."""
+        half = dim // 2
+        left, right = carray(pointer(q_at, stored), (half,)), carray(pointer(q_at + half * itemsize, stored), (half,))
+        cos, sin = carray(pointer(cos_at, stored), (half,)), carray(pointer(sin_at, stored), (half,))
+        if pairs:
+            bits_left, bits_right = carray(pointer(to, stored), (half,)), carray(pointer(to + dim, stored), (half,))
+            for i in range(half):
+                a, b = read(left[i]), read(right[i])
+                bits_left[i] = write(a * read(cos[i]) - b * read(sin[i])) if turned else left[i]
+                bits_right[i] = write(b * read(cos[i]) + a * read(sin[i])) if turned else right[i]
+        else:
+            out_left = carray(pointer(to, float32), (half,))
+            out_right = carray(pointer(to + 4 * half, float32), (half,))
+            for i in range(half):
+                a, b = read(left[i]), read(right[i])
+                out_left[i] = a * read(cos[i]) - b * read(sin[i]) if turned else a
+                out_right[i] = b * read(cos[i]) + a * read(sin[i]) if turned else b
 
     @inner
     def finish(state, sums, out, lse, at, dim):
@@ -308,7 +282,7 @@ def core(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], Ca
             out[at, d] = write(sums[d] * share)
         lse[at] = (state[0] + np.log2(state[1])) * np.float32(math.log(2)) if seen else np.float32(-np.inf)
 
-    return put_query, attend_rows, finish, per_word
+    return put_query, finish
 
 
 @inner

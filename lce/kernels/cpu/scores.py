@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from typing import Any
 
-import numba
 import numpy as np
 import torch
 from numba import carray, float32
@@ -14,7 +11,7 @@ from torch import Tensor
 
 from lce.kernels.cpu.choices import key_of_score, score_of_key
 from lce.kernels.cpu.compiling import Kernel, inner, kernel
-from lce.kernels.cpu.numbers import READ, STORED, exp, pointer
+from lce.kernels.cpu.numbers import READ, STORED, argument_of, arguments, exp, number_of, pointer
 
 _KEYS = 256  # keys that a thread takes at a time
 _COLUMNS = 512
@@ -37,7 +34,8 @@ def scores_of_few(q: Tensor, keys: Tensor) -> Tensor:
     wide = q.float().contiguous()
     assert keys.shape == (n_groups, n_keys, dim), keys.shape
     assert (row_stride, one) == (dim, 1), keys.stride()
-    _scores_of_few(keys.dtype)(wide.data_ptr(), keys.data_ptr(), out.data_ptr(), n_groups, n, n_keys, dim, group_stride)
+    n_pieces, addresses = -(-n_keys // _KEYS), (wide.data_ptr(), keys.data_ptr(), out.data_ptr())
+    _scores_of_few(keys.dtype)(n_groups * n_pieces, *addresses, n_groups, n, n_keys, dim, group_stride)
     return out
 
 
@@ -49,12 +47,13 @@ def best_below_top(scores: Tensor) -> Tensor:
     n_tokens, n = scores.shape
     assert scores.is_contiguous(), scores.stride()
     assert scores.numel(), scores.shape
-    tops = torch.empty(-(-n_tokens // _COLUMNS), n, dtype=torch.float32)
+    n_pieces = -(-n_tokens // _COLUMNS)
+    tops = torch.empty(n_pieces, n, dtype=torch.float32)
     best = torch.empty(n_tokens, dtype=torch.float32)
     tops_of, best_of = _best_below_top(scores.dtype)
-    tops_of(scores.data_ptr(), tops.data_ptr(), n_tokens, n)
+    tops_of(n_pieces, scores.data_ptr(), tops.data_ptr(), n_tokens, n)
     top = tops.amax(dim=0)
-    best_of(scores.data_ptr(), top.data_ptr(), best.data_ptr(), n_tokens, n)
+    best_of(n_pieces, scores.data_ptr(), best.data_ptr(), n_tokens, n, top.data_ptr())
     return best
 
 
@@ -68,10 +67,9 @@ def add_weights(logits: Tensor, lse: Tensor, scale: float, into: Tensor, first_b
     assert (lse.dtype, into.dtype) == (torch.float32, torch.float32), (lse.dtype, into.dtype)
     assert (lse.shape, into.shape) == ((n_heads, n_queries), (n_heads, n_keys)), (lse.shape, into.shape)
     assert all(x.is_contiguous() for x in (logits, lse, into[0])), (logits.stride(), lse.stride(), into.stride())
-    _add_weights(logits.dtype)(
-        logits.data_ptr(), lse.data_ptr(), into.data_ptr(), n_heads, n_queries, n_keys, into.stride(0), scale,
-        first_behind, window,
-    )  # fmt: skip
+    addresses = logits.data_ptr(), lse.data_ptr(), into.data_ptr()
+    sizes = n_heads, n_queries, n_keys, into.stride(0), first_behind, window
+    _add_weights(logits.dtype)(n_heads * -(-n_keys // _KEYS), *addresses, *sizes, argument_of(scale))
 
 
 @cache
@@ -85,31 +83,32 @@ def _scores_of_few(dtype: torch.dtype) -> Kernel:
             total += q[d] * read(key[d])
         return total
 
-    @kernel("void(intp, intp, intp, intp, intp, intp, intp, intp)")
-    def compiled(q_at, keys_at, out_at, n_groups, n, n_keys, dim, group_stride):
+    @kernel
+    def scores_of_few(begin, end, args):
+        q_at, keys_at, out_at, n_groups, n, n_keys, dim, group_stride = arguments(args, 8)
         q = carray(pointer(q_at, float32), (n_groups, n, dim))
         out = carray(pointer(out_at, float32), (n_groups, n, n_keys))
         n_pieces = (n_keys + _KEYS - 1) // _KEYS
-        for task in numba.prange(n_groups * n_pieces):
+        for task in range(begin, end):
             group, first = task // n_pieces, task % n_pieces * _KEYS
             keys = carray(pointer(keys_at + group * group_stride * item, stored), (n_keys, dim))
             for i in range(first, min(n_keys, first + _KEYS)):
                 for t in range(n):
                     out[group, t, i] = dot(q[group, t], keys[i])
 
-    return compiled
+    return scores_of_few
 
 
 @cache
-def _best_below_top(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _best_below_top(dtype: torch.dtype) -> tuple[Kernel, Kernel]:
     stored, read = STORED[dtype], READ[dtype]
-    key, number_of = key_of_score, score_of_key
 
-    @kernel("void(intp, intp, intp, intp)")
-    def tops_of(scores_at, tops_at, n_tokens, n):
+    @kernel
+    def tops_of(begin, end, args):
+        scores_at, tops_at, n_tokens, n = arguments(args, 4)
         scores = carray(pointer(scores_at, stored), (n_tokens, n))
-        tops = carray(pointer(tops_at, float32), ((n_tokens + _COLUMNS - 1) // _COLUMNS, n))
-        for task in numba.prange((n_tokens + _COLUMNS - 1) // _COLUMNS):
+        tops = carray(pointer(tops_at, float32), (end, n))
+        for task in range(begin, end):
             first = task * _COLUMNS
             for t in range(n):
                 tops[task, t] = read(scores[first, t])
@@ -117,17 +116,16 @@ def _best_below_top(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..
                 for t in range(n):
                     tops[task, t] = max(tops[task, t], read(scores[i, t]))
 
-    @kernel("void(intp, intp, intp, intp, intp)")
-    def best_of(scores_at, top_at, best_at, n_tokens, n):
+    @kernel
+    def best_of(begin, end, args):
+        scores_at, best_at, n_tokens, n, top_at = arguments(args, 5)
         scores = carray(pointer(scores_at, stored), (n_tokens, n))
-        top = carray(pointer(top_at, float32), (n,))
-        best = carray(pointer(best_at, float32), (n_tokens,))
-        for task in numba.prange((n_tokens + _COLUMNS - 1) // _COLUMNS):
-            for i in range(task * _COLUMNS, min(n_tokens, task * _COLUMNS + _COLUMNS)):
-                largest = np.int32(-0x8000_0000)
-                for t in range(n):
-                    largest = max(largest, key(read(scores[i, t]) - top[t]))
-                best[i] = number_of(largest)
+        top, best = carray(pointer(top_at, float32), (n,)), carray(pointer(best_at, float32), (n_tokens,))
+        for i in range(begin * _COLUMNS, min(n_tokens, end * _COLUMNS)):
+            largest = np.int32(-0x8000_0000)
+            for t in range(n):
+                largest = max(largest, key_of_score(read(scores[i, t]) - top[t]))
+            best[i] = score_of_key(largest)
 
     return tops_of, best_of
 
@@ -136,16 +134,17 @@ def _best_below_top(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..
 def _add_weights(dtype: torch.dtype) -> Kernel:
     stored, read, item = STORED[dtype], READ[dtype], dtype.itemsize
 
-    @kernel("void(intp, intp, intp, intp, intp, intp, intp, float64, intp, intp)")
-    def compiled(logits_at, lse_at, into_at, n_heads, n, n_keys, stride, scale, first_behind, window):
+    @kernel
+    def add_weights(begin_task, end_task, args):
+        logits_at, lse_at, into_at, n_heads, n, n_keys, stride, first_behind, window, scale = arguments(args, 10)
         lse = carray(pointer(lse_at, float32), (n_heads, n))
         into = carray(pointer(into_at, float32), (n_heads, stride))
-        factor = np.float32(scale)
-        n_pieces = (n_keys + _KEYS - 1) // _KEYS
-        for task in numba.prange(n_heads * n_pieces):
+        factor = number_of(scale)
+        n_pieces, total = (n_keys + _KEYS - 1) // _KEYS, np.empty(_KEYS, np.float32)
+        for task in range(begin_task, end_task):
             head, begin = task // n_pieces, task % n_pieces * _KEYS
             stop = min(n_keys, begin + _KEYS)
-            total = np.zeros(_KEYS, np.float32)
+            total[:] = 0
             for t in range(max(0, begin - first_behind), n):
                 own = first_behind + t
                 if own - window + 1 >= stop:
@@ -159,4 +158,4 @@ def _add_weights(dtype: torch.dtype) -> Kernel:
             for j in range(begin, stop):
                 into[head, j] += total[j - begin]
 
-    return compiled
+    return add_weights

@@ -7,6 +7,8 @@ LLVM translates such vectors for any processor: one instruction each where it ha
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from inspect import Parameter, Signature
 from typing import Any
 
 import torch
@@ -49,104 +51,87 @@ def _splat(builder: Any, number: Any, kind: Any) -> Any:
     return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(_WORDS, [0] * LANES))
 
 
-def multiply(rows: int, columns: int, pairs: bool, dtype: torch.dtype = torch.float32) -> Callable[..., Any]:
+def multiply(pairs: bool, dtype: torch.dtype) -> Callable[..., Any]:
     """Make the product that everything rests on: `C [rows, 16·columns] += A [rows, n] · B [n, 16·columns]`.
 
-    The intrinsic takes `(a, a_stride, b, b_stride, c, c_stride, n)`: addresses, strides in bytes, and n, 1 or more.
-    A and C are float32, and B is of `dtype`. With `pairs`, A and B are words of two bfloat16 numbers, whose products
-    are added to C both. C stays in registers: `rows · columns` of them, and `columns` for B. Each number of C is one
-    sum over n in order, so that it does not depend on `rows` and `columns`.
+    The intrinsic takes `(rows, columns, a, a_stride, b, b_stride, c, c_stride, n)`: 6, 4, 2 or 1 rows, 4, 2 or 1
+    columns, addresses, strides in bytes, and n, 1 or more. A and C are float32, and B is of `dtype`. With `pairs`, A
+    and B are words of two bfloat16 numbers, whose products are added to C both. C stays in registers: `rows · columns`
+    of them, and `columns` for B. Each number of C is one sum over n in order, so that it does not depend on `rows` and
+    `columns`.
     """
     width = 64 if pairs else 16 * dtype.itemsize  # bytes of a vector of B
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def emit(builder: Any, rows: int, columns: int, args: Any) -> None:
         a, a_stride, b, b_stride, c, c_stride, n = args
         multiply_add = multiply_add_of(builder.module, pairs)
-        cells = [(i, j) for i in range(rows) for j in range(columns)]
         places = {
             (i, j): _at(builder, c, builder.add(builder.mul(c_stride, _const(i)), _const(64 * j)), _FLOATS)
-            for i, j in cells
-        }
-        sums = {cell: builder.load(places[cell], align=4) for cell in cells}
-        before, loop = builder.block, builder.append_basic_block("multiply")
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        step = builder.phi(_I64)
-        step.add_incoming(_const(0), before)
-        phis = {cell: builder.phi(_FLOATS) for cell in cells}
-        here = builder.mul(step, b_stride)
-        right = [
-            _load_words(builder, b, builder.add(here, _const(width * j)), torch.float32 if pairs else dtype)
+            for i in range(rows)
             for j in range(columns)
-        ]
-        after = {}
-        for i in range(rows):
-            offset = builder.add(builder.mul(a_stride, _const(i)), builder.mul(step, _const(4)))
-            word = builder.load(_at(builder, a, offset, _I32 if pairs else _F32), align=4)
-            left = _splat(builder, word, _WORDS if pairs else _FLOATS)
-            for j in range(columns):
-                if pairs:
-                    factors = builder.bitcast(left, _PAIRED), builder.bitcast(right[j], _PAIRED)
-                    after[i, j] = builder.call(multiply_add, [phis[i, j], *factors])
-                else:
-                    factor = builder.bitcast(right[j], _FLOATS)
-                    after[i, j] = builder.call(multiply_add, [left, factor, phis[i, j]])
-        following = builder.add(step, _const(1))
-        step.add_incoming(following, builder.block)
-        for cell in cells:
-            phis[cell].add_incoming(sums[cell], before)
-            phis[cell].add_incoming(after[cell], builder.block)
-        end = builder.append_basic_block("multiplied")
-        builder.cbranch(builder.icmp_signed("<", following, n), loop, end)
-        builder.position_at_end(end)
-        for cell in cells:
-            builder.store(after[cell], places[cell], align=4)
-        return context.get_dummy_value()
+        }
 
-    return intrinsic_of(f"multiply {rows} {columns} {pairs} {dtype}", types.void(*[types.intp] * 7), generate)
+        def turn(step: Any, sums: Any) -> Any:
+            here, after = builder.mul(step, b_stride), {}
+            right = [_load_words(builder, b, builder.add(here, _const(width * j)), kind) for j in range(columns)]
+            for i in range(rows):
+                offset = builder.add(builder.mul(a_stride, _const(i)), builder.mul(step, _const(4)))
+                word = builder.load(_at(builder, a, offset, _I32 if pairs else _F32), align=4)
+                left = _splat(builder, word, _WORDS if pairs else _FLOATS)
+                for j in range(columns):
+                    factors = [builder.bitcast(x, _PAIRED if pairs else _FLOATS) for x in (left, right[j])]
+                    after[i, j] = builder.call(
+                        multiply_add, [sums[i, j], *factors] if pairs else [*factors, sums[i, j]]
+                    )
+            return after
 
-
-def dots(rows: int, pairs: bool, dtype: torch.dtype, columns: int | None = None, chains: int = 1) -> Callable[..., Any]:
-    """Make dot products of `rows` vectors with `columns` others, all read in place: `Q · Kᵀ` of few queries.
-
-    The intrinsic takes `(q, q_stride, k, k_stride, out, out_stride, n)`: addresses, strides in bytes, and how many
-    steps a vector has, 1 or more. A step is `chains` vectors of 16 numbers, each of which has a sum of its own. Q and
-    the result are float32, K is of `dtype`; with `pairs`, both are bfloat16, and a vector has 32 numbers.
-    `rows · columns` is a power of two, 16 unless `columns` says otherwise. Each result is added up in the same order,
-    whatever `rows` and `columns` are.
-    """
-    n_keys, width = columns or LANES // rows, 64 if pairs else 16 * dtype.itemsize
-    cells = [(chain, i, j) for chain in range(chains) for j in range(n_keys) for i in range(rows)]
+        kind = torch.float32 if pairs else dtype
+        sums = _loop(builder, n, {cell: builder.load(place, align=4) for cell, place in places.items()}, turn)
+        for cell, place in places.items():
+            builder.store(sums[cell], place, align=4)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        shapes = [(rows, columns) for rows in (6, 4, 2, 1) for columns in (4, 2, 1)]
+        number = builder.add(builder.mul(args[0], _const(8)), args[1])
+        cases = {8 * rows + columns: partial(emit, builder, rows, columns, args[2:]) for rows, columns in shapes}
+        _switch(builder, number, cases)
+        return context.get_dummy_value()
+
+    return intrinsic_of(f"multiply {pairs} {dtype}", types.void(*[types.intp] * 9), generate)
+
+
+def dots(pairs: bool, dtype: torch.dtype, columns: dict[int, int], chains: int = 1) -> Callable[..., Any]:
+    """Make dot products of some vectors with others, all read in place: `Q · Kᵀ` of few queries.
+
+    The intrinsic takes `(rows, q, q_stride, k, k_stride, out, out_stride, n)`: the number of vectors of Q, which
+    `columns` maps to the number of vectors of K, addresses, strides in bytes, and how many steps a vector has, 1 or
+    more. A step is `chains` vectors of 16 numbers, each of which has a sum of its own. Q and the result are float32, K
+    is of `dtype`; with `pairs`, both are bfloat16, and a vector has 32 numbers. `rows · columns` is a power of two.
+    Each result is added up in the same order, whatever `rows` and `columns` are.
+    """
+    width, kind = 64 if pairs else 16 * dtype.itemsize, torch.float32 if pairs else dtype
+
+    def emit(builder: Any, rows: int, n_keys: int, args: Any) -> None:
         q, q_stride, k, k_stride, out, out_stride, n = args
         multiply_add = multiply_add_of(builder.module, pairs)
-        before, loop = builder.block, builder.append_basic_block("dots")
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        step = builder.phi(_I64)
-        step.add_incoming(_const(0), before)
-        phis = {cell: builder.phi(_FLOATS) for cell in cells}
-        kind = torch.float32 if pairs else dtype
-        left, right, after = {}, {}, {}
-        for chain, i, j in cells:
-            if j == 0:
-                here = builder.add(builder.mul(step, _const(64 * chains)), _const(64 * chain))
-                left[i] = _load_words(builder, q, builder.add(builder.mul(q_stride, _const(i)), here), torch.float32)
-            if i == 0:
-                there = builder.add(builder.mul(step, _const(width * chains)), _const(width * chain))
-                right[j] = _load_words(builder, k, builder.add(builder.mul(k_stride, _const(j)), there), kind)
-            factors = [builder.bitcast(x, _PAIRED if pairs else _FLOATS) for x in (left[i], right[j])]
-            sums = phis[chain, i, j]
-            after[chain, i, j] = builder.call(multiply_add, [sums, *factors] if pairs else [*factors, sums])
-        following = builder.add(step, _const(1))
-        step.add_incoming(following, builder.block)
-        for cell in cells:
-            phis[cell].add_incoming(ir.Constant(_FLOATS, [0.0] * LANES), before)
-            phis[cell].add_incoming(after[cell], builder.block)
-        end = builder.append_basic_block("dotted")
-        builder.cbranch(builder.icmp_signed("<", following, n), loop, end)
-        builder.position_at_end(end)
+        cells = [(chain, i, j) for chain in range(chains) for j in range(n_keys) for i in range(rows)]
+
+        def turn(step: Any, sums: Any) -> Any:
+            left, right, after = {}, {}, {}
+            for chain, i, j in cells:
+                if j == 0:
+                    here = builder.add(builder.mul(step, _const(64 * chains)), _const(64 * chain))
+                    at = builder.add(builder.mul(q_stride, _const(i)), here)
+                    left[i] = _load_words(builder, q, at, torch.float32)
+                if i == 0:
+                    there = builder.add(builder.mul(step, _const(width * chains)), _const(width * chain))
+                    right[j] = _load_words(builder, k, builder.add(builder.mul(k_stride, _const(j)), there), kind)
+                factors = [builder.bitcast(x, _PAIRED if pairs else _FLOATS) for x in (left[i], right[j])]
+                own = sums[chain, i, j]
+                after[chain, i, j] = builder.call(multiply_add, [own, *factors] if pairs else [*factors, own])
+            return after
+
+        after = _loop(builder, n, dict.fromkeys(cells, ir.Constant(_FLOATS, [0.0] * LANES)), turn)
         sums = [after[0, i, j] for i in range(rows) for j in range(n_keys)]
         for chain in range(1, chains):
             sums = [builder.fadd(sums[i * n_keys + j], after[chain, i, j]) for i in range(rows) for j in range(n_keys)]
@@ -162,9 +147,44 @@ def dots(rows: int, pairs: bool, dtype: torch.dtype, columns: int | None = None,
             part = builder.shuffle_vector(sums[0], sums[0], lanes)
             place = _at(builder, out, builder.mul(out_stride, _const(i)), ir.VectorType(_F32, n_keys))
             builder.store(part, place, align=4)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        cases = {rows: partial(emit, builder, rows, n_keys, args[1:]) for rows, n_keys in columns.items()}
+        _switch(builder, args[0], cases)
         return context.get_dummy_value()
 
-    return intrinsic_of(f"dots {rows} {pairs} {dtype} {n_keys} {chains}", types.void(*[types.intp] * 7), generate)
+    return intrinsic_of(f"dots {pairs} {dtype} {columns} {chains}", types.void(*[types.intp] * 8), generate)
+
+
+def _loop(builder: Any, n: Any, starts: dict[Any, Any], turn: Callable[..., dict[Any, Any]]) -> dict[Any, Any]:
+    """Emit a loop of n turns, 1 or more, over values in registers: `turn(step, values)` returns them after a step."""
+    before, loop = builder.block, builder.append_basic_block("loop")
+    end = builder.append_basic_block("end")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    step = builder.phi(_I64)
+    values = {cell: builder.phi(start.type) for cell, start in starts.items()}
+    after = turn(step, values)
+    following = builder.add(step, _const(1))
+    for phi, first, last in [(step, _const(0), following), *((values[x], starts[x], after[x]) for x in starts)]:
+        phi.add_incoming(first, before)
+        phi.add_incoming(last, builder.block)
+    builder.cbranch(builder.icmp_signed("<", following, n), loop, end)
+    builder.position_at_end(end)
+    return after
+
+
+def _switch(builder: Any, number: Any, cases: dict[int, Callable[[], None]]) -> None:
+    """Emit all cases, of which the number says which one runs."""
+    blocks = {value: builder.append_basic_block("case") for value in cases}
+    end = builder.append_basic_block("chosen")
+    chosen = builder.switch(number, list(blocks.values())[-1])
+    for value, emit in cases.items():
+        chosen.add_case(_const(value), blocks[value])
+        builder.position_at_end(blocks[value])
+        emit()
+        builder.branch(end)
+    builder.position_at_end(end)
 
 
 def transpose(dtype: torch.dtype, pairs: bool) -> Callable[..., Any]:
@@ -229,21 +249,13 @@ def _load_words(builder: Any, address: Any, offset: Any, dtype: torch.dtype) -> 
 
 def _largest(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     address, n = args
+
+    def turn(step: Any, best: Any) -> Any:
+        row = builder.load(_at(builder, address, builder.mul(step, _const(4 * LANES)), _FLOATS), align=4)
+        return {0: builder.select(builder.fcmp_ordered(">", row, best[0]), row, best[0])}
+
     start = builder.load(_at(builder, address, _const(0), _FLOATS), align=4)
-    before, loop = builder.block, builder.append_basic_block("largest")
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    step, best = builder.phi(_I64), builder.phi(_FLOATS)
-    row = builder.load(_at(builder, address, builder.mul(step, _const(4)), _FLOATS), align=4)
-    larger = builder.select(builder.fcmp_ordered(">", row, best), row, best)
-    following = builder.add(step, _const(LANES))
-    step.add_incoming(_const(0), before)
-    step.add_incoming(following, builder.block)
-    best.add_incoming(start, before)
-    best.add_incoming(larger, builder.block)
-    end = builder.append_basic_block("found")
-    builder.cbranch(builder.icmp_signed("<", following, n), loop, end)
-    builder.position_at_end(end)
+    larger = _loop(builder, builder.lshr(n, _const(4)), {0: start}, turn)[0]
     for distance in (8, 4, 2, 1):
         order = ir.Constant(_WORDS, [(e + distance) % LANES for e in range(LANES)])
         other = builder.shuffle_vector(larger, larger, order)
@@ -252,25 +264,23 @@ def _largest(context: Any, builder: Any, signature: Any, args: Any) -> Any:
 
 
 def _take(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-    return builder.atomic_rmw("add", _at(builder, args[0], _const(0), _I64), _const(1), "monotonic")
+    return builder.atomic_rmw("add", _at(builder, args[0], _const(0), _I64), _const(1), "acq_rel")
 
 
 def intrinsic_of(name: str, signature: Any, generate: Callable[..., Any]) -> Callable[..., Any]:
     """Make an intrinsic of one signature. The name tells it from others in the cache's keys."""
-    n_args = len(signature.args)
-    made: dict[int, Callable[..., Any]] = {
-        1: lambda typing, a: (signature, generate),
-        2: lambda typing, a, b: (signature, generate),
-        4: lambda typing, a, b, c, d: (signature, generate),
-        6: lambda typing, a, b, c, d, e, f: (signature, generate),
-        7: lambda typing, a, b, c, d, e, f, g: (signature, generate),
-    }
-    made[n_args].__name__ = made[n_args].__qualname__ = name
-    result: Callable[..., Any] = intrinsic(made[n_args])
+
+    def made(typing: Any, *args: Any) -> Any:
+        return signature, generate
+
+    names = ["typing", *(f"x{i}" for i in range(len(signature.args)))]
+    made.__signature__ = Signature([Parameter(x, Parameter.POSITIONAL_OR_KEYWORD) for x in names])  # type: ignore[attr-defined]
+    made.__name__ = made.__qualname__ = name
+    result: Callable[..., Any] = intrinsic(made)
     return result
 
 
 # The largest of n floats at an address, n a multiple of 16.
 largest = intrinsic_of("largest", types.float32(types.intp, types.intp), _largest)
-# The number at an address, which is counted up: a queue of tasks.
+# The number at an address, which is counted up: a queue of tasks. Later threads see what a thread wrote before it.
 take = intrinsic_of("take", types.intp(types.intp), _take)

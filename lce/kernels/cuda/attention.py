@@ -6,30 +6,29 @@ on where in memory its keys lie.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
-from lce.kernels.cuda import launching, merging
-from lce.kernels.cuda.rows import LOWEST, attend_keys, finish, head_blocks, load_turned, score_scale
+from lce.kernels.cuda import merging
+from lce.kernels.cuda.launching import launch
+from lce.kernels.cuda.rows import Blocks, attend_keys, finish, heads, load_turned, nothing_seen, score_scale
 
 ENOUGH = 264  # programs that keep a GPU of 132 processors busy
 SHORTEST = 256  # keys of a piece, where keys are split
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None, cos: Tensor | None = None,
-    sin: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None, *turn: Tensor
+) -> tuple[Tensor, Tensor]:
     """Attend `k v [G, N, D]` with `q [H, T, D]`: `out [H, T, D]`, `lse [H, T]` (float32); H / G query heads share a KV
     head.
 
     N ≥ 1. Causal: the last query sees the last key; with `window` a query sees its nearest `window` keys at most. Query
-    t is turned by `cos sin [t]`, `[T, D/2]`, in registers. The query heads of a KV head are rows of one product, and
-    their keys are read once. Where few programs would run, keys are split and the pieces merged.
+    t is turned by `turn`, cosines and sines `[T, D/2]`, if any, in registers. The query heads of a KV head are rows of
+    one product, and their keys are read once. Where few programs would run, keys are split and the pieces merged.
     Time: O(H · T · N · D). Bytes: the keys once for each block of rows; pieces · H · T · D float32 numbers if split.
     """
     (n_heads, n_queries, dim), (n_groups, n_keys, _) = q.shape, k.shape
@@ -37,23 +36,19 @@ def attend(
     assert k.shape == v.shape == (n_groups, n_keys, dim), (k.shape, v.shape)
     assert n_heads == rep * n_groups, (n_heads, n_groups)
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-    turned = cos is not None and sin is not None
-    if cos is not None and sin is not None:
-        assert cos.shape == sin.shape == (n_queries, dim // 2), (cos.shape, sin.shape)
-        cos, sin = cos.contiguous(), sin.contiguous()
-    blocks = _blocks(q.dtype, dim, n_queries * rep)
-    n_blocks = -(-n_queries * rep // blocks["BLOCK_M"])
+    assert all(x.shape == (n_queries, dim // 2) for x in turn), [x.shape for x in turn]
+    blocks, options = _blocks(q.dtype, dim, n_queries * rep)
+    n_blocks = -(-n_queries * rep // blocks.rows)
     n_pieces = max(1, min(-(-ENOUGH // (n_groups * n_blocks)), n_keys // SHORTEST))
-    piece = -(-n_keys // n_pieces // blocks["BLOCK_N"]) * blocks["BLOCK_N"]
+    piece = -(-n_keys // n_pieces // blocks.keys) * blocks.keys
     shape = (n_heads, n_queries, dim) if n_pieces == 1 else (n_pieces, n_heads, n_queries, dim)
     out = torch.empty(shape, dtype=q.dtype if n_pieces == 1 else torch.float32, device=q.device)
     lse = torch.empty(shape[:-1], dtype=torch.float32, device=q.device)
-    launching.launch(
-        _attend, (n_groups * n_blocks * n_pieces,), q, k, v, cos if turned else q, sin if turned else q, out, lse,
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), n_queries, n_keys,
-        n_keys if window is None else window, n_blocks, n_pieces, piece, n_heads, score_scale(dim), REP=rep,
-        CAUSAL=causal, WINDOW=causal and window is not None, TURN=turned, **head_blocks(dim), **blocks,
-    )  # fmt: skip
+    grid, vectors = (n_groups * n_blocks * n_pieces,), (heads(q), heads(k), heads(v))
+    turns = tuple(x.contiguous() for x in turn)
+    sizes = n_queries, n_keys, n_keys if window is None else window, n_blocks, n_pieces, piece, n_heads
+    seen = {"CAUSAL": causal, "WINDOW": causal and window is not None}
+    launch(_attend, grid, *vectors, turns, out, lse, sizes, score_scale(dim), REP=rep, **seen, B=blocks, **options)
     return (out, lse) if n_pieces == 1 else merging.merge_pieces(out, lse, q.dtype)
 
 
@@ -84,18 +79,16 @@ def attend_tiles(
     if not n_rows:
         return
     alone = n_queries <= 4
-    blocks = _blocks(q.dtype, dim, 16 if alone else 64)
-    if alone:
-        order = starts = block_tile = tile
-        n_programs = n_rows
-    else:
-        order, starts, block_tile = sorted_blocks(tile, n_tiles, blocks["BLOCK_M"])
-        n_programs = len(block_tile)
-    launching.launch(
-        _attend_tiles, (n_programs,), q, cos, sin, order, starts, block_tile, k, v, out, lse, q.stride(0), q.stride(1),
-        k.stride(0), k.stride(1), v.stride(0), v.stride(1), n_queries, n_slots, cos.shape[1], n_tiles, size,
-        score_scale(dim), ALONE=alone, EVEN=size % blocks["BLOCK_N"] == 0, **head_blocks(dim), **blocks,
-    )  # fmt: skip
+    blocks, options = _blocks(q.dtype, dim, 16 if alone else 64)
+    order = starts = block_tile = tile
+    if not alone:
+        order, starts, block_tile = sorted_blocks(tile, n_tiles, blocks.rows)
+    sorting, vectors = (order, starts, block_tile), (heads(q), heads(k), heads(v))
+    sizes, constants = (n_queries, n_slots, cos.shape[1], n_tiles, size), {"ALONE": alone, "B": blocks, **options}
+    scale, even = score_scale(dim), size % blocks.keys == 0
+    launch(
+        _attend_tiles, block_tile.shape, *vectors, (cos, sin), sorting, out, lse, sizes, scale, EVEN=even, **constants
+    )
 
 
 def sorted_blocks(tile: Tensor, n_tiles: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,8 +111,8 @@ def sorted_blocks(tile: Tensor, n_tiles: int, size: int) -> tuple[Tensor, Tensor
     return order, torch.stack((row_starts, block_starts)), block_tile
 
 
-def _blocks(dtype: torch.dtype, dim: int, n_rows: int) -> dict[str, Any]:
-    """Return rows and keys of a block, warps and stages: what fits an A100's shared memory, and does not spill on an
+def _blocks(dtype: torch.dtype, dim: int, n_rows: int) -> tuple[Blocks, dict[str, int]]:
+    """Return the blocks, warps and stages of a launch: what fits an A100's shared memory, and does not spill on an
     H100.
 
     `tools/compile_cuda.py` prints registers, spills and shared memory of each. Not measured on a GPU.
@@ -133,30 +126,26 @@ def _blocks(dtype: torch.dtype, dim: int, n_rows: int) -> dict[str, Any]:
     else:
         rows, keys, warps, stages = 128, 128, 8, 2
     precision = "ieee" if dtype is torch.float32 else "tf32"  # of float32 products alone
-    return {"BLOCK_M": rows, "BLOCK_N": keys, "PRECISION": precision, "num_warps": warps, "num_stages": stages}
+    return Blocks(dim, rows, keys, precision), {"num_warps": warps, "num_stages": stages}
 
 
-@triton.jit(do_not_specialize=["n_queries", "n_keys", "window", "n_blocks", "n_pieces", "piece", "n_heads"])
-def _attend(
-    q, k, v, cos, sin, out, lse, q_head, q_row, k_group, k_row, v_group, v_row, n_queries, n_keys, window, n_blocks,
-    n_pieces, piece, n_heads, scale, REP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TURN: tl.constexpr,
-    DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["sizes"])
+def _attend(q, k, v, turn, out, lse, sizes, scale, REP: constexpr, CAUSAL: constexpr, WINDOW: constexpr, B: constexpr):
     """Attend a piece of the keys with a block of rows of a KV head's query heads. Row `t · REP + r` is query t of head
     r.
 
     Keys are attended in up to three stretches: those that only some rows see, because of the window; those that all
     rows see, without a mask; those that only some rows see, because of causality, with the ragged end.
     """
+    n_queries, n_keys, window, n_blocks, n_pieces, piece, n_heads = sizes
     program = tl.program_id(0)
     number, group = program % (n_blocks * n_pieces), program // (n_blocks * n_pieces)
     block, part = n_blocks - 1 - number % n_blocks, number // n_blocks  # long rows first
-    row, column = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, DIM_BLOCK)
+    row, column = block * B.rows + tl.arange(0, B.rows), tl.arange(0, B.wide)
     query, head = row // REP, group * REP + row % REP
     held = query < n_queries
-    first_query = block * BLOCK_M // REP
-    last_query = tl.minimum((block * BLOCK_M + BLOCK_M - 1) // REP, n_queries - 1)
+    first_query = block * B.rows // REP
+    last_query = tl.minimum((block * B.rows + B.rows - 1) // REP, n_queries - 1)
     past = n_keys - n_queries
     first, stop = part * piece, tl.minimum(n_keys, part * piece + piece)
     begin, end = query * 0, query * 0 + stop
@@ -169,74 +158,53 @@ def _attend(
         end = tl.minimum(end, stop)
     if WINDOW:
         begin = past + query + 1 - window
-        lowest = tl.maximum(past + first_query + 1 - window, 0) // BLOCK_N * BLOCK_N
+        lowest = tl.maximum(past + first_query + 1 - window, 0) // B.keys * B.keys
         first = tl.maximum(first, lowest)
         seen_by_all = tl.maximum(past + last_query + 1 - window, 0)
-        some = tl.maximum(first, (seen_by_all + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
+        some = tl.maximum(first, (seen_by_all + B.keys - 1) // B.keys * B.keys)
         some = tl.minimum(some, tl.maximum(stop, first))
-    whole = some + tl.maximum(all_see - some, 0) // BLOCK_N * BLOCK_N  # up to here without a mask
+    whole = some + tl.maximum(all_see - some, 0) // B.keys * B.keys  # up to here without a mask
 
-    q_first, q_second = load_turned(
-        q, head.to(tl.int64) * q_head + query.to(tl.int64) * q_row, held, cos, sin, query.to(tl.int64) * (DIM // 2),
-        DIM, HALF_BLOCK, TURN,
-    )  # fmt: skip
-    top = tl.full([BLOCK_M], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    sums = tl.zeros([BLOCK_M, DIM_BLOCK], tl.float32)
-    k_at, v_at = k + group.to(tl.int64) * k_group, v + group.to(tl.int64) * v_group
+    at = head.to(tl.int64) * q.head + query.to(tl.int64) * q.row
+    halves = load_turned(q.at, at, held, turn, query.to(tl.int64) * (B.dim // 2), B)
+    state, span = nothing_seen(B.rows, B.wide), (begin, end)
+    k_at, v_at = k.at + group.to(tl.int64) * k.head, v.at + group.to(tl.int64) * v.head
     if WINDOW:
-        top, total, sums = attend_keys(
-            q_first, q_second, k_at + first.to(tl.int64) * k_row, v_at + first.to(tl.int64) * v_row, k_row, v_row,
-            first, tl.minimum(some, stop), begin, end, top, total, sums, scale, DIM, HALF_BLOCK, DIM_BLOCK, BLOCK_N,
-            True, PRECISION,
-        )  # fmt: skip
-    top, total, sums = attend_keys(
-        q_first, q_second, k_at + some.to(tl.int64) * k_row, v_at + some.to(tl.int64) * v_row, k_row, v_row, some,
-        whole, begin, end, top, total, sums, scale, DIM, HALF_BLOCK, DIM_BLOCK, BLOCK_N, False, PRECISION,
-    )  # fmt: skip
-    top, total, sums = attend_keys(
-        q_first, q_second, k_at + whole.to(tl.int64) * k_row, v_at + whole.to(tl.int64) * v_row, k_row, v_row, whole,
-        stop, begin, end, top, total, sums, scale, DIM, HALF_BLOCK, DIM_BLOCK, BLOCK_N, True, PRECISION,
-    )  # fmt: skip
-    values, sizes = finish(top, total, sums)
+        keys, values = (k_at + first.to(tl.int64) * k.row, k.row), (v_at + first.to(tl.int64) * v.row, v.row)
+        state = attend_keys(halves, keys, values, (first, tl.minimum(some, stop)), span, state, scale, B, True)
+    keys, values = (k_at + some.to(tl.int64) * k.row, k.row), (v_at + some.to(tl.int64) * v.row, v.row)
+    state = attend_keys(halves, keys, values, (some, whole), span, state, scale, B, False)
+    keys, values = (k_at + whole.to(tl.int64) * k.row, k.row), (v_at + whole.to(tl.int64) * v.row, v.row)
+    state = attend_keys(halves, keys, values, (whole, stop), span, state, scale, B, True)
+    numbers, total = finish(state)
     at = (part.to(tl.int64) * n_heads + head) * n_queries + query
-    mask = held[:, None] & (column < DIM)[None, :]
-    tl.store(out + at[:, None] * DIM + column[None, :], values.to(out.dtype.element_ty), mask=mask)
-    tl.store(lse + at, sizes, mask=held)
+    mask = held[:, None] & (column < B.dim)[None, :]
+    tl.store(out + at[:, None] * B.dim + column[None, :], numbers.to(out.dtype.element_ty), mask=mask)
+    tl.store(lse + at, total, mask=held)
 
 
-@triton.jit(do_not_specialize=["n_queries", "n_slots", "n_turns", "n_tiles", "size"])
-def _attend_tiles(
-    q, cos, sin, order, starts, block_tile, k, v, out, lse, q_head, q_row, k_tile, k_row, v_tile, v_row, n_queries,
-    n_slots, n_turns, n_tiles, size, scale, ALONE: tl.constexpr, EVEN: tl.constexpr, DIM: tl.constexpr,
-    HALF_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["sizes"])
+def _attend_tiles(q, k, v, turn, sorting, out, lse, sizes, scale, ALONE: constexpr, EVEN: constexpr, B: constexpr):
     """Attend one tile with a block of rows. `ALONE`: row number `program`, whose tile is `block_tile[program]`."""
+    (order, starts, block_tile), (n_queries, n_slots, n_turns, n_tiles, size) = sorting, sizes
     program = tl.program_id(0)
-    tile, i, column = tl.load(block_tile + program), tl.arange(0, BLOCK_M), tl.arange(0, DIM_BLOCK)
+    tile, i, column = tl.load(block_tile + program), tl.arange(0, B.rows), tl.arange(0, B.wide)
     if (tile >= 0) & (tile < n_tiles):
         if ALONE:
             row, held = (program + i * 0).to(tl.int64), i < 1
         else:
             begin = tl.load(starts + tile)
             stop = tl.load(starts + tile + 1)
-            place = begin + (program - tl.load(starts + n_tiles + 1 + tile)) * BLOCK_M + i
+            place = begin + (program - tl.load(starts + n_tiles + 1 + tile)) * B.rows + i
             held = place < stop
             row = tl.load(order + place, mask=held, other=0)
         slot, query, head = row % n_slots, row // n_slots % n_queries, row // n_slots // n_queries
-        q_first, q_second = load_turned(
-            q, head * q_head + query * q_row, held, cos, sin, (query * n_turns + slot % n_turns) * (DIM // 2), DIM,
-            HALF_BLOCK, True,
-        )  # fmt: skip
-        top = tl.full([BLOCK_M], LOWEST, tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        sums = tl.zeros([BLOCK_M, DIM_BLOCK], tl.float32)
-        top, total, sums = attend_keys(
-            q_first, q_second, k + tile * k_tile, v + tile * v_tile, k_row, v_row, 0, size, i * 0, i * 0 + size, top,
-            total, sums, scale, DIM, HALF_BLOCK, DIM_BLOCK, BLOCK_N, not EVEN, PRECISION,
-        )  # fmt: skip
-        values, sizes = finish(top, total, sums)
-        mask = held[:, None] & (column < DIM)[None, :]
-        tl.store(out + row[:, None] * DIM + column[None, :], values.to(out.dtype.element_ty), mask=mask)
-        tl.store(lse + row, sizes, mask=held)
+        turn_at = (query * n_turns + slot % n_turns) * (B.dim // 2)
+        halves = load_turned(q.at, head * q.head + query * q.row, held, turn, turn_at, B)
+        state, span = nothing_seen(B.rows, B.wide), (i * 0, i * 0 + size)
+        keys, values = (k.at + tile * k.head, k.row), (v.at + tile * v.head, v.row)
+        state = attend_keys(halves, keys, values, (0, size), span, state, scale, B, not EVEN)
+        numbers, total = finish(state)
+        mask = held[:, None] & (column < B.dim)[None, :]
+        tl.store(out + row[:, None] * B.dim + column[None, :], numbers.to(out.dtype.element_ty), mask=mask)
+        tl.store(lse + row, total, mask=held)

@@ -10,8 +10,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from lce.kernels.cuda.launching import MOST_CHUNKS, launch
+from lce.kernels.cuda.rows import heads as vectors_of
 
 _TILE = 1 << 13  # numbers of summaries that a program reads at a time
 _WARP = 512  # scores that a warp chooses from
@@ -48,9 +50,18 @@ def scores_of_few(q: Tensor, keys: Tensor) -> Tensor:
 
 
 def best_runs(
-    q: Tensor, summaries: Tensor, position: Tensor, size: int, n: int, *, choosers: int | None = None,
-    keep_first: bool = False, keep_last: bool = False, least: bool = False, own: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    summaries: Tensor,
+    position: Tensor,
+    size: int,
+    n: int,
+    *,
+    choosers: int | None = None,
+    keep_first: bool = False,
+    keep_last: bool = False,
+    least: bool = False,
+    own: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Choose the chunks of a decode step's query, as runs of tokens: first tokens and counts, `[C, S]`, int64.
 
     `q [H, D]`; `summaries [S, N, D]`, of which head h is compared with row `h · S // H`, by their product. Of
@@ -74,7 +85,7 @@ def best_runs(
     scores = _scored(q[:, None], summaries, choosers, position, size, least)
     first = torch.empty(choosers, min(n, summaries.shape[1]) + own, dtype=torch.int64, device=q.device)
     count = first.new_empty(first.shape)
-    _choose_into(first, scores, None, n, position, size, keep_first, keep_last, count, own)
+    _choose_into(first, scores, None, n, position, size, count, keep_first, keep_last, own)
     return first, count
 
 
@@ -88,10 +99,8 @@ def runs_of_chunks(chosen: Tensor, size: int, position: Tensor | None) -> tuple[
     chosen, n = chosen.contiguous(), chosen.shape[1]
     first = chosen.new_empty(len(chosen), n + (position is not None))
     count = first.new_empty(first.shape)
-    launch(
-        _runs, (len(chosen),), chosen, chosen if position is None else position, first, count, n, size,
-        BLOCK=triton.next_power_of_2(first.shape[1]), OWN=position is not None, num_warps=1,
-    )  # fmt: skip
+    own, block = () if position is None else (position,), triton.next_power_of_2(first.shape[1])
+    launch(_runs, (len(chosen),), chosen, own, first, count, n, size, BLOCK=block, num_warps=1)
     return first, count
 
 
@@ -106,45 +115,61 @@ def _scored(
     out = torch.empty(choosers, n, n_keys, dtype=torch.float32, device=q.device)
     width = triton.next_power_of_2(dim)
     block = max(16, min(64, _TILE // width) // min(4, triton.next_power_of_2(together)))
-    launch(
-        _score, (triton.cdiv(n_keys, block), choosers * n), q, keys, out, q if position is None else position,
-        q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), n, n_keys, dim, size,
-        TOGETHER=together, SHARING=heads // len(keys), BLOCK=block, DIM=width, BOUNDS=keys.ndim == 4,
-        COUNTED=position is not None, LEAST=least,
-    )  # fmt: skip
+    grid, at = (triton.cdiv(n_keys, block), choosers * n), () if position is None else (position,)
+    flags = {"TOGETHER": together, "SHARING": heads // len(keys), "BOUNDS": keys.ndim == 4, "LEAST": least}
+    sizes, blocks = (n, dim, size), {"BLOCK": block, "DIM": width}
+    launch(_score, grid, vectors_of(q), vectors_of(keys), out, at, sizes, n_keys, **flags, **blocks)
     return out
 
 
 def _choose_into(
-    chosen: Tensor, scores: Tensor, forced: Tensor | None, n: int, start: int | Tensor, size: int, first: bool = False,
-    last: bool = False, counts: Tensor | None = None, own: bool = False,
-) -> None:  # fmt: skip
-    """Choose up to n among `scores [C, T, M]`, M and n 1 or more: ids, or with `counts` runs."""
+    chosen: Tensor,
+    scores: Tensor,
+    forced: Tensor | None,
+    n: int,
+    start: int | Tensor,
+    size: int,
+    counts: Tensor | None = None,
+    *keep: bool,
+) -> None:
+    """Choose up to n among `scores [C, T, M]`, M and n 1 or more: ids, or with `counts` runs.
+
+    `keep` says of runs whether the first and the last chunk are taken first, and whether the own one comes behind them.
+    """
     choosers, n_queries, n_chunks = scores.shape
     fits = n_chunks <= MOST_CHUNKS and scores.is_contiguous() and (forced is None or forced.is_contiguous())
     assert fits, (scores.shape, scores.stride())
     block = next(size for size in _LARGEST if n_chunks <= size)
     slots, n = min(block, triton.next_power_of_2(n)), min(n, n_chunks)
     n_rows, rows = choosers * n_queries, max(1, _WARP // block)
-    launch(
-        _choose, (triton.cdiv(n_rows, rows),), scores, scores if forced is None else forced.view(torch.uint8), chosen,
-        chosen if counts is None else counts, start, n_rows, n_queries, n_chunks, size, n, ROWS=rows, BLOCK=block,
-        SLOTS=slots, FORCED=forced is not None, FIRST=first, LAST=last, ON_DEVICE=isinstance(start, Tensor),
-        RUNS=counts is not None, OWN=own,
-        num_warps=max(1, min(16, block // _WARP)),
-    )  # fmt: skip
+    into = (chosen,) if counts is None else (chosen, counts)
+    must = () if forced is None else (forced.view(torch.uint8),)
+    at, sizes = (start,) if isinstance(start, Tensor) else (), (n_rows, n_queries, n_chunks, size, n)
+    blocks = {"ROWS": rows, "BLOCK": block, "SLOTS": slots, "num_warps": max(1, min(16, block // _WARP))}
+    sizes = (0 if at else start, *sizes)
+    launch(_choose, (triton.cdiv(n_rows, rows),), scores, must, into, at, sizes, KEEP=keep or (False,) * 3, **blocks)
 
 
 @triton.jit(do_not_specialize=["n_keys"])
 def _score(
-    q, keys, out, position, q_head, q_row, keys_head, keys_row, n, n_keys, dim, size,
-    TOGETHER: tl.constexpr, SHARING: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, BOUNDS: tl.constexpr,
-    COUNTED: tl.constexpr, LEAST: tl.constexpr,
-):  # fmt: skip
+    q,
+    keys,
+    out,
+    position,
+    sizes,
+    n_keys,
+    TOGETHER: constexpr,
+    SHARING: constexpr,
+    BOUNDS: constexpr,
+    LEAST: constexpr,
+    BLOCK: constexpr,
+    DIM: constexpr,
+):
     """Score BLOCK chunks for one query, of TOGETHER heads in their order; SHARING heads have one summary."""
+    n, dim, size = sizes
     seen = n_keys
-    if COUNTED:
-        seen = tl.minimum(tl.load(position) // size, n_keys).to(tl.int32)
+    if len(position):
+        seen = tl.minimum(tl.load(position[0]) // size, n_keys).to(tl.int32)
     first = tl.program_id(0) * BLOCK
     chooser, query = tl.program_id(1) // n, tl.program_id(1) % n
     i = first + tl.arange(0, BLOCK)
@@ -154,8 +179,8 @@ def _score(
         there = (i < seen)[:, None] & (j < dim)[None, :]
         for h in range(TOGETHER):
             head = (chooser * TOGETHER + h).to(tl.int64)
-            vector = tl.load(q + head * q_head + query * q_row + j, mask=j < dim, other=0.0).to(tl.float32)
-            at = keys + head // SHARING * keys_head + i.to(tl.int64)[:, None] * keys_row + j[None, :]
+            vector = tl.load(q.at + head * q.head + query * q.row + j, mask=j < dim, other=0.0).to(tl.float32)
+            at = keys.at + head // SHARING * keys.head + i.to(tl.int64)[:, None] * keys.row + j[None, :]
             some = tl.load(at, mask=there, other=0.0).to(tl.float32) * vector[None, :]
             if BOUNDS:
                 more = tl.load(at + dim, mask=there, other=0.0).to(tl.float32) * vector[None, :]
@@ -166,22 +191,19 @@ def _score(
         tl.store(out + tl.program_id(1).to(tl.int64) * n_keys + i, total, mask=i < seen)
 
 
-@triton.jit(do_not_specialize=["start", "n_rows", "n_queries", "n_chunks", "size", "n"])
-def _choose(
-    scores, forced, chosen, counts, start, n_rows, n_queries, n_chunks, size, n,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, FORCED: tl.constexpr, FIRST: tl.constexpr,
-    LAST: tl.constexpr, ON_DEVICE: tl.constexpr, RUNS: tl.constexpr, OWN: tl.constexpr,
-):  # fmt: skip
-    """Choose for ROWS rows: ids, or with RUNS first tokens and counts, and with OWN the own chunk's behind them.
+@triton.jit(do_not_specialize=["sizes"])
+def _choose(scores, forced, into, start, sizes, ROWS: constexpr, BLOCK: constexpr, SLOTS: constexpr, KEEP: constexpr):
+    """Choose for ROWS rows: ids, or runs where there is `into[1]`; see `_choose_into`.
 
     Keys are unsigned, in the order of the scores; 0 is a chunk that cannot be taken.
 
     The n-th largest key is found bit by bit, from the highest: the largest number that n keys or more do not fall
     below. If fewer than n chunks can be taken, it is 0, and all of them are.
     """
+    first_index, n_rows, n_queries, n_chunks, size, n = sizes
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     query = row % n_queries
-    index = (tl.load(start) if ON_DEVICE else start) + query
+    index = (tl.load(start[0]) if len(start) else first_index) + query
     own = index // size
     i = tl.arange(0, BLOCK)[None, :]
     seen = (i < tl.minimum(own, n_chunks)[:, None]) & (row < n_rows)[:, None]
@@ -191,12 +213,12 @@ def _choose(
     key = tl.where(bits == 0xFF800000, 0, key)  # -inf
     key = tl.where(score != score, 0xFFFFFFFE, key)
     taken_first = (i < 0) & seen
-    if FIRST:
+    if KEEP[0]:
         taken_first = taken_first | (i == 0)
-    if LAST:
+    if KEEP[1]:
         taken_first = taken_first | (i == own[:, None] - 1)
-    if FORCED:
-        named = tl.load(forced + query[:, None] * n_chunks + i, mask=seen, other=0)
+    if len(forced):
+        named = tl.load(forced[0] + query[:, None] * n_chunks + i, mask=seen, other=0)
         taken_first = taken_first | (named != 0)
     key = tl.where(taken_first, 0xFFFFFFFF, key)
     key = tl.where(seen, key, 0).to(tl.uint32)
@@ -216,34 +238,34 @@ def _choose(
     n_equal = n - tl.sum(above.to(tl.int32), 1)
     taken = above | (equal & (tl.cumsum(equal.to(tl.int32), 1) <= n_equal[:, None]))
 
-    width = n + 1 if OWN else n
+    width = n + 1 if KEEP[2] else n
     to = row[:, None] * width
     slot = to + tl.cumsum(taken.to(tl.int32), 1) - 1
     found = tl.broadcast_to(i, (ROWS, BLOCK)).to(tl.int64)
     slots = tl.arange(0, SLOTS)[None, :]
     empty = (slots >= tl.sum(taken.to(tl.int32), 1)[:, None]) & (slots < n) & (row < n_rows)[:, None]
-    if RUNS:
+    if len(into) == 2:
         zero = tl.zeros((ROWS, SLOTS), tl.int64)
-        tl.store(chosen + slot, found * size, mask=taken)
-        tl.store(counts + slot, found * 0 + size, mask=taken)
-        tl.store(chosen + to + slots, zero, mask=empty)
-        tl.store(counts + to + slots, zero, mask=empty)
-        if OWN:
-            tl.store(chosen + row * width + n, own * size, mask=row < n_rows)
-            tl.store(counts + row * width + n, index % size + 1, mask=row < n_rows)
+        tl.store(into[0] + slot, found * size, mask=taken)
+        tl.store(into[1] + slot, found * 0 + size, mask=taken)
+        tl.store(into[0] + to + slots, zero, mask=empty)
+        tl.store(into[1] + to + slots, zero, mask=empty)
+        if KEEP[2]:
+            tl.store(into[0] + row * width + n, own * size, mask=row < n_rows)
+            tl.store(into[1] + row * width + n, index % size + 1, mask=row < n_rows)
     else:
-        tl.store(chosen + slot, found, mask=taken)
-        tl.store(chosen + to + slots, tl.full((ROWS, SLOTS), -1, tl.int64), mask=empty)
+        tl.store(into[0] + slot, found, mask=taken)
+        tl.store(into[0] + to + slots, tl.full((ROWS, SLOTS), -1, tl.int64), mask=empty)
 
 
 @triton.jit(do_not_specialize=["n", "size"])
-def _runs(chosen, position, first, count, n, size, BLOCK: tl.constexpr, OWN: tl.constexpr):
+def _runs(chosen, position, first, count, n, size, BLOCK: constexpr):
     i = tl.arange(0, BLOCK)
     chunk = tl.load(chosen + tl.program_id(0) * n + i, mask=i < n, other=-1)
     start, number = chunk * size, tl.where(chunk < 0, 0, size).to(tl.int64)
     width = n
-    if OWN:
-        at = tl.load(position)
+    if len(position):
+        at = tl.load(position[0])
         own = at // size * size
         start, number = tl.where(i == n, own, start), tl.where(i == n, at + 1 - own, number)
         width = n + 1

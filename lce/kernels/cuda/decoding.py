@@ -13,9 +13,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
-from lce.kernels.cuda import launching, merging
-from lce.kernels.cuda.rows import LN2, LOWEST, attend_keys, finish, head_blocks, load_turned, score_scale
+from lce.kernels.cuda import merging
+from lce.kernels.cuda.launching import launch
+from lce.kernels.cuda.rows import LN2, Blocks, attend_keys, finish, heads, load_turned, nothing_seen, score_scale
 
 LONGEST, SHORTEST = 512, 64  # tokens of a piece
 ENOUGH = 528  # programs that keep a GPU of 132 processors busy
@@ -47,26 +49,23 @@ def attend_runs(
     n_pieces = max(1, -(-most // piece))
     parts = torch.empty(n_runs * n_pieces, n_heads, dim, dtype=torch.float32, device=q.device)
     lses = torch.empty(n_runs * n_pieces, n_heads, dtype=torch.float32, device=q.device)
-    kernel, options = _kernel_of(q.dtype, dim, rows)
-    launching.launch(
-        kernel, (n_runs * n_pieces, n_heads // rows), q, k, v, first, count, turn, cos, sin, parts, lses, q.stride(0),
-        k.stride(0), k.stride(1), v.stride(0), v.stride(1), n_runs, n_pieces, piece, n_heads, score_scale(dim),
-        REP=rep, SHARE=n_heads // n_choosers, **head_blocks(dim), **options,
-    )  # fmt: skip
+    kernel, options = _kernel_of(q.dtype, dim, rows, rep)
+    grid, vectors = (n_runs * n_pieces, n_heads // rows), ((q, q.stride(0)), heads(k), heads(v))
+    runs, sizes = (first, count, turn, cos, sin), (n_runs, n_pieces, piece, n_heads)
+    share = n_heads // n_choosers  # query heads that see the same runs
+    launch(kernel, grid, *vectors, runs, parts, lses, sizes, score_scale(dim), SHARE=share, **options)
     return merging.merge_pieces(parts, lses, q.dtype)
 
 
-def _kernel_of(dtype: torch.dtype, dim: int, rows: int) -> tuple[Any, dict[str, Any]]:
+def _kernel_of(dtype: torch.dtype, dim: int, rows: int, rep: int) -> tuple[Any, dict[str, Any]]:
     """Return the kernel for so many query heads a program, and its constants: `tools/compile_cuda.py` prints their
     costs.
     """
     if rows == 1:  # a thread holds 32 numbers of the keys, of the values and of the sums
-        return _one_row, {"BLOCK_N": max(8, 4096 // head_blocks(dim)["DIM_BLOCK"]), "num_warps": 4}
-    return _rows_together, {
-        "ROWS": rows, "ROW_BLOCK": max(16, triton.next_power_of_2(rows)),
-        "BLOCK_N": 64 if dim <= 128 and dtype is not torch.float32 else 32, "PRECISION": "ieee", "num_warps": 4,
-        "num_stages": 3,
-    }  # fmt: skip
+        blocks = Blocks(dim, 1, max(8, 4096 // max(16, triton.next_power_of_2(dim))), "ieee")
+        return _one_row, {"REP": rep, "B": blocks, "num_warps": 4}
+    blocks = Blocks(dim, max(16, triton.next_power_of_2(rows)), 64 if dim <= 128 and dtype.itemsize < 4 else 32, "ieee")
+    return _rows_together, {"ROWS": rows, "B": blocks, "num_warps": 4, "num_stages": 3}
 
 
 def _piece(most: int, n_runs: int) -> int:
@@ -77,86 +76,74 @@ def _piece(most: int, n_runs: int) -> int:
     return piece
 
 
-@triton.jit(do_not_specialize=["n_runs", "n_pieces", "piece", "n_heads"])
-def _one_row(
-    q, k, v, first, count, turn, cos, sin, parts, lses, q_head, k_group, k_row, v_group, v_row, n_runs, n_pieces, piece,
-    n_heads, scale, REP: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, HALF_BLOCK: tl.constexpr,
-    DIM_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+@triton.jit
+def _run_of(runs, sizes, chooser):
+    """Return a program's run, the stretch of it to attend, and the run's first token there."""
+    n_runs, n_pieces, piece, _ = sizes
+    run, begin = tl.program_id(0) // n_pieces, tl.program_id(0) % n_pieces * piece
+    here = chooser * n_runs + run
+    stop = tl.minimum(tl.load(runs[1] + here), begin + piece).to(tl.int32)
+    return run, begin, stop, tl.load(runs[0] + here) + begin
+
+
+@triton.jit(do_not_specialize=["sizes"])
+def _one_row(q, k, v, runs, parts, lses, sizes, scale, REP: constexpr, SHARE: constexpr, B: constexpr):
     """Attend a piece with one query head, by plain products: tensor cores want 16 rows.
 
-    Each of `BLOCK_N` lanes of keys keeps a state of its own; they become one at the end.
+    Each of `B.keys` lanes of keys keeps a state of its own; they become one at the end.
     """
     part, head = tl.program_id(0), tl.program_id(1)
-    run, begin = part // n_pieces, part % n_pieces * piece
-    here = (head // SHARE) * n_runs + run
-    stop = tl.minimum(tl.load(count + here), begin + piece).to(tl.int32)
-    token = tl.load(first + here) + begin
-    half, n, column = DIM // 2, tl.arange(0, BLOCK_N), tl.arange(0, DIM_BLOCK)
+    run, begin, stop, token = _run_of(runs, sizes, head // SHARE)
+    half, n, column = B.dim // 2, tl.arange(0, B.keys), tl.arange(0, B.wide)
     pair, angle = tl.where(column < half, column + half, column - half), tl.where(column < half, column, column - half)
-    held = column < DIM
-    turn_at = tl.load(turn + run) * half + angle
-    own = tl.load(q + head.to(tl.int64) * q_head + column, mask=held, other=0.0).to(tl.float32)
-    other = tl.load(q + head.to(tl.int64) * q_head + pair, mask=held, other=0.0).to(tl.float32)
-    c = tl.load(cos + turn_at, mask=held, other=0.0).to(tl.float32)
-    s = tl.load(sin + turn_at, mask=held, other=0.0).to(tl.float32)
+    held = column < B.dim
+    turn_at = tl.load(runs[2] + run) * half + angle
+    own = tl.load(q[0] + head.to(tl.int64) * q[1] + column, mask=held, other=0.0).to(tl.float32)
+    other = tl.load(q[0] + head.to(tl.int64) * q[1] + pair, mask=held, other=0.0).to(tl.float32)
+    c = tl.load(runs[3] + turn_at, mask=held, other=0.0).to(tl.float32)
+    s = tl.load(runs[4] + turn_at, mask=held, other=0.0).to(tl.float32)
     query = (own * c + tl.where(column < half, -other, other) * s) * scale
     kv_head = (head // REP).to(tl.int64)
-    k_at, v_at = k + kv_head * k_group + token * k_row, v + kv_head * v_group + token * v_row
-    top = tl.full([BLOCK_N], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_N], tl.float32)
-    sums = tl.zeros([BLOCK_N, DIM_BLOCK], tl.float32)
-    for start in range(begin, stop, BLOCK_N):
+    k_at, v_at = k.at + kv_head * k.head + token * k.row, v.at + kv_head * v.head + token * v.row
+    top, total, sums = nothing_seen(B.keys, B.wide)
+    for start in range(begin, stop, B.keys):
         inside = start + n < stop
         mask = inside[:, None] & held[None, :]
-        keys = tl.load(k_at + n[:, None] * k_row + column[None, :], mask=mask, other=0.0)
-        values = tl.load(v_at + n[:, None] * v_row + column[None, :], mask=mask, other=0.0)
+        keys = tl.load(k_at + n[:, None] * k.row + column[None, :], mask=mask, other=0.0)
+        values = tl.load(v_at + n[:, None] * v.row + column[None, :], mask=mask, other=0.0)
         scores = tl.where(inside, tl.sum(keys.to(tl.float32) * query[None, :], 1), float("-inf"))
         higher = tl.maximum(top, scores)
         weights, shrink = tl.exp2(scores - higher), tl.exp2(top - higher)
         total = total * shrink + weights
         sums = sums * shrink[:, None] + weights[:, None] * values.to(tl.float32)
         top = higher
-        k_at += BLOCK_N * k_row
-        v_at += BLOCK_N * v_row
+        k_at += B.keys * k.row
+        v_at += B.keys * v.row
     highest = tl.max(top, 0)
     shrink = tl.exp2(top - highest)
     whole = tl.sum(total * shrink, 0)
     seen = whole != 0.0
     whole = tl.where(seen, whole, 1.0)
     out = tl.sum(sums * shrink[:, None], 0) / whole
-    at = part.to(tl.int64) * n_heads + head
-    tl.store(parts + at * DIM + column, out, mask=held)
+    at = part.to(tl.int64) * sizes[3] + head
+    tl.store(parts + at * B.dim + column, out, mask=held)
     tl.store(lses + at, tl.where(seen, (highest + tl.log2(whole)) * LN2, float("-inf")))
 
 
-@triton.jit(do_not_specialize=["n_runs", "n_pieces", "piece", "n_heads"])
-def _rows_together(
-    q, k, v, first, count, turn, cos, sin, parts, lses, q_head, k_group, k_row, v_group, v_row, n_runs, n_pieces, piece,
-    n_heads, scale, REP: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, HALF_BLOCK: tl.constexpr,
-    DIM_BLOCK: tl.constexpr, ROWS: tl.constexpr, ROW_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["sizes"])
+def _rows_together(q, k, v, runs, parts, lses, sizes, scale, SHARE: constexpr, ROWS: constexpr, B: constexpr):
     """Attend a piece with the `ROWS` query heads of a KV head, as rows of one product of matrices."""
     part, group = tl.program_id(0), tl.program_id(1)
-    run, begin = part // n_pieces, part % n_pieces * piece
-    here = (group * ROWS // SHARE) * n_runs + run
-    stop = tl.minimum(tl.load(count + here), begin + piece).to(tl.int32)
-    token = tl.load(first + here) + begin
-    row, column = tl.arange(0, ROW_BLOCK), tl.arange(0, DIM_BLOCK)
+    run, begin, stop, token = _run_of(runs, sizes, group * ROWS // SHARE)
+    row, column = tl.arange(0, B.rows), tl.arange(0, B.wide)
     head, held = group * ROWS + row, row < ROWS
-    turn_at = tl.load(turn + run) * (DIM // 2) + row * 0
-    q_first, q_second = load_turned(q, head.to(tl.int64) * q_head, held, cos, sin, turn_at, DIM, HALF_BLOCK, True)
-    k_at, v_at = k + group.to(tl.int64) * k_group + token * k_row, v + group.to(tl.int64) * v_group + token * v_row
-    top = tl.full([ROW_BLOCK], LOWEST, tl.float32)
-    total = tl.zeros([ROW_BLOCK], tl.float32)
-    sums = tl.zeros([ROW_BLOCK, DIM_BLOCK], tl.float32)
-    top, total, sums = attend_keys(
-        q_first, q_second, k_at, v_at, k_row, v_row, begin, stop, row * 0, row * 0 + stop, top, total, sums, scale, DIM,
-        HALF_BLOCK, DIM_BLOCK, BLOCK_N, True, PRECISION,
-    )  # fmt: skip
-    out, lse = finish(top, total, sums)
-    at = part.to(tl.int64) * n_heads + head
-    seen = (held & (total != 0.0))[:, None] & (column < DIM)[None, :]
-    tl.store(parts + at[:, None] * DIM + column[None, :], out, mask=seen)
+    turn_at = tl.load(runs[2] + run) * (B.dim // 2) + row * 0
+    halves = load_turned(q[0], head.to(tl.int64) * q[1], held, (runs[3], runs[4]), turn_at, B)
+    k_at, v_at = k.at + group.to(tl.int64) * k.head + token * k.row, v.at + group.to(tl.int64) * v.head + token * v.row
+    state, span = nothing_seen(B.rows, B.wide), (row * 0, row * 0 + stop)
+    state = attend_keys(halves, (k_at, k.row), (v_at, v.row), (begin, stop), span, state, scale, B, True)
+    out, lse = finish(state)
+    at = part.to(tl.int64) * sizes[3] + head
+    seen = (held & (state[1] != 0.0))[:, None] & (column < B.dim)[None, :]
+    tl.store(parts + at[:, None] * B.dim + column[None, :], out, mask=seen)
     tl.store(lses + at, lse, mask=held)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from lce.kernels.cuda.launching import launch
+from lce.kernels.cuda.rows import heads as vectors_of
 
 _NUMBERS = 2048  # that a program computes at a time
 
@@ -17,13 +21,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Computed in float32 and rounded once. Bytes: x once, the result once.
     """
-    return _normed(x, weight, eps, None, None)[0]
+    return _normed(eps, (x, weight))[0]
 
 
 def rms_norm_two(x: Tensor, weight: Tensor, y: Tensor, y_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Apply `rms_norm` to x and to y, of one width, in one launch: the queries and keys of a layer."""
-    first, second = _normed(x, weight, eps, y, y_weight)
-    assert second is not None, "two were given"
+    first, second = _normed(eps, (x, weight), (y, y_weight))
     return first, second
 
 
@@ -54,13 +57,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x, cos, sin = (y if y.stride(-1) == 1 else y.contiguous() for y in (x, cos, sin))
     lead = (1,) * (3 - len(common)) + tuple(common)
     out = x.new_empty(*common, 2 * half)
-    strides = (stride for y in (x, cos, sin) for stride in y.expand(*lead, y.shape[-1]).stride()[:3])
+    given = tuple((y, *y.expand(*lead, y.shape[-1]).stride()[:3]) for y in (x, cos, sin))
     rows, width = _rows_of(half)
-    n_rows = lead[0] * lead[1] * lead[2]
-    launch(
-        _rotate, (triton.cdiv(n_rows, rows),), x, cos, sin, out, *strides, n_rows, lead[1], lead[2], half,
-        ROWS=rows, HALF=width,
-    )  # fmt: skip
+    sizes = lead[0] * lead[1] * lead[2], lead[1], lead[2], half
+    launch(_rotate, (triton.cdiv(sizes[0], rows),), *given, out, sizes, ROWS=rows, HALF=width)
     return out
 
 
@@ -76,10 +76,8 @@ def turns(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dty
     cos = torch.empty(*positions.shape, half, dtype=dtype, device=positions.device)
     sin = cos.new_empty(cos.shape)
     block = 256  # few numbers a thread: float64 takes long
-    launch(
-        _turns, (triton.cdiv(cos.numel(), block),), positions, frequencies, cos, sin, cos.numel(), HALF=half,
-        SCALE=float(scale), BLOCK=block,
-    )  # fmt: skip
+    grid, options = (triton.cdiv(cos.numel(), block),), {"HALF": half, "SCALE": float(scale), "BLOCK": block}
+    launch(_turns, grid, positions, frequencies, cos, sin, cos.numel(), **options)
     return cos, sin
 
 
@@ -99,18 +97,13 @@ def append(
     dense = all(into.stride(2) == 1 for into in (into_k, into_v)) and into_k.stride() == into_v.stride()
     assert dense, (into_k.stride(), into_v.stride())
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
-    turned = cos is not None and sin is not None
-    if cos is None or sin is None:
-        cos = sin = k
-    else:
-        assert cos.shape == sin.shape == (n, dim // 2), (cos.shape, sin.shape)
-        cos, sin = cos.contiguous(), sin.contiguous()
+    turn = () if cos is None or sin is None else (cos.contiguous(), sin.contiguous())
+    assert all(x.shape == (n, dim // 2) for x in turn), [x.shape for x in turn]
     rows, width = _rows_of(dim // 2)
-    launch(
-        _append, (triton.cdiv(heads * n, rows),), k, v, cos, sin, into_k, into_v, at, *k.stride()[:2], *v.stride()[:2],
-        *into_k.stride()[:2], heads * n, n, dim // 2, ROWS=rows, HALF=width, TURNED=turned,
-        ON_DEVICE=isinstance(at, Tensor),
-    )  # fmt: skip
+    place, sizes = ((at,), 0) if isinstance(at, Tensor) else ((), at), (heads * n, n, dim // 2)
+    into = into_k, into_v, *into_k.stride()[:2]
+    grid, vectors = (triton.cdiv(heads * n, rows),), (vectors_of(k), vectors_of(v))
+    launch(_append, grid, *vectors, turn, into, *place, sizes, ROWS=rows, HALF=width)
 
 
 def take_rows(one: Tensor, two: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,10 +118,8 @@ def take_rows(one: Tensor, two: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     index = index.contiguous()
     taken = one.new_empty(2, n_groups, len(index), dim)
     rows, width = _rows_of(dim)
-    launch(
-        _take_rows, (triton.cdiv(n_groups * len(index), rows),), one, two, index, taken[0], taken[1], *one.stride()[:2],
-        n_groups * len(index), len(index), dim, ROWS=rows, DIM=width,
-    )  # fmt: skip
+    grid, sizes = (triton.cdiv(n_groups * len(index), rows),), (n_groups * len(index), len(index), dim)
+    launch(_take_rows, grid, vectors_of(one), two, index, taken[0], taken[1], sizes, ROWS=rows, DIM=width)
     return taken[0], taken[1]
 
 
@@ -138,50 +129,39 @@ def _rows_of(width: int) -> tuple[int, int]:
     return max(1, _NUMBERS // wide), wide
 
 
-def _normed(
-    x: Tensor, weight: Tensor, eps: float, y: Tensor | None, y_weight: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    dim = x.shape[-1]
-    both = ((x, weight),) if y is None or y_weight is None else ((x, weight), (y, y_weight))
+def _normed(eps: float, *both: tuple[Tensor, Tensor]) -> list[Tensor]:
+    dim = both[0][0].shape[-1]
     rows, width = _rows_of(dim)
-    given: list[tuple[Tensor, Tensor, Tensor, int, int, int, int]] = []
-    for some, scale in both:
-        fits = some.shape[-1] == dim and scale.shape == (dim,) and scale.is_contiguous() and some.ndim in (2, 3)
-        assert fits, (some.shape, scale.shape)
-        some = some if some.stride(-1) == 1 else some.contiguous()
-        heads, n = (1, len(some)) if some.ndim == 2 else some.shape[:2]
-        head_stride = some.stride(0) if some.ndim == 3 else 0
-        out = some.new_empty(some.shape)
-        given.append((some, scale, out, head_stride, some.stride(-2), heads * n, n))
+    given: list[Any] = []
+    for x, weight in both:
+        fits = x.shape[-1] == dim and weight.shape == (dim,) and weight.is_contiguous() and x.ndim in (2, 3)
+        assert fits, (x.shape, weight.shape)
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        heads, n = (1, len(x)) if x.ndim == 2 else x.shape[:2]
+        head_stride = x.stride(0) if x.ndim == 3 else 0
+        given.append((x, weight, x.new_empty(x.shape), head_stride, x.stride(-2), heads * n, n))
     n_programs = [triton.cdiv(one[5], rows) for one in given]
-    launch(
-        _rms_norm, (sum(n_programs),), *given[0], *given[-1], n_programs[0], dim, eps, ROWS=rows, DIM=width,
-        TWO=len(given) == 2, num_warps=min(16, max(4, width // 1024)),
-    )  # fmt: skip
-    return given[0][2], given[1][2] if len(given) == 2 else None
+    options = {"ROWS": rows, "DIM": width, "num_warps": min(16, max(4, width // 1024))}
+    launch(_rms_norm, (sum(n_programs),), tuple(given), n_programs[0], dim, eps, **options)
+    return [one[2] for one in given]
 
 
 @triton.jit
-def _rms_norm(
-    x, weight, out, head_stride, row_stride, n_rows, n, y, y_weight, y_out, y_head_stride, y_row_stride, y_rows, y_n,
-    n_programs, dim, eps, ROWS: tl.constexpr, DIM: tl.constexpr, TWO: tl.constexpr,
-):  # fmt: skip
-    """Normalise rows: the first `n_programs` programs take x, the others y."""
+def _rms_norm(given, n_programs, dim, eps, ROWS: constexpr, DIM: constexpr):
+    """Normalise rows: the first `n_programs` programs take the first tensor, the others the second, if any."""
     program = tl.program_id(0)
-    if TWO:
+    if len(given) == 2:
         if program < n_programs:
-            _norm_rows(x, weight, out, head_stride, row_stride, n_rows, n, program, dim, eps, ROWS, DIM)
+            _norm_rows(given[0], program, dim, eps, ROWS, DIM)
         else:
-            program -= n_programs
-            _norm_rows(y, y_weight, y_out, y_head_stride, y_row_stride, y_rows, y_n, program, dim, eps, ROWS, DIM)
+            _norm_rows(given[1], program - n_programs, dim, eps, ROWS, DIM)
     else:
-        _norm_rows(x, weight, out, head_stride, row_stride, n_rows, n, program, dim, eps, ROWS, DIM)
+        _norm_rows(given[0], program, dim, eps, ROWS, DIM)
 
 
 @triton.jit
-def _norm_rows(
-    x, weight, out, head_stride, row_stride, n_rows, n, program, dim, eps, ROWS: tl.constexpr, DIM: tl.constexpr
-):
+def _norm_rows(given, program, dim, eps, ROWS: constexpr, DIM: constexpr):
+    x, weight, out, head_stride, row_stride, n_rows, n = given
     row = (program * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     j = tl.arange(0, DIM)
     there = (row < n_rows)[:, None] & (j < dim)[None, :]
@@ -194,7 +174,7 @@ def _norm_rows(
 
 
 @triton.jit
-def _silu_mul(x, out, dim, BLOCK: tl.constexpr):
+def _silu_mul(x, out, dim, BLOCK: constexpr):
     n_blocks = tl.cdiv(dim, BLOCK)
     row = (tl.program_id(0) // n_blocks).to(tl.int64)
     j = tl.program_id(0) % n_blocks * BLOCK + tl.arange(0, BLOCK)
@@ -215,18 +195,16 @@ def _turned(x, cos, sin, half, there):
 
 
 @triton.jit
-def _rotate(
-    x, cos, sin, out, x0, x1, x2, cos0, cos1, cos2, sin0, sin1, sin2, n_rows, n1, n2, half,
-    ROWS: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
-    """Rotate rows of three leading dimensions."""
+def _rotate(x, cos, sin, out, sizes, ROWS: constexpr, HALF: constexpr):
+    """Rotate rows of three leading dimensions; tensors come with their strides."""
+    n_rows, n1, n2, half = sizes
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     j = tl.arange(0, HALF)[None, :]
     there = (row < n_rows)[:, None] & (j < half)
     a, b, c = row // n2 // n1, row // n2 % n1, row % n2
-    x_at = x + (a * x0 + b * x1 + c * x2)[:, None] + j
-    cos_at = cos + (a * cos0 + b * cos1 + c * cos2)[:, None] + j
-    sin_at = sin + (a * sin0 + b * sin1 + c * sin2)[:, None] + j
+    x_at = x[0] + (a * x[1] + b * x[2] + c * x[3])[:, None] + j
+    cos_at = cos[0] + (a * cos[1] + b * cos[2] + c * cos[3])[:, None] + j
+    sin_at = sin[0] + (a * sin[1] + b * sin[2] + c * sin[3])[:, None] + j
     first, second = _turned(x_at, cos_at, sin_at, half, there)
     to = out + row[:, None] * 2 * half + j
     tl.store(to, first.to(out.dtype.element_ty), mask=there)
@@ -234,7 +212,7 @@ def _rotate(
 
 
 @triton.jit(do_not_specialize=["n"])
-def _turns(positions, frequencies, cos, sin, n, HALF: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr):
+def _turns(positions, frequencies, cos, sin, n, HALF: constexpr, SCALE: constexpr, BLOCK: constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = at < n
     position = tl.load(positions + at // HALF, mask=there, other=0).to(tl.float64)
@@ -244,41 +222,38 @@ def _turns(positions, frequencies, cos, sin, n, HALF: tl.constexpr, SCALE: tl.co
     tl.store(sin + at, s.to(sin.dtype.element_ty), mask=there)
 
 
-@triton.jit(do_not_specialize=["at"])
-def _append(
-    k, v, cos, sin, into_k, into_v, at, k0, k1, v0, v1, into0, into1, n_rows, n, half,
-    ROWS: tl.constexpr, HALF: tl.constexpr, TURNED: tl.constexpr, ON_DEVICE: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["first"])
+def _append(k, v, turn, into, place, first, sizes, ROWS: constexpr, HALF: constexpr):
+    """Copy rows to `into`, two tensors and their strides; from row `first` on, or `place[0]` on the device."""
+    (into_k, into_v, into_head, into_row), (n_rows, n, half) = into, sizes
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     j = tl.arange(0, HALF)[None, :]
     there = (row < n_rows)[:, None] & (j < half)
     head, i = row // n, row % n
-    first_row = tl.load(at) if ON_DEVICE else at
-    to = (head * into0 + (first_row + i) * into1)[:, None] + j
-    k_at = k + (head * k0 + i * k1)[:, None] + j
-    v_at = v + (head * v0 + i * v1)[:, None] + j
-    if TURNED:
-        turn = i[:, None] * half + j
-        first, second = _turned(k_at, cos + turn, sin + turn, half, there)
+    first_row = tl.load(place[0]) if len(place) else first
+    to = (head * into_head + (first_row + i) * into_row)[:, None] + j
+    k_at = k.at + (head * k.head + i * k.row)[:, None] + j
+    v_at = v.at + (head * v.head + i * v.row)[:, None] + j
+    if len(turn):
+        angle = i[:, None] * half + j
+        left, right = _turned(k_at, turn[0] + angle, turn[1] + angle, half, there)
     else:
-        first = tl.load(k_at, mask=there, other=0.0)
-        second = tl.load(k_at + half, mask=there, other=0.0)
-    tl.store(into_k + to, first.to(into_k.dtype.element_ty), mask=there)
-    tl.store(into_k + to + half, second.to(into_k.dtype.element_ty), mask=there)
+        left = tl.load(k_at, mask=there, other=0.0)
+        right = tl.load(k_at + half, mask=there, other=0.0)
+    tl.store(into_k + to, left.to(into_k.dtype.element_ty), mask=there)
+    tl.store(into_k + to + half, right.to(into_k.dtype.element_ty), mask=there)
     tl.store(into_v + to, tl.load(v_at, mask=there, other=0.0), mask=there)
     tl.store(into_v + to + half, tl.load(v_at + half, mask=there, other=0.0), mask=there)
 
 
 @triton.jit
-def _take_rows(
-    one, two, index, taken_one, taken_two, head_stride, row_stride, n_rows, n, dim,
-    ROWS: tl.constexpr, DIM: tl.constexpr,
-):  # fmt: skip
+def _take_rows(one, two, index, taken_one, taken_two, sizes, ROWS: constexpr, DIM: constexpr):
+    n_rows, n, dim = sizes
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     j = tl.arange(0, DIM)[None, :]
     there = (row < n_rows)[:, None] & (j < dim)
     token = tl.load(index + row % n, mask=row < n_rows, other=0)
-    at = (row // n * head_stride + token * row_stride)[:, None] + j
+    at = (row // n * one.head + token * one.row)[:, None] + j
     to = row[:, None] * dim + j
-    tl.store(taken_one + to, tl.load(one + at, mask=there, other=0.0), mask=there)
+    tl.store(taken_one + to, tl.load(one.at + at, mask=there, other=0.0), mask=there)
     tl.store(taken_two + to, tl.load(two + at, mask=there, other=0.0), mask=there)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -39,9 +40,9 @@ def missing() -> str | None:
     if interpreting() or not torch.cuda.is_available():
         return None
     try:
-        from lce.kernels.cuda.trial import store_one
+        from lce.kernels.cuda.elementwise import silu_mul
 
-        launch(store_one, (1,), torch.empty(1, device="cuda"))
+        silu_mul(torch.zeros(1, 2, device="cuda"))
         torch.cuda.synchronize()
     except Exception as error:  # of a compiler, a linker, a driver
         why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
@@ -67,6 +68,15 @@ def runs_on(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in DTYPES and not x.requires_grad and installed()
 
 
+def flat(args: Any) -> Iterator[Any]:
+    """Yield the arguments of a launch, those in tuples one by one."""
+    for arg in args:
+        if isinstance(arg, tuple):
+            yield from flat(arg)
+        else:
+            yield arg
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Run a kernel's programs on the device of its first tensor, in the current stream; returns at once.
 
@@ -75,7 +85,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     assert all(n < 65_536 for n in grid[1:]), f"a grid of {grid}"
     if 0 in grid:
         return
-    device = next(x.device for x in args if isinstance(x, Tensor))
+    device = next(x.device for x in flat(args) if isinstance(x, Tensor))
     if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
         with torch.cuda.device(device):
             kernel[grid](*args, **options)

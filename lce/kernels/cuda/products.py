@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,14 +16,16 @@ _PROGRAMS = 512  # that keep 132 processors reading
 
 
 def product(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm: Tensor | None = None, eps: float = 0.0,
-    gated: bool = False, onto: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Multiply `x [T, in]` with `weight [out, in]` transposed, plus `bias [out]`: `[T, out]`, for T up to `MOST_ROWS`.
-
-    With `norm [in]` the rows of x are first divided by their root mean square, and multiplied by it. `gated` takes the
-    first half of the result, through the SiLU function, times the second: `[T, out / 2]`. With `onto` the result is
-    added to that tensor, in place.
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    onto: Tensor | None = None,
+) -> Tensor:
+    """Multiply up to `MOST_ROWS` rows of x with a weight matrix, as `lce.kernels.cpu.products.product` does.
 
     One launch. All are contiguous, on one GPU and of one dtype. Arithmetic is float32, rounded once at the end. Bytes:
     the weights, once; x, once a program, from the cache. Each number is one sum in one order.
@@ -40,87 +44,90 @@ def product(
     rows = max(n_parts, _TILE // (_COLUMNS * x.element_size()) // (1 if n == 1 else 2))
     while rows > n_parts and n_rows < rows * _PROGRAMS:
         rows //= 2
-    launch(
-        _product, (triton.cdiv(n_rows, rows),), x, weight, x if bias is None else bias, x if norm is None else norm,
-        out, n_out, eps, SIZE=size, N=n, ROWS=rows // n_parts, COLUMNS=columns, PARTS=n_parts, BIASED=bias is not None,
-        NORMED=norm is not None, ADDS=onto is not None, num_warps=4,
-    )  # fmt: skip
+    shape = Product(size, n, rows // n_parts, columns, n_parts, onto is not None)
+    given = tuple(() if tensor is None else (tensor,) for tensor in (bias, norm))
+    launch(_product, (triton.cdiv(n_rows, rows),), x, weight, *given, out, n_out, eps, P=shape, num_warps=4)
     return out
 
 
+@dataclass(frozen=True)
+class Product:
+    """Constants of a product: inputs, rows of x, and what a program computes."""
+
+    size: int
+    n: int
+    rows: int
+    columns: int
+    parts: int
+    adds: bool
+
+
 @triton.jit
-def _product(
-    x, weight, bias, norm, out, n_out, eps,
-    SIZE: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
-    BIASED: tl.constexpr, NORMED: tl.constexpr, ADDS: tl.constexpr,
-):  # fmt: skip
-    """Compute ROWS numbers of each row of `out`, from PARTS times as many weight rows.
+def _product(x, weight, bias, norm, out, n_out, eps, P: tl.constexpr):
+    """Compute `P.rows` numbers of each row of `out`, from `P.parts` times as many weight rows.
 
     With two parts a weight row of the gate is followed by the one of the second half that belongs to it. The root mean
     square is a factor of the whole sum: x is read once. Each row of x has its own sums, all of them in registers.
     """
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    of_part = tl.arange(0, ROWS * PARTS)
-    lines = tl.program_id(0) * ROWS + of_part // PARTS
+    rows = tl.program_id(0) * P.rows + tl.arange(0, P.rows)
+    of_part = tl.arange(0, P.rows * P.parts)
+    lines = tl.program_id(0) * P.rows + of_part // P.parts
     there = lines < n_out
-    lines += of_part % PARTS * n_out
-    at = weight + lines.to(tl.int64)[:, None] * SIZE
-    sums0 = tl.zeros((ROWS * PARTS, COLUMNS), tl.float32)
-    sums1 = sums0
-    sums2 = sums0
-    sums3 = sums0
-    squares0 = tl.zeros((COLUMNS,), tl.float32)
-    squares1 = squares0
-    squares2 = squares0
-    squares3 = squares0
-    for first in range(0, SIZE, COLUMNS):
-        here = first + tl.arange(0, COLUMNS)
-        inside = here < SIZE
+    lines += of_part % P.parts * n_out
+    at = weight + lines.to(tl.int64)[:, None] * P.size
+    state0 = _none(P.rows * P.parts, P.columns)
+    state1, state2, state3 = state0, state0, state0
+    for first in range(0, P.size, P.columns):
+        here = first + tl.arange(0, P.columns)
+        inside = here < P.size
         w = tl.load(at + here[None, :], mask=there[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first")
         w = w.to(tl.float32)
-        factor = tl.full((COLUMNS,), 1.0, tl.float32)
-        if NORMED:
-            factor = tl.load(norm + here, mask=inside, other=0.0).to(tl.float32)
-        sums0, squares0 = _add(x, here, inside, w, factor, sums0, squares0)
-        if N > 1:
-            sums1, squares1 = _add(x + SIZE, here, inside, w, factor, sums1, squares1)
-        if N > 2:
-            sums2, squares2 = _add(x + 2 * SIZE, here, inside, w, factor, sums2, squares2)
-        if N > 3:
-            sums3, squares3 = _add(x + 3 * SIZE, here, inside, w, factor, sums3, squares3)
+        factor = tl.where(inside, 1.0, 1.0)
+        if len(norm):
+            factor = tl.load(norm[0] + here, mask=inside, other=0.0).to(tl.float32)
+        state0 = _add(x, here, inside, w, factor, state0)
+        if P.n > 1:
+            state1 = _add(x + P.size, here, inside, w, factor, state1)
+        if P.n > 2:
+            state2 = _add(x + 2 * P.size, here, inside, w, factor, state2)
+        if P.n > 3:
+            state3 = _add(x + 3 * P.size, here, inside, w, factor, state3)
     into = out + rows
-    more = tl.zeros((ROWS * PARTS,), tl.float32)
-    if BIASED:
-        more = tl.load(bias + lines, mask=there, other=0.0).to(tl.float32)
-    _finish(sums0, squares0, eps, more, into, rows < n_out, SIZE, ROWS, PARTS, NORMED, ADDS)
-    if N > 1:
-        _finish(sums1, squares1, eps, more, into + n_out, rows < n_out, SIZE, ROWS, PARTS, NORMED, ADDS)
-    if N > 2:
-        _finish(sums2, squares2, eps, more, into + 2 * n_out, rows < n_out, SIZE, ROWS, PARTS, NORMED, ADDS)
-    if N > 3:
-        _finish(sums3, squares3, eps, more, into + 3 * n_out, rows < n_out, SIZE, ROWS, PARTS, NORMED, ADDS)
+    more = tl.where(there, 0.0, 0.0)
+    if len(bias):
+        more = tl.load(bias[0] + lines, mask=there, other=0.0).to(tl.float32)
+    _finish(state0, eps, more, into, rows < n_out, norm, P)
+    if P.n > 1:
+        _finish(state1, eps, more, into + n_out, rows < n_out, norm, P)
+    if P.n > 2:
+        _finish(state2, eps, more, into + 2 * n_out, rows < n_out, norm, P)
+    if P.n > 3:
+        _finish(state3, eps, more, into + 3 * n_out, rows < n_out, norm, P)
 
 
 @triton.jit
-def _add(x, here, inside, w, factor, sums, squares):
+def _none(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the sums of no column, of products and of squares."""
+    return tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((COLUMNS,), tl.float32)
+
+
+@triton.jit
+def _add(x, here, inside, w, factor, state):
     """Add some columns more to the sums of one row of x, and of its squares."""
     some = tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
-    return sums + w * (some * factor)[None, :], squares + some * some
+    return state[0] + w * (some * factor)[None, :], state[1] + some * some
 
 
 @triton.jit
-def _finish(
-    sums, squares, eps, more, into, there,
-    SIZE: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, NORMED: tl.constexpr, ADDS: tl.constexpr,
-):  # fmt: skip
+def _finish(state, eps, more, into, there, norm, P: tl.constexpr):
     """Finish one row's sums: bias, gate, and the sum with `out`."""
-    total = tl.sum(sums, 1)
-    if NORMED:
-        total *= 1.0 / tl.sqrt(tl.sum(squares, 0) / SIZE + eps)
+    total = tl.sum(state[0], 1)
+    if len(norm):
+        total *= 1.0 / tl.sqrt(tl.sum(state[1], 0) / P.size + eps)
     total += more
-    if PARTS == 2:
-        gate, up = tl.split(tl.reshape(total, (ROWS, 2)))
+    if P.parts == 2:
+        gate, up = tl.split(total.reshape(P.rows, 2))
         total = gate / (1.0 + tl.exp(tl.minimum(-gate, 88.0))) * up
-    if ADDS:
+    if P.adds:
         total += tl.load(into, mask=there, other=0.0).to(tl.float32)
     tl.store(into, total.to(into.dtype.element_ty), mask=there)

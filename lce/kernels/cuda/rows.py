@@ -9,6 +9,9 @@ A head's dimensions are held as two halves, padded to a power of two each: RoPE 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -36,10 +39,36 @@ def takes(x: Tensor, *others: Tensor) -> bool:
     )
 
 
-def head_blocks(dim: int) -> dict[str, int]:
-    """Return the kernels' constants of a head size: `DIM`, and the padded sizes of half of it and of all of it."""
-    half = max(16, triton.next_power_of_2(dim // 2))
-    return {"DIM": dim, "HALF_BLOCK": half, "DIM_BLOCK": max(16, triton.next_power_of_2(dim))}
+class Heads(NamedTuple):
+    """Vectors of heads `[heads, rows, D]`, as a kernel takes them: a tensor, and how far heads and rows are apart."""
+
+    at: Tensor
+    head: int
+    row: int
+
+
+def heads(x: Tensor) -> Heads:
+    return Heads(x, x.stride(0), x.stride(1))
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Constants of an attention kernel: a head's dimensions, and the rows and keys of a block."""
+
+    dim: int
+    rows: int
+    keys: int
+    precision: str  # of products
+
+    @cached_property
+    def half(self) -> int:
+        """Half of the dimensions, padded."""
+        return max(16, triton.next_power_of_2(self.dim // 2))
+
+    @cached_property
+    def wide(self) -> int:
+        """The dimensions, padded."""
+        return max(16, triton.next_power_of_2(self.dim))
 
 
 def score_scale(dim: int) -> float:
@@ -48,66 +77,71 @@ def score_scale(dim: int) -> float:
 
 
 @triton.jit
-def load_turned(x, at, seen, cos, sin, turn_at, DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, TURN: tl.constexpr):
-    """Load rows `x + at[i]`, where `seen`, as two halves `[M, HALF_BLOCK]`, turned by `cos sin + turn_at[i]`."""
-    column = tl.arange(0, HALF_BLOCK)
-    mask = seen[:, None] & (column < DIM // 2)[None, :]
+def nothing_seen(ROWS: tl.constexpr, WIDE: tl.constexpr):
+    """Return the state of rows that have seen no key."""
+    return tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, WIDE], tl.float32)
+
+
+@triton.jit
+def load_turned(x, at, seen, turn, turn_at, B: tl.constexpr):
+    """Load rows `x + at[i]`, where `seen`, as two halves `[M, B.half]`, turned by `turn + turn_at[i]` unless empty."""
+    column = tl.arange(0, B.half)
+    mask = seen[:, None] & (column < B.dim // 2)[None, :]
     first = tl.load(x + at[:, None] + column[None, :], mask=mask, other=0.0)
-    second = tl.load(x + at[:, None] + DIM // 2 + column[None, :], mask=mask, other=0.0)
-    if TURN:
-        c = tl.load(cos + turn_at[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        s = tl.load(sin + turn_at[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(x + at[:, None] + B.dim // 2 + column[None, :], mask=mask, other=0.0)
+    if len(turn) == 2:
+        c = tl.load(turn[0] + turn_at[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        s = tl.load(turn[1] + turn_at[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
         a, b = first.to(tl.float32), second.to(tl.float32)
         first, second = (a * c - b * s).to(first.dtype), (b * c + a * s).to(second.dtype)
     return first, second
 
 
 @triton.jit
-def attend_keys(
-    q_first, q_second, k_at, v_at, k_row, v_row, first, stop, begin, end, top, total, sums, scale,
-    DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Attend keys `first..stop-1`; `k_at v_at` point to `first`. Masked: row i sees `begin[i]..end[i]-1` alone.
+def attend_keys(q, k, v, rows, span, state, scale, B: tl.constexpr, MASKED: tl.constexpr):
+    """Attend keys `first..stop-1`, `rows`, with the two halves of queries; `k v` point to `first`, and rows are apart.
 
-    Without a mask `stop - first` is a multiple of `BLOCK_N`. Returns the rows' state.
+    Masked: row i sees those from `span[0][i]` up to before `span[1][i]` alone. Without a mask `stop - first` is a
+    multiple of `B.keys`. Returns the queries' state.
     """
-    n, half, column = tl.arange(0, BLOCK_N), tl.arange(0, HALF_BLOCK), tl.arange(0, DIM_BLOCK)
+    (k_at, k_row), (v_at, v_row), (first, stop), (top, total, sums) = k, v, rows, state
+    n, half, column = tl.arange(0, B.keys), tl.arange(0, B.half), tl.arange(0, B.wide)
     k_offset = n[:, None] * k_row + half[None, :]
     v_offset = n[:, None] * v_row + column[None, :]
-    for start in range(first, stop, BLOCK_N):
+    for start in range(first, stop, B.keys):
         if MASKED:
             inside = (start + n < stop)[:, None]
-            k_first = tl.load(k_at + k_offset, mask=inside & (half < DIM // 2)[None, :], other=0.0)
-            k_second = tl.load(k_at + DIM // 2 + k_offset, mask=inside & (half < DIM // 2)[None, :], other=0.0)
-            v = tl.load(v_at + v_offset, mask=inside & (column < DIM)[None, :], other=0.0)
-        elif HALF_BLOCK * 2 != DIM:
-            k_first = tl.load(k_at + k_offset, mask=(half < DIM // 2)[None, :], other=0.0)
-            k_second = tl.load(k_at + DIM // 2 + k_offset, mask=(half < DIM // 2)[None, :], other=0.0)
-            v = tl.load(v_at + v_offset, mask=(column < DIM)[None, :], other=0.0)
+            k_first = tl.load(k_at + k_offset, mask=inside & (half < B.dim // 2)[None, :], other=0.0)
+            k_second = tl.load(k_at + B.dim // 2 + k_offset, mask=inside & (half < B.dim // 2)[None, :], other=0.0)
+            values = tl.load(v_at + v_offset, mask=inside & (column < B.dim)[None, :], other=0.0)
+        elif B.half * 2 != B.dim:
+            k_first = tl.load(k_at + k_offset, mask=(half < B.dim // 2)[None, :], other=0.0)
+            k_second = tl.load(k_at + B.dim // 2 + k_offset, mask=(half < B.dim // 2)[None, :], other=0.0)
+            values = tl.load(v_at + v_offset, mask=(column < B.dim)[None, :], other=0.0)
         else:
             k_first = tl.load(k_at + k_offset)
-            k_second = tl.load(k_at + DIM // 2 + k_offset)
-            v = tl.load(v_at + v_offset)
-        scores = tl.dot(q_first, tl.trans(k_first), input_precision=PRECISION)
-        scores = tl.dot(q_second, tl.trans(k_second), scores, input_precision=PRECISION)
+            k_second = tl.load(k_at + B.dim // 2 + k_offset)
+            values = tl.load(v_at + v_offset)
+        scores = tl.dot(q[0], tl.trans(k_first), input_precision=B.precision)
+        scores = tl.dot(q[1], tl.trans(k_second), scores, input_precision=B.precision)
         if MASKED:
-            key = start + n
-            scores = tl.where((key[None, :] >= begin[:, None]) & (key[None, :] < end[:, None]), scores, float("-inf"))
+            seen = (start + n)[None, :] >= span[0][:, None]
+            scores = tl.where(seen & ((start + n)[None, :] < span[1][:, None]), scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1) * scale)
         weights = tl.exp2(scores * scale - higher[:, None])
         shrink = tl.exp2(top - higher)
         total = total * shrink + tl.sum(weights, 1)
-        sums = tl.dot(weights.to(v.dtype), v, sums * shrink[:, None], input_precision=PRECISION)
+        sums = tl.dot(weights.to(values.dtype), values, sums * shrink[:, None], input_precision=B.precision)
         top = higher
-        k_at += BLOCK_N * k_row
-        v_at += BLOCK_N * v_row
+        k_at += B.keys * k_row
+        v_at += B.keys * v_row
     return top, total, sums
 
 
 @triton.jit
-def finish(top, total, sums):
+def finish(state):
     """Return the rows' output and log-sum-exp (natural): 0 and -inf where a row saw no key."""
+    top, total, sums = state
     seen = total != 0.0
     total = tl.where(seen, total, 1.0)
     return sums / total[:, None], tl.where(seen, (top + tl.log2(total)) * LN2, float("-inf"))

@@ -62,7 +62,7 @@ def test_attend(case: tuple[int, int, int, int, int, bool, int | None, torch.dty
     angle = random(n_queries, dim // 2, dtype=torch.float32, seed=4)
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
     truth = dense_truth(placed(q, cos, sin) if turn else q, k, v, causal, window if causal else None)
-    turns = on_device(cos, sin) if turn else (None, None)
+    turns = on_device(cos, sin) if turn else ()
     out, lse = attend(q.to(DEVICE), buffer_slice(k), buffer_slice(v), causal, window, *turns)
     assert out.dtype == dtype
     assert (out.cpu() - truth[0]).abs().max() < MOST[dtype]
