@@ -7,6 +7,7 @@ on their number.
 from __future__ import annotations
 
 import math
+from array import array
 from functools import cache
 
 import numpy as np
@@ -63,7 +64,8 @@ def attend(
     sizes = groups, rep, n_queries, n_keys, dim, causal, n_keys if window is None else window, per_block, piece
     strides = q_head, q_row, k_group, k_row, v_group, v_row
     kernels, queues = (_steepness(dim), attend_rows(q.dtype).address), [0] * (1 + groups)
-    _attend(q.dtype)(n_tasks, *addresses, *sizes, *strides, *kernels, partial.data_ptr(), *queues)
+    given = array("q", (*addresses, *sizes, *strides, *kernels, partial.data_ptr(), *queues))
+    _attend(q.dtype)(n_tasks, given.buffer_info()[0])
     return out, lse
 
 
@@ -92,7 +94,8 @@ def attend_tiles(
     addresses = (x.data_ptr() for x in (q, cos, sin, tile, k, v, out, lse))
     sizes = n_heads, n_queries, n_slots, cos.shape[1], n_tiles, size, dim
     strides = (stride for x in (q, k, v) for stride in x.stride()[:2])
-    _attend_tiles(q.dtype)(tile.numel(), *addresses, *sizes, *strides, _steepness(dim), attend_rows(q.dtype).address, 0)
+    given = array("q", (*addresses, *sizes, *strides, _steepness(dim), attend_rows(q.dtype).address, 0))
+    _attend_tiles(q.dtype)(tile.numel(), given.buffer_info()[0])
 
 
 def merge_slots(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -282,8 +285,7 @@ def _merge_slots(dtype: torch.dtype) -> Kernel:
     stored, read, write = STORED[dtype], READ[dtype], WRITE[dtype]
 
     @kernel
-    def merge_slots(first, stop, args):
-        out_at, lse_at, merged_at, total_at, n_slots, dim = arguments(args, 6)
+    def merge_slots(first, stop, out_at, lse_at, merged_at, total_at, n_slots, dim):
         out = carray(pointer(out_at, stored), (stop, n_slots, dim))
         lse = carray(pointer(lse_at, float32), (stop, n_slots))
         merged = carray(pointer(merged_at, stored), (stop, dim))

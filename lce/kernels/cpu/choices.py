@@ -79,8 +79,7 @@ def _best_chunks(dtype: torch.dtype) -> Kernel:
     stored, read, item = STORED[dtype], READ[dtype], dtype.itemsize
 
     @kernel
-    def best_chunks(first, stop, args):
-        scores_at, forced_at, chosen_at, n_queries, n_chunks, n, start, size = arguments(args, 8)
+    def best_chunks(first, stop, scores_at, forced_at, chosen_at, n_queries, n_chunks, n, start, size):
         chosen, keys = carray(pointer(chosen_at, int64), (stop, n)), np.empty(n_chunks, np.int32)
         for row in range(first, stop):
             query = row % n_queries
@@ -116,8 +115,7 @@ def _best_chunks(dtype: torch.dtype) -> Kernel:
 
 
 @kernel
-def _spread_keys(begin, end, args):
-    scores_at, keys_at, n, eps = arguments(args, 4)
+def _spread_keys(begin, end, scores_at, keys_at, n, eps):
     for task in range(begin, end):
         first = task * _PIECE
         stop = min(n, first + _PIECE)

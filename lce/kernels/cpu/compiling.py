@@ -25,7 +25,8 @@ from lce.progress import notice
 MOST_ROWS = 8  # rows of a product that are a few: decode, and drafts of some tokens
 
 _OPTIONS: dict[str, Any] = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
-_RANGE = types.void(types.intp, types.intp, types.intp)
+_MOST_ARGUMENTS = 16  # of a kernel; more are packed
+_I64 = ir.IntType(64)
 
 _lock = threading.RLock()
 _turn = threading.Lock()
@@ -80,38 +81,41 @@ def usable_cache() -> Path | None:
 
 
 class Kernel:
-    """A function `body(first, stop, args)` of a range, compiled when it is first called: threads share the range.
+    """A function `body(first, stop, *args)` of a range, compiled when it is first called: threads share the range.
 
-    One thread calls the function itself, and never starts Numba's threads, with which a forked process could not go on.
-    Several run it by `_spread`, which is compiled once for all kernels. Each gives the same bits: a kernel's sums do
-    not depend on how its range is divided.
+    Arguments are whole numbers of 64 bits; `argument_of` makes one of another number. One thread calls the function
+    itself, and never starts Numba's threads, with which a forked process could not go on. Several run it by `_spread`,
+    which is compiled once for all kernels. Each gives the same bits: a kernel's sums do not depend on how its range is
+    divided.
     """
 
     def __init__(self, body: Callable[..., Any]) -> None:
         self._body = _named(body)
+        self._signature = types.void(*[types.intp] * body.__code__.co_argcount)
 
     def __call__(self, n: int, *args: int, least: int = 1) -> None:
-        """Run the range `0..n-1`; a thread takes `least` of it or more. The body finds `args` by `arguments`."""
-        given = array("q", args)
-        at, n_parts = given.buffer_info()[0], 1 if n < 2 * least else min(n // least, n_threads())
+        """Run the range `0..n-1`; a thread takes `least` of it or more."""
+        n_parts = 1 if n < 2 * least else min(n // least, n_threads())
         if n_parts == 1:
-            self._alone(0, n, at)
-        elif _spread()(n, n_parts, self.address, at):
+            self._alone(0, n, *args)
+            return
+        given = array("q", args)
+        if _spread()(n, n_parts, self.address, given.buffer_info()[0], len(given)):
             raise MemoryError("a kernel's own memory")
 
     @cached_property
     def _alone(self) -> Callable[..., Any]:
-        return compiled(self._body, _RANGE)
+        return compiled(self._body, self._signature)
 
     @cached_property
     def address(self) -> int:
         """Return where the machine code is: kernels can `call` each other."""
-        made = cast("Any", self._alone).overloads[_RANGE.args]
+        made = cast("Any", self._alone).overloads[self._signature.args]
         return int(made.library.get_pointer_to_function(made.fndesc.llvm_func_name))
 
 
 def kernel(body: Callable[..., Any]) -> Kernel:
-    """Make a `Kernel` of a function of a range and the address of numbers. The GIL is released.
+    """Make a `Kernel` of a function of a range and of numbers and addresses. The GIL is released.
 
     Sums may be reassociated, so that they are vectorised; the order does not depend on the number of threads.
     """
@@ -120,32 +124,54 @@ def kernel(body: Callable[..., Any]) -> Kernel:
 
 @cache
 def _spread() -> Callable[..., Any]:
-    """Return the function `(n, n_parts, address, args)` that divides a kernel's range among threads.
+    """Return the function `(n, n_parts, address, args, n_args)` that divides a kernel's range among threads.
 
     The threads must have been started by `n_threads`. Returns how many parts failed: for want of memory.
     """
 
-    def spread(n, n_parts, address, args):  # type: ignore[no-untyped-def]
+    def spread(n, n_parts, address, args, n_args):  # type: ignore[no-untyped-def]
         failed = 0
         for part in numba.prange(n_parts):
-            failed += call(address, n * part // n_parts, n * (part + 1) // n_parts, args)
+            failed += _call_packed(address, n * part // n_parts, n * (part + 1) // n_parts, args, n_args)
         return failed
 
-    made = compiled(spread, types.intp(*[types.intp] * 4), parallel=True)
+    made = compiled(spread, types.intp(*[types.intp] * 5), parallel=True)
     return _in_turn(made) if _layer() == "workqueue" else made
 
 
 @intrinsic
-def call(typing: Any, address: Any, first: Any, stop: Any, args: Any) -> Any:
-    """Call the machine code of a kernel; return 1 if it failed, for want of memory, else 0."""
+def call(typing: Any, address: Any, first: Any, stop: Any, argument: Any) -> Any:
+    """Call the machine code of a kernel with one argument; return 1 if it failed, for want of memory, else 0."""
+    return types.intp(*[types.intp] * 4), lambda context, builder, _, values: _status(context, builder, *values)
+
+
+@intrinsic
+def _call_packed(typing: Any, address: Any, first: Any, stop: Any, args: Any, n_args: Any) -> Any:
+    """Call the machine code of a kernel with arguments in memory, up to `_MOST_ARGUMENTS`."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        kind = context.call_conv.get_function_type(types.none, _RANGE.args)
-        function = builder.inttoptr(values[0], ir.PointerType(kind))
-        status, _ = context.call_conv.call_function(builder, function, types.none, _RANGE.args, values[1:])
-        return builder.zext(status.is_error, ir.IntType(64))
+        *own, at, number = values
+        end, status = builder.append_basic_block("called"), builder.alloca(_I64)
+        arguments = builder.inttoptr(at, ir.PointerType(_I64))
+        chosen = builder.switch(number, end)
+        for n in range(_MOST_ARGUMENTS + 1):
+            block = builder.append_basic_block("case")
+            chosen.add_case(_I64(n), block)
+            builder.position_at_end(block)
+            given = [builder.load(builder.gep(arguments, [_I64(i)])) for i in range(n)]
+            builder.store(_status(context, builder, *own, *given), status)
+            builder.branch(end)
+        builder.position_at_end(end)
+        return builder.load(status)
 
-    return types.intp(types.intp, types.intp, types.intp, types.intp), generate
+    return types.intp(*[types.intp] * 5), generate
+
+
+def _status(context: Any, builder: Any, address: Any, *values: Any) -> Any:
+    kinds = [types.intp] * len(values)
+    function = builder.inttoptr(address, ir.PointerType(context.call_conv.get_function_type(types.none, kinds)))
+    status, _ = context.call_conv.call_function(builder, function, types.none, kinds, values)
+    return builder.zext(status.is_error, _I64)
 
 
 def compiled(body: Callable[..., Any], signature: Any, *, parallel: bool = False) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from numba import carray
 from torch import Tensor
 
 from lce.kernels.cpu.compiling import Kernel, inner, kernel
-from lce.kernels.cpu.numbers import READ, STORED, WRITE, argument_of, arguments, exp, number_of, pointer
+from lce.kernels.cpu.numbers import READ, STORED, WRITE, argument_of, exp, number_of, pointer
 
 ALONE = 1 << 15  # numbers that one thread computes before others wake up
 
@@ -146,8 +146,7 @@ def _norm(dtype: torch.dtype) -> Kernel:
         return total
 
     @kernel
-    def norm(first, stop, args):
-        x_at, head_stride, row_stride, weight_at, out_at, n, dim, eps = arguments(args, 8)
+    def norm(first, stop, x_at, head_stride, row_stride, weight_at, out_at, n, dim, eps):
         weight = carray(pointer(weight_at, stored), (dim,))
         out = carray(pointer(out_at, stored), (stop, dim))
         for row in range(first, stop):
@@ -164,8 +163,7 @@ def _silu_mul(dtype: torch.dtype) -> Kernel:
     stored, read, write = STORED[dtype], READ[dtype], WRITE[dtype]
 
     @kernel
-    def silu_mul(first, stop, args):
-        x_at, out_at, dim = arguments(args, 3)
+    def silu_mul(first, stop, x_at, out_at, dim):
         x = carray(pointer(x_at, stored), (stop, 2, dim))
         out = carray(pointer(out_at, stored), (stop, dim))
         for row in range(first, stop):
@@ -183,8 +181,7 @@ def _rotate(dtype: torch.dtype) -> Kernel:
     stored, size, turn = STORED[dtype], dtype.itemsize, _turn(dtype)
 
     @kernel
-    def rotate(first, stop, args):
-        x_at, cos_at, sin_at, out_at, x0, x1, x2, turn0, turn1, turn2, n1, n2, half = arguments(args, 13)
+    def rotate(first, stop, x_at, cos_at, sin_at, out_at, x0, x1, x2, turn0, turn1, turn2, n1, n2, half):
         for row in range(first, stop):
             a, b, c = row // (n1 * n2), row // n2 % n1, row % n2
             x = carray(pointer(x_at + (a * x0 + b * x1 + c * x2) * size, stored), (2, half))
@@ -202,8 +199,7 @@ def _append(dtype: torch.dtype) -> Kernel:
     stored, size, turn = STORED[dtype], dtype.itemsize, _turn(dtype)
 
     @kernel
-    def append(first, stop, args):
-        k_at, v_at, cos_at, sin_at, into_k_at, into_v_at, k0, k1, v0, v1, at, capacity, n, dim = arguments(args, 14)
+    def append(first, stop, k_at, v_at, cos_at, sin_at, into_k_at, into_v_at, k0, k1, v0, v1, at, capacity, n, dim):
         half = dim // 2
         for row in range(first, stop):
             head, i = row // n, row % n

@@ -7,7 +7,7 @@ from numba import carray, int64, uint64
 from torch import Tensor
 
 from lce.kernels.cpu.compiling import kernel
-from lce.kernels.cpu.numbers import arguments, pointer
+from lce.kernels.cpu.numbers import pointer
 from lce.kernels.cuda import launching
 
 _WORD = 8  # bytes that are copied at once
@@ -48,8 +48,7 @@ def take_rows(tensors: tuple[Tensor, Tensor], index: Tensor, into: Tensor | None
 
 
 @kernel
-def _take_rows(first, stop, args):
-    one_at, two_at, index_at, taken_at, n_groups, n, words, stride = arguments(args, 8)
+def _take_rows(first, stop, one_at, two_at, index_at, taken_at, n_groups, n, words, stride):
     index = carray(pointer(index_at, int64), (n,))
     for to in range(first, stop):
         which = to // n

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from functools import cache
 
@@ -11,7 +12,7 @@ from numba import carray, float32, int64
 from torch import Tensor
 
 from lce.kernels.cpu.compiling import Kernel, kernel
-from lce.kernels.cpu.numbers import READ, STORED, WRITE, arguments, exp, pointer
+from lce.kernels.cpu.numbers import READ, STORED, WRITE, exp, pointer
 
 _ROWS = 64  # queries that are worth a thread
 
@@ -29,8 +30,8 @@ def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     for part, lse in held:
         assert (part.dtype, part.shape) == (dtype, out.shape), (part.dtype, part.shape)
         assert (lse.dtype, lse.shape) == (torch.float32, total.shape), (lse.dtype, lse.shape)
-    addresses = [x.data_ptr() for pair in held for x in pair]
-    _merged(dtype)(n, n_parts, size, out.data_ptr(), total.data_ptr(), *addresses, least=_ROWS)
+    addresses = array("q", (x.data_ptr() for pair in held for x in pair))
+    _merged(dtype)(n, n_parts, size, out.data_ptr(), total.data_ptr(), addresses.buffer_info()[0], least=_ROWS)
     return out, total
 
 
@@ -39,9 +40,8 @@ def _merged(dtype: torch.dtype) -> Kernel:
     stored, read, write, item = STORED[dtype], READ[dtype], WRITE[dtype], dtype.itemsize
 
     @kernel
-    def merged(first, stop, args):
-        n_parts, size, out_at, total_at = arguments(args, 4)
-        parts = carray(pointer(args + 32, int64), (n_parts, 2))
+    def merged(first, stop, n_parts, size, out_at, total_at, parts_at):
+        parts = carray(pointer(parts_at, int64), (n_parts, 2))
         total = carray(pointer(total_at, float32), (stop,))
         sums, weights = np.empty(size, np.float32), np.empty(n_parts, np.float32)
         for row in range(first, stop):

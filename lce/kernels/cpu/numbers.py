@@ -31,7 +31,7 @@ def pointer(typing: Any, address: Any, kind: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def arguments(typing: Any, address: Any, n: Any) -> Any:
-    """Return the n arguments at the address that a kernel is given, as a tuple."""
+    """Return n arguments that lie at an address, of a kernel that takes more than fit a call, as a tuple."""
     number, result = n.literal_value, types.UniTuple(types.intp, n.literal_value)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lce.kernels.cpu import vectors
 from lce.kernels.cpu.compiling import MOST_ROWS, Kernel, features, inner, kernel
-from lce.kernels.cpu.numbers import READ, STORED, WRITE, argument_of, arguments, exp, number_of, pointer
+from lce.kernels.cpu.numbers import READ, STORED, WRITE, argument_of, exp, number_of, pointer
 from lce.kernels.cpu.vectors import LANES
 
 _ROWS = 64  # weight rows that a thread takes at a time
@@ -68,8 +68,7 @@ def _product(dtype: torch.dtype) -> Kernel:
     dots = _dots(dtype)
 
     @kernel
-    def product(begin, end, args):
-        x_at, weight_at, bias_at, norm_at, out_at, n, n_out, size, gated, adds, eps = arguments(args, 11)
+    def product(begin, end, x_at, weight_at, bias_at, norm_at, out_at, n, n_out, size, gated, adds, eps):
         n_parts = 2 if gated else 1
         weight = carray(pointer(weight_at, stored), (n_parts * n_out, size))
         bias = carray(pointer(bias_at, stored), (n_parts * n_out,))

@@ -33,7 +33,6 @@ from lce.kernels.cpu.numbers import (
     STORED,
     WRITE,
     argument_of,
-    arguments,
     bits_of_float,
     exp,
     float_of_bits,
@@ -342,9 +341,9 @@ def _product(bits: int, dtype: torch.dtype) -> Kernel:
     dot_1, dot_4, as_integers = _dot(bits, 1, planes), _dot(bits, _ROWS, planes), _as_integers(bits, dtype)
 
     @kernel
-    def quantised_product(begin, end, args):
-        x_at, codes, scales, zeros, bias_at, norm_at, out_at = arguments(args, 7)
-        n, n_out, n_in, gated, adds, eps = arguments(args + 56, 6)
+    def quantised_product(
+        begin, end, x_at, codes, scales, zeros, bias_at, norm_at, out_at, n, n_out, n_in, gated, adds, eps
+    ):
         n_parts = 2 if gated else 1
         n_groups, n_blocks = (n_in + size - 1) // size, (n_out + LANES - 1) // LANES
         bias = carray(pointer(bias_at, stored), (n_parts * n_out,))
@@ -444,8 +443,7 @@ def _unpack(bits: int, dtype: torch.dtype) -> Kernel:
     width, item = 32, dtype.itemsize
 
     @kernel
-    def quantised_unpack(begin, end, args):
-        codes, scales, zeros, out_at, first, n_rows, n_in = arguments(args, 7)
+    def quantised_unpack(begin, end, codes, scales, zeros, out_at, first, n_rows, n_in):
         n_groups = (n_in + size - 1) // size
         out, edge = carray(pointer(out_at, stored), (n_rows, n_in)), np.empty((LANES, width), stored_as)
         for task in range(begin, end):
@@ -471,8 +469,7 @@ def _rows_of(bits: int, dtype: torch.dtype) -> Kernel:
     code_type = int8 if bits == 8 else uint8
 
     @kernel
-    def quantised_rows(begin, end, args):
-        ids_at, codes_at, scales_at, zeros_at, out_at, n_in = arguments(args, 6)
+    def quantised_rows(begin, end, ids_at, codes_at, scales_at, zeros_at, out_at, n_in):
         n_groups = (n_in + size - 1) // size
         ids = carray(pointer(ids_at, types.int64), (end,))
         out = carray(pointer(out_at, stored), (end, n_in))
@@ -502,8 +499,7 @@ def _pack(bits: int, dtype: torch.dtype) -> Kernel:
     read_scale, write_scale = READ[torch.bfloat16], WRITE[torch.bfloat16]
 
     @kernel
-    def quantised_pack(begin, end, args):
-        weight_at, codes_at, scales_at, zeros_at, n_out, n_in = arguments(args, 6)
+    def quantised_pack(begin, end, weight_at, codes_at, scales_at, zeros_at, n_out, n_in):
         n_groups, n_blocks = (n_in + size - 1) // size, (n_out + LANES - 1) // LANES
         weight = carray(pointer(weight_at, stored), (n_out, n_in))
         codes = carray(pointer(codes_at, uint8), (n_blocks, n_groups * size * bits // 32, LANES, 4))

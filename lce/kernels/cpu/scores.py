@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lce.kernels.cpu.choices import key_of_score, score_of_key
 from lce.kernels.cpu.compiling import Kernel, inner, kernel
-from lce.kernels.cpu.numbers import READ, STORED, argument_of, arguments, exp, number_of, pointer
+from lce.kernels.cpu.numbers import READ, STORED, argument_of, exp, number_of, pointer
 
 _KEYS = 256  # keys that a thread takes at a time
 _COLUMNS = 512
@@ -84,8 +84,7 @@ def _scores_of_few(dtype: torch.dtype) -> Kernel:
         return total
 
     @kernel
-    def scores_of_few(begin, end, args):
-        q_at, keys_at, out_at, n_groups, n, n_keys, dim, group_stride = arguments(args, 8)
+    def scores_of_few(begin, end, q_at, keys_at, out_at, n_groups, n, n_keys, dim, group_stride):
         q = carray(pointer(q_at, float32), (n_groups, n, dim))
         out = carray(pointer(out_at, float32), (n_groups, n, n_keys))
         n_pieces = (n_keys + _KEYS - 1) // _KEYS
@@ -104,8 +103,7 @@ def _best_below_top(dtype: torch.dtype) -> tuple[Kernel, Kernel]:
     stored, read = STORED[dtype], READ[dtype]
 
     @kernel
-    def tops_of(begin, end, args):
-        scores_at, tops_at, n_tokens, n = arguments(args, 4)
+    def tops_of(begin, end, scores_at, tops_at, n_tokens, n):
         scores = carray(pointer(scores_at, stored), (n_tokens, n))
         tops = carray(pointer(tops_at, float32), (end, n))
         for task in range(begin, end):
@@ -117,8 +115,7 @@ def _best_below_top(dtype: torch.dtype) -> tuple[Kernel, Kernel]:
                     tops[task, t] = max(tops[task, t], read(scores[i, t]))
 
     @kernel
-    def best_of(begin, end, args):
-        scores_at, best_at, n_tokens, n, top_at = arguments(args, 5)
+    def best_of(begin, end, scores_at, best_at, n_tokens, n, top_at):
         scores = carray(pointer(scores_at, stored), (n_tokens, n))
         top, best = carray(pointer(top_at, float32), (n,)), carray(pointer(best_at, float32), (n_tokens,))
         for i in range(begin * _COLUMNS, min(n_tokens, end * _COLUMNS)):
@@ -135,8 +132,9 @@ def _add_weights(dtype: torch.dtype) -> Kernel:
     stored, read, item = STORED[dtype], READ[dtype], dtype.itemsize
 
     @kernel
-    def add_weights(begin_task, end_task, args):
-        logits_at, lse_at, into_at, n_heads, n, n_keys, stride, first_behind, window, scale = arguments(args, 10)
+    def add_weights(
+        begin_task, end_task, logits_at, lse_at, into_at, n_heads, n, n_keys, stride, first_behind, window, scale
+    ):
         lse = carray(pointer(lse_at, float32), (n_heads, n))
         into = carray(pointer(into_at, float32), (n_heads, stride))
         factor = number_of(scale)
