@@ -6,15 +6,13 @@ choice depends on nothing but its scores.
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 import torch
 from numba import carray, float32, int32, int64, uint8
 from torch import Tensor
 
-from lce.kernels.cpu.compiling import Kernel, inner, kernel
-from lce.kernels.cpu.numbers import READ, STORED, arguments, bits_of_float, float_of_bits, pointer
+from lce.kernels.cpu.compiling import by_dtype, inner, kernel
+from lce.kernels.cpu.numbers import bits_of_float, float_of_bits, itemsize, pointer, read, stored
 
 _ROWS = 8  # rows of scores that are worth a thread
 _PIECE = 4096  # scores that a thread takes at a time
@@ -35,7 +33,7 @@ def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int, size: int) -
     n = min(n, n_chunks)
     chosen = torch.empty(n_choosers, n_queries, n, dtype=torch.int64)
     addresses = scores.data_ptr(), forced.data_ptr(), chosen.data_ptr()
-    _best_chunks(scores.dtype)(n_choosers * n_queries, *addresses, n_queries, n_chunks, n, start, size, least=_ROWS)
+    _best_chunks[scores.dtype](n_choosers * n_queries, *addresses, n_queries, n_chunks, n, start, size, least=_ROWS)
     return chosen
 
 
@@ -74,44 +72,38 @@ def score_of_key(key):
 _LEAST = np.int32(-0x7F80_0001)  # the key of -inf
 
 
-@cache
-def _best_chunks(dtype: torch.dtype) -> Kernel:
-    stored, read, item = STORED[dtype], READ[dtype], dtype.itemsize
-
-    @kernel
-    def best_chunks(first, stop, scores_at, forced_at, chosen_at, n_queries, n_chunks, n, start, size):
-        chosen, keys = carray(pointer(chosen_at, int64), (stop, n)), np.empty(n_chunks, np.int32)
-        for row in range(first, stop):
-            query = row % n_queries
-            seen = min(n_chunks, (start + query) // size)
-            scores = carray(pointer(scores_at + row * n_chunks * item, stored), (n_chunks,))
-            forced = carray(pointer(forced_at + query * n_chunks, uint8), (n_chunks,))
+@by_dtype(kernel)
+def _best_chunks(first, stop, scores_at, forced_at, chosen_at, n_queries, n_chunks, n, start, size):
+    chosen, keys = carray(pointer(chosen_at, int64), (stop, n)), np.empty(n_chunks, np.int32)
+    for row in range(first, stop):
+        query = row % n_queries
+        seen = min(n_chunks, (start + query) // size)
+        scores = carray(pointer(scores_at + row * n_chunks * itemsize, stored), (n_chunks,))
+        forced = carray(pointer(forced_at + query * n_chunks, uint8), (n_chunks,))
+        for i in range(seen):
+            keys[i] = key_of_score(read(scores[i]))
+        for i in range(seen):  # the largest key where it is forced, else the smallest
+            keys[i] = max(keys[i], np.int32(np.int32(-np.int32(forced[i])) ^ np.int32(-0x8000_0000)))
+        # n or more keys are at least `low`, fewer than n at least `high`: halve the range between.
+        low, high = np.int64(_LEAST), np.int64(0x8000_0000)
+        n_low, n_high = np.int64(seen), np.int64(0)
+        while n_low > n and high - low > 1:
+            middle = np.int32((low + high) >> 1)
+            count = np.int32(0)
             for i in range(seen):
-                keys[i] = key_of_score(read(scores[i]))
-            for i in range(seen):  # the largest key where it is forced, else the smallest
-                keys[i] = max(keys[i], np.int32(np.int32(-np.int32(forced[i])) ^ np.int32(-0x8000_0000)))
-            # n or more keys are at least `low`, fewer than n at least `high`: halve the range between.
-            low, high = np.int64(_LEAST), np.int64(0x8000_0000)
-            n_low, n_high = np.int64(seen), np.int64(0)
-            while n_low > n and high - low > 1:
-                middle = np.int32((low + high) >> 1)
-                count = np.int32(0)
-                for i in range(seen):
-                    count = np.int32(count + np.int32(keys[i] >= middle))
-                if count >= n:
-                    low, n_low = np.int64(middle), np.int64(count)
-                else:
-                    high, n_high = np.int64(middle), np.int64(count)
-            worst, equal, taken = np.int32(low), n_low if n_low <= n else n - n_high, 0
-            for i in range(seen):
-                if keys[i] > _LEAST and (keys[i] > worst or (keys[i] == worst and equal > 0)):
-                    equal -= np.int64(keys[i] == worst)
-                    chosen[row, taken] = i
-                    taken += 1
-            for i in range(taken, n):
-                chosen[row, i] = -1
-
-    return best_chunks
+                count = np.int32(count + np.int32(keys[i] >= middle))
+            if count >= n:
+                low, n_low = np.int64(middle), np.int64(count)
+            else:
+                high, n_high = np.int64(middle), np.int64(count)
+        worst, equal, taken = np.int32(low), n_low if n_low <= n else n - n_high, 0
+        for i in range(seen):
+            if keys[i] > _LEAST and (keys[i] > worst or (keys[i] == worst and equal > 0)):
+                equal -= np.int64(keys[i] == worst)
+                chosen[row, taken] = i
+                taken += 1
+        for i in range(taken, n):
+            chosen[row, i] = -1
 
 
 @kernel
@@ -164,9 +156,8 @@ def _nth_largest(keys, n):
 
 
 @kernel
-def _best_keys(first, stop, args):
+def _best_keys(_first, _stop, keys_at, chosen_at, n_keys, n):
     """n groups have a key of `least` or more each, so the n best keys are no less."""
-    keys_at, chosen_at, n_keys, n = arguments(args, 4)
     n_groups = (n_keys + _GROUP - 1) // _GROUP
     keys = carray(pointer(keys_at, int32), (n_keys + n_groups,))
     chosen = carray(pointer(chosen_at, int64), (n,))

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from functools import cache, cached_property
 from pathlib import Path
+from types import FunctionType
 from typing import Any, cast
 
 import numba
@@ -120,6 +121,36 @@ def kernel(body: Callable[..., Any]) -> Kernel:
     Sums may be reassociated, so that they are vectorised; the order does not depend on the number of threads.
     """
     return Kernel(body)
+
+
+class ByDtype(dict[Any, Any]):
+    """Something for each dtype, or other kind of kernel, made when it is first looked up."""
+
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        self.make = make
+
+    def __missing__(self, kind: Any) -> Any:
+        self[kind] = made = self.make(kind)
+        return made
+
+
+def by_dtype(make: Callable[[Callable[..., Any]], Any]) -> Callable[[Callable[..., Any]], ByDtype]:
+    """Make a kernel, or another compiled function, for each dtype of one body.
+
+    `@by_dtype(kernel) def norm(...)` is `norm[dtype]`: what the body names that is `ByDtype` is that dtype's there.
+    """
+
+    def instances(body: Callable[..., Any]) -> ByDtype:
+        def instance(kind: Any) -> Any:
+            known = body.__globals__
+            own = {name: known[name][kind] for name in body.__code__.co_names if isinstance(known.get(name), ByDtype)}
+            made = FunctionType(body.__code__, known | own, body.__name__)
+            made.__module__, made.__qualname__ = body.__module__, f"{body.__qualname__}[{kind}]"
+            return make(made)
+
+        return ByDtype(instance)
+
+    return instances
 
 
 @cache

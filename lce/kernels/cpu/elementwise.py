@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numba import carray
 from torch import Tensor
 
-from lce.kernels.cpu.compiling import Kernel, inner, kernel
-from lce.kernels.cpu.numbers import READ, STORED, WRITE, argument_of, exp, number_of, pointer
+from lce.kernels.cpu.compiling import by_dtype, inner, kernel
+from lce.kernels.cpu.numbers import STORED, argument_of, exp, itemsize, number_of, pointer, read, stored, write
 
 ALONE = 1 << 15  # numbers that one thread computes before others wake up
 
@@ -34,7 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.stride(-1) != 1:
         x = x.contiguous()
     head = x.stride(0) if x.ndim == 3 else 0
-    _norm(x.dtype)(
+    _norm[x.dtype](
         heads * n,
         x.data_ptr(),
         head,
@@ -58,7 +56,7 @@ def silu_mul(x: Tensor) -> Tensor:
     fits = x.is_contiguous() and x.shape[1] == 2 * dim
     assert fits, (x.shape, x.stride())
     out = torch.empty(n, dim, dtype=x.dtype)
-    _silu_mul(x.dtype)(n, x.data_ptr(), out.data_ptr(), dim, least=_share(dim))
+    _silu_mul[x.dtype](n, x.data_ptr(), out.data_ptr(), dim, least=_share(dim))
     return out
 
 
@@ -87,7 +85,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x_strides, turn_strides = _strides(x, common), _strides(cos, common)
         out = torch.empty(*common, shape[-1], dtype=dtype)
     n, at = lead[0] * lead[1] * lead[2], (x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr())
-    _rotate(dtype)(n, *at, *x_strides, *turn_strides, lead[1], lead[2], half, least=_share(2 * half))
+    _rotate[dtype](n, *at, *x_strides, *turn_strides, lead[1], lead[2], half, least=_share(2 * half))
     return out
 
 
@@ -117,7 +115,7 @@ def append(
         cos, sin = cos.contiguous(), sin.contiguous()
         cos_at, sin_at = cos.data_ptr(), sin.data_ptr()
     addresses = k.data_ptr(), v.data_ptr(), cos_at, sin_at, into_k.data_ptr(), into_v.data_ptr()
-    _append(dtype)(heads * n, *addresses, *k_stride[:2], *v_stride[:2], at, into[1], n, dim, least=_share(dim))
+    _append[dtype](heads * n, *addresses, *k_stride[:2], *v_stride[:2], at, into[1], n, dim, least=_share(dim))
 
 
 def _strides(x: Tensor, common: Sequence[int]) -> tuple[int, int, int]:
@@ -132,105 +130,77 @@ def _share(dim: int) -> int:
     return ALONE // (2 * dim) or 1
 
 
-@cache
-def _norm(dtype: torch.dtype) -> Kernel:
-    stored, read, write, size = STORED[dtype], READ[dtype], WRITE[dtype], dtype.itemsize
-
-    @inner
-    def squares(x):
-        """Return the sum of the squares."""
-        total = np.float32(0)
-        for j in range(len(x)):
-            number = read(x[j])
-            total += number * number
-        return total
-
-    @kernel
-    def norm(first, stop, x_at, head_stride, row_stride, weight_at, out_at, n, dim, eps):
-        weight = carray(pointer(weight_at, stored), (dim,))
-        out = carray(pointer(out_at, stored), (stop, dim))
-        for row in range(first, stop):
-            x = carray(pointer(x_at + (row // n * head_stride + row % n * row_stride) * size, stored), (dim,))
-            scale = np.float32(1) / np.sqrt(squares(x) / np.float32(dim) + number_of(eps))
-            for j in range(dim):
-                out[row, j] = write(read(x[j]) * scale * read(weight[j]))
-
-    return norm
+@by_dtype(inner)
+def _squares(x):
+    """Return the sum of the _squares."""
+    total = np.float32(0)
+    for j in range(len(x)):
+        number = read(x[j])
+        total += number * number
+    return total
 
 
-@cache
-def _silu_mul(dtype: torch.dtype) -> Kernel:
-    stored, read, write = STORED[dtype], READ[dtype], WRITE[dtype]
-
-    @kernel
-    def silu_mul(first, stop, x_at, out_at, dim):
-        x = carray(pointer(x_at, stored), (stop, 2, dim))
-        out = carray(pointer(out_at, stored), (stop, dim))
-        for row in range(first, stop):
-            for j in range(dim):
-                gate = read(x[row, 0, j])
-                sigmoid = np.float32(1) / (np.float32(1) + exp(min(-gate, np.float32(88))))
-                out[row, j] = write(gate * sigmoid * read(x[row, 1, j]))
-
-    return silu_mul
+@by_dtype(kernel)
+def _norm(first, stop, x_at, head_stride, row_stride, weight_at, out_at, n, dim, eps):
+    weight = carray(pointer(weight_at, stored), (dim,))
+    out = carray(pointer(out_at, stored), (stop, dim))
+    for row in range(first, stop):
+        x = carray(pointer(x_at + (row // n * head_stride + row % n * row_stride) * itemsize, stored), (dim,))
+        scale = np.float32(1) / np.sqrt(_squares(x) / np.float32(dim) + number_of(eps))
+        for j in range(dim):
+            out[row, j] = write(read(x[j]) * scale * read(weight[j]))
 
 
-@cache
-def _rotate(dtype: torch.dtype) -> Kernel:
+@by_dtype(kernel)
+def _silu_mul(first, stop, x_at, out_at, dim):
+    x = carray(pointer(x_at, stored), (stop, 2, dim))
+    out = carray(pointer(out_at, stored), (stop, dim))
+    for row in range(first, stop):
+        for j in range(dim):
+            gate = read(x[row, 0, j])
+            sigmoid = np.float32(1) / (np.float32(1) + exp(min(-gate, np.float32(88))))
+            out[row, j] = write(gate * sigmoid * read(x[row, 1, j]))
+
+
+@by_dtype(kernel)
+def _rotate(first, stop, x_at, cos_at, sin_at, out_at, x0, x1, x2, turn0, turn1, turn2, n1, n2, half):
     """Rotate rows of three leading dimensions."""
-    stored, size, turn = STORED[dtype], dtype.itemsize, _turn(dtype)
-
-    @kernel
-    def rotate(first, stop, x_at, cos_at, sin_at, out_at, x0, x1, x2, turn0, turn1, turn2, n1, n2, half):
-        for row in range(first, stop):
-            a, b, c = row // (n1 * n2), row // n2 % n1, row % n2
-            x = carray(pointer(x_at + (a * x0 + b * x1 + c * x2) * size, stored), (2, half))
-            out = carray(pointer(out_at + row * 2 * half * size, stored), (2, half))
-            angle = (a * turn0 + b * turn1 + c * turn2) * size
-            cos = carray(pointer(cos_at + angle, stored), (half,))
-            sin = carray(pointer(sin_at + angle, stored), (half,))
-            turn(x, cos, sin, out, half)
-
-    return rotate
+    for row in range(first, stop):
+        a, b, c = row // (n1 * n2), row // n2 % n1, row % n2
+        x = carray(pointer(x_at + (a * x0 + b * x1 + c * x2) * itemsize, stored), (2, half))
+        out = carray(pointer(out_at + row * 2 * half * itemsize, stored), (2, half))
+        angle = (a * turn0 + b * turn1 + c * turn2) * itemsize
+        cos = carray(pointer(cos_at + angle, stored), (half,))
+        sin = carray(pointer(sin_at + angle, stored), (half,))
+        _turn(x, cos, sin, out, half)
 
 
-@cache
-def _append(dtype: torch.dtype) -> Kernel:
-    stored, size, turn = STORED[dtype], dtype.itemsize, _turn(dtype)
-
-    @kernel
-    def append(first, stop, k_at, v_at, cos_at, sin_at, into_k_at, into_v_at, k0, k1, v0, v1, at, capacity, n, dim):
-        half = dim // 2
-        for row in range(first, stop):
-            head, i = row // n, row % n
-            to = (head * capacity + at + i) * dim * size
-            k = carray(pointer(k_at + (head * k0 + i * k1) * size, stored), (2, half))
-            v = carray(pointer(v_at + (head * v0 + i * v1) * size, stored), (dim,))
-            into_k = carray(pointer(into_k_at + to, stored), (2, half))
-            into_v = carray(pointer(into_v_at + to, stored), (dim,))
-            if cos_at:
-                cos = carray(pointer(cos_at + i * half * size, stored), (half,))
-                sin = carray(pointer(sin_at + i * half * size, stored), (half,))
-                turn(k, cos, sin, into_k, half)
-            else:
-                for j in range(half):
-                    into_k[0, j] = k[0, j]
-                    into_k[1, j] = k[1, j]
-            for j in range(dim):
-                into_v[j] = v[j]
-
-    return append
+@by_dtype(kernel)
+def _append(first, stop, k_at, v_at, cos_at, sin_at, into_k_at, into_v_at, k0, k1, v0, v1, at, capacity, n, dim):
+    half = dim // 2
+    for row in range(first, stop):
+        head, i = row // n, row % n
+        to = (head * capacity + at + i) * dim * itemsize
+        k = carray(pointer(k_at + (head * k0 + i * k1) * itemsize, stored), (2, half))
+        v = carray(pointer(v_at + (head * v0 + i * v1) * itemsize, stored), (dim,))
+        into_k = carray(pointer(into_k_at + to, stored), (2, half))
+        into_v = carray(pointer(into_v_at + to, stored), (dim,))
+        if cos_at:
+            cos = carray(pointer(cos_at + i * half * itemsize, stored), (half,))
+            sin = carray(pointer(sin_at + i * half * itemsize, stored), (half,))
+            _turn(k, cos, sin, into_k, half)
+        else:
+            for j in range(half):
+                into_k[0, j] = k[0, j]
+                into_k[1, j] = k[1, j]
+        for j in range(dim):
+            into_v[j] = v[j]
 
 
-def _turn(dtype: torch.dtype) -> Callable[..., Any]:
+@by_dtype(inner)
+def _turn(x, cos, sin, out, half):
     """Turn one vector `x [2, D/2]` into `out`."""
-    read, write = READ[dtype], WRITE[dtype]
-
-    @inner
-    def turn(x, cos, sin, out, half):
-        for j in range(half):
-            first, second = read(x[0, j]), read(x[1, j])
-            out[0, j] = write(first * read(cos[j]) - second * read(sin[j]))
-            out[1, j] = write(second * read(cos[j]) + first * read(sin[j]))
-
-    return turn
+    for j in range(half):
+        first, second = read(x[0, j]), read(x[1, j])
+        out[0, j] = write(first * read(cos[j]) - second * read(sin[j]))
+        out[1, j] = write(second * read(cos[j]) + first * read(sin[j]))

@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from lce.kernels.cpu.compiling import inner
+from lce.kernels.cpu.compiling import ByDtype, inner
 
 # How the numbers of a dtype lie in memory, for Numba, which has no bfloat16 and no float16 on CPUs.
 STORED = {torch.float32: types.float32, torch.bfloat16: types.uint16, torch.float16: types.uint16}
@@ -108,9 +108,11 @@ def _same(number):
     return np.float32(number)
 
 
-# From a stored number to float32, and back, rounded to nearest even.
-READ = {torch.float32: _same, torch.bfloat16: _read_bfloat16, torch.float16: _float_of_half}
-WRITE = {torch.float32: _same, torch.bfloat16: _write_bfloat16, torch.float16: _half_of_float}
+# Of a dtype: how numbers lie, their bytes; from a stored number to float32, and back, rounded to nearest even.
+stored = ByDtype(STORED.__getitem__)
+itemsize = ByDtype(lambda dtype: dtype.itemsize)
+read = ByDtype({torch.float32: _same, torch.bfloat16: _read_bfloat16, torch.float16: _float_of_half}.__getitem__)
+write = ByDtype({torch.float32: _same, torch.bfloat16: _write_bfloat16, torch.float16: _half_of_float}.__getitem__)
 
 
 @inner

@@ -6,18 +6,14 @@ MLP, the sum with the hidden states.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-from typing import Any
-
 import numpy as np
 import torch
 from numba import carray
 from torch import Tensor
 
 from lce.kernels.cpu import vectors
-from lce.kernels.cpu.compiling import MOST_ROWS, Kernel, features, inner, kernel
-from lce.kernels.cpu.numbers import READ, STORED, WRITE, argument_of, exp, number_of, pointer
+from lce.kernels.cpu.compiling import MOST_ROWS, ByDtype, by_dtype, features, inner, kernel
+from lce.kernels.cpu.numbers import argument_of, exp, itemsize, number_of, pointer, read, stored, write
 from lce.kernels.cpu.vectors import LANES
 
 _ROWS = 64  # weight rows that a thread takes at a time
@@ -54,7 +50,7 @@ def product(
     assert bias is None or bias.dtype is dtype, bias.dtype
     addresses = x.data_ptr(), weight.data_ptr(), _address(bias), _address(norm), out.data_ptr()
     sizes = n, n_out, size, gated, onto is not None
-    _product(dtype)(-(-n_out // _ROWS), *addresses, *sizes, argument_of(eps))
+    _product[dtype](-(-n_out // _ROWS), *addresses, *sizes, argument_of(eps))
     return out
 
 
@@ -62,51 +58,44 @@ def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-@cache
-def _product(dtype: torch.dtype) -> Kernel:
-    stored, read, write = STORED[dtype], READ[dtype], WRITE[dtype]
-    dots = _dots(dtype)
-
-    @kernel
-    def product(begin, end, x_at, weight_at, bias_at, norm_at, out_at, n, n_out, size, gated, adds, eps):
-        n_parts = 2 if gated else 1
-        weight = carray(pointer(weight_at, stored), (n_parts * n_out, size))
-        bias = carray(pointer(bias_at, stored), (n_parts * n_out,))
-        norm = carray(pointer(norm_at, stored), (size,))
-        given = carray(pointer(x_at, stored), (n, size))
-        out = carray(pointer(out_at, stored), (n, n_out))
-        x = np.empty((n if n <= 2 else (n + 3) // 4 * 4, size + _APART), np.float32)  # every thread has its own
-        x[n:] = np.float32(0)
-        for i in range(n):
+@by_dtype(kernel)
+def _product(begin, end, x_at, weight_at, bias_at, norm_at, out_at, n, n_out, size, gated, adds, eps):
+    n_parts = 2 if gated else 1
+    weight = carray(pointer(weight_at, stored), (n_parts * n_out, size))
+    bias = carray(pointer(bias_at, stored), (n_parts * n_out,))
+    norm = carray(pointer(norm_at, stored), (size,))
+    given = carray(pointer(x_at, stored), (n, size))
+    out = carray(pointer(out_at, stored), (n, n_out))
+    x = np.empty((n if n <= 2 else (n + 3) // 4 * 4, size + _APART), np.float32)  # every thread has its own
+    x[n:] = np.float32(0)
+    for i in range(n):
+        for j in range(size):
+            x[i, j] = read(given[i, j])
+        if norm_at:
+            scale = np.float32(1) / np.sqrt(_squares(x[i, :size]) / np.float32(size) + number_of(eps))
             for j in range(size):
-                x[i, j] = read(given[i, j])
-            if norm_at:
-                scale = np.float32(1) / np.sqrt(_squares(x[i, :size]) / np.float32(size) + number_of(eps))
-                for j in range(size):
-                    x[i, j] = x[i, j] * scale * read(norm[j])
-        sums = np.empty((2, MOST_ROWS, _ROWS + _COLUMNS), np.float32)
-        for task in range(begin, end):
-            first = task * _ROWS
-            n_here = min(n_out, first + _ROWS) - first
-            for part in range(n_parts):
-                begin_row = part * n_out + first
-                dots(x, n, weight, begin_row, n_here, sums[part])
-                if bias_at:
-                    for i in range(n):
-                        for row in range(n_here):
-                            sums[part, i, row] += read(bias[begin_row + row])
-            for i in range(n):
-                if gated:
+                x[i, j] = x[i, j] * scale * read(norm[j])
+    sums = np.empty((2, MOST_ROWS, _ROWS + _COLUMNS), np.float32)
+    for task in range(begin, end):
+        first = task * _ROWS
+        n_here = min(n_out, first + _ROWS) - first
+        for part in range(n_parts):
+            begin_row = part * n_out + first
+            _dots(x, n, weight, begin_row, n_here, sums[part])
+            if bias_at:
+                for i in range(n):
                     for row in range(n_here):
-                        gate = sums[0, i, row]
-                        sums[0, i, row] = gate / (np.float32(1) + exp(min(-gate, np.float32(88)))) * sums[1, i, row]
-                if adds:
-                    for row in range(n_here):
-                        sums[0, i, row] += read(out[i, first + row])
+                        sums[part, i, row] += read(bias[begin_row + row])
+        for i in range(n):
+            if gated:
                 for row in range(n_here):
-                    out[i, first + row] = write(sums[0, i, row])
-
-    return product
+                    gate = sums[0, i, row]
+                    sums[0, i, row] = gate / (np.float32(1) + exp(min(-gate, np.float32(88)))) * sums[1, i, row]
+            if adds:
+                for row in range(n_here):
+                    sums[0, i, row] += read(out[i, first + row])
+            for row in range(n_here):
+                out[i, first + row] = write(sums[0, i, row])
 
 
 @inner
@@ -118,39 +107,30 @@ def _squares(x):
     return total
 
 
-@cache
-def _dots(dtype: torch.dtype) -> Callable[..., Any]:
-    """Make the function that multiplies all rows of `x [n, …]` with the weight rows `begin..begin+n_here-1`.
+_dots_of = ByDtype(lambda dtype: vectors.dots(False, dtype, {1: 1, 2: 1, 4: _COLUMNS}, _CHAINS))
+
+
+@by_dtype(inner)
+def _dots(x, n, weight, begin, n_here, sums):
+    """Multiply all rows of `x [n, …]` with the weight rows `begin..begin+n_here-1`.
 
     Writes `sums [n, n_here]`. A weight row is read from memory once, by one or two rows of x alone, or by four at a
     time: then `_COLUMNS` weight rows share each read of x. Each sum has the same order in all of them. `x` and `sums`
     have rows up to the next multiple of four, and `sums` `_COLUMNS` columns to spare.
     """
-    dots_of, read, itemsize = (
-        vectors.dots(False, dtype, {1: 1, 2: 1, 4: _COLUMNS}, _CHAINS),
-        READ[dtype],
-        dtype.itemsize,
-    )
-
-    @inner
-    def dots(x, n, weight, begin, n_here, sums):
-        size = weight.shape[1]
-        n_steps, x_row, sums_row = size // (_CHAINS * LANES), 4 * x.shape[1], 4 * sums.shape[1]
-        whole, row = n_steps * _CHAINS * LANES, 0
-        while row < n_here and n_steps:
-            at, to = weight[begin + row :].ctypes.data, sums[0, row:].ctypes.data
-            step = 1 if n <= 2 or n_here - row < _COLUMNS else _COLUMNS
-            weight_row = size * itemsize if step == _COLUMNS else 0  # 0: one row in all columns
-            for i in range(0, n, 4):
-                dots_of(
-                    n if n <= 2 else 4, x[i].ctypes.data, x_row, at, weight_row, to + i * sums_row, sums_row, n_steps
-                )
-            row += step
-        for row in range(n_here if whole < size else 0):
-            for i in range(n):
-                rest = sums[i, row] if n_steps else np.float32(0)
-                for j in range(whole, size):
-                    rest += x[i, j] * read(weight[begin + row, j])
-                sums[i, row] = rest
-
-    return dots
+    size = weight.shape[1]
+    n_steps, x_row, sums_row = size // (_CHAINS * LANES), 4 * x.shape[1], 4 * sums.shape[1]
+    whole, row = n_steps * _CHAINS * LANES, 0
+    while row < n_here and n_steps:
+        at, to = weight[begin + row :].ctypes.data, sums[0, row:].ctypes.data
+        step = 1 if n <= 2 or n_here - row < _COLUMNS else _COLUMNS
+        weight_row = size * itemsize if step == _COLUMNS else 0  # 0: one row in all columns
+        for i in range(0, n, 4):
+            _dots_of(n if n <= 2 else 4, x[i].ctypes.data, x_row, at, weight_row, to + i * sums_row, sums_row, n_steps)
+        row += step
+    for row in range(n_here if whole < size else 0):
+        for i in range(n):
+            rest = sums[i, row] if n_steps else np.float32(0)
+            for j in range(whole, size):
+                rest += x[i, j] * read(weight[begin + row, j])
+            sums[i, row] = rest

@@ -17,7 +17,6 @@ of neighbouring inputs are multiplied in pairs and added up without error. A flo
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,17 +26,17 @@ from numba import carray, int8, int16, types, uint8, uint16, uint32
 from numba.core import cgutils
 from torch import Tensor
 
-from lce.kernels.cpu.compiling import MOST_ROWS, Kernel, features, inner, kernel
+from lce.kernels.cpu.compiling import MOST_ROWS, ByDtype, by_dtype, features, inner, kernel
 from lce.kernels.cpu.numbers import (
-    READ,
     STORED,
-    WRITE,
     argument_of,
     bits_of_float,
     exp,
     float_of_bits,
     number_of,
     pointer,
+    read,
+    write,
 )
 from lce.kernels.cpu.vectors import LANES, intrinsic_of, multiply_add_of, transposed
 
@@ -72,7 +71,7 @@ def pack(weight: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) ->
     8 bits, 4 ns for 4 bits, where scale and zero of each group are fitted to it by least squares."""
     bits = _check(weight.shape, codes, scales, zeros)
     assert weight.is_contiguous()
-    _pack(bits, weight.dtype)(len(codes), weight.data_ptr(), *_addresses(codes, scales, zeros), *weight.shape)
+    _pack[bits, weight.dtype](len(codes), weight.data_ptr(), *_addresses(codes, scales, zeros), *weight.shape)
 
 
 def product(
@@ -100,7 +99,7 @@ def product(
     assert bias is None or (bias.dtype is dtype and bias.shape == (n_rows,)), bias
     addresses = x.data_ptr(), *_addresses(codes, scales, zeros, bias, norm), out.data_ptr()
     n_tasks = -(-n_out // (_TASK * LANES))
-    _product(bits, dtype)(n_tasks, *addresses, n, n_out, n_in, gated, onto is not None, argument_of(eps))
+    _product[bits, dtype](n_tasks, *addresses, n, n_out, n_in, gated, onto is not None, argument_of(eps))
     return out
 
 
@@ -111,7 +110,7 @@ def unpack(first: int, out: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor
     assert first + len(out) <= codes.shape[0] * LANES
     assert out.is_contiguous()
     _check((codes.shape[0] * LANES, out.shape[1]), codes, scales, zeros)
-    _unpack(bits, out.dtype)(
+    _unpack[bits, out.dtype](
         -(-len(out) // LANES), *_addresses(codes, scales, zeros), out.data_ptr(), first, *out.shape
     )
 
@@ -126,7 +125,7 @@ def rows_of(ids: Tensor, out: Tensor, codes: Tensor, scales: Tensor, zeros: Tens
     assert out.is_contiguous()
     assert not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < codes.shape[0] * LANES)
     addresses = ids.data_ptr(), *_addresses(codes, scales, zeros), out.data_ptr()
-    _rows_of(bits, out.dtype)(len(ids), *addresses, out.shape[1], least=LANES)
+    _rows_of[bits, out.dtype](len(ids), *addresses, out.shape[1], least=LANES)
 
 
 def _addresses(*tensors: Tensor | None) -> list[int]:
@@ -334,240 +333,218 @@ def _rounded(builder: Any, low: Any, high: Any, dtype: torch.dtype) -> Any:
     return builder.or_(builder.lshr(words[0], _const(_WORDS, 16)), builder.and_(words[1], _const(_WORDS, 0xFFFF0000)))
 
 
-@cache
-def _product(bits: int, dtype: torch.dtype) -> Kernel:
-    stored, read, write, size = STORED[dtype], READ[dtype], WRITE[dtype], GROUPS[bits]
-    planes = _PLANES[dtype]
-    dot_1, dot_4, as_integers = _dot(bits, 1, planes), _dot(bits, _ROWS, planes), _as_integers(bits, dtype)
+# Of a kind of matrix, (bits, dtype of x): what kernels are made of.
+_bits = ByDtype(lambda kind: kind[0])
+_size = ByDtype(lambda kind: GROUPS[kind[0]])
+_planes = ByDtype(lambda kind: _PLANES[kind[1]])
+_stored = ByDtype(lambda kind: STORED[kind[1]])
+_read = ByDtype(lambda kind: read[kind[1]])
+_write = ByDtype(lambda kind: write[kind[1]])
+_dot_1 = ByDtype(lambda kind: _dot(kind[0], 1, _PLANES[kind[1]]))
+_dot_4 = ByDtype(lambda kind: _dot(kind[0], _ROWS, _PLANES[kind[1]]))
+_unpacked = ByDtype(lambda kind: _rows(*kind))
+_itemsize = ByDtype(lambda kind: kind[1].itemsize)
+_numpy = ByDtype(lambda kind: np.float32 if kind[1] == torch.float32 else np.uint16)
+_code = ByDtype(lambda kind: int8 if kind[0] == 8 else uint8)
+_read_scale, _write_scale = read[torch.bfloat16], write[torch.bfloat16]
 
-    @kernel
-    def quantised_product(
-        begin, end, x_at, codes, scales, zeros, bias_at, norm_at, out_at, n, n_out, n_in, gated, adds, eps
-    ):
-        n_parts = 2 if gated else 1
-        n_groups, n_blocks = (n_in + size - 1) // size, (n_out + LANES - 1) // LANES
-        bias = carray(pointer(bias_at, stored), (n_parts * n_out,))
-        out = carray(pointer(out_at, stored), (n, n_out))
-        rows = 1 if n == 1 else _ROWS
-        n_tiles = (n + rows - 1) // rows
-        # Every thread rounds x for itself. The rows of a tile meet a block together.
-        integers = np.empty((n_tiles, planes, rows, n_groups * size), np.int16)
-        factors = np.empty((n_tiles, 2, rows, n_groups), np.float32)
-        dots = np.empty((2, n_tiles * rows, LANES), np.float32)
-        as_integers(x_at, norm_at, number_of(eps), integers, factors, n, n_in)
-        for first in range(begin * _TASK, min(n_blocks, end * _TASK)):
-            for part in range(n_parts):
-                group = (part * n_blocks + first) * n_groups * LANES
-                codes_at, scales_at = codes + group * size * bits // 8, scales + 2 * group
-                for tile in range(n_tiles):
-                    numbers_at, of_tile = integers[tile].ctypes.data, factors[tile].ctypes.data
-                    to = dots[part, tile * rows].ctypes.data
-                    if rows == 1:
-                        dot_1(numbers_at, of_tile, codes_at, scales_at, zeros + group, n_groups, to)
-                    else:
-                        dot_4(numbers_at, of_tile, codes_at, scales_at, zeros + group, n_groups, to)
-            for i in range(n):
-                for lane in range(min(LANES, n_out - first * LANES)):
-                    row = first * LANES + lane
-                    total = dots[0, i, lane]
+
+@by_dtype(kernel)
+def _product(begin, end, x_at, codes, scales, zeros, bias_at, norm_at, out_at, n, n_out, n_in, gated, adds, eps):
+    n_parts = 2 if gated else 1
+    n_groups, n_blocks = (n_in + _size - 1) // _size, (n_out + LANES - 1) // LANES
+    bias = carray(pointer(bias_at, _stored), (n_parts * n_out,))
+    out = carray(pointer(out_at, _stored), (n, n_out))
+    rows = 1 if n == 1 else _ROWS
+    n_tiles = (n + rows - 1) // rows
+    # Every thread rounds x for itself. The rows of a tile meet a block together.
+    integers = np.empty((n_tiles, _planes, rows, n_groups * _size), np.int16)
+    factors = np.empty((n_tiles, 2, rows, n_groups), np.float32)
+    dots = np.empty((2, n_tiles * rows, LANES), np.float32)
+    _as_integers(x_at, norm_at, number_of(eps), integers, factors, n, n_in)
+    for first in range(begin * _TASK, min(n_blocks, end * _TASK)):
+        for part in range(n_parts):
+            group = (part * n_blocks + first) * n_groups * LANES
+            codes_at, scales_at = codes + group * _size * _bits // 8, scales + 2 * group
+            for tile in range(n_tiles):
+                numbers_at, of_tile = integers[tile].ctypes.data, factors[tile].ctypes.data
+                to = dots[part, tile * rows].ctypes.data
+                if rows == 1:
+                    _dot_1(numbers_at, of_tile, codes_at, scales_at, zeros + group, n_groups, to)
+                else:
+                    _dot_4(numbers_at, of_tile, codes_at, scales_at, zeros + group, n_groups, to)
+        for i in range(n):
+            for lane in range(min(LANES, n_out - first * LANES)):
+                row = first * LANES + lane
+                total = dots[0, i, lane]
+                if bias_at:
+                    total += _read(bias[row])
+                if gated:
+                    other = dots[1, i, lane]
                     if bias_at:
-                        total += read(bias[row])
-                    if gated:
-                        other = dots[1, i, lane]
-                        if bias_at:
-                            other += read(bias[row + n_out])
-                        total = total / (np.float32(1) + exp(min(-total, np.float32(88)))) * other
-                    if adds:
-                        total += read(out[i, row])
-                    out[i, row] = write(total)
-
-    return quantised_product
+                        other += _read(bias[row + n_out])
+                    total = total / (np.float32(1) + exp(min(-total, np.float32(88)))) * other
+                if adds:
+                    total += _read(out[i, row])
+                out[i, row] = _write(total)
 
 
-@cache
-def _as_integers(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
-    """Make the function that rounds x, normalised and padded, as `_dot` takes it.
+@by_dtype(inner)
+def _as_integers(x_at, norm_at, eps, integers, factors, n, n_in):
+    """Round x, normalised and padded, as `_dot` takes it.
 
     What one stands for is a power of two, so that a bfloat16 number is exact down to 1/128 of its group's largest.
     """
-    stored, read, size, planes = STORED[dtype], READ[dtype], GROUPS[bits], _PLANES[dtype]
-
-    @inner
-    def as_integers(x_at, norm_at, eps, integers, factors, n, n_in):
-        n_tiles, _, rows, padded = integers.shape
-        x, norm = carray(pointer(x_at, stored), (n, n_in)), carray(pointer(norm_at, stored), (n_in,))
-        wide = np.empty(padded, np.float32)
-        for i in range(n_tiles * rows):
-            tile, row = i // rows, i % rows
-            used = n_in if i < n else 0
-            for j in range(used):
-                wide[j] = read(x[i, j])
-            for j in range(used, padded):
-                wide[j] = np.float32(0)
-            if norm_at and i < n:
-                total = np.float32(0)
-                for j in range(n_in):
-                    total += wide[j] * wide[j]
-                scale = np.float32(1) / np.sqrt(total / np.float32(n_in) + eps)
-                for j in range(n_in):
-                    wide[j] *= scale * read(norm[j])
-            for g in range(padded // size):
-                largest = uint32(0)
-                for j in range(g * size, g * size + size):
-                    largest = max(largest, bits_of_float(wide[j]) & uint32(0x7FFF_FFFF))
-                exponent = largest >> uint32(23)
-                finite = exponent < uint32(255)
-                exponent = min(max(exponent, uint32(15)), uint32(254))
-                up = float_of_bits((uint32(268) - exponent) << uint32(23)) if finite else np.float32(0)
-                total = np.float32(0)
-                for j in range(g * size, g * size + size):
-                    number = wide[j] * up if finite else np.float32(0)
-                    high = min(np.floor(number + np.float32(0.5)), np.float32(32767))
-                    integers[tile, 0, row, j] = int16(high)
-                    total += high
-                    if planes == 2:
-                        low = np.floor((number - high) * np.float32(32768) + np.float32(0.5))
-                        integers[tile, 1, row, j] = int16(low)
-                        total += low * np.float32(1 / 32768)
-                down = float_of_bits((exponent - uint32(14)) << uint32(23))
-                factors[tile, 0, row, g] = down if finite else np.float32(np.nan)
-                factors[tile, 1, row, g] = total * np.float32(-0.0625)
-
-    return as_integers
-
-
-@cache
-def _unpack(bits: int, dtype: torch.dtype) -> Kernel:
-    stored, rows, size = STORED[dtype], _rows(bits, dtype), GROUPS[bits]
-    stored_as = np.float32 if dtype == torch.float32 else np.uint16
-    width, item = 32, dtype.itemsize
-
-    @kernel
-    def quantised_unpack(begin, end, codes, scales, zeros, out_at, first, n_rows, n_in):
-        n_groups = (n_in + size - 1) // size
-        out, edge = carray(pointer(out_at, stored), (n_rows, n_in)), np.empty((LANES, width), stored_as)
-        for task in range(begin, end):
-            group = (first // LANES + task) * n_groups * LANES
-            codes_at, scales_at, zeros_at = codes + group * size * bits // 8, scales + 2 * group, zeros + group
-            height = min(LANES, n_rows - task * LANES)
-            n_whole = n_in // width if height == LANES else 0
-            for n in range(n_whole):
-                at = out_at + (task * LANES * n_in + n * width) * item
-                rows(codes_at, scales_at, zeros_at, n, at, n_in * item)
-            for n in range(n_whole, (n_in + width - 1) // width):
-                rows(codes_at, scales_at, zeros_at, n, edge.ctypes.data, width * item)
-                for i in range(height):
-                    for j in range(min(width, n_in - n * width)):
-                        out[task * LANES + i, n * width + j] = edge[i, j]
-
-    return quantised_unpack
-
-
-@cache
-def _rows_of(bits: int, dtype: torch.dtype) -> Kernel:
-    stored, read, write, size = STORED[dtype], READ[torch.bfloat16], WRITE[dtype], GROUPS[bits]
-    code_type = int8 if bits == 8 else uint8
-
-    @kernel
-    def quantised_rows(begin, end, ids_at, codes_at, scales_at, zeros_at, out_at, n_in):
-        n_groups = (n_in + size - 1) // size
-        ids = carray(pointer(ids_at, types.int64), (end,))
-        out = carray(pointer(out_at, stored), (end, n_in))
-        for i in range(begin, end):
-            block, lane = ids[i] // LANES, ids[i] % LANES
-            group = block * n_groups * LANES
-            n_vectors = n_groups * size * bits // 32
-            codes = carray(pointer(codes_at + group * size * bits // 8, code_type), (n_vectors, LANES, 4))
-            scales = carray(pointer(scales_at + 2 * group, uint16), (n_groups, LANES))
-            zeros = carray(pointer(zeros_at + group, uint8), (n_groups, LANES))
+    n_tiles, _, rows, padded = integers.shape
+    x, norm = carray(pointer(x_at, _stored), (n, n_in)), carray(pointer(norm_at, _stored), (n_in,))
+    wide = np.empty(padded, np.float32)
+    for i in range(n_tiles * rows):
+        tile, row = i // rows, i % rows
+        used = n_in if i < n else 0
+        for j in range(used):
+            wide[j] = _read(x[i, j])
+        for j in range(used, padded):
+            wide[j] = np.float32(0)
+        if norm_at and i < n:
+            total = np.float32(0)
             for j in range(n_in):
-                g = j // size
-                if bits == 8:
-                    code = np.float32(codes[j // 4, lane, 2 * (j & 1) + ((j >> 1) & 1)])
-                else:
-                    byte = codes[j // 8, lane, 2 * (j & 1) + ((j >> 2) & 1)]
-                    half = (byte >> 4) if j & 2 else (byte & 15)
-                    code = np.float32(half) - np.float32(zeros[g, lane]) * np.float32(0.0625)
-                out[i, j] = write(read(scales[g, lane]) * code)
+                total += wide[j] * wide[j]
+            scale = np.float32(1) / np.sqrt(total / np.float32(n_in) + eps)
+            for j in range(n_in):
+                wide[j] *= scale * _read(norm[j])
+        for g in range(padded // _size):
+            largest = uint32(0)
+            for j in range(g * _size, g * _size + _size):
+                largest = max(largest, bits_of_float(wide[j]) & uint32(0x7FFF_FFFF))
+            exponent = largest >> uint32(23)
+            finite = exponent < uint32(255)
+            exponent = min(max(exponent, uint32(15)), uint32(254))
+            up = float_of_bits((uint32(268) - exponent) << uint32(23)) if finite else np.float32(0)
+            total = np.float32(0)
+            for j in range(g * _size, g * _size + _size):
+                number = wide[j] * up if finite else np.float32(0)
+                high = min(np.floor(number + np.float32(0.5)), np.float32(32767))
+                integers[tile, 0, row, j] = int16(high)
+                total += high
+                if _planes == 2:
+                    low = np.floor((number - high) * np.float32(32768) + np.float32(0.5))
+                    integers[tile, 1, row, j] = int16(low)
+                    total += low * np.float32(1 / 32768)
+            down = float_of_bits((exponent - uint32(14)) << uint32(23))
+            factors[tile, 0, row, g] = down if finite else np.float32(np.nan)
+            factors[tile, 1, row, g] = total * np.float32(-0.0625)
 
-    return quantised_rows
+
+@by_dtype(kernel)
+def _unpack(begin, end, codes, scales, zeros, out_at, first, n_rows, n_in):
+    n_groups = (n_in + _size - 1) // _size
+    out, edge = carray(pointer(out_at, _stored), (n_rows, n_in)), np.empty((LANES, 32), _numpy)
+    for task in range(begin, end):
+        group = (first // LANES + task) * n_groups * LANES
+        codes_at, scales_at, zeros_at = codes + group * _size * _bits // 8, scales + 2 * group, zeros + group
+        height = min(LANES, n_rows - task * LANES)
+        n_whole = n_in // 32 if height == LANES else 0
+        for n in range(n_whole):
+            at = out_at + (task * LANES * n_in + n * 32) * _itemsize
+            _unpacked(codes_at, scales_at, zeros_at, n, at, n_in * _itemsize)
+        for n in range(n_whole, (n_in + 32 - 1) // 32):
+            _unpacked(codes_at, scales_at, zeros_at, n, edge.ctypes.data, 32 * _itemsize)
+            for i in range(height):
+                for j in range(min(32, n_in - n * 32)):
+                    out[task * LANES + i, n * 32 + j] = edge[i, j]
 
 
-@cache
-def _pack(bits: int, dtype: torch.dtype) -> Kernel:
-    stored, read, size = STORED[dtype], READ[dtype], GROUPS[bits]
-    read_scale, write_scale = READ[torch.bfloat16], WRITE[torch.bfloat16]
+@by_dtype(kernel)
+def _rows_of(begin, end, ids_at, codes_at, scales_at, zeros_at, out_at, n_in):
+    n_groups = (n_in + _size - 1) // _size
+    ids = carray(pointer(ids_at, types.int64), (end,))
+    out = carray(pointer(out_at, _stored), (end, n_in))
+    for i in range(begin, end):
+        block, lane = ids[i] // LANES, ids[i] % LANES
+        group = block * n_groups * LANES
+        n_vectors = n_groups * _size * _bits // 32
+        codes = carray(pointer(codes_at + group * _size * _bits // 8, _code), (n_vectors, LANES, 4))
+        scales = carray(pointer(scales_at + 2 * group, uint16), (n_groups, LANES))
+        zeros = carray(pointer(zeros_at + group, uint8), (n_groups, LANES))
+        for j in range(n_in):
+            g = j // _size
+            if _bits == 8:
+                code = np.float32(codes[j // 4, lane, 2 * (j & 1) + ((j >> 1) & 1)])
+            else:
+                byte = codes[j // 8, lane, 2 * (j & 1) + ((j >> 2) & 1)]
+                half = (byte >> 4) if j & 2 else (byte & 15)
+                code = np.float32(half) - np.float32(zeros[g, lane]) * np.float32(0.0625)
+            out[i, j] = _write(_read_scale(scales[g, lane]) * code)
 
-    @kernel
-    def quantised_pack(begin, end, weight_at, codes_at, scales_at, zeros_at, n_out, n_in):
-        n_groups, n_blocks = (n_in + size - 1) // size, (n_out + LANES - 1) // LANES
-        weight = carray(pointer(weight_at, stored), (n_out, n_in))
-        codes = carray(pointer(codes_at, uint8), (n_blocks, n_groups * size * bits // 32, LANES, 4))
-        scales = carray(pointer(scales_at, uint16), (n_blocks, n_groups, LANES))
-        zeros = carray(pointer(zeros_at, uint8), (n_blocks, n_groups, LANES))
-        w, code = np.empty(size, np.float32), np.empty(size, np.float32)
-        for block in range(begin, end):
-            for lane in range(LANES):
-                row = block * LANES + lane
-                for g in range(n_groups):
-                    n_used = min(size, n_in - g * size) if row < n_out else 0
-                    low = high = np.float32(0)
-                    for j in range(n_used):
-                        w[j] = read(weight[row, g * size + j])
-                    for j in range(n_used, size):
-                        w[j] = np.float32(0)
-                    for j in range(size):
-                        low, high = min(low, w[j]), max(high, w[j])
-                    if bits == 8:
-                        bits_of_scale = write_scale(max(high, -low) / np.float32(127))
-                        scale = read_scale(bits_of_scale)
-                        inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
-                        scales[block, g, lane] = bits_of_scale
-                        for j in range(size):
-                            rounded = np.floor(w[j] * inverse + np.float32(0.5))
-                            rounded = min(max(rounded, np.float32(-127)), np.float32(127))
-                            place = g * size + j
-                            codes[block, place // 4, lane, 2 * (j & 1) + ((j >> 1) & 1)] = uint8(int8(rounded))
-                        continue
-                    best, best_scale, best_zero = np.float32(np.inf), uint16(0), np.float32(0)
-                    for attempt in range(_SHRINKS):
-                        factor = np.float32(1) - _SHRINK * np.float32(attempt)
-                        step, least = (high / 15 - low / 15) * factor, low * factor
-                        for _fit in range(_FITS + 1):
-                            bits_of_scale = write_scale(step)
-                            scale = read_scale(bits_of_scale)
-                            if not scale > np.float32(1e-30):
-                                break
-                            inverse = np.float32(1) / scale
-                            zero = np.floor(np.float32(-16) * least * inverse + np.float32(0.5))
-                            zero = min(max(zero, np.float32(0)), np.float32(255)) * np.float32(0.0625)
-                            error = sum_w = sum_c = sum_wc = sum_cc = np.float32(0)
-                            for j in range(size):
-                                c = np.floor(w[j] * inverse + zero + np.float32(0.5))
-                                c = min(max(c, np.float32(0)), np.float32(15))
-                                missed = w[j] - scale * (c - zero)
-                                error += missed * missed
-                                sum_w += w[j]
-                                sum_c += c
-                                sum_wc += w[j] * c
-                                sum_cc += c * c
-                            if error < best:
-                                best, best_scale, best_zero = error, bits_of_scale, zero
-                            spread = sum_cc * np.float32(size) - sum_c * sum_c
-                            if not spread > 0:
-                                break
-                            step = (sum_wc * np.float32(size) - sum_c * sum_w) / spread
-                            least = (sum_w - step * sum_c) / np.float32(size)
-                    scales[block, g, lane] = best_scale
-                    zeros[block, g, lane] = uint8(best_zero * np.float32(16))
-                    scale = read_scale(best_scale)
+
+@by_dtype(kernel)
+def _pack(begin, end, weight_at, codes_at, scales_at, zeros_at, n_out, n_in):
+    n_groups, n_blocks = (n_in + _size - 1) // _size, (n_out + LANES - 1) // LANES
+    weight = carray(pointer(weight_at, _stored), (n_out, n_in))
+    codes = carray(pointer(codes_at, uint8), (n_blocks, n_groups * _size * _bits // 32, LANES, 4))
+    scales = carray(pointer(scales_at, uint16), (n_blocks, n_groups, LANES))
+    zeros = carray(pointer(zeros_at, uint8), (n_blocks, n_groups, LANES))
+    w, code = np.empty(_size, np.float32), np.empty(_size, np.float32)
+    for block in range(begin, end):
+        for lane in range(LANES):
+            row = block * LANES + lane
+            for g in range(n_groups):
+                n_used = min(_size, n_in - g * _size) if row < n_out else 0
+                low = high = np.float32(0)
+                for j in range(n_used):
+                    w[j] = _read(weight[row, g * _size + j])
+                for j in range(n_used, _size):
+                    w[j] = np.float32(0)
+                for j in range(_size):
+                    low, high = min(low, w[j]), max(high, w[j])
+                if _bits == 8:
+                    bits_of_scale = _write_scale(max(high, -low) / np.float32(127))
+                    scale = _read_scale(bits_of_scale)
                     inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
-                    for j in range(size):
-                        c = np.floor(w[j] * inverse + best_zero + np.float32(0.5))
-                        code[j] = min(max(c, np.float32(0)), np.float32(15))
-                    for j in range(0, size, 8):
-                        for k in range(4):
-                            n = j + 4 * (k & 1) + (k >> 1)
-                            codes[block, (g * size + j) // 8, lane, k] = uint8(code[n]) | (uint8(code[n + 2]) << 4)
-
-    return quantised_pack
+                    scales[block, g, lane] = bits_of_scale
+                    for j in range(_size):
+                        rounded = np.floor(w[j] * inverse + np.float32(0.5))
+                        rounded = min(max(rounded, np.float32(-127)), np.float32(127))
+                        place = g * _size + j
+                        codes[block, place // 4, lane, 2 * (j & 1) + ((j >> 1) & 1)] = uint8(int8(rounded))
+                    continue
+                best, best_scale, best_zero = np.float32(np.inf), uint16(0), np.float32(0)
+                for attempt in range(_SHRINKS):
+                    factor = np.float32(1) - _SHRINK * np.float32(attempt)
+                    step, least = (high / 15 - low / 15) * factor, low * factor
+                    for _fit in range(_FITS + 1):
+                        bits_of_scale = _write_scale(step)
+                        scale = _read_scale(bits_of_scale)
+                        if not scale > np.float32(1e-30):
+                            break
+                        inverse = np.float32(1) / scale
+                        zero = np.floor(np.float32(-16) * least * inverse + np.float32(0.5))
+                        zero = min(max(zero, np.float32(0)), np.float32(255)) * np.float32(0.0625)
+                        error = sum_w = sum_c = sum_wc = sum_cc = np.float32(0)
+                        for j in range(_size):
+                            c = np.floor(w[j] * inverse + zero + np.float32(0.5))
+                            c = min(max(c, np.float32(0)), np.float32(15))
+                            missed = w[j] - scale * (c - zero)
+                            error += missed * missed
+                            sum_w += w[j]
+                            sum_c += c
+                            sum_wc += w[j] * c
+                            sum_cc += c * c
+                        if error < best:
+                            best, best_scale, best_zero = error, bits_of_scale, zero
+                        spread = sum_cc * np.float32(_size) - sum_c * sum_c
+                        if not spread > 0:
+                            break
+                        step = (sum_wc * np.float32(_size) - sum_c * sum_w) / spread
+                        least = (sum_w - step * sum_c) / np.float32(_size)
+                scales[block, g, lane] = best_scale
+                zeros[block, g, lane] = uint8(best_zero * np.float32(16))
+                scale = _read_scale(best_scale)
+                inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
+                for j in range(_size):
+                    c = np.floor(w[j] * inverse + best_zero + np.float32(0.5))
+                    code[j] = min(max(c, np.float32(0)), np.float32(15))
+                for j in range(0, _size, 8):
+                    for k in range(4):
+                        n = j + 4 * (k & 1) + (k >> 1)
+                        codes[block, (g * _size + j) // 8, lane, k] = uint8(code[n]) | (uint8(code[n + 2]) << 4)

@@ -17,27 +17,24 @@ import torch
 from numba import carray, float32, int64, uint32
 
 from lce.kernels.cpu import vectors
-from lce.kernels.cpu.compiling import Kernel, inner, kernel, separate
+from lce.kernels.cpu.compiling import ByDtype, by_dtype, inner, kernel, separate
 from lce.kernels.cpu.numbers import (
-    READ,
-    STORED,
-    WRITE,
     arguments,
     bits_of_float,
     exp2,
     float_of_bits,
+    itemsize,
     number_of,
     pointer,
+    read,
+    stored,
+    write,
 )
 from lce.kernels.cpu.vectors import largest
 
 KEYS = 256  # that are packed together: with 64 to 128 dimensions, keys and values stay in a core's second cache
 FEW_ROWS = 8  # up to this many rows keys are read in place
 LOWEST = np.float32(-3.0e38)  # below any score
-
-
-def _pairs(dtype: torch.dtype) -> bool:
-    return vectors.PAIRS and dtype == torch.bfloat16
 
 
 @cache
@@ -57,243 +54,236 @@ def _panels(pairs: bool, dtype: torch.dtype) -> Callable[..., Any]:
     return product
 
 
-def per_word(dtype: torch.dtype) -> int:
-    """Return how many numbers of a query, of a key, or of keys are in a word of four bytes."""
-    return 2 if _pairs(dtype) else 1
+# Of a dtype: whether numbers are multiplied in pairs; how many of a query, of a key, or of keys are in a word of four
+# bytes; how many of a vector `_dots` takes at a time.
+_pairs = ByDtype(lambda dtype: vectors.PAIRS and dtype == torch.bfloat16)
+per_word = ByDtype(lambda dtype: 2 if _pairs[dtype] else 1)
+_chunk = ByDtype(lambda dtype: 16 * per_word[dtype])
+_transpose = ByDtype(lambda dtype: vectors.transpose(dtype, _pairs[dtype]))
+_product = ByDtype(lambda dtype: _panels(_pairs[dtype], torch.float32))
+_direct = ByDtype(lambda dtype: _panels(False, dtype))
+_dots = ByDtype(lambda dtype: vectors.dots(_pairs[dtype], dtype, {1: 16, 2: 8, 4: 4, 8: 2}))
 
 
-@cache
-def attend_rows(dtype: torch.dtype) -> Kernel:
-    """Make the kernel that attends keys `first..stop-1` with a task's rows; row i sees those of its span alone.
+@by_dtype(separate)
+def _pack_keys(k_at, k_row, n, dim, packed):
+    """Pack `n` keys `[n, D]` at an address into `packed [KEYS/64, words of D, 64]`: a vector holds a word of 16
+    keys.
+    """
+    words, packed_at = dim // per_word, packed.ctypes.data
+    whole_keys, whole_words = n // 16 * 16, words // 16 * 16
+    for key in range(0, whole_keys, 16):
+        for word in range(0, whole_words, 16):
+            target = packed_at + 4 * ((key // 64 * words + word) * 64 + key % 64)
+            _transpose(k_at + key * k_row + word * per_word * itemsize, k_row, target, 256)
+    for key in range(n):
+        first = whole_words if key < whole_keys else 0
+        source = carray(pointer(k_at + key * k_row + first * per_word * itemsize, stored), (dim,))
+        for i in range(words - first):
+            if _pairs:
+                bits = uint32(source[2 * i]) | (uint32(source[2 * i + 1]) << uint32(16))
+                packed[key // 64, first + i, key % 64] = float_of_bits(bits)
+            else:
+                packed[key // 64, first + i, key % 64] = read(source[i])
+
+
+@by_dtype(separate)
+def _pack_values(v_at, row, n, dim, packed):
+    """Pack `n` values `[n, D]` into `packed [words of keys, D]`; with _pairs, a word has keys i and i + 16 of 32."""
+    for key in range((n + 31) // 32 * 32):
+        source = carray(pointer(v_at + key * row, stored), (dim,))
+        if _pairs:
+            if key & 16:
+                continue
+            other = carray(pointer(v_at + (key + 16) * row, stored), (dim,))
+            target = packed[key // 32 * 16 + key % 16]
+            if key + 16 < n:
+                for d in range(dim):
+                    target[d] = float_of_bits(uint32(source[d]) | (uint32(other[d]) << uint32(16)))
+            elif key < n:
+                for d in range(dim):
+                    target[d] = float_of_bits(uint32(source[d]))
+            else:
+                target[:] = np.float32(0)
+        elif key < n:
+            target = packed[key]
+            for d in range(dim):
+                target[d] = read(source[d])
+        else:
+            packed[key] = np.float32(0)
+
+
+@by_dtype(inner)
+def _soften(scores, first, stop, scale, state, sums, dim):
+    """Turn one row's scores of keys `first..stop-1` into weights, in place, by its largest score so far.
+
+    `state` is the largest score and the sum of the weights. If the largest score grows, earlier sums are scaled
+    down.
+    """
+    begin, end = first // 32 * 32, (stop + 31) // 32 * 32
+    for i in range(begin, first):
+        scores[i] = LOWEST
+    for i in range(stop, end):
+        scores[i] = LOWEST
+    top = max(state[0], largest(scores[begin:].ctypes.data, end - begin) * scale)
+    shrink = exp2(state[0] - top)
+    total, seen = np.float32(0), scores[begin:end]
+    for i in range(len(seen)):
+        weight = exp2(seen[i] * scale - top)
+        seen[i] = weight
+        total += weight
+    state[1] = state[1] * shrink + total
+    if state[0] != top:
+        for d in range(dim):
+            sums[d] *= shrink
+    state[0] = top
+
+
+@by_dtype(separate)
+def _score_keys(rows, q_at, q_row, k_at, k_row, n, out, dim):
+    """Score `n` keys in place, `n` at least 16, with 8, 4, 2 or 1 queries: `out [rows, n]`."""
+    n_chunks, at_once, key = dim // _chunk, 16 // rows, 0
+    while key < n:
+        key = min(key, n - at_once)  # the last keys overlap with earlier ones
+        _dots(rows, q_at, q_row, k_at + key * k_row, k_row, out[0, key:].ctypes.data, 4 * KEYS, n_chunks)
+        key += at_once
+
+
+@by_dtype(inner)
+def _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale):
+    """Attend as `attend_rows`, for few rows: reads keys and values in place, which is cheaper than packing."""
+    queries, spans, state, sums, _, _, scores, _ = memory
+    q_row, sums_row, start = 4 * queries.shape[1], 4 * sums.shape[1], first
+    while start < stop:
+        left = stop - start
+        size = left if left <= KEYS else KEYS if left >= KEYS + 16 else KEYS - 16  # never fewer than 16
+        row = 0
+        while row < n:
+            left = n - row
+            rows = 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
+            q_at, out = queries[row:].ctypes.data, scores[row : row + rows]
+            _score_keys(rows, q_at, q_row, k_at + start * k_row, k_row, size, out, dim)
+            row += rows
+        for row in range(n):
+            low, high = max(spans[row, 0] - start, 0), min(spans[row, 1] - start, size)
+            if low < high:
+                _soften(scores[row], low, high, scale, state[row], sums[row], dim)
+                scores[row, : low // 32 * 32] = np.float32(0)
+                scores[row, high:size] = np.float32(0)
+            else:
+                scores[row, :size] = np.float32(0)
+        row = 0
+        while row < n:
+            left = n - row
+            rows = 6 if left >= 6 else 4 if left >= 4 else 2 if left >= 2 else 1
+            weights_at, to = scores[row:].ctypes.data, sums[row].ctypes.data
+            _direct(rows, weights_at, scores.strides[0], v_at + start * v_row, v_row, to, sums_row, size, dim)
+            row += rows
+        start += size
+
+
+@by_dtype(kernel)
+def attend_rows(first, stop, args):
+    """Attend keys `first..stop-1` with a task's rows; row i sees those of its span alone.
 
     Its arguments are the memory that `scratch` divides, for how many rows, the dimensions, how many rows there are,
     keys and values, at addresses, each with the bytes between rows, and what turns products into scores.
     """
-    pairs, stored, read = _pairs(dtype), STORED[dtype], READ[dtype]
-    itemsize, per_word = dtype.itemsize, 2 if pairs else 1
-    transpose = vectors.transpose(dtype, pairs)
-    product = _panels(pairs, torch.float32)
-    direct = _panels(False, dtype)
-    dots = vectors.dots(pairs, dtype, {1: 16, 2: 8, 4: 4, 8: 2})
-    chunk = 16 * per_word  # numbers of a vector that `dots` takes at a time
-
-    @separate
-    def pack_keys(k_at, k_row, n, dim, packed):
-        """Pack `n` keys `[n, D]` at an address into `packed [KEYS/64, words of D, 64]`: a vector holds a word of 16
-        keys.
-        """
-        words, packed_at = dim // per_word, packed.ctypes.data
-        whole_keys, whole_words = n // 16 * 16, words // 16 * 16
-        for key in range(0, whole_keys, 16):
-            for word in range(0, whole_words, 16):
-                target = packed_at + 4 * ((key // 64 * words + word) * 64 + key % 64)
-                transpose(k_at + key * k_row + word * per_word * itemsize, k_row, target, 256)
-        for key in range(n):
-            first = whole_words if key < whole_keys else 0
-            source = carray(pointer(k_at + key * k_row + first * per_word * itemsize, stored), (dim,))
-            for i in range(words - first):
-                if pairs:
-                    bits = uint32(source[2 * i]) | (uint32(source[2 * i + 1]) << uint32(16))
-                    packed[key // 64, first + i, key % 64] = float_of_bits(bits)
-                else:
-                    packed[key // 64, first + i, key % 64] = read(source[i])
-
-    @separate
-    def pack_values(v_at, row, n, dim, packed):
-        """Pack `n` values `[n, D]` into `packed [words of keys, D]`; with pairs, a word has keys i and i + 16 of 32."""
-        for key in range((n + 31) // 32 * 32):
-            source = carray(pointer(v_at + key * row, stored), (dim,))
-            if pairs:
-                if key & 16:
-                    continue
-                other = carray(pointer(v_at + (key + 16) * row, stored), (dim,))
-                target = packed[key // 32 * 16 + key % 16]
-                if key + 16 < n:
-                    for d in range(dim):
-                        target[d] = float_of_bits(uint32(source[d]) | (uint32(other[d]) << uint32(16)))
-                elif key < n:
-                    for d in range(dim):
-                        target[d] = float_of_bits(uint32(source[d]))
-                else:
-                    target[:] = np.float32(0)
-            elif key < n:
-                target = packed[key]
-                for d in range(dim):
-                    target[d] = read(source[d])
-            else:
-                packed[key] = np.float32(0)
-
-    @inner
-    def soften(scores, first, stop, scale, state, sums, dim):
-        """Turn one row's scores of keys `first..stop-1` into weights, in place, by its largest score so far.
-
-        `state` is the largest score and the sum of the weights. If the largest score grows, earlier sums are scaled
-        down.
-        """
-        begin, end = first // 32 * 32, (stop + 31) // 32 * 32
-        for i in range(begin, first):
-            scores[i] = LOWEST
-        for i in range(stop, end):
-            scores[i] = LOWEST
-        top = max(state[0], largest(scores[begin:].ctypes.data, end - begin) * scale)
-        shrink = exp2(state[0] - top)
-        total, seen = np.float32(0), scores[begin:end]
-        for i in range(len(seen)):
-            weight = exp2(seen[i] * scale - top)
-            seen[i] = weight
-            total += weight
-        state[1] = state[1] * shrink + total
-        if state[0] != top:
-            for d in range(dim):
-                sums[d] *= shrink
-        state[0] = top
-
-    @separate
-    def score_keys(rows, q_at, q_row, k_at, k_row, n, out, dim):
-        """Score `n` keys in place, `n` at least 16, with 8, 4, 2 or 1 queries: `out [rows, n]`."""
-        n_chunks, at_once, key = dim // chunk, 16 // rows, 0
-        while key < n:
-            key = min(key, n - at_once)  # the last keys overlap with earlier ones
-            dots(rows, q_at, q_row, k_at + key * k_row, k_row, out[0, key:].ctypes.data, 4 * KEYS, n_chunks)
-            key += at_once
-
-    @inner
-    def attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale):
-        """Attend as `attend_rows`, for few rows: reads keys and values in place, which is cheaper than packing."""
-        queries, spans, state, sums, _, _, scores, _ = memory
-        q_row, sums_row, start = 4 * queries.shape[1], 4 * sums.shape[1], first
-        while start < stop:
-            left = stop - start
-            size = left if left <= KEYS else KEYS if left >= KEYS + 16 else KEYS - 16  # never fewer than 16
-            row = 0
-            while row < n:
-                left = n - row
-                rows = 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
-                q_at, out = queries[row:].ctypes.data, scores[row : row + rows]
-                score_keys(rows, q_at, q_row, k_at + start * k_row, k_row, size, out, dim)
-                row += rows
-            for row in range(n):
-                low, high = max(spans[row, 0] - start, 0), min(spans[row, 1] - start, size)
+    memory_at, n_rows, dim, n, k_at, k_row, v_at, v_row, steepness = arguments(args, 9)
+    memory, scale = scratch(memory_at, n_rows, dim), number_of(steepness)
+    if n <= FEW_ROWS and dim % _chunk == 0 and stop - first >= 16:
+        _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale)
+        return
+    queries, spans, state, sums, keys, values, scores, weights = memory
+    words, sums_row, wide = dim // per_word, 4 * sums.shape[1], sums.shape[1]
+    for start in range(first, stop, KEYS):
+        size = min(KEYS, stop - start)
+        _pack_keys(k_at + start * k_row, k_row, size, dim, keys)
+        _pack_values(v_at + start * v_row, v_row, size, dim, values)
+        row = 0
+        while row < n:
+            left = n - row
+            rows = 6 if left >= 6 else 4 if left >= 4 else 2 if left >= 2 else 1
+            begin, end = size, int64(0)
+            for i in range(row, row + rows):
+                low, high = max(spans[i, 0] - start, 0), min(spans[i, 1] - start, size)
                 if low < high:
-                    soften(scores[row], low, high, scale, state[row], sums[row], dim)
-                    scores[row, : low // 32 * 32] = np.float32(0)
-                    scores[row, high:size] = np.float32(0)
-                else:
-                    scores[row, :size] = np.float32(0)
-            row = 0
-            while row < n:
-                left = n - row
-                rows = 6 if left >= 6 else 4 if left >= 4 else 2 if left >= 2 else 1
-                weights_at, to = scores[row:].ctypes.data, sums[row].ctypes.data
-                direct(rows, weights_at, scores.strides[0], v_at + start * v_row, v_row, to, sums_row, size, dim)
-                row += rows
-            start += size
-
-    @kernel
-    def attend_rows(first, stop, args):
-        memory_at, n_rows, dim, n, k_at, k_row, v_at, v_row, steepness = arguments(args, 9)
-        memory, scale = scratch(memory_at, n_rows, dim, per_word), number_of(steepness)
-        if n <= FEW_ROWS and dim % chunk == 0 and stop - first >= 16:
-            attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale)
-            return
-        queries, spans, state, sums, keys, values, scores, weights = memory
-        words, sums_row, wide = dim // per_word, 4 * sums.shape[1], sums.shape[1]
-        for start in range(first, stop, KEYS):
-            size = min(KEYS, stop - start)
-            pack_keys(k_at + start * k_row, k_row, size, dim, keys)
-            pack_values(v_at + start * v_row, v_row, size, dim, values)
-            row = 0
-            while row < n:
-                left = n - row
-                rows = 6 if left >= 6 else 4 if left >= 4 else 2 if left >= 2 else 1
-                begin, end = size, int64(0)
-                for i in range(row, row + rows):
-                    low, high = max(spans[i, 0] - start, 0), min(spans[i, 1] - start, size)
+                    begin, end = min(begin, low // 32 * 32), max(end, (high + 31) // 32 * 32)
+            if begin < end:
+                for i in range(rows):
+                    scores[i, begin:end] = np.float32(0)
+                column, q_at = begin, queries[row:].ctypes.data
+                while column < end:
+                    width = min(end, column // 64 * 64 + 64) - column
+                    at_keys, to = keys[column // 64, 0, column % 64 :].ctypes.data, scores[0, column:].ctypes.data
+                    _product(rows, q_at, 4 * words, at_keys, keys.strides[1], to, scores.strides[0], words, width)
+                    column += width
+                for i in range(rows):
+                    low, high = max(spans[row + i, 0] - start, 0), min(spans[row + i, 1] - start, size)
                     if low < high:
-                        begin, end = min(begin, low // 32 * 32), max(end, (high + 31) // 32 * 32)
-                if begin < end:
-                    for i in range(rows):
-                        scores[i, begin:end] = np.float32(0)
-                    column, q_at = begin, queries[row:].ctypes.data
-                    while column < end:
-                        width = min(end, column // 64 * 64 + 64) - column
-                        at_keys, to = keys[column // 64, 0, column % 64 :].ctypes.data, scores[0, column:].ctypes.data
-                        product(rows, q_at, 4 * words, at_keys, keys.strides[1], to, scores.strides[0], words, width)
-                        column += width
-                    for i in range(rows):
-                        low, high = max(spans[row + i, 0] - start, 0), min(spans[row + i, 1] - start, size)
-                        if low < high:
-                            soften(scores[i], low, high, scale, state[row + i], sums[row + i], dim)
-                            low, high = low // 32 * 32, (high + 31) // 32 * 32
-                        else:
-                            low, high = begin, begin
-                        scores[i, begin:low] = np.float32(0)
-                        scores[i, high:end] = np.float32(0)
-                    if pairs:
-                        for i in range(rows):
-                            for j in range(begin, end, 32):
-                                lower, upper = scores[i, j : j + 16], scores[i, j + 16 : j + 32]
-                                packed = weights[i, j // 2 : j // 2 + 16]
-                                for e in range(16):
-                                    low_bits = (bits_of_float(lower[e]) + uint32(0x8000)) >> uint32(16)
-                                    high_bits = (bits_of_float(upper[e]) + uint32(0x8000)) & uint32(0xFFFF0000)
-                                    packed[e] = float_of_bits(low_bits | high_bits)
-                        left_at, left_row = weights[0, begin // 2 :].ctypes.data, weights.strides[0]
+                        _soften(scores[i], low, high, scale, state[row + i], sums[row + i], dim)
+                        low, high = low // 32 * 32, (high + 31) // 32 * 32
                     else:
-                        left_at, left_row = scores[0, begin:].ctypes.data, scores.strides[0]
-                    right_at, to = values[begin // per_word].ctypes.data, sums[row].ctypes.data
-                    product(rows, left_at, left_row, right_at, sums_row, to, sums_row, (end - begin) // per_word, wide)
-                row += rows
-
-    return attend_rows
-
-
-@cache
-def ends(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Make the functions that put a query in its row, and that write a row's result."""
-    pairs, stored, read, write, itemsize = _pairs(dtype), STORED[dtype], READ[dtype], WRITE[dtype], dtype.itemsize
-
-    @inner
-    def put_query(q_at, cos_at, sin_at, dim, turned, to):
-        """Put a query `[D]` at the address `to`, turned if it is to be: bfloat16 with pairs, else float32."""
-        half = dim // 2
-        left, right = carray(pointer(q_at, stored), (half,)), carray(pointer(q_at + half * itemsize, stored), (half,))
-        cos, sin = carray(pointer(cos_at, stored), (half,)), carray(pointer(sin_at, stored), (half,))
-        if pairs:
-            bits_left, bits_right = carray(pointer(to, stored), (half,)), carray(pointer(to + dim, stored), (half,))
-            for i in range(half):
-                a, b = read(left[i]), read(right[i])
-                bits_left[i] = write(a * read(cos[i]) - b * read(sin[i])) if turned else left[i]
-                bits_right[i] = write(b * read(cos[i]) + a * read(sin[i])) if turned else right[i]
-        else:
-            out_left = carray(pointer(to, float32), (half,))
-            out_right = carray(pointer(to + 4 * half, float32), (half,))
-            for i in range(half):
-                a, b = read(left[i]), read(right[i])
-                out_left[i] = a * read(cos[i]) - b * read(sin[i]) if turned else a
-                out_right[i] = b * read(cos[i]) + a * read(sin[i]) if turned else b
-
-    @inner
-    def finish(state, sums, out, lse, at, dim):
-        """Write a row's output `out[at]` and log-sum-exp `lse[at]`: 0 and -inf where the row saw no key."""
-        seen = state[1] != 0  # NaN too: it must not pass for a row without keys
-        share = np.float32(1) / state[1] if seen else np.float32(0)
-        for d in range(dim):
-            out[at, d] = write(sums[d] * share)
-        lse[at] = (state[0] + np.log2(state[1])) * np.float32(math.log(2)) if seen else np.float32(-np.inf)
-
-    return put_query, finish
+                        low, high = begin, begin
+                    scores[i, begin:low] = np.float32(0)
+                    scores[i, high:end] = np.float32(0)
+                if _pairs:
+                    for i in range(rows):
+                        for j in range(begin, end, 32):
+                            lower, upper = scores[i, j : j + 16], scores[i, j + 16 : j + 32]
+                            packed = weights[i, j // 2 : j // 2 + 16]
+                            for e in range(16):
+                                low_bits = (bits_of_float(lower[e]) + uint32(0x8000)) >> uint32(16)
+                                high_bits = (bits_of_float(upper[e]) + uint32(0x8000)) & uint32(0xFFFF0000)
+                                packed[e] = float_of_bits(low_bits | high_bits)
+                    left_at, left_row = weights[0, begin // 2 :].ctypes.data, weights.strides[0]
+                else:
+                    left_at, left_row = scores[0, begin:].ctypes.data, scores.strides[0]
+                right_at, to = values[begin // per_word].ctypes.data, sums[row].ctypes.data
+                _product(rows, left_at, left_row, right_at, sums_row, to, sums_row, (end - begin) // per_word, wide)
+            row += rows
 
 
-@inner
-def scratch_size(n_rows, dim, per_word):
+@by_dtype(inner)
+def put_query(q_at, cos_at, sin_at, dim, turned, to):
+    """Put a query `[D]` at the address `to`, turned if it is to be: bfloat16 with _pairs, else float32."""
+    half = dim // 2
+    left, right = carray(pointer(q_at, stored), (half,)), carray(pointer(q_at + half * itemsize, stored), (half,))
+    cos, sin = carray(pointer(cos_at, stored), (half,)), carray(pointer(sin_at, stored), (half,))
+    if _pairs:
+        bits_left, bits_right = carray(pointer(to, stored), (half,)), carray(pointer(to + dim, stored), (half,))
+        for i in range(half):
+            a, b = read(left[i]), read(right[i])
+            bits_left[i] = write(a * read(cos[i]) - b * read(sin[i])) if turned else left[i]
+            bits_right[i] = write(b * read(cos[i]) + a * read(sin[i])) if turned else right[i]
+    else:
+        out_left = carray(pointer(to, float32), (half,))
+        out_right = carray(pointer(to + 4 * half, float32), (half,))
+        for i in range(half):
+            a, b = read(left[i]), read(right[i])
+            out_left[i] = a * read(cos[i]) - b * read(sin[i]) if turned else a
+            out_right[i] = b * read(cos[i]) + a * read(sin[i]) if turned else b
+
+
+@by_dtype(inner)
+def finish(state, sums, out, lse, at, dim):
+    """Write a row's output `out[at]` and log-sum-exp `lse[at]`: 0 and -inf where the row saw no key."""
+    seen = state[1] != 0  # NaN too: it must not pass for a row without keys
+    share = np.float32(1) / state[1] if seen else np.float32(0)
+    for d in range(dim):
+        out[at, d] = write(sums[d] * share)
+    lse[at] = (state[0] + np.log2(state[1])) * np.float32(math.log(2)) if seen else np.float32(-np.inf)
+
+
+@by_dtype(inner)
+def scratch_size(n_rows, dim):
     """Count the words of four bytes that a thread needs: see `scratch`."""
     wide = (dim + 15) // 16 * 16
     return n_rows * (dim // per_word + 6 + wide) + (dim + wide) * KEYS // per_word + 14 * KEYS + 32
 
 
-@inner
-def scratch(at, n_rows, dim, per_word):
+@by_dtype(inner)
+def scratch(at, n_rows, dim):
     """Divide the memory of one thread: queries, spans, states, sums, packed keys and values, scores, and packed
     weights.
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 import torch
 from numba import carray, float32
 from torch import Tensor
 
 from lce.kernels.cpu.choices import key_of_score, score_of_key
-from lce.kernels.cpu.compiling import Kernel, inner, kernel
-from lce.kernels.cpu.numbers import READ, STORED, argument_of, exp, number_of, pointer
+from lce.kernels.cpu.compiling import by_dtype, inner, kernel
+from lce.kernels.cpu.numbers import STORED, argument_of, exp, itemsize, number_of, pointer, read, stored
 
 _KEYS = 256  # keys that a thread takes at a time
 _COLUMNS = 512
@@ -35,7 +33,7 @@ def scores_of_few(q: Tensor, keys: Tensor) -> Tensor:
     assert keys.shape == (n_groups, n_keys, dim), keys.shape
     assert (row_stride, one) == (dim, 1), keys.stride()
     n_pieces, addresses = -(-n_keys // _KEYS), (wide.data_ptr(), keys.data_ptr(), out.data_ptr())
-    _scores_of_few(keys.dtype)(n_groups * n_pieces, *addresses, n_groups, n, n_keys, dim, group_stride)
+    _scores_of_few[keys.dtype](n_groups * n_pieces, *addresses, n_groups, n, n_keys, dim, group_stride)
     return out
 
 
@@ -50,10 +48,9 @@ def best_below_top(scores: Tensor) -> Tensor:
     n_pieces = -(-n_tokens // _COLUMNS)
     tops = torch.empty(n_pieces, n, dtype=torch.float32)
     best = torch.empty(n_tokens, dtype=torch.float32)
-    tops_of, best_of = _best_below_top(scores.dtype)
-    tops_of(n_pieces, scores.data_ptr(), tops.data_ptr(), n_tokens, n)
+    _tops_of[scores.dtype](n_pieces, scores.data_ptr(), tops.data_ptr(), n_tokens, n)
     top = tops.amax(dim=0)
-    best_of(n_pieces, scores.data_ptr(), best.data_ptr(), n_tokens, n, top.data_ptr())
+    _best_of[scores.dtype](n_pieces, scores.data_ptr(), best.data_ptr(), n_tokens, n, top.data_ptr())
     return best
 
 
@@ -69,91 +66,75 @@ def add_weights(logits: Tensor, lse: Tensor, scale: float, into: Tensor, first_b
     assert all(x.is_contiguous() for x in (logits, lse, into[0])), (logits.stride(), lse.stride(), into.stride())
     addresses = logits.data_ptr(), lse.data_ptr(), into.data_ptr()
     sizes = n_heads, n_queries, n_keys, into.stride(0), first_behind, window
-    _add_weights(logits.dtype)(n_heads * -(-n_keys // _KEYS), *addresses, *sizes, argument_of(scale))
+    _add_weights[logits.dtype](n_heads * -(-n_keys // _KEYS), *addresses, *sizes, argument_of(scale))
 
 
-@cache
-def _scores_of_few(dtype: torch.dtype) -> Kernel:
-    stored, read, item = STORED[dtype], READ[dtype], dtype.itemsize
-
-    @inner
-    def dot(q, key):
-        total = np.float32(0)
-        for d in range(len(q)):
-            total += q[d] * read(key[d])
-        return total
-
-    @kernel
-    def scores_of_few(begin, end, q_at, keys_at, out_at, n_groups, n, n_keys, dim, group_stride):
-        q = carray(pointer(q_at, float32), (n_groups, n, dim))
-        out = carray(pointer(out_at, float32), (n_groups, n, n_keys))
-        n_pieces = (n_keys + _KEYS - 1) // _KEYS
-        for task in range(begin, end):
-            group, first = task // n_pieces, task % n_pieces * _KEYS
-            keys = carray(pointer(keys_at + group * group_stride * item, stored), (n_keys, dim))
-            for i in range(first, min(n_keys, first + _KEYS)):
-                for t in range(n):
-                    out[group, t, i] = dot(q[group, t], keys[i])
-
-    return scores_of_few
+@by_dtype(inner)
+def _dot(q, key):
+    total = np.float32(0)
+    for d in range(len(q)):
+        total += q[d] * read(key[d])
+    return total
 
 
-@cache
-def _best_below_top(dtype: torch.dtype) -> tuple[Kernel, Kernel]:
-    stored, read = STORED[dtype], READ[dtype]
-
-    @kernel
-    def tops_of(begin, end, scores_at, tops_at, n_tokens, n):
-        scores = carray(pointer(scores_at, stored), (n_tokens, n))
-        tops = carray(pointer(tops_at, float32), (end, n))
-        for task in range(begin, end):
-            first = task * _COLUMNS
+@by_dtype(kernel)
+def _scores_of_few(begin, end, q_at, keys_at, out_at, n_groups, n, n_keys, dim, group_stride):
+    q = carray(pointer(q_at, float32), (n_groups, n, dim))
+    out = carray(pointer(out_at, float32), (n_groups, n, n_keys))
+    n_pieces = (n_keys + _KEYS - 1) // _KEYS
+    for task in range(begin, end):
+        group, first = task // n_pieces, task % n_pieces * _KEYS
+        keys = carray(pointer(keys_at + group * group_stride * itemsize, stored), (n_keys, dim))
+        for i in range(first, min(n_keys, first + _KEYS)):
             for t in range(n):
-                tops[task, t] = read(scores[first, t])
-            for i in range(first + 1, min(n_tokens, first + _COLUMNS)):
-                for t in range(n):
-                    tops[task, t] = max(tops[task, t], read(scores[i, t]))
+                out[group, t, i] = _dot(q[group, t], keys[i])
 
-    @kernel
-    def best_of(begin, end, scores_at, best_at, n_tokens, n, top_at):
-        scores = carray(pointer(scores_at, stored), (n_tokens, n))
-        top, best = carray(pointer(top_at, float32), (n,)), carray(pointer(best_at, float32), (n_tokens,))
-        for i in range(begin * _COLUMNS, min(n_tokens, end * _COLUMNS)):
-            largest = np.int32(-0x8000_0000)
+
+@by_dtype(kernel)
+def _tops_of(begin, end, scores_at, tops_at, n_tokens, n):
+    scores = carray(pointer(scores_at, stored), (n_tokens, n))
+    tops = carray(pointer(tops_at, float32), (end, n))
+    for task in range(begin, end):
+        first = task * _COLUMNS
+        for t in range(n):
+            tops[task, t] = read(scores[first, t])
+        for i in range(first + 1, min(n_tokens, first + _COLUMNS)):
             for t in range(n):
-                largest = max(largest, key_of_score(read(scores[i, t]) - top[t]))
-            best[i] = score_of_key(largest)
-
-    return tops_of, best_of
+                tops[task, t] = max(tops[task, t], read(scores[i, t]))
 
 
-@cache
-def _add_weights(dtype: torch.dtype) -> Kernel:
-    stored, read, item = STORED[dtype], READ[dtype], dtype.itemsize
+@by_dtype(kernel)
+def _best_of(begin, end, scores_at, best_at, n_tokens, n, top_at):
+    scores = carray(pointer(scores_at, stored), (n_tokens, n))
+    top, best = carray(pointer(top_at, float32), (n,)), carray(pointer(best_at, float32), (n_tokens,))
+    for i in range(begin * _COLUMNS, min(n_tokens, end * _COLUMNS)):
+        largest = np.int32(-0x8000_0000)
+        for t in range(n):
+            largest = max(largest, key_of_score(read(scores[i, t]) - top[t]))
+        best[i] = score_of_key(largest)
 
-    @kernel
-    def add_weights(
-        begin_task, end_task, logits_at, lse_at, into_at, n_heads, n, n_keys, stride, first_behind, window, scale
-    ):
-        lse = carray(pointer(lse_at, float32), (n_heads, n))
-        into = carray(pointer(into_at, float32), (n_heads, stride))
-        factor = number_of(scale)
-        n_pieces, total = (n_keys + _KEYS - 1) // _KEYS, np.empty(_KEYS, np.float32)
-        for task in range(begin_task, end_task):
-            head, begin = task // n_pieces, task % n_pieces * _KEYS
-            stop = min(n_keys, begin + _KEYS)
-            total[:] = 0
-            for t in range(max(0, begin - first_behind), n):
-                own = first_behind + t
-                if own - window + 1 >= stop:
-                    break
-                shift = lse[head, t]
-                first = max(begin, own - window + 1)
-                some = carray(pointer(logits_at + ((head * n + t) * n_keys + first) * item, stored), (_KEYS,))
-                weights = total[first - begin :]
-                for j in range(min(stop, own + 1) - first):
-                    weights[j] += exp(read(some[j]) * factor - shift)
-            for j in range(begin, stop):
-                into[head, j] += total[j - begin]
 
-    return add_weights
+@by_dtype(kernel)
+def _add_weights(
+    begin_task, end_task, logits_at, lse_at, into_at, n_heads, n, n_keys, stride, first_behind, window, scale
+):
+    lse = carray(pointer(lse_at, float32), (n_heads, n))
+    into = carray(pointer(into_at, float32), (n_heads, stride))
+    factor = number_of(scale)
+    n_pieces, total = (n_keys + _KEYS - 1) // _KEYS, np.empty(_KEYS, np.float32)
+    for task in range(begin_task, end_task):
+        head, begin = task // n_pieces, task % n_pieces * _KEYS
+        stop = min(n_keys, begin + _KEYS)
+        total[:] = 0
+        for t in range(max(0, begin - first_behind), n):
+            own = first_behind + t
+            if own - window + 1 >= stop:
+                break
+            shift = lse[head, t]
+            first = max(begin, own - window + 1)
+            some = carray(pointer(logits_at + ((head * n + t) * n_keys + first) * itemsize, stored), (_KEYS,))
+            weights = total[first - begin :]
+            for j in range(min(stop, own + 1) - first):
+                weights[j] += exp(read(some[j]) * factor - shift)
+        for j in range(begin, stop):
+            into[head, j] += total[j - begin]
