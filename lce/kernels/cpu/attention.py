@@ -14,8 +14,8 @@ import torch
 from numba import carray, float32, int64
 from torch import Tensor
 
-from lce.kernels.cpu.compiling import by_dtype, call, inner, kernel
-from lce.kernels.cpu.numbers import argument_of, arguments, exp2, itemsize, pointer, read, stored, write
+from lce.kernels.cpu.compiling import argument_of, arguments, by_dtype, call, inner, kernel
+from lce.kernels.cpu.numbers import exp2, itemsize, pointer, read, stored, write
 from lce.kernels.cpu.rows import LOWEST, attend_rows, finish, put_query, scratch, scratch_size
 from lce.kernels.cpu.vectors import take
 
@@ -58,7 +58,7 @@ def attend(
         piece = PIECE if n_rows <= FEW else 8 * PIECE
         n_pieces = -(-n_keys // piece)
     n_tasks = groups * -(-n_queries // per_block) * n_pieces
-    partial = torch.empty(n_tasks * n_rows * (dim + 17) if n_pieces > 1 else 0)
+    partial = torch.empty(n_tasks * n_rows * (dim + 17)) if n_pieces > 1 else out  # not used if there is one piece
     addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), cos_at, sin_at, out.data_ptr(), lse.data_ptr()
     sizes = groups, rep, n_queries, n_keys, dim, causal, n_keys if window is None else window, per_block, piece
     strides = q_head, q_row, k_group, k_row, v_group, v_row

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import struct
 import threading
 from array import array
 from collections.abc import Callable, Iterator
 from functools import cache, cached_property
+from inspect import Parameter, Signature
 from pathlib import Path
 from types import FunctionType
 from typing import Any, cast
@@ -160,7 +162,7 @@ def _spread() -> Callable[..., Any]:
     The threads must have been started by `n_threads`. Returns how many parts failed: for want of memory.
     """
 
-    def spread(n, n_parts, address, args, n_args):  # type: ignore[no-untyped-def]
+    def spread(n, n_parts, address, args, n_args):
         failed = 0
         for part in numba.prange(n_parts):
             failed += _call_packed(address, n * part // n_parts, n * (part + 1) // n_parts, args, n_args)
@@ -168,6 +170,33 @@ def _spread() -> Callable[..., Any]:
 
     made = compiled(spread, types.intp(*[types.intp] * 5), parallel=True)
     return _in_turn(made) if _layer() == "workqueue" else made
+
+
+@intrinsic(prefer_literal=True)
+def arguments(typing: Any, address: Any, n: Any) -> Any:
+    """Return n arguments that lie at an address, of a kernel that takes more than fit a call, as a tuple."""
+    number, result = n.literal_value, types.UniTuple(types.intp, n.literal_value)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        first = builder.inttoptr(args[0], ir.PointerType(_I64))
+        places = [builder.gep(first, [ir.Constant(_I64, i)]) for i in range(number)]
+        return context.make_tuple(builder, result, [builder.load(place) for place in places])
+
+    return result(types.intp, n), generate
+
+
+@cache
+def argument_of(number: float) -> int:
+    """Return the argument that stands for a number that is not whole: its bits."""
+    return int.from_bytes(struct.pack("<d", number), "little", signed=True)
+
+
+@intrinsic
+def number_of(typing: Any, argument: Any) -> Any:
+    """Return the number, as float32, that `argument_of` made an argument of."""
+    return types.float32(types.intp), lambda context, builder, _, args: builder.fptrunc(
+        builder.bitcast(args[0], ir.DoubleType()), ir.FloatType()
+    )
 
 
 @intrinsic
@@ -251,6 +280,19 @@ def separate(body: Callable[..., Any]) -> Callable[..., Any]:
     """
     with _configured(DISABLE_JIT=0):
         return cast("Callable[..., Any]", numba.njit(**_OPTIONS)(_named(body)))
+
+
+def intrinsic_of(name: str, signature: Any, generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Make an intrinsic of one signature. The name tells it from others in the cache's keys."""
+
+    def made(typing: Any, *args: Any) -> Any:
+        return signature, generate
+
+    names = ["typing", *(f"x{i}" for i in range(len(signature.args)))]
+    made.__signature__ = Signature([Parameter(x, Parameter.POSITIONAL_OR_KEYWORD) for x in names])  # type: ignore[attr-defined]
+    made.__name__ = made.__qualname__ = name
+    result: Callable[..., Any] = intrinsic(made)
+    return result
 
 
 def features() -> frozenset[str]:

@@ -9,8 +9,8 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from lce.kernels.cpu.compiling import by_dtype, inner, kernel
-from lce.kernels.cpu.numbers import STORED, argument_of, exp, itemsize, number_of, pointer, read, stored, write
+from lce.kernels.cpu.compiling import argument_of, by_dtype, inner, kernel, number_of
+from lce.kernels.cpu.numbers import STORED, exp, itemsize, pointer, read, stored, write
 
 ALONE = 1 << 15  # numbers that one thread computes before others wake up
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import struct
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from lce.kernels.cpu.compiling import ByDtype, inner
+from lce.kernels.cpu.compiling import ByDtype, inner, intrinsic_of
 
 # How the numbers of a dtype lie in memory, for Numba, which has no bfloat16 and no float16 on CPUs.
 STORED = {torch.float32: types.float32, torch.bfloat16: types.uint16, torch.float16: types.uint16}
@@ -29,65 +28,16 @@ def pointer(typing: Any, address: Any, kind: Any) -> Any:
     return result(types.intp, kind), generate
 
 
-@intrinsic(prefer_literal=True)
-def arguments(typing: Any, address: Any, n: Any) -> Any:
-    """Return n arguments that lie at an address, of a kernel that takes more than fit a call, as a tuple."""
-    number, result = n.literal_value, types.UniTuple(types.intp, n.literal_value)
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        first = builder.inttoptr(args[0], ir.PointerType(ir.IntType(64)))
-        places = [builder.gep(first, [ir.Constant(ir.IntType(64), i)]) for i in range(number)]
-        return context.make_tuple(builder, result, [builder.load(place) for place in places])
-
-    return result(types.intp, n), generate
+def _bits(name: str, signature: Any, change: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    return intrinsic_of(name, signature, lambda context, builder, signature, args: change(builder, args[0]))
 
 
-@cache
-def argument_of(number: float) -> int:
-    """Return the argument that stands for a number that is not whole: its bits."""
-    return int.from_bytes(struct.pack("<d", number), "little", signed=True)
-
-
-@intrinsic
-def number_of(typing: Any, argument: Any) -> Any:
-    """Return the number, as float32, that `argument_of` made an argument of."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fptrunc(builder.bitcast(args[0], ir.DoubleType()), ir.FloatType())
-
-    return types.float32(types.intp), generate
-
-
-@intrinsic
-def float_of_bits(typing: Any, bits: Any) -> Any:
-    """Return the float32 that these 32 bits are."""
-    return types.float32(types.uint32), lambda context, builder, signature, args: builder.bitcast(
-        args[0], ir.FloatType()
-    )
-
-
-@intrinsic
-def bits_of_float(typing: Any, number: Any) -> Any:
-    """Return the 32 bits of a float32."""
-    return types.uint32(types.float32), lambda context, builder, signature, args: builder.bitcast(
-        args[0], ir.IntType(32)
-    )
-
-
-@intrinsic
-def _float_of_half(typing: Any, bits: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
-
-    return types.float32(types.uint16), generate
-
-
-@intrinsic
-def _half_of_float(typing: Any, number: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
-
-    return types.uint16(types.float32), generate
+_F16, _F32, _I16, _I32 = ir.HalfType(), ir.FloatType(), ir.IntType(16), ir.IntType(32)
+# The float32 that 32 bits are, and the other way.
+float_of_bits = _bits("float_of_bits", types.float32(types.uint32), lambda b, x: b.bitcast(x, _F32))
+bits_of_float = _bits("bits_of_float", types.uint32(types.float32), lambda b, x: b.bitcast(x, _I32))
+_float_of_half = _bits("float16", types.float32(types.uint16), lambda b, x: b.fpext(b.bitcast(x, _F16), _F32))
+_half_of_float = _bits("half", types.uint16(types.float32), lambda b, x: b.bitcast(b.fptrunc(x, _F16), _I16))
 
 
 @inner

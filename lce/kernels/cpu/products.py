@@ -12,8 +12,8 @@ from numba import carray
 from torch import Tensor
 
 from lce.kernels.cpu import vectors
-from lce.kernels.cpu.compiling import MOST_ROWS, ByDtype, by_dtype, features, inner, kernel
-from lce.kernels.cpu.numbers import argument_of, exp, itemsize, number_of, pointer, read, stored, write
+from lce.kernels.cpu.compiling import MOST_ROWS, ByDtype, argument_of, by_dtype, features, inner, kernel, number_of
+from lce.kernels.cpu.numbers import exp, itemsize, pointer, read, stored, write
 from lce.kernels.cpu.vectors import LANES
 
 _ROWS = 64  # weight rows that a thread takes at a time

@@ -26,19 +26,19 @@ from numba import carray, int8, int16, types, uint8, uint16, uint32
 from numba.core import cgutils
 from torch import Tensor
 
-from lce.kernels.cpu.compiling import MOST_ROWS, ByDtype, by_dtype, features, inner, kernel
-from lce.kernels.cpu.numbers import (
-    STORED,
+from lce.kernels.cpu.compiling import (
+    MOST_ROWS,
+    ByDtype,
     argument_of,
-    bits_of_float,
-    exp,
-    float_of_bits,
+    by_dtype,
+    features,
+    inner,
+    intrinsic_of,
+    kernel,
     number_of,
-    pointer,
-    read,
-    write,
 )
-from lce.kernels.cpu.vectors import LANES, intrinsic_of, multiply_add_of, transposed
+from lce.kernels.cpu.numbers import STORED, bits_of_float, exp, float_of_bits, pointer, read, write
+from lce.kernels.cpu.vectors import LANES, multiply_add_of, transposed
 
 GROUPS = {8: 128, 4: 32}  # bits: inputs that share a scale
 
@@ -345,7 +345,6 @@ _dot_4 = ByDtype(lambda kind: _dot(kind[0], _ROWS, _PLANES[kind[1]]))
 _unpacked = ByDtype(lambda kind: _rows(*kind))
 _itemsize = ByDtype(lambda kind: kind[1].itemsize)
 _numpy = ByDtype(lambda kind: np.float32 if kind[1] == torch.float32 else np.uint16)
-_code = ByDtype(lambda kind: int8 if kind[0] == 8 else uint8)
 _read_scale, _write_scale = read[torch.bfloat16], write[torch.bfloat16]
 
 
@@ -455,26 +454,17 @@ def _unpack(begin, end, codes, scales, zeros, out_at, first, n_rows, n_in):
 
 
 @by_dtype(kernel)
-def _rows_of(begin, end, ids_at, codes_at, scales_at, zeros_at, out_at, n_in):
+def _rows_of(begin, end, ids_at, codes, scales, zeros, out_at, n_in):
     n_groups = (n_in + _size - 1) // _size
     ids = carray(pointer(ids_at, types.int64), (end,))
-    out = carray(pointer(out_at, _stored), (end, n_in))
+    out, rows = carray(pointer(out_at, _stored), (end, n_in)), np.empty((LANES, 32), _numpy)
     for i in range(begin, end):
-        block, lane = ids[i] // LANES, ids[i] % LANES
-        group = block * n_groups * LANES
-        n_vectors = n_groups * _size * _bits // 32
-        codes = carray(pointer(codes_at + group * _size * _bits // 8, _code), (n_vectors, LANES, 4))
-        scales = carray(pointer(scales_at + 2 * group, uint16), (n_groups, LANES))
-        zeros = carray(pointer(zeros_at + group, uint8), (n_groups, LANES))
-        for j in range(n_in):
-            g = j // _size
-            if _bits == 8:
-                code = np.float32(codes[j // 4, lane, 2 * (j & 1) + ((j >> 1) & 1)])
-            else:
-                byte = codes[j // 8, lane, 2 * (j & 1) + ((j >> 2) & 1)]
-                half = (byte >> 4) if j & 2 else (byte & 15)
-                code = np.float32(half) - np.float32(zeros[g, lane]) * np.float32(0.0625)
-            out[i, j] = _write(_read_scale(scales[g, lane]) * code)
+        group = ids[i] // LANES * n_groups * LANES
+        codes_at, scales_at, zeros_at = codes + group * _size * _bits // 8, scales + 2 * group, zeros + group
+        for n in range((n_in + 31) // 32):
+            _unpacked(codes_at, scales_at, zeros_at, n, rows.ctypes.data, 32 * _itemsize)
+            for j in range(min(32, n_in - n * 32)):
+                out[i, n * 32 + j] = rows[ids[i] % LANES, j]
 
 
 @by_dtype(kernel)

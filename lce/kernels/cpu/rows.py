@@ -17,19 +17,8 @@ import torch
 from numba import carray, float32, int64, uint32
 
 from lce.kernels.cpu import vectors
-from lce.kernels.cpu.compiling import ByDtype, by_dtype, inner, kernel, separate
-from lce.kernels.cpu.numbers import (
-    arguments,
-    bits_of_float,
-    exp2,
-    float_of_bits,
-    itemsize,
-    number_of,
-    pointer,
-    read,
-    stored,
-    write,
-)
+from lce.kernels.cpu.compiling import ByDtype, arguments, by_dtype, inner, kernel, number_of, separate
+from lce.kernels.cpu.numbers import bits_of_float, exp2, float_of_bits, itemsize, pointer, read, stored, write
 from lce.kernels.cpu.vectors import largest
 
 KEYS = 256  # that are packed together: with 64 to 128 dimensions, keys and values stay in a core's second cache

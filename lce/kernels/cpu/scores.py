@@ -8,8 +8,8 @@ from numba import carray, float32
 from torch import Tensor
 
 from lce.kernels.cpu.choices import key_of_score, score_of_key
-from lce.kernels.cpu.compiling import by_dtype, inner, kernel
-from lce.kernels.cpu.numbers import STORED, argument_of, exp, itemsize, number_of, pointer, read, stored
+from lce.kernels.cpu.compiling import argument_of, by_dtype, inner, kernel, number_of
+from lce.kernels.cpu.numbers import STORED, exp, itemsize, pointer, read, stored
 
 _KEYS = 256  # keys that a thread takes at a time
 _COLUMNS = 512

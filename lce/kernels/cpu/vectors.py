@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from inspect import Parameter, Signature
 from typing import Any
 
 import torch
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
-from lce.kernels.cpu.compiling import features
+from lce.kernels.cpu.compiling import features, intrinsic_of
 
 LANES = 16
 PAIRS = "avx512bf16" in features()
@@ -174,7 +172,7 @@ def _loop(builder: Any, n: Any, starts: dict[Any, Any], turn: Callable[..., dict
     return after
 
 
-def _switch(builder: Any, number: Any, cases: dict[int, Callable[[], None]]) -> None:
+def _switch(builder: Any, number: Any, cases: dict[int, Any]) -> None:
     """Emit all cases, of which the number says which one runs."""
     blocks = {value: builder.append_basic_block("case") for value in cases}
     end = builder.append_basic_block("chosen")
@@ -265,19 +263,6 @@ def _largest(context: Any, builder: Any, signature: Any, args: Any) -> Any:
 
 def _take(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     return builder.atomic_rmw("add", _at(builder, args[0], _const(0), _I64), _const(1), "acq_rel")
-
-
-def intrinsic_of(name: str, signature: Any, generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Make an intrinsic of one signature. The name tells it from others in the cache's keys."""
-
-    def made(typing: Any, *args: Any) -> Any:
-        return signature, generate
-
-    names = ["typing", *(f"x{i}" for i in range(len(signature.args)))]
-    made.__signature__ = Signature([Parameter(x, Parameter.POSITIONAL_OR_KEYWORD) for x in names])  # type: ignore[attr-defined]
-    made.__name__ = made.__qualname__ = name
-    result: Callable[..., Any] = intrinsic(made)
-    return result
 
 
 # The largest of n floats at an address, n a multiple of 16.

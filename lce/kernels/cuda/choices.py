@@ -144,9 +144,9 @@ def _choose_into(
     n_rows, rows = choosers * n_queries, max(1, _WARP // block)
     into = (chosen,) if counts is None else (chosen, counts)
     must = () if forced is None else (forced.view(torch.uint8),)
-    at, sizes = (start,) if isinstance(start, Tensor) else (), (n_rows, n_queries, n_chunks, size, n)
+    at, index = ((start,), 0) if isinstance(start, Tensor) else ((), start)
+    sizes = index, n_rows, n_queries, n_chunks, size, n
     blocks = {"ROWS": rows, "BLOCK": block, "SLOTS": slots, "num_warps": max(1, min(16, block // _WARP))}
-    sizes = (0 if at else start, *sizes)
     launch(_choose, (triton.cdiv(n_rows, rows),), scores, must, into, at, sizes, KEEP=keep or (False,) * 3, **blocks)
 
 

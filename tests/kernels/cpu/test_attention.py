@@ -38,20 +38,18 @@ def truth(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> 
 
 @KINDS
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_shapes_at_the_borders_of_blocks(shape: tuple[int, int, int, int, int, int | None], dtype: torch.dtype) -> None:
+def test_shapes_at_the_borders_of_blocks(
+    any_threads: None, shape: tuple[int, int, int, int, int, int | None], dtype: torch.dtype
+) -> None:
     groups, rep, n_queries, n_keys, dim, window = shape
     random = torch.Generator().manual_seed(n_keys)
     q = torch.randn(groups, rep, n_queries, dim, generator=random).to(dtype)
     k, v = (torch.randn(groups, n_keys, dim, generator=random).to(dtype) for _ in range(2))
     for causal in (False, True):
         found, within = [], window if causal else None
-        before = torch.get_num_threads()
-        try:
-            for n in (1, 2):
-                torch.set_num_threads(n)
-                found.append(grouped(q, k, v, causal, within))
-        finally:
-            torch.set_num_threads(before)
+        for n in (1, 2):
+            torch.set_num_threads(n)
+            found.append(grouped(q, k, v, causal, within))
         (out, lse), other = found
         assert torch.equal(out, other[0])
         assert torch.equal(lse, other[1])

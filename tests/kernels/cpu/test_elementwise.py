@@ -9,14 +9,7 @@ from torch import Tensor
 
 from lce.kernels.cpu import elementwise
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MANY = elementwise.ALONE // 16  # rows of 16 numbers that several threads share
-
-
-@pytest.fixture(params=DTYPES, ids=str)
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    found: torch.dtype = request.param
-    return found
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -82,6 +75,14 @@ def test_append_writes_its_rows_and_no_others(n: int, turned: bool, dtype: torch
     assert torch.equal(into[1, :, 3 : n + 3], v)
     assert not into[:, :, :3].any()
     assert not into[:, :, n + 3 :].any()
+
+
+def test_numbers_are_rounded_as_pytorch_does(dtype: torch.dtype) -> None:
+    special = [0.0, -0.0, 1.0, -1.5, 65504.0, 1e-8, 3.0e38, float("inf"), float("-inf"), float("nan"), 1 / 3]
+    x = torch.cat([torch.tensor(special), torch.randn(1001)])[:, None].to(dtype)
+    cos = torch.randn(len(x), 1).to(dtype)
+    got = elementwise.rotate(torch.cat([x, torch.zeros_like(x)], dim=1), cos, torch.zeros_like(cos))[:, :1]
+    torch.testing.assert_close(got, (x.float() * cos.float()).to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
 def test_rows_behind_the_end_are_refused() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,21 +10,7 @@ from torch import Tensor
 from lce.kernels.cpu.compiling import MOST_ROWS
 from lce.kernels.cpu.products import product
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-5
-
-
-@pytest.fixture(params=DTYPES, ids=str)
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    found: torch.dtype = request.param
-    return found
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -78,7 +62,7 @@ def test_norm_bias_gate_and_sum_come_on_the_way(rows: int, with_bias: bool, gate
 @pytest.mark.parametrize(("size", "n_out"), [(20, 6), (300, 134), (3072, 70), (8192, 18)])
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_row_has_the_bits_that_it_has_alone(
-    threads: None, size: int, n_out: int, gated: bool, dtype: torch.dtype
+    any_threads: None, size: int, n_out: int, gated: bool, dtype: torch.dtype
 ) -> None:
     x, weight = random(MOST_ROWS, size, dtype=dtype, seed=1), random(n_out, size, dtype=dtype, seed=2)
     norm, bias = random(size, dtype=dtype, seed=3), random(n_out, dtype=dtype, seed=4)

@@ -9,18 +9,7 @@ import torch
 
 from lce.kernels.cpu.scores import add_weights, best_below_top, scores_of_few
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
-
-@pytest.fixture(params=[1, 2], autouse=True)
-def threads(request: pytest.FixtureRequest) -> object:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 1, 2), (3, 1, 300, 64), (2, 4, 700, 16)])
 def test_few_queries(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
     n_groups, n, n_keys, dim = shape
@@ -33,7 +22,6 @@ def test_few_queries(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> No
     assert (scores - q.float() @ keys.float().mT).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (600, 7), (1500, 40)])
 def test_what_tokens_are_worth(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     scores = torch.randn(shape).to(dtype)
@@ -41,7 +29,6 @@ def test_what_tokens_are_worth(dtype: torch.dtype, shape: tuple[int, int]) -> No
     assert torch.equal(best_below_top(scores), (wide - wide.amax(dim=0)).amax(dim=1))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("n", "n_keys", "window"), [(1, 300, 100), (1, 1, 5), (40, 40, 12), (70, 600, 300), (9, 20, 99)]
 )
@@ -55,7 +42,7 @@ def test_weights_of_the_keys_that_are_seen(dtype: torch.dtype, n: int, n_keys: i
     assert (into - 1 - truth).abs().max() < 1e-5
 
 
-def test_the_number_of_threads_changes_no_bit() -> None:
+def test_the_number_of_threads_changes_no_bit(any_threads: None) -> None:
     q, keys = torch.randn(2, 3, 64), torch.randn(2, 3000, 64)
     logits, lse, found = torch.randn(2, 9, 3000), torch.rand(2, 9) + 5, []
     for n_threads in (1, 2):
