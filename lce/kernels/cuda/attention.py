@@ -23,12 +23,10 @@ SHORTEST = 256  # keys of a piece, where keys are split
 def attend(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None, *turn: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Attend `k v [G, N, D]` with `q [H, T, D]`: `out [H, T, D]`, `lse [H, T]` (float32); H / G query heads share a KV
-    head.
+    """Attend `k v [G, N, D]`, N ≥ 1, with `q [H, T, D]`, as `lce.kernels.cpu.attention.attend`.
 
-    N ≥ 1. Causal: the last query sees the last key; with `window` a query sees its nearest `window` keys at most. Query
-    t is turned by `turn`, cosines and sines `[T, D/2]`, if any, in registers. The query heads of a KV head are rows of
-    one product, and their keys are read once. Where few programs would run, keys are split and the pieces merged.
+    `turn` are cosines and sines `[T, D/2]`, if any. The query heads of a KV head are rows of one product, and their
+    keys are read once. Where few programs would run, keys are split and the pieces merged.
     Time: O(H · T · N · D). Bytes: the keys once for each block of rows; pieces · H · T · D float32 numbers if split.
     """
     (n_heads, n_queries, dim), (n_groups, n_keys, _) = q.shape, k.shape
@@ -55,12 +53,10 @@ def attend(
 def attend_tiles(
     q: Tensor, cos: Tensor, sin: Tensor, tile: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> None:
-    """Attend chosen tiles. Row `a = (h·T + t)·K + s` is `q[h, t]` turned by `cos sin [t, s]`, and sees tile `tile[a]`
-    of `k v`.
+    """Attend chosen tiles, as `lce.kernels.cpu.attention.attend_tiles`.
 
-    `q [H, T, D]`, `cos sin [T, K, D/2]` or `[T, 1, D/2]`, `tile [A]` int64, -1 for none, `k v [E, L, D]`. Writes
-    `out [A, D]` and `lse [A]` (float32) where there is a tile. Rows are sorted by tile, and a program takes rows of one
-    tile; few rows are programs of their own. Nothing is read back. Time: O(A · L · D), and a sort of A numbers.
+    Rows are sorted by tile, and a program takes rows of one tile; few rows are programs of their own. Nothing is read
+    back. Time: O(A · L · D), and a sort of A numbers.
     """
     n_heads, n_queries, dim = q.shape
     n_rows, (n_tiles, size, _) = tile.numel(), k.shape
@@ -70,12 +66,8 @@ def attend_tiles(
     cos, sin = (x.expand(n_queries, -1, -1).contiguous() for x in (cos, sin))
     assert cos.shape == sin.shape == (n_queries, cos.shape[1], dim // 2), (cos.shape, sin.shape)
     assert cos.shape[1] in (1, n_slots), (cos.shape, n_slots)
-    assert tile.dtype == torch.int64
-    assert out.shape == (n_rows, dim)
-    assert lse.shape == (n_rows,)
-    assert tile.is_contiguous()
-    assert out.is_contiguous()
-    assert lse.is_contiguous()
+    assert (tile.dtype, out.shape, lse.shape) == (torch.int64, (n_rows, dim), (n_rows,)), (out.shape, lse.shape)
+    assert all(x.is_contiguous() for x in (tile, out, lse))
     if not n_rows:
         return
     alone = n_queries <= 4

@@ -6,6 +6,8 @@ choice depends on nothing but its scores.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -21,19 +23,16 @@ _LARGEST = (64, 512, 4096, 8192, MOST_CHUNKS)  # choices among up to this many s
 
 
 def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int | Tensor, size: int) -> Tensor:
-    """Choose the n best of each row's chunks before its own, `[C, T, min(n, M)]`, ascending, -1 after the last.
+    """Choose each row's n best chunks, as `lce.kernels.cpu.choices.best_chunks`: `[C, T, min(n, M)]`.
 
-    `scores [C, T, M]` contiguous, M up to `MOST_CHUNKS`. Row t is the query at index `start + t`; its own chunk is
-    `(start + t) // size`. `start` is a number, or a tensor of one int64 on the device. `forced [T, M]` (bool) are taken
-    first; a score of -inf is never taken unless it is forced. Scores and `forced` of later chunks are not read.
-
-    One launch: at most 32 passes over a row's keys, in registers.
+    M is up to `MOST_CHUNKS`, and `start` a number, or a tensor of one int64 on the device. Scores and `forced` of later
+    chunks are not read. One launch: at most 32 passes over a row's keys, in registers.
     """
     fits = forced.dtype == torch.bool and forced.shape == scores.shape[1:]
     assert fits, (forced.dtype, forced.shape, scores.shape)
     chosen = torch.empty(*scores.shape[:2], min(n, scores.shape[2]), dtype=torch.int64, device=scores.device)
     if chosen.shape[2]:
-        _choose_into(chosen, scores, forced, n, start, size)
+        _choose_into((chosen,), scores, forced, n, start, size, False, False, False)
     return chosen
 
 
@@ -85,7 +84,7 @@ def best_runs(
     scores = _scored(q[:, None], summaries, choosers, position, size, least)
     first = torch.empty(choosers, min(n, summaries.shape[1]) + own, dtype=torch.int64, device=q.device)
     count = first.new_empty(first.shape)
-    _choose_into(first, scores, None, n, position, size, count, keep_first, keep_last, own)
+    _choose_into((first, count), scores, None, n, position, size, keep_first, keep_last, own)
     return first, count
 
 
@@ -116,25 +115,18 @@ def _scored(
     width = triton.next_power_of_2(dim)
     block = max(16, min(64, _TILE // width) // min(4, triton.next_power_of_2(together)))
     grid, at = (triton.cdiv(n_keys, block), choosers * n), () if position is None else (position,)
-    flags = {"TOGETHER": together, "SHARING": heads // len(keys), "BOUNDS": keys.ndim == 4, "LEAST": least}
-    sizes, blocks = (n, dim, size), {"BLOCK": block, "DIM": width}
-    launch(_score, grid, vectors_of(q), vectors_of(keys), out, at, sizes, n_keys, **flags, **blocks)
+    scoring = Scoring(together, heads // len(keys), keys.ndim == 4, least)
+    given = vectors_of(q), vectors_of(keys), out, at, (n, dim, size), n_keys
+    launch(_score, grid, *given, S=scoring, BLOCK=block, DIM=width)
     return out
 
 
 def _choose_into(
-    chosen: Tensor,
-    scores: Tensor,
-    forced: Tensor | None,
-    n: int,
-    start: int | Tensor,
-    size: int,
-    counts: Tensor | None = None,
-    *keep: bool,
+    into: tuple[Tensor, ...], scores: Tensor, forced: Tensor | None, n: int, start: int | Tensor, size: int, *keep: bool
 ) -> None:
-    """Choose up to n among `scores [C, T, M]`, M and n 1 or more: ids, or with `counts` runs.
+    """Choose up to n among `scores [C, T, M]`, M and n 1 or more: ids, or runs into two tensors.
 
-    `keep` says of runs whether the first and the last chunk are taken first, and whether the own one comes behind them.
+    `keep`: whether the first and the last chunk are taken first, and whether the own one comes behind, as a run.
     """
     choosers, n_queries, n_chunks = scores.shape
     fits = n_chunks <= MOST_CHUNKS and scores.is_contiguous() and (forced is None or forced.is_contiguous())
@@ -142,30 +134,26 @@ def _choose_into(
     block = next(size for size in _LARGEST if n_chunks <= size)
     slots, n = min(block, triton.next_power_of_2(n)), min(n, n_chunks)
     n_rows, rows = choosers * n_queries, max(1, _WARP // block)
-    into = (chosen,) if counts is None else (chosen, counts)
     must = () if forced is None else (forced.view(torch.uint8),)
     at, index = ((start,), 0) if isinstance(start, Tensor) else ((), start)
     sizes = index, n_rows, n_queries, n_chunks, size, n
     blocks = {"ROWS": rows, "BLOCK": block, "SLOTS": slots, "num_warps": max(1, min(16, block // _WARP))}
-    launch(_choose, (triton.cdiv(n_rows, rows),), scores, must, into, at, sizes, KEEP=keep or (False,) * 3, **blocks)
+    launch(_choose, (triton.cdiv(n_rows, rows),), scores, must, into, at, sizes, KEEP=keep, **blocks)
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """Constants of a score: heads whose scores are summed, heads that share a summary, and what is scored how."""
+
+    together: int
+    sharing: int
+    bounds: bool
+    least: bool
 
 
 @triton.jit(do_not_specialize=["n_keys"])
-def _score(
-    q,
-    keys,
-    out,
-    position,
-    sizes,
-    n_keys,
-    TOGETHER: constexpr,
-    SHARING: constexpr,
-    BOUNDS: constexpr,
-    LEAST: constexpr,
-    BLOCK: constexpr,
-    DIM: constexpr,
-):
-    """Score BLOCK chunks for one query, of TOGETHER heads in their order; SHARING heads have one summary."""
+def _score(q, keys, out, position, sizes, n_keys, S: constexpr, BLOCK: constexpr, DIM: constexpr):
+    """Score BLOCK chunks for one query."""
     n, dim, size = sizes
     seen = n_keys
     if len(position):
@@ -177,16 +165,16 @@ def _score(
     if first < seen:
         total = tl.zeros((BLOCK,), tl.float32)
         there = (i < seen)[:, None] & (j < dim)[None, :]
-        for h in range(TOGETHER):
-            head = (chooser * TOGETHER + h).to(tl.int64)
+        for h in range(S.together):
+            head = (chooser * S.together + h).to(tl.int64)
             vector = tl.load(q.at + head * q.head + query * q.row + j, mask=j < dim, other=0.0).to(tl.float32)
-            at = keys.at + head // SHARING * keys.head + i.to(tl.int64)[:, None] * keys.row + j[None, :]
+            at = keys.at + head // S.sharing * keys.head + i.to(tl.int64)[:, None] * keys.row + j[None, :]
             some = tl.load(at, mask=there, other=0.0).to(tl.float32) * vector[None, :]
-            if BOUNDS:
+            if S.bounds:
                 more = tl.load(at + dim, mask=there, other=0.0).to(tl.float32) * vector[None, :]
                 some = tl.maximum(some, more)
             total += tl.sum(some, 1)
-        if LEAST:
+        if S.least:
             total = -total
         tl.store(out + tl.program_id(1).to(tl.int64) * n_keys + i, total, mask=i < seen)
 

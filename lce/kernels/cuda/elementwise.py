@@ -1,4 +1,8 @@
-"""The operations of a decoder layer between products, on GPUs, one launch each; for CPUs see `lce.kernels.cpu`."""
+"""The operations of a decoder layer between products, on GPUs, one launch each.
+
+Each does what the function of its name in `lce.kernels.cpu` says: computed in float32, rounded once, and all numbers
+read and written once.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +21,7 @@ _NUMBERS = 2048  # that a program computes at a time
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Divide `x [..., D]`, of two or three dimensions, by its root mean square, times `weight [D]`: contiguous.
-
-    Computed in float32 and rounded once. Bytes: x once, the result once.
-    """
+    """Divide `x [..., D]`, of two or three dimensions, by its root mean square, times `weight [D]`: contiguous."""
     return _normed(eps, (x, weight))[0]
 
 
@@ -31,10 +32,7 @@ def rms_norm_two(x: Tensor, weight: Tensor, y: Tensor, y_weight: Tensor, eps: fl
 
 
 def silu_mul(x: Tensor) -> Tensor:
-    """Multiply SiLU of the first half of `x [T, 2·D]`, contiguous, with the second half: `[T, D]`.
-
-    Computed in float32 and rounded once. Bytes: x once, the result once.
-    """
+    """Multiply SiLU of the first half of `x [T, 2·D]`, contiguous, with the second half: `[T, D]`."""
     n, dim = x.shape[0], x.shape[1] // 2
     fits = x.is_contiguous() and x.shape[1] == 2 * dim
     assert fits, (x.shape, x.stride())
@@ -45,10 +43,7 @@ def silu_mul(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate `x [..., D]` by angles `cos sin [..., D/2]` that broadcast against x, of up to three leading dimensions.
-
-    Dimension i is paired with dimension i + D/2. Computed in float32 and rounded once. Bytes: x once, the result once.
-    """
+    """Rotate `x [..., D]` by angles `cos sin [..., D/2]` that broadcast against x, of up to three leading axes."""
     half = x.shape[-1] // 2
     fits = cos.shape == sin.shape and cos.shape[-1] == half and cos.dtype is sin.dtype
     assert fits, (x.shape, cos.shape, sin.shape)
@@ -65,11 +60,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def turns(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines, times scale, of `positions` (int64) times `frequencies [D/2]` (float64): `[…, D/2]`
-    each.
-
-    Computed in float64, and cast by way of float32, as PyTorch does. Bytes: the results once.
-    """
+    """Return cosines and sines, times scale, of `positions` (int64) by `frequencies [D/2]` (float64): `[…, D/2]`."""
     fits = positions.dtype == torch.int64 and frequencies.dtype == torch.float64 and frequencies.is_contiguous()
     assert fits, (positions.dtype, frequencies.dtype)
     positions, half = positions.contiguous(), len(frequencies)
@@ -86,8 +77,7 @@ def append(
 ) -> None:
     """Copy `k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; k rotated by `cos sin [T, D/2]`, if any.
 
-    `at` is a number, or a tensor of one int64 on the device, of which the host knows that the rows are there. Bytes: k
-    and v once, the rows once.
+    `at` is a number, or a tensor of one int64 on the device, of which the host knows that the rows are there.
     """
     heads, n, dim = k.shape
     fits = v.shape == k.shape and into_v.shape == into_k.shape and into_k.shape[::2] == (heads, dim)
@@ -107,10 +97,7 @@ def append(
 
 
 def take_rows(one: Tensor, two: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Copy the rows `index [n]` (int64, in range) of two tensors `[G, N, D]` of equal strides: `[G, n, D]`.
-
-    Bytes: O(n).
-    """
+    """Copy the rows `index [n]` (int64, in range) of two tensors `[G, N, D]` of equal strides: `[G, n, D]`."""
     n_groups, _, dim = one.shape
     fits = two.shape == one.shape and two.stride() == one.stride() and one.stride(2) == 1
     assert fits, (one.shape, two.shape, one.stride(), two.stride())
