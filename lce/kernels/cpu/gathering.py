@@ -11,7 +11,7 @@ from lce.kernels.cpu.numbers import pointer
 from lce.kernels.cuda import launching
 
 _WORD = 8  # bytes that are copied at once
-_ROWS = 16  # that are worth a thread
+_ROWS = 64  # that a thread takes at a time
 
 
 def take_rows(tensors: tuple[Tensor, Tensor], index: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -43,17 +43,19 @@ def take_rows(tensors: tuple[Tensor, Tensor], index: Tensor, into: Tensor | None
         taken = into[: 2 * n_groups * len(index) * dim].view(shape)
     addresses = one.data_ptr(), two.data_ptr(), index.data_ptr(), taken.data_ptr()
     stride, n = strides[0] * one.element_size(), len(index)
-    _take_rows(2 * n_groups * n, *addresses, n_groups, n, words, stride, least=_ROWS)
+    _take_rows(2 * n_groups * -(-n // _ROWS), *addresses, n_groups, n, words, stride)
     return taken[0], taken[1]
 
 
 @kernel
-def _take_rows(first, stop, one_at, two_at, index_at, taken_at, n_groups, n, words, stride):
+def _take_rows(begin, end, one_at, two_at, index_at, taken_at, n_groups, n, words, stride):
     index = carray(pointer(index_at, int64), (n,))
-    for to in range(first, stop):
-        which = to // n
+    n_pieces = (n + _ROWS - 1) // _ROWS
+    for task in range(begin, end):
+        which, piece = task // n_pieces, task % n_pieces
         source = (one_at if which < n_groups else two_at) + which % n_groups * stride
-        row = carray(pointer(source + index[to % n] * words * _WORD, uint64), (words,))
-        out = carray(pointer(taken_at + to * words * _WORD, uint64), (words,))
-        for w in range(words):
-            out[w] = row[w]
+        for i in range(piece * _ROWS, min(n, piece * _ROWS + _ROWS)):
+            row = carray(pointer(source + index[i] * words * _WORD, uint64), (words,))
+            out = carray(pointer(taken_at + (which * n + i) * words * _WORD, uint64), (words,))
+            for w in range(words):
+                out[w] = row[w]

@@ -61,11 +61,8 @@ def _address(x: Tensor | None) -> int:
 @by_dtype(kernel)
 def _product(begin, end, x_at, weight_at, bias_at, norm_at, out_at, n, n_out, size, gated, adds, eps):
     n_parts = 2 if gated else 1
-    weight = carray(pointer(weight_at, stored), (n_parts * n_out, size))
-    bias = carray(pointer(bias_at, stored), (n_parts * n_out,))
     norm = carray(pointer(norm_at, stored), (size,))
     given = carray(pointer(x_at, stored), (n, size))
-    out = carray(pointer(out_at, stored), (n, n_out))
     x = np.empty((n if n <= 2 else (n + 3) // 4 * 4, size + _APART), np.float32)  # every thread has its own
     x[n:] = np.float32(0)
     for i in range(n):
@@ -75,27 +72,29 @@ def _product(begin, end, x_at, weight_at, bias_at, norm_at, out_at, n, n_out, si
             scale = np.float32(1) / np.sqrt(_squares(x[i, :size]) / np.float32(size) + number_of(eps))
             for j in range(size):
                 x[i, j] = x[i, j] * scale * read(norm[j])
-    sums = np.empty((2, MOST_ROWS, _ROWS + _COLUMNS), np.float32)
     for task in range(begin, end):
         first = task * _ROWS
         n_here = min(n_out, first + _ROWS) - first
+        sums = np.empty((2, MOST_ROWS, _ROWS + _COLUMNS), np.float32)
         for part in range(n_parts):
-            begin_row = part * n_out + first
-            _dots(x, n, weight, begin_row, n_here, sums[part])
+            row_at = part * n_out + first
+            bias = carray(pointer(bias_at + row_at * itemsize, stored), (_ROWS,))
+            _dots(x, n, weight_at + row_at * size * itemsize, size, n_here, sums[part])
             if bias_at:
                 for i in range(n):
                     for row in range(n_here):
-                        sums[part, i, row] += read(bias[begin_row + row])
+                        sums[part, i, row] += read(bias[row])
         for i in range(n):
+            out = carray(pointer(out_at + (i * n_out + first) * itemsize, stored), (_ROWS,))
             if gated:
                 for row in range(n_here):
                     gate = sums[0, i, row]
                     sums[0, i, row] = gate / (np.float32(1) + exp(min(-gate, np.float32(88)))) * sums[1, i, row]
             if adds:
                 for row in range(n_here):
-                    sums[0, i, row] += read(out[i, first + row])
+                    sums[0, i, row] += read(out[row])
             for row in range(n_here):
-                out[i, first + row] = write(sums[0, i, row])
+                out[row] = write(sums[0, i, row])
 
 
 @inner
@@ -107,30 +106,37 @@ def _squares(x):
     return total
 
 
-_dots_of = ByDtype(lambda dtype: vectors.dots(False, dtype, {1: 1, 2: 1, 4: _COLUMNS}, _CHAINS))
+_dots_1 = ByDtype(lambda dtype: vectors.dots(False, dtype, {1: 1}, _CHAINS))
+_dots_2 = ByDtype(lambda dtype: vectors.dots(False, dtype, {2: 1}, _CHAINS))
+_dots_4 = ByDtype(lambda dtype: vectors.dots(False, dtype, {4: _COLUMNS}, _CHAINS))
 
 
 @by_dtype(inner)
-def _dots(x, n, weight, begin, n_here, sums):
-    """Multiply all rows of `x [n, …]` with the weight rows `begin..begin+n_here-1`.
+def _dots(x, n, weight_at, size, n_here, sums):
+    """Multiply all rows of `x [n, …]` with `n_here` weight rows of so many numbers at an address.
 
     Writes `sums [n, n_here]`. A weight row is read from memory once, by one or two rows of x alone, or by four at a
     time: then `_COLUMNS` weight rows share each read of x. Each sum has the same order in all of them. `x` and `sums`
     have rows up to the next multiple of four, and `sums` `_COLUMNS` columns to spare.
     """
-    size = weight.shape[1]
     n_steps, x_row, sums_row = size // (_CHAINS * LANES), 4 * x.shape[1], 4 * sums.shape[1]
     whole, row = n_steps * _CHAINS * LANES, 0
     while row < n_here and n_steps:
-        at, to = weight[begin + row :].ctypes.data, sums[0, row:].ctypes.data
+        at, to = weight_at + row * size * itemsize, sums[0, row:].ctypes.data
         step = 1 if n <= 2 or n_here - row < _COLUMNS else _COLUMNS
-        weight_row = size * itemsize if step == _COLUMNS else 0  # 0: one row in all columns
-        for i in range(0, n, 4):
-            _dots_of(n if n <= 2 else 4, x[i].ctypes.data, x_row, at, weight_row, to + i * sums_row, sums_row, n_steps)
+        if n == 1:
+            _dots_1(1, x.ctypes.data, x_row, at, 0, to, sums_row, n_steps)
+        elif n == 2:
+            _dots_2(2, x.ctypes.data, x_row, at, 0, to, sums_row, n_steps)
+        else:
+            weight_row = size * itemsize if step == _COLUMNS else 0  # 0: one row in all columns
+            for i in range(0, n, 4):
+                _dots_4(4, x[i].ctypes.data, x_row, at, weight_row, to + i * sums_row, sums_row, n_steps)
         row += step
     for row in range(n_here if whole < size else 0):
+        weight = carray(pointer(weight_at + row * size * itemsize, stored), (size,))
         for i in range(n):
             rest = sums[i, row] if n_steps else np.float32(0)
             for j in range(whole, size):
-                rest += x[i, j] * read(weight[begin + row, j])
+                rest += x[i, j] * read(weight[j])
             sums[i, row] = rest

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, int8, int16, types, uint8, uint16, uint32
+from numba import carray, float32, int8, int16, types, uint8, uint16, uint32
 from numba.core import cgutils
 from torch import Tensor
 
@@ -352,51 +352,61 @@ _read_scale, _write_scale = read[torch.bfloat16], write[torch.bfloat16]
 def _product(begin, end, x_at, codes, scales, zeros, bias_at, norm_at, out_at, n, n_out, n_in, gated, adds, eps):
     n_parts = 2 if gated else 1
     n_groups, n_blocks = (n_in + _size - 1) // _size, (n_out + LANES - 1) // LANES
-    bias = carray(pointer(bias_at, _stored), (n_parts * n_out,))
-    out = carray(pointer(out_at, _stored), (n, n_out))
     rows = 1 if n == 1 else _ROWS
     n_tiles = (n + rows - 1) // rows
-    # Every thread rounds x for itself. The rows of a tile meet a block together.
-    integers = np.empty((n_tiles, _planes, rows, n_groups * _size), np.int16)
-    factors = np.empty((n_tiles, 2, rows, n_groups), np.float32)
-    dots = np.empty((2, n_tiles * rows, LANES), np.float32)
-    _as_integers(x_at, norm_at, number_of(eps), integers, factors, n, n_in)
+    tile_size = rows * n_groups  # groups of a tile, which is the rows of x that meet a block together
+    # Every thread rounds x for itself: into numbers, their factors, and one row that is wide; then come products.
+    n_words = n_tiles * tile_size * (_planes * _size // 2 + 2) + n_groups * _size + 2 * n_tiles * rows * LANES
+    memory = np.empty(n_words + LANES, np.float32)
+    integers_at = (memory.ctypes.data + _VECTOR - 1) // _VECTOR * _VECTOR
+    factors_at = integers_at + 2 * _planes * n_tiles * tile_size * _size
+    wide_at = factors_at + 8 * n_tiles * tile_size
+    dots_at = wide_at + 4 * n_groups * _size
+    dots = carray(pointer(dots_at, float32), (2, n_tiles * rows, LANES))
+    _as_integers(x_at, norm_at, number_of(eps), integers_at, factors_at, wide_at, rows, n_tiles, n, n_in)
     for first in range(begin * _TASK, min(n_blocks, end * _TASK)):
         for part in range(n_parts):
             group = (part * n_blocks + first) * n_groups * LANES
             codes_at, scales_at = codes + group * _size * _bits // 8, scales + 2 * group
             for tile in range(n_tiles):
-                numbers_at, of_tile = integers[tile].ctypes.data, factors[tile].ctypes.data
-                to = dots[part, tile * rows].ctypes.data
+                numbers_at = integers_at + 2 * _planes * tile * tile_size * _size
+                of_tile, to = factors_at + 8 * tile * tile_size, dots[part, tile * rows].ctypes.data
                 if rows == 1:
                     _dot_1(numbers_at, of_tile, codes_at, scales_at, zeros + group, n_groups, to)
                 else:
                     _dot_4(numbers_at, of_tile, codes_at, scales_at, zeros + group, n_groups, to)
+        row = first * LANES
+        bias = carray(pointer(bias_at + row * _itemsize, _stored), (LANES,))
+        other_bias = carray(pointer(bias_at + (n_out + row) * _itemsize, _stored), (LANES,))
         for i in range(n):
-            for lane in range(min(LANES, n_out - first * LANES)):
-                row = first * LANES + lane
+            out = carray(pointer(out_at + (i * n_out + row) * _itemsize, _stored), (LANES,))
+            for lane in range(min(LANES, n_out - row)):
                 total = dots[0, i, lane]
                 if bias_at:
-                    total += _read(bias[row])
+                    total += _read(bias[lane])
                 if gated:
                     other = dots[1, i, lane]
                     if bias_at:
-                        other += _read(bias[row + n_out])
+                        other += _read(other_bias[lane])
                     total = total / (np.float32(1) + exp(min(-total, np.float32(88)))) * other
                 if adds:
-                    total += _read(out[i, row])
-                out[i, row] = _write(total)
+                    total += _read(out[lane])
+                out[lane] = _write(total)
+    memory[0] = 0  # it lives until here
 
 
 @by_dtype(inner)
-def _as_integers(x_at, norm_at, eps, integers, factors, n, n_in):
+def _as_integers(x_at, norm_at, eps, integers_at, factors_at, wide_at, rows, n_tiles, n, n_in):
     """Round x, normalised and padded, as `_dot` takes it.
 
     What one stands for is a power of two, so that a bfloat16 number is exact down to 1/128 of its group's largest.
     """
-    n_tiles, _, rows, padded = integers.shape
+    n_groups = (n_in + _size - 1) // _size
+    padded = n_groups * _size
     x, norm = carray(pointer(x_at, _stored), (n, n_in)), carray(pointer(norm_at, _stored), (n_in,))
-    wide = np.empty(padded, np.float32)
+    integers = carray(pointer(integers_at, int16), (n_tiles, _planes, rows, padded))
+    factors = carray(pointer(factors_at, float32), (n_tiles, 2, rows, n_groups))
+    wide = carray(pointer(wide_at, float32), (padded,))
     for i in range(n_tiles * rows):
         tile, row = i // rows, i % rows
         used = n_in if i < n else 0

@@ -178,7 +178,8 @@ def _attend(q, k, v, turn, out, lse, sizes, scale, REP: constexpr, CAUSAL: const
 @triton.jit(do_not_specialize=["sizes"])
 def _attend_tiles(q, k, v, turn, sorting, out, lse, sizes, scale, ALONE: constexpr, EVEN: constexpr, B: constexpr):
     """Attend one tile with a block of rows. `ALONE`: row number `program`, whose tile is `block_tile[program]`."""
-    (order, starts, block_tile), (n_queries, n_slots, n_turns, n_tiles, size) = sorting, sizes
+    order, starts, block_tile = sorting
+    n_queries, n_slots, n_turns, n_tiles, size = sizes
     program = tl.program_id(0)
     tile, i, column = tl.load(block_tile + program), tl.arange(0, B.rows), tl.arange(0, B.wide)
     if (tile >= 0) & (tile < n_tiles):

@@ -212,7 +212,8 @@ def _turns(positions, frequencies, cos, sin, n, HALF: constexpr, SCALE: constexp
 @triton.jit(do_not_specialize=["first"])
 def _append(k, v, turn, into, place, first, sizes, ROWS: constexpr, HALF: constexpr):
     """Copy rows to `into`, two tensors and their strides; from row `first` on, or `place[0]` on the device."""
-    (into_k, into_v, into_head, into_row), (n_rows, n, half) = into, sizes
+    into_k, into_v, into_head, into_row = into
+    n_rows, n, half = sizes
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     j = tl.arange(0, HALF)[None, :]
     there = (row < n_rows)[:, None] & (j < half)

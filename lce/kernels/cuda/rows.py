@@ -104,7 +104,10 @@ def attend_keys(q, k, v, rows, span, state, scale, B: tl.constexpr, MASKED: tl.c
     Masked: row i sees those from `span[0][i]` up to before `span[1][i]` alone. Without a mask `stop - first` is a
     multiple of `B.keys`. Returns the queries' state.
     """
-    (k_at, k_row), (v_at, v_row), (first, stop), (top, total, sums) = k, v, rows, state
+    k_at, k_row = k
+    v_at, v_row = v
+    first, stop = rows
+    top, total, sums = state
     n, half, column = tl.arange(0, B.keys), tl.arange(0, B.half), tl.arange(0, B.wide)
     k_offset = n[:, None] * k_row + half[None, :]
     v_offset = n[:, None] * v_row + column[None, :]

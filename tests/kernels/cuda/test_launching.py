@@ -49,7 +49,6 @@ def test_a_gpu_on_which_triton_cannot_compile(
 ) -> None:
     """No C compiler, say: the first launch fails, a notice says so once, and other operators serve."""
     pytest.importorskip("triton")
-    from lce.kernels.cuda import elementwise
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("Failed to find C compiler.\nPlease specify one")
@@ -57,7 +56,7 @@ def test_a_gpu_on_which_triton_cannot_compile(
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     missing = launching.missing.__wrapped__  # without what it found before
     with pretended_gpus(triton=True):
-        monkeypatch.setattr(elementwise, "launch", fail)
+        monkeypatch.setattr(launching, "launch", fail)
         why = missing()
     assert why == "a Triton that can compile here (RuntimeError: Failed to find C compiler.)"
     said = "Triton's kernels do not run here (RuntimeError: Failed to find C compiler.); PyTorch's operators are used"

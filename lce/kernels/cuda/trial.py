@@ -1,0 +1,11 @@
+"""The smallest kernel, which shows whether Triton can compile and launch here."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def store_one(out):
+    tl.store(out, 1.0)
