@@ -19,10 +19,8 @@ from tests.parity import SIZES, N, difference, edited, logits_of, rope
 
 VISION = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
 VISION |= {"num_attention_heads": 2, "image_size": 32, "patch_size": 16}
-YARN = rope(
-    "yarn", 1e6, factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0,
-    llama_4_scaling_beta=0.1,
-)  # fmt: skip
+WINDOW = {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.1}
+YARN = rope("yarn", 1e6, factor=4.0, mscale=1.0, mscale_all_dim=1.0, **WINDOW)
 TEXTS: dict[str, Any] = {
     "small-3.1": MistralConfig(**SIZES | {"head_dim": 24, "sliding_window": None, **rope("default", 1e6)}),
     "ministral-3": Ministral3Config(**SIZES | {"head_dim": 24, **YARN}),
