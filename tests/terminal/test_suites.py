@@ -1,4 +1,4 @@
-"""`lce eval run`, `tasks`, `published`, `score` and `benchmarks`."""
+"""`lce eval run`, `tasks`, `published`, `score` and `benchmarks`; and the help of all commands `lce eval ...`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from lce import cli
 from lce.lab.eval.tasks import TASKS
-from tests.command import assert_error, run
+from lce.terminal.evaluation import evaluation
+from tests.command import assert_error, output, run
 from tests.lab.eval.published.layouts import write
 
 RUN = ("eval", "run", "--model", "demo", "--window", "256", "--samples", "2", "--quiet")
@@ -170,3 +172,21 @@ def test_benchmarks_lists_files_and_tasks() -> None:
     for suite in listed:
         assert f"{suite['name']}: {suite['title']}" in text
         assert suite["files"] in text
+
+
+def test_the_group_is_a_command_of_lce() -> None:
+    assert cli.cli.commands["eval"] is evaluation
+    assert {"run", "passkey", "perplexity", "selection", "why", "report"} <= evaluation.commands.keys()
+
+
+def test_the_help_of_every_command_imports_nothing_heavy() -> None:
+    check = (
+        "import sys\n"
+        "from click.testing import CliRunner\n"
+        "from lce.terminal.evaluation import evaluation\n"
+        "for name in evaluation.commands:\n"
+        "    result = CliRunner().invoke(evaluation, [name, '--help'])\n"
+        "    assert result.exit_code == 0 and result.stdout.startswith('Usage: eval'), (name, result)\n"
+        "print({'torch', 'numba', 'matplotlib'} & sys.modules.keys())\n"
+    )
+    assert output(check) == "set()\n"

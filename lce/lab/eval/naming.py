@@ -34,7 +34,7 @@ def described(engine: Engine) -> dict[str, str]:
 
 
 def told(engine: Engine) -> dict[str, Any]:
-    """Return further facts that a record keeps about an engine: the fields of `Line`, but for the checkpoint."""
+    """Return further facts that a record keeps about an engine: all fields of `Line` but `checkpoint`."""
     method = engine.method
     about = {"method": method.label, "knobs": knob_values(method)}
     return {**about, "window": engine.window, "version": lce.__version__}

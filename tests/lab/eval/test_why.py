@@ -63,7 +63,10 @@ def test_answers_are_not_asked_again(model: str, tmp_path: Path, monkeypatch: py
     path = tmp_path / "answers"
     method = make("longheads", {"chunk_size": 8, "chunks": 3})
     both = [*asked(text(2, "7", 190))(None), *asked(FAR)(None)]
-    first = explain(model, method, lambda _: both, length=202, record=Record(path))
+    told: list[tuple[str, int, int]] = []
+    first = explain(model, method, lambda _: both, length=202, record=Record(path), progress=lambda *t: told.append(t))
+    assert told[:2] == [("longheads, itself:", 1, 2), ("longheads, itself:", 2, 2)]
+    assert {total for _, _, total in told[2:]} == {1}, "only the second is asked again"
     assert [verdict.cause for verdict in first.verdicts] == ["answered", "budget"]
     assert path.read_bytes().count(b"\n") == 2 + 3  # two selections and a budget for the one that is missed
     assert path.read_bytes().count(b'"checkpoint": ') == 2 + 3
@@ -101,14 +104,3 @@ def test_what_is_tried(name: str, knobs: dict[str, Any], expected: list[str]) ->
         rung.method.resolve(WINDOW)
     assert len({rung.label for rung in tried}) == len(tried)
     assert {getattr(rung.method, "top_p", None) for rung in tried if rung.cause == "budget"} <= {None}
-
-
-def test_samples_are_those_that_are_missed(model: str) -> None:
-    """The first is answered, so only the second is asked again."""
-    both = [*asked(text(2, "7", 190))(None), *asked(FAR)(None)]
-    told: list[tuple[str, int, int]] = []
-    method = make("longheads", {"chunk_size": 8, "chunks": 3})
-    found = explain(model, method, lambda _: both, length=200, progress=lambda *said: told.append(said))
-    assert [verdict.cause for verdict in found.verdicts] == ["answered", "budget"]
-    assert told[:2] == [("longheads, itself:", 1, 2), ("longheads, itself:", 2, 2)]
-    assert {total for _, _, total in told[2:]} == {1}

@@ -29,7 +29,7 @@ class Needle(NamedTuple):
 
 @dataclass(frozen=True)
 class OneNeedle(MadeTask):
-    """One fact, stated once. `drawn` has the kinds of words in its texts, and numbers of digits, in the order drawn."""
+    """One fact, stated once. `drawn` names the words of the texts in the order of drawing; `n4` is four digits."""
 
     drawn: ClassVar[str]
     statement: ClassVar[str]
