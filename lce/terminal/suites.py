@@ -72,8 +72,8 @@ class SuiteRun:
             made = {length: self.suite.make(engines[0], task, length) for length in self.lengths or [0]}
             longest = max(self.lengths, default=0) or max(map(_most_tokens, made[0]), default=1)
             check_capacity(self.model, self.methods, longest, self.loading)
-            beyond = {engine.beyond(longest) for engine in engines} - told
-            told |= beyond
+            beyond = dict.fromkeys(text for engine in engines if (text := engine.beyond(longest)) not in told)
+            told.update(beyond)
             if number == 0:
                 self.output.text(HEADER)
             with self.output.noting(None, *beyond):
