@@ -39,8 +39,7 @@ class Torch(Backend):
             folded = q.reshape(q.shape[0], 1, -1, q.shape[-1])
             out, lse = _flash_cpu(folded, k[:, None], v[:, None])
             return out.view(q.shape), lse.view(q.shape[:-1])
-        shared = (q.shape[0], q.shape[1], -1, -1)
-        k, v = k[:, None].expand(shared), v[:, None].expand(shared)
+        k, v = (x[:, None].expand(-1, q.shape[1], -1, -1) for x in (k, v))
         past = n_keys - n_queries
         own = _flash_cpu(q, k[:, :, past:], v[:, :, past:], causal=True)
         if past == 0:
@@ -50,11 +49,10 @@ class Torch(Backend):
     def _attend_window(self, q: Tensor, k: Tensor, v: Tensor, window: int) -> Attended:
         n_queries = q.shape[-2]
         first = max(0, k.shape[-2] - n_queries - window + 1)
-        k, v = k[:, first:], v[:, first:]
+        k, v = (x[:, None, first:].expand(-1, q.shape[1], -1, -1) for x in (k, v))
         seen = causal_mask(n_queries, k.shape[-2], window, q.device)
         bias = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, -math.inf)
-        shared = (q.shape[0], q.shape[1], -1, -1)
-        return _flash_cpu(q, k[:, None].expand(shared), v[:, None].expand(shared), bias=bias)
+        return _flash_cpu(q, k, v, bias=bias)
 
     def _attend_flash(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> Attended:
         """Attend `k v [G, N, D]` by `q [G, R, T, D]` on CUDA, without a copy of the keys.

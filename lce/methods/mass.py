@@ -93,7 +93,9 @@ class TrueMass:
         index = torch.arange(start, stop, device=q.device)
         least, most = self.step.start - stop + 1, self.step.stop - 1 - start  # the possible distances
         near = self.cap is None or least < self.cap
-        scores = self._near(q, k, positions, index) if near else self._far(q, k)
+        turn = self.step.rope.turn
+        placed = (rotate(x, turn(at, torch.float32)) for x, at in ((q, positions), (k, index)))
+        scores = _products(*placed) if near else self._far(q, k)
         if near and self.cap is not None and most >= self.cap:
             scores = torch.where(positions[:, None] - index < self.cap, scores, self._far(q, k))
         return scores.masked_fill_(positions[:, None] < index, -torch.inf) if least < 0 else scores
@@ -106,11 +108,6 @@ class TrueMass:
             return k
         cos, sin = rope.turn(-placed, torch.float64)  # YaRN's factor is in this turn, and in the cached keys
         return rotate(k, Turn((cos / rope.scale**2).float(), (sin / rope.scale**2).float()))
-
-    def _near(self, q: Tensor, k: Tensor, positions: Tensor, index: Tensor) -> Tensor:
-        """Return logits at true distances, of unrotated queries and keys."""
-        turn = self.step.rope.turn
-        return _products(rotate(q, turn(positions, torch.float32)), rotate(k, turn(index, torch.float32)))
 
     def _far(self, q: Tensor, k: Tensor) -> Tensor:
         """Return logits at the distance `cap`, of unrotated queries and keys."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any, Self
+from typing import Self
 
 from lce.methods.base import Method
 from lce.methods.step import ModelFacts
@@ -29,19 +28,10 @@ class Wrapped(Method):
         return replace(self, inner=self.inner.resolve(window))
 
 
-def _of_inner(name: str) -> Callable[..., Any]:
-    """Return a hook that calls the inner method's."""
-
-    def hook(self: Wrapped, *args: Any) -> Any:
-        return getattr(self.inner, name)(*args)
-
-    return hook
-
-
 for _name in (
     "attend", "attend_chosen", "attend_spans", "choice_cost", "cost", "could_keep", "keep", "keep_queries",
     "key_positions", "layer_kind", "limit", "paper_figures", "parts_of", "query_scale", "state",
 ):  # fmt: skip
-    setattr(Wrapped, _name, _of_inner(_name))
+    setattr(Wrapped, _name, lambda self, *args, name=_name: getattr(self.inner, name)(*args))
 for _name in ("block", "choices", "counted", "declares", "label", "n_recent", "notes_choices", "access", "unrotated"):
     setattr(Wrapped, _name, property(attrgetter(f"inner.{_name}")))
