@@ -49,7 +49,10 @@ class JointSelection(LocalMethod, ABC):
     def select(self, q: Tensor, far: Tensor, cache: LayerCache, step: Step) -> Tensor:
         """Choose the `top_k` best candidates, or fewer with `top_p`, ascending."""
         n_candidates, first, size = self.n_candidates(step.start), *self.choices
-        n, before = min(resolved(self.top_k), n_candidates), (self.sinks - first) // size  # choices that are none
+        n, before = (
+            min(resolved(self.top_k), n_candidates),
+            (self.sinks - first) // size,
+        )  # the first candidate's choice
         if n == n_candidates and self.top_p is None and not step.note_scores:
             chosen = torch.arange(n, device=q.device)
         else:

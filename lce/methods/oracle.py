@@ -82,7 +82,7 @@ class Oracle(ByMass, BudgetedChunks):
     judge: Judge = field(default="constant", kw_only=True)
 
     knob_help: ClassVar = BudgetedChunks.knob_help | {
-        "judge": "what is true: attention at all distances, or at half of the window at most (constant)",
+        "judge": "what is true: attention at all distances, or at half of the window at most (constant)"
     }
 
 
