@@ -69,19 +69,6 @@ def test_attend(case: tuple[int, int, int, int, int, bool, int | None, torch.dty
     assert (lse.cpu() - truth[1]).abs().max() < MOST[dtype]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("dtype", MOST, ids=str)
-@pytest.mark.parametrize("heads", [(2, 2), (8, 2)], ids=str)
-@pytest.mark.parametrize(("n_queries", "n_keys", "window"), [
-    (1, 300, None), (17, 100, 20), (70, 333, None), (70, 333, 100), (150, 150, None),
-])  # fmt: skip
-def test_attend_all(
-    dim: int, dtype: torch.dtype, heads: tuple[int, int], n_queries: int, n_keys: int, window: int | None
-) -> None:
-    test_attend((*heads, n_queries, n_keys, dim, True, window, dtype), True)
-
-
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 def test_no_nan_is_hidden(which: str) -> None:
     vectors = {name: random(1, 40, 32, dtype=torch.float32, seed=1) for name in "qkv"}
