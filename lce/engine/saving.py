@@ -12,23 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lce.cache import manifest as headers
 from lce.cache.context_file import Draft, Snapshot, open_snapshot, restored, write_rows
 from lce.cache.kv import KVCache
 from lce.cache.layout import CacheLayout, FileLayout
-from lce.cache.manifest import (
-    FORMAT,
-    REMEDY,
-    FileTensor,
-    Manifest,
-    contradiction,
-    digest,
-    header_bytes,
-    page_facts,
-    read_header,
-    read_small,
-    signed,
-    tensor_entries,
-)
+from lce.cache.manifest import FORMAT, REMEDY, FileTensor, Manifest, contradiction
 from lce.cache.row_file import raw_bytes
 from lce.engine.identity import Identity, knobs_of
 from lce.errors import DataError, UsageError, shown
@@ -72,7 +60,7 @@ class ContextData:
             "lce": __version__,
             "identity": identity,
             "text": text_hash(self.token_ids),
-            "pages": page_facts(layout.cache),
+            "pages": headers.page_facts(layout.cache),
             "capacity": layout.n_tokens,
             "read": self.cache.length,
             "announced": self.announced,
@@ -141,7 +129,7 @@ def describe(path: str | Path) -> ContextInfo:
     file, part = path if complete else state_of(path), part_of(path)
     descriptor = open_regular(file, follow=False)
     try:
-        header = read_header(descriptor, file)
+        header = headers.read_header(descriptor, file)
     finally:
         os.close(descriptor)
     manifest = header.manifest
@@ -222,7 +210,7 @@ def data_of(path: Path, layout: CacheLayout, snapshot: Snapshot, vocab_size: int
 
 def text_hash(token_ids: Sequence[int]) -> str:
     """Return a SHA-256 of the tokens."""
-    return digest({"tokens": torch.tensor(token_ids, dtype=torch.int32)})
+    return headers.digest({"tokens": torch.tensor(token_ids, dtype=torch.int32)})
 
 
 def check_writable(path: Path) -> None:
@@ -299,9 +287,9 @@ class PrefillJob:
         write_rows(data.cache, self._draft.rows, self.n_written)
         self._draft.rows.flush()
         tensors = data.tensors()
-        manifest = signed(data.manifest(self.facts, self.layout), tensors)
+        manifest = headers.signed(data.manifest(self.facts, self.layout), tensors)
         raw = (raw_bytes(x) for _, x in sorted(tensors.items()))
-        write_whole(self.state, b"".join((header_bytes(tensor_entries(tensors), manifest), *raw)))
+        write_whole(self.state, b"".join((headers.header_bytes(headers.tensor_entries(tensors), manifest), *raw)))
         self.n_written = data.cache.length
 
     def finish(self, data: ContextData) -> None:
@@ -330,10 +318,10 @@ def _read_state(path: Path, layout: FileLayout, identity: Identity, remedy: str)
     """Read the last checkpoint of a job: the contents of a context file without rows."""
     descriptor = open_regular(path, follow=False)
     try:
-        header = read_header(descriptor, path)
+        header = headers.read_header(descriptor, path)
         identity.check(path, header.manifest.identity, remedy)
         check = partial(check_texts, path, identity.vocab_size, own=True)
-        return header.manifest, read_small(header, layout.cache, check)
+        return header.manifest, headers.read_small(header, layout.cache, check)
     except DataError as error:
         text = str(error)
         raise DataError(text if remedy in text else f"{text.removesuffix(REMEDY)}{remedy}") from None
