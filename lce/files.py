@@ -66,7 +66,7 @@ def check_target(path: str | Path, error: type[LceError] = DataError) -> None:
 
 
 def check_folder(path: str | Path) -> None:
-    """Raise an error if no file can be made beside `path`: makes one and removes it. Permissions do not tell."""
+    """Raise an error if no file can be made beside `path`. Makes a file and removes it: permissions do not tell."""
     draft = draft_path(Path(path).absolute())
     try:
         os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
@@ -171,12 +171,12 @@ def sync_folder(folder: Path) -> None:
 
 
 def unwritable(name: str | Path, error: OSError) -> CapacityError:
-    """Return the error for a file that the disk refused."""
+    """Return the error for a file that cannot be written."""
     return CapacityError(f"cannot write {named(name)}: {error.strerror}; free some space or name another place")
 
 
 def read_file(path: Path, most: int = MAX_FILE_BYTES) -> bytes | None:
-    """Return the bytes of a checkpoint's file, or None. Raises `ModelError` if irregular or of over `most` bytes."""
+    """Return the bytes of a checkpoint's file, or None if there is none. Raises `ModelError` above `most` bytes."""
     if not os.path.lexists(path):
         return None
     with open(open_regular(path, ModelError), "rb") as file:

@@ -104,7 +104,7 @@ def usable_cores() -> int:
 
 
 def default_threads() -> int | None:
-    """Return how many threads to compute with: torch's default within `usable_cores`; None if the environment says."""
+    """Return how many threads to use: torch's default, at most `usable_cores`; None if the environment sets them."""
     if any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")):
         return None
     import torch

@@ -133,7 +133,7 @@ class Context(Unique):
             del self.token_ids[n_tokens:]  # last: if interrupted before this line, the uncached tokens are read again
 
     def close(self) -> None:
-        """Free the context's memory and files. Raises `UsageError` while the context is in use; later uses raise it."""
+        """Free memory and files; any later use raises `UsageError`. Raises `UsageError` while the context is in use."""
         if self._cache is not None:
             with self.hold():
                 self._cache, self._last, self.graph = None, (0, None), None

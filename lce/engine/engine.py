@@ -186,7 +186,7 @@ class Engine(Unique):
         return self._appended(context, len(ids), announced, read)
 
     def _appended(self, context: Context | None, n_new: int, announced: int, work: Callable[[Context], T]) -> T:
-        """Have `work` append `n_new` tokens to a context, by default a new one; after an error, undo what it did."""
+        """Have `work` append `n_new` tokens to a context, by default a new one. Undo all after an error."""
         held = self.new_context(max(n_new, announced)) if context is None else context
         with held.hold():
             self._warn(len(held) + n_new)
@@ -312,7 +312,7 @@ class Engine(Unique):
         return self._context(open_saved(path_of(path), self.layout, self.identity))
 
     def new_context(self, length: int | str) -> Context:
-        """Return an empty context to become `length` tokens long. Raises `CapacityError` if it cannot fit."""
+        """Return an empty context to become `length` tokens long. Raises `CapacityError` if that many cannot fit."""
         cache, announced = KVCache.empty(self.layout), count(length, "length")
         self._reserve(cache, announced)
         return self._context(ContextData(cache, announced=announced))

@@ -249,7 +249,7 @@ class Allowance:
         return Planner(layout, free | ({DISK: None} if into_file else {}), weights)
 
     def promise(self, cache: KVCache, n_tokens: int) -> None:
-        """Promise a cache what `n_tokens` tokens need. Raises `CapacityError`, changing nothing, if it does not fit."""
+        """Promise a cache what `n_tokens` tokens need. Raises `CapacityError`, changing nothing, if they do not fit."""
         if n_tokens <= self.promised(cache):
             return
         with self._lock:
