@@ -110,17 +110,6 @@ def test_a_stop_string_that_never_ends_is_said_after_all(tokenizer: Tokenizer) -
         assert result.finish_reason == reason
 
 
-def test_the_figures_add_up(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode(TEXT, bos=False)
-    _, result = Script(ids).run(tokenizer, max_tokens=10)
-    assert result.stats.generated_tokens == 10
-    assert result.stats.first_token_s >= 0
-    assert result.stats.decode_s > 0
-    assert result.stats.decode_tokens_per_s == pytest.approx(9 / result.stats.decode_s)
-    assert Generation().stats.decode_tokens_per_s == 0
-    assert Generation().stats.prefill_tokens_per_s == 0
-
-
 def test_a_call_that_fails_takes_nothing(tokenizer: Tokenizer) -> None:
     ids, fails = tokenizer.encode(TEXT, bos=False), [False]
 

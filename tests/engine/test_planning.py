@@ -148,20 +148,6 @@ def test_a_context_may_grow_into_what_it_has(tiny_model: Path, monkeypatch: pyte
     assert len(engine.prefill(tokens(200), context=context)) == len(before) + 200
 
 
-def test_the_disk_is_looked_at_first(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    method = LongHeads(chunk_size=8)
-    engine = lce.load(tiny_model, method, block=16, kv_host_budget=100_000, spill_dir=tmp_path)
-    at_most(monkeypatch, memory=1 << 30, disk=200_000)
-    with pytest.raises(CapacityError, match=r"need 496.0 KiB of disk for .*, and 195.3 KiB .* 399 tokens;"):
-        engine.generate(tokens(990), max_tokens=10)
-    context = engine.prefill(tokens(300))
-    assert context.cache.tiers
-    at_most(monkeypatch, memory=1 << 30, disk=10_000)
-    engine.generate(tokens(2), max_tokens=3, context=context)
-    with pytest.raises(CapacityError, match=r"of disk .* the longest that fits is 3[0-9][0-9] tokens"):
-        engine.generate(tokens(2), max_tokens=300, context=context)
-
-
 @pytest.mark.parametrize("options", [{}, {"kv_host_budget": 400_000, "spill_dir": "."}])
 def test_a_token_costs_no_look(
     options: dict[str, Any], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -12,7 +12,7 @@ import lce
 from lce.engine.window import beyond, reach
 from lce.methods import DualChunk, Full, LongHeads, Quest, ReRope, RopeConfig, SelfExtend, Streaming
 from lce.models.config import ModelConfig
-from tests.checkpoints import save_tiny, tokens
+from tests.checkpoints import tokens
 
 W = 64
 
@@ -111,11 +111,3 @@ def test_an_answer_that_leaves_the_window_is_said_too(tiny_model: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert engine.generate(tokens(W - 3), max_tokens=2).warning is None
-
-
-def test_a_sliding_window_keeps_full_in_its_window(tmp_path: Path) -> None:
-    folder = save_tiny(
-        tmp_path, model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=24
-    )  # fmt: skip
-    assert lce.load(folder).beyond(10_000) is None
-    assert lce.load(folder, "quest").beyond(10_000) is not None
