@@ -188,7 +188,8 @@ def dense_calls(start: Tensor, stop: Tensor) -> list[DenseCall]:
     Example: starts 0, 0, 0, 1, 2 and stops 1, 2, 3, 4, 5 are one call of five queries, causal, with a window of 3.
     """
     if len(start) == 1:
-        return [DenseCall(0, 1, int(start), int(stop))] if start < stop else []
+        own = DenseCall(0, 1, int(start), int(stop))
+        return [own] if own.start < own.stop else []
     edges = torch.stack((start, stop)).masked_fill(start >= stop, NONE_SEEN)
     (begin, end), moves, first, found = edges.tolist(), _moves(edges), 0, list[DenseCall]()
     while first < len(begin):
