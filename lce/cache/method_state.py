@@ -44,7 +44,7 @@ class MethodState(ABC):
         """Return whether a tensor and a number of a file can be the state after `n_tokens`."""
 
     def committed(self, n_tokens: int) -> Held:
-        """Return the tensor (a view) and the number for the first `n_tokens`."""
+        """Return the tensor and number as they were after `n_tokens`."""
         return self._held
 
     def commit(self, n_tokens: int = 0) -> None:

@@ -258,7 +258,7 @@ class Pool(Tier):
         return np.sort(found)
 
     def _take_queued(self, n: int) -> Numbers:
-        """Take the first `n` slots of the queue that may still be filled, or fewer."""
+        """Take up to `n` slots that may still be filled from the queue's front."""
         queued, age = self._queue
         free, used = self.slots.group[queued] < 0, self.slots.used[queued]
         good = np.flatnonzero(np.where(age < 0, free, ~free & (used == age) & (used < self.clock)))[:n]

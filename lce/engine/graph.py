@@ -62,7 +62,7 @@ class CudaTape:
         try:
             with torch.cuda.stream(self.stream):
                 work()
-        finally:  # later work may overwrite what an interrupted step wrote
+        finally:  # on errors too: later work reuses the step's memory
             here.wait_stream(self.stream)
 
     def record(self, work: Work) -> Work:

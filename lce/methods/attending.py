@@ -212,7 +212,7 @@ def dense_calls(start: Tensor, stop: Tensor) -> list[DenseCall]:
 
 
 def _moves(edges: Tensor) -> list[tuple[int, tuple[int, int]]]:
-    """Return the moves of bounds `[2, T]`: `(until, (start, stop))` of each run of equal moves, up to query `until`."""
+    """Return runs of queries whose span bounds `[2, T]` move alike: `(last query, (start's move, stop's move))`."""
     moves = edges.diff()
     borders = (moves[:, 1:] != moves[:, :-1]).any(0).nonzero().squeeze(1)
     ends = torch.cat((borders, borders.new_tensor([moves.shape[1] - 1])))

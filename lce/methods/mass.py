@@ -29,8 +29,8 @@ JUDGES: tuple[Judge, ...] = ("true", "constant")
 class TrueMass:
     """Full attention of a layer's queries over its cache, whatever the positions at which a method caches keys.
 
-    Everything is float32, and slices are cut at fixed tokens, so that no memory budget changes a bit. Time:
-    O(H · T · N · D) a call. Bytes: bounded slices, besides what a call returns.
+    Arithmetic is float32, over fixed pieces of the keys: no memory budget changes a bit. Time: O(H · T · N · D) a
+    call. Bytes: the result, and a slice's scores.
     """
 
     def __init__(self, method: Method, cache: LayerCache, step: Step, judge: Judge) -> None:

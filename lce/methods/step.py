@@ -56,7 +56,7 @@ class Step:
         return memo[name]
 
     def once_on_all(self, name: str, make: Callable[[], Tensor | None], device: torch.device) -> Tensor | None:
-        """Return `make()`, called once a pass and `name` for all devices; other devices get a copy."""
+        """Return `make()`, called once a pass and `name`; the result is moved to `device`."""
         if name not in self.all_devices:
             self.all_devices[name] = make()
         made = self.all_devices[name]

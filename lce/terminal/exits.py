@@ -15,7 +15,7 @@ import click
 from lce.errors import CapacityError, LceError
 
 INTERRUPTED = 130
-DEBUG = "lce.debug"  # in the context's meta: show tracebacks
+DEBUG = "lce.debug"  # key of click's `meta`: show tracebacks
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
 _NO_MEMORY = ("not enough memory", "DefaultCPUAllocator", "out of memory")

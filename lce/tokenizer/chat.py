@@ -27,7 +27,7 @@ from typing import Any
 from lce.errors import DataError, LceError, ModelError, shown
 from lce.sizes import size_text
 
-MAX_CHARS = 1 << 20  # of the text, on top of eight times the length of the messages
+MAX_CHARS = 1 << 20  # of the rendered text, besides eight a character of the messages
 MAX_SECONDS = 2  # of a processor, on top of one for 500,000 characters of messages
 MAX_BYTES = 384 << 20  # of the process, on top of 96 times the length of the messages
 MOST_WAITED = 60  # seconds, after which a process that got no processor is given up

@@ -116,7 +116,7 @@ def _spread_keys(begin, end, scores_at, keys_at, n, eps):
         for i in range(stop - first):
             keys[i] = key_of_score(own[i])
         for away in range(1, eps + 1):
-            before = max(0, away - first)  # tokens of the piece without one so far before them
+            before = max(0, away - first)  # tokens at the start, with none `away` before them
             if before < stop - first:
                 left = carray(pointer(scores_at + 4 * (first + before - away), float32), (_PIECE,))
                 some = carray(pointer(keys_at + 4 * (first + before), int32), (_PIECE,))

@@ -28,7 +28,7 @@ from lce.progress import notice
 MOST_ROWS = 8  # rows of a product that are a few: decode, and drafts of some tokens
 
 _OPTIONS: dict[str, Any] = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
-_MOST_ARGUMENTS = 16  # of a kernel; more are packed
+_MOST_ARGUMENTS = 16  # of a kernel; more go in memory
 _I64 = ir.IntType(64)
 
 _lock = threading.RLock()
@@ -84,12 +84,11 @@ def usable_cache() -> Path | None:
 
 
 class Kernel:
-    """A function `body(first, stop, *args)` of a range, compiled when it is first called: threads share the range.
+    """A function `body(first, stop, *args)` over a range, compiled at its first call. Threads share the range.
 
-    Arguments are whole numbers of 64 bits; `argument_of` makes one of another number. One thread calls the function
-    itself, and never starts Numba's threads, with which a forked process could not go on. Several run it by `_spread`,
-    which is compiled once for all kernels. Each gives the same bits: a kernel's sums do not depend on how its range is
-    divided.
+    Arguments are 64-bit integers; `argument_of` encodes a float as one. One thread calls the body directly and does not
+    start Numba's threads, which do not survive a fork. Several threads call the body through `_spread`, which is
+    compiled once for all kernels. Sums do not depend on how the range is divided.
     """
 
     def __init__(self, body: Callable[..., Any]) -> None:

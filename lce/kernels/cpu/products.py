@@ -19,7 +19,7 @@ from lce.kernels.cpu.vectors import LANES
 _ROWS = 64  # weight rows that a thread takes at a time
 _CHAINS = 2  # sums of a product that do not wait for each other
 _COLUMNS = 2 if "avx512f" in features() else 1  # weight rows that four rows of x meet at a time, in registers
-_APART = 80  # numbers between rows of x: rows a power of two apart would share few lines of the nearest cache
+_APART = 80  # padding of x's rows, in numbers: rows a power of two apart share few L1 cache lines
 
 
 def product(
@@ -113,11 +113,11 @@ _dots_4 = ByDtype(lambda dtype: vectors.dots(False, dtype, {4: _COLUMNS}, _CHAIN
 
 @by_dtype(inner)
 def _dots(x, n, weight_at, size, n_here, sums):
-    """Multiply all rows of `x [n, …]` with `n_here` weight rows of so many numbers at an address.
+    """Multiply all rows of `x [n, …]` by `n_here` weight rows of `size` numbers, from the address `weight_at` on.
 
-    Writes `sums [n, n_here]`. A weight row is read from memory once, by one or two rows of x alone, or by four at a
-    time: then `_COLUMNS` weight rows share each read of x. Each sum has the same order in all of them. `x` and `sums`
-    have rows up to the next multiple of four, and `sums` `_COLUMNS` columns to spare.
+    Writes `sums [n, n_here]`. A weight row is read from memory once. If n > 2, x is taken four rows at a time; each
+    read of x then serves `_COLUMNS` weight rows, `x` and `sums` have rows up to the next multiple of four, and `sums`
+    has `_COLUMNS` spare columns. The order of a sum is the same for any n.
     """
     n_steps, x_row, sums_row = size // (_CHAINS * LANES), 4 * x.shape[1], 4 * sums.shape[1]
     whole, row = n_steps * _CHAINS * LANES, 0

@@ -81,9 +81,9 @@ def product(
     """Multiply `x [T, in]` with a packed matrix `[n_rows, in]` transposed, plus `bias`: see
     `lce.kernels.cpu.products.product`.
 
-    T is up to `MOST_ROWS`. With `gated` the two halves of the rows are whole blocks. Bytes: the packed weights, once.
-    A group's sum is exact, of x in 16 bits (32 where x is float32); sums of groups are float32. A row of the result has
-    the same bits whatever T and the number of threads. Where x is not finite, the result is NaN.
+    T is up to `MOST_ROWS`; `gated` needs whole blocks in each half of the rows. Bytes: the packed weights, once.
+    x is rounded to 16 bits (32 if it is float32), so a group's sum is exact; sums of groups are float32. A row of the
+    result has the same bits for any T and number of threads, and is NaN if its row of x is not finite.
     """
     n, n_in = x.shape
     bits = _check((n_rows, n_in), codes, scales, zeros)

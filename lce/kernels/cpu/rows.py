@@ -22,7 +22,7 @@ from lce.kernels.cpu.numbers import bits_of_float, exp2, float_of_bits, itemsize
 from lce.kernels.cpu.vectors import largest
 
 KEYS = 256  # that are packed together: with 64 to 128 dimensions, keys and values stay in a core's second cache
-FEW_ROWS = 8  # up to this many rows keys are read in place
+FEW_ROWS = 8  # up to this many rows, keys are not packed
 LOWEST = np.float32(-3.0e38)  # below any score
 
 

@@ -122,7 +122,7 @@ class AttentionMeter:
             self._count_found(tally, seen, seen.method)
 
     def _count_hits(self, tally: _Tally, seen: Observation, scores: Tensor) -> None:
-        """Count how often a choice with a fact has one of the best `scores [C, T, M]`."""
+        """Count how often a fact ranks first, or among the best five, by `scores [C, T, M]`."""
         (first, size), known = seen.method.choices, scores > -torch.inf
         for start, stop in self.facts:
             a, b = max(0, (start - first) // size), (stop - 1 - first) // size + 1

@@ -28,7 +28,7 @@ from lce.lab.eval.record import Answer, Attended, Loss, Record
 from lce.lab.eval.scores import Score
 from lce.lab.eval.selection import SelectionTable, selection_tables
 
-CLEARLY = 0.1  # least distance of the lower end of a ceiling's interval above chance
+CLEARLY = 0.1  # margin by which a ceiling's `low` must exceed chance
 FAILS = 0.5  # below it, `full` fails within the window
 HOLDS = 0.9  # share of the ceiling's score that a method needs to hold
 

@@ -50,7 +50,7 @@ class Measure(ABC):
 
 
 def listed(lengths: Sequence[int]) -> str:
-    """Return lengths as an option."""
+    """Return the `--lengths` option."""
     return f"--lengths {','.join(map(str, lengths))}"
 
 

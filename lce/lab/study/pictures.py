@@ -125,7 +125,7 @@ def _panel(axes: Axes, recording: dict[str, Any], query: int, look: dict[str, An
                 attended = is_chosen or any(a < start + size and start < b for a, b, *_ in always)
                 if mass >= 0.02 and not attended:
                     rings.append((c, row))
-    blues = ListedColormap(colormaps["Blues"](np.linspace(0.3, 1, 64)))  # visible on white, without attention too
+    blues = ListedColormap(colormaps["Blues"](np.linspace(0.3, 1, 64)))  # even a mass of 0 is visible on white
     axes.imshow(cells, aspect="auto", interpolation="nearest", cmap=blues, vmin=0, vmax=0.2)
     if rings:
         across, down = zip(*rings, strict=True)

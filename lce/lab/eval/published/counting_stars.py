@@ -23,7 +23,7 @@ class CountingStars(Benchmark):
     """Counting-Stars' four tasks: two kinds of evidence in two languages.
 
     The published code sends the prompt to chat models and sets no limit on the answer; here the limit is 512 tokens.
-    The length of the context, in words or characters, is the group.
+    A sample's `group` is its context length in words or characters.
     """
 
     name = "counting-stars"

@@ -195,7 +195,7 @@ class SeveralValues(MadeTask):
 
 @dataclass(frozen=True)
 class CountingStars(MadeTask):
-    """The numbers of stars that a penguin counted, one a count (Counting-Stars, arXiv:2403.11802)."""
+    """Counts of stars, one a statement; an answer needs all (Counting-Stars, arXiv:2403.11802)."""
 
     name = "counting_stars"
     metrics = ("recall",)
